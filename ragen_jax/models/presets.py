@@ -1,0 +1,85 @@
+"""Models by name: the built-in checkpoint and those of the Hugging Face hub that are known to work."""
+
+from __future__ import annotations
+
+import os
+
+from ragen_jax.models import hf
+from ragen_jax.utils.errors import UserError
+
+TINY = 'tiny'
+
+# Name -> repository on the hub.
+PRESETS = {
+  'qwen2.5-0.5b': 'Qwen/Qwen2.5-0.5B',
+  'qwen2.5-0.5b-instruct': 'Qwen/Qwen2.5-0.5B-Instruct',
+  'qwen2.5-1.5b': 'Qwen/Qwen2.5-1.5B',
+  'qwen2.5-1.5b-instruct': 'Qwen/Qwen2.5-1.5B-Instruct',
+  'qwen2.5-3b': 'Qwen/Qwen2.5-3B',
+  'qwen2.5-3b-instruct': 'Qwen/Qwen2.5-3B-Instruct',
+  'qwen2.5-7b': 'Qwen/Qwen2.5-7B',
+  'qwen2.5-7b-instruct': 'Qwen/Qwen2.5-7B-Instruct',
+  'r1-distill-qwen-1.5b': 'deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B',
+  'qwen3-0.6b': 'Qwen/Qwen3-0.6B',
+  'qwen3-1.7b': 'Qwen/Qwen3-1.7B',
+  'qwen3-4b': 'Qwen/Qwen3-4B',
+  'qwen3-8b': 'Qwen/Qwen3-8B',
+}
+
+# Weights, configs and tokenizers; never code.
+_DOWNLOADED = ('*.json', '*.safetensors', '*.txt')
+
+
+def names() -> tuple[str, ...]:
+  """Every preset, the built-in checkpoint first."""
+  return (TINY, *PRESETS)
+
+
+def resolve(preset: str, path: str) -> str:
+  """The local directory of a model's checkpoint; a hub model is downloaded on first use.
+
+  Args:
+    preset: one of `names()`; not looked at where a path is given.
+    path: a local checkpoint directory, or '' for the preset's.
+
+  Raises:
+    UserError: no such preset, `path` is no checkpoint, or the hub cannot be reached and has nothing cached.
+  """
+  if path:
+    _check_checkpoint(path, f'model.path={path!r}')
+    return path
+  if preset == TINY:
+    directory = os.path.join(os.path.dirname(os.path.abspath(__file__)), TINY)
+    _check_checkpoint(directory, f'model.preset={preset!r}: {directory}')
+    return directory
+  if preset not in PRESETS:
+    raise UserError(f'model.preset={preset!r} is not one of {", ".join(names())}')
+  return _download(preset, PRESETS[preset])
+
+
+def _check_checkpoint(directory: str, what: str) -> None:
+  if not os.path.exists(directory):
+    problem = 'does not exist'
+  elif not os.path.isdir(directory):
+    problem = 'is not a directory'
+  elif not os.path.isfile(os.path.join(directory, hf.CONFIG_FILE)):
+    problem = f'has no {hf.CONFIG_FILE}, so it is no Hugging Face checkpoint'
+  elif not any(name.endswith('.safetensors') and name != hf.VALUE_HEAD_FILE for name in os.listdir(directory)):
+    problem = 'has no *.safetensors, and weights in other formats are not read'
+  else:
+    return
+  raise UserError(f'{what} {problem}')
+
+
+def _download(preset: str, repository: str) -> str:
+  # Imported here: only these presets need it, and it is slow to import.
+  from huggingface_hub import snapshot_download
+
+  try:
+    return snapshot_download(repository, allow_patterns=list(_DOWNLOADED))
+  except Exception as e:  # what the transport raises differs from version to version
+    reason = ' '.join(f'{type(e).__name__}: {e}'.split())[:200]
+    raise UserError(
+      f'model.preset={preset!r}: {repository} cannot be downloaded ({reason}); with the weights in a directory, '
+      'give --config.model.path=DIR'
+    ) from e

@@ -1,0 +1,29 @@
+"""The critic on the policy's trunk, and the two together."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ragen_jax.models.qwen import Qwen
+
+
+class ValueHead(nnx.Module):
+  """One linear layer from a hidden state to the expected return from there; zero at first, always in fp32."""
+
+  def __init__(self, hidden_size: int):
+    self.kernel = nnx.Param(jnp.zeros((hidden_size,), jnp.float32))
+    self.bias = nnx.Param(jnp.zeros((), jnp.float32))
+
+  def __call__(self, hidden: jax.Array) -> jax.Array:
+    """[..., D] -> f32[...]."""
+    return jnp.einsum('...D,D->...', hidden.astype(jnp.float32), self.kernel[...]) + self.bias[...]
+
+
+class ActorCritic(nnx.Module):
+  """A policy and its value head. The value of column t is read from the hidden state that emits token t, column t-1."""
+
+  def __init__(self, policy: Qwen):
+    self.policy = policy
+    self.value_head = ValueHead(policy.cfg.hidden_size)

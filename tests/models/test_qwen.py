@@ -1,0 +1,358 @@
+"""Our models against `transformers` on the same weights, and our own ways of running them against one another."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.models import hf
+from ragen_jax.models.qwen import Qwen, QwenConfig, attend, attend_causal_by_row
+
+TOKENS = 90  # of the tokenizer; a vocabulary may be larger
+
+# Small models with one odd corner each or several. Two layers where that is the point, as each costs compilation.
+CASES = {
+  'qwen2-tied-gqa': {},
+  'qwen2-untied-wide-heads': {
+    'num_layers': 1,
+    'tie_word_embeddings': False,
+    'head_dim': 12,
+    'rope_theta': 1e4,
+    'rms_norm_eps': 1e-5,
+  },
+  'qwen2-mqa-padded-vocabulary': {'num_layers': 1, 'num_heads': 6, 'num_kv_heads': 1, 'head_dim': 4, 'vocab_size': 160},
+  'qwen2-unfused': {'hidden_size': 512, 'num_layers': 1, 'head_dim': 16, 'tie_word_embeddings': False},
+  'qwen3-tied': {'architecture': 'qwen3', 'head_dim': 16},
+  'qwen3-untied-mha': {
+    'architecture': 'qwen3',
+    'num_layers': 1,
+    'tie_word_embeddings': False,
+    'num_kv_heads': 4,
+    'head_dim': 6,
+    'rope_theta': 300.0,
+    'rms_norm_eps': 1e-2,
+  },
+}
+
+
+def config_of(**changes) -> QwenConfig:
+  fields = {
+    'vocab_size': TOKENS,
+    'hidden_size': 32,
+    'intermediate_size': 56,
+    'num_layers': 2,
+    'num_heads': 4,
+    'num_kv_heads': 2,
+    'head_dim': 8,
+  }
+  return QwenConfig(**(fields | changes))
+
+
+@functools.cache
+def reference(directory: str, case: str):
+  """A model of `transformers` with weights that make every part of it matter, and the same one loaded by us."""
+  torch = pytest.importorskip('torch', reason='the comparison with transformers needs PyTorch')
+  import transformers
+
+  torch.set_num_threads(1)  # so small a model only waits for its threads
+  cfg = config_of(**CASES[case])
+  config_class = {'qwen2': transformers.Qwen2Config, 'qwen3': transformers.Qwen3Config}[cfg.architecture]
+  config = config_class(
+    vocab_size=cfg.vocab_size,
+    hidden_size=cfg.hidden_size,
+    intermediate_size=cfg.intermediate_size,
+    num_hidden_layers=cfg.num_layers,
+    num_attention_heads=cfg.num_heads,
+    num_key_value_heads=cfg.num_kv_heads,
+    head_dim=cfg.head_dim,
+    rope_parameters={'rope_type': 'default', 'rope_theta': cfg.rope_theta},
+    rms_norm_eps=cfg.rms_norm_eps,
+    tie_word_embeddings=cfg.tie_word_embeddings,
+    pad_token_id=0,
+  )
+  theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+  rng = torch.Generator().manual_seed(len(case))
+  with torch.no_grad():
+    for name, weight in theirs.named_parameters():
+      noise = torch.randn(weight.shape, generator=rng)
+      if name.endswith('norm.weight'):
+        weight.copy_(1 + 0.3 * noise)
+      else:
+        # The fresh 0.02 would hide mistakes behind small numbers. Biases count as much as what they are added to.
+        weight.copy_(noise * (0.5 if name.endswith('bias') else 1.5 * weight.shape[-1] ** -0.5))
+  theirs.save_pretrained(directory)
+  ours = hf.load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
+  assert ours.cfg == cfg
+  return theirs, ours
+
+
+@pytest.fixture(params=CASES, scope='module')
+def pair(request, tmp_path_factory):
+  # The directory is made once a case: the cached models must not depend on how often they are asked for.
+  return reference(str(tmp_path_factory.getbasetemp() / request.param), request.param)
+
+
+def ragged(lengths: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+  """Random tokens padded on the right, and where they are: i32[B, T], bool[B, T]."""
+  rng = np.random.default_rng(seed)
+  valid = np.arange(max(lengths)) < np.array(lengths)[:, None]
+  return np.where(valid, rng.integers(1, TOKENS, valid.shape), 0).astype(np.int32), valid
+
+
+@nnx.jit
+def full_logits(model: Qwen, tokens: jax.Array) -> jax.Array:
+  return model.logits(model(model.embed(tokens))[0])
+
+
+def test_logits_and_log_probs_are_those_of_transformers(pair):
+  import torch
+
+  theirs, ours = pair
+  tokens, valid = ragged((19, 7, 13))
+  with torch.no_grad():
+    expected = theirs(torch.tensor(tokens), attention_mask=torch.tensor(valid.astype(np.int64))).logits
+    expected_log_probs = torch.log_softmax(expected, -1)[:, :-1].gather(-1, torch.tensor(tokens[:, 1:, None]).long())
+  logits = full_logits(ours, jnp.asarray(tokens))
+  log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], jnp.asarray(tokens)[:, 1:, None], axis=-1)
+
+  assert logits.shape == (3, 19, ours.cfg.vocab_size)
+  assert np.std(expected.numpy()) > 0.5, 'too flat to show a difference'
+  np.testing.assert_allclose(np.asarray(logits)[valid], expected.numpy()[valid], rtol=0, atol=1e-4)
+  targets = valid[:, 1:]
+  np.testing.assert_allclose(
+    np.asarray(log_probs)[..., 0][targets], expected_log_probs.numpy()[..., 0][targets], rtol=0, atol=1e-4
+  )
+
+
+def test_gradients_are_those_of_transformers(pair):
+  import torch
+
+  theirs, ours = pair
+  tokens, valid = ragged((12, 7, 10), seed=1)
+  # A policy-gradient loss: a weight of either sign on every token, masked, divided once.
+  weight = np.random.default_rng(2).normal(size=tokens.shape).astype(np.float32) * valid
+
+  theirs.zero_grad()
+  logits = theirs(torch.tensor(tokens), attention_mask=torch.tensor(valid.astype(np.int64))).logits
+  log_probs = torch.log_softmax(logits, -1)[:, :-1].gather(-1, torch.tensor(tokens[:, 1:, None]).long())[..., 0]
+  (-(log_probs * torch.tensor(weight[:, 1:])).sum() / valid[:, 1:].sum()).backward()
+  expected = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
+
+  @nnx.jit
+  @nnx.grad
+  def gradient(model):
+    logits = model.logits(model(model.embed(jnp.asarray(tokens)))[0])
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], jnp.asarray(tokens)[:, 1:, None], axis=-1)
+    return -jnp.sum(log_probs[..., 0] * weight[:, 1:]) / valid[:, 1:].sum()
+
+  ours_by_path = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient(ours))}
+  plan = hf.weights(ours.cfg)
+  assert {w.name for w in plan} == set(expected)
+  errors = {}
+  for w in plan:
+    error = np.linalg.norm(w.to_hf(ours_by_path[w.path]) - expected[w.name]) / np.linalg.norm(expected[w.name])
+    errors[w.name] = error
+  assert max(errors.values()) < 1e-3, errors
+
+
+def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> np.ndarray:
+  """Prefill of rows padded on the right, then one token at a time at columns of their own: i32[B, new]."""
+  b, t = tokens.shape
+  length = jnp.asarray(valid.sum(1))
+
+  @nnx.jit
+  def run(model, tokens):
+    size = t + new
+    columns = jnp.arange(size)
+    mask = jnp.tril(jnp.ones((t, size), bool))[None]
+    hidden, cache = model(model.embed(tokens), mask=mask, cache=model.init_cache(b, size))
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)
+
+    def step(carry, i):
+      cache, hidden = carry
+      token = jnp.argmax(model.logits(hidden), axis=-1)  # [B, 1]
+      visible = (columns < length[:, None]) | ((columns >= t) & (columns <= t + i))  # [B, S]
+      hidden, cache = model(
+        model.embed(token), (length + i)[:, None], mask=visible[:, None, :], cache=cache, column=t + i
+      )
+      return (cache, hidden), token[:, 0]
+
+    return jax.lax.scan(step, (cache, last), jnp.arange(new))[1].T
+
+  return np.asarray(run(model, jnp.asarray(tokens)))
+
+
+def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
+  import torch
+
+  theirs, ours = pair
+  tokens, valid = ragged((9, 3, 6), seed=3)
+  width = tokens.shape[1]
+  left = np.stack([np.roll(row, width - n) for row, n in zip(tokens, valid.sum(1), strict=True)])
+  mask = np.stack([np.roll(row, width - n) for row, n in zip(valid, valid.sum(1), strict=True)])
+  with torch.no_grad():
+    expected = theirs.generate(
+      torch.tensor(left).long(),
+      attention_mask=torch.tensor(mask.astype(np.int64)),
+      do_sample=False,
+      max_new_tokens=64,
+      pad_token_id=0,
+      eos_token_id=None,
+    ).numpy()[:, width:]
+  assert expected.shape == (3, 64)
+  assert len(np.unique(expected)) > 8, 'too monotonous to show a difference'
+  np.testing.assert_array_equal(greedy(ours, tokens, valid, 64), expected)
+
+
+def fresh(architecture: str = 'qwen2', num_layers: int = 2, **kwargs) -> Qwen:
+  """A model with random weights, biases and norms as well, made without compiling anything."""
+  cfg = config_of(architecture=architecture, num_layers=num_layers)
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), **kwargs)))
+  rng = np.random.default_rng(0)
+
+  def weight(path, leaf):
+    noise = rng.normal(size=leaf.shape)
+    if path[-1] == 'weight':
+      return leaf.replace(jnp.asarray(1 + 0.3 * noise, jnp.float32))
+    return leaf.replace(jnp.asarray(0.2 * noise, jnp.float32))
+
+  return nnx.merge(graphdef, nnx.from_flat_state([(p, weight(p, leaf)) for p, leaf in nnx.to_flat_state(state)]))
+
+
+def test_prefill_and_decode_are_one_forward():
+  model = fresh('qwen3')
+  tokens, valid = ragged((20, 14, 17), seed=4)
+  b, t = tokens.shape
+  prompt, size = np.array([8, 2, 5]), 8 + 12  # tokens of each row that are prefilled, columns of the cache
+  expected = np.asarray(full_logits(model, jnp.asarray(tokens)))
+
+  @nnx.jit
+  def prefill(model, tokens):
+    mask = jnp.tril(jnp.ones((8, size), bool))[None]
+    hidden, cache = model(model.embed(tokens), mask=mask, cache=model.init_cache(b, size))
+    return model.logits(hidden), cache
+
+  @nnx.jit
+  def decode(model, token, position, mask, cache, column):
+    hidden, cache = model(model.embed(token), position, mask=mask, cache=cache, column=column)
+    return model.logits(hidden), cache
+
+  start = np.where(np.arange(8) < prompt[:, None], tokens[:, :8], 0)
+  logits, cache = prefill(model, jnp.asarray(start))
+  for row in range(b):
+    np.testing.assert_allclose(logits[row, : prompt[row]], expected[row, : prompt[row]], rtol=0, atol=2e-5)
+  compared = 0
+  for i in range(12):
+    position = prompt + i
+    token = np.take_along_axis(tokens, np.minimum(position, t - 1)[:, None], axis=1)
+    visible = (np.arange(size) < prompt[:, None]) | ((np.arange(size) >= 8) & (np.arange(size) <= 8 + i))
+    logits, cache = decode(model, token, position[:, None], visible[:, None], cache, jnp.int32(8 + i))
+    for row in range(b):
+      if position[row] < valid[row].sum():
+        np.testing.assert_allclose(logits[row, 0], expected[row, position[row]], rtol=0, atol=2e-5)
+        compared += 1
+  assert compared == 3 * 12
+
+
+def test_extending_turn_by_turn_is_one_forward_on_the_concatenation():
+  model = fresh('qwen2')
+  # New tokens of each row, turn by turn.
+  turns = [np.array([7, 3, 7]), np.array([1, 6, 6]), np.array([5, 5, 7]), np.array([2, 0, 0])]
+  tokens, _ = ragged((15, 14, 20), seed=5)
+  expected = np.asarray(full_logits(model, jnp.asarray(tokens)))
+  # Every turn is padded to `width` columns, so the cache needs room for the last one's padding.
+  width = 7
+  size = sum(int(n.max()) for n in turns) + width
+
+  @nnx.jit
+  def extend(model, tokens, positions, mask, cache, column):
+    hidden, cache = model(model.embed(tokens), positions, mask=mask, cache=cache, column=column)
+    return model.logits(hidden), cache
+
+  cache, held, used, column = model.init_cache(3, size), np.zeros((3, size), bool), np.zeros(3, int), 0
+  for new in turns:
+    positions = used[:, None] + np.arange(width)  # [B, width]
+    fed = np.arange(width) < new[:, None]
+    chunk = np.where(fed, np.take_along_axis(tokens, np.minimum(positions, tokens.shape[1] - 1), axis=1), 0)
+    # Columns held from before, and this turn's columns up to the query's own.
+    mask = np.repeat(held[:, None, :], width, axis=1)
+    mask[:, :, column : column + width] |= np.tril(np.ones((width, width), bool)) & fed[:, None, :]
+    logits, cache = extend(model, chunk, positions, mask, cache, jnp.int32(column))
+    for row in range(3):
+      got, want = logits[row, : new[row]], expected[row, used[row] : used[row] + new[row]]
+      np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    held[:, column : column + width] |= fed
+    used += new
+    column += int(new.max())
+  np.testing.assert_array_equal(used, [15, 14, 20])
+
+
+@functools.cache
+def loss_and_gradient(remat: bool, attend_by_row: bool):
+  model = fresh('qwen3', num_layers=1, attend_by_row=attend_by_row)
+  # 70 columns: a whole block of queries and a part of one, when attending row by row.
+  tokens = jnp.asarray(ragged((70, 41), seed=6)[0])
+
+  @nnx.jit
+  @nnx.value_and_grad
+  def run(model):
+    hidden, _ = model(model.embed(tokens), remat=remat)
+    return jnp.mean(jnp.square(jax.nn.log_softmax(model.logits(hidden))))
+
+  loss, gradient = run(model)
+  return loss, {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
+
+
+@pytest.mark.parametrize('how', [{'remat': True, 'attend_by_row': False}, {'remat': False, 'attend_by_row': True}])
+def test_remat_and_attending_row_by_row_change_no_gradient(how):
+  loss, gradient = loss_and_gradient(**how)
+  expected, expected_gradient = loss_and_gradient(remat=False, attend_by_row=False)
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  assert gradient.keys() == expected_gradient.keys()
+  for path, want in expected_gradient.items():
+    assert np.linalg.norm(gradient[path] - want) <= 1e-5 * np.linalg.norm(want), path
+
+
+def test_remat_runs_the_layers_a_second_time_in_the_backward_pass():
+  graphdef, state = nnx.split(fresh())
+  tokens = jnp.ones((2, 5), jnp.int32)
+
+  def products(remat):
+    def run(state):
+      model = nnx.merge(graphdef, state)
+      return jnp.sum(model(model.embed(tokens), remat=remat)[0])
+
+    return str(jax.make_jaxpr(jax.grad(run))(state)).count('dot_general')
+
+  assert products(True) > products(False)
+
+
+def test_attention_row_by_row_is_attention():
+  # 150 columns: two whole blocks of queries and a part of one.
+  rng = np.random.default_rng(7)
+  q, k, v = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+  mask = jnp.tril(jnp.ones((150, 150), bool))[None]
+  np.testing.assert_allclose(jax.jit(attend_causal_by_row)(q, k, v), jax.jit(attend)(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+def test_padding_on_the_right_changes_nothing_before_it():
+  model = fresh()
+  tokens, _ = ragged((20, 20, 20), seed=9)
+  changed = np.where(np.arange(20) < 12, tokens, 3)
+  logits, others = full_logits(model, jnp.asarray(tokens)), full_logits(model, jnp.asarray(changed))
+  np.testing.assert_array_equal(logits[:, :12], others[:, :12])
+  assert np.abs(logits[:, 12:] - others[:, 12:]).max() > 0.1
+
+
+def test_bfloat16_model_gives_float32_logits_near_those_of_float32():
+  tokens = jnp.asarray(ragged((20, 20, 20), seed=10)[0])
+  expected, logits = full_logits(fresh(), tokens), full_logits(fresh(dtype=jnp.bfloat16), tokens)
+  assert logits.dtype == jnp.float32
+  # 8 bits of mantissa through two layers.
+  assert float(jnp.sqrt(jnp.mean(jnp.square(logits - expected)))) < 0.03 * float(jnp.std(expected))
+  assert float(jnp.max(jnp.abs(logits - expected))) > 1e-4, 'it did not compute in bfloat16'
