@@ -1,0 +1,77 @@
+"""The sampler's memory between turns: a key/value cache with one write column for all rows.
+
+Every write lands at the same column of every row, so it is one slice update and no scatter. Rows that stop early or get
+a shorter observation leave holes; `valid` masks them, and `arrange` closes them between turns, drops rows that are
+finished and gives the cache the size that the next turn needs.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ragen_jax.models.qwen import LayerCache, Qwen
+
+
+@struct.dataclass
+class SamplerState:
+  """What stays on the device from turn to turn.
+
+  Attributes:
+    cache: one `LayerCache` a layer, [B, S, K, H] each.
+    valid: bool[B, S], the column holds a token of this row.
+    column: i32[], the next free column.
+    position: i32[B], tokens so far: the rotary position of the next one.
+    hidden: [B, D], the hidden state of each row's last token, from which the next is drawn.
+  """
+
+  cache: tuple[LayerCache, ...]
+  valid: jax.Array
+  column: jax.Array
+  position: jax.Array
+  hidden: jax.Array
+
+
+def init_state(model: Qwen, rows: int, size: int) -> SamplerState:
+  """An empty state for `rows` rows and `size` columns."""
+  return SamplerState(
+    cache=model.init_cache(rows, size),
+    valid=jnp.zeros((rows, size), bool),
+    column=jnp.zeros((), jnp.int32),
+    position=jnp.zeros((rows,), jnp.int32),
+    hidden=jnp.zeros((rows, model.cfg.hidden_size), model.dtype),
+  )
+
+
+def arrange(state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
+  """Picks rows, moves their tokens to the left and sets the number of columns.
+
+      valid  1 1 0 1 0 1 0      ->  1 1 1 1 0
+             1 1 1 0 0 0 0          1 1 1 0 0
+
+  Args:
+    state: the state before.
+    rows: i32[B'], the rows to keep, in their new order; a row may be named twice.
+    size: columns after; at least the longest kept row.
+
+  Returns:
+    The state of B' rows and `size` columns, its write column behind the longest row.
+  """
+  valid = state.valid[rows]  # [B', S]
+  # Stable, so the tokens keep their order; columns past the last token are filled with whatever comes, unused.
+  order = jnp.argsort(~valid, axis=1, stable=True)[:, :size]
+  if size > order.shape[1]:
+    order = jnp.pad(order, ((0, 0), (0, size - order.shape[1])))
+
+  def pick(x):  # [B, S, K, H] -> [B', size, K, H]
+    return x[rows[:, None], order]
+
+  position = state.position[rows]
+  return SamplerState(
+    cache=tuple(LayerCache(k=pick(c.k), v=pick(c.v)) for c in state.cache),
+    valid=jnp.arange(size)[None, :] < position[:, None],
+    column=jnp.max(position),
+    position=position,
+    hidden=state.hidden[rows],
+  )

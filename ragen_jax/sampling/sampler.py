@@ -1,0 +1,320 @@
+"""The sampler: `extend` appends an observation, `decode` draws a reply, and the cache lives on between them.
+
+At temperature 1 with top-p 1 and top-k off no filter runs at all, so the distribution that is sampled is the one that
+the loss scores. Each draw's random number comes from the row's own key and the token's position in the row, so a reply
+does not depend on which other rows share the batch, nor on how rows are laid out over devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sampling import kv_cache
+from ragen_jax.sampling.kv_cache import SamplerState
+
+# Entries of a cumulative sum that is taken in one go; longer vocabularies take sums of blocks first.
+_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How tokens are drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most likely token.
+    top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+    top_k: keep this many most likely tokens; 0 keeps all.
+  """
+
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0
+
+
+@struct.dataclass
+class Reply:
+  """What `decode` drew, for R = max_new columns.
+
+  Attributes:
+    tokens: i32[B, R], sampled ids, the stop token included, then 0.
+    logprobs: f32[B, R], log-probability of each under the distribution that it was drawn from.
+    values: f32[B, R], the critic's value of the state that each was drawn from.
+    entropies: f32[B, R], entropy of the distribution that each was drawn from, before top-k and top-p.
+    count: i32[B], how many were sampled.
+    stopped: bool[B], the last of them is a stop token.
+  """
+
+  tokens: jax.Array
+  logprobs: jax.Array
+  values: jax.Array
+  entropies: jax.Array
+  count: jax.Array
+  stopped: jax.Array
+
+
+def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
+  """Sets the logits of tokens outside top-k and top-p to -inf. f32[B, V] -> f32[B, V]; k first, then p of what is left."""
+  if top_k > 0:
+    kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+    logits = jnp.where(logits < kth, -jnp.inf, logits)
+  if top_p < 1.0:
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    probs = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs  # mass of all likelier tokens; the likeliest is always kept
+    last = jnp.sum(before < top_p, axis=-1, keepdims=True) - 1
+    threshold = jnp.take_along_axis(ordered, jnp.maximum(last, 0), axis=-1)
+    logits = jnp.where(logits < threshold, -jnp.inf, logits)
+  return logits
+
+
+def draw(probs: jax.Array, u: jax.Array) -> jax.Array:
+  """Inverse-CDF sampling: one uniform number a row instead of one a token.
+
+  Args:
+    probs: f32[B, V], not necessarily summing to one exactly.
+    u: f32[B] in [0, 1).
+
+  Returns:
+    i32[B]; never a token of probability 0.
+  """
+  b, v = probs.shape
+  if v > _BLOCK:  # first which block, then which token in it
+    padded = jnp.pad(probs, ((0, 0), (0, -v % _BLOCK))).reshape(b, -1, _BLOCK)
+    sums = jnp.sum(padded, axis=-1)  # [B, V/block]
+    upto = jnp.cumsum(sums, axis=-1)
+    target = _below(u * upto[:, -1], upto[:, -1])
+    block = jnp.sum(upto <= target[:, None], axis=-1)
+    start = jnp.take_along_axis(upto - sums, block[:, None], axis=1)[:, 0]
+    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]  # [B, block]
+    cumulative = jnp.cumsum(inside, axis=-1)
+    rest = jnp.clip(target - start, 0.0, None)
+    token = jnp.sum(cumulative <= _below(rest, cumulative[:, -1])[:, None], axis=-1)
+    return (block * _BLOCK + token).astype(jnp.int32)
+  cumulative = jnp.cumsum(probs, axis=-1)
+  target = _below(u * cumulative[:, -1], cumulative[:, -1])
+  return jnp.sum(cumulative <= target[:, None], axis=-1).astype(jnp.int32)
+
+
+def _below(x: jax.Array, limit: jax.Array) -> jax.Array:
+  """x, made strictly smaller than limit where rounding brought it there."""
+  return jnp.minimum(x, jnp.nextafter(limit, jnp.zeros_like(limit)))
+
+
+def extend(graphdef: Any, params: Any, state: SamplerState, tokens: jax.Array, count: jax.Array) -> SamplerState:
+  """Appends up to O tokens to each row and runs the model over them.
+
+  Args:
+    graphdef: of the `ActorCritic`.
+    params: its weights.
+    state: the sampler's state; there must be O free columns.
+    tokens: i32[B, O], right-padded.
+    count: i32[B], how many of them belong to each row; 0 leaves a row as it is.
+
+  Returns:
+    The state after.
+  """
+  model = nnx.merge(graphdef, params).policy
+  size, width = state.valid.shape[1], tokens.shape[1]
+  new = jnp.arange(width)[None, :] < count[:, None]  # [B, O]
+  valid = jax.lax.dynamic_update_slice_in_dim(state.valid, new, state.column, axis=1)
+  at = state.column + jnp.arange(width)
+  # An own token may look at every token of its row up to its own column.
+  mask = valid[:, None, :] & (jnp.arange(size)[None, None, :] <= at[None, :, None])  # [B, O, S]
+  positions = state.position[:, None] + jnp.arange(width)[None, :]
+  hidden, cache = model(model.embed(tokens), positions, mask=mask, cache=state.cache, column=state.column)
+  last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+  return SamplerState(
+    cache=cache,
+    valid=valid,
+    column=state.column + width,
+    position=state.position + count,
+    hidden=jnp.where((count > 0)[:, None], last, state.hidden),
+  )
+
+
+def decode(
+  graphdef: Any,
+  params: Any,
+  state: SamplerState,
+  keys: jax.Array,
+  active: jax.Array,
+  temperature: jax.Array,
+  *,
+  max_new: int,
+  stop_ids: tuple[int, ...],
+  vocab_limit: int,
+  sampling: Sampling,
+) -> tuple[SamplerState, Reply]:
+  """Draws until every active row has stopped or has `max_new` tokens; the loop ends with the last row.
+
+  The stop token is kept, and it is run through the model like every other, so that the next turn can look at it.
+
+  Args:
+    graphdef: of the `ActorCritic`.
+    params: its weights.
+    state: the sampler's state; there must be `max_new` free columns.
+    keys: PRNG keys [B], one a row and episode.
+    active: bool[B], rows that take part.
+    temperature: f32[], used unless `sampling.temperature` is 0.
+    max_new: R.
+    stop_ids: tokens that end a reply.
+    vocab_limit: ids from here on are padding of the embedding and are never drawn.
+    sampling: `temperature` (only whether it is 0), `top_p` and `top_k` are compiled in.
+
+  Returns:
+    The state after and the `Reply`.
+  """
+  module = nnx.merge(graphdef, params)
+  model, value_head = module.policy, module.value_head
+  rows, size = state.valid.shape
+  greedy = sampling.temperature == 0
+  stops = jnp.asarray(stop_ids, jnp.int32)
+  start = state.column
+
+  def distribution(hidden):
+    logits = model.logits(hidden)  # [B, V]
+    if vocab_limit < logits.shape[-1]:
+      logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, -jnp.inf)
+    return logits if greedy else logits / temperature
+
+  def body(carry):
+    step, state, reply, live = carry
+    logits = distribution(state.hidden)
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logp) * jnp.maximum(logp, -1e30), axis=-1)
+    if not greedy and (sampling.top_k > 0 or sampling.top_p < 1.0):
+      logp = jax.nn.log_softmax(filter_logits(logits, sampling.top_k, sampling.top_p), axis=-1)
+    if greedy:
+      token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+      u = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, state.position)
+      token = draw(jnp.exp(logp), u)
+    token = jnp.where(live, token, 0)
+
+    def record(into, what):
+      return jax.lax.dynamic_update_slice_in_dim(into, jnp.where(live, what, 0)[:, None], step, axis=1)
+
+    is_stop = live & jnp.any(token[:, None] == stops[None, :], axis=-1)
+    reply = Reply(
+      tokens=record(reply.tokens, token),
+      logprobs=record(reply.logprobs, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]),
+      values=record(reply.values, value_head(state.hidden)),
+      entropies=record(reply.entropies, entropy),
+      count=reply.count + live,
+      stopped=reply.stopped | is_stop,
+    )
+    valid = jax.lax.dynamic_update_slice_in_dim(state.valid, live[:, None], start + step, axis=1)
+    hidden, cache = model(
+      model.embed(token[:, None]),
+      state.position[:, None],
+      mask=valid[:, None, :],
+      cache=state.cache,
+      column=start + step,
+    )
+    state = SamplerState(
+      cache=cache,
+      valid=valid,
+      column=start + step + 1,
+      position=state.position + live,
+      hidden=jnp.where(live[:, None], hidden[:, 0], state.hidden),
+    )
+    return step + 1, state, reply, live & ~is_stop
+
+  def going(carry):
+    step, _, _, live = carry
+    return (step < max_new) & jnp.any(live)
+
+  empty = Reply(
+    tokens=jnp.zeros((rows, max_new), jnp.int32),
+    logprobs=jnp.zeros((rows, max_new), jnp.float32),
+    values=jnp.zeros((rows, max_new), jnp.float32),
+    entropies=jnp.zeros((rows, max_new), jnp.float32),
+    count=jnp.zeros((rows,), jnp.int32),
+    stopped=jnp.zeros((rows,), bool),
+  )
+  del size
+  _, state, reply, _ = jax.lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state, empty, active))
+  return state, reply
+
+
+class Sampler:
+  """The three programs, compiled once a shape and counted.
+
+  Attributes:
+    traces: how often each program has been traced, by name.
+  """
+
+  def __init__(self, model: ActorCritic, *, stop_ids: tuple[int, ...], vocab_limit: int | None = None):
+    """Wraps a model's structure; weights come with every call.
+
+    Args:
+      model: gives the structure only.
+      stop_ids: tokens that end a reply.
+      vocab_limit: see `decode`; the whole vocabulary where not given.
+    """
+    self.graphdef, _ = nnx.split(model)
+    self.cfg = model.policy.cfg
+    self.stop_ids = tuple(stop_ids)
+    self.vocab_limit = vocab_limit or self.cfg.vocab_size
+    self.traces = {'arrange': 0, 'extend': 0, 'decode': 0}
+    self._init_model = model.policy
+    self._arrange = jax.jit(self._counted('arrange', kv_cache.arrange), static_argnames='size')
+    self._extend = jax.jit(
+      self._counted('extend', functools.partial(extend, self.graphdef)), donate_argnames='state'
+    )
+    self._decode = jax.jit(
+      self._counted('decode', functools.partial(decode, self.graphdef)),
+      static_argnames=('max_new', 'stop_ids', 'vocab_limit', 'sampling'),
+      donate_argnames='state',
+    )
+
+  def _counted(self, name, fn):
+    @functools.wraps(fn)
+    def traced(*args, **kwargs):
+      self.traces[name] += 1
+      return fn(*args, **kwargs)
+
+    return traced
+
+  def init(self, rows: int, size: int) -> SamplerState:
+    """An empty state."""
+    return kv_cache.init_state(self._init_model, rows, size)
+
+  def arrange(self, state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
+    """See `kv_cache.arrange`."""
+    return self._arrange(state, rows, size=size)
+
+  def extend(self, params: Any, state: SamplerState, tokens: jax.Array, count: jax.Array) -> SamplerState:
+    """See `extend`."""
+    return self._extend(params=params, state=state, tokens=tokens, count=count)
+
+  def decode(
+    self,
+    params: Any,
+    state: SamplerState,
+    keys: jax.Array,
+    active: jax.Array,
+    *,
+    max_new: int,
+    sampling: Sampling,
+  ) -> tuple[SamplerState, Reply]:
+    """See `decode`. Two temperatures above 0 share one program."""
+    compiled = dataclasses.replace(sampling, temperature=0.0 if sampling.temperature == 0 else 1.0)
+    return self._decode(
+      params=params,
+      state=state,
+      keys=keys,
+      active=active,
+      temperature=jnp.float32(sampling.temperature),
+      max_new=max_new,
+      stop_ids=self.stop_ids,
+      vocab_limit=self.vocab_limit,
+      sampling=compiled,
+    )

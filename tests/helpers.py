@@ -1,0 +1,61 @@
+"""Small parts that several tests build runs from."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from configs import default
+from ragen_jax import experiment, sft
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.models import hf, tiny_tokenizer
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ActorCritic
+
+
+def small_config(**fields) -> ConfigDict:
+  """The defaults, cut down to seconds; `fields` are dotted names with '__' for the dot."""
+  config = default.get_config()
+  config.num_iterations = 3
+  config.train.groups = 4
+  config.train.group_size = 4
+  config.eval.groups = 8
+  config.eval.every = 2
+  config.optimizer.mini_batch_size = 8
+  config.optimizer.micro_batch_size = 4
+  config.checkpoint.every = 1
+  config.compilation_cache = ''
+  with config.unlocked():
+    for name, value in fields.items():
+      config.update_from_flattened_dict({name.replace('__', '.'): value})
+  return config
+
+
+def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2) -> ActorCritic:
+  """A tiny random policy whose value head is not zero."""
+  cfg = QwenConfig(
+    vocab_size=vocab_size,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=kv_heads,
+    head_dim=8,
+    rope_theta=10_000.0,
+  )
+  model = ActorCritic(Qwen(cfg, rngs=nnx.Rngs(seed)))
+  model.value_head.kernel.set_value(jax.random.normal(jax.random.key(seed + 1), (cfg.hidden_size,)))
+  return model
+
+
+def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> experiment.Policy:
+  """A random policy with a tokenizer made from the prompts of `config.train.tags`, saved to `directory`."""
+  tags = tuple(config.train.tags)
+  specs = experiment.env_groups(config, tags, (1,) * len(tags))
+  directory.mkdir(parents=True, exist_ok=True)
+  tiny_tokenizer.save(tiny_tokenizer.build(sft.prompt_pieces(specs, config)), str(directory))
+  tokenizer = ChatTokenizer(directory)
+  model = random_model(tokenizer.size, seed=seed)
+  hf.save_model(str(directory), model.policy, model.policy.cfg, 'float32', value_head=model.value_head)
+  return experiment.Policy(str(directory), model, tokenizer, experiment.make_sampler(model, tokenizer))

@@ -1,0 +1,188 @@
+"""The sampler against full forward passes, and its draws against the distribution that they come from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.sampling import sampler as sampler_lib
+from ragen_jax.sampling.sampler import Sampler, Sampling
+from tests import helpers
+
+VOCAB, STOP = 40, 7
+
+
+def _full_logprobs(model, tokens):
+  """log p(tokens[t] | tokens[<t]) and the value there, by one forward pass over the whole row."""
+  hidden, _ = model.policy(model.policy.embed(tokens[None]))
+  logp = jax.nn.log_softmax(model.policy.logits(hidden), axis=-1)[0]
+  values = model.value_head(hidden)[0]
+  t = np.arange(1, len(tokens))
+  return np.asarray(logp)[t - 1, tokens[1:]], np.asarray(values)[t - 1], np.asarray(logp)[t - 1]
+
+
+def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, order=None, drop=None):
+  """Plays `turns` turns of random observations of ragged length; returns each row's timeline and records."""
+  state = sampler.init(rows, 32)
+  batch = np.arange(rows) if order is None else np.asarray(order)
+  timelines = {r: [] for r in range(rows)}
+  records = {r: [] for r in range(rows)}  # (column, logprob, value, entropy) of sampled tokens
+  observations = {(t, r): rng.integers(8, VOCAB, size=rng.integers(1, 9)) for t in range(turns) for r in range(rows)}
+  stopped = []
+  for turn in range(turns):
+    if turn and drop is not None:
+      keep = np.flatnonzero(np.isin(batch, drop))
+      state = sampler.arrange(state, jnp.asarray(keep), 96)
+      batch, drop = batch[keep], None
+    elif turn:
+      state = sampler.arrange(state, jnp.arange(len(batch)), 96)
+    tokens, count = np.zeros((len(batch), 8), np.int32), np.zeros(len(batch), np.int32)
+    for i, r in enumerate(batch):
+      obs = observations[turn, int(r)]
+      tokens[i, : len(obs)], count[i] = obs, len(obs)
+      timelines[int(r)].extend(obs.tolist())
+    state = sampler.extend(params, state, jnp.asarray(tokens), jnp.asarray(count))
+    state, reply = sampler.decode(
+      params, state, keys[jnp.asarray(batch)], jnp.ones(len(batch), bool), max_new=max_new, sampling=sampling
+    )
+    reply = jax.device_get(reply)
+    stopped.append(reply.stopped)
+    for i, r in enumerate(batch):
+      for j in range(reply.count[i]):
+        records[int(r)].append(
+          (len(timelines[int(r)]), reply.logprobs[i, j], reply.values[i, j], reply.entropies[i, j])
+        )
+        timelines[int(r)].append(int(reply.tokens[i, j]))
+      ends = [t for t in reply.tokens[i, : reply.count[i]] if t == STOP]
+      assert len(ends) == int(reply.stopped[i])  # the stop token is kept, and nothing is drawn after it
+  return timelines, records, np.concatenate(stopped)
+
+
+@pytest.fixture(scope='module')
+def model():
+  return helpers.random_model(VOCAB)
+
+
+def test_logprobs_values_and_entropies_equal_a_full_forward_pass_over_the_timeline(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  keys = jax.random.split(jax.random.key(3), 6)
+  timelines, records, stopped = _run_turns(
+    sampler, params, keys, np.random.default_rng(0), turns=4, rows=6, max_new=9, sampling=Sampling()
+  )
+  assert stopped.any() and not stopped.all()  # both ways to end a reply occur
+  for r, timeline in timelines.items():
+    logprobs, values, logp = _full_logprobs(model, np.asarray(timeline))
+    for column, lp, value, entropy in records[r]:
+      np.testing.assert_allclose(lp, logprobs[column - 1], atol=1e-4)
+      np.testing.assert_allclose(value, values[column - 1], atol=1e-4)
+      np.testing.assert_allclose(entropy, -np.sum(np.exp(logp[column - 1]) * logp[column - 1]), atol=1e-4)
+
+
+def test_a_reply_does_not_depend_on_the_order_of_rows_nor_on_which_others_are_there(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  keys = jax.random.split(jax.random.key(5), 4)
+  runs = [
+    _run_turns(
+      sampler, params, keys, np.random.default_rng(1), turns=3, rows=4, max_new=6, sampling=Sampling(), **kwargs
+    )[0]
+    for kwargs in ({}, {'order': [2, 0, 3, 1]}, {'drop': [1, 3]})
+  ]
+  assert runs[0] == runs[1]
+  for row in (1, 3):
+    assert runs[2][row] == runs[0][row]
+
+
+def test_greedy_takes_the_likeliest_token(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  keys = jax.random.split(jax.random.key(5), 3)
+  timelines, records, _ = _run_turns(
+    sampler, params, keys, np.random.default_rng(2), turns=2, rows=3, max_new=5, sampling=Sampling(temperature=0.0)
+  )
+  for r, timeline in timelines.items():
+    _, _, logp = _full_logprobs(model, np.asarray(timeline))
+    assert records[r]
+    for column, *_ in records[r]:
+      assert timeline[column] == int(np.argmax(logp[column - 1]))
+
+
+def test_temperature_scales_the_logprobs(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  keys = jax.random.split(jax.random.key(6), 3)
+  timelines, records, _ = _run_turns(
+    sampler, params, keys, np.random.default_rng(2), turns=1, rows=3, max_new=5, sampling=Sampling(temperature=0.5)
+  )
+  for r, timeline in timelines.items():
+    _, _, logp = _full_logprobs(model, np.asarray(timeline))
+    for column, lp, *_ in records[r]:
+      sharper = np.asarray(jax.nn.log_softmax(2 * logp[column - 1]))
+      np.testing.assert_allclose(lp, sharper[timeline[column]], atol=1e-4)
+
+
+def test_padding_of_the_embedding_is_never_drawn(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,), vocab_limit=12), nnx.split(model)[1]
+  state = sampler.init(64, 32)
+  state = sampler.extend(params, state, jnp.full((64, 2), 9, jnp.int32), jnp.full((64,), 2))
+  keys = jax.random.split(jax.random.key(0), 64)
+  _, reply = sampler.decode(params, state, keys, jnp.ones(64, bool), max_new=20, sampling=Sampling(temperature=3.0))
+  assert int(reply.tokens.max()) == 11
+
+
+@pytest.mark.parametrize('size', [5, 300, 3000])
+def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
+  rng = np.random.default_rng(size)
+  p = rng.dirichlet(np.full(size, 0.3)).astype(np.float32)
+  p[rng.integers(size, size=size // 5)] = 0
+  p /= p.sum()
+  n = 200_000
+  draws = np.concatenate(
+    [
+      np.asarray(
+        sampler_lib.draw(
+          jnp.broadcast_to(p, (2000, size)), jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (2000,))
+        )
+      )
+      for i in range(n // 2000)
+    ]
+  )
+  counts = np.bincount(draws, minlength=size)
+  assert counts[p == 0].sum() == 0
+  big = p * n > 20
+  chi2 = np.sum((counts[big] - n * p[big]) ** 2 / (n * p[big]))
+  degrees = big.sum()
+  assert chi2 < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_draw_takes_the_first_and_the_last_possible_token_at_the_ends_of_the_unit_interval():
+  p = np.zeros((2, 1500), np.float32)
+  p[:, 3], p[:, 1400] = 0.5, 0.5
+  u = jnp.asarray([0.0, np.nextafter(np.float32(1), np.float32(0))])
+  assert sampler_lib.draw(jnp.asarray(p), u).tolist() == [3, 1400]
+
+
+def test_top_k_and_top_p_keep_the_right_tokens():
+  logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]]))
+  kept = lambda k, p: np.isfinite(np.asarray(sampler_lib.filter_logits(logits, k, p)))[0].tolist()  # noqa: E731
+  assert kept(2, 1.0) == [False, True, False, True]
+  assert kept(0, 0.69) == [False, True, False, True]
+  assert kept(0, 0.71) == [False, True, True, True]
+  assert kept(0, 1e-6) == [False, True, False, False]
+  assert kept(3, 0.5) == [False, True, False, True]  # of what k leaves, 0.4 / 0.9 < 0.5
+  assert kept(9, 1.0) == [True] * 4
+
+
+def test_arrange_closes_holes_and_keeps_the_order(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  state = sampler.init(3, 16)
+  state = sampler.extend(params, state, jnp.arange(8, 20, dtype=jnp.int32).reshape(3, 4), jnp.asarray([4, 2, 0]))
+  state = sampler.extend(params, state, jnp.arange(20, 29, dtype=jnp.int32).reshape(3, 3), jnp.asarray([1, 3, 2]))
+  before = jax.device_get(state)
+  after = jax.device_get(sampler.arrange(state, jnp.asarray([2, 0]), 6))
+  assert after.valid.sum(axis=1).tolist() == [2, 5] and after.column == 5
+  for new, old in ((0, 2), (1, 0)):
+    n = int(after.position[new])
+    for new_layer, old_layer in zip(after.cache, before.cache, strict=True):
+      np.testing.assert_array_equal(new_layer.k[new, :n], old_layer.k[old][before.valid[old]])
+      np.testing.assert_array_equal(new_layer.v[new, :n], old_layer.v[old][before.valid[old]])
