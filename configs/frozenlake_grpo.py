@@ -1,0 +1,13 @@
+"""GRPO, without a critic, on FrozenLake 4x4, slippery, from the built-in model.
+
+  python main.py --config=configs/frozenlake_grpo.py
+"""
+
+from configs import default
+
+
+def get_config(model: str = ''):
+  """PPO's settings with group-relative advantages."""
+  config = default.get_config(model)
+  config.algorithm.adv_estimator = 'grpo'
+  return config

@@ -1,0 +1,21 @@
+"""Makes the built-in model: a small Qwen2 taught by noisy demonstrations of FrozenLake, Sokoban and Bandit.
+
+  python main.py --mode=sft --config=configs/sft_tiny.py
+"""
+
+from configs import default
+
+
+def get_config():
+  """Fresh weights and tokenizer; the demonstrations play at random half of the time, so that much is left to learn."""
+  config = default.get_config()
+  config.sft.output = 'ragen_jax/models/tiny'
+  config.sft.from_scratch = True
+  config.sft.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
+  config.sft.levels = (12_000, 12_000, 2_000)
+  config.sft.noise = 0.5
+  config.sft.steps = 1500
+  config.sft.batch_size = 64
+  config.sft.learning_rate = 3e-3
+  config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
+  return config

@@ -1,0 +1,222 @@
+"""The rollout loop: extend, decode, parse, step, for all rows in lockstep, until every episode is over."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
+from ragen_jax.sampling.sampler import Sampler, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What bounds a rollout, and the sizes that its programs are compiled for.
+
+  Attributes:
+    max_turns: replies an episode.
+    max_response_tokens: tokens a reply.
+    max_context: columns a row may use, its last reply included.
+    format_penalty: added to the reward of a turn whose reply is not valid; 0 or negative.
+    size_step: cache sizes and observation widths are rounded up to multiples of this.
+    drop_finished: rows that are over leave the batch once half of it is.
+  """
+
+  max_turns: int
+  max_response_tokens: int
+  max_context: int
+  format_penalty: float
+  size_step: int
+  drop_finished: bool
+
+
+@dataclasses.dataclass
+class Rollout:
+  """What a rollout gives.
+
+  Attributes:
+    trajectory: for the update.
+    episodes: for people and statistics, one a row.
+    anchors: i32[B, max_turns], equal where two turns began from the same observation of the same level; -1 where the
+      episode did not get there.
+    tokens_sampled: how many tokens the policy sampled.
+  """
+
+  trajectory: Trajectory
+  episodes: list[Episode]
+  anchors: np.ndarray
+  tokens_sampled: int
+
+
+def round_up(n: int, step: int) -> int:
+  """The smallest multiple of `step` that is at least n."""
+  return -(-n // step) * step
+
+
+class AgentProxy:
+  """Plays episodes with a policy."""
+
+  def __init__(self, envs: EnvStateManager, context: ContextManager, sampler: Sampler, limits: Limits):
+    """Puts the parts together; nothing runs before `rollout`."""
+    self.envs = envs
+    self.context = context
+    self.sampler = sampler
+    self.limits = limits
+
+  def _row_buckets(self) -> list[int]:
+    """Batch sizes that programs are compiled for: halves of the full batch, down to an eighth."""
+    sizes = [self.envs.rows]
+    while self.limits.drop_finished and len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] > 8:
+      sizes.append(sizes[-1] // 2)
+    return sizes
+
+  def rollout(
+    self, params: Any, first_seed: int, key: jax.Array, sampling: Sampling, *, policy_version: int = 0
+  ) -> Rollout:
+    """Plays one episode a row.
+
+    Args:
+      params: weights of the `ActorCritic`.
+      first_seed: of the levels, see `EnvStateManager.reset`.
+      key: for the tokens that are drawn.
+      sampling: how they are drawn.
+      policy_version: number of updates behind the weights, kept in the trajectory.
+
+    Returns:
+      The `Rollout`.
+    """
+    envs, context, limits = self.envs, self.context, self.limits
+    rows = envs.rows
+    observations = envs.reset(first_seed)
+    row_keys = jax.random.split(key, rows)
+    timeline = Timeline(rows, limits.max_context)
+    episodes = [
+      Episode(envs.specs[e].tag, int(g), int(s), [])
+      for e, g, s in zip(envs.row_env, envs.row_group, envs.level_seeds, strict=True)
+    ]
+    status = np.full((rows,), Status.RUNNING, np.int32)
+    actions_left = envs.actions_left()
+    turns_allowed = np.asarray([min(limits.max_turns, s.budget.max_turns) for s in envs.specs])[envs.row_env]
+    anchors = np.full((rows, limits.max_turns), -1, np.int32)
+    anchor_ids: dict[tuple[int, str], int] = {}
+    closed = np.ones((rows,), bool)
+    reward = np.zeros((rows,), np.float32)
+
+    state, batch = None, np.arange(rows)  # batch[i]: the timeline's row that row i of the device's state belongs to
+    for turn in range(limits.max_turns):
+      segments: dict[int, tuple[int, ...]] = {}
+      for row in np.flatnonzero(status == Status.RUNNING):
+        e = int(envs.row_env[row])
+        if turn == 0:
+          ids = context.first_segment(e, observations[row], int(actions_left[row]))
+        else:
+          ids = context.next_segment(
+            e, turn, float(reward[row]), observations[row], int(actions_left[row]), closed=bool(closed[row])
+          )
+        if timeline.length[row] + len(ids) + limits.max_response_tokens > limits.max_context:
+          status[row] = Status.OUT_OF_CONTEXT
+          continue
+        segments[int(row)] = ids
+        anchors[row, turn] = anchor_ids.setdefault((int(envs.row_group[row]), observations[row]), len(anchor_ids))
+      if not segments:
+        break
+
+      live = np.asarray(list(segments), np.int32)
+      state, batch = self._make_room(state, batch, live, timeline, max(len(s) for s in segments.values()))
+      state, reply = self._speak(params, state, batch, segments, row_keys, sampling)
+      at = np.flatnonzero(np.isin(batch, live) & (reply.count > 0))
+      for row in live:
+        timeline.append_context(row, segments[int(row)], turn)
+      timeline.append_reply(batch[at], jax.tree.map(lambda x: x[at], reply), turn)
+
+      ids = [reply.tokens[i, : reply.count[i]].tolist() for i in at]
+      texts = context.reply_texts(ids)
+      parsed = {int(r): context.parse(int(envs.row_env[r]), t) for r, t in zip(batch[at], texts, strict=True)}
+      for i, row in zip(at, batch[at], strict=True):
+        closed[row] = reply.tokens[i, reply.count[i] - 1] == self.sampler.stop_ids[0]
+      result = envs.step([list(parsed[r].actions) if r in parsed else [] for r in range(rows)])
+      actions_left = envs.actions_left()
+      before, observations = observations, envs.render()
+
+      for row, text in zip(batch[at], texts, strict=True):
+        reward[row] = result.reward[row]
+        penalty = 0.0 if parsed[int(row)].valid else limits.format_penalty
+        timeline.reward_last_token(row, float(result.reward[row]) + penalty)
+        episodes[row].turns.append(
+          Turn(
+            observation=before[row],
+            reply=text,
+            actions=list(parsed[int(row)].names[: result.executed[row]]),
+            reward=float(result.reward[row]),
+            penalty=penalty,
+            valid=parsed[int(row)].valid,
+            effective=int(result.effective[row]),
+          )
+        )
+        if result.done[row]:
+          status[row] = Status.SUCCESS if result.success[row] else Status.FAILURE
+        elif actions_left[row] <= 0:
+          status[row] = Status.OUT_OF_ACTIONS
+        elif turn + 1 >= turns_allowed[row]:
+          status[row] = Status.OUT_OF_TURNS
+
+    for row, episode in enumerate(episodes):
+      episode.status = Status(int(status[row]))
+      episode.final_observation = observations[row]
+    trajectory = timeline.trajectory(
+      group=envs.row_group,
+      episode=np.arange(rows),
+      env=envs.row_env,
+      status=status,
+      policy_version=policy_version,
+      pad_id=self.context.tokenizer.pad_id,
+    )
+    return Rollout(trajectory, episodes, anchors, int(trajectory.loss_mask.sum()))
+
+  def _make_room(self, state, batch, live, timeline, widest):
+    """The device's state for the next turn: live rows, dense, with columns for the observation and the reply."""
+    limits = self.limits
+    # Finer than the cache: every column of an observation is computed, filled or not.
+    self._width = round_up(widest, max(limits.size_step // 4, 1))
+    longest = int(timeline.length[live].max())
+    # Columns are written at the longest row's end, so a row may need more of them than it has tokens.
+    size = round_up(longest + self._width + limits.max_response_tokens, limits.size_step)
+    bucket = min(b for b in self._row_buckets() if b >= len(live))
+    if state is None:
+      if bucket == len(batch):
+        return self.sampler.init(len(batch), size), batch
+      state = self.sampler.init(bucket, size)
+      return state, np.resize(live, bucket)
+    if bucket < len(batch):
+      place = {int(r): i for i, r in reversed(list(enumerate(batch)))}
+      new_batch = np.concatenate([live, np.full(bucket - len(live), -1, np.int32)])
+      pick = np.asarray([place[int(r)] if r >= 0 else 0 for r in new_batch], np.int32)
+    else:
+      new_batch, pick = batch, np.arange(len(batch), dtype=np.int32)
+    return self.sampler.arrange(state, jnp.asarray(pick), size), new_batch
+
+  def _speak(self, params, state, batch, segments, row_keys, sampling):
+    """Feeds each live row its segment and draws its reply; rows of `batch` that are -1 or over take no part."""
+    tokens = np.full((len(batch), self._width), self.context.tokenizer.pad_id, np.int32)
+    count = np.zeros((len(batch),), np.int32)
+    for i, row in enumerate(batch):
+      ids = segments.get(int(row))
+      if ids is not None:
+        tokens[i, : len(ids)] = ids
+        count[i] = len(ids)
+    state = self.sampler.extend(params, state, jnp.asarray(tokens), jnp.asarray(count))
+    state, reply = self.sampler.decode(
+      params,
+      state,
+      row_keys[jnp.asarray(np.maximum(batch, 0))],
+      jnp.asarray(count > 0),
+      max_new=self.limits.max_response_tokens,
+      sampling=sampling,
+    )
+    return state, jax.device_get(reply)

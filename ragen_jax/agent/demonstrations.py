@@ -1,0 +1,136 @@
+"""Episodes played by an environment's exact solver, with as much noise as asked for: what the warm start learns from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class DemonstrationStyle:
+  """How well the demonstrator plays.
+
+  Attributes:
+    discount: what a success is worth after each further action; below 1 the expert does not wander.
+    noise: probability that a turn's actions are random ones.
+    hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
+      would take.
+  """
+
+  discount: float = 0.97
+  noise: float = 0.5
+  hurry: float = 0.5
+
+
+def _random_actions(rng: np.random.Generator, legal: list[int], most: int) -> list[int]:
+  return [legal[i] for i in rng.integers(len(legal), size=rng.integers(1, max(most, 1) + 1))]
+
+
+def reply_after_prefix(context: ContextManager, thought: str, actions: list[str]) -> str:
+  """A well-formed reply, without the part that is forced."""
+  answer = f'<answer>{f" {context.action_sep} ".join(actions)}</answer>'
+  text = f'<think>{thought}</think>{answer}' if context.think else answer
+  return text.removeprefix(context.reply_prefix)
+
+
+def demonstrate(
+  envs: EnvStateManager,
+  context: ContextManager,
+  first_seed: int,
+  rng: np.random.Generator,
+  style: DemonstrationStyle,
+  max_context: int,
+) -> tuple[Trajectory, list[Episode]]:
+  """Plays one episode a row.
+
+  Args:
+    envs: the batch of environments.
+    context: writes the prompts.
+    first_seed: of the levels.
+    rng: for the noise.
+    style: how well the demonstrator plays.
+    max_context: columns that a row may use; an episode that would need more ends before.
+
+  Returns:
+    The timeline, its loss mask on the replies and their stop tokens, and the episodes.
+  """
+  rows = envs.rows
+  observations = envs.reset(first_seed)
+  starts = np.searchsorted(envs.row_env, np.arange(len(envs.specs)))
+  solutions = [s.env.solve(envs.pool_states(i), s.budget, style.discount) for i, s in enumerate(envs.specs)]
+  timeline = Timeline(rows, max_context)
+  episodes = [
+    Episode(envs.specs[e].tag, int(g), int(s), [])
+    for e, g, s in zip(envs.row_env, envs.row_group, envs.level_seeds, strict=True)
+  ]
+  status = np.full((rows,), Status.RUNNING, np.int32)
+  reward = np.zeros((rows,), np.float32)
+  stop = context.tokenizer.stop_ids[0]
+
+  for turn in range(max(s.budget.max_turns for s in envs.specs)):
+    if not np.any(status == Status.RUNNING):
+      break
+    left = envs.actions_left()
+    chosen: list[list[int]] = [[] for _ in range(rows)]
+    for e, spec in enumerate(envs.specs):
+      states = envs.pool_states(e)
+      count = len(np.asarray(states.done))
+      members = slice(starts[e], starts[e] + count)
+      turns_left = np.full((count,), spec.budget.max_turns - turn, np.int32)
+      turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(turns_left, 1))
+      plans = solutions[e].plan(states, turns_left, left[members])
+      thoughts, legal = spec.env.rationale(states), spec.env.legal_actions(states)
+      for i, (row, plan) in enumerate(zip(range(members.start, members.stop), plans, strict=True)):
+        if status[row] != Status.RUNNING:
+          continue
+        if not plan or rng.random() < style.noise:
+          plan = _random_actions(rng, legal[i], min(spec.budget.max_actions_per_turn, int(left[row])))
+        names = [spec.env.format_action(a) for a in plan]
+        text = reply_after_prefix(context, thoughts[i], names)
+        if turn == 0:
+          ids = context.first_segment(e, observations[row], int(left[row]))
+        else:
+          ids = context.next_segment(e, turn, float(reward[row]), observations[row], int(left[row]), closed=True)
+        reply = (*context.tokenizer.encode(text), stop)
+        if timeline.length[row] + len(ids) + len(reply) > max_context:
+          status[row] = Status.OUT_OF_CONTEXT
+          continue
+        timeline.append_context(row, ids, turn)
+        start = timeline.length[row]
+        timeline.append_context(row, reply, turn)
+        timeline.loss_mask[row, start : timeline.length[row]] = True
+        chosen[row] = plan
+        episodes[row].turns.append(
+          Turn(observations[row], context.reply_prefix + text, names, 0.0, 0.0, True, 0)
+        )
+    result = envs.step(chosen)
+    observations = envs.render()
+    left = envs.actions_left()
+    reward = result.reward
+    for row in np.flatnonzero(status == Status.RUNNING):
+      episodes[row].turns[-1].reward = float(reward[row])
+      episodes[row].turns[-1].effective = int(result.effective[row])
+      if result.done[row]:
+        status[row] = Status.SUCCESS if result.success[row] else Status.FAILURE
+      elif left[row] <= 0:
+        status[row] = Status.OUT_OF_ACTIONS
+      elif turn + 1 >= envs.specs[envs.row_env[row]].budget.max_turns:
+        status[row] = Status.OUT_OF_TURNS
+
+  for row, episode in enumerate(episodes):
+    episode.status = Status(int(status[row]))
+    episode.final_observation = observations[row]
+  trajectory = timeline.trajectory(
+    group=envs.row_group,
+    episode=np.arange(rows),
+    env=envs.row_env,
+    status=status,
+    policy_version=0,
+    pad_id=context.tokenizer.pad_id,
+  )
+  return trajectory, episodes

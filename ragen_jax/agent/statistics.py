@@ -1,0 +1,74 @@
+"""What a batch of episodes amounts to, under the names that RAGEN's users know."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ragen_jax.agent.trajectory import Episode, Status
+
+
+def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> dict[str, float]:
+  """Means over episodes, for each environment tag.
+
+  Args:
+    episodes: groups contiguous.
+    group_size: G.
+    prefix: 'train' or 'val-env'.
+
+  Returns:
+    `<prefix>/<tag>/success`, `.../pass@G`, `.../score` (with penalties), `.../episodic_return` (without),
+    `.../num_actions`, `.../num_turns`, `.../action_is_valid` and `.../action_is_effective` (shares of turns and of
+    actions), `.../truncated` (share that ran out of turns, actions or context).
+  """
+  metrics = {}
+  for tag in dict.fromkeys(e.tag for e in episodes):
+    own = [e for e in episodes if e.tag == tag]
+    turns = [t for e in own for t in e.turns]
+    success = np.asarray([e.success for e in own])
+    actions = sum(len(t.actions) for t in turns)
+    name = f'{prefix}/{tag}'
+    metrics[f'{name}/success'] = float(success.mean())
+    metrics[f'{name}/pass@{group_size}'] = float(success.reshape(-1, group_size).any(axis=1).mean())
+    metrics[f'{name}/score'] = float(np.mean([e.score for e in own]))
+    metrics[f'{name}/episodic_return'] = float(np.mean([e.env_return for e in own]))
+    metrics[f'{name}/num_actions'] = actions / len(own)
+    metrics[f'{name}/num_turns'] = len(turns) / len(own)
+    metrics[f'{name}/action_is_valid'] = float(np.mean([t.valid for t in turns])) if turns else 0.0
+    metrics[f'{name}/action_is_effective'] = sum(t.effective for t in turns) / max(actions, 1)
+    metrics[f'{name}/truncated'] = float(np.mean([e.status >= Status.OUT_OF_TURNS for e in own]))
+  return metrics
+
+
+def group_metrics(scores: np.ndarray, group: np.ndarray) -> dict[str, float]:
+  """Spread of the scores inside the prompt groups, averaged over groups.
+
+  Args:
+    scores: f32[B], raw episode scores.
+    group: i32[B].
+
+  Returns:
+    `rollout/in_group_reward_{std,max,mean}` and `rollout/zero_std_groups`, the share of groups that teach a
+    group-relative method nothing.
+  """
+  members = [scores[group == g] for g in np.unique(group)]
+  std = np.asarray([m.std() for m in members])
+  return {
+    'rollout/in_group_reward_std': float(std.mean()),
+    'rollout/in_group_reward_max': float(np.mean([m.max() for m in members])),
+    'rollout/in_group_reward_mean': float(np.mean([m.mean() for m in members])),
+    'rollout/zero_std_groups': float(np.mean(std < 1e-6)),
+  }
+
+
+def transcript(episode: Episode) -> str:
+  """An episode as Markdown, for TensorBoard."""
+  lines = [f'**{episode.tag}**, level {episode.level_seed}: {episode.status.name.lower().replace("_", " ")}']
+  for i, turn in enumerate(episode.turns):
+    lines += [f'turn {i + 1}', _code(turn.observation), _code(turn.reply)]
+    carried = ' || '.join(turn.actions) or 'none'
+    lines.append(f'carried out: {carried}; reward {turn.reward:g}, penalty {turn.penalty:g}')
+  return '\n\n'.join([*lines, 'end', _code(episode.final_observation)])
+
+
+def _code(text: str) -> str:
+  return '\n'.join('    ' + line for line in text.split('\n'))

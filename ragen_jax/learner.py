@@ -1,0 +1,362 @@
+"""The update: from a rollout and its advantages to new weights.
+
+Rows are sorted by length within a mini-batch and cut into micro-batches, each only as wide as its longest row, so that
+the few long episodes do not make all others pay. Every token's weight in the loss is made from the whole mini-batch
+before it is cut, so the gradients of the micro-batches just add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx, struct
+
+from ragen_jax.algorithms import losses
+from ragen_jax.models.value_head import ActorCritic
+
+
+@struct.dataclass
+class TokenBatch:
+  """Rows for the model, with what the loss needs of their R sampled tokens.
+
+  Attributes:
+    tokens: i32[B, T].
+    columns: i32[B, R], the column of each sampled token, in order; 1 behind the last.
+    mask: bool[B, R], there is such a token.
+    turn: i32[B, R].
+    old_logprobs: f32[B, R].
+    old_values: f32[B, R].
+    advantages: f32[B, R].
+    returns: f32[B, R].
+    weights: f32[B, R], of the policy loss; they sum to 1 over a mini-batch under 'token-mean'.
+    value_weights: f32[B, R], of the value loss.
+  """
+
+  tokens: np.ndarray
+  columns: np.ndarray
+  mask: np.ndarray
+  turn: np.ndarray
+  old_logprobs: np.ndarray
+  old_values: np.ndarray
+  advantages: np.ndarray
+  returns: np.ndarray
+  weights: np.ndarray
+  value_weights: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+  """The loss; the fields are those of `config.algorithm`, and `temperature` is the rollout's."""
+
+  temperature: float = 1.0
+  clip_ratio_low: float = 0.2
+  clip_ratio_high: float = 0.28
+  clip_ratio_c: float | None = 3.0
+  value_clip: float | None = 0.5
+  value_coef: float = 0.5
+  entropy_coef: float = 0.001
+  logits_chunk: int = 0
+  remat: bool = False
+
+
+def sampled_columns(loss_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Where each row's sampled tokens are.
+
+      loss_mask  0 0 1 1 0 1   ->  columns  2 3 5    mask  1 1 1
+                 0 1 0 0 0 0                1 1 1          1 0 0
+
+  Args:
+    loss_mask: bool[B, T]; column 0 is never sampled.
+
+  Returns:
+    columns i32[B, R] and mask bool[B, R], with R the most that any row has.
+  """
+  counts = loss_mask.sum(axis=1)
+  mask = np.arange(max(int(counts.max(initial=0)), 1))[None, :] < counts[:, None]
+  columns = np.ones(mask.shape, np.int32)
+  columns[mask] = np.nonzero(loss_mask)[1]
+  return columns, mask
+
+
+def gather(x: np.ndarray, columns: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """[B, T] -> [B, R]: a timeline's array at the sampled columns, 0 where there is none."""
+  return np.where(mask, np.take_along_axis(x, columns, axis=1), 0).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+  """Which rows go through the model together, and how wide.
+
+  Attributes:
+    rows: i32[micro], -1 where there is none.
+    width: T.
+    replies: R.
+  """
+
+  rows: np.ndarray
+  width: int
+  replies: int
+
+
+def plan_micro_batches(
+  rows: np.ndarray, length: np.ndarray, sampled: np.ndarray, *, size: int, length_step: int
+) -> list[MicroBatch]:
+  """Cuts a mini-batch into micro-batches of rows of about the same length.
+
+  Args:
+    rows: i32[M], the mini-batch.
+    length: i32[B], used columns of each row of the rollout.
+    sampled: i32[B], sampled tokens of each.
+    size: rows a micro-batch.
+    length_step: T is rounded up to a multiple of this, R to half of it.
+
+  Returns:
+    The micro-batches, longest last. Every row is in exactly one.
+  """
+  rows = rows[np.argsort(length[rows], kind='stable')]
+  half = max(length_step // 2, 1)
+  plans = []
+  for start in range(0, len(rows), size):
+    part = rows[start : start + size]
+    width = -(-int(length[part].max()) // length_step) * length_step
+    replies = -(-max(int(sampled[part].max()), 1) // half) * half
+    padded = np.concatenate([part, np.full(size - len(part), -1, part.dtype)])
+    plans.append(MicroBatch(padded, width, replies))
+  return plans
+
+
+def take(batch: TokenBatch, plan: MicroBatch) -> TokenBatch:
+  """The rows and columns of one micro-batch; rows of -1 become rows without sampled tokens."""
+  present = (plan.rows >= 0)[:, None]
+  rows = np.maximum(plan.rows, 0)
+
+  def cut(x, width, fill):
+    x = x[rows, :width]
+    x = np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
+    return np.where(present, x, fill).astype(x.dtype)
+
+  return TokenBatch(
+    tokens=cut(batch.tokens, plan.width, 0),
+    columns=cut(batch.columns, plan.replies, 1),
+    mask=cut(batch.mask, plan.replies, False),
+    turn=cut(batch.turn, plan.replies, -1),
+    **{
+      name: cut(getattr(batch, name), plan.replies, 0)
+      for name in ('old_logprobs', 'old_values', 'advantages', 'returns', 'weights', 'value_weights')
+    },
+  )
+
+
+def score_tokens(
+  module: ActorCritic, tokens: jax.Array, columns: jax.Array, cfg: LossConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The model's view of sampled tokens, from one forward pass over the timeline.
+
+  Args:
+    module: policy and value head.
+    tokens: i32[B, T].
+    columns: i32[B, R], columns of the sampled tokens, at least 1.
+    cfg: temperature, chunking and remat.
+
+  Returns:
+    (logprobs, entropies, values), each f32[B, R].
+  """
+  hidden, _ = module.policy(module.policy.embed(tokens), remat=cfg.remat)
+  # The state that emits token t is the one after token t-1.
+  hidden = jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)  # [B, R, D]
+  targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
+  values = module.value_head(hidden)
+  b, r, d = hidden.shape
+  hidden, targets = hidden.reshape(b * r, d), targets.reshape(b * r)
+  graphdef, params = nnx.split(module.policy)
+
+  def score(params, hidden, targets):
+    logits = nnx.merge(graphdef, params).logits(hidden) / cfg.temperature
+    return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
+
+  if 0 < cfg.logits_chunk < b * r:
+    pad = -(b * r) % cfg.logits_chunk
+    chunks = (
+      jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, cfg.logits_chunk, d),
+      jnp.pad(targets, (0, pad)).reshape(-1, cfg.logits_chunk),
+    )
+    # Under remat neither pass ever holds more than one chunk's [chunk, V].
+    one = jax.checkpoint(lambda xs: score(params, *xs))
+    logprobs, entropies = jax.tree.map(lambda x: x.reshape(-1)[: b * r], jax.lax.map(one, chunks))
+  else:
+    logprobs, entropies = score(params, hidden, targets)
+  return logprobs.reshape(b, r), entropies.reshape(b, r), values
+
+
+def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
+  """The weighted sum of token losses, and what to report.
+
+  Returns:
+    (loss f32[], (sums, maxima)): `sums` are weighted like the loss, so over a mini-batch's micro-batches they add up to
+    the mini-batch's means.
+  """
+  logprobs, entropies, values = score_tokens(module, batch.tokens, batch.columns, cfg)
+  policy, stats = losses.policy_loss(
+    logprobs,
+    batch.old_logprobs,
+    batch.advantages,
+    batch.mask,
+    clip_ratio_low=cfg.clip_ratio_low,
+    clip_ratio_high=cfg.clip_ratio_high,
+    clip_ratio_c=cfg.clip_ratio_c,
+  )
+  value, value_stats = losses.value_loss(values, batch.returns, batch.old_values, batch.mask, clip=cfg.value_clip)
+  pg_loss = losses.aggregate(policy, batch.weights)
+  entropy = losses.aggregate(entropies, batch.weights)
+  vf_loss = losses.aggregate(value, batch.value_weights)
+  loss = pg_loss - cfg.entropy_coef * entropy + cfg.value_coef * vf_loss
+  gap = jnp.where(batch.mask, jnp.abs(logprobs - batch.old_logprobs), 0.0)
+  sums = {
+    'actor/pg_loss': pg_loss,
+    'actor/entropy': entropy,
+    'actor/pg_clipfrac': losses.aggregate(stats['clipfrac'], batch.weights),
+    'actor/pg_clipfrac_lower': losses.aggregate(stats['clipfrac_lower'], batch.weights),
+    'actor/ppo_kl': losses.aggregate(stats['approx_kl'], batch.weights),
+    'actor/logprob_gap_mean': losses.aggregate(gap, batch.weights),
+    'critic/vf_loss': vf_loss,
+    'critic/vf_clipfrac': losses.aggregate(value_stats['clipfrac'], batch.value_weights),
+    'critic/vpred_mean': losses.aggregate(values, batch.value_weights),
+  }
+  return loss, (sums, {'actor/logprob_gap_max': jnp.max(gap)})
+
+
+def make_optimizer(
+  *,
+  actor_lr: float,
+  critic_lr: float,
+  warmup_steps: int,
+  decay_steps: int,
+  final_lr_fraction: float,
+  b1: float,
+  b2: float,
+  weight_decay: float,
+  grad_clip: float,
+) -> optax.GradientTransformation:
+  """AdamW with the gradient clipped by its global norm; the value head has its own learning rate.
+
+  Args:
+    actor_lr: of the policy.
+    critic_lr: of the value head.
+    warmup_steps: optimiser steps over which both rise from 0.
+    decay_steps: optimiser steps after which `final_lr_fraction` of them is left.
+    final_lr_fraction: 1 keeps them constant.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    weight_decay: of matrices; vectors are left alone.
+    grad_clip: greatest global norm.
+  """
+
+  def schedule(lr):
+    def at(step):
+      warm = jnp.minimum(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+      left = 1.0 - (1.0 - final_lr_fraction) * jnp.minimum(step / max(decay_steps, 1), 1.0)
+      return lr * warm * left
+
+    return at
+
+  def adamw(lr):
+    return optax.adamw(
+      schedule(lr),
+      b1=b1,
+      b2=b2,
+      weight_decay=weight_decay,
+      mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+    )
+
+  def label(params):
+    def of(path, _):
+      return 'critic' if 'value_head' in jax.tree_util.keystr(path[:1]) else 'actor'
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+  return optax.chain(
+    optax.clip_by_global_norm(grad_clip),
+    optax.multi_transform({'actor': adamw(actor_lr), 'critic': adamw(critic_lr)}, label),
+  )
+
+
+class Learner:
+  """The compiled parts of the update.
+
+  Attributes:
+    traces: how often the gradient program has been traced: once for each pair of widths.
+  """
+
+  def __init__(self, graphdef: Any, optimizer: optax.GradientTransformation, cfg: LossConfig):
+    """Nothing is compiled before the first call.
+
+    Args:
+      graphdef: of the `ActorCritic`.
+      optimizer: see `make_optimizer`.
+      cfg: the loss.
+    """
+    self.optimizer = optimizer
+    self.traces = 0
+
+    def accumulate(params, gradients, batch):
+      self.traces += 1
+
+      def loss(params):
+        return loss_and_stats(nnx.merge(graphdef, params), batch, cfg)
+
+      new, stats = jax.grad(loss, has_aux=True)(params)
+      return jax.tree.map(jnp.add, gradients, new), stats
+
+    def apply(params, opt_state, gradients):
+      updates, opt_state = optimizer.update(gradients, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state, optax.global_norm(gradients)
+
+    def score(params, tokens, columns):
+      return score_tokens(nnx.merge(graphdef, params), tokens, columns, cfg)
+
+    self._accumulate = jax.jit(accumulate, donate_argnums=1)
+    self._apply = jax.jit(apply, donate_argnums=(0, 1))
+    self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+    self._score = jax.jit(score)
+
+  def score(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and values of all sampled tokens under `params`, each f32[B, R]."""
+    logprobs, values = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape, np.float32)
+    for plan in plans:
+      part = take(batch, plan)
+      lp, _, v = jax.device_get(self._score(params, part.tokens, part.columns))
+      rows, width = plan.rows >= 0, min(plan.replies, logprobs.shape[1])
+      logprobs[plan.rows[rows], :width] = lp[rows, :width]
+      values[plan.rows[rows], :width] = v[rows, :width]
+    return np.where(batch.mask, logprobs, 0), np.where(batch.mask, values, 0)
+
+  def step(
+    self, params: Any, opt_state: Any, batch: TokenBatch, plans: list[MicroBatch]
+  ) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """One optimiser step over a mini-batch.
+
+    Args:
+      params: weights; given away.
+      opt_state: the optimiser's state; given away.
+      batch: the rollout, with `weights` made for this mini-batch.
+      plans: its micro-batches.
+
+    Returns:
+      New weights, new optimiser state, and metrics as device scalars.
+    """
+    gradients = self._zeros(params)
+    sums: dict[str, Any] = {}
+    for plan in plans:
+      gradients, (new_sums, new_maxima) = self._accumulate(params, gradients, take(batch, plan))
+      for name, x in new_sums.items():
+        sums[name] = sums[name] + x if name in sums else x
+      for name, x in new_maxima.items():
+        sums[name] = jnp.maximum(sums[name], x) if name in sums else x
+    params, opt_state, norm = self._apply(params, opt_state, gradients)
+    sums['actor/grad_norm'] = norm
+    return params, opt_state, sums
