@@ -1,0 +1,212 @@
+"""Advantages from comparing episodes: one number for every token of an episode, made from scores.
+
+Statistics count an episode once, however many rows it lies on (`episode` names the rows that belong together), and rows
+without a sampled token never. Comparisons are by [B, B] matrices of equal ids, which XLA fuses into the sums, so that
+ids may be any integers and the order of rows does not matter.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ragen_jax.algorithms import gae, masks
+
+EPSILON = 1e-6  # added to a standard deviation before it divides
+
+
+def episode_scores(rewards: jax.Array, mask: jax.Array, episode: jax.Array | None = None) -> jax.Array:
+  """The undiscounted return of each row's episode, over all rows of that episode.
+
+  Args:
+    rewards: f32[B, T]; what lies off the mask is not read.
+    mask: bool[B, T].
+    episode: i32[B], None where each row is an episode of its own.
+
+  Returns:
+    f32[B], 0 for rows that have no sampled token.
+  """
+  of_rows = jnp.sum(jnp.where(mask, rewards, 0.0), axis=-1)
+  if episode is None:
+    return of_rows
+  return jnp.where(mask.any(-1), sum_over(episode, of_rows), 0.0)
+
+
+def grpo(
+  scores: jax.Array,
+  group: jax.Array,
+  mask: jax.Array,
+  *,
+  episode: jax.Array | None = None,
+  scale_by_std: bool = True,
+  length_weight: bool = False,
+) -> jax.Array:
+  """Group-relative advantages: (score - mean of the group) / (its standard deviation + 1e-6) on every token.
+
+  The deviation is the unbiased one; a group with a single episode has mean 0 and deviation 1. The mean is exact where
+  all scores of a group are equal, so that such a group gets exactly 0.
+
+  Args:
+    scores: f32[B], the score of each row's episode (`episode_scores`).
+    group: i32[B], prompt group, any integers.
+    mask: bool[B, T].
+    episode: i32[B], None where each row is an episode of its own.
+    scale_by_std: divide by the deviation; False is Dr. GRPO, with `seq-mean-token-sum` for its loss.
+    length_weight: divide by the episode's number of tokens over the batch's mean number, so that a long failure does
+      not weigh more than a short one.
+
+  Returns:
+    f32[B, T], 0 off the mask.
+
+  Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2; Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3.2;
+  the weight is RAGEN's option `grpo_advantage_length_weight`.
+  """
+  mean, std, count = group_statistics(scores, group, episode_weights(mask, episode))
+  single = count < 1.5
+  advantages = scores - jnp.where(single, 0.0, mean)
+  if scale_by_std:
+    advantages = advantages / (jnp.where(single, 1.0, std) + EPSILON)
+  if length_weight:
+    weights = episode_weights(mask, episode)
+    lengths = jnp.sum(mask, axis=-1).astype(scores.dtype)
+    lengths = lengths if episode is None else sum_over(episode, lengths)
+    mean_length = jnp.sum(weights * lengths) / jnp.maximum(jnp.sum(weights), 1.0)
+    advantages = advantages * mean_length / jnp.maximum(lengths, 1.0)
+  return spread(advantages, mask)
+
+
+def rloo(scores: jax.Array, group: jax.Array, mask: jax.Array, *, episode: jax.Array | None = None) -> jax.Array:
+  """Leave-one-out: the score less the mean score of the group's *other* episodes; a single episode keeps its score.
+
+  Arguments and result as `grpo`. Source: Ahmadian et al. 2024, arXiv 2402.14740.
+  """
+  mean, _, count = group_statistics(scores, group, episode_weights(mask, episode))
+  others = count / jnp.maximum(count - 1.0, 1.0)
+  return spread(jnp.where(count < 1.5, scores, (scores - mean) * others), mask)
+
+
+def brpo(scores: jax.Array, mask: jax.Array, *, episode: jax.Array | None = None) -> jax.Array:
+  """The score, normalised by mean and standard deviation (+ 1e-6) over the episodes of the whole batch: f32[B, T].
+
+  A batch with a single episode has mean 0 and deviation 1. Source: BRPO, RAGEN's first release.
+  """
+  return grpo(scores, jnp.zeros(scores.shape, jnp.int32), mask, episode=episode)
+
+
+def arpo(scores: jax.Array, mask: jax.Array) -> jax.Array:
+  """The raw score on every token: f32[B, T]. Source: ARPO, RAGEN's first release."""
+  return spread(scores, mask)
+
+
+def gigpo(
+  rewards: jax.Array,
+  group: jax.Array,
+  mask: jax.Array,
+  turn: jax.Array,
+  anchors: jax.Array,
+  *,
+  step_gamma: float = 0.95,
+  step_weight: float = 1.0,
+  scale_by_std: bool = False,
+  loss_mask: jax.Array | None = None,
+  episode: jax.Array | None = None,
+) -> jax.Array:
+  """Group-in-group advantages: the episode against its group, plus each step against steps from the same state.
+
+  A = A_episode + step_weight * A_step. A_episode is the group's normalised total return. A_step is the return from the
+  step on, discounted by turns, less the mean of all steps of the group that were taken from an identical observation
+  (its *anchor*), in whichever episode; a step without a peer gets 0.
+
+  Args:
+    rewards: f32[B, T]; only what lies on masked-in tokens is read.
+    group: i32[B], prompt group.
+    mask: bool[B, T], where advantages are wanted.
+    turn: i32[B, T], turn index, -1 outside turns.
+    anchors: i32[B, K], an id for what the policy saw at each turn of the row's episode, equal for equal observations,
+      negative where there was no such turn. Rows of one episode carry the same ids.
+    step_gamma: discount for each turn.
+    step_weight: weight of A_step.
+    scale_by_std: also divide both parts by their set's standard deviation + 1e-6 ("mean_std_norm").
+    loss_mask: bool[B, T], the sampled tokens, among which turns end; None means `mask`.
+    episode: i32[B], None where each row is an episode of its own.
+
+  Returns:
+    f32[B, T], 0 off the mask.
+
+  Source: Feng et al. 2025, arXiv 2505.10978, section 4.
+  """
+  loss_mask = mask if loss_mask is None else loss_mask
+  scores = episode_scores(rewards, loss_mask, episode)
+  of_episode = grpo(scores, group, mask, episode=episode, scale_by_std=scale_by_std)
+  ends = masks.turn_ends(loss_mask, turn)
+  of_turns = _turn_rewards(rewards, loss_mask, ends)
+  returns = gae.discounted_returns(of_turns, ends, step_gamma, episode=episode, turn=turn)
+
+  count = anchors.shape[-1]
+  slots = jnp.where(ends & (turn < count), turn, count)  # one turn end a slot; the others go to a slot that is dropped
+  steps = jnp.zeros((anchors.shape[0], count + 1), returns.dtype)
+  rows = jnp.arange(anchors.shape[0])[:, None]
+  present = steps.at[rows, slots].set(1.0)[:, :count] * (anchors >= 0)  # [B, K]
+  steps = steps.at[rows, slots].set(returns)[:, :count]
+
+  groups = jnp.broadcast_to(group[:, None], anchors.shape)
+  mean, std, _ = group_statistics(steps.ravel(), (groups.ravel(), anchors.ravel()), present.ravel())
+  of_step = (steps.ravel() - mean) / ((std + EPSILON) if scale_by_std else 1.0)  # exactly 0 without a peer
+  of_step = jnp.where(present.ravel() > 0, of_step, 0.0).reshape(anchors.shape)
+  at_tokens = jnp.take_along_axis(of_step, jnp.clip(turn, 0, count - 1), axis=-1)
+  at_tokens = jnp.where((turn >= 0) & (turn < count), at_tokens, 0.0)
+  return jnp.where(mask, of_episode + step_weight * at_tokens, 0.0)
+
+
+def _turn_rewards(rewards: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> jax.Array:
+  """The sum of each turn's rewards on its last sampled token, 0 elsewhere: f32[B, T]."""
+  total = jnp.cumsum(jnp.where(loss_mask, rewards, 0.0), axis=-1)
+  columns = jnp.arange(ends.shape[-1])
+  until = jax.lax.cummax(jnp.where(ends, columns, -1), axis=1)  # the last end up to here
+  before = jnp.concatenate([jnp.full_like(until[:, :1], -1), until[:, :-1]], axis=-1)
+  earlier = jnp.where(before >= 0, jnp.take_along_axis(total, jnp.maximum(before, 0), axis=-1), 0.0)
+  return jnp.where(ends, total - earlier, 0.0)
+
+
+def spread(of_rows: jax.Array, mask: jax.Array) -> jax.Array:
+  return jnp.where(mask, of_rows[:, None], 0.0)
+
+
+def _same(keys: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+  """bool[N, N]: which entries have equal keys. XLA fuses it into the sums below and never stores it."""
+  keys = keys if isinstance(keys, tuple) else (keys,)
+  same = keys[0][:, None] == keys[0][None, :]
+  for key in keys[1:]:
+    same = same & (key[:, None] == key[None, :])
+  return same
+
+
+def sum_over(keys: jax.Array | tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+  """For each entry the sum of x over the entries with the same key: f32[N]."""
+  return jnp.sum(jnp.where(_same(keys), x[None, :], 0.0), axis=-1)
+
+
+def episode_weights(mask: jax.Array, episode: jax.Array | None) -> jax.Array:
+  """f32[B]: 1 over the number of rows of the row's episode, 0 for padding; they sum to the number of episodes."""
+  valid = mask.any(-1).astype(jnp.float32)
+  if episode is None:
+    return valid
+  return valid / jnp.maximum(sum_over(episode, valid), 1.0)
+
+
+def group_statistics(
+  x: jax.Array, keys: jax.Array | tuple[jax.Array, ...], weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """For each entry the weighted mean, unbiased standard deviation and count of the entries with the same key: f32[N].
+
+  Entries are shifted by the least of their set first: where all are equal the mean is then exact and the deviation 0,
+  and not a rounding error that a division by 1e-6 would make large.
+  """
+  count = sum_over(keys, weights)
+  least = jnp.min(jnp.where(_same(keys) & (weights > 0)[None, :], x[None, :], jnp.inf), axis=-1)
+  least = jnp.where(jnp.isfinite(least), least, 0.0)
+  shifted = jnp.where(weights > 0, x - least, 0.0)
+  mean = sum_over(keys, weights * shifted) / jnp.maximum(count, 1.0)
+  deviations = jnp.where(weights > 0, shifted - mean, 0.0)
+  variance = sum_over(keys, weights * deviations**2) / jnp.maximum(count - 1.0, 1.0)
+  return mean + least, jnp.sqrt(variance), count

@@ -1,0 +1,305 @@
+"""Losses, token by token, and the weights that add them up.
+
+Every loss here is an array [B, T]. `token_weights` turns the *global* batch's mask into weights [B, T] that already
+hold the global denominator, so that
+
+    loss = sum over micro-batches, shards and rows of  sum(weights * per_token_loss)
+
+is one number whatever the split: nothing is averaged twice. Compute the weights once for the whole batch of an
+optimiser step, slice them with the rows, and add up gradients.
+
+Entries off the mask are made harmless before any arithmetic, so that no infinity there can reach a gradient.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ragen_jax.algorithms import masks
+
+AGGREGATIONS = ('token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm')
+RATIO_LEVELS = ('token', 'sequence', 'turn')
+KL_KINDS = ('k1', 'abs', 'k2', 'k3')
+MAX_LOG_RATIO = 20.0  # log-ratios are clamped to this before they are exponentiated
+MAX_K3 = 10.0  # the k3 estimate is clamped to this
+
+
+# --- aggregation ------------------------------------------------------------------------------------------------------
+
+
+def token_weights(
+  mask: jax.Array, mode: str = 'token-mean', *, sequence: jax.Array | None = None, norm_length: float | None = None
+) -> jax.Array:
+  """The weight of each token in the loss, made from the whole batch of one optimiser step.
+
+  With n tokens in all, S sequences that have any, and n_s tokens in sequence s:
+
+    'token-mean'               1 / n             every token weighs the same
+    'seq-mean-token-mean'      1 / (S n_s)       every sequence weighs the same (GRPO, GSPO)
+    'seq-mean-token-sum'       1 / S             a sequence weighs by its length
+    'seq-mean-token-sum-norm'  1 / (S L)         the same over a constant L (Dr. GRPO)
+
+  Args:
+    mask: bool[B, T], the tokens that are trained, of all micro-batches and devices.
+    mode: one of `AGGREGATIONS`.
+    sequence: i32[B], or i32[B, T] where rows are packed: which tokens are one sequence; None where each row is one.
+    norm_length: L in tokens, a constant of the run such as the longest reply; for 'seq-mean-token-sum-norm' only.
+
+  Returns:
+    f32[B, T], 0 off the mask; all zeros for an empty mask.
+
+  Raises:
+    ValueError: the mode is unknown, or L is missing.
+
+  Source: DAPO, arXiv 2503.14476, section 3.3 (token mean); Dr. GRPO, arXiv 2503.20783, section 3.1 (constant L).
+  """
+  if mode not in AGGREGATIONS:
+    raise ValueError(f'algorithm.loss_agg_mode is {mode!r}; it may be one of {", ".join(AGGREGATIONS)}')
+  if mode == 'token-mean':
+    return mask / jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
+  lengths, sequences = _sequence_lengths(mask, sequence)
+  if mode == 'seq-mean-token-mean':
+    return mask / (sequences * lengths)
+  if mode == 'seq-mean-token-sum':
+    return mask / sequences
+  if norm_length is None or norm_length <= 0:
+    raise ValueError(f'algorithm.loss_norm_length is {norm_length}; {mode!r} needs a positive number of tokens')
+  return mask / (sequences * norm_length)
+
+
+def _sequence_lengths(mask: jax.Array, sequence: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+  """Tokens of each token's sequence, f32[B, T] or [B, 1], and the number of sequences, f32[]; both at least 1."""
+  if sequence is None:
+    lengths = jnp.sum(mask, axis=-1, keepdims=True)
+    sequences = jnp.sum(lengths > 0)
+  else:
+    ids = sequence[:, None] if sequence.ndim == 1 else sequence
+    ids = jnp.broadcast_to(ids, mask.shape).ravel()
+    _, dense = jnp.unique(ids, return_inverse=True, size=ids.size)
+    counts = jax.ops.segment_sum(mask.ravel().astype(jnp.int32), dense.ravel(), num_segments=ids.size)
+    lengths, sequences = counts[dense.ravel()].reshape(mask.shape), jnp.sum(counts > 0)
+  return jnp.maximum(lengths, 1).astype(jnp.float32), jnp.maximum(sequences, 1).astype(jnp.float32)
+
+
+def aggregate(per_token: jax.Array, weights: jax.Array) -> jax.Array:
+  """sum(weights * per_token): f32[]. What lies where the weight is 0 is not read, whatever it is."""
+  used = weights != 0
+  return jnp.sum(jnp.where(used, per_token, 0.0) * weights)
+
+
+# --- policy -----------------------------------------------------------------------------------------------------------
+
+
+def policy_loss(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  *,
+  clip_ratio_low: float = 0.2,
+  clip_ratio_high: float = 0.28,
+  clip_ratio_c: float | None = 3.0,
+  ratio_level: str = 'token',
+  turn: jax.Array | None = None,
+  importance_weights: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """The clipped surrogate of PPO for each token, with separate bounds, dual clip and a choice of what a ratio spans.
+
+  With rho = exp(clamp(logprobs - old_logprobs, +-20)): L = max(-A rho, -A clip(rho, 1 - low, 1 + high)), and where
+  A < 0 at most -A c.
+
+  `ratio_level` 'sequence' puts in place of rho the geometric mean of the token ratios over the row's masked-in tokens,
+  'turn' over those of the token's turn. Its value is shared; its gradient is each token's own share, so that with
+  'seq-mean-token-mean' and one advantage a sequence the gradient is that of GSPO, where the sum over the sequence's
+  tokens divided by their number is the gradient of its log-ratio's mean.
+
+  Args:
+    logprobs: f32[B, T], under the policy that is trained.
+    old_logprobs: f32[B, T], under the policy that the ratio is taken to.
+    advantages: f32[B, T]; no gradient flows through them.
+    mask: bool[B, T], the tokens that are trained.
+    clip_ratio_low, clip_ratio_high: how far below and above 1 the ratio may go (GSPO's are about 3e-4 and 4e-4).
+    clip_ratio_c: the dual clip's bound, above 1; None is off.
+    ratio_level: one of `RATIO_LEVELS`.
+    turn: i32[B, T], turn index, for 'turn'.
+    importance_weights: f32[B, T], factors of the loss such as `truncated_importance_weights`; no gradient through them.
+
+  Returns:
+    (loss f32[B, T], stats). Stats are f32[B, T] on the mask and 0 off it, to be averaged over it: `clipfrac` (the clip
+    was the greater), `clipfrac_lower` (the dual clip acted), `approx_kl` (old - new), `ratio`.
+
+  Raises:
+    ValueError: the ratio level is unknown, lacks `turn`, or c is not above 1.
+
+  Source: PPO, arXiv 1707.06347, eq. 7; dual clip, Ye et al. 2019, arXiv 1912.09729; clip-higher, DAPO, arXiv
+  2503.14476, section 3.1; GSPO, arXiv 2507.18071, section 4.1, and its token form, section 4.3.
+  """
+  if ratio_level not in RATIO_LEVELS:
+    raise ValueError(f'algorithm.ratio_level is {ratio_level!r}; it may be one of {", ".join(RATIO_LEVELS)}')
+  if ratio_level == 'turn' and turn is None:
+    raise ValueError("algorithm.ratio_level 'turn' needs the turn indices")
+  if clip_ratio_c is not None and clip_ratio_c <= 1.0:
+    raise ValueError(f'algorithm.clip_ratio_c is {clip_ratio_c}; it must be above 1, or None for no dual clip')
+
+  advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
+  log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
+  own = log_ratio
+  if ratio_level != 'token':
+    mean = _row_mean(log_ratio, mask) if ratio_level == 'sequence' else _turn_mean(log_ratio, mask, turn)
+    # value of the mean, gradient of the token
+    log_ratio = jnp.where(mask, jax.lax.stop_gradient(mean - own) + own, 0.0)
+  ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+  plain = -advantages * ratio
+  clipped = -advantages * jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+  loss = jnp.maximum(plain, clipped)
+  stats = {'clipfrac': clipped > plain, 'approx_kl': -own, 'ratio': ratio}
+  stats['clipfrac_lower'] = jnp.zeros_like(mask)
+  if clip_ratio_c is not None:
+    bound = -advantages * clip_ratio_c
+    stats['clipfrac_lower'] = (advantages < 0) & (loss > bound)
+    loss = jnp.where(advantages < 0, jnp.minimum(loss, bound), loss)
+  if importance_weights is not None:
+    loss = loss * jax.lax.stop_gradient(jnp.where(mask, importance_weights, 0.0))
+  stats = {key: jax.lax.stop_gradient(jnp.where(mask, x, 0).astype(jnp.float32)) for key, x in stats.items()}
+  return jnp.where(mask, loss, 0.0), stats
+
+
+def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+  """The mean of x over each row's masked-in tokens: f32[B, 1]. x is 0 off the mask."""
+  return jnp.sum(x, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+
+
+def _turn_mean(x: jax.Array, mask: jax.Array, turn: jax.Array) -> jax.Array:
+  """The mean of x over the masked-in tokens of each token's turn, by differences of running sums: f32[B, T]."""
+  columns = x.shape[-1]
+  ends = masks.turn_ends(mask, turn)
+  at = jnp.arange(columns)
+  end = jax.lax.cummin(jnp.where(ends, at, columns - 1), axis=x.ndim - 1, reverse=True)  # of the turn that we are in
+  last = jax.lax.cummax(jnp.where(ends, at, -1), axis=x.ndim - 1)
+  before = jnp.concatenate([jnp.full_like(last[..., :1], -1), last[..., :-1]], axis=-1)  # of the turn before
+
+  def over_turn(y):
+    total = jnp.cumsum(y, axis=-1)
+    earlier = jnp.where(before >= 0, jnp.take_along_axis(total, jnp.maximum(before, 0), axis=-1), 0)
+    return jnp.take_along_axis(total, end, axis=-1) - earlier
+
+  return over_turn(x) / jnp.maximum(over_turn(mask.astype(jnp.int32)), 1)
+
+
+def truncated_importance_weights(
+  trainer_logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array, cap: float = 2.0
+) -> jax.Array:
+  """min(p_trainer / p_sampler, cap) for each token, for a sampler whose numbers differ from the trainer's.
+
+  Args:
+    trainer_logprobs: f32[B, T], the trainer's log-probs under the weights that sampled.
+    sampler_logprobs: f32[B, T], as the sampler recorded them.
+    mask: bool[B, T].
+    cap: the greatest weight, positive.
+
+  Returns:
+    f32[B, T], 0 off the mask, without gradient.
+
+  Raises:
+    ValueError: the cap is not positive.
+
+  Source: truncated importance sampling, Ionides 2008; for sampler and trainer, Yao et al. 2025, "Your efficient RL
+  framework secretly brings you off-policy RL training".
+  """
+  if cap <= 0:
+    raise ValueError(f'algorithm.tis_cap is {cap}; it must be positive')
+  gap = jnp.where(mask, trainer_logprobs - sampler_logprobs, 0.0)
+  weights = jnp.exp(jnp.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+  return jax.lax.stop_gradient(jnp.where(mask, jnp.minimum(weights, cap), 0.0))
+
+
+def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str = 'k1') -> jax.Array:
+  """An estimate of KL(policy || reference) for each sampled token.
+
+  With d = logprobs - ref_logprobs: 'k1' is d, 'abs' |d|, 'k2' d^2 / 2, and 'k3' exp(-d) + d - 1, where d is clamped to
+  +-20 and the result to 10 (low variance, never negative).
+
+  Args:
+    logprobs, ref_logprobs: f32[B, T].
+    mask: bool[B, T].
+    kind: one of `KL_KINDS`.
+
+  Returns:
+    f32[B, T], 0 off the mask. As a loss, mind that only 'k2' has the gradient of the KL in expectation, and that of
+    'k1' is 0 in expectation.
+
+  Raises:
+    ValueError: the kind is unknown.
+
+  Source: Schulman 2020, "Approximating KL divergence".
+  """
+  if kind not in KL_KINDS:
+    raise ValueError(f'algorithm.kl_kind is {kind!r}; it may be one of {", ".join(KL_KINDS)}')
+  d = jnp.where(mask, logprobs - ref_logprobs, 0.0)
+  if kind == 'k1':
+    return d
+  if kind == 'abs':
+    return jnp.abs(d)
+  if kind == 'k2':
+    return 0.5 * d**2
+  d = jnp.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+  return jnp.minimum(jnp.expm1(-d) + d, MAX_K3)
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+  """The log-prob of each token: logits f32[..., V] and tokens i32[...] give f32[...]."""
+  logits = logits.astype(jnp.float32)
+  chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+  return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def token_entropy(logits: jax.Array) -> jax.Array:
+  """The entropy in nats of each position's distribution: logits f32[..., V] give f32[...]. -inf logits are allowed."""
+  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  finite = jnp.isfinite(logprobs)
+  return -jnp.sum(jnp.where(finite, jnp.exp(logprobs) * jnp.where(finite, logprobs, 0.0), 0.0), axis=-1)
+
+
+# --- critic -----------------------------------------------------------------------------------------------------------
+
+
+def value_loss(
+  values: jax.Array, returns: jax.Array, old_values: jax.Array, mask: jax.Array, *, clip: float | None = 0.5
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """The clipped squared error of the critic for each token.
+
+  1/2 max((V - R)^2, (V_old + clamp(V - V_old, +-clip) - R)^2).
+
+  Args:
+    values: f32[B, T], under the critic that is trained.
+    returns: f32[B, T], targets; no gradient flows through them.
+    old_values: f32[B, T], the critic's values when the batch was made.
+    mask: bool[B, T], the tokens on which the critic is trained (`Advantages.value_mask`).
+    clip: how far a value may move before its gradient is cut; None is off.
+
+  Returns:
+    (loss f32[B, T], stats): `clipfrac` f32[B, T], the clipped error was the greater.
+
+  Source: the critic of OpenAI's PPO implementation, as RAGEN uses it.
+  """
+  returns = jax.lax.stop_gradient(jnp.where(mask, returns, 0.0))
+  values = jnp.where(mask, values, 0.0)
+  plain = (values - returns) ** 2
+  if clip is None:
+    return jnp.where(mask, 0.5 * plain, 0.0), {'clipfrac': jnp.zeros_like(plain)}
+  old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
+  clipped = (old_values + jnp.clip(values - old_values, -clip, clip) - returns) ** 2
+  loss = jnp.where(mask, 0.5 * jnp.maximum(plain, clipped), 0.0)
+  return loss, {'clipfrac': jax.lax.stop_gradient(jnp.where(mask, clipped > plain, False).astype(jnp.float32))}
+
+
+def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
+  """1 - Var(R - V) / Var(R) over the masked-in tokens: f32[]; 1 is perfect, 0 no better than a constant.
+
+  Where the returns do not vary it is 0.
+  """
+  variance = masks.masked_variance(returns, mask)
+  explained = 1.0 - masks.masked_variance(returns - values, mask) / jnp.where(variance > 0, variance, 1.0)
+  return jnp.where(variance > 0, explained, 0.0)

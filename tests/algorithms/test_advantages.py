@@ -1,0 +1,151 @@
+"""The dispatcher: every name, its options, its errors, and what all estimators have in common."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from ragen_jax.algorithms import advantages as module
+from ragen_jax.algorithms import gae, group_relative, masks
+
+NAMES = list(module.ESTIMATORS)
+compute = jax.jit(module.compute_advantages, static_argnames=('name', 'length_weight', 'whitening', 'step_std'))
+
+
+def arguments(b):
+  anchors = np.where(np.arange(4)[None] <= b.turn.max(-1)[:, None], np.arange(4)[None] % 2, -1).astype(np.int32)
+  return {
+    'rewards': b.rewards,
+    'loss_mask': b.loss_mask,
+    'turn': b.turn,
+    'group': b.group,
+    'values': b.values,
+    'bootstrap': b.bootstrap,
+    'anchors': anchors,
+    'gamma': 0.97,
+    'lam': 0.9,
+    'high_level_gamma': 0.8,
+  }
+
+
+def test_names():
+  assert set(NAMES) == {
+    'gae', 'grpo', 'dr_grpo', 'brpo', 'arpo', 'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline',
+    'turn_wise_gae', 'bi_level_gae', 'gigpo',
+  }  # fmt: skip
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_each_name_is_its_function(batch, name):
+  b = batch(1)
+  given = arguments(b)
+  r, v, m, turn, group = b.rewards, b.values, b.loss_mask, b.turn, b.group
+  scores = group_relative.episode_scores(r, m)
+  direct = {
+    'gae': lambda: gae.gae(r, v, m, 0.97, 0.9, b.bootstrap)[0],
+    'bi_level_gae': lambda: gae.bi_level_gae(r, v, m, turn, 0.97, 0.9, 0.8, None, b.bootstrap)[0],
+    'turn_wise_gae': lambda: gae.turn_wise_gae(r, v, m, turn, 0.8, 0.9, b.bootstrap)[0],
+    'grpo': lambda: group_relative.grpo(scores, group, m),
+    'dr_grpo': lambda: group_relative.grpo(scores, group, m, scale_by_std=False),
+    'rloo': lambda: group_relative.rloo(scores, group, m),
+    'brpo': lambda: group_relative.brpo(scores, m),
+    'arpo': lambda: group_relative.arpo(scores, m),
+    'reinforce_plus_plus': lambda: gae.discounted_returns(r, m, 0.97),
+    'reinforce_plus_plus_baseline': lambda: group_relative.grpo(scores, group, m, scale_by_std=False),
+    'gigpo': lambda: group_relative.gigpo(r, group, m, turn, given['anchors']),
+  }[name]
+  expected = np.asarray(jax.jit(direct)())
+  got = compute(name=name, **given)
+  if module.ESTIMATORS[name].whitens:
+    plain = compute(name=name, **given, whitening=False)
+    np.testing.assert_allclose(plain.advantages, expected, atol=1e-5)
+    np.testing.assert_array_equal(got.returns, plain.returns)  # the critic's targets are never whitened
+  if name == 'turn_wise_gae':  # every turn counts once, however many tokens it has
+    at_ends = masks.whiten(expected, b.ends)
+    np.testing.assert_allclose(np.asarray(got.advantages)[b.ends], np.asarray(at_ends)[b.ends], atol=1e-5)
+  elif module.ESTIMATORS[name].whitens:
+    np.testing.assert_allclose(got.advantages, masks.whiten(expected, m), atol=1e-5)
+  else:
+    np.testing.assert_allclose(got.advantages, expected, atol=1e-5)
+  np.testing.assert_array_equal(got.value_mask, b.ends if name == 'turn_wise_gae' else m)
+  if module.ESTIMATORS[name].needs_critic and name != 'turn_wise_gae':
+    np.testing.assert_allclose(got.returns, expected + np.where(m, v, 0.0), atol=1e-5)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_padding_has_no_influence(batch, name):
+  """More padding rows and columns, with the ids of real groups, and poison on them, change nothing."""
+  b = batch(2)
+  given = arguments(b)
+  got = compute(name=name, **given)
+  wide = dict(given)
+  for key in ('rewards', 'values'):
+    wide[key] = np.pad(given[key], ((3, 0), (0, 5)), constant_values=np.nan)
+  wide['loss_mask'] = np.pad(b.loss_mask, ((3, 0), (0, 5)))
+  wide['turn'] = np.pad(b.turn, ((3, 0), (0, 5)), constant_values=-1)
+  wide['group'] = np.pad(b.group, (3, 0), constant_values=7)
+  wide['bootstrap'] = np.pad(b.bootstrap, (3, 0), constant_values=100.0)
+  wide['anchors'] = np.pad(given['anchors'], ((3, 0), (0, 0)), constant_values=1)
+  padded = compute(name=name, **wide)
+  for field in ('advantages', 'returns'):
+    x = np.asarray(getattr(padded, field))
+    assert not x[:3].any() and not x[:, 32:].any()
+    np.testing.assert_allclose(x[3:, :32], getattr(got, field), atol=1e-5)
+  assert not np.asarray(got.advantages)[~b.loss_mask].any()
+  assert np.abs(got.advantages).max() > 0.1
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_rows_of_an_episode_are_together_its_single_row(batch, name):
+  b = batch(4)
+  given = arguments(b)
+  whole = compute(name=name, **given)
+  pieces = [(row, k) for row in np.flatnonzero(b.valid) for k in range(b.turn[row].max() + 1)]
+  b.rng.shuffle(pieces)
+  source = np.array([row for row, _ in pieces])
+  split = {key: x[source] if np.ndim(x) else x for key, x in given.items()}
+  split['loss_mask'] = np.stack([b.loss_mask[row] & (b.turn[row] == k) for row, k in pieces])
+  rows = compute(name=name, **split, episode=source.astype(np.int32))
+  for field in ('advantages', 'returns', 'value_mask'):
+    together = np.zeros(b.loss_mask.shape)
+    np.add.at(together, source, np.asarray(getattr(rows, field)))
+    np.testing.assert_allclose(together, np.asarray(getattr(whole, field), float), atol=2e-5, err_msg=field)
+
+
+def test_length_weight_reaches_grpo(batch):
+  b = batch(1)
+  plain, weighted = (compute(name='grpo', **arguments(b), length_weight=on).advantages for on in (False, True))
+  lengths = b.loss_mask.sum(-1, keepdims=True)
+  expected = np.asarray(plain) * lengths[b.valid].mean() / np.maximum(lengths, 1)
+  np.testing.assert_allclose(weighted, expected, atol=1e-5)
+  assert np.abs(np.asarray(weighted) - plain).max() > 0.1
+
+
+def test_advantage_mask(batch):
+  b = batch(1, poison=0.5)
+  every = np.arange(32)[None] < b.length[:, None]
+  got = compute(name='gae', **arguments(b), adv_mask=every, whitening=False)
+  np.testing.assert_allclose(got.advantages, gae.gae(b.rewards, b.values, every, 0.97, 0.9, b.bootstrap)[0], atol=1e-5)
+  np.testing.assert_array_equal(got.value_mask, every)
+
+  # turns of bi-level GAE still end with the policy's tokens, and not with the last token of the turn's columns
+  got = compute(name='bi_level_gae', **arguments(b), adv_mask=every, whitening=False)
+  expected, _ = gae.bi_level_gae(
+    b.rewards, b.values, every, b.turn, 0.97, 0.9, 0.8, None, b.bootstrap, loss_mask=b.loss_mask
+  )
+  np.testing.assert_allclose(got.advantages, expected, atol=1e-5)
+  other, _ = gae.bi_level_gae(b.rewards, b.values, every, b.turn, 0.97, 0.9, 0.8, None, b.bootstrap)
+  assert np.abs(np.asarray(got.advantages) - other).max() > 0.1
+
+
+def test_errors(batch):
+  b = batch(0)
+  given = arguments(b)
+  with pytest.raises(ValueError, match=r"adv_estimator is 'ppo'; it may be one of gae, "):
+    module.compute_advantages('ppo', **given)
+  for name in ('gae', 'turn_wise_gae', 'bi_level_gae'):
+    with pytest.raises(ValueError, match='values'):
+      module.compute_advantages(name, **(given | {'values': None}))
+  with pytest.raises(ValueError, match='anchor'):
+    module.compute_advantages('gigpo', **(given | {'anchors': None}))
