@@ -1,0 +1,380 @@
+"""Sokoban: push every box onto a target. Levels are made from a key, and every one of them can be solved."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ragen_jax.envs import base, sokoban_levels, sokoban_solver
+
+# What a cell shows, in RAGEN's order; `Sokoban.symbols` has one symbol for each.
+WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
+MEANINGS = ('wall', 'empty floor', 'target', 'box on target', 'box', 'player', 'player on target')
+# The same cells in Boxoban's level files (and most other collections).
+BOXOBAN = ('#', ' ', '.', '*', '$', '@', '+')
+TILE = 16  # pixels
+_GRID_HEADER = 'Grid Map:'
+
+
+@struct.dataclass
+class State(base.State):
+  """A level in play, R rows by C columns, border included.
+
+  Attributes:
+    walls: bool[R, C]; the border is wall.
+    targets: bool[R, C].
+    boxes: bool[R, C], as many as targets.
+    player: i32[2], row and column.
+    steps: i32[], actions so far.
+  """
+
+  walls: jax.Array
+  targets: jax.Array
+  boxes: jax.Array
+  player: jax.Array
+  steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sokoban(base.Environment):
+  """The game that RAGEN plays (gym-sokoban's rules): Up, Down, Left, Right; a box in the way is pushed.
+
+  An action costs 0.1, blocked or not; a box that comes onto a target brings 1, one that leaves it takes 1, and all
+  boxes on targets bring 10 more. The game ends there or after `max_steps` actions.
+
+  Attributes:
+    dim: rows and columns of the board, the border of walls included.
+    num_boxes: boxes, and targets.
+    max_steps: actions after which the game ends unsolved.
+    search_depth: the most moves of the reverse play that makes a level (at most `max_steps`, so that every level can be
+      solved in time), and so an upper bound on the length of its shortest solution. In RAGEN it bounds the depth of a
+      depth-first search over the same moves.
+    min_solution: the fewest moves of a level's shortest solution, 0 for no bound. The bounds are exact (breadth-first
+      search over the room's positions). They are kept if one of `sokoban_levels.MAX_ATTEMPTS` rooms has such a level;
+      else the level is one outside of them.
+    max_solution: the most moves of a level's shortest solution, 0 for no bound.
+    observation: 'grid' (rows of symbols), 'coord' (lists of coordinates, without the walls) or 'grid_coord' (both).
+    symbols: one character each for wall, floor, target, box on target, box, player, player on target.
+  """
+
+  dim: tuple[int, int] = (6, 6)
+  num_boxes: int = 1
+  max_steps: int = 100
+  search_depth: int = 300
+  min_solution: int = 0
+  max_solution: int = 0
+  observation: str = 'grid'
+  symbols: tuple[str, ...] = ('#', '_', 'O', '√', 'X', 'P', 'S')
+
+  name: ClassVar[str] = 'sokoban'
+  action_names: ClassVar[tuple[str, ...]] = ('Up', 'Down', 'Left', 'Right')
+
+  def __post_init__(self):
+    # Configs bring lists; the description has to be hashable.
+    object.__setattr__(self, 'dim', tuple(np.atleast_1d(self.dim).tolist()))
+    object.__setattr__(self, 'symbols', tuple(self.symbols))
+    if len(self.dim) != 2 or not all(isinstance(size, int) and 5 <= size <= 64 for size in self.dim):
+      raise ValueError(f'dim={self.dim}; allowed: (rows, columns), 5 to 64 each')
+    for field in ('num_boxes', 'max_steps', 'search_depth', 'min_solution', 'max_solution'):
+      if not isinstance(getattr(self, field), int):
+        raise ValueError(f'{field}={getattr(self, field)!r}; allowed: an integer')
+    most_boxes = min((self.dim[0] - 2) * (self.dim[1] - 2) // 4, 100)
+    if not 1 <= self.num_boxes <= most_boxes:
+      raise ValueError(f'num_boxes={self.num_boxes}; allowed: 1 to {most_boxes} for dim={self.dim}')
+    if self.max_steps < 1:
+      raise ValueError(f'max_steps={self.max_steps}; allowed: 1 or more')
+    if not 1 <= self.search_depth <= 10_000:
+      raise ValueError(f'search_depth={self.search_depth}; allowed: 1 to 10000')
+    if not 0 <= self.min_solution <= self._walk_depth:
+      raise ValueError(
+        f'min_solution={self.min_solution}; allowed: 0 to {self._walk_depth} for search_depth={self.search_depth} '
+        f'and max_steps={self.max_steps}'
+      )
+    if self.max_solution < 0 or 0 < self.max_solution < self.min_solution:
+      raise ValueError(f'max_solution={self.max_solution}; allowed: 0, or min_solution={self.min_solution} or more')
+    bounded = self.min_solution or self.max_solution
+    if bounded and sokoban_solver.table_size(self.dim, self.num_boxes) > sokoban_solver.MAX_TABLE:
+      field = 'min_solution' if self.min_solution else 'max_solution'
+      raise ValueError(f'{field}={bounded}; allowed: 0 for num_boxes={self.num_boxes} on dim={self.dim} (too large)')
+    if self.observation not in ('grid', 'coord', 'grid_coord'):
+      raise ValueError(f'observation={self.observation!r}; allowed: grid, coord, grid_coord')
+    plain = all(isinstance(s, str) and len(s) == 1 and s.isprintable() and not s.isspace() for s in self.symbols)
+    if len(self.symbols) != 7 or len(set(self.symbols)) != 7 or not plain:
+      raise ValueError(f'symbols={self.symbols}; allowed: 7 different single characters, for {", ".join(MEANINGS)}')
+
+  @property
+  def _walk_depth(self) -> int:
+    return min(self.search_depth, self.max_steps)
+
+  # -- traced --------------------------------------------------------------------------------------------------------
+
+  def reset(self, key: jax.Array) -> State:
+    """A level by reverse play (`sokoban_levels.generate`): solvable, and not solved yet."""
+    level = sokoban_levels.generate(
+      key, self.dim, self.num_boxes, self._walk_depth, self.min_solution, self.max_solution
+    )
+    return State(
+      done=jnp.bool_(False),
+      success=jnp.bool_(False),
+      walls=level.walls,
+      targets=level.targets,
+      boxes=level.boxes,
+      player=level.player,
+      steps=jnp.int32(0),
+    )
+
+  def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
+    """One move; the game has no chance in it."""
+    del key
+    move = jnp.asarray(sokoban_solver.DIRECTIONS)[action]
+    row, col = jnp.arange(self.dim[0])[:, None], jnp.arange(self.dim[1])[None, :]
+
+    def at(place):
+      return (row == place[0]) & (col == place[1])
+
+    ahead, beyond = at(state.player + move), at(state.player + 2 * move)
+    pushes = (ahead & state.boxes).any()
+    moves = ~(ahead & state.walls).any() & ~(pushes & (beyond & (state.walls | state.boxes)).any())
+    pushed = pushes & moves
+    boxes = jnp.where(pushed, (state.boxes & ~ahead) | beyond, state.boxes)
+    gained = (boxes & state.targets).sum(dtype=jnp.int32) - (state.boxes & state.targets).sum(dtype=jnp.int32)
+    success = ~(boxes & ~state.targets).any()
+    steps = state.steps + 1
+    after = state.replace(
+      boxes=boxes,
+      player=jnp.where(moves, state.player + move, state.player),
+      steps=steps,
+      success=success,
+      done=success | (steps >= self.max_steps),
+    )
+    return after, base.StepOutput(reward=-0.1 + gained + 10.0 * success, effective=moves)
+
+  # -- text ----------------------------------------------------------------------------------------------------------
+
+  def rules(self) -> str:
+    one = self.num_boxes == 1
+    rows, cols = self.dim
+    lines = [
+      f'You are the player in a game of Sokoban on a board of {rows} rows and {cols} columns.',
+      f'Push {"the box onto the target" if one else f"the {self.num_boxes} boxes onto the {self.num_boxes} targets"}.',
+      'Walking into a box pushes it one cell further in that direction, if that cell holds no wall and no other box.',
+      'Boxes can only be pushed, never pulled, and nothing passes through a wall.',
+    ]
+    if one:
+      lines[2] = 'Walking into the box pushes it one cell further in that direction, if that cell is no wall.'
+      lines[3] = 'The box can only be pushed, never pulled, and nothing passes through a wall.'
+    if self.observation != 'grid':
+      lines.append(
+        f'A place is written (row, column), counted from 0: the top left is (0, 0), the bottom right '
+        f'({rows - 1}, {cols - 1}).'
+      )
+    if self.observation == 'coord':
+      lines.append('Walls are not listed; the border of the board is wall.')
+    return ' '.join(lines)
+
+  def legend(self) -> dict[str, str]:
+    """Symbol to meaning; empty when the observation has no board."""
+    return {} if self.observation == 'coord' else dict(zip(self.symbols, MEANINGS, strict=True))
+
+  # -- host ----------------------------------------------------------------------------------------------------------
+
+  def render(self, states: State) -> list[str]:
+    """The boards as text. Coordinates are (row, column) from 0; kinds of which there are none are left out."""
+    contents = _contents(states)  # [N, R, C]
+    if self.observation == 'grid':
+      return self._grids(contents)
+    coordinates = self._coordinates(contents)
+    if self.observation == 'coord':
+      return coordinates
+    grids = self._grids(contents)
+    return [f'Coordinates:\n{listed}\n{_GRID_HEADER}\n{grid}' for listed, grid in zip(coordinates, grids, strict=True)]
+
+  def _grids(self, contents: np.ndarray) -> list[str]:
+    count, rows, cols = contents.shape
+    # One array of characters with a line's end in the last column, read as one string a board.
+    characters = np.full((count, rows, cols + 1), '\n')
+    characters[:, :, :cols] = np.array(self.symbols)[contents]
+    boards = np.ascontiguousarray(characters.reshape(count, -1)[:, :-1])
+    return boards.view(f'U{boards.shape[1]}').ravel().tolist()
+
+  def _coordinates(self, contents: np.ndarray) -> list[str]:
+    _, rows, cols = contents.shape
+    place = [[f'({r}, {c})' for c in range(cols)] for r in range(rows)]
+    listed: list[dict[int, list[str]]] = [{} for _ in contents]
+    shown = np.nonzero(contents > FLOOR)
+    for n, r, c, kind in zip(*(axis.tolist() for axis in shown), contents[shown].tolist(), strict=True):
+      listed[n].setdefault(kind, []).append(place[r][c])
+    # In the order in which a reader wants them.
+    kinds = {
+      TARGET: 'Targets',
+      BOX: 'Boxes',
+      BOX_ON_TARGET: 'Boxes on target',
+      PLAYER: 'Player',
+      PLAYER_ON_TARGET: 'Player on target',
+    }
+    size = f'Board size: {rows} rows, {cols} columns'
+    return [
+      '\n'.join([size] + [f'{title}: {", ".join(at[kind])}' for kind, title in kinds.items() if kind in at])
+      for at in listed
+    ]
+
+  def render_rgb(self, state: State) -> np.ndarray:
+    """One state as a picture in flat colours, u8[16 R, 16 C, 3]."""
+    contents = _contents(jax.tree.map(lambda x: np.asarray(x)[None], state))[0]
+    tiles = _tiles()[contents]  # [R, C, 16, 16, 3]
+    return tiles.swapaxes(1, 2).reshape(self.dim[0] * TILE, self.dim[1] * TILE, 3)
+
+  def from_text(self, text: str) -> State:
+    """One fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which holds one.
+
+    Raises:
+      ValueError: the text is no level of this size and number of boxes; the message says where.
+    """
+    return self._parse(text.split(_GRID_HEADER)[-1].strip('\n').split('\n'), self.symbols, 'level')
+
+  def from_boxoban(self, text: str) -> State:
+    """All levels of a Boxoban file: each a header line `; number` and its board.
+
+    Args:
+      text: the file's contents. Boards of ` ` floor, `#` wall, `.` target, `$` box, `*` box on target, `@` player,
+        `+` player on target; they have to fit `dim` and `num_boxes` (Boxoban's own: (10, 10) and 4).
+
+    Returns:
+      Batched states with NumPy leaves [M, ...], in the order of the file.
+
+    Raises:
+      ValueError: there is no level, or one does not fit; the message says which and where.
+    """
+    boards: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+      if line.startswith(';'):
+        boards.append((f'level {line[1:].strip()}', []))
+      elif line.strip():
+        if not boards:
+          raise ValueError(f'{self.name}: a board before the first header line "; number": {line!r}')
+        boards[-1][1].append(line)
+    if not boards:
+      raise ValueError(f'{self.name}: the text holds no level; each begins with a line "; number"')
+    states = [self._parse(lines, BOXOBAN, title) for title, lines in boards]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+
+  def _parse(self, lines: list[str], symbols: tuple[str, ...], title: str) -> State:
+    rows, cols = self.dim
+    if len(lines) != rows:
+      raise ValueError(f'{self.name}: {title} has {len(lines)} rows; dim={self.dim} has {rows}')
+    contents = np.zeros(self.dim, np.int8)
+    for r, line in enumerate(lines):
+      if len(line) != cols:
+        raise ValueError(f'{self.name}: {title}, row {r} has {len(line)} columns; dim={self.dim} has {cols}')
+      for c, symbol in enumerate(line):
+        if symbol not in symbols:
+          raise ValueError(f'{self.name}: {title}, row {r}, column {c} is {symbol!r}; allowed: {" ".join(symbols)}')
+        contents[r, c] = symbols.index(symbol)
+        if contents[r, c] != WALL and (r in (0, rows - 1) or c in (0, cols - 1)):
+          raise ValueError(f'{self.name}: {title}, row {r}, column {c} is {symbol!r}; the border has to be wall')
+    walls = contents == WALL
+    targets = np.isin(contents, (TARGET, BOX_ON_TARGET, PLAYER_ON_TARGET))
+    boxes = np.isin(contents, (BOX, BOX_ON_TARGET))
+    players = np.argwhere(np.isin(contents, (PLAYER, PLAYER_ON_TARGET)))
+    for what, count, wanted in (
+      ('players', len(players), 1),
+      ('boxes', int(boxes.sum()), self.num_boxes),
+      ('targets', int(targets.sum()), self.num_boxes),
+    ):
+      if count != wanted:
+        raise ValueError(f'{self.name}: {title} has {count} {what}; there have to be {wanted}')
+    solved = np.bool_((boxes == targets).all())
+    return State(
+      done=solved,
+      success=solved,
+      walls=walls,
+      targets=targets,
+      boxes=boxes,
+      player=players[0].astype(np.int32),
+      steps=np.int32(0),
+    )
+
+  def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> sokoban_solver.SokobanSolution:
+    """Shortest play by breadth-first search, exact.
+
+    The game has no chance in it, so a level is solved within the budget for sure or not at all, and at every discount
+    below 1 the shortest solution is the best. Boards of more than `sokoban_solver.MAX_TABLE` positions are searched
+    level by level, which can give up: `success` is then NaN.
+
+    Args:
+      states: batched states with NumPy leaves [N, ...].
+      budget: turns and actions that an episode may take; `max_steps` counts as well.
+      discount: changes nothing.
+    """
+    del discount
+    return sokoban_solver.SokobanSolution(states, budget, self.max_steps)
+
+  def rationale(self, states: State) -> list[str]:
+    """Where the player is, where boxes are that are not on a target, and which targets have no box."""
+    rows, cols = self.dim
+    place = [f'({r}, {c})' for r in range(rows) for c in range(cols)]
+    targets, boxes = (np.asarray(x).reshape(-1, rows * cols) for x in (states.targets, states.boxes))
+    misplaced, free = (
+      [[place[i] for i in np.flatnonzero(row)] for row in board] for board in (boxes & ~targets, targets & ~boxes)
+    )
+    player = [place[r * cols + c] for r, c in np.asarray(states.player).tolist()]
+    return [self._thought(*known) for known in zip(player, misplaced, free, strict=True)]
+
+  def _thought(self, player: str, misplaced: list[str], free: list[str]) -> str:
+    if not misplaced:
+      return 'The box is on the target.' if self.num_boxes == 1 else 'All boxes are on targets.'
+    if self.num_boxes == 1:
+      return f'I am at {player}, the box is at {misplaced[0]}, the target is at {free[0]}.'
+    if len(misplaced) == 1:
+      return f'I am at {player}, the box left is at {misplaced[0]}, the free target is at {free[0]}.'
+    return f'I am at {player}, the boxes left are at {_and(misplaced)}, the free targets are at {_and(free)}.'
+
+
+def _contents(states: State) -> np.ndarray:
+  """i8[N, R, C], what each cell shows, from batched states."""
+  targets, boxes = np.asarray(states.targets), np.asarray(states.boxes)
+  contents = np.where(targets, np.int8(TARGET), np.int8(FLOOR))
+  contents[boxes] = BOX
+  contents[boxes & targets] = BOX_ON_TARGET
+  contents[np.asarray(states.walls)] = WALL
+  rows, cols = np.asarray(states.player).T
+  rank = np.arange(len(contents))
+  contents[rank, rows, cols] = np.where(targets[rank, rows, cols], PLAYER_ON_TARGET, PLAYER)
+  return contents
+
+
+def _tiles() -> np.ndarray:
+  """u8[7, 16, 16, 3], the picture of each kind of cell."""
+  wall, floor, target, box, placed, player = (
+    (74, 78, 89),
+    (236, 232, 221),
+    (214, 69, 65),
+    (176, 121, 62),
+    (74, 154, 84),
+    (52, 101, 190),
+  )
+  y, x = np.mgrid[:TILE, :TILE] - (TILE - 1) / 2
+  ring = (np.hypot(x, y) < 6.5) & (np.hypot(x, y) > 3.5)
+  disc = np.hypot(x, y) < 5.0
+  square = np.maximum(abs(x), abs(y)) < 6.0
+  edge = square & (np.maximum(abs(x), abs(y)) > 4.0)
+  tiles = np.full((7, TILE, TILE, 3), floor, np.uint8)
+  tiles[:, -1] = tiles[:, :, -1] = (222, 217, 203)  # the lines between cells
+  tiles[WALL] = wall
+  for kind in (TARGET, PLAYER_ON_TARGET):
+    tiles[kind, ring] = target
+  for kind, colour in ((BOX, box), (BOX_ON_TARGET, placed)):
+    tiles[kind, square] = colour
+    tiles[kind, edge] = tuple(int(0.7 * part) for part in colour)
+  for kind in (PLAYER, PLAYER_ON_TARGET):
+    tiles[kind, disc] = player
+  return tiles
+
+
+def _and(words: list[str]) -> str:
+  return ', '.join(words[:-1]) + ' and ' + words[-1]

@@ -1,0 +1,346 @@
+"""Sokoban levels from a key, in pure JAX: rooms by a random walk, puzzles by reverse play.
+
+A level is made backwards. A room is carved out of rock, the boxes are put on their targets, and a player who pulls
+walks about at random. A legal pull is a legal push when time runs the other way, so the walk, reversed, solves whatever
+level it has come to: every level can be solved by construction. Of the levels that the walks come to, the one with the
+highest score is kept. The rooms and the score (displacement of the boxes times box swaps) are those of gym-sokoban's
+generator, the source of RAGEN's levels; that one searches depth first, where here many walkers go at random side by
+side, so the distribution of levels is close but not the same (benchmarks/sokoban_levels.py compares them).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ragen_jax.envs.sokoban_solver import DIRECTIONS, PositionTable, position_table
+
+# Rooms that are tried for a level that is all that was asked for. With 1 box about 1 room in 100 fails, with 2 on 8x8 3
+# in 10, with 3 on 6x6 8 in 10.
+MAX_ATTEMPTS = 64
+# Walkers times ticks in one room: few walkers go far, or many go a short way.
+_WALK_TICKS = 1280
+# Rooms of which the first is taken where every target is on a cell that a box can be pulled off.
+_ROOMS = 4
+# The most steps that the player takes away from where the best level leaves it.
+_STROLL = 3
+_TURN_PROBABILITY = 0.35
+# What a step of the room's walk carves, in (row, column) offsets from where it stands: bars, corners, a square.
+_STAMPS = (
+  ((0, -1), (0, 0), (0, 1)),
+  ((-1, 0), (0, 0), (1, 0)),
+  ((0, -1), (0, 0), (1, 0)),
+  ((0, 0), (0, 1), (1, 0)),
+  ((0, -1), (0, 0), (1, -1), (1, 0)),
+)
+
+
+@struct.dataclass
+class Level:
+  """A puzzle and one way to solve it, R rows by C columns, border included.
+
+  Attributes:
+    walls: bool[R, C].
+    targets: bool[R, C].
+    boxes: bool[R, C].
+    player: i32[2], row and column.
+    solution: i8[walk], action ids that solve the level, with -1 before and between them for no action.
+  """
+
+  walls: jax.Array
+  targets: jax.Array
+  boxes: jax.Array
+  player: jax.Array
+  solution: jax.Array
+
+
+def _carve_room(bits, dim) -> jax.Array:
+  """A room from u32[steps + 1, 3]: bool[R, C], True where there is floor.
+
+  A walk that turns with probability 0.35 before a step, and stamps a small shape on each cell
+  it comes to. The floor is connected and the outer ring is wall.
+  """
+  rows, cols = dim
+  steps = len(bits) - 1
+  start = 1 + (bits[steps, :2] % jnp.array([rows - 2, cols - 2], jnp.uint32)).astype(jnp.int32)
+  turn = _happens(bits[:, 0], _TURN_PROBABILITY).at[0].set(True)
+  directions = jnp.asarray(DIRECTIONS)[bits[:, 1] % 4]
+  stamp = jnp.asarray(_stamps())[bits[:steps, 2] % len(_STAMPS)]
+
+  def walk(carry, step):
+    at, heading = carry
+    turns, direction = step
+    heading = jnp.where(turns, direction, heading)
+    at = jnp.clip(at + heading, 1, jnp.array([rows - 2, cols - 2]))
+    return (at, heading), at
+
+  _, visited = jax.lax.scan(walk, (start, directions[0]), (turn[:steps], directions[:steps]))  # [steps, 2]
+  row = jnp.arange(rows)[:, None] - visited[:, 0, None, None] + 1  # [steps, R, 1], 0..2 under the stamp
+  col = jnp.arange(cols)[None, :] - visited[:, 1, None, None] + 1
+  under = (row >= 0) & (row < 3) & (col >= 0) & (col < 3)
+  carved = under & ((stamp[:, None, None] >> jnp.where(under, 3 * row + col, 0)) & 1).astype(bool)
+  inside = np.zeros(dim, bool)
+  inside[1:-1, 1:-1] = True
+  return carved.any(axis=0) & inside
+
+
+def _happens(bits: jax.Array, probability: float) -> jax.Array:
+  """bool, from random u32 bits; compared as integers, so that no machine rounds otherwise."""
+  return bits < np.uint32(probability * 2**32)
+
+
+def _stamps() -> np.ndarray:
+  """i32[stamps], bit 3 r + c is set where a stamp carves at row r, column c of the 3x3 cells around its middle."""
+  return np.array([sum(1 << (3 * (row + 1) + col + 1) for row, col in stamp) for stamp in _STAMPS], np.int32)
+
+
+def generate(
+  key: jax.Array,
+  dim: tuple[int, int],
+  num_boxes: int,
+  search_depth: int,
+  min_solution: int = 0,
+  max_solution: int = 0,
+) -> Level:
+  """A level from a key, traced.
+
+  Rooms are tried until one gives a level with every box off the targets and a shortest solution within the bounds, or
+  `MAX_ATTEMPTS` are used up. The best level so far is carried along, and it starts as a fixed one, so what comes out is
+  a legal level that can be solved and is not solved yet, whatever happens.
+
+  Args:
+    key: a PRNG key; with the same options it gives the same level everywhere.
+    dim: rows and columns, border included, at least 5 each.
+    num_boxes: boxes and targets.
+    search_depth: the most moves of the reverse walk, so the most moves of `Level.solution`.
+    min_solution: the fewest moves of the *shortest* solution, 0 for no bound. It is exact: all positions of the room
+      are searched, which needs a board that has a `position_table`.
+    max_solution: the most moves of it, 0 for no bound beyond `search_depth`.
+  """
+
+  def attempt(carry):
+    tries, score, level = carry
+    new_score, new_level = _attempt(
+      jax.random.fold_in(key, tries), dim, num_boxes, search_depth, min_solution, max_solution
+    )
+    better = new_score > score
+    level = jax.tree.map(lambda new, old: jnp.where(better, new, old), new_level, level)
+    return tries + 1, jnp.maximum(new_score, score), level
+
+  def unsatisfied(carry):
+    tries, score, _ = carry
+    return (tries < MAX_ATTEMPTS) & (score < _IN_BOUNDS + num_boxes * _PER_BOX)
+
+  start = (jnp.int32(0), jnp.int32(0), fixed_level(dim, num_boxes, search_depth))
+  return jax.lax.while_loop(unsatisfied, attempt, start)[2]
+
+
+def fixed_level(dim: tuple[int, int], num_boxes: int, search_depth: int) -> Level:
+  """The level that stands in when no room gave one: an open room, one push Left solves it."""
+  walls = np.ones(dim, bool)
+  walls[1:-1, 1:-1] = False
+  targets, boxes = np.zeros(dim, bool), np.zeros(dim, bool)
+  # From the last cell backwards, far from the first row's three cells: target, box, player.
+  rest = np.argwhere(~walls)[::-1][: num_boxes - 1]
+  for at in (targets, boxes):
+    at[tuple(rest.T)] = True
+  targets[1, 1] = boxes[1, 2] = True
+  solution = np.full(_ticks(search_depth) + _STROLL, -1, np.int8)
+  solution[-1] = 2
+  return jax.tree.map(jnp.asarray, Level(walls, targets, boxes, np.array([1, 3], np.int32), solution))
+
+
+# The parts of a score, from the most important: the bounds are kept, boxes off all targets, displacement times swaps.
+_IN_BOUNDS = 2**29
+_PER_BOX = 2**22
+_OFF = 2**16
+
+
+def _ticks(search_depth: int) -> int:
+  """A few more than the moves allowed, as ticks that end at a wall are no moves."""
+  return search_depth + 10
+
+
+def _attempt(key, dim, num_boxes, search_depth, min_solution, max_solution) -> tuple[jax.Array, Level]:
+  """One room and the best level that the walkers found in it, with its score; 0 where they found none."""
+  rows, cols = dim
+  ticks = _ticks(search_depth)
+  shapes = (
+    (_ROOMS, int(1.7 * (rows + cols)) + 1, 3),
+    (_ROOMS, 1 + num_boxes, rows * cols),
+    (ticks, max(1, _WALK_TICKS // ticks)),
+    (_STROLL, 5),
+  )
+  # One draw for everything: each one costs half a second of compilation.
+  sizes = [math.prod(shape) for shape in shapes]
+  parts = jnp.split(jax.random.bits(key, (sum(sizes),), jnp.uint32), np.cumsum(sizes)[:-1])
+  for_room, for_place, for_walk, for_stroll = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+
+  floors = jax.vmap(lambda bits: _carve_room(bits, dim))(for_room)
+  homes, player, possible = jax.vmap(_place)(for_place, floors)
+  room = jnp.argmax(possible)
+  floor, homes, player, possible = (x[room] for x in (floors, homes, player, possible))
+  if min_solution or max_solution:
+    in_bounds = _bounds(floor, homes, min_solution, max_solution)
+  else:
+
+    def in_bounds(boxes, player):
+      return jnp.ones(player.shape, bool)
+
+  score, player, boxes, path, moves = _walk(for_walk, floor.reshape(-1), cols, homes, player, search_depth, in_bounds)
+  player, strolled = _stroll(for_stroll, floor.reshape(-1), cols, homes, player, boxes, search_depth - moves, in_bounds)
+  path = jnp.concatenate([path, strolled])
+  empty = jnp.zeros(floor.size, bool)
+  level = Level(
+    walls=~floor,
+    targets=empty.at[homes].set(True).reshape(dim),
+    boxes=empty.at[boxes].set(True).reshape(dim),
+    player=jnp.stack([player // cols, player % cols]),
+    # Time runs backwards, and so does each move.
+    solution=jnp.where(path < 0, path, path ^ 1)[::-1],
+  )
+  return jnp.where(possible, score, 0), level
+
+
+def _place(bits, floor):
+  """Target cells i32[K], the player's cell i32[], and whether the boxes can be pulled; bits u32[1 + K, cells].
+
+  Targets are any cells of the floor, as in RAGEN: rooms where few cells will do are then taken less often, and the
+  levels are less cramped. The last push of a solution leaves the player beside its box, so the walk begins there, with
+  a pull before it.
+  """
+  open_cells = floor.reshape(-1)
+  moves = _moves(floor.shape[1])
+  pulls = jnp.stack([open_cells & jnp.roll(open_cells, -m) & jnp.roll(open_cells, -2 * m) for m in moves])  # [4, cells]
+  noise = bits | 1  # never 0, which stands for what must not be chosen
+  cells = jnp.arange(open_cells.size)
+  free = open_cells
+  homes = []
+  for cell_noise in noise[1:]:
+    homes.append(jnp.argmax(jnp.where(free, cell_noise, 0)).astype(jnp.int32))
+    free &= cells != homes[-1]
+  homes = jnp.stack(homes)
+  move = jnp.asarray(moves)
+  first = pulls[:, homes[0]] & free[homes[0] + move] & free[homes[0] + 2 * move]
+  direction = jnp.argmax(jnp.where(first, noise[0, :4], 0))
+  return homes, homes[0] + move[direction], pulls.any(0)[homes].all() & first.any()
+
+
+def _moves(cols: int) -> np.ndarray:
+  """i32[4], what each direction adds to a cell's index in a board of so many columns."""
+  return DIRECTIONS @ np.array([cols, 1], np.int32)
+
+
+def _walk(bits, open_cells, cols, homes, player, search_depth, in_bounds):
+  """Walks backwards from the solved room: W walkers, each pulls whatever box is behind it; bits u32[ticks, W].
+
+  Returns:
+    Of the best level of all walkers: its score i32[], the player's cell i32[], the boxes' cells i32[K], and the walk to
+    it, as directions i8[ticks] with -1 where nothing moved, and its moves i32[].
+  """
+  ticks, walkers = bits.shape
+  num_boxes = homes.shape[0]
+  displacement = _displacement(open_cells.size, cols, homes)
+  is_target = jnp.zeros(open_cells.size, bool).at[homes].set(True)
+  # What a box on a cell adds: its displacement, and above that bit whether it is off all targets.
+  worth = (displacement + jnp.where(is_target, 0, _OFF)).reshape(-1)
+  rank = jnp.arange(num_boxes)[:, None]
+
+  def tick(carry, inputs):
+    player, boxes, last, swaps, moves, best = carry
+    now, move = inputs
+    ahead = player + move
+    free = open_cells[ahead] & (boxes != ahead).all(0) & (moves < search_depth)
+    pulled = free & (boxes == player - move)  # [K, W]
+    boxes = jnp.where(pulled, player, boxes)
+    player = jnp.where(free, ahead, player)
+    pulled_box = jnp.where(pulled.any(0), (pulled * rank).sum(0), last)
+    swaps += pulled_box != last
+    moves += free
+
+    total = worth[rank * open_cells.size + boxes].sum(0)
+    off = total // _OFF
+    score = off * _PER_BOX + jnp.minimum(swaps * (total % _OFF), _PER_BOX - 1)
+    score = jnp.where(off > 0, score + in_bounds(boxes, player) * _IN_BOUNDS, 0)
+    better = score > best[0]
+    found = (score, jnp.full(walkers, now), player, boxes, moves)
+    best = jax.tree.map(lambda new, old: jnp.where(better, new, old), found, best)
+    return (player, boxes, pulled_box, swaps, moves, best), free
+
+  zeros = jnp.zeros(walkers, jnp.int32)
+  player, boxes = jnp.full(walkers, player), jnp.repeat(homes[:, None], walkers, axis=1)
+  start = (player, boxes, zeros - 1, zeros, zeros, (zeros, zeros - 1, player, boxes, zeros))
+  direction = (bits % 4).astype(jnp.int8)
+  (*_, best), moved = jax.lax.scan(tick, start, (jnp.arange(ticks), jnp.asarray(_moves(cols))[direction]))
+  winner = jnp.argmax(best[0])
+  score, until, player, boxes, moves = jax.tree.map(lambda x: x[..., winner], best)
+  path = jnp.where(moved[:, winner] & (jnp.arange(ticks) <= until), direction[:, winner], jnp.int8(-1))
+  return score, player, boxes, path, moves
+
+
+def _displacement(cells: int, cols: int, homes: jax.Array) -> jax.Array:
+  """i32[K, cells], Manhattan distances from each box's target."""
+  at = np.arange(cells, dtype=np.int32)
+  return jnp.abs(at // cols - homes[:, None] // cols) + jnp.abs(at % cols - homes[:, None] % cols)
+
+
+def _stroll(bits, open_cells, cols, homes, player, boxes, moves_left, in_bounds):
+  """RAGEN's addition: often the player then walks a few steps away from the box.
+
+  With probability 0.5, or 0.8 where the boxes are displaced by a single cell, it takes a step, and after each step
+  another with probability 0.5, up to 3. A level that keeps the bounds goes on keeping them.
+
+  Returns:
+    The player's cell i32[] and the directions i8[3], -1 where it stood still.
+  """
+  displaced = _displacement(open_cells.size, cols, homes)[jnp.arange(len(homes)), boxes].sum()
+  noise = bits | 1  # u32[3, 5]: four directions, and whether to go
+  going = jnp.where(displaced == 1, _happens(noise[0, 4], 0.8), _happens(noise[0, 4], 0.5))
+  bounded = in_bounds(boxes, player)
+  taken = []
+  for i in range(_STROLL):
+    aheads = player + jnp.asarray(_moves(cols))  # [4]
+    free = open_cells[aheads] & (boxes[:, None] != aheads).all(0)
+    free &= ~bounded | in_bounds(jnp.repeat(boxes[:, None], 4, axis=1), aheads)
+    direction = jnp.argmax(jnp.where(free, noise[i, :4], 0)).astype(jnp.int8)
+    going &= free.any() & (i < moves_left)
+    if i:
+      going &= _happens(noise[i, 4], 0.5)
+    player = jnp.where(going, aheads[direction], player)
+    taken.append(jnp.where(going, direction, -1).astype(jnp.int8))
+  return player, jnp.stack(taken)
+
+
+def _bounds(floor, homes, min_solution, max_solution):
+  """Whether positions of a room keep the bounds: a function of boxes' cells i32[K, ...] and the player's i32[...].
+
+  Breadth-first search from the solved end over all positions of the board, as in `sokoban_solver`, for one room.
+  """
+  rows, cols = floor.shape
+  num_boxes = homes.shape[0]
+  table: PositionTable = position_table((rows, cols), num_boxes)
+  successors = jnp.asarray(table.successors)
+  rank = jnp.asarray(table.rank)
+  digits = jnp.asarray(table.cells ** np.arange(num_boxes - 1, -1, -1), jnp.int32)
+
+  def index(boxes, player):
+    inner = [(cell // cols - 1) * (cols - 2) + cell % cols - 1 for cell in (boxes, player)]
+    return rank[jnp.tensordot(digits, inner[0], axes=1)] * table.cells + inner[1]
+
+  open_cells = floor[1:-1, 1:-1].reshape(-1)
+  legal = open_cells[table.box_sets].all(-1)[:, None] & open_cells & ~table.occupied
+  legal = jnp.append(legal.reshape(-1), False)
+  solved = (jnp.arange(legal.size) // table.cells == index(homes, jnp.int32(cols + 1)) // table.cells) & legal
+
+  def one_more_move(_, reached):
+    return reached | (legal & reached[successors].any(0))
+
+  nearer = jax.lax.fori_loop(0, max(min_solution - 1, 0), one_more_move, solved)
+  kept = ~nearer
+  if max_solution:
+    kept &= jax.lax.fori_loop(0, max_solution - max(min_solution - 1, 0), one_more_move, nearer)
+  return lambda boxes, player: kept[index(boxes, player)]
