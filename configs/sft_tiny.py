@@ -12,10 +12,11 @@ def get_config():
   config.sft.output = 'ragen_jax/models/tiny'
   config.sft.from_scratch = True
   config.sft.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
-  config.sft.levels = (12_000, 12_000, 2_000)
+  config.sft.levels = (8_000, 8_000, 1_000)
   config.sft.noise = 0.5
-  config.sft.steps = 1500
+  config.sft.steps = 800
   config.sft.batch_size = 64
   config.sft.learning_rate = 3e-3
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
+  config.eval.groups = 768
   return config

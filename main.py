@@ -1,0 +1,60 @@
+"""Trains and warm-starts agents. The logic is in `ragen_jax`, where it can be tested and imported.
+
+  python main.py --config=configs/frozenlake_ppo.py
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from ragen_jax.utils import command_line
+from ragen_jax.utils.errors import UserError
+
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
+_MODE = flags.DEFINE_enum('mode', 'train', ['train', 'sft'], 'train: reinforcement learning. sft: warm start.')
+
+
+def default_workdir(config_path: str) -> str:
+  """runs/<config file>, with the variant behind it: 'configs/a.py:b' -> 'runs/a-b'."""
+  path, _, variant = config_path.partition(':')
+  name = os.path.splitext(os.path.basename(path))[0]
+  return os.path.join('runs', f'{name}-{variant}' if variant else name)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
+  # Imported here, so that --help and a misspelt flag answer at once.
+  if _MODE.value == 'sft':
+    from ragen_jax.sft import train_sft
+
+    train_sft(_CONFIG.value)
+  else:
+    from ragen_jax.train import train_and_evaluate
+
+    path = config_flags.get_config_filename(flags.FLAGS['config'])
+    train_and_evaluate(_CONFIG.value, _WORKDIR.value or default_workdir(path))
+
+
+def run() -> None:
+  """Runs `main`; what the user can mend is told in one line, with exit status 2."""
+  # The run's own messages, plainly; of the libraries only warnings.
+  own = logging.getLogger('ragen_jax')
+  own.setLevel(logging.INFO)
+  own.addHandler(logging.StreamHandler())
+  own.propagate = False
+  try:
+    app.run(main, flags_parser=command_line.parse)
+  except UserError as e:
+    sys.stderr.write(f'error: {e}\n')
+    sys.exit(2)
+
+
+if __name__ == '__main__':
+  run()

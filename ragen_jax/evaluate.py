@@ -1,0 +1,75 @@
+"""Evaluation on fixed held-out levels, against the best that any policy can reach on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from ragen_jax import experiment
+from ragen_jax.agent.agent_proxy import Rollout
+from ragen_jax.agent.statistics import episode_metrics
+from ragen_jax.agent.trajectory import Episode
+from ragen_jax.sampling.sampler import Sampling
+
+
+@dataclasses.dataclass
+class Evaluation:
+  """What an evaluation gives.
+
+  Attributes:
+    metrics: by name; `val-env/<tag>/...` sampled, `val-greedy/<tag>/...` with the likeliest token everywhere,
+      `val-env/<tag>/optimal` the best possible success and `.../fraction_of_optimal` how much of it was reached.
+    episodes: those that were sampled.
+  """
+
+  metrics: dict[str, float]
+  episodes: list[Episode]
+
+
+class Evaluator:
+  """Plays the same levels with the same luck each time."""
+
+  def __init__(self, config: ConfigDict, policy: experiment.Policy):
+    """Builds the environments; the optimum is solved for at the first call."""
+    self._config = config
+    tags = tuple(config.eval.tags)
+    specs = experiment.env_groups(
+      config, tags, experiment.equal_shares(config.eval.groups, tags, 'eval.groups')
+    )
+    self._proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.eval.group_size)
+    self._optimal: dict[str, float] = {}
+
+  def _play(self, params: Any, sampling: Sampling) -> Rollout:
+    key = jax.random.key(self._config.eval.first_level)
+    return self._proxy.rollout(params, self._config.eval.first_level, key, sampling)
+
+  def optimal(self) -> dict[str, float]:
+    """Mean best success on the levels, by tag."""
+    if not self._optimal:
+      envs = self._proxy.envs
+      envs.reset(self._config.eval.first_level)
+      best = envs.optimal()
+      self._optimal = {s.tag: float(np.mean(best[envs.row_env == i])) for i, s in enumerate(envs.specs)}
+    return self._optimal
+
+  def __call__(self, params: Any) -> Evaluation:
+    """Evaluates weights."""
+    size = self._config.eval.group_size
+    sampled = self._play(params, experiment.sampling(self._config.eval))
+    metrics = episode_metrics(sampled.episodes, size, 'val-env')
+    for tag, best in self.optimal().items():
+      metrics[f'val-env/{tag}/optimal'] = best
+      metrics[f'val-env/{tag}/fraction_of_optimal'] = metrics[f'val-env/{tag}/success'] / best if best else 0.0
+    if self._config.eval.greedy_too:
+      greedy = self._play(params, Sampling(temperature=0.0))
+      metrics |= episode_metrics(greedy.episodes, size, 'val-greedy')
+    return Evaluation(metrics, sampled.episodes)
+
+
+def mean_success(metrics: dict[str, float], tags: tuple[str, ...], prefix: str = 'val-env') -> float:
+  """Success averaged over tags."""
+  return float(np.mean([metrics[f'{prefix}/{tag}/success'] for tag in tags]))

@@ -1,0 +1,158 @@
+"""From a config to the parts of a run: environments, tokenizer, model, and the checks that come before any of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from ragen_jax import envs as registry
+from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.envs.base import Budget
+from ragen_jax.models import hf, presets
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.utils.errors import UserError
+
+_BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
+# A run's own range of training levels.
+LEVELS_PER_SEED = 10_000_000
+
+
+def env_groups(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]) -> list[EnvGroup]:
+  """The environments behind tags.
+
+  Args:
+    config: the run's; reads `envs`.
+    tags: names in `config.envs`.
+    groups: prompt groups of each.
+
+  Raises:
+    UserError: a tag or an option is not known, or has a value that is not allowed.
+  """
+  specs = []
+  for tag, count in zip(tags, groups, strict=True):
+    if tag not in config.envs:
+      raise UserError(f'tags: {tag!r} is not defined in envs; allowed: {", ".join(config.envs)}')
+    options = dict(config.envs[tag])
+    env_type, max_words = options.pop('type'), options.pop('max_words')
+    budget = {name: options.pop(name) for name in _BUDGET_FIELDS}
+    for name, value in {**budget, 'max_words': max_words}.items():
+      if value < 1:
+        raise UserError(f'envs.{tag}.{name}={value}: must be at least 1')
+    try:
+      env = registry.make(env_type, options)
+    except ValueError as e:
+      raise UserError(f'envs.{tag}: {e}') from e
+    specs.append(EnvGroup(tag, env, Budget(**budget), max_words, count))
+  return specs
+
+
+def equal_shares(total: int, tags: tuple[str, ...], field: str) -> tuple[int, ...]:
+  """`total` groups divided equally among the tags.
+
+  Raises:
+    UserError: it does not divide.
+  """
+  if not tags:
+    raise UserError(f'{field.split(".")[0]}.tags=(): name at least one environment')
+  if total < 1 or total % len(tags):
+    raise UserError(f'{field}={total}: must be a positive multiple of the number of tags, {len(tags)}')
+  return (total // len(tags),) * len(tags)
+
+
+def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvGroup]) -> ContextManager:
+  """The prompts of a run."""
+  agent = config.agent
+  return ContextManager(
+    tokenizer, specs, think=agent.think, force_prefix=agent.force_prefix, action_sep=agent.action_sep
+  )
+
+
+def agent_proxy(
+  config: ConfigDict, tokenizer: ChatTokenizer, sampler: Sampler, specs: list[EnvGroup], group_size: int
+) -> AgentProxy:
+  """The rollout loop over a batch of environments."""
+  agent = config.agent
+  limits = Limits(
+    max_turns=max(s.budget.max_turns for s in specs),
+    max_response_tokens=agent.max_response_tokens,
+    max_context=agent.max_context,
+    format_penalty=agent.format_penalty,
+    size_step=config.length_step,
+    drop_finished=agent.drop_finished,
+  )
+  return AgentProxy(
+    EnvStateManager(specs, group_size), context_manager(config, tokenizer, specs), sampler, limits
+  )
+
+
+def sampling(section: ConfigDict) -> Sampling:
+  """How `config.train` or `config.eval` draws tokens."""
+  return Sampling(temperature=section.temperature, top_p=section.top_p, top_k=section.top_k)
+
+
+def compute_dtype(config: ConfigDict) -> Any:
+  """The type of computations."""
+  if config.model.dtype == 'auto':
+    return jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
+  return jnp.dtype(config.model.dtype)
+
+
+@dataclasses.dataclass
+class Policy:
+  """A model and what belongs to it.
+
+  Attributes:
+    directory: the checkpoint that it came from.
+    model: policy and value head.
+    tokenizer: of the checkpoint.
+    sampler: for the model's structure.
+  """
+
+  directory: str
+  model: ActorCritic
+  tokenizer: ChatTokenizer
+  sampler: Sampler
+
+
+def attend_by_row() -> bool:
+  """Whether rows may be looped over in attention: on one CPU device, where it is faster."""
+  return jax.default_backend() == 'cpu' and jax.device_count() == 1
+
+
+def load_policy(config: ConfigDict) -> Policy:
+  """The policy that `config.model` names, its value head fresh unless the checkpoint has one.
+
+  Raises:
+    UserError: there is no such checkpoint, or it cannot be used.
+  """
+  directory = presets.resolve(config.model.preset, config.model.path)
+  tokenizer = ChatTokenizer(directory)
+  qwen = hf.load_model(
+    directory, dtype=compute_dtype(config), param_dtype=jnp.float32, attend_by_row=attend_by_row()
+  )
+  if tokenizer.size > qwen.cfg.vocab_size:
+    raise UserError(
+      f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
+    )
+  model = ActorCritic(qwen)
+  hf.load_value_head(directory, model.value_head)
+  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer))
+
+
+def make_sampler(model: ActorCritic, tokenizer: ChatTokenizer) -> Sampler:
+  """A sampler that ends replies where the tokenizer's chat format does."""
+  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size)
+
+
+def param_state(model: ActorCritic) -> nnx.State:
+  """All weights of the model."""
+  return nnx.split(model)[1]

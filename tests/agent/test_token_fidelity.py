@@ -1,0 +1,196 @@
+"""The ids in a Trajectory are exactly those that were fed and sampled, and only the sampled ones carry loss."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax import experiment
+from ragen_jax.agent.trajectory import Status
+from ragen_jax.learner import LossConfig, sampled_columns, score_tokens
+from ragen_jax.models import presets
+from ragen_jax.sampling.sampler import Sampling
+from tests import helpers
+
+
+class Recorder:
+  """Stands between the agent and the sampler and writes down, row by row, every id that passes."""
+
+  def __init__(self, proxy):
+    self.timelines = {r: [] for r in range(proxy.envs.rows)}
+    self.sampled = {r: [] for r in range(proxy.envs.rows)}
+    self.turn_ends = {r: [] for r in range(proxy.envs.rows)}
+    self.batch_sizes = []
+    self._batch = None
+    sampler, speak = proxy.sampler, proxy._speak
+
+    def spy_speak(params, state, batch, segments, row_keys, sampling):
+      self._batch = np.asarray(batch)
+      self.batch_sizes.append(len(batch))
+      return speak(params, state, batch, segments, row_keys, sampling)
+
+    extend, decode = sampler.extend, sampler.decode
+
+    def spy_extend(params, state, tokens, count):
+      for row, ids, n in zip(self._batch, np.asarray(tokens), np.asarray(count), strict=True):
+        if n:
+          self.timelines[int(row)] += ids[:n].tolist()
+          self.sampled[int(row)] += [False] * int(n)
+      return extend(params, state, tokens, count)
+
+    def spy_decode(*args, **kwargs):
+      state, reply = decode(*args, **kwargs)
+      host = jax.device_get(reply)
+      for row, ids, n in zip(self._batch, host.tokens, host.count, strict=True):
+        if n:
+          self.timelines[int(row)] += ids[:n].tolist()
+          self.sampled[int(row)] += [True] * int(n)
+          self.turn_ends[int(row)].append(len(self.timelines[int(row)]) - 1)
+      return state, reply
+
+    proxy._speak, sampler.extend, sampler.decode = spy_speak, spy_extend, spy_decode
+
+
+def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
+  policy = policy or helpers.random_policy(config, directory, seed=seed)
+  tags = tuple(config.train.tags)
+  specs = experiment.env_groups(config, tags, experiment.equal_shares(config.train.groups, tags, 'train.groups'))
+  proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
+  recorder = Recorder(proxy)
+  params = nnx.split(policy.model)[1]
+  rollout = proxy.rollout(params, 10_000, jax.random.key(seed), Sampling(temperature=temperature))
+  return policy, params, rollout, recorder, proxy
+
+
+def _tiny_config(**fields):
+  return helpers.small_config(agent__max_response_tokens=24, length_step=32, **fields)
+
+
+@pytest.fixture(scope='module', params=['random', 'built-in'])
+def played(request, tmp_path_factory):
+  config = _tiny_config(train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=8)
+  policy = experiment.load_policy(config) if request.param == 'built-in' else None
+  return _rollout(tmp_path_factory.mktemp('model'), config, policy=policy)
+
+
+def test_ids_are_those_fed_and_sampled(played):
+  _, _, rollout, recorder, _ = played
+  t = rollout.trajectory
+  turns = {len(e.turns) for e in rollout.episodes}
+  assert max(turns) == 5  # some episodes are really long
+  for row, timeline in recorder.timelines.items():
+    n = int(t.length[row])
+    assert n == len(timeline)
+    assert t.tokens[row, :n].tolist() == timeline
+    assert not t.loss_mask[row, n:].any() and (t.turn[row, n:] == -1).all()
+
+
+def test_loss_mask_is_true_on_sampled_tokens_and_only_there(played):
+  policy, _, rollout, recorder, _ = played
+  t = rollout.trajectory
+  stop = policy.tokenizer.stop_ids[0]
+  prefix = policy.tokenizer.encode('<think>')
+  stops_trained = stops_forced = 0
+  for row, sampled in recorder.sampled.items():
+    n = len(sampled)
+    assert t.loss_mask[row, :n].tolist() == sampled
+    ids, mask = t.tokens[row, :n], t.loss_mask[row, :n]
+    stops_trained += int(np.sum((ids == stop) & mask))
+    stops_forced += int(np.sum((ids == stop) & ~mask))
+    for start in np.flatnonzero(mask & ~np.roll(mask, 1)):
+      assert ids[start - len(prefix) : start].tolist() == list(prefix) and not mask[start - len(prefix) : start].any()
+  assert stops_forced > 0  # those of the system and user messages, at least
+  assert t.logprobs[~t.loss_mask].tolist() == [0.0] * int((~t.loss_mask).sum())
+  if policy.directory == presets.resolve('tiny', ''):
+    assert stops_trained > 0.9 * sum(len(e.turns) for e in rollout.episodes)
+
+
+def test_a_cut_reply_is_closed_by_a_token_without_loss(tmp_path):
+  config = _tiny_config()
+  policy, _, rollout, recorder, _ = _rollout(tmp_path, config)
+  t, stop = rollout.trajectory, policy.tokenizer.stop_ids[0]
+  cut = 0
+  for row, ends in recorder.turn_ends.items():
+    for end in ends[:-1]:
+      if t.tokens[row, end] not in policy.tokenizer.stop_ids:
+        assert t.tokens[row, end + 1] == stop and not t.loss_mask[row, end + 1]
+        cut += 1
+  assert cut > 0
+
+
+def test_rewards_are_on_each_turn_s_last_sampled_token(played):
+  _, _, rollout, recorder, _ = played
+  t = rollout.trajectory
+  for row, episode in enumerate(rollout.episodes):
+    expected = np.zeros(t.rewards.shape[1], np.float32)
+    for end, turn in zip(recorder.turn_ends[row], episode.turns, strict=True):
+      expected[end] = np.float32(turn.reward + turn.penalty)
+      assert t.loss_mask[row, end]
+    np.testing.assert_allclose(t.rewards[row], expected, atol=1e-6)
+    assert t.rewards[row].sum() == pytest.approx(episode.score, abs=1e-5)
+
+
+def test_sampler_s_logprobs_and_values_equal_a_full_forward_pass_on_the_timeline(played):
+  policy, params, rollout, _, _ = played
+  t = rollout.trajectory
+  columns, mask = sampled_columns(t.loss_mask)
+  logprobs, entropies, values = score_tokens(
+    nnx.merge(nnx.split(policy.model)[0], params), t.tokens, columns, LossConfig()
+  )
+  for recorded, recomputed in ((t.logprobs, logprobs), (t.values, values), (t.entropies, entropies)):
+    at = np.take_along_axis(recorded, columns, axis=1)
+    np.testing.assert_allclose(at[mask], np.asarray(recomputed)[mask], atol=1e-4)
+
+
+def test_turns_number_the_observation_and_its_reply(played):
+  _, _, rollout, recorder, _ = played
+  t = rollout.trajectory
+  for row, ends in recorder.turn_ends.items():
+    expected = np.concatenate([np.full(b - a, i) for i, (a, b) in enumerate(zip([-1, *ends[:-1]], ends, strict=True))])
+    assert t.turn[row, : len(expected)].tolist() == expected.tolist()
+
+
+def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
+  policy = experiment.load_policy(_tiny_config())
+  runs = []
+  for drop in (True, False):
+    config = _tiny_config(agent__drop_finished=drop, train__groups=8, train__group_size=8)
+    fresh = dataclasses.replace(policy, sampler=experiment.make_sampler(policy.model, policy.tokenizer))
+    runs.append(_rollout(tmp_path, config, policy=fresh))
+  assert min(runs[0][3].batch_sizes) < 64 and min(runs[1][3].batch_sizes) == 64
+  a, b = runs[0][2].trajectory, runs[1][2].trajectory
+  np.testing.assert_array_equal(a.tokens, b.tokens)
+  np.testing.assert_array_equal(a.status, b.status)
+  np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
+  config = _tiny_config(agent__max_context=160)
+  _, _, rollout, recorder, _ = _rollout(tmp_path, config)
+  t = rollout.trajectory
+  assert (t.status == Status.OUT_OF_CONTEXT).any()
+  assert t.length.max() <= 160
+  for row, timeline in recorder.timelines.items():
+    assert t.tokens[row, : t.length[row]].tolist() == timeline
+
+
+def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tmp_path):
+  config = _tiny_config(train__groups=8, train__group_size=8)
+  policy = experiment.load_policy(config)
+  specs = experiment.env_groups(config, ('FrozenLake',), (8,))
+  proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
+  params = nnx.split(policy.model)[1]
+  lengths = set()
+  for i in range(6):
+    rollout = proxy.rollout(params, 10_000 + 8 * i, jax.random.key(i), Sampling())
+    lengths.add(rollout.trajectory.tokens.shape[1])
+  assert len(lengths) > 3  # they are ragged
+  # Sizes: at most (longest timeline / step) caches for each of four batch sizes, and in fact far fewer.
+  assert policy.sampler.traces['decode'] <= 14
+  assert policy.sampler.traces['extend'] <= 14
+  assert policy.sampler.traces['arrange'] <= 24
+  assert proxy.envs.traces == 1

@@ -1,0 +1,233 @@
+"""The whole loop: it learns, it resumes to the last bit, it compiles few programs, and its gradients add up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax import experiment, train
+from ragen_jax.learner import (
+  Learner,
+  LossConfig,
+  TokenBatch,
+  make_optimizer,
+  plan_micro_batches,
+  sampled_columns,
+  score_tokens,
+)
+from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.metrics import read_metrics
+from tests import helpers
+
+_NOT_COMPARED = ('timing_s/', 'perf/')
+
+
+def _comparable(workdir):
+  return [
+    {name: x for name, x in line.items() if not name.startswith(_NOT_COMPARED)} for line in read_metrics(workdir)
+  ]
+
+
+@pytest.mark.parametrize('estimator', ['gae', 'grpo'])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimator):
+  config = helpers.small_config(num_iterations=3, algorithm__adv_estimator=estimator, eval__greedy_too=False)
+  train.train_and_evaluate(config, str(tmp_path / 'whole'))
+  stopped = helpers.small_config(num_iterations=2, algorithm__adv_estimator=estimator, eval__greedy_too=False)
+  train.train_and_evaluate(stopped, str(tmp_path / 'parts'))
+  train.train_and_evaluate(config, str(tmp_path / 'parts'))
+  whole, parts = _comparable(tmp_path / 'whole'), _comparable(tmp_path / 'parts')
+  assert [line['step'] for line in whole] == [0, 1, 2, 3]
+  assert whole == parts  # floats, to the last bit
+  assert whole[3]['actor/grad_norm'] > 0 and whole[1] != whole[2]
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path):
+  config = helpers.small_config(num_iterations=1, eval__greedy_too=False)
+  first = train.train_and_evaluate(config, str(tmp_path))
+  lines = (tmp_path / 'metrics.jsonl').read_text()
+  assert train.train_and_evaluate(config, str(tmp_path)) == first
+  assert (tmp_path / 'metrics.jsonl').read_text() == lines
+
+
+def test_a_workdir_of_another_config_is_refused(tmp_path):
+  train.record_config(str(tmp_path), helpers.small_config().to_dict())
+  with pytest.raises(UserError, match=r'algorithm\.gamma was 1\.0 and is 0\.9') as e:
+    train.train_and_evaluate(helpers.small_config(algorithm__gamma=0.9), str(tmp_path))
+  assert '\n' not in str(e.value)
+
+
+def test_training_lifts_success_on_the_bandit(tmp_path):
+  """From playing half of its pulls at random to nearly always choosing the arm that pays more on average."""
+  config = helpers.small_config(
+    num_iterations=12,
+    train__tags=('Bandit',),
+    train__groups=32,
+    train__group_size=8,
+    eval__tags=('Bandit',),
+    eval__groups=256,
+    eval__temperature=1.0,
+    eval__every=0,
+    eval__greedy_too=False,
+    optimizer__mini_batch_size=64,
+    optimizer__micro_batch_size=64,
+    checkpoint__every=0,
+  )
+  last = train.train_and_evaluate(config, str(tmp_path))
+  first = read_metrics(tmp_path)[0]
+  before, after = first['val-env/Bandit/success'], last['val-env/Bandit/success']
+  # 256 episodes: the standard error of either is under 0.03.
+  assert before < 0.85
+  assert after > before + 0.1 and after > 0.93
+
+
+def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
+  config = helpers.small_config(train__groups=16, train__group_size=4, optimizer__mini_batch_size=32)
+  policy = experiment.load_policy(config)
+  trainer = train.Trainer(config, policy)
+  params, opt_state, _ = trainer.init()
+  widths = set()
+  for i in range(5):
+    rollout = trainer.rollout(params, i)
+    batch, _ = trainer.make_batch(params, rollout)
+    params, opt_state, metrics = trainer.update(params, opt_state, batch, rollout, i)
+    widths.add(rollout.trajectory.tokens.shape[1])
+    assert metrics['rollout/logprob_gap_max'] < 1e-3
+  assert len(widths) > 2
+  assert trainer.learner.traces <= 8
+  assert policy.sampler.traces['decode'] <= 14
+
+
+# -- the update against simpler ones -----------------------------------------------------------------------------------
+
+
+def _random_batch(rng, rows=12, width=40, vocab=30):
+  length = rng.integers(6, width + 1, size=rows)
+  loss_mask = np.zeros((rows, width), bool)
+  for r in range(rows):
+    loss_mask[r, rng.choice(np.arange(1, length[r]), size=rng.integers(1, 6), replace=False)] = True
+  columns, mask = sampled_columns(loss_mask)
+  noise = lambda: np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)  # noqa: E731
+  batch = TokenBatch(
+    tokens=rng.integers(0, vocab, size=(rows, width)).astype(np.int32),
+    columns=columns,
+    mask=mask,
+    turn=np.zeros(mask.shape, np.int32),
+    old_logprobs=noise() - 3,
+    old_values=noise(),
+    advantages=noise(),
+    returns=noise(),
+    weights=(mask / mask.sum()).astype(np.float32),
+    value_weights=(mask / mask.sum()).astype(np.float32),
+  )
+  return batch, length, loss_mask
+
+
+def _learner(model, **loss):
+  optimizer = make_optimizer(
+    actor_lr=1e-2, critic_lr=3e-2, warmup_steps=0, decay_steps=10, final_lr_fraction=1.0, b1=0.9, b2=0.999,
+    weight_decay=0.0, grad_clip=1e9,
+  )  # fmt: skip
+  return Learner(nnx.split(model)[0], optimizer, LossConfig(**loss))
+
+
+def test_sampled_columns_by_hand():
+  mask = np.asarray([[0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 0, 0], [0] * 6], bool)
+  columns, present = sampled_columns(mask)
+  assert columns.tolist() == [[2, 3, 5], [1, 1, 1], [1, 1, 1]]
+  assert present.tolist() == [[True] * 3, [True, False, False], [False] * 3]
+
+
+def test_micro_batches_cover_every_row_once_and_are_wide_enough():
+  rng = np.random.default_rng(0)
+  length, sampled = rng.integers(1, 200, size=50), rng.integers(0, 40, size=50)
+  rows = rng.permutation(50)[:36]
+  plans = plan_micro_batches(rows, length, sampled, size=8, length_step=32)
+  taken = np.concatenate([p.rows[p.rows >= 0] for p in plans])
+  assert sorted(taken.tolist()) == sorted(rows.tolist())
+  for p in plans:
+    own = p.rows[p.rows >= 0]
+    assert len(p.rows) == 8 and p.width % 32 == 0 and p.replies % 16 == 0
+    assert length[own].max() <= p.width < length[own].max() + 32 and sampled[own].max() <= p.replies
+
+
+@pytest.mark.parametrize('size', [1, 5, 12])
+def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
+  model = helpers.random_model(30)
+  batch, length, loss_mask = _random_batch(np.random.default_rng(0))
+  results = []
+  for micro, step, loss in ((12, 40, {}), (size, 8, {'logits_chunk': 7, 'remat': True})):
+    learner = _learner(model, **loss)
+    params = jax.tree.map(np.array, nnx.split(model)[1])
+    plans = plan_micro_batches(
+      np.arange(12, dtype=np.int32), length, loss_mask.sum(axis=1), size=micro, length_step=step
+    )
+    new, _, metrics = learner.step(params, learner.optimizer.init(params), batch, plans)
+    results.append((jax.device_get(new), jax.device_get(metrics)))
+  (whole, whole_metrics), (parts, parts_metrics) = results
+  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+    np.testing.assert_allclose(a, b, atol=3e-5)
+  for name, x in whole_metrics.items():
+    np.testing.assert_allclose(x, parts_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
+  """PPO with dual and value clip, entropy bonus: directional derivatives by finite differences of a NumPy loss."""
+  model = helpers.random_model(30)
+  batch, length, loss_mask = _random_batch(np.random.default_rng(1))
+  cfg = LossConfig(temperature=1.3, clip_ratio_low=0.2, clip_ratio_high=0.3, entropy_coef=0.05, value_coef=0.7)
+  graphdef, params = nnx.split(model)
+
+  def numpy_loss(params):
+    logprobs, entropies, values = (
+      np.asarray(x, np.float64) for x in score_tokens(nnx.merge(graphdef, params), batch.tokens, batch.columns, cfg)
+    )
+    total = 0.0
+    n = batch.mask.sum()
+    for b, r in zip(*np.nonzero(batch.mask), strict=True):
+      a, ratio = float(batch.advantages[b, r]), np.exp(logprobs[b, r] - batch.old_logprobs[b, r])
+      surrogate = max(-a * ratio, -a * min(max(ratio, 0.8), 1.3))
+      if a < 0:
+        surrogate = min(surrogate, -3.0 * a)
+      v, old, ret = values[b, r], float(batch.old_values[b, r]), float(batch.returns[b, r])
+      clipped = old + min(max(v - old, -0.5), 0.5)
+      value = 0.5 * max((v - ret) ** 2, (clipped - ret) ** 2)
+      total += (surrogate - 0.05 * entropies[b, r] + 0.7 * value) / n
+    return total
+
+  captured = {}
+  learner = _learner(model, **dataclasses.asdict(cfg))
+  learner._apply = lambda p, o, g: (captured.update(g=g) or p, o, 0.0)
+  plans = plan_micro_batches(np.arange(12, dtype=np.int32), length, loss_mask.sum(axis=1), size=12, length_step=40)
+  learner.step(params, None, batch, plans)
+  leaves, tree = jax.tree.flatten(params)
+  gradients = jax.tree.leaves(captured['g'])
+  for trial in range(4):
+    rng = np.random.default_rng(trial)
+    direction = [rng.normal(size=x.shape).astype(np.float32) for x in leaves]
+    exact = sum(float(np.sum(np.asarray(g, np.float64) * d)) for g, d in zip(gradients, direction, strict=True))
+    norm = np.sqrt(sum(float(np.sum(np.asarray(g, np.float64) ** 2)) for g in gradients))
+    step = 2e-4
+    up, down = (
+      numpy_loss(jax.tree.unflatten(tree, [x + s * step * d for x, d in zip(leaves, direction, strict=True)]))
+      for s in (1, -1)
+    )
+    np.testing.assert_allclose((up - down) / (2 * step), exact, rtol=0.02, atol=0.02 * norm)
+
+
+def test_the_value_head_has_its_own_learning_rate():
+  model = helpers.random_model(30)
+  batch, length, loss_mask = _random_batch(np.random.default_rng(2))
+  learner = _learner(model)
+  before = jax.tree.map(np.array, nnx.split(model)[1])
+  plans = plan_micro_batches(np.arange(12, dtype=np.int32), length, loss_mask.sum(axis=1), size=12, length_step=40)
+  after, _, _ = learner.step(jax.tree.map(np.array, before), learner.optimizer.init(before), batch, plans)
+  # Adam's first step moves every weight by its learning rate.
+  moved = lambda path: np.abs(  # noqa: E731
+    np.asarray(nnx.to_pure_dict(after)[path[0]][path[1]]) - np.asarray(nnx.to_pure_dict(before)[path[0]][path[1]])
+  )
+  np.testing.assert_allclose(moved(('value_head', 'kernel')), 3e-2, rtol=1e-2)
+  np.testing.assert_allclose(np.median(moved(('policy', 'embed_tokens'))[batch.tokens[0, 1]]), 1e-2, rtol=1e-2)
