@@ -76,10 +76,10 @@ class Sokoban(base.Environment):
 
   def __post_init__(self):
     # Configs bring lists; the description has to be hashable.
-    object.__setattr__(self, 'dim', tuple(np.atleast_1d(self.dim).tolist()))
-    object.__setattr__(self, 'symbols', tuple(self.symbols))
-    if len(self.dim) != 2 or not all(isinstance(size, int) and 5 <= size <= 64 for size in self.dim):
-      raise ValueError(f'dim={self.dim}; allowed: (rows, columns), 5 to 64 each')
+    object.__setattr__(self, 'dim', _as_tuple(self.dim))
+    object.__setattr__(self, 'symbols', _as_tuple(self.symbols))
+    if len(self.dim) != 2 or not all(isinstance(size, int) and 5 <= size <= 32 for size in self.dim):
+      raise ValueError(f'dim={self.dim}; allowed: (rows, columns), 5 to 32 each')
     for field in ('num_boxes', 'max_steps', 'search_depth', 'min_solution', 'max_solution'):
       if not isinstance(getattr(self, field), int):
         raise ValueError(f'{field}={getattr(self, field)!r}; allowed: an integer')
@@ -333,6 +333,10 @@ class Sokoban(base.Environment):
     if len(misplaced) == 1:
       return f'I am at {player}, the box left is at {misplaced[0]}, the free target is at {free[0]}.'
     return f'I am at {player}, the boxes left are at {_and(misplaced)}, the free targets are at {_and(free)}.'
+
+
+def _as_tuple(value) -> tuple:
+  return tuple(value) if isinstance(value, list | tuple | str) else (value,)
 
 
 def _contents(states: State) -> np.ndarray:

@@ -109,7 +109,6 @@ class RoomDistances:
   """Moves to the solution from every position of some rooms, as bits: room g is bit g % 64 of word g // 64.
 
   Attributes:
-    legal: u64[W, positions], the position is possible in the room.
     reached: u64[W, positions], it can be solved.
     planes: u64[W, bits, positions], the binary digits of its distance.
   """
@@ -124,16 +123,11 @@ class RoomDistances:
     """
     self.table = table
     words = [_search_rooms(table, floor[i : i + _WORD], targets[i : i + _WORD]) for i in range(0, len(floor), _WORD)]
-    bits = max(len(planes) for _, _, planes in words)
-    self.legal = np.stack([legal for legal, _, _ in words])
-    self.reached = np.stack([reached for _, reached, _ in words])
-    self.planes = np.zeros((len(words), bits, len(self.legal[0])), np.uint64)
-    for word, (_, _, planes) in enumerate(words):
+    bits = max(len(planes) for _, planes in words)
+    self.reached = np.stack([reached for reached, _ in words])
+    self.planes = np.zeros((len(words), bits, self.reached.shape[1]), np.uint64)
+    for word, (_, planes) in enumerate(words):
       self.planes[word, : len(planes)] = planes
-
-  def is_legal(self, room: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """bool, for rooms and positions of one shape."""
-    return self._bit(self.legal, room, position).astype(bool)
 
   def distance(self, room: np.ndarray, position: np.ndarray) -> np.ndarray:
     """i32, moves to the solution, for rooms and positions of one shape; -1 where there is none."""
@@ -147,7 +141,7 @@ class RoomDistances:
 
 
 def _search_rooms(table: PositionTable, floor: np.ndarray, targets: np.ndarray):
-  """Legal and solvable positions of up to 64 rooms, and the binary digits of their distances."""
+  """Positions of up to 64 rooms that can be solved, u64[positions], and the binary digits of their distances."""
   room_bit = np.uint64(1) << np.arange(len(floor), dtype=np.uint64)
   open_cells = np.bitwise_or.reduce(np.where(floor, room_bit[:, None], np.uint64(0)), axis=0)  # [n]
   open_sets = np.bitwise_and.reduce(open_cells[table.box_sets], axis=1)  # [M]
@@ -167,7 +161,7 @@ def _search_rooms(table: PositionTable, floor: np.ndarray, targets: np.ndarray):
       before |= one_move
     newest = before & legal & ~reached
     if not newest.any():
-      return legal, reached, planes
+      return reached, planes
     reached |= newest
     while moves >> len(planes):
       planes.append(np.zeros_like(legal))

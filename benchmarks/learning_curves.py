@@ -1,0 +1,132 @@
+"""The main job, seed after seed: how far it comes, in what time. Writes a JSON and a figure.
+
+  python benchmarks/learning_curves.py --config=configs/frozenlake_ppo.py --seeds=0,1,2
+
+Each seed is one run of `main.py` as a user would start it, in a process and a fresh workdir of its own; its wall time
+counts everything, compilation included. `--quick` runs two iterations of one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ragen_jax.utils.metrics import read_metrics  # noqa: E402
+
+
+def hardware() -> dict[str, str | int]:
+  """What the numbers were measured on."""
+  import jax
+
+  model = platform.processor()
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if cpuinfo.exists():
+    names = [
+      line.split(':', 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith('model name')
+    ]
+    model = names[0] if names else model
+  return {
+    'cpu': model,
+    'cores': os.cpu_count() or 0,
+    'device': jax.devices()[0].device_kind,
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+    'date': datetime.date.today().isoformat(),
+  }
+
+
+def run(config: str, seed: int, workdir: pathlib.Path, overrides: list[str]) -> dict:
+  """One run: its evaluations and its wall time in seconds."""
+  command = [
+    sys.executable,
+    'main.py',
+    f'--config={config}',
+    f'--config.seed={seed}',
+    f'--workdir={workdir}',
+    *overrides,
+  ]
+  start = time.monotonic()
+  subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+  wall = time.monotonic() - start
+  lines = read_metrics(workdir)
+  evaluations = [line for line in lines if 'val-env/success' in line]
+  tag = next(name.split('/')[1] for name in evaluations[0] if name.endswith('/optimal'))
+  iterations = [line['timing_s/step'] for line in lines if 'timing_s/step' in line]
+  return {
+    'seed': seed,
+    'wall_s': round(wall, 1),
+    'median_iteration_s': sorted(iterations)[len(iterations) // 2],
+    'optimal': evaluations[-1][f'val-env/{tag}/optimal'],
+    'step': [int(e['step']) for e in evaluations],
+    'sampled': [e[f'val-env/{tag}/success'] for e in evaluations],
+    'greedy': [e[f'val-greedy/{tag}/success'] for e in evaluations],
+    'train': [line[f'train/{tag}/success'] for line in lines if f'train/{tag}/success' in line],
+  }
+
+
+def draw(runs: list[dict], title: str, path: pathlib.Path) -> None:
+  """Held-out success over iterations, one line a seed, with the best possible as a line."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout='constrained')
+  for axis, key, label in zip(axes, ('sampled', 'greedy'), ('temperature 0.5', 'greedy'), strict=True):
+    for r in runs:
+      axis.plot(r['step'], r[key], marker='o', markersize=3, linewidth=1.5, label=f'seed {r["seed"]}')
+    axis.axhline(runs[0]['optimal'], color='black', linewidth=1, label='best possible')
+    axis.axhline(0.85 * runs[0]['optimal'], color='black', linewidth=1, linestyle=':', label='85 % of it')
+    axis.set_title(label)
+    axis.set_xlabel('iteration')
+    axis.grid(alpha=0.3)
+  axes[0].set_ylabel('success on held-out levels')
+  axes[0].set_ylim(0, None)
+  axes[1].legend(loc='lower right', fontsize=8)
+  figure.suptitle(title)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--config', default='configs/frozenlake_ppo.py')
+  parser.add_argument('--seeds', default='0,1,2')
+  parser.add_argument('--out', default='', help='JSON; by default benchmarks/results/<config>.json')
+  parser.add_argument('--figure', default='', help='PNG; by default docs/images/<config>.png')
+  parser.add_argument('--quick', action='store_true')
+  parser.add_argument('overrides', nargs='*', help='further flags of main.py, after --')
+  arguments = parser.parse_args()
+  name = pathlib.Path(arguments.config.partition(':')[0]).stem
+  seeds = [int(s) for s in arguments.seeds.split(',')][: 1 if arguments.quick else None]
+  overrides = arguments.overrides + (['--config.num_iterations=2'] if arguments.quick else [])
+  runs = []
+  with tempfile.TemporaryDirectory() as scratch:
+    for seed in seeds:
+      runs.append(run(arguments.config, seed, pathlib.Path(scratch) / str(seed), overrides))
+      last = runs[-1]
+      print(
+        f'seed {seed}: {last["wall_s"]} s, sampled {last["sampled"][0]:.3f} -> {last["sampled"][-1]:.3f}, '
+        f'greedy {last["greedy"][0]:.3f} -> {last["greedy"][-1]:.3f}, best possible {last["optimal"]:.3f}',
+        flush=True,
+      )
+  out = pathlib.Path(arguments.out or ROOT / 'benchmarks' / 'results' / f'{name}.json')
+  out.parent.mkdir(parents=True, exist_ok=True)
+  record = {'command': ' '.join(sys.argv), 'config': arguments.config, 'hardware': hardware(), 'runs': runs}
+  out.write_text(json.dumps(record, indent=1) + '\n')
+  draw(runs, name, pathlib.Path(arguments.figure or ROOT / 'docs' / 'images' / f'{name}.png'))
+
+
+if __name__ == '__main__':
+  main()
