@@ -1,6 +1,6 @@
 """Trains and warm-starts agents. The logic is in `ragen_jax`, where it can be tested and imported.
 
-  python main.py --config=configs/frozenlake_ppo.py
+python main.py --config=configs/frozenlake_ppo.py
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 
 from absl import app, flags
+from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from ragen_jax.utils import command_line
@@ -30,6 +31,8 @@ def default_workdir(config_path: str) -> str:
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
+  if not flags.FLAGS['verbosity'].present:  # of the libraries only warnings
+    absl_logging.set_verbosity(absl_logging.WARNING)
   # Imported here, so that --help and a misspelt flag answer at once.
   if _MODE.value == 'sft':
     from ragen_jax.sft import train_sft
@@ -44,7 +47,7 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
   """Runs `main`; what the user can mend is told in one line, with exit status 2."""
-  # The run's own messages, plainly; of the libraries only warnings.
+  # The run's own messages, plainly.
   own = logging.getLogger('ragen_jax')
   own.setLevel(logging.INFO)
   own.addHandler(logging.StreamHandler())

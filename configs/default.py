@@ -19,8 +19,8 @@ def get_config(model: str = '') -> ConfigDict:
   """
   config = ConfigDict()
 
-  # Seeds the draws of tokens, the order of minibatches and fresh weights. Runs that differ only in it train on different
-  # levels too; the held-out levels stay the same.
+  # Seeds the draws of tokens, the order of minibatches and fresh weights. Runs that differ only in it train on
+  # different levels too; the held-out levels stay the same.
   config.seed = 0
   # Optimiser iterations: one rollout and one pass of updates each.
   config.num_iterations = 100
@@ -37,7 +37,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Token positions whose vocabulary log-probs are held at once in the update; 0 holds all of a micro-batch's.
   config.model.logits_chunk = 0
 
-  # -- Environments, by RAGEN's tags; `train.tags` and `eval.tags` choose among them. ----------------------------------
+  # -- Environments, by RAGEN's tags; `train.tags` and `eval.tags` choose among them. ---------------------------------
   # In each: `type` is the class (ragen_jax/envs), `max_turns` replies an episode, `max_actions` actions an episode,
   # `max_actions_per_turn` actions of one reply that are carried out, `max_words` the length that the prompt asks for.
   # The other fields are the options of the class.
@@ -90,7 +90,7 @@ def get_config(model: str = '') -> ConfigDict:
     }
   )
 
-  # -- Training rollouts. -------------------------------------------------------------------------------------------------
+  # -- Training rollouts. ---------------------------------------------------------------------------------------------
   config.train = ConfigDict()
   # Environments that are trained on.
   config.train.tags = ('FrozenLake',)
@@ -108,17 +108,17 @@ def get_config(model: str = '') -> ConfigDict:
   # Draw from this many likeliest tokens; 0 draws from all, as the loss assumes.
   config.train.top_k = 0
 
-  # -- Evaluation: the same held-out levels every time. -----------------------------------------------------------------------
+  # -- Evaluation: the same held-out levels every time. ---------------------------------------------------------------
   config.eval = ConfigDict()
   # Environments that are evaluated on.
   config.eval.tags = ('FrozenLake',)
   # Held-out levels, divided equally among the tags.
   config.eval.groups = 256
   # Episodes a level, each with its own luck.
-  config.eval.group_size = 1
+  config.eval.group_size = 4
   # Seed of the first held-out level; their seeds must not overlap with those of training.
   config.eval.first_level = 123
-  # Evaluate before training and after every so many iterations; after the last one always. 0 evaluates at the ends only.
+  # Evaluate before training, after every so many iterations and after the last. 0 evaluates at the ends only.
   config.eval.every = 10
   # Divides the logits when tokens are drawn; 0 takes the likeliest.
   config.eval.temperature = 0.5
@@ -129,7 +129,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Evaluate a second time with the likeliest token everywhere.
   config.eval.greedy_too = True
 
-  # -- How an episode goes. ------------------------------------------------------------------------------------------------
+  # -- How an episode goes. -------------------------------------------------------------------------------------------
   config.agent = ConfigDict()
   # Replies think before they answer: <think>...</think><answer>...</answer>; without, <answer>...</answer>.
   config.agent.think = True
@@ -146,7 +146,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Episodes that are over leave the batch once half of it is.
   config.agent.drop_finished = True
 
-  # -- The update. -----------------------------------------------------------------------------------------------------------
+  # -- The update. ----------------------------------------------------------------------------------------------------
   config.algorithm = ConfigDict()
   # How advantages are estimated: a name from ragen_jax/algorithms/advantages.py ('gae' is PPO, 'grpo' is GRPO).
   config.algorithm.adv_estimator = 'gae'
@@ -166,7 +166,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.clip_ratio_c = 3.0
   # How far a value may move from the one at sampling before its gradient is cut; 0 is off.
   config.algorithm.value_clip = 0.5
-  # Weight of the value loss, whose gradient reaches the shared trunk too. Without a critic-based estimator it is unused.
+  # Weight of the value loss, whose gradient reaches the shared trunk too; unused without a critic-based estimator.
   config.algorithm.value_coef = 0.5
   # Weight of the entropy bonus.
   config.algorithm.entropy_coef = 0.001
@@ -201,7 +201,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Episodes that go through the model at once; gradients add up to those of the whole mini-batch.
   config.optimizer.micro_batch_size = 64
 
-  # -- Supervised warm start (--mode=sft): imitation of the environments' exact solvers. -----------------------------------
+  # -- Supervised warm start (--mode=sft): imitation of the environments' exact solvers. ------------------------------
   config.sft = ConfigDict()
   # Where the trained checkpoint is written, in Hugging Face format.
   config.sft.output = 'runs/sft/checkpoint'
@@ -213,7 +213,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.group_size = 1
   # Seed of the first level; their seeds must not overlap with those of evaluation.
   config.sft.first_level = 1_000_000_000
-  # Probability that a turn of a demonstration plays random actions instead of the expert's.
+  # Probability that a turn of a demonstration plays random actions, as many as the expert would.
   config.sft.noise = 0.0
   # Probability that the expert plans a turn as if it were the last, with more actions at once than it would need to.
   config.sft.hurry = 0.5
@@ -230,6 +230,15 @@ def get_config(model: str = '') -> ConfigDict:
   # Shape of the fresh model: width, layers, query heads, key/value heads, width of a head, width of the MLP.
   config.sft.shape = (64, 2, 4, 2, 16, 192)
 
+  # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ----------------------------------------
+  config.mesh = ConfigDict()
+  # Copies of the weights, each with rows of its own; -1 for as many as there are devices left for.
+  config.mesh.data = -1
+  # Ways in which the weights and the optimiser's state are divided, also with rows of their own.
+  config.mesh.fsdp = 1
+  # Ways in which heads, MLP and vocabulary are divided.
+  config.mesh.tensor = 1
+
   config.checkpoint = ConfigDict()
   # Save after every so many iterations; after the last one always. 0 saves at the end only.
   config.checkpoint.every = 10
@@ -240,7 +249,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Episodes that each evaluation writes to TensorBoard as text.
   config.logging.trajectories = 4
 
-  # Column counts (timelines, caches, observations) are rounded up to multiples of this, so that few programs are compiled.
+  # Column counts (timelines, caches) are rounded up to multiples of this, so that few programs are compiled.
   config.length_step = 64
   # Directory of compiled programs that later runs start faster with; empty for none, 'auto' for <workdir>/xla_cache.
   config.compilation_cache = 'auto'

@@ -1,6 +1,6 @@
 """GRPO, without a critic, on FrozenLake 4x4, slippery, from the built-in model.
 
-  python main.py --config=configs/frozenlake_grpo.py
+python main.py --config=configs/frozenlake_grpo.py
 """
 
 from configs import default

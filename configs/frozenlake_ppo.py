@@ -1,6 +1,6 @@
 """PPO with a value head on FrozenLake 4x4, slippery, from the built-in model.
 
-  python main.py --config=configs/frozenlake_ppo.py
+python main.py --config=configs/frozenlake_ppo.py
 """
 
 from configs import default

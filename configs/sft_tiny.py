@@ -1,6 +1,6 @@
 """Makes the built-in model: a small Qwen2 taught by noisy demonstrations of FrozenLake, Sokoban and Bandit.
 
-  python main.py --mode=sft --config=configs/sft_tiny.py
+python main.py --mode=sft --config=configs/sft_tiny.py
 """
 
 from configs import default
@@ -13,8 +13,9 @@ def get_config():
   config.sft.from_scratch = True
   config.sft.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
   config.sft.levels = (8_000, 8_000, 1_000)
-  config.sft.noise = 0.5
-  config.sft.steps = 800
+  config.sft.noise = 0.6
+  config.sft.hurry = 0.25
+  config.sft.steps = 600
   config.sft.batch_size = 64
   config.sft.learning_rate = 3e-3
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')

@@ -9,6 +9,8 @@ from ml_collections import ConfigDict
 from ragen_jax import experiment
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.algorithms.losses import AGGREGATIONS
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
 
@@ -63,6 +65,14 @@ def check_config(config: ConfigDict) -> None:
     o.mini_batch_size % o.micro_batch_size == 0,
     f'must divide optimizer.mini_batch_size = {o.mini_batch_size}',
   )
+  shards = row_shards(make_mesh(**config.mesh))
+  _check(
+    config, 'optimizer.micro_batch_size', o.micro_batch_size % shards == 0, f'must be a multiple of {shards} row shards'
+  )
+  for section in ('train', 'eval'):
+    count = config[section].groups * config[section].group_size
+    if count % shards:
+      raise UserError(f'{section}.groups * {section}.group_size = {count}: must be a multiple of {shards} row shards')
   if ESTIMATORS[a.adv_estimator].needs_groups:
     _check(
       config,
@@ -75,9 +85,7 @@ def check_config(config: ConfigDict) -> None:
     tags = tuple(part.tags)
     if len(set(tags)) != len(tags):
       raise UserError(f'{section}.tags={tags}: a tag may be named once')
-    specs = experiment.env_groups(
-      config, tags, experiment.equal_shares(part.groups, tags, f'{section}.groups')
-    )
+    specs = experiment.env_groups(config, tags, experiment.equal_shares(part.groups, tags, f'{section}.groups'))
     del specs
   _check_levels(config)
   presets.resolve(config.model.preset, config.model.path)

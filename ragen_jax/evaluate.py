@@ -37,9 +37,7 @@ class Evaluator:
     """Builds the environments; the optimum is solved for at the first call."""
     self._config = config
     tags = tuple(config.eval.tags)
-    specs = experiment.env_groups(
-      config, tags, experiment.equal_shares(config.eval.groups, tags, 'eval.groups')
-    )
+    specs = experiment.env_groups(config, tags, experiment.equal_shares(config.eval.groups, tags, 'eval.groups'))
     self._proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.eval.group_size)
     self._optimal: dict[str, float] = {}
 

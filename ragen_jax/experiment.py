@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
@@ -15,6 +16,7 @@ from ragen_jax.agent.agent_proxy import AgentProxy, Limits
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import hf, presets
 from ragen_jax.models.value_head import ActorCritic
@@ -89,9 +91,7 @@ def agent_proxy(
     size_step=config.length_step,
     drop_finished=agent.drop_finished,
   )
-  return AgentProxy(
-    EnvStateManager(specs, group_size), context_manager(config, tokenizer, specs), sampler, limits
-  )
+  return AgentProxy(EnvStateManager(specs, group_size), context_manager(config, tokenizer, specs), sampler, limits)
 
 
 def sampling(section: ConfigDict) -> Sampling:
@@ -115,12 +115,14 @@ class Policy:
     model: policy and value head.
     tokenizer: of the checkpoint.
     sampler: for the model's structure.
+    mesh: the devices that it is laid out on.
   """
 
   directory: str
   model: ActorCritic
   tokenizer: ChatTokenizer
   sampler: Sampler
+  mesh: Mesh
 
 
 def attend_by_row() -> bool:
@@ -134,23 +136,22 @@ def load_policy(config: ConfigDict) -> Policy:
   Raises:
     UserError: there is no such checkpoint, or it cannot be used.
   """
+  mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   tokenizer = ChatTokenizer(directory)
-  qwen = hf.load_model(
-    directory, dtype=compute_dtype(config), param_dtype=jnp.float32, attend_by_row=attend_by_row()
-  )
+  qwen = hf.load_model(directory, dtype=compute_dtype(config), param_dtype=jnp.float32, attend_by_row=attend_by_row())
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
     )
   model = ActorCritic(qwen)
   hf.load_value_head(directory, model.value_head)
-  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer))
+  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
 
 
-def make_sampler(model: ActorCritic, tokenizer: ChatTokenizer) -> Sampler:
+def make_sampler(model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None) -> Sampler:
   """A sampler that ends replies where the tokenizer's chat format does."""
-  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size)
+  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, mesh=mesh)
 
 
 def param_state(model: ActorCritic) -> nnx.State:

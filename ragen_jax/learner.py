@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx, struct
+from jax.sharding import Mesh
 
 from ragen_jax.algorithms import losses
+from ragen_jax.distributed.sharding import place_rows, tree_shardings
 from ragen_jax.models.value_head import ActorCritic
 
 
@@ -292,14 +294,16 @@ class Learner:
     traces: how often the gradient program has been traced: once for each pair of widths.
   """
 
-  def __init__(self, graphdef: Any, optimizer: optax.GradientTransformation, cfg: LossConfig):
+  def __init__(self, graphdef: Any, optimizer: optax.GradientTransformation, cfg: LossConfig, mesh: Mesh | None = None):
     """Nothing is compiled before the first call.
 
     Args:
       graphdef: of the `ActorCritic`.
       optimizer: see `make_optimizer`.
       cfg: the loss.
+      mesh: rows are divided over it; one device where not given.
     """
+    self._mesh = mesh
     self.optimizer = optimizer
     self.traces = 0
 
@@ -324,11 +328,22 @@ class Learner:
     self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
     self._score = jax.jit(score)
 
+  def _take(self, batch: TokenBatch, plan: MicroBatch) -> TokenBatch:
+    part = take(batch, plan)
+    return part if self._mesh is None else place_rows(part, self._mesh)
+
+  def init(self, params: Any) -> Any:
+    """The optimiser's state for `params`, laid out as they are."""
+    if self._mesh is None:
+      return jax.jit(self.optimizer.init)(params)
+    shardings = tree_shardings(jax.eval_shape(self.optimizer.init, params), self._mesh)
+    return jax.jit(self.optimizer.init, out_shardings=shardings)(params)
+
   def score(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and values of all sampled tokens under `params`, each f32[B, R]."""
     logprobs, values = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape, np.float32)
     for plan in plans:
-      part = take(batch, plan)
+      part = self._take(batch, plan)
       lp, _, v = jax.device_get(self._score(params, part.tokens, part.columns))
       rows, width = plan.rows >= 0, min(plan.replies, logprobs.shape[1])
       logprobs[plan.rows[rows], :width] = lp[rows, :width]
@@ -352,7 +367,7 @@ class Learner:
     gradients = self._zeros(params)
     sums: dict[str, Any] = {}
     for plan in plans:
-      gradients, (new_sums, new_maxima) = self._accumulate(params, gradients, take(batch, plan))
+      gradients, (new_sums, new_maxima) = self._accumulate(params, gradients, self._take(batch, plan))
       for name, x in new_sums.items():
         sums[name] = sums[name] + x if name in sums else x
       for name, x in new_maxima.items():

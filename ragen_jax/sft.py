@@ -21,7 +21,8 @@ from ragen_jax.agent.context_manager import SYSTEM, describe_task
 from ragen_jax.agent.demonstrations import DemonstrationStyle, demonstrate
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.agent.trajectory import Trajectory
-from ragen_jax.learner import LossConfig, gather, plan_micro_batches, sampled_columns, score_tokens
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.learner import LossConfig, plan_micro_batches, sampled_columns, score_tokens
 from ragen_jax.models import hf, tiny_tokenizer
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
@@ -87,7 +88,8 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> 
     rngs=nnx.Rngs(config.seed),
   )
   model = ActorCritic(qwen)
-  return experiment.Policy(directory, model, tokenizer, experiment.make_sampler(model, tokenizer))
+  mesh = make_mesh(**config.mesh)
+  return experiment.Policy(directory, model, tokenizer, experiment.make_sampler(model, tokenizer, mesh), mesh)
 
 
 def _demonstrations(config: ConfigDict, specs: list[EnvGroup], tokenizer: ChatTokenizer) -> list[Trajectory]:
@@ -183,9 +185,7 @@ def train_sft(config: ConfigDict) -> None:
           progress.update(step + 1, {'loss': float(loss)}, tokens=seen)
           seen = 0
     nnx.update(policy.model, params)
-    hf.save_model(
-      sft.output, policy.model.policy, policy.model.policy.cfg, jnp.float32, tokenizer_dir=policy.directory
-    )
+    hf.save_model(sft.output, policy.model.policy, policy.model.policy.cfg, jnp.float32, tokenizer_dir=policy.directory)
     _log.info('checkpoint written to %s', os.path.abspath(sft.output))
     result = evaluate.Evaluator(config, policy)(params)
     for name, value in result.metrics.items():

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
@@ -18,6 +17,7 @@ from ragen_jax.agent.statistics import episode_metrics, group_metrics, transcrip
 from ragen_jax.algorithms import losses
 from ragen_jax.algorithms.advantages import ESTIMATORS, compute_advantages
 from ragen_jax.config_check import check_config
+from ragen_jax.distributed.sharding import tree_shardings
 from ragen_jax.evaluate import Evaluator, mean_success
 from ragen_jax.learner import (
   Learner,
@@ -109,9 +109,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         if _due(step, config.checkpoint.every, config.num_iterations):
           with timer('save_checkpoint'):
             writer.flush()
-            checkpointer.save(
-              step, {'params': params, 'opt_state': opt_state}, {'iteration': step}, metrics=scores
-            )
+            checkpointer.save(step, {'params': params, 'opt_state': opt_state}, {'iteration': step}, metrics=scores)
         times = timer.pop()
         tokens = int(rollout.trajectory.length.sum())
         times['perf/total_num_tokens'] = tokens
@@ -137,14 +135,12 @@ class Trainer:
     self.config = config
     self.policy = policy
     tags = tuple(config.train.tags)
-    specs = experiment.env_groups(
-      config, tags, experiment.equal_shares(config.train.groups, tags, 'train.groups')
-    )
+    specs = experiment.env_groups(config, tags, experiment.equal_shares(config.train.groups, tags, 'train.groups'))
     self.proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
     self.rows = config.train.groups * config.train.group_size
     self.needs_critic = ESTIMATORS[config.algorithm.adv_estimator].needs_critic
     self.steps_per_iteration = config.algorithm.ppo_epochs * (self.rows // config.optimizer.mini_batch_size)
-    self.learner = Learner(nnx.split(policy.model)[0], self._optimizer(), self._loss_config())
+    self.learner = Learner(nnx.split(policy.model)[0], self._optimizer(), self._loss_config(), policy.mesh)
     self._advantages = jax.jit(
       compute_advantages,
       static_argnames=('name', 'gamma', 'lam', 'high_level_gamma', 'whitening'),
@@ -181,16 +177,14 @@ class Trainer:
 
   def init(self) -> tuple[Any, Any, int]:
     """Weights, the optimiser's state, and how many iterations are behind them: none."""
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = jax.device_put(experiment.param_state(self.policy.model), device)
-    return params, jax.device_put(jax.jit(self.learner.optimizer.init)(params), device), 0
+    params = experiment.param_state(self.policy.model)
+    params = jax.device_put(params, tree_shardings(params, self.policy.mesh))
+    return params, self.learner.init(params), 0
 
   def rollout(self, params: Any, iteration: int) -> Rollout:
     """Plays the iteration's levels: a fresh one for each group."""
     config = self.config
-    first_level = (
-      config.train.first_level + config.seed * experiment.LEVELS_PER_SEED + iteration * config.train.groups
-    )
+    first_level = config.train.first_level + config.seed * experiment.LEVELS_PER_SEED + iteration * config.train.groups
     key = jax.random.fold_in(jax.random.key(config.seed), iteration)
     return self.proxy.rollout(
       params, first_level, key, experiment.sampling(config.train), policy_version=iteration * self.steps_per_iteration
@@ -285,9 +279,7 @@ class Trainer:
         )
         value_weights[rows] = self._token_weights(batch.value_weights[rows] > 0, mode='token-mean')
         part = batch.replace(weights=weights, value_weights=value_weights)
-        params, opt_state, metrics = self.learner.step(
-          params, opt_state, part, self._plans(rows, rollout.trajectory)
-        )
+        params, opt_state, metrics = self.learner.step(params, opt_state, part, self._plans(rows, rollout.trajectory))
         steps.append(metrics)
     steps = jax.device_get(steps)
     means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from configs import default
 from ragen_jax import experiment, sft
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import hf, tiny_tokenizer
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
@@ -58,4 +59,5 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> experiment
   tokenizer = ChatTokenizer(directory)
   model = random_model(tokenizer.size, seed=seed)
   hf.save_model(str(directory), model.policy, model.policy.cfg, 'float32', value_head=model.value_head)
-  return experiment.Policy(str(directory), model, tokenizer, experiment.make_sampler(model, tokenizer))
+  mesh = make_mesh(-1, 1, 1)
+  return experiment.Policy(str(directory), model, tokenizer, experiment.make_sampler(model, tokenizer, mesh), mesh)

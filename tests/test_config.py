@@ -49,7 +49,13 @@ def test_every_field_can_be_set_from_the_command_line():
     new = changed[type(value)](value) if type(value) in changed else (*value, value[-1])
     values = flags.FlagValues()
     holder = config_flags.DEFINE_config_file('config', flag_values=values)
-    values(['x', f'--config={ROOT}/configs/default.py', f'--config.{name}={new!r}' if isinstance(new, tuple) else f'--config.{name}={new}'])
+    values(
+      [
+        'x',
+        f'--config={ROOT}/configs/default.py',
+        f'--config.{name}={new!r}' if isinstance(new, tuple) else f'--config.{name}={new}',
+      ]
+    )
     assert dict(_leaves(holder.value))[name] == new, name
 
 
@@ -159,7 +165,11 @@ def test_grpo_needs_a_group_to_compare_with():
 def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(tmp_path, arguments, message):
   workdir = tmp_path / 'run'
   result = subprocess.run(
-    [sys.executable, 'main.py', *arguments, f'--workdir={workdir}'], cwd=ROOT, capture_output=True, text=True, check=False
+    [sys.executable, 'main.py', *arguments, f'--workdir={workdir}'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
   )
   lines = [line for line in result.stderr.splitlines() if line.strip()]
   assert result.returncode != 0

@@ -27,9 +27,7 @@ _NOT_COMPARED = ('timing_s/', 'perf/')
 
 
 def _comparable(workdir):
-  return [
-    {name: x for name, x in line.items() if not name.startswith(_NOT_COMPARED)} for line in read_metrics(workdir)
-  ]
+  return [{name: x for name, x in line.items() if not name.startswith(_NOT_COMPARED)} for line in read_metrics(workdir)]
 
 
 @pytest.mark.parametrize('estimator', ['gae', 'grpo'])

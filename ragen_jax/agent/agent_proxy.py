@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -71,8 +72,8 @@ class AgentProxy:
 
   def _row_buckets(self) -> list[int]:
     """Batch sizes that programs are compiled for: halves of the full batch, down to an eighth."""
-    sizes = [self.envs.rows]
-    while self.limits.drop_finished and len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] > 8:
+    sizes, shards = [self.envs.rows], self.sampler.row_shards
+    while self.limits.drop_finished and len(sizes) < 4 and sizes[-1] % (2 * shards) == 0 and sizes[-1] > 8:
       sizes.append(sizes[-1] // 2)
     return sizes
 
@@ -133,7 +134,7 @@ class AgentProxy:
       at = np.flatnonzero(np.isin(batch, live) & (reply.count > 0))
       for row in live:
         timeline.append_context(row, segments[int(row)], turn)
-      timeline.append_reply(batch[at], jax.tree.map(lambda x: x[at], reply), turn)
+      timeline.append_reply(batch[at], jax.tree.map(operator.itemgetter(at), reply), turn)
 
       ids = [reply.tokens[i, : reply.count[i]].tolist() for i in at]
       texts = context.reply_texts(ids)

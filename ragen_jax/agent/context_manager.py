@@ -1,4 +1,4 @@
-"""Observations to new tokens, replies to actions. What the prompt says comes from the environment's own configuration."""
+"""Observations to new tokens, replies to actions. What the prompt says comes from the environment's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes played by an environment's exact solver, with as much noise as asked for: what the warm start learns from."""
+"""Episodes played by an environment's exact solver, with noise: what the warm start learns from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DemonstrationStyle:
 
   Attributes:
     discount: what a success is worth after each further action; below 1 the expert does not wander.
-    noise: probability that a turn's actions are random ones.
+    noise: probability that a turn's actions are random ones, as many as the expert would take.
     hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
       would take.
   """
@@ -27,8 +27,8 @@ class DemonstrationStyle:
   hurry: float = 0.5
 
 
-def _random_actions(rng: np.random.Generator, legal: list[int], most: int) -> list[int]:
-  return [legal[i] for i in rng.integers(len(legal), size=rng.integers(1, max(most, 1) + 1))]
+def _random_actions(rng: np.random.Generator, legal: list[int], count: int) -> list[int]:
+  return [legal[i] for i in rng.integers(len(legal), size=count)]
 
 
 def reply_after_prefix(context: ContextManager, thought: str, actions: list[str]) -> str:
@@ -89,7 +89,7 @@ def demonstrate(
         if status[row] != Status.RUNNING:
           continue
         if not plan or rng.random() < style.noise:
-          plan = _random_actions(rng, legal[i], min(spec.budget.max_actions_per_turn, int(left[row])))
+          plan = _random_actions(rng, legal[i], max(len(plan), 1))
         names = [spec.env.format_action(a) for a in plan]
         text = reply_after_prefix(context, thoughts[i], names)
         if turn == 0:
@@ -105,9 +105,7 @@ def demonstrate(
         timeline.append_context(row, reply, turn)
         timeline.loss_mask[row, start : timeline.length[row]] = True
         chosen[row] = plan
-        episodes[row].turns.append(
-          Turn(observations[row], context.reply_prefix + text, names, 0.0, 0.0, True, 0)
-        )
+        episodes[row].turns.append(Turn(observations[row], context.reply_prefix + text, names, 0.0, 0.0, True, 0))
     result = envs.step(chosen)
     observations = envs.render()
     left = envs.actions_left()

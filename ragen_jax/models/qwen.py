@@ -100,7 +100,9 @@ class RMSNorm(nnx.Module):
 class Projection(nnx.Module):
   """A linear map whose input or output may be split over heads: kernel `inputs + outputs`, optional bias `outputs`."""
 
-  def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, param_dtype: Any, rngs: nnx.Rngs):
+  def __init__(
+    self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, param_dtype: Any, rngs: nnx.Rngs
+  ):
     fan_in = 1
     for n in inputs:
       fan_in *= n
@@ -150,7 +152,7 @@ def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Ar
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotary position embedding (RoFormer, arXiv 2104.09864), halves convention. x: [B, T, heads, H], positions: [B, T]."""
+  """Rotary embedding (RoFormer, arXiv 2104.09864), halves convention. x: [B, T, heads, H], positions: [B, T]."""
   half = x.shape[-1] // 2
   frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
   angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
@@ -217,9 +219,7 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
       ).reshape(kv, n // kv, end - start, end)
       scores = jnp.where(visible, scores, _MASKED)
       weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-      out = jnp.matmul(
-        weights.reshape(kv, -1, end).astype(v.dtype), v[:, :end], preferred_element_type=jnp.float32
-      )
+      out = jnp.matmul(weights.reshape(kv, -1, end).astype(v.dtype), v[:, :end], preferred_element_type=jnp.float32)
       blocks.append((out[..., :-1] / out[..., -1:]).reshape(kv, n // kv, end - start, h))
     return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)
 
@@ -319,12 +319,12 @@ class Qwen(nnx.Module):
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
-    self.layers = nnx.List([Layer(cfg, by_row=attend_by_row, param_dtype=param_dtype, rngs=rngs) for _ in range(cfg.num_layers)])
+    self.layers = nnx.List(
+      [Layer(cfg, by_row=attend_by_row, param_dtype=param_dtype, rngs=rngs) for _ in range(cfg.num_layers)]
+    )
     self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     if not cfg.tie_word_embeddings:
-      self.lm_head = Projection(
-        (cfg.hidden_size,), (cfg.vocab_size,), bias=False, param_dtype=param_dtype, rngs=rngs
-      )
+      self.lm_head = Projection((cfg.hidden_size,), (cfg.vocab_size,), bias=False, param_dtype=param_dtype, rngs=rngs)
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """i32[B, T] -> [B, T, D]."""

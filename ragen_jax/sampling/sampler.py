@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
+from jax.sharding import Mesh
 
+from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import kv_cache
 from ragen_jax.sampling.kv_cache import SamplerState
@@ -60,7 +62,7 @@ class Reply:
 
 
 def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
-  """Sets the logits of tokens outside top-k and top-p to -inf. f32[B, V] -> f32[B, V]; k first, then p of what is left."""
+  """Sets the logits f32[B, V] of tokens outside top-k and top-p to -inf; k first, then p of what is left."""
   if top_k > 0:
     kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
     logits = jnp.where(logits < kth, -jnp.inf, logits)
@@ -251,24 +253,27 @@ class Sampler:
     traces: how often each program has been traced, by name.
   """
 
-  def __init__(self, model: ActorCritic, *, stop_ids: tuple[int, ...], vocab_limit: int | None = None):
+  def __init__(
+    self, model: ActorCritic, *, stop_ids: tuple[int, ...], vocab_limit: int | None = None, mesh: Mesh | None = None
+  ):
     """Wraps a model's structure; weights come with every call.
 
     Args:
       model: gives the structure only.
       stop_ids: tokens that end a reply.
       vocab_limit: see `decode`; the whole vocabulary where not given.
+      mesh: rows are divided over it; one device where not given.
     """
     self.graphdef, _ = nnx.split(model)
     self.cfg = model.policy.cfg
     self.stop_ids = tuple(stop_ids)
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
     self.traces = {'arrange': 0, 'extend': 0, 'decode': 0}
-    self._init_model = model.policy
-    self._arrange = jax.jit(self._counted('arrange', kv_cache.arrange), static_argnames='size')
-    self._extend = jax.jit(
-      self._counted('extend', functools.partial(extend, self.graphdef)), donate_argnames='state'
-    )
+    self._policy = model.policy
+    self._rows = None if mesh is None else row_sharding(mesh)
+    self.row_shards = 1 if mesh is None else row_shards(mesh)
+    self._arrange = jax.jit(self._counted('arrange', self._arrange_rows), static_argnames='size')
+    self._extend = jax.jit(self._counted('extend', functools.partial(extend, self.graphdef)), donate_argnames='state')
     self._decode = jax.jit(
       self._counted('decode', functools.partial(decode, self.graphdef)),
       static_argnames=('max_new', 'stop_ids', 'vocab_limit', 'sampling'),
@@ -283,9 +288,21 @@ class Sampler:
 
     return traced
 
+  def _layout(self, state: SamplerState) -> SamplerState:
+    """Rows divided over the mesh, inside a program."""
+    if self._rows is None:
+      return state
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._rows) if x.ndim else x, state)
+
+  def _arrange_rows(self, state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
+    return self._layout(kv_cache.arrange(state, rows, size))
+
+  def _place(self, x):
+    return x if self._rows is None else jax.device_put(x, self._rows)
+
   def init(self, rows: int, size: int) -> SamplerState:
     """An empty state."""
-    return kv_cache.init_state(self._init_model, rows, size)
+    return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size)))()
 
   def arrange(self, state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
     """See `kv_cache.arrange`."""
@@ -293,7 +310,7 @@ class Sampler:
 
   def extend(self, params: Any, state: SamplerState, tokens: jax.Array, count: jax.Array) -> SamplerState:
     """See `extend`."""
-    return self._extend(params=params, state=state, tokens=tokens, count=count)
+    return self._extend(params=params, state=state, tokens=self._place(tokens), count=self._place(count))
 
   def decode(
     self,
@@ -310,8 +327,8 @@ class Sampler:
     return self._decode(
       params=params,
       state=state,
-      keys=keys,
-      active=active,
+      keys=self._place(keys),
+      active=self._place(active),
       temperature=jnp.float32(sampling.temperature),
       max_new=max_new,
       stop_ids=self.stop_ids,

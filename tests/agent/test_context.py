@@ -71,7 +71,10 @@ def test_segments_equal_the_whole_conversation_with_the_qwen_tokenizer(qwen_toke
 def test_the_chat_format_is_the_tokenizer_s_own_template(qwen_tokenizer_dir, tiny):
   transformers = pytest.importorskip('transformers')
   pytest.importorskip('jinja2', reason='chat templates are rendered with jinja2')
-  for directory, tokenizer in ((qwen_tokenizer_dir, ChatTokenizer(qwen_tokenizer_dir)), (presets.resolve('tiny', ''), tiny)):
+  for directory, tokenizer in (
+    (qwen_tokenizer_dir, ChatTokenizer(qwen_tokenizer_dir)),
+    (presets.resolve('tiny', ''), tiny),
+  ):
     reference = transformers.AutoTokenizer.from_pretrained(str(directory))
     messages = [
       {'role': 'system', 'content': SYSTEM},
