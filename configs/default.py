@@ -167,7 +167,7 @@ def get_config(model: str = '') -> ConfigDict:
   # How far a value may move from the one at sampling before its gradient is cut; 0 is off.
   config.algorithm.value_clip = 0.5
   # Weight of the value loss, whose gradient reaches the shared trunk too; unused without a critic-based estimator.
-  config.algorithm.value_coef = 0.5
+  config.algorithm.value_coef = 0.1
   # Weight of the entropy bonus.
   config.algorithm.entropy_coef = 0.001
   # How token losses become one number: 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum' or
@@ -217,6 +217,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.noise = 0.0
   # Probability that the expert plans a turn as if it were the last, with more actions at once than it would need to.
   config.sft.hurry = 0.5
+  # Actions that the expert takes in one turn at most; 0 is as many as the environment lets it.
+  config.sft.actions_per_turn = 0
   # What a success is worth to the expert after each further action; below 1 it does not wander.
   config.sft.discount = 0.97
   # Optimiser steps.
@@ -230,7 +232,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Shape of the fresh model: width, layers, query heads, key/value heads, width of a head, width of the MLP.
   config.sft.shape = (64, 2, 4, 2, 16, 192)
 
-  # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ----------------------------------------
+  # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ---------------------------------------
   config.mesh = ConfigDict()
   # Copies of the weights, each with rows of its own; -1 for as many as there are devices left for.
   config.mesh.data = -1

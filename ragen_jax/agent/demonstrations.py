@@ -9,6 +9,7 @@ import numpy as np
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
+from ragen_jax.envs.base import Budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +21,24 @@ class DemonstrationStyle:
     noise: probability that a turn's actions are random ones, as many as the expert would take.
     hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
       would take.
+    actions_per_turn: the demonstrator's own limit, below that of the environment; 0 is none.
   """
 
   discount: float = 0.97
   noise: float = 0.5
   hurry: float = 0.5
+  actions_per_turn: int = 0
 
 
 def _random_actions(rng: np.random.Generator, legal: list[int], count: int) -> list[int]:
   return [legal[i] for i in rng.integers(len(legal), size=count)]
+
+
+def _own_budget(budget: Budget, style: DemonstrationStyle) -> Budget:
+  if not style.actions_per_turn:
+    return budget
+  most = min(budget.max_actions_per_turn, style.actions_per_turn)
+  return dataclasses.replace(budget, max_actions_per_turn=most)
 
 
 def reply_after_prefix(context: ContextManager, thought: str, actions: list[str]) -> str:
@@ -62,7 +72,9 @@ def demonstrate(
   rows = envs.rows
   observations = envs.reset(first_seed)
   starts = np.searchsorted(envs.row_env, np.arange(len(envs.specs)))
-  solutions = [s.env.solve(envs.pool_states(i), s.budget, style.discount) for i, s in enumerate(envs.specs)]
+  solutions = [
+    s.env.solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount) for i, s in enumerate(envs.specs)
+  ]
   timeline = Timeline(rows, max_context)
   episodes = [
     Episode(envs.specs[e].tag, int(g), int(s), [])
