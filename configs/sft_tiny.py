@@ -7,16 +7,17 @@ from configs import default
 
 
 def get_config():
-  """Fresh weights and tokenizer; most turns of the demonstrations are random, so that much is left to learn."""
+  """Fresh weights and tokenizer; most turns are a beginner's or random, so that much is left to learn."""
   config = default.get_config()
   config.sft.output = 'ragen_jax/models/tiny'
   config.sft.from_scratch = True
   config.sft.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
-  config.sft.levels = (8_000, 8_000, 1_000)
-  config.sft.noise = 0.7
+  config.sft.levels = (12_000, 3_000, 500)
+  config.sft.noise = 0.3
+  config.sft.beginner = 0.4
   config.sft.hurry = 0.5
   config.sft.actions_per_turn = 2
-  config.sft.steps = 500
+  config.sft.steps = 700
   config.sft.batch_size = 64
   config.sft.learning_rate = 3e-3
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')

@@ -94,7 +94,13 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> 
 
 def _demonstrations(config: ConfigDict, specs: list[EnvGroup], tokenizer: ChatTokenizer) -> list[Trajectory]:
   sft = config.sft
-  style = DemonstrationStyle(sft.discount, sft.noise, sft.hurry, sft.actions_per_turn)
+  style = DemonstrationStyle(
+    discount=sft.discount,
+    noise=sft.noise,
+    hurry=sft.hurry,
+    beginner=sft.beginner,
+    actions_per_turn=sft.actions_per_turn,
+  )
   rng = np.random.default_rng(config.seed)
   data = []
   for spec in specs:

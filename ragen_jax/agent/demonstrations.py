@@ -21,12 +21,14 @@ class DemonstrationStyle:
     noise: probability that a turn's actions are random ones, as many as the expert would take.
     hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
       would take.
+    beginner: probability that a turn follows the plan of a beginner, see `Environment.as_a_beginner_sees_it`.
     actions_per_turn: the demonstrator's own limit, below that of the environment; 0 is none.
   """
 
   discount: float = 0.97
   noise: float = 0.5
   hurry: float = 0.5
+  beginner: float = 0.0
   actions_per_turn: int = 0
 
 
@@ -75,6 +77,10 @@ def demonstrate(
   solutions = [
     s.env.solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount) for i, s in enumerate(envs.specs)
   ]
+  naive = [
+    s.env.as_a_beginner_sees_it().solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount)
+    for i, s in enumerate(envs.specs)
+  ]
   timeline = Timeline(rows, max_context)
   episodes = [
     Episode(envs.specs[e].tag, int(g), int(s), [])
@@ -96,11 +102,15 @@ def demonstrate(
       turns_left = np.full((count,), spec.budget.max_turns - turn, np.int32)
       turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(turns_left, 1))
       plans = solutions[e].plan(states, turns_left, left[members])
+      naive_plans = naive[e].plan(states, turns_left, left[members])
+      kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
       thoughts, legal = spec.env.rationale(states), spec.env.legal_actions(states)
       for i, (row, plan) in enumerate(zip(range(members.start, members.stop), plans, strict=True)):
         if status[row] != Status.RUNNING:
           continue
-        if not plan or rng.random() < style.noise:
+        if kind[i] == 1:
+          plan = naive_plans[i]
+        if not plan or kind[i] == 0:
           plan = _random_actions(rng, legal[i], max(len(plan), 1))
         names = [spec.env.format_action(a) for a in plan]
         text = reply_after_prefix(context, thoughts[i], names)

@@ -185,6 +185,10 @@ class Environment(abc.ABC):
     """For each state the actions that can be meant: what a player without a plan chooses from."""
     return [list(range(len(self.action_names)))] * len(np.asarray(states.done))
 
+  def as_a_beginner_sees_it(self) -> Environment:
+    """The game without what only experience teaches, for demonstrations of weak play; by default itself."""
+    return self
+
   def optimal(self, states: Any, budget: Budget) -> np.ndarray:
     """f32[N], the highest success probability that any policy reaches on these levels within the budget."""
     return self.solve(states, budget).success

@@ -332,6 +332,10 @@ class FrozenLake(base.Environment):
     holes = holes.reshape(*holes.shape[:-2], -1)
     return ~holes & (np.arange(self.size * self.size) != np.asarray(states.goal)[..., None])
 
+  def as_a_beginner_sees_it(self) -> FrozenLake:
+    """Ice that does not slip: the shortest way, however close to the holes it goes."""
+    return dataclasses.replace(self, is_slippery=False)
+
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> Solution:
     """Dynamic programming over (turns left, actions left, square), with every sequence of actions that a turn may hold.
 
