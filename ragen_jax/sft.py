@@ -142,8 +142,9 @@ def train_sft(config: ConfigDict) -> None:
     columns, mask = sampled_columns(loss_mask)
     graphdef, params = nnx.split(policy.model)
     loss_config = LossConfig(remat=config.model.remat, logits_chunk=config.model.logits_chunk)
+    warmup = max(sft.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(
-      0.0, sft.learning_rate, max(sft.steps // 20, 1), sft.steps, 0.1 * sft.learning_rate
+      0.0, sft.learning_rate, warmup, max(sft.steps, warmup + 1), 0.1 * sft.learning_rate
     )
     optimizer = optax.chain(
       optax.clip_by_global_norm(config.optimizer.grad_clip),

@@ -43,19 +43,15 @@ def test_every_field_has_a_comment_line_above_it():
       assert lines[i - 1].strip().startswith('#'), f'configs/default.py:{i + 1}: {line.strip()} is not explained'
 
 
-def test_every_field_can_be_set_from_the_command_line():
+def test_every_field_can_be_set_from_the_command_line(monkeypatch):
   changed = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x + 0.25, str: lambda x: x + 'z'}
   for name, value in _leaves(default.get_config()):
     new = changed[type(value)](value) if type(value) in changed else (*value, value[-1])
     values = flags.FlagValues()
     holder = config_flags.DEFINE_config_file('config', flag_values=values)
-    values(
-      [
-        'x',
-        f'--config={ROOT}/configs/default.py',
-        f'--config.{name}={new!r}' if isinstance(new, tuple) else f'--config.{name}={new}',
-      ]
-    )
+    arguments = ['x', f'--config={ROOT}/configs/default.py', f'--config.{name}={new}']
+    monkeypatch.setattr(sys, 'argv', arguments)  # where ml_collections looks for overrides
+    values(arguments)
     assert dict(_leaves(holder.value))[name] == new, name
 
 

@@ -1,6 +1,6 @@
 """The tokenizer of the built-in model: whole stretches of the prompts are one token, board squares one each.
 
-A byte-level base makes every text representable and every id sequence readable back; on top of it stand added tokens
+A byte-level base makes every text representable and readable back (in NFC, like Qwen's); on top of it stand added tokens
 for the fixed stretches of text between what varies, so that boilerplate costs a token where a word-piece vocabulary
 would spend thirty.
 """
@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
 
@@ -34,6 +34,8 @@ def build(pieces: Iterable[str]) -> Tokenizer:
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocab = {token: i for i, token in enumerate(specials + alphabet)}
   tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+  # As Qwen's own; `transformers` puts it there for every checkpoint of this architecture.
+  tokenizer.normalizer = normalizers.NFC()
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
