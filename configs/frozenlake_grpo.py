@@ -3,11 +3,11 @@
 python main.py --config=configs/frozenlake_grpo.py
 """
 
-from configs import default
+from configs import frozenlake_ppo
 
 
 def get_config(model: str = ''):
   """PPO's settings with group-relative advantages."""
-  config = default.get_config(model)
+  config = frozenlake_ppo.get_config(model)
   config.algorithm.adv_estimator = 'grpo'
   return config

@@ -7,5 +7,11 @@ from configs import default
 
 
 def get_config(model: str = ''):
-  """The defaults are this experiment."""
-  return default.get_config(model)
+  """The defaults, and for the built-in model more entropy and a falling learning rate."""
+  config = default.get_config(model)
+  if config.model.preset == 'tiny':
+    config.algorithm.entropy_coef = 0.01
+    config.optimizer.final_lr_fraction = 0.2
+    config.num_iterations = 80
+    config.eval.every = 20
+  return config

@@ -318,7 +318,7 @@ class Learner:
 
     def apply(params, opt_state, gradients):
       updates, opt_state = optimizer.update(gradients, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state, optax.global_norm(gradients)
+      return optax.apply_updates(params, updates), opt_state, optax.tree.norm(gradients)
 
     def score(params, tokens, columns):
       return score_tokens(nnx.merge(graphdef, params), tokens, columns, cfg)

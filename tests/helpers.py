@@ -27,6 +27,9 @@ def small_config(**fields) -> ConfigDict:
   config.optimizer.micro_batch_size = 4
   config.checkpoint.every = 1
   config.compilation_cache = ''
+  config.eval.group_size = 1
+  # Wide steps: few programs, and compiling them is what takes a small run's time.
+  config.length_step = 256
   with config.unlocked():
     for name, value in fields.items():
       config.update_from_flattened_dict({name.replace('__', '.'): value})

@@ -32,15 +32,16 @@ def _comparable(workdir):
 
 @pytest.mark.parametrize('estimator', ['gae', 'grpo'])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimator):
-  config = helpers.small_config(num_iterations=3, algorithm__adv_estimator=estimator, eval__greedy_too=False)
+  fields = {'algorithm__adv_estimator': estimator, 'eval__greedy_too': False, 'eval__every': 1}
+  config = helpers.small_config(num_iterations=2, **fields)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
-  stopped = helpers.small_config(num_iterations=2, algorithm__adv_estimator=estimator, eval__greedy_too=False)
+  stopped = helpers.small_config(num_iterations=1, **fields)
   train.train_and_evaluate(stopped, str(tmp_path / 'parts'))
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   whole, parts = _comparable(tmp_path / 'whole'), _comparable(tmp_path / 'parts')
-  assert [line['step'] for line in whole] == [0, 1, 2, 3]
+  assert [line['step'] for line in whole] == [0, 1, 2]
   assert whole == parts  # floats, to the last bit
-  assert whole[3]['actor/grad_norm'] > 0 and whole[1] != whole[2]
+  assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
 def test_a_finished_run_started_again_changes_nothing(tmp_path):
@@ -59,7 +60,7 @@ def test_a_workdir_of_another_config_is_refused(tmp_path):
 
 
 def test_training_lifts_success_on_the_bandit(tmp_path):
-  """From playing half of its pulls at random to nearly always choosing the arm that pays more on average."""
+  """From one pull in seven at the wrong arm to hardly any."""
   config = helpers.small_config(
     num_iterations=12,
     train__tags=('Bandit',),
@@ -67,6 +68,8 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
     train__group_size=8,
     eval__tags=('Bandit',),
     eval__groups=256,
+    eval__group_size=4,
+    length_step=64,
     eval__temperature=1.0,
     eval__every=0,
     eval__greedy_too=False,
@@ -77,13 +80,15 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
   last = train.train_and_evaluate(config, str(tmp_path))
   first = read_metrics(tmp_path)[0]
   before, after = first['val-env/Bandit/success'], last['val-env/Bandit/success']
-  # 256 episodes: the standard error of either is under 0.03.
-  assert before < 0.85
-  assert after > before + 0.1 and after > 0.93
+  # 1024 episodes: the standard error of the first is 0.011, that of the second smaller.
+  assert before < 0.92
+  assert after > before + 0.06 and after > 0.97
 
 
 def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
-  config = helpers.small_config(train__groups=16, train__group_size=4, optimizer__mini_batch_size=32)
+  config = helpers.small_config(
+    train__groups=16, train__group_size=4, optimizer__mini_batch_size=32, optimizer__micro_batch_size=16, length_step=64
+  )
   policy = experiment.load_policy(config)
   trainer = train.Trainer(config, policy)
   params, opt_state, _ = trainer.init()
@@ -94,7 +99,7 @@ def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
     params, opt_state, metrics = trainer.update(params, opt_state, batch, rollout, i)
     widths.add(rollout.trajectory.tokens.shape[1])
     assert metrics['rollout/logprob_gap_max'] < 1e-3
-  assert len(widths) > 2
+  assert len(widths) > 1
   assert trainer.learner.traces <= 8
   assert policy.sampler.traces['decode'] <= 14
 

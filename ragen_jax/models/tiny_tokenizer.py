@@ -1,8 +1,8 @@
 """The tokenizer of the built-in model: whole stretches of the prompts are one token, board squares one each.
 
-A byte-level base makes every text representable and readable back (in NFC, like Qwen's); on top of it stand added tokens
-for the fixed stretches of text between what varies, so that boilerplate costs a token where a word-piece vocabulary
-would spend thirty.
+A byte-level base makes every text representable and readable back (in NFC, like Qwen's); on top of it stand added
+tokens for the fixed stretches of text between what varies, so that boilerplate costs a token where a word-piece
+vocabulary would spend thirty.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
 
 
 def _tiny_config(**fields):
-  return helpers.small_config(agent__max_response_tokens=24, length_step=32, **fields)
+  return helpers.small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
 
 
 @pytest.fixture(scope='module', params=['random', 'built-in'])
@@ -179,7 +179,7 @@ def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
 
 
 def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tmp_path):
-  config = _tiny_config(train__groups=8, train__group_size=8)
+  config = _tiny_config(train__groups=8, train__group_size=8, length_step=64)
   policy = experiment.load_policy(config)
   specs = experiment.env_groups(config, ('FrozenLake',), (8,))
   proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
