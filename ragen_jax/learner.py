@@ -53,9 +53,14 @@ class TokenBatch:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """The loss; the fields are those of `config.algorithm`, and `temperature` is the rollout's."""
+  """The loss; most fields are those of `config.algorithm`.
+
+  `temperature` is the rollout's, and so is `vocab_limit`: ids from there on are padding of the embedding, which the
+  sampler never draws, so they have no share in the probabilities here either. 0 is no limit.
+  """
 
   temperature: float = 1.0
+  vocab_limit: int = 0
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
   clip_ratio_c: float | None = 3.0
@@ -179,6 +184,8 @@ def score_tokens(
 
   def score(params, hidden, targets):
     logits = nnx.merge(graphdef, params).logits(hidden) / cfg.temperature
+    if 0 < cfg.vocab_limit < logits.shape[-1]:
+      logits = jnp.where(jnp.arange(logits.shape[-1]) < cfg.vocab_limit, logits, -jnp.inf)
     return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
 
   if 0 < cfg.logits_chunk < b * r:

@@ -141,7 +141,9 @@ def train_sft(config: ConfigDict) -> None:
     tokens, loss_mask, length = _concatenate(_demonstrations(config, specs, policy.tokenizer))
     columns, mask = sampled_columns(loss_mask)
     graphdef, params = nnx.split(policy.model)
-    loss_config = LossConfig(remat=config.model.remat, logits_chunk=config.model.logits_chunk)
+    loss_config = LossConfig(
+      vocab_limit=policy.tokenizer.size, remat=config.model.remat, logits_chunk=config.model.logits_chunk
+    )
     warmup = max(sft.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(
       0.0, sft.learning_rate, warmup, max(sft.steps, warmup + 1), 0.1 * sft.learning_rate

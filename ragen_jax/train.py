@@ -165,6 +165,7 @@ class Trainer:
     a = self.config.algorithm
     return LossConfig(
       temperature=self.config.train.temperature,
+      vocab_limit=self.policy.tokenizer.size,
       clip_ratio_low=a.clip_ratio_low,
       clip_ratio_high=a.clip_ratio_high,
       clip_ratio_c=a.clip_ratio_c or None,

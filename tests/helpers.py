@@ -57,10 +57,14 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> experiment
   """A random policy with a tokenizer made from the prompts of `config.train.tags`, saved to `directory`."""
   tags = tuple(config.train.tags)
   specs = experiment.env_groups(config, tags, (1,) * len(tags))
-  directory.mkdir(parents=True, exist_ok=True)
-  tiny_tokenizer.save(tiny_tokenizer.build(sft.prompt_pieces(specs, config)), str(directory))
-  tokenizer = ChatTokenizer(directory)
-  model = random_model(tokenizer.size, seed=seed)
-  hf.save_model(str(directory), model.policy, model.policy.cfg, 'float32', value_head=model.value_head)
-  mesh = make_mesh(-1, 1, 1)
+  files = directory / 'tokenizer'
+  files.mkdir(parents=True, exist_ok=True)
+  tiny_tokenizer.save(tiny_tokenizer.build(sft.prompt_pieces(specs, config)), str(files))
+  model = random_model(ChatTokenizer(files).size, seed=seed)
+  directory = directory / 'model'
+  hf.save_model(
+    str(directory), model.policy, model.policy.cfg, 'float32', tokenizer_dir=str(files), value_head=model.value_head
+  )
+  # With the config beside it, the tokenizer is loaded as a user's would be.
+  tokenizer, mesh = ChatTokenizer(directory), make_mesh(-1, 1, 1)
   return experiment.Policy(str(directory), model, tokenizer, experiment.make_sampler(model, tokenizer, mesh), mesh)

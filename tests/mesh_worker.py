@@ -32,7 +32,7 @@ def main() -> None:
     logprobs=rollout.trajectory.logprobs,
     advantages=batch.advantages,
     metrics=json.dumps(metrics | more),
-    shards=len({s.index for s in embedding.addressable_shards}),
+    shards=len({str(s.index) for s in embedding.addressable_shards}),
     **{f'w{i}': np.asarray(x) for i, x in enumerate(jax.tree.leaves(params))},
   )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, struct
 
 # Below this width the q/k/v and gate/up products of one layer are run as one: small products are bound by their launch,
@@ -154,7 +155,8 @@ def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Ar
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
   """Rotary embedding (RoFormer, arXiv 2104.09864), halves convention. x: [B, T, heads, H], positions: [B, T]."""
   half = x.shape[-1] // 2
-  frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
+  # On the host, so that every program has the same constants.
+  frequencies = (theta ** (-np.arange(half) / half)).astype(np.float32)  # [H/2]
   angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
   cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
   x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
