@@ -31,7 +31,7 @@ def test_ci_trains_as_readme_does():
   ci = lines('.ci/run')
   runs = [i for i, line in enumerate(ci) if line == 'smoke']
   # CI makes the run short and puts it into a directory of its own; the rest of the command is README's.
-  assert any(line.startswith(f'{train} --config.train.num_iterations=') for line in ci)
+  assert any(line.startswith(f'{train} --config.num_iterations=') for line in ci)
   assert len(runs) == 2, 'the second run resumes the first'
   assert ci.index(install) < runs[0] < runs[1]
 

@@ -344,7 +344,7 @@ def record_config(
   Args:
     workdir: the run's directory, made when it does not exist.
     config: nested dict of JSON values, e.g. `config.to_dict()`.
-    free_fields: dotted names of fields that may differ, e.g. {'train.num_iterations'}.
+    free_fields: dotted names of fields that may differ, e.g. {'num_iterations'}.
 
   Raises:
     UserError: a field that is not free differs, the record cannot be read, or the directory is not writable.
