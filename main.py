@@ -47,6 +47,8 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
   """Runs `main`; what the user can mend is told in one line, with exit status 2."""
+  # transformers is here for its tokenizers and need not advise to install PyTorch.
+  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   # The run's own messages, plainly.
   own = logging.getLogger('ragen_jax')
   own.setLevel(logging.INFO)
