@@ -35,6 +35,8 @@ def main(argv: list[str]) -> None:
     absl_logging.set_verbosity(absl_logging.WARNING)
   # Imported here, so that --help and a misspelt flag answer at once.
   if _MODE.value == 'sft':
+    if _WORKDIR.value:
+      raise UserError('--workdir has no effect with --mode=sft; --config.sft.output says where the checkpoint goes')
     from ragen_jax.sft import train_sft
 
     train_sft(_CONFIG.value)

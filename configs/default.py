@@ -20,7 +20,7 @@ def get_config(model: str = '') -> ConfigDict:
   config = ConfigDict()
 
   # Seeds the draws of tokens, the order of minibatches and fresh weights. Runs that differ only in it train on
-  # different levels too; the held-out levels stay the same.
+  # different levels too; the held-out levels stay the same. 0 to 428.
   config.seed = 0
   # Optimiser iterations: one rollout and one pass of updates each.
   config.num_iterations = 100
@@ -103,7 +103,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.train.first_level = 10_000
   # Divides the logits when tokens are drawn, and in the loss.
   config.train.temperature = 1.0
-  # Draw from the smallest set of tokens that has this much probability; 1 draws from all, as the loss assumes.
+  # Draw from the smallest set of tokens that has this much probability; 1 draws from all, as the loss assumes, and less
+  # needs algorithm.old_logprobs='trainer'.
   config.train.top_p = 1.0
   # Draw from this many likeliest tokens; 0 draws from all, as the loss assumes.
   config.train.top_k = 0
@@ -156,7 +157,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.lam = 1.0
   # Discount for each turn, in 'bi_level_gae' and 'turn_wise_gae'.
   config.algorithm.high_level_gamma = 0.95
-  # Whiten the advantages of critic-based estimators over the batch.
+  # Whiten the advantages over the batch, for estimators that do so (the GAE and REINFORCE++ families).
   config.algorithm.whiten_advantages = True
   # How far below 1 the probability ratio may fall before its gradient is cut.
   config.algorithm.clip_ratio_low = 0.2
@@ -246,11 +247,11 @@ def get_config(model: str = '') -> ConfigDict:
   config.checkpoint = ConfigDict()
   # Save after every so many iterations; after the last one always. 0 saves at the end only.
   config.checkpoint.every = 10
-  # How many of the newest are kept, besides the best by held-out success.
+  # How many of the newest are kept, besides the best by held-out success among those saved right after an evaluation.
   config.checkpoint.keep = 2
 
   config.logging = ConfigDict()
-  # Episodes that each evaluation writes to TensorBoard as text.
+  # Episodes of each environment that an evaluation writes to TensorBoard as text.
   config.logging.trajectories = 4
 
   # Column counts (timelines, caches) are rounded up to multiples of this, so that few programs are compiled.

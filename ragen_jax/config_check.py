@@ -73,6 +73,13 @@ def check_config(config: ConfigDict) -> None:
     count = config[section].groups * config[section].group_size
     if count % shards:
       raise UserError(f'{section}.groups * {section}.group_size = {count}: must be a multiple of {shards} row shards')
+  filtered = config.train.top_p < 1 or config.train.top_k > 0
+  _check(
+    config,
+    'algorithm.old_logprobs',
+    a.old_logprobs == 'trainer' or not filtered,
+    "with train.top_p or train.top_k on it must be 'trainer', as the sampler then records another distribution",
+  )
   if ESTIMATORS[a.adv_estimator].needs_groups:
     _check(
       config,
@@ -91,6 +98,27 @@ def check_config(config: ConfigDict) -> None:
   presets.resolve(config.model.preset, config.model.path)
 
 
+def check_sft(config: ConfigDict) -> None:
+  """Raises UserError for the first field of `config.sft` that cannot be run with."""
+  sft = config.sft
+  for field in ('sft.group_size', 'sft.steps', 'sft.batch_size'):
+    _at_least(config, field, 1)
+  for field in ('sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate'):
+    _at_least(config, field, 0)
+  for field in ('sft.noise', 'sft.beginner', 'sft.hurry', 'sft.discount'):
+    _check(config, field, 0 <= _get(config, field) <= 1, 'must be between 0 and 1')
+  _check(config, 'sft.noise', sft.noise + sft.beginner <= 1, f'and sft.beginner={sft.beginner} add up to more than 1')
+  same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
+  _check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
+  experiment.env_groups(config, tuple(sft.tags), tuple(sft.levels))
+  count = sum(sft.levels) * sft.group_size
+  _check(config, 'sft.batch_size', sft.batch_size <= count, f'must be at most the number of demonstrations, {count}')
+  first, last = config.eval.first_level, config.eval.first_level + config.eval.groups
+  apart = sft.first_level >= last or sft.first_level + max(sft.levels) <= first
+  _check(config, 'sft.first_level', apart, f'demonstrated levels overlap with the held-out levels {first}..{last - 1}')
+  _check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
+
+
 def _check_levels(config: ConfigDict) -> None:
   """Training never sees a held-out level."""
   _check(
@@ -102,7 +130,7 @@ def _check_levels(config: ConfigDict) -> None:
   first = config.train.first_level + config.seed * experiment.LEVELS_PER_SEED
   last = first + config.num_iterations * config.train.groups
   held_out = (config.eval.first_level, config.eval.first_level + config.eval.groups)
-  _check(config, 'seed', last <= 2**32, f'the last training level would be {last}, and levels end at 2**32')
+  _check(config, 'seed', last <= 2**32, f'at most 428; the last training level would be {last}, past 2**32')
   _check(config, 'eval.first_level', held_out[1] <= 2**32, 'the last held-out level would be past 2**32')
   _check(
     config,

@@ -239,6 +239,13 @@ def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
   return loss, (sums, {'actor/logprob_gap_max': jnp.max(gap)})
 
 
+def decayed(params: Any) -> Any:
+  """Which weights AdamW decays: matrices, and neither norms nor biases (a bias of heads has two axes as well)."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x.ndim >= 2 and 'bias' not in jax.tree_util.keystr(path[-2:]), params
+  )
+
+
 def make_optimizer(
   *,
   actor_lr: float,
@@ -279,7 +286,7 @@ def make_optimizer(
       b1=b1,
       b2=b2,
       weight_decay=weight_decay,
-      mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+      mask=decayed,
     )
 
   def label(params):

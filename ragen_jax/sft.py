@@ -21,8 +21,9 @@ from ragen_jax.agent.context_manager import SYSTEM, describe_task
 from ragen_jax.agent.demonstrations import DemonstrationStyle, demonstrate
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.config_check import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.learner import LossConfig, plan_micro_batches, sampled_columns, score_tokens
+from ragen_jax.learner import LossConfig, decayed, plan_micro_batches, sampled_columns, score_tokens
 from ragen_jax.models import hf, tiny_tokenizer
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
@@ -134,6 +135,8 @@ def _concatenate(parts: list[Trajectory]) -> tuple[np.ndarray, np.ndarray, np.nd
 
 def train_sft(config: ConfigDict) -> None:
   """Makes demonstrations, trains on their replies and writes a Hugging Face checkpoint to `config.sft.output`."""
+  check_config(config)
+  check_sft(config)
   sft = config.sft
   specs = experiment.env_groups(config, sft.tags, sft.levels)
   with tempfile.TemporaryDirectory() as scratch:
@@ -150,7 +153,13 @@ def train_sft(config: ConfigDict) -> None:
     )
     optimizer = optax.chain(
       optax.clip_by_global_norm(config.optimizer.grad_clip),
-      optax.adamw(schedule, b1=config.optimizer.b1, b2=config.optimizer.b2, weight_decay=config.optimizer.weight_decay),
+      optax.adamw(
+        schedule,
+        b1=config.optimizer.b1,
+        b2=config.optimizer.b2,
+        weight_decay=config.optimizer.weight_decay,
+        mask=decayed,
+      ),
     )
     opt_state = optimizer.init(params)
 

@@ -321,7 +321,10 @@ def _due(step: int, every: int, last: int) -> bool:
 def _log_evaluation(writer: MetricWriter, step: int, evaluation, config: ConfigDict) -> None:
   tags = tuple(config.eval.tags)
   writer.scalars(step, evaluation.metrics | {'val-env/success': mean_success(evaluation.metrics, tags)})
-  shown = evaluation.episodes[: config.logging.trajectories * config.eval.group_size : config.eval.group_size]
+  shown = []
+  for tag in tags:
+    firsts = [e for e in evaluation.episodes if e.tag == tag][:: config.eval.group_size]
+    shown += firsts[: config.logging.trajectories]
   writer.text(step, {f'val/generations/{i}': transcript(e) for i, e in enumerate(shown)})
 
 

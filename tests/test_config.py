@@ -126,7 +126,8 @@ def test_a_variant_brings_the_settings_of_its_size():
     ('model.preset', 'gpt', r"model\.preset='gpt'.*tiny"),
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),
     ('model.dtype', 'int8', r"model\.dtype='int8'.*bfloat16"),
-    ('seed', 500, r'seed=500.*2\*\*32'),
+    ('seed', 500, r'seed=500.*at most 428'),
+    ('train.top_p', 0.9, r"algorithm\.old_logprobs='sampler'.*'trainer'"),
   ],
 )
 def test_what_cannot_run_is_refused_in_one_line(field, value, message):

@@ -14,6 +14,7 @@ from ragen_jax.learner import (
   Learner,
   LossConfig,
   TokenBatch,
+  decayed,
   make_optimizer,
   plan_micro_batches,
   sampled_columns,
@@ -234,3 +235,11 @@ def test_the_value_head_has_its_own_learning_rate():
   )
   np.testing.assert_allclose(moved(('value_head', 'kernel')), 3e-2, rtol=1e-2)
   np.testing.assert_allclose(np.median(moved(('policy', 'embed_tokens'))[batch.tokens[0, 1]]), 1e-2, rtol=1e-2)
+
+
+def test_weight_decay_spares_norms_and_biases():
+  mask = nnx.to_pure_dict(decayed(nnx.split(helpers.random_model(30))[1]))
+  attention = mask['policy']['layers'][0]['self_attn']
+  assert attention['k_proj'] == {'kernel': True, 'bias': False}
+  assert mask['policy']['embed_tokens'] and not mask['policy']['norm']['weight']
+  assert mask['value_head'] == {'kernel': False, 'bias': False}

@@ -14,6 +14,7 @@ from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
 from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,9 @@ class AgentProxy:
 
     Returns:
       The `Rollout`.
+
+    Raises:
+      UserError: a first prompt does not fit into the context.
     """
     envs, context, limits = self.envs, self.context, self.limits
     rows = envs.rows
@@ -121,6 +125,11 @@ class AgentProxy:
             e, turn, float(reward[row]), observations[row], int(actions_left[row]), closed=bool(closed[row])
           )
         if timeline.length[row] + len(ids) + limits.max_response_tokens > limits.max_context:
+          if turn == 0:
+            raise UserError(
+              f'agent.max_context={limits.max_context}: a first prompt of {envs.specs[e].tag} and its reply need '
+              f'{len(ids)} + {limits.max_response_tokens} tokens'
+            )
           status[row] = Status.OUT_OF_CONTEXT
           continue
         segments[int(row)] = ids
@@ -193,14 +202,15 @@ class AgentProxy:
       if bucket == len(batch):
         return self.sampler.init(len(batch), size), batch
       state = self.sampler.init(bucket, size)
-      return state, np.resize(live, bucket)
+      return state, np.concatenate([live, np.full(bucket - len(live), -1, np.int32)])
     if bucket < len(batch):
       place = {int(r): i for i, r in reversed(list(enumerate(batch)))}
       new_batch = np.concatenate([live, np.full(bucket - len(live), -1, np.int32)])
       pick = np.asarray([place[int(r)] if r >= 0 else 0 for r in new_batch], np.int32)
     else:
       new_batch, pick = batch, np.arange(len(batch), dtype=np.int32)
-    return self.sampler.arrange(state, jnp.asarray(pick), size), new_batch
+    going = jnp.asarray(np.isin(new_batch, live))
+    return self.sampler.arrange(state, jnp.asarray(pick), size, going), new_batch
 
   def _speak(self, params, state, batch, segments, row_keys, sampling):
     """Feeds each live row its segment and draws its reply; rows of `batch` that are -1 or over take no part."""

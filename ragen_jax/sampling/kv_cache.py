@@ -44,7 +44,7 @@ def init_state(model: Qwen, rows: int, size: int) -> SamplerState:
   )
 
 
-def arrange(state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
+def arrange(state: SamplerState, rows: jax.Array, live: jax.Array, size: int) -> SamplerState:
   """Picks rows, moves their tokens to the left and sets the number of columns.
 
       valid  1 1 0 1 0 1 0      ->  1 1 1 1 0
@@ -53,10 +53,11 @@ def arrange(state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
   Args:
     state: the state before.
     rows: i32[B'], the rows to keep, in their new order; a row may be named twice.
-    size: columns after; at least the longest kept row.
+    live: bool[B'], rows that go on; the others become empty, so that they do not move the write column.
+    size: columns after; at least the longest live row.
 
   Returns:
-    The state of B' rows and `size` columns, its write column behind the longest row.
+    The state of B' rows and `size` columns, its write column behind the longest live row.
   """
   valid = state.valid[rows]  # [B', S]
   # Stable, so the tokens keep their order; columns past the last token are filled with whatever comes, unused.
@@ -67,7 +68,7 @@ def arrange(state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
   def pick(x):  # [B, S, K, H] -> [B', size, K, H]
     return x[rows[:, None], order]
 
-  position = state.position[rows]
+  position = jnp.where(live, state.position[rows], 0)
   return SamplerState(
     cache=tuple(LayerCache(k=pick(c.k), v=pick(c.v)) for c in state.cache),
     valid=jnp.arange(size)[None, :] < position[:, None],

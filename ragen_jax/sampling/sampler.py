@@ -294,8 +294,8 @@ class Sampler:
       return state
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._rows) if x.ndim else x, state)
 
-  def _arrange_rows(self, state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
-    return self._layout(kv_cache.arrange(state, rows, size))
+  def _arrange_rows(self, state: SamplerState, rows: jax.Array, live: jax.Array, size: int) -> SamplerState:
+    return self._layout(kv_cache.arrange(state, rows, live, size))
 
   def _place(self, x):
     return x if self._rows is None else jax.device_put(x, self._rows)
@@ -304,9 +304,10 @@ class Sampler:
     """An empty state."""
     return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size)))()
 
-  def arrange(self, state: SamplerState, rows: jax.Array, size: int) -> SamplerState:
-    """See `kv_cache.arrange`."""
-    return self._arrange(state, rows, size=size)
+  def arrange(self, state: SamplerState, rows: jax.Array, size: int, live: jax.Array | None = None) -> SamplerState:
+    """See `kv_cache.arrange`; without `live` all rows go on."""
+    live = jnp.ones(len(rows), bool) if live is None else live
+    return self._arrange(state, rows, live, size=size)
 
   def extend(self, params: Any, state: SamplerState, tokens: jax.Array, count: jax.Array) -> SamplerState:
     """See `extend`."""

@@ -186,3 +186,22 @@ def test_arrange_closes_holes_and_keeps_the_order(model):
     for new_layer, old_layer in zip(after.cache, before.cache, strict=True):
       np.testing.assert_array_equal(new_layer.k[new, :n], old_layer.k[old][before.valid[old]])
       np.testing.assert_array_equal(new_layer.v[new, :n], old_layer.v[old][before.valid[old]])
+
+
+def test_a_long_row_that_is_over_does_not_move_the_write_column(model):
+  """The longest row leaves; the others' next turn has the room that their own lengths ask for, and is right."""
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  rng = np.random.default_rng(0)
+  first = rng.integers(8, VOCAB, size=(2, 24)).astype(np.int32)
+  state = sampler.extend(params, sampler.init(2, 24), jnp.asarray(first), jnp.asarray([24, 3]))
+  state = sampler.arrange(state, jnp.arange(2), 12, jnp.asarray([False, True]))
+  assert int(state.column) == 3 and state.position.tolist() == [0, 3]
+  second = rng.integers(8, VOCAB, size=(2, 4)).astype(np.int32)
+  state = sampler.extend(params, state, jnp.asarray(second), jnp.asarray([0, 4]))
+  keys = jax.random.split(jax.random.key(0), 2)
+  _, reply = sampler.decode(params, state, keys, jnp.asarray([False, True]), max_new=5, sampling=Sampling())
+  count = int(reply.count[1])
+  timeline = np.concatenate([first[1, :3], second[1], np.asarray(reply.tokens[1, :count])])
+  logprobs, _, _ = _full_logprobs(model, timeline)
+  np.testing.assert_allclose(reply.logprobs[1, :count], logprobs[6:], atol=1e-4)
+  assert int(reply.count[0]) == 0
