@@ -12,6 +12,6 @@ def get_config(model: str = ''):
   if config.model.preset == 'tiny':
     config.algorithm.entropy_coef = 0.01
     config.optimizer.final_lr_fraction = 0.2
-    config.num_iterations = 80
+    config.num_iterations = 60
     config.eval.every = 20
   return config
