@@ -286,8 +286,7 @@ class Trainer:
     means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
     # Before the first step the weights are those that sampled, so what is left is the two programs' difference.
     for name in ('mean', 'max'):
-      gap = means.pop(f'actor/logprob_gap_{name}')
-      del gap
+      means.pop(f'actor/logprob_gap_{name}')
       if config.algorithm.old_logprobs == 'sampler':
         means[f'rollout/logprob_gap_{name}'] = float(steps[0][f'actor/logprob_gap_{name}'])
     if not self.needs_critic:

@@ -175,7 +175,7 @@ def decode(
   """
   module = nnx.merge(graphdef, params)
   model, value_head = module.policy, module.value_head
-  rows, size = state.valid.shape
+  rows = state.valid.shape[0]
   greedy = sampling.temperature == 0
   stops = jnp.asarray(stop_ids, jnp.int32)
   start = state.column
@@ -241,7 +241,6 @@ def decode(
     count=jnp.zeros((rows,), jnp.int32),
     stopped=jnp.zeros((rows,), bool),
   )
-  del size
   _, state, reply, _ = jax.lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state, empty, active))
   return state, reply
 
