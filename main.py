@@ -13,12 +13,18 @@ from absl import app, flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from ragen_jax.distributed import processes
 from ragen_jax.utils import command_line
 from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
 _MODE = flags.DEFINE_enum('mode', 'train', ['train', 'sft'], 'train: reinforcement learning. sft: warm start.')
+_COORDINATOR = flags.DEFINE_string(
+  'coordinator', None, "With several processes: HOST:PORT of the first, or 'auto' on TPU pods and under Slurm."
+)
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0; not with auto.')
 
 
 def default_workdir(config_path: str) -> str:
@@ -33,6 +39,12 @@ def main(argv: list[str]) -> None:
     raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
   if not flags.FLAGS['verbosity'].present:  # of the libraries only warnings
     absl_logging.set_verbosity(absl_logging.WARNING)
+  if _COORDINATOR.value:
+    processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    if not processes.is_first():
+      logging.getLogger('ragen_jax').setLevel(logging.WARNING)
+  elif _NUM_PROCESSES.value is not None or _PROCESS_ID.value is not None:
+    raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
   # Imported here, so that --help and a misspelt flag answer at once.
   if _MODE.value == 'sft':
     if _WORKDIR.value:
@@ -60,7 +72,7 @@ def run() -> None:
     app.run(main, flags_parser=command_line.parse)
   except UserError as e:
     sys.stderr.write(f'error: {e}\n')
-    sys.exit(2)
+    processes.leave(2)
 
 
 if __name__ == '__main__':

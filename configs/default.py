@@ -144,7 +144,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.agent.max_context = 512
   # Added to the reward of a turn whose reply has the wrong form or names an unknown action; 0 or negative.
   config.agent.format_penalty = -0.1
-  # Episodes that are over leave the batch once half of it is.
+  # Episodes that are over leave the batch once half of those of every device are.
   config.agent.drop_finished = True
 
   # -- The update. ----------------------------------------------------------------------------------------------------
@@ -230,6 +230,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.batch_size = 64
   # Peak learning rate; it rises over the first twentieth of the steps and falls to a tenth in a cosine.
   config.sft.learning_rate = 1e-4
+  # Weight of the value head's loss: half the squared error of what the best play would still bring, over the mean
+  # square of that in the environment. 0 leaves the head as it is.
+  config.sft.value_coef = 0.0
   # Begin with fresh weights and a tokenizer made from the prompts of `tags`, instead of with `model`.
   config.sft.from_scratch = False
   # Shape of the fresh model: width, layers, query heads, key/value heads, width of a head, width of the MLP.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import experiment
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.algorithms.losses import AGGREGATIONS
 from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
@@ -65,7 +67,8 @@ def check_config(config: ConfigDict) -> None:
     o.mini_batch_size % o.micro_batch_size == 0,
     f'must divide optimizer.mini_batch_size = {o.mini_batch_size}',
   )
-  shards = row_shards(make_mesh(**config.mesh))
+  mesh = make_mesh(**config.mesh)
+  shards, parts = row_shards(mesh), row_share(mesh).parts
   _check(
     config, 'optimizer.micro_batch_size', o.micro_batch_size % shards == 0, f'must be a multiple of {shards} row shards'
   )
@@ -73,6 +76,10 @@ def check_config(config: ConfigDict) -> None:
     count = config[section].groups * config[section].group_size
     if count % shards:
       raise UserError(f'{section}.groups * {section}.group_size = {count}: must be a multiple of {shards} row shards')
+    if config[section].groups % parts:
+      raise UserError(
+        f'{section}.groups={config[section].groups}: must be a multiple of {parts}, the parts that processes play'
+      )
   filtered = config.train.top_p < 1 or config.train.top_k > 0
   _check(
     config,
@@ -101,9 +108,11 @@ def check_config(config: ConfigDict) -> None:
 def check_sft(config: ConfigDict) -> None:
   """Raises UserError for the first field of `config.sft` that cannot be run with."""
   sft = config.sft
+  if jax.process_count() > 1:
+    raise UserError(f'--mode=sft runs in one process, there are {jax.process_count()}')
   for field in ('sft.group_size', 'sft.steps', 'sft.batch_size'):
     _at_least(config, field, 1)
-  for field in ('sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate'):
+  for field in ('sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef'):
     _at_least(config, field, 0)
   for field in ('sft.noise', 'sft.beginner', 'sft.hurry', 'sft.discount'):
     _check(config, field, 0 <= _get(config, field) <= 1, 'must be between 0 and 1')

@@ -13,6 +13,7 @@ from ragen_jax import experiment
 from ragen_jax.agent.agent_proxy import Rollout
 from ragen_jax.agent.statistics import episode_metrics
 from ragen_jax.agent.trajectory import Episode
+from ragen_jax.distributed import processes
 from ragen_jax.sampling.sampler import Sampling
 
 
@@ -39,6 +40,7 @@ class Evaluator:
     tags = tuple(config.eval.tags)
     specs = experiment.env_groups(config, tags, experiment.equal_shares(config.eval.groups, tags, 'eval.groups'))
     self._proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.eval.group_size)
+    self._share = policy.sampler.share
     self._optimal: dict[str, float] = {}
 
   def _play(self, params: Any, sampling: Sampling) -> Rollout:
@@ -50,8 +52,9 @@ class Evaluator:
     if not self._optimal:
       envs = self._proxy.envs
       envs.reset(self._config.eval.first_level)
-      best = envs.optimal()
-      self._optimal = {s.tag: float(np.mean(best[envs.row_env == i])) for i, s in enumerate(envs.specs)}
+      parts = processes.gather_shares((envs.optimal(), envs.row_env), self._share)
+      best, env = (np.concatenate(x) for x in zip(*parts, strict=True))
+      self._optimal = {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(envs.specs)}
     return self._optimal
 
   def __call__(self, params: Any) -> Evaluation:

@@ -91,7 +91,8 @@ def agent_proxy(
     size_step=config.length_step,
     drop_finished=agent.drop_finished,
   )
-  return AgentProxy(EnvStateManager(specs, group_size), context_manager(config, tokenizer, specs), sampler, limits)
+  envs = EnvStateManager(specs, group_size, share=sampler.share.index, shares=sampler.share.parts)
+  return AgentProxy(envs, context_manager(config, tokenizer, specs), sampler, limits)
 
 
 def sampling(section: ConfigDict) -> Sampling:

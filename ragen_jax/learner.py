@@ -18,6 +18,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from ragen_jax.algorithms import losses
+from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import place_rows, tree_shardings
 from ragen_jax.models.value_head import ActorCritic
 
@@ -339,7 +340,6 @@ class Learner:
 
     self._accumulate = jax.jit(accumulate, donate_argnums=1)
     self._apply = jax.jit(apply, donate_argnums=(0, 1))
-    self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
     self._score = jax.jit(score)
 
   def _take(self, batch: TokenBatch, plan: MicroBatch) -> TokenBatch:
@@ -358,7 +358,7 @@ class Learner:
     logprobs, values = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape, np.float32)
     for plan in plans:
       part = self._take(batch, plan)
-      lp, _, v = jax.device_get(self._score(params, part.tokens, part.columns))
+      lp, _, v = processes.all_rows(self._score(params, part.tokens, part.columns))
       rows, width = plan.rows >= 0, min(plan.replies, logprobs.shape[1])
       logprobs[plan.rows[rows], :width] = lp[rows, :width]
       values[plan.rows[rows], :width] = v[rows, :width]
@@ -378,7 +378,8 @@ class Learner:
     Returns:
       New weights, new optimiser state, and metrics as device scalars.
     """
-    gradients = self._zeros(params)
+    # Laid out as the weights are: the first micro-batch runs the program of the others.
+    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
     sums: dict[str, Any] = {}
     for plan in plans:
       gradients, (new_sums, new_maxima) = self._accumulate(params, gradients, self._take(batch, plan))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import os
 import re
@@ -23,7 +25,7 @@ from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.config_check import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.learner import LossConfig, decayed, plan_micro_batches, sampled_columns, score_tokens
+from ragen_jax.learner import LossConfig, decayed, gather, plan_micro_batches, sampled_columns, score_tokens
 from ragen_jax.models import hf, tiny_tokenizer
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
@@ -121,16 +123,45 @@ def _demonstrations(config: ConfigDict, specs: list[EnvGroup], tokenizer: ChatTo
   return data
 
 
-def _concatenate(parts: list[Trajectory]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Tokens, loss mask and length of all rows, padded to the widest."""
+@dataclasses.dataclass
+class _Data:
+  """Demonstrations of all environments, N rows padded to the widest.
+
+  Attributes:
+    tokens: i32[N, T].
+    length: i32[N].
+    columns: i32[N, R], see `sampled_columns`.
+    mask: bool[N, R].
+    values: f32[N, R], what the best play would still bring, which the value head learns: a sum of rewards that
+      happened to come would be mostly luck.
+    value_scale: f32[N], one over the mean square of the environment's values, so that an environment that pays tens
+      does not drown one that pays ones.
+  """
+
+  tokens: np.ndarray
+  length: np.ndarray
+  columns: np.ndarray
+  mask: np.ndarray
+  values: np.ndarray
+  value_scale: np.ndarray
+
+
+def _concatenate(parts: list[Trajectory]) -> _Data:
   width = max(p.tokens.shape[1] for p in parts)
 
-  def pad(x):
-    return np.pad(x, ((0, 0), (0, width - x.shape[1])))
+  def join(name):
+    arrays = [getattr(p, name) for p in parts]
+    return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in arrays])
 
-  tokens = np.concatenate([pad(p.tokens) for p in parts])
-  loss_mask = np.concatenate([pad(p.loss_mask) for p in parts])
-  return tokens, loss_mask, np.concatenate([p.length for p in parts])
+  columns, mask = sampled_columns(join('loss_mask'))
+  values = gather(join('values'), columns, mask)
+  value_scale, start = np.ones((len(mask),), np.float32), 0
+  for part in parts:
+    rows = slice(start, start + len(part.length))
+    square = float(np.square(values[rows][mask[rows]]).mean())
+    value_scale[rows] = 1 / square if square > 0 else 1.0
+    start = rows.stop
+  return _Data(join('tokens'), np.concatenate([p.length for p in parts]), columns, mask, values, value_scale)
 
 
 def train_sft(config: ConfigDict) -> None:
@@ -141,8 +172,7 @@ def train_sft(config: ConfigDict) -> None:
   specs = experiment.env_groups(config, sft.tags, sft.levels)
   with tempfile.TemporaryDirectory() as scratch:
     policy = _fresh_policy(config, specs, scratch) if sft.from_scratch else experiment.load_policy(config)
-    tokens, loss_mask, length = _concatenate(_demonstrations(config, specs, policy.tokenizer))
-    columns, mask = sampled_columns(loss_mask)
+    data = _concatenate(_demonstrations(config, specs, policy.tokenizer))
     graphdef, params = nnx.split(policy.model)
     loss_config = LossConfig(
       vocab_limit=policy.tokenizer.size, remat=config.model.remat, logits_chunk=config.model.logits_chunk
@@ -163,16 +193,16 @@ def train_sft(config: ConfigDict) -> None:
     )
     opt_state = optimizer.init(params)
 
-    def nll(params, batch_tokens, batch_columns, weights):
-      logprobs, _, _ = score_tokens(nnx.merge(graphdef, params), batch_tokens, batch_columns, loss_config)
-      return -jnp.sum(logprobs * weights)
+    def loss(params, tokens, columns, best, weights, value_weights):
+      logprobs, _, values = score_tokens(nnx.merge(graphdef, params), tokens, columns, loss_config)
+      nll = -jnp.sum(logprobs * weights)
+      vf_loss = 0.5 * jnp.sum(jnp.square(values - best) * value_weights)
+      return nll + sft.value_coef * vf_loss, jnp.stack([nll, vf_loss])
 
-    accumulate = jax.jit(
-      lambda params, gradients, *batch: jax.tree.map(
-        jnp.add, (jnp.zeros(()), gradients), jax.value_and_grad(nll)(params, *batch)
-      ),
-      donate_argnums=1,
-    )
+    @functools.partial(jax.jit, donate_argnums=1)
+    def accumulate(params, gradients, *batch):
+      new, parts = jax.grad(loss, has_aux=True)(params, *batch)
+      return jax.tree.map(jnp.add, gradients, new), parts
 
     @jax.jit
     def apply(params, opt_state, gradients):
@@ -180,34 +210,52 @@ def train_sft(config: ConfigDict) -> None:
       return optax.apply_updates(params, updates), opt_state
 
     rng = np.random.default_rng(config.seed + 1)
-    sampled = mask.sum(axis=1)
+    sampled = data.mask.sum(axis=1)
     seen = 0
-    with Progress(sft.steps) as progress:
+    with Progress(sft.steps, noun='step') as progress:
       for step in range(sft.steps):
-        rows = rng.choice(len(length), size=sft.batch_size, replace=False)
-        total = sampled[rows].sum()
-        gradients, loss = jax.tree.map(jnp.zeros_like, params), 0.0
+        rows = rng.choice(len(data.length), size=sft.batch_size, replace=False)
+        total = np.float32(sampled[rows].sum())
+        gradients, parts = jax.tree.map(jnp.zeros_like, params), 0.0
         plans = plan_micro_batches(
-          rows, length, sampled, size=max(sft.batch_size // 2, 1), length_step=config.length_step
+          rows, data.length, sampled, size=max(sft.batch_size // 2, 1), length_step=config.length_step
         )
         for plan in plans:
-          present = (plan.rows >= 0)[:, None]
           at = np.maximum(plan.rows, 0)
-          t, c, m = _fit(tokens[at], plan.width), _fit(columns[at], plan.replies, 1), _fit(mask[at], plan.replies)
-          weights = (m & present) / np.float32(total)
-          part, gradients = accumulate(params, gradients, t, c, weights.astype(np.float32))
-          loss = loss + part
+          weights = _fit(data.mask[at], plan.replies) * (plan.rows >= 0)[:, None] / total
+          gradients, part = accumulate(
+            params,
+            gradients,
+            _fit(data.tokens[at], plan.width),
+            _fit(data.columns[at], plan.replies, 1),
+            _fit(data.values[at], plan.replies),
+            weights,
+            weights * data.value_scale[at, None],
+          )
+          parts = parts + part
         params, opt_state = apply(params, opt_state, gradients)
-        seen += int(length[rows].sum())
+        seen += int(data.length[rows].sum())
         if (step + 1) % 10 == 0 or step + 1 == sft.steps:
-          progress.update(step + 1, {'loss': float(loss)}, tokens=seen)
+          nll, vf_loss = np.asarray(parts).tolist()
+          progress.update(step + 1, {'loss': nll, 'value loss': vf_loss}, tokens=seen)
           seen = 0
     nnx.update(policy.model, params)
-    hf.save_model(sft.output, policy.model.policy, policy.model.policy.cfg, jnp.float32, tokenizer_dir=policy.directory)
+    hf.save_model(
+      sft.output,
+      policy.model.policy,
+      policy.model.policy.cfg,
+      jnp.float32,
+      tokenizer_dir=policy.directory,
+      value_head=policy.model.value_head if sft.value_coef or _has_value_head(policy.directory) else None,
+    )
     _log.info('checkpoint written to %s', os.path.abspath(sft.output))
     result = evaluate.Evaluator(config, policy)(params)
     for name, value in result.metrics.items():
       _log.info('%s %.4f', name, value)
+
+
+def _has_value_head(directory: str) -> bool:
+  return os.path.exists(os.path.join(directory, hf.VALUE_HEAD_FILE))
 
 
 def _fit(x: np.ndarray, width: int, fill: int = 0) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any
@@ -17,7 +18,8 @@ from ragen_jax.agent.statistics import episode_metrics, group_metrics, transcrip
 from ragen_jax.algorithms import losses
 from ragen_jax.algorithms.advantages import ESTIMATORS, compute_advantages
 from ragen_jax.config_check import check_config
-from ragen_jax.distributed.sharding import tree_shardings
+from ragen_jax.distributed import processes
+from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.evaluate import Evaluator, mean_success
 from ragen_jax.learner import (
   Learner,
@@ -30,6 +32,7 @@ from ragen_jax.learner import (
 )
 from ragen_jax.summary import summarize
 from ragen_jax.utils.checkpoint import Checkpointer, record_config, workdir_lock
+from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.metrics import MetricWriter, Timer
 from ragen_jax.utils.progress import Progress
 
@@ -61,8 +64,11 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
     UserError: the config cannot be run, or the workdir is another run's.
   """
   check_config(config)
-  with workdir_lock(workdir):
-    record_config(workdir, config.to_dict(), free_fields=_free_fields(config))
+  with contextlib.ExitStack() as stack:
+    with processes.same_errors():
+      if processes.is_first():
+        stack.enter_context(workdir_lock(workdir))
+        record_config(workdir, config.to_dict(), free_fields=_free_fields(config))
     _use_compilation_cache(config, workdir)
     return _run(config, workdir)
 
@@ -74,6 +80,9 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
   best = 'val-env/success'
   with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=best) as checkpointer:
     params, opt_state, done = trainer.init()
+    steps = processes.gather(checkpointer.latest_step())
+    if len(set(steps)) > 1:
+      raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
     if checkpointer.latest_step() is not None:
       state, meta = checkpointer.restore({'params': params, 'opt_state': opt_state})
       params, opt_state, done = state['params'], state['opt_state'], meta['iteration']
@@ -81,8 +90,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
     start_step = done + 1 if done else 0
     timer = Timer()
     with (
-      MetricWriter(workdir, start_step=start_step) as writer,
-      Progress(config.num_iterations, start=done) as progress,
+      MetricWriter(workdir, start_step=start_step, enabled=processes.is_first()) as writer,
+      Progress(config.num_iterations, start=done, enabled=processes.is_first()) as progress,
     ):
       if done == 0:
         with timer('testing'):
@@ -124,7 +133,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
           },
           tokens=tokens,
         )
-  return summarize(config, workdir)
+  # The first process has written all there is, and tells the others.
+  return processes.gather(summarize(config, workdir) if processes.is_first() else {})[0]
 
 
 class Trainer:
@@ -179,7 +189,7 @@ class Trainer:
   def init(self) -> tuple[Any, Any, int]:
     """Weights, the optimiser's state, and how many iterations are behind them: none."""
     params = experiment.param_state(self.policy.model)
-    params = jax.device_put(params, tree_shardings(params, self.policy.mesh))
+    params = place(params, tree_shardings(params, self.policy.mesh))
     return params, self.learner.init(params), 0
 
   def rollout(self, params: Any, iteration: int) -> Rollout:

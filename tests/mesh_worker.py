@@ -9,11 +9,14 @@ import jax
 import numpy as np
 
 from ragen_jax import experiment, train
+from ragen_jax.distributed import processes
 from tests import helpers
 
 
 def main() -> None:
   data, fsdp, tensor, out = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+  if len(sys.argv) > 5:
+    processes.connect(sys.argv[5], int(sys.argv[6]), int(sys.argv[7]))
   config = helpers.small_config(
     train__groups=8, train__group_size=4, optimizer__mini_batch_size=16, optimizer__micro_batch_size=8,
     agent__drop_finished=True,
@@ -26,14 +29,17 @@ def main() -> None:
   batch, metrics = trainer.make_batch(params, rollout)
   params, opt_state, more = trainer.update(params, opt_state, batch, rollout, 0)
   embedding = params['policy']['embed_tokens'][...]
+  weights = processes.all_rows(jax.tree.leaves(params))
+  if not processes.is_first():
+    return
   np.savez(
     out,
     tokens=rollout.trajectory.tokens,
     logprobs=rollout.trajectory.logprobs,
     advantages=batch.advantages,
     metrics=json.dumps(metrics | more),
-    shards=len({str(s.index) for s in embedding.addressable_shards}),
-    **{f'w{i}': np.asarray(x) for i, x in enumerate(jax.tree.leaves(params))},
+    shards=len({str(index) for index in embedding.sharding.devices_indices_map(embedding.shape).values()}),
+    **{f'w{i}': x for i, x in enumerate(weights)},
   )
 
 

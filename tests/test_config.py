@@ -12,8 +12,9 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import default, frozenlake_grpo, frozenlake_ppo, sft_tiny
-from ragen_jax import sft, train
+from ragen_jax import config_check, sft, train
 from ragen_jax.config_check import check_config
+from ragen_jax.distributed.processes import RowShare
 from ragen_jax.utils.errors import UserError
 from tests import helpers
 
@@ -139,6 +140,12 @@ def test_what_cannot_run_is_refused_in_one_line(field, value, message):
   assert '\n' not in str(e.value)
 
 
+def test_processes_play_equal_numbers_of_groups(monkeypatch):
+  monkeypatch.setattr(config_check, 'row_share', lambda mesh: RowShare(shards=3, first=1, own=1))
+  with pytest.raises(UserError, match=r'train\.groups=4: must be a multiple of 3, the parts'):
+    check_config(helpers.small_config())
+
+
 def test_grpo_needs_a_group_to_compare_with():
   config = helpers.small_config(algorithm__adv_estimator='grpo', train__group_size=1, train__groups=16)
   with pytest.raises(UserError, match=r'train\.group_size=1.*at least 2'):
@@ -157,6 +164,16 @@ def test_grpo_needs_a_group_to_compare_with():
     (['--config=configs/frozenlake_ppo.py', 'algorithm.gamma=0.9'], 'unknown argument'),
     (['--config=configs/frozenlake_ppo.py', '--config.model.path=tests'], 'no config.json'),
     (['--config=configs/frozenlake_ppo.py', '--config.train.group_size=3'], 'must divide'),
+    (['--config=configs/frozenlake_ppo.py', '--num_processes=2'], 'need --coordinator=HOST:PORT'),
+    (
+      ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
+      'which of them this is, from 0',
+    ),
+    (
+      ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost', '--num_processes=2', '--process_id=1'],
+      'as HOST:PORT',
+    ),
+    (['--config=configs/frozenlake_ppo.py', '--coordinator=auto', '--process_id=1'], 'must not be given'),
   ],
 )
 def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(tmp_path, arguments, message):

@@ -1,12 +1,14 @@
-"""One device, or eight in any arrangement: the same tokens, the same losses, the same new weights."""
+"""One device or eight, one process or two: the same tokens, the same losses, the same new weights."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -19,16 +21,45 @@ from ragen_jax.utils.errors import UserError
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def _run(tmp_path, data, fsdp, tensor):
-  out = tmp_path / f'{data}{fsdp}{tensor}.npz'
-  env = os.environ | {
-    'XLA_FLAGS': f'--xla_force_host_platform_device_count={data * fsdp * tensor}',
+def _environment(devices):
+  return os.environ | {
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
     'JAX_PLATFORMS': 'cpu',
     'PYTHONPATH': str(ROOT),
   }
-  arguments = [sys.executable, '-m', 'tests.mesh_worker', str(data), str(fsdp), str(tensor), str(out)]
-  result = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-  assert result.returncode == 0, result.stderr[-3000:]
+
+
+def _free_port():
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+def _wait(workers, seconds=240):
+  """Their exit statuses; when one fails the others are killed, which may wait for it."""
+  end = time.monotonic() + seconds
+  while time.monotonic() < end and any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
+    time.sleep(0.1)
+  for w in workers:
+    w.kill()
+  return [w.wait() for w in workers]
+
+
+def _run(tmp_path, data, fsdp, tensor, processes=1):
+  out = tmp_path / f'{data}{fsdp}{tensor}-{processes}.npz'
+  command = [sys.executable, '-m', 'tests.mesh_worker', str(data), str(fsdp), str(tensor), str(out)]
+  extra = [[]]
+  if processes > 1:
+    address = f'127.0.0.1:{_free_port()}'
+    extra = [[address, str(processes), str(i)] for i in range(processes)]
+  logs = [tmp_path / f'{out.name}-{i}.log' for i in range(processes)]
+  workers = []
+  for arguments, log in zip(extra, logs, strict=True):
+    with log.open('w') as file:
+      environment = _environment(data * fsdp * tensor // processes)
+      workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file))
+  codes = _wait(workers)
+  assert codes == [0] * processes, '\n'.join(log.read_text()[-3000:] for log in logs)
   return np.load(out)
 
 
@@ -37,9 +68,17 @@ def one_device(tmp_path_factory):
   return _run(tmp_path_factory.mktemp('one'), 1, 1, 1)
 
 
-@pytest.mark.parametrize('shape', [(8, 1, 1), (2, 2, 2)])
-def test_a_mesh_changes_nothing(tmp_path, one_device, shape):
-  many = _run(tmp_path, *shape)
+@pytest.mark.parametrize(
+  ('shape', 'processes'),
+  [
+    ((8, 1, 1), 1),
+    ((2, 2, 2), 1),
+    ((1, 2, 1), 2),  # each process plays half of the rows and holds half of the weights
+    ((1, 1, 2), 2),  # both play the same rows, with half of the heads each
+  ],
+)
+def test_a_mesh_changes_nothing(tmp_path, one_device, shape, processes):
+  many = _run(tmp_path, *shape, processes)
   assert int(many['shards']) == shape[1] * shape[2]  # the weights really are divided
   np.testing.assert_array_equal(many['tokens'], one_device['tokens'])
   np.testing.assert_allclose(many['logprobs'], one_device['logprobs'], atol=1e-4)

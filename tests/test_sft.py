@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from ragen_jax import experiment, sft
+from ragen_jax import experiment, learner, sft
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.demonstrations import DemonstrationStyle, demonstrate
 from ragen_jax.agent.env_manager import EnvStateManager
@@ -52,6 +52,15 @@ def test_the_loss_mask_of_demonstrations_is_on_replies_and_their_stop_tokens():
       assert parsed.valid and list(parsed.names) == turn.actions[: len(parsed.names)]
 
 
+def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
+  trajectory, episodes, _, tokenizer, _ = _demonstrations(DemonstrationStyle(noise=0.2))
+  ends = trajectory.loss_mask & (trajectory.tokens == tokenizer.stop_ids[0])
+  assert (trajectory.rewards[~ends] == 0).all()
+  for row, episode in enumerate(episodes):
+    np.testing.assert_allclose(trajectory.rewards[row][ends[row]], [t.reward for t in episode.turns], atol=1e-6)
+  assert {e.tag for e in episodes if e.env_return > 0} == {'FrozenLake', 'SimpleSokoban', 'Bandit'}
+
+
 def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path):
   config = helpers.small_config(
     sft__tags=('Bandit',), sft__levels=(512,), sft__steps=120, sft__batch_size=32, sft__learning_rate=5e-3,
@@ -66,6 +75,32 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
   metrics = Evaluator(config, policy)(experiment.param_state(policy.model)).metrics
   assert metrics['val-env/Bandit/action_is_valid'] > 0.95  # a random model writes no valid reply in a thousand
   assert metrics['val-greedy/Bandit/success'] > 0.95
+
+
+def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
+  config = helpers.small_config(
+    sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=150, sft__batch_size=32, sft__learning_rate=5e-3,
+    sft__from_scratch=True, sft__shape=(32, 2, 4, 2, 8, 64), sft__output=str(tmp_path / 'out'), sft__value_coef=5.0,
+    envs__FrozenLake__size=2, envs__FrozenLake__max_turns=2, eval__groups=8, length_step=64,
+  )  # fmt: skip
+  sft.train_sft(config)
+  config.model.path = str(tmp_path / 'out')
+  policy = experiment.load_policy(config)
+  specs = experiment.env_groups(config, ('FrozenLake',), (256,))
+  envs, context = EnvStateManager(specs, 1), experiment.context_manager(config, policy.tokenizer, specs)
+  trajectory, _ = demonstrate(envs, context, 5000, np.random.default_rng(9), DemonstrationStyle(), 512)
+  columns, mask = learner.sampled_columns(trajectory.loss_mask)
+  best = learner.gather(trajectory.values, columns, mask)[mask]
+  _, _, values = learner.score_tokens(policy.model, trajectory.tokens, columns, learner.LossConfig())
+  assert best.std() > 0.05
+  assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.7
+  assert abs(np.asarray(values)[mask].mean() - best.mean()) < 0.1
+  # A warm start that does not train the head hands it on.
+  config.sft.update(from_scratch=False, value_coef=0.0, steps=1, output=str(tmp_path / 'again'))
+  sft.train_sft(config)
+  for name in ('out', 'again'):
+    config.model.path = str(tmp_path / name)
+    assert float(experiment.load_policy(config).model.value_head.bias[...]) == float(policy.model.value_head.bias[...])
 
 
 def test_the_built_in_model_is_small_and_opens_in_transformers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
+from ragen_jax.distributed import processes
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
 
@@ -27,7 +29,7 @@ class Limits:
     max_context: columns a row may use, its last reply included.
     format_penalty: added to the reward of a turn whose reply is not valid; 0 or negative.
     size_step: cache sizes and observation widths are rounded up to multiples of this.
-    drop_finished: rows that are over leave the batch once half of it is.
+    drop_finished: rows that are over leave the batch once half of those of every device are.
   """
 
   max_turns: int
@@ -48,12 +50,14 @@ class Rollout:
     anchors: i32[B, max_turns], equal where two turns began from the same observation of the same level; -1 where the
       episode did not get there.
     tokens_sampled: how many tokens the policy sampled.
+    pad_id: the token behind a row's last.
   """
 
   trajectory: Trajectory
   episodes: list[Episode]
   anchors: np.ndarray
   tokens_sampled: int
+  pad_id: int
 
 
 def round_up(n: int, step: int) -> int:
@@ -72,16 +76,17 @@ class AgentProxy:
     self.limits = limits
 
   def _row_buckets(self) -> list[int]:
-    """Batch sizes that programs are compiled for: halves of the full batch, down to an eighth."""
-    sizes, shards = [self.envs.rows], self.sampler.row_shards
-    while self.limits.drop_finished and len(sizes) < 4 and sizes[-1] % (2 * shards) == 0 and sizes[-1] > 8:
+    """Rows a shard that programs are compiled for: halves of the full number, down to an eighth."""
+    share = self.sampler.share
+    sizes = [self.envs.rows // share.own]
+    while self.limits.drop_finished and len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] * share.shards > 8:
       sizes.append(sizes[-1] // 2)
     return sizes
 
   def rollout(
     self, params: Any, first_seed: int, key: jax.Array, sampling: Sampling, *, policy_version: int = 0
   ) -> Rollout:
-    """Plays one episode a row.
+    """Plays one episode a row; with many processes each plays its own, and all return the whole.
 
     Args:
       params: weights of the `ActorCritic`.
@@ -99,7 +104,8 @@ class AgentProxy:
     envs, context, limits = self.envs, self.context, self.limits
     rows = envs.rows
     observations = envs.reset(first_seed)
-    row_keys = jax.random.split(key, rows)
+    share = self.sampler.share
+    row_keys = jax.random.split(key, rows * share.parts)[envs.first_row : envs.first_row + rows]
     timeline = Timeline(rows, limits.max_context)
     episodes = [
       Episode(envs.specs[e].tag, int(g), int(s), [])
@@ -113,32 +119,37 @@ class AgentProxy:
     closed = np.ones((rows,), bool)
     reward = np.zeros((rows,), np.float32)
 
-    state, batch = None, np.arange(rows)  # batch[i]: the timeline's row that row i of the device's state belongs to
+    # batch[i]: the timeline's row that row i of the device's state belongs to. Rows are dealt to the shards in turn, so
+    # that a level whose episodes are long is no shard's alone.
+    state, batch = None, np.arange(rows).reshape(-1, share.own).T.reshape(-1)
     for turn in range(limits.max_turns):
       segments: dict[int, tuple[int, ...]] = {}
-      for row in np.flatnonzero(status == Status.RUNNING):
-        e = int(envs.row_env[row])
-        if turn == 0:
-          ids = context.first_segment(e, observations[row], int(actions_left[row]))
-        else:
-          ids = context.next_segment(
-            e, turn, float(reward[row]), observations[row], int(actions_left[row]), closed=bool(closed[row])
-          )
-        if timeline.length[row] + len(ids) + limits.max_response_tokens > limits.max_context:
+      with processes.same_errors() if turn == 0 else contextlib.nullcontext():
+        for row in np.flatnonzero(status == Status.RUNNING):
+          e = int(envs.row_env[row])
           if turn == 0:
-            raise UserError(
-              f'agent.max_context={limits.max_context}: a first prompt of {envs.specs[e].tag} and its reply need '
-              f'{len(ids)} + {limits.max_response_tokens} tokens'
+            ids = self._first_segment(e, observations[row], int(actions_left[row]))
+          else:
+            ids = context.next_segment(
+              e, turn, float(reward[row]), observations[row], int(actions_left[row]), closed=bool(closed[row])
             )
-          status[row] = Status.OUT_OF_CONTEXT
-          continue
-        segments[int(row)] = ids
-        anchors[row, turn] = anchor_ids.setdefault((int(envs.row_group[row]), observations[row]), len(anchor_ids))
-      if not segments:
-        break
-
+          if timeline.length[row] + len(ids) + limits.max_response_tokens > limits.max_context:
+            status[row] = Status.OUT_OF_CONTEXT
+            continue
+          segments[int(row)] = ids
+          anchors[row, turn] = anchor_ids.setdefault((int(envs.row_group[row]), observations[row]), len(anchor_ids))
       live = np.asarray(list(segments), np.int32)
-      state, batch = self._make_room(state, batch, live, timeline, max(len(s) for s in segments.values()))
+      # Processes agree on shapes, and go on until the last of them is done.
+      busiest, widest, longest = processes.largest(
+        (
+          int(np.bincount(live % share.own).max(initial=0)),
+          max(map(len, segments.values()), default=0),
+          int(timeline.length[live].max(initial=0)),
+        )
+      )
+      if not busiest:
+        break
+      state, batch = self._make_room(state, batch, live, busiest, widest, longest)
       state, reply = self._speak(params, state, batch, segments, row_keys, sampling)
       at = np.flatnonzero(np.isin(batch, live) & (reply.count > 0))
       for row in live:
@@ -181,36 +192,55 @@ class AgentProxy:
       episode.final_observation = observations[row]
     trajectory = timeline.trajectory(
       group=envs.row_group,
-      episode=np.arange(rows),
+      episode=envs.first_row + np.arange(rows),
       env=envs.row_env,
       status=status,
       policy_version=policy_version,
       pad_id=self.context.tokenizer.pad_id,
     )
-    return Rollout(trajectory, episodes, anchors, int(trajectory.loss_mask.sum()))
+    own = Rollout(trajectory, episodes, anchors, int(trajectory.loss_mask.sum()), context.tokenizer.pad_id)
+    return _join(processes.gather_shares(own, share))
 
-  def _make_room(self, state, batch, live, timeline, widest):
-    """The device's state for the next turn: live rows, dense, with columns for the observation and the reply."""
+  def _first_segment(self, env: int, observation: str, actions_left: int) -> tuple[int, ...]:
+    """The first prompt; raises UserError where it and its reply do not fit into the context."""
+    ids, limits = self.context.first_segment(env, observation, actions_left), self.limits
+    if len(ids) + limits.max_response_tokens > limits.max_context:
+      raise UserError(
+        f'agent.max_context={limits.max_context}: a first prompt of {self.envs.specs[env].tag} and its reply need '
+        f'{len(ids)} + {limits.max_response_tokens} tokens'
+      )
+    return ids
+
+  def _make_room(self, state, batch, live, busiest, widest, longest):
+    """The device's state for the next turn: live rows, dense, with columns for the observation and the reply.
+
+    Args:
+      state: the state before; None at the first turn.
+      batch: i32[own shards * b], the timeline's rows that its rows belong to.
+      live: the timeline's rows that go on.
+      busiest: the most that any shard has of them.
+      widest: tokens of the longest observation.
+      longest: tokens of the longest live row.
+
+    Returns:
+      The state after, and its `batch`; -1 where a row is there to fill up.
+    """
     limits = self.limits
     # Finer than the cache: every column of an observation is computed, filled or not.
     self._width = round_up(widest, max(limits.size_step // 4, 1))
-    longest = int(timeline.length[live].max())
     # Columns are written at the longest row's end, so a row may need more of them than it has tokens.
     size = round_up(longest + self._width + limits.max_response_tokens, limits.size_step)
-    bucket = min(b for b in self._row_buckets() if b >= len(live))
     if state is None:
-      if bucket == len(batch):
-        return self.sampler.init(len(batch), size), batch
-      state = self.sampler.init(bucket, size)
-      return state, np.concatenate([live, np.full(bucket - len(live), -1, np.int32)])
-    if bucket < len(batch):
-      place = {int(r): i for i, r in reversed(list(enumerate(batch)))}
-      new_batch = np.concatenate([live, np.full(bucket - len(live), -1, np.int32)])
-      pick = np.asarray([place[int(r)] if r >= 0 else 0 for r in new_batch], np.int32)
+      return self.sampler.init(len(batch), size), batch
+    shards = batch.reshape(self.sampler.share.own, -1)
+    bucket = min(b for b in self._row_buckets() if b >= busiest)
+    if bucket == shards.shape[1]:
+      pick = np.tile(np.arange(bucket, dtype=np.int32), len(shards))
     else:
-      new_batch, pick = batch, np.arange(len(batch), dtype=np.int32)
-    going = jnp.asarray(np.isin(new_batch, live))
-    return self.sampler.arrange(state, jnp.asarray(pick), size, going), new_batch
+      order = np.argsort(~np.isin(shards, live), axis=1, kind='stable')[:, :bucket].astype(np.int32)
+      batch = np.take_along_axis(shards, order, axis=1)
+      batch, pick = np.where(np.isin(batch, live), batch, -1).reshape(-1), order.reshape(-1)
+    return self.sampler.arrange(state, pick, size, np.isin(batch, live)), batch
 
   def _speak(self, params, state, batch, segments, row_keys, sampling):
     """Feeds each live row its segment and draws its reply; rows of `batch` that are -1 or over take no part."""
@@ -221,13 +251,39 @@ class AgentProxy:
       if ids is not None:
         tokens[i, : len(ids)] = ids
         count[i] = len(ids)
-    state = self.sampler.extend(params, state, jnp.asarray(tokens), jnp.asarray(count))
+    state = self.sampler.extend(params, state, tokens, count)
     state, reply = self.sampler.decode(
       params,
       state,
       row_keys[jnp.asarray(np.maximum(batch, 0))],
-      jnp.asarray(count > 0),
+      count > 0,
       max_new=self.limits.max_response_tokens,
       sampling=sampling,
     )
-    return state, jax.device_get(reply)
+    return state, processes.own_rows(reply)
+
+
+def _join(parts: list[Rollout]) -> Rollout:
+  """The shares of a rollout, in order, as one."""
+  if len(parts) == 1:
+    return parts[0]
+  widths = [p.trajectory.tokens.shape[1] for p in parts]
+  fill = Trajectory(**{f.name: 0 for f in dataclasses.fields(Trajectory)}).replace(turn=-1, tokens=parts[0].pad_id)
+
+  def join(filler, *leaves):
+    if leaves[0].ndim == 1:
+      return np.concatenate(leaves)
+    grown = [np.pad(x, ((0, 0), (0, max(widths) - x.shape[1])), constant_values=filler) for x in leaves]
+    return np.concatenate(grown)
+
+  trajectory = jax.tree.map(join, fill, *(p.trajectory for p in parts))
+  # Numbers of anchors are each part's own.
+  offsets = np.cumsum([0] + [int(p.anchors.max(initial=-1)) + 1 for p in parts])
+  anchors = [np.where(p.anchors < 0, -1, p.anchors + o) for p, o in zip(parts, offsets, strict=False)]
+  return Rollout(
+    trajectory,
+    [e for p in parts for e in p.episodes],
+    np.concatenate(anchors),
+    sum(p.tokens_sampled for p in parts),
+    parts[0].pad_id,
+  )

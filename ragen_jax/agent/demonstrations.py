@@ -69,7 +69,8 @@ def demonstrate(
     max_context: columns that a row may use; an episode that would need more ends before.
 
   Returns:
-    The timeline, its loss mask on the replies and their stop tokens, and the episodes.
+    The timeline, its loss mask on the replies and their stop tokens and its values what the best play within the
+    demonstrator's own limits would still bring from each turn on, and the episodes.
   """
   rows = envs.rows
   observations = envs.reset(first_seed)
@@ -101,6 +102,7 @@ def demonstrate(
       members = slice(starts[e], starts[e] + count)
       turns_left = np.full((count,), spec.budget.max_turns - turn, np.int32)
       turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(turns_left, 1))
+      values = solutions[e].value(states, max(spec.budget.max_turns - turn, 0), left[members])
       plans = solutions[e].plan(states, turns_left, left[members])
       naive_plans = naive[e].plan(states, turns_left, left[members])
       kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
@@ -126,6 +128,7 @@ def demonstrate(
         start = timeline.length[row]
         timeline.append_context(row, reply, turn)
         timeline.loss_mask[row, start : timeline.length[row]] = True
+        timeline.values[row, start : timeline.length[row]] = values[i]
         chosen[row] = plan
         episodes[row].turns.append(Turn(observations[row], context.reply_prefix + text, names, 0.0, 0.0, True, 0))
     result = envs.step(chosen)
@@ -133,6 +136,7 @@ def demonstrate(
     left = envs.actions_left()
     reward = result.reward
     for row in np.flatnonzero(status == Status.RUNNING):
+      timeline.reward_last_token(row, float(reward[row]))
       episodes[row].turns[-1].reward = float(reward[row])
       episodes[row].turns[-1].effective = int(result.effective[row])
       if result.done[row]:

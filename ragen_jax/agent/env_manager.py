@@ -53,9 +53,9 @@ class StepResult:
 class _Pool:
   """The rows of one environment."""
 
-  def __init__(self, spec: EnvGroup, group_size: int):
+  def __init__(self, spec: EnvGroup, rows: int, group_size: int):
     self.spec = spec
-    self.rows = spec.groups * group_size
+    self.rows = rows
     self.group_size = group_size
     self.traces = 0
     self._reset = jax.jit(self._reset_rows)
@@ -108,31 +108,45 @@ class _Pool:
 
 
 class EnvStateManager:
-  """Holds, resets and steps the environments of a rollout.
+  """Holds, resets and steps the environments of a rollout, or one of several equal shares of them.
 
   Attributes:
     specs: the environments, in the order of the rows.
     group_size: G.
-    rows: B = groups * G; group g has rows g*G .. g*G+G-1.
+    first_row: how many rows the shares before have.
+    rows: B = groups * G, of this share; group g has rows g*G .. g*G+G-1 of the whole.
     row_env: i32[B], index into `specs`.
-    row_group: i32[B].
+    row_group: i32[B], the group's number in the whole.
     level_seeds: i64[B], the seed of each row's level, after `reset`.
   """
 
-  def __init__(self, specs: list[EnvGroup], group_size: int):
-    """Builds the batch; nothing runs before `reset`."""
+  def __init__(self, specs: list[EnvGroup], group_size: int, *, share: int = 0, shares: int = 1):
+    """Builds the batch; nothing runs before `reset`.
+
+    Args:
+      specs: the environments of the whole.
+      group_size: G.
+      share: which share this is.
+      shares: how many there are; divides the groups.
+    """
     self.specs = list(specs)
     self.group_size = group_size
-    self._pools = [_Pool(s, group_size) for s in self.specs]
-    self.rows = sum(p.rows for p in self._pools)
-    self.row_env = np.repeat(np.arange(len(self.specs)), [p.rows for p in self._pools]).astype(np.int32)
-    self.row_group = (np.arange(self.rows) // group_size).astype(np.int32)
-    self._starts = np.cumsum([0] + [p.rows for p in self._pools])
+    whole = np.repeat(np.arange(len(self.specs)), [s.groups for s in self.specs])
+    groups = len(whole) // shares
+    own = np.arange(share * groups, (share + 1) * groups)
+    self.first_row = int(own[0]) * group_size
+    self.rows = groups * group_size
+    self.row_env = np.repeat(whole[own], group_size).astype(np.int32)
+    self.row_group = np.repeat(own, group_size).astype(np.int32)
+    counts = np.bincount(self.row_env, minlength=len(self.specs)).tolist()
+    # Only of those environments that the share has rows of.
+    self._pools = {i: _Pool(s, counts[i], group_size) for i, s in enumerate(self.specs) if counts[i]}
+    self._slices = {i: slice(sum(counts[:i]), sum(counts[: i + 1])) for i in self._pools}
 
   @property
   def traces(self) -> int:
     """How often a step has been compiled, over all environments."""
-    return sum(p.traces for p in self._pools)
+    return sum(p.traces for p in self._pools.values())
 
   @property
   def groups(self) -> int:
@@ -150,37 +164,34 @@ class EnvStateManager:
     """
     self.level_seeds = first_seed + self.row_group.astype(np.int64)
     members = np.arange(self.rows) % self.group_size
-    for pool, start in zip(self._pools, self._starts, strict=False):
-      rows = slice(start, start + pool.rows)
-      pool.reset(self.level_seeds[rows], members[rows])
+    for i, pool in self._pools.items():
+      pool.reset(self.level_seeds[self._slices[i]], members[self._slices[i]])
     return self.render()
 
   def step(self, actions: list[list[Any]]) -> StepResult:
     """Carries out a turn's parsed actions, an empty list for rows that do nothing."""
-    parts = [
-      pool.step(actions[start : start + pool.rows]) for pool, start in zip(self._pools, self._starts, strict=False)
-    ]
+    parts = [pool.step(actions[self._slices[i]]) for i, pool in self._pools.items()]
     reward, executed, effective = (np.concatenate(x) for x in zip(*parts, strict=True))
     return StepResult(
       reward=reward,
       executed=executed,
       effective=effective,
-      done=np.concatenate([np.asarray(p.host_states.done) for p in self._pools]),
-      success=np.concatenate([np.asarray(p.host_states.success) for p in self._pools]),
+      done=np.concatenate([np.asarray(p.host_states.done) for p in self._pools.values()]),
+      success=np.concatenate([np.asarray(p.host_states.success) for p in self._pools.values()]),
     )
 
   def render(self) -> list[str]:
     """The observations as they are now, one a row."""
-    return [text for pool in self._pools for text in pool.spec.env.render(pool.host_states)]
+    return [text for pool in self._pools.values() for text in pool.spec.env.render(pool.host_states)]
 
   def actions_left(self) -> np.ndarray:
     """i32[B]."""
-    return np.concatenate([p.spec.budget.max_actions - p.used for p in self._pools])
+    return np.concatenate([p.spec.budget.max_actions - p.used for p in self._pools.values()])
 
   def optimal(self) -> np.ndarray:
     """f32[B], the best success probability on each row's level; call it right after `reset`."""
     parts = []
-    for pool in self._pools:
+    for pool in self._pools.values():
       one_a_group = jax.tree.map(lambda x: np.asarray(x)[:: self.group_size], pool.host_states)
       best = pool.spec.env.optimal(one_a_group, pool.spec.budget)
       parts.append(np.repeat(np.asarray(best, np.float32), self.group_size))

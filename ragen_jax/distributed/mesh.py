@@ -24,7 +24,8 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
   Raises:
     UserError: the axes do not multiply to the number of devices.
   """
-  devices = jax.devices()
+  # A process's devices stay together, so that its rows are a contiguous range.
+  devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
   asked = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}'
   if min(fsdp, tensor) < 1 or (data < 1 and data != -1):
     raise UserError(f'{asked}: each must be at least 1, and data may be -1 for the devices that are left')

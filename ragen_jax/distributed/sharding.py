@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.utils.errors import UserError
@@ -58,6 +59,10 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   return jax.tree_util.tree_map_with_path(of, tree)
 
 
+# The mesh axes that rows are divided over.
+ROW_AXES = ('data', 'fsdp')
+
+
 def row_shards(mesh: Mesh) -> int:
   """In how many parts rows are divided."""
   return mesh.shape['data'] * mesh.shape['fsdp']
@@ -65,9 +70,21 @@ def row_shards(mesh: Mesh) -> int:
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
   """Layout of arrays whose first axis are rows."""
-  return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
+  return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
 def place_rows(tree: Any, mesh: Mesh) -> Any:
-  """Puts host arrays [B, ...] on the mesh, rows divided."""
-  return jax.device_put(tree, row_sharding(mesh))
+  """Puts host arrays [B, ...] on the mesh, rows divided; every process has all rows and places those of its devices."""
+  return place(tree, jax.tree.map(lambda _: row_sharding(mesh), tree))
+
+
+def place(tree: Any, shardings: Any) -> Any:
+  """Puts arrays that every process has alike where `shardings`, a tree of the same structure, says."""
+  if jax.process_count() == 1:
+    return jax.device_put(tree, shardings)
+
+  def one(x, sharding):
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+  return jax.tree.map(one, tree, shardings)

@@ -258,7 +258,9 @@ class Bandit(base.Environment):
     """One pull of the high arm: its choice is success, and any budget allows it."""
     states = jax.tree.map(np.asarray, states)
     return Solution(
-      success=np.where(states.done, states.success, 1).astype(np.float32), high=self._ids[states.pair, HIGH]
+      success=np.where(states.done, states.success, 1).astype(np.float32),
+      high=self._ids[states.pair, HIGH],
+      mean=self.high_probability * self.high_reward,
     )
 
 
@@ -269,15 +271,25 @@ class Solution:
   Attributes:
     success: f32[N].
     high: i32[N], the action that pulls the high arm.
+    mean: what the high arm pays on average.
   """
 
   success: np.ndarray
   high: np.ndarray
+  mean: float
 
   def plan(self, states: State, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
     """The high arm, or nothing where the episode is over."""
-    over = np.asarray(states.done) | (np.asarray(turns_left) < 1) | (np.asarray(actions_left) < 1)
+    over = _over(states, turns_left, actions_left)
     return [[] if stop else [action] for action, stop in zip(self.high.tolist(), over.tolist(), strict=True)]
+
+  def value(self, states: State, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+    """f32[N], the high arm's mean, or nothing where the episode is over."""
+    return np.where(_over(states, turns_left, actions_left), 0.0, self.mean).astype(np.float32)
+
+
+def _over(states: State, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+  return np.asarray(states.done) | (np.asarray(turns_left) < 1) | (np.asarray(actions_left) < 1)
 
 
 def _key(name: str) -> str:

@@ -80,6 +80,13 @@ class Solution(Protocol):
       ValueError: more turns or actions are left than the budget that was solved for has.
     """
 
+  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+    """What the best play still brings: f32[N], the expected sum of rewards to come.
+
+    The best play is that of the highest probability of success; where success is out of reach, it does as little as the
+    game lets it. Arguments and errors are those of `plan`.
+    """
+
 
 class Environment(abc.ABC):
   """A game in pure JAX. Subclasses are frozen dataclasses whose fields are the game's options.

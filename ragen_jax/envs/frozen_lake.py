@@ -223,11 +223,16 @@ class FrozenLake(base.Environment):
     return picture
 
   def rationale(self, states: State) -> list[str]:
-    """Where the player and the goal are, as (row, column)."""
-    squares = zip(np.asarray(states.player).tolist(), np.asarray(states.goal).tolist(), strict=True)
-    return [
-      f'I am at {divmod(player, self.size)}, the goal is at {divmod(goal, self.size)}.' for player, goal in squares
-    ]
+    """Where the player and the goal are, as (row, column), and on which sides of the player there is a hole."""
+    player, goal = np.asarray(states.player), np.asarray(states.goal)
+    holes = np.asarray(states.holes).reshape(len(player), -1)
+    beside = np.stack([holes[np.arange(len(player)), _neighbour(player, a, self.size)] for a in range(4)], axis=1)
+    thoughts = []
+    for square, target, sides in zip(player.tolist(), goal.tolist(), beside, strict=True):
+      names = ', '.join(name for name, hole in zip(self.action_names, sides, strict=True) if hole)
+      danger = f'holes beside me: {names}.' if names else 'no hole beside me.'
+      thoughts.append(f'I am at {divmod(square, self.size)}, the goal is at {divmod(target, self.size)}; {danger}')
+    return thoughts
 
   # -- levels from text ------------------------------------------------------------------------------------------------
 
@@ -381,9 +386,14 @@ class Solution:
   @functools.cached_property
   def success(self) -> np.ndarray:
     """f32[N], the highest probability of success within the budget."""
-    value = self._backward(discount=1.0, hope=0.0, with_plans=False)[0]
-    rows, player = np.arange(len(value)), self.states.player
-    return np.where(self.states.done, self.states.success, value[rows, -1, -1, player]).astype(np.float32)
+    rows = np.arange(len(self._chances))
+    chances = self._chances[rows, -1, -1, self.states.player]
+    return np.where(self.states.done, self.states.success, chances).astype(np.float32)
+
+  @functools.cached_property
+  def _chances(self) -> np.ndarray:
+    """f32[N, turns, actions, S], the highest probability of success; the entries are those of `_plans`."""
+    return self._backward(discount=1.0, hope=0.0, with_plans=False)[0]
 
   @functools.cached_property
   def _plans(self) -> np.ndarray:
@@ -396,6 +406,19 @@ class Solution:
     Raises:
       ValueError: more turns or actions are left than the budget had.
     """
+    number = self._look_up(self._plans, states, turns_left, actions_left, over=-1)
+    return [_sequence(k) for k in number.tolist()]
+
+  def value(self, states: State, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+    """f32[N], the highest probability of success from here on, which is what the goal's one point is worth.
+
+    Raises:
+      ValueError: see `plan`.
+    """
+    return self._look_up(self._chances, states, turns_left, actions_left, over=0.0)
+
+  def _look_up(self, table: np.ndarray, states: State, turns_left, actions_left, over: float) -> np.ndarray:
+    """Each level's entry of a table [N, turns, actions, S]; `over` where its episode is."""
     n = len(self.states.done)
     turns, actions = (np.broadcast_to(np.asarray(x), (n,)) for x in (turns_left, actions_left))
     for name, left, most in (
@@ -404,11 +427,10 @@ class Solution:
     ):
       if n and left.max() > most:
         raise ValueError(f'frozen_lake: {name}={left.max()}; allowed: at most {most}, the budget that was solved for')
-    over = np.asarray(states.done) | (turns < 1) | (actions < 1)
+    ended = np.asarray(states.done) | (turns < 1) | (actions < 1)
     # Levels that are over read some entry of the table, and do not use it.
-    number = self._plans[np.arange(n), np.maximum(turns, 1) - 1, np.maximum(actions, 1) - 1, np.asarray(states.player)]
-    number[over] = -1
-    return [_sequence(k) for k in number.tolist()]
+    entry = table[np.arange(n), np.maximum(turns, 1) - 1, np.maximum(actions, 1) - 1, np.asarray(states.player)]
+    return np.where(ended, table.dtype.type(over), entry)
 
   def _backward(self, *, discount: float, hope: float, with_plans: bool) -> tuple[np.ndarray, np.ndarray | None]:
     """Runs the recursion on chunks of levels that fit the working memory; all chunks share one compiled program."""

@@ -145,6 +145,7 @@ class Sokoban(base.Environment):
     gained = (boxes & state.targets).sum(dtype=jnp.int32) - (state.boxes & state.targets).sum(dtype=jnp.int32)
     success = ~(boxes & ~state.targets).any()
     steps = state.steps + 1
+    reward = sokoban_solver.STEP_REWARD + gained + sokoban_solver.SUCCESS_REWARD * success
     after = state.replace(
       boxes=boxes,
       player=jnp.where(moves, state.player + move, state.player),
@@ -152,7 +153,7 @@ class Sokoban(base.Environment):
       success=success,
       done=success | (steps >= self.max_steps),
     )
-    return after, base.StepOutput(reward=-0.1 + gained + 10.0 * success, effective=moves)
+    return after, base.StepOutput(reward=reward, effective=moves)
 
   # -- text ----------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,9 @@ import numpy as np
 
 from ragen_jax.envs import base
 
+# What every move costs, and what the last box on its target earns on top of its own point.
+STEP_REWARD = -0.1
+SUCCESS_REWARD = 10.0
 # Up, Down, Left, Right: (rows, columns). The opposite of direction d is d ^ 1.
 DIRECTIONS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)], np.int32)
 # Positions above which a board is searched level by level: 8x8 with 3 boxes (257,040) still has a table.
@@ -370,6 +373,19 @@ class SokobanSolution:
       At most `max_actions_per_turn` action ids a level. Where no solution can be reached, one legal move or moves
       that put as many boxes as possible on targets; nothing where the episode is over.
     """
+    return self._search.plan(states, self._most(states, turns_left, actions_left), self._per_turn)
+
+  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+    """f32[N], the rewards of the shortest solution; where none can be reached, those of one wasted move a turn."""
+    most = self._most(states, turns_left, actions_left)
+    length = self._search.lengths(states, most)
+    waiting = (np.asarray(states.boxes) & ~np.asarray(states.targets)).sum(axis=(1, 2))
+    solved = waiting + SUCCESS_REWARD + STEP_REWARD * length
+    lost = STEP_REWARD * np.minimum(most, turns_left)
+    return np.where(most < 1, 0.0, np.where((length >= 0) & (length <= most), solved, lost)).astype(np.float32)
+
+  def _most(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+    """i32[N], moves that can still be made."""
     most = np.minimum(np.asarray(actions_left), np.asarray(turns_left) * self._per_turn)
     most = np.minimum(most, self._max_steps - np.asarray(states.steps))
-    return self._search.plan(states, np.where(np.asarray(states.done), 0, most), self._per_turn)
+    return np.where(np.asarray(states.done), 0, most)

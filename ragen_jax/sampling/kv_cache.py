@@ -44,7 +44,9 @@ def init_state(model: Qwen, rows: int, size: int) -> SamplerState:
   )
 
 
-def arrange(state: SamplerState, rows: jax.Array, live: jax.Array, size: int) -> SamplerState:
+def arrange(
+  state: SamplerState, rows: jax.Array, live: jax.Array, size: int, mesh_axes: tuple[str, ...] = ()
+) -> SamplerState:
   """Picks rows, moves their tokens to the left and sets the number of columns.
 
       valid  1 1 0 1 0 1 0      ->  1 1 1 1 0
@@ -55,6 +57,8 @@ def arrange(state: SamplerState, rows: jax.Array, live: jax.Array, size: int) ->
     rows: i32[B'], the rows to keep, in their new order; a row may be named twice.
     live: bool[B'], rows that go on; the others become empty, so that they do not move the write column.
     size: columns after; at least the longest live row.
+    mesh_axes: inside `jax.shard_map`, the axes that rows are divided over: a shard keeps its rows, and all shards share
+      the write column.
 
   Returns:
     The state of B' rows and `size` columns, its write column behind the longest live row.
@@ -69,10 +73,11 @@ def arrange(state: SamplerState, rows: jax.Array, live: jax.Array, size: int) ->
     return x[rows[:, None], order]
 
   position = jnp.where(live, state.position[rows], 0)
+  column = jnp.max(position)
   return SamplerState(
     cache=tuple(LayerCache(k=pick(c.k), v=pick(c.v)) for c in state.cache),
     valid=jnp.arange(size)[None, :] < position[:, None],
-    column=jnp.max(position),
+    column=jax.lax.pmax(column, mesh_axes) if mesh_axes else column,
     position=position,
     hidden=state.hidden[rows],
   )

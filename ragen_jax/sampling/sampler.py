@@ -13,13 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ragen_jax.distributed.sharding import row_sharding, row_shards
+from ragen_jax.distributed import processes
+from ragen_jax.distributed.sharding import ROW_AXES
+from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import kv_cache
 from ragen_jax.sampling.kv_cache import SamplerState
+from ragen_jax.utils.errors import UserError
 
 # Entries of a cumulative sum that is taken in one go; longer vocabularies take sums of blocks first.
 _BLOCK = 512
@@ -250,6 +254,7 @@ class Sampler:
 
   Attributes:
     traces: how often each program has been traced, by name.
+    share: which of the rows are this process's.
   """
 
   def __init__(
@@ -262,20 +267,27 @@ class Sampler:
       stop_ids: tokens that end a reply.
       vocab_limit: see `decode`; the whole vocabulary where not given.
       mesh: rows are divided over it; one device where not given.
+
+    Raises:
+      UserError: the mesh divides the key/value heads unequally; see also `processes.row_share`.
     """
+    if mesh is not None and model.policy.cfg.num_kv_heads % mesh.shape['tensor']:
+      raise UserError(
+        f'mesh.tensor={mesh.shape["tensor"]}: does not divide the {model.policy.cfg.num_kv_heads} key/value heads'
+      )
     self.graphdef, _ = nnx.split(model)
     self.cfg = model.policy.cfg
     self.stop_ids = tuple(stop_ids)
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
     self.traces = {'arrange': 0, 'extend': 0, 'decode': 0}
     self._policy = model.policy
-    self._rows = None if mesh is None else row_sharding(mesh)
-    self.row_shards = 1 if mesh is None else row_shards(mesh)
+    self._mesh = mesh
+    self.share = processes.row_share(mesh)
     self._arrange = jax.jit(self._counted('arrange', self._arrange_rows), static_argnames='size')
-    self._extend = jax.jit(self._counted('extend', functools.partial(extend, self.graphdef)), donate_argnames='state')
+    self._extend = jax.jit(self._counted('extend', self._extend_rows), donate_argnames='state')
     self._decode = jax.jit(
-      self._counted('decode', functools.partial(decode, self.graphdef)),
-      static_argnames=('max_new', 'stop_ids', 'vocab_limit', 'sampling'),
+      self._counted('decode', self._decode_rows),
+      static_argnames=('max_new', 'sampling'),
       donate_argnames='state',
     )
 
@@ -287,26 +299,70 @@ class Sampler:
 
     return traced
 
-  def _layout(self, state: SamplerState) -> SamplerState:
-    """Rows divided over the mesh, inside a program."""
-    if self._rows is None:
-      return state
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._rows) if x.ndim else x, state)
+  def _state_specs(self) -> SamplerState:
+    """How the state lies on the mesh: rows divided, and heads of the cache."""
+    rows, cache = PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES, None, 'tensor', None)
+    layers = tuple(LayerCache(k=cache, v=cache) for _ in range(self.cfg.num_layers))
+    return SamplerState(cache=layers, valid=rows, column=PartitionSpec(), position=rows, hidden=rows)
+
+  def _layout(self, tree: Any, specs: Any) -> Any:
+    """Puts a tree where `specs` say, inside a program; on one device nothing is to be done."""
+    if self._mesh is None:
+      return tree
+    shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
+    return jax.lax.with_sharding_constraint(tree, shardings)
 
   def _arrange_rows(self, state: SamplerState, rows: jax.Array, live: jax.Array, size: int) -> SamplerState:
-    return self._layout(kv_cache.arrange(state, rows, live, size))
+    if self._mesh is None:
+      return kv_cache.arrange(state, rows, live, size)
+    specs = self._state_specs()
+    of_rows = PartitionSpec(ROW_AXES)
+    return jax.shard_map(
+      functools.partial(kv_cache.arrange, size=size, mesh_axes=ROW_AXES),
+      mesh=self._mesh,
+      in_specs=(specs, of_rows, of_rows),
+      out_specs=specs,
+      check_vma=False,
+    )(state, rows, live)
+
+  def _extend_rows(self, params, state, tokens, count):
+    return self._layout(extend(self.graphdef, params, state, tokens, count), self._state_specs())
+
+  def _decode_rows(self, params, state, key_data, active, temperature, *, max_new, sampling):
+    state, reply = decode(
+      self.graphdef,
+      params,
+      state,
+      jax.random.wrap_key_data(key_data),
+      active,
+      temperature,
+      max_new=max_new,
+      stop_ids=self.stop_ids,
+      vocab_limit=self.vocab_limit,
+      sampling=sampling,
+    )
+    reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
+    return self._layout(state, self._state_specs()), reply
 
   def _place(self, x):
-    return x if self._rows is None else jax.device_put(x, self._rows)
+    return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
 
   def init(self, rows: int, size: int) -> SamplerState:
-    """An empty state."""
-    return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size)))()
+    """An empty state for `rows` rows of this process."""
+    rows *= self.share.parts
+    return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs()))()
 
-  def arrange(self, state: SamplerState, rows: jax.Array, size: int, live: jax.Array | None = None) -> SamplerState:
-    """See `kv_cache.arrange`; without `live` all rows go on."""
-    live = jnp.ones(len(rows), bool) if live is None else live
-    return self._arrange(state, rows, live, size=size)
+  def arrange(self, state: SamplerState, rows: np.ndarray, size: int, live: np.ndarray | None = None) -> SamplerState:
+    """See `kv_cache.arrange`. Rows stay on their device: they are numbered within each shard.
+
+    Args:
+      state: the state before.
+      rows: i32[B'] for the rows of this process, the same number for each of its shards.
+      size: columns after.
+      live: bool[B'], rows that go on; all where not given.
+    """
+    live = np.ones(len(rows), bool) if live is None else live
+    return self._arrange(state, self._place(rows), self._place(live), size=size)
 
   def extend(self, params: Any, state: SamplerState, tokens: jax.Array, count: jax.Array) -> SamplerState:
     """See `extend`."""
@@ -322,16 +378,17 @@ class Sampler:
     max_new: int,
     sampling: Sampling,
   ) -> tuple[SamplerState, Reply]:
-    """See `decode`. Two temperatures above 0 share one program."""
+    """See `decode`, with rows of this process; `processes.own_rows` brings the reply's back.
+
+    Two temperatures above 0 share one program.
+    """
     compiled = dataclasses.replace(sampling, temperature=0.0 if sampling.temperature == 0 else 1.0)
     return self._decode(
       params=params,
       state=state,
-      keys=self._place(keys),
+      key_data=self._place(jax.random.key_data(keys)),
       active=self._place(active),
       temperature=jnp.float32(sampling.temperature),
       max_new=max_new,
-      stop_ids=self.stop_ids,
-      vocab_limit=self.vocab_limit,
       sampling=compiled,
     )

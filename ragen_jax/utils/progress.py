@@ -29,6 +29,7 @@ class Progress:
     stream: TextIO | None = None,
     enabled: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    noun: str = 'iteration',
   ):
     """Starts the clock.
 
@@ -38,7 +39,9 @@ class Progress:
       stream: where to write; None means standard error.
       enabled: False shows nothing (processes other than the first).
       clock: seconds since any fixed moment.
+      noun: what is counted.
     """
+    self._noun = noun
     self._total = total
     self._done = start
     self._stream = sys.stderr if stream is None else stream
@@ -98,7 +101,7 @@ class Progress:
 
   def _format(self, values: Mapping[str, float], interval: tuple[int, float, int]) -> str:
     iterations, seconds, tokens = (sum(column) for column in zip(*(self._window or [interval]), strict=True))
-    parts = [f'iteration {self._done}/{self._total}']
+    parts = [f'{self._noun} {self._done}/{self._total}']
     parts += [f'{name} {value:.2f}' for name, value in values.items()]
     if tokens and seconds > 0:
       parts.append(f'{_count(tokens / seconds)} tok/s')

@@ -78,3 +78,22 @@ def test_the_optimum_is_one_number_a_level(manager):
   assert all(len(set(best[g * 4 : (g + 1) * 4].tolist())) == 1 for g in range(6))
   assert best[20:].tolist() == [1.0] * 4
   assert 0 < best[:12].min() < best[:12].max() < 1
+
+
+@pytest.mark.parametrize('shares', [2, 3, 6])
+def test_shares_put_together_are_the_whole(manager, shares):
+  parts = [EnvStateManager(manager.specs, 4, share=i, shares=shares) for i in range(shares)]
+  actions = np.random.default_rng(1).integers(0, 4, size=(3, 24, 2))
+  actions[:, 20:] %= 2
+  texts = manager.reset(70)
+  assert [text for part in parts for text in part.reset(70)] == texts
+  for name in ('row_env', 'row_group', 'level_seeds'):
+    np.testing.assert_array_equal(np.concatenate([getattr(p, name) for p in parts]), getattr(manager, name))
+  np.testing.assert_array_equal(np.concatenate([p.optimal() for p in parts]), manager.optimal())
+  for turn in actions.tolist():
+    whole = manager.step(turn)
+    results = [p.step(turn[p.first_row : p.first_row + p.rows]) for p in parts]
+    for name in ('reward', 'executed', 'effective', 'done', 'success'):
+      np.testing.assert_array_equal(np.concatenate([getattr(r, name) for r in results]), getattr(whole, name))
+    assert [text for part in parts for text in part.render()] == manager.render()
+  np.testing.assert_array_equal(np.concatenate([p.actions_left() for p in parts]), manager.actions_left())

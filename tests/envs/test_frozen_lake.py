@@ -258,7 +258,10 @@ def test_text_of_each_observation():
   assert FrozenLake(size=3, observation='coord').render(states) == [coordinates]
   both = f'Coordinates:\n{coordinates}\nGrid Map:\n{text}'
   assert FrozenLake(size=3, observation='grid_coord').render(states) == [both]
-  assert FrozenLake(size=3).rationale(states) == ['I am at (0, 0), the goal is at (1, 2).']
+  assert FrozenLake(size=3).rationale(states) == ['I am at (0, 0), the goal is at (1, 2); no hole beside me.']
+  states = batch(FrozenLake(size=3).from_text('_OG\nOP_\n_O_'))
+  thought = 'I am at (1, 1), the goal is at (0, 2); holes beside me: Left, Down, Up.'
+  assert FrozenLake(size=3).rationale(states) == [thought]
 
 
 def test_states_read_from_text_can_be_played():
@@ -511,6 +514,22 @@ def test_discount_shortens_the_play_and_leaves_the_optimum():
   np.testing.assert_array_equal(patient.success, hasty.success)
   patient_actions, hasty_actions = (play(env, solution, levels, budget, 1)[1] for solution in (patient, hasty))
   assert (hasty_actions <= patient_actions).all() and hasty_actions.mean() < patient_actions.mean() - 0.5
+
+
+@pytest.mark.parametrize(('turns', 'actions'), [(1, 1), (2, 7), (3, 3), (5, 10)])
+def test_value_is_the_optimum_of_a_game_that_begins_here(turns, actions):
+  env = FrozenLake()
+  levels = make_levels(env, 32)
+  solution = env.solve(levels, base.Budget(), discount=0.9)
+  squares = np.random.default_rng(turns).integers(0, 16, size=32)
+  in_hole, at_goal = levels.holes.reshape(32, 16)[np.arange(32), squares], squares == levels.goal
+  states = levels.replace(player=squares.astype(np.int32), done=in_hole | at_goal, success=at_goal)
+  value = solution.value(states, np.full(32, turns), np.full(32, actions))
+  here = env.solve(states, base.Budget(turns, actions, 5)).success
+  np.testing.assert_allclose(value, np.where(states.done, 0, here), atol=1e-6)
+  assert value.min() == 0 and value.max() > 0.2
+  with pytest.raises(ValueError, match='turns_left=6'):
+    solution.value(states, np.full(32, 6), np.full(32, 10))
 
 
 def test_plans_where_the_episode_is_over():

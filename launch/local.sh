@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs main.py in N processes on this machine's CPU, as a cluster of N machines would:
+#
+#   launch/local.sh 2 --config=configs/frozenlake_ppo.py --workdir=runs/two
+#
+# For trying out what runs on many machines: one process drives all accelerators of a machine, so there one is enough.
+# When a process fails, the others are stopped, and its status is that of the script.
+set -euo pipefail
+
+if ! [[ ${1-} =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: launch/local.sh N [arguments of main.py]; N=${1-}: must be a number of processes" >&2
+  exit 2
+fi
+processes=$1
+shift
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+main=$(dirname "$0")/../main.py
+
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+pids=()
+trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
+for ((i = 0; i < processes; i++)); do
+  python "$main" --coordinator="127.0.0.1:$port" --num_processes="$processes" --process_id="$i" "$@" &
+  pids+=($!)
+done
+for _ in "${pids[@]}"; do
+  wait -n || exit $?
+done
