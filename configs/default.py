@@ -218,6 +218,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.noise = 0.0
   # Probability that a turn follows the plan of a beginner, who for instance does not know that ice is slippery.
   config.sft.beginner = 0.0
+  # Probability that of a turn's actions only the first is played.
+  config.sft.timid = 0.0
   # Probability that the expert plans a turn as if it were the last, with more actions at once than it would need to.
   config.sft.hurry = 0.5
   # Actions that the expert takes in one turn at most; 0 is as many as the environment lets it.

@@ -114,7 +114,7 @@ def check_sft(config: ConfigDict) -> None:
     _at_least(config, field, 1)
   for field in ('sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef'):
     _at_least(config, field, 0)
-  for field in ('sft.noise', 'sft.beginner', 'sft.hurry', 'sft.discount'):
+  for field in ('sft.noise', 'sft.beginner', 'sft.timid', 'sft.hurry', 'sft.discount'):
     _check(config, field, 0 <= _get(config, field) <= 1, 'must be between 0 and 1')
   _check(config, 'sft.noise', sft.noise + sft.beginner <= 1, f'and sft.beginner={sft.beginner} add up to more than 1')
   same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0

@@ -102,6 +102,7 @@ def _demonstrations(config: ConfigDict, specs: list[EnvGroup], tokenizer: ChatTo
     noise=sft.noise,
     hurry=sft.hurry,
     beginner=sft.beginner,
+    timid=sft.timid,
     actions_per_turn=sft.actions_per_turn,
   )
   rng = np.random.default_rng(config.seed)

@@ -22,6 +22,7 @@ class DemonstrationStyle:
     hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
       would take.
     beginner: probability that a turn follows the plan of a beginner, see `Environment.as_a_beginner_sees_it`.
+    timid: probability that of a turn's actions only the first is played.
     actions_per_turn: the demonstrator's own limit, below that of the environment; 0 is none.
   """
 
@@ -29,6 +30,7 @@ class DemonstrationStyle:
   noise: float = 0.5
   hurry: float = 0.5
   beginner: float = 0.0
+  timid: float = 0.0
   actions_per_turn: int = 0
 
 
@@ -106,6 +108,7 @@ def demonstrate(
       plans = solutions[e].plan(states, turns_left, left[members])
       naive_plans = naive[e].plan(states, turns_left, left[members])
       kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
+      timid = rng.random(count) < style.timid
       thoughts, legal = spec.env.rationale(states), spec.env.legal_actions(states)
       for i, (row, plan) in enumerate(zip(range(members.start, members.stop), plans, strict=True)):
         if status[row] != Status.RUNNING:
@@ -114,6 +117,8 @@ def demonstrate(
           plan = naive_plans[i]
         if not plan or kind[i] == 0:
           plan = _random_actions(rng, legal[i], max(len(plan), 1))
+        if timid[i]:
+          plan = plan[:1]
         names = [spec.env.format_action(a) for a in plan]
         text = reply_after_prefix(context, thoughts[i], names)
         if turn == 0:
