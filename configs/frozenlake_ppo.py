@@ -7,11 +7,14 @@ from configs import default
 
 
 def get_config(model: str = ''):
-  """The defaults, and for the built-in model more entropy and a falling learning rate."""
+  """The defaults, and for the built-in model what its size and its warm-started critic allow."""
   config = default.get_config(model)
   if config.model.preset == 'tiny':
+    config.num_iterations = 40
+    config.train.groups = 128
+    config.train.group_size = 4
+    config.algorithm.lam = 0.95
     config.algorithm.entropy_coef = 0.01
+    config.optimizer.warmup_steps = 10
     config.optimizer.final_lr_fraction = 0.2
-    config.num_iterations = 60
-    config.eval.every = 20
   return config
