@@ -14,7 +14,8 @@ def get_config(model: str = ''):
     config.train.groups = 128
     config.train.group_size = 4
     config.algorithm.lam = 0.95
-    config.algorithm.entropy_coef = 0.01
+    config.algorithm.entropy_coef = 0.003
+    config.optimizer.actor_lr = 5e-4
     config.optimizer.warmup_steps = 10
     config.optimizer.final_lr_fraction = 0.2
   return config

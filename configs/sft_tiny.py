@@ -7,19 +7,18 @@ from configs import default
 
 
 def get_config():
-  """Fresh weights and tokenizer; half of the turns are a beginner's or random, and most stop after one action."""
+  """Fresh weights and tokenizer; a third of the turns is random, and most stop after one action."""
   config = default.get_config()
   config.sft.output = 'ragen_jax/models/tiny'
   config.sft.from_scratch = True
   config.sft.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
   config.sft.levels = (16_000, 3_000, 500)
-  config.sft.noise = 0.3
-  config.sft.beginner = 0.2
+  config.sft.noise = 0.35
   config.sft.timid = 0.6
   config.sft.hurry = 0.5
   config.sft.actions_per_turn = 2
   config.sft.value_coef = 1.0
-  config.sft.steps = 1100
+  config.sft.steps = 1300
   config.sft.batch_size = 64
   config.sft.learning_rate = 3e-3
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
