@@ -1,6 +1,10 @@
 """PPO with a value head on FrozenLake 4x4, slippery, from the built-in model.
 
 python main.py --config=configs/frozenlake_ppo.py
+
+On 2 cores of an AMD EPYC, 2026-11-21, seeds 0, 1, 2 (benchmarks/learning_curves.py): 321, 312 and 299 s; success on 256
+held-out levels from 0.312 to 0.447, 0.455, 0.455 at temperature 0.5 and from 0.273 to 0.435, 0.450, 0.451 greedy, where
+0.491 is the best possible.
 """
 
 from configs import default
