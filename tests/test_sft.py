@@ -79,9 +79,10 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
 
 def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   config = helpers.small_config(
-    sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=150, sft__batch_size=32, sft__learning_rate=5e-3,
+    sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=250, sft__batch_size=32, sft__learning_rate=5e-3,
     sft__from_scratch=True, sft__shape=(32, 2, 4, 2, 8, 64), sft__output=str(tmp_path / 'out'), sft__value_coef=5.0,
-    envs__FrozenLake__size=2, envs__FrozenLake__max_turns=2, eval__groups=8, length_step=64,
+    envs__FrozenLake__size=2, envs__FrozenLake__max_turns=1, envs__FrozenLake__max_actions=1, eval__groups=8,
+    length_step=64,
   )  # fmt: skip
   sft.train_sft(config)
   config.model.path = str(tmp_path / 'out')
@@ -92,7 +93,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   columns, mask = learner.sampled_columns(trajectory.loss_mask)
   best = learner.gather(trajectory.values, columns, mask)[mask]
   _, _, values = learner.score_tokens(policy.model, trajectory.tokens, columns, learner.LossConfig())
-  assert best.std() > 0.05
+  assert best.std() > 0.1  # the goal is beside the player, where two of three slips may reach it, or out of reach
   assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.7
   assert abs(np.asarray(values)[mask].mean() - best.mean()) < 0.1
   # A warm start that does not train the head hands it on.

@@ -158,7 +158,10 @@ def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
   policy = experiment.load_policy(_tiny_config())
   runs = []
   for drop in (True, False):
-    config = _tiny_config(agent__drop_finished=drop, train__groups=8, train__group_size=8)
+    # Few actions, so that episodes run out of them after two turns, three or four.
+    config = _tiny_config(
+      agent__drop_finished=drop, train__groups=8, train__group_size=8, envs__FrozenLake__max_actions=4
+    )
     fresh = dataclasses.replace(policy, sampler=experiment.make_sampler(policy.model, policy.tokenizer))
     runs.append(_rollout(tmp_path, config, policy=fresh))
   assert min(runs[0][3].batch_sizes) < 64 and min(runs[1][3].batch_sizes) == 64
