@@ -379,7 +379,7 @@ class Learner:
       New weights, new optimiser state, and metrics as device scalars.
     """
     # Laid out as the weights are: the first micro-batch runs the program of the others.
-    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), params)
+    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, 'sharding', None)), params)
     sums: dict[str, Any] = {}
     for plan in plans:
       gradients, (new_sums, new_maxima) = self._accumulate(params, gradients, self._take(batch, plan))

@@ -163,7 +163,7 @@ def test_grpo_needs_a_group_to_compare_with():
     (['--config=configs/frozenlake_ppo.py', '--wordkir=x'], 'wordkir'),
     (['--config=configs/frozenlake_ppo.py', 'algorithm.gamma=0.9'], 'unknown argument'),
     (['--config=configs/frozenlake_ppo.py', '--config.model.path=tests'], 'no config.json'),
-    (['--config=configs/frozenlake_ppo.py', '--config.train.group_size=3'], 'must divide'),
+    (['--config=configs/frozenlake_ppo.py', '--config.optimizer.mini_batch_size=100'], 'must divide'),
     (['--config=configs/frozenlake_ppo.py', '--num_processes=2'], 'need --coordinator=HOST:PORT'),
     (
       ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
