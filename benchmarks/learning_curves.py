@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -108,6 +109,8 @@ def main() -> None:
   parser.add_argument('--quick', action='store_true')
   parser.add_argument('overrides', nargs='*', help='further flags of main.py, after --')
   arguments = parser.parse_args()
+  if importlib.util.find_spec('matplotlib') is None:
+    sys.exit('error: matplotlib is missing; pip install -r benchmarks/requirements.txt')
   name = pathlib.Path(arguments.config.partition(':')[0]).stem
   seeds = [int(s) for s in arguments.seeds.split(',')][: 1 if arguments.quick else None]
   overrides = arguments.overrides + (['--config.num_iterations=2'] if arguments.quick else [])
