@@ -149,8 +149,8 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- The update. ----------------------------------------------------------------------------------------------------
   config.algorithm = ConfigDict()
-  # How advantages are estimated: 'gae' (PPO), 'turn_wise_gae', 'bi_level_gae', 'grpo', 'dr_grpo', 'rloo', 'brpo', 'arpo',
-  # 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' or 'gigpo'; see ragen_jax/algorithms/advantages.py.
+  # How advantages are estimated: 'gae' (PPO), 'turn_wise_gae', 'bi_level_gae', 'grpo', 'dr_grpo', 'rloo', 'brpo',
+  # 'arpo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' or 'gigpo'; see ragen_jax/algorithms/advantages.py.
   config.algorithm.adv_estimator = 'gae'
   # Discount for each sampled token.
   config.algorithm.gamma = 1.0
