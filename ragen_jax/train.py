@@ -86,7 +86,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
     if checkpointer.latest_step() is not None:
       state, meta = checkpointer.restore({'params': params, 'opt_state': opt_state})
       params, opt_state, done = state['params'], state['opt_state'], meta['iteration']
-      _log.info('going on in %s after iteration %d', workdir, done)
+      told = 'going on in %s after iteration %d' if done < config.num_iterations else '%s is finished: %d iterations'
+      _log.info(told, workdir, done)
     start_step = done + 1 if done else 0
     timer = Timer()
     with (
