@@ -19,19 +19,14 @@ from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
-_MODE = flags.DEFINE_enum('mode', 'train', ['train', 'sft'], 'train: reinforcement learning. sft: warm start.')
+_MODE = flags.DEFINE_enum(
+  'mode', 'train', ['train', 'sft', 'play'], 'train: reinforcement learning. sft: warm start. play: a person plays.'
+)
 _COORDINATOR = flags.DEFINE_string(
   'coordinator', None, "With several processes: HOST:PORT of the first, or 'auto' on TPU pods and under Slurm."
 )
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0; not with auto.')
-
-
-def default_workdir(config_path: str) -> str:
-  """runs/<config file>, with the variant behind it: 'configs/a.py:b' -> 'runs/a-b'."""
-  path, _, variant = config_path.partition(':')
-  name = os.path.splitext(os.path.basename(path))[0]
-  return os.path.join('runs', f'{name}-{variant}' if variant else name)
 
 
 def main(argv: list[str]) -> None:
@@ -46,33 +41,37 @@ def main(argv: list[str]) -> None:
   elif _NUM_PROCESSES.value is not None or _PROCESS_ID.value is not None:
     raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
   # Imported here, so that --help and a misspelt flag answer at once.
+  if _MODE.value != 'train' and _WORKDIR.value:
+    raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
   if _MODE.value == 'sft':
-    if _WORKDIR.value:
-      raise UserError('--workdir has no effect with --mode=sft; --config.sft.output says where the checkpoint goes')
     from ragen_jax.sft import train_sft
 
     train_sft(_CONFIG.value)
+  elif _MODE.value == 'play':
+    from ragen_jax.play import play
+
+    play(_CONFIG.value, sys.stdin, sys.stdout)
   else:
     from ragen_jax.train import train_and_evaluate
 
     path = config_flags.get_config_filename(flags.FLAGS['config'])
-    train_and_evaluate(_CONFIG.value, _WORKDIR.value or default_workdir(path))
+    train_and_evaluate(_CONFIG.value, _WORKDIR.value or command_line.default_workdir(path))
 
 
 def run() -> None:
   """Runs `main`; what the user can mend is told in one line, with exit status 2."""
   # transformers is here for its tokenizers and need not advise to install PyTorch.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
-  # The run's own messages, plainly.
-  own = logging.getLogger('ragen_jax')
-  own.setLevel(logging.INFO)
-  own.addHandler(logging.StreamHandler())
-  own.propagate = False
+  command_line.set_up_logging()
   try:
     app.run(main, flags_parser=command_line.parse)
   except UserError as e:
-    sys.stderr.write(f'error: {e}\n')
-    processes.leave(2)
+    if not e.everywhere or processes.is_first():
+      sys.stderr.write(f'error: {e}\n')
+    processes.leave(2, together=e.everywhere)
+  except KeyboardInterrupt:
+    sys.stderr.write('interrupted; the same command goes on from the last checkpoint, if there is one\n')
+    processes.leave(130)
 
 
 if __name__ == '__main__':

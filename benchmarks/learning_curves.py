@@ -3,7 +3,8 @@
   python benchmarks/learning_curves.py --config=configs/frozenlake_ppo.py --seeds=0,1,2
 
 Each seed is one run of `main.py` as a user would start it, in a process and a fresh workdir of its own; its wall time
-counts everything, compilation included. `--quick` runs two iterations of one seed.
+counts everything, compilation included. `--quick` runs two iterations of one seed, and writes to runs/quick unless
+`--out` and `--figure` say otherwise.
 """
 
 from __future__ import annotations
@@ -124,11 +125,14 @@ def main() -> None:
         f'greedy {last["greedy"][0]:.3f} -> {last["greedy"][-1]:.3f}, best possible {last["optimal"]:.3f}',
         flush=True,
       )
-  out = pathlib.Path(arguments.out or ROOT / 'benchmarks' / 'results' / f'{name}.json')
+  results, images = ROOT / 'benchmarks' / 'results', ROOT / 'docs' / 'images'
+  if arguments.quick:
+    results = images = ROOT / 'runs' / 'quick'
+  out = pathlib.Path(arguments.out or results / f'{name}.json')
   out.parent.mkdir(parents=True, exist_ok=True)
   record = {'command': ' '.join(sys.argv), 'config': arguments.config, 'hardware': hardware(), 'runs': runs}
   out.write_text(json.dumps(record, indent=1) + '\n')
-  draw(runs, name, pathlib.Path(arguments.figure or ROOT / 'docs' / 'images' / f'{name}.png'))
+  draw(runs, name, pathlib.Path(arguments.figure or images / f'{name}.png'))
 
 
 if __name__ == '__main__':

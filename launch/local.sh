@@ -4,11 +4,11 @@
 #   launch/local.sh 2 --config=configs/frozenlake_ppo.py --workdir=runs/two
 #
 # For trying out what runs on many machines: one process drives all accelerators of a machine, so there one is enough.
-# When a process fails, the others are stopped, and its status is that of the script.
+# When a process fails, the others are stopped, and its status is that of the script. PYTHON names the interpreter.
 set -euo pipefail
 
 if ! [[ ${1-} =~ ^[1-9][0-9]*$ ]]; then
-  echo "usage: launch/local.sh N [arguments of main.py]; N=${1-}: must be a number of processes" >&2
+  echo "error: usage: launch/local.sh N [arguments of main.py]: N must be a number of processes, and is ${1:-missing}" >&2
   exit 2
 fi
 processes=$1
@@ -16,11 +16,11 @@ shift
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 main=$(dirname "$0")/../main.py
 
-port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+port=$("${PYTHON:-python}" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
 for ((i = 0; i < processes; i++)); do
-  python "$main" --coordinator="127.0.0.1:$port" --num_processes="$processes" --process_id="$i" "$@" &
+  "${PYTHON:-python}" "$main" --coordinator="127.0.0.1:$port" --num_processes="$processes" --process_id="$i" "$@" &
   pids+=($!)
 done
 for _ in "${pids[@]}"; do

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import experiment
+from ragen_jax.agent.context_manager import CONTEXTS, OVERLONG
+from ragen_jax.algorithms import filters, losses, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS
-from ragen_jax.algorithms.losses import AGGREGATIONS
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models import presets
+from ragen_jax.monitor import ECHO_TRAP_ACTIONS
 from ragen_jax.utils.errors import UserError
+
+# Estimators that do not see what lies on a turn's other tokens.
+_READ_AT_TURN_ENDS = ('turn_wise_gae', 'bi_level_gae')
 
 
 def check_config(config: ConfigDict) -> None:
@@ -25,8 +31,9 @@ def check_config(config: ConfigDict) -> None:
   a, o = config.algorithm, config.optimizer
   _one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
   _one_of(config, 'algorithm.adv_estimator', tuple(ESTIMATORS))
-  _one_of(config, 'algorithm.loss_agg_mode', AGGREGATIONS)
+  _one_of(config, 'algorithm.loss_agg_mode', losses.AGGREGATIONS)
   _one_of(config, 'algorithm.old_logprobs', ('sampler', 'trainer'))
+  _check_algorithm(config)
   for field in (
     'num_iterations', 'train.groups', 'train.group_size', 'eval.groups', 'eval.group_size',
     'agent.max_response_tokens', 'agent.max_context', 'algorithm.ppo_epochs', 'optimizer.mini_batch_size',
@@ -95,14 +102,94 @@ def check_config(config: ConfigDict) -> None:
       f'algorithm.adv_estimator={a.adv_estimator!r} compares the members of a group, so it must be at least 2',
     )
   for section in ('train', 'eval'):
-    part = config[section]
-    tags = tuple(part.tags)
-    if len(set(tags)) != len(tags):
-      raise UserError(f'{section}.tags={tags}: a tag may be named once')
-    specs = experiment.env_groups(config, tags, experiment.equal_shares(part.groups, tags, f'{section}.groups'))
-    del specs
+    counts = experiment.group_counts(config[section], section)
+    experiment.env_groups(config, tuple(config[section].tags), counts, field=f'{section}.tags')
   _check_levels(config)
+  _check_level_files(config, 'train')
   presets.resolve(config.model.preset, config.model.path)
+
+
+def _check_algorithm(config: ConfigDict) -> None:
+  """The algorithm's options, and which of them go together."""
+  a, f, m = config.algorithm, config.filter, config.monitor
+  _one_of(config, 'agent.context', CONTEXTS)
+  _one_of(config, 'agent.overlong', OVERLONG)
+  _at_least(config, 'agent.context_turns', 1)
+  _one_of(config, 'algorithm.ratio_level', losses.RATIO_LEVELS)
+  _one_of(config, 'algorithm.kl_kind', losses.KL_KINDS)
+  _one_of(config, 'reward.credit', rewards.CREDITS)
+  _one_of(config, 'reward.grouping', rewards.GROUPINGS)
+  _one_of(config, 'reward.method', rewards.METHODS)
+  _one_of(config, 'filter.metric', filters.METRICS)
+  _one_of(config, 'filter.strategy', filters.STRATEGIES)
+  _one_of(config, 'filter.type', filters.TYPES)
+  _one_of(config, 'filter.top_p_mode', filters.TOP_P_MODES)
+  _one_of(config, 'filter.loss_scaling', filters.LOSS_SCALINGS)
+  _one_of(config, 'monitor.echo_trap', ECHO_TRAP_ACTIONS)
+  _one_of(config, 'monitor.bucket_mode', ('quantile', 'fixed_rv'))
+  for field in (
+    'train.online_k', 'filter.max_rollouts', 'monitor.baseline_steps', 'monitor.min_signals', 'monitor.patience',
+    'monitor.gradient_buckets',
+  ):  # fmt: skip
+    _at_least(config, field, 1)
+  _at_least(config, 'monitor.information_samples', 2)
+  for field in (
+    'algorithm.kl_loss_coef', 'algorithm.kl_reward_coef', 'algorithm.tis_cap', 'algorithm.loss_norm_length',
+    'algorithm.step_weight', 'filter.value', 'monitor.max_rollbacks', 'monitor.flat_reward_patience',
+    'monitor.hopeless_patience', 'monitor.empty_patience', 'monitor.information_every', 'monitor.gradients_every',
+  ):  # fmt: skip
+    _at_least(config, field, 0)
+  _check(config, 'algorithm.step_gamma', 0 <= a.step_gamma <= 1, 'must be between 0 and 1')
+  _check(config, 'algorithm.high_level_lam', a.high_level_lam <= 1, 'must be at most 1; negative is the same as lam')
+  _check(config, 'monitor.ema_decay', 0 <= m.ema_decay < 1, 'must be at least 0 and below 1')
+  _check(config, 'monitor.rollback_lr', 0 < m.rollback_lr <= 1, 'must be above 0 and at most 1')
+  _check(
+    config, 'reward.method', config.reward.credit == 'trajectory' or config.reward.method == 'identity',
+    "with reward.credit='turn' it may be 'identity' only",
+  )  # fmt: skip
+  for field in ('mask_loss', 'mask_advantages', 'tis_cap'):
+    needs = a.tis_cap > 0 if field == 'tis_cap' else not a[field]
+    _check(
+      config, f'algorithm.{field}', not needs or a.old_logprobs == 'trainer', "needs algorithm.old_logprobs='trainer'"
+    )
+  _at_least(config, 'replay.groups', 0)
+  _at_least(config, 'replay.max_age', 1)
+  _check(
+    config, 'replay.max_age', not config.replay.groups or config.replay.max_age >= config.train.online_k,
+    f'must be at least train.online_k = {config.train.online_k}',
+  )  # fmt: skip
+  _check(config, 'replay.groups', not config.replay.groups or a.tis_cap > 0, 'needs algorithm.tis_cap above 0')
+  k = config.train.online_k
+  for field in ('num_iterations', 'checkpoint.every'):
+    _check(config, field, _get(config, field) % k == 0, f'must be a multiple of train.online_k = {k}')
+  whole = config.agent.context == 'full' and config.agent.overlong == 'end'
+  _check(
+    config, 'algorithm.ratio_level', a.ratio_level != 'sequence' or whole,
+    "'sequence' needs an episode in one row: agent.context='full' and agent.overlong='end'",
+  )  # fmt: skip
+  _check(
+    config, 'algorithm.kl_reward_coef', not a.kl_reward_coef or a.adv_estimator not in _READ_AT_TURN_ENDS,
+    f'algorithm.adv_estimator={a.adv_estimator!r} reads rewards at the ends of turns only; use algorithm.kl_loss_coef',
+  )  # fmt: skip
+  _check(
+    config, 'reward.method', config.reward.method == 'identity' or config.reward.grouping != 'state'
+    or config.train.group_size > 1, "a 'state' of one episode leaves nothing; train.group_size must be at least 2",
+  )  # fmt: skip
+  _check(
+    config, 'filter.value', f.strategy != 'top_k' or int(f.value * config.train.groups + 1e-9) > 0,
+    f'of train.groups={config.train.groups} no group would be kept',
+  )  # fmt: skip
+  estimator = ESTIMATORS[a.adv_estimator]
+  _check(
+    config, 'algorithm.bootstrap_truncated', estimator.needs_critic or not a.bootstrap_truncated,
+    f'algorithm.adv_estimator={a.adv_estimator!r} has no critic',
+  )  # fmt: skip
+  if f.metric in ('reward_std', 'entropy_variance'):
+    drops = f.strategy != 'top_p' or f.value < 1 or not f.include_zero
+    _check(
+      config, 'filter.metric', not drops or config.train.group_size > 1,
+      'compares the members of a group, so train.group_size must be at least 2',
+    )  # fmt: skip
 
 
 def check_sft(config: ConfigDict) -> None:
@@ -119,25 +206,28 @@ def check_sft(config: ConfigDict) -> None:
   _check(config, 'sft.noise', sft.noise + sft.beginner <= 1, f'and sft.beginner={sft.beginner} add up to more than 1')
   same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
   _check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
-  experiment.env_groups(config, tuple(sft.tags), tuple(sft.levels))
+  for spec in experiment.env_groups(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags'):
+    if not spec.env.has_solver:
+      raise UserError(f'sft.tags: {spec.tag!r} has no solver whose play could be demonstrated')
   count = sum(sft.levels) * sft.group_size
   _check(config, 'sft.batch_size', sft.batch_size <= count, f'must be at most the number of demonstrations, {count}')
   first, last = config.eval.first_level, config.eval.first_level + config.eval.groups
   apart = sft.first_level >= last or sft.first_level + max(sft.levels) <= first
   _check(config, 'sft.first_level', apart, f'demonstrated levels overlap with the held-out levels {first}..{last - 1}')
+  _check_level_files(config, 'sft')
   _check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
 
 
 def _check_levels(config: ConfigDict) -> None:
-  """Training never sees a held-out level."""
+  """Training and evaluation draw from different seeds; that they give different boards, `EnvStateManager` sees to."""
   _check(
     config,
     'num_iterations',
-    config.num_iterations * config.train.groups <= experiment.LEVELS_PER_SEED,
-    f'times train.groups must be at most {experiment.LEVELS_PER_SEED}',
+    config.num_iterations * config.train.groups * config.filter.max_rollouts <= experiment.LEVELS_PER_SEED,
+    f'times train.groups and filter.max_rollouts must be at most {experiment.LEVELS_PER_SEED}',
   )
   first = config.train.first_level + config.seed * experiment.LEVELS_PER_SEED
-  last = first + config.num_iterations * config.train.groups
+  last = first + config.num_iterations * config.train.groups * config.filter.max_rollouts
   held_out = (config.eval.first_level, config.eval.first_level + config.eval.groups)
   _check(config, 'seed', last <= 2**32, f'at most 428; the last training level would be {last}, past 2**32')
   _check(config, 'eval.first_level', held_out[1] <= 2**32, 'the last held-out level would be past 2**32')
@@ -147,6 +237,20 @@ def _check_levels(config: ConfigDict) -> None:
     last <= held_out[0] or held_out[1] <= first,
     f'held-out levels {held_out[0]}..{held_out[1] - 1} overlap with training levels {first}..{last - 1}',
   )
+
+
+def _check_level_files(config: ConfigDict, section: str) -> None:
+  """Levels of a file are not made from their seeds, so held-out ones come from a file of their own."""
+
+  def files(tags):
+    return {os.path.realpath(config.envs[tag].levels): tag for tag in tags if config.envs[tag].get('levels')}
+
+  seen, held_out = files(config[section].tags), files(config.eval.tags)
+  for path in sorted(set(seen) & set(held_out)):
+    raise UserError(
+      f'envs.{held_out[path]}.levels={config.envs[held_out[path]].levels!r}: a file of eval.tags must be none of '
+      f'{section}.tags, where {seen[path]} plays it'
+    )
 
 
 def _get(config: ConfigDict, field: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ from ragen_jax.agent.agent_proxy import Rollout
 from ragen_jax.agent.statistics import episode_metrics
 from ragen_jax.agent.trajectory import Episode
 from ragen_jax.distributed import processes
+from ragen_jax.envs import TextEnvironment
 from ragen_jax.sampling.sampler import Sampling
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -23,7 +27,8 @@ class Evaluation:
 
   Attributes:
     metrics: by name; `val-env/<tag>/...` sampled, `val-greedy/<tag>/...` with the likeliest token everywhere,
-      `val-env/<tag>/optimal` the best possible success and `.../fraction_of_optimal` how much of it was reached.
+      `val-env/<tag>/optimal` the best possible success and `.../fraction_of_optimal` how much of it was reached, where
+      the environment has a solver.
     episodes: those that were sampled.
   """
 
@@ -38,7 +43,7 @@ class Evaluator:
     """Builds the environments; the optimum is solved for at the first call."""
     self._config = config
     tags = tuple(config.eval.tags)
-    specs = experiment.env_groups(config, tags, experiment.equal_shares(config.eval.groups, tags, 'eval.groups'))
+    specs = experiment.env_groups(config, tags, experiment.group_counts(config.eval, 'eval'))
     self._proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.eval.group_size)
     self._share = policy.sampler.share
     self._optimal: dict[str, float] = {}
@@ -47,15 +52,37 @@ class Evaluator:
     key = jax.random.key(self._config.eval.first_level)
     return self._proxy.rollout(params, self._config.eval.first_level, key, sampling)
 
+  def held_out(self) -> frozenset[bytes]:
+    """The levels, for `EnvStateManager(held_out=...)`; all processes must call."""
+    levels = self._proxy.envs.levels_from(self._config.eval.first_level)
+    return frozenset().union(*processes.gather_shares(levels, self._share))
+
   def optimal(self) -> dict[str, float]:
-    """Mean best success on the levels, by tag."""
+    """Mean best success on the levels, by tag; NaN where it is not known."""
     if not self._optimal:
       envs = self._proxy.envs
       envs.reset(self._config.eval.first_level)
-      parts = processes.gather_shares((envs.optimal(), envs.row_env), self._share)
+      parts = processes.gather_shares((self._best(), envs.row_env), self._share)
       best, env = (np.concatenate(x) for x in zip(*parts, strict=True))
       self._optimal = {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(envs.specs)}
     return self._optimal
+
+  def _best(self) -> np.ndarray:
+    """f32[B], the best success on the fresh level of each row of this share; NaN where it is not known."""
+    envs = self._proxy.envs
+    best = np.full((envs.rows,), np.nan, np.float32)
+    for i in np.unique(envs.row_env).tolist():
+      spec = envs.specs[i]
+      if isinstance(spec.env, TextEnvironment):
+        continue
+      one_a_group = jax.tree.map(lambda x: np.asarray(x)[:: envs.group_size], envs.pool_states(i))
+      try:
+        solved = spec.env.optimal(one_a_group, spec.budget)
+      except ValueError as e:  # the solver cannot do a game or a budget of this size
+        _log.warning('envs.%s: the best possible success is not known (%s)', spec.tag, e)
+        continue
+      best[envs.row_env == i] = np.repeat(np.asarray(solved, np.float32), envs.group_size)
+    return best
 
   def __call__(self, params: Any) -> Evaluation:
     """Evaluates weights."""
@@ -63,14 +90,20 @@ class Evaluator:
     sampled = self._play(params, experiment.sampling(self._config.eval))
     metrics = episode_metrics(sampled.episodes, size, 'val-env')
     for tag, best in self.optimal().items():
-      metrics[f'val-env/{tag}/optimal'] = best
-      metrics[f'val-env/{tag}/fraction_of_optimal'] = metrics[f'val-env/{tag}/success'] / best if best else 0.0
+      if not np.isnan(best):
+        metrics[f'val-env/{tag}/optimal'] = best
+        metrics[f'val-env/{tag}/fraction_of_optimal'] = metrics[f'val-env/{tag}/success'] / best if best else 0.0
     if self._config.eval.greedy_too:
       greedy = self._play(params, Sampling(temperature=0.0))
       metrics |= episode_metrics(greedy.episodes, size, 'val-greedy')
     return Evaluation(metrics, sampled.episodes)
 
 
-def mean_success(metrics: dict[str, float], tags: tuple[str, ...], prefix: str = 'val-env') -> float:
-  """Success averaged over tags."""
-  return float(np.mean([metrics[f'{prefix}/{tag}/success'] for tag in tags]))
+def success_by_tag(metrics: dict[str, float], tags: tuple[str, ...]) -> dict[str, float]:
+  """Sampled success of each tag."""
+  return {tag: metrics[f'val-env/{tag}/success'] for tag in tags}
+
+
+def mean_success(metrics: dict[str, float], tags: tuple[str, ...]) -> float:
+  """Sampled success averaged over tags."""
+  return float(np.mean(list(success_by_tag(metrics, tags).values())))

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from ragen_jax import envs as registry
 from ragen_jax.agent.agent_proxy import AgentProxy, Limits
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
@@ -28,13 +28,16 @@ _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
 LEVELS_PER_SEED = 10_000_000
 
 
-def env_groups(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]) -> list[EnvGroup]:
+def env_groups(
+  config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
+) -> list[EnvGroup]:
   """The environments behind tags.
 
   Args:
     config: the run's; reads `envs`.
     tags: names in `config.envs`.
     groups: prompt groups of each.
+    field: where the tags come from, for the error.
 
   Raises:
     UserError: a tag or an option is not known, or has a value that is not allowed.
@@ -42,46 +45,81 @@ def env_groups(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...
   specs = []
   for tag, count in zip(tags, groups, strict=True):
     if tag not in config.envs:
-      raise UserError(f'tags: {tag!r} is not defined in envs; allowed: {", ".join(config.envs)}')
+      raise UserError(f'{field}: {tag!r} is not defined in envs; allowed: {", ".join(config.envs)}')
     options = dict(config.envs[tag])
-    env_type, max_words = options.pop('type'), options.pop('max_words')
-    budget = {name: options.pop(name) for name in _BUDGET_FIELDS}
-    for name, value in {**budget, 'max_words': max_words}.items():
-      if value < 1:
-        raise UserError(f'envs.{tag}.{name}={value}: must be at least 1')
+    env_type = options.pop('type', None)
+    if not isinstance(env_type, str):
+      raise UserError(f'envs.{tag}.type={env_type!r}: must name an environment, such as {", ".join(registry.TYPES)}')
+    # What is missing reads as None.
+    numbers = {name: options.pop(name, None) for name in (*_BUDGET_FIELDS, 'max_words')}
+    for name, value in numbers.items():
+      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f'envs.{tag}.{name}={value!r}: must be a whole number of at least 1')
+    max_words = numbers.pop('max_words')
+    budget = Budget(**numbers)
     try:
       env = registry.make(env_type, options)
+      env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    specs.append(EnvGroup(tag, env, Budget(**budget), max_words, count))
+    specs.append(EnvGroup(tag, env, budget, max_words, count))
   return specs
 
 
-def equal_shares(total: int, tags: tuple[str, ...], field: str) -> tuple[int, ...]:
-  """`total` groups divided equally among the tags.
+def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
+  """How many prompt groups each tag plays: `tag_groups`, or equal shares of `groups` where that is empty.
+
+  Args:
+    section: `config.train` or `config.eval`.
+    name: which of them, for the errors.
+
+  Returns:
+    One number a tag, in the order of `section.tags`; they add up to `section.groups`.
 
   Raises:
-    UserError: it does not divide.
+    UserError: no tag or one named twice, or numbers that do not fit the tags and the groups.
   """
+  tags, counts, total = tuple(section.tags), tuple(section.tag_groups), section.groups
   if not tags:
-    raise UserError(f'{field.split(".")[0]}.tags=(): name at least one environment')
-  if total < 1 or total % len(tags):
-    raise UserError(f'{field}={total}: must be a positive multiple of the number of tags, {len(tags)}')
-  return (total // len(tags),) * len(tags)
+    raise UserError(f'{name}.tags=(): name at least one environment')
+  if len(set(tags)) != len(tags):
+    raise UserError(f'{name}.tags={tags}: a tag may be named once')
+  if not counts:
+    if total < 1 or total % len(tags):
+      raise UserError(
+        f'{name}.groups={total}: must be a positive multiple of the number of tags, {len(tags)}, '
+        f'or be divided by {name}.tag_groups'
+      )
+    return (total // len(tags),) * len(tags)
+  if len(counts) != len(tags) or not all(isinstance(count, int) and count > 0 for count in counts):
+    raise UserError(f'{name}.tag_groups={counts}: must be one positive number for each of {name}.tags={tags}, or empty')
+  if sum(counts) != total:
+    raise UserError(f'{name}.tag_groups={counts}: must add up to {name}.groups={total}, not {sum(counts)}')
+  return counts
 
 
 def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvGroup]) -> ContextManager:
   """The prompts of a run."""
   agent = config.agent
   return ContextManager(
-    tokenizer, specs, think=agent.think, force_prefix=agent.force_prefix, action_sep=agent.action_sep
+    tokenizer,
+    specs,
+    think=agent.think,
+    force_prefix=agent.force_prefix,
+    action_sep=agent.action_sep,
+    policy=ContextPolicy(agent.context, agent.context_turns, agent.overlong),
   )
 
 
 def agent_proxy(
-  config: ConfigDict, tokenizer: ChatTokenizer, sampler: Sampler, specs: list[EnvGroup], group_size: int
+  config: ConfigDict,
+  tokenizer: ChatTokenizer,
+  sampler: Sampler,
+  specs: list[EnvGroup],
+  group_size: int,
+  held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
-  """The rollout loop over a batch of environments."""
+  """The rollout loop over a batch of environments, which are never reset to a level that is held out."""
   agent = config.agent
   limits = Limits(
     max_turns=max(s.budget.max_turns for s in specs),
@@ -91,7 +129,7 @@ def agent_proxy(
     size_step=config.length_step,
     drop_finished=agent.drop_finished,
   )
-  envs = EnvStateManager(specs, group_size, share=sampler.share.index, shares=sampler.share.parts)
+  envs = EnvStateManager(specs, group_size, share=sampler.share.index, shares=sampler.share.parts, held_out=held_out)
   return AgentProxy(envs, context_manager(config, tokenizer, specs), sampler, limits)
 
 
@@ -124,6 +162,13 @@ class Policy:
   tokenizer: ChatTokenizer
   sampler: Sampler
   mesh: Mesh
+
+  def describe(self) -> str:
+    """Size, precision and devices in a few words: '123k parameters, float32, 1 device (cpu)'."""
+    size = sum(x.size for x in jax.tree.leaves(param_state(self.model)))
+    count = f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'
+    devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'
+    return f'{count} parameters, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
 
 
 def attend_by_row() -> bool:

@@ -36,8 +36,10 @@ class TokenBatch:
     old_values: f32[B, R].
     advantages: f32[B, R].
     returns: f32[B, R].
-    weights: f32[B, R], of the policy loss; they sum to 1 over a mini-batch under 'token-mean'.
+    weights: f32[B, R], of the policy loss; they sum to 1 over a mini-batch under 'token-mean'. 0 is not trained.
     value_weights: f32[B, R], of the value loss.
+    ref_logprobs: f32[B, R], under the reference model; zeros where there is none.
+    importance: f32[B, R], factors of the policy loss (truncated importance sampling).
   """
 
   tokens: np.ndarray
@@ -50,6 +52,8 @@ class TokenBatch:
   returns: np.ndarray
   weights: np.ndarray
   value_weights: np.ndarray
+  ref_logprobs: np.ndarray
+  importance: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +61,19 @@ class LossConfig:
   """The loss; most fields are those of `config.algorithm`.
 
   `temperature` is the rollout's, and so is `vocab_limit`: ids from there on are padding of the embedding, which the
-  sampler never draws, so they have no share in the probabilities here either. 0 is no limit.
+  sampler never draws, so they have no share in the probabilities here either. 0 is no limit. `pg_coef` is 1 but where
+  the other parts are looked at alone.
   """
 
   temperature: float = 1.0
   vocab_limit: int = 0
+  ratio_level: str = 'token'
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
   clip_ratio_c: float | None = 3.0
+  pg_coef: float = 1.0
+  kl_coef: float = 0.0
+  kl_kind: str = 'k3'
   value_clip: float | None = 0.5
   value_coef: float = 0.5
   entropy_coef: float = 0.001
@@ -155,9 +164,25 @@ def take(batch: TokenBatch, plan: MicroBatch) -> TokenBatch:
     turn=cut(batch.turn, plan.replies, -1),
     **{
       name: cut(getattr(batch, name), plan.replies, 0)
-      for name in ('old_logprobs', 'old_values', 'advantages', 'returns', 'weights', 'value_weights')
+      for name in (
+        'old_logprobs',
+        'old_values',
+        'advantages',
+        'returns',
+        'weights',
+        'value_weights',
+        'ref_logprobs',
+        'importance',
+      )
     },
   )
+
+
+# Metrics that are means over trained tokens.
+_TOKEN_MEANS = (
+  'actor/entropy', 'actor/kl_loss', 'actor/pg_clipfrac', 'actor/pg_clipfrac_lower', 'actor/ppo_kl',
+  'actor/logprob_gap_mean',
+)  # fmt: skip
 
 
 def score_tokens(
@@ -211,28 +236,36 @@ def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
     the mini-batch's means.
   """
   logprobs, entropies, values = score_tokens(module, batch.tokens, batch.columns, cfg)
+  trained = batch.weights != 0
   policy, stats = losses.policy_loss(
     logprobs,
     batch.old_logprobs,
     batch.advantages,
-    batch.mask,
+    trained,
     clip_ratio_low=cfg.clip_ratio_low,
     clip_ratio_high=cfg.clip_ratio_high,
     clip_ratio_c=cfg.clip_ratio_c,
+    ratio_level=cfg.ratio_level,
+    turn=batch.turn,
+    importance_weights=batch.importance,
   )
   value, value_stats = losses.value_loss(values, batch.returns, batch.old_values, batch.mask, clip=cfg.value_clip)
   pg_loss = losses.aggregate(policy, batch.weights)
   entropy = losses.aggregate(entropies, batch.weights)
   vf_loss = losses.aggregate(value, batch.value_weights)
-  loss = pg_loss - cfg.entropy_coef * entropy + cfg.value_coef * vf_loss
+  kl = losses.aggregate(losses.kl_penalty(logprobs, batch.ref_logprobs, trained, cfg.kl_kind), batch.weights)
+  loss = cfg.pg_coef * pg_loss - cfg.entropy_coef * entropy + cfg.kl_coef * kl + cfg.value_coef * vf_loss
   gap = jnp.where(batch.mask, jnp.abs(logprobs - batch.old_logprobs), 0.0)
   sums = {
     'actor/pg_loss': pg_loss,
+    # Means over trained tokens, weighted as the loss is: divided by the weights' sum in the end.
     'actor/entropy': entropy,
+    'actor/kl_loss': kl,
     'actor/pg_clipfrac': losses.aggregate(stats['clipfrac'], batch.weights),
     'actor/pg_clipfrac_lower': losses.aggregate(stats['clipfrac_lower'], batch.weights),
     'actor/ppo_kl': losses.aggregate(stats['approx_kl'], batch.weights),
     'actor/logprob_gap_mean': losses.aggregate(gap, batch.weights),
+    'weights': jnp.sum(batch.weights),
     'critic/vf_loss': vf_loss,
     'critic/vf_clipfrac': losses.aggregate(value_stats['clipfrac'], batch.value_weights),
     'critic/vpred_mean': losses.aggregate(values, batch.value_weights),
@@ -331,9 +364,14 @@ class Learner:
       new, stats = jax.grad(loss, has_aux=True)(params)
       return jax.tree.map(jnp.add, gradients, new), stats
 
-    def apply(params, opt_state, gradients):
+    def apply(params, opt_state, gradients, lr_scale):
       updates, opt_state = optimizer.update(gradients, opt_state, params)
+      updates = jax.tree.map(lambda u: lr_scale * u, updates)
       return optax.apply_updates(params, updates), opt_state, optax.tree.norm(gradients)
+
+    def accumulate_part(params, gradients, batch, cfg):
+      new = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p), batch, cfg)[0])(params)
+      return jax.tree.map(jnp.add, gradients, new)
 
     def score(params, tokens, columns):
       return score_tokens(nnx.merge(graphdef, params), tokens, columns, cfg)
@@ -341,6 +379,8 @@ class Learner:
     self._accumulate = jax.jit(accumulate, donate_argnums=1)
     self._apply = jax.jit(apply, donate_argnums=(0, 1))
     self._score = jax.jit(score)
+    self._accumulate_part = jax.jit(accumulate_part, donate_argnums=1, static_argnames='cfg')
+    self._cfg = cfg
 
   def _take(self, batch: TokenBatch, plan: MicroBatch) -> TokenBatch:
     part = take(batch, plan)
@@ -364,8 +404,31 @@ class Learner:
       values[plan.rows[rows], :width] = v[rows, :width]
     return np.where(batch.mask, logprobs, 0), np.where(batch.mask, values, 0)
 
+  def gradient_norms(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> dict[str, float]:
+    """Global norms of the gradients of the loss's parts on some rows, without a step.
+
+    Returns:
+      {'task': ..., 'entropy': ..., 'kl': ...}: of the policy's surrogate, and of the other two as they enter the loss;
+      those whose coefficient is 0 are left out.
+    """
+    off = dataclasses.replace(self._cfg, pg_coef=0.0, entropy_coef=0.0, kl_coef=0.0, value_coef=0.0)
+    parts = {
+      'task': dataclasses.replace(off, pg_coef=1.0),
+      'entropy': dataclasses.replace(off, entropy_coef=self._cfg.entropy_coef),
+      'kl': dataclasses.replace(off, kl_coef=self._cfg.kl_coef),
+    }
+    norms = {}
+    for name, cfg in parts.items():
+      if cfg == off:
+        continue
+      gradients = _zeros_like(params)
+      for plan in plans:
+        gradients = self._accumulate_part(params, gradients, self._take(batch, plan), cfg=cfg)
+      norms[name] = float(optax.tree.norm(gradients))
+    return norms
+
   def step(
-    self, params: Any, opt_state: Any, batch: TokenBatch, plans: list[MicroBatch]
+    self, params: Any, opt_state: Any, batch: TokenBatch, plans: list[MicroBatch], lr_scale: float = 1.0
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """One optimiser step over a mini-batch.
 
@@ -374,12 +437,12 @@ class Learner:
       opt_state: the optimiser's state; given away.
       batch: the rollout, with `weights` made for this mini-batch.
       plans: its micro-batches.
+      lr_scale: multiplies the learning rates.
 
     Returns:
       New weights, new optimiser state, and metrics as device scalars.
     """
-    # Laid out as the weights are: the first micro-batch runs the program of the others.
-    gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, 'sharding', None)), params)
+    gradients = _zeros_like(params)
     sums: dict[str, Any] = {}
     for plan in plans:
       gradients, (new_sums, new_maxima) = self._accumulate(params, gradients, self._take(batch, plan))
@@ -387,6 +450,13 @@ class Learner:
         sums[name] = sums[name] + x if name in sums else x
       for name, x in new_maxima.items():
         sums[name] = jnp.maximum(sums[name], x) if name in sums else x
-    params, opt_state, norm = self._apply(params, opt_state, gradients)
+    whole = sums.pop('weights')
+    sums |= {name: sums[name] / jnp.maximum(whole, 1e-9) for name in _TOKEN_MEANS}
+    params, opt_state, norm = self._apply(params, opt_state, gradients, np.float32(lr_scale))
     sums['actor/grad_norm'] = norm
     return params, opt_state, sums
+
+
+def _zeros_like(params: Any) -> Any:
+  """Gradients to begin with, laid out as the weights are, so that the first micro-batch runs the others' program."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, 'sharding', None)), params)

@@ -34,12 +34,13 @@ def summarize(config: ConfigDict, workdir: str) -> dict[str, float]:
   first, last = evaluations[0], evaluations[-1]
   rows = []
   for tag in config.eval.tags:
-    best = last[f'val-env/{tag}/optimal']
+    best = last.get(f'val-env/{tag}/optimal')
     for label, prefix in (('sampled', 'val-env'), ('greedy', 'val-greedy')):
       name = f'{prefix}/{tag}/success'
       if name in last:
         share = f'{last[name] / best:.0%}' if best else '-'
-        rows.append([f'{tag}, {label}', f'{first[name]:.3f}', f'{last[name]:.3f}', f'{best:.3f}', share])
+        possible = 'not known' if best is None else f'{best:.3f}'
+        rows.append([f'{tag}, {label}', f'{first[name]:.3f}', f'{last[name]:.3f}', possible, share])
   episodes = config.eval.groups * config.eval.group_size
   out = [
     table(

@@ -4,19 +4,49 @@ Tests run on one CPU device unless the environment says otherwise (`JAX_PLATFORM
 needs several devices or processes starts a subprocess with its own `XLA_FLAGS`.
 """
 
+import gc
 import os
 import pathlib
+import tempfile
 
-# Read by JAX when it is imported, so before any test module is. Nothing is taken from a compilation cache that an
-# earlier run left behind: a compilation that fails must fail every time.
+# Read by JAX when it is imported, so before any test module is.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+# Tests and their subprocesses share what they compile, which is most of their time. Nothing comes from an earlier run:
+# a compilation that fails must fail every time.
+if 'PYTEST_XDIST_WORKER' not in os.environ:  # the workers inherit it
+  _CACHE = tempfile.TemporaryDirectory(prefix='ragen-jax-tests-')
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 # No test reaches for a model hub.
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
+import jax
 import pytest
 
 REPO = pathlib.Path(__file__).resolve().parents[1]
+
+# Files that take longest come first, so that no worker is left with one of them at the end.
+_LONG = (
+  'test_train.py',
+  'test_launch.py',
+  'test_trainer.py',
+  'test_mesh.py',
+  'test_context_policies.py',
+  'test_config.py',
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Sorts files by length, roughly; tests of a file stay together and in order."""
+  items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _forget_programs():
+  """Programs stay in memory until the end of a process; those of a file that is done are of no more use."""
+  yield
+  jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture(scope='session')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import jax
 from flax import nnx
 from ml_collections import ConfigDict
@@ -13,6 +15,8 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import hf, tiny_tokenizer
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def small_config(**fields) -> ConfigDict:

@@ -8,8 +8,9 @@ import sys
 import jax
 import numpy as np
 
-from ragen_jax import experiment, train
+from ragen_jax import experiment
 from ragen_jax.distributed import processes
+from ragen_jax.trainer import Trainer
 from tests import helpers
 
 
@@ -23,11 +24,11 @@ def main() -> None:
   )  # fmt: skip
   config.mesh.data, config.mesh.fsdp, config.mesh.tensor = data, fsdp, tensor
   policy = experiment.load_policy(config)
-  trainer = train.Trainer(config, policy)
+  trainer = Trainer(config, policy)
   params, opt_state, _ = trainer.init()
-  rollout = trainer.rollout(params, 0)
-  batch, metrics = trainer.make_batch(params, rollout)
-  params, opt_state, more = trainer.update(params, opt_state, batch, rollout, 0)
+  rollout, selection = trainer.collect(params, 0)
+  batch, metrics = trainer.make_batch(params, selection)
+  params, opt_state, more = trainer.update(params, opt_state, batch, selection, 0)
   embedding = params['policy']['embed_tokens'][...]
   weights = processes.all_rows(jax.tree.leaves(params))
   if not processes.is_first():

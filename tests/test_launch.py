@@ -27,11 +27,12 @@ FLAGS = [
   '--config.optimizer.final_lr_fraction=1.0',
   '--config.checkpoint.every=1',
   '--config.length_step=256',
+  '--config.compilation_cache=',  # that of the tests
 ]
 
 
 def _environment():
-  return os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}
+  return os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'PYTHON': sys.executable}
 
 
 def _start(workdir, processes, *flags):

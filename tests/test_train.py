@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import signal
 
 import jax
 import numpy as np
@@ -20,6 +23,7 @@ from ragen_jax.learner import (
   sampled_columns,
   score_tokens,
 )
+from ragen_jax.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.metrics import read_metrics
 from tests import helpers
@@ -45,16 +49,62 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
-def test_a_finished_run_started_again_changes_nothing(tmp_path):
-  config = helpers.small_config(num_iterations=1, eval__greedy_too=False)
-  first = train.train_and_evaluate(config, str(tmp_path))
-  lines = (tmp_path / 'metrics.jsonl').read_text()
-  assert train.train_and_evaluate(config, str(tmp_path)) == first
-  assert (tmp_path / 'metrics.jsonl').read_text() == lines
+def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
+  config = helpers.small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
+  train.train_and_evaluate(config, str(tmp_path / 'whole'))
+  update = Trainer.update
+
+  def interrupted(self, *args):
+    if args[4] == 1:  # the second iteration
+      os.kill(os.getpid(), signal.SIGINT)
+    return update(self, *args)
+
+  monkeypatch.setattr(Trainer, 'update', interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    train.train_and_evaluate(config, str(tmp_path / 'parts'))
+  monkeypatch.undo()
+  assert [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()] == ['2']
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  train.train_and_evaluate(config, str(tmp_path / 'parts'))
+  assert _comparable(tmp_path / 'whole') == _comparable(tmp_path / 'parts')
+
+
+@pytest.fixture(scope='module')
+def finished_run(tmp_path_factory):
+  """Config, workdir and last evaluation of a short run."""
+  workdir = tmp_path_factory.mktemp('finished')
+  config = helpers.small_config(num_iterations=1)
+  return config, workdir, train.train_and_evaluate(config, str(workdir))
+
+
+def test_a_finished_run_started_again_changes_nothing(finished_run):
+  config, workdir, first = finished_run
+  lines = (workdir / 'metrics.jsonl').read_text()
+  assert train.train_and_evaluate(config, str(workdir)) == first
+  assert (workdir / 'metrics.jsonl').read_text() == lines
+
+
+def test_every_metric_and_file_of_a_run_is_explained(finished_run):
+  _, workdir, _ = finished_run
+  page = (helpers.ROOT / 'docs' / 'metrics.md').read_text()
+  explained = set()
+  for name in re.findall(r'`([^`\s]+)`', page):
+    one_of = re.fullmatch(r'(.*)\{(.*)\}', name)
+    explained |= {one_of[1] + x for x in one_of[2].split(',')} if one_of else {name}
+  logged, metrics = set(), set().union(*read_metrics(workdir))
+  for name in metrics:
+    if name.removesuffix('_ema') in metrics - {name}:
+      continue
+    name = re.sub('pass@4|pass@1', 'pass@G', name.replace('FrozenLake', 'TAG'))
+    logged |= {name} if name in explained else {re.sub('^(train|val-env|val-greedy)/TAG', 'TAG', name)}
+  assert len(logged) > 40
+  assert sorted(logged - explained) == []
+  assert not {f'{p.name}/' * p.is_dir() or p.name for p in workdir.iterdir()} - explained - {'checkpoints/'}
 
 
 def test_a_workdir_of_another_config_is_refused(tmp_path):
   train.record_config(str(tmp_path), helpers.small_config().to_dict())
+  (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
   with pytest.raises(UserError, match=r'algorithm\.gamma was 1\.0 and is 0\.9') as e:
     train.train_and_evaluate(helpers.small_config(algorithm__gamma=0.9), str(tmp_path))
   assert '\n' not in str(e.value)
@@ -91,13 +141,13 @@ def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
     train__groups=16, train__group_size=4, optimizer__mini_batch_size=32, optimizer__micro_batch_size=16, length_step=64
   )
   policy = experiment.load_policy(config)
-  trainer = train.Trainer(config, policy)
+  trainer = Trainer(config, policy)
   params, opt_state, _ = trainer.init()
   widths = set()
   for i in range(5):
-    rollout = trainer.rollout(params, i)
-    batch, _ = trainer.make_batch(params, rollout)
-    params, opt_state, metrics = trainer.update(params, opt_state, batch, rollout, i)
+    rollout, selection = trainer.collect(params, i)
+    batch, _ = trainer.make_batch(params, selection)
+    params, opt_state, metrics = trainer.update(params, opt_state, batch, selection, i)
     widths.add(rollout.trajectory.tokens.shape[1])
     assert metrics['rollout/logprob_gap_max'] < 1e-3
   assert len(widths) > 1
@@ -126,6 +176,8 @@ def _random_batch(rng, rows=12, width=40, vocab=30):
     returns=noise(),
     weights=(mask / mask.sum()).astype(np.float32),
     value_weights=(mask / mask.sum()).astype(np.float32),
+    ref_logprobs=noise() - 3,
+    importance=np.ones(mask.shape, np.float32),
   )
   return batch, length, loss_mask
 
@@ -204,7 +256,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
 
   captured = {}
   learner = _learner(model, **dataclasses.asdict(cfg))
-  learner._apply = lambda p, o, g: (captured.update(g=g) or p, o, 0.0)
+  learner._apply = lambda p, o, g, _: (captured.update(g=g) or p, o, 0.0)
   plans = plan_micro_batches(np.arange(12, dtype=np.int32), length, loss_mask.sum(axis=1), size=12, length_step=40)
   learner.step(params, None, batch, plans)
   leaves, tree = jax.tree.flatten(params)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.context_manager import ContextManager, PastTurn
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
 from ragen_jax.distributed import processes
+from ragen_jax.envs.text_env import TextEnvironment
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
 
@@ -46,9 +47,10 @@ class Rollout:
 
   Attributes:
     trajectory: for the update.
-    episodes: for people and statistics, one a row.
+    episodes: for people and statistics; none in what comes from a replay buffer.
     anchors: i32[B, max_turns], equal where two turns began from the same observation of the same level; -1 where the
       episode did not get there.
+    episode_scores: f32[episodes], their raw scores, penalties included.
     tokens_sampled: how many tokens the policy sampled.
     pad_id: the token behind a row's last.
   """
@@ -56,8 +58,14 @@ class Rollout:
   trajectory: Trajectory
   episodes: list[Episode]
   anchors: np.ndarray
+  episode_scores: np.ndarray
   tokens_sampled: int
   pad_id: int
+
+  @property
+  def scores(self) -> np.ndarray:
+    """f32[B], the raw score of each row's episode."""
+    return self.episode_scores[self.trajectory.episode]
 
 
 def round_up(n: int, step: int) -> int:
@@ -108,35 +116,38 @@ class AgentProxy:
     row_keys = jax.random.split(key, rows * share.parts)[envs.first_row : envs.first_row + rows]
     timeline = Timeline(rows, limits.max_context)
     episodes = [
-      Episode(envs.specs[e].tag, int(g), int(s), [])
+      Episode(envs.specs[e].tag, int(g), int(s), [], outside=isinstance(envs.specs[e].env, TextEnvironment))
       for e, g, s in zip(envs.row_env, envs.row_group, envs.level_seeds, strict=True)
     ]
     status = np.full((rows,), Status.RUNNING, np.int32)
+    status[list(envs.faults)] = Status.ENV_ERROR
     actions_left = envs.actions_left()
     turns_allowed = np.asarray([min(limits.max_turns, s.budget.max_turns) for s in envs.specs])[envs.row_env]
     anchors = np.full((rows, limits.max_turns), -1, np.int32)
     anchor_ids: dict[tuple[int, str], int] = {}
-    closed = np.ones((rows,), bool)
-    reward = np.zeros((rows,), np.float32)
+    past: list[list[PastTurn]] = [[] for _ in range(rows)]
+    began = np.zeros((rows,), np.uint32)  # the turn that the timeline's row begins with
+    room = limits.max_context - limits.max_response_tokens
 
     # batch[i]: the timeline's row that row i of the device's state belongs to. Rows are dealt to the shards in turn, so
     # that a level whose episodes are long is no shard's alone.
     state, batch = None, np.arange(rows).reshape(-1, share.own).T.reshape(-1)
     for turn in range(limits.max_turns):
       segments: dict[int, tuple[int, ...]] = {}
+      goes_on = np.zeros((rows,), bool)  # its cache is that of the row that is written on
       with processes.same_errors() if turn == 0 else contextlib.nullcontext():
         for row in np.flatnonzero(status == Status.RUNNING):
-          e = int(envs.row_env[row])
-          if turn == 0:
-            ids = self._first_segment(e, observations[row], int(actions_left[row]))
-          else:
-            ids = context.next_segment(
-              e, turn, float(reward[row]), observations[row], int(actions_left[row]), closed=bool(closed[row])
-            )
-          if timeline.length[row] + len(ids) + limits.max_response_tokens > limits.max_context:
+          e, used = int(envs.row_env[row]), int(timeline.length[row])
+          written = context.prompt(e, past[row], observations[row], int(actions_left[row]), used=used, room=room)
+          if written is None:
+            self._check_first_prompt(turn, e, observations[row], int(actions_left[row]))
             status[row] = Status.OUT_OF_CONTEXT
             continue
-          segments[int(row)] = ids
+          segments[int(row)], fresh = written
+          if fresh:
+            timeline.begin_row(row)
+            began[row] = turn
+          goes_on[row] = not fresh
           anchors[row, turn] = anchor_ids.setdefault((int(envs.row_group[row]), observations[row]), len(anchor_ids))
       live = np.asarray(list(segments), np.int32)
       # Processes agree on shapes, and go on until the last of them is done.
@@ -149,8 +160,10 @@ class AgentProxy:
       )
       if not busiest:
         break
-      state, batch = self._make_room(state, batch, live, busiest, widest, longest)
-      state, reply = self._speak(params, state, batch, segments, row_keys, sampling)
+      state, batch = self._make_room(state, batch, live, goes_on, busiest, widest, longest)
+      # A draw's chance comes from its key and its position, which begins anew with a row.
+      keys = _keys_of_rows(row_keys, began) if began.any() else row_keys
+      state, reply = self._speak(params, state, batch, segments, keys, sampling)
       at = np.flatnonzero(np.isin(batch, live) & (reply.count > 0))
       for row in live:
         timeline.append_context(row, segments[int(row)], turn)
@@ -159,28 +172,33 @@ class AgentProxy:
       ids = [reply.tokens[i, : reply.count[i]].tolist() for i in at]
       texts = context.reply_texts(ids)
       parsed = {int(r): context.parse(int(envs.row_env[r]), t) for r, t in zip(batch[at], texts, strict=True)}
-      for i, row in zip(at, batch[at], strict=True):
-        closed[row] = reply.tokens[i, reply.count[i] - 1] == self.sampler.stop_ids[0]
+      left = actions_left
       result = envs.step([list(parsed[r].actions) if r in parsed else [] for r in range(rows)])
       actions_left = envs.actions_left()
-      before, observations = observations, envs.render()
+      before, observations, faults = observations, envs.render(), envs.faults
 
-      for row, text in zip(batch[at], texts, strict=True):
-        reward[row] = result.reward[row]
+      for row, text, sampled in zip(batch[at], texts, ids, strict=True):
+        names = parsed[int(row)].names[: result.executed[row]]
+        closed = sampled[-1] == self.sampler.stop_ids[0]
+        past[row].append(
+          PastTurn(before[row], int(left[row]), names, float(result.reward[row]), tuple(sampled), closed)
+        )
         penalty = 0.0 if parsed[int(row)].valid else limits.format_penalty
         timeline.reward_last_token(row, float(result.reward[row]) + penalty)
         episodes[row].turns.append(
           Turn(
             observation=before[row],
             reply=text,
-            actions=list(parsed[int(row)].names[: result.executed[row]]),
+            actions=list(names),
             reward=float(result.reward[row]),
             penalty=penalty,
             valid=parsed[int(row)].valid,
             effective=int(result.effective[row]),
           )
         )
-        if result.done[row]:
+        if row in faults:
+          status[row] = Status.ENV_ERROR
+        elif result.done[row]:
           status[row] = Status.SUCCESS if result.success[row] else Status.FAILURE
         elif actions_left[row] <= 0:
           status[row] = Status.OUT_OF_ACTIONS
@@ -190,6 +208,8 @@ class AgentProxy:
     for row, episode in enumerate(episodes):
       episode.status = Status(int(status[row]))
       episode.final_observation = observations[row]
+      episode.error = str(envs.faults.get(row, ''))
+    envs.end()
     trajectory = timeline.trajectory(
       group=envs.row_group,
       episode=envs.first_row + np.arange(rows),
@@ -198,26 +218,31 @@ class AgentProxy:
       policy_version=policy_version,
       pad_id=self.context.tokenizer.pad_id,
     )
-    own = Rollout(trajectory, episodes, anchors, int(trajectory.loss_mask.sum()), context.tokenizer.pad_id)
-    return _join(processes.gather_shares(own, share))
+    anchors = anchors[trajectory.episode - envs.first_row]
+    scores = np.asarray([e.score for e in episodes], np.float32)
+    own = Rollout(trajectory, episodes, anchors, scores, int(trajectory.loss_mask.sum()), context.tokenizer.pad_id)
+    return concatenate(processes.gather_shares(own, share), renumber=False)
 
-  def _first_segment(self, env: int, observation: str, actions_left: int) -> tuple[int, ...]:
-    """The first prompt; raises UserError where it and its reply do not fit into the context."""
-    ids, limits = self.context.first_segment(env, observation, actions_left), self.limits
-    if len(ids) + limits.max_response_tokens > limits.max_context:
+  def _check_first_prompt(self, turn: int, env: int, observation: str, actions_left: int) -> None:
+    """Raises UserError where a first prompt and its reply do not fit into the context, whatever is done.
+
+    What an environment outside JAX says is not ours to foresee: there, only this episode is over.
+    """
+    if turn == 0 and not isinstance(self.envs.specs[env].env, TextEnvironment):
+      ids, limits = self.context.first_segment(env, observation, actions_left), self.limits
       raise UserError(
         f'agent.max_context={limits.max_context}: a first prompt of {self.envs.specs[env].tag} and its reply need '
         f'{len(ids)} + {limits.max_response_tokens} tokens'
       )
-    return ids
 
-  def _make_room(self, state, batch, live, busiest, widest, longest):
+  def _make_room(self, state, batch, live, goes_on, busiest, widest, longest):
     """The device's state for the next turn: live rows, dense, with columns for the observation and the reply.
 
     Args:
       state: the state before; None at the first turn.
       batch: i32[own shards * b], the timeline's rows that its rows belong to.
-      live: the timeline's rows that go on.
+      live: the timeline's rows that take part.
+      goes_on: bool[rows], those that are written on; the cache of the others is emptied.
       busiest: the most that any shard has of them.
       widest: tokens of the longest observation.
       longest: tokens of the longest live row.
@@ -240,7 +265,7 @@ class AgentProxy:
       order = np.argsort(~np.isin(shards, live), axis=1, kind='stable')[:, :bucket].astype(np.int32)
       batch = np.take_along_axis(shards, order, axis=1)
       batch, pick = np.where(np.isin(batch, live), batch, -1).reshape(-1), order.reshape(-1)
-    return self.sampler.arrange(state, pick, size, np.isin(batch, live)), batch
+    return self.sampler.arrange(state, pick, size, np.isin(batch, live[goes_on[live]])), batch
 
   def _speak(self, params, state, batch, segments, row_keys, sampling):
     """Feeds each live row its segment and draws its reply; rows of `batch` that are -1 or over take no part."""
@@ -263,10 +288,33 @@ class AgentProxy:
     return state, processes.own_rows(reply)
 
 
-def _join(parts: list[Rollout]) -> Rollout:
-  """The shares of a rollout, in order, as one."""
+def _keys_of_rows(keys: jax.Array, began: np.ndarray) -> jax.Array:
+  """The episodes' keys [B]; with the turn in those whose row does not begin with the first."""
+  folded = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, jnp.asarray(began)))
+  return jax.random.wrap_key_data(jnp.where(jnp.asarray(began)[:, None] > 0, folded, jax.random.key_data(keys)))
+
+
+def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
+  """Rollouts as one, their rows in order.
+
+  Args:
+    parts: shares of one rollout, or several rollouts of fresh levels.
+    renumber: their groups and episodes are counted from 0 in each, as those of several rollouts are.
+  """
   if len(parts) == 1:
     return parts[0]
+  if renumber:
+    trajectories = [p.trajectory for p in parts]
+    groups = np.cumsum([0] + [int(t.group.max()) + 1 for t in trajectories])
+    episodes = np.cumsum([0] + [len(p.episode_scores) for p in parts])
+    parts = [
+      dataclasses.replace(
+        p,
+        trajectory=p.trajectory.replace(group=p.trajectory.group + g, episode=p.trajectory.episode + e),
+        episodes=[dataclasses.replace(x, group=x.group + int(g)) for x in p.episodes],
+      )
+      for p, g, e in zip(parts, groups, episodes, strict=False)
+    ]
   widths = [p.trajectory.tokens.shape[1] for p in parts]
   fill = Trajectory(**{f.name: 0 for f in dataclasses.fields(Trajectory)}).replace(turn=-1, tokens=parts[0].pad_id)
 
@@ -284,6 +332,31 @@ def _join(parts: list[Rollout]) -> Rollout:
     trajectory,
     [e for p in parts for e in p.episodes],
     np.concatenate(anchors),
+    np.concatenate([p.episode_scores for p in parts]),
     sum(p.tokens_sampled for p in parts),
     parts[0].pad_id,
+  )
+
+
+def take_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
+  """Some rows, i32[b], their groups and episodes counted from 0; texts are left behind."""
+  t = rollout.trajectory
+  kept, episode = np.unique(t.episode[rows], return_inverse=True)
+  own = jax.tree.map(lambda x: x[rows], t)
+  own = own.replace(
+    group=np.unique(own.group, return_inverse=True)[1].astype(np.int32), episode=episode.astype(np.int32)
+  )
+  return Rollout(own, [], rollout.anchors[rows], rollout.episode_scores[kept], int(own.loss_mask.sum()), rollout.pad_id)
+
+
+def pad_rows(rollout: Rollout, multiple: int) -> Rollout:
+  """The rollout with empty rows behind it, up to a multiple of a number of rows."""
+  more = -len(rollout.trajectory.length) % multiple
+  fill = Trajectory(**{f.name: 0 for f in dataclasses.fields(Trajectory)}).replace(turn=-1, tokens=rollout.pad_id)
+
+  def pad(filler, x):
+    return np.pad(x, ((0, more),) + ((0, 0),) * (x.ndim - 1), constant_values=filler)
+
+  return dataclasses.replace(
+    rollout, trajectory=jax.tree.map(pad, fill, rollout.trajectory), anchors=pad(-1, rollout.anchors)
   )

@@ -8,6 +8,8 @@ from typing import Any
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvGroup
+from ragen_jax.envs.base import Environment
+from ragen_jax.envs.text_env import TextEnvironment
 
 SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'
 
@@ -28,6 +30,48 @@ class ParsedReply:
   actions: tuple[Any, ...]
   names: tuple[str, ...]
   valid: bool
+
+
+CONTEXTS = ('full', 'limited_multi_turn', 'single_turn')
+OVERLONG = ('end', 'drop_oldest')
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextPolicy:
+  """How much of an episode the policy sees when it speaks.
+
+  Attributes:
+    mode: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last turns,
+      one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
+    turns: turns that the latter two show, the present one included.
+    overlong: what happens where that does not fit: the episode ends ('end'), or its oldest turns are left out
+      ('drop_oldest'), under 'full' in a new row that begins there.
+  """
+
+  mode: str = 'full'
+  turns: int = 5
+  overlong: str = 'end'
+
+
+@dataclasses.dataclass(frozen=True)
+class PastTurn:
+  """A turn that is over.
+
+  Attributes:
+    observation: what was shown.
+    actions_left: before it.
+    names: the actions that were carried out.
+    reward: what they brought.
+    ids: the reply as it was sampled, its stop token included.
+    closed: it ended with the chat format's stop token.
+  """
+
+  observation: str
+  actions_left: int
+  names: tuple[str, ...]
+  reward: float
+  ids: tuple[int, ...]
+  closed: bool
 
 
 def describe_task(spec: EnvGroup, action_sep: str) -> str:
@@ -56,7 +100,14 @@ class ContextManager:
   """Writes the prompts of a rollout and reads its replies."""
 
   def __init__(
-    self, tokenizer: ChatTokenizer, specs: list[EnvGroup], *, think: bool, force_prefix: bool, action_sep: str
+    self,
+    tokenizer: ChatTokenizer,
+    specs: list[EnvGroup],
+    *,
+    think: bool,
+    force_prefix: bool,
+    action_sep: str,
+    policy: ContextPolicy | None = None,
   ):
     """Prepares the fixed parts of the prompts.
 
@@ -66,7 +117,9 @@ class ContextManager:
       think: replies have a `<think>` part before the answer.
       force_prefix: the reply's first tag is put there for the policy rather than sampled.
       action_sep: what separates the actions of one turn.
+      policy: how much of an episode is seen; all of it where not given.
     """
+    self.policy = policy or ContextPolicy()
     self.tokenizer = tokenizer
     self.think = think
     self.action_sep = action_sep
@@ -78,7 +131,7 @@ class ContextManager:
     """A turn's part of the user message: number, state, actions left, form and length of the reply."""
     form = '<think>your thoughts</think>' if self.think else ''
     return (
-      f'Turn {turn + 1}:\nState:\n{observation}\nActions left: {actions_left}\n'
+      f'Turn {turn + 1}:\nState:\n{_plain(observation)}\nActions left: {actions_left}\n'
       f'Answer as {form}<answer>your actions</answer> and nothing else, in at most '
       f'{self._specs[env].max_words} words.'
     )
@@ -110,6 +163,71 @@ class ContextManager:
     user = f'Reward: {format_reward(reward)}\n\n' + self._turn(env, turn, observation, actions_left)
     return self.tokenizer.encode(self.tokenizer.following(user, self.reply_prefix, closed=closed))
 
+  def prompt(
+    self, env: int, past: list[PastTurn], observation: str, actions_left: int, *, used: int, room: int
+  ) -> tuple[tuple[int, ...], bool] | None:
+    """What to feed before the next reply, by the context policy.
+
+    Args:
+      env: index of the environment.
+      past: the episode's turns so far.
+      observation: its text now.
+      actions_left: how many actions it still has.
+      used: columns of the row so far.
+      room: the most columns that may be used before the reply.
+
+    Returns:
+      (tokens, whether they begin a new row rather than follow what is there), or None where they do not fit.
+    """
+    policy = self.policy
+    if not past:
+      ids = self.first_segment(env, observation, actions_left)
+      return (ids, True) if len(ids) <= room else None
+    if policy.mode == 'full':
+      ids = self.next_segment(env, len(past), past[-1].reward, observation, actions_left, closed=past[-1].closed)
+      if used + len(ids) <= room:
+        return ids, False
+      if policy.overlong == 'end':
+        return None
+      shown = len(past) - 1
+    else:
+      shown = min(policy.turns - 1, len(past))
+    write = self._summary if policy.mode == 'single_turn' else self._conversation
+    while True:
+      ids = write(env, past, shown, observation, actions_left)
+      if len(ids) <= room:
+        return ids, True
+      if policy.overlong == 'end' or not shown:
+        return None
+      shown -= 1
+
+  def _conversation(
+    self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int
+  ) -> tuple[int, ...]:
+    """The conversation of the last `shown` turns and the present one, replies as they were sampled."""
+    first = len(past) - shown
+    turns = [(t.observation, t.actions_left) for t in past[first:]] + [(observation, actions_left)]
+    user = self._tasks[env] + '\n\n' + self._turn(env, first, *turns[0])
+    ids = self.tokenizer.encode(self.tokenizer.opening(SYSTEM, user, self.reply_prefix))
+    for turn, before in enumerate(past[first:], start=first):
+      ids += before.ids
+      ids += self.next_segment(env, turn + 1, before.reward, *turns[turn + 1 - first], closed=before.closed)
+    return ids
+
+  def _summary(
+    self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int
+  ) -> tuple[int, ...]:
+    """One message: the task, what was done in the last `shown` turns, and the present one."""
+    first = len(past) - shown
+    memory = [
+      f'Turn {i + 1}: {_plain(f" {self.action_sep} ".join(t.names)) or "nothing"} in\n{_plain(t.observation)}\n'
+      f'brought reward {format_reward(t.reward)}.'
+      for i, t in enumerate(past[first:], start=first)
+    ]
+    remembered = ['What you did before:\n' + '\n'.join(memory)] if memory else []
+    user = '\n\n'.join([self._tasks[env], *remembered, self._turn(env, len(past), observation, actions_left)])
+    return self.tokenizer.encode(self.tokenizer.opening(SYSTEM, user, self.reply_prefix))
+
   def reply_texts(self, replies: list[list[int]]) -> list[str]:
     """Sampled ids, stop tokens left out, to whole replies with their forced prefix."""
     stops = set(self.tokenizer.stop_ids)
@@ -124,10 +242,23 @@ class ContextManager:
     game = self._specs[env].env
     limit = self._specs[env].budget.max_actions_per_turn
     pieces = [p.strip() for p in match.group(match.lastindex).split(self.action_sep)]
-    parsed = [game.parse_action(p) for p in pieces if p]
-    actions = tuple(a for a in parsed if a is not None)
-    valid = bool(actions) and len(actions) == len(parsed)
-    return ParsedReply(actions[:limit], tuple(game.format_action(a) for a in actions[:limit]), valid)
+    parsed = [_read_action(game, p) for p in pieces if p]
+    known = [x for x in parsed if x is not None]
+    valid = bool(known) and len(known) == len(parsed)
+    return ParsedReply(tuple(action for action, _ in known[:limit]), tuple(name for _, name in known[:limit]), valid)
+
+
+def _read_action(game: Environment | TextEnvironment, text: str) -> tuple[Any, str] | None:
+  """An action and how it is written, None where the text is none. Code outside JAX may fail in it."""
+  if isinstance(game, TextEnvironment):
+    return game.read_action(text)
+  action = game.parse_action(text)
+  return None if action is None else (action, game.format_action(action))
+
+
+def _plain(text: str) -> str:
+  """Text of a game or an action, in which nothing can be taken for a special token such as <|im_end|>."""
+  return text.replace('<|', '< |')
 
 
 def format_reward(reward: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.agent.trajectory import Episode, Status
+from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status
 
 
 def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> dict[str, float]:
@@ -18,7 +18,8 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
   Returns:
     `<prefix>/<tag>/success`, `.../pass@G`, `.../score` (with penalties), `.../episodic_return` (without),
     `.../num_actions`, `.../num_turns`, `.../action_is_valid` and `.../action_is_effective` (shares of turns and of
-    actions), `.../truncated` (share that ran out of turns, actions or context).
+    actions), `.../truncated` (share that ran out of turns, actions or context), and, for environments outside JAX and
+    wherever there are any, `.../env_errors` (share of episodes that ended because their environment failed).
   """
   metrics = {}
   for tag in dict.fromkeys(e.tag for e in episodes):
@@ -35,34 +36,17 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
     metrics[f'{name}/num_turns'] = len(turns) / len(own)
     metrics[f'{name}/action_is_valid'] = float(np.mean([t.valid for t in turns])) if turns else 0.0
     metrics[f'{name}/action_is_effective'] = sum(t.effective for t in turns) / max(actions, 1)
-    metrics[f'{name}/truncated'] = float(np.mean([e.status >= Status.OUT_OF_TURNS for e in own]))
+    metrics[f'{name}/truncated'] = float(np.mean([e.status in TRUNCATED for e in own]))
+    errors = float(np.mean([e.status == Status.ENV_ERROR for e in own]))
+    if own[0].outside or errors:
+      metrics[f'{name}/env_errors'] = errors
   return metrics
-
-
-def group_metrics(scores: np.ndarray, group: np.ndarray) -> dict[str, float]:
-  """Spread of the scores inside the prompt groups, averaged over groups.
-
-  Args:
-    scores: f32[B], raw episode scores.
-    group: i32[B].
-
-  Returns:
-    `rollout/in_group_reward_{std,max,mean}` and `rollout/zero_std_groups`, the share of groups that teach a
-    group-relative method nothing.
-  """
-  members = [scores[group == g] for g in np.unique(group)]
-  std = np.asarray([m.std() for m in members])
-  return {
-    'rollout/in_group_reward_std': float(std.mean()),
-    'rollout/in_group_reward_max': float(np.mean([m.max() for m in members])),
-    'rollout/in_group_reward_mean': float(np.mean([m.mean() for m in members])),
-    'rollout/zero_std_groups': float(np.mean(std < 1e-6)),
-  }
 
 
 def transcript(episode: Episode) -> str:
   """An episode as Markdown, for TensorBoard."""
-  lines = [f'**{episode.tag}**, level {episode.level_seed}: {episode.status.name.lower().replace("_", " ")}']
+  ending = episode.status.name.lower().replace('_', ' ') + (f' ({episode.error})' if episode.error else '')
+  lines = [f'**{episode.tag}**, level {episode.level_seed}: {ending}']
   for i, turn in enumerate(episode.turns):
     lines += [f'turn {i + 1}', _code(turn.observation), _code(turn.reply)]
     carried = ' || '.join(turn.actions) or 'none'

@@ -18,6 +18,11 @@ class Status(enum.IntEnum):
   OUT_OF_TURNS = 3
   OUT_OF_ACTIONS = 4
   OUT_OF_CONTEXT = 5
+  ENV_ERROR = 6  # its environment failed; says nothing about the policy
+
+
+# Cut off by a limit, before the game was over.
+TRUNCATED = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
 
 
 @struct.dataclass
@@ -34,7 +39,8 @@ class Trajectory:
     turn: i32[B, T], index of the turn (its observation and its reply), -1 in padding.
     length: i32[B], used columns.
     group: i32[B], rows of one group share the level, and so the prompt.
-    episode: i32[B], rows of one episode share it; one row an episode under full history.
+    episode: i32[B], rows of one episode share it; one row an episode under full history. Other context policies give
+      several, one after the other, and rows of length 0 at the end that belong to none.
     env: i32[B], index of the environment among those of the rollout.
     status: i32[B], a `Status`.
     policy_version: i32[B], the number of updates that the sampling weights had seen.
@@ -89,6 +95,8 @@ class Episode:
     turns: what happened.
     final_observation: the environment's text after the last action.
     status: how it ended.
+    outside: its environment lives outside JAX, and may fail.
+    error: what went wrong where it failed.
   """
 
   tag: str
@@ -97,6 +105,8 @@ class Episode:
   turns: list[Turn]
   final_observation: str = ''
   status: Status = Status.RUNNING
+  outside: bool = False
+  error: str = ''
 
   @property
   def success(self) -> bool:
@@ -113,8 +123,15 @@ class Episode:
     return self.env_return + sum(t.penalty for t in self.turns)
 
 
+_COLUMNS = ('tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'turn')
+
+
 class Timeline:
-  """Collects the columns of B rows while a rollout runs, then becomes a `Trajectory`."""
+  """Collects the columns of B episodes while a rollout runs, then becomes a `Trajectory`.
+
+  Each episode writes to one open row. A context policy that shows less than the whole conversation begins a new row;
+  the row before is then put aside as it is.
+  """
 
   def __init__(self, rows: int, capacity: int):
     """Empty rows.
@@ -124,6 +141,7 @@ class Timeline:
       capacity: the most columns that a row may have.
     """
     shape = (rows, capacity)
+    self._done: list[tuple[int, dict[str, np.ndarray]]] = []  # (episode, its columns)
     self.tokens = np.zeros(shape, np.int32)
     self.loss_mask = np.zeros(shape, bool)
     self.logprobs = np.zeros(shape, np.float32)
@@ -132,6 +150,15 @@ class Timeline:
     self.rewards = np.zeros(shape, np.float32)
     self.turn = np.full(shape, -1, np.int32)
     self.length = np.zeros((rows,), np.int32)
+
+  def begin_row(self, row: int) -> None:
+    """Puts the episode's row aside, if there is anything in it, and begins a new one."""
+    n = self.length[row]
+    if n:
+      self._done.append((row, {name: getattr(self, name)[row, :n].copy() for name in _COLUMNS}))
+      for name in _COLUMNS:
+        getattr(self, name)[row] = -1 if name == 'turn' else 0
+      self.length[row] = 0
 
   def append_context(self, row: int, ids: tuple[int, ...], turn: int) -> None:
     """Adds tokens that the policy did not sample."""
@@ -164,22 +191,44 @@ class Timeline:
     self.rewards[row, self.length[row] - 1] = reward
 
   def trajectory(self, *, group, episode, env, status, policy_version: int, pad_id: int) -> Trajectory:
-    """The rows so far, cut to the longest one."""
-    width = max(int(self.length.max()), 1)
-    columns = np.arange(width)[None, :]
-    tokens = np.where(columns < self.length[:, None], self.tokens[:, :width], pad_id)
+    """The rows so far, cut to the longest one.
+
+    Args:
+      group, episode, env, status: i32[B], of the episodes.
+      policy_version: number of updates behind the weights that sampled.
+      pad_id: the token behind a row's last.
+
+    Returns:
+      B rows in the order of the episodes, and where there are more, an episode's rows one after the other, and rows
+      without any token at the end, up to a multiple of B / 4: so there are few numbers of rows.
+    """
+    count = len(self.length)
+    of, parts = np.arange(count), {name: getattr(self, name) for name in _COLUMNS}
+    length = self.length
+    if self._done:
+      rows = sorted([(e, i, c) for i, (e, c) in enumerate(self._done)], key=lambda x: x[:2])
+      rows += [(e, len(rows), {n: x[e, : self.length[e]] for n, x in parts.items()}) for e in range(count)]
+      rows.sort(key=lambda x: x[:2])
+      step = max(count // 4, 1)
+      empty = {name: x[0, :0] for name, x in parts.items()}
+      rows += [(0, 0, empty)] * (-len(rows) % step)
+      of = np.asarray([e for e, _, _ in rows])
+      length = np.asarray([len(c['tokens']) for _, _, c in rows], np.int32)
+      parts = {name: np.zeros((len(rows), int(length.max())), x.dtype) for name, x in parts.items()}
+      parts['turn'] -= 1
+      for i, (_, _, columns) in enumerate(rows):
+        for name, x in columns.items():
+          parts[name][i, : len(x)] = x
+    # Two columns even where every environment failed at its reset: the update points at column 1 for missing tokens.
+    width = max(int(length.max()), 2)
+    parts = {name: x[:, :width] for name, x in parts.items()}
+    parts['tokens'] = np.where(np.arange(width)[None, :] < length[:, None], parts['tokens'], pad_id).astype(np.int32)
     return Trajectory(
-      tokens=tokens.astype(np.int32),
-      loss_mask=self.loss_mask[:, :width],
-      logprobs=self.logprobs[:, :width],
-      values=self.values[:, :width],
-      entropies=self.entropies[:, :width],
-      rewards=self.rewards[:, :width],
-      turn=self.turn[:, :width],
-      length=self.length,
-      group=np.asarray(group, np.int32),
-      episode=np.asarray(episode, np.int32),
-      env=np.asarray(env, np.int32),
-      status=np.asarray(status, np.int32),
-      policy_version=np.full((len(self.length),), policy_version, np.int32),
+      **parts,
+      length=length,
+      group=np.asarray(group, np.int32)[of],
+      episode=np.asarray(episode, np.int32)[of],
+      env=np.asarray(env, np.int32)[of],
+      status=np.asarray(status, np.int32)[of],
+      policy_version=np.full((len(length),), policy_version, np.int32),
     )

@@ -98,22 +98,18 @@ def connect(coordinator: str, num_processes: int | None, process_id: int | None)
   Raises:
     UserError: the numbers do not fit, or the others are not found.
   """
-  told = f'--coordinator={coordinator} --num_processes={num_processes} --process_id={process_id}'
   if coordinator == 'auto':
-    if num_processes is not None or process_id is not None:
-      raise UserError(f'{told}: with auto the other two are found out, and must not be given')
+    for flag, value in (('num_processes', num_processes), ('process_id', process_id)):
+      if value is not None:
+        raise UserError(f'--{flag}={value}: is found out with --coordinator=auto, and must not be given')
     arguments = {}
-  elif (
-    not re.fullmatch(r'.+:\d+', coordinator)
-    or num_processes is None
-    or process_id is None
-    or not 0 <= process_id < num_processes
-  ):
-    raise UserError(
-      f'{told}: needs the address of process 0 as HOST:PORT, how many processes there are, and which of them this is, '
-      'from 0; or --coordinator=auto'
-    )
   else:
+    if not re.fullmatch(r'.+:\d+', coordinator):
+      raise UserError(f"--coordinator={coordinator}: must be the address of process 0 as HOST:PORT, or 'auto'")
+    if num_processes is None or num_processes < 1:
+      raise UserError(f'--num_processes={num_processes}: must say how many processes the run has')
+    if process_id is None or not 0 <= process_id < num_processes:
+      raise UserError(f'--process_id={process_id}: must say which process this is, from 0 to {num_processes - 1}')
     arguments = {'coordinator_address': coordinator, 'num_processes': num_processes, 'process_id': process_id}
   # It would catch SIGTERM, and nothing here asks it whether one came.
   jax.config.update('jax_enable_preemption_service', False)
@@ -124,12 +120,15 @@ def connect(coordinator: str, num_processes: int | None, process_id: int | None)
   sys.excepthook = _on_error
 
 
-def leave(status: int) -> None:
-  """Ends the process; one of several does not wait for the others, which may be waiting for it."""
+def leave(status: int, together: bool = False) -> None:
+  """Ends the process; one of several waits for the others only where all leave, as they may be waiting for it."""
   sys.stdout.flush()
   sys.stderr.flush()
   if jax.distributed.is_initialized():
-    os._exit(status)
+    if together:
+      jax.distributed.shutdown()
+    else:
+      os._exit(status)
   sys.exit(status)
 
 
@@ -168,7 +167,7 @@ def same_errors() -> Iterator[None]:
     error = str(e)
   errors = [e for e in gather(error) if e is not None]
   if errors:
-    raise UserError(errors[0])
+    raise UserError(errors[0], everywhere=True)
 
 
 def gather(value: Any) -> list[Any]:

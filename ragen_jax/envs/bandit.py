@@ -102,7 +102,7 @@ class Bandit(base.Environment):
   Attributes:
     arms: pairs of names, (low arm, high arm).
     low_reward: what the low arm pays.
-    high_reward: what the high arm pays when it pays.
+    high_reward: what the high arm pays when it pays, above 0.
     high_probability: how often that is; high_probability * high_reward is above low_reward.
   """
 
@@ -121,6 +121,8 @@ class Bandit(base.Environment):
       value = getattr(self, field)
       if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f'bandit: {field}={value!r}; allowed: finite numbers')
+    if not self.high_reward > 0:
+      raise ValueError(f'bandit: high_reward={self.high_reward!r}; allowed: above 0')
     if not 0 < self.high_probability <= 1:
       raise ValueError(f'bandit: high_probability={self.high_probability!r}; allowed: above 0, at most 1')
     mean = self.high_probability * self.high_reward
@@ -296,6 +298,10 @@ def _key(name: str) -> str:
   return ''.join(name.split()).lower()
 
 
+def _is_pair(value: object) -> bool:
+  return isinstance(value, list | tuple) and len(value) == 2
+
+
 def _checked_arms(arms: Pairs) -> Pairs:
   """The pairs as tuples.
 
@@ -303,7 +309,7 @@ def _checked_arms(arms: Pairs) -> Pairs:
     ValueError: there is none, one has not two names, a name is malformed, two names differ in case or blanks alone, or
       a pair comes in both orders.
   """
-  if isinstance(arms, str) or not arms or any(isinstance(pair, str) or len(pair) != 2 for pair in arms):
+  if not isinstance(arms, list | tuple) or not arms or not all(_is_pair(pair) for pair in arms):
     raise ValueError(f'bandit: arms={arms!r}; allowed: one or more pairs of names, (low arm, high arm)')
   arms = tuple(tuple(pair) for pair in arms)
   written = {}

@@ -95,11 +95,13 @@ class Environment(abc.ABC):
     name: the prefix of the environment's metrics, in snake case.
     action_names: what the policy may write, in the order of the action ids 0..; empty when actions are free text.
     action_help: for free-text actions, one line that says how an action is written; else empty.
+    has_solver: `solve` is there; without it nobody knows the best play, and the environment has no demonstrations.
   """
 
   name: ClassVar[str]
   action_names: ClassVar[tuple[str, ...]] = ()
   action_help: ClassVar[str] = ''
+  has_solver: ClassVar[bool] = True
 
   # -- traced, one instance ------------------------------------------------------------------------------------------
 
@@ -177,7 +179,6 @@ class Environment(abc.ABC):
     """
     raise ValueError(f'{self.name}: levels cannot be read from text')
 
-  @abc.abstractmethod
   def solve(self, states: Any, budget: Budget, discount: float = 1.0) -> Solution:
     """The exact best play on a batch of fresh levels, within a budget.
 
@@ -186,7 +187,11 @@ class Environment(abc.ABC):
       budget: turns and actions that an episode may take.
       discount: what a success is worth after each further action; below 1 the plans do not dawdle. The reported
         `success` is always the undiscounted optimum.
+
+    Raises:
+      ValueError: there is no exact solver for the game, or not for a game of this size.
     """
+    raise ValueError(f'{self.name} has no solver')
 
   def legal_actions(self, states: Any) -> list[list[Any]]:
     """For each state the actions that can be meant: what a player without a plan chooses from."""
@@ -196,8 +201,17 @@ class Environment(abc.ABC):
     """The game without what only experience teaches, for demonstrations of weak play; by default itself."""
     return self
 
+  def check_budget(self, budget: Budget) -> None:
+    """Raises ValueError where the budget can solve no level; by default none is refused."""
+    del budget
+
   def optimal(self, states: Any, budget: Budget) -> np.ndarray:
-    """f32[N], the highest success probability that any policy reaches on these levels within the budget."""
+    """f32[N], the highest success probability that any policy reaches on these levels within the budget.
+
+    NaN where nobody knows.
+    """
+    if not self.has_solver:
+      return np.full((len(np.asarray(states.done)),), np.nan, np.float32)
     return self.solve(states, budget).success
 
   def rationale(self, states: Any) -> list[str]:

@@ -100,8 +100,11 @@ class FrozenLake(base.Environment):
     if self.observation not in _OBSERVATIONS:
       raise ValueError(f'frozen_lake: observation={self.observation!r}; allowed: {", ".join(_OBSERVATIONS)}')
     symbols = self.symbols
-    if not isinstance(symbols, str) or len(set(symbols)) != 6 or len(symbols) != 6 or re.search(r'\s', symbols):
-      raise ValueError(f'frozen_lake: symbols={symbols!r}; allowed: 6 different characters, none blank')
+    different = isinstance(symbols, str) and len(symbols) == 6 == len(set(symbols))
+    if not different or not symbols.isprintable() or re.search(r'[\s<|]', symbols):
+      raise ValueError(
+        f'frozen_lake: symbols={symbols!r}; allowed: 6 different characters that can be printed, none blank, < or |'
+      )
 
   @property
   def slip(self) -> tuple[float, float, float]:

@@ -1,8 +1,13 @@
-"""Sokoban: push every box onto a target. Levels are made from a key, and every one of them can be solved."""
+"""Sokoban: push every box onto a target.
+
+Levels are made from a key, and every one of those can be solved; or they are read from a file in Boxoban's format.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
 from typing import ClassVar
 
 import jax
@@ -19,6 +24,7 @@ MEANINGS = ('wall', 'empty floor', 'target', 'box on target', 'box', 'player', '
 BOXOBAN = ('#', ' ', '.', '*', '$', '@', '+')
 TILE = 16  # pixels
 _GRID_HEADER = 'Grid Map:'
+_SIZE_HEADER = 'Board size:'
 
 
 @struct.dataclass
@@ -60,6 +66,9 @@ class Sokoban(base.Environment):
     max_solution: the most moves of a level's shortest solution, 0 for no bound.
     observation: 'grid' (rows of symbols), 'coord' (lists of coordinates, without the walls) or 'grid_coord' (both).
     symbols: one character each for wall, floor, target, box on target, box, player, player on target.
+    levels: a file of levels in Boxoban's format to play instead of made ones, see `from_boxoban`; '' for none. Seed s
+      plays level s modulo their number, so consecutive seeds go through the file in order. Of its levels only those
+      within `min_solution` and `max_solution` are played; `search_depth` and `max_steps` do not choose among them.
   """
 
   dim: tuple[int, int] = (6, 6)
@@ -70,6 +79,7 @@ class Sokoban(base.Environment):
   max_solution: int = 0
   observation: str = 'grid'
   symbols: tuple[str, ...] = ('#', '_', 'O', '√', 'X', 'P', 'S')
+  levels: str = ''
 
   name: ClassVar[str] = 'sokoban'
   action_names: ClassVar[tuple[str, ...]] = ('Up', 'Down', 'Left', 'Right')
@@ -103,18 +113,64 @@ class Sokoban(base.Environment):
       raise ValueError(f'{field}={bounded}; allowed: 0 for num_boxes={self.num_boxes} on dim={self.dim} (too large)')
     if self.observation not in ('grid', 'coord', 'grid_coord'):
       raise ValueError(f'observation={self.observation!r}; allowed: grid, coord, grid_coord')
-    plain = all(isinstance(s, str) and len(s) == 1 and s.isprintable() and not s.isspace() for s in self.symbols)
+    plain = all(
+      isinstance(s, str) and len(s) == 1 and s.isprintable() and not s.isspace() and s not in '<|' for s in self.symbols
+    )
     if len(self.symbols) != 7 or len(set(self.symbols)) != 7 or not plain:
-      raise ValueError(f'symbols={self.symbols}; allowed: 7 different single characters, for {", ".join(MEANINGS)}')
+      raise ValueError(
+        f'symbols={self.symbols}; allowed: 7 different single characters, none blank, < or |, for {", ".join(MEANINGS)}'
+      )
+    if not isinstance(self.levels, str):
+      raise ValueError(f'levels={self.levels!r}; allowed: the name of a file, or an empty string')
+    if self.levels:
+      self._file_levels  # noqa: B018, so that a wrong file is told here
 
   @property
   def _walk_depth(self) -> int:
     return min(self.search_depth, self.max_steps)
 
+  @functools.cached_property
+  def _file_levels(self) -> State:
+    """The levels of the file that are played, NumPy leaves [M, ...].
+
+    Raises:
+      ValueError: the file cannot be read, or holds levels that cannot be played, or none within the bounds.
+    """
+    where = f'levels={self.levels!r}'
+    try:
+      states = self.from_boxoban(pathlib.Path(self.levels).read_text(encoding='utf-8'))
+    except (OSError, UnicodeDecodeError) as e:
+      reason = getattr(e, 'strerror', None) or 'no text'
+      raise ValueError(f'{where}; allowed: a file of levels that can be read ({reason})') from e
+    except ValueError as e:
+      raise ValueError(f'{where}; allowed: levels that fit, but {str(e).removeprefix(f"{self.name}: ")}') from e
+    if states.done.any():
+      raise ValueError(f'{where}; allowed: levels to solve, but number {states.done.argmax() + 1} is solved already')
+    if not (self.min_solution or self.max_solution):
+      return states
+    length = self.solve(states, base.Budget()).length
+    kept = (length >= max(self.min_solution, 1)) & (length <= (self.max_solution or length.max()))
+    if not kept.any():
+      bounds = f'min_solution={self.min_solution} and max_solution={self.max_solution}'
+      raise ValueError(f'{where}; allowed: a file with levels within {bounds}, but its shortest take {_span(length)}')
+    return jax.tree.map(lambda leaf: leaf[kept], states)
+
+  def check_budget(self, budget: base.Budget) -> None:
+    """Raises ValueError where the game would end before the budget that the prompt tells is used up."""
+    if self.max_steps < budget.max_actions:
+      raise ValueError(
+        f'max_steps={self.max_steps}; allowed: at least max_actions={budget.max_actions}, since the prompt tells only '
+        'that limit'
+      )
+
   # -- traced --------------------------------------------------------------------------------------------------------
 
   def reset(self, key: jax.Array) -> State:
-    """A level by reverse play (`sokoban_levels.generate`): solvable, and not solved yet."""
+    """A level by reverse play (`sokoban_levels.generate`): solvable, and not solved yet. Or one of `levels`."""
+    if self.levels:
+      # The last word of a seed's key is the seed.
+      number = jax.random.key_data(key)[-1] % len(self._file_levels.done)
+      return jax.tree.map(lambda leaf: jnp.asarray(leaf)[number], self._file_levels)
     level = sokoban_levels.generate(
       key, self.dim, self.num_boxes, self._walk_depth, self.min_solution, self.max_solution
     )
@@ -132,22 +188,22 @@ class Sokoban(base.Environment):
     """One move; the game has no chance in it."""
     del key
     move = jnp.asarray(sokoban_solver.DIRECTIONS)[action]
-    row, col = jnp.arange(self.dim[0])[:, None], jnp.arange(self.dim[1])[None, :]
-
-    def at(place):
-      return (row == place[0]) & (col == place[1])
-
-    ahead, beyond = at(state.player + move), at(state.player + 2 * move)
-    pushes = (ahead & state.boxes).any()
-    moves = ~(ahead & state.walls).any() & ~(pushes & (beyond & (state.walls | state.boxes)).any())
+    walls, targets, boxes = (jnp.asarray(x).reshape(-1) for x in (state.walls, state.targets, state.boxes))
+    # Cells by number. What lies beyond is off the board only where the border is ahead, and then it is not asked for.
+    stride = move[0] * self.dim[1] + move[1]
+    ahead = state.player[0] * self.dim[1] + state.player[1] + stride
+    beyond = ahead + stride
+    pushes = boxes[ahead]
+    moves = ~walls[ahead] & ~(pushes & (walls[beyond] | boxes[beyond]))
     pushed = pushes & moves
-    boxes = jnp.where(pushed, (state.boxes & ~ahead) | beyond, state.boxes)
-    gained = (boxes & state.targets).sum(dtype=jnp.int32) - (state.boxes & state.targets).sum(dtype=jnp.int32)
-    success = ~(boxes & ~state.targets).any()
+    cell = jnp.arange(boxes.size)
+    boxes = jnp.where(pushed, (boxes & (cell != ahead)) | (cell == beyond), boxes)
+    gained = jnp.where(pushed, targets[beyond].astype(jnp.int32) - targets[ahead], 0)
+    success = ~(boxes & ~targets).any()
     steps = state.steps + 1
     reward = sokoban_solver.STEP_REWARD + gained + sokoban_solver.SUCCESS_REWARD * success
     after = state.replace(
-      boxes=boxes,
+      boxes=boxes.reshape(self.dim),
       player=jnp.where(moves, state.player + move, state.player),
       steps=steps,
       success=success,
@@ -218,7 +274,7 @@ class Sokoban(base.Environment):
       PLAYER: 'Player',
       PLAYER_ON_TARGET: 'Player on target',
     }
-    size = f'Board size: {rows} rows, {cols} columns'
+    size = f'{_SIZE_HEADER} {rows} rows, {cols} columns'
     return [
       '\n'.join([size] + [f'{title}: {", ".join(at[kind])}' for kind, title in kinds.items() if kind in at])
       for at in listed
@@ -234,16 +290,23 @@ class Sokoban(base.Environment):
     """One fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which holds one.
 
     Raises:
-      ValueError: the text is no level of this size and number of boxes; the message says where.
+      ValueError: the text is no level of this size and number of boxes; the message says where. Or it is a 'coord'
+        text, which does not tell the walls.
     """
-    return self._parse(text.split(_GRID_HEADER)[-1].strip('\n').split('\n'), self.symbols, 'level')
+    lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
+    if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
+      raise ValueError(
+        f'{self.name}: coordinates alone are no level, since they do not tell the walls; allowed: a text with a grid'
+      )
+    return self._parse(lines, self.dim, self.symbols, 'level')
 
   def from_boxoban(self, text: str) -> State:
     """All levels of a Boxoban file: each a header line `; number` and its board.
 
     Args:
       text: the file's contents. Boards of ` ` floor, `#` wall, `.` target, `$` box, `*` box on target, `@` player,
-        `+` player on target; they have to fit `dim` and `num_boxes` (Boxoban's own: (10, 10) and 4).
+        `+` player on target. Each has `num_boxes` boxes and at most `dim` rows and columns (Boxoban's own: 4 and
+        (10, 10)); a smaller one is filled up with wall on the right and below.
 
     Returns:
       Batched states with NumPy leaves [M, ...], in the order of the file.
@@ -261,17 +324,24 @@ class Sokoban(base.Environment):
         boards[-1][1].append(line)
     if not boards:
       raise ValueError(f'{self.name}: the text holds no level; each begins with a line "; number"')
-    states = [self._parse(lines, BOXOBAN, title) for title, lines in boards]
+    states = []
+    for title, lines in boards:
+      if not lines:
+        raise ValueError(f'{self.name}: {title} has no board')
+      size = (min(len(lines), self.dim[0]), min(len(lines[0]), self.dim[1]))
+      states.append(self._parse(lines, size, BOXOBAN, title))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
-  def _parse(self, lines: list[str], symbols: tuple[str, ...], title: str) -> State:
-    rows, cols = self.dim
+  def _parse(self, lines: list[str], size: tuple[int, int], symbols: tuple[str, ...], title: str) -> State:
+    """A board of this size, filled up with wall to `dim`."""
+    rows, cols = size
     if len(lines) != rows:
       raise ValueError(f'{self.name}: {title} has {len(lines)} rows; dim={self.dim} has {rows}')
-    contents = np.zeros(self.dim, np.int8)
+    contents = np.full(self.dim, WALL, np.int8)
     for r, line in enumerate(lines):
       if len(line) != cols:
-        raise ValueError(f'{self.name}: {title}, row {r} has {len(line)} columns; dim={self.dim} has {cols}')
+        wanted = f'dim={self.dim}' if cols == self.dim[1] else 'row 0'
+        raise ValueError(f'{self.name}: {title}, row {r} has {len(line)} columns; {wanted} has {cols}')
       for c, symbol in enumerate(line):
         if symbol not in symbols:
           raise ValueError(f'{self.name}: {title}, row {r}, column {c} is {symbol!r}; allowed: {" ".join(symbols)}')
@@ -379,6 +449,11 @@ def _tiles() -> np.ndarray:
   for kind in (PLAYER, PLAYER_ON_TARGET):
     tiles[kind, disc] = player
   return tiles
+
+
+def _span(length: np.ndarray) -> str:
+  known = length[length > 0]
+  return f'{known.min()} to {known.max()} moves' if len(known) else 'for ever'
 
 
 def _and(words: list[str]) -> str:

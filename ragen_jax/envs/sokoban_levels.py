@@ -5,7 +5,8 @@ walks about at random. A legal pull is a legal push when time runs the other way
 level it has come to: every level can be solved by construction. Of the levels that the walks come to, the one with the
 highest score is kept. The rooms and the score (displacement of the boxes times box swaps) are those of gym-sokoban's
 generator, the source of RAGEN's levels; that one searches depth first, where here many walkers go at random side by
-side, so the distribution of levels is close but not the same (benchmarks/sokoban_levels.py compares them).
+side, so the distribution of levels is not the same (benchmarks/sokoban_levels.py compares them). It is close on RAGEN's
+tags; in a deep search on 8x8 cells with 2 boxes ours are easier, 9.9 moves to solve on average against 13.6.
 """
 
 from __future__ import annotations

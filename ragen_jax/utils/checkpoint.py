@@ -336,10 +336,10 @@ def _without_orbax_tracebacks() -> Iterator[None]:
 def record_config(
   workdir: str | os.PathLike[str], config: Mapping[str, Any], free_fields: Set[str] = frozenset()
 ) -> None:
-  """Ties `workdir` to a config: written to `<workdir>/config.json` on first use, compared from then on.
+  """Ties `workdir` to a config: written to `<workdir>/config.json`, and compared from the first checkpoint on.
 
-  Free fields may change from one start to the next (a longer run); config.json then shows their present value. Every
-  process may call this: they all write the same.
+  Before that there is nothing that another config could spoil. Free fields may change from one start to the next (a
+  longer run); config.json then shows their present value. Every process may call this: they all write the same.
 
   Args:
     workdir: the run's directory, made when it does not exist.
@@ -354,7 +354,8 @@ def record_config(
   new = _flatten(json.loads(text))
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    old_text = path.read_text() if path.exists() else None
+    begun = any(p.name.isdigit() for p in (path.parent / 'checkpoints').glob('*'))
+    old_text = path.read_text() if begun and path.exists() else None
   except OSError as e:
     raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
   if old_text is not None:

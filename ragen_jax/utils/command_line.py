@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
 import os
 import re
+import sys
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from ragen_jax.utils.errors import UserError
+
+_TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
+
+
+def set_up_logging() -> None:
+  """Lets the run's own messages, and no others, be seen plainly on standard error."""
+  own = logging.getLogger('ragen_jax')
+  own.setLevel(logging.INFO)
+  own.addHandler(logging.StreamHandler())
+  own.propagate = False
+
+
+def default_workdir(config_path: str) -> str:
+  """runs/<config file>, with the variant behind it: 'configs/a.py:b' -> 'runs/a-b'."""
+  path, _, variant = config_path.partition(':')
+  name = os.path.splitext(os.path.basename(path))[0]
+  return os.path.join('runs', f'{name}-{variant}' if variant else name)
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -21,15 +40,46 @@ def parse(argv: list[str]) -> list[str]:
     UserError: an unknown flag, an unknown field of the config, a value of the wrong type, or a config file that cannot
       be read.
   """
-  config = _load_config(_value_of(argv, 'config'))
+  if any(re.fullmatch(r'--?(help|helpshort|helpfull|helpxml|h|\?)(=.*)?', a) for a in argv):
+    return _show_help(argv)
+  path = _value_of(argv, 'config')
+  config = _load_config(path)
+  config_given = False
   for argument in argv[1:]:
     name = argument.split('=', 1)[0].lstrip('-')
     if argument.startswith('-') and name.startswith('config.'):
+      if not config_given:
+        raise UserError(f'{argument} stands before --config={path}; give --config first')
       _check_field(config, name.removeprefix('config.'))
+    config_given |= argument.startswith('-') and name == 'config'
   try:
     return flags.FLAGS(argv)
+  except flags.IllegalFlagValueError as e:
+    raise UserError(_wrong_value(config, argv, str(e))) from e
   except flags.Error as e:
     raise UserError(' '.join(str(e).split())) from e
+
+
+def _show_help(argv: list[str]) -> list[str]:
+  """absl's help leaves with status 1, as if something had failed."""
+  try:
+    return flags.FLAGS(argv)
+  except SystemExit:
+    sys.stdout.write('\nEvery field of the config is a flag too: --config.FIELD=VALUE; see configs/default.py.\n')
+    raise SystemExit(0) from None
+
+
+def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
+  """absl's message about a flag's value, with what would be allowed for a field of the config."""
+  match = re.match(r'flag --config\.([\w.]+)=', message)
+  if match:
+    old = config
+    for name in match.group(1).split('.'):
+      old = old[name]
+    if type(old) in _TYPES:
+      given = _value_of(argv, re.escape(f'config.{match.group(1)}'))
+      return f'--config.{match.group(1)}={given}: must be {_TYPES[type(old)]}, like the {old} of the config'
+  return ' '.join(message.split())
 
 
 def _value_of(argv: list[str], flag: str) -> str:
@@ -39,15 +89,11 @@ def _value_of(argv: list[str], flag: str) -> str:
       value = match.group(1) if match.group(1) is not None else ''.join(argv[i + 1 : i + 2])
       if value:
         return value
-  if any(re.fullmatch(r'--?(help|helpshort|helpfull|helpxml|h|\?)(=.*)?', a) for a in argv):
-    return ''
   raise UserError(f'--{flag}=FILE is missing, for instance --{flag}=configs/frozenlake_ppo.py')
 
 
-def _load_config(value: str) -> ConfigDict | None:
+def _load_config(value: str) -> ConfigDict:
   """The config that `FILE` or `FILE:VARIANT` gives; the flag itself loads it again, and would fail with a traceback."""
-  if not value:
-    return None
   path, colon, variant = value.partition(':')
   if not os.path.isfile(path):
     raise UserError(f'--config={path}: there is no such file')

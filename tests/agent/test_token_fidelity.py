@@ -58,7 +58,7 @@ class Recorder:
 def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
   policy = policy or helpers.random_policy(config, directory, seed=seed)
   tags = tuple(config.train.tags)
-  specs = experiment.env_groups(config, tags, experiment.equal_shares(config.train.groups, tags, 'train.groups'))
+  specs = experiment.env_groups(config, tags, experiment.group_counts(config.train, 'train'))
   proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
   recorder = Recorder(proxy)
   params = nnx.split(policy.model)[1]

@@ -244,6 +244,9 @@ def test_environments_of_lists_are_hashable():
   [
     ({'arms': ()}, r'arms=\(\)'),
     ({'arms': ('Phoenix', 'Dragon')}, 'arms='),
+    ({'arms': 5}, 'arms=5; allowed: one or more pairs'),
+    ({'arms': None}, 'arms=None; allowed: one or more pairs'),
+    ({'arms': (5,)}, r'arms=\(5,\); allowed: one or more pairs'),
     ({'arms': (('Phoenix', 'Dragon', 'Griffin'),)}, 'arms='),
     ({'arms': (('Phoenix', 'Phoenix'),)}, 'and its reverse'),
     ({'arms': (('Phoenix', 'Dragon'), ('Dragon', 'Phoenix'))}, 'and its reverse'),
@@ -251,6 +254,8 @@ def test_environments_of_lists_are_hashable():
     ({'arms': (('Phoenix', 'Dra||gon'),)}, r'the name .Dra\|\|gon'),
     ({'low_reward': 0.25}, 'low_reward=0.25'),
     ({'high_reward': '1'}, 'high_reward='),
+    ({'high_reward': 0.0, 'low_reward': -1.0}, 'high_reward=0.0; allowed: above 0'),
+    ({'high_reward': -1.0, 'low_reward': -2.0}, 'high_reward=-1.0; allowed: above 0'),
     ({'high_probability': 0.0}, r'high_probability=0.0; allowed: above 0, at most 1'),
     ({'high_probability': float('nan')}, 'high_probability=nan'),
   ],

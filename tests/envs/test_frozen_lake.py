@@ -149,7 +149,7 @@ def golden():
 def test_recorded_traces(golden):
   env = FrozenLake(is_slippery=False)
   step = jax.jit(env.step)
-  assert golden['frozen_lake']
+  assert set(golden) == {'sokoban', 'frozen_lake', 'slippery_example'} and len(golden['frozen_lake']) == 30
   for trace in golden['frozen_lake']:
     state = env.from_desc(trace['desc'])
     assert env.render(batch(state)) == [trace['initial']]
@@ -352,6 +352,10 @@ def test_legend_and_actions():
     ('symbols', 'P_OGX'),
     ('symbols', 'P_OGXX'),
     ('symbols', 'P OGX√'),
+    ('symbols', 'P_OGX|'),
+    ('symbols', 'P<OGX√'),
+    ('symbols', 'P_O\x00X√'),
+    ('symbols', 'P_O\u200bX√'),
   ],
 )
 def test_bad_options_are_named(field, value):

@@ -182,6 +182,7 @@ def golden(shared_dir):
 
 @pytest.mark.parametrize(('config', 'env'), [('6x6_1box', SMALL), ('8x8_2box', LARGE)])
 def test_recorded_traces(golden, config, env):
+  assert {trace['config'] for trace in golden} == {'6x6_1box', '8x8_2box'}
   traces = [trace for trace in golden if trace['config'] == config]
   assert len(traces) == 20
   start = batch(*(env.from_text(trace['initial']) for trace in traces))
@@ -305,6 +306,22 @@ def test_text_round_trips(env, observation, symbols):
   assert back.steps.dtype == states.steps.dtype and not back.steps.any()
 
 
+def test_coordinates_alone_are_no_level():
+  env = dataclasses.replace(TWO, observation='coord')
+  for text in (env.render(batch(TWO.from_text(TWO_BOXES)))[0], 'Board size: 6 rows, 7 columns'):
+    with pytest.raises(ValueError, match='do not tell the walls') as error:
+      env.from_text(text)
+    assert '\n' not in str(error.value)
+
+
+def test_the_game_lasts_as_long_as_the_budget():
+  env = dataclasses.replace(SMALL, max_steps=8)
+  env.check_budget(base.Budget(max_turns=5, max_actions=8, max_actions_per_turn=5))
+  with pytest.raises(ValueError, match='max_steps=8; allowed: at least max_actions=10') as error:
+    env.check_budget(base.Budget(max_turns=5, max_actions=10, max_actions_per_turn=5))
+  assert '\n' not in str(error.value)
+
+
 def test_what_each_observation_shows():
   state = batch(TWO.from_text(TWO_BOXES))
   listed = 'Board size: 6 rows, 7 columns\nTargets: (2, 4)\nBoxes: (2, 2)\nBoxes on target: (3, 2)\nPlayer: (1, 2)'
@@ -418,6 +435,10 @@ def test_bad_text(text, message):
     {'symbols': ('#', '_', 'O', '√', 'X', 'P', 'P')},
     {'symbols': ('#', ' ', 'O', '√', 'X', 'P', 'S')},
     {'symbols': ('#', '_', 'O', '√', 'X', 'P', 'on')},
+    {'symbols': ('#', '_', 'O', '√', 'X', 'P', '|')},
+    {'symbols': ('#', '_', 'O', '√', 'X', 'P', '<')},
+    {'symbols': ('#', '_', 'O', '√', 'X', 'P', '\x07')},
+    {'levels': 7},
   ],
 )
 def test_bad_options(options):
@@ -451,6 +472,103 @@ def test_boxoban_files():
     TWO.from_boxoban(text.removeprefix('; 0\n'))
   with pytest.raises(ValueError, match='holds no level'):
     TWO.from_boxoban('\n')
+
+
+BOXOBAN_FILE = """\
+; 0
+######
+#@   #
+# $ .#
+#    #
+#    #
+######
+
+; 1
+#####
+#.$@#
+#   #
+#   #
+#####
+
+; 2
+######
+#.   #
+# $  #
+#  @ #
+#    #
+######
+"""
+
+
+def write(directory, text, name='levels.txt'):
+  path = directory / name
+  path.write_text(text)
+  return str(path)
+
+
+def test_levels_of_a_file_are_played(tmp_path):
+  env = Sokoban(levels=write(tmp_path, BOXOBAN_FILE))
+  boards = [
+    '######\n#P___#\n#_X_O#\n#____#\n#____#\n######',
+    # Filled up with wall.
+    '######\n#OXP##\n#___##\n#___##\n######\n######',
+    '######\n#O___#\n#_X__#\n#__P_#\n#____#\n######',
+  ]
+  seeds = np.array([0, 1, 2, 3, 10_000, 2**32 - 1], np.uint32)
+  states = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda seed: env.reset(jax.random.key(seed))))(seeds))
+  assert env.render(states) == [boards[seed % 3] for seed in seeds.tolist()]
+  assert not states.done.any() and not states.steps.any()
+  # They are states like those of made levels, and are solved like them.
+  assert jax.tree.map(lambda x: x.dtype, row(states, 0)) == jax.tree.map(lambda x: x.dtype, row(fresh(SMALL, 4), 0))
+  assert env.solve(states, AMPLE).length.tolist() == [shortest(text) for text in env.render(states)]
+  after = plan_turns(env, states, base.Budget())
+  assert after.success.all()
+  # Difficulty chooses among them.
+  lengths = [shortest(board) for board in boards]
+  assert lengths[1] == 1 and max(lengths) == lengths[2]
+  hard = dataclasses.replace(env, min_solution=lengths[2])
+  easy = dataclasses.replace(env, max_solution=lengths[2] - 1)
+  assert hard.render(batch(*(hard.reset(jax.random.key(seed)) for seed in range(3)))) == [boards[2]] * 3
+  assert easy.render(batch(*(easy.reset(jax.random.key(seed)) for seed in range(3)))) == [*boards[:2], boards[0]]
+
+
+def test_levels_of_a_file_in_other_symbols(tmp_path):
+  env = Sokoban(levels=write(tmp_path, BOXOBAN_FILE), symbols=VOCABULARY)
+  first = env.render(batch(env.reset(jax.random.key(0))))[0]
+  assert first == 'WWWWWW\nWA...W\nW.B.GW\nW....W\nW....W\nWWWWWW'
+
+
+@pytest.mark.parametrize(
+  ('change', 'options', 'message'),
+  [
+    (None, {}, r'a file of levels that can be read \(No such file'),
+    (lambda text: '', {}, 'levels that fit, but the text holds no level'),
+    (lambda text: text + '; 3\n', {}, 'levels that fit, but level 3 has no board'),
+    (lambda text: text, {'dim': (5, 5)}, r'level 0 has 6 rows; dim=\(5, 5\) has 5'),
+    (lambda text: text, {'num_boxes': 2}, 'level 0 has 1 boxes; there have to be 2'),
+    (lambda text: text.replace('#   #', '#  #', 1), {}, 'level 1, row 2 has 4 columns; row 0 has 5'),
+    (lambda text: text.replace('#   #', '#    ', 1), {}, "level 1, row 2, column 4 is ' '; the border has to be wall"),
+    (lambda text: text.replace('$ .', ' *$'), {}, 'level 0 has 2 boxes'),
+    (lambda text: text.replace('$ .', ' * '), {}, 'number 1 is solved already'),
+    (lambda text: text, {'min_solution': 50}, r'within min_solution=50 and max_solution=0, but .* 1 to \d+ moves'),
+  ],
+)
+def test_wrong_files_are_told_in_one_line(tmp_path, change, options, message):
+  path = write(tmp_path, change(BOXOBAN_FILE)) if change else str(tmp_path / 'none.txt')
+  with pytest.raises(ValueError, match=message) as error:
+    Sokoban(levels=path, **options)
+  assert str(error.value).startswith(f'levels={path!r}; allowed: ') and '\n' not in str(error.value)
+
+
+def test_bounds_pass_over_levels_of_a_file_that_cannot_be_solved(tmp_path):
+  cornered = write(tmp_path, BOXOBAN_FILE.replace('.$@', '.@$'))
+  assert [len(Sokoban(levels=cornered, max_solution=most)._file_levels.done) for most in (0, 90)] == [3, 2]
+
+
+def test_a_file_of_bytes_is_no_file_of_levels(tmp_path):
+  (tmp_path / 'x').write_bytes(b'\xff\xfe; 0')
+  with pytest.raises(ValueError, match=r'can be read \(no text\)'):
+    Sokoban(levels=str(tmp_path / 'x'))
 
 
 # -- levels ------------------------------------------------------------------------------------------------------------

@@ -426,11 +426,26 @@ def test_workdir_below_a_file(tmp_path):
 # -- config record and lock --------------------------------------------------------------------------------------------
 
 
+def _begin(workdir):
+  """As if a run had saved its first checkpoint there."""
+  (pathlib.Path(workdir) / 'checkpoints' / '1').mkdir(parents=True)
+
+
+def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_path):
+  record_config(tmp_path, {'seed': 0})
+  record_config(tmp_path, {'seed': 1})
+  assert json.loads((tmp_path / 'config.json').read_text()) == {'seed': 1}
+  _begin(tmp_path)
+  with pytest.raises(UserError, match='seed was 1 and is 2'):
+    record_config(tmp_path, {'seed': 2})
+
+
 def test_config_is_recorded_and_compared(tmp_path):
   workdir = tmp_path / 'runs' / 'a'
   config = {'seed': 0, 'train': {'num_iterations': 60, 'lr': 1e-3, 'betas': (0.9, 0.999)}, 'env': {'name': 'lake'}}
   free = frozenset({'train.num_iterations'})
   record_config(workdir, config, free)
+  _begin(workdir)
   assert json.loads((workdir / 'config.json').read_text())['train'] == {
     'num_iterations': 60,
     'lr': 1e-3,
@@ -453,12 +468,13 @@ def test_config_is_recorded_and_compared(tmp_path):
     f'workdir {workdir} belongs to another config: env.size was absent and is 4; seed was 0 and is 1; '
     'train.lr was 0.001 and is 0.0001; choose another --workdir or set these fields back'
   )
-  assert [path.name for path in workdir.iterdir()] == ['config.json']
+  assert sorted(path.name for path in workdir.iterdir()) == ['checkpoints', 'config.json']
 
 
 def test_config_values_that_are_hard_to_compare(tmp_path):
   config = {'nan': float('nan'), 'none': None, 'empty': {}, 'flag': True}
   record_config(tmp_path, config)
+  _begin(tmp_path)
   record_config(tmp_path, config)
   with pytest.raises(UserError, match='flag was true and is 1;'):
     record_config(tmp_path, {**config, 'flag': 1})

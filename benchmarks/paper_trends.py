@@ -1,0 +1,225 @@
+"""The paper's comparisons that fit a CPU: does each trend show on the built-in model? Writes a JSON and a figure.
+
+  python benchmarks/paper_trends.py                     all that is not in the JSON yet, run by run
+  python benchmarks/paper_trends.py --only=clip,online  some comparisons
+  python benchmarks/paper_trends.py --quick             two iterations of two settings, to runs/quick
+
+Each run is `main.py` as a user would start it, with the flags that the JSON names: FrozenLake 4x4, slippery,
+256 episodes an iteration, 20 iterations, three seeds. What a run came to is added to the JSON at once, so that a
+benchmark that was stopped goes on where it was. A trend "shows" where the difference of two means is above twice its
+standard error over seeds and has the paper's sign; it is "reversed" with the other sign, and "not seen" otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.learning_curves import hardware  # noqa: E402
+from ragen_jax.utils.metrics import read_metrics  # noqa: E402
+
+SEEDS = (0, 1, 2)
+COMMON = (
+  '--config=configs/frozenlake_ppo.py',
+  '--config.num_iterations=20',
+  '--config.train.groups=64',
+  '--config.eval.every=5',
+  '--config.eval.group_size=2',
+  '--config.checkpoint.every=0',
+)
+BASE = 'PPO'
+
+
+def _flags(**fields) -> tuple[str, ...]:
+  return tuple(f'--config.{name.replace("__", ".")}={value}' for name, value in fields.items())
+
+
+# Setting -> what it changes.
+SETTINGS: dict[str, tuple[str, ...]] = {
+  BASE: (),
+  'GRPO': _flags(algorithm__adv_estimator='grpo'),
+  'StarPO-S': _flags(filter__strategy='top_k', filter__value=0.25),
+  'keep 75 %': _flags(filter__strategy='top_k', filter__value=0.75),
+  'keep 50 %': _flags(filter__strategy='top_k', filter__value=0.5),
+  'KL 0.001': _flags(algorithm__kl_loss_coef=0.001, algorithm__kl_kind='k1'),
+  'KL 0.1': _flags(algorithm__kl_loss_coef=0.1, algorithm__kl_kind='k3'),
+  'clip 0.2/0.2': _flags(algorithm__clip_ratio_high=0.2),
+  'Online-5': _flags(train__online_k=5),
+  'Online-10': _flags(train__online_k=10),
+  '1 a prompt': _flags(train__groups=256, train__group_size=1),
+  '2 a prompt': _flags(train__groups=128, train__group_size=2),
+  '8 a prompt': _flags(train__groups=32, train__group_size=8),
+  '16 a prompt': _flags(train__groups=16, train__group_size=16),
+  '1 action': _flags(envs__FrozenLake__max_actions_per_turn=1),
+  '2 actions': _flags(envs__FrozenLake__max_actions_per_turn=2),
+  '3 actions': _flags(envs__FrozenLake__max_actions_per_turn=3),
+  'bi-level GAE': _flags(algorithm__adv_estimator='bi_level_gae'),
+}
+
+# Comparison -> (title, settings in the order of the figure, (better, worse) by the paper, what the paper says).
+COMPARISONS: dict[str, tuple[str, tuple[str, ...], tuple[str, str], str]] = {
+  'estimator': ('PPO and GRPO', (BASE, 'GRPO'), (BASE, 'GRPO'), 'PPO is the more stable of the two'),
+  'starpo_s': ('StarPO and StarPO-S', (BASE, 'StarPO-S'), ('StarPO-S', BASE), 'filtering by reward deviation helps'),
+  'filter': (
+    'Groups kept',
+    (BASE, 'keep 75 %', 'keep 50 %', 'StarPO-S'),
+    ('keep 50 %', BASE),
+    'keeping half of the groups prevents collapse',
+  ),
+  'kl': ('KL to the first weights', (BASE, 'KL 0.001', 'KL 0.1'), (BASE, 'KL 0.1'), 'training without KL does better'),
+  'clip': ('Upper clip', (BASE, 'clip 0.2/0.2'), (BASE, 'clip 0.2/0.2'), 'a higher upper clip helps'),
+  'online': ('Rollout reuse', (BASE, 'Online-5', 'Online-10'), (BASE, 'Online-10'), 'fresh rollouts do better'),
+  'responses': (
+    'Responses a prompt, 256 in all',
+    ('1 a prompt', '2 a prompt', BASE, '8 a prompt', '16 a prompt'),
+    (BASE, '16 a prompt'),
+    'more prompts with about 4 responses each do best',
+  ),
+  'actions': (
+    'Actions a turn at most',
+    ('1 action', '2 actions', '3 actions', BASE),
+    (BASE, '1 action'),
+    '5 or 6 actions a turn do better than one',
+  ),
+  'bi_level': ('Credit', (BASE, 'bi-level GAE'), ('bi-level GAE', BASE), 'bi-level GAE does better (VAGEN)'),
+}
+
+
+def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...]) -> dict:
+  """One run: its evaluations, its curves, and its wall time in seconds."""
+  with tempfile.TemporaryDirectory() as workdir:
+    flags = [*COMMON, f'--config.seed={seed}', f'--config.compilation_cache={cache}', *SETTINGS[setting], *overrides]
+    start = time.monotonic()
+    subprocess.run(
+      [sys.executable, 'main.py', *flags, f'--workdir={workdir}'],
+      cwd=ROOT,
+      check=True,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+    wall, lines = time.monotonic() - start, read_metrics(workdir)
+  tested = [line for line in lines if 'val-env/success' in line]
+  steps = [line for line in lines if 'actor/entropy' in line]
+  tag = 'FrozenLake'
+  return {
+    'wall_s': round(wall, 1),
+    'update_s': sum(line['timing_s/update_actor'] for line in steps),
+    'step': [int(t['step']) for t in tested],
+    'sampled': [t[f'val-env/{tag}/success'] for t in tested],
+    'greedy': [t[f'val-greedy/{tag}/success'] for t in tested],
+    'optimal': tested[-1][f'val-env/{tag}/optimal'],
+    'entropy': [line['actor/entropy'] for line in steps],
+    'grad_norm': [line['actor/grad_norm'] for line in steps],
+    'in_group_reward_std': [line['rollout/in_group_reward_std'] for line in steps],
+  }
+
+
+def final(runs: dict[str, dict], setting: str, seeds: tuple[int, ...]) -> tuple[float, float] | None:
+  """Mean and standard error over seeds of the last sampled held-out success; None where a run is missing."""
+  found = [runs[f'{setting} / {s}']['sampled'][-1] for s in seeds if f'{setting} / {s}' in runs]
+  if len(found) < len(seeds):
+    return None
+  return statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+
+
+def verdicts(runs: dict[str, dict], seeds: tuple[int, ...]) -> dict[str, dict]:
+  """For each comparison whose runs are all there: the difference that the paper speaks of, and whether it shows."""
+  told = {}
+  for name, (_, _, (better, worse), claim) in COMPARISONS.items():
+    a, b = final(runs, better, seeds), final(runs, worse, seeds)
+    if a is None or b is None:
+      continue
+    difference, error = a[0] - b[0], (a[1] ** 2 + b[1] ** 2) ** 0.5
+    seen = 'shows' if difference > 2 * error else 'reversed' if difference < -2 * error else 'not seen'
+    told[name] = {
+      'paper': claim,
+      'compared': f'{better} - {worse}',
+      'difference': round(difference, 4),
+      'standard_error': round(error, 4),
+      'trend': seen,
+    }
+  return told
+
+
+def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> None:
+  """A panel a comparison: final held-out success of each setting, with its standard error over seeds."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  shown = {
+    name: (title, [s for s in settings if final(runs, s, seeds)])
+    for name, (title, settings, _, _) in COMPARISONS.items()
+  }
+  shown = {name: of for name, of in shown.items() if of[1]}
+  columns = min(3, len(shown))
+  rows = -(-len(shown) // columns)
+  figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.7 * rows), squeeze=False, layout='constrained')
+  for axis in axes.flat[len(shown) :]:
+    axis.set_visible(False)
+  best = next(iter(runs.values()))['optimal']
+  for axis, (title, settings) in zip(axes.flat, shown.values(), strict=False):
+    values = [final(runs, s, seeds) for s in settings]
+    axis.bar(range(len(settings)), [v[0] for v in values], yerr=[v[1] for v in values], capsize=4, color='#5b8fc9')
+    axis.axhline(best, color='black', linewidth=1)
+    axis.set_xticks(range(len(settings)), settings, fontsize=8, rotation=20 if len(settings) > 3 else 0)
+    axis.set_title(title, fontsize=10)
+    axis.set_ylim(0.25, 0.52)
+    axis.grid(axis='y', alpha=0.3)
+  figure.suptitle('Held-out success after 20 iterations, mean and standard error over seeds; line: best possible')
+  path.parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--only', default='', help=f'comparisons, separated by commas: {", ".join(COMPARISONS)}')
+  parser.add_argument('--quick', action='store_true')
+  arguments = parser.parse_args()
+  if importlib.util.find_spec('matplotlib') is None:
+    sys.exit('error: matplotlib is missing; pip install -r benchmarks/requirements.txt')
+  wanted = arguments.only.split(',') if arguments.only else list(COMPARISONS)
+  unknown = sorted(set(wanted) - set(COMPARISONS))
+  if unknown:
+    sys.exit(f'error: --only={unknown[0]}: allowed: {", ".join(COMPARISONS)}')
+  out, image = ROOT / 'benchmarks' / 'results' / 'paper_trends.json', ROOT / 'docs' / 'images' / 'paper_trends.png'
+  seeds, overrides = SEEDS, ()
+  if arguments.quick:
+    out, image = ROOT / 'runs' / 'quick' / 'paper_trends.json', ROOT / 'runs' / 'quick' / 'paper_trends.png'
+    seeds, wanted = (0,), ['starpo_s']
+    overrides = ('--config.num_iterations=2', '--config.eval.groups=32', '--config.eval.every=0')
+    out.unlink(missing_ok=True)
+  record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
+  settings = dict.fromkeys(s for name in wanted for s in COMPARISONS[name][1])
+  with tempfile.TemporaryDirectory() as cache:
+    for seed in seeds:  # a whole seed first, so that a benchmark that was stopped can compare
+      for setting in settings:
+        key = f'{setting} / {seed}'
+        if key in record['runs']:
+          continue
+        record['runs'][key] = run(setting, seed, cache, overrides)
+        record |= {'command': ' '.join(sys.argv), 'hardware': hardware(), 'common': list(COMMON)}
+        record['settings'] = {name: list(flags) for name, flags in SETTINGS.items()}
+        record['verdicts'] = verdicts(record['runs'], seeds)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + '\n')
+        last = record['runs'][key]
+        print(f'{key}: {last["wall_s"]} s, {last["sampled"][0]:.3f} -> {last["sampled"][-1]:.3f}', flush=True)
+  for name, v in record['verdicts'].items():
+    print(f'{name}: {v["compared"]} = {v["difference"]:+.3f} (standard error {v["standard_error"]:.3f}): {v["trend"]}')
+  draw(record['runs'], seeds, image)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,16 @@
+"""GRPO, without a critic, on the Bandit, Phoenix against Dragon, evaluated on names that were not trained on too.
+
+python main.py --config=configs/bandit_grpo.py
+"""
+
+from configs import bandit_ppo
+
+
+def get_config(model: str = ''):
+  """PPO's settings with group-relative advantages; the built-in model's groups are larger, to compare within them."""
+  config = bandit_ppo.get_config(model)
+  config.algorithm.adv_estimator = 'grpo'
+  if config.model.preset == 'tiny':
+    config.train.groups = 64
+    config.train.group_size = 8
+  return config

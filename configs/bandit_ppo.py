@@ -1,0 +1,25 @@
+"""PPO with a value head on the Bandit, Phoenix against Dragon, evaluated on names that were not trained on too.
+
+python main.py --config=configs/bandit_ppo.py
+
+The built-in model solves Phoenix against Dragon nearly always, and has never seen other names: of those it makes no
+valid reply. It takes a pretrained model (configs/bandit_ppo.py:qwen2.5-0.5b) to see names generalise.
+
+The paper's professions, their reverse, and RAGEN-2's pairs are tags as well:
+
+--config.train.tags="('BanditProfessions',)" --config.eval.tags="('BanditProfessions','BanditProfessionsTest')"
+--config.train.tags="('BanditRev',)" --config.eval.tags="('BanditRev','BanditRevTest')"
+--config.train.tags="('BanditPairs',)" --config.eval.tags="('BanditPairs','BanditPairsTest')"
+"""
+
+from configs import frozenlake_ppo
+
+
+def get_config(model: str = ''):
+  """FrozenLake's settings on the Bandit; pretrained models get RAGEN's longer replies for its one turn."""
+  config = frozenlake_ppo.get_config(model)
+  config.train.tags = ('Bandit',)
+  config.eval.tags = ('Bandit', 'BanditTest')
+  if config.model.preset != 'tiny':
+    config.agent.max_response_tokens = 500
+  return config

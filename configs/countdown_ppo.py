@@ -1,0 +1,32 @@
+"""PPO with a value head on Countdown.
+
+python main.py --config=configs/countdown_ppo.py:qwen2.5-0.5b
+
+The built-in model has never seen this game. One that has is made from the solver's play, and then trained:
+
+python main.py --mode=sft --config=configs/countdown_ppo.py
+python main.py --config=configs/countdown_ppo.py --config.model.path=runs/countdown_sft
+"""
+
+from configs import frozenlake_ppo
+
+
+def get_config(model: str = ''):
+  """FrozenLake's settings on Countdown."""
+  config = frozenlake_ppo.get_config(model)
+  config.train.tags = ('Countdown',)
+  config.eval.tags = ('Countdown',)
+  # A level has no luck in it: one episode each.
+  config.eval.group_size = 1
+  config.sft.output = 'runs/countdown_sft'
+  config.sft.from_scratch = True
+  config.sft.tags = ('Countdown',)
+  config.sft.levels = (8192,)
+  config.sft.noise = 0.35
+  config.sft.value_coef = 1.0
+  config.sft.learning_rate = 3e-3
+  if config.model.preset == 'tiny':
+    # A tokenizer that was not made for this game spells its prompts out.
+    config.agent.max_context = 1024
+    config.agent.max_response_tokens = 48
+  return config

@@ -1,0 +1,18 @@
+"""StarPO-S on FrozenLake 4x4, slippery: PPO that learns from the groups whose rewards vary most.
+
+python main.py --config=configs/frozenlake_starpo_s.py
+"""
+
+from configs import frozenlake_ppo
+
+
+def get_config(model: str = ''):
+  """PPO with the paper's changes: a filter; no KL and a higher upper clip are defaults here."""
+  config = frozenlake_ppo.get_config(model)
+  config.filter.strategy = 'top_k'
+  config.filter.value = 0.25
+  if config.model.preset == 'tiny':
+    # Larger groups tell better which of them vary; as many episodes.
+    config.train.groups = 64
+    config.train.group_size = 8
+  return config

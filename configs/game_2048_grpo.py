@@ -1,0 +1,16 @@
+"""GRPO, without a critic, on 2048 up to the tile 64.
+
+python main.py --config=configs/game_2048_grpo.py:qwen2.5-0.5b
+"""
+
+from configs import game_2048_ppo
+
+
+def get_config(model: str = ''):
+  """PPO's settings with group-relative advantages; small models get larger groups, to compare within them."""
+  config = game_2048_ppo.get_config(model)
+  config.algorithm.adv_estimator = 'grpo'
+  if config.model.preset == 'tiny':
+    config.train.groups = 64
+    config.train.group_size = 8
+  return config

@@ -1,0 +1,24 @@
+"""PPO with a value head on 2048 up to the tile 64.
+
+python main.py --config=configs/game_2048_ppo.py:qwen2.5-0.5b
+
+The built-in model has never seen this game, and there is no solver whose play it could be taught.
+"""
+
+from configs import frozenlake_ppo
+
+
+def get_config(model: str = ''):
+  """FrozenLake's settings on 2048 up to the tile 64."""
+  config = frozenlake_ppo.get_config(model)
+  config.train.tags = ('Game2048',)
+  config.eval.tags = ('Game2048',)
+  # Tiles appear by chance: some episodes each.
+  config.eval.group_size = 4
+  if config.model.preset != 'tiny':
+    config.agent.max_response_tokens = 200
+    config.agent.max_context = 8192
+  if config.model.preset == 'tiny':
+    # A tokenizer that was not made for this game spells its prompts out.
+    config.agent.max_context = 4096
+  return config

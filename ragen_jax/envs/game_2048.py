@@ -1,0 +1,240 @@
+"""2048: equal tiles merge when they are pushed together; the game is won when the goal's tile is there.
+
+The rules are those of Gabriele Cirulli's game (2014). A board holds exponents: 0 is an empty cell, e the tile 2**e.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import re
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ragen_jax.envs import base
+
+UP, RIGHT, DOWN, LEFT = range(4)
+
+_SIZE = 4
+# How many quarter turns to the left bring the side that tiles are pushed to, to the left.
+_TURNS = {UP: 1, RIGHT: 2, DOWN: 3, LEFT: 0}
+_FOUR_PROBABILITY = 0.1
+# What a board can hold at most: a row of tiles that merge in turn, begun with a 4.
+_LARGEST_GOAL = 2**17
+_REWARDS = ('log', 'raw')
+
+# The picture: tiles of 16 x 16 pixels with a rim of 1.
+_TILE = 16
+_RIM_RGB = (119, 110, 101)
+_EMPTY_RGB = (150, 140, 130)
+
+
+@struct.dataclass
+class State(base.State):
+  """A board and its score.
+
+  Attributes:
+    board: i32[4, 4], exponents of the tiles, 0 where there is none.
+    score: i32[], sum of all tiles that merges have made.
+  """
+
+  board: jax.Array
+  score: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Game2048(base.Environment):
+  """Push the tiles about until the goal's tile is there (success) or no move is left.
+
+  A move pushes all tiles to one side. Two equal tiles that meet become their sum, each at most once a move, those at
+  that side first: 2 2 2 2 pushed to the left gives 4 4. After a move that changed something, a tile appears on an empty
+  cell, any with the same probability: a 2 with probability 0.9, else a 4. A game begins with two such tiles. A move
+  that changes nothing is not effective and brings no tile.
+
+  The reward of a move is made from m, the sum of the tiles that its merges made: 0.1 * log2(1 + m), or m itself.
+
+  Actions: Up, Right, Down, Left are 0, 1, 2, 3. There is no exact solver for the game.
+
+  Attributes:
+    goal: the tile to make, a power of two from 8 to 131072.
+    reward: 'log' or 'raw', see above.
+  """
+
+  name: ClassVar[str] = 'game_2048'
+  action_names: ClassVar[tuple[str, ...]] = ('Up', 'Right', 'Down', 'Left')
+  has_solver: ClassVar[bool] = False
+
+  goal: int = 2048
+  reward: str = 'log'
+
+  def __post_init__(self):
+    goal = self.goal
+    integer = isinstance(goal, numbers.Integral) and not isinstance(goal, bool)
+    if not integer or not 8 <= goal <= _LARGEST_GOAL or goal & (goal - 1):
+      raise ValueError(f'game_2048: goal={goal!r}; allowed: powers of two from 8 to {_LARGEST_GOAL}')
+    if self.reward not in _REWARDS:
+      raise ValueError(f'game_2048: reward={self.reward!r}; allowed: {", ".join(_REWARDS)}')
+
+  # -- traced, one instance ------------------------------------------------------------------------------------------
+
+  def reset(self, key: jax.Array) -> State:
+    """Two tiles on an empty board."""
+    board = jnp.zeros((_SIZE, _SIZE), jnp.int32)
+    for k in jax.random.split(key):
+      board = _with_new_tile(board, k)
+    no = jnp.bool_(False)
+    return State(done=no, success=no, board=board, score=jnp.int32(0))
+
+  def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
+    boards, merged = _pushed(state.board)
+    board, merged = boards[action], merged[action]
+    effective = (board != state.board).any()
+    board = jnp.where(effective, _with_new_tile(board, key), board)
+    success = (board >= self._goal_exponent).any()
+    done = success | ~_can_move(board)
+    reward = merged if self.reward == 'raw' else 0.1 * jnp.log2(1.0 + merged)
+    state = state.replace(done=done, success=success, board=board, score=state.score + merged)
+    return state, base.StepOutput(reward=reward.astype(jnp.float32), effective=effective)
+
+  @property
+  def _goal_exponent(self) -> int:
+    return int(self.goal).bit_length() - 1
+
+  # -- text ----------------------------------------------------------------------------------------------------------
+
+  def rules(self) -> str:
+    """The game in a few sentences."""
+    points = 'm points' if self.reward == 'raw' else '0.1 * log2(1 + m) points'
+    return (
+      f'You play 2048 on a board of 4 by 4 cells; 0 is an empty cell. The game is won with a tile of {self.goal}. '
+      'A move pushes all tiles to one side. Two equal tiles that meet become one tile, their sum; a tile that has just '
+      'been made does not merge again in the same move. If the move changed the board, a new tile appears on a random '
+      f'empty cell: 2 with probability {1 - _FOUR_PROBABILITY:g}, 4 with probability {_FOUR_PROBABILITY:g}. '
+      f'A move whose merges make tiles with the sum m earns {points}. '
+      'The game is lost when no move can change the board.'
+    )
+
+  # -- host, batched ---------------------------------------------------------------------------------------------------
+
+  def render(self, states: State) -> list[str]:
+    """Four rows of numbers, the moves that change something, and the score, for states [N]."""
+    boards = np.asarray(states.board)
+    tiles = np.where(boards > 0, 1 << boards, 0).tolist()
+    texts = []
+    for rows, legal, score in zip(tiles, self.legal_actions(states), np.asarray(states.score).tolist(), strict=True):
+      lines = [' '.join(map(str, row)) for row in rows]
+      moves = ', '.join(self.action_names[a] for a in legal) or 'none'
+      texts.append('\n'.join([*lines, f'Legal moves: {moves}', f'Score: {score}']))
+    return texts
+
+  def legal_actions(self, states: State) -> list[list[int]]:
+    """The moves that change the board; none where the game is over."""
+    boards = np.asarray(states.board)  # [N, 4, 4]
+    legal = _can_push(boards) & ~np.asarray(states.done)[:, None]
+    return [np.flatnonzero(row).tolist() for row in legal]
+
+  def render_rgb(self, state: State) -> np.ndarray:
+    """The board as coloured tiles, u8[64, 64, 3]; they go from pale over red to violet as they near the goal."""
+    board = np.asarray(state.board)
+    colours = np.array([_EMPTY_RGB, *(_colour(e / self._goal_exponent) for e in range(1, self._goal_exponent + 1))])
+    picture = colours.astype(np.uint8)[board].repeat(_TILE, axis=0).repeat(_TILE, axis=1)
+    for edge in (0, _TILE - 1):
+      picture[edge::_TILE], picture[:, edge::_TILE] = _RIM_RGB, _RIM_RGB
+    return picture
+
+  def from_text(self, text: str) -> State:
+    """One state (no batch axis) from an observation.
+
+    Raises:
+      ValueError: the text is not what `render` draws of any state.
+    """
+    lines = [' '.join(line.split()) for line in text.strip().splitlines()]
+    if len(lines) != _SIZE + 2:
+      raise ValueError(f'game_2048: the text has {len(lines)} lines, must be 4 rows, the legal moves and the score')
+    tiles = {str(2**e): e for e in range(1, self._goal_exponent + 1)} | {'0': 0}
+    for i, line in enumerate(lines[:_SIZE], 1):
+      row = line.split()
+      if len(row) != _SIZE or not set(row) <= set(tiles):
+        raise ValueError(f'game_2048: line {i} is {line!r}, must be 4 of 0, 2, 4, 8 and so on up to {self.goal}')
+    score = re.fullmatch(r'Score: (\d{1,9})', lines[-1])
+    if score is None:
+      raise ValueError(f"game_2048: line 6 is {lines[-1]!r}, must be 'Score: ' and a number")
+    board = np.array([[tiles[word] for word in line.split()] for line in lines[:_SIZE]], np.int32)
+    if not board.any():
+      raise ValueError('game_2048: the board has no tile, must have at least one')
+    success = (board >= self._goal_exponent).any()
+    state = State(
+      done=np.asarray(success or not _can_push(board).any()),
+      success=np.asarray(success),
+      board=board,
+      score=np.asarray(int(score[1]), np.int32),
+    )
+    drawn = self.render(jax.tree.map(lambda leaf: leaf[None], state))[0].splitlines()
+    if lines[_SIZE] != drawn[_SIZE]:
+      raise ValueError(f'game_2048: line 5 is {lines[_SIZE]!r}, must be {drawn[_SIZE]!r} by the other lines')
+    return state
+
+
+def _pushed(board: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """What each action makes of a board, without the new tile.
+
+  Args:
+    board: i32[4, 4].
+
+  Returns:
+    i32[4, 4, 4], the boards, and i32[4], the sums of the tiles that the merges made, by action.
+  """
+  turned = jnp.stack([jnp.rot90(board, _TURNS[action]) for action in range(4)])
+  a, b, c, d = jnp.moveaxis(_closed_up(turned), -1, 0)  # Each [4, 4], the first column leftmost.
+  # The leftmost pair first, and no tile twice: 2 2 2 is 4 2, and 2 2 2 2 is 4 4.
+  first = (a > 0) & (a == b)
+  second = (b > 0) & (b == c) & ~first
+  third = (c > 0) & (c == d) & ~second
+  merges = jnp.stack([first, second, third, jnp.zeros_like(first)], axis=-1)
+  tiles = jnp.stack([a, b, c, d], axis=-1) + merges
+  made = jnp.where(merges, 1 << tiles, 0).sum((-2, -1))
+  gone = jnp.stack([jnp.zeros_like(first), first, second, third], axis=-1)
+  closed = _closed_up(jnp.where(gone, 0, tiles))
+  return jnp.stack([jnp.rot90(closed[action], -_TURNS[action]) for action in range(4)]), made
+
+
+def _closed_up(rows: jax.Array) -> jax.Array:
+  """Rows [..., 4] with their tiles moved to the left, in their order."""
+  place = jnp.cumsum(rows > 0, axis=-1) - 1
+  goes_to = (place[..., :, None] == jnp.arange(_SIZE)) & (rows > 0)[..., :, None]  # [..., from, to]
+  return jnp.where(goes_to, rows[..., :, None], 0).sum(-2)
+
+
+def _with_new_tile(board: jax.Array, key: jax.Array) -> jax.Array:
+  """A board with one more tile, or the same where it is full."""
+  key_cell, key_tile = jax.random.split(key)
+  empty = (board == 0).reshape(-1)
+  number = jax.random.randint(key_cell, (), 0, jnp.maximum(empty.sum(), 1))
+  cell = empty & (jnp.cumsum(empty) - 1 == number)
+  exponent = 1 + jax.random.bernoulli(key_tile, _FOUR_PROBABILITY).astype(jnp.int32)
+  return jnp.where(cell.reshape(board.shape), exponent, board)
+
+
+def _can_move(board: jax.Array) -> jax.Array:
+  """bool[], a cell is empty or two neighbours are equal."""
+  return (board == 0).any() | (board[1:] == board[:-1]).any() | (board[:, 1:] == board[:, :-1]).any()
+
+
+def _can_push(boards: np.ndarray) -> np.ndarray:
+  """bool[..., 4], which actions change boards [..., 4, 4]: a tile has an empty cell or its equal before it."""
+  changes = []
+  for action in range(4):
+    turned = np.rot90(boards, _TURNS[action], axes=(-2, -1))
+    ahead, tile = turned[..., :-1], turned[..., 1:]
+    changes.append(((tile > 0) & ((ahead == 0) | (ahead == tile))).any((-2, -1)))
+  return np.stack(changes, axis=-1)
+
+
+def _colour(share: float) -> tuple[float, float, float]:
+  """A colour for a share in (0, 1]: pale, orange, red, violet."""
+  stops = np.array([[238, 228, 218], [242, 160, 90], [220, 60, 60], [110, 50, 160]])
+  return tuple(np.interp(3 * share, range(4), channel) for channel in stops.T)
