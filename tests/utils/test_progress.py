@@ -14,6 +14,8 @@ import pytest
 
 from ragen_jax.utils.progress import Progress, table
 
+_END = '\N{SYMBOL FOR END OF TEXT}'
+
 
 class Clock:
   def __init__(self):
@@ -30,7 +32,17 @@ def terminal(monkeypatch):
   main, child = pty.openpty()
   fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
   with os.fdopen(child, 'w') as stream:
-    yield stream, lambda: os.read(main, 2**16).decode()
+
+    def read() -> str:
+      # A terminal hands on what it got in pieces of its own: an end of our own says that all of it is here.
+      stream.write(_END)
+      stream.flush()
+      written = ''
+      while not written.endswith(_END):
+        written += os.read(main, 2**16).decode()
+      return written.removesuffix(_END)
+
+    yield stream, read
   os.close(main)
 
 
