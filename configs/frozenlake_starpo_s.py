@@ -7,8 +7,12 @@ from configs import frozenlake_ppo
 
 
 def get_config(model: str = ''):
-  """PPO with the paper's changes: a filter; no KL and a higher upper clip are defaults here."""
-  config = frozenlake_ppo.get_config(model)
+  """PPO with the paper's filter."""
+  return with_filter(frozenlake_ppo.get_config(model))
+
+
+def with_filter(config):
+  """PPO's settings with StarPO-S's filter; no KL and a higher upper clip, its other changes, are defaults here."""
   config.filter.strategy = 'top_k'
   config.filter.value = 0.25
   if config.model.preset == 'tiny':

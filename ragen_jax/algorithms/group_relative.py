@@ -172,18 +172,23 @@ def spread(of_rows: jax.Array, mask: jax.Array) -> jax.Array:
   return jnp.where(mask, of_rows[:, None], 0.0)
 
 
-def _same(keys: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-  """bool[N, N]: which entries have equal keys. XLA fuses it into the sums below and never stores it."""
-  keys = keys if isinstance(keys, tuple) else (keys,)
-  same = keys[0][:, None] == keys[0][None, :]
-  for key in keys[1:]:
-    same = same & (key[:, None] == key[None, :])
-  return same
+def _sets(keys: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+  """i32[N]: a number from 0 to N-1 for each entry, equal where the keys are. By sorting, as N can be 200,000."""
+  keys = tuple(jnp.asarray(key) for key in (keys if isinstance(keys, tuple) else (keys,)))
+  order = jnp.lexsort(keys)
+  new = jnp.zeros(keys[0].shape, bool)
+  for key in keys:
+    new |= jnp.diff(key[order], prepend=key[order][:1]) != 0
+  return jnp.zeros(keys[0].shape, jnp.int32).at[order].set(jnp.cumsum(new, dtype=jnp.int32))
 
 
 def sum_over(keys: jax.Array | tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
   """For each entry the sum of x over the entries with the same key: f32[N]."""
-  return jnp.sum(jnp.where(_same(keys), x[None, :], 0.0), axis=-1)
+  return _sum_over(_sets(keys), x)
+
+
+def _sum_over(sets: jax.Array, x: jax.Array) -> jax.Array:
+  return jax.ops.segment_sum(x, sets, num_segments=len(x))[sets]
 
 
 def episode_weights(mask: jax.Array, episode: jax.Array | None) -> jax.Array:
@@ -202,11 +207,12 @@ def group_statistics(
   Entries are shifted by the least of their set first: where all are equal the mean is then exact and the deviation 0,
   and not a rounding error that a division by 1e-6 would make large.
   """
-  count = sum_over(keys, weights)
-  least = jnp.min(jnp.where(_same(keys) & (weights > 0)[None, :], x[None, :], jnp.inf), axis=-1)
+  sets = _sets(keys)
+  count = _sum_over(sets, weights)
+  least = jax.ops.segment_min(jnp.where(weights > 0, x, jnp.inf), sets, num_segments=len(x))[sets]
   least = jnp.where(jnp.isfinite(least), least, 0.0)
   shifted = jnp.where(weights > 0, x - least, 0.0)
-  mean = sum_over(keys, weights * shifted) / jnp.maximum(count, 1.0)
+  mean = _sum_over(sets, weights * shifted) / jnp.maximum(count, 1.0)
   deviations = jnp.where(weights > 0, shifted - mean, 0.0)
-  variance = sum_over(keys, weights * deviations**2) / jnp.maximum(count - 1.0, 1.0)
+  variance = _sum_over(sets, weights * deviations**2) / jnp.maximum(count - 1.0, 1.0)
   return mean + least, jnp.sqrt(variance), count

@@ -182,3 +182,20 @@ def test_gigpo_by_hand():
   got = gigpo(rewards, np.zeros(2, np.int32), mask, turn, anchors, step_gamma=0.5)
   # returns from the steps on: [[.5, 1], [0, 0]]; the mean over the three at state 4 is .5; state 9 has no peer
   np.testing.assert_allclose(got, [[0.5 + 0.0, 0.5 + 0.5], [-0.5 - 0.5, -0.5 + 0.0]], atol=1e-6)
+
+
+def test_statistics_of_as_many_steps_as_long_games_make():
+  """A rollout of 2048 in rows of one turn each has 200,000 pairs of a row and a turn."""
+  rng = np.random.default_rng(0)
+  n = 200_000
+  group, anchor = rng.integers(0, 64, n), rng.integers(-1, 1000, n)
+  x = rng.normal(size=n).astype(np.float32)
+  weights = (rng.random(n) < 0.7).astype(np.float32)
+  mean, std, count = jax.jit(module.group_statistics)(x, (group, anchor), weights)
+  key = group * 2000 + anchor + 1
+  counts = np.bincount(key, weights)[key]
+  means = np.bincount(key, weights * x)[key] / np.maximum(counts, 1)
+  deviations = weights * (x - means) ** 2
+  np.testing.assert_array_equal(count, counts)
+  np.testing.assert_allclose(mean, means, atol=1e-5)
+  np.testing.assert_allclose(std, np.sqrt(np.bincount(key, deviations)[key] / np.maximum(counts - 1, 1)), atol=1e-5)
