@@ -63,7 +63,11 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
         )
       if processes.is_first():
         stack.enter_context(workdir_lock(workdir))
-        record_config(workdir, config.to_dict(), free_fields=_free_fields(config))
+        falling = (
+          f'the learning rate falls over it, as optimizer.final_lr_fraction={config.optimizer.final_lr_fraction}'
+        )
+        reasons = {'num_iterations': falling}
+        record_config(workdir, config.to_dict(), free_fields=_free_fields(config), reasons=reasons)
     _use_compilation_cache(config, workdir)
     return _run(config, workdir)
 

@@ -334,7 +334,10 @@ def _without_orbax_tracebacks() -> Iterator[None]:
 
 
 def record_config(
-  workdir: str | os.PathLike[str], config: Mapping[str, Any], free_fields: Set[str] = frozenset()
+  workdir: str | os.PathLike[str],
+  config: Mapping[str, Any],
+  free_fields: Set[str] = frozenset(),
+  reasons: Mapping[str, str] | None = None,
 ) -> None:
   """Ties `workdir` to a config: written to `<workdir>/config.json`, and compared from the first checkpoint on.
 
@@ -345,6 +348,7 @@ def record_config(
     workdir: the run's directory, made when it does not exist.
     config: nested dict of JSON values, e.g. `config.to_dict()`.
     free_fields: dotted names of fields that may differ, e.g. {'num_iterations'}.
+    reasons: dotted name of a field -> why it may not differ, for the error.
 
   Raises:
     UserError: a field that is not free differs, the record cannot be read, or the directory is not writable.
@@ -364,7 +368,7 @@ def record_config(
     except ValueError as e:
       raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
     changed = [
-      f'{name} was {old.get(name, "absent")} and is {new.get(name, "absent")}'
+      f'{name} was {old.get(name, "absent")} and is {new.get(name, "absent")}' + _in_brackets(reasons, name)
       for name in sorted(old.keys() | new.keys())
       if old.get(name) != new.get(name) and name not in free_fields
     ]
@@ -380,6 +384,10 @@ def record_config(
       os.replace(temporary, path)
     except OSError as e:
       raise UserError(f'{path} was not written: {e.strerror or e}') from e
+
+
+def _in_brackets(reasons: Mapping[str, str] | None, name: str) -> str:
+  return f' ({reasons[name]})' if reasons and name in reasons else ''
 
 
 def _flatten(tree: Any, prefix: str = '') -> dict[str, str]:

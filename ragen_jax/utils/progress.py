@@ -53,7 +53,7 @@ class Progress:
     self._compiled = False  # whether the update that compiles is behind us
     self._last_update = clock()
     self._last_print = -float('inf')
-    self._line = ''
+    self._parts: list[str] = []
     self._shown = True
 
   def update(self, done: int, values: Mapping[str, float] | None = None, tokens: int = 0) -> None:
@@ -69,7 +69,7 @@ class Progress:
     if self._compiled:
       self._window.append(interval)
     self._done, self._last_update = done, now
-    self._line = self._format(values or {}, interval)
+    self._parts = self._format(values or {}, interval)
     self._compiled = True
     self._shown = False
     if self._live or now - self._last_print >= LINE_SECONDS:
@@ -80,7 +80,7 @@ class Progress:
     if not self._enabled:
       return
     self._stream.write(f'\r\x1b[K{text}\n' if self._live else f'{text}\n')
-    if self._live and self._line:
+    if self._live and self._parts:
       self._show()
     self._stream.flush()
 
@@ -88,10 +88,10 @@ class Progress:
     """Leaves the last line on the screen; closing twice is fine."""
     if not self._shown:
       self._show()
-    if self._enabled and self._live and self._line:
+    if self._enabled and self._live and self._parts:
       self._stream.write('\n')
       self._stream.flush()
-    self._line = ''
+    self._parts = []
 
   def __enter__(self) -> Progress:
     return self
@@ -99,7 +99,7 @@ class Progress:
   def __exit__(self, *exc: object) -> None:
     self.close()
 
-  def _format(self, values: Mapping[str, float], interval: tuple[int, float, int]) -> str:
+  def _format(self, values: Mapping[str, float], interval: tuple[int, float, int]) -> list[str]:
     iterations, seconds, tokens = (sum(column) for column in zip(*(self._window or [interval]), strict=True))
     parts = [f'{self._noun} {self._done}/{self._total}']
     parts += [f'{name} {value:.2f}' for name, value in values.items()]
@@ -108,7 +108,7 @@ class Progress:
     parts.append(f'{seconds / iterations:.{1 if seconds >= iterations else 2}f} s/it')
     left = max(self._total - self._done, 0) * seconds / iterations
     parts.append(f'{_clock_time(left) if self._window or not left else "--:--"} left')
-    return ' | '.join(parts)
+    return parts
 
   def _show(self) -> None:
     self._shown = True
@@ -116,9 +116,9 @@ class Progress:
     if not self._enabled:
       return
     if self._live:
-      self._stream.write(f'\r{self._line[: _columns(self._stream) - 1]}\x1b[K')
+      self._stream.write(f'\r{_fit(self._parts, _columns(self._stream) - 1)}\x1b[K')
     else:
-      self._stream.write(f'{self._line}\n')
+      self._stream.write(f'{" | ".join(self._parts)}\n')
     self._stream.flush()
 
 
@@ -147,6 +147,14 @@ def table(rows: Sequence[Sequence[Any]], title: str, header: Sequence[str] | Non
   if header:
     texts.insert(1, rule)
   return '\n'.join([title, rule, *texts])
+
+
+def _fit(parts: list[str], columns: int) -> str:
+  """The parts in one line; where it is too long, those before the last go first, and the rest is cut."""
+  parts = list(parts)
+  while len(parts) > 2 and len(' | '.join(parts)) > columns:
+    del parts[-2]
+  return ' | '.join(parts)[:columns]
 
 
 def _count(number: float) -> str:

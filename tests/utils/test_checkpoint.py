@@ -458,6 +458,8 @@ def test_config_is_recorded_and_compared(tmp_path):
   longer = {**config, 'train': {**config['train'], 'num_iterations': 100}}
   with pytest.raises(UserError, match=r'train.num_iterations was 60 and is 100; choose another --workdir'):
     record_config(workdir, longer)
+  with pytest.raises(UserError, match=r'was 60 and is 100 \(the learning rate falls over it\); choose'):
+    record_config(workdir, longer, reasons={'train.num_iterations': 'the learning rate falls over it'})
   record_config(workdir, longer, free)
   assert json.loads((workdir / 'config.json').read_text())['train']['num_iterations'] == 100
 
