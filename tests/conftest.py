@@ -16,7 +16,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # the workers inherit it
   _CACHE = tempfile.TemporaryDirectory(prefix='ragen-jax-tests-')
   os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
 # No test reaches for a model hub.
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 

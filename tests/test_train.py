@@ -49,7 +49,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
-def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch):
+def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, request):
+  # Ignored where the tests themselves were started in the background.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
   config = helpers.small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
   update = Trainer.update
