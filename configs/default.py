@@ -15,8 +15,10 @@ def get_config(model: str = '') -> ConfigDict:
   """The defaults: the built-in model, or those of a real one.
 
   Args:
-    model: a name from `ragen_jax.models.presets`; empty means 'tiny', the model in this repository.
+    model: a name from `ragen_jax.models.presets`; empty means 'tiny', the model in this repository. With '-lora' behind
+      it, adapters are trained in place of the model's own weights.
   """
+  model, adapters = model.removesuffix('-lora'), model.endswith('-lora')
   config = ConfigDict()
 
   # Seeds the draws of tokens, the order of minibatches and fresh weights. Runs that differ only in it train on
@@ -453,7 +455,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Shape of the fresh model: width, layers, query heads, key/value heads, width of a head, width of the MLP.
   config.sft.shape = (64, 2, 4, 2, 16, 192)
 
-  # -- A run's checkpoint as a Hugging Face directory (--mode=export). --------------------------------------------------
+  # -- A run's checkpoint as a Hugging Face directory (--mode=export). -------------------------------------------------
   config.export = ConfigDict()
   # Where it is written; empty for <workdir>/export.
   config.export.output = ''
@@ -524,6 +526,8 @@ def get_config(model: str = '') -> ConfigDict:
 
   if config.model.preset != 'tiny':
     _real_model(config)
+  if adapters:
+    _lora(config)
   return config
 
 
@@ -548,3 +552,13 @@ def _real_model(config: ConfigDict) -> None:
   config.optimizer.mini_batch_size = 32
   config.optimizer.micro_batch_size = 4
   config.length_step = 128
+
+
+def _lora(config: ConfigDict) -> None:
+  """RAGEN's preset (base-lora): rank and alpha 64, and for real models learning rates ten times as high."""
+  config.lora.rank = 64
+  config.lora.alpha = 64
+  if config.model.preset != 'tiny':
+    config.model.param_dtype = 'bfloat16'  # as the models are published
+    config.optimizer.actor_lr = 1e-5
+    config.optimizer.critic_lr = 1e-4

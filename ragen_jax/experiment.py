@@ -205,7 +205,12 @@ def load_policy(config: ConfigDict) -> Policy:
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   tokenizer = ChatTokenizer(directory)
-  qwen = hf.load_model(directory, dtype=compute_dtype(config), param_dtype=jnp.dtype(config.model.param_dtype), attend_by_row=attend_by_row())
+  qwen = hf.load_model(
+    directory,
+    dtype=compute_dtype(config),
+    param_dtype=jnp.dtype(config.model.param_dtype),
+    attend_by_row=attend_by_row(),
+  )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'

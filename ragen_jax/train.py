@@ -67,7 +67,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
         )
       if processes.is_first():
         stack.enter_context(workdir_lock(workdir))
-        record_config(workdir, config.to_dict(), free_fields=_free_fields(config))
+        record_config(workdir, config.to_dict(), free_fields=free_fields(config))
     _use_compilation_cache(config, workdir)
     return _run(config, workdir)
 
@@ -225,8 +225,8 @@ def _told(metrics: dict[str, float], config: ConfigDict) -> str:
   return '; '.join(parts)
 
 
-def _free_fields(config: ConfigDict) -> frozenset[str]:
-  """With a falling learning rate the number of iterations shapes every one of them."""
+def free_fields(config: ConfigDict) -> frozenset[str]:
+  """Fields that may change when a run goes on: `num_iterations` not where a falling learning rate depends on it."""
   free = FREE_FIELDS | {f'export.{name}' for name in config.export}
   return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
 

@@ -414,6 +414,11 @@ def _some(names: list[str]) -> str:
   return ', '.join(names[:_MAX_NAMED]) + (f' and {more} more' if more > 0 else '')
 
 
+def has_value_head(directory: str) -> bool:
+  """Whether a checkpoint brings a value head."""
+  return os.path.isfile(os.path.join(directory, VALUE_HEAD_FILE))
+
+
 def load_value_head(directory: str, head: ValueHead) -> bool:
   """Fills `head` from the `value_head.safetensors` of a checkpoint, if it has one; its sharding stays.
 
@@ -424,7 +429,7 @@ def load_value_head(directory: str, head: ValueHead) -> bool:
     UserError: the file does not hold this head.
   """
   file = os.path.join(directory, VALUE_HEAD_FILE)
-  if not os.path.isfile(file):
+  if not has_value_head(directory):
     return False
   params = {'kernel': head.kernel, 'bias': head.bias}
   with _open(file) as tensors:

@@ -384,9 +384,7 @@ def compare_config(
   _compare_config(workdir, old_text, json.dumps(config), free_fields)
 
 
-def _compare_config(
-  workdir: str | os.PathLike[str], old_text: str, new_text: str, free_fields: Set[str]
-) -> None:
+def _compare_config(workdir: str | os.PathLike[str], old_text: str, new_text: str, free_fields: Set[str]) -> None:
   try:
     old = _flatten(json.loads(old_text))
   except ValueError as e:
