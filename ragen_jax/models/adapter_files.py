@@ -58,8 +58,11 @@ def read_config(directory: str) -> lora.LoraConfig:
   for field, value in (('r', rank), ('lora_alpha', alpha)):
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
       raise UserError(f'{where}: {field}={value!r} must be a positive number')
+  # PEFT lists whole paths, such as model.layers.0.mlp.up_proj, where their ends also name what has no adapter; `load`
+  # sees whether they leave a layer out.
   try:
-    names = lora.parse_targets(','.join(targets) if isinstance(targets, list) else str(targets))
+    names = [str(t).rpartition('.')[2] for t in targets] if isinstance(targets, list) else [str(targets)]
+    names = lora.parse_targets(','.join(names))
   except ValueError as e:
     raise UserError(f'{where}: target_modules={targets!r} is not supported; {e}') from e
   return lora.LoraConfig(int(rank), alpha, names)
