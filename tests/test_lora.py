@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 from configs import frozenlake_ppo
-from ragen_jax import experiment, sft, train
+from ragen_jax import experiment, export, sft, train
 from ragen_jax.config_check import check_config, check_sft
 from ragen_jax.learner import Learner, LossConfig, TokenBatch, make_optimizer, plan_micro_batches, sampled_columns
 from ragen_jax.models import adapter_files, hf, lora
@@ -25,12 +26,16 @@ from tests import helpers
 
 
 def _model(vocab: int = 30):
-  """A random model with adapters that are not zero."""
-  model = helpers.random_model(vocab)
-  lora.attach(model.policy, lora.LoraConfig(2, 4), nnx.Rngs(1))
-  for adapter in lora.adapters(model.policy).values():
-    adapter.lora_b.set_value(jnp.full(adapter.lora_b.shape, 0.05, jnp.float32))
-  return model
+  """A random model with adapters that are not zero, made without compiling anything."""
+
+  def make():
+    model = helpers.random_model(vocab)
+    lora.attach(model.policy, lora.LoraConfig(2, 4), nnx.Rngs(1))
+    return model
+
+  graphdef, params = nnx.split(nnx.eval_shape(make))
+  rng = np.random.default_rng(1)
+  return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.2, x.dtype), params))
 
 
 def _batch(rows: int = 16, width: int = 24, vocab: int = 30) -> tuple[TokenBatch, list]:
@@ -90,17 +95,17 @@ def test_only_what_is_trained_has_gradients_and_optimiser_state_and_the_base_sta
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 _BANDIT = dict(
-  train__tags=('Bandit',), eval__tags=('Bandit',), eval__greedy_too=False, eval__every=0, checkpoint__every=0,
+  train__tags=('Bandit',), eval__tags=('Bandit',), eval__greedy_too=False, eval__every=0,
   lora__rank=8, lora__alpha=16, model__param_dtype='bfloat16', optimizer__actor_lr=3e-3,
 )  # fmt: skip
 
 
-def test_a_run_with_adapters_on_a_bf16_base_learns_and_its_base_stays_the_same(tmp_path, monkeypatch):
+def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_as_it_was(tmp_path, monkeypatch):
   """From one pull in seven at the wrong arm to hardly any; the KL's reference shares the base."""
   config = helpers.small_config(
     **_BANDIT, num_iterations=10, train__groups=32, train__group_size=8, eval__groups=256, eval__group_size=4,
     length_step=64, eval__temperature=1.0, optimizer__mini_batch_size=64, optimizer__micro_batch_size=64,
-    algorithm__kl_loss_coef=1e-3,
+    algorithm__kl_loss_coef=1e-3, checkpoint__every=3,
   )  # fmt: skip
   seen, init = {}, Trainer.init
 
@@ -110,8 +115,8 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_and_its_base_stays_the_same(t
     return result
 
   monkeypatch.setattr(Trainer, 'init', spy)
-  last = train.train_and_evaluate(config, str(tmp_path))
-  lines = read_metrics(tmp_path)
+  last = train.train_and_evaluate(config, str(tmp_path / 'run'))
+  lines = read_metrics(tmp_path / 'run')
   before, after = lines[0]['val-env/Bandit/success'], last['val-env/Bandit/success']
   assert before < 0.92
   assert after > before + 0.06 and after > 0.97
@@ -134,29 +139,24 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_and_its_base_stays_the_same(t
   ):
     np.testing.assert_array_equal(a, b)
   # Checkpoints hold what is trained, and Adam's two moments of it.
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path / 'run') as checkpointer:
     saved = checkpointer._read_record(config.num_iterations)['leaves']
   names = {name for name in saved if name.startswith('params/')}
   assert len(names) == len(lora.adapters(fresh.model.policy)) * 2 + 2
   assert all('lora_' in name or 'value_head' in name for name in names)
-
-
-def test_a_run_with_adapters_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
-  fields = _BANDIT | {'checkpoint__every': 1, 'algorithm__kl_loss_coef': 0.01}
-  config = helpers.small_config(num_iterations=2, **fields)
-  train.train_and_evaluate(config, str(tmp_path / 'whole'))
-  train.train_and_evaluate(helpers.small_config(num_iterations=1, **fields), str(tmp_path / 'parts'))
-  train.train_and_evaluate(config, str(tmp_path / 'parts'))
-  whole, parts = (
-    [{n: x for n, x in line.items() if not n.startswith(('timing_s/', 'perf/'))} for line in read_metrics(workdir)]
-    for workdir in (tmp_path / 'whole', tmp_path / 'parts')
+  # As if it had been stopped after nine iterations.
+  shutil.copytree(tmp_path / 'run', tmp_path / 'again')
+  shutil.rmtree(tmp_path / 'again' / 'checkpoints' / '10')
+  train.train_and_evaluate(config, str(tmp_path / 'again'))
+  ours, theirs = (
+    {name: x for name, x in read_metrics(tmp_path / run)[-1].items() if not name.startswith(('timing_s/', 'perf/'))}
+    for run in ('run', 'again')
   )
-  assert whole[-1] == parts[-1] and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss'] != 0
-  with Checkpointer(tmp_path / 'whole') as a, Checkpointer(tmp_path / 'parts') as b:
-    policy = experiment.load_policy(config)
-    like = {'params': lora.partition(experiment.param_state(policy.model))[0]}
-    ours, theirs = (c.restore(like, partial=True)[0] for c in (a, b))
-  for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+  assert ours == theirs and ours['step'] == 10  # floats, to the last bit
+  like = {'params': lora.partition(experiment.param_state(fresh.model))[0]}
+  with Checkpointer(tmp_path / 'run') as a, Checkpointer(tmp_path / 'again') as b:
+    first, second = (c.restore(like, partial=True)[0] for c in (a, b))
+  for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
     np.testing.assert_array_equal(x, y)
 
 
@@ -171,7 +171,7 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
   monkeypatch.setattr(sft, 'Progress', Recorder)
   # Names that the built-in model has never seen.
   config = helpers.small_config(
-    sft__tags=('BanditTest',), sft__levels=(128,), sft__steps=40, sft__batch_size=16, sft__learning_rate=5e-3,
+    sft__tags=('BanditTest',), sft__levels=(128,), sft__steps=20, sft__batch_size=16, sft__learning_rate=5e-3,
     sft__output=str(tmp_path / 'adapter'), sft__value_coef=0.1, eval__tags=('BanditTest',), eval__greedy_too=False,
     length_step=256, lora__rank=8, export__lora='adapter',
   )  # fmt: skip
@@ -189,11 +189,9 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
   for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(lora.partition(before)[1]), strict=True):
     np.testing.assert_array_equal(a, b)
   # The other form is the same model.
-  config.export.lora, config.sft.output, config.sft.steps, config.sft.learning_rate = (
-    'merged', str(tmp_path / 'merged'), 1, 0.0,
-  )  # fmt: skip
-  sft.train_sft(config)
-  qwen, merged = policy.model.policy, helpers.small_config(model__path=config.sft.output)
+  config.export.lora = 'merged'
+  export.write_policy(str(tmp_path / 'merged'), config, policy, with_value_head=True)
+  qwen, merged = policy.model.policy, helpers.small_config(model__path=str(tmp_path / 'merged'))
   plain = experiment.load_policy(merged).model.policy
   tokens = jnp.asarray([policy.tokenizer.encode('<think>I am at (1, 2)</think><answer>Trader</answer>')])
   np.testing.assert_allclose(
