@@ -37,7 +37,7 @@ def _moved(params, amount: float):
 
 
 def _run(workdir, **fields):
-  """A workdir as a run leaves it, with two checkpoints, the first of them the best; the policy has the second's weights."""
+  """A workdir with two checkpoints, the first of them the best. The policy gets the weights of the second."""
   config = helpers.small_config(**fields)
   policy = experiment.load_policy(config)
   params = experiment.param_state(policy.model)
