@@ -5,6 +5,7 @@ python main.py --config=configs/frozenlake_ppo.py
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -20,7 +21,10 @@ from ragen_jax.utils.errors import UserError
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
 _MODE = flags.DEFINE_enum(
-  'mode', 'train', ['train', 'sft', 'play'], 'train: reinforcement learning. sft: warm start. play: a person plays.'
+  'mode',
+  'train',
+  ['train', 'sft', 'play', 'export'],
+  'train: reinforcement learning. sft: warm start. play: a person plays. export: a run as a Hugging Face directory.',
 )
 _COORDINATOR = flags.DEFINE_string(
   'coordinator', None, "With several processes: HOST:PORT of the first, or 'auto' on TPU pods and under Slurm."
@@ -40,22 +44,19 @@ def main(argv: list[str]) -> None:
       logging.getLogger('ragen_jax').setLevel(logging.WARNING)
   elif _NUM_PROCESSES.value is not None or _PROCESS_ID.value is not None:
     raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
-  # Imported here, so that --help and a misspelt flag answer at once.
-  if _MODE.value != 'train' and _WORKDIR.value:
+  if _MODE.value in ('sft', 'play') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
+  workdir = _WORKDIR.value or command_line.default_workdir(config_flags.get_config_filename(flags.FLAGS['config']))
+  # Imported only now, so that --help and a misspelt flag answer at once.
+  mode = importlib.import_module(f'ragen_jax.{_MODE.value}')
   if _MODE.value == 'sft':
-    from ragen_jax.sft import train_sft
-
-    train_sft(_CONFIG.value)
+    mode.train_sft(_CONFIG.value)
   elif _MODE.value == 'play':
-    from ragen_jax.play import play
-
-    play(_CONFIG.value, sys.stdin, sys.stdout)
+    mode.play(_CONFIG.value, sys.stdin, sys.stdout)
+  elif _MODE.value == 'export':
+    mode.export(_CONFIG.value, workdir)
   else:
-    from ragen_jax.train import train_and_evaluate
-
-    path = config_flags.get_config_filename(flags.FLAGS['config'])
-    train_and_evaluate(_CONFIG.value, _WORKDIR.value or command_line.default_workdir(path))
+    mode.train_and_evaluate(_CONFIG.value, workdir)
 
 
 def run() -> None:

@@ -15,8 +15,10 @@ def get_config(model: str = '') -> ConfigDict:
   """The defaults: the built-in model, or those of a real one.
 
   Args:
-    model: a name from `ragen_jax.models.presets`; empty means 'tiny', the model in this repository.
+    model: a name from `ragen_jax.models.presets`; empty means 'tiny', the model in this repository. With '-lora' behind
+      it, adapters are trained in place of the model's own weights.
   """
+  model, adapters = model.removesuffix('-lora'), model.endswith('-lora')
   config = ConfigDict()
 
   # Seeds the draws of tokens, the order of minibatches and fresh weights. Runs that differ only in it train on
@@ -32,10 +34,23 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.path = ''
   # Type that computations run in: 'float32' or 'bfloat16'; 'auto' is float32 on CPU and bfloat16 elsewhere.
   config.model.dtype = 'auto'
+  # Type that weights are kept in: 'float32', or with LoRA also 'bfloat16' for those that are frozen.
+  config.model.param_dtype = 'float32'
   # Recompute each layer's activations in the backward pass: less memory, about a third more work.
   config.model.remat = False
   # Token positions whose vocabulary log-probs are held at once in the update; 0 holds all of a micro-batch's.
   config.model.logits_chunk = 0
+
+  # -- LoRA: low-rank adapters are trained, the policy's own weights are frozen. ---------------------------------------
+  config.lora = ConfigDict()
+  # Rank of the adapters; 0 is off and trains all weights. A variant that ends in '-lora' sets RAGEN's preset, 64.
+  config.lora.rank = 0
+  # What an adapter adds is multiplied with alpha / rank.
+  config.lora.alpha = 64
+  # Projections that have one: 'all-linear', or names with commas between them, such as 'q_proj,v_proj'.
+  config.lora.targets = 'all-linear'
+  # Directory of adapters, ours or PEFT's, to begin with; empty for fresh ones, which change nothing at first.
+  config.lora.path = ''
 
   # -- Environments, by RAGEN's tags; `train.tags` and `eval.tags` choose among them. ---------------------------------
   # In each: `type` is the class (ragen_jax/envs), `max_turns` replies an episode, `max_actions` actions an episode,
@@ -318,7 +333,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.value_coef = 0.1
   # Weight of the entropy bonus.
   config.algorithm.entropy_coef = 0.001
-  # Weight of the KL to the model that training began with, in the loss; above 0 a second copy of the weights is held.
+  # Weight of the KL to the model that training began with, in the loss; above 0 it costs a second copy of
+  # the weights that are trained.
   config.algorithm.kl_loss_coef = 0.0
   # What the same KL takes from the reward of every sampled token.
   config.algorithm.kl_reward_coef = 0.0
@@ -439,6 +455,17 @@ def get_config(model: str = '') -> ConfigDict:
   # Shape of the fresh model: width, layers, query heads, key/value heads, width of a head, width of the MLP.
   config.sft.shape = (64, 2, 4, 2, 16, 192)
 
+  # -- A run's checkpoint as a Hugging Face directory (--mode=export). -------------------------------------------------
+  config.export = ConfigDict()
+  # Where it is written; empty for <workdir>/export.
+  config.export.output = ''
+  # Which checkpoint: 'latest', 'best' by held-out success, or the number of an iteration.
+  config.export.step = 'latest'
+  # What a model with LoRA becomes: 'merged', a model as any other, or 'adapter', a directory for PEFT. Also for sft.
+  config.export.lora = 'merged'
+  # Type of the written weights: 'float32', 'bfloat16' or 'float16'. Also for sft.
+  config.export.dtype = 'float32'
+
   # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ---------------------------------------
   config.mesh = ConfigDict()
   # Copies of the weights, each with rows of its own; -1 for as many as there are devices left for.
@@ -499,6 +526,8 @@ def get_config(model: str = '') -> ConfigDict:
 
   if config.model.preset != 'tiny':
     _real_model(config)
+  if adapters:
+    _lora(config)
   return config
 
 
@@ -523,3 +552,13 @@ def _real_model(config: ConfigDict) -> None:
   config.optimizer.mini_batch_size = 32
   config.optimizer.micro_batch_size = 4
   config.length_step = 128
+
+
+def _lora(config: ConfigDict) -> None:
+  """RAGEN's preset (base-lora): rank and alpha 64, and for real models learning rates ten times as high."""
+  config.lora.rank = 64
+  config.lora.alpha = 64
+  if config.model.preset != 'tiny':
+    config.model.param_dtype = 'bfloat16'  # as the models are published
+    config.optimizer.actor_lr = 1e-5
+    config.optimizer.critic_lr = 1e-4

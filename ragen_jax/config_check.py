@@ -15,10 +15,11 @@ from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.models import presets
+from ragen_jax.models import adapter_files, presets
 from ragen_jax.monitor import ECHO_TRAP_ACTIONS
 from ragen_jax.utils.errors import UserError
 
+EXPORT_FORMS = ('merged', 'adapter')
 # Estimators that do not see what lies on a turn's other tokens.
 _READ_AT_TURN_ENDS = ('turn_wise_gae', 'bi_level_gae')
 
@@ -30,6 +31,7 @@ def check_config(config: ConfigDict) -> None:
   """
   a, o = config.algorithm, config.optimizer
   _one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
+  _check_lora(config)
   _one_of(config, 'algorithm.adv_estimator', tuple(ESTIMATORS))
   _one_of(config, 'algorithm.loss_agg_mode', losses.AGGREGATIONS)
   _one_of(config, 'algorithm.old_logprobs', ('sampler', 'trainer'))
@@ -107,6 +109,29 @@ def check_config(config: ConfigDict) -> None:
   _check_levels(config)
   _check_level_files(config, 'train')
   presets.resolve(config.model.preset, config.model.path)
+
+
+def _check_lora(config: ConfigDict) -> None:
+  """The adapters, the type of frozen weights, and the form of what is written."""
+  _one_of(config, 'model.param_dtype', ('float32', 'bfloat16'))
+  _at_least(config, 'lora.rank', 0)
+  _check(config, 'lora.alpha', config.lora.alpha > 0, 'must be above 0')
+  adapters = experiment.lora_config(config)
+  _check(
+    config, 'model.param_dtype', adapters is not None or config.model.param_dtype == 'float32',
+    "weights that are trained are kept in 'float32'; frozen ones (lora.rank above 0) may be 'bfloat16'",
+  )  # fmt: skip
+  _one_of(config, 'export.lora', EXPORT_FORMS)
+  _one_of(config, 'export.dtype', ('float32', 'bfloat16', 'float16'))
+  if not config.lora.path:
+    return
+  _check(config, 'lora.path', adapters is not None, 'needs lora.rank above 0')
+  found = adapter_files.read_config(config.lora.path)
+  if found != adapters:
+    raise UserError(
+      f'lora.path={config.lora.path!r}: has rank {found.rank}, alpha {found.alpha} and targets '
+      f'{",".join(found.targets)}; set lora.rank, lora.alpha and lora.targets to these'
+    )
 
 
 def _check_algorithm(config: ConfigDict) -> None:
@@ -215,6 +240,10 @@ def check_sft(config: ConfigDict) -> None:
   apart = sft.first_level >= last or sft.first_level + max(sft.levels) <= first
   _check(config, 'sft.first_level', apart, f'demonstrated levels overlap with the held-out levels {first}..{last - 1}')
   _check_level_files(config, 'sft')
+  _check(config, 'lora.rank', not (sft.from_scratch and config.lora.rank), 'fresh weights must all be trained')
+  _check(
+    config, 'export.lora', config.lora.rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0"
+  )
   _check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
 
 

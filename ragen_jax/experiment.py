@@ -18,7 +18,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
-from ragen_jax.models import hf, presets
+from ragen_jax.models import adapter_files, hf, lora, presets
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
@@ -165,10 +165,30 @@ class Policy:
 
   def describe(self) -> str:
     """Size, precision and devices in a few words: '123k parameters, float32, 1 device (cpu)'."""
-    size = sum(x.size for x in jax.tree.leaves(param_state(self.model)))
-    count = f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'
+    trained, frozen = lora.partition(param_state(self.model))
+    count = _count(trained) + ' parameters'
+    if frozen:
+      count = f'{_count(frozen)} frozen parameters and {_count(trained)} trained ones'
     devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'
-    return f'{count} parameters, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
+    return f'{count}, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
+
+
+def _count(params: Any) -> str:
+  size = sum(x.size for x in jax.tree.leaves(params))
+  return f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'
+
+
+def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
+  """The adapters that `config.lora` asks for; None where it is off.
+
+  Raises:
+    UserError: unknown targets.
+  """
+  try:
+    targets = lora.parse_targets(config.lora.targets)
+  except ValueError as e:
+    raise UserError(f'lora.targets={config.lora.targets!r}: {e}') from e
+  return lora.LoraConfig(config.lora.rank, config.lora.alpha, targets) if config.lora.rank else None
 
 
 def attend_by_row() -> bool:
@@ -177,7 +197,7 @@ def attend_by_row() -> bool:
 
 
 def load_policy(config: ConfigDict) -> Policy:
-  """The policy that `config.model` names, its value head fresh unless the checkpoint has one.
+  """The policy that `config.model` names, with the adapters of `config.lora`; fresh is what no checkpoint has.
 
   Raises:
     UserError: there is no such checkpoint, or it cannot be used.
@@ -185,13 +205,24 @@ def load_policy(config: ConfigDict) -> Policy:
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   tokenizer = ChatTokenizer(directory)
-  qwen = hf.load_model(directory, dtype=compute_dtype(config), param_dtype=jnp.float32, attend_by_row=attend_by_row())
+  qwen = hf.load_model(
+    directory,
+    dtype=compute_dtype(config),
+    param_dtype=jnp.dtype(config.model.param_dtype),
+    attend_by_row=attend_by_row(),
+  )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
     )
+  adapters = lora_config(config)
+  if adapters is not None:
+    lora.attach(qwen, adapters, nnx.Rngs(config.seed))
+  if config.lora.path:
+    adapter_files.load(config.lora.path, qwen)
   model = ActorCritic(qwen)
-  hf.load_value_head(directory, model.value_head)
+  if not (config.lora.path and hf.load_value_head(config.lora.path, model.value_head)):
+    hf.load_value_head(directory, model.value_head)
   return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
 
 

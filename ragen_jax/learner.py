@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from ragen_jax.algorithms import losses
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import place_rows, tree_shardings
+from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 
 
@@ -336,7 +337,7 @@ def make_optimizer(
 
 
 class Learner:
-  """The compiled parts of the update.
+  """The compiled parts of the update. With LoRA, gradients and optimiser state exist for what is trained only.
 
   Attributes:
     traces: how often the gradient program has been traced: once for each pair of widths.
@@ -355,13 +356,13 @@ class Learner:
     self.optimizer = optimizer
     self.traces = 0
 
-    def accumulate(params, gradients, batch):
+    def accumulate(trained, frozen, gradients, batch):
       self.traces += 1
 
-      def loss(params):
-        return loss_and_stats(nnx.merge(graphdef, params), batch, cfg)
+      def loss(trained):
+        return loss_and_stats(nnx.merge(graphdef, trained, frozen), batch, cfg)
 
-      new, stats = jax.grad(loss, has_aux=True)(params)
+      new, stats = jax.grad(loss, has_aux=True)(trained)
       return jax.tree.map(jnp.add, gradients, new), stats
 
     def apply(params, opt_state, gradients, lr_scale):
@@ -369,17 +370,17 @@ class Learner:
       updates = jax.tree.map(lambda u: lr_scale * u, updates)
       return optax.apply_updates(params, updates), opt_state, optax.tree.norm(gradients)
 
-    def accumulate_part(params, gradients, batch, cfg):
-      new = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p), batch, cfg)[0])(params)
+    def accumulate_part(trained, frozen, gradients, batch, cfg):
+      new = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p, frozen), batch, cfg)[0])(trained)
       return jax.tree.map(jnp.add, gradients, new)
 
     def score(params, tokens, columns):
       return score_tokens(nnx.merge(graphdef, params), tokens, columns, cfg)
 
-    self._accumulate = jax.jit(accumulate, donate_argnums=1)
+    self._accumulate = jax.jit(accumulate, donate_argnums=2)
     self._apply = jax.jit(apply, donate_argnums=(0, 1))
     self._score = jax.jit(score)
-    self._accumulate_part = jax.jit(accumulate_part, donate_argnums=1, static_argnames='cfg')
+    self._accumulate_part = jax.jit(accumulate_part, donate_argnums=2, static_argnames='cfg')
     self._cfg = cfg
 
   def _take(self, batch: TokenBatch, plan: MicroBatch) -> TokenBatch:
@@ -387,11 +388,12 @@ class Learner:
     return part if self._mesh is None else place_rows(part, self._mesh)
 
   def init(self, params: Any) -> Any:
-    """The optimiser's state for `params`, laid out as they are."""
+    """The optimiser's state for what is trained of `params`, laid out as they are."""
+    trained, _ = lora.partition(params)
     if self._mesh is None:
-      return jax.jit(self.optimizer.init)(params)
-    shardings = tree_shardings(jax.eval_shape(self.optimizer.init, params), self._mesh)
-    return jax.jit(self.optimizer.init, out_shardings=shardings)(params)
+      return jax.jit(self.optimizer.init)(trained)
+    shardings = tree_shardings(jax.eval_shape(self.optimizer.init, trained), self._mesh)
+    return jax.jit(self.optimizer.init, out_shardings=shardings)(trained)
 
   def score(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and values of all sampled tokens under `params`, each f32[B, R]."""
@@ -417,13 +419,14 @@ class Learner:
       'entropy': dataclasses.replace(off, entropy_coef=self._cfg.entropy_coef),
       'kl': dataclasses.replace(off, kl_coef=self._cfg.kl_coef),
     }
+    trained, frozen = lora.partition(params)
     norms = {}
     for name, cfg in parts.items():
       if cfg == off:
         continue
-      gradients = _zeros_like(params)
+      gradients = _zeros_like(trained)
       for plan in plans:
-        gradients = self._accumulate_part(params, gradients, self._take(batch, plan), cfg=cfg)
+        gradients = self._accumulate_part(trained, frozen, gradients, self._take(batch, plan), cfg=cfg)
       norms[name] = float(optax.tree.norm(gradients))
     return norms
 
@@ -433,7 +436,7 @@ class Learner:
     """One optimiser step over a mini-batch.
 
     Args:
-      params: weights; given away.
+      params: weights; those that are trained are given away.
       opt_state: the optimiser's state; given away.
       batch: the rollout, with `weights` made for this mini-batch.
       plans: its micro-batches.
@@ -442,19 +445,20 @@ class Learner:
     Returns:
       New weights, new optimiser state, and metrics as device scalars.
     """
-    gradients = _zeros_like(params)
+    trained, frozen = lora.partition(params)
+    gradients = _zeros_like(trained)
     sums: dict[str, Any] = {}
     for plan in plans:
-      gradients, (new_sums, new_maxima) = self._accumulate(params, gradients, self._take(batch, plan))
+      gradients, (new_sums, new_maxima) = self._accumulate(trained, frozen, gradients, self._take(batch, plan))
       for name, x in new_sums.items():
         sums[name] = sums[name] + x if name in sums else x
       for name, x in new_maxima.items():
         sums[name] = jnp.maximum(sums[name], x) if name in sums else x
     whole = sums.pop('weights')
     sums |= {name: sums[name] / jnp.maximum(whole, 1e-9) for name in _TOKEN_MEANS}
-    params, opt_state, norm = self._apply(params, opt_state, gradients, np.float32(lr_scale))
+    trained, opt_state, norm = self._apply(trained, opt_state, gradients, np.float32(lr_scale))
     sums['actor/grad_norm'] = norm
-    return params, opt_state, sums
+    return lora.join(trained, frozen), opt_state, sums
 
 
 def _zeros_like(params: Any) -> Any:

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from ragen_jax import evaluate, experiment
+from ragen_jax import evaluate, experiment, export
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import SYSTEM, describe_task
 from ragen_jax.agent.demonstrations import DemonstrationStyle, demonstrate
@@ -26,7 +26,7 @@ from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.config_check import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.learner import LossConfig, decayed, gather, plan_micro_batches, sampled_columns, score_tokens
-from ragen_jax.models import hf, tiny_tokenizer
+from ragen_jax.models import hf, lora, tiny_tokenizer
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.utils.progress import Progress
@@ -166,15 +166,21 @@ def _concatenate(parts: list[Trajectory]) -> _Data:
 
 
 def train_sft(config: ConfigDict) -> None:
-  """Makes demonstrations, trains on their replies and writes a Hugging Face checkpoint to `config.sft.output`."""
+  """Makes demonstrations, trains on their replies and writes a Hugging Face checkpoint to `config.sft.output`.
+
+  With LoRA the adapters and the value head are trained, and `config.export.lora` says what is written.
+  """
   check_config(config)
   check_sft(config)
   sft = config.sft
   specs = experiment.env_groups(config, sft.tags, sft.levels)
   with tempfile.TemporaryDirectory() as scratch:
     policy = _fresh_policy(config, specs, scratch) if sft.from_scratch else experiment.load_policy(config)
+    if config.lora.rank:  # adapters would take the place of what they belong to
+      export.check_output(sft.output, 'sft.output', policy.directory)
     data = _concatenate(_demonstrations(config, specs, policy.tokenizer))
     graphdef, params = nnx.split(policy.model)
+    params, frozen = lora.partition(params)
     loss_config = LossConfig(
       vocab_limit=policy.tokenizer.size, remat=config.model.remat, logits_chunk=config.model.logits_chunk
     )
@@ -194,15 +200,15 @@ def train_sft(config: ConfigDict) -> None:
     )
     opt_state = optimizer.init(params)
 
-    def loss(params, tokens, columns, best, weights, value_weights):
-      logprobs, _, values = score_tokens(nnx.merge(graphdef, params), tokens, columns, loss_config)
+    def loss(params, frozen, tokens, columns, best, weights, value_weights):
+      logprobs, _, values = score_tokens(nnx.merge(graphdef, params, frozen), tokens, columns, loss_config)
       nll = -jnp.sum(logprobs * weights)
       vf_loss = 0.5 * jnp.sum(jnp.square(values - best) * value_weights)
       return nll + sft.value_coef * vf_loss, jnp.stack([nll, vf_loss])
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def accumulate(params, gradients, *batch):
-      new, parts = jax.grad(loss, has_aux=True)(params, *batch)
+    @functools.partial(jax.jit, donate_argnums=2)
+    def accumulate(params, frozen, gradients, *batch):
+      new, parts = jax.grad(loss, has_aux=True)(params, frozen, *batch)
       return jax.tree.map(jnp.add, gradients, new), parts
 
     @jax.jit
@@ -226,6 +232,7 @@ def train_sft(config: ConfigDict) -> None:
           weights = _fit(data.mask[at], plan.replies) * (plan.rows >= 0)[:, None] / total
           gradients, part = accumulate(
             params,
+            frozen,
             gradients,
             _fit(data.tokens[at], plan.width),
             _fit(data.columns[at], plan.replies, 1),
@@ -241,22 +248,12 @@ def train_sft(config: ConfigDict) -> None:
           progress.update(step + 1, {'loss': nll, 'value loss': vf_loss}, tokens=seen)
           seen = 0
     nnx.update(policy.model, params)
-    hf.save_model(
-      sft.output,
-      policy.model.policy,
-      policy.model.policy.cfg,
-      jnp.float32,
-      tokenizer_dir=policy.directory,
-      value_head=policy.model.value_head if sft.value_coef or _has_value_head(policy.directory) else None,
-    )
+    has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
+    export.write_policy(sft.output, config, policy, with_value_head=sft.value_coef > 0 or has_head)
     _log.info('checkpoint written to %s', os.path.abspath(sft.output))
-    result = evaluate.Evaluator(config, policy)(params)
+    result = evaluate.Evaluator(config, policy)(lora.join(params, frozen))
     for name, value in result.metrics.items():
       _log.info('%s %.4f', name, value)
-
-
-def _has_value_head(directory: str) -> bool:
-  return os.path.exists(os.path.join(directory, hf.VALUE_HEAD_FILE))
 
 
 def _fit(x: np.ndarray, width: int, fill: int = 0) -> np.ndarray:

@@ -15,6 +15,7 @@ from ragen_jax.agent.statistics import transcript
 from ragen_jax.config_check import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluate import Evaluation, Evaluator, mean_success, success_by_tag
+from ragen_jax.models import lora
 from ragen_jax.monitor import Monitor, Verdict
 from ragen_jax.probes import probe
 from ragen_jax.summary import summarize
@@ -26,6 +27,9 @@ from ragen_jax.utils.metrics import MetricWriter, Timer
 from ragen_jax.utils.progress import Progress
 
 _log = logging.getLogger(__name__)
+
+# The evaluation's metric that the best checkpoint is chosen by.
+BEST = 'val-env/success'
 
 # Fields that may change when a run goes on: they do not alter what the iterations before would have done.
 FREE_FIELDS = frozenset(
@@ -63,11 +67,9 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
         )
       if processes.is_first():
         stack.enter_context(workdir_lock(workdir))
-        falling = (
-          f'the learning rate falls over it, as optimizer.final_lr_fraction={config.optimizer.final_lr_fraction}'
-        )
-        reasons = {'num_iterations': falling}
-        record_config(workdir, config.to_dict(), free_fields=_free_fields(config), reasons=reasons)
+        fraction = config.optimizer.final_lr_fraction
+        reasons = {'num_iterations': f'the learning rate falls over them, as optimizer.final_lr_fraction={fraction}'}
+        record_config(workdir, config.to_dict(), free_fields=free_fields(config), reasons=reasons)
     _use_compilation_cache(config, workdir)
     return _run(config, workdir)
 
@@ -77,18 +79,19 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
   evaluator = Evaluator(config, policy)
   trainer = Trainer(config, policy, evaluator.held_out())
   monitor = Monitor(config)
-  best = 'val-env/success'
-  with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=best) as checkpointer:
+  with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     params, opt_state, done = trainer.init()
+    frozen = lora.partition(params)[1]  # never changes, and is no part of checkpoints
     steps = processes.gather(checkpointer.latest_step())
     if len(set(steps)) > 1:
       raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
     stopped = ''
     if checkpointer.latest_step() is not None:
       described = checkpointer.meta()['replay']
-      like = {'params': params, 'opt_state': opt_state, 'replay': trainer.replay.empty_state(described)}
-      state, meta = checkpointer.restore(like)
-      params, opt_state, done, stopped = state['params'], state['opt_state'], meta['iteration'], meta['stopped']
+      like = {'params': lora.partition(params)[0], 'opt_state': opt_state}
+      state, meta = checkpointer.restore(like | {'replay': trainer.replay.empty_state(described)})
+      params, opt_state = lora.join(state['params'], frozen), state['opt_state']
+      done, stopped = meta['iteration'], meta['stopped']
       trainer.replay.load_state(state['replay'], described)
       monitor.load_state_dict(meta['monitor'])
     _log.info(_greeting(config, policy, workdir, done, stopped))
@@ -127,14 +130,15 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         if _due(step, config.eval.every, config.num_iterations) or verdict.action == 'stop':
           with timer('testing'):
             evaluation = evaluator(params)
-          scores[best] = _log_evaluation(writer, progress, step, evaluation, config)
+          scores[BEST] = _log_evaluation(writer, progress, step, evaluation, config)
           watched, hopeless = monitor.after_evaluation(success_by_tag(evaluation.metrics, tuple(config.eval.tags)))
           writer.scalars(step, watched)
           verdict = hopeless if hopeless.action == 'stop' else verdict
         if verdict.action == 'rollback' and checkpointer.best_step() is not None and step < config.num_iterations:
           back = checkpointer.best_step()
-          state, _ = checkpointer.restore({'params': params, 'opt_state': opt_state}, step=back, partial=True)
-          params, opt_state, scores = state['params'], state['opt_state'], {}
+          like = {'params': lora.partition(params)[0], 'opt_state': opt_state}
+          state, _ = checkpointer.restore(like, step=back, partial=True)
+          params, opt_state, scores = lora.join(state['params'], frozen), state['opt_state'], {}
           monitor.rolled_back()
           trainer.replay.clear()
           collect = True  # what the abandoned weights sampled is not learnt from
@@ -150,7 +154,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
             writer.flush()
             replay, described = trainer.replay.state()
             meta = {'iteration': step, 'monitor': monitor.state_dict(), 'stopped': stopped, 'replay': described}
-            state = {'params': params, 'opt_state': opt_state, 'replay': replay}
+            state = {'params': lora.partition(params)[0], 'opt_state': opt_state, 'replay': replay}
             checkpointer.save(step, state, meta, metrics=scores)
         times = timer.pop()
         tokens = int(rollout.trajectory.length.sum())
@@ -223,9 +227,10 @@ def _told(metrics: dict[str, float], config: ConfigDict) -> str:
   return '; '.join(parts)
 
 
-def _free_fields(config: ConfigDict) -> frozenset[str]:
-  """With a falling learning rate the number of iterations shapes every one of them."""
-  return FREE_FIELDS if config.optimizer.final_lr_fraction == 1 else FREE_FIELDS - {'num_iterations'}
+def free_fields(config: ConfigDict) -> frozenset[str]:
+  """Fields that may change when a run goes on: `num_iterations` not where a falling learning rate depends on it."""
+  free = FREE_FIELDS | {f'export.{name}' for name in config.export}
+  return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
 
 
 def _use_compilation_cache(config: ConfigDict, workdir: str) -> None:

@@ -29,6 +29,7 @@ from ragen_jax.learner import (
   plan_micro_batches,
   sampled_columns,
 )
+from ragen_jax.models import lora
 from ragen_jax.replay import ReplayBuffer
 
 # Options of `compute_advantages` that are numbers and names of the config.
@@ -123,12 +124,13 @@ class Trainer:
   def init(self) -> tuple[Any, Any, int]:
     """Weights, the optimiser's state, and how many iterations are behind them: none.
 
-    Where the KL is on, a copy of these weights stays behind as the reference.
+    Where the KL is on, a copy of what is trained stays behind as part of the reference; frozen weights are shared.
     """
     params = experiment.param_state(self.policy.model)
     params = place(params, tree_shardings(params, self.policy.mesh))
     if self.needs_reference:
-      self._reference = jax.tree.map(jnp.copy, params)
+      trained, frozen = lora.partition(params)
+      self._reference = lora.join(jax.tree.map(jnp.copy, trained), frozen)
     return params, self.learner.init(params), 0
 
   def collect(self, params: Any, iteration: int) -> tuple[Rollout, Selection]:

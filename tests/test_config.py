@@ -15,7 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import default, frozenlake_ppo
-from ragen_jax import config_check, evaluate, experiment, sft, train
+from ragen_jax import config_check, evaluate, experiment, export, sft, train
 from ragen_jax import envs as registry
 from ragen_jax.config_check import check_config, check_sft
 from ragen_jax.distributed.processes import RowShare
@@ -140,11 +140,13 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   config.sft.steps, config.sft.batch_size, config.sft.levels = 1, 4, (8,)
   config.sft.output = str(tmp_path / 'out')
   monkeypatch.setattr(train, 'record_config', lambda *a, **k: None)
+  monkeypatch.setattr(export, 'compare_config', lambda *a, **k: None)
   monkeypatch.setattr(ConfigDict, '__getitem__', spy)
   train.train_and_evaluate(config, str(tmp_path / 'run'))
   sft.train_sft(config)
   config.sft.from_scratch, config.sft.output = True, str(tmp_path / 'fresh')
   sft.train_sft(config)
+  export.export(config, str(tmp_path / 'run'))
   # Environments that no tag of these runs chose.
   experiment.env_groups(config, tuple(config.envs), (1,) * len(config.envs))
   monkeypatch.undo()

@@ -21,6 +21,14 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'(gate|up)_proj/kernel$', ('fsdp', 'tensor')),  # [D, F]
   (r'down_proj/kernel$', ('tensor', 'fsdp')),  # [F, D]
   (r'lm_head/kernel$', ('fsdp', 'tensor')),  # [D, V]
+  # LoRA, with r: A has its projection's inputs and B its outputs.
+  (r'[qkv]_proj/adapter/lora_a$', ('fsdp', None)),  # [D, r]
+  (r'[qkv]_proj/adapter/lora_b$', (None, 'tensor', None)),  # [r, heads, H]
+  (r'o_proj/adapter/lora_a$', ('tensor', None, None)),  # [N, H, r]
+  (r'(gate|up)_proj/adapter/lora_a$', ('fsdp', None)),  # [D, r]
+  (r'(gate|up)_proj/adapter/lora_b$', (None, 'tensor')),  # [r, F]
+  (r'down_proj/adapter/lora_a$', ('tensor', None)),  # [F, r]
+  (r'(o|down)_proj/adapter/lora_b$', (None, 'fsdp')),  # [r, D]
 )
 
 

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from ragen_jax.models import lora
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -34,6 +35,8 @@ CONFIG_FILE = 'config.json'
 WEIGHTS_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
 VALUE_HEAD_FILE = 'value_head.safetensors'
+# Of directories that hold adapters only (`adapter_files.py`).
+ADAPTER_CONFIG_FILE = 'adapter_config.json'
 
 # Where a parameter lives: its path in `nnx.state(Qwen)` -> its sharding, None for the default device.
 ShardingFn = Callable[[tuple[str | int, ...]], jax.sharding.Sharding | None]
@@ -155,7 +158,7 @@ def read_config(directory: str) -> QwenConfig:
       scaled rotary embeddings, sliding windows, a bias where there is none, quantised weights, another activation.
   """
   where = os.path.join(directory, CONFIG_FILE)
-  raw = _read_json(where)
+  raw = read_json(where)
 
   def refuse(field: str, allowed: str) -> UserError:
     return UserError(f'{where}: {field}={raw.get(field)!r} is not supported; {allowed}')
@@ -237,7 +240,7 @@ def _rope_theta(raw: dict[str, Any], where: str) -> float:
   return 10000.0 if theta is None else float(theta)
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def read_json(path: str) -> dict[str, Any]:
   try:
     with open(path, encoding='utf-8') as f:
       raw = json.load(f)
@@ -331,7 +334,7 @@ def _weight_files(directory: str) -> list[str]:
   index = os.path.join(directory, INDEX_FILE)
   if not os.path.isfile(index):
     raise UserError(f'{directory}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not read')
-  weight_map = _read_json(index).get('weight_map')
+  weight_map = read_json(index).get('weight_map')
   if not isinstance(weight_map, dict) or not weight_map:
     raise UserError(f'{index}: has no weight_map')
   names = sorted({str(name) for name in weight_map.values()})
@@ -411,6 +414,11 @@ def _some(names: list[str]) -> str:
   return ', '.join(names[:_MAX_NAMED]) + (f' and {more} more' if more > 0 else '')
 
 
+def has_value_head(directory: str) -> bool:
+  """Whether a checkpoint brings a value head."""
+  return os.path.isfile(os.path.join(directory, VALUE_HEAD_FILE))
+
+
 def load_value_head(directory: str, head: ValueHead) -> bool:
   """Fills `head` from the `value_head.safetensors` of a checkpoint, if it has one; its sharding stays.
 
@@ -421,7 +429,7 @@ def load_value_head(directory: str, head: ValueHead) -> bool:
     UserError: the file does not hold this head.
   """
   file = os.path.join(directory, VALUE_HEAD_FILE)
-  if not os.path.isfile(file):
+  if not has_value_head(directory):
     return False
   params = {'kernel': head.kernel, 'bias': head.bias}
   with _open(file) as tensors:
@@ -457,7 +465,8 @@ def save_model(
 
   Args:
     directory: is made; where it is not empty it must be a checkpoint, which is replaced.
-    model: a `Qwen`, or the state or pure dict of one.
+    model: a `Qwen`, or the state or pure dict of one without adapters. Adapters of a model are merged into the stored
+      weights, one tensor at a time.
     cfg: its shape.
     dtype: float32, bfloat16 or float16, of the stored weights.
     tokenizer_dir: where tokenizer files are copied from, and token ids and the context length are read; usually the
@@ -475,39 +484,47 @@ def save_model(
   if tokenizer_dir is not None and not os.path.isdir(tokenizer_dir):
     raise UserError(f'{tokenizer_dir}: is not a directory, so no tokenizer can be copied from it')
   params = _flatten(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
+  adapters = lora.adapters(model) if isinstance(model, nnx.Module) else {}
+  params = {path: x for path, x in params.items() if path[:-2] not in adapters or path[-2] != 'adapter'}
   plan = weights(cfg)
   _check_params(params, plan)
+
+  def fetch(weight: Weight) -> np.ndarray:
+    array, adapter = _to_host(params[weight.path]), adapters.get(weight.path[:-1])
+    if adapter is None or not weight.transposed:
+      return array
+    return lora.merged(array, _to_host(adapter.lora_a[...]), _to_host(adapter.lora_b[...]), adapter.scale)
+
   shards = _split(plan, dtype.itemsize, max_shard_bytes)
   head = None if value_head is None else {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]}
   if jax.process_index() == 0:
-    _check_target(directory)
     config = _hf_config(cfg, dtype, tokenizer_dir)
-    with _replacing(directory, with_tokenizer=tokenizer_dir is not None) as new:
+    with new_checkpoint(directory, tokenizer_dir) as new:
       for file, shard in shards.items():
-        tensors = {w.name: np.ascontiguousarray(w.to_hf(_to_host(params[w.path])), dtype=dtype) for w in shard}
+        tensors = {w.name: np.ascontiguousarray(w.to_hf(fetch(w)), dtype=dtype) for w in shard}
         save_file(tensors, os.path.join(new, file), metadata={'format': 'pt'})
         del tensors
       if len(shards) > 1:
         total = sum(w.size for w in plan) * dtype.itemsize
         names = {w.name: file for file, shard in shards.items() for w in shard}
-        _write_json(os.path.join(new, INDEX_FILE), {'metadata': {'total_size': total}, 'weight_map': names})
+        write_json(os.path.join(new, INDEX_FILE), {'metadata': {'total_size': total}, 'weight_map': names})
       if head is not None:
-        tensors = {name: np.asarray(_to_host(array), dtype=np.float32) for name, array in head.items()}
-        save_file(tensors, os.path.join(new, VALUE_HEAD_FILE), metadata={'format': 'pt'})
-      for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
-        if os.path.isfile(os.path.join(tokenizer_dir, name)):
-          shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(new, name))
-      _write_json(os.path.join(new, CONFIG_FILE), config)
-      for name in os.listdir(new):  # safetensors makes files that only their owner may read
-        shutil.copymode(os.path.join(new, CONFIG_FILE), os.path.join(new, name))
+        write_value_head(new, head)
+      write_json(os.path.join(new, CONFIG_FILE), config)
     logging.info('Wrote %d tensors in %d files to %s', len(plan), len(shards), directory)
   else:  # the others only take part in gathering what they hold, in the same order
     for w in plan:
-      _to_host(params[w.path])
+      fetch(w)
     for array in (head or {}).values():
       _to_host(array)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices('ragen_jax.save_model')
+
+
+def write_value_head(directory: str, head: Mapping[str, Any]) -> None:
+  """Writes {'kernel': [D], 'bias': []}, in float32, to where `load_value_head` finds it."""
+  tensors = {name: np.asarray(_to_host(array), dtype=np.float32) for name, array in head.items()}
+  save_file(tensors, os.path.join(directory, VALUE_HEAD_FILE), metadata={'format': 'pt'})
 
 
 def _flatten(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
@@ -581,7 +598,7 @@ def _hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> d
     config |= _token_ids(tokenizer_dir)
     source = os.path.join(tokenizer_dir, CONFIG_FILE)
     if os.path.isfile(source):
-      raw = _read_json(source)
+      raw = read_json(source)
       config |= {field: raw[field] for field in _CARRIED_FIELDS if raw.get(field) is not None}
     for field in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
       if isinstance(config.get(field), int) and config[field] >= cfg.vocab_size:
@@ -594,9 +611,9 @@ def _token_ids(tokenizer_dir: str) -> dict[str, int]:
   settings, vocabulary = (os.path.join(tokenizer_dir, name) for name in ('tokenizer_config.json', 'tokenizer.json'))
   if not (os.path.isfile(settings) and os.path.isfile(vocabulary)):
     return {}
-  ids = {token['content']: token['id'] for token in _read_json(vocabulary).get('added_tokens', [])}
+  ids = {token['content']: token['id'] for token in read_json(vocabulary).get('added_tokens', [])}
   found = {}
-  raw = _read_json(settings)
+  raw = read_json(settings)
   for name in ('bos', 'eos', 'pad'):
     token = raw.get(f'{name}_token')
     token = token.get('content') if isinstance(token, dict) else token
@@ -605,7 +622,7 @@ def _token_ids(tokenizer_dir: str) -> dict[str, int]:
   return found
 
 
-def _write_json(path: str, value: dict[str, Any]) -> None:
+def write_json(path: str, value: dict[str, Any]) -> None:
   with open(path, 'w', encoding='utf-8') as f:
     json.dump(value, f, indent=2)
     f.write('\n')
@@ -616,11 +633,38 @@ def _check_target(directory: str) -> None:
   if os.path.lexists(directory) and not os.path.isdir(directory):
     raise UserError(f'{directory}: is not a directory, so no checkpoint can be written there')
   if os.path.isdir(directory) and os.listdir(directory) and not _is_checkpoint(directory):
-    raise UserError(f'{directory}: is not empty and is no checkpoint (no {CONFIG_FILE}); choose another directory')
+    raise UserError(
+      f'{directory}: is not empty and is no checkpoint (no {CONFIG_FILE} of a model); choose another directory'
+    )
 
 
 def _is_checkpoint(directory: str) -> bool:
-  return os.path.isfile(os.path.join(directory, CONFIG_FILE))
+  if os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_FILE)):
+    return True
+  config = os.path.join(directory, CONFIG_FILE)  # the directory of a run has one as well, of another kind
+  return os.path.isfile(config) and not read_json(config).keys().isdisjoint(('architectures', 'model_type'))
+
+
+@contextlib.contextmanager
+def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
+  """A new directory that becomes the checkpoint `directory` if the block ends well; see `save_model`.
+
+  Args:
+    directory: the target.
+    tokenizer_dir: where tokenizer files are copied from; without it those of the target stay.
+
+  Raises:
+    UserError: `directory` holds something else.
+  """
+  _check_target(directory)
+  with _replacing(directory, with_tokenizer=tokenizer_dir is not None) as new:
+    for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
+      if os.path.isfile(os.path.join(tokenizer_dir, name)):
+        shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(new, name))
+    yield new
+    written = CONFIG_FILE if os.path.isfile(os.path.join(new, CONFIG_FILE)) else ADAPTER_CONFIG_FILE
+    for name in os.listdir(new):  # safetensors makes files that only their owner may read
+      shutil.copymode(os.path.join(new, written), os.path.join(new, name))
 
 
 @contextlib.contextmanager
@@ -645,7 +689,7 @@ def _replacing(directory: str, *, with_tokenizer: bool) -> Iterator[str]:
     shutil.rmtree(new, ignore_errors=True)
     raise
   if os.path.isdir(old):
-    replaced = (CONFIG_FILE, INDEX_FILE, *(_TOKENIZER_FILES if with_tokenizer else ()))
+    replaced = (CONFIG_FILE, INDEX_FILE, ADAPTER_CONFIG_FILE, *(_TOKENIZER_FILES if with_tokenizer else ()))
     for name in os.listdir(old):
       if name not in replaced and not name.endswith('.safetensors'):
         os.rename(os.path.join(old, name), os.path.join(target, name))

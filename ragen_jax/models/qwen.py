@@ -111,6 +111,7 @@ class Projection(nnx.Module):
     self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
     self.inputs = inputs
     self.outputs = outputs
+    self.adapter = None  # see lora.py, which puts one here
 
   def matrix(self, dtype: Any) -> jax.Array:
     """The kernel as [inputs, outputs], both flattened."""
@@ -125,9 +126,12 @@ class Projection(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., *inputs] -> [..., *outputs]."""
     batch = x.shape[: x.ndim - len(self.inputs)]
-    y = x.reshape(-1, _size(self.inputs)) @ self.matrix(x.dtype)
+    x = x.reshape(-1, _size(self.inputs))
+    y = x @ self.matrix(x.dtype)
     if self.bias is not None:
       y = y + self.vector(x.dtype)
+    if self.adapter is not None:
+      y = y + self.adapter(x)
     return y.reshape(batch + self.outputs)
 
 
@@ -141,13 +145,17 @@ def _size(shape: tuple[int, ...]) -> int:
 def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Array]:
   """Several projections of the same input as one product. x: [..., D]; returns one [..., *outputs] each."""
   kernel = jnp.concatenate([p.matrix(x.dtype) for p in projections], axis=1)
-  y = x.reshape(-1, x.shape[-1]) @ kernel
+  batch, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+  y = x @ kernel
   if any(p.bias is not None for p in projections):
     y = y + jnp.concatenate([p.vector(x.dtype) for p in projections])
   outs, start = [], 0
   for p in projections:
     width = _size(p.outputs)
-    outs.append(y[:, start : start + width].reshape(x.shape[:-1] + p.outputs))
+    out = y[:, start : start + width]
+    if p.adapter is not None:
+      out = out + p.adapter(x)
+    outs.append(out.reshape(batch + p.outputs))
     start += width
   return outs
 

@@ -355,7 +355,6 @@ def record_config(
   """
   path = pathlib.Path(workdir) / 'config.json'
   text = json.dumps(config, indent=2) + '\n'
-  new = _flatten(json.loads(text))
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = any(p.name.isdigit() for p in (path.parent / 'checkpoints').glob('*'))
@@ -363,20 +362,7 @@ def record_config(
   except OSError as e:
     raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
   if old_text is not None:
-    try:
-      old = _flatten(json.loads(old_text))
-    except ValueError as e:
-      raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
-    changed = [
-      f'{name} was {old.get(name, "absent")} and is {new.get(name, "absent")}' + _in_brackets(reasons, name)
-      for name in sorted(old.keys() | new.keys())
-      if old.get(name) != new.get(name) and name not in free_fields
-    ]
-    if changed:
-      raise UserError(
-        f'workdir {workdir} belongs to another config: {"; ".join(changed)}; '
-        'choose another --workdir or set these fields back'
-      )
+    _compare_config(workdir, old_text, text, free_fields, reasons or {})
   if text != old_text:
     temporary = path.with_name(f'config.json.{socket.gethostname()}.{os.getpid()}.tmp')
     try:
@@ -386,8 +372,42 @@ def record_config(
       raise UserError(f'{path} was not written: {e.strerror or e}') from e
 
 
-def _in_brackets(reasons: Mapping[str, str] | None, name: str) -> str:
-  return f' ({reasons[name]})' if reasons and name in reasons else ''
+def compare_config(
+  workdir: str | os.PathLike[str], config: Mapping[str, Any], free_fields: Set[str] = frozenset()
+) -> None:
+  """As `record_config`, but for who only reads `workdir`: nothing is written.
+
+  Raises:
+    UserError: no run has been recorded there, or a field that is not free differs.
+  """
+  path = pathlib.Path(workdir) / 'config.json'
+  try:
+    old_text = path.read_text()
+  except OSError as e:
+    raise UserError(f'workdir {workdir} holds no run: {path} cannot be read ({e.strerror})') from e
+  _compare_config(workdir, old_text, json.dumps(config), free_fields, {})
+
+
+def _compare_config(
+  workdir: str | os.PathLike[str], old_text: str, new_text: str, free_fields: Set[str], reasons: Mapping[str, str]
+) -> None:
+  try:
+    old = _flatten(json.loads(old_text))
+  except ValueError as e:
+    path = pathlib.Path(workdir) / 'config.json'
+    raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
+  new = _flatten(json.loads(new_text))
+  changed = [
+    f'{name} was {old.get(name, "absent")} and is {new.get(name, "absent")}'
+    + (f' ({reasons[name]})' if name in reasons else '')
+    for name in sorted(old.keys() | new.keys())
+    if old.get(name) != new.get(name) and name not in free_fields
+  ]
+  if changed:
+    raise UserError(
+      f'workdir {workdir} belongs to another config: {"; ".join(changed)}; '
+      'choose another --workdir or set these fields back'
+    )
 
 
 def _flatten(tree: Any, prefix: str = '') -> dict[str, str]:

@@ -478,7 +478,7 @@ def test_an_export_that_fails_leaves_the_previous_one(tmp_path, monkeypatch, fai
   if failing == 'second shard':
     monkeypatch.setattr(hf, 'save_file', fail_on_second)
   elif failing == 'config':
-    monkeypatch.setattr(hf, '_write_json', lambda *a: (_ for _ in ()).throw(OSError('disk full')))
+    monkeypatch.setattr(hf, 'write_json', lambda *a: (_ for _ in ()).throw(OSError('disk full')))
   else:
     monkeypatch.setattr(os, 'rename', fail_to_take_the_place)
   with pytest.raises(OSError, match='disk full'):

@@ -1,0 +1,122 @@
+"""From a run's checkpoint to a Hugging Face directory that transformers, PEFT or another run begins with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from ragen_jax import experiment
+from ragen_jax.algorithms.advantages import ESTIMATORS
+from ragen_jax.config_check import check_config
+from ragen_jax.distributed.sharding import place, tree_shardings
+from ragen_jax.models import adapter_files, hf, lora, presets
+from ragen_jax.train import BEST, free_fields
+from ragen_jax.utils.checkpoint import Checkpointer, compare_config
+from ragen_jax.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+# Sections that say nothing about what a run's checkpoints hold.
+_OTHER_SECTIONS = ('export', 'mesh', 'sft')
+
+
+def export(config: ConfigDict, workdir: str) -> str:
+  """Writes the checkpoint that `config.export` names.
+
+  Args:
+    config: the run's; `export`, `mesh`, `sft` and what may change when a run goes on need not be.
+    workdir: the run's.
+
+  Returns:
+    The directory that was written.
+
+  Raises:
+    UserError: the workdir holds no run or another config's, there is no such checkpoint, or the output may not be
+      written over.
+  """
+  if jax.process_count() > 1:
+    raise UserError(f'--mode=export runs in one process, there are {jax.process_count()}')
+  check_config(config)
+  output = config.export.output or os.path.join(workdir, 'export')
+  if config.export.lora == 'adapter' and not config.lora.rank:
+    raise UserError("export.lora='adapter': needs a run with LoRA (lora.rank above 0)")
+  others = {f'{section}.{name}' for section in _OTHER_SECTIONS for name in config[section]}
+  compare_config(workdir, config.to_dict(), free_fields=free_fields(config) | others | {'num_iterations'})
+  check_output(output, 'export.output', presets.resolve(config.model.preset, config.model.path))
+  with Checkpointer(workdir, save_best=BEST) as checkpointer:
+    step = choose_step(checkpointer, config.export.step)
+    policy = experiment.load_policy(config)
+    params = restore_params(checkpointer, policy, step)
+  nnx.update(policy.model, params)
+  has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
+  needs_head = ESTIMATORS[config.algorithm.adv_estimator].needs_critic
+  write_policy(output, config, policy, with_value_head=needs_head or has_head)
+  _log.info('iteration %d of %s is written to %s (%s)', step, workdir, os.path.abspath(output), config.export.dtype)
+  _log.info('to begin a run with it: %s', _next_flags(config, os.path.abspath(output)))
+  return output
+
+
+def choose_step(checkpointer: Checkpointer, step: str) -> int:
+  """The checkpoint that 'latest', 'best' or a number means.
+
+  Raises:
+    UserError: there is none.
+  """
+  steps = checkpointer.steps()
+  if not steps:
+    raise UserError(f'there is no checkpoint in {checkpointer.directory}')
+  if step == 'latest':
+    return steps[-1]
+  if step == 'best':
+    best = checkpointer.best_step()
+    if best is None:
+      raise UserError(f"export.step='best': no checkpoint in {checkpointer.directory} was saved after an evaluation")
+    return best
+  if step not in map(str, steps):
+    raise UserError(f'export.step={step!r}: must be latest, best or one of {", ".join(map(str, steps))}')
+  return int(step)
+
+
+def restore_params(checkpointer: Checkpointer, policy: experiment.Policy, step: int) -> nnx.State:
+  """All weights at a checkpoint, on the policy's mesh; with LoRA the frozen ones are those of the policy."""
+  params = experiment.param_state(policy.model)
+  params = place(params, tree_shardings(params, policy.mesh))
+  trained, frozen = lora.partition(params)
+  return lora.join(checkpointer.restore({'params': trained}, step=step, partial=True)[0]['params'], frozen)
+
+
+def check_output(output: str, field: str, source: str) -> None:
+  """Raises UserError where `output`, given in `field`, would replace `source`, the model that a run begins with."""
+  if os.path.realpath(output) == os.path.realpath(source):
+    raise UserError(f'{field}={output!r}: is where the model comes from; choose another directory')
+
+
+def write_policy(output: str, config: ConfigDict, policy: experiment.Policy, *, with_value_head: bool) -> None:
+  """Writes a policy as `config.export` says: a model, its adapters merged, or the adapters alone."""
+  adapters, head = experiment.lora_config(config), policy.model.value_head if with_value_head else None
+  qwen, dtype = policy.model.policy, jnp.dtype(config.export.dtype)
+  if adapters is not None and config.export.lora == 'adapter':
+    base = presets.PRESETS.get(config.model.preset) if not config.model.path else None
+    adapter_files.save(
+      output, qwen, adapters, dtype, base=base or os.path.abspath(policy.directory), tokenizer_dir=policy.directory,
+      value_head=head,
+    )  # fmt: skip
+  else:
+    hf.save_model(output, qwen, qwen.cfg, dtype, tokenizer_dir=policy.directory, value_head=head)
+
+
+def _next_flags(config: ConfigDict, output: str) -> str:
+  """The flags of a run that begins with what was written."""
+  if config.export.lora == 'merged':
+    return f'--config.model.path={shlex.quote(output)}'
+  fields = {name: config.lora[name] for name in ('rank', 'alpha', 'targets')} | {'path': shlex.quote(output)}
+  flags = [f'--config.lora.{name}={value}' for name, value in fields.items()]
+  if config.model.path:
+    flags.append(f'--config.model.path={shlex.quote(config.model.path)}')
+  return ' '.join(flags)
