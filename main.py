@@ -1,4 +1,4 @@
-"""Trains and warm-starts agents. The logic is in `ragen_jax`, where it can be tested and imported.
+"""Trains agents, and shows what they do. The logic is in `ragen_jax`, where it can be tested and imported.
 
 python main.py --config=configs/frozenlake_ppo.py
 """
@@ -19,9 +19,8 @@ from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
-_MODE = flags.DEFINE_enum(
-  'mode', 'train', ['train', 'sft', 'play'], 'train: reinforcement learning. sft: warm start. play: a person plays.'
-)
+_MODES = {'train': 'learn', 'sft': 'warm start', 'play': 'a person plays', 'view': 'a page of what was played'}
+_MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), '; '.join(f'{mode}: {told}' for mode, told in _MODES.items()))
 _COORDINATOR = flags.DEFINE_string(
   'coordinator', None, "With several processes: HOST:PORT of the first, or 'auto' on TPU pods and under Slurm."
 )
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> None:
   elif _NUM_PROCESSES.value is not None or _PROCESS_ID.value is not None:
     raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
   # Imported here, so that --help and a misspelt flag answer at once.
-  if _MODE.value != 'train' and _WORKDIR.value:
+  if _MODE.value in ('sft', 'play') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
   if _MODE.value == 'sft':
     from ragen_jax.sft import train_sft
@@ -51,11 +50,14 @@ def main(argv: list[str]) -> None:
     from ragen_jax.play import play
 
     play(_CONFIG.value, sys.stdin, sys.stdout)
+  elif _MODE.value == 'view':
+    from ragen_jax.view import view
+
+    view(command_line.workdir(flags.FLAGS))
   else:
     from ragen_jax.train import train_and_evaluate
 
-    path = config_flags.get_config_filename(flags.FLAGS['config'])
-    train_and_evaluate(_CONFIG.value, _WORKDIR.value or command_line.default_workdir(path))
+    train_and_evaluate(_CONFIG.value, command_line.workdir(flags.FLAGS))
 
 
 def run() -> None:
