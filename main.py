@@ -21,9 +21,7 @@ _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a fil
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
 _MODES = {'train': 'learn', 'sft': 'warm start', 'play': 'a person plays', 'view': 'a page of what was played'}
 _MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), '; '.join(f'{mode}: {told}' for mode, told in _MODES.items()))
-_COORDINATOR = flags.DEFINE_string(
-  'coordinator', None, "With several processes: HOST:PORT of the first, or 'auto' on TPU pods and under Slurm."
-)
+_COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPUs and Slurm.")
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0; not with auto.')
 

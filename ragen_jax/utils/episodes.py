@@ -89,7 +89,7 @@ class EpisodeWriter:
     head, body = _encode(records)
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
-      temporary.write_bytes(gzip.compress(head, mtime=0) + gzip.compress(body, mtime=0))
+      temporary.write_bytes(gzip.compress(head, 6, mtime=0) + gzip.compress(body, 6, mtime=0))
       os.replace(temporary, path)
     except OSError as e:
       raise UserError(f'episodes were not written to {path}: {e.strerror or e}') from e
