@@ -1,4 +1,4 @@
-"""Trains and warm-starts agents. The logic is in `ragen_jax`, where it can be tested and imported.
+"""Trains agents, and shows what they do. The logic is in `ragen_jax`, where it can be tested and imported.
 
 python main.py --config=configs/frozenlake_ppo.py
 """
@@ -6,7 +6,6 @@ python main.py --config=configs/frozenlake_ppo.py
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 
@@ -20,15 +19,15 @@ from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
-_MODE = flags.DEFINE_enum(
-  'mode',
-  'train',
-  ['train', 'sft', 'play', 'export'],
-  'train: reinforcement learning. sft: warm start. play: a person plays. export: a run as a Hugging Face directory.',
-)
-_COORDINATOR = flags.DEFINE_string(
-  'coordinator', None, "With several processes: HOST:PORT of the first, or 'auto' on TPU pods and under Slurm."
-)
+_MODES = {
+  'train': 'learn',
+  'sft': 'warm start',
+  'play': 'a person plays',
+  'view': 'a page of what was played',
+  'export': 'a run as a Hugging Face directory',
+}
+_MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), '; '.join(f'{mode}: {told}' for mode, told in _MODES.items()))
+_COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPUs and Slurm.")
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0; not with auto.')
 
@@ -38,21 +37,18 @@ def main(argv: list[str]) -> None:
     raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
   if not flags.FLAGS['verbosity'].present:  # of the libraries only warnings
     absl_logging.set_verbosity(absl_logging.WARNING)
-  if _COORDINATOR.value:
-    processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    if not processes.is_first():
-      logging.getLogger('ragen_jax').setLevel(logging.WARNING)
-  elif _NUM_PROCESSES.value is not None or _PROCESS_ID.value is not None:
-    raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
+  processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _MODE.value in ('sft', 'play') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
-  workdir = _WORKDIR.value or command_line.default_workdir(config_flags.get_config_filename(flags.FLAGS['config']))
+  workdir = command_line.workdir(flags.FLAGS)
   # Imported only now, so that --help and a misspelt flag answer at once.
   mode = importlib.import_module(f'ragen_jax.{_MODE.value}')
   if _MODE.value == 'sft':
     mode.train_sft(_CONFIG.value)
   elif _MODE.value == 'play':
     mode.play(_CONFIG.value, sys.stdin, sys.stdout)
+  elif _MODE.value == 'view':
+    mode.view(workdir)
   elif _MODE.value == 'export':
     mode.export(_CONFIG.value, workdir)
   else:

@@ -516,7 +516,11 @@ def get_config(model: str = '') -> ConfigDict:
   config.checkpoint.keep = 2
 
   config.logging = ConfigDict()
-  # Episodes of each environment that an evaluation writes to TensorBoard as text.
+  # Episodes of each environment that an evaluation, or an iteration, keeps for the trajectory viewer (--mode=view).
+  config.logging.episodes = 16
+  # Iterations between those whose training episodes are kept, the first one apart; 0: those of evaluations only.
+  config.logging.episodes_every = 5
+  # Of the episodes that are kept, how many of each environment go to TensorBoard too, as text and pictures.
   config.logging.trajectories = 4
 
   # Column counts (timelines, caches) are rounded up to multiples of this, so that few programs are compiled.

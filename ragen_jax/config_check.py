@@ -44,6 +44,7 @@ def check_config(config: ConfigDict) -> None:
     _at_least(config, field, 1)
   for field in (
     'seed', 'train.top_k', 'eval.top_k', 'eval.every', 'eval.temperature', 'checkpoint.every', 'logging.trajectories',
+    'logging.episodes', 'logging.episodes_every',
     'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef', 'optimizer.actor_lr', 'optimizer.critic_lr',
     'optimizer.warmup_steps', 'optimizer.weight_decay', 'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high',
     'train.first_level', 'eval.first_level',
@@ -62,6 +63,12 @@ def check_config(config: ConfigDict) -> None:
   _check(config, 'agent.format_penalty', config.agent.format_penalty <= 0, 'must be 0 or negative')
   _check(config, 'algorithm.clip_ratio_c', a.clip_ratio_c == 0 or a.clip_ratio_c > 1, 'must be above 1, or 0 for off')
   _check(config, 'agent.action_sep', bool(config.agent.action_sep.strip()), 'must not be blank')
+  _check(
+    config,
+    'logging.trajectories',
+    config.logging.trajectories <= config.logging.episodes,
+    f'must be at most logging.episodes = {config.logging.episodes}',
+  )
 
   rows = config.train.groups * config.train.group_size
   _check(

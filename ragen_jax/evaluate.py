@@ -12,8 +12,10 @@ from ml_collections import ConfigDict
 
 from ragen_jax import experiment
 from ragen_jax.agent.agent_proxy import Rollout
+from ragen_jax.agent.record import episode_records, first_rows
 from ragen_jax.agent.statistics import episode_metrics
 from ragen_jax.agent.trajectory import Episode
+from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed import processes
 from ragen_jax.envs import TextEnvironment
 from ragen_jax.sampling.sampler import Sampling
@@ -30,10 +32,12 @@ class Evaluation:
       `val-env/<tag>/optimal` the best possible success and `.../fraction_of_optimal` how much of it was reached, where
       the environment has a solver.
     episodes: those that were sampled.
+    records: what the trajectory viewer keeps of them and of the greedy ones, see `agent.record`.
   """
 
   metrics: dict[str, float]
   episodes: list[Episode]
+  records: list[dict[str, Any]]
 
 
 class Evaluator:
@@ -46,11 +50,14 @@ class Evaluator:
     specs = experiment.env_groups(config, tags, experiment.group_counts(config.eval, 'eval'))
     self._proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.eval.group_size)
     self._share = policy.sampler.share
+    self._tokenizer = policy.tokenizer
+    self._shown = first_rows(specs, config.eval.group_size, config.logging.episodes, one_a_level=True)
+    self._has_critic = ESTIMATORS[config.algorithm.adv_estimator].needs_critic
     self._optimal: dict[str, float] = {}
 
   def _play(self, params: Any, sampling: Sampling) -> Rollout:
     key = jax.random.key(self._config.eval.first_level)
-    return self._proxy.rollout(params, self._config.eval.first_level, key, sampling)
+    return self._proxy.rollout(params, self._config.eval.first_level, key, sampling, pictured=self._shown)
 
   def held_out(self) -> frozenset[bytes]:
     """The levels, for `EnvStateManager(held_out=...)`; all processes must call."""
@@ -84,11 +91,24 @@ class Evaluator:
       best[envs.row_env == i] = np.repeat(np.asarray(solved, np.float32), envs.group_size)
     return best
 
-  def __call__(self, params: Any) -> Evaluation:
-    """Evaluates weights."""
+  def _records(self, rollout: Rollout, step: int, split: str) -> list[dict[str, Any]]:
+    return episode_records(
+      rollout,
+      self._shown,
+      self._tokenizer,
+      step=step,
+      split=split,
+      group_size=self._config.eval.group_size,
+      reply_prefix=self._proxy.context.reply_prefix,
+      values=self._has_critic,
+    )
+
+  def __call__(self, params: Any, step: int = 0) -> Evaluation:
+    """Evaluates weights; `step` is the number of iterations behind them, for the records."""
     size = self._config.eval.group_size
     sampled = self._play(params, experiment.sampling(self._config.eval))
     metrics = episode_metrics(sampled.episodes, size, 'val-env')
+    records = self._records(sampled, step, 'val')
     for tag, best in self.optimal().items():
       if not np.isnan(best):
         metrics[f'val-env/{tag}/optimal'] = best
@@ -96,7 +116,8 @@ class Evaluator:
     if self._config.eval.greedy_too:
       greedy = self._play(params, Sampling(temperature=0.0))
       metrics |= episode_metrics(greedy.episodes, size, 'val-greedy')
-    return Evaluation(metrics, sampled.episodes)
+      records += self._records(greedy, step, 'val-greedy')
+    return Evaluation(metrics, sampled.episodes, records)
 
 
 def success_by_tag(metrics: dict[str, float], tags: tuple[str, ...]) -> dict[str, float]:

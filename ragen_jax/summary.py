@@ -19,12 +19,13 @@ _PHASES = {
 }
 
 
-def summarize(config: ConfigDict, workdir: str) -> dict[str, float]:
+def summarize(config: ConfigDict, workdir: str, page: str | None = None) -> dict[str, float]:
   """Writes the run's table to standard output, from the metrics in `workdir`.
 
   Args:
     config: the run's.
     workdir: where it is kept.
+    page: the trajectory viewer, if there is one.
 
   Returns:
     The metrics of the last evaluation.
@@ -58,6 +59,8 @@ def summarize(config: ConfigDict, workdir: str) -> dict[str, float]:
     )
   )
   out.append(f'Metrics, checkpoints and TensorBoard files: {workdir}')
+  if page:
+    out.append(f'Episodes, turn by turn, for a browser: {page}')
   out.append(f'tensorboard --logdir {os.path.join(workdir, "tb")}')
   sys.stdout.write('\n'.join(['', *out, '']))
   return last

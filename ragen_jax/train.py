@@ -11,7 +11,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import experiment
-from ragen_jax.agent.statistics import transcript
+from ragen_jax.agent.statistics import boards, transcript
+from ragen_jax.agent.trajectory import Episode
 from ragen_jax.config_check import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluate import Evaluation, Evaluator, mean_success, success_by_tag
@@ -21,10 +22,12 @@ from ragen_jax.probes import probe
 from ragen_jax.summary import summarize
 from ragen_jax.trainer import Trainer
 from ragen_jax.utils.checkpoint import Checkpointer, record_config, workdir_lock
+from ragen_jax.utils.episodes import EpisodeWriter
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.interrupt import Interrupt
 from ragen_jax.utils.metrics import MetricWriter, Timer
 from ragen_jax.utils.progress import Progress
+from ragen_jax.view import write_page
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ FREE_FIELDS = frozenset(
     'monitor.information_every',
     'monitor.gradients_every',
     'logging.trajectories',
+    'logging.episodes',
+    'logging.episodes_every',
   }
 )
 
@@ -97,6 +102,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
     _log.info(_greeting(config, policy, workdir, done, stopped))
     start_step = done + 1 if done else 0
     timer = Timer()
+    kept = EpisodeWriter(workdir, start_step=start_step, enabled=processes.is_first())
     with (
       Interrupt() as interrupt,
       MetricWriter(workdir, start_step=start_step, enabled=processes.is_first()) as writer,
@@ -106,7 +112,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         _log.info('evaluating before training; most of the first minute is compilation')
         with timer('testing'):
           evaluation = evaluator(params)
-        _log_evaluation(writer, progress, 0, evaluation, config)
+        _log_evaluation(writer, kept, progress, 0, evaluation, config)
         writer.scalars(0, timer.pop())
       collect = True
       for iteration in range(done, config.num_iterations if not stopped else done):
@@ -125,12 +131,16 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         metrics = batch_metrics | update_metrics | trainer.rollout_metrics(rollout) | probes
         watched, verdict = monitor.after_iteration(metrics, empty=not selection.groups) if collect else ({}, Verdict())
         writer.scalars(step, metrics | watched)
+        if collect and processes.is_first():
+          episodes, records = trainer.records(rollout, selection, batch, iteration)
+          kept.write('train', step, records)
+          _log_episodes(writer, step, 'train', episodes, config.train.tags, config.logging.trajectories)
         collect = False
         scores = {}
         if _due(step, config.eval.every, config.num_iterations) or verdict.action == 'stop':
           with timer('testing'):
-            evaluation = evaluator(params)
-          scores[BEST] = _log_evaluation(writer, progress, step, evaluation, config)
+            evaluation = evaluator(params, step)
+          scores[BEST] = _log_evaluation(writer, kept, progress, step, evaluation, config)
           watched, hopeless = monitor.after_evaluation(success_by_tag(evaluation.metrics, tuple(config.eval.tags)))
           writer.scalars(step, watched)
           verdict = hopeless if hopeless.action == 'stop' else verdict
@@ -176,7 +186,10 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         if stopped:
           break
   # The first process has written all there is, and tells the others.
-  return processes.gather(summarize(config, workdir) if processes.is_first() else {})[0]
+  last = {}
+  if processes.is_first():
+    last = summarize(config, workdir, write_page(workdir))
+  return processes.gather(last)[0]
 
 
 _TOLD = {
@@ -201,19 +214,29 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 def _log_evaluation(
-  writer: MetricWriter, progress: Progress, step: int, evaluation: Evaluation, config: ConfigDict
+  writer: MetricWriter, kept: EpisodeWriter, progress: Progress, step: int, evaluation: Evaluation, config: ConfigDict
 ) -> float:
   """Writes an evaluation down; returns its mean success over tags."""
   tags = tuple(config.eval.tags)
   success = mean_success(evaluation.metrics, tags)
   writer.scalars(step, evaluation.metrics | {'val-env/success': success})
-  shown = []
-  for tag in tags:
-    firsts = [e for e in evaluation.episodes if e.tag == tag][:: config.eval.group_size]
-    shown += firsts[: config.logging.trajectories]
-  writer.text(step, {f'val/generations/{i}': transcript(e) for i, e in enumerate(shown)})
+  firsts = evaluation.episodes[:: config.eval.group_size]
+  _log_episodes(writer, step, 'val', firsts, tags, config.logging.trajectories)
+  kept.write('eval', step, evaluation.records)
+  if kept.enabled:
+    write_page(kept.workdir)
   progress.write(f'held-out success after {step}: {_told(evaluation.metrics, config)}')
   return success
+
+
+def _log_episodes(
+  writer: MetricWriter, step: int, split: str, episodes: list[Episode], tags: tuple[str, ...], count: int
+) -> None:
+  """Writes the first `count` episodes of each tag to TensorBoard, as text and pictures."""
+  shown = [e for tag in tags for e in [x for x in episodes if x.tag == tag][:count]]
+  writer.text(step, {f'{split}/generations/{i}': transcript(e) for i, e in enumerate(shown)})
+  pictures = {f'{split}/boards/{i}': boards(e) for i, e in enumerate(shown)}
+  writer.images(step, {name: picture for name, picture in pictures.items() if picture is not None})
 
 
 def _told(metrics: dict[str, float], config: ConfigDict) -> str:

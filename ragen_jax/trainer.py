@@ -13,8 +13,9 @@ from ml_collections import ConfigDict
 
 from ragen_jax import experiment
 from ragen_jax.agent.agent_proxy import Rollout, concatenate, pad_rows, round_up
+from ragen_jax.agent.record import episode_records, first_rows, on_timeline
 from ragen_jax.agent.statistics import episode_metrics
-from ragen_jax.agent.trajectory import TRUNCATED, Status, Trajectory
+from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status, Trajectory
 from ragen_jax.algorithms import filters, losses, masks, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS, compute_advantages
 from ragen_jax.algorithms.diagnostics import in_group_reward, logprob_gap, repeated_replies, reward_std_buckets
@@ -167,7 +168,44 @@ class Trainer:
     first_level = config.train.first_level + config.seed * experiment.LEVELS_PER_SEED + number * config.train.groups
     key = jax.random.fold_in(jax.random.key(config.seed), iteration)
     key = jax.random.fold_in(key, attempt) if attempt else key
-    return self.proxy.rollout(params, first_level, key, experiment.sampling(config.train), policy_version=iteration)
+    return self.proxy.rollout(
+      params,
+      first_level,
+      key,
+      experiment.sampling(config.train),
+      policy_version=iteration,
+      pictured=() if attempt else self._recorded_rows(iteration),
+    )
+
+  def _recorded_rows(self, iteration: int) -> list[int]:
+    """Rows of an iteration's first rollout whose episodes are kept for people to look at."""
+    every = self.config.logging.episodes_every
+    if not every or (iteration > 0 and (iteration + 1) % every):
+      return []
+    envs = self.proxy.envs
+    return first_rows(envs.specs, envs.group_size, self.config.logging.episodes, one_a_level=False)
+
+  def records(
+    self, rollout: Rollout, selection: Selection, batch: TokenBatch, iteration: int
+  ) -> tuple[list[Episode], list[dict[str, Any]]]:
+    """The iteration's episodes that are kept for people, and what is kept of them; none in most iterations."""
+    rows = self._recorded_rows(iteration)
+    t, fresh = rollout.trajectory, selection.fresh
+    columns, mask = batch.columns[:fresh], batch.mask[:fresh]
+    records = episode_records(
+      rollout,
+      rows,
+      self.policy.tokenizer,
+      step=iteration + 1,
+      split='train',
+      group_size=self.config.train.group_size,
+      reply_prefix=self.proxy.context.reply_prefix,
+      advantages=on_timeline(np.asarray(batch.advantages)[:fresh], columns, mask, t.tokens.shape[1]),
+      learnt=selection.keep[:fresh],
+      prompts_trained=not self.config.algorithm.mask_loss,
+      values=self.needs_critic,
+    )
+    return [rollout.episodes[row] for row in rows], records
 
   def select(self, rollout: Rollout) -> Selection:
     """Filters prompt groups by their raw scores."""

@@ -216,6 +216,8 @@ def test_a_variant_brings_the_settings_of_its_size():
     ('envs.FrozenLake.max_actions', True, r'envs\.FrozenLake\.max_actions=True: must be a whole number of at least 1'),
     ('envs.FrozenLake.type', None, r'envs\.FrozenLake\.type=None: must name an environment, such as frozen_lake'),
     ('agent.format_penalty', 0.1, r'agent\.format_penalty=0\.1'),
+    ('logging.trajectories', 17, r'logging\.trajectories=17: must be at most logging\.episodes = 16'),
+    ('logging.episodes_every', -1, r'logging\.episodes_every=-1'),
     ('model.preset', 'gpt', r"model\.preset='gpt'.*tiny"),
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),
     ('model.dtype', 'int8', r"model\.dtype='int8'.*bfloat16"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
+import struct
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from tensorboardX.proto.event_pb2 import Event
 
 from ragen_jax import experiment, train
 from ragen_jax.learner import (
@@ -46,6 +49,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   whole, parts = _comparable(tmp_path / 'whole'), _comparable(tmp_path / 'parts')
   assert [line['step'] for line in whole] == [0, 1, 2]
   assert whole == parts  # floats, to the last bit
+  kept = [{p.name: p.read_bytes() for p in (tmp_path / run / 'episodes').iterdir()} for run in ('whole', 'parts')]
+  assert kept[0] == kept[1] and sorted(kept[0]) == [
+    'eval-00000000.jsonl.gz', 'eval-00000001.jsonl.gz', 'eval-00000002.jsonl.gz', 'train-00000001.jsonl.gz'
+  ]  # fmt: skip
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
@@ -85,6 +92,32 @@ def test_a_finished_run_started_again_changes_nothing(finished_run):
   lines = (workdir / 'metrics.jsonl').read_text()
   assert train.train_and_evaluate(config, str(workdir)) == first
   assert (workdir / 'metrics.jsonl').read_text() == lines
+
+
+def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
+  config, workdir, _ = finished_run
+  page, tags = workdir / 'trajectories.html', set()
+  listed = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])['episodes']
+  kept = [(e['step'], e['split']) for e in listed]
+  # 8 held-out levels, sampled and greedy, before and after; 16 of 16 episodes of the one iteration.
+  assert {x: kept.count(x) for x in kept} == {
+    (0, 'val'): 8, (0, 'val-greedy'): 8, (1, 'val'): 8, (1, 'val-greedy'): 8, (1, 'train'): 16
+  }  # fmt: skip
+  levels = [{e['level'] for e in listed if (e['step'], e['split']) == x} for x in ((0, 'val'), (1, 'val'))]
+  assert levels[0] == levels[1] and len(levels[0]) == config.eval.groups
+  for path in (workdir / 'tb').iterdir():
+    data = path.read_bytes()
+    while data:
+      size = struct.unpack('<Q', data[:8])[0]
+      tags |= {value.tag for value in Event.FromString(data[12 : 12 + size]).summary.value}
+      data = data[12 + size + 4 :]
+  count = config.logging.trajectories
+  for split in ('train', 'val'):
+    assert len([tag for tag in tags if tag.startswith(f'{split}/boards/')]) == count
+    assert len([tag for tag in tags if tag.startswith(f'{split}/generations/')]) == count
+  page.unlink()
+  train.train_and_evaluate(config, str(workdir))  # finished: shows its table again, and the page
+  assert str(page) in capsys.readouterr().out and page.exists()
 
 
 def test_every_metric_and_file_of_a_run_is_explained(finished_run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -92,7 +93,14 @@ class AgentProxy:
     return sizes
 
   def rollout(
-    self, params: Any, first_seed: int, key: jax.Array, sampling: Sampling, *, policy_version: int = 0
+    self,
+    params: Any,
+    first_seed: int,
+    key: jax.Array,
+    sampling: Sampling,
+    *,
+    policy_version: int = 0,
+    pictured: Collection[int] = (),
   ) -> Rollout:
     """Plays one episode a row; with many processes each plays its own, and all return the whole.
 
@@ -102,6 +110,7 @@ class AgentProxy:
       key: for the tokens that are drawn.
       sampling: how they are drawn.
       policy_version: number of updates behind the weights, kept in the trajectory.
+      pictured: rows of the whole batch whose boards are drawn, for those who want to look at them.
 
     Returns:
       The `Rollout`.
@@ -121,6 +130,8 @@ class AgentProxy:
     ]
     status = np.full((rows,), Status.RUNNING, np.int32)
     status[list(envs.faults)] = Status.ENV_ERROR
+    drawn = [row - envs.first_row for row in pictured if 0 <= row - envs.first_row < rows]
+    pictures = {row: envs.picture(row) for row in drawn}
     actions_left = envs.actions_left()
     turns_allowed = np.asarray([min(limits.max_turns, s.budget.max_turns) for s in envs.specs])[envs.row_env]
     anchors = np.full((rows, limits.max_turns), -1, np.int32)
@@ -194,6 +205,7 @@ class AgentProxy:
             penalty=penalty,
             valid=parsed[int(row)].valid,
             effective=int(result.effective[row]),
+            picture=pictures.get(int(row)),
           )
         )
         if row in faults:
@@ -204,11 +216,14 @@ class AgentProxy:
           status[row] = Status.OUT_OF_ACTIONS
         elif turn + 1 >= turns_allowed[row]:
           status[row] = Status.OUT_OF_TURNS
+        if int(row) in pictures:
+          pictures[int(row)] = envs.picture(int(row))
 
     for row, episode in enumerate(episodes):
       episode.status = Status(int(status[row]))
       episode.final_observation = observations[row]
       episode.error = str(envs.faults.get(row, ''))
+      episode.final_picture = pictures.get(row)
     envs.end()
     trajectory = timeline.trajectory(
       group=envs.row_group,

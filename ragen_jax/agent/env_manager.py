@@ -405,6 +405,16 @@ class EnvStateManager:
     """The observations as they are now, one a row."""
     return [text for pool in self._pools.values() for text in pool.render()]
 
+  def picture(self, row: int) -> np.ndarray | None:
+    """u8[H, W, 3], the board of a row as it is now; None where the environment draws none."""
+    pool, local = self._pools[int(self.row_env[row])], row - self._slices[int(self.row_env[row])].start
+    if isinstance(pool, _TextPool):
+      return None
+    try:
+      return pool.spec.env.render_rgb(jax.tree.map(lambda x: np.asarray(x)[local], pool.host_states))
+    except NotImplementedError:  # a user's own that has text only
+      return None
+
   def actions_left(self) -> np.ndarray:
     """i32[B]."""
     return np.concatenate([p.spec.budget.max_actions - p.used for p in self._pools.values()])

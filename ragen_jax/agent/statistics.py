@@ -54,5 +54,16 @@ def transcript(episode: Episode) -> str:
   return '\n\n'.join([*lines, 'end', _code(episode.final_observation)])
 
 
+def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
+  """An episode's boards side by side, u8[H, W, 3], `gap` white columns between them; None where none was drawn."""
+  drawn = [turn.picture for turn in episode.turns] + [episode.final_picture]
+  drawn = [board for board in drawn if board is not None]
+  if not drawn:
+    return None
+  height = max(len(board) for board in drawn)
+  parts = [np.pad(b, ((0, height - len(b)), (0, gap), (0, 0)), constant_values=255) for b in drawn]
+  return np.concatenate(parts, axis=1)[:, :-gap]
+
+
 def _code(text: str) -> str:
   return '\n'.join('    ' + line for line in text.split('\n'))

@@ -73,6 +73,7 @@ class Turn:
     penalty: the format penalty, 0 or negative.
     valid: the reply had the right form and every action in it exists.
     effective: how many of the actions changed the state.
+    picture: u8[H, W, 3], the board at the turn's start, where it was asked for and the environment draws one.
   """
 
   observation: str
@@ -82,6 +83,7 @@ class Turn:
   penalty: float
   valid: bool
   effective: int
+  picture: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -97,6 +99,7 @@ class Episode:
     status: how it ended.
     outside: its environment lives outside JAX, and may fail.
     error: what went wrong where it failed.
+    final_picture: u8[H, W, 3], the board after the last action, as for turns.
   """
 
   tag: str
@@ -107,6 +110,7 @@ class Episode:
   status: Status = Status.RUNNING
   outside: bool = False
   error: str = ''
+  final_picture: np.ndarray | None = None
 
   @property
   def success(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pickle
 import re
@@ -87,17 +88,22 @@ def shares_of(process: np.ndarray) -> dict[int, RowShare] | None:
   return shares if len({s.own for s in shares.values()}) == 1 else None
 
 
-def connect(coordinator: str, num_processes: int | None, process_id: int | None) -> None:
-  """Joins the processes of a run; before anything else of JAX.
+def connect(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+  """Joins the processes of a run; before anything else of JAX. All but the first then tell of warnings only.
 
   Args:
-    coordinator: HOST:PORT of process 0, or 'auto' where JAX finds everything itself (TPU pods, Slurm, Open MPI).
+    coordinator: HOST:PORT of process 0, or 'auto' where JAX finds everything itself (TPU pods, Slurm, Open MPI); None
+      for a run of one process, and then so are the others.
     num_processes: how many there are; None with 'auto'.
     process_id: which this is, from 0; None with 'auto'.
 
   Raises:
     UserError: the numbers do not fit, or the others are not found.
   """
+  if not coordinator:
+    if num_processes is not None or process_id is not None:
+      raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
+    return
   if coordinator == 'auto':
     for flag, value in (('num_processes', num_processes), ('process_id', process_id)):
       if value is not None:
@@ -118,6 +124,8 @@ def connect(coordinator: str, num_processes: int | None, process_id: int | None)
   except (RuntimeError, ValueError) as e:
     raise UserError(f'--coordinator={coordinator}: {" ".join(str(e).split())}') from e
   sys.excepthook = _on_error
+  if not is_first():
+    logging.getLogger('ragen_jax').setLevel(logging.WARNING)
 
 
 def leave(status: int, together: bool = False) -> None:

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.utils.errors import UserError
 
@@ -33,6 +33,11 @@ def default_workdir(config_path: str) -> str:
   return os.path.join('runs', f'{name}-{variant}' if variant else name)
 
 
+def workdir(values: flags.FlagValues) -> str:
+  """Where the run is kept, by the flags `workdir` and `config`."""
+  return values.workdir or default_workdir(config_flags.get_config_filename(values['config']))
+
+
 def parse(argv: list[str]) -> list[str]:
   """Parses the flags, for `app.run(flags_parser=...)`.
 
@@ -42,12 +47,16 @@ def parse(argv: list[str]) -> list[str]:
   """
   if any(re.fullmatch(r'--?(help|helpshort|helpfull|helpxml|h|\?)(=.*)?', a) for a in argv):
     return _show_help(argv)
-  path = _value_of(argv, 'config')
-  config = _load_config(path)
+  # What is shown of a workdir does not depend on a config.
+  needless = _find_value(argv, 'mode') == 'view' and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
+  path = '' if needless else _value_of(argv, 'config')
+  config = ConfigDict() if needless else _load_config(path)
   config_given = False
   for argument in argv[1:]:
     name = argument.split('=', 1)[0].lstrip('-')
     if argument.startswith('-') and name.startswith('config.'):
+      if needless:
+        raise UserError(f'{argument} has no effect with --mode=view')
       if not config_given:
         raise UserError(f'{argument} stands before --config={path}; give --config first')
       _check_field(config, name.removeprefix('config.'))
@@ -83,13 +92,20 @@ def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
 
 
 def _value_of(argv: list[str], flag: str) -> str:
+  value = _find_value(argv, flag)
+  if value is None:
+    raise UserError(f'--{flag}=FILE is missing, for instance --{flag}=configs/frozenlake_ppo.py')
+  return value
+
+
+def _find_value(argv: list[str], flag: str) -> str | None:
   for i, argument in reversed(list(enumerate(argv))):  # of several the last one counts
     match = re.fullmatch(rf'--?{flag}(?:=(.*))?', argument, re.DOTALL)
     if match:
       value = match.group(1) if match.group(1) is not None else ''.join(argv[i + 1 : i + 2])
       if value:
         return value
-  raise UserError(f'--{flag}=FILE is missing, for instance --{flag}=configs/frozenlake_ppo.py')
+  return None
 
 
 def _load_config(value: str) -> ConfigDict:

@@ -1,0 +1,170 @@
+"""Episodes written down token by token, for people who want to see what the policy did and what it was taught."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.agent.agent_proxy import Rollout
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.env_manager import EnvGroup
+from ragen_jax.agent.trajectory import Episode
+
+# Significant digits of what is kept of a number: enough to look at.
+_DIGITS = 4
+
+
+def first_rows(specs: list[EnvGroup], group_size: int, count: int, *, one_a_level: bool) -> list[int]:
+  """Rows of a batch to look at, the first of each environment.
+
+  Args:
+    specs: the environments of the batch, in the order of its rows.
+    group_size: G.
+    count: the most rows of each environment.
+    one_a_level: the first member of each group only, else groups as a whole, one after the other.
+
+  Returns:
+    Row numbers, ascending.
+  """
+  rows, start = [], 0
+  for spec in specs:
+    end = start + spec.groups * group_size
+    rows += list(range(start, end, group_size if one_a_level else 1))[:count]
+    start = end
+  return rows
+
+
+def episode_records(
+  rollout: Rollout,
+  rows: Collection[int],
+  tokenizer: ChatTokenizer,
+  *,
+  step: int,
+  split: str,
+  group_size: int,
+  reply_prefix: str = '',
+  advantages: np.ndarray | None = None,
+  learnt: np.ndarray | None = None,
+  prompts_trained: bool = False,
+  values: bool = True,
+) -> list[dict[str, Any]]:
+  """Some episodes of a rollout as JSON, but for their pictures.
+
+  Args:
+    rollout: with its texts.
+    rows: which of its episodes.
+    tokenizer: that the rollout was played with.
+    step: iterations behind the weights that played.
+    split: 'train', 'val' or 'val-greedy'.
+    group_size: G.
+    reply_prefix: what was put there for the policy before each reply.
+    advantages: f32[B, T], on the trajectory's columns; None in evaluations.
+    learnt: bool[B], the rows that the update learnt from; None in evaluations.
+    prompts_trained: the loss is on all tokens, not on the sampled ones alone.
+    values: the critic's values mean something.
+
+  Returns:
+    For each episode a dict: what `utils.episodes.SUMMARY` lists, `turns` (prompt as fed, the reply's tokens as `pieces`
+    with numbers for each, board, actions, reward), and `final_observation`, `final_picture`. Pictures are u8[H, W, 3],
+    or None where none was drawn. The pieces of a reply, joined, are the reply as sampled, its stop token included.
+  """
+  t, records = rollout.trajectory, []
+  for index in rows:
+    episode = rollout.episodes[index]
+    own = np.flatnonzero((t.episode == index) & (t.length > 0))
+    turns = []
+    for i, turn in enumerate(episode.turns):
+      row = int(own[(t.turn[own] == i).any(axis=1)][0])
+      columns = np.flatnonzero(t.turn[row] == i)
+      sampled = columns[t.loss_mask[row, columns]]
+      ids = t.tokens[row, sampled].tolist()
+      prompt = tokenizer.decode(t.tokens[row, columns[~t.loss_mask[row, columns]]])
+      forced = reply_prefix if reply_prefix and prompt.endswith(reply_prefix) else ''
+      numbers = {'logprob': t.logprobs, 'entropy': t.entropies}
+      if values:
+        numbers['value'] = t.values
+      if advantages is not None and (learnt is None or learnt[row]):
+        numbers['advantage'] = advantages
+      turns.append(
+        {
+          'prompt': prompt.removesuffix(forced),
+          'prompt_tokens': len(columns) - len(sampled),
+          'fresh': bool(columns[0] == 0),
+          'forced': forced,
+          'pieces': token_pieces(tokenizer, ids),
+          **{name: _short(x[row, sampled]) for name, x in numbers.items()},
+          'closed': ids[-1] in tokenizer.stop_ids,
+          'observation': turn.observation,
+          'picture': turn.picture,
+          'actions': list(turn.actions),
+          'valid': turn.valid,
+          'effective': int(turn.effective),
+          'reward': turn.reward,
+          'penalty': turn.penalty,
+        }
+      )
+    summary = _summary(episode, step, split, index % group_size)
+    if learnt is not None:
+      summary |= {'learnt': bool(learnt[own].any()), 'prompts_trained': prompts_trained}
+    end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
+    records.append(summary | {'turns': turns} | end)
+  return records
+
+
+def _summary(episode: Episode, step: int, split: str, member: int) -> dict[str, Any]:
+  return {
+    'step': step,
+    'split': split,
+    'tag': episode.tag,
+    'level': int(episode.level_seed),
+    'group': int(episode.group),
+    'member': member,
+    'status': episode.status.name.lower(),
+    'score': float(f'{episode.score:.{_DIGITS}g}'),
+    'actions': sum(len(turn.actions) for turn in episode.turns),
+    'error': episode.error,
+  }
+
+
+def on_timeline(values: np.ndarray, columns: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
+  """Numbers of gathered columns back on the columns that they came from: the inverse of `learner.gather`.
+
+  Args:
+    values: f32[B, R].
+    columns: i32[B, R], where each belongs.
+    mask: bool[B, R], False where there is nothing.
+    width: T.
+
+  Returns:
+    f32[B, T], 0 elsewhere. Values [[5, 7, 0]] at columns [[2, 3, 1]] under [[1, 1, 0]] become [[0, 0, 5, 7]] for T = 4.
+  """
+  out = np.zeros((len(values), width), np.float32)
+  row, at = np.nonzero(mask)
+  out[row, columns[row, at]] = np.asarray(values)[row, at]
+  return out
+
+
+def token_pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str]:
+  """The text of each token; joined they are the text of all.
+
+  A character that several tokens share belongs to the last of them, the others are empty.
+  """
+  whole = tokenizer.decode(ids)
+  pieces = tokenizer.decode_batch([[i] for i in ids])
+  if ''.join(pieces) == whole:
+    return pieces
+  told, pieces = '', []
+  for end in range(1, len(ids) + 1):
+    # What is not yet a whole character decodes to the replacement sign.
+    text = whole if end == len(ids) else tokenizer.decode(ids[:end]).rstrip('\ufffd')
+    piece = text[len(told) :] if text.startswith(told) and whole.startswith(text) else ''
+    pieces.append(piece)
+    told += piece
+  return pieces
+
+
+def _short(x: np.ndarray) -> list[float | None]:
+  """Numbers of few digits; None for those that are not finite, which JSON does not have."""
+  return [float(f'{v:.{_DIGITS}g}') if np.isfinite(v) else None for v in x.tolist()]
