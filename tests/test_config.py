@@ -123,6 +123,7 @@ def test_tags_are_ragens():
   assert (len(envs['BanditPairs'].env.arms), len(envs['BanditPairsTest'].env.arms)) == (12, 8)
 
 
+@pytest.mark.slow
 def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   """A short training run and a short warm start, with every access to the config written down."""
   read = set()

@@ -172,6 +172,7 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
   assert after > before + 0.06 and after > 0.97
 
 
+@pytest.mark.slow
 def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
   config = helpers.small_config(
     train__groups=16, train__group_size=4, optimizer__mini_batch_size=32, optimizer__micro_batch_size=16, length_step=64

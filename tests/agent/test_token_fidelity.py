@@ -154,6 +154,7 @@ def test_turns_number_the_observation_and_its_reply(played):
     assert t.turn[row, : len(expected)].tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
   policy = experiment.load_policy(_tiny_config())
   runs = []
@@ -181,6 +182,7 @@ def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
     assert t.tokens[row, : t.length[row]].tolist() == timeline
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tmp_path):
   config = _tiny_config(train__groups=8, train__group_size=8, length_step=64)
   policy = experiment.load_policy(config)
