@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
@@ -17,8 +17,10 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import place, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import hf, presets
+from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
@@ -176,22 +178,41 @@ def attend_by_row() -> bool:
   return jax.default_backend() == 'cpu' and jax.device_count() == 1
 
 
+def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...], NamedSharding]:
+  """Where each weight of a policy lives, by its path.
+
+  Raises:
+    UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
+  """
+  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in hf.weights(cfg)}
+
+
 def load_policy(config: ConfigDict) -> Policy:
   """The policy that `config.model` names, its value head fresh unless the checkpoint has one.
 
+  Every weight goes from the file to its own devices, so that a model may be larger than any of them.
+
   Raises:
-    UserError: there is no such checkpoint, or it cannot be used.
+    UserError: there is no such checkpoint, it cannot be used, or the mesh does not divide it.
   """
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   tokenizer = ChatTokenizer(directory)
-  qwen = hf.load_model(directory, dtype=compute_dtype(config), param_dtype=jnp.float32, attend_by_row=attend_by_row())
+  qwen = hf.load_model(
+    directory,
+    dtype=compute_dtype(config),
+    param_dtype=jnp.float32,
+    attend_by_row=attend_by_row(),
+    sharding_fn=weight_shardings(hf.read_config(directory), mesh).__getitem__,
+  )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
     )
   model = ActorCritic(qwen)
   hf.load_value_head(directory, model.value_head)
+  head = nnx.state(model.value_head)
+  nnx.update(model.value_head, place(head, tree_shardings(head, mesh)))
   return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
 
 
