@@ -30,9 +30,12 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
   shards = len({str(index) for index in embedding.sharding.devices_indices_map(embedding.shape).values()})
   trainer = Trainer(config, policy)
   params, opt_state, _ = trainer.init()
+  before = [x.sharding for x in jax.tree.leaves((params, opt_state))]
   rollout, selection = trainer.collect(params, 0)
   batch, metrics = trainer.make_batch(params, selection)
   params, opt_state, more = trainer.update(params, opt_state, batch, selection, 0)
+  after = jax.tree.leaves((params, opt_state))
+  moved = sum(not x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(after, before, strict=True))
   weights = processes.all_rows(jax.tree.leaves(params))
   return {
     'tokens': rollout.trajectory.tokens,
@@ -40,6 +43,7 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
     'advantages': batch.advantages,
     'metrics': np.asarray(json.dumps(metrics | more)),
     'shards': np.asarray(shards),
+    'moved': np.asarray(moved),
     **{f'w{i}': x for i, x in enumerate(weights)},
   }
 

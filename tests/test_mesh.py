@@ -42,7 +42,7 @@ def _free_port():
     return s.getsockname()[1]
 
 
-def _wait(workers, seconds=240):
+def _wait(workers, seconds=580):
   """Their exit statuses; when one fails the others are killed, which may wait for it."""
   end = time.monotonic() + seconds
   while time.monotonic() < end and any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
@@ -73,18 +73,19 @@ def _run(model, directory, shapes, processes=1):
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-  """The built-in model with every key/value head twice, which makes it no other model, but one that divides by 4."""
+  """The built-in model's first layer, which is less to compile, with each key/value head twice, to divide by 4."""
   source = presets.resolve('tiny', '')
   cfg = hf.read_config(source)
   leaves = nnx.to_flat_state(hf.load_params(source, cfg, 'float32'))
   doubled = [
     (path, leaf.replace(jnp.repeat(leaf[...], 2, axis=-2)) if {'k_proj', 'v_proj'} & set(path) else leaf)
     for path, leaf in leaves
+    if path[:2] != ('layers', 1)
   ]
   head = ValueHead(cfg.hidden_size)
   assert hf.load_value_head(source, head)
   directory = str(tmp_path_factory.mktemp('model') / 'doubled')
-  cfg = dataclasses.replace(cfg, num_kv_heads=2 * cfg.num_kv_heads)
+  cfg = dataclasses.replace(cfg, num_layers=1, num_kv_heads=2 * cfg.num_kv_heads)
   hf.save_model(directory, nnx.from_flat_state(doubled), cfg, 'float32', tokenizer_dir=source, value_head=head)
   return directory
 
@@ -95,6 +96,7 @@ def one_device(model):
 
 
 def _assert_same(many, one):
+  assert many['moved'] == 0  # or the next iteration would compile all its programs again
   np.testing.assert_array_equal(many['tokens'], one['tokens'])
   np.testing.assert_allclose(many['logprobs'], one['logprobs'], atol=1e-4)
   np.testing.assert_allclose(many['advantages'], one['advantages'], atol=1e-3)
@@ -108,6 +110,7 @@ def _assert_same(many, one):
       assert np.quantile(difference, 0.99) < 1e-4 and difference.max() < 4.5e-3
 
 
+@pytest.mark.timeout(600)  # it is compilation, and machines are busy
 def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model, one_device):
   found = _run(model, tmp_path / 'eight', ['8x1x1', '1x8x1', '2x2x2', '1x2x4'])
   # In how many parts the embedding lies, as it comes from the file.
@@ -116,6 +119,7 @@ def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model,
     _assert_same(result, one_device)
 
 
+@pytest.mark.timeout(600)
 def test_two_processes_change_nothing(tmp_path, model, one_device):
   # First each plays half of the rows and holds half of the weights; then both play the same rows, with half of the
   # heads each.
