@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax import config_check
+from ragen_jax.distributed.mesh import AXES, make_mesh
+from ragen_jax.distributed.processes import RowShare
 from ragen_jax.distributed.sharding import weight_spec
 from ragen_jax.models import hf, presets
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
-from tests import mesh_worker
+from tests import helpers, mesh_worker
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -137,6 +139,16 @@ def test_a_dimension_that_does_not_divide_is_named():
   assert weight_spec('policy/layers/0/self_attn/q_proj/kernel', (64, 4, 16), mesh) == jax.sharding.PartitionSpec(
     'fsdp', 'tensor', None
   )
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_read(monkeypatch):
+  monkeypatch.setattr(config_check, 'make_mesh', lambda **_: jax.sharding.AbstractMesh((1, 1, 4), AXES))
+  monkeypatch.setattr(config_check, 'row_share', lambda mesh: RowShare())
+  monkeypatch.setattr(hf, 'load_params', lambda *a, **k: pytest.fail('weights were read'))
+  with pytest.raises(
+    UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
+  ):
+    config_check.check_config(helpers.small_config(mesh__tensor=4))
 
 
 def test_axes_must_multiply_to_the_devices():

@@ -436,6 +436,42 @@ def test_broken_directories(tmp_path, checkpoint):
     load(checkpoint)
 
 
+_CODE = """
+import sys
+from configs import default
+from ragen_jax import experiment
+from ragen_jax.utils.errors import UserError
+
+config = default.get_config()
+config.model.path = sys.argv[1]
+try:
+  experiment.load_policy(config)
+  print('loaded')
+except UserError as e:
+  print('refused:', e)
+"""
+
+
+def test_code_that_comes_with_a_checkpoint_is_never_run(tmp_path):
+  directory, ran = tmp_path / 'model', tmp_path / 'ran'
+  shutil.copytree(presets.resolve('tiny', ''), directory)
+  for name in ('configuration_evil', 'modeling_evil', 'tokenization_evil', 'setup', '__init__'):
+    (directory / f'{name}.py').write_text(f'open({str(ran)!r}, "w").close()\nclass Evil: pass\n')
+  (directory / 'pytorch_model.bin').write_bytes(b'not even a pickle')
+  edit_config(
+    directory, auto_map={'AutoConfig': 'configuration_evil.Evil', 'AutoModelForCausalLM': 'modeling_evil.Evil'}
+  )
+  settings = directory / 'tokenizer_config.json'
+  raw = json.loads(settings.read_text()) | {'auto_map': {'AutoTokenizer': [None, 'tokenization_evil.Evil']}}
+  settings.write_text(json.dumps(raw))
+  assert run_python(_CODE, str(directory)).startswith('loaded')
+  # A class of its own: without the code there is no such tokenizer, and nobody is asked whether it may run.
+  settings.write_text(json.dumps(raw | {'tokenizer_class': 'Evil'}))
+  done = run_python(_CODE, str(directory))
+  assert done.startswith(('loaded', f'refused: model.path={directory}: no tokenizer can be read there'))
+  assert not ran.exists()
+
+
 # -- value head --------------------------------------------------------------------------------------------------------
 
 
