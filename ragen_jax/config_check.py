@@ -15,7 +15,7 @@ from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.models import adapter_files, presets
+from ragen_jax.models import adapter_files, hf, presets
 from ragen_jax.monitor import ECHO_TRAP_ACTIONS
 from ragen_jax.utils.errors import UserError
 
@@ -115,7 +115,8 @@ def check_config(config: ConfigDict) -> None:
     experiment.env_groups(config, tuple(config[section].tags), counts, field=f'{section}.tags')
   _check_levels(config)
   _check_level_files(config, 'train')
-  presets.resolve(config.model.preset, config.model.path)
+  directory = presets.resolve(config.model.preset, config.model.path)
+  experiment.weight_shardings(hf.read_config(directory), mesh)
 
 
 def _check_lora(config: ConfigDict) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
@@ -17,8 +17,10 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import place, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import adapter_files, hf, lora, presets
+from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
@@ -196,11 +198,22 @@ def attend_by_row() -> bool:
   return jax.default_backend() == 'cpu' and jax.device_count() == 1
 
 
+def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...], NamedSharding]:
+  """Where each weight of a policy lives, by its path.
+
+  Raises:
+    UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
+  """
+  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in hf.weights(cfg)}
+
+
 def load_policy(config: ConfigDict) -> Policy:
   """The policy that `config.model` names, with the adapters of `config.lora`; fresh is what no checkpoint has.
 
+  Every weight goes from the file to its own devices, so that a model may be larger than any of them.
+
   Raises:
-    UserError: there is no such checkpoint, or it cannot be used.
+    UserError: there is no such checkpoint, it cannot be used, or the mesh does not divide it.
   """
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
@@ -210,6 +223,7 @@ def load_policy(config: ConfigDict) -> Policy:
     dtype=compute_dtype(config),
     param_dtype=jnp.dtype(config.model.param_dtype),
     attend_by_row=attend_by_row(),
+    sharding_fn=weight_shardings(hf.read_config(directory), mesh).__getitem__,
   )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
@@ -223,6 +237,10 @@ def load_policy(config: ConfigDict) -> Policy:
   model = ActorCritic(qwen)
   if not (config.lora.path and hf.load_value_head(config.lora.path, model.value_head)):
     hf.load_value_head(directory, model.value_head)
+  # What no sharding function has placed yet.
+  state = param_state(model)
+  rest = nnx.State({'value_head': state['value_head']}) if adapters is None else lora.partition(state)[0]
+  nnx.update(model, place(rest, tree_shardings(rest, mesh)))
   return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
 
 

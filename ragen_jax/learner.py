@@ -363,12 +363,13 @@ class Learner:
         return loss_and_stats(nnx.merge(graphdef, trained, frozen), batch, cfg)
 
       new, stats = jax.grad(loss, has_aux=True)(trained)
-      return jax.tree.map(jnp.add, gradients, new), stats
+      return self._as_weights(jax.tree.map(jnp.add, gradients, new)), stats
 
     def apply(params, opt_state, gradients, lr_scale):
       updates, opt_state = optimizer.update(gradients, opt_state, params)
       updates = jax.tree.map(lambda u: lr_scale * u, updates)
-      return optax.apply_updates(params, updates), opt_state, optax.tree.norm(gradients)
+      new = optax.apply_updates(params, updates)
+      return self._as_weights(new), self._as_weights(opt_state), optax.tree.norm(gradients)
 
     def accumulate_part(trained, frozen, gradients, batch, cfg):
       new = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p, frozen), batch, cfg)[0])(trained)
@@ -382,6 +383,10 @@ class Learner:
     self._score = jax.jit(score)
     self._accumulate_part = jax.jit(accumulate_part, donate_argnums=2, static_argnames='cfg')
     self._cfg = cfg
+
+  def _as_weights(self, tree: Any) -> Any:
+    """Inside a program: lays a tree out as the weights are; programs for another layout would be compiled anew."""
+    return tree if self._mesh is None else jax.lax.with_sharding_constraint(tree, tree_shardings(tree, self._mesh))
 
   def _take(self, batch: TokenBatch, plan: MicroBatch) -> TokenBatch:
     part = take(batch, plan)

@@ -33,7 +33,7 @@ class ChatTokenizer:
       UserError: there is no tokenizer in it, or it has no ChatML tokens.
     """
     try:
-      tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+      tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
       raise UserError(f'model.path={directory}: no tokenizer can be read there ({str(e).splitlines()[0]})') from e
     self._backend = tokenizer.backend_tokenizer

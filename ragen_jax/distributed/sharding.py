@@ -92,6 +92,8 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.device_put(tree, shardings)
 
   def one(x, sharding):
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+      return x
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 

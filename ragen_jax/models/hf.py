@@ -284,8 +284,8 @@ def load_model(
 def load_params(directory: str, cfg: QwenConfig, param_dtype: Any, sharding_fn: ShardingFn | None = None) -> nnx.State:
   """Loads the weights of a `Qwen`, tensor by tensor, straight to where they live.
 
-  The host holds one tensor at a time, as stored and in our layout. With many processes each reads every tensor and
-  keeps its own devices' slices.
+  The host holds one tensor at a time as it is stored, and of it one device's part in our layout and type. With many
+  processes each reads every tensor and keeps its own devices' parts.
 
   Args:
     directory: a Hugging Face checkpoint in float32, bfloat16 or float16, in one file or in shards.
@@ -310,21 +310,25 @@ def load_params(directory: str, cfg: QwenConfig, param_dtype: Any, sharding_fn: 
       for name in tensors.offset_keys():
         weight = wanted.get(name)
         if weight is not None:
-          array = np.ascontiguousarray(weight.from_hf(tensors.get_tensor(name)), dtype=np.dtype(param_dtype))
+          array = weight.from_hf(tensors.get_tensor(name))
           sharding = None if sharding_fn is None else sharding_fn(weight.path)
-          leaves[weight.path] = leaves[weight.path].replace(_place(array, sharding))
+          leaves[weight.path] = leaves[weight.path].replace(_place(array, np.dtype(param_dtype), sharding))
           del array
   logging.info('Loaded %d tensors from %s', len(wanted), directory)
   return nnx.from_flat_state(leaves)
 
 
-def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _place(array: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  """A host array in its stored type -> devices, in `dtype`; the host holds one device's part beside it."""
   if sharding is None:
-    placed = jax.device_put(array)
-  else:
-    placed = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-  # Transfers that were still under way would keep several tensors on the host.
-  return jax.block_until_ready(placed)
+    return jax.block_until_ready(jax.device_put(np.asarray(array, dtype, order='C')))
+  parts, part, last = [], None, None
+  for device, index in sharding.addressable_devices_indices_map(array.shape).items():
+    if index != last:  # copies of a part mostly follow one another
+      part, last = np.asarray(array[index], dtype, order='C'), index
+    # Transfers that were still under way would keep several parts on the host.
+    parts.append(jax.block_until_ready(jax.device_put(part, device)))
+  return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def _weight_files(directory: str) -> list[str]:
@@ -438,9 +442,8 @@ def load_value_head(directory: str, head: ValueHead) -> bool:
     if found != expected:
       raise UserError(f'{file}: holds {found}, and the value head of this model is {expected}')
     for name, param in params.items():
-      array = np.asarray(tensors.get_tensor(name), dtype=param.dtype)
       sharding = param[...].sharding if getattr(param[...], 'committed', False) else None
-      param.set_value(_place(array, sharding))
+      param.set_value(_place(tensors.get_tensor(name), np.dtype(param.dtype), sharding))
   return True
 
 

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.learner import LossConfig, score_tokens
 from ragen_jax.models import hf
 from ragen_jax.models.qwen import Qwen, QwenConfig, attend, attend_causal_by_row
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sampling.sampler import Sampler, Sampling
 
 TOKENS = 90  # of the tokenizer; a vocabulary may be larger
 
@@ -143,12 +146,14 @@ def test_gradients_are_those_of_transformers(pair):
   (-(log_probs * torch.tensor(weight[:, 1:])).sum() / valid[:, 1:].sum()).backward()
   expected = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
 
+  # Through the update's own scoring, of every token but the first.
+  columns = np.broadcast_to(np.arange(1, tokens.shape[1], dtype=np.int32), weight[:, 1:].shape)
+
   @nnx.jit
   @nnx.grad
   def gradient(model):
-    logits = model.logits(model(model.embed(jnp.asarray(tokens)))[0])
-    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], jnp.asarray(tokens)[:, 1:, None], axis=-1)
-    return -jnp.sum(log_probs[..., 0] * weight[:, 1:]) / valid[:, 1:].sum()
+    log_probs, _, _ = score_tokens(ActorCritic(model), jnp.asarray(tokens), jnp.asarray(columns), LossConfig())
+    return -jnp.sum(log_probs * weight[:, 1:]) / valid[:, 1:].sum()
 
   ours_by_path = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient(ours))}
   plan = hf.weights(ours.cfg)
@@ -160,31 +165,19 @@ def test_gradients_are_those_of_transformers(pair):
   assert max(errors.values()) < 1e-3, errors
 
 
-def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> np.ndarray:
-  """Prefill of rows padded on the right, then one token at a time at columns of their own: i32[B, new]."""
-  b, t = tokens.shape
-  length = jnp.asarray(valid.sum(1))
-
-  @nnx.jit
-  def run(model, tokens):
-    size = t + new
-    columns = jnp.arange(size)
-    mask = jnp.tril(jnp.ones((t, size), bool))[None]
-    hidden, cache = model(model.embed(tokens), mask=mask, cache=model.init_cache(b, size))
-    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)
-
-    def step(carry, i):
-      cache, hidden = carry
-      token = jnp.argmax(model.logits(hidden), axis=-1)  # [B, 1]
-      visible = (columns < length[:, None]) | ((columns >= t) & (columns <= t + i))  # [B, S]
-      hidden, cache = model(
-        model.embed(token), (length + i)[:, None], mask=visible[:, None, :], cache=cache, column=t + i
-      )
-      return (cache, hidden), token[:, 0]
-
-    return jax.lax.scan(step, (cache, last), jnp.arange(new))[1].T
-
-  return np.asarray(run(model, jnp.asarray(tokens)))
+def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarray]:
+  """The sampler's likeliest tokens behind a ragged batch, and their log-probs: i32[B, new], f32[B, new]."""
+  policy = ActorCritic(model)
+  sampler = Sampler(policy, stop_ids=())
+  state = sampler.init(len(tokens), tokens.shape[1] + new)
+  params = nnx.split(policy)[1]
+  state = sampler.extend(params, state, tokens, valid.sum(1).astype(np.int32))
+  _, reply = sampler.decode(
+    params, state, jax.random.split(jax.random.key(0), len(tokens)), np.ones(len(tokens), bool), max_new=new,
+    sampling=Sampling(temperature=0.0),
+  )  # fmt: skip
+  assert reply.count.tolist() == [new] * len(tokens)
+  return np.asarray(reply.tokens), np.asarray(reply.logprobs)
 
 
 def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
@@ -206,7 +199,19 @@ def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
     ).numpy()[:, width:]
   assert expected.shape == (3, 64)
   assert len(np.unique(expected)) > 8, 'too monotonous to show a difference'
-  np.testing.assert_array_equal(greedy(ours, tokens, valid, 64), expected)
+  drawn, log_probs = greedy(ours, tokens, valid, 64)
+  np.testing.assert_array_equal(drawn, expected)
+
+  # The log-prob that is recorded with each token is the one that transformers gives it.
+  whole = torch.tensor(np.concatenate([left, expected], axis=1)).long()
+  ones = torch.ones(expected.shape, dtype=torch.int64)
+  mask = torch.cat([torch.tensor(mask.astype(np.int64)), ones], dim=1)
+  with torch.no_grad():
+    logits = theirs(whole, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits[
+      :, width - 1 : -1
+    ]
+  theirs_log_probs = torch.log_softmax(logits, -1).gather(-1, whole[:, width:, None])[..., 0].numpy()
+  np.testing.assert_allclose(log_probs, theirs_log_probs, rtol=0, atol=1e-4)
 
 
 def fresh(architecture: str = 'qwen2', num_layers: int = 2, **kwargs) -> Qwen:
