@@ -16,9 +16,11 @@ from ragen_jax.agent.agent_proxy import AgentProxy, Limits
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import hf, presets
+from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
@@ -151,7 +153,7 @@ class Policy:
 
   Attributes:
     directory: the checkpoint that it came from.
-    model: policy and value head.
+    model: policy and critic.
     tokenizer: of the checkpoint.
     sampler: for the model's structure.
     mesh: the devices that it is laid out on.
@@ -165,10 +167,18 @@ class Policy:
 
   def describe(self) -> str:
     """Size, precision and devices in a few words: '123k parameters, float32, 1 device (cpu)'."""
-    size = sum(x.size for x in jax.tree.leaves(param_state(self.model)))
-    count = f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'
+
+    def told(state):
+      size = sum(x.size for x in jax.tree.leaves(state))
+      return f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'
+
+    params = param_state(self.model)
+    if self.model.critic is None:
+      count = f'{told(params)} parameters'
+    else:
+      count = f'{told(params["policy"])} parameters and {told(params["critic"])} of the critic'
     devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'
-    return f'{count} parameters, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
+    return f'{count}, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
 
 
 def attend_by_row() -> bool:
@@ -177,7 +187,9 @@ def attend_by_row() -> bool:
 
 
 def load_policy(config: ConfigDict) -> Policy:
-  """The policy that `config.model` names, its value head fresh unless the checkpoint has one.
+  """The policy that `config.model` names, and its critic, whose value head is fresh unless the checkpoint has one.
+
+  A separate critic comes from the checkpoint's directory `critic`, or begins with the policy's trunk.
 
   Raises:
     UserError: there is no such checkpoint, or it cannot be used.
@@ -185,19 +197,38 @@ def load_policy(config: ConfigDict) -> Policy:
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   tokenizer = ChatTokenizer(directory)
-  qwen = hf.load_model(directory, dtype=compute_dtype(config), param_dtype=jnp.float32, attend_by_row=attend_by_row())
+  critic, home = None, directory
+  qwen = _load_model(config, directory, tokenizer)
+  if config.model.separate_critic:
+    home = hf.critic_directory(directory)
+    critic = _load_model(config, home, tokenizer, trunk_only=True)
+  model = ActorCritic(qwen, critic)
+  hf.load_value_head(home, model.value_head)
+  a = config.algorithm
+  values = ESTIMATORS[a.adv_estimator].needs_critic and a.old_logprobs == 'sampler'
+  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh, values=values), mesh)
+
+
+def _load_model(config: ConfigDict, directory: str, tokenizer: ChatTokenizer, trunk_only: bool = False) -> Qwen:
+  qwen = hf.load_model(
+    directory,
+    dtype=compute_dtype(config),
+    param_dtype=jnp.float32,
+    attend_by_row=attend_by_row(),
+    trunk_only=trunk_only,
+  )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
     )
-  model = ActorCritic(qwen)
-  hf.load_value_head(directory, model.value_head)
-  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
+  return qwen
 
 
-def make_sampler(model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None) -> Sampler:
-  """A sampler that ends replies where the tokenizer's chat format does."""
-  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, mesh=mesh)
+def make_sampler(
+  model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None, *, values: bool = True
+) -> Sampler:
+  """A sampler that ends replies where the tokenizer's chat format does; `values` says whether it records any."""
+  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh)
 
 
 def param_state(model: ActorCritic) -> nnx.State:
