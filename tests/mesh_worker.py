@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import jax
@@ -20,7 +21,7 @@ def main() -> None:
     processes.connect(sys.argv[5], int(sys.argv[6]), int(sys.argv[7]))
   config = helpers.small_config(
     train__groups=8, train__group_size=4, optimizer__mini_batch_size=16, optimizer__micro_batch_size=8,
-    agent__drop_finished=True,
+    agent__drop_finished=True, **json.loads(os.environ.get('CONFIG_FIELDS', '{}')),
   )  # fmt: skip
   config.mesh.data, config.mesh.fsdp, config.mesh.tensor = data, fsdp, tensor
   policy = experiment.load_policy(config)

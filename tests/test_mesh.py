@@ -45,7 +45,7 @@ def _wait(workers, seconds=240):
   return [w.wait() for w in workers]
 
 
-def _run(tmp_path, data, fsdp, tensor, processes=1):
+def _run(tmp_path, data, fsdp, tensor, processes=1, **fields):
   out = tmp_path / f'{data}{fsdp}{tensor}-{processes}.npz'
   command = [sys.executable, '-m', 'tests.mesh_worker', str(data), str(fsdp), str(tensor), str(out)]
   extra = [[]]
@@ -56,7 +56,7 @@ def _run(tmp_path, data, fsdp, tensor, processes=1):
   workers = []
   for arguments, log in zip(extra, logs, strict=True):
     with log.open('w') as file:
-      environment = _environment(data * fsdp * tensor // processes)
+      environment = _environment(data * fsdp * tensor // processes) | {'CONFIG_FIELDS': json.dumps(fields)}
       workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file))
   codes = _wait(workers)
   assert codes == [0] * processes, '\n'.join(log.read_text()[-3000:] for log in logs)
@@ -79,6 +79,16 @@ def one_device(tmp_path_factory):
 )
 def test_a_mesh_changes_nothing(tmp_path, one_device, shape, processes):
   many = _run(tmp_path, *shape, processes)
+  _same(many, one_device, shape)
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_nothing_with_a_separate_critic(tmp_path):
+  one = _run(tmp_path, 1, 1, 1, model__separate_critic=True)
+  _same(_run(tmp_path, 2, 2, 2, model__separate_critic=True), one, (2, 2, 2))
+
+
+def _same(many, one_device, shape):
   assert int(many['shards']) == shape[1] * shape[2]  # the weights really are divided
   np.testing.assert_array_equal(many['tokens'], one_device['tokens'])
   np.testing.assert_allclose(many['logprobs'], one_device['logprobs'], atol=1e-4)
