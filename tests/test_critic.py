@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,8 +84,8 @@ def test_neither_loss_reaches_the_other_model():
   batch, _ = _batch()
 
   def norms(**loss):
-    gradient = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p), batch, LossConfig(**loss))[0])(params)
-    leaves = _leaves(gradient)
+    gradient = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p), batch, LossConfig(**loss))[0])
+    leaves = _leaves(jax.jit(gradient)(params))
     assert sum(own for own, _ in leaves) > 2  # a trunk and the head
     return [np.max([np.abs(x).max() for own, x in leaves if own == critic]) for critic in (False, True)]
 
@@ -93,7 +95,7 @@ def test_neither_loss_reaches_the_other_model():
   assert policy == 0 and critic > 0
 
 
-def test_values_are_those_of_the_critic_run_row_by_row():
+def test_values_are_those_of_the_critic_run_by_itself():
   model = _separate()
   graphdef, params = nnx.split(model)
   batch, plans = _batch()
@@ -101,13 +103,10 @@ def test_values_are_those_of_the_critic_run_row_by_row():
   logprobs, values = learner.score(params, batch, plans)
   np.testing.assert_array_equal(learner.values(params, batch, plans), values)
   np.testing.assert_array_equal(learner.logprobs(params, batch, plans), logprobs)
-  for row in range(_ROWS):
-    tokens = jnp.asarray(batch.tokens[row : row + 1])
-    for i in np.flatnonzero(batch.mask[row]):
-      seen = tokens[:, : batch.columns[row, i]]  # all before the token
-      hidden, _ = model.critic(model.critic.embed(seen))
-      np.testing.assert_allclose(values[row, i], model.value_head(hidden)[0, -1], atol=1e-5)
-    break  # each length is a program of its own
+  hidden = np.asarray(jax.jit(lambda tokens: model.critic(model.critic.embed(tokens))[0])(batch.tokens))
+  everywhere = hidden @ np.asarray(model.value_head.kernel[...]) + float(model.value_head.bias[...])
+  for row, i in zip(*np.nonzero(batch.mask), strict=True):
+    np.testing.assert_allclose(values[row, i], everywhere[row, batch.columns[row, i] - 1], atol=1e-5)
 
 
 def test_an_update_is_that_of_two_models_each_with_its_own_clip():
@@ -142,7 +141,7 @@ def test_the_critic_can_learn_alone(separate):
     return
   # The head's gradient, written out: of half the greater of two squared errors, by each value that is not clipped.
   batch, _ = _batch()
-  hidden, _ = model.policy(model.policy.embed(batch.tokens))
+  hidden = jax.jit(lambda tokens: model.policy(model.policy.embed(tokens))[0])(batch.tokens)
   hidden = np.take_along_axis(np.asarray(hidden), batch.columns[:, :, None] - 1, axis=1)
   values = hidden @ np.asarray(before['value_head']['kernel'][...])
   clipped = batch.old_values + np.clip(values - batch.old_values, -0.5, 0.5)
@@ -215,15 +214,14 @@ def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(t
     'optimizer__critic_warmup': 1, 'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0, 'replay__groups': 2,
     'train__tags': ('Bandit',), 'eval__tags': ('Bandit',),
   }  # fmt: skip
-  config = _lake(num_iterations=3, **fields)
-  train.train_and_evaluate(config, str(tmp_path / 'whole'))
-  train.train_and_evaluate(_lake(num_iterations=2, **fields), str(tmp_path / 'parts'))
-  train.train_and_evaluate(config, str(tmp_path / 'parts'))
-  whole, parts = (
-    [{n: x for n, x in line.items() if not n.startswith(('timing_s/', 'perf/'))} for line in read_metrics(workdir)][1:]
-    for workdir in (tmp_path / 'whole', tmp_path / 'parts')
-  )
-  assert whole[2] == parts[2]
+  config, played = _lake(**fields), []
+  for _ in range(2):
+    train.train_and_evaluate(config, str(tmp_path))
+    lines = read_metrics(tmp_path)[1:]
+    played.append([{n: x for n, x in line.items() if not n.startswith(('timing_s/', 'perf/'))} for line in lines])
+    shutil.rmtree(tmp_path / 'checkpoints' / '3')  # as if it had been stopped after the second iteration
+  whole, parts = played
+  assert whole == parts
   assert not any(name.startswith('actor/') for name in whole[0])
   assert all('actor/grad_norm' in line for line in whole[1:])
   assert all(line['critic/grad_norm'] > 0 for line in whole)
@@ -237,6 +235,7 @@ def test_success_and_explained_variance_rise(tmp_path, separate):
     model__separate_critic=separate, num_iterations=8, train__tags=('Bandit', 'BanditTest'), train__groups=16,
     train__group_size=8, envs__Bandit__high_probability=1.0, envs__BanditTest__high_probability=1.0, length_step=64,
     optimizer__mini_batch_size=32, optimizer__micro_batch_size=32, algorithm__value_clip=0.0,
+    optimizer__actor_lr=5e-4, algorithm__whiten_advantages=False,  # what is solved leaves no advantage to learn from
   )  # fmt: skip
   check_config(config)
   trainer = Trainer(config, experiment.load_policy(config))
@@ -249,7 +248,6 @@ def test_success_and_explained_variance_rise(tmp_path, separate):
     params, opt_state, _ = trainer.update(params, opt_state, batch, selection, i)
     success.append(np.mean([e.success for e in rollout.episodes if e.tag == 'Bandit']))
     explained.append(metrics['critic/vf_explained_var'])
-  print(success, explained, trainer.learner.traces, trainer.learner._values._cache_size())
   assert explained[0] == pytest.approx(0, abs=1e-6) and np.mean(explained[-2:]) > 0.5
   assert np.mean(success[-2:]) > success[0] + 0.06
   assert trainer.learner.traces <= 6 and trainer.learner._values._cache_size() <= 6
