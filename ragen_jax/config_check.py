@@ -190,8 +190,9 @@ def _check_algorithm(config: ConfigDict) -> None:
       config, field, learns or not _get(config, field),
       f'needs a critic that learns, not algorithm.adv_estimator={a.adv_estimator!r} with value_coef={a.value_coef}',
     )  # fmt: skip
+  warmup = config.optimizer.critic_warmup
   _check(
-    config, 'optimizer.critic_warmup', config.optimizer.critic_warmup < config.num_iterations,
+    config, 'optimizer.critic_warmup', not warmup or warmup < config.num_iterations,
     f'must be below num_iterations = {config.num_iterations}, or the policy never learns',
   )  # fmt: skip
   if f.metric in ('reward_std', 'entropy_variance'):
