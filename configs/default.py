@@ -38,6 +38,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.param_dtype = 'float32'
   # Recompute each layer's activations in the backward pass: less memory, about a third more work.
   config.model.remat = False
+  # Whether the critic is a second model, which begins with the same weights (RAGEN's choice), or else a value head on
+  # the policy's trunk. It takes the memory of a second policy with its optimiser's state, and a pass over the rollout.
+  config.model.separate_critic = False
   # Token positions whose vocabulary log-probs are held at once in the update; 0 holds all of a micro-batch's.
   config.model.logits_chunk = 0
 
@@ -329,7 +332,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.clip_ratio_c = 3.0
   # How far a value may move from the one at sampling before its gradient is cut; 0 is off.
   config.algorithm.value_clip = 0.5
-  # Weight of the value loss, whose gradient reaches the shared trunk too; unused without a critic-based estimator.
+  # Weight of the value loss, whose gradient reaches the shared trunk too; with a separate critic it scales only that
+  # one's gradient before it is clipped. Unused without a critic-based estimator.
   config.algorithm.value_coef = 0.1
   # Weight of the entropy bonus.
   config.algorithm.entropy_coef = 0.001
@@ -397,8 +401,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.optimizer = ConfigDict()
   # Learning rate of the model.
   config.optimizer.actor_lr = 1e-3
-  # Learning rate of the value head.
+  # Learning rate of the value head, or of the whole separate critic.
   config.optimizer.critic_lr = 1e-3
+  # Iterations at the beginning in which the critic alone learns; with a shared trunk, the value head alone.
+  config.optimizer.critic_warmup = 0
   # Steps over which both rise from 0.
   config.optimizer.warmup_steps = 0
   # Share of the learning rate that is left after all optimiser steps of the run, reached in a straight line; 1 keeps it
@@ -410,7 +416,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.optimizer.b2 = 0.999
   # As above; vectors (norms, biases) are not decayed.
   config.optimizer.weight_decay = 0.01
-  # The gradient's greatest global norm.
+  # The gradient's greatest global norm; the policy's and a separate critic's are clipped each by its own.
   config.optimizer.grad_clip = 1.0
   # Episodes of one optimiser step.
   config.optimizer.mini_batch_size = 128

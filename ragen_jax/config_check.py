@@ -47,7 +47,7 @@ def check_config(config: ConfigDict) -> None:
     'logging.episodes', 'logging.episodes_every',
     'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef', 'optimizer.actor_lr', 'optimizer.critic_lr',
     'optimizer.warmup_steps', 'optimizer.weight_decay', 'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high',
-    'train.first_level', 'eval.first_level',
+    'train.first_level', 'eval.first_level', 'optimizer.critic_warmup',
   ):  # fmt: skip
     _at_least(config, field, 0)
   for field in ('train.temperature', 'optimizer.grad_clip'):
@@ -217,6 +217,17 @@ def _check_algorithm(config: ConfigDict) -> None:
     config, 'algorithm.bootstrap_truncated', estimator.needs_critic or not a.bootstrap_truncated,
     f'algorithm.adv_estimator={a.adv_estimator!r} has no critic',
   )  # fmt: skip
+  for field in ('model.separate_critic', 'optimizer.critic_warmup'):
+    learns = estimator.needs_critic and a.value_coef > 0
+    _check(
+      config, field, learns or not _get(config, field),
+      f'needs a critic that learns, not algorithm.adv_estimator={a.adv_estimator!r} with value_coef={a.value_coef}',
+    )  # fmt: skip
+  warmup = config.optimizer.critic_warmup
+  _check(
+    config, 'optimizer.critic_warmup', not warmup or warmup < config.num_iterations,
+    f'must be below num_iterations = {config.num_iterations}, or the policy never learns',
+  )  # fmt: skip
   if f.metric in ('reward_std', 'entropy_variance'):
     drops = f.strategy != 'top_p' or f.value < 1 or not f.include_zero
     _check(
@@ -230,6 +241,11 @@ def check_sft(config: ConfigDict) -> None:
   sft = config.sft
   if jax.process_count() > 1:
     raise UserError(f'--mode=sft runs in one process, there are {jax.process_count()}')
+  _check(
+    config, 'model.separate_critic', not config.model.separate_critic,
+    '--mode=sft trains the policy and the value head on its trunk, and a separate critic begins with both of them; '
+    'it must be False there',
+  )  # fmt: skip
   for field in ('sft.group_size', 'sft.steps', 'sft.batch_size'):
     _at_least(config, field, 1)
   for field in ('sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef'):

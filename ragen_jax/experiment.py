@@ -16,11 +16,12 @@ from ragen_jax.agent.agent_proxy import AgentProxy, Limits
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import adapter_files, hf, lora, presets
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
@@ -153,7 +154,7 @@ class Policy:
 
   Attributes:
     directory: the checkpoint that it came from.
-    model: policy and value head.
+    model: policy and critic.
     tokenizer: of the checkpoint.
     sampler: for the model's structure.
     mesh: the devices that it is laid out on.
@@ -167,10 +168,13 @@ class Policy:
 
   def describe(self) -> str:
     """Size, precision and devices in a few words: '123k parameters, float32, 1 device (cpu)'."""
-    trained, frozen = lora.partition(param_state(self.model))
-    count = _count(trained) + ' parameters'
+    params = param_state(self.model)
+    trained, frozen = lora.partition(params)
+    count = f'{_count(trained["policy"])} parameters'
     if frozen:
-      count = f'{_count(frozen)} frozen parameters and {_count(trained)} trained ones'
+      count = f'{_count(frozen)} frozen parameters and {_count(trained["policy"])} in adapters'
+    if self.model.critic is not None:
+      count += f', {_count(params["critic"])} of the critic'
     devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'
     return f'{count}, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
 
@@ -218,35 +222,55 @@ def load_policy(config: ConfigDict) -> Policy:
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   tokenizer = ChatTokenizer(directory)
+  critic, home = None, directory
+  qwen = _load_model(config, directory, tokenizer, mesh, jnp.dtype(config.model.param_dtype))
+  adapters = lora_config(config)
+  if adapters is not None:
+    lora.attach(qwen, adapters, nnx.Rngs(config.seed))
+  if config.lora.path:
+    adapter_files.load(config.lora.path, qwen)
+  if config.model.separate_critic:
+    home = hf.critic_directory(directory)
+    critic = _load_model(config, home, tokenizer, mesh, jnp.float32, trunk_only=True)
+  model = ActorCritic(qwen, critic)
+  if not (config.lora.path and hf.load_value_head(config.lora.path, model.value_head)):
+    hf.load_value_head(home, model.value_head)
+  # What no sharding function has placed yet.
+  _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
+  nnx.update(model, place(rest, tree_shardings(rest, mesh)))
+  a = config.algorithm
+  values = ESTIMATORS[a.adv_estimator].needs_critic and a.old_logprobs == 'sampler'
+  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh, values=values), mesh)
+
+
+def _is_loaded(path: tuple[str | int, ...], _: Any) -> bool:
+  """Whether a weight comes from a checkpoint's model, and so lies on its own devices already."""
+  return path[0] != 'value_head' and 'adapter' not in path
+
+
+def _load_model(
+  config: ConfigDict, directory: str, tokenizer: ChatTokenizer, mesh: Mesh, param_dtype: Any, trunk_only: bool = False
+) -> Qwen:
   qwen = hf.load_model(
     directory,
     dtype=compute_dtype(config),
-    param_dtype=jnp.dtype(config.model.param_dtype),
+    param_dtype=param_dtype,
     attend_by_row=attend_by_row(),
+    trunk_only=trunk_only,
     sharding_fn=weight_shardings(hf.read_config(directory), mesh).__getitem__,
   )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
     )
-  adapters = lora_config(config)
-  if adapters is not None:
-    lora.attach(qwen, adapters, nnx.Rngs(config.seed))
-  if config.lora.path:
-    adapter_files.load(config.lora.path, qwen)
-  model = ActorCritic(qwen)
-  if not (config.lora.path and hf.load_value_head(config.lora.path, model.value_head)):
-    hf.load_value_head(directory, model.value_head)
-  # What no sharding function has placed yet.
-  state = param_state(model)
-  rest = nnx.State({'value_head': state['value_head']}) if adapters is None else lora.partition(state)[0]
-  nnx.update(model, place(rest, tree_shardings(rest, mesh)))
-  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
+  return qwen
 
 
-def make_sampler(model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None) -> Sampler:
-  """A sampler that ends replies where the tokenizer's chat format does."""
-  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, mesh=mesh)
+def make_sampler(
+  model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None, *, values: bool = True
+) -> Sampler:
+  """A sampler that ends replies where the tokenizer's chat format does; `values` says whether it records any."""
+  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh)
 
 
 def param_state(model: ActorCritic) -> nnx.State:

@@ -100,15 +100,22 @@ def check_output(output: str, field: str, source: str) -> None:
 def write_policy(output: str, config: ConfigDict, policy: experiment.Policy, *, with_value_head: bool) -> None:
   """Writes a policy as `config.export` says: a model, its adapters merged, or the adapters alone."""
   adapters, head = experiment.lora_config(config), policy.model.value_head if with_value_head else None
-  qwen, dtype = policy.model.policy, jnp.dtype(config.export.dtype)
+  qwen, critic, dtype = (
+    policy.model.policy,
+    policy.model.critic if with_value_head else None,
+    jnp.dtype(config.export.dtype),
+  )
   if adapters is not None and config.export.lora == 'adapter':
+    if critic is not None:
+      _log.info("the critic is left out: beside adapters there is no place for it (export.lora='merged' writes it)")
+      head = None
     base = presets.PRESETS.get(config.model.preset) if not config.model.path else None
     adapter_files.save(
       output, qwen, adapters, dtype, base=base or os.path.abspath(policy.directory), tokenizer_dir=policy.directory,
       value_head=head,
     )  # fmt: skip
   else:
-    hf.save_model(output, qwen, qwen.cfg, dtype, tokenizer_dir=policy.directory, value_head=head)
+    hf.save_model(output, qwen, qwen.cfg, dtype, tokenizer_dir=policy.directory, value_head=head, critic=critic)
 
 
 def _next_flags(config: ConfigDict, output: str) -> str:

@@ -21,6 +21,7 @@ from ragen_jax.algorithms import losses
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import place_rows, tree_shardings
 from ragen_jax.models import lora
+from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 
 
@@ -186,13 +187,36 @@ _TOKEN_MEANS = (
 )  # fmt: skip
 
 
+def _states_before(trunk: Qwen, tokens: jax.Array, columns: jax.Array, remat: bool) -> jax.Array:
+  """[B, R, D]: the hidden states that emit the tokens at `columns`, each the one after the token before."""
+  hidden, _ = trunk(trunk.embed(tokens), remat=remat)
+  return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
+
+
+def value_tokens(
+  module: ActorCritic, tokens: jax.Array, columns: jax.Array, cfg: LossConfig, *, freeze_policy: bool = False
+) -> jax.Array:
+  """The critic's values of the states that sampled tokens were drawn from, f32[B, R]; the vocabulary is left alone.
+
+  Args:
+    module: policy and critic.
+    tokens: i32[B, T].
+    columns: i32[B, R], columns of the sampled tokens, at least 1.
+    cfg: remat.
+    freeze_policy: no gradient reaches the policy, also where the trunk is its own.
+  """
+  trunk = module.policy if module.critic is None else module.critic
+  hidden = _states_before(trunk, tokens, columns, cfg.remat)
+  return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
+
+
 def score_tokens(
   module: ActorCritic, tokens: jax.Array, columns: jax.Array, cfg: LossConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The model's view of sampled tokens, from one forward pass over the timeline.
+  """The model's view of sampled tokens, from one forward pass over the timeline, or one of each trunk.
 
   Args:
-    module: policy and value head.
+    module: policy and critic.
     tokens: i32[B, T].
     columns: i32[B, R], columns of the sampled tokens, at least 1.
     cfg: temperature, chunking and remat.
@@ -200,11 +224,9 @@ def score_tokens(
   Returns:
     (logprobs, entropies, values), each f32[B, R].
   """
-  hidden, _ = module.policy(module.policy.embed(tokens), remat=cfg.remat)
-  # The state that emits token t is the one after token t-1.
-  hidden = jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)  # [B, R, D]
+  hidden = _states_before(module.policy, tokens, columns, cfg.remat)
+  values = module.value_head(hidden) if module.critic is None else value_tokens(module, tokens, columns, cfg)
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
-  values = module.value_head(hidden)
   b, r, d = hidden.shape
   hidden, targets = hidden.reshape(b * r, d), targets.reshape(b * r)
   graphdef, params = nnx.split(module.policy)
@@ -250,12 +272,13 @@ def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
     turn=batch.turn,
     importance_weights=batch.importance,
   )
-  value, value_stats = losses.value_loss(values, batch.returns, batch.old_values, batch.mask, clip=cfg.value_clip)
+  vf_loss, value_sums = _value_loss_and_stats(values, batch, cfg)
   pg_loss = losses.aggregate(policy, batch.weights)
   entropy = losses.aggregate(entropies, batch.weights)
-  vf_loss = losses.aggregate(value, batch.value_weights)
   kl = losses.aggregate(losses.kl_penalty(logprobs, batch.ref_logprobs, trained, cfg.kl_kind), batch.weights)
-  loss = cfg.pg_coef * pg_loss - cfg.entropy_coef * entropy + cfg.kl_coef * kl + cfg.value_coef * vf_loss
+  loss = cfg.pg_coef * pg_loss - cfg.entropy_coef * entropy + cfg.kl_coef * kl
+  if cfg.value_coef:  # without, no program runs a critic for its gradient
+    loss = loss + cfg.value_coef * vf_loss
   gap = jnp.where(batch.mask, jnp.abs(logprobs - batch.old_logprobs), 0.0)
   sums = {
     'actor/pg_loss': pg_loss,
@@ -267,11 +290,30 @@ def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
     'actor/ppo_kl': losses.aggregate(stats['approx_kl'], batch.weights),
     'actor/logprob_gap_mean': losses.aggregate(gap, batch.weights),
     'weights': jnp.sum(batch.weights),
+  }
+  return loss, (sums | value_sums, {'actor/logprob_gap_max': jnp.max(gap)})
+
+
+def critic_loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
+  """The critic's part of `loss_and_stats` by itself, of which nothing reaches the policy."""
+  values = value_tokens(module, batch.tokens, batch.columns, cfg, freeze_policy=True)
+  vf_loss, sums = _value_loss_and_stats(values, batch, cfg)
+  return cfg.value_coef * vf_loss, (sums, {})
+
+
+def _value_loss_and_stats(values: jax.Array, batch: TokenBatch, cfg: LossConfig):
+  value, stats = losses.value_loss(values, batch.returns, batch.old_values, batch.mask, clip=cfg.value_clip)
+  vf_loss = losses.aggregate(value, batch.value_weights)
+  return vf_loss, {
     'critic/vf_loss': vf_loss,
-    'critic/vf_clipfrac': losses.aggregate(value_stats['clipfrac'], batch.value_weights),
+    'critic/vf_clipfrac': losses.aggregate(stats['clipfrac'], batch.value_weights),
     'critic/vpred_mean': losses.aggregate(values, batch.value_weights),
   }
-  return loss, (sums, {'actor/logprob_gap_max': jnp.max(gap)})
+
+
+def of_critic(path: tuple[Any, ...]) -> bool:
+  """Whether a leaf of the weights, or of the optimiser's state for them, is the critic's: trunk or value head."""
+  return not {str(getattr(p, 'key', '')) for p in path}.isdisjoint(('critic', 'value_head'))
 
 
 def decayed(params: Any) -> Any:
@@ -292,48 +334,50 @@ def make_optimizer(
   b2: float,
   weight_decay: float,
   grad_clip: float,
+  critic_steps: int = 0,
+  separate_critic: bool = False,
 ) -> optax.GradientTransformation:
-  """AdamW with the gradient clipped by its global norm; the value head has its own learning rate.
+  """AdamW with the gradient clipped by its global norm; the critic has its own learning rate.
 
   Args:
     actor_lr: of the policy.
-    critic_lr: of the value head.
+    critic_lr: of the value head, and of a separate critic's trunk.
     warmup_steps: optimiser steps over which both rise from 0.
     decay_steps: optimiser steps after which `final_lr_fraction` of them is left.
     final_lr_fraction: 1 keeps them constant.
     b1: decay of the first moment.
     b2: decay of the second moment.
     weight_decay: of matrices; vectors are left alone.
-    grad_clip: greatest global norm.
+    grad_clip: greatest global norm: of all gradients together, or of the policy's and of a separate critic's each.
+    critic_steps: optimiser steps at the beginning that are the critic's alone; the policy's schedule begins after them.
+    separate_critic: the critic has a trunk of its own.
   """
 
-  def schedule(lr):
+  def schedule(lr, steps):
     def at(step):
       warm = jnp.minimum(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-      left = 1.0 - (1.0 - final_lr_fraction) * jnp.minimum(step / max(decay_steps, 1), 1.0)
+      left = 1.0 - (1.0 - final_lr_fraction) * jnp.minimum(step / max(steps, 1), 1.0)
       return lr * warm * left
 
     return at
 
-  def adamw(lr):
-    return optax.adamw(
-      schedule(lr),
+  clip = optax.clip_by_global_norm(grad_clip)
+
+  def model(lr, steps):
+    adamw = optax.adamw(
+      schedule(lr, steps),
       b1=b1,
       b2=b2,
       weight_decay=weight_decay,
       mask=decayed,
     )
+    return optax.chain(clip, adamw) if separate_critic else adamw
 
   def label(params):
-    def of(path, _):
-      return 'critic' if 'value_head' in jax.tree_util.keystr(path[:1]) else 'actor'
+    return jax.tree_util.tree_map_with_path(lambda path, _: 'critic' if of_critic(path) else 'actor', params)
 
-    return jax.tree_util.tree_map_with_path(of, params)
-
-  return optax.chain(
-    optax.clip_by_global_norm(grad_clip),
-    optax.multi_transform({'actor': adamw(actor_lr), 'critic': adamw(critic_lr)}, label),
-  )
+  models = {'actor': model(actor_lr, decay_steps - critic_steps), 'critic': model(critic_lr, decay_steps)}
+  return optax.chain(optax.identity() if separate_critic else clip, optax.multi_transform(models, label))
 
 
 class Learner:
@@ -365,22 +409,51 @@ class Learner:
       new, stats = jax.grad(loss, has_aux=True)(trained)
       return self._as_weights(jax.tree.map(jnp.add, gradients, new)), stats
 
+    def accumulate_critic(trained, frozen, gradients, batch):
+      self.traces += 1
+
+      def loss(trained):
+        return critic_loss_and_stats(nnx.merge(graphdef, trained, frozen), batch, cfg)
+
+      new, stats = jax.grad(loss, has_aux=True)(trained)
+      return self._as_weights(jax.tree.map(jnp.add, gradients, new)), stats
+
     def apply(params, opt_state, gradients, lr_scale):
       updates, opt_state = optimizer.update(gradients, opt_state, params)
       updates = jax.tree.map(lambda u: lr_scale * u, updates)
       new = optax.apply_updates(params, updates)
-      return self._as_weights(new), self._as_weights(opt_state), optax.tree.norm(gradients)
+      return self._as_weights(new), self._as_weights(opt_state), _norms(gradients)
+
+    def apply_critic(params, opt_state, gradients, lr_scale):
+      def pick(path, new, old):
+        return new if of_critic(path) else old
+
+      new_params, new_state, norms = apply(params, opt_state, gradients, lr_scale)
+      new_params = jax.tree_util.tree_map_with_path(pick, new_params, params)
+      new_state = jax.tree_util.tree_map_with_path(pick, new_state, opt_state)
+      return new_params, new_state, {'critic/grad_norm': norms['critic/grad_norm']}
 
     def accumulate_part(trained, frozen, gradients, batch, cfg):
       new = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p, frozen), batch, cfg)[0])(trained)
       return jax.tree.map(jnp.add, gradients, new)
 
     def score(params, tokens, columns):
-      return score_tokens(nnx.merge(graphdef, params), tokens, columns, cfg)
+      logprobs, _, values = score_tokens(nnx.merge(graphdef, params), tokens, columns, cfg)
+      return logprobs, values
+
+    def logprobs(params, tokens, columns):
+      return (score(params, tokens, columns)[0],)
+
+    def values(params, tokens, columns):
+      return (value_tokens(nnx.merge(graphdef, params), tokens, columns, cfg),)
 
     self._accumulate = jax.jit(accumulate, donate_argnums=2)
+    self._accumulate_critic = jax.jit(accumulate_critic, donate_argnums=2)
     self._apply = jax.jit(apply, donate_argnums=(0, 1))
+    self._apply_critic = jax.jit(apply_critic, donate_argnums=(0, 1))
     self._score = jax.jit(score)
+    self._logprobs = jax.jit(logprobs)
+    self._values = jax.jit(values)
     self._accumulate_part = jax.jit(accumulate_part, donate_argnums=2, static_argnames='cfg')
     self._cfg = cfg
 
@@ -402,14 +475,28 @@ class Learner:
 
   def score(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and values of all sampled tokens under `params`, each f32[B, R]."""
-    logprobs, values = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape, np.float32)
+    logprobs, values = self._forward(self._score, 2, params, batch, plans)
+    return logprobs, values
+
+  def logprobs(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> np.ndarray:
+    """Log-probs of all sampled tokens under `params`, f32[B, R]; a separate critic is not run."""
+    if 'critic' not in params:  # the values cost nothing, and the program may be there already
+      return self.score(params, batch, plans)[0]
+    return self._forward(self._logprobs, 1, params, batch, plans)[0]
+
+  def values(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> np.ndarray:
+    """Values of the states that sampled tokens were drawn from, f32[B, R]; no log-probs are computed."""
+    return self._forward(self._values, 1, params, batch, plans)[0]
+
+  def _forward(self, program, count, params, batch, plans) -> list[np.ndarray]:
+    """The `count` arrays f32[B, R] that a program gives, 0 where no token was sampled."""
+    found = [np.zeros(batch.mask.shape, np.float32) for _ in range(count)]
     for plan in plans:
       part = self._take(batch, plan)
-      lp, _, v = processes.all_rows(self._score(params, part.tokens, part.columns))
-      rows, width = plan.rows >= 0, min(plan.replies, logprobs.shape[1])
-      logprobs[plan.rows[rows], :width] = lp[rows, :width]
-      values[plan.rows[rows], :width] = v[rows, :width]
-    return np.where(batch.mask, logprobs, 0), np.where(batch.mask, values, 0)
+      rows, width = plan.rows >= 0, min(plan.replies, batch.mask.shape[1])
+      for into, x in zip(found, processes.all_rows(program(params, part.tokens, part.columns)), strict=True):
+        into[plan.rows[rows], :width] = x[rows, :width]
+    return [np.where(batch.mask, x, 0) for x in found]
 
   def gradient_norms(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> dict[str, float]:
     """Global norms of the gradients of the loss's parts on some rows, without a step.
@@ -436,7 +523,14 @@ class Learner:
     return norms
 
   def step(
-    self, params: Any, opt_state: Any, batch: TokenBatch, plans: list[MicroBatch], lr_scale: float = 1.0
+    self,
+    params: Any,
+    opt_state: Any,
+    batch: TokenBatch,
+    plans: list[MicroBatch],
+    lr_scale: float = 1.0,
+    *,
+    critic_only: bool = False,
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """One optimiser step over a mini-batch.
 
@@ -446,24 +540,37 @@ class Learner:
       batch: the rollout, with `weights` made for this mini-batch.
       plans: its micro-batches.
       lr_scale: multiplies the learning rates.
+      critic_only: leave the policy and its part of the optimiser's state as they are; with a shared trunk the value
+        head alone learns.
 
     Returns:
       New weights, new optimiser state, and metrics as device scalars.
     """
+    accumulate, apply = self._accumulate, self._apply
+    if critic_only:
+      accumulate, apply = self._accumulate_critic, self._apply_critic
     trained, frozen = lora.partition(params)
     gradients = _zeros_like(trained)
     sums: dict[str, Any] = {}
     for plan in plans:
-      gradients, (new_sums, new_maxima) = self._accumulate(trained, frozen, gradients, self._take(batch, plan))
+      gradients, (new_sums, new_maxima) = accumulate(trained, frozen, gradients, self._take(batch, plan))
       for name, x in new_sums.items():
         sums[name] = sums[name] + x if name in sums else x
       for name, x in new_maxima.items():
         sums[name] = jnp.maximum(sums[name], x) if name in sums else x
-    whole = sums.pop('weights')
-    sums |= {name: sums[name] / jnp.maximum(whole, 1e-9) for name in _TOKEN_MEANS}
-    trained, opt_state, norm = self._apply(trained, opt_state, gradients, np.float32(lr_scale))
-    sums['actor/grad_norm'] = norm
-    return lora.join(trained, frozen), opt_state, sums
+    if not critic_only:
+      whole = sums.pop('weights')
+      sums |= {name: sums[name] / jnp.maximum(whole, 1e-9) for name in _TOKEN_MEANS}
+    trained, opt_state, norms = apply(trained, opt_state, gradients, np.float32(lr_scale))
+    return lora.join(trained, frozen), opt_state, sums | norms
+
+
+def _norms(gradients: Any) -> dict[str, jax.Array]:
+  """As they are clipped: that of all together, or of the policy's where nothing is shared; and that of the critic's."""
+  leaves = jax.tree_util.tree_leaves_with_path(gradients)
+  critic = optax.tree.norm([x for path, x in leaves if of_critic(path)])
+  actor = optax.tree.norm([x for path, x in leaves if 'critic' not in gradients or not of_critic(path)])
+  return {'actor/grad_norm': actor, 'critic/grad_norm': critic}
 
 
 def _zeros_like(params: Any) -> Any:

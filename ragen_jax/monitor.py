@@ -87,7 +87,7 @@ class Monitor:
     self._early_stop, more, reason = self._early_stop.after_step(self._stop_rules, reward_std=std, empty=empty)
     own |= more
     warning = False
-    if not empty:
+    if not empty and 'actor/entropy' in metrics:  # or the critic alone was trained
       self._echo_trap, more, warning = self._echo_trap.after_step(
         self._echo_rules,
         reward_std=std,

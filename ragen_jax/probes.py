@@ -113,5 +113,5 @@ def _cross_scores(trainer: Trainer, params: Any, prompts: list[np.ndarray], thou
     size=trainer.config.optimizer.micro_batch_size,
     length_step=trainer.config.length_step,
   )
-  logprobs = trainer.learner.score(params, batch, plans)[0]
+  logprobs = trainer.learner.logprobs(params, batch, plans)
   return logprobs.astype(np.float64).sum(axis=1).reshape(len(thoughts), len(prompts))

@@ -102,6 +102,8 @@ class Trainer:
       b2=o.b2,
       weight_decay=o.weight_decay,
       grad_clip=o.grad_clip,
+      critic_steps=o.critic_warmup * self.steps_per_iteration,
+      separate_critic=self.config.model.separate_critic,
     )
 
   def _loss_config(self) -> LossConfig:
@@ -125,12 +127,12 @@ class Trainer:
   def init(self) -> tuple[Any, Any, int]:
     """Weights, the optimiser's state, and how many iterations are behind them: none.
 
-    Where the KL is on, a copy of what is trained stays behind as part of the reference; frozen weights are shared.
+    Where the KL is on, a copy of what is trained of the policy stays behind as the reference; frozen weights are shared.
     """
     params = experiment.param_state(self.policy.model)
     params = place(params, tree_shardings(params, self.policy.mesh))
     if self.needs_reference:
-      trained, frozen = lora.partition(params)
+      trained, frozen = (part.get('policy', nnx.State({})) for part in lora.partition(params))
       self._reference = lora.join(jax.tree.map(jnp.copy, trained), frozen)
     return params, self.learner.init(params), 0
 
@@ -283,8 +285,11 @@ class Trainer:
         batch = batch.replace(importance=np.where(sampled, weights, 1).astype(np.float32))
         metrics['rollout/importance_mean'] = _mean(batch.importance[fresh])
       batch = batch.replace(old_logprobs=logprobs, old_values=values)
+    elif self.needs_critic and not self.policy.sampler.values:
+      batch = batch.replace(old_values=self.learner.values(params, batch, plans))
     if self.needs_reference:
-      batch = batch.replace(ref_logprobs=self.learner.score(self._reference, batch, plans)[0])
+      reference = nnx.State({**params, 'policy': self._reference})
+      batch = batch.replace(ref_logprobs=self.learner.logprobs(reference, batch, plans))
 
     shaped = self._shape_rewards(
       gather(t.rewards, columns, mask),
@@ -360,7 +365,7 @@ class Trainer:
       size=self.config.optimizer.micro_batch_size,
       length_step=self.config.length_step,
     )
-    return self.learner.score(params, batch, plans)[1][:, 0]
+    return self.learner.values(params, batch, plans)[:, 0]
 
   def _plans(self, rows: np.ndarray, trajectory) -> list[MicroBatch]:
     a = self.config.algorithm
@@ -408,14 +413,18 @@ class Trainer:
     iteration: int,
     lr_scale: float = 1.0,
   ) -> tuple[Any, Any, dict[str, float]]:
-    """All optimiser steps of an iteration, none where nothing is kept. `params` and `opt_state` are given away."""
+    """All optimiser steps of an iteration, none where nothing is kept. `params` and `opt_state` are given away.
+
+    In the first `optimizer.critic_warmup` iterations they are the critic's alone.
+    """
     config, kept, t = self.config, np.flatnonzero(selection.keep), selection.rollout.trajectory
+    critic_only = iteration < config.optimizer.critic_warmup
     steps = []
     for epoch in range(config.algorithm.ppo_epochs):
       for rows in self._mini_batches(kept, t.episode, iteration, epoch):
         plans = self._plans(rows, t)
         params, opt_state, metrics = self.learner.step(
-          params, opt_state, self._weigh(batch, rows, t.episode), plans, lr_scale
+          params, opt_state, self._weigh(batch, rows, t.episode), plans, lr_scale, critic_only=critic_only
         )
         steps.append(metrics)
     steps = jax.device_get(steps)

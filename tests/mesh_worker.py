@@ -22,7 +22,7 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
   """One iteration with a mesh such as '2x2x2': the tokens played, the update's numbers and the new weights."""
   config = helpers.small_config(
     model__path=model, train__groups=8, train__group_size=2, optimizer__mini_batch_size=8,
-    optimizer__micro_batch_size=8, envs__FrozenLake__max_turns=2,
+    optimizer__micro_batch_size=8, envs__FrozenLake__max_turns=2, **json.loads(os.environ.get('CONFIG_FIELDS', '{}')),
   )  # fmt: skip
   config.mesh.data, config.mesh.fsdp, config.mesh.tensor = map(int, shape.split('x'))
   policy = experiment.load_policy(config)

@@ -54,7 +54,7 @@ def _wait(workers, seconds=580):
   return [w.wait() for w in workers]
 
 
-def _run(model, directory, shapes, processes=1):
+def _run(model, directory, shapes, processes=1, **fields):
   """Runs the worker over some shapes; what it found, by shape."""
   directory.mkdir()
   command = [sys.executable, '-m', 'tests.mesh_worker', model, str(directory), ','.join(shapes)]
@@ -63,6 +63,7 @@ def _run(model, directory, shapes, processes=1):
     address = f'127.0.0.1:{_free_port()}'
     extra = [[address, str(processes), str(i)] for i in range(processes)]
   environment = _environment(math.prod(map(int, shapes[0].split('x'))) // processes)
+  environment |= {'CONFIG_FIELDS': json.dumps(fields)}
   logs = [directory / f'{i}.log' for i in range(processes)]
   workers = []
   for arguments, log in zip(extra, logs, strict=True):
@@ -129,6 +130,13 @@ def test_two_processes_change_nothing(tmp_path, model, one_device):
   assert [int(found[shape]['shards']) for shape in found] == [2, 2]
   for result in found.values():
     _assert_same(result, one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
+  one = _run(model, tmp_path / 'one', ['1x1x1'], model__separate_critic=True)['1x1x1']
+  _assert_same(_run(model, tmp_path / 'eight', ['2x2x2'], model__separate_critic=True)['2x2x2'], one)
 
 
 def test_a_dimension_that_does_not_divide_is_named():

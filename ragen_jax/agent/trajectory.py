@@ -33,7 +33,8 @@ class Trajectory:
     tokens: i32[B, T], the ids as fed and as sampled, dense from column 0, then padding.
     loss_mask: bool[B, T], True where the policy sampled the token.
     logprobs: f32[B, T], log p(tokens[t] | tokens[<t]) under the sampler, 0 where not sampled.
-    values: f32[B, T], the critic's value of the state that tokens[t] was drawn from, 0 where not sampled.
+    values: f32[B, T], the critic's value of the state that tokens[t] was drawn from, 0 where not sampled and where
+      the sampler does not record them.
     entropies: f32[B, T], entropy of the distribution that tokens[t] was drawn from, 0 where not sampled.
     rewards: f32[B, T], the turn's environment reward and penalties, on the turn's last sampled token.
     turn: i32[B, T], index of the turn (its observation and its reply), -1 in padding.

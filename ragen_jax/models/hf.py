@@ -1,8 +1,10 @@
 """Hugging Face checkpoints: read a config, load weights onto devices, write a directory that `transformers` opens.
 
 A checkpoint is a directory with `config.json`, `model.safetensors` (or shards and `model.safetensors.index.json`) and,
-written by us, `value_head.safetensors` beside them. Only JSON and safetensors are read, so that no code of a checkpoint
-ever runs. The layouts are those of `Qwen2ForCausalLM` and `Qwen3ForCausalLM` in `transformers`.
+written by us, `value_head.safetensors` beside them. A critic with a trunk of its own is a checkpoint in the directory
+`critic` of the policy's, without an output projection and with the value head beside it. Only JSON and safetensors are
+read, so that no code of a checkpoint ever runs. The layouts are those of `Qwen2ForCausalLM` and `Qwen3ForCausalLM` in
+`transformers`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ INDEX_FILE = 'model.safetensors.index.json'
 VALUE_HEAD_FILE = 'value_head.safetensors'
 # Of directories that hold adapters only (`adapter_files.py`).
 ADAPTER_CONFIG_FILE = 'adapter_config.json'
+CRITIC_DIRECTORY = 'critic'
 
 # Where a parameter lives: its path in `nnx.state(Qwen)` -> its sharding, None for the default device.
 ShardingFn = Callable[[tuple[str | int, ...]], jax.sharding.Sharding | None]
@@ -263,6 +266,7 @@ def load_model(
   param_dtype: Any,
   attend_by_row: bool = False,
   sharding_fn: ShardingFn | None = None,
+  trunk_only: bool = False,
 ) -> Qwen:
   """Builds the model of a checkpoint without ever making fresh weights.
 
@@ -272,16 +276,37 @@ def load_model(
     param_dtype: of weights as they are kept.
     attend_by_row: see `Qwen`.
     sharding_fn: see `load_params`.
+    trunk_only: leave an output projection that is not the embedding where it is; see `trunk_config`.
 
   Raises:
     UserError: see `read_config` and `load_params`.
   """
   cfg = read_config(directory)
+  trunk_only = trunk_only and not cfg.tie_word_embeddings
+  cfg = trunk_config(cfg) if trunk_only else cfg
   graphdef, _ = nnx.split(_abstract_model(cfg, dtype=dtype, param_dtype=param_dtype, attend_by_row=attend_by_row))
-  return nnx.merge(graphdef, load_params(directory, cfg, param_dtype, sharding_fn))
+  return nnx.merge(graphdef, load_params(directory, cfg, param_dtype, sharding_fn, ignore_head=trunk_only))
 
 
-def load_params(directory: str, cfg: QwenConfig, param_dtype: Any, sharding_fn: ShardingFn | None = None) -> nnx.State:
+def trunk_config(cfg: QwenConfig) -> QwenConfig:
+  """The shape of a model without an output projection of its own: that of one with tied embeddings."""
+  return dataclasses.replace(cfg, tie_word_embeddings=True)
+
+
+def critic_directory(directory: str) -> str:
+  """Where the critic of a checkpoint is: in its `critic` directory, or else its trunk is the policy's."""
+  own = os.path.join(directory, CRITIC_DIRECTORY)
+  return own if _is_checkpoint(own) else directory
+
+
+def load_params(
+  directory: str,
+  cfg: QwenConfig,
+  param_dtype: Any,
+  sharding_fn: ShardingFn | None = None,
+  *,
+  ignore_head: bool = False,
+) -> nnx.State:
   """Loads the weights of a `Qwen`, tensor by tensor, straight to where they live.
 
   The host holds one tensor at a time as it is stored, and of it one device's part in our layout and type. With many
@@ -293,6 +318,7 @@ def load_params(directory: str, cfg: QwenConfig, param_dtype: Any, sharding_fn: 
     param_dtype: of the loaded weights.
     sharding_fn: path of a parameter -> its sharding, e.g. ('layers', 0, 'self_attn', 'q_proj', 'kernel') -> a
       `NamedSharding` of [D, N, H]. Without it, or where it gives None, weights go to the default device.
+    ignore_head: with tied embeddings, whatever output projection there is in the files is not looked at.
 
   Returns:
     The state of `nnx.state(Qwen)`.
@@ -303,7 +329,7 @@ def load_params(directory: str, cfg: QwenConfig, param_dtype: Any, sharding_fn: 
   """
   files = _weight_files(directory)
   wanted = {w.name: w for w in weights(cfg)}
-  _check_tensors(directory, files, wanted, cfg)
+  _check_tensors(directory, files, wanted, cfg, ignore_head)
   leaves = dict(nnx.to_flat_state(nnx.split(_abstract_model(cfg, param_dtype=param_dtype))[1]))
   for file in files:
     with _open(file) as tensors:
@@ -361,7 +387,9 @@ def _open(file: str) -> Iterator[Any]:
     raise UserError(f'{file}: cannot be read as safetensors ({e})') from e
 
 
-def _check_tensors(directory: str, files: list[str], wanted: dict[str, Weight], cfg: QwenConfig) -> None:
+def _check_tensors(
+  directory: str, files: list[str], wanted: dict[str, Weight], cfg: QwenConfig, ignore_head: bool
+) -> None:
   """Compares the headers of the files with what the model needs. Raises a `UserError` that names all differences."""
   missing, extra, misshapen, mistyped = dict.fromkeys(wanted), [], [], []
   tied_head = None
@@ -371,7 +399,7 @@ def _check_tensors(directory: str, files: list[str], wanted: dict[str, Weight], 
         header = tensors.get_slice(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
         if name == 'lm_head.weight' and cfg.tie_word_embeddings:
-          tied_head = file
+          tied_head = None if ignore_head else file
         elif name not in wanted:
           # Old checkpoints hold the rotary frequencies, which follow from the config.
           if not name.endswith('.rotary_emb.inv_freq'):
@@ -458,6 +486,8 @@ def save_model(
   *,
   tokenizer_dir: str | None = None,
   value_head: ValueHead | None = None,
+  critic: Qwen | Mapping[Any, Any] | None = None,
+  critic_cfg: QwenConfig | None = None,
   max_shard_bytes: int = 2 << 30,
 ) -> None:
   """Writes a checkpoint that `transformers.AutoModelForCausalLM` opens.
@@ -474,7 +504,9 @@ def save_model(
     dtype: float32, bfloat16 or float16, of the stored weights.
     tokenizer_dir: where tokenizer files are copied from, and token ids and the context length are read; usually the
       checkpoint that training began with. Without it, tokenizer files that lie in `directory` stay.
-    value_head: stored beside the weights, in float32.
+    value_head: stored beside the weights, in float32; beside the critic's, where there is one.
+    critic: a trunk of the critic's own, stored in the directory `critic`; one that is there already goes in any case.
+    critic_cfg: its shape; `trunk_config(cfg)` where not given.
     max_shard_bytes: size past which the weights go to several files.
 
   Raises:
@@ -486,10 +518,38 @@ def save_model(
     raise ValueError(f'dtype={dtype.name!r} is not one of {", ".join(_DTYPES.values())}')
   if tokenizer_dir is not None and not os.path.isdir(tokenizer_dir):
     raise UserError(f'{tokenizer_dir}: is not a directory, so no tokenizer can be copied from it')
+  models = {'': (model, cfg)}
+  if critic is not None:
+    models[CRITIC_DIRECTORY] = (critic, critic_cfg or trunk_config(cfg))
+  parts = {}
+  for where, (tree, shape) in models.items():
+    fetch = _fetch(tree, weights(shape))
+    parts[where] = (fetch, weights(shape), _hf_config(shape, dtype, tokenizer_dir))
+  head = None if value_head is None else {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]}
+  if jax.process_index() == 0:
+    with new_checkpoint(directory, tokenizer_dir) as new:
+      for where, (fetch, plan, config) in parts.items():
+        os.makedirs(os.path.join(new, where), exist_ok=True)
+        write_json(os.path.join(new, where, CONFIG_FILE), config)
+        _write_weights(os.path.join(new, where), fetch, plan, dtype, max_shard_bytes)
+      if head is not None:
+        write_value_head(os.path.join(new, list(parts)[-1]), head)
+    logging.info('Wrote %d tensors to %s', sum(len(plan) for _, plan, _ in parts.values()), directory)
+  else:  # the others only take part in gathering what they hold, in the same order
+    for fetch, plan, _ in parts.values():
+      for w in plan:
+        fetch(w)
+    for array in (head or {}).values():
+      _to_host(array)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices('ragen_jax.save_model')
+
+
+def _fetch(model: Qwen | Mapping[Any, Any], plan: tuple[Weight, ...]) -> Callable[[Weight], np.ndarray]:
+  """A function that brings a weight to the host, its adapter merged."""
   params = _flatten(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
   adapters = lora.adapters(model) if isinstance(model, nnx.Module) else {}
   params = {path: x for path, x in params.items() if path[:-2] not in adapters or path[-2] != 'adapter'}
-  plan = weights(cfg)
   _check_params(params, plan)
 
   def fetch(weight: Weight) -> np.ndarray:
@@ -498,36 +558,32 @@ def save_model(
       return array
     return lora.merged(array, _to_host(adapter.lora_a[...]), _to_host(adapter.lora_b[...]), adapter.scale)
 
-  shards = _split(plan, dtype.itemsize, max_shard_bytes)
-  head = None if value_head is None else {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]}
-  if jax.process_index() == 0:
-    config = _hf_config(cfg, dtype, tokenizer_dir)
-    with new_checkpoint(directory, tokenizer_dir) as new:
-      for file, shard in shards.items():
-        tensors = {w.name: np.ascontiguousarray(w.to_hf(fetch(w)), dtype=dtype) for w in shard}
-        save_file(tensors, os.path.join(new, file), metadata={'format': 'pt'})
-        del tensors
-      if len(shards) > 1:
-        total = sum(w.size for w in plan) * dtype.itemsize
-        names = {w.name: file for file, shard in shards.items() for w in shard}
-        write_json(os.path.join(new, INDEX_FILE), {'metadata': {'total_size': total}, 'weight_map': names})
-      if head is not None:
-        write_value_head(new, head)
-      write_json(os.path.join(new, CONFIG_FILE), config)
-    logging.info('Wrote %d tensors in %d files to %s', len(plan), len(shards), directory)
-  else:  # the others only take part in gathering what they hold, in the same order
-    for w in plan:
-      fetch(w)
-    for array in (head or {}).values():
-      _to_host(array)
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices('ragen_jax.save_model')
+  return fetch
 
 
 def write_value_head(directory: str, head: Mapping[str, Any]) -> None:
   """Writes {'kernel': [D], 'bias': []}, in float32, to where `load_value_head` finds it."""
   tensors = {name: np.asarray(_to_host(array), dtype=np.float32) for name, array in head.items()}
   save_file(tensors, os.path.join(directory, VALUE_HEAD_FILE), metadata={'format': 'pt'})
+
+
+def _write_weights(
+  directory: str,
+  fetch: Callable[[Weight], np.ndarray],
+  plan: tuple[Weight, ...],
+  dtype: np.dtype,
+  max_shard_bytes: int,
+) -> None:
+  """The tensors of one model, in the order of `plan`, and the index where they are in several files."""
+  shards = _split(plan, dtype.itemsize, max_shard_bytes)
+  for file, shard in shards.items():
+    tensors = {w.name: np.ascontiguousarray(w.to_hf(fetch(w)), dtype=dtype) for w in shard}
+    save_file(tensors, os.path.join(directory, file), metadata={'format': 'pt'})
+    del tensors
+  if len(shards) > 1:
+    total = sum(w.size for w in plan) * dtype.itemsize
+    names = {w.name: file for file, shard in shards.items() for w in shard}
+    write_json(os.path.join(directory, INDEX_FILE), {'metadata': {'total_size': total}, 'weight_map': names})
 
 
 def _flatten(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
@@ -666,8 +722,9 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
         shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(new, name))
     yield new
     written = CONFIG_FILE if os.path.isfile(os.path.join(new, CONFIG_FILE)) else ADAPTER_CONFIG_FILE
-    for name in os.listdir(new):  # safetensors makes files that only their owner may read
-      shutil.copymode(os.path.join(new, written), os.path.join(new, name))
+    for where, _, names in os.walk(new):
+      for name in names:  # safetensors makes files that only their owner may read
+        shutil.copymode(os.path.join(new, written), os.path.join(where, name))
 
 
 @contextlib.contextmanager
@@ -692,7 +749,13 @@ def _replacing(directory: str, *, with_tokenizer: bool) -> Iterator[str]:
     shutil.rmtree(new, ignore_errors=True)
     raise
   if os.path.isdir(old):
-    replaced = (CONFIG_FILE, INDEX_FILE, ADAPTER_CONFIG_FILE, *(_TOKENIZER_FILES if with_tokenizer else ()))
+    replaced = (
+      CONFIG_FILE,
+      INDEX_FILE,
+      ADAPTER_CONFIG_FILE,
+      CRITIC_DIRECTORY,
+      *(_TOKENIZER_FILES if with_tokenizer else ()),
+    )
     for name in os.listdir(old):
       if name not in replaced and not name.endswith('.safetensors'):
         os.rename(os.path.join(old, name), os.path.join(target, name))

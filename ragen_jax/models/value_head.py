@@ -1,4 +1,4 @@
-"""The critic on the policy's trunk, and the two together."""
+"""The critic, on the policy's trunk or on one of its own, and the two together."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ class ValueHead(nnx.Module):
 
 
 class ActorCritic(nnx.Module):
-  """A policy and its value head. The value of column t is read from the hidden state that emits token t, column t-1."""
+  """A policy and its critic. The value of column t is read from the hidden state of column t-1, which emits token t.
 
-  def __init__(self, policy: Qwen):
+  Attributes:
+    policy: emits tokens.
+    critic: the trunk that values are read from; None where that is the policy's.
+    value_head: reads them.
+  """
+
+  def __init__(self, policy: Qwen, critic: Qwen | None = None):
     self.policy = policy
-    self.value_head = ValueHead(policy.cfg.hidden_size)
+    self.critic = critic
+    self.value_head = ValueHead((critic or policy).cfg.hidden_size)

@@ -51,7 +51,7 @@ class Reply:
   Attributes:
     tokens: i32[B, R], sampled ids, the stop token included, then 0.
     logprobs: f32[B, R], log-probability of each under the distribution that it was drawn from.
-    values: f32[B, R], the critic's value of the state that each was drawn from.
+    values: f32[B, R], the critic's value of the state that each was drawn from; zeros where they are not asked for.
     entropies: f32[B, R], entropy of the distribution that each was drawn from, before top-k and top-p.
     count: i32[B], how many were sampled.
     stopped: bool[B], the last of them is a stop token.
@@ -157,6 +157,7 @@ def decode(
   stop_ids: tuple[int, ...],
   vocab_limit: int,
   sampling: Sampling,
+  with_values: bool = True,
 ) -> tuple[SamplerState, Reply]:
   """Draws until every active row has stopped or has `max_new` tokens; the loop ends with the last row.
 
@@ -173,6 +174,7 @@ def decode(
     stop_ids: tokens that end a reply.
     vocab_limit: ids from here on are padding of the embedding and are never drawn.
     sampling: `temperature` (only whether it is 0), `top_p` and `top_k` are compiled in.
+    with_values: record values; they come from the policy's trunk, so not with a critic that has its own.
 
   Returns:
     The state after and the `Reply`.
@@ -211,7 +213,7 @@ def decode(
     reply = Reply(
       tokens=record(reply.tokens, token),
       logprobs=record(reply.logprobs, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]),
-      values=record(reply.values, value_head(state.hidden)),
+      values=record(reply.values, value_head(state.hidden)) if with_values else reply.values,
       entropies=record(reply.entropies, entropy),
       count=reply.count + live,
       stopped=reply.stopped | is_stop,
@@ -255,10 +257,17 @@ class Sampler:
   Attributes:
     traces: how often each program has been traced, by name.
     share: which of the rows are this process's.
+    values: whether values are recorded.
   """
 
   def __init__(
-    self, model: ActorCritic, *, stop_ids: tuple[int, ...], vocab_limit: int | None = None, mesh: Mesh | None = None
+    self,
+    model: ActorCritic,
+    *,
+    stop_ids: tuple[int, ...],
+    vocab_limit: int | None = None,
+    values: bool = True,
+    mesh: Mesh | None = None,
   ):
     """Wraps a model's structure; weights come with every call.
 
@@ -266,6 +275,7 @@ class Sampler:
       model: gives the structure only.
       stop_ids: tokens that end a reply.
       vocab_limit: see `decode`; the whole vocabulary where not given.
+      values: record values, where the model's critic reads the policy's trunk.
       mesh: rows are divided over it; one device where not given.
 
     Raises:
@@ -279,6 +289,7 @@ class Sampler:
     self.cfg = model.policy.cfg
     self.stop_ids = tuple(stop_ids)
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
+    self.values = values and model.critic is None
     self.traces = {'arrange': 0, 'extend': 0, 'decode': 0}
     self._policy = model.policy
     self._mesh = mesh
@@ -340,6 +351,7 @@ class Sampler:
       stop_ids=self.stop_ids,
       vocab_limit=self.vocab_limit,
       sampling=sampling,
+      with_values=self.values,
     )
     reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
     return self._layout(state, self._state_specs()), reply

@@ -489,6 +489,33 @@ def test_the_value_head_lies_beside_the_model(tmp_path, checkpoint):
     hf.load_value_head(str(tmp_path / 'out'), ValueHead(8))
 
 
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['tied', 'untied'])
+def test_a_critic_lies_in_a_directory_of_the_model_s_and_has_no_output_projection(tmp_path, cfg):
+  out, shape = str(tmp_path / 'out'), hf.trunk_config(cfg)
+  own, head = random_params(shape, seed=7), ValueHead(16)
+  head.bias.set_value(jnp.float32(0.3))
+  hf.save_model(out, random_params(cfg), cfg, 'float32', value_head=head, critic=own, max_shard_bytes=3000)
+  assert hf.critic_directory(out) == os.path.join(out, 'critic')
+  assert_identical(hf.load_params(out, cfg, jnp.float32), random_params(cfg))
+  loaded, read = ValueHead(16), ValueHead(16)
+  critic = hf.load_model(hf.critic_directory(out), dtype=jnp.float32, param_dtype=jnp.float32, trunk_only=True)
+  assert_identical(nnx.state(critic), own)
+  assert hf.load_value_head(hf.critic_directory(out), read) and not hf.load_value_head(out, loaded)
+  assert float(read.bias[...]) == np.float32(0.3)
+  # An export without one leaves none behind, and then the trunk is the policy's.
+  hf.save_model(out, random_params(cfg, seed=1), cfg, 'float32', value_head=head)
+  assert hf.critic_directory(out) == out and hf.load_value_head(out, loaded)
+  trunk = hf.load_model(out, dtype=jnp.float32, param_dtype=jnp.float32, trunk_only=True)
+  ours, theirs = flat(nnx.state(trunk)), flat(random_params(cfg, seed=1))
+  assert theirs.keys() - ours.keys() == ({('lm_head', 'kernel')} if cfg is SMALL3 else set())
+  for path in ours:
+    np.testing.assert_array_equal(ours[path], theirs[path])
+  # Both trunks compute the same hidden states.
+  whole = hf.load_model(out, dtype=jnp.float32, param_dtype=jnp.float32)
+  tokens = jnp.arange(5)[None]
+  np.testing.assert_array_equal(trunk(trunk.embed(tokens))[0], whole(whole.embed(tokens))[0])
+
+
 # -- replacing what was there ------------------------------------------------------------------------------------------
 
 
