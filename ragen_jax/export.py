@@ -115,7 +115,16 @@ def write_policy(output: str, config: ConfigDict, policy: experiment.Policy, *, 
       value_head=head,
     )  # fmt: skip
   else:
-    hf.save_model(output, qwen, qwen.cfg, dtype, tokenizer_dir=policy.directory, value_head=head, critic=critic)
+    hf.save_model(
+      output,
+      qwen,
+      qwen.cfg,
+      dtype,
+      tokenizer_dir=policy.directory,
+      value_head=head,
+      critic=critic,
+      critic_cfg=critic and critic.cfg,
+    )
 
 
 def _next_flags(config: ConfigDict, output: str) -> str:

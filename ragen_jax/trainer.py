@@ -127,7 +127,7 @@ class Trainer:
   def init(self) -> tuple[Any, Any, int]:
     """Weights, the optimiser's state, and how many iterations are behind them: none.
 
-    Where the KL is on, a copy of what is trained of the policy stays behind as the reference; frozen weights are shared.
+    Where the KL is on, a copy of what is trained of the policy stays behind as the reference.
     """
     params = experiment.param_state(self.policy.model)
     params = place(params, tree_shardings(params, self.policy.mesh))
