@@ -294,7 +294,7 @@ def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path):
   config.model.path = str(tmp_path / 'out')
   again = experiment.load_policy(config)
   _equal(experiment.param_state(again.model), experiment.param_state(model), rtol=0)
-  assert '123k parameters and 123k of the critic' in again.describe()
+  assert '123k parameters, 123k of the critic' in again.describe()
   # The shared form does not take a head that reads another trunk.
   config.model.separate_critic = False
   assert float(experiment.load_policy(config).model.value_head.bias[...]) == 0

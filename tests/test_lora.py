@@ -132,11 +132,10 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
     assert x.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(x[...]), np.asarray(loaded[path][...]), err_msg=str(path))
   # What the KL is measured from: the first adapters, and the same base, not a copy of it.
-  first, shared = lora.partition(seen['reference'])
+  first, shared = lora.partition(nnx.State({'policy': seen['reference']}))
   assert all(a is b for a, b in zip(jax.tree.leaves(shared), jax.tree.leaves(seen['base']), strict=True))
-  for a, b in zip(
-    jax.tree.leaves(first), jax.tree.leaves(lora.partition(experiment.param_state(fresh.model))[0]), strict=True
-  ):
+  adapters = lora.partition(experiment.param_state(fresh.model))[0]['policy']
+  for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(adapters), strict=True):
     np.testing.assert_array_equal(a, b)
   # Checkpoints hold what is trained, and Adam's two moments of it.
   with Checkpointer(tmp_path / 'run') as checkpointer:
