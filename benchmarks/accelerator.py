@@ -1,0 +1,289 @@
+"""One accelerator: is it right there, does it learn there, how fast is an iteration of a real model's shape?
+
+  python benchmarks/accelerator.py                          all, on the default device, at Qwen2.5-0.5B's shape
+  python benchmarks/accelerator.py --parts=decode,iteration some of it
+  python benchmarks/accelerator.py --quick                  all, at a tiny shape, to runs/quick; also on a CPU
+
+Weights are random: what is measured does not depend on them, and nothing is downloaded. The text is the built-in
+model's; the vocabulary is padded to the shape's. Each part's numbers are added to the JSON as soon as they are there:
+
+  parity     logits and greedy tokens against `transformers` in float32 on the same weights (needs PyTorch)
+  main_job   configs/frozenlake_ppo.py as a user starts it: success before and after, seconds an iteration
+  decode     tokens a second of the sampler, and of `transformers` on the same device in the same run (needs PyTorch)
+  iteration  rollout, log-probs and update of configs/frozenlake_ppo.py with the variant's settings: seconds each, with
+             the floating-point operations of the update
+
+Times are medians after the compilation. `roofline` is the share of what the device could do: bytes of weights and cache
+a decoded token over --bandwidth, operations of the update over --flops (of the H200: 4.3e12 and 790e12).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+# The device's memory is shared with the main job's process and with PyTorch.
+os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from benchmarks.learning_curves import hardware  # noqa: E402
+from configs import frozenlake_ppo  # noqa: E402
+from ragen_jax import experiment  # noqa: E402
+from ragen_jax.models import hf, presets  # noqa: E402
+from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
+from ragen_jax.models.value_head import ActorCritic  # noqa: E402
+from ragen_jax.sampling.sampler import Sampler, Sampling  # noqa: E402
+from ragen_jax.trainer import Trainer  # noqa: E402
+from ragen_jax.utils.metrics import read_metrics  # noqa: E402
+
+SHAPE = QwenConfig(
+  vocab_size=151_936,
+  hidden_size=896,
+  intermediate_size=4864,
+  num_layers=24,
+  num_heads=14,
+  num_kv_heads=2,
+  head_dim=64,
+  rope_theta=1e6,
+  tie_word_embeddings=True,
+)
+# Rows, prompt tokens and new tokens of `decode`.
+DECODE = (128, 512, 256)
+QUICK_SHAPE = dataclasses.replace(
+  SHAPE, vocab_size=1024, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, head_dim=16
+)
+QUICK_DECODE = (4, 32, 8)
+REPEATS = 3
+
+
+def has_torch() -> bool:
+  return importlib.util.find_spec('torch') is not None
+
+
+def measured(run) -> float:
+  """Median seconds of a function that waits for its result; its first call, which compiles, is left out."""
+  run()
+  times = []
+  for _ in range(REPEATS):
+    start = time.perf_counter()
+    run()
+    times.append(time.perf_counter() - start)
+  return statistics.median(times)
+
+
+def make_checkpoint(shape: QwenConfig, directory: str) -> None:
+  """Random weights with the built-in tokenizer."""
+  model = Qwen(shape, rngs=nnx.Rngs(0))
+  hf.save_model(directory, model, shape, 'bfloat16', tokenizer_dir=presets.resolve('tiny', ''))
+
+
+def parity(shape: QwenConfig, checkpoint: str) -> dict:
+  """Differences from `transformers` at the shape with two layers, both in float32."""
+  if not has_torch():
+    return {'skipped': 'PyTorch is not installed'}
+  import torch
+  from transformers import AutoModelForCausalLM
+
+  small = dataclasses.replace(shape, num_layers=min(shape.num_layers, 2))
+  with tempfile.TemporaryDirectory() as directory:
+    model = Qwen(small, rngs=nnx.Rngs(1))
+    hf.save_model(directory, model, small, 'float32', tokenizer_dir=checkpoint)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+  tokens = np.random.default_rng(0).integers(0, small.vocab_size, (4, 64))
+  with torch.no_grad(), jax.default_matmul_precision('highest'):
+    expected = theirs(torch.as_tensor(tokens)).logits.numpy()
+    hidden, _ = model(model.embed(jnp.asarray(tokens)))
+    logits = np.asarray(model.logits(hidden))
+    greedy = theirs.generate(
+      torch.as_tensor(tokens), attention_mask=torch.ones_like(torch.as_tensor(tokens)), max_new_tokens=16,
+      do_sample=False, eos_token_id=None, pad_token_id=0,
+    ).numpy()[:, 64:]  # fmt: skip
+    _, reply = decode_once(*sampler_of(model), tokens.astype(np.int32), 16, Sampling(temperature=0.0))
+  return {
+    'largest_logit_difference': float(np.abs(logits - expected).max()),
+    'largest_logit': float(np.abs(expected).max()),
+    'equal_greedy_tokens': float((np.asarray(reply.tokens) == greedy).mean()),
+  }
+
+
+def sampler_of(model: Qwen) -> tuple[Sampler, nnx.State]:
+  """A sampler that no token stops, and its weights."""
+  policy = ActorCritic(model)
+  return Sampler(policy, stop_ids=(model.cfg.vocab_size,)), experiment.param_state(policy)
+
+
+def decode_once(sampler: Sampler, params: nnx.State, tokens: np.ndarray, new: int, sampling: Sampling):
+  """Reads the prompts and draws `new` tokens for each; returns (seconds of the drawing, reply)."""
+  rows, width = tokens.shape
+  state = sampler.init(rows, width + new)
+  state = sampler.extend(params, state, jnp.asarray(tokens), jnp.full(rows, width, jnp.int32))
+  jax.block_until_ready(state)
+  keys, active = jax.random.split(jax.random.key(0), rows), jnp.ones(rows, bool)
+  start = time.perf_counter()
+  _, reply = sampler.decode(params, state, keys, active, max_new=new, sampling=sampling)
+  jax.block_until_ready(reply)
+  return time.perf_counter() - start, reply
+
+
+def decode(shape: QwenConfig, checkpoint: str, sizes: tuple[int, int, int], bandwidth: float) -> dict:
+  """Tokens a second at temperature 1, prompts read before the clock starts."""
+  rows, width, new = sizes
+  tokens = np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(np.int32)
+  dtype = jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
+  sampler, params = sampler_of(hf.load_model(checkpoint, dtype=dtype, param_dtype=dtype))
+  decode_once(sampler, params, tokens, new, Sampling())
+  ours = statistics.median(decode_once(sampler, params, tokens, new, Sampling())[0] for _ in range(REPEATS))
+  weights = sum(x.nbytes for x in jax.tree.leaves(params))
+  cache = 2 * shape.num_layers * rows * (width + new / 2) * shape.num_kv_heads * shape.head_dim * dtype.dtype.itemsize
+  told = {
+    'rows': rows,
+    'prompt_tokens': width,
+    'new_tokens': new,
+    'tokens_per_s': rows * new / ours,
+    'roofline': (weights + cache) * new / bandwidth / ours,
+  }
+  del sampler, params
+  if not has_torch():
+    return told | {'transformers': 'PyTorch is not installed'}
+  import torch
+  from transformers import AutoModelForCausalLM
+
+  device = 'cuda' if torch.cuda.is_available() else 'cpu'
+  model = AutoModelForCausalLM.from_pretrained(
+    checkpoint, dtype=torch.bfloat16 if device == 'cuda' else torch.float32
+  ).to(device)
+  ids = torch.as_tensor(tokens, dtype=torch.long, device=device)
+
+  def generate(count: int) -> None:
+    with torch.no_grad():
+      model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=True,
+        pad_token_id=0,
+      )  # fmt: skip
+    if device == 'cuda':
+      torch.cuda.synchronize()
+
+  # Without the reading of the prompts, as above.
+  theirs = max(measured(lambda: generate(new)) - measured(lambda: generate(1)), 1e-9)
+  return told | {'transformers_device': device, 'transformers_tokens_per_s': rows * (new - 1) / theirs,
+                 'ratio': (rows * new / ours) / (rows * (new - 1) / theirs)}  # fmt: skip
+
+
+def main_job(iterations: int) -> dict:
+  """configs/frozenlake_ppo.py in a process of its own, as a user starts it."""
+  with tempfile.TemporaryDirectory() as workdir:
+    command = [sys.executable, 'main.py', '--config=configs/frozenlake_ppo.py', f'--workdir={workdir}']
+    command += [f'--config.num_iterations={iterations}']
+    start = time.monotonic()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    wall, lines = time.monotonic() - start, read_metrics(workdir)
+  tested = [line for line in lines if 'val-env/success' in line]
+  steps = [line['timing_s/step'] for line in lines if 'timing_s/step' in line]
+  return {
+    'iterations': iterations,
+    'wall_s': wall,
+    'median_iteration_s': statistics.median(steps),
+    'sampled': [tested[0]['val-env/FrozenLake/success'], tested[-1]['val-env/FrozenLake/success']],
+    'greedy': [tested[0]['val-greedy/FrozenLake/success'], tested[-1]['val-greedy/FrozenLake/success']],
+    'optimal': tested[-1]['val-env/FrozenLake/optimal'],
+    'largest_logprob_gap': max(line.get('rollout/logprob_gap_max', 0.0) for line in lines),
+  }
+
+
+def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
+  """Whole iterations in this process: the second is timed."""
+  config = frozenlake_ppo.get_config('' if quick else 'qwen2.5-0.5b')
+  config.model.path = checkpoint
+  if quick:
+    config.train.groups, config.train.group_size = 4, 4
+    config.optimizer.mini_batch_size, config.optimizer.micro_batch_size = 8, 8
+    config.agent.max_response_tokens, config.envs.FrozenLake.max_turns = 8, 2
+  policy = experiment.load_policy(config)
+  trainer = Trainer(config, policy)
+  params, opt_state, _ = trainer.init()
+  size = sum(x.size for x in jax.tree.leaves(params))
+  for step in range(2):
+    clock = [time.perf_counter()]
+    rollout, selection = trainer.collect(params, step)
+    clock.append(time.perf_counter())
+    batch, metrics = trainer.make_batch(params, selection)
+    clock.append(time.perf_counter())
+    params, opt_state, more = trainer.update(params, opt_state, batch, selection, step)
+    jax.block_until_ready(params)
+    clock.append(time.perf_counter())
+  seconds = np.diff(clock)
+  tokens = int(rollout.trajectory.length.sum()) * config.algorithm.ppo_epochs
+  # Forward 2, backward 4, and with remat once more forward, for each weight and token; attention is left out.
+  operations = (8 if config.model.remat else 6) * size * tokens
+  stats = jax.devices()[0].memory_stats() or {}
+  return {
+    'parameters': size,
+    'episodes': len(rollout.episodes),
+    'timeline_tokens': tokens,
+    'sampled_tokens': rollout.tokens_sampled,
+    'rollout_s': seconds[0],
+    'advantages_s': seconds[1],
+    'update_s': seconds[2],
+    'sampled_tokens_per_s': rollout.tokens_sampled / seconds[0],
+    'update_tokens_per_s': tokens / seconds[2],
+    'roofline': operations / flops / seconds[2],
+    'peak_memory_gib': stats.get('peak_bytes_in_use', 0) / 2**30,
+    'logprob_gap_max': more.get('rollout/logprob_gap_max'),
+    'entropy': more['actor/entropy'],
+    'grad_norm': more['actor/grad_norm'],
+    'finite': bool(np.all(np.isfinite([x for x in (metrics | more).values() if isinstance(x, float)]))),
+  }
+
+
+def main() -> None:
+  parts = ('parity', 'main_job', 'decode', 'iteration')
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--parts', default=','.join(parts), help='some of them, separated by commas')
+  parser.add_argument('--quick', action='store_true', help='a tiny shape')
+  parser.add_argument('--bandwidth', type=float, default=4.3e12, help='bytes a second of the device')
+  parser.add_argument('--flops', type=float, default=790e12, help='bf16 operations a second of the device')
+  parser.add_argument('--out', type=pathlib.Path, help='the JSON; by default in benchmarks/results')
+  arguments = parser.parse_args()
+  wanted = arguments.parts.split(',')
+  unknown = sorted(set(wanted) - set(parts))
+  if unknown:
+    sys.exit(f'error: --parts={unknown[0]}: allowed: {", ".join(parts)}')
+  shape, sizes = (QUICK_SHAPE, QUICK_DECODE) if arguments.quick else (SHAPE, DECODE)
+  out = arguments.out or ROOT / ('runs/quick' if arguments.quick else 'benchmarks/results') / 'accelerator.json'
+  record = {'hardware': hardware(), 'command': ' '.join(sys.argv), 'bandwidth': arguments.bandwidth}
+  record |= {'flops': arguments.flops, 'shape': dataclasses.asdict(shape)}
+  with tempfile.TemporaryDirectory() as directory:
+    checkpoint = os.path.join(directory, 'checkpoint')
+    make_checkpoint(shape, checkpoint)
+    runs = {
+      'parity': lambda: parity(shape, checkpoint),
+      'main_job': lambda: main_job(2 if arguments.quick else 40),
+      'decode': lambda: decode(shape, checkpoint, sizes, arguments.bandwidth),
+      'iteration': lambda: iteration(checkpoint, arguments.quick, arguments.flops),
+    }
+    for part in wanted:
+      record[part] = runs[part]()
+      print(f'{part}: {json.dumps(record[part], default=float)}', flush=True)
+      out.parent.mkdir(parents=True, exist_ok=True)
+      out.write_text(json.dumps(record, indent=1, default=float) + '\n')
+  print(f'written to {out}')
+
+
+if __name__ == '__main__':
+  main()
