@@ -21,6 +21,11 @@ _FUSE_BELOW_WIDTH = 512
 
 _MASKED = -1e30
 
+# More attention scores than this, over all devices, are not made at once, but for blocks of queries of about so many.
+_MOST_SCORES = 2**28
+_SCORES_OF_BLOCK = 2**27
+_LEAST_BLOCK = 32
+
 # Queries a block in `attend_causal_by_row`.
 _ROW_BLOCK = 64
 
@@ -166,6 +171,9 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   """Grouped-query attention, softmax in fp32, normalised after the value product (fewer divisions).
 
+  Where there are many scores, blocks of queries are done one after the other and recomputed backwards, so that the
+  scores of one block are held and no [B, N, T, S].
+
   Args:
     q: [B, T, N, H].
     k: [B, S, K, H].
@@ -175,6 +183,22 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   Returns:
     [B, T, N, H].
   """
+  b, t, n, h = q.shape
+  a_query = b * n * k.shape[1]
+  if t * a_query <= _MOST_SCORES:
+    return _attend(q, k, v, mask)
+  block = min(max(_SCORES_OF_BLOCK // a_query, _LEAST_BLOCK), t)
+  pad = -t % block
+  blocks = (
+    jnp.moveaxis(jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, n, h), 1, 0),
+    jnp.moveaxis(jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(mask.shape[0], -1, block, mask.shape[2]), 1, 0),
+  )
+  one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1]))
+  out = jax.lax.map(one, blocks)  # [T/block, B, block, N, H]
+  return jnp.moveaxis(out, 0, 1).reshape(b, -1, n, h)[:, :t]
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   b, t, n, h = q.shape
   kv = k.shape[2]
   q = (q * jnp.asarray(h**-0.5, q.dtype)).reshape(b, t, kv, n // kv, h)
