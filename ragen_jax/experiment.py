@@ -17,6 +17,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import row_sharding
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import hf, presets
 from ragen_jax.models.value_head import ActorCritic
@@ -190,6 +191,8 @@ def load_policy(config: ConfigDict) -> Policy:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
     )
+  if mesh.size > 1:
+    qwen.activation_sharding = row_sharding(mesh)
   model = ActorCritic(qwen)
   hf.load_value_head(directory, model.value_head)
   return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)

@@ -342,6 +342,9 @@ class Qwen(nnx.Module):
     """
     self.cfg = cfg
     self.dtype = dtype
+    # Set on a mesh: how activations lie, rows divided. Left to itself, the compiler may lay them as the weights lie and
+    # have every device work on all rows.
+    self.activation_sharding: jax.sharding.Sharding | None = None
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
@@ -354,7 +357,10 @@ class Qwen(nnx.Module):
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """i32[B, T] -> [B, T, D]."""
-    return jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
+    return self._lay_out(jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype))
+
+  def _lay_out(self, x: jax.Array) -> jax.Array:
+    return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
 
   def __call__(
     self,
@@ -389,6 +395,7 @@ class Qwen(nnx.Module):
         x, layer_cache = nnx.remat(lambda m, *a: m(*a))(layer, x, positions, mask, layer_cache, column)
       else:
         x, layer_cache = layer(x, positions, mask, layer_cache, column)
+      x = self._lay_out(x)
       caches.append(layer_cache)
     return self.norm(x), (None if cache is None else tuple(caches))
 
