@@ -205,7 +205,6 @@ def score_tokens(
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
   values = module.value_head(hidden)
   b, r, d = hidden.shape
-  hidden, targets = hidden.reshape(b * r, d), targets.reshape(b * r)
   graphdef, params = nnx.split(module.policy)
 
   def score(params, hidden, targets):
@@ -215,17 +214,19 @@ def score_tokens(
     return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
 
   if 0 < cfg.logits_chunk < b * r:
-    pad = -(b * r) % cfg.logits_chunk
+    # Some columns of all rows make a chunk, so that every device has its rows' part of each.
+    columns = max(cfg.logits_chunk // b, 1)
+    pad = -r % columns
     chunks = (
-      jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, cfg.logits_chunk, d),
-      jnp.pad(targets, (0, pad)).reshape(-1, cfg.logits_chunk),
+      jnp.moveaxis(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, -1, columns, d), 1, 0),  # [R/c, B, c, D]
+      jnp.moveaxis(jnp.pad(targets, ((0, 0), (0, pad))).reshape(b, -1, columns), 1, 0),  # [R/c, B, c]
     )
-    # Under remat neither pass ever holds more than one chunk's [chunk, V].
+    # Under remat neither pass ever holds more than one chunk's [B, c, V].
     one = jax.checkpoint(lambda xs: score(params, *xs))
-    logprobs, entropies = jax.tree.map(lambda x: x.reshape(-1)[: b * r], jax.lax.map(one, chunks))
+    logprobs, entropies = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :r], jax.lax.map(one, chunks))
   else:
     logprobs, entropies = score(params, hidden, targets)
-  return logprobs.reshape(b, r), entropies.reshape(b, r), values
+  return logprobs, entropies, values
 
 
 def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
