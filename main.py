@@ -19,12 +19,8 @@ from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
-_MODE = flags.DEFINE_enum(
-  'mode', 'train', ['train', 'sft', 'play'], 'train: reinforcement learning. sft: warm start. play: a person plays.'
-)
-_COORDINATOR = flags.DEFINE_string(
-  'coordinator', None, "With several processes: HOST:PORT of the first, or 'auto' on TPU pods and under Slurm."
-)
+_MODE = flags.DEFINE_enum('mode', 'train', ['train', 'sft', 'play', 'plan'], 'Train, warm-start, play, plan memory.')
+_COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPU pods and Slurm.")
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0; not with auto.')
 
@@ -40,7 +36,7 @@ def main(argv: list[str]) -> None:
       logging.getLogger('ragen_jax').setLevel(logging.WARNING)
   elif _NUM_PROCESSES.value is not None or _PROCESS_ID.value is not None:
     raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
-  # Imported here, so that --help and a misspelt flag answer at once.
+  # Imports come late, so that --help and a misspelt flag answer at once.
   if _MODE.value != 'train' and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
   if _MODE.value == 'sft':
@@ -51,11 +47,15 @@ def main(argv: list[str]) -> None:
     from ragen_jax.play import play
 
     play(_CONFIG.value, sys.stdin, sys.stdout)
+  elif _MODE.value == 'plan':
+    from ragen_jax.plan import plan
+
+    plan(_CONFIG.value, sys.stdout)
   else:
     from ragen_jax.train import train_and_evaluate
 
-    path = config_flags.get_config_filename(flags.FLAGS['config'])
-    train_and_evaluate(_CONFIG.value, _WORKDIR.value or command_line.default_workdir(path))
+    workdir = command_line.default_workdir(config_flags.get_config_filename(flags.FLAGS['config']))
+    train_and_evaluate(_CONFIG.value, _WORKDIR.value or workdir)
 
 
 def run() -> None:

@@ -405,6 +405,14 @@ class Learner:
       values[plan.rows[rows], :width] = v[rows, :width]
     return np.where(batch.mask, logprobs, 0), np.where(batch.mask, values, 0)
 
+  def lower(self, params: Any, opt_state: Any, batch: TokenBatch) -> dict[str, jax.stages.Lowered]:
+    """The update's programs for these shapes, to be compiled without being run; arguments may be abstract."""
+    return {
+      'accumulate': self._accumulate.lower(params, params, batch),
+      'apply': self._apply.lower(params, opt_state, params, np.float32(1)),
+      'score': self._score.lower(params, batch.tokens, batch.columns),
+    }
+
   def gradient_norms(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> dict[str, float]:
     """Global norms of the gradients of the loss's parts on some rows, without a step.
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
+from ragen_jax.distributed.sharding import looked_up
+
 # Below this width the q/k/v and gate/up products of one layer are run as one: small products are bound by their launch,
 # large ones would only copy their weights.
 _FUSE_BELOW_WIDTH = 512
@@ -344,7 +346,7 @@ class Qwen(nnx.Module):
     self.dtype = dtype
     # Set on a mesh: how activations lie, rows divided. Left to itself, the compiler may lay them as the weights lie and
     # have every device work on all rows.
-    self.activation_sharding: jax.sharding.Sharding | None = None
+    self.activation_sharding: jax.sharding.NamedSharding | None = None
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
@@ -357,7 +359,10 @@ class Qwen(nnx.Module):
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """i32[B, T] -> [B, T, D]."""
-    return self._lay_out(jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype))
+    x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
+    if self.activation_sharding is not None:
+      x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
+    return self._lay_out(x)
 
   def _lay_out(self, x: jax.Array) -> jax.Array:
     return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)

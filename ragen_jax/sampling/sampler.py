@@ -361,6 +361,45 @@ class Sampler:
     rows *= self.share.parts
     return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs()))()
 
+  def abstract_state(self, rows: int, size: int) -> SamplerState:
+    """What `init` would give for all rows together: shapes, types and layout."""
+    state = jax.eval_shape(lambda: kv_cache.init_state(self._policy, rows, size))
+    if self._mesh is None:
+      return state
+    return jax.tree.map(
+      lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)),
+      state,
+      self._state_specs(),
+    )
+
+  def lower(
+    self, params: Any, state: SamplerState, *, width: int, max_new: int, sampling: Sampling
+  ) -> dict[str, jax.stages.Lowered]:
+    """The programs for these shapes, to be compiled without being run; arguments may be abstract.
+
+    Args:
+      params: weights.
+      state: see `abstract_state`.
+      width: columns of the observation.
+      max_new: as `decode`.
+      sampling: as `decode`.
+    """
+    rows, by_rows = len(state.position), state.position.sharding
+    key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))
+
+    def abstract(shape, dtype):
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
+
+    return {
+      'extend': self._extend.lower(
+        params=params, state=state, tokens=abstract((rows, width), jnp.int32), count=abstract((rows,), jnp.int32)
+      ),
+      'decode': self._decode.lower(
+        params=params, state=state, key_data=abstract(key_data.shape, key_data.dtype), active=abstract((rows,), bool),
+        temperature=np.float32(1), max_new=max_new, sampling=sampling,
+      ),
+    }  # fmt: skip
+
   def arrange(self, state: SamplerState, rows: np.ndarray, size: int, live: np.ndarray | None = None) -> SamplerState:
     """See `kv_cache.order`. Rows stay on their device: they are numbered within each shard.
 
