@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
@@ -17,9 +17,10 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.distributed.sharding import row_sharding
+from ragen_jax.distributed.sharding import row_sharding, weight_spec
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import hf, presets
+from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
@@ -186,7 +187,13 @@ def load_policy(config: ConfigDict) -> Policy:
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   tokenizer = ChatTokenizer(directory)
-  qwen = hf.load_model(directory, dtype=compute_dtype(config), param_dtype=jnp.float32, attend_by_row=attend_by_row())
+  qwen = hf.load_model(
+    directory,
+    dtype=compute_dtype(config),
+    param_dtype=jnp.float32,
+    attend_by_row=attend_by_row(),
+    sharding_fn=_weight_shardings(hf.read_config(directory), mesh),
+  )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
@@ -196,6 +203,14 @@ def load_policy(config: ConfigDict) -> Policy:
   model = ActorCritic(qwen)
   hf.load_value_head(directory, model.value_head)
   return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
+
+
+def _weight_shardings(shape: QwenConfig, mesh: Mesh) -> hf.ShardingFn | None:
+  """Where weights go as they are loaded, so that no device ever holds them all."""
+  if mesh.size == 1:
+    return None
+  shapes = {weight.path: weight.shape for weight in hf.weights(shape)}
+  return lambda path: NamedSharding(mesh, weight_spec('/'.join(map(str, path)), shapes[path], mesh))
 
 
 def make_sampler(model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None) -> Sampler:

@@ -406,11 +406,10 @@ class Learner:
     return np.where(batch.mask, logprobs, 0), np.where(batch.mask, values, 0)
 
   def lower(self, params: Any, opt_state: Any, batch: TokenBatch) -> dict[str, jax.stages.Lowered]:
-    """The update's programs for these shapes, to be compiled without being run; arguments may be abstract."""
+    """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract."""
     return {
       'accumulate': self._accumulate.lower(params, params, batch),
       'apply': self._apply.lower(params, opt_state, params, np.float32(1)),
-      'score': self._score.lower(params, batch.tokens, batch.columns),
     }
 
   def gradient_norms(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> dict[str, float]:

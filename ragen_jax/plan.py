@@ -38,9 +38,13 @@ USABLE = 0.9
 _MOST_CHANGES = 24
 _GIB = 2**30
 
-# XLA's CPU compiler lays programs out for speed in parallel unless told to order them for memory, as those for
-# accelerators are.
-_ORDER_FOR_MEMORY = '--xla_cpu_enable_concurrency_optimized_scheduler=false'
+# XLA's CPU compiler orders programs for parallel speed unless told to order them for memory, as those for accelerators
+# do. The programs are never run, so their machine code need not be good.
+_XLA_FLAGS = (
+  '--xla_cpu_enable_concurrency_optimized_scheduler=false',
+  '--xla_backend_optimization_level=0',
+  '--xla_llvm_disable_expensive_passes=true',
+)
 
 
 @dataclasses.dataclass
@@ -78,7 +82,7 @@ class Plan:
 def use_cpu_devices(count: int) -> None:
   """Makes this process have `count` CPU devices and order programs for memory; before anything else uses JAX."""
   flags = [f for f in os.environ.get('XLA_FLAGS', '').split() if 'host_platform_device_count' not in f]
-  os.environ['XLA_FLAGS'] = ' '.join([*flags, _ORDER_FOR_MEMORY])
+  os.environ['XLA_FLAGS'] = ' '.join([*flags, *_XLA_FLAGS])
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', count)
 

@@ -56,17 +56,19 @@ def batch(replies=REPLIES, sharding=None):
   )
 
 
-def update(made, mesh=None, replies=REPLIES, **loss):
-  """Temporary bytes of the update's programs."""
+def update(made, mesh=None, replies=REPLIES, score=False, **loss):
+  """Temporary bytes of the update's gradient program, and of the one that only scores."""
   graphdef, params = nnx.split(made)
   learner = Learner(graphdef, optimizer(), LossConfig(**loss), mesh)
   sharding = None
   if mesh is not None:
     sharding = row_sharding(mesh)
     params = plan._laid_out(params, tree_shardings(params, mesh))
-  opt_state = jax.eval_shape(learner.optimizer.init, params)
-  lowered = learner.lower(params, opt_state, batch(replies, sharding))
-  return {name: plan.temporary_bytes(lowered[name]) for name in ('accumulate', 'score')}
+  abstract = batch(replies, sharding)
+  found = {'accumulate': plan.temporary_bytes(learner._accumulate.lower(params, params, abstract))}
+  if score:
+    found['score'] = plan.temporary_bytes(learner._score.lower(params, abstract.tokens, abstract.columns))
+  return found
 
 
 def rollout(made):
@@ -93,6 +95,13 @@ def on_device(tree):
   return sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == first)
 
 
+def held():
+  """Bytes of all arrays that there are on the first device; those that share their memory count once."""
+  first = jax.devices()[0]
+  shards = [s.data for x in jax.live_arrays() for s in x.addressable_shards if s.device == first]
+  return sum({s.unsafe_buffer_pointer(): s.nbytes for s in shards}.values())
+
+
 def real():
   """A run's arrays and programs on a mesh of 2 x 2 x 2, and what was planned."""
   config = helpers.small_config(
@@ -103,11 +112,13 @@ def real():
   policy = experiment.load_policy(config)
   trainer = Trainer(config, policy)
   params, opt_state, _ = trainer.init()
+  live = held()
   state = policy.sampler.init(config.train.groups * config.train.group_size, plan.cache_columns(config))
   lowered = trainer.learner.lower(params, opt_state, plan.abstract_batch(trainer, config.optimizer.micro_batch_size))
-  found = plan.estimate(config, {})
+  found = plan.estimate(config, {plan._shaped_by(config, 'rollout'): 0})
   return {
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
+    'live': live,
     'params': on_device(params),
     'opt_state': on_device(opt_state),
     'reference': on_device(trainer._reference),
@@ -118,13 +129,13 @@ def real():
 
 def main() -> None:
   plan.use_cpu_devices(8)
-  one = model()
+  one = model(num_layers=1)
   by_weights, by_rows = make_mesh(1, 8, 1), dict(remat=True, logits_chunk=256)
   found = {
-    'whole': update(one),
-    'chunk_128': update(one, logits_chunk=128),
-    'chunk_128_twice': update(one, replies=2 * REPLIES, logits_chunk=128),
-    'chunk_256': update(one, logits_chunk=256),
+    'whole': update(one, score=True),
+    'chunk_128': update(one, score=True, logits_chunk=128),
+    'chunk_128_twice': update(one, score=True, replies=2 * REPLIES, logits_chunk=128),
+    'chunk_256': update(one, score=True, logits_chunk=256),
     'keep': update(model(64, num_layers=6)),
     'remat': update(model(64, num_layers=6), remat=True),
     'rollout': rollout(one),
