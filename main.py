@@ -25,6 +25,7 @@ _MODES = {
   'play': 'a person plays',
   'view': 'a page of what was played',
   'export': 'a run as a Hugging Face directory',
+  'plan': 'what would fit on which machine',
 }
 _MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), '; '.join(f'{mode}: {told}' for mode, told in _MODES.items()))
 _COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPUs and Slurm.")
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS['verbosity'].present:  # of the libraries only warnings
     absl_logging.set_verbosity(absl_logging.WARNING)
   processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  if _MODE.value in ('sft', 'play') and _WORKDIR.value:
+  if _MODE.value in ('sft', 'play', 'plan') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
   workdir = command_line.workdir(flags.FLAGS)
   # Imported only now, so that --help and a misspelt flag answer at once.
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> None:
     mode.view(workdir)
   elif _MODE.value == 'export':
     mode.export(_CONFIG.value, workdir)
+  elif _MODE.value == 'plan':
+    mode.plan(_CONFIG.value, sys.stdout)
   else:
     mode.train_and_evaluate(_CONFIG.value, workdir)
 

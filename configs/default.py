@@ -481,6 +481,15 @@ def get_config(model: str = '') -> ConfigDict:
   # Ways in which heads, MLP and vocabulary are divided.
   config.mesh.tensor = 1
 
+  # -- Planning a machine's memory (--mode=plan). ----------------------------------------------------------------------
+  config.plan = ConfigDict()
+  # Devices of the machine that is planned for; `mesh` arranges them.
+  config.plan.devices = 1
+  # Memory of each in GiB.
+  config.plan.memory_gb = 24.0
+  # Tokens of the longest observation, a first prompt, where agent.context is 'full'; else they may fill the context.
+  config.plan.prompt_tokens = 512
+
   # -- Watching for a collapse. ----------------------------------------------------------------------------------------
   config.monitor = ConfigDict()
   # Decay of the moving averages that are logged as `<metric>_ema`.

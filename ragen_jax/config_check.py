@@ -24,10 +24,14 @@ EXPORT_FORMS = ('merged', 'adapter')
 _READ_AT_TURN_ENDS = ('turn_wise_gae', 'bi_level_gae')
 
 
-def check_config(config: ConfigDict) -> None:
+def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   """Raises UserError for the first field that cannot be run with.
 
   A model from the hub is downloaded here, so that a wrong name or path is known before the workdir is touched.
+
+  Args:
+    config: the run's.
+    weights: whether the model's weights must be there; without, nothing is downloaded.
   """
   a, o = config.algorithm, config.optimizer
   _one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
@@ -115,8 +119,9 @@ def check_config(config: ConfigDict) -> None:
     experiment.env_groups(config, tuple(config[section].tags), counts, field=f'{section}.tags')
   _check_levels(config)
   _check_level_files(config, 'train')
-  directory = presets.resolve(config.model.preset, config.model.path)
-  experiment.weight_shardings(hf.read_config(directory), mesh)
+  if weights:
+    directory = presets.resolve(config.model.preset, config.model.path)
+    experiment.weight_shardings(hf.read_config(directory), mesh)
 
 
 def _check_lora(config: ConfigDict) -> None:

@@ -18,7 +18,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.distributed.sharding import place, tree_shardings, weight_spec
+from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import adapter_files, hf, lora, presets
 from ragen_jax.models.qwen import Qwen, QwenConfig
@@ -263,6 +263,8 @@ def _load_model(
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
     )
+  if mesh.size > 1:
+    qwen.activation_sharding = row_sharding(mesh)
   return qwen
 
 

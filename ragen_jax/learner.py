@@ -228,7 +228,6 @@ def score_tokens(
   values = module.value_head(hidden) if module.critic is None else value_tokens(module, tokens, columns, cfg)
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
   b, r, d = hidden.shape
-  hidden, targets = hidden.reshape(b * r, d), targets.reshape(b * r)
   graphdef, params = nnx.split(module.policy)
 
   def score(params, hidden, targets):
@@ -238,17 +237,19 @@ def score_tokens(
     return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
 
   if 0 < cfg.logits_chunk < b * r:
-    pad = -(b * r) % cfg.logits_chunk
+    # Some columns of all rows make a chunk, so that every device has its rows' part of each.
+    columns = max(cfg.logits_chunk // b, 1)
+    pad = -r % columns
     chunks = (
-      jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, cfg.logits_chunk, d),
-      jnp.pad(targets, (0, pad)).reshape(-1, cfg.logits_chunk),
+      jnp.moveaxis(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, -1, columns, d), 1, 0),  # [R/c, B, c, D]
+      jnp.moveaxis(jnp.pad(targets, ((0, 0), (0, pad))).reshape(b, -1, columns), 1, 0),  # [R/c, B, c]
     )
-    # Under remat neither pass ever holds more than one chunk's [chunk, V].
+    # Under remat neither pass ever holds more than one chunk's [B, c, V].
     one = jax.checkpoint(lambda xs: score(params, *xs))
-    logprobs, entropies = jax.tree.map(lambda x: x.reshape(-1)[: b * r], jax.lax.map(one, chunks))
+    logprobs, entropies = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :r], jax.lax.map(one, chunks))
   else:
     logprobs, entropies = score(params, hidden, targets)
-  return logprobs.reshape(b, r), entropies.reshape(b, r), values
+  return logprobs, entropies, values
 
 
 def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
@@ -497,6 +498,13 @@ class Learner:
       for into, x in zip(found, processes.all_rows(program(params, part.tokens, part.columns)), strict=True):
         into[plan.rows[rows], :width] = x[rows, :width]
     return [np.where(batch.mask, x, 0) for x in found]
+
+  def lower(self, params: Any, opt_state: Any, batch: TokenBatch) -> dict[str, jax.stages.Lowered]:
+    """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract."""
+    return {
+      'accumulate': self._accumulate.lower(params, params, batch),
+      'apply': self._apply.lower(params, opt_state, params, np.float32(1)),
+    }
 
   def gradient_norms(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> dict[str, float]:
     """Global norms of the gradients of the loss's parts on some rows, without a step.

@@ -15,7 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import default, frozenlake_ppo
-from ragen_jax import config_check, evaluate, experiment, export, sft, train
+from ragen_jax import config_check, evaluate, experiment, export, plan, sft, train
 from ragen_jax import envs as registry
 from ragen_jax.config_check import check_config, check_sft
 from ragen_jax.distributed.processes import RowShare
@@ -150,6 +150,7 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   export.export(config, str(tmp_path / 'run'))
   # Environments that no tag of these runs chose.
   experiment.env_groups(config, tuple(config.envs), (1,) * len(config.envs))
+  plan.check_plan(config)
   monkeypatch.undo()
 
   def unread(part, prefix=''):

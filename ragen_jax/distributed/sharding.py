@@ -81,13 +81,24 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
+def looked_up(mesh: Mesh) -> NamedSharding:
+  """Layout of [B, T, D] as a look-up in the embedding gives it, whose width is divided over `fsdp`.
+
+  From here one exchange along `fsdp` gives whole rows; without the step the partitioner makes all rows everywhere.
+  """
+  return NamedSharding(mesh, PartitionSpec('data', None, 'fsdp'))
+
+
 def place_rows(tree: Any, mesh: Mesh) -> Any:
   """Puts host arrays [B, ...] on the mesh, rows divided; every process has all rows and places those of its devices."""
   return place(tree, jax.tree.map(lambda _: row_sharding(mesh), tree))
 
 
 def place(tree: Any, shardings: Any) -> Any:
-  """Puts arrays that every process has alike where `shardings`, a tree of the same structure, says."""
+  """Puts arrays that every process has alike where `shardings`, a tree of the same structure, says.
+
+  What lies there already is not copied.
+  """
   if jax.process_count() == 1:
     return jax.device_put(tree, shardings)
 

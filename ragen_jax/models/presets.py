@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from ragen_jax.models import hf
+from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
 
 TINY = 'tiny'
@@ -26,6 +28,33 @@ PRESETS = {
   'qwen3-8b': 'Qwen/Qwen3-8B',
 }
 
+# Name -> what its config.json says of the shape. Embeddings are padded past the tokenizer's 151,665 or 151,669 tokens.
+_QWEN2_0_5B = QwenConfig()
+_QWEN2_1_5B = QwenConfig(hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12, head_dim=128)
+_QWEN2_3B = QwenConfig(hidden_size=2048, intermediate_size=11008, num_layers=36, num_heads=16, head_dim=128)
+_QWEN2_7B = QwenConfig(
+  vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4,
+  head_dim=128, tie_word_embeddings=False,
+)  # fmt: skip
+_QWEN3 = QwenConfig(architecture='qwen3', num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
+_SHAPES = {
+  'qwen2.5-0.5b': _QWEN2_0_5B,
+  'qwen2.5-0.5b-instruct': _QWEN2_0_5B,
+  'qwen2.5-1.5b': _QWEN2_1_5B,
+  'qwen2.5-1.5b-instruct': _QWEN2_1_5B,
+  'qwen2.5-3b': _QWEN2_3B,
+  'qwen2.5-3b-instruct': _QWEN2_3B,
+  'qwen2.5-7b': _QWEN2_7B,
+  'qwen2.5-7b-instruct': _QWEN2_7B,
+  'r1-distill-qwen-1.5b': dataclasses.replace(_QWEN2_1_5B, rope_theta=1e4, tie_word_embeddings=False),
+  'qwen3-0.6b': dataclasses.replace(_QWEN3, hidden_size=1024, intermediate_size=3072),
+  'qwen3-1.7b': dataclasses.replace(_QWEN3, hidden_size=2048, intermediate_size=6144),
+  'qwen3-4b': dataclasses.replace(_QWEN3, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32),
+  'qwen3-8b': dataclasses.replace(
+    _QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_word_embeddings=False
+  ),
+}
+
 # Weights, configs and tokenizers; never code.
 _DOWNLOADED = ('*.json', '*.safetensors', '*.txt')
 
@@ -33,6 +62,25 @@ _DOWNLOADED = ('*.json', '*.safetensors', '*.txt')
 def names() -> tuple[str, ...]:
   """Every preset, the built-in checkpoint first."""
   return (TINY, *PRESETS)
+
+
+def shape(preset: str, path: str) -> QwenConfig:
+  """The shape of a model, without its weights and without the hub.
+
+  Args:
+    preset: one of `names()`; not looked at where a path is given.
+    path: a directory with a config.json, or '' for the preset's.
+
+  Raises:
+    UserError: no such preset, or `path` has no config.json that can be used.
+  """
+  if path:
+    return hf.read_config(path)
+  if preset == TINY:
+    return hf.read_config(resolve(preset, ''))
+  if preset not in _SHAPES:
+    raise UserError(f'model.preset={preset!r} is not one of {", ".join(names())}')
+  return _SHAPES[preset]
 
 
 def resolve(preset: str, path: str) -> str:

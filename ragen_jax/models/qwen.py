@@ -15,11 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
+from ragen_jax.distributed.sharding import looked_up
+
 # Below this width the q/k/v and gate/up products of one layer are run as one: small products are bound by their launch,
 # large ones would only copy their weights.
 _FUSE_BELOW_WIDTH = 512
 
 _MASKED = -1e30
+
+# More attention scores than this, over all devices, are not made at once, but for blocks of queries of about so many.
+_MOST_SCORES = 2**28
+_SCORES_OF_BLOCK = 2**27
+_LEAST_BLOCK = 32
 
 # Queries a block in `attend_causal_by_row`.
 _ROW_BLOCK = 64
@@ -174,6 +181,9 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   """Grouped-query attention, softmax in fp32, normalised after the value product (fewer divisions).
 
+  Where there are many scores, blocks of queries are done one after the other and recomputed backwards, so that the
+  scores of one block are held and no [B, N, T, S].
+
   Args:
     q: [B, T, N, H].
     k: [B, S, K, H].
@@ -183,6 +193,22 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
   Returns:
     [B, T, N, H].
   """
+  b, t, n, h = q.shape
+  a_query = b * n * k.shape[1]
+  if t * a_query <= _MOST_SCORES:
+    return _attend(q, k, v, mask)
+  block = min(max(_SCORES_OF_BLOCK // a_query, _LEAST_BLOCK), t)
+  pad = -t % block
+  blocks = (
+    jnp.moveaxis(jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, n, h), 1, 0),
+    jnp.moveaxis(jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(mask.shape[0], -1, block, mask.shape[2]), 1, 0),
+  )
+  one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1]))
+  out = jax.lax.map(one, blocks)  # [T/block, B, block, N, H]
+  return jnp.moveaxis(out, 0, 1).reshape(b, -1, n, h)[:, :t]
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
   b, t, n, h = q.shape
   kv = k.shape[2]
   q = (q * jnp.asarray(h**-0.5, q.dtype)).reshape(b, t, kv, n // kv, h)
@@ -326,6 +352,9 @@ class Qwen(nnx.Module):
     """
     self.cfg = cfg
     self.dtype = dtype
+    # Set on a mesh: how activations lie, rows divided. Left to itself, the compiler may lay them as the weights lie and
+    # have every device work on all rows.
+    self.activation_sharding: jax.sharding.NamedSharding | None = None
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
@@ -338,7 +367,13 @@ class Qwen(nnx.Module):
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """i32[B, T] -> [B, T, D]."""
-    return jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
+    x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
+    if self.activation_sharding is not None:
+      x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
+    return self._lay_out(x)
+
+  def _lay_out(self, x: jax.Array) -> jax.Array:
+    return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
 
   def __call__(
     self,
@@ -373,6 +408,7 @@ class Qwen(nnx.Module):
         x, layer_cache = nnx.remat(lambda m, *a: m(*a))(layer, x, positions, mask, layer_cache, column)
       else:
         x, layer_cache = layer(x, positions, mask, layer_cache, column)
+      x = self._lay_out(x)
       caches.append(layer_cache)
     return self.norm(x), (None if cache is None else tuple(caches))
 

@@ -1,8 +1,9 @@
 """The sampler's memory between turns: a key/value cache with one write column for all rows.
 
 Every write lands at the same column of every row, so it is one slice update and no scatter. Rows that stop early or get
-a shorter observation leave holes; `valid` masks them, and `arrange` closes them between turns, drops rows that are
-finished and gives the cache the size that the next turn needs.
+a shorter observation leave holes; `valid` masks them, and `order` and `pick` close them between turns, drop rows that
+are finished and give the cache the size that the next turn needs. `pick` runs layer by layer, so that never two whole
+caches are held.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ def init_state(model: Qwen, rows: int, size: int) -> SamplerState:
   )
 
 
-def arrange(
+def order(
   state: SamplerState, rows: jax.Array, live: jax.Array, size: int, mesh_axes: tuple[str, ...] = ()
-) -> SamplerState:
-  """Picks rows, moves their tokens to the left and sets the number of columns.
+) -> tuple[jax.Array, SamplerState]:
+  """Picks rows, moves their tokens to the left and sets the number of columns; of the cache only says which go where.
 
       valid  1 1 0 1 0 1 0      ->  1 1 1 1 0
              1 1 1 0 0 0 0          1 1 1 0 0
 
   Args:
-    state: the state before.
+    state: the state before; its cache is not looked at.
     rows: i32[B'], the rows to keep, in their new order; a row may be named twice.
     live: bool[B'], rows that go on; the others become empty, so that they do not move the write column.
     size: columns after; at least the longest live row.
@@ -61,23 +62,25 @@ def arrange(
       the write column.
 
   Returns:
-    The state of B' rows and `size` columns, its write column behind the longest live row.
+    i32[B', size], the old column of each new one, for `pick`; and the state of B' rows and `size` columns without its
+    cache, its write column behind the longest live row.
   """
   valid = state.valid[rows]  # [B', S]
   # Stable, so the tokens keep their order; columns past the last token are filled with whatever comes, unused.
-  order = jnp.argsort(~valid, axis=1, stable=True)[:, :size]
-  if size > order.shape[1]:
-    order = jnp.pad(order, ((0, 0), (0, size - order.shape[1])))
-
-  def pick(x):  # [B, S, K, H] -> [B', size, K, H]
-    return x[rows[:, None], order]
-
+  columns = jnp.argsort(~valid, axis=1, stable=True)[:, :size]
+  if size > columns.shape[1]:
+    columns = jnp.pad(columns, ((0, 0), (0, size - columns.shape[1])))
   position = jnp.where(live, state.position[rows], 0)
   column = jnp.max(position)
-  return SamplerState(
-    cache=tuple(LayerCache(k=pick(c.k), v=pick(c.v)) for c in state.cache),
+  return columns, SamplerState(
+    cache=(),
     valid=jnp.arange(size)[None, :] < position[:, None],
     column=jax.lax.pmax(column, mesh_axes) if mesh_axes else column,
     position=position,
     hidden=state.hidden[rows],
   )
+
+
+def pick(layer: LayerCache, rows: jax.Array, columns: jax.Array) -> LayerCache:
+  """One layer's cache [B, S, K, H] with what `order` chose: [B', size, K, H]."""
+  return LayerCache(k=layer.k[rows[:, None], columns], v=layer.v[rows[:, None], columns])

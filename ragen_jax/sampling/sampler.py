@@ -294,7 +294,8 @@ class Sampler:
     self._policy = model.policy
     self._mesh = mesh
     self.share = processes.row_share(mesh)
-    self._arrange = jax.jit(self._counted('arrange', self._arrange_rows), static_argnames='size')
+    self._order = jax.jit(self._counted('arrange', self._order_rows), static_argnames='size')
+    self._pick = jax.jit(self._pick_rows)
     self._extend = jax.jit(self._counted('extend', self._extend_rows), donate_argnames='state')
     self._decode = jax.jit(
       self._counted('decode', self._decode_rows),
@@ -323,18 +324,26 @@ class Sampler:
     shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
     return jax.lax.with_sharding_constraint(tree, shardings)
 
-  def _arrange_rows(self, state: SamplerState, rows: jax.Array, live: jax.Array, size: int) -> SamplerState:
+  def _order_rows(self, state: SamplerState, rows: jax.Array, live: jax.Array, size: int):
     if self._mesh is None:
-      return kv_cache.arrange(state, rows, live, size)
-    specs = self._state_specs()
+      return kv_cache.order(state, rows, live, size)
+    specs = self._state_specs().replace(cache=())
     of_rows = PartitionSpec(ROW_AXES)
     return jax.shard_map(
-      functools.partial(kv_cache.arrange, size=size, mesh_axes=ROW_AXES),
+      functools.partial(kv_cache.order, size=size, mesh_axes=ROW_AXES),
       mesh=self._mesh,
       in_specs=(specs, of_rows, of_rows),
-      out_specs=specs,
+      out_specs=(of_rows, specs),
       check_vma=False,
     )(state, rows, live)
+
+  def _pick_rows(self, layer: LayerCache, rows: jax.Array, columns: jax.Array) -> LayerCache:
+    if self._mesh is None:
+      return kv_cache.pick(layer, rows, columns)
+    cache, of_rows = self._state_specs().cache[0], PartitionSpec(ROW_AXES)
+    return jax.shard_map(
+      kv_cache.pick, mesh=self._mesh, in_specs=(cache, of_rows, of_rows), out_specs=cache, check_vma=False
+    )(layer, rows, columns)
 
   def _extend_rows(self, params, state, tokens, count):
     return self._layout(extend(self.graphdef, params, state, tokens, count), self._state_specs())
@@ -364,17 +373,63 @@ class Sampler:
     rows *= self.share.parts
     return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs()))()
 
-  def arrange(self, state: SamplerState, rows: np.ndarray, size: int, live: np.ndarray | None = None) -> SamplerState:
-    """See `kv_cache.arrange`. Rows stay on their device: they are numbered within each shard.
+  def abstract_state(self, rows: int, size: int) -> SamplerState:
+    """What `init` would give for all rows together: shapes, types and layout."""
+    state = jax.eval_shape(lambda: kv_cache.init_state(self._policy, rows, size))
+    if self._mesh is None:
+      return state
+    return jax.tree.map(
+      lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)),
+      state,
+      self._state_specs(),
+    )
+
+  def lower(
+    self, params: Any, state: SamplerState, *, width: int, max_new: int, sampling: Sampling
+  ) -> dict[str, jax.stages.Lowered]:
+    """The programs for these shapes, to be compiled without being run; arguments may be abstract.
 
     Args:
-      state: the state before.
+      params: weights.
+      state: see `abstract_state`.
+      width: columns of the observation.
+      max_new: as `decode`.
+      sampling: as `decode`.
+    """
+    rows, by_rows = len(state.position), state.position.sharding
+    key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))
+
+    def abstract(shape, dtype):
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
+
+    return {
+      'extend': self._extend.lower(
+        params=params, state=state, tokens=abstract((rows, width), jnp.int32), count=abstract((rows,), jnp.int32)
+      ),
+      'decode': self._decode.lower(
+        params=params, state=state, key_data=abstract(key_data.shape, key_data.dtype), active=abstract((rows,), bool),
+        temperature=np.float32(1), max_new=max_new, sampling=sampling,
+      ),
+    }  # fmt: skip
+
+  def arrange(self, state: SamplerState, rows: np.ndarray, size: int, live: np.ndarray | None = None) -> SamplerState:
+    """See `kv_cache.order`. Rows stay on their device: they are numbered within each shard.
+
+    Args:
+      state: the state before; given away, so that the old cache and the new one are never both held whole.
       rows: i32[B'] for the rows of this process, the same number for each of its shards.
       size: columns after.
       live: bool[B'], rows that go on; all where not given.
     """
     live = np.ones(len(rows), bool) if live is None else live
-    return self._arrange(state, self._place(rows), self._place(live), size=size)
+    rows = self._place(rows)
+    columns, after = self._order(state.replace(cache=()), rows, self._place(live), size=size)
+    layers = []
+    for layer in state.cache:
+      layers.append(self._pick(layer, rows, columns))
+      layer.k.delete()
+      layer.v.delete()
+    return after.replace(cache=tuple(layers))
 
   def extend(self, params: Any, state: SamplerState, tokens: jax.Array, count: jax.Array) -> SamplerState:
     """See `extend`."""
