@@ -405,7 +405,7 @@ class Learner:
       self.traces += 1
 
       def loss(trained):
-        return loss_and_stats(nnx.merge(graphdef, trained, frozen), batch, cfg)
+        return loss_and_stats(lora.merge(graphdef, trained, frozen), batch, cfg)
 
       new, stats = jax.grad(loss, has_aux=True)(trained)
       return self._as_weights(jax.tree.map(jnp.add, gradients, new)), stats
@@ -414,7 +414,7 @@ class Learner:
       self.traces += 1
 
       def loss(trained):
-        return critic_loss_and_stats(nnx.merge(graphdef, trained, frozen), batch, cfg)
+        return critic_loss_and_stats(lora.merge(graphdef, trained, frozen), batch, cfg)
 
       new, stats = jax.grad(loss, has_aux=True)(trained)
       return self._as_weights(jax.tree.map(jnp.add, gradients, new)), stats
@@ -435,7 +435,7 @@ class Learner:
       return new_params, new_state, {'critic/grad_norm': norms['critic/grad_norm']}
 
     def accumulate_part(trained, frozen, gradients, batch, cfg):
-      new = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p, frozen), batch, cfg)[0])(trained)
+      new = jax.grad(lambda p: loss_and_stats(lora.merge(graphdef, p, frozen), batch, cfg)[0])(trained)
       return jax.tree.map(jnp.add, gradients, new)
 
     def score(params, tokens, columns):
@@ -501,9 +501,10 @@ class Learner:
 
   def lower(self, params: Any, opt_state: Any, batch: TokenBatch) -> dict[str, jax.stages.Lowered]:
     """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract."""
+    trained, frozen = lora.partition(params)
     return {
-      'accumulate': self._accumulate.lower(params, params, batch),
-      'apply': self._apply.lower(params, opt_state, params, np.float32(1)),
+      'accumulate': self._accumulate.lower(trained, frozen, trained, batch),
+      'apply': self._apply.lower(trained, opt_state, trained, np.float32(1)),
     }
 
   def gradient_norms(self, params: Any, batch: TokenBatch, plans: list[MicroBatch]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from ragen_jax.config_check import check_config
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
 from ragen_jax.learner import TokenBatch
-from ragen_jax.models import presets
+from ragen_jax.models import hf, lora, presets
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampling
@@ -139,14 +139,14 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
   params, opt_state = abstract_weights(trainer)
   mesh, low = policy.mesh, _compute_dtype(config).itemsize
   limit = USABLE * config.plan.memory_gb * _GIB
-  weights = bytes_per_device(params)
-  kept = {f'weights ({_types(params)})': weights, "optimiser's state": bytes_per_device(opt_state)}
+  trained = lora.partition(params)[0]
+  kept = {f'weights ({_types(params)})': bytes_per_device(params), "optimiser's state": bytes_per_device(opt_state)}
   if trainer.needs_reference:
-    kept['reference weights'] = weights
+    kept['reference weights'] = bytes_per_device(trained['policy'])
   phases = {'update': dict(kept), 'rollout': dict(kept), 'evaluation': dict(kept)}
-  phases['update']['gradients'] = weights
+  phases['update']['gradients'] = bytes_per_device(trained)
   if low < 4:
-    copy = weights * low // 4
+    copy = bytes_per_device([x for x in jax.tree.leaves(params) if x.dtype == jnp.float32]) * low // 4
     # Decoding casts the weights once, outside of its loop. The update casts a layer's when it gets there; where the
     # layer is not recomputed, its backward pass finds them kept.
     phases['rollout']['weights as computed with'] = phases['evaluation']['weights as computed with'] = copy
@@ -211,11 +211,18 @@ def abstract_policy(config: ConfigDict, dtype: Any) -> experiment.Policy:
   mesh = make_mesh(**config.mesh)
   shape = presets.shape(config.model.preset, config.model.path)
 
+  adapters = experiment.lora_config(config)
+
   def make():
-    model = ActorCritic(Qwen(shape, dtype=dtype, rngs=nnx.Rngs(0)))
-    if mesh.size > 1:
-      model.policy.activation_sharding = row_sharding(mesh)
-    return model
+    rngs = nnx.Rngs(0)
+    policy = Qwen(shape, dtype=dtype, param_dtype=jnp.dtype(config.model.param_dtype), rngs=rngs)
+    if adapters is not None:
+      lora.attach(policy, adapters, rngs)
+    critic = Qwen(hf.trunk_config(shape), dtype=dtype, rngs=rngs) if config.model.separate_critic else None
+    for model in (policy, critic):
+      if model is not None and mesh.size > 1:
+        model.activation_sharding = row_sharding(mesh)
+    return ActorCritic(policy, critic)
 
   model = nnx.eval_shape(make)
   directory = presets.resolve(presets.TINY, '')
@@ -227,7 +234,7 @@ def abstract_weights(trainer: Trainer) -> tuple[Any, Any]:
   """Shapes, types and layout of what `Trainer.init` gives: the weights and the optimiser's state."""
   params = experiment.param_state(trainer.policy.model)
   params = _laid_out(params, tree_shardings(params, trainer.policy.mesh))
-  opt_state = jax.eval_shape(trainer.learner.optimizer.init, params)
+  opt_state = jax.eval_shape(trainer.learner.optimizer.init, lora.partition(params)[0])
   return params, _laid_out(opt_state, tree_shardings(opt_state, trainer.policy.mesh))
 
 

@@ -201,7 +201,7 @@ def train_sft(config: ConfigDict) -> None:
     opt_state = optimizer.init(params)
 
     def loss(params, frozen, tokens, columns, best, weights, value_weights):
-      logprobs, _, values = score_tokens(nnx.merge(graphdef, params, frozen), tokens, columns, loss_config)
+      logprobs, _, values = score_tokens(lora.merge(graphdef, params, frozen), tokens, columns, loss_config)
       nll = -jnp.sum(logprobs * weights)
       vf_loss = 0.5 * jnp.sum(jnp.square(values - best) * value_weights)
       return nll + sft.value_coef * vf_loss, jnp.stack([nll, vf_loss])

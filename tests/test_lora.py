@@ -56,12 +56,12 @@ def _batch(rows: int = 16, width: int = 24, vocab: int = 30) -> tuple[TokenBatch
   return batch, plans
 
 
-def _learner(model, mesh=None) -> Learner:
+def _learner(model, mesh=None, remat=False) -> Learner:
   optimizer = make_optimizer(
     actor_lr=1e-2, critic_lr=1e-2, warmup_steps=0, decay_steps=10, final_lr_fraction=1.0, b1=0.9, b2=0.999,
     weight_decay=0.01, grad_clip=1.0,
   )  # fmt: skip
-  return Learner(nnx.split(model)[0], optimizer, LossConfig(), mesh)
+  return Learner(nnx.split(model)[0], optimizer, LossConfig(remat=remat), mesh)
 
 
 def test_only_what_is_trained_has_gradients_and_optimiser_state_and_the_base_stays_where_it_is():
@@ -90,6 +90,16 @@ def test_only_what_is_trained_has_gradients_and_optimiser_state_and_the_base_sta
     np.testing.assert_array_equal(a, b)
   for a, b in zip(jax.tree.leaves(after_trained), jax.tree.leaves(before[0]), strict=True):
     assert np.abs(np.asarray(a) - b).max() > 1e-3
+
+
+def test_recomputing_layers_changes_nothing():
+  stepped = []
+  for remat in (False, True):
+    model = _model()
+    learner, params = _learner(model, remat=remat), nnx.split(model)[1]
+    stepped.append(learner.step(params, learner.init(params), *_batch())[0])
+  for a, b in zip(*map(jax.tree.leaves, stepped), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

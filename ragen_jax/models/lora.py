@@ -118,3 +118,8 @@ def partition(params: nnx.State) -> tuple[nnx.State, nnx.State]:
 def join(trained: nnx.State, frozen: nnx.State) -> nnx.State:
   """The inverse of `partition`."""
   return nnx.merge_state(trained, frozen) if frozen else trained
+
+
+def merge(graphdef: Any, trained: Any, frozen: Any) -> Any:
+  """The model, while `trained` is differentiated: its variables are all of this trace, as `nnx.remat` wants them."""
+  return nnx.merge(graphdef, trained, jax.tree.map(lambda x: x, frozen))
