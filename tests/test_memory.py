@@ -19,7 +19,7 @@ from flax import nnx
 from ragen_jax import experiment, plan
 from ragen_jax.algorithms import losses
 from ragen_jax.learner import Learner, LossConfig, TokenBatch, plan_micro_batches, score_tokens
-from ragen_jax.models import hf, presets, qwen
+from ragen_jax.models import hf, lora, presets, qwen
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
@@ -118,8 +118,25 @@ def test_the_reference_is_held_only_while_the_kl_is_on():
   params, _, _ = trainer.init()
   phases = plan.estimate(config, {}).phases
   held = sum(x.nbytes for x in jax.tree.leaves(trainer._reference))
-  assert held == sum(x.nbytes for x in jax.tree.leaves(params))
+  assert held == sum(x.nbytes for x in jax.tree.leaves(params['policy']))
   assert all(kinds['reference weights'] == held for kinds in phases.values())
+
+
+def test_adapters_and_a_separate_critic_are_counted():
+  config = _config(
+    lora__rank=4, model__param_dtype='bfloat16', model__separate_critic=True, algorithm__kl_loss_coef=0.1,
+    plan__memory_gb=1e-6,
+  )  # fmt: skip
+  trainer = Trainer(config, experiment.load_policy(config))
+  params, opt_state, _ = trainer.init()
+  trained = lora.partition(params)[0]
+  kinds = plan.estimate(config, {}).phases['update']
+  live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('t', trained))}
+  assert live['t'] < live['p']
+  assert kinds['weights (bfloat16 and float32)'] == live['p']
+  assert kinds['gradients'] == live['t']
+  assert kinds["optimiser's state"] == sum(x.nbytes for x in jax.tree.leaves(opt_state))
+  assert kinds['reference weights'] == sum(x.nbytes for x in jax.tree.leaves(trained['policy']))
 
 
 def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():
