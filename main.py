@@ -19,15 +19,9 @@ from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
-_MODES = {
-  'train': 'learn',
-  'sft': 'warm start',
-  'play': 'a person plays',
-  'view': 'a page of what was played',
-  'export': 'a run as a Hugging Face directory',
-  'plan': 'what would fit on which machine',
-}
-_MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), '; '.join(f'{mode}: {told}' for mode, told in _MODES.items()))
+_MODES = ['train', 'sft', 'play', 'view', 'export', 'plan']
+_TOLD = 'Learn; warm-start; let a person play; make a page of episodes; write a Hugging Face directory; plan memory.'
+_MODE = flags.DEFINE_enum('mode', 'train', _MODES, _TOLD)
 _COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPUs and Slurm.")
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0; not with auto.')
@@ -38,6 +32,8 @@ def main(argv: list[str]) -> None:
     raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
   if not flags.FLAGS['verbosity'].present:  # of the libraries only warnings
     absl_logging.set_verbosity(absl_logging.WARNING)
+  if _MODE.value in ('plan', 'view', 'play') and _COORDINATOR.value:
+    raise UserError(f'--coordinator has no effect with --mode={_MODE.value}')
   processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _MODE.value in ('sft', 'play', 'plan') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')

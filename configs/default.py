@@ -46,7 +46,8 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- LoRA: low-rank adapters are trained, the policy's own weights are frozen. ---------------------------------------
   config.lora = ConfigDict()
-  # Rank of the adapters; 0 is off and trains all weights. A variant that ends in '-lora' sets RAGEN's preset, 64.
+  # Rank of the adapters; 0 is off and trains all weights. A variant that ends in '-lora' sets RAGEN's preset, 64. A
+  # separate critic has no adapters and is trained whole, which asks for a tenth of the variant's optimizer.critic_lr.
   config.lora.rank = 0
   # What an adapter adds is multiplied with alpha / rank.
   config.lora.alpha = 64

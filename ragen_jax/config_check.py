@@ -122,6 +122,8 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   if weights:
     directory = presets.resolve(config.model.preset, config.model.path)
     experiment.weight_shardings(hf.read_config(directory), mesh)
+    if config.model.separate_critic:
+      experiment.weight_shardings(hf.read_config(hf.critic_directory(directory)), mesh)
 
 
 def _check_lora(config: ConfigDict) -> None:

@@ -15,7 +15,6 @@ from ragen_jax.agent.agent_proxy import Rollout
 from ragen_jax.agent.record import episode_records, first_rows
 from ragen_jax.agent.statistics import episode_metrics
 from ragen_jax.agent.trajectory import Episode
-from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed import processes
 from ragen_jax.envs import TextEnvironment
 from ragen_jax.sampling.sampler import Sampling
@@ -52,7 +51,7 @@ class Evaluator:
     self._share = policy.sampler.share
     self._tokenizer = policy.tokenizer
     self._shown = first_rows(specs, config.eval.group_size, config.logging.episodes, one_a_level=True)
-    self._has_critic = ESTIMATORS[config.algorithm.adv_estimator].needs_critic
+    self._has_values = policy.sampler.values
     self._optimal: dict[str, float] = {}
 
   def _play(self, params: Any, sampling: Sampling) -> Rollout:
@@ -100,7 +99,7 @@ class Evaluator:
       split=split,
       group_size=self._config.eval.group_size,
       reply_prefix=self._proxy.context.reply_prefix,
-      values=self._has_critic,
+      values=rollout.trajectory.values if self._has_values else None,
     )
 
   def __call__(self, params: Any, step: int = 0) -> Evaluation:

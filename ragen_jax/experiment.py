@@ -233,7 +233,9 @@ def load_policy(config: ConfigDict) -> Policy:
     home = hf.critic_directory(directory)
     critic = _load_model(config, home, tokenizer, mesh, jnp.float32, trunk_only=True)
   model = ActorCritic(qwen, critic)
-  if not (config.lora.path and hf.load_value_head(config.lora.path, model.value_head)):
+  # The head beside adapters was trained on what they make of the policy's trunk, which a separate critic is not.
+  beside = '' if critic is not None else config.lora.path
+  if not (beside and hf.load_value_head(beside, model.value_head)):
     hf.load_value_head(home, model.value_head)
   # What no sharding function has placed yet.
   _, rest = nnx.split_state(param_state(model), _is_loaded, ...)

@@ -23,7 +23,7 @@ from ragen_jax.utils.errors import UserError
 _log = logging.getLogger(__name__)
 
 # Sections that say nothing about what a run's checkpoints hold.
-_OTHER_SECTIONS = ('export', 'mesh', 'sft')
+_OTHER_SECTIONS = ('mesh', 'sft')
 
 
 def export(config: ConfigDict, workdir: str) -> str:
@@ -48,7 +48,8 @@ def export(config: ConfigDict, workdir: str) -> str:
     raise UserError("export.lora='adapter': needs a run with LoRA (lora.rank above 0)")
   others = {f'{section}.{name}' for section in _OTHER_SECTIONS for name in config[section]}
   compare_config(workdir, config.to_dict(), free_fields=free_fields(config) | others | {'num_iterations'})
-  check_output(output, 'export.output', presets.resolve(config.model.preset, config.model.path))
+  for source in filter(None, (presets.resolve(config.model.preset, config.model.path), config.lora.path)):
+    check_output(output, 'export.output', source)
   with Checkpointer(workdir, save_best=BEST) as checkpointer:
     step = choose_step(checkpointer, config.export.step)
     policy = experiment.load_policy(config)
@@ -129,8 +130,9 @@ def write_policy(output: str, config: ConfigDict, policy: experiment.Policy, *, 
 
 def _next_flags(config: ConfigDict, output: str) -> str:
   """The flags of a run that begins with what was written."""
+  critic = ' --config.model.separate_critic=True' if config.model.separate_critic else ''
   if config.export.lora == 'merged':
-    return f'--config.model.path={shlex.quote(output)}'
+    return f'--config.model.path={shlex.quote(output)}{critic}'
   fields = {name: config.lora[name] for name in ('rank', 'alpha', 'targets')} | {'path': shlex.quote(output)}
   flags = [f'--config.lora.{name}={value}' for name, value in fields.items()]
   if config.model.path:

@@ -108,7 +108,8 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     _write(changed, better, out)
   else:
     kept = sum(size for name, size in better.phases['update'].items() if name != 'activations')
-    more = math.ceil(config.plan.devices * kept / better.limit)
+    # Powers of two divide the models.
+    more = 1 << (math.ceil(config.plan.devices * kept / better.limit) - 1).bit_length()
     if flags:
       out.write(f'Nor with {flags}: {better.total(better.worst) / _GIB:.1f} GiB in the {better.worst}.\n')
     out.write(
@@ -146,12 +147,16 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
   phases = {'update': dict(kept), 'rollout': dict(kept), 'evaluation': dict(kept)}
   phases['update']['gradients'] = bytes_per_device(trained)
   if low < 4:
-    copy = bytes_per_device([x for x in jax.tree.leaves(params) if x.dtype == jnp.float32]) * low // 4
+
+    def copied(tree):
+      return bytes_per_device([x for x in jax.tree.leaves(tree) if x.dtype == jnp.float32]) * low // 4
+
     # Decoding casts the weights once, outside of its loop. The update casts a layer's when it gets there; where the
     # layer is not recomputed, its backward pass finds them kept.
-    phases['rollout']['weights as computed with'] = phases['evaluation']['weights as computed with'] = copy
+    phases['rollout']['weights as computed with'] = copied(params['policy'])
+    phases['evaluation']['weights as computed with'] = copied(params['policy'])
     if not config.model.remat:
-      phases['update']['weights as computed with'] = copy
+      phases['update']['weights as computed with'] = copied(params)
   columns, rows = cache_columns(config), {}
   for phase in ('rollout', 'evaluation'):
     state = policy.sampler.abstract_state(_rows(config, phase), columns)
@@ -297,7 +302,9 @@ def fit(config: ConfigDict, found: Plan, compiled: Any) -> tuple[dict[str, Any],
     The changed fields, the config with them, and its plan, which does not fit where there was nothing left to change.
   """
   changes: dict[str, Any] = {}
-  while not found.fits and len(changes) < _MOST_CHANGES:
+  for _ in range(_MOST_CHANGES):
+    if found.fits:
+      break
     for change in _candidates(config, found.worst):
       tried = config.copy_and_resolve_references()
       tried.update_from_flattened_dict(change)

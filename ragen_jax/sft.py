@@ -177,7 +177,8 @@ def train_sft(config: ConfigDict) -> None:
   with tempfile.TemporaryDirectory() as scratch:
     policy = _fresh_policy(config, specs, scratch) if sft.from_scratch else experiment.load_policy(config)
     if config.lora.rank:  # adapters would take the place of what they belong to
-      export.check_output(sft.output, 'sft.output', policy.directory)
+      for source in filter(None, (policy.directory, config.lora.path)):
+        export.check_output(sft.output, 'sft.output', source)
     data = _concatenate(_demonstrations(config, specs, policy.tokenizer))
     graphdef, params = nnx.split(policy.model)
     params, frozen = lora.partition(params)

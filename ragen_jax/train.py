@@ -95,6 +95,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
       described = checkpointer.meta()['replay']
       like = {'params': lora.partition(params)[0], 'opt_state': opt_state}
       state, meta = checkpointer.restore(like | {'replay': trainer.replay.empty_state(described)})
+      # What the run began with would stay on the devices beside what it goes on with.
+      jax.tree.map(lambda x: x.delete(), like)
       params, opt_state = lora.join(state['params'], frozen), state['opt_state']
       done, stopped = meta['iteration'], meta['stopped']
       trainer.replay.load_state(state['replay'], described)
@@ -252,7 +254,7 @@ def _told(metrics: dict[str, float], config: ConfigDict) -> str:
 
 def free_fields(config: ConfigDict) -> frozenset[str]:
   """Fields that may change when a run goes on: `num_iterations` not where a falling learning rate depends on it."""
-  free = FREE_FIELDS | {f'export.{name}' for name in config.export}
+  free = FREE_FIELDS | {f'{section}.{name}' for section in ('export', 'plan') for name in config[section]}
   return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
 
 

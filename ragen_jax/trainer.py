@@ -193,7 +193,10 @@ class Trainer:
     """The iteration's episodes that are kept for people, and what is kept of them; none in most iterations."""
     rows = self._recorded_rows(iteration)
     t, fresh = rollout.trajectory, selection.fresh
-    columns, mask = batch.columns[:fresh], batch.mask[:fresh]
+    columns, mask, width = batch.columns[:fresh], batch.mask[:fresh], t.tokens.shape[1]
+    values = t.values if self.policy.sampler.values else None
+    if values is None and self.needs_critic:
+      values = on_timeline(np.asarray(batch.old_values)[:fresh], columns, mask, width)
     records = episode_records(
       rollout,
       rows,
@@ -202,10 +205,10 @@ class Trainer:
       split='train',
       group_size=self.config.train.group_size,
       reply_prefix=self.proxy.context.reply_prefix,
-      advantages=on_timeline(np.asarray(batch.advantages)[:fresh], columns, mask, t.tokens.shape[1]),
+      advantages=on_timeline(np.asarray(batch.advantages)[:fresh], columns, mask, width),
       learnt=selection.keep[:fresh],
       prompts_trained=not self.config.algorithm.mask_loss,
-      values=self.needs_critic,
+      values=values,
     )
     return [rollout.episodes[row] for row in rows], records
 

@@ -11,6 +11,9 @@ import tempfile
 
 # Read by JAX when it is imported, so before any test module is.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+# Compiling is most of the tests' time, and what they compile runs for moments.
+if os.environ['JAX_PLATFORMS'] == 'cpu':
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_backend_optimization_level=0'.strip()
 # Tests and their subprocesses share what they compile, which is most of their time. Nothing comes from an earlier run:
 # a compilation that fails must fail every time.
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # the workers inherit it
@@ -28,11 +31,15 @@ REPO = pathlib.Path(__file__).resolve().parents[1]
 # Files that take longest come first, so that no worker is left with one of them at the end.
 _LONG = (
   'test_train.py',
-  'test_launch.py',
   'test_trainer.py',
+  'test_critic.py',
+  'test_lora.py',
   'test_mesh.py',
-  'test_context_policies.py',
-  'test_config.py',
+  'test_memory.py',
+  'test_sft.py',
+  'test_sampler.py',
+  'test_token_fidelity.py',
+  'test_launch.py',
 )
 
 

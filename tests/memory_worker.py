@@ -65,7 +65,7 @@ def update(made, mesh=None, replies=REPLIES, score=False, **loss):
     sharding = row_sharding(mesh)
     params = plan._laid_out(params, tree_shardings(params, mesh))
   abstract = batch(replies, sharding)
-  found = {'accumulate': plan.temporary_bytes(learner._accumulate.lower(params, params, abstract))}
+  found = {'accumulate': plan.temporary_bytes(learner._accumulate.lower(params, nnx.State({}), params, abstract))}
   if score:
     found['score'] = plan.temporary_bytes(learner._score.lower(params, abstract.tokens, abstract.columns))
   return found

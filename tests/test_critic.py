@@ -209,6 +209,7 @@ def test_a_separate_critic_begins_with_the_values_that_the_shared_one_has():
   assert metrics['critic/grad_norm'] > 0 and metrics['rollout/logprob_gap_max'] < 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(tmp_path):
   fields = {
     'optimizer__critic_warmup': 1, 'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0, 'replay__groups': 2,
@@ -228,6 +229,7 @@ def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(t
   assert whole[1]['rollout/logprob_gap_max'] < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('separate', [False, True])
 def test_success_and_explained_variance_rise(tmp_path, separate):
   """Two arms that always pay the same, under names that the model knows and names that it does not."""

@@ -61,6 +61,7 @@ def _start_pair(workdir, log, *flags):
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # most of it is compilation, and machines are busy
 @pytest.mark.skipif(shutil.which('bash') is None, reason='launch/local.sh is a bash script')
 def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path):

@@ -110,6 +110,7 @@ _BANDIT = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_as_it_was(tmp_path, monkeypatch):
   """From one pull in seven at the wrong arm to hardly any; the KL's reference shares the base."""
   config = helpers.small_config(
@@ -240,6 +241,7 @@ for (path, a), (_, b) in zip(nnx.to_flat_state(one), nnx.to_flat_state(many), st
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_nothing_with_adapters():
   done = subprocess.run(
     [sys.executable, '-c', _ON_A_MESH],

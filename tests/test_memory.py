@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax import experiment, plan
+from ragen_jax import experiment, plan, train
 from ragen_jax.algorithms import losses
 from ragen_jax.learner import Learner, LossConfig, TokenBatch, plan_micro_batches, score_tokens
 from ragen_jax.models import hf, lora, presets, qwen
@@ -183,6 +183,7 @@ def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message
     plan.check_plan(config)
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
   """A shape alone, on a machine too small for the config: what is printed to be changed does make it fit."""
   (tmp_path / 'config.json').write_text(
@@ -268,6 +269,14 @@ def test_the_sampler_reuses_its_cache():
   assert not any(x.is_deleted() for x in jax.tree.leaves((moved, params)))
 
 
+def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
+  config, given, init = _config(num_iterations=1, eval__greedy_too=False), [], Trainer.init
+  monkeypatch.setattr(Trainer, 'init', lambda self: given.append(init(self)) or given[-1])
+  for _ in range(2):
+    train.train_and_evaluate(config, str(tmp_path / 'run'))
+  assert len(given) == 2 and all(x.is_deleted() for x in jax.tree.leaves(given[1][:2]) if x.size)
+
+
 # -- Types -------------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +290,8 @@ def test_weights_are_float32_activations_bfloat16_and_logits_float32():
   assert made.policy.logits(hidden).dtype == made.value_head(hidden).dtype == np.float32
   assert {x.dtype for x in jax.tree.leaves(made.policy.init_cache(2, 8))} == {np.dtype(jnp.bfloat16)}
   learner = Learner(nnx.split(made)[0], memory_worker.optimizer(), LossConfig())
-  new, _ = jax.eval_shape(learner._accumulate, *(nnx.split(made)[1],) * 2, _random_batch())
+  params = nnx.split(made)[1]
+  new, _ = jax.eval_shape(learner._accumulate, params, nnx.State({}), params, _random_batch())
   assert {x.dtype for x in jax.tree.leaves((new, learner.init(nnx.split(made)[1]))) if x.ndim} == {np.dtype(np.float32)}
 
 

@@ -122,6 +122,7 @@ def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model,
     _assert_same(result, one_device)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_change_nothing(tmp_path, model, one_device):
   # First each plays half of the rows and holds half of the weights; then both play the same rows, with half of the

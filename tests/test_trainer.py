@@ -335,6 +335,7 @@ def test_the_buffer_gives_back_whole_groups_that_are_not_too_old(policy, played)
   assert buffer.draw(100, rng, 6) == []
 
 
+@pytest.mark.slow
 def test_replayed_groups_are_learnt_from_with_importance_weights_and_a_run_resumes_with_them(tmp_path):
   fields = {
     'replay__groups': 2, 'replay__max_age': 1, 'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0,
@@ -353,6 +354,7 @@ def test_replayed_groups_are_learnt_from_with_importance_weights_and_a_run_resum
   assert last[0] == last[1]
 
 
+@pytest.mark.slow
 def test_online_k_learns_from_one_rollout_k_times_and_resumes(tmp_path):
   fields = {
     'train__online_k': 2, 'checkpoint__every': 2, 'eval__every': 0, 'eval__greedy_too': False,

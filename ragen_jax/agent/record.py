@@ -48,7 +48,7 @@ def episode_records(
   advantages: np.ndarray | None = None,
   learnt: np.ndarray | None = None,
   prompts_trained: bool = False,
-  values: bool = True,
+  values: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
   """Some episodes of a rollout as JSON, but for their pictures.
 
@@ -63,7 +63,8 @@ def episode_records(
     advantages: f32[B, T], on the trajectory's columns; None in evaluations.
     learnt: bool[B], the rows that the update learnt from; None in evaluations.
     prompts_trained: the loss is on all tokens, not on the sampled ones alone.
-    values: the critic's values mean something.
+    values: f32[B, T], the critic's, on the trajectory's columns; None where there are none. Those that are not the
+      sampler's own (`trajectory.values`) are known of `learnt` rows only.
 
   Returns:
     For each episode a dict: what `utils.episodes.SUMMARY` lists, `turns` (prompt as fed, the reply's tokens as `pieces`
@@ -83,8 +84,8 @@ def episode_records(
       prompt = tokenizer.decode(t.tokens[row, columns[~t.loss_mask[row, columns]]])
       forced = reply_prefix if reply_prefix and prompt.endswith(reply_prefix) else ''
       numbers = {'logprob': t.logprobs, 'entropy': t.entropies}
-      if values:
-        numbers['value'] = t.values
+      if values is not None and (values is t.values or learnt is None or learnt[row]):
+        numbers['value'] = values
       if advantages is not None and (learnt is None or learnt[row]):
         numbers['advantage'] = advantages
       turns.append(

@@ -447,8 +447,8 @@ def _some(names: list[str]) -> str:
 
 
 def has_value_head(directory: str) -> bool:
-  """Whether a checkpoint brings a value head."""
-  return os.path.isfile(os.path.join(directory, VALUE_HEAD_FILE))
+  """Whether a checkpoint brings a value head; '' is none."""
+  return bool(directory) and os.path.isfile(os.path.join(directory, VALUE_HEAD_FILE))
 
 
 def load_value_head(directory: str, head: ValueHead) -> bool:
