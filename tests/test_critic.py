@@ -179,19 +179,23 @@ def _lake(**fields):
 
 def test_a_separate_critic_begins_with_the_values_that_the_shared_one_has():
   """The sampler's records of the one are the critic's own pass of the other, behind a truncated episode too."""
-  made = []
+  made, shown = [], []
   for separate in (False, True):
     config = _lake(model__separate_critic=separate, algorithm__bootstrap_truncated=True, algorithm__kl_loss_coef=0.01)
     trainer = Trainer(config, experiment.load_policy(config))
     params, opt_state, _ = trainer.init()
     rollout, selection = trainer.collect(params, 0)
     made.append((rollout.trajectory, trainer.make_batch(params, selection)[0], trainer._bootstrap(params, rollout)))
+    shown.append([turn['value'] for r in trainer.records(rollout, selection, made[-1][1], 0)[1] for turn in r['turns']])
   (shared, batch, behind), (separate, own, own_behind) = made
   np.testing.assert_array_equal(shared.tokens, separate.tokens)
   assert np.abs(shared.values).max() > 0 and not separate.values.any()
   assert np.ptp(own.old_values[own.mask]) > 0.1 and own_behind.any()
   np.testing.assert_allclose(own.old_values, batch.old_values, atol=1e-4)
   np.testing.assert_allclose(own_behind, behind, atol=1e-4)
+  for ours, theirs in zip(*shown, strict=True):  # what is kept of episodes for people
+    np.testing.assert_allclose(ours, theirs, atol=2e-3)
+  assert any(map(any, shown[1]))
   np.testing.assert_allclose(own.advantages, batch.advantages, atol=1e-3)
   # Other weights of the critic: the same play, other values.
   params['critic'] = jax.tree.map(lambda x: 1.1 * x, params['critic'])
