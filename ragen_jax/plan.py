@@ -156,7 +156,9 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
     phases['rollout']['weights as computed with'] = copied(params['policy'])
     phases['evaluation']['weights as computed with'] = copied(params['policy'])
     if not config.model.remat:
-      phases['update']['weights as computed with'] = copied(params)
+      phases['update']['weights as computed with'] = copied(
+        {name: part for name, part in params.items() if name != 'value_head'}
+      )
   columns, rows = cache_columns(config), {}
   for phase in ('rollout', 'evaluation'):
     state = policy.sampler.abstract_state(_rows(config, phase), columns)

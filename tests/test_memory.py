@@ -49,10 +49,12 @@ def compiled():
 def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
   for program in ('accumulate', 'score'):
     whole, one, two = (compiled[name][program] for name in ('whole', 'chunk_128', 'chunk_256'))
-    assert whole > 1.9 * LOGITS  # log-probs and entropy read them; without chunks they are there
+    # Without chunks they are there: for log-probs, and for entropy once more, which only the loss has.
+    assert whole > (1.9 if program == 'accumulate' else 1) * LOGITS
     # What there is, is a few times the chunk's, also with twice as many tokens.
     assert two < (6 if program == 'accumulate' else 2.2) * LOGITS / 4
-    assert one < 0.7 * two
+    # Without gradients and entropy, what else the program holds is as much as the smaller chunk.
+    assert program == 'score' or one < 0.7 * two
     assert compiled['chunk_128_twice'][program] < 1.1 * one
 
 
@@ -79,7 +81,7 @@ def test_on_a_mesh_each_device_works_on_its_own_rows(compiled):
 def test_the_plan_is_what_a_mesh_of_eight_really_holds(compiled):
   real, planned = compiled['real'], compiled['real']['planned']
   assert planned['weights (float32)'] == planned['gradients'] == real['params']
-  assert planned['reference weights'] == real['reference'] == real['params']
+  assert planned['reference weights'] == real['reference'] < real['params']  # the policy's, without the value head
   assert (planned["optimiser's state"], planned['cache']) == (real['opt_state'], real['cache'])
   assert planned['activations'] == pytest.approx(real['activations'], rel=0.1)
   # Nothing else is there: the weights as they were loaded, for one, do not stay on the first device.
@@ -142,7 +144,8 @@ def test_adapters_and_a_separate_critic_are_counted():
 def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():
   wide, narrow = (plan.estimate(_config(model__dtype=x, plan__memory_gb=1e-6), {}) for x in ('float32', 'bfloat16'))
   assert narrow.phases['rollout']['key/value cache'] * 2 == wide.phases['rollout']['key/value cache']
-  weights = wide.phases['update']['weights (float32)']
+  head = 4 * (64 + 1)  # is used as it is kept
+  weights = wide.phases['update']['weights (float32)'] - head
   assert narrow.phases['rollout']['weights as computed with'] * 2 == weights
   assert narrow.phases['update']['weights as computed with'] * 2 == weights  # kept for the backward pass
   narrow = plan.estimate(_config(model__dtype='bfloat16', model__remat=True, plan__memory_gb=1e-6), {})
