@@ -105,6 +105,8 @@ def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...], cores: 
   """One run, on some of the cores: its evaluations, its curves, and its wall time in seconds."""
   with tempfile.TemporaryDirectory() as workdir:
     flags = [*COMMON, f'--config.seed={seed}', f'--config.compilation_cache={cache}', *SETTINGS[setting], *overrides]
+    if cores:
+      os.sched_setaffinity(0, cores)  # of this thread, which what it starts inherits
     start = time.monotonic()
     subprocess.run(
       [sys.executable, 'main.py', *flags, f'--workdir={workdir}'],
@@ -112,7 +114,6 @@ def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...], cores: 
       check=True,
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,
-      preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
     )
     wall, lines = time.monotonic() - start, read_metrics(workdir)
   tested = [line for line in lines if 'val-env/success' in line]
