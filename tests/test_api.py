@@ -23,8 +23,8 @@ CONFIG = 'configs/frozenlake_ppo.py'
 # What makes the examples small.
 SMALL = {
   'num_iterations': 1, 'train.groups': 4, 'train.group_size': 2, 'eval.groups': 4, 'eval.group_size': 2,
-  'eval.greedy_too': False, 'optimizer.mini_batch_size': 8, 'optimizer.micro_batch_size': 8, 'length_step': 512,
-  'agent.max_response_tokens': 4, 'compilation_cache': '', 'agent.drop_finished': False,
+  'eval.greedy_too': False, 'eval.temperature': 1.0, 'optimizer.mini_batch_size': 8, 'optimizer.micro_batch_size': 8,
+  'length_step': 512, 'agent.max_response_tokens': 4, 'agent.drop_finished': False,
 }  # fmt: skip
 
 
