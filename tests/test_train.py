@@ -70,8 +70,9 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
     return update(self, *args)
 
   monkeypatch.setattr(Trainer, 'update', interrupted)
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises(KeyboardInterrupt) as stopped:
     train.train_and_evaluate(config, str(tmp_path / 'parts'))
+  assert stopped.value.status == 130
   monkeypatch.undo()
   assert [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()] == ['2']
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
