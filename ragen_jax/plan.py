@@ -391,5 +391,5 @@ def _write(config: ConfigDict, found: Plan, out: TextIO) -> None:
     f'({USABLE:.0%} of {p.memory_gb:g}).\n'
   )
   if found.fits and most > 0.75 * p.memory_gb:
-    out.write('On GPUs set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
+    out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
   out.write('\n')
