@@ -67,7 +67,7 @@ class ScriptedSampler:
 
 
 def _config(*tags, **fields):
-  return helpers.small_config(train__tags=tags, **fields)
+  return helpers.small_config(train__tags=tags, envs__FrozenLake__max_turns=5, **fields)
 
 
 def _levels(tag, count):

@@ -148,19 +148,22 @@ def test_a_workdir_of_another_config_is_refused(tmp_path):
 
 
 def test_training_lifts_success_on_the_bandit(tmp_path):
-  """From one pull in seven at the wrong arm to hardly any."""
+  """The arm that the model knows as the better one is the worse: from one right pull in eight to most."""
   config = helpers.small_config(
-    num_iterations=12,
+    num_iterations=6,
     train__tags=('Bandit',),
     train__groups=32,
     train__group_size=8,
+    envs__Bandit__arms=(('Dragon', 'Phoenix'),),
+    envs__Bandit__high_probability=1.0,
     eval__tags=('Bandit',),
-    eval__groups=256,
+    eval__groups=64,
     eval__group_size=4,
     length_step=64,
     eval__temperature=1.0,
     eval__every=0,
     eval__greedy_too=False,
+    optimizer__actor_lr=2e-4,
     optimizer__mini_batch_size=64,
     optimizer__micro_batch_size=64,
     checkpoint__every=0,
@@ -168,9 +171,7 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
   last = train.train_and_evaluate(config, str(tmp_path))
   first = read_metrics(tmp_path)[0]
   before, after = first['val-env/Bandit/success'], last['val-env/Bandit/success']
-  # 1024 episodes: the standard error of the first is 0.011, that of the second smaller.
-  assert before < 0.92
-  assert after > before + 0.06 and after > 0.97
+  assert before < 0.3 and after > 0.8  # 256 episodes: the standard error is at most 0.03
 
 
 @pytest.mark.slow
@@ -253,7 +254,8 @@ def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
   model = helpers.random_model(30)
   batch, length, loss_mask = _random_batch(np.random.default_rng(0))
   results = []
-  for micro, step, loss in ((12, 40, {}), (size, 8, {'logits_chunk': 7, 'remat': True})):
+  # Of micro-batches of one row each width is a program of its own.
+  for micro, step, loss in ((12, 40, {}), (size, 20 if size == 1 else 8, {'logits_chunk': 7, 'remat': True})):
     learner = _learner(model, **loss)
     params = jax.tree.map(np.array, nnx.split(model)[1])
     plans = plan_micro_batches(
