@@ -259,9 +259,12 @@ def check_eval(config: ConfigDict) -> None:
     _at_least(config, field, 1)
   _at_least(config, 'eval.endpoint_max_tokens', 0)
   _check(config, 'eval.endpoint_timeout', 0 < e.endpoint_timeout < math.inf, 'must be above 0, in seconds')
-  if e.endpoint:
-    _check(config, 'eval.endpoint', _is_address(e.endpoint), "must be an address such as 'http://localhost:8000/v1'")
-    _check(config, 'eval.endpoint_model', bool(e.endpoint_model), 'must name a model of eval.endpoint')
+  an_address = not e.endpoint or _is_address(e.endpoint)
+  _check(config, 'eval.endpoint', an_address, "must be an address such as 'http://localhost:8000/v1', or empty")
+  both = bool(e.endpoint_model) == bool(e.endpoint)
+  _check(
+    config, 'eval.endpoint_model', both, f'must name a model of eval.endpoint={e.endpoint!r}, and none without one'
+  )
 
 
 def _is_address(url: str) -> bool:

@@ -57,7 +57,7 @@ _OF_THE_WEIGHTS = (
   'lora.targets',
   'lora.path',
 )
-_MARGIN = 15  # of a column: with five of them, a table has at most 100
+_COLUMN = 15  # characters at most: with five of them, a table has up to 100
 
 # What the table shows, of what there is.
 _LABELS = {
@@ -148,11 +148,11 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     step = _find_step(config, workdir, checkpointer, given)
     trained_on = [] if step is None else _compare_with_run(config, workdir)
     head = _head(config, step, trained_on)
-    name = _free_name(pathlib.Path(workdir) / 'evaluation', head, config)
+    directory = _make(pathlib.Path(workdir) / 'evaluation')
+    name = _free_name(directory, head, config)
     use_compilation_cache(config, workdir)
     rows, records = _play_all(config, checkpointer, step)
   found = head | {'rows': [row.to_json() for row in rows]}
-  directory = pathlib.Path(workdir) / 'evaluation'
   path = directory / f'{name}.json'
   _write_json(path, found)
   EpisodeWriter(directory / name).write('eval', step or 0, records)
@@ -375,10 +375,18 @@ def _row(config: ConfigDict, policy: str, kind: str, levels: _Levels, sampling: 
   return Row(policy, kind, levels.spec.tag, sampling, len(own) // size, len(own), metrics)
 
 
+def _make(directory: pathlib.Path) -> pathlib.Path:
+  """Makes the directory before the work is done that goes into it."""
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+  except OSError as e:
+    raise UserError(f'--workdir: {directory} cannot be made: {e.strerror or e}') from e
+  return directory
+
+
 def _write_json(path: pathlib.Path, found: dict[str, Any]) -> None:
   temporary = path.with_name(f'{path.name}.tmp')
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps(found, indent=1, allow_nan=False) + '\n')
     os.replace(temporary, path)
   except OSError as e:
@@ -411,12 +419,16 @@ def tables(rows: list[Row], group_size: int) -> list[str]:
       each = [f'pass@{k}' for k in sizes_of_k(group_size)[1:]] if metric == 'pass@' else [metric]
       names += [(m, m if metric == 'pass@' else _LABELS[m]) for m in each if any(m in row.metrics for row in own)]
     cells = [[label, *(_cell(row.metrics.get(name)) for row in own)] for name, label in names]
-    header = [
-      '',
-      *(_short(row.policy if row.kind != 'model' or 'checkpoint' in row.policy else 'model') for row in own),
-    ]
+    header = ['', *(_short(_column(row)) for row in own)]
     out.append(table([['', *(_short(row.sampling) for row in own)], *cells], title, header=header))
   return out
+
+
+def _column(row: Row) -> str:
+  """A policy's name at the head of a column; a model without a checkpoint is named above all tables."""
+  if row.kind == 'model' and not row.policy.startswith('checkpoint'):
+    return 'model'
+  return row.policy.removeprefix('endpoint ')
 
 
 def _cell(interval: Interval | None) -> str:
@@ -429,18 +441,15 @@ def _cell(interval: Interval | None) -> str:
 
 
 def _short(name: str) -> str:
-  return name if len(name) <= _MARGIN else name[: _MARGIN - 1] + '…'
+  return name if len(name) <= _COLUMN else name[: _COLUMN - 1] + '…'
 
 
 def _tell(config: ConfigDict, step: int | None, workdir: str, rows: list[Row], paths: list[str]) -> None:
-  what = []
+  """Shows the tables and where everything is."""
+  blocks = tables(rows, config.eval.group_size)
   if config.eval.step != 'none':
-    what = [f'Evaluated: checkpoint {step} of {workdir}' if step is not None else f'Evaluated: {_model_name(config)}']
-  lines = [
-    *what,
-    *tables(rows, config.eval.group_size),
-    'Behind ± is half of the 95 % interval over levels.',
-    'Written: ' + '\n         '.join(paths),
-    f'tensorboard --logdir {os.path.join(workdir, "tb")}',
-  ]
-  sys.stdout.write('\n'.join(['', *'\n\n'.join(lines[:-3]).split('\n'), '', *lines[-3:], '']))
+    model = f'checkpoint {step} of {workdir}' if step is not None else _model_name(config)
+    blocks.insert(0, f'Evaluated: {model}')
+  files = '\n'.join(f'Written: {path}' for path in paths)
+  end = 'Behind ± is half of the 95 % interval over levels.'
+  sys.stdout.write('\n' + '\n\n'.join([*blocks, f'{end}\n{files}\ntensorboard --logdir {workdir}/tb\n']))

@@ -233,7 +233,7 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
   (file,) = read_episodes(tmp_path / 'out' / 'evaluation' / 'baselines_Bandit')
   assert {r['split'] for r in file.records()} == {'solver', 'endpoint'}
   shown = capsys.readouterr().out
-  assert 'endpoint some…' in shown and 'no reply' in shown and '/evaluation/baselines_Bandit.json' in shown
+  assert 'some-long-mode…' in shown and 'no reply' in shown and '/evaluation/baselines_Bandit.json' in shown
 
 
 def _rows():
@@ -247,18 +247,18 @@ def _rows():
     of('checkpoint 40', 'model', 'greedy', success=0.433, response_length=math.nan, **known),
     of('random', 'random', '', success=0.1, **known),
     of('solver', 'solver', '', success=0.49, **known),
-    of('endpoint a-model-name', 'endpoint', 'temperature 0.5', success=0.2, no_reply=0.01, **known),
+    of('endpoint an-endpoints-model', 'endpoint', 'temperature 0.5', success=0.2, no_reply=0.01, **known),
     of('model /a/long/path', 'model', 'greedy', 'Bandit', success=-0.5, score=12.25),
   ]
 
 
-def test_the_table(request):
+def test_the_table():
   first, second = evaluation.tables(_rows(), 4)
   assert '\n'.join([first, '', second]).split('\n') == [
     'FrozenLake: 256 levels, 4 episodes each, best possible success 0.491',
-    '---------------------------------------------------------------------------------------------',
-    '              checkpoint 40    checkpoint 40  random         solver         endpoint a-mod…',
-    '---------------------------------------------------------------------------------------------',
+    '-------------------------------------------------------------------------------------------',
+    '              checkpoint 40    checkpoint 40  random         solver         an-endpoints-m…',
+    '-------------------------------------------------------------------------------------------',
     '              temperature 0.5  greedy                                       temperature 0.5',
     'success       0.439 ± 0.028    0.433 ± 0.028  0.100 ± 0.028  0.490 ± 0.028  0.200 ± 0.028',
     'of the best   0.500 ± 0.028    0.500 ± 0.028  0.500 ± 0.028  0.500 ± 0.028  0.500 ± 0.028',
@@ -290,6 +290,10 @@ def test_the_table(request):
     ({'eval.endpoint': 'localhost:8000'}, r"eval\.endpoint='localhost:8000': must be an address such as"),
     ({'eval.endpoint': 'http://me:secret@host/v1'}, r'eval\.endpoint=.*must be an address'),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1'}, r"eval\.endpoint_model='': must name a model"),
+    (
+      {'eval.endpoint_model': 'm'},
+      r"eval\.endpoint_model='m': must name a model of eval\.endpoint='', and none without",
+    ),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm'}, r'eval\.endpoint=.*cannot be reached'),
     ({'eval.endpoint_timeout': 0.0}, r'eval\.endpoint_timeout=0\.0: must be above 0'),
     ({'eval.endpoint_workers': 0}, r'eval\.endpoint_workers=0: must be at least 1'),

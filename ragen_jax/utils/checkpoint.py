@@ -404,7 +404,8 @@ def changed_fields(
     old_text = path.read_text()
   except OSError as e:
     raise UserError(f'workdir {workdir} holds no run: {path} cannot be read ({e.strerror})') from e
-  return json.loads(old_text), _changed(workdir, old_text, json.dumps(config))
+  changed = _changed(workdir, old_text, json.dumps(config))
+  return json.loads(old_text), changed
 
 
 def _compare_config(
