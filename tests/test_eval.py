@@ -28,11 +28,21 @@ from ragen_jax.utils.errors import UserError
 from tests import helpers
 from tests.chat_server import server
 
-FIELDS = dict(eval__groups=8, eval__group_size=2, logging__episodes=2, logging__trajectories=2)
+# Few turns and one number of rows: few programs.
+FIELDS = dict(
+  eval__groups=8, eval__group_size=2, logging__episodes=2, logging__trajectories=2, agent__drop_finished=False,
+  envs__FrozenLake__max_turns=2,
+)  # fmt: skip
 
 
-def _run(workdir, **fields):
-  """A workdir with two checkpoints, the first of them the best. The policy gets the weights of the second."""
+def _run(workdir, amount=0.02, **fields):
+  """A workdir with two checkpoints, the first of them the best. The policy gets the weights of the second.
+
+  Args:
+    workdir: where.
+    amount: how far the weights are moved from those that the run began with.
+    **fields: of the config.
+  """
   config = helpers.small_config(**FIELDS | fields)
   policy = experiment.load_policy(config)
   trained, frozen = lora.partition(experiment.param_state(policy.model))
@@ -40,7 +50,7 @@ def _run(workdir, **fields):
   with Checkpointer(workdir, keep=2, save_best=train.BEST) as checkpointer:
     for step, score in ((1, 0.4), (2, 0.3)):
       rng = np.random.default_rng(step)
-      moved = jax.tree.map(lambda x, rng=rng: x + 0.02 * rng.normal(size=x.shape).astype(np.float32), trained)
+      moved = jax.tree.map(lambda x, rng=rng: x + amount * rng.normal(size=x.shape).astype(np.float32), trained)
       checkpointer.save(step, {'params': moved}, metrics={train.BEST: score})
   nnx.update(policy.model, lora.join(moved, frozen))
   return config, policy
@@ -179,7 +189,7 @@ def test_a_lora_run_its_export_and_its_adapters_play_alike(tmp_path):
   """Three ways to the same weights: a checkpoint, a Hugging Face directory, adapters beside the base."""
   fields = dict(lora__rank=4, lora__alpha=8)
   own = dict(eval__tags=('Bandit',), eval__baselines=(), eval__greedy_too=False, eval__groups=32, logging__episodes=0)
-  config, _ = _run(tmp_path / 'run', **own, logging__trajectories=0, **fields)
+  config, _ = _run(tmp_path / 'run', amount=0.1, **own, logging__trajectories=0, **fields)
   found = evaluation.evaluate(config, str(tmp_path / 'run'), given=True)
   assert found['checkpoint'] == 2 and found['trained_on'] == ['FrozenLake']
   rows = {'run': found['rows']}
@@ -197,10 +207,8 @@ def test_a_lora_run_its_export_and_its_adapters_play_alike(tmp_path):
     rows[name] = found['rows']
   numbers = {name: [row['metrics'] for row in own] for name, own in rows.items()}
   assert numbers['run'] == numbers['adapter'] == numbers['merged']
-  # Weights that have been moved at random: they play unlike those that they began with.
-  base = config.copy_and_resolve_references()
-  base.eval.step = 'base'
-  assert [row['metrics'] for row in evaluation.evaluate(base, str(tmp_path / 'run'))['rows']] != numbers['run']
+  # Weights that were moved so far do not keep to the form, as those that they began with do.
+  assert numbers['run'][0]['action_is_valid']['mean'] < 0.95
 
 
 def test_the_best_checkpoint_is_found(full_run):
