@@ -185,30 +185,26 @@ def test_the_same_again_takes_its_place_and_another_does_not(evaluated):
   assert json.loads(pathlib.Path(found['path']).read_text())['rows'] == found['rows']
 
 
-def test_a_lora_run_its_export_and_its_adapters_play_alike(tmp_path):
-  """Three ways to the same weights: a checkpoint, a Hugging Face directory, adapters beside the base."""
+@pytest.mark.parametrize('form', ['merged', pytest.param('adapter', marks=pytest.mark.slow)])
+def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
+  """Two ways to the same weights: a checkpoint, and a Hugging Face directory or adapters beside the base."""
   fields = dict(lora__rank=4, lora__alpha=8)
   own = dict(eval__tags=('Bandit',), eval__baselines=(), eval__greedy_too=False, eval__groups=32, logging__episodes=0)
   config, _ = _run(tmp_path / 'run', amount=0.1, **own, logging__trajectories=0, **fields)
-  found = evaluation.evaluate(config, str(tmp_path / 'run'), given=True)
-  assert found['checkpoint'] == 2 and found['trained_on'] == ['FrozenLake']
-  rows = {'run': found['rows']}
-  for form in ('merged', 'adapter'):
-    config.export.lora, config.export.output = form, str(tmp_path / form)
-    export.export(config, str(tmp_path / 'run'))
-  merged = helpers.small_config(model__path=str(tmp_path / 'merged'))
-  adapters = helpers.small_config(**fields, lora__path=str(tmp_path / 'adapter'))
-  for name, other in (('merged', merged), ('adapter', adapters)):
-    other.eval, other.logging = config.eval, config.logging
-    found = evaluation.evaluate(other, str(tmp_path / f'out_{name}'), given=True)
-    assert (found['checkpoint'], found['trained_on']) == (None, [])
-    assert str(tmp_path / name) in found['model'] and found['rows'][0]['policy'] == f'model {found["model"]}'
-    assert not (tmp_path / f'out_{name}' / 'config.json').exists()
-    rows[name] = found['rows']
-  numbers = {name: [row['metrics'] for row in own] for name, own in rows.items()}
-  assert numbers['run'] == numbers['adapter'] == numbers['merged']
+  there = evaluation.evaluate(config, str(tmp_path / 'run'), given=True)
+  assert there['checkpoint'] == 2 and there['trained_on'] == ['FrozenLake']
   # Weights that were moved so far do not keep to the form, as those that they began with do.
-  assert numbers['run'][0]['action_is_valid']['mean'] < 0.95
+  assert there['rows'][0]['metrics']['action_is_valid']['mean'] < 0.95
+  config.export.lora, config.export.output = form, str(tmp_path / 'export')
+  export.export(config, str(tmp_path / 'run'))
+  other = dict(model__path=config.export.output) if form == 'merged' else fields | {'lora__path': config.export.output}
+  other = helpers.small_config(**other)
+  other.eval, other.logging = config.eval, config.logging
+  found = evaluation.evaluate(other, str(tmp_path / 'out'), given=True)
+  assert (found['checkpoint'], found['trained_on']) == (None, [])
+  assert config.export.output in found['model'] and found['rows'][0]['policy'] == f'model {found["model"]}'
+  assert not (tmp_path / 'out' / 'config.json').exists()
+  assert found['rows'][0]['metrics'] == there['rows'][0]['metrics']
 
 
 def test_the_best_checkpoint_is_found(full_run):

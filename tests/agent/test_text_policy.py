@@ -21,16 +21,13 @@ from tests import helpers
 from tests.test_play import ScriptedSampler
 
 # Of the right form and not; too many actions; unknown ones.
-REPLIES = {
-  'FrozenLake': [
-    'hm</think><answer>Down</answer>',
-    'Left',
-    '</think><answer>Right || Jump</answer>',
-    '</think><answer>Down || Down || Right || Right || Down || Right</answer>',
-    '</think><answer>Up</answer>',
-  ],
-  'Bandit': ['</think><answer>Dragon || Phoenix</answer>'],
-}
+REPLIES = [
+  'hm</think><answer>Down</answer>',
+  'Left',
+  '</think><answer>Right || Jump || Left || Up || Left</answer>',
+  '</think><answer>Down || Down || Right || Right || Down || Right</answer>',
+  '</think><answer>Up</answer>',
+]
 
 
 def _tokenizer():
@@ -53,15 +50,14 @@ class Script:
     return [Said('' if turn in self.lost else self.replies[turn], answered=turn not in self.lost) for _ in rows]
 
 
-@pytest.mark.parametrize('tag', sorted(REPLIES))
-def test_replies_bring_what_the_same_replies_bring_in_a_rollout(tag):
-  envs, context = _parts(tag, 6, 2)
+def test_replies_bring_what_the_same_replies_bring_in_a_rollout():
+  envs, context = _parts('FrozenLake', 6, 2)
   limits = Limits(
     max_turns=5, max_response_tokens=64, max_context=1024, format_penalty=-0.1, size_step=256, drop_finished=False
   )
-  sampler = ScriptedSampler(context.tokenizer, [REPLIES[tag]] * 12)
+  sampler = ScriptedSampler(context.tokenizer, [REPLIES] * 12)
   there = AgentProxy(envs, context, sampler, limits).rollout(None, 500, jax.random.key(0), Sampling()).episodes
-  script = Script([context.reply_prefix + reply for reply in REPLIES[tag]])
+  script = Script([context.reply_prefix + reply for reply in REPLIES])
   here = play(envs, context, script, 500, format_penalty=-0.1, pictured=[0, 5])
   for a, b in zip(here.episodes, there, strict=True):
     # Boards are drawn of those that were asked for only.
@@ -71,8 +67,7 @@ def test_replies_bring_what_the_same_replies_bring_in_a_rollout(tag):
       b.status, b.final_observation, b.level_seed, b.group
     )  # fmt: skip
     assert all(t.tokens > 0 for t in a.turns + b.turns)
-  ends = {Status.SUCCESS} if tag == 'Bandit' else {Status.FAILURE, Status.OUT_OF_ACTIONS}
-  assert ends <= {e.status for e in there}
+  assert {Status.FAILURE, Status.OUT_OF_ACTIONS} <= {e.status for e in there}
   assert [bool(e.final_picture is not None) for e in here.episodes] == [row in (0, 5) for row in range(12)]
   assert {row: len(chats) for row, chats in here.chats.items()} == {0: len(there[0].turns), 5: len(there[5].turns)}
 
@@ -164,7 +159,7 @@ def test_random_play_is_the_same_every_time_and_needs_words_outside_jax(lake):
     assert RandomPolicy.can_play(experiment.env_groups(config, ('Mine',), (1,))[0].env) == can
 
 
-@pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban', 'Countdown'])
+@pytest.mark.parametrize('tag', ['FrozenLake', 'Countdown'])
 def test_the_solver_reaches_about_the_best_possible(tag, lake):
   groups, size = (48, 8) if tag == 'FrozenLake' else (6, 2)
   envs, context = lake if tag == 'FrozenLake' else _parts(tag, groups, size)
