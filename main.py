@@ -19,8 +19,8 @@ from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
-_MODES = ['train', 'sft', 'play', 'view', 'export', 'plan']
-_TOLD = 'Learn; warm-start; let a person play; make a page of episodes; write a Hugging Face directory; plan memory.'
+_MODES = ['train', 'eval', 'sft', 'play', 'view', 'export', 'plan']
+_TOLD = 'Learn; evaluate; warm-start; let a person play; page of episodes; write a Hugging Face directory; plan memory.'
 _MODE = flags.DEFINE_enum('mode', 'train', _MODES, _TOLD)
 _COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPUs and Slurm.")
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> None:
   mode = importlib.import_module(f'ragen_jax.{_MODE.value}')
   if _MODE.value == 'sft':
     mode.train_sft(_CONFIG.value)
+  elif _MODE.value == 'eval':
+    mode.evaluate(_CONFIG.value, workdir, given=bool(_WORKDIR.value))
   elif _MODE.value == 'play':
     mode.play(_CONFIG.value, sys.stdin, sys.stdout)
   elif _MODE.value == 'view':

@@ -269,6 +269,24 @@ def get_config(model: str = '') -> ConfigDict:
   config.eval.top_k = 0
   # Evaluate a second time with the likeliest token everywhere.
   config.eval.greedy_too = True
+  # This field and the next are for --mode=eval only. Which checkpoint: 'latest', 'best' by held-out success, or the
+  # number of an iteration; 'base' is the model that the config names, without a checkpoint, and 'none' no model at all.
+  config.eval.step = 'latest'
+  # Who else plays the levels: 'random' (legal actions, in the right form) and 'solver' (the best play, where known).
+  config.eval.baselines = ('random', 'solver')
+  # Base address of an OpenAI-compatible server whose model plays too, such as 'http://localhost:8000/v1'; empty for
+  # none. If it wants a key, that is read from the environment variable OPENAI_API_KEY.
+  config.eval.endpoint = ''
+  # Name of its model.
+  config.eval.endpoint_model = ''
+  # Seconds that one reply of it may take.
+  config.eval.endpoint_timeout = 60.0
+  # Replies that are asked for at a time.
+  config.eval.endpoint_workers = 8
+  # How often a reply is asked for that does not come; then the turn is lost, as one that is not valid.
+  config.eval.endpoint_tries = 6
+  # Tokens of one of its replies at most, as it counts them; 0 leaves that to the server.
+  config.eval.endpoint_max_tokens = 512
 
   # -- How an episode goes. -------------------------------------------------------------------------------------------
   config.agent = ConfigDict()

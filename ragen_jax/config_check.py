@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import urllib.parse
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from ragen_jax.monitor import ECHO_TRAP_ACTIONS
 from ragen_jax.utils.errors import UserError
 
 EXPORT_FORMS = ('merged', 'adapter')
+BASELINES = ('random', 'solver')
 # Estimators that do not see what lies on a turn's other tokens.
 _READ_AT_TURN_ENDS = ('turn_wise_gae', 'bi_level_gae')
 
@@ -241,6 +244,37 @@ def _check_algorithm(config: ConfigDict) -> None:
       config, 'filter.metric', not drops or config.train.group_size > 1,
       'compares the members of a group, so train.group_size must be at least 2',
     )  # fmt: skip
+
+
+def check_eval(config: ConfigDict) -> None:
+  """Raises UserError for the first field of `config.eval` that --mode=eval cannot be run with."""
+  e = config.eval
+  named = e.step in ('latest', 'best', 'base', 'none') or e.step.isdecimal()
+  _check(config, 'eval.step', named, 'must be latest, best, the number of an iteration, base or none')
+  known = len(set(e.baselines)) == len(e.baselines) and set(e.baselines) <= set(BASELINES)
+  _check(config, 'eval.baselines', known, f'allowed: each at most once of {", ".join(BASELINES)}')
+  nobody = e.step == 'none' and not e.baselines and not e.endpoint
+  _check(config, 'eval.step', not nobody, 'nobody would play; name eval.baselines or eval.endpoint')
+  for field in ('eval.endpoint_workers', 'eval.endpoint_tries'):
+    _at_least(config, field, 1)
+  _at_least(config, 'eval.endpoint_max_tokens', 0)
+  _check(config, 'eval.endpoint_timeout', 0 < e.endpoint_timeout < math.inf, 'must be above 0, in seconds')
+  an_address = not e.endpoint or _is_address(e.endpoint)
+  _check(config, 'eval.endpoint', an_address, "must be an address such as 'http://localhost:8000/v1', or empty")
+  both = bool(e.endpoint_model) == bool(e.endpoint)
+  _check(
+    config, 'eval.endpoint_model', both, f'must name a model of eval.endpoint={e.endpoint!r}, and none without one'
+  )
+
+
+def _is_address(url: str) -> bool:
+  """Whether requests can be sent there; passwords and queries have no place in it."""
+  try:
+    parts = urllib.parse.urlsplit(url)
+    plain = url.isascii() and url.isprintable() and ' ' not in url and not {'@', '?', '#'} & set(url)
+    return parts.scheme in ('http', 'https') and bool(parts.hostname) and parts.port != 0 and plain
+  except ValueError:  # a port that is none
+    return False
 
 
 def check_sft(config: ConfigDict) -> None:

@@ -102,21 +102,34 @@ class Evaluator:
       values=rollout.trajectory.values if self._has_values else None,
     )
 
-  def __call__(self, params: Any, step: int = 0) -> Evaluation:
-    """Evaluates weights; `step` is the number of iterations behind them, for the records."""
-    size = self._config.eval.group_size
+  def episodes(self, params: Any, step: int = 0) -> tuple[list[Episode], list[Episode], list[dict[str, Any]]]:
+    """Plays the levels.
+
+    Args:
+      params: the weights.
+      step: the number of iterations behind them, for the records.
+
+    Returns:
+      The sampled episodes, the greedy ones (none without `eval.greedy_too`), and the records of both.
+    """
     sampled = self._play(params, experiment.sampling(self._config.eval))
-    metrics = episode_metrics(sampled.episodes, size, 'val-env')
-    records = self._records(sampled, step, 'val')
+    records, greedy = self._records(sampled, step, 'val'), []
+    if self._config.eval.greedy_too:
+      rollout = self._play(params, Sampling(temperature=0.0))
+      greedy = rollout.episodes
+      records += self._records(rollout, step, 'val-greedy')
+    return sampled.episodes, greedy, records
+
+  def __call__(self, params: Any, step: int = 0) -> Evaluation:
+    """Evaluates weights; arguments as for `episodes`."""
+    size = self._config.eval.group_size
+    sampled, greedy, records = self.episodes(params, step)
+    metrics = episode_metrics(sampled, size, 'val-env')
     for tag, best in self.optimal().items():
       if not np.isnan(best):
         metrics[f'val-env/{tag}/optimal'] = best
         metrics[f'val-env/{tag}/fraction_of_optimal'] = metrics[f'val-env/{tag}/success'] / best if best else 0.0
-    if self._config.eval.greedy_too:
-      greedy = self._play(params, Sampling(temperature=0.0))
-      metrics |= episode_metrics(greedy.episodes, size, 'val-greedy')
-      records += self._records(greedy, step, 'val-greedy')
-    return Evaluation(metrics, sampled.episodes, records)
+    return Evaluation(metrics | episode_metrics(greedy, size, 'val-greedy'), sampled, records)
 
 
 def success_by_tag(metrics: dict[str, float], tags: tuple[str, ...]) -> dict[str, float]:

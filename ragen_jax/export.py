@@ -63,8 +63,8 @@ def export(config: ConfigDict, workdir: str) -> str:
   return output
 
 
-def choose_step(checkpointer: Checkpointer, step: str) -> int:
-  """The checkpoint that 'latest', 'best' or a number means.
+def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step') -> int:
+  """The checkpoint that 'latest', 'best' or a number means; `field` is where that stands, for the error.
 
   Raises:
     UserError: there is none.
@@ -77,10 +77,10 @@ def choose_step(checkpointer: Checkpointer, step: str) -> int:
   if step == 'best':
     best = checkpointer.best_step()
     if best is None:
-      raise UserError(f"export.step='best': no checkpoint in {checkpointer.directory} was saved after an evaluation")
+      raise UserError(f"{field}='best': no checkpoint in {checkpointer.directory} was saved after an evaluation")
     return best
   if step not in map(str, steps):
-    raise UserError(f'export.step={step!r}: must be latest, best or one of {", ".join(map(str, steps))}')
+    raise UserError(f'{field}={step!r}: must be latest, best or one of {", ".join(map(str, steps))}')
   return int(step)
 
 

@@ -50,6 +50,15 @@ FREE_FIELDS = frozenset(
     'mesh.data',
     'mesh.fsdp',
     'mesh.tensor',
+    # Read by --mode=eval only.
+    'eval.step',
+    'eval.baselines',
+    'eval.endpoint',
+    'eval.endpoint_model',
+    'eval.endpoint_timeout',
+    'eval.endpoint_workers',
+    'eval.endpoint_tries',
+    'eval.endpoint_max_tokens',
   }
 )
 
@@ -79,7 +88,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
         fraction = config.optimizer.final_lr_fraction
         reasons = {'num_iterations': f'the learning rate falls over them, as optimizer.final_lr_fraction={fraction}'}
         record_config(workdir, config.to_dict(), free_fields=free_fields(config), reasons=reasons)
-    _use_compilation_cache(config, workdir)
+    use_compilation_cache(config, workdir)
     return _run(config, workdir)
 
 
@@ -262,7 +271,8 @@ def free_fields(config: ConfigDict) -> frozenset[str]:
   return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
 
 
-def _use_compilation_cache(config: ConfigDict, workdir: str) -> None:
+def use_compilation_cache(config: ConfigDict, workdir: str) -> None:
+  """Keeps compiled programs where `config.compilation_cache` says."""
   directory = config.compilation_cache
   if not directory:
     return

@@ -151,6 +151,7 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   # Environments that no tag of these runs chose.
   experiment.env_groups(config, tuple(config.envs), (1,) * len(config.envs))
   plan.check_plan(config)
+  config_check.check_eval(config)
   monkeypatch.undo()
 
   def unread(part, prefix=''):

@@ -206,6 +206,7 @@ class AgentProxy:
             valid=parsed[int(row)].valid,
             effective=int(result.effective[row]),
             picture=pictures.get(int(row)),
+            tokens=len(sampled),
           )
         )
         if row in faults:

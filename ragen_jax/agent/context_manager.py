@@ -160,8 +160,11 @@ class ContextManager:
       actions_left: how many actions the episode still has.
       closed: the reply before ended with the chat format's stop token.
     """
-    user = f'Reward: {format_reward(reward)}\n\n' + self._turn(env, turn, observation, actions_left)
+    user = self._reward_and_turn(env, turn, reward, observation, actions_left)
     return self.tokenizer.encode(self.tokenizer.following(user, self.reply_prefix, closed=closed))
+
+  def _reward_and_turn(self, env: int, turn: int, reward: float, observation: str, actions_left: int) -> str:
+    return f'Reward: {format_reward(reward)}\n\n' + self._turn(env, turn, observation, actions_left)
 
   def prompt(
     self, env: int, past: list[PastTurn], observation: str, actions_left: int, *, used: int, room: int
@@ -201,6 +204,35 @@ class ContextManager:
         return None
       shown -= 1
 
+  def messages(
+    self, env: int, past: list[PastTurn], replies: list[str], observation: str, actions_left: int
+  ) -> list[dict[str, str]]:
+    """What `prompt` shows, as messages for a policy that has a chat format of its own.
+
+    Args:
+      env: index of the environment.
+      past: the episode's turns so far; their ids are not read.
+      replies: what was said in each.
+      observation: its text now.
+      actions_left: how many actions it still has.
+
+    Returns:
+      Messages with `role` and `content`, the last of them the user's. Their length has no limit, and nothing is put
+      there for the policy to go on from.
+    """
+    policy = self.policy
+    shown = len(past) if policy.mode == 'full' else min(policy.turns - 1, len(past))
+    chat = [{'role': 'system', 'content': SYSTEM}]
+    if policy.mode == 'single_turn':
+      return [*chat, {'role': 'user', 'content': self._summary_text(env, past, shown, observation, actions_left)}]
+    first = len(past) - shown
+    turns = [(t.observation, t.actions_left) for t in past[first:]] + [(observation, actions_left)]
+    user = self._tasks[env] + '\n\n' + self._turn(env, first, *turns[0])
+    for turn, before in enumerate(past[first:], start=first):
+      chat += [{'role': 'user', 'content': user}, {'role': 'assistant', 'content': replies[turn]}]
+      user = self._reward_and_turn(env, turn + 1, before.reward, *turns[turn + 1 - first])
+    return [*chat, {'role': 'user', 'content': user}]
+
   def _conversation(
     self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int
   ) -> tuple[int, ...]:
@@ -217,6 +249,10 @@ class ContextManager:
   def _summary(
     self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int
   ) -> tuple[int, ...]:
+    user = self._summary_text(env, past, shown, observation, actions_left)
+    return self.tokenizer.encode(self.tokenizer.opening(SYSTEM, user, self.reply_prefix))
+
+  def _summary_text(self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int) -> str:
     """One message: the task, what was done in the last `shown` turns, and the present one."""
     first = len(past) - shown
     memory = [
@@ -225,8 +261,7 @@ class ContextManager:
       for i, t in enumerate(past[first:], start=first)
     ]
     remembered = ['What you did before:\n' + '\n'.join(memory)] if memory else []
-    user = '\n\n'.join([self._tasks[env], *remembered, self._turn(env, len(past), observation, actions_left)])
-    return self.tokenizer.encode(self.tokenizer.opening(SYSTEM, user, self.reply_prefix))
+    return '\n\n'.join([self._tasks[env], *remembered, self._turn(env, len(past), observation, actions_left)])
 
   def reply_texts(self, replies: list[list[int]]) -> list[str]:
     """Sampled ids, stop tokens left out, to whole replies with their forced prefix."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from ragen_jax.agent.agent_proxy import Rollout
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvGroup
+from ragen_jax.agent.text_policy import Played
 from ragen_jax.agent.trajectory import Episode
 
 # Significant digits of what is kept of a number: enough to look at.
@@ -111,6 +113,49 @@ def episode_records(
       summary |= {'learnt': bool(learnt[own].any()), 'prompts_trained': prompts_trained}
     end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
     records.append(summary | {'turns': turns} | end)
+  return records
+
+
+def text_records(
+  played: Played, *, step: int, split: str, group_size: int, tokenizer: ChatTokenizer, whole: bool
+) -> list[dict[str, Any]]:
+  """As `episode_records`, for episodes of a text policy that were pictured; of their tokens only the number is known.
+
+  Args:
+    played: the episodes.
+    step: that they are listed under.
+    split: 'random', 'solver' or 'endpoint'.
+    group_size: G.
+    tokenizer: counts the tokens of prompts.
+    whole: each prompt continues the one before (full context), so that only the last message is new.
+  """
+  records = []
+  for row, chats in played.chats.items():
+    episode, turns = played.episodes[row], []
+    for i, (turn, chat) in enumerate(zip(episode.turns, chats, strict=True)):
+      fresh = not whole or i == 0
+      new = chat if fresh else chat[-1:]
+      turns.append(
+        {
+          'prompt': '\n\n'.join(f'[{message["role"]}]\n{message["content"]}' for message in new),
+          'prompt_tokens': sum(len(tokenizer.encode(message['content'])) for message in new),
+          'fresh': fresh,
+          'forced': '',
+          # The thought and the answer.
+          'pieces': [piece for piece in re.split('(?<=</think>)', turn.reply) if piece],
+          'tokens': turn.tokens,
+          'closed': None,
+          'observation': turn.observation,
+          'picture': turn.picture,
+          'actions': list(turn.actions),
+          'valid': turn.valid,
+          'effective': int(turn.effective),
+          'reward': turn.reward,
+          'penalty': turn.penalty,
+        }
+      )
+    end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
+    records.append(_summary(episode, step, split, row % group_size) | {'turns': turns} | end)
   return records
 
 

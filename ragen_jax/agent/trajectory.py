@@ -75,6 +75,8 @@ class Turn:
     valid: the reply had the right form and every action in it exists.
     effective: how many of the actions changed the state.
     picture: u8[H, W, 3], the board at the turn's start, where it was asked for and the environment draws one.
+    tokens: the reply's, its stop token included; 0 where nobody counted them.
+    answered: a reply came; only one over a network may not.
   """
 
   observation: str
@@ -85,6 +87,8 @@ class Turn:
   valid: bool
   effective: int
   picture: np.ndarray | None = None
+  tokens: int = 0
+  answered: bool = True
 
 
 @dataclasses.dataclass

@@ -388,26 +388,51 @@ def compare_config(
   _compare_config(workdir, old_text, json.dumps(config), free_fields, {})
 
 
+def changed_fields(
+  workdir: str | os.PathLike[str], config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+  """The config of the run in `workdir`, and what differs in another one, for who decides itself what may.
+
+  Returns:
+    The run's config, and by dotted name of a field (what it was, what it is now), as JSON text or 'absent'.
+
+  Raises:
+    UserError: no run has been recorded there.
+  """
+  path = pathlib.Path(workdir) / 'config.json'
+  try:
+    old_text = path.read_text()
+  except OSError as e:
+    raise UserError(f'workdir {workdir} holds no run: {path} cannot be read ({e.strerror})') from e
+  changed = _changed(workdir, old_text, json.dumps(config))
+  return json.loads(old_text), changed
+
+
 def _compare_config(
   workdir: str | os.PathLike[str], old_text: str, new_text: str, free_fields: Set[str], reasons: Mapping[str, str]
 ) -> None:
-  try:
-    old = _flatten(json.loads(old_text))
-  except ValueError as e:
-    path = pathlib.Path(workdir) / 'config.json'
-    raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
-  new = _flatten(json.loads(new_text))
   changed = [
-    f'{name} was {old.get(name, "absent")} and is {new.get(name, "absent")}'
-    + (f' ({reasons[name]})' if name in reasons else '')
-    for name in sorted(old.keys() | new.keys())
-    if old.get(name) != new.get(name) and name not in free_fields
+    f'{name} was {was} and is {now}' + (f' ({reasons[name]})' if name in reasons else '')
+    for name, (was, now) in _changed(workdir, old_text, new_text).items()
+    if name not in free_fields
   ]
   if changed:
     raise UserError(
       f'workdir {workdir} belongs to another config: {"; ".join(changed)}; '
       'choose another --workdir or set these fields back'
     )
+
+
+def _changed(workdir: str | os.PathLike[str], old_text: str, new_text: str) -> dict[str, tuple[str, str]]:
+  """By name of a field that differs: (what it was, what it is)."""
+  try:
+    old = _flatten(json.loads(old_text))
+  except ValueError as e:
+    path = pathlib.Path(workdir) / 'config.json'
+    raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
+  new = _flatten(json.loads(new_text))
+  names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+  return {name: (old.get(name, 'absent'), new.get(name, 'absent')) for name in names}
 
 
 def _flatten(tree: Any, prefix: str = '') -> dict[str, str]:

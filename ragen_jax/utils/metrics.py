@@ -9,6 +9,7 @@ A run that is stopped and resumed leaves the metrics.jsonl of the run that was n
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -187,6 +188,31 @@ class MetricWriter:
       yield
     except OSError as e:
       raise UserError(f'metrics were not written in {self._path.parent}: {e.strerror or e}') from e
+
+
+def write_events(directory: str | os.PathLike[str], name: str, step: int, values: Mapping[str, float]) -> None:
+  """Writes scalars of one step to an event file of their own, in place of those that `name` wrote there before.
+
+  Args:
+    directory: a run of TensorBoard's, made when it does not exist.
+    name: whose events they are; the end of the file's name.
+    step: the iteration.
+    values: name -> number.
+
+  Raises:
+    UserError: the disk is full or not writable.
+  """
+  directory = pathlib.Path(directory)
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.glob(f'*tfevents*.{glob.escape(name)}'):
+      path.unlink()
+    events = EventsWriter(str(directory / 'events'), filename_suffix=f'.{name}')
+    scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+    events.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+    events.close()
+  except OSError as e:
+    raise UserError(f'events were not written in {directory}: {e.strerror or e}') from e
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
