@@ -55,7 +55,10 @@ PANELS = (
 )
 
 # Parts of a config that change nothing in what a run learns.
-_WITHOUT_EFFECT = ('checkpoint.', 'logging.', 'export.', 'plan.', 'sft.', 'compilation_cache', 'eval.greedy_too')
+_WITHOUT_EFFECT = (
+  *('checkpoint.', 'logging.', 'export.', 'plan.', 'sft.', 'compilation_cache'),
+  *('eval.greedy_too', 'eval.step', 'eval.baselines', 'eval.endpoint'),
+)
 # What runs are told apart by, before all else.
 _TELLING = ('train.tags', 'model.preset', 'algorithm.adv_estimator')
 # Sections whose fields are clear without them.

@@ -31,7 +31,7 @@ class Table:
     rows: what was trained on, then what was not trained.
     columns: tags evaluated on.
     mean: f64[R, C].
-    half: f64[R, C], half of the evaluations' interval.
+    half: f64[R, C], half of the evaluations' 95 % intervals, in the mean; NaN where one has none.
     own: bool[R, C], the row was trained on the column's tag.
   """
 
@@ -82,7 +82,7 @@ def _entries(evaluation: dict[str, Any], curve: str) -> list[_Entry]:
   trained_on = tuple(evaluation['trained_on'])
   for row in evaluation['rows']:
     value = row['metrics'].get(METRIC)
-    if value is None:
+    if value is None or value['mean'] is None:  # nothing was played
       continue
     kind, own = row['kind'], ()
     if kind == 'model' and evaluation['checkpoint'] is None:
@@ -91,8 +91,9 @@ def _entries(evaluation: dict[str, Any], curve: str) -> list[_Entry]:
       kind, name, own = 'trained', curve, trained_on
     else:
       name = {'random': 'random actions', 'solver': 'solver'}.get(kind, row['policy'])
-    low, high = float(value['low']), float(value['high'])
-    found.append(_Entry(kind, name, own, row['tag'], row['sampling'], float(value['mean']), (high - low) / 2))
+    # One level has no interval.
+    half = (value['high'] - value['low']) / 2 if None not in (value['low'], value['high']) else np.nan
+    found.append(_Entry(kind, name, own, row['tag'], row['sampling'], float(value['mean']), half))
   return found
 
 
@@ -164,12 +165,15 @@ def draw(table: Table) -> Any:
   axis.tick_params(length=0)
   axis.set_xlabel('evaluated on (framed: was trained on)' if table.own.any() else 'evaluated on')
   axis.set_ylabel('trained on')
-  axis.set_title(f'Success on held-out levels{", " * bool(table.sampling)}{table.sampling}')
+  axis.set_title(
+    f'Success on held-out levels{", " * bool(table.sampling)}{table.sampling}\n± half of the 95 % interval'
+  )
   for i, j in np.argwhere(np.isfinite(table.mean)):
     r, g, b, _ = shade(table.mean[i, j] / top)
     ink = 'black' if 0.299 * r + 0.587 * g + 0.114 * b > 0.5 else 'white'
     axis.text(j, i - 0.03, f'{table.mean[i, j]:.2f}', ha='center', va='bottom', color=ink)
-    axis.text(j, i + 0.05, f'±{table.half[i, j]:.2f}', ha='center', va='top', color=ink, fontsize=6)
+    if np.isfinite(table.half[i, j]):
+      axis.text(j, i + 0.05, f'±{table.half[i, j]:.2f}', ha='center', va='top', color=ink, fontsize=6)
     if table.own[i, j]:
       axis.add_patch(Rectangle((j - 0.47, i - 0.45), 0.94, 0.9, fill=False, edgecolor='#D55E00', linewidth=1.8))
   axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)

@@ -70,7 +70,7 @@ def _evaluate(workdir, trained_on, checkpoint, success, *, random=None, name='ev
   """An evaluation as `--mode=eval` writes it; `success` and `random` are by tag."""
 
   def row(policy, kind, tag, sampling, x):
-    metrics = {'success': {'mean': x, 'low': x - 0.03, 'high': x + 0.05}}
+    metrics = {'success': {'mean': x, 'low': x and x - 0.03, 'high': x and x + 0.05}}  # None: there is none
     return {'policy': policy, 'kind': kind, 'tag': tag, 'sampling': sampling, 'metrics': metrics}
 
   rows = [row(f'checkpoint {checkpoint}', 'model', tag, sampling, x) for tag, x in success.items()]
@@ -286,7 +286,7 @@ def test_the_matrix_has_a_row_for_what_was_trained_on_and_a_column_for_each_tag(
   _write(tmp_path / 'bandit', _config(train__tags=['Bandit']), _rows(0, 5))
   _evaluate(tmp_path / 'bandit', ['Bandit'], 40, {'Bandit': 0.8})
   _evaluate(tmp_path / 'bandit', ['Bandit'], 40, {'Bandit': 0.7}, sampling='temperature 0.5', name='warm')
-  _evaluate(tmp_path / 'base', ['FrozenLake'], None, {'Sudoku': 0.3})
+  _evaluate(tmp_path / 'base', [], None, {'Sudoku': 0.3, 'Bandit': None})
   workdirs = [str(tmp_path / name) for name in ('lake0', 'lake1', 'bandit', 'base')]
   paths = plot.plot(workdirs)
   assert {'generalisation_greedy.png', 'generalisation_temperature_0.5.svg', 'curves.svg'} <= {
@@ -308,7 +308,15 @@ def test_the_matrix_has_a_row_for_what_was_trained_on_and_a_column_for_each_tag(
   shown = str(tmp_path / 'plots' / 'generalisation_greedy')
   _shown(f'{shown}.png')
   texts = _texts(f'{shown}.svg')
-  assert {'0.45', '0.90', '±0.04', 'FrozenLake (2 seeds)', 'Sudoku', 'Success on held-out levels, greedy'} <= set(texts)
+  assert {
+    '0.45',
+    '0.90',
+    '±0.04',
+    'FrozenLake (2 seeds)',
+    'Sudoku',
+    'Success on held-out levels, greedy',
+    '± half of the 95 % interval',
+  } <= set(texts)
   assert texts.count('±0.04') == 6  # the cells with data, and no others
 
 
