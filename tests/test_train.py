@@ -136,13 +136,15 @@ def test_tensorboard_has_all_there_is_to_see(finished_run):
   (advantages,) = (e.histogram_value for e in events.Histograms('critic/advantages'))
   assert ratios.num == advantages.num > 100 and ratios.min < 1 < ratios.max
   assert len(tags['images']) == len([t for t in tags['tensors'] if t.endswith('/text_summary')]) > 0
-  content = {tag: events.SummaryMetadata(tag).plugin_data.content for tag in tags['tensors'] if 'hparams' in tag}
-  columns = HParamsPluginData.FromString(content['_hparams_/session_start_info']).session_start_info.hparams
+  start, table = (
+    HParamsPluginData.FromString(events.SummaryMetadata(f'_hparams_/{tag}').plugin_data.content)
+    for tag in ('session_start_info', 'experiment')
+  )
+  columns = start.session_start_info.hparams
   assert columns['algorithm.clip_ratio_high'].number_value == config.algorithm.clip_ratio_high
   assert columns['envs.FrozenLake.max_turns'].number_value == 5
   assert not [name for name in columns if name.startswith(('envs.Sudoku', 'sft.'))]
-  metrics = HParamsPluginData.FromString(content['_hparams_/experiment']).experiment.metric_infos
-  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in metrics}
+  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.experiment.metric_infos}
   assert newest == {
     name: np.float32(last[name])
     for name in ('val-env/success', 'val-env/FrozenLake/success', 'val-greedy/FrozenLake/success')
