@@ -188,7 +188,7 @@ def main() -> None:
   parser.add_argument('--quick', action='store_true')
   arguments = parser.parse_args()
   if importlib.util.find_spec('matplotlib') is None:
-    sys.exit('error: matplotlib is missing; pip install -r benchmarks/requirements.txt')
+    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
   wanted = arguments.only.split(',') if arguments.only else list(COMPARISONS)
   unknown = sorted(set(wanted) - set(COMPARISONS))
   if unknown:
