@@ -69,9 +69,9 @@ def run() -> None:
     if not e.everywhere or processes.is_first():
       sys.stderr.write(f'error: {e}\n')
     processes.leave(2, together=e.everywhere)
-  except KeyboardInterrupt:
+  except KeyboardInterrupt as e:
     sys.stderr.write('interrupted; the same command goes on from the last checkpoint, if there is one\n')
-    processes.leave(130)
+    processes.leave(getattr(e, 'status', 130))
 
 
 if __name__ == '__main__':

@@ -2,6 +2,7 @@
 
   python benchmarks/paper_trends.py                     all that is not in the JSON yet, run by run
   python benchmarks/paper_trends.py --only=clip,online  some comparisons
+  python benchmarks/paper_trends.py --jobs=2            two runs at a time, each on its half of the cores
   python benchmarks/paper_trends.py --quick             two iterations of two settings, to runs/quick
 
 Each run is `main.py` as a user would start it, with the flags that the JSON names: FrozenLake 4x4, slippery,
@@ -15,12 +16,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent import futures
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -96,10 +101,12 @@ COMPARISONS: dict[str, tuple[str, tuple[str, ...], tuple[str, str], str]] = {
 }
 
 
-def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...]) -> dict:
-  """One run: its evaluations, its curves, and its wall time in seconds."""
+def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...], cores: set[int] | None = None) -> dict:
+  """One run, on some of the cores: its evaluations, its curves, and its wall time in seconds."""
   with tempfile.TemporaryDirectory() as workdir:
     flags = [*COMMON, f'--config.seed={seed}', f'--config.compilation_cache={cache}', *SETTINGS[setting], *overrides]
+    if cores:
+      os.sched_setaffinity(0, cores)  # of this thread, which what it starts inherits
     start = time.monotonic()
     subprocess.run(
       [sys.executable, 'main.py', *flags, f'--workdir={workdir}'],
@@ -185,8 +192,11 @@ def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> N
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--only', default='', help=f'comparisons, separated by commas: {", ".join(COMPARISONS)}')
+  parser.add_argument('--jobs', type=int, default=1, help='runs at a time (Linux)')
   parser.add_argument('--quick', action='store_true')
   arguments = parser.parse_args()
+  if not 1 <= arguments.jobs <= (os.cpu_count() or 1):
+    sys.exit(f'error: --jobs={arguments.jobs}: must be 1 to {os.cpu_count()}, the number of cores')
   if importlib.util.find_spec('matplotlib') is None:
     sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
   wanted = arguments.only.split(',') if arguments.only else list(COMPARISONS)
@@ -202,21 +212,38 @@ def main() -> None:
     out.unlink(missing_ok=True)
   record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
   settings = dict.fromkeys(s for name in wanted for s in COMPARISONS[name][1])
-  with tempfile.TemporaryDirectory() as cache:
-    for seed in seeds:  # a whole seed first, so that a benchmark that was stopped can compare
-      for setting in settings:
-        key = f'{setting} / {seed}'
-        if key in record['runs']:
-          continue
-        record['runs'][key] = run(setting, seed, cache, overrides)
-        record |= {'command': ' '.join(sys.argv), 'hardware': hardware(), 'common': list(COMMON)}
-        record['settings'] = {name: list(flags) for name, flags in SETTINGS.items()}
-        record['verdicts'] = verdicts(record['runs'], seeds)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + '\n')
-        last = record['runs'][key]
-        print(f'{key}: {last["wall_s"]} s, {last["sampled"][0]:.3f} -> {last["sampled"][-1]:.3f}', flush=True)
-  for name, v in record['verdicts'].items():
+  keys = [(setting, seed) for seed in seeds for setting in settings]  # a whole seed first, to compare when stopped
+  todo = [key for key in keys if '{} / {}'.format(*key) not in record['runs']]
+  shares: queue.Queue = queue.Queue()
+  for i in range(arguments.jobs):
+    shares.put({*range(os.cpu_count())[i :: arguments.jobs]} if arguments.jobs > 1 else None)
+  lock = threading.Lock()
+
+  def add(setting: str, seed: int, cache: str) -> None:
+    cores = shares.get()
+    try:
+      result = run(setting, seed, cache, overrides, cores)
+    finally:
+      shares.put(cores)
+    key = f'{setting} / {seed}'
+    with lock:
+      record['runs'][key] = result
+      record.update(command=' '.join(sys.argv), hardware=hardware(), common=list(COMMON))
+      record['settings'] = {name: list(flags) for name, flags in SETTINGS.items()}
+      record['verdicts'] = verdicts(record['runs'], seeds)
+      out.parent.mkdir(parents=True, exist_ok=True)
+      out.write_text(json.dumps(record, indent=1) + '\n')
+      print(f'{key}: {result["wall_s"]} s, {result["sampled"][0]:.3f} -> {result["sampled"][-1]:.3f}', flush=True)
+
+  with tempfile.TemporaryDirectory() as cache, futures.ThreadPoolExecutor(arguments.jobs) as pool:
+    running = [pool.submit(add, *key, cache) for key in todo]
+    try:
+      for each in futures.as_completed(running):
+        each.result()
+    except BaseException:
+      pool.shutdown(cancel_futures=True)  # what runs is waited for, what waits is not begun
+      raise
+  for name, v in record.get('verdicts', {}).items():
     print(f'{name}: {v["compared"]} = {v["difference"]:+.3f} (standard error {v["standard_error"]:.3f}): {v["trend"]}')
   draw(record['runs'], seeds, image)
 

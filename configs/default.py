@@ -97,7 +97,7 @@ def get_config(model: str = '') -> ConfigDict:
       'search_depth': 300,
       # The fewest moves of a level's shortest solution; 0 for no bound.
       'min_solution': 0,
-      # The most moves of it; 0 for no bound. Both bounds choose the difficulty.
+      # The most moves of a level's shortest solution; 0 for no bound. Both bounds choose the difficulty.
       'max_solution': 0,
       # A file of levels in Boxoban's format that are played instead of made ones (set dim and num_boxes to match);
       # empty for none.
@@ -129,7 +129,7 @@ def get_config(model: str = '') -> ConfigDict:
       'low_reward': 0.1,
       # What the risky arm pays when it pays.
       'high_reward': 1.0,
-      # How often that is.
+      # How often it pays.
       'high_probability': 0.25,
       'max_turns': 1,
       'max_actions': 1,
@@ -157,7 +157,7 @@ def get_config(model: str = '') -> ConfigDict:
       'type': 'countdown',
       # Fewest given numbers, 2 to 5.
       'min_numbers': 3,
-      # Most of them.
+      # Most given numbers, up to 5.
       'max_numbers': 4,
       # Given numbers are 1 to this; at most 999, 812, 127, 42 where max_numbers is 2, 3, 4, 5.
       'largest_number': 99,
@@ -228,7 +228,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.train.tags = ('FrozenLake',)
   # Prompt groups of an iteration; each is one level.
   config.train.groups = 64
-  # How many of them play each tag, in the order of the tags; empty divides them equally.
+  # How many of the groups play each tag, in the order of the tags; empty divides them equally.
   config.train.tag_groups = ()
   # Episodes a group: they share the level, and each has its own luck and its own tokens.
   config.train.group_size = 8
@@ -243,7 +243,8 @@ def get_config(model: str = '') -> ConfigDict:
   # Draw from the smallest set of tokens that has this much probability; 1 draws from all, as the loss assumes, and less
   # needs algorithm.old_logprobs='trainer'.
   config.train.top_p = 1.0
-  # Draw from this many likeliest tokens; 0 draws from all, as the loss assumes.
+  # Draw from this many likeliest tokens; 0 draws from all, as the loss assumes, and other numbers need
+  # algorithm.old_logprobs='trainer'.
   config.train.top_k = 0
 
   # -- Evaluation: the same held-out levels every time. ---------------------------------------------------------------
@@ -252,7 +253,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.eval.tags = ('FrozenLake',)
   # Held-out levels.
   config.eval.groups = 256
-  # How many of them are of each tag, in the order of the tags; empty divides them equally.
+  # How many of the levels are of each tag, in the order of the tags; empty divides them equally.
   config.eval.tag_groups = ()
   # Episodes a level, each with its own luck.
   config.eval.group_size = 4
@@ -262,9 +263,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.eval.every = 10
   # Divides the logits when tokens are drawn; 0 takes the likeliest.
   config.eval.temperature = 0.5
-  # As in training.
+  # Draw from the smallest set of tokens that has this much probability; 1 draws from all.
   config.eval.top_p = 1.0
-  # As in training.
+  # Draw from this many likeliest tokens; 0 draws from all.
   config.eval.top_k = 0
   # Evaluate a second time with the likeliest token everywhere.
   config.eval.greedy_too = True
@@ -282,7 +283,7 @@ def get_config(model: str = '') -> ConfigDict:
   # What the policy sees of an episode: 'full', the whole conversation; 'limited_multi_turn', the conversation of the
   # last turns; 'single_turn', one message with a summary of the last turns. The latter two give a row for each turn.
   config.agent.context = 'full'
-  # Turns that these two show, the present one included.
+  # Turns that 'limited_multi_turn' and 'single_turn' show, the present one included.
   config.agent.context_turns = 5
   # Where the context is too long for another turn: 'end' the episode, or 'drop_oldest' turns from what is seen.
   config.agent.overlong = 'end'
@@ -300,7 +301,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.adv_estimator = 'gae'
   # Which tokens are trained: those that the policy sampled, or (False) every token of the episode, prompts too.
   config.algorithm.mask_loss = True
-  # Which tokens the advantages run through; as above. False in either needs algorithm.old_logprobs='trainer'.
+  # Which tokens the advantages run through, by the same choice. False in either needs old_logprobs='trainer'.
   config.algorithm.mask_advantages = True
   # Discount for each sampled token.
   config.algorithm.gamma = 1.0
@@ -315,9 +316,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.bootstrap_truncated = False
   # Divide the advantage by the episode's length over the mean length, in 'grpo' and 'dr_grpo'.
   config.algorithm.length_weight = False
-  # Discount for each turn of the step part of 'gigpo', and the weight of that part.
+  # Discount for each turn in the step part of 'gigpo'.
   config.algorithm.step_gamma = 0.95
-  # As above.
+  # Weight of the step part of 'gigpo'.
   config.algorithm.step_weight = 1.0
   # Divide both parts of 'gigpo' by the standard deviations.
   config.algorithm.step_std = False
@@ -327,7 +328,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.ratio_level = 'token'
   # How far below 1 the probability ratio may fall before its gradient is cut.
   config.algorithm.clip_ratio_low = 0.2
-  # How far above 1 it may rise ("clip-higher").
+  # How far above 1 the probability ratio may rise ("clip-higher").
   config.algorithm.clip_ratio_high = 0.28
   # Bound of the dual clip for negative advantages, above 1; 0 is off.
   config.algorithm.clip_ratio_c = 3.0
@@ -341,7 +342,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Weight of the KL to the model that training began with, in the loss; above 0 it costs a second copy of
   # the weights that are trained.
   config.algorithm.kl_loss_coef = 0.0
-  # What the same KL takes from the reward of every sampled token.
+  # What the KL to the first weights takes from the reward of every sampled token.
   config.algorithm.kl_reward_coef = 0.0
   # How the KL is estimated from a token: 'k1' (log-ratio), 'abs', 'k2' (half its square) or 'k3' (low variance).
   config.algorithm.kl_kind = 'k3'
@@ -361,23 +362,24 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- From what the environment pays to what the estimators read. ----------------------------------------------------
   config.reward = ConfigDict()
-  # Where it lies: 'turn', on the last token of the turn that earned it, or 'trajectory', all on the episode's last.
+  # Where rewards lie: 'turn', on the last token of the turn that earned it, or 'trajectory', all on the episode's last.
   config.reward.credit = 'turn'
   # Among what scores are normalised: the 'state' (prompt group), 'inductive' (environment) or the whole 'batch'.
   config.reward.grouping = 'state'
-  # How: 'identity' (not at all), 'mean', 'mean_std' or 'asym_clip' (mean_std, clamped to -1..3); not with turn credit.
+  # How scores are normalised: 'identity' (not at all), 'mean', 'mean_std' or 'asym_clip' (mean_std, clamped to -1..3);
+  # not with turn credit.
   config.reward.method = 'identity'
 
   # -- Which prompt groups an update learns from (StarPO-S). -----------------------------------------------------------
   config.filter = ConfigDict()
   # What groups are ranked by: 'reward_std', 'reward', 'reward_sum', 'entropy', 'entropy_variance' or 'length'.
   config.filter.metric = 'reward_std'
-  # How many stay: 'top_k' (this share of them), 'top_k_abs' (this number), 'top_p' (until this share of the sum of all
-  # scores is covered) or 'min_p' (those with at least this share of the greatest score).
+  # How many groups stay: 'top_k' (this share of them), 'top_k_abs' (this number), 'top_p' (until this share of the sum
+  # of all scores is covered) or 'min_p' (those with at least this share of the greatest score).
   config.filter.strategy = 'top_p'
   # The share or number; 1 with 'top_p' keeps all.
   config.filter.value = 1.0
-  # Keep the 'largest' or the 'smallest'.
+  # Keep the groups of the 'largest' or the 'smallest' score.
   config.filter.type = 'largest'
   # Whether groups of score 0 may stay; with False they go first, also where nothing else is filtered (DAPO).
   config.filter.include_zero = True
@@ -406,16 +408,16 @@ def get_config(model: str = '') -> ConfigDict:
   config.optimizer.critic_lr = 1e-3
   # Iterations at the beginning in which the critic alone learns; with a shared trunk, the value head alone.
   config.optimizer.critic_warmup = 0
-  # Steps over which both rise from 0.
+  # Steps over which both learning rates rise from 0.
   config.optimizer.warmup_steps = 0
   # Share of the learning rate that is left after all optimiser steps of the run, reached in a straight line; 1 keeps it
   # constant. A filter that makes for fewer steps leaves more of it.
   config.optimizer.final_lr_fraction = 1.0
-  # AdamW's decay rates and weight decay.
+  # AdamW's decay rate of the gradient's mean.
   config.optimizer.b1 = 0.9
-  # As above.
+  # AdamW's decay rate of the gradient's square.
   config.optimizer.b2 = 0.999
-  # As above; vectors (norms, biases) are not decayed.
+  # AdamW's weight decay; vectors (norms, biases) are not decayed.
   config.optimizer.weight_decay = 0.01
   # The gradient's greatest global norm; the policy's and a separate critic's are clipped each by its own.
   config.optimizer.grad_clip = 1.0
@@ -516,13 +518,13 @@ def get_config(model: str = '') -> ConfigDict:
   config.monitor.empty_patience = 5
   # Every so many iterations, how much the thoughts depend on the prompts (mutual information, RAGEN-2); 0 is off.
   config.monitor.information_every = 0
-  # Replies, and prompts, that are scored under one another for that.
+  # Replies, and prompts, that are scored under one another for the mutual information.
   config.monitor.information_samples = 32
   # Every so many iterations, gradient norms of the loss's parts by bucket of in-group reward deviation; 0 is off.
   config.monitor.gradients_every = 0
-  # How many such buckets.
+  # Buckets of reward deviation for these gradient norms.
   config.monitor.gradient_buckets = 4
-  # How groups are dealt to them: 'quantile' (equal numbers) or 'fixed_rv' (deviations 0 to 1, 1 to 2, ...).
+  # How groups are dealt to the buckets: 'quantile' (equal numbers) or 'fixed_rv' (deviations 0 to 1, 1 to 2, ...).
   config.monitor.bucket_mode = 'quantile'
 
   config.checkpoint = ConfigDict()

@@ -4,7 +4,8 @@
 #   launch/local.sh 2 --config=configs/frozenlake_ppo.py --workdir=runs/two
 #
 # For trying out what runs on many machines: one process drives all accelerators of a machine, so there one is enough.
-# When a process fails, the others are stopped, and its status is that of the script. PYTHON names the interpreter.
+# When a process fails, the others are stopped, and its status is that of the script. Ctrl-C, or SIGTERM to the script,
+# lets all of them finish the iteration and save a checkpoint. PYTHON names the interpreter.
 set -euo pipefail
 
 if ! [[ ${1-} =~ ^[1-9][0-9]*$ ]]; then
@@ -18,11 +19,20 @@ main=$(dirname "$0")/../main.py
 
 port=$("${PYTHON:-python}" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
 for ((i = 0; i < processes; i++)); do
   "${PYTHON:-python}" "$main" --coordinator="127.0.0.1:$port" --num_processes="$processes" --process_id="$i" "$@" &
   pids+=($!)
 done
+stop() { kill "$1" "${pids[@]}" 2>/dev/null || true; }
+trap 'stop -KILL' EXIT
+trap 'stop -TERM; wait; exit 130' INT
+trap 'stop -TERM; wait; exit 143' TERM
 for _ in "${pids[@]}"; do
-  wait -n || exit $?
+  status=0
+  wait -n || status=$?
+  if ((status)); then
+    sleep 1 # they may have heard of it, and have something to say
+    exit "$status"
+  fi
 done
+trap - EXIT

@@ -1,5 +1,8 @@
 """RAGEN in JAX: multi-turn reinforcement learning of language-model agents (StarPO).
 
+`import ragen_jax` by itself imports nothing else; a name of `__all__` comes from its module when it is first used.
+docs/api.md shows how they go together.
+
 The letters of array shapes, everywhere in this package:
 
   B  trajectories, P prompt groups times G members      T  columns of the token timeline
@@ -9,3 +12,54 @@ The letters of array shapes, everywhere in this package:
   H  width of a head                                    V  vocabulary
   A  actions a turn
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from ragen_jax.api import load_config, load_policy, make_env, train_on
+  from ragen_jax.envs import Budget, Environment, TextEnvironment
+  from ragen_jax.evaluate import Evaluator
+  from ragen_jax.train import train_and_evaluate
+  from ragen_jax.trainer import Trainer
+  from ragen_jax.utils.errors import UserError
+
+__all__ = [
+  'Budget',
+  'Environment',
+  'Evaluator',
+  'TextEnvironment',
+  'Trainer',
+  'UserError',
+  'load_config',
+  'load_policy',
+  'make_env',
+  'train_and_evaluate',
+  'train_on',
+]
+
+_MODULES = {
+  'Budget': 'envs',
+  'Environment': 'envs',
+  'Evaluator': 'evaluate',
+  'TextEnvironment': 'envs',
+  'Trainer': 'trainer',
+  'UserError': 'utils.errors',
+  'load_config': 'api',
+  'load_policy': 'api',
+  'make_env': 'api',
+  'train_and_evaluate': 'train',
+  'train_on': 'api',
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _MODULES:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  return getattr(importlib.import_module(f'{__name__}.{_MODULES[name]}'), name)
+
+
+def __dir__() -> list[str]:
+  return sorted(globals().keys() | set(__all__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
 # A run's own range of training levels.
@@ -232,6 +235,8 @@ def load_policy(config: ConfigDict) -> Policy:
   if config.model.separate_critic:
     home = hf.critic_directory(directory)
     critic = _load_model(config, home, tokenizer, mesh, jnp.float32, trunk_only=True)
+  elif hf.critic_directory(directory) != directory:
+    _log.info('%s is left unused: model.separate_critic is off', hf.critic_directory(directory))
   model = ActorCritic(qwen, critic)
   # The head beside adapters was trained on what they make of the policy's trunk, which a separate critic is not.
   beside = '' if critic is not None else config.lora.path

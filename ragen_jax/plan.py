@@ -37,6 +37,8 @@ USABLE = 0.9
 # Changes at most that are tried one after the other.
 _MOST_CHANGES = 24
 _GIB = 2**30
+# What the `-lora` variant of a real model sets that concerns memory.
+_ADAPTERS = {'lora.rank': 64, 'model.param_dtype': 'bfloat16'}
 
 # XLA's CPU compiler orders programs for parallel speed unless told to order them for memory, as those for accelerators
 # do. The programs are never run, so their machine code need not be good.
@@ -102,20 +104,33 @@ def plan(config: ConfigDict, out: TextIO) -> None:
   if found.fits:
     return
   changes, changed, better = fit(config, found, compiled)
-  flags = ' '.join(f'--config.{name}={value}' for name, value in changes.items())
+  flags = _flags(changes)
   if better.fits:
     out.write(f'It would fit with\n  {flags}\n\n')
     _write(changed, better, out)
-  else:
-    kept = sum(size for name, size in better.phases['update'].items() if name != 'activations')
-    # Powers of two divide the models.
-    more = 1 << (math.ceil(config.plan.devices * kept / better.limit) - 1).bit_length()
-    if flags:
-      out.write(f'Nor with {flags}: {better.total(better.worst) / _GIB:.1f} GiB in the {better.worst}.\n')
-    out.write(
-      f'Take more devices (plan.devices; for the weights and the optimiser alone {more}, with mesh.fsdp={more}), '
-      'more memory, a smaller model or a shorter agent.max_context.\n'
-    )
+    return
+  kept = sum(size for name, size in better.phases['update'].items() if name != 'activations')
+  # Powers of two divide the models.
+  more = 1 << (math.ceil(config.plan.devices * kept / better.limit) - 1).bit_length()
+  if flags:
+    out.write(f'Nor with {flags}: {better.total(better.worst) / _GIB:.1f} GiB in the {better.worst}.\n')
+  out.write(
+    f'Take more devices (plan.devices; for the weights and the optimiser alone {more}, with mesh.fsdp={more}), '
+    'more memory, a smaller model or a shorter agent.max_context.\n'
+  )
+  if not config.lora.rank:
+    lighter = changed.copy_and_resolve_references()
+    lighter.update_from_flattened_dict(_ADAPTERS)
+    more_changes, _, lighter_plan = fit(lighter, estimate(lighter, compiled), compiled)
+    if lighter_plan.fits:
+      out.write(
+        f'Or train adapters in place of all weights: {lighter_plan.total(lighter_plan.worst) / _GIB:.1f} GiB with\n'
+        f'  {_flags(changes | _ADAPTERS | more_changes)}\n'
+      )
+
+
+def _flags(changes: dict[str, Any]) -> str:
+  return ' '.join(f'--config.{name}={value}' for name, value in changes.items())
 
 
 def check_plan(config: ConfigDict) -> None:
@@ -312,11 +327,12 @@ def fit(config: ConfigDict, found: Plan, compiled: Any) -> tuple[dict[str, Any],
       tried.update_from_flattened_dict(change)
       try:
         check_config(tried, weights=False)
-        found = estimate(tried, compiled)
+        after = estimate(tried, compiled)
       except UserError:
         continue
-      config, changes = tried, changes | change
-      break
+      if after.total(found.worst) < found.total(found.worst):
+        config, changes, found = tried, changes | change, after
+        break
     else:
       break
   return changes, config, found
@@ -375,5 +391,5 @@ def _write(config: ConfigDict, found: Plan, out: TextIO) -> None:
     f'({USABLE:.0%} of {p.memory_gb:g}).\n'
   )
   if found.fits and most > 0.75 * p.memory_gb:
-    out.write('On GPUs set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
+    out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
   out.write('\n')

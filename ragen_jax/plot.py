@@ -57,6 +57,7 @@ PANELS = (
 # Parts of a config that change nothing in what a run learns.
 _WITHOUT_EFFECT = (
   *('checkpoint.', 'logging.', 'export.', 'plan.', 'sft.', 'compilation_cache'),
+  *('mesh.', 'monitor.information', 'monitor.gradient'),
   *('eval.greedy_too', 'eval.step', 'eval.baselines', 'eval.endpoint'),
 )
 # What runs are told apart by, before all else.

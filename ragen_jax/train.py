@@ -25,7 +25,7 @@ from ragen_jax.trainer import Trainer
 from ragen_jax.utils.checkpoint import Checkpointer, record_config, workdir_lock
 from ragen_jax.utils.episodes import EpisodeWriter
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.interrupt import Interrupt
+from ragen_jax.utils.interrupt import Interrupt, Stopped
 from ragen_jax.utils.metrics import MetricWriter, Timer, memory
 from ragen_jax.utils.progress import Progress
 from ragen_jax.view import write_page
@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 # The evaluation's metric that the best checkpoint is chosen by.
 BEST = 'val-env/success'
 
-# Fields that may change when a run goes on: they do not alter what the iterations before would have done.
+# Fields that may change when a run goes on: they do not alter what the iterations before would have done
+# (another mesh, not beyond rounding).
 FREE_FIELDS = frozenset(
   {
     'num_iterations',
@@ -47,6 +48,9 @@ FREE_FIELDS = frozenset(
     'logging.trajectories',
     'logging.episodes',
     'logging.episodes_every',
+    'mesh.data',
+    'mesh.fsdp',
+    'mesh.tensor',
   }
 )
 
@@ -161,7 +165,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         elif verdict.action != 'go_on':
           progress.write(f'iteration {step}: {verdict.reason}; ' + _TOLD[verdict.action])
         stopped = verdict.reason if verdict.action == 'stop' else ''
-        interrupted = bool(processes.largest([interrupt.requested])[0])
+        interrupted = processes.largest([interrupt.requested])[0]
         # A run that goes on in the middle of a rollout's iterations would not have that rollout.
         save_now = stopped or (interrupted and step % config.train.online_k == 0)
         if _due(step, config.checkpoint.every, config.num_iterations) or save_now:
@@ -187,7 +191,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
           tokens=tokens,
         )
         if interrupted:
-          raise KeyboardInterrupt
+          raise Stopped(interrupted)
         if stopped:
           break
   # The first process has written all there is, and tells the others.

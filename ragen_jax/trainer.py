@@ -144,6 +144,17 @@ class Trainer:
       self._reference = lora.join(jax.tree.map(jnp.copy, trained), frozen)
     return params, self.learner.init(params), 0
 
+  def iterate(self, params: Any, opt_state: Any, iteration: int) -> tuple[Any, Any, dict[str, float]]:
+    """An iteration with a rollout of its own, for loops that do nothing in between; `train.py` has the long form.
+
+    Returns:
+      The new weights, the optimiser's state (those passed are given away), and metrics of rollout and update.
+    """
+    rollout, selection = self.collect(params, iteration)
+    batch, metrics = self.make_batch(params, selection)
+    params, opt_state, update_metrics = self.update(params, opt_state, batch, selection, iteration)
+    return params, opt_state, metrics | update_metrics | self.rollout_metrics(rollout)
+
   def collect(self, params: Any, iteration: int) -> tuple[Rollout, Selection]:
     """The iteration's fresh episodes, and what to learn from.
 

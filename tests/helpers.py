@@ -25,7 +25,8 @@ def small_config(**fields) -> ConfigDict:
   config.num_iterations = 3
   config.train.groups = 4
   config.train.group_size = 4
-  config.eval.groups = 8
+  config.eval.groups = 16  # as many rows as in training, and so the same programs
+  config.envs.FrozenLake.max_turns = 3
   config.eval.every = 2
   config.optimizer.mini_batch_size = 8
   config.optimizer.micro_batch_size = 4

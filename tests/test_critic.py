@@ -236,12 +236,13 @@ def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(t
 @pytest.mark.slow
 @pytest.mark.parametrize('separate', [False, True])
 def test_success_and_explained_variance_rise(tmp_path, separate):
-  """Two arms that always pay the same, under names that the model knows and names that it does not."""
+  """Arms that always pay the same: a pair that the model knows, but the wrong way round, and one that it does not."""
   config = helpers.small_config(
-    model__separate_critic=separate, num_iterations=8, train__tags=('Bandit', 'BanditTest'), train__groups=16,
+    model__separate_critic=separate, num_iterations=7, train__tags=('Bandit', 'BanditTest'), train__groups=16,
     train__group_size=8, envs__Bandit__high_probability=1.0, envs__BanditTest__high_probability=1.0, length_step=64,
-    optimizer__mini_batch_size=32, optimizer__micro_batch_size=32, algorithm__value_clip=0.0,
-    optimizer__actor_lr=5e-4, algorithm__whiten_advantages=False,  # what is solved leaves no advantage to learn from
+    envs__Bandit__arms=(('Dragon', 'Phoenix'),), optimizer__mini_batch_size=32, optimizer__micro_batch_size=32,
+    algorithm__value_clip=0.0, optimizer__actor_lr=1e-4,
+    algorithm__whiten_advantages=False,  # what is solved leaves no advantage to learn from
   )  # fmt: skip
   check_config(config)
   trainer = Trainer(config, experiment.load_policy(config))
@@ -255,7 +256,7 @@ def test_success_and_explained_variance_rise(tmp_path, separate):
     success.append(np.mean([e.success for e in rollout.episodes if e.tag == 'Bandit']))
     explained.append(metrics['critic/vf_explained_var'])
   assert explained[0] == pytest.approx(0, abs=1e-6) and np.mean(explained[-2:]) > 0.5
-  assert np.mean(success[-2:]) > success[0] + 0.06
+  assert success[0] < 0.3 and np.mean(success[-2:]) > 0.8
   assert trainer.learner.traces <= 6 and trainer.learner._values._cache_size() <= 6
 
 

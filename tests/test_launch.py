@@ -91,8 +91,44 @@ def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path)
   assert pair.returncode == 0, output
   assert output.count(f'going on in {two} after iteration') == 1  # only the first process talks
   assert output.count('Success on 8 held-out levels') == 1
-  for ours, theirs in zip(read_metrics(two), read_metrics(one), strict=True):
+  _assert_same_metrics(two, one)
+
+
+def _assert_same_metrics(run, other):
+  for ours, theirs in zip(read_metrics(run), read_metrics(other), strict=True):
     assert ours['step'] == theirs['step']
     names = [n for n in theirs if not n.startswith(('timing_s/', 'perf/', 'rollout/logprob_gap'))]
     for name in names:
       assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-4), (theirs['step'], name)
+
+
+def _train(workdir, devices, *flags):
+  environment = _environment() | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+  command = [sys.executable, 'main.py', *FLAGS, f'--workdir={workdir}', *flags]
+  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+  one, other = tmp_path / 'one', tmp_path / 'other'
+  _train(one, 1, '--config.num_iterations=2')
+  _train(other, 8, '--config.num_iterations=1', '--config.mesh.fsdp=2', '--config.mesh.tensor=2')
+  told = _train(other, 2, '--config.num_iterations=2', '--config.mesh.tensor=2').stderr
+  assert f'going on in {other} after iteration 1' in told
+  _assert_same_metrics(other, one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sigterm_saves_the_iteration_in_all_processes(tmp_path):
+  pair = _start(tmp_path, 2, '--config.num_iterations=1000', '--config.checkpoint.every=0')
+  while not (tmp_path / 'metrics.jsonl').exists() or len(read_metrics(tmp_path)) < 2:
+    assert pair.poll() is None, pair.communicate()[0]
+    time.sleep(0.1)
+  pair.send_signal(signal.SIGTERM)
+  output = pair.communicate(timeout=300)[0]
+  assert pair.returncode == 143, output
+  assert 'the same command goes on from the last checkpoint' in output and 'Traceback' not in output
+  steps = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
+  assert steps == [read_metrics(tmp_path)[-1]['step']]

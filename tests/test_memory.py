@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import operator
 import os
 import pathlib
 import subprocess
@@ -184,6 +186,36 @@ def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message
   config.update_from_flattened_dict({field: value})
   with pytest.raises(UserError, match=message):
     plan.check_plan(config)
+
+
+def _estimate_by(numbers):
+  """In place of `plan.estimate`: 100 bytes in the update and less elsewhere, as the config's fields change them."""
+
+  def estimate(config, compiled):
+    saved = sum(bytes for field, (value, bytes) in numbers.items() if operator.attrgetter(field)(config) == value)
+    return plan.Plan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
+
+  return estimate
+
+
+def test_a_change_that_does_not_help_is_not_advised(monkeypatch):
+  config = helpers.small_config()
+  monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.logits_chunk': (1024, 45)}))
+  changes, changed, found = plan.fit(config, plan.estimate(config, {}), {})
+  assert changes == {'model.logits_chunk': 1024} and found.fits and not changed.model.remat
+
+
+@pytest.mark.parametrize('rank', [0, 8])
+def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
+  config = helpers.small_config(lora__rank=rank)
+  monkeypatch.setattr(plan, 'use_cpu_devices', lambda count: None)
+  monkeypatch.setattr(plan, '_write', lambda *_: None)
+  monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.remat': (True, 15), 'lora.rank': (64, 30)}))
+  out = io.StringIO()
+  plan.plan(config, out)
+  assert 'Nor with --config.model.remat=True: 0.0 GiB in the update.' in out.getvalue()
+  advice = '--config.model.remat=True --config.lora.rank=64 --config.model.param_dtype=bfloat16'
+  assert (advice in out.getvalue()) == (rank == 0)
 
 
 @pytest.mark.slow

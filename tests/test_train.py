@@ -72,8 +72,9 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
     return update(self, *args)
 
   monkeypatch.setattr(Trainer, 'update', interrupted)
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises(KeyboardInterrupt) as stopped:
     train.train_and_evaluate(config, str(tmp_path / 'parts'))
+  assert stopped.value.status == 130
   monkeypatch.undo()
   assert [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()] == ['2']
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -101,9 +102,9 @@ def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
   page, tags = workdir / 'trajectories.html', set()
   listed = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])['episodes']
   kept = [(e['step'], e['split']) for e in listed]
-  # 8 held-out levels, sampled and greedy, before and after; 16 of 16 episodes of the one iteration.
+  # 16 held-out levels, sampled and greedy, before and after; 16 of 16 episodes of the one iteration.
   assert {x: kept.count(x) for x in kept} == {
-    (0, 'val'): 8, (0, 'val-greedy'): 8, (1, 'val'): 8, (1, 'val-greedy'): 8, (1, 'train'): 16
+    (0, 'val'): 16, (0, 'val-greedy'): 16, (1, 'val'): 16, (1, 'val-greedy'): 16, (1, 'train'): 16
   }  # fmt: skip
   levels = [{e['level'] for e in listed if (e['step'], e['split']) == x} for x in ((0, 'val'), (1, 'val'))]
   assert levels[0] == levels[1] and len(levels[0]) == config.eval.groups

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.utils.errors import UserError
 
-_TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
+TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
 
 
 def set_up_logging() -> None:
@@ -61,7 +61,7 @@ def parse(argv: list[str]) -> list[str]:
   mode = _find_value(argv, 'mode')
   needless = mode in ('view', 'plot') and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
   path = '' if needless else _value_of(argv, 'config')
-  config = ConfigDict() if needless else _load_config(path)
+  config = ConfigDict() if needless else load_config(path)
   config_given = False
   for argument in argv[1:]:
     name = argument.split('=', 1)[0].lstrip('-')
@@ -70,7 +70,7 @@ def parse(argv: list[str]) -> list[str]:
         raise UserError(f'{argument} has no effect with --mode={mode}')
       if not config_given:
         raise UserError(f'{argument} stands before --config={path}; give --config first')
-      _check_field(config, name.removeprefix('config.'))
+      check_field(config, name.removeprefix('config.'))
     config_given |= argument.startswith('-') and name == 'config'
   try:
     return flags.FLAGS(argv)
@@ -96,9 +96,9 @@ def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
     old = config
     for name in match.group(1).split('.'):
       old = old[name]
-    if type(old) in _TYPES:
+    if type(old) in TYPES:
       given = _value_of(argv, re.escape(f'config.{match.group(1)}'))
-      return f'--config.{match.group(1)}={given}: must be {_TYPES[type(old)]}, like the {old} of the config'
+      return f'--config.{match.group(1)}={given}: must be {TYPES[type(old)]}, like the {old} of the config'
   return ' '.join(message.split())
 
 
@@ -119,27 +119,36 @@ def _find_value(argv: list[str], flag: str) -> str | None:
   return None
 
 
-def _load_config(value: str) -> ConfigDict:
-  """The config that `FILE` or `FILE:VARIANT` gives; the flag itself loads it again, and would fail with a traceback."""
+def load_config(value: str, flag: str = '--config=') -> ConfigDict:
+  """The config that `FILE` or `FILE:VARIANT` gives; the flag itself loads it again, and would fail with a traceback.
+
+  Args:
+    value: the file, relative to the present directory, and the variant.
+    flag: what errors put before it.
+
+  Raises:
+    UserError: there is no such file, or no config in it.
+  """
   path, colon, variant = value.partition(':')
   if not os.path.isfile(path):
-    raise UserError(f'--config={path}: there is no such file')
+    raise UserError(f'{flag}{path}: there is no such file')
   spec = importlib.util.spec_from_file_location('_config_of_the_command_line', path)
   if spec is None or spec.loader is None:
-    raise UserError(f'--config={path}: is no Python file')
+    raise UserError(f'{flag}{path}: is no Python file')
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   if not callable(getattr(module, 'get_config', None)):
-    raise UserError(f'--config={path}: has no function get_config')
+    raise UserError(f'{flag}{path}: has no function get_config')
   try:
     return module.get_config(variant) if colon else module.get_config()
   except TypeError as e:
     if colon and 'positional argument' in str(e):
-      raise UserError(f'--config={value}: {path} has no variants') from e
+      raise UserError(f'{flag}{value}: {path} has no variants') from e
     raise
 
 
-def _check_field(config: Any, field: str) -> None:
+def check_field(config: Any, field: str, flag: str = '--config.') -> None:
+  """Raises UserError where a dotted name is no field of the config; `flag` is what the error puts before it."""
   at, done = config, []
   for name in field.split('.'):
     if not isinstance(at, ConfigDict) or name not in at:
@@ -147,6 +156,6 @@ def _check_field(config: Any, field: str) -> None:
       known = sorted(at) if isinstance(at, ConfigDict) else []
       close = difflib.get_close_matches(name, known, n=1)
       hint = f'did you mean {close[0]!r}? ' if close else ''
-      raise UserError(f'--config.{field}: {where} has no field {name!r}; {hint}allowed: {", ".join(known) or "none"}')
+      raise UserError(f'{flag}{field}: {where} has no field {name!r}; {hint}allowed: {", ".join(known) or "none"}')
     at = at[name]
     done.append(name)

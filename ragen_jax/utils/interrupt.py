@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps, so that what is done can be saved."""
+"""Ctrl-C, or SIGTERM, between two steps, so that what is done can be saved."""
 
 from __future__ import annotations
 
@@ -8,33 +8,49 @@ import threading
 from types import FrameType, TracebackType
 
 
-class Interrupt:
-  """While it is entered, the first SIGINT only sets `requested`; the second interrupts at once.
-
-  Python's own handler raises wherever the interpreter happens to be, which may be a callback that swallows it.
+class Stopped(KeyboardInterrupt):
+  """A run that a signal asked to stop, and that has saved what it did.
 
   Attributes:
-    requested: somebody asked to stop.
+    status: to leave with, 128 and the signal's number: 130 for Ctrl-C, 143 for SIGTERM.
+  """
+
+  def __init__(self, number: int):
+    super().__init__(number)
+    self.status = 128 + number
+
+
+class Interrupt:
+  """While it is entered, the first SIGINT or SIGTERM only sets `requested`; the second of one kind stops at once.
+
+  Python's own handler raises wherever the interpreter happens to be, which may be a callback that swallows it. SIGTERM
+  is what Kubernetes, Slurm's preemption and spot machines send some time before they kill.
+
+  Attributes:
+    requested: number of the signal by which somebody asked to stop; 0 for none.
   """
 
   def __init__(self):
-    self.requested = False
-    self._old = None
+    self.requested = 0
+    self._old = {}
 
   def __enter__(self) -> Interrupt:
     if threading.current_thread() is threading.main_thread():  # elsewhere handlers cannot be set
-      self._old = signal.signal(signal.SIGINT, self._on_signal)
+      for number in (signal.SIGINT, signal.SIGTERM):
+        self._old[number] = signal.signal(number, self._on_signal)
     return self
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    self._restore()
+    for number in [*self._old]:
+      self._restore(number)
 
-  def _restore(self) -> None:
-    if self._old is not None:
-      signal.signal(signal.SIGINT, self._old)
-      self._old = None
+  def _restore(self, number: int) -> None:
+    old = self._old.pop(number, None)
+    if old is not None:  # a handler that Python did not set cannot be set again
+      signal.signal(number, old)
 
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
-    self.requested = True
-    self._restore()
-    sys.stderr.write('\nstopping after this iteration, with a checkpoint; Ctrl-C again stops at once\n')
+    self.requested = number
+    self._restore(number)
+    again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
+    sys.stderr.write(f'\nstopping after this iteration, with a checkpoint; {again} again stops at once\n')

@@ -1,0 +1,123 @@
+"""What `import ragen_jax` offers beside its classes: a config, environments, and the policy that a run begins with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from ragen_jax import envs as registry
+from ragen_jax import experiment
+from ragen_jax.config_check import check_config
+from ragen_jax.envs import Budget, Environment, TextEnvironment
+from ragen_jax.utils import command_line
+from ragen_jax.utils.errors import UserError
+
+
+def load_config(file: str, fields: Mapping[str, Any] | None = None) -> ConfigDict:
+  """The config that `main.py --config=FILE --config.FIELD=VALUE` has.
+
+  Args:
+    file: such as 'configs/frozenlake_ppo.py', with a colon and a word behind it for another model.
+    fields: dotted names, such as 'train.groups', to their values.
+
+  Returns:
+    The config, locked: its fields can be set, and what is no field is an error.
+
+  Raises:
+    UserError: there is no such file or field, or a value has the wrong type.
+  """
+  config = command_line.load_config(file, flag='').lock()
+  for field, value in (fields or {}).items():
+    command_line.check_field(config, field, flag='')
+    *sections, name = field.split('.')
+    at = config
+    for section in sections:
+      at = at[section]
+    old = at[name]
+    wrong = type(old) in (int, float) and isinstance(value, bool)  # which Python takes for a number
+    if isinstance(old, ConfigDict) or wrong:
+      raise UserError(f'{field}={value!r}: {_allowed(old)}')
+    try:
+      at[name] = value
+    except TypeError as e:
+      raise UserError(f'{field}={value!r}: {_allowed(old)}') from e
+  return config
+
+
+def _allowed(old: Any) -> str:
+  if isinstance(old, ConfigDict):
+    return f'is a section; name one of its fields: {", ".join(old)}'
+  return f'must be {command_line.TYPES.get(type(old), f"a {type(old).__name__}")}, like the {old!r} of the config'
+
+
+def make_env(env_type: str, **options: Any) -> Environment | TextEnvironment:
+  """An environment.
+
+  Args:
+    env_type: a name of `ragen_jax.envs.TYPES`, such as 'frozen_lake', or 'package.module:ClassName'.
+    **options: fields of its class; the others keep their defaults.
+
+  Raises:
+    UserError: no such type or option, or a value that is not allowed.
+  """
+  try:
+    return registry.make(env_type, options)
+  except ValueError as e:
+    raise UserError(str(e)) from e
+
+
+def train_on(
+  config: ConfigDict,
+  environments: Mapping[str, Environment | TextEnvironment],
+  budget: Budget | None = None,
+  max_words: int = 100,
+) -> None:
+  """Lets a config train and evaluate on these environments, in place of those that it names.
+
+  Args:
+    config: the run's; `envs`, `train.tags` and `eval.tags` are changed, with equal shares for all tags.
+    environments: by tag, the name that their metrics have.
+    budget: turns and actions of an episode; 5, 10 and 5 a turn where it is not given.
+    max_words: the length of a reply that the prompt asks for.
+
+  Raises:
+    UserError: the class cannot be imported by its name, which the config, and so the run's record, keeps.
+  """
+  budget = budget or Budget()
+  sections = {}
+  for tag, env in environments.items():
+    options = {f.name: getattr(env, f.name) for f in dataclasses.fields(env) if f.init}
+    env_type = _type_name(type(env))
+    try:
+      same = type(registry.make(env_type, options)) is type(env)
+    except ValueError as e:
+      raise UserError(f'environments[{tag!r}]: {e}') from e
+    if not same:
+      raise UserError(f'environments[{tag!r}]: {env_type} names another class by now')
+    sections[tag] = {'type': env_type, **options, **dataclasses.asdict(budget), 'max_words': max_words}
+  with config.unlocked():
+    for tag, section in sections.items():
+      if tag in config.envs:  # else its fields would have to keep their types
+        del config.envs[tag]
+      config.envs[tag] = section
+  for part in (config.train, config.eval):
+    part.tags, part.tag_groups = tuple(sections), ()
+
+
+def _type_name(cls: type) -> str:
+  """What `envs.TAG.type` says for a class."""
+  names = [name for name, known in registry.TYPES.items() if known is cls]
+  return names[0] if names else f'{cls.__module__}:{cls.__qualname__}'
+
+
+def load_policy(config: ConfigDict) -> experiment.Policy:
+  """The policy that a run begins with, after a check of the whole config.
+
+  Raises:
+    UserError: a field that cannot be run with, or no such checkpoint.
+  """
+  check_config(config)
+  return experiment.load_policy(config)
