@@ -18,9 +18,11 @@ from ragen_jax.utils import command_line
 from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
-_MODES = ['train', 'eval', 'sft', 'play', 'view', 'export', 'plan']
-_TOLD = 'Learn; evaluate; warm-start; let a person play; page of episodes; write a Hugging Face directory; plan memory.'
+_KEPT = 'Where the run is kept, by default runs/<name of the config file>; several times for a plot of several runs.'
+_WORKDIR = flags.DEFINE_multi_string('workdir', None, _KEPT)
+_OUTPUT = flags.DEFINE_string('output', None, 'Where plots go; by default plots/ in the run, or beside the first run.')
+_MODES = ['train', 'eval', 'sft', 'play', 'view', 'export', 'plan', 'plot']
+_TOLD = 'Learn; evaluate; warm-start; let a person play; page of episodes; export; plan memory; figures of runs.'
 _MODE = flags.DEFINE_enum('mode', 'train', _MODES, _TOLD)
 _COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPUs and Slurm.")
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
@@ -32,12 +34,12 @@ def main(argv: list[str]) -> None:
     raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
   if not flags.FLAGS['verbosity'].present:  # of the libraries only warnings
     absl_logging.set_verbosity(absl_logging.WARNING)
-  if _MODE.value in ('plan', 'view', 'play') and _COORDINATOR.value:
+  if _MODE.value in ('plan', 'view', 'play', 'plot') and _COORDINATOR.value:
     raise UserError(f'--coordinator has no effect with --mode={_MODE.value}')
   processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _MODE.value in ('sft', 'play', 'plan') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
-  workdir = command_line.workdir(flags.FLAGS)
+  workdir, *more = command_line.workdirs(flags.FLAGS)
   # Imported only now, so that --help and a misspelt flag answer at once.
   mode = importlib.import_module(f'ragen_jax.{_MODE.value}')
   if _MODE.value == 'sft':
@@ -52,6 +54,8 @@ def main(argv: list[str]) -> None:
     mode.export(_CONFIG.value, workdir)
   elif _MODE.value == 'plan':
     mode.plan(_CONFIG.value, sys.stdout)
+  elif _MODE.value == 'plot':
+    mode.plot([workdir, *more], _OUTPUT.value)
   else:
     mode.train_and_evaluate(_CONFIG.value, workdir)
 

@@ -111,7 +111,7 @@ def main() -> None:
   parser.add_argument('overrides', nargs='*', help='further flags of main.py, after --')
   arguments = parser.parse_args()
   if importlib.util.find_spec('matplotlib') is None:
-    sys.exit('error: matplotlib is missing; pip install -r benchmarks/requirements.txt')
+    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
   name = pathlib.Path(arguments.config.partition(':')[0]).stem
   seeds = [int(s) for s in arguments.seeds.split(',')][: 1 if arguments.quick else None]
   overrides = arguments.overrides + (['--config.num_iterations=2'] if arguments.quick else [])

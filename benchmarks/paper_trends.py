@@ -198,7 +198,7 @@ def main() -> None:
   if not 1 <= arguments.jobs <= (os.cpu_count() or 1):
     sys.exit(f'error: --jobs={arguments.jobs}: must be 1 to {os.cpu_count()}, the number of cores')
   if importlib.util.find_spec('matplotlib') is None:
-    sys.exit('error: matplotlib is missing; pip install -r benchmarks/requirements.txt')
+    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
   wanted = arguments.only.split(',') if arguments.only else list(COMPARISONS)
   unknown = sorted(set(wanted) - set(COMPARISONS))
   if unknown:

@@ -18,6 +18,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from ragen_jax.algorithms import losses
+from ragen_jax.algorithms.diagnostics import ratio_counts
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import place_rows, tree_shardings
 from ragen_jax.models import lora
@@ -291,6 +292,7 @@ def loss_and_stats(module: ActorCritic, batch: TokenBatch, cfg: LossConfig):
     'actor/ppo_kl': losses.aggregate(stats['approx_kl'], batch.weights),
     'actor/logprob_gap_mean': losses.aggregate(gap, batch.weights),
     'weights': jnp.sum(batch.weights),
+    'ratio_counts': ratio_counts(stats['ratio'], trained),
   }
   return loss, (sums | value_sums, {'actor/logprob_gap_max': jnp.max(gap)})
 
@@ -407,8 +409,8 @@ class Learner:
       def loss(trained):
         return loss_and_stats(lora.merge(graphdef, trained, frozen), batch, cfg)
 
-      new, stats = jax.grad(loss, has_aux=True)(trained)
-      return self._as_weights(jax.tree.map(jnp.add, gradients, new)), stats
+      new, (sums, maxima) = jax.grad(loss, has_aux=True)(trained)
+      return self._as_weights(jax.tree.map(jnp.add, gradients, new)), (self._as_weights(sums), maxima)
 
     def accumulate_critic(trained, frozen, gradients, batch):
       self.traces += 1
@@ -553,7 +555,8 @@ class Learner:
         head alone learns.
 
     Returns:
-      New weights, new optimiser state, and metrics as device scalars.
+      New weights, new optimiser state, and metrics as device scalars; among them, where the policy learns,
+      'ratio_counts', i32[K], of the tokens that are trained (`diagnostics.ratio_counts`).
     """
     accumulate, apply = self._accumulate, self._apply
     if critic_only:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from ragen_jax.utils.checkpoint import Checkpointer, record_config, workdir_lock
 from ragen_jax.utils.episodes import EpisodeWriter
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.interrupt import Interrupt, Stopped
-from ragen_jax.utils.metrics import MetricWriter, Timer
+from ragen_jax.utils.metrics import MetricWriter, Timer, memory
 from ragen_jax.utils.progress import Progress
 from ragen_jax.view import write_page
 
@@ -123,6 +124,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
       MetricWriter(workdir, start_step=start_step, enabled=processes.is_first()) as writer,
       Progress(config.num_iterations, start=done, enabled=processes.is_first()) as progress,
     ):
+      writer.hparams(*_hparams(config))
       if done == 0:
         _log.info('evaluating before training; most of the first minute is compilation')
         with timer('testing'):
@@ -146,6 +148,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         metrics = batch_metrics | update_metrics | trainer.rollout_metrics(rollout) | probes
         watched, verdict = monitor.after_iteration(metrics, empty=not selection.groups) if collect else ({}, Verdict())
         writer.scalars(step, metrics | watched)
+        writer.histograms(step, trainer.histograms(batch))
         if collect and processes.is_first():
           episodes, records = trainer.records(rollout, selection, batch, iteration)
           kept.write('train', step, records)
@@ -181,7 +184,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
             meta = {'iteration': step, 'monitor': monitor.state_dict(), 'stopped': stopped, 'replay': described}
             state = {'params': lora.partition(params)[0], 'opt_state': opt_state, 'replay': replay}
             checkpointer.save(step, state, meta, metrics=scores)
-        times = timer.pop()
+        times = timer.pop() | memory()
         tokens = int(rollout.trajectory.length.sum())
         times['perf/total_num_tokens'] = tokens
         times['perf/throughput'] = tokens / times['timing_s/step']
@@ -269,6 +272,15 @@ def free_fields(config: ConfigDict) -> frozenset[str]:
   """Fields that may change when a run goes on: `num_iterations` not where a falling learning rate depends on it."""
   free = FREE_FIELDS | {f'{section}.{name}' for section in ('export', 'plan') for name in config[section]}
   return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
+
+
+def _hparams(config: ConfigDict) -> tuple[dict[str, Any], list[str]]:
+  """For TensorBoard's table of runs: the config, without what this run does not read, and the metrics to compare."""
+  shown = {name: value for name, value in config.to_dict().items() if name not in ('sft', 'export', 'plan')}
+  used = {*config.train.tags, *config.eval.tags}
+  shown['envs'] = {tag: options for tag, options in shown['envs'].items() if tag in used}
+  splits = ('val-env', 'val-greedy') if config.eval.greedy_too else ('val-env',)
+  return shown, [BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)]
 
 
 def use_compilation_cache(config: ConfigDict, workdir: str) -> None:

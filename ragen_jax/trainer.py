@@ -18,7 +18,13 @@ from ragen_jax.agent.statistics import episode_metrics
 from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status, Trajectory
 from ragen_jax.algorithms import filters, losses, masks, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS, compute_advantages
-from ragen_jax.algorithms.diagnostics import in_group_reward, logprob_gap, repeated_replies, reward_std_buckets
+from ragen_jax.algorithms.diagnostics import (
+  RATIO_EDGES,
+  in_group_reward,
+  logprob_gap,
+  repeated_replies,
+  reward_std_buckets,
+)
 from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.learner import (
   Learner,
@@ -32,6 +38,7 @@ from ragen_jax.learner import (
 )
 from ragen_jax.models import lora
 from ragen_jax.replay import ReplayBuffer
+from ragen_jax.utils.metrics import Counts
 
 # Options of `compute_advantages` that are numbers and names of the config.
 _SCALARS = (
@@ -85,6 +92,7 @@ class Trainer:
     self.steps_per_iteration = config.algorithm.ppo_epochs * (self.rows // config.optimizer.mini_batch_size)
     self.learner = Learner(nnx.split(policy.model)[0], self._optimizer(), self._loss_config(), policy.mesh)
     self._reference: Any = None
+    self._ratio_counts: Any = 0
     self.replay = ReplayBuffer(config.replay.max_age)
     self._advantages = jax.jit(compute_advantages, static_argnames=_SCALARS)
     self._shape_rewards = jax.jit(rewards.shape_rewards, static_argnames=('credit', 'grouping', 'method'))
@@ -442,6 +450,7 @@ class Trainer:
         )
         steps.append(metrics)
     steps = jax.device_get(steps)
+    self._ratio_counts = sum(s.pop('ratio_counts', 0) for s in steps)
     means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]} if steps else {}
     # Before the first step the weights are those that sampled, so what is left is the two programs' difference.
     for name in ('mean', 'max'):
@@ -455,6 +464,13 @@ class Trainer:
     means['train/num_mini_batches'] = len(steps)
     means['train/lr_scale'] = lr_scale
     return params, opt_state, means
+
+  def histograms(self, batch: TokenBatch) -> dict[str, Any]:
+    """For TensorBoard: advantages of the batch's trained tokens, and their probability ratios in the last `update`."""
+    return {
+      'critic/advantages': batch.advantages[batch.weights > 0],
+      'actor/ratio': Counts(RATIO_EDGES, np.asarray(self._ratio_counts)),
+    }
 
   def rollout_metrics(self, rollout: Rollout) -> dict[str, float]:
     """What the rollout's episodes amount to, those that a filter drops included."""

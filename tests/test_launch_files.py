@@ -171,7 +171,7 @@ def test_the_jobset_is_consistent(shape):
   assert host == f'{jobset["metadata"]["name"]}-{job["name"]}-0-0.{spec["network"]["subdomain"]}'
   assert container['ports'] == [{'containerPort': int(port)}]
   assert flags['num_processes'] == template['completions']
-  assert flags['workdir'].startswith(f'{mounts["shared"]}/')
+  assert flags['workdir'][0].startswith(f'{mounts["shared"]}/')
 
 
 # 4 nodes of 8 GPUs, and a slice of 16 chips.
@@ -179,4 +179,4 @@ def test_the_jobset_is_consistent(shape):
 def test_the_command_that_a_script_shows_is_one_that_runs(shape, script, devices):
   arguments = _example(script)
   assert len(arguments) == 4
-  assert _understood(arguments, shape, devices)['workdir'].startswith('/')
+  assert _understood(arguments, shape, devices)['workdir'][0].startswith('/')

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from ragen_jax import experiment, train
 from ragen_jax.learner import (
@@ -119,6 +121,35 @@ def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
   page.unlink()
   train.train_and_evaluate(config, str(workdir))  # finished: shows its table again, and the page
   assert str(page) in capsys.readouterr().out and page.exists()
+
+
+def test_tensorboard_has_all_there_is_to_see(finished_run):
+  config, workdir, last = finished_run
+  events = EventAccumulator(str(workdir / 'tb'), size_guidance={'scalars': 0}).Reload()
+  tags = events.Tags()
+  rows = read_metrics(workdir)
+  assert set(tags['scalars']) == set().union(*rows) - {'step'}
+  for name in ('actor/entropy', 'val-env/success', 'timing_s/gen', 'perf/throughput', 'perf/max_host_memory_gb'):
+    shown = [(e.step, e.value) for e in events.Scalars(name)]
+    assert shown == [(row['step'], np.float32(row[name])) for row in rows if name in row] and shown[0][1] > 0, name
+  assert set(tags['histograms']) == {'actor/ratio', 'critic/advantages'}
+  (ratios,) = (e.histogram_value for e in events.Histograms('actor/ratio'))
+  (advantages,) = (e.histogram_value for e in events.Histograms('critic/advantages'))
+  assert ratios.num == advantages.num > 100 and ratios.min < 1 < ratios.max
+  assert len(tags['images']) == len([t for t in tags['tensors'] if t.endswith('/text_summary')]) > 0
+  start, table = (
+    HParamsPluginData.FromString(events.SummaryMetadata(f'_hparams_/{tag}').plugin_data.content)
+    for tag in ('session_start_info', 'experiment')
+  )
+  columns = start.session_start_info.hparams
+  assert columns['algorithm.clip_ratio_high'].number_value == config.algorithm.clip_ratio_high
+  assert columns['envs.FrozenLake.max_turns'].number_value == 5
+  assert not [name for name in columns if name.startswith(('envs.Sudoku', 'sft.'))]
+  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.experiment.metric_infos}
+  assert newest == {
+    name: np.float32(last[name])
+    for name in ('val-env/success', 'val-env/FrozenLake/success', 'val-greedy/FrozenLake/success')
+  }
 
 
 def test_every_metric_and_file_of_a_run_is_explained(finished_run):

@@ -101,7 +101,26 @@ def test_where_nothing_is_kept_nothing_is_learnt(policy, played):
   assert not batch.mask.any()
   params, _, metrics = trainer.update(params, opt_state, batch, nothing, 0)
   assert metrics['train/num_mini_batches'] == 0
+  assert not np.any(trainer.histograms(batch)['actor/ratio'].counts)
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
+
+
+def test_histograms_are_of_the_tokens_that_were_trained(policy, played):
+  trainer, params, opt_state = _trainer(policy, filter__strategy='top_k', filter__value=0.5, algorithm__ppo_epochs=2)
+  selection = trainer.select(played[0])
+  batch, metrics = trainer.make_batch(params, selection)
+  assert trainer.histograms(batch)['actor/ratio'].counts.sum() == 0  # before the first update
+  _, _, updated = trainer.update(params, opt_state, batch, selection, 0)
+  found = trainer.histograms(batch)
+  tokens = played[0].trajectory.loss_mask[selection.keep].sum()
+  advantages = found['critic/advantages']
+  assert advantages.shape == (tokens,) and advantages.max() == pytest.approx(metrics['critic/advantages/max'])
+  edges, counts = found['actor/ratio']
+  assert counts.sum() == 2 * tokens and counts.max() < 2 * tokens
+  # The share outside the clip's bounds is near what the losses say: the bins' edges are not the bounds.
+  outside = counts[(edges[1:] < 0.8) | (edges[:-1] > 1.28)].sum() / counts.sum()
+  assert 0 < outside < 3 * updated['actor/pg_clipfrac'] + 0.1
+  assert 'ratio_counts' not in updated
 
 
 def test_dropped_rows_do_not_touch_the_advantages_of_others(policy, played):

@@ -1,7 +1,8 @@
 """What tells a healthy run from one that is about to collapse.
 
 Metrics of rewards within groups and of the sampler's numbers, averages over time, and RAGEN-2's mutual information
-between prompts and reasoning. What acts on them is in `collapse.py`. All of this runs on the host.
+between prompts and reasoning. What acts on them is in `collapse.py`. All of this runs on the host, but for
+`ratio_counts`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -56,6 +59,28 @@ def update_emas(
   """
   emas = dict(emas) | {name: emas.get(name, Ema()).update(x, decay) for name, x in metrics.items()}
   return emas, {f'{name}_ema': emas[name].value for name in metrics}
+
+
+# --- probability ratios -----------------------------------------------------------------------------------------------
+
+_LOG_EDGES = np.geomspace(1e-4, math.log(10), 32)
+# Finest around 1: the first steps away from it are small, and a sequence's ratio (GSPO) moves by 1e-4.
+RATIO_EDGES = np.exp(np.concatenate([-_LOG_EDGES[::-1], _LOG_EDGES]))  # f64[64], 0.1 to 10
+
+
+def ratio_counts(ratio: jax.Array, mask: jax.Array) -> jax.Array:
+  """Counts probability ratios in fixed bins, so that counts of micro-batches add up to those of an optimiser step.
+
+  Args:
+    ratio: f32[B, T].
+    mask: bool[B, T], those that count.
+
+  Returns:
+    i32[63], how many lie between two of `RATIO_EDGES`; what lies below or above all of them is in the outermost.
+  """
+  reached = jnp.sum(mask[..., None] & (ratio[..., None] >= RATIO_EDGES[1:-1].astype(np.float32)), axis=(0, 1))
+  whole = jnp.sum(mask)[None]
+  return jnp.concatenate([whole, reached]) - jnp.concatenate([reached, jnp.zeros_like(whole)])
 
 
 # --- rewards within groups, sampler against trainer -------------------------------------------------------------------

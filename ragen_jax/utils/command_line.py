@@ -33,9 +33,19 @@ def default_workdir(config_path: str) -> str:
   return os.path.join('runs', f'{name}-{variant}' if variant else name)
 
 
-def workdir(values: flags.FlagValues) -> str:
-  """Where the run is kept, by the flags `workdir` and `config`."""
-  return values.workdir or default_workdir(config_flags.get_config_filename(values['config']))
+def workdirs(values: flags.FlagValues) -> list[str]:
+  """Where the run is kept, or several are for --mode=plot, by the flags `workdir` and `config`.
+
+  Raises:
+    UserError: a flag that is plot's alone is given for another mode.
+  """
+  given = values.workdir or [default_workdir(config_flags.get_config_filename(values['config']))]
+  if values.mode != 'plot':
+    if len(given) > 1:
+      raise UserError(f'--workdir is given {len(given)} times; only --mode=plot takes several, {values.mode} takes one')
+    if values.output:
+      raise UserError(f'--output has no effect with --mode={values.mode} (export has --config.export.output)')
+  return given
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -48,7 +58,8 @@ def parse(argv: list[str]) -> list[str]:
   if any(re.fullmatch(r'--?(help|helpshort|helpfull|helpxml|h|\?)(=.*)?', a) for a in argv):
     return _show_help(argv)
   # What is shown of a workdir does not depend on a config.
-  needless = _find_value(argv, 'mode') == 'view' and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
+  mode = _find_value(argv, 'mode')
+  needless = mode in ('view', 'plot') and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
   path = '' if needless else _value_of(argv, 'config')
   config = ConfigDict() if needless else load_config(path)
   config_given = False
@@ -56,7 +67,7 @@ def parse(argv: list[str]) -> list[str]:
     name = argument.split('=', 1)[0].lstrip('-')
     if argument.startswith('-') and name.startswith('config.'):
       if needless:
-        raise UserError(f'{argument} has no effect with --mode=view')
+        raise UserError(f'{argument} has no effect with --mode={mode}')
       if not config_given:
         raise UserError(f'{argument} stands before --config={path}; give --config first')
       check_field(config, name.removeprefix('config.'))

@@ -14,23 +14,40 @@ import json
 import math
 import os
 import pathlib
+import resource
 import struct
+import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
+import jax
 import numpy as np
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
 from ragen_jax.utils.errors import UserError
 
 HISTOGRAM_BINS = 64  # equal in width, from the least to the greatest value
 
+GIB = 2**30
+
 _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
+
+
+class Counts(NamedTuple):
+  """A histogram that was counted elsewhere.
+
+  Attributes:
+    edges: f64[K], ascending; what lies outside of them is counted in the first and the last bin.
+    counts: [K - 1], how many values lie between two edges.
+  """
+
+  edges: np.ndarray
+  counts: np.ndarray
 
 
 class MetricWriter:
@@ -104,10 +121,17 @@ class MetricWriter:
       self._add(step, summary.text(name, markdown))
 
   def histograms(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes name -> array of any shape to TensorBoard as histograms; values that are not finite are left out."""
+    """Writes name -> array of any shape, or `Counts`, to TensorBoard as histograms, and not to metrics.jsonl.
+
+    Values that are not finite are left out, and so is a histogram of nothing.
+    """
     if self._file is None:
       return
     for name, array in values.items():
+      if isinstance(array, Counts):
+        if np.any(array.counts):
+          self._add(step, Summary(value=[_histogram_of_counts(name, array)]))
+        continue
       array = np.asarray(array, np.float64).ravel()
       array = array[np.isfinite(array)]
       if array.size:
@@ -126,20 +150,18 @@ class MetricWriter:
       )
       self._add(step, Summary(value=[Summary.Value(tag=name, image=picture)]))
 
-  def hparams(self, config: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Writes a row of TensorBoard's HParams table: call it once, at the end of the run.
+  def hparams(self, config: Mapping[str, Any], metrics: Sequence[str]) -> None:
+    """Writes the run's row of TensorBoard's HParams table into the run's own event file: call it at the start.
 
     Args:
       config: nested dict; its columns get dotted names, values other than numbers, booleans and text are shown as text.
-      metrics: name -> final value; they become the scalars `hparam/<name>` and are not part of metrics.jsonl.
+      metrics: names of scalars; the table shows the newest value of each, also while the run goes on.
     """
     if self._file is None:
       return
-    metrics = {f'hparam/{name}': _scalar(name, value) for name, value in metrics.items()}
-    for part in summary.hparams(_flatten(config), metrics):
-      self._add(None, part)
-    for name, value in metrics.items():
-      self._add(0, Summary(value=[Summary.Value(tag=name, simple_value=value)]))
+    experiment, start, _ = summary.hparams(_flatten(config), dict.fromkeys(metrics))
+    self._add(self._step, experiment)
+    self._add(self._step, start)
 
   def flush(self) -> None:
     """Puts everything written so far into the files; raises UserError when the disk is full or not writable."""
@@ -248,6 +270,20 @@ def encode_png(image: np.ndarray) -> bytes:
   return b'\x89PNG\r\n\x1a\n' + body
 
 
+def memory() -> dict[str, float]:
+  """The most memory that was in use since the process began, in GiB, as scalars.
+
+  Returns:
+    `perf/max_host_memory_gb`, of this process; and, where devices keep count of theirs (GPUs and TPUs),
+    `perf/max_memory_allocated_gb`, of the fullest device of this process.
+  """
+  unit = 1 if sys.platform == 'darwin' else 1024  # macOS tells bytes, Linux KiB
+  found = {'perf/max_host_memory_gb': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+  peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in jax.local_devices()]
+  peaks = [peak for peak in peaks if peak is not None]
+  return found | ({'perf/max_memory_allocated_gb': max(peaks) / GIB} if peaks else {})
+
+
 class Timer:
   """Adds up the seconds of a run's phases.
 
@@ -292,6 +328,24 @@ def _scalar(name: str, value: Any) -> float:
   if array.size != 1:
     raise ValueError(f'metric {name} has shape {list(array.shape)}, not one value')
   return float(array.item())
+
+
+def _histogram_of_counts(name: str, histogram: Counts) -> Summary.Value:
+  edges, counts = (np.asarray(x, np.float64) for x in histogram)
+  filled = np.flatnonzero(counts)
+  first, last = filled[0], filled[-1] + 1
+  middles = (edges[:-1] + edges[1:]) / 2
+  proto = HistogramProto(
+    min=edges[first],
+    max=edges[last],
+    num=counts.sum(),
+    sum=counts @ middles,
+    sum_squares=counts @ middles**2,
+    # A bucket is told by its right edge: the empty one in front says where the first begins.
+    bucket_limit=edges[first : last + 1].tolist(),
+    bucket=[0.0, *counts[first:last].tolist()],
+  )
+  return Summary.Value(tag=name, histo=proto)
 
 
 def _to_json(value: float) -> float | str:

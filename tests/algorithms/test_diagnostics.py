@@ -28,6 +28,24 @@ def test_update_emas():
   assert set(emas) == {'a', 'b'}
 
 
+def test_ratios_are_counted_as_numpy_counts_them_and_parts_add_up():
+  rng = np.random.default_rng(0)
+  ratio = np.exp(rng.normal(scale=10.0 ** rng.uniform(-5, 1, size=(6, 50)))).astype(np.float32)
+  ratio[0, :3] = 1.0, 0.0, np.exp(20)
+  mask = rng.random((6, 50)) < 0.7
+  mask[0, :3] = True
+  edges = module.RATIO_EDGES.astype(np.float32)
+  wide = np.concatenate([[-np.inf], edges[1:-1], [np.inf]])
+  expected = np.histogram(ratio[mask], wide)[0]
+  got = module.ratio_counts(ratio, mask)
+  np.testing.assert_array_equal(got, expected)
+  np.testing.assert_array_equal(
+    got, module.ratio_counts(ratio[:2], mask[:2]) + module.ratio_counts(ratio[2:], mask[2:])
+  )
+  assert expected[0] > 1 and expected[-1] > 1  # what lies outside the edges
+  assert edges[0] == pytest.approx(0.1) and edges[-1] == pytest.approx(10) and len(expected) == len(edges) - 1
+
+
 def test_in_group_reward():
   scores = np.array([0.0, 1.0, 2.0, 2.0, 100.0])
   group = np.array([4, 4, 9, 9, 9])

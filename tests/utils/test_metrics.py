@@ -15,12 +15,15 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing import event_file_loader
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from ragen_jax.utils import metrics as metrics_lib
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.metrics import MetricWriter, Timer, read_metrics
+from ragen_jax.utils.metrics import Counts, MetricWriter, Timer, read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 
@@ -136,7 +139,7 @@ def test_a_disabled_writer_writes_nothing(tmp_path):
     writer.text(0, {'a': 'b'})
     writer.histograms(0, {'a': object()})
     writer.images(0, {'a': object()})
-    writer.hparams({}, {'a': object()})
+    writer.hparams({'a': object()}, ['a'])
     writer.flush()
   assert not (tmp_path / 'run').exists()
 
@@ -257,12 +260,29 @@ def test_tensorboard_text_histogram_image(tmp_path):
   np.testing.assert_array_equal(np.asarray(decoder.open(io.BytesIO(picture.encoded_image_string))), image)
 
 
-def test_tensorboard_hparams(tmp_path):
-  config = {'seed': 0, 'train': {'lr': 1e-3, 'on': True, 'betas': (0.9, 0.99)}, 'env': {'name': 'lake', 'none': None}}
+def test_tensorboard_histogram_that_was_counted_elsewhere(tmp_path):
+  """TensorBoard draws each bucket between its own edges, without the empty ones at the ends."""
+  edges, counts = np.array([0.5, 0.9, 1.1, 2.0, 8.0]), np.array([0, 3, 1, 0])
   with MetricWriter(tmp_path) as writer:
-    writer.scalars(7, {'eval/success': 0.4})
-    writer.hparams(config, {'eval/success': 0.4})
+    writer.histograms(2, {'actor/ratio': Counts(edges, counts), 'actor/none': Counts(edges, 0 * counts)})
+  assert read_metrics(tmp_path) == []
+  reader = event_file_loader.EventFileLoader(str(next((tmp_path / 'tb').iterdir())))
+  (value,) = [value for event in reader.Load() for value in event.summary.value]
+  assert value.tag == 'actor/ratio'
+  buckets = tensor_util.make_ndarray(value.tensor)  # left, right, count
+  np.testing.assert_allclose(buckets[buckets[:, 2] > 0], [[0.9, 1.1, 3], [1.1, 2.0, 1]])
+  assert (buckets[:, 0].min(), buckets[:, 1].max()) == pytest.approx((0.9, 2.0))
+
+
+def test_tensorboard_hparams(tmp_path):
+  """A row in the table of runs, from the run's own file, with the newest success."""
+  config = {'seed': 0, 'train': {'lr': 1e-3, 'on': True, 'betas': (0.9, 0.99)}, 'env': {'name': 'lake', 'none': None}}
+  for start, success in ((0, 0.25), (7, 0.5)):  # and again when the run goes on
+    with MetricWriter(tmp_path, start) as writer:
+      writer.hparams(config, ['eval/success'])
+      writer.scalars(7, {'eval/success': success})
   shown = summaries(tmp_path)
+  assert set(shown) == {'_hparams_/experiment', '_hparams_/session_start_info', 'eval/success'}
   content = shown['_hparams_/session_start_info'].metadata.plugin_data.content
   columns = HParamsPluginData.FromString(content).session_start_info.hparams
   assert {name: getattr(value, value.WhichOneof('kind')) for name, value in columns.items()} == {
@@ -273,8 +293,49 @@ def test_tensorboard_hparams(tmp_path):
     'env.name': 'lake',
     'env.none': 'None',
   }
-  assert shown['hparam/eval/success'].simple_value == np.float32(0.4)
-  assert read_metrics(tmp_path) == [{'step': 7, 'eval/success': 0.4}]
+  content = shown['_hparams_/experiment'].metadata.plugin_data.content
+  experiment = HParamsPluginData.FromString(content).experiment
+  assert [metric.name.tag for metric in experiment.metric_infos] == ['eval/success']
+  assert {info.name for info in experiment.hparam_infos} == set(columns)
+  assert read_metrics(tmp_path) == [{'step': 7, 'eval/success': 0.5}]
+  assert EventAccumulator(str(tmp_path / 'tb')).Reload().Scalars('eval/success')[-1].value == 0.5
+
+
+def test_tensorboard_forgets_what_was_written_after_the_checkpoint(tmp_path):
+  """Its own reader, on a run that was cut off after step 4 and went on from step 2."""
+  for start, stop, x in ((0, 5, 0.0), (2, 6, 1.0)):
+    with MetricWriter(tmp_path, start) as writer:
+      for step in range(start, stop):
+        writer.scalars(step, {'actor/entropy': x})
+        writer.histograms(step, {'critic/advantages': [x, x + 1]})
+  events = EventAccumulator(str(tmp_path / 'tb'), size_guidance={'scalars': 0, 'histograms': 0}).Reload()
+  assert [(e.step, e.value) for e in events.Scalars('actor/entropy')] == [
+    (0, 0), (1, 0), (2, 1), (3, 1), (4, 1), (5, 1)
+  ]  # fmt: skip
+  advantages = events.Histograms('critic/advantages')
+  assert [(e.step, e.histogram_value.max) for e in advantages] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]
+
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_the_most_that_was_used(monkeypatch):
+  """Against what the kernel says, and of several devices the fullest."""
+  status = pathlib.Path('/proc/self/status')
+  host = metrics_lib.memory()['perf/max_host_memory_gb']
+  if status.exists():
+    peak = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith('VmHWM'))
+    assert host == pytest.approx(peak / 2**20, rel=0.05)
+
+  class Device:
+    def __init__(self, peak):
+      self.memory_stats = lambda: peak and {'peak_bytes_in_use': peak, 'bytes_in_use': 1}
+
+  devices = [Device(2**30), Device(3 * 2**30), Device(None)]
+  monkeypatch.setattr(metrics_lib.jax, 'local_devices', lambda: devices)
+  assert metrics_lib.memory()['perf/max_memory_allocated_gb'] == 3
+  devices[:] = devices[-1:]  # a CPU keeps no count
+  assert set(metrics_lib.memory()) == {'perf/max_host_memory_gb'}
 
 
 # -- Timer -------------------------------------------------------------------------------------------------------------
