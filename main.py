@@ -18,7 +18,8 @@ from ragen_jax.utils import command_line
 from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Where the run is kept; by default runs/<name of the config file>.')
+_KEPT = 'Where the run is kept; by default runs/<name of the config file>, of a warm start runs/<name>-sft.'
+_WORKDIR = flags.DEFINE_string('workdir', None, _KEPT)
 _MODES = ['train', 'sft', 'play', 'view', 'export', 'plan']
 _TOLD = 'Learn; warm-start; let a person play; make a page of episodes; write a Hugging Face directory; plan memory.'
 _MODE = flags.DEFINE_enum('mode', 'train', _MODES, _TOLD)
@@ -35,13 +36,13 @@ def main(argv: list[str]) -> None:
   if _MODE.value in ('plan', 'view', 'play') and _COORDINATOR.value:
     raise UserError(f'--coordinator has no effect with --mode={_MODE.value}')
   processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  if _MODE.value in ('sft', 'play', 'plan') and _WORKDIR.value:
-    raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
+  if _MODE.value in ('play', 'plan') and _WORKDIR.value:
+    raise UserError(f'--workdir has no effect with --mode={_MODE.value}')
   workdir = command_line.workdir(flags.FLAGS)
   # Imported only now, so that --help and a misspelt flag answer at once.
   mode = importlib.import_module(f'ragen_jax.{_MODE.value}')
   if _MODE.value == 'sft':
-    mode.train_sft(_CONFIG.value)
+    mode.train_sft(_CONFIG.value, workdir)
   elif _MODE.value == 'play':
     mode.play(_CONFIG.value, sys.stdin, sys.stdout)
   elif _MODE.value == 'view':

@@ -75,7 +75,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
         fraction = config.optimizer.final_lr_fraction
         reasons = {'num_iterations': f'the learning rate falls over them, as optimizer.final_lr_fraction={fraction}'}
         record_config(workdir, config.to_dict(), free_fields=free_fields(config), reasons=reasons)
-    _use_compilation_cache(config, workdir)
+    use_compilation_cache(config, workdir)
     return _run(config, workdir)
 
 
@@ -114,7 +114,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         _log.info('evaluating before training; most of the first minute is compilation')
         with timer('testing'):
           evaluation = evaluator(params)
-        _log_evaluation(writer, kept, progress, 0, evaluation, config)
+        log_evaluation(writer, kept, progress, 0, evaluation, config)
         writer.scalars(0, timer.pop())
       collect = True
       for iteration in range(done, config.num_iterations if not stopped else done):
@@ -142,7 +142,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         if _due(step, config.eval.every, config.num_iterations) or verdict.action == 'stop':
           with timer('testing'):
             evaluation = evaluator(params, step)
-          scores[BEST] = _log_evaluation(writer, kept, progress, step, evaluation, config)
+          scores[BEST] = log_evaluation(writer, kept, progress, step, evaluation, config)
           watched, hopeless = monitor.after_evaluation(success_by_tag(evaluation.metrics, tuple(config.eval.tags)))
           writer.scalars(step, watched)
           verdict = hopeless if hopeless.action == 'stop' else verdict
@@ -215,7 +215,7 @@ def _due(step: int, every: int, last: int) -> bool:
   return step == last or (every > 0 and step % every == 0)
 
 
-def _log_evaluation(
+def log_evaluation(
   writer: MetricWriter, kept: EpisodeWriter, progress: Progress, step: int, evaluation: Evaluation, config: ConfigDict
 ) -> float:
   """Writes an evaluation down; returns its mean success over tags."""
@@ -258,7 +258,8 @@ def free_fields(config: ConfigDict) -> frozenset[str]:
   return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
 
 
-def _use_compilation_cache(config: ConfigDict, workdir: str) -> None:
+def use_compilation_cache(config: ConfigDict, workdir: str) -> None:
+  """Keeps compiled programs where `config.compilation_cache` says."""
   directory = config.compilation_cache
   if not directory:
     return

@@ -34,8 +34,13 @@ def default_workdir(config_path: str) -> str:
 
 
 def workdir(values: flags.FlagValues) -> str:
-  """Where the run is kept, by the flags `workdir` and `config`."""
-  return values.workdir or default_workdir(config_flags.get_config_filename(values['config']))
+  """Where the run is kept, by the flags `workdir`, `config` and `mode`.
+
+  A warm start has a place beside that of training with the same config.
+  """
+  default = default_workdir(config_flags.get_config_filename(values['config']))
+  beside = values.mode == 'sft' and not os.path.basename(default).startswith('sft_')
+  return values.workdir or (f'{default}-sft' if beside else default)
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -17,7 +17,8 @@ class Interrupt:
     requested: somebody asked to stop.
   """
 
-  def __init__(self):
+  def __init__(self, noun: str = 'iteration'):
+    self._noun = noun
     self.requested = False
     self._old = None
 
@@ -37,4 +38,4 @@ class Interrupt:
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
     self.requested = True
     self._restore()
-    sys.stderr.write('\nstopping after this iteration, with a checkpoint; Ctrl-C again stops at once\n')
+    sys.stderr.write(f'\nstopping after this {self._noun}, with a checkpoint; Ctrl-C again stops at once\n')
