@@ -41,7 +41,10 @@ SFT = (
   '--mode=sft', '--config.sft.group_size=4', '--config.sft.steps=160', '--config.sft.batch_size=64',
   '--config.sft.val_fraction=0', '--config.sft.eval_every=0', '--config.sft.checkpoint_every=0',
 )  # fmt: skip
-QUICK = {'SFT': ('--config.sft.steps=4',), 'RL': ('--config.num_iterations=1',)}
+QUICK = {
+  'SFT': ('--config.sft.steps=2', '--config.sft.levels=(32,)'),
+  'RL': ('--config.num_iterations=1', '--config.train.groups=32'),
+}
 
 
 def flags(method: str, game: str) -> list[str]:
@@ -131,7 +134,7 @@ def main() -> None:
           key = f'{game} / {method} / {seed}'
           if key in record['runs']:
             continue
-          quick = (*QUICK[method], '--config.eval.groups=64') if arguments.quick else ()
+          quick = (*QUICK[method], '--config.eval.groups=8') if arguments.quick else ()
           record['runs'][key] = last = run(method, game, seed, cache, quick)
           record |= {'command': ' '.join(sys.argv), 'hardware': hardware()}
           record['flags'] = {f'{g} / {m}': flags(m, g) for g in GAMES for m in ('SFT', 'RL')}

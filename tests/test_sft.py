@@ -292,7 +292,7 @@ def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
   shown = []
 
   def join(parts):
-    shown.append([tokenizer.decode(row[: n // 2]) for row, n in zip(parts[0].tokens, parts[0].length, strict=True)])
+    shown.append([tokenizer.decode(row[:n]) for row, n in zip(parts[0].tokens, parts[0].length, strict=True)])
     raise KeyboardInterrupt
 
   monkeypatch.setattr(sft_data, 'join', join)
