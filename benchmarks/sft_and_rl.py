@@ -42,32 +42,33 @@ SFT = (
   '--config.sft.val_fraction=0', '--config.sft.eval_every=0', '--config.sft.checkpoint_every=0',
 )  # fmt: skip
 QUICK = {
-  'SFT': ('--config.sft.steps=2', '--config.sft.levels=(32,)'),
+  'SFT': ('--config.sft.steps=2', '--config.sft.group_size=1', '--config.sft.batch_size=32'),
   'RL': ('--config.num_iterations=1', '--config.train.groups=32'),
 }
 
 
-def flags(method: str, game: str) -> list[str]:
-  """The flags of one method on one game."""
+def flags(method: str, game: str, levels: int = 2560) -> list[str]:
+  """The flags of one method on one game; `levels` are those that are shown."""
   tag, episodes = GAMES[game]
   common = [f"--config.eval.tags=('{tag}',)", '--config.eval.groups=256', '--config.eval.tag_groups=()']
   common += [f'--config.eval.group_size={episodes}', '--config.logging.episodes_every=0']
   if method == 'RL':
     return [f'--config=configs/{game}_ppo.py', *common, *RL]
-  return [f'--config=configs/sft_{game}.py', *common, *SFT, '--config.sft.levels=(2560,)']
+  return [f'--config=configs/sft_{game}.py', *common, *SFT, f'--config.sft.levels=({levels},)']
 
 
-def run(method: str, game: str, seed: int, cache: str, overrides: tuple[str, ...]) -> dict:
+def run(method: str, game: str, seed: int, cache: str, quick: bool) -> dict:
   """One run: held-out success at its end (of RL also before), and its wall time in seconds."""
   tag = GAMES[game][0]
   with tempfile.TemporaryDirectory() as scratch:
     workdir = pathlib.Path(scratch) / 'run'
-    own = [f'--config.seed={seed}', f'--config.compilation_cache={cache}', f'--workdir={workdir}', *overrides]
+    own = [f'--config.seed={seed}', f'--config.compilation_cache={cache}', f'--workdir={workdir}']
+    own += (*QUICK[method], '--config.eval.groups=8') if quick else ()
     if method == 'SFT':
       own += [f'--config.sft.output={scratch}/model', f'--config.sft.first_level={FIRST_LEVEL + 10_000 * seed}']
     start = time.monotonic()
     done = subprocess.run(
-      [sys.executable, 'main.py', *flags(method, game), *own],
+      [sys.executable, 'main.py', *flags(method, game, 32 if quick else 2560), *own],
       cwd=ROOT,
       check=False,
       stdout=subprocess.DEVNULL,
@@ -134,8 +135,7 @@ def main() -> None:
           key = f'{game} / {method} / {seed}'
           if key in record['runs']:
             continue
-          quick = (*QUICK[method], '--config.eval.groups=8') if arguments.quick else ()
-          record['runs'][key] = last = run(method, game, seed, cache, quick)
+          record['runs'][key] = last = run(method, game, seed, cache, arguments.quick)
           record |= {'command': ' '.join(sys.argv), 'hardware': hardware()}
           record['flags'] = {f'{g} / {m}': flags(m, g) for g in GAMES for m in ('SFT', 'RL')}
           record['verdicts'] = verdicts(record['runs'], seeds)

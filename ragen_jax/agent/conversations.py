@@ -94,6 +94,9 @@ def _messages(line: str) -> tuple[Message, ...]:
       raise ValueError(f'{where}.role is {role!r}; allowed: {", ".join(ROLES)}')
     if not isinstance(content, str):
       raise ValueError(f'{where}.content is {json.dumps(content)}; it must be text')
+    calls = [name for name in ('tool_calls', 'function_call') if item.get(name)]
+    if calls:
+      raise ValueError(f'{where} has {calls[0]}, which cannot be learnt from')
     if role == 'system' and i:
       raise ValueError(f'{where}.role is "system", which may only be the first message')
     if weight not in (0, 1):

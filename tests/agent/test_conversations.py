@@ -110,6 +110,7 @@ _GOOD = json.dumps({'messages': [_said('assistant', 'yes')]})
     ({'messages': [_said('tool', 'x')]}, r"line 2: messages\[0\]\.role is 'tool'; allowed: system, user, assistant"),
     ({'messages': [_said('user', None)]}, r'line 2: messages\[0\]\.content is null; it must be text'),
     ({'messages': [_said('user', 'x'), _said('system', 'y')]}, r'line 2: messages\[1\]\.role is "system", which may'),
+    ({'messages': [_said('assistant', 'x', tool_calls=[{}])]}, r'line 2: messages\[0\] has tool_calls, which cannot'),
     ({'messages': [_said('assistant', 'x', weight=2)]}, r'line 2: messages\[0\]\.weight is 2; allowed: 0, 1'),
     ({'messages': [_said('user', 'x')]}, r'line 2: has no message of the assistant to learn from'),
     ({'messages': [_said('assistant', 'x', weight=0)]}, r'line 2: has no message of the assistant to learn from'),
