@@ -18,7 +18,7 @@ from ragen_jax.utils import command_line
 from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
-_KEPT = 'Where the run is kept, by default runs/<name of the config file>; several times for a plot of several runs.'
+_KEPT = 'Where the run is kept, by default runs/<name of the config file> (sft: <name>-sft); plot takes several.'
 _WORKDIR = flags.DEFINE_multi_string('workdir', None, _KEPT)
 _OUTPUT = flags.DEFINE_string('output', None, 'Where plots go; by default plots/ in the run, or beside the first run.')
 _MODES = ['train', 'eval', 'sft', 'play', 'view', 'export', 'plan', 'plot']
@@ -37,13 +37,13 @@ def main(argv: list[str]) -> None:
   if _MODE.value in ('plan', 'view', 'play', 'plot') and _COORDINATOR.value:
     raise UserError(f'--coordinator has no effect with --mode={_MODE.value}')
   processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  if _MODE.value in ('sft', 'play', 'plan') and _WORKDIR.value:
-    raise UserError(f'--workdir has no effect with --mode={_MODE.value} (sft has --config.sft.output)')
+  if _MODE.value in ('play', 'plan') and _WORKDIR.value:
+    raise UserError(f'--workdir has no effect with --mode={_MODE.value}')
   workdir, *more = command_line.workdirs(flags.FLAGS)
   # Imported only now, so that --help and a misspelt flag answer at once.
   mode = importlib.import_module(f'ragen_jax.{_MODE.value}')
   if _MODE.value == 'sft':
-    mode.train_sft(_CONFIG.value)
+    mode.train_sft(_CONFIG.value, workdir)
   elif _MODE.value == 'eval':
     mode.evaluate(_CONFIG.value, workdir, given=bool(_WORKDIR.value))
   elif _MODE.value == 'play':

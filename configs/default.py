@@ -444,11 +444,15 @@ def get_config(model: str = '') -> ConfigDict:
   # Episodes that go through the model at once; gradients add up to those of the whole mini-batch.
   config.optimizer.micro_batch_size = 64
 
-  # -- Supervised warm start (--mode=sft): imitation of the environments' exact solvers. ------------------------------
+  # -- Supervised warm start (--mode=sft): imitation of exact solvers, or of given conversations. ---------------------
   config.sft = ConfigDict()
   # Where the trained checkpoint is written, in Hugging Face format.
   config.sft.output = 'runs/sft/checkpoint'
-  # Environments that are demonstrated.
+  # A file of conversations to learn from, one JSON a line (docs/warm_start.md); empty for solvers' play.
+  config.sft.data = ''
+  # A file that the solvers' play is written to in that form; empty for none.
+  config.sft.save_data = ''
+  # Environments that are demonstrated. With `data`, this and all down to `discount` have no effect.
   config.sft.tags = ('FrozenLake',)
   # Levels of each, in the order of the tags.
   config.sft.levels = (4096,)
@@ -456,6 +460,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.group_size = 1
   # Seed of the first level; their seeds must not overlap with those of evaluation.
   config.sft.first_level = 1_000_000_000
+  # Demonstrate another level in place of one whose board is among the held-out ones of `eval`.
+  config.sft.skip_held_out = True
   # Probability that a turn of a demonstration plays random actions, as many as the expert would.
   config.sft.noise = 0.0
   # Probability that a turn follows the plan of a beginner, who for instance does not know that ice is slippery.
@@ -470,8 +476,16 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.discount = 0.97
   # Optimiser steps.
   config.sft.steps = 1000
-  # Demonstrations a step.
+  # Demonstrations, or conversations, a step.
   config.sft.batch_size = 64
+  # Put several of them into one row, which none sees the others of: less padding where their lengths differ.
+  config.sft.packing = False
+  # Share of the levels, or of the conversations, that are not learnt from, to tell the loss on them.
+  config.sft.val_fraction = 0.05
+  # Evaluate after every so many steps, and after the last; 0 evaluates after the last only.
+  config.sft.eval_every = 0
+  # Save a checkpoint to go on from after every so many steps, and after the last; 0 saves after the last only.
+  config.sft.checkpoint_every = 200
   # Peak learning rate; it rises over the first twentieth of the steps and falls to a tenth in a cosine.
   config.sft.learning_rate = 1e-4
   # Weight of the value head's loss: half the squared error of what the best play would still bring, over the mean

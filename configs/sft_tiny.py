@@ -21,6 +21,9 @@ def get_config():
   config.sft.steps = 1300
   config.sft.batch_size = 64
   config.sft.learning_rate = 3e-3
+  # The checkpoint that ships was made without these.
+  config.sft.skip_held_out = False
+  config.sft.val_fraction = 0.0
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
   config.eval.groups = 768
   return config

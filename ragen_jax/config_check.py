@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import experiment
+from ragen_jax import experiment, sft_data
 from ragen_jax.agent.context_manager import CONTEXTS, OVERLONG
 from ragen_jax.algorithms import filters, losses, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS
@@ -289,27 +289,45 @@ def check_sft(config: ConfigDict) -> None:
   )  # fmt: skip
   for field in ('sft.group_size', 'sft.steps', 'sft.batch_size'):
     _at_least(config, field, 1)
-  for field in ('sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef'):
+  for field in (
+    'sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef', 'sft.eval_every',
+    'sft.checkpoint_every',
+  ):  # fmt: skip
     _at_least(config, field, 0)
+  _check(config, 'sft.val_fraction', 0 <= sft.val_fraction < 1, 'must be at least 0 and below 1')
+  shards, rows = row_shards(make_mesh(**config.mesh)), max(sft.batch_size // 2, 1)
+  _check(
+    config, 'sft.batch_size', sft.packing or rows % shards == 0,
+    f'half of it, {rows}, goes through the model at once and must be a multiple of {shards} row shards',
+  )  # fmt: skip
   for field in ('sft.noise', 'sft.beginner', 'sft.timid', 'sft.hurry', 'sft.discount'):
     _check(config, field, 0 <= _get(config, field) <= 1, 'must be between 0 and 1')
   _check(config, 'sft.noise', sft.noise + sft.beginner <= 1, f'and sft.beginner={sft.beginner} add up to more than 1')
-  same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
-  _check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
-  for spec in experiment.env_groups(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags'):
-    if not spec.env.has_solver:
-      raise UserError(f'sft.tags: {spec.tag!r} has no solver whose play could be demonstrated')
-  count = sum(sft.levels) * sft.group_size
-  _check(config, 'sft.batch_size', sft.batch_size <= count, f'must be at most the number of demonstrations, {count}')
-  first, last = config.eval.first_level, config.eval.first_level + config.eval.groups
-  apart = sft.first_level >= last or sft.first_level + max(sft.levels) <= first
-  _check(config, 'sft.first_level', apart, f'demonstrated levels overlap with the held-out levels {first}..{last - 1}')
-  _check_level_files(config, 'sft')
   _check(config, 'lora.rank', not (sft.from_scratch and config.lora.rank), 'fresh weights must all be trained')
   _check(
     config, 'export.lora', config.lora.rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0"
   )
   _check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
+  if sft.data:
+    _check(config, 'sft.value_coef', not sft.value_coef, 'conversations of sft.data have no values; must be 0')
+    _check(config, 'sft.save_data', not sft.save_data, 'writes what solvers play; must be empty with sft.data')
+  same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
+  _check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
+  specs = experiment.env_groups(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags')
+  if sft.data:
+    return
+  for spec in specs:
+    if not spec.env.has_solver:
+      raise UserError(f'sft.tags: {spec.tag!r} has no solver whose play could be demonstrated')
+  first, last = config.eval.first_level, config.eval.first_level + config.eval.groups
+  apart = sft.first_level >= last or sft.first_level + max(sft.levels) <= first
+  _check(config, 'sft.first_level', apart, f'demonstrated levels overlap with the held-out levels {first}..{last - 1}')
+  _check_level_files(config, 'sft')
+  count = (sum(sft.levels) - sft_data.validation_levels(sum(sft.levels), sft.val_fraction)) * sft.group_size
+  _check(
+    config, 'sft.batch_size', sft.batch_size <= count,
+    f'must be at most the number of demonstrations that are learnt from, {count}',
+  )  # fmt: skip
 
 
 def _check_levels(config: ConfigDict) -> None:

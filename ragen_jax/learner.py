@@ -188,9 +188,11 @@ _TOKEN_MEANS = (
 )  # fmt: skip
 
 
-def _states_before(trunk: Qwen, tokens: jax.Array, columns: jax.Array, remat: bool) -> jax.Array:
+def _states_before(
+  trunk: Qwen, tokens: jax.Array, columns: jax.Array, remat: bool, segments: jax.Array | None = None
+) -> jax.Array:
   """[B, R, D]: the hidden states that emit the tokens at `columns`, each the one after the token before."""
-  hidden, _ = trunk(trunk.embed(tokens), remat=remat)
+  hidden, _ = trunk(trunk.embed(tokens), remat=remat, segments=segments)
   return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
 
 
@@ -212,7 +214,7 @@ def value_tokens(
 
 
 def score_tokens(
-  module: ActorCritic, tokens: jax.Array, columns: jax.Array, cfg: LossConfig
+  module: ActorCritic, tokens: jax.Array, columns: jax.Array, cfg: LossConfig, segments: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The model's view of sampled tokens, from one forward pass over the timeline, or one of each trunk.
 
@@ -221,11 +223,12 @@ def score_tokens(
     tokens: i32[B, T].
     columns: i32[B, R], columns of the sampled tokens, at least 1.
     cfg: temperature, chunking and remat.
+    segments: i32[B, T], of rows that hold several sequences, see `Qwen`; not with a separate critic.
 
   Returns:
     (logprobs, entropies, values), each f32[B, R].
   """
-  hidden = _states_before(module.policy, tokens, columns, cfg.remat)
+  hidden = _states_before(module.policy, tokens, columns, cfg.remat, segments)
   values = module.value_head(hidden) if module.critic is None else value_tokens(module, tokens, columns, cfg)
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
   b, r, d = hidden.shape

@@ -1,14 +1,14 @@
-"""Supervised warm start: imitation of the environments' exact solvers, and the making of the built-in model."""
+"""Supervised warm start: imitation of exact solvers or of given conversations, and the making of the built-in model."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import logging
 import os
 import re
 import tempfile
-import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,39 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from ragen_jax import evaluate, experiment, export
+from ragen_jax import evaluate, experiment, export, sft_data
+from ragen_jax.agent import conversations
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import SYSTEM, describe_task
-from ragen_jax.agent.demonstrations import DemonstrationStyle, demonstrate
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
-from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.agent.env_manager import EnvGroup
 from ragen_jax.config_check import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.learner import LossConfig, decayed, gather, plan_micro_batches, sampled_columns, score_tokens
+from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
+from ragen_jax.learner import LossConfig, decayed, score_tokens
 from ragen_jax.models import hf, lora, tiny_tokenizer
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.train import log_evaluation, use_compilation_cache
+from ragen_jax.utils.checkpoint import Checkpointer, record_config, workdir_lock
+from ragen_jax.utils.episodes import EpisodeWriter
+from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.interrupt import Interrupt, Stopped
+from ragen_jax.utils.metrics import MetricWriter, Timer
 from ragen_jax.utils.progress import Progress
 
 _log = logging.getLogger(__name__)
 
 # Texts from which the fresh tokenizer's pieces are cut, levels an environment.
 _SAMPLE_LEVELS = 64
+# Steps between two lines of metrics.
+_LOG_EVERY = 10
+# Sections and fields that do not change what has been learnt, and so may differ when a warm start goes on.
+_OTHER_SECTIONS = (
+  'train', 'algorithm', 'reward', 'filter', 'replay', 'monitor', 'checkpoint', 'logging', 'export', 'plan',
+)  # fmt: skip
+_FREE_FIELDS = (
+  'num_iterations', 'compilation_cache', 'sft.output', 'sft.save_data', 'sft.eval_every', 'sft.checkpoint_every',
+)  # fmt: skip
 _NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
 
 
@@ -92,172 +107,206 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> 
   )
   model = ActorCritic(qwen)
   mesh = make_mesh(**config.mesh)
+  if mesh.size > 1:
+    qwen.activation_sharding = row_sharding(mesh)
+    params = experiment.param_state(model)
+    nnx.update(model, place(params, tree_shardings(params, mesh)))
   return experiment.Policy(directory, model, tokenizer, experiment.make_sampler(model, tokenizer, mesh), mesh)
 
 
-def _demonstrations(config: ConfigDict, specs: list[EnvGroup], tokenizer: ChatTokenizer) -> list[Trajectory]:
-  sft = config.sft
-  style = DemonstrationStyle(
-    discount=sft.discount,
-    noise=sft.noise,
-    hurry=sft.hurry,
-    beginner=sft.beginner,
-    timid=sft.timid,
-    actions_per_turn=sft.actions_per_turn,
-  )
-  rng = np.random.default_rng(config.seed)
-  data = []
-  for spec in specs:
-    envs = EnvStateManager([spec], sft.group_size)
-    context = experiment.context_manager(config, tokenizer, [spec])
-    start = time.monotonic()
-    trajectory, episodes = demonstrate(envs, context, sft.first_level, rng, style, config.agent.max_context)
-    _log.info(
-      '%s: %d demonstrations in %.0f s, success %.2f, %.1f tokens each',
-      spec.tag,
-      len(episodes),
-      time.monotonic() - start,
-      np.mean([e.success for e in episodes]),
-      trajectory.length.mean(),
-    )
-    data.append(trajectory)
-  return data
+def train_sft(config: ConfigDict, workdir: str) -> None:
+  """Trains on replies, of the solvers or of `sft.data`, and writes a Hugging Face checkpoint to `config.sft.output`.
 
+  With LoRA the adapters and the value head are trained, and `config.export.lora` says what is written. What is there at
+  `sft.output` is replaced in one step, once the new one is whole.
 
-@dataclasses.dataclass
-class _Data:
-  """Demonstrations of all environments, N rows padded to the widest.
+  Args:
+    config: see configs/default.py.
+    workdir: checkpoints, metrics and TensorBoard files are kept here; a warm start that was stopped goes on from there.
 
-  Attributes:
-    tokens: i32[N, T].
-    length: i32[N].
-    columns: i32[N, R], see `sampled_columns`.
-    mask: bool[N, R].
-    values: f32[N, R], what the best play would still bring, which the value head learns: a sum of rewards that
-      happened to come would be mostly luck.
-    value_scale: f32[N], one over the mean square of the environment's values, so that an environment that pays tens
-      does not drown one that pays ones.
-  """
-
-  tokens: np.ndarray
-  length: np.ndarray
-  columns: np.ndarray
-  mask: np.ndarray
-  values: np.ndarray
-  value_scale: np.ndarray
-
-
-def _concatenate(parts: list[Trajectory]) -> _Data:
-  width = max(p.tokens.shape[1] for p in parts)
-
-  def join(name):
-    arrays = [getattr(p, name) for p in parts]
-    return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in arrays])
-
-  columns, mask = sampled_columns(join('loss_mask'))
-  values = gather(join('values'), columns, mask)
-  value_scale, start = np.ones((len(mask),), np.float32), 0
-  for part in parts:
-    rows = slice(start, start + len(part.length))
-    square = float(np.square(values[rows][mask[rows]]).mean())
-    value_scale[rows] = 1 / square if square > 0 else 1.0
-    start = rows.stop
-  return _Data(join('tokens'), np.concatenate([p.length for p in parts]), columns, mask, values, value_scale)
-
-
-def train_sft(config: ConfigDict) -> None:
-  """Makes demonstrations, trains on their replies and writes a Hugging Face checkpoint to `config.sft.output`.
-
-  With LoRA the adapters and the value head are trained, and `config.export.lora` says what is written.
+  Raises:
+    UserError: the config cannot be run, the data cannot be learnt from, or the workdir is another config's.
   """
   check_config(config)
   check_sft(config)
-  sft = config.sft
-  specs = experiment.env_groups(config, sft.tags, sft.levels)
-  with tempfile.TemporaryDirectory() as scratch:
-    policy = _fresh_policy(config, specs, scratch) if sft.from_scratch else experiment.load_policy(config)
+  hf.check_target(config.sft.output)
+  found = conversations.read(config.sft.data) if config.sft.data else []
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(workdir_lock(workdir))
+    others = {f'{section}.{name}' for section in _OTHER_SECTIONS for name in config[section]}
+    record_config(workdir, config.to_dict(), free_fields=others | set(_FREE_FIELDS))
+    use_compilation_cache(config, workdir)
+    needs_specs = config.sft.from_scratch or not found
+    specs = experiment.env_groups(config, config.sft.tags, config.sft.levels) if needs_specs else []
+    scratch = stack.enter_context(tempfile.TemporaryDirectory())
+    policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else experiment.load_policy(config)
     if config.lora.rank:  # adapters would take the place of what they belong to
       for source in filter(None, (policy.directory, config.lora.path)):
-        export.check_output(sft.output, 'sft.output', source)
-    data = _concatenate(_demonstrations(config, specs, policy.tokenizer))
+        export.check_output(config.sft.output, 'sft.output', source)
+    evaluator = evaluate.Evaluator(config, policy)
+    if found:
+      data = sft_data.join([sft_data.from_file(config, found, policy.tokenizer)])
+    else:
+      held_out = evaluator.held_out() if config.sft.skip_held_out else frozenset()
+      played = sft_data.play(config, specs, policy.tokenizer, held_out)
+      if config.sft.save_data:
+        count = conversations.write(config.sft.save_data, played, policy.tokenizer)
+        _log.info('%d conversations written to %s', count, config.sft.save_data)
+      data = sft_data.join(played)
+    _run(config, workdir, policy, evaluator, data)
+
+
+class SftTrainer:
+  """The optimiser and the compiled programs."""
+
+  def __init__(self, config: ConfigDict, policy: experiment.Policy):
+    sft = config.sft
+    self._mesh = policy.mesh
     graphdef, params = nnx.split(policy.model)
-    params, frozen = lora.partition(params)
+    self.params, self.frozen = lora.partition(params)
     loss_config = LossConfig(
       vocab_limit=policy.tokenizer.size, remat=config.model.remat, logits_chunk=config.model.logits_chunk
     )
     warmup = max(sft.steps // 20, 1)
-    schedule = optax.warmup_cosine_decay_schedule(
+    self.schedule = optax.warmup_cosine_decay_schedule(
       0.0, sft.learning_rate, warmup, max(sft.steps, warmup + 1), 0.1 * sft.learning_rate
     )
     optimizer = optax.chain(
       optax.clip_by_global_norm(config.optimizer.grad_clip),
       optax.adamw(
-        schedule,
+        self.schedule,
         b1=config.optimizer.b1,
         b2=config.optimizer.b2,
         weight_decay=config.optimizer.weight_decay,
         mask=decayed,
       ),
     )
-    opt_state = optimizer.init(params)
+    self.opt_state = self._as_weights(optimizer.init(self.params))
 
-    def loss(params, frozen, tokens, columns, best, weights, value_weights):
-      logprobs, _, values = score_tokens(lora.merge(graphdef, params, frozen), tokens, columns, loss_config)
-      nll = -jnp.sum(logprobs * weights)
-      vf_loss = 0.5 * jnp.sum(jnp.square(values - best) * value_weights)
+    def loss(params, frozen, batch):
+      model = lora.merge(graphdef, params, frozen)
+      logprobs, _, values = score_tokens(model, batch.tokens, batch.columns, loss_config, batch.segments)
+      nll = -jnp.sum(logprobs * batch.weights)
+      vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
       return nll + sft.value_coef * vf_loss, jnp.stack([nll, vf_loss])
 
     @functools.partial(jax.jit, donate_argnums=2)
-    def accumulate(params, frozen, gradients, *batch):
-      new, parts = jax.grad(loss, has_aux=True)(params, frozen, *batch)
-      return jax.tree.map(jnp.add, gradients, new), parts
+    def accumulate(params, frozen, gradients, batch):
+      new, parts = jax.grad(loss, has_aux=True)(params, frozen, batch)
+      return self._as_weights(jax.tree.map(jnp.add, gradients, new)), parts
 
     @jax.jit
     def apply(params, opt_state, gradients):
       updates, opt_state = optimizer.update(gradients, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state
+      return self._as_weights(optax.apply_updates(params, updates)), self._as_weights(opt_state)
 
-    rng = np.random.default_rng(config.seed + 1)
-    sampled = data.mask.sum(axis=1)
-    seen = 0
-    with Progress(sft.steps, noun='step') as progress:
-      for step in range(sft.steps):
-        rows = rng.choice(len(data.length), size=sft.batch_size, replace=False)
-        total = np.float32(sampled[rows].sum())
-        gradients, parts = jax.tree.map(jnp.zeros_like, params), 0.0
-        plans = plan_micro_batches(
-          rows, data.length, sampled, size=max(sft.batch_size // 2, 1), length_step=config.length_step
-        )
-        for plan in plans:
-          at = np.maximum(plan.rows, 0)
-          weights = _fit(data.mask[at], plan.replies) * (plan.rows >= 0)[:, None] / total
-          gradients, part = accumulate(
-            params,
-            frozen,
-            gradients,
-            _fit(data.tokens[at], plan.width),
-            _fit(data.columns[at], plan.replies, 1),
-            _fit(data.values[at], plan.replies),
-            weights,
-            weights * data.value_scale[at, None],
-          )
-          parts = parts + part
-        params, opt_state = apply(params, opt_state, gradients)
-        seen += int(data.length[rows].sum())
-        if (step + 1) % 10 == 0 or step + 1 == sft.steps:
-          nll, vf_loss = np.asarray(parts).tolist()
-          progress.update(step + 1, {'loss': nll, 'value loss': vf_loss}, tokens=seen)
+    self._accumulate, self._apply = accumulate, apply
+    self._losses = jax.jit(lambda params, frozen, batch: loss(params, frozen, batch)[1])
+
+  def _as_weights(self, tree: Any) -> Any:
+    """Lays a tree out as the weights are."""
+    if self._mesh.size == 1:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, tree_shardings(tree, self._mesh))
+
+  def _place(self, batch: sft_data.Batch) -> sft_data.Batch:
+    return batch if self._mesh.size == 1 else place_rows(batch, self._mesh)
+
+  def gradients(self, batches: list[sft_data.Batch]) -> tuple[Any, jax.Array]:
+    """Those of the whole step, and f32[2], its loss and value loss."""
+    gradients, parts = jax.tree.map(jnp.zeros_like, self.params), 0.0
+    for batch in batches:
+      gradients, part = self._accumulate(self.params, self.frozen, gradients, self._place(batch))
+      parts = parts + part
+    return gradients, parts
+
+  def step(self, batches: list[sft_data.Batch]) -> jax.Array:
+    """One optimiser step; f32[2], loss and value loss before it."""
+    gradients, parts = self.gradients(batches)
+    self.params, self.opt_state = self._apply(self.params, self.opt_state, gradients)
+    return parts
+
+  def losses(self, batches: list[sft_data.Batch]) -> jax.Array:
+    """f32[2], loss and value loss."""
+    return sum(self._losses(self.params, self.frozen, self._place(batch)) for batch in batches)
+
+
+def _run(
+  config: ConfigDict,
+  workdir: str,
+  policy: experiment.Policy,
+  evaluator: evaluate.Evaluator,
+  data: sft_data.Conversations,
+) -> None:
+  sft = config.sft
+  shown, withheld = sft_data.split(data, sft.val_fraction, config.seed)
+  if sft.batch_size > len(shown):
+    raise UserError(f'sft.batch_size={sft.batch_size}: must be at most the conversations to learn from, {len(shown)}')
+  cut = functools.partial(
+    sft_data.batches, data, batch_size=sft.batch_size, length_step=config.length_step, packing=sft.packing,
+    shards=row_shards(policy.mesh),
+  )  # fmt: skip
+  trainer = SftTrainer(config, policy)
+  rng = np.random.default_rng(config.seed + 1)
+  names = ('loss', 'value_loss') if sft.value_coef > 0 else ('loss',)
+  timer, seen = Timer(), 0
+  with Checkpointer(workdir, keep=config.checkpoint.keep) as checkpointer:
+    done = checkpointer.latest_step() or 0
+    if done:
+      like = {'params': trainer.params, 'opt_state': trainer.opt_state}
+      state, meta = checkpointer.restore(like)
+      if meta['data'] != data.checksum:
+        raise UserError(f'--workdir={workdir}: what is learnt from has changed since; choose another --workdir')
+      trainer.params, trainer.opt_state = state['params'], state['opt_state']
+      _log.info('going on in %s after step %d' if done < sft.steps else '%s is finished: %d steps', workdir, done)
+      for _ in range(done):  # the batches that are behind us
+        rng.choice(len(shown), size=sft.batch_size, replace=False)
+    start_step = done + 1 if done else 0
+    kept = EpisodeWriter(workdir, start_step=start_step)
+    with (
+      Interrupt('step') as interrupt,
+      MetricWriter(workdir, start_step=start_step) as writer,
+      Progress(sft.steps, start=done, noun='step') as progress,
+    ):
+      for step in range(done + 1, sft.steps + 1):
+        last = step == sft.steps
+        with timer('step'):
+          rows = shown[rng.choice(len(shown), size=sft.batch_size, replace=False)]
+          batches = list(cut(rows))
+          parts = trainer.step(batches)
+          seen += int(data.length[rows].sum())
+          if step % _LOG_EVERY == 0 or last:
+            parts = np.asarray(parts).tolist()
+        if step % _LOG_EVERY == 0 or last:
+          columns = sum(batch.tokens.size for batch in batches)
+          metrics = {f'sft/{name}': x for name, x in zip(names, parts, strict=False)}
+          metrics |= {'sft/lr': float(trainer.schedule(step - 1))}
+          metrics |= {'sft/padding': 1 - int(data.length[rows].sum()) / columns}
+          metrics |= {'perf/throughput': seen / timer.pop()['timing_s/step']}
+          writer.scalars(step, metrics)
+          progress.update(step, {name.replace('_', ' '): x for name, x in zip(names, parts, strict=False)}, tokens=seen)
           seen = 0
-    nnx.update(policy.model, params)
-    has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
-    export.write_policy(sft.output, config, policy, with_value_head=sft.value_coef > 0 or has_head)
-    _log.info('checkpoint written to %s', os.path.abspath(sft.output))
-    result = evaluate.Evaluator(config, policy)(lora.join(params, frozen))
-    for name, value in result.metrics.items():
-      _log.info('%s %.4f', name, value)
+        if last:
+          _write(config, policy, trainer)
+        if last or (sft.eval_every and step % sft.eval_every == 0):
+          if len(withheld):
+            parts = np.asarray(trainer.losses(list(cut(withheld)))).tolist()
+            writer.scalars(step, {f'sft/val_{name}': x for name, x in zip(names, parts, strict=False)})
+          evaluation = evaluator(lora.join(trainer.params, trainer.frozen), step)
+          log_evaluation(writer, kept, progress, step, evaluation, config)
+        if last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0):
+          writer.flush()
+          state = {'params': trainer.params, 'opt_state': trainer.opt_state}
+          checkpointer.save(step, state, {'data': data.checksum})
+        if interrupt.requested and not last:
+          raise Stopped(interrupt.requested)
+      if done >= sft.steps:
+        _write(config, policy, trainer)
+  _log.info('checkpoint: %s; metrics and TensorBoard files: %s', os.path.abspath(sft.output), workdir)
 
 
-def _fit(x: np.ndarray, width: int, fill: int = 0) -> np.ndarray:
-  """x cut or padded to `width` columns."""
-  x = x[:, :width]
-  return np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
+def _write(config: ConfigDict, policy: experiment.Policy, trainer: SftTrainer) -> None:
+  """The weights so far, as a Hugging Face directory."""
+  nnx.update(policy.model, trainer.params)
+  has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
+  export.write_policy(config.sft.output, config, policy, with_value_head=config.sft.value_coef > 0 or has_head)

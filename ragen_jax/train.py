@@ -129,7 +129,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         _log.info('evaluating before training; most of the first minute is compilation')
         with timer('testing'):
           evaluation = evaluator(params)
-        _log_evaluation(writer, kept, progress, 0, evaluation, config)
+        log_evaluation(writer, kept, progress, 0, evaluation, config)
         writer.scalars(0, timer.pop())
       collect = True
       for iteration in range(done, config.num_iterations if not stopped else done):
@@ -158,7 +158,7 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
         if _due(step, config.eval.every, config.num_iterations) or verdict.action == 'stop':
           with timer('testing'):
             evaluation = evaluator(params, step)
-          scores[BEST] = _log_evaluation(writer, kept, progress, step, evaluation, config)
+          scores[BEST] = log_evaluation(writer, kept, progress, step, evaluation, config)
           watched, hopeless = monitor.after_evaluation(success_by_tag(evaluation.metrics, tuple(config.eval.tags)))
           writer.scalars(step, watched)
           verdict = hopeless if hopeless.action == 'stop' else verdict
@@ -231,7 +231,7 @@ def _due(step: int, every: int, last: int) -> bool:
   return step == last or (every > 0 and step % every == 0)
 
 
-def _log_evaluation(
+def log_evaluation(
   writer: MetricWriter, kept: EpisodeWriter, progress: Progress, step: int, evaluation: Evaluation, config: ConfigDict
 ) -> float:
   """Writes an evaluation down; returns its mean success over tags."""

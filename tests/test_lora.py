@@ -186,7 +186,7 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
     length_step=256, lora__rank=8, export__lora='adapter',
   )  # fmt: skip
   before = experiment.param_state(experiment.load_policy(config).model)
-  sft.train_sft(config)
+  sft.train_sft(config, str(tmp_path / 'sft'))
   assert losses[-1] < 0.5 * losses[0]
   assert adapter_files.read_config(str(tmp_path / 'adapter')).rank == 8
   # A run begins with the adapters and the value head that were written.

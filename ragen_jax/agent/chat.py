@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -24,6 +25,7 @@ class ChatTokenizer:
     stop_ids: ids that end a reply; the first is the one that the format asks for.
     pad_id: id for unused columns.
     size: ids from here on are not tokens of this tokenizer.
+    specials: texts that stand for special tokens, which plain text must not hold.
   """
 
   def __init__(self, directory: str | Path):
@@ -44,6 +46,7 @@ class ChatTokenizer:
     self.stop_ids = tuple(dict.fromkeys([end, *others]))
     self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     self.size = self._backend.get_vocab_size(with_added_tokens=True)
+    self.specials = tuple(t.content for t in self._backend.get_added_tokens_decoder().values() if t.special)
     self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self._encode)
 
   def _encode(self, text: str) -> tuple[int, ...]:
@@ -66,5 +69,22 @@ class ChatTokenizer:
     return ('' if closed else _IM_END) + '\n' + self._user(user, reply_prefix)
 
   @staticmethod
+  def before_reply(messages: list[tuple[str, str]], reply_prefix: str, *, first: bool) -> str:
+    """The segment before a reply of any conversation.
+
+    Args:
+      messages: (role, text) of what stands between the reply before, which is closed, and this one.
+      reply_prefix: what of the reply is put there.
+      first: there is no reply before.
+    """
+    told = ''.join(f'{_IM_START}{role}\n{text}{_IM_END}\n' for role, text in messages)
+    return f'{"" if first else chr(10)}{told}{_IM_START}assistant\n{reply_prefix}'
+
+  @staticmethod
+  def messages(text: str) -> list[tuple[str, str]]:
+    """The (role, text) of a conversation that is written in the chat format."""
+    return re.findall(rf'{re.escape(_IM_START)}(\w+)\n(.*?){re.escape(_IM_END)}', text, re.DOTALL)
+
+  @staticmethod
   def _user(text: str, reply_prefix: str) -> str:
-    return f'{_IM_START}user\n{text}{_IM_END}\n{_IM_START}assistant\n{reply_prefix}'
+    return ChatTokenizer.before_reply([('user', text)], reply_prefix, first=True)

@@ -687,8 +687,8 @@ def write_json(path: str, value: dict[str, Any]) -> None:
     f.write('\n')
 
 
-def _check_target(directory: str) -> None:
-  """Refuses to replace what is not a checkpoint."""
+def check_target(directory: str) -> None:
+  """Raises UserError where a checkpoint at `directory` would replace something else."""
   if os.path.lexists(directory) and not os.path.isdir(directory):
     raise UserError(f'{directory}: is not a directory, so no checkpoint can be written there')
   if os.path.isdir(directory) and os.listdir(directory) and not _is_checkpoint(directory):
@@ -715,7 +715,7 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
   Raises:
     UserError: `directory` holds something else.
   """
-  _check_target(directory)
+  check_target(directory)
   with _replacing(directory, with_tokenizer=tokenizer_dir is not None) as new:
     for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
       if os.path.isfile(os.path.join(tokenizer_dir, name)):

@@ -221,7 +221,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Ar
   return out.reshape(b, t, n, h).astype(q.dtype)
 
 
-def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
   """Causal `attend` over one sequence a row, a row at a time and in blocks of queries, recomputed backwards.
 
   On a CPU the scores of a whole batch fall out of the cache; those of a block of one row do not, and a block does not
@@ -232,6 +232,7 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     q: [B, T, N, H].
     k: [B, T, K, H].
     v: [B, T, K, H].
+    segments: i32[B, T], where a row holds several sequences: a column sees those of its own number only.
 
   Returns:
     [B, T, N, H].
@@ -241,7 +242,7 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
   @jax.checkpoint
   def one_row(row):
-    q, k, v = row
+    q, k, v, segments = row
     q = jnp.transpose((q * jnp.asarray(h**-0.5, q.dtype)).reshape(t, kv, n // kv, h), (1, 2, 0, 3))  # [K, G, T, H]
     k = jnp.transpose(k, (1, 2, 0))  # [K, H, T]
     # A column of ones makes the product return the softmax's denominator too.
@@ -250,6 +251,8 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     for start in range(0, t, _ROW_BLOCK):
       end = min(start + _ROW_BLOCK, t)
       visible = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
+      if segments is not None:
+        visible &= segments[None, :end] == segments[start:end, None]
       scores = jnp.matmul(
         q[:, :, start:end].reshape(kv, -1, h), k[:, :, :end], preferred_element_type=jnp.float32
       ).reshape(kv, n // kv, end - start, end)
@@ -259,7 +262,7 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
       blocks.append((out[..., :-1] / out[..., -1:]).reshape(kv, n // kv, end - start, h))
     return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)
 
-  return jax.lax.map(one_row, (q, k, v)).astype(q.dtype)
+  return jax.lax.map(one_row, (q, k, v, segments)).astype(q.dtype)
 
 
 class Attention(nnx.Module):
@@ -277,7 +280,7 @@ class Attention(nnx.Module):
       self.q_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
       self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
 
-  def __call__(self, x, positions, mask, cache, column):
+  def __call__(self, x, positions, mask, cache, column, segments=None):
     if self.cfg.hidden_size < _FUSE_BELOW_WIDTH:
       q, k, v = fused_projection(x, [self.q_proj, self.k_proj, self.v_proj])
     else:
@@ -291,8 +294,10 @@ class Attention(nnx.Module):
       cache = LayerCache(k=k, v=v)
     if mask is None:
       if self.by_row:
-        return self.o_proj(attend_causal_by_row(q, k, v)), cache
+        return self.o_proj(attend_causal_by_row(q, k, v, segments)), cache
       mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None]
+      if segments is not None:
+        mask = mask & (segments[:, None, :] == segments[:, :, None])
     return self.o_proj(attend(q, k, v, mask)), cache
 
 
@@ -323,8 +328,8 @@ class Layer(nnx.Module):
     self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     self.mlp = MLP(cfg, param_dtype=param_dtype, rngs=rngs)
 
-  def __call__(self, x, positions, mask, cache, column):
-    y, cache = self.self_attn(self.input_layernorm(x), positions, mask, cache, column)
+  def __call__(self, x, positions, mask, cache, column, segments=None):
+    y, cache = self.self_attn(self.input_layernorm(x), positions, mask, cache, column, segments)
     x = x + y
     return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -384,30 +389,36 @@ class Qwen(nnx.Module):
     cache: tuple[LayerCache, ...] | None = None,
     column: jax.Array | int = 0,
     remat: bool = False,
+    segments: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
     """Runs the layers.
 
     Args:
       x: [B, T, D], embedded columns.
-      positions: i32[B, T], rotary positions; 0..T-1 where not given.
+      positions: i32[B, T], rotary positions; where not given 0..T-1, beginning again with each segment.
       mask: bool[B or 1, T, S] of what each column may look at. Without a cache S = T and the default is causal, which
         is all that rows padded on the right need. With a cache it must be given and S is the cache's length.
       cache: one `LayerCache` a layer; the T new columns are written to it at `column`.
       column: i32[], where in the cache.
       remat: recompute each layer's activations in the backward pass instead of keeping them.
+      segments: i32[B, T], where rows hold several sequences one behind the other: the number of each column's. With
+        neither a mask nor a cache, no sequence sees another.
 
     Returns:
       Hidden states [B, T, D] after the last norm, and the updated cache (None without one).
     """
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+      if segments is not None:
+        begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+        positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
     caches = []
     for i, layer in enumerate(self.layers):
       layer_cache = None if cache is None else cache[i]
       if remat:
-        x, layer_cache = nnx.remat(lambda m, *a: m(*a))(layer, x, positions, mask, layer_cache, column)
+        x, layer_cache = nnx.remat(lambda m, *a: m(*a))(layer, x, positions, mask, layer_cache, column, segments)
       else:
-        x, layer_cache = layer(x, positions, mask, layer_cache, column)
+        x, layer_cache = layer(x, positions, mask, layer_cache, column, segments)
       x = self._lay_out(x)
       caches.append(layer_cache)
     return self.norm(x), (None if cache is None else tuple(caches))

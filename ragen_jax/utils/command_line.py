@@ -34,12 +34,16 @@ def default_workdir(config_path: str) -> str:
 
 
 def workdirs(values: flags.FlagValues) -> list[str]:
-  """Where the run is kept, or several are for --mode=plot, by the flags `workdir` and `config`.
+  """Where the run is kept, or several are for --mode=plot, by the flags `workdir`, `config` and `mode`.
+
+  A warm start has a place beside that of training with the same config.
 
   Raises:
     UserError: a flag that is plot's alone is given for another mode.
   """
-  given = values.workdir or [default_workdir(config_flags.get_config_filename(values['config']))]
+  default = default_workdir(config_flags.get_config_filename(values['config']))
+  beside = values.mode == 'sft' and not os.path.basename(default).startswith('sft_')
+  given = values.workdir or [f'{default}-sft' if beside else default]
   if values.mode != 'plot':
     if len(given) > 1:
       raise UserError(f'--workdir is given {len(given)} times; only --mode=plot takes several, {values.mode} takes one')

@@ -30,7 +30,8 @@ class Interrupt:
     requested: number of the signal by which somebody asked to stop; 0 for none.
   """
 
-  def __init__(self):
+  def __init__(self, noun: str = 'iteration'):
+    self._noun = noun
     self.requested = 0
     self._old = {}
 
@@ -53,4 +54,4 @@ class Interrupt:
     self.requested = number
     self._restore(number)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
-    sys.stderr.write(f'\nstopping after this iteration, with a checkpoint; {again} again stops at once\n')
+    sys.stderr.write(f'\nstopping after this {self._noun}, with a checkpoint; {again} again stops at once\n')

@@ -361,3 +361,25 @@ def test_bfloat16_model_gives_float32_logits_near_those_of_float32():
   # 8 bits of mantissa through two layers.
   assert float(jnp.sqrt(jnp.mean(jnp.square(logits - expected)))) < 0.03 * float(jnp.std(expected))
   assert float(jnp.max(jnp.abs(logits - expected))) > 1e-4, 'it did not compute in bfloat16'
+
+
+@pytest.mark.parametrize('attend_by_row', [False, True])
+def test_sequences_of_one_row_do_not_see_one_another(attend_by_row):
+  model = fresh('qwen3', num_layers=1, attend_by_row=attend_by_row)
+  # 70 columns, so that a sequence crosses from one block of queries to the next.
+  tokens, _ = ragged((30, 29, 11), seed=10)
+  row = np.concatenate([x[:n] for x, n in zip(tokens, (30, 29, 11), strict=True)])
+  segments = jnp.asarray(np.repeat((0, 1, -1), (30, 29, 11))[None])
+
+  @nnx.jit
+  def hidden(model, tokens, segments=None):
+    return model(model.embed(tokens), segments=segments)[0]
+
+  packed = hidden(model, jnp.asarray(row[None]), segments)[0]
+  start = 0
+  for x, n in zip(tokens, (30, 29, 11), strict=True):
+    alone = hidden(model, jnp.asarray(x[None, :30]))[0, :n]
+    np.testing.assert_allclose(packed[start : start + n], alone, rtol=0, atol=2e-6)
+    start += n
+  joined = hidden(model, jnp.asarray(row[None]))[0]
+  assert np.abs(joined[30:] - packed[30:]).max() > 0.1

@@ -1,0 +1,66 @@
+"""Tokens a second of the warm start, with and without packing, on demonstrations of unlike lengths.
+
+  python benchmarks/packing.py
+
+The same batches are learnt from in both ways, by the built-in model. Tokens are those of the conversations; padding is
+not counted. Compilation is not timed: all steps are run once before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.learning_curves import hardware  # noqa: E402
+from configs import sft_frozenlake  # noqa: E402
+from ragen_jax import experiment, sft, sft_data  # noqa: E402
+
+TAGS, LEVELS = ('FrozenLake', 'SimpleSokoban', 'Bandit'), (512, 512, 512)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--steps', type=int, default=20)
+  arguments = parser.parse_args()
+  config = sft_frozenlake.get_config()
+  policy = experiment.load_policy(config)
+  specs = experiment.env_groups(config, TAGS, LEVELS)
+  data = sft_data.join(sft_data.play(config, specs, policy.tokenizer, frozenset()))
+  rng = np.random.default_rng(0)
+  size = config.sft.batch_size
+  steps = [rng.choice(len(data.length), size=size, replace=False) for _ in range(arguments.steps)]
+  tokens = sum(int(data.length[rows].sum()) for rows in steps)
+  quantiles = np.quantile(data.length, (0, 0.25, 0.5, 0.75, 1)).astype(int).tolist()
+  print(f'{hardware()}\n{len(data.length)} conversations, quartiles of their tokens {quantiles}')
+  ways = {'padded': False, 'packed': True}
+  trainers = {name: sft.SftTrainer(config, policy) for name in ways}
+  cut = {
+    name: [
+      list(sft_data.batches(data, rows, batch_size=size, length_step=config.length_step, packing=packing, shards=1))
+      for rows in steps
+    ]
+    for name, packing in ways.items()
+  }
+  for _ in range(2):  # the first round compiles
+    seconds = {name: [] for name in ways}
+    for i in range(len(steps)):  # in turns, so that both have the same company on a busy machine
+      for name, trainer in trainers.items():
+        start = time.monotonic()
+        jax.block_until_ready((trainer.step(cut[name][i]), trainer.params))
+        seconds[name].append(time.monotonic() - start)
+  for name in ways:
+    columns = sum(batch.tokens.size for step in cut[name] for batch in step)
+    speed = tokens / len(steps) / float(np.median(seconds[name]))
+    print(f'{name}: {speed:.0f} tokens/s (median of {len(steps)} steps), {1 - tokens / columns:.1%} padding')
+
+
+if __name__ == '__main__':
+  main()
