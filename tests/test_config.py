@@ -208,7 +208,7 @@ def test_a_variant_brings_the_settings_of_its_size():
     ('train.tag_groups', (2, 2), r"train\.tag_groups=\(2, 2\).*for each of train\.tags=\('FrozenLake',\)"),
     ('train.tag_groups', (0,), r'train\.tag_groups=\(0,\).*positive'),
     ('train.tag_groups', (4.0,), r'train\.tag_groups=\(4\.0,\).*positive'),
-    ('eval.tag_groups', (7,), r'eval\.tag_groups=\(7,\): must add up to eval\.groups=8, not 7'),
+    ('eval.tag_groups', (7,), r'eval\.tag_groups=\(7,\): must add up to eval\.groups=16, not 7'),
     ('envs.FrozenLake.symbols', 'P_OGX', r"envs\.FrozenLake.*symbols='P_OGX'; allowed: 6 different"),
     ('train.temperature', 0.0, r'train\.temperature=0\.0.*above 0'),
     ('train.first_level', 120, r'overlap'),

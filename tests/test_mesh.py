@@ -114,10 +114,13 @@ def _assert_same(many, one):
 
 
 @pytest.mark.timeout(600)  # it is compilation, and machines are busy
-def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model, one_device):
-  found = _run(model, tmp_path / 'eight', ['8x1x1', '1x8x1', '2x2x2', '1x2x4'])
+@pytest.mark.parametrize(
+  'shards', [{'2x2x2': 4}, pytest.param({'8x1x1': 1, '1x8x1': 8, '1x2x4': 8}, marks=pytest.mark.slow)]
+)
+def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model, one_device, shards):
+  found = _run(model, tmp_path / 'eight', [*shards])
   # In how many parts the embedding lies, as it comes from the file.
-  assert [int(found[shape]['shards']) for shape in found] == [1, 8, 4, 8]
+  assert {shape: int(found[shape]['shards']) for shape in found} == shards
   for result in found.values():
     _assert_same(result, one_device)
 

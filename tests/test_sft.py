@@ -86,6 +86,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
   assert metrics['val-greedy/Bandit/success'] > 0.95
 
 
+@pytest.mark.slow
 def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   config = helpers.small_config(
     sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=250, sft__batch_size=32, sft__learning_rate=5e-3,

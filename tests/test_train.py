@@ -40,7 +40,7 @@ def _comparable(workdir):
   return [{name: x for name, x in line.items() if not name.startswith(_NOT_COMPARED)} for line in read_metrics(workdir)]
 
 
-@pytest.mark.parametrize('estimator', ['gae', 'grpo'])
+@pytest.mark.parametrize('estimator', ['gae', pytest.param('grpo', marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimator):
   fields = {'algorithm__adv_estimator': estimator, 'eval__greedy_too': False, 'eval__every': 1}
   config = helpers.small_config(num_iterations=2, **fields)

@@ -24,7 +24,7 @@ MODES = {
 
 @pytest.fixture(scope='module', params=MODES)
 def played(request):
-  config = helpers.small_config(train__groups=8, length_step=128, **MODES[request.param])
+  config = helpers.small_config(train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param])
   policy = experiment.load_policy(config)
   trainer = Trainer(config, policy)
   params, opt_state, _ = trainer.init()

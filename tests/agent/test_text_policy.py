@@ -35,7 +35,7 @@ def _tokenizer():
 
 
 def _parts(tag, groups, size, **fields):
-  config = helpers.small_config(train__tags=(tag,), **fields)
+  config = helpers.small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
   specs = experiment.env_groups(config, (tag,), (groups,))
   return EnvStateManager(specs, size), experiment.context_manager(config, _tokenizer(), specs)
 

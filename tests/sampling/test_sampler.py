@@ -15,13 +15,18 @@ from tests import helpers
 VOCAB, STOP = 40, 7
 
 
+@nnx.jit
+def _forward(model, tokens):
+  hidden, _ = model.policy(model.policy.embed(tokens[None]))
+  return jax.nn.log_softmax(model.policy.logits(hidden), axis=-1)[0], model.value_head(hidden)[0]
+
+
 def _full_logprobs(model, tokens):
   """log p(tokens[t] | tokens[<t]) and the value there, by one forward pass over the whole row."""
-  hidden, _ = model.policy(model.policy.embed(tokens[None]))
-  logp = jax.nn.log_softmax(model.policy.logits(hidden), axis=-1)[0]
-  values = model.value_head(hidden)[0]
+  # As wide as any row, so that there is one program; nothing looks at what comes behind it.
+  logp, values = jax.device_get(_forward(model, np.pad(tokens, (0, 96 - len(tokens)))))
   t = np.arange(1, len(tokens))
-  return np.asarray(logp)[t - 1, tokens[1:]], np.asarray(values)[t - 1], np.asarray(logp)[t - 1]
+  return logp[t - 1, tokens[1:]], values[t - 1], logp[t - 1]
 
 
 def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, order=None, drop=None):
@@ -137,16 +142,13 @@ def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
   p[rng.integers(size, size=size // 5)] = 0
   p /= p.sum()
   n = 200_000
-  draws = np.concatenate(
-    [
-      np.asarray(
-        sampler_lib.draw(
-          jnp.broadcast_to(p, (2000, size)), jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (2000,))
-        )
-      )
-      for i in range(n // 2000)
-    ]
-  )
+
+  @jax.jit
+  def draw(i):
+    u = jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (2000,))
+    return sampler_lib.draw(jnp.broadcast_to(p, (2000, size)), u)
+
+  draws = np.concatenate([np.asarray(draw(i)) for i in range(n // 2000)])
   counts = np.bincount(draws, minlength=size)
   assert counts[p == 0].sum() == 0
   big = p * n > 20
