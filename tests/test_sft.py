@@ -274,6 +274,7 @@ def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   monkeypatch.setattr(sft, 'record_config', lambda *a, **k: None)
   config = config.copy_and_resolve_references()
   config.sft.first_level += 1000
+  config.sft.save_data = ''  # what was written stays for the next test
   with pytest.raises(UserError, match=r'--workdir=.*: what is learnt from has changed since; choose another') as e:
     sft.train_sft(config, workdir)
   assert '\n' not in str(e.value)
