@@ -9,6 +9,8 @@ Each run is `main.py` as a user would start it, with the flags that the JSON nam
 256 episodes an iteration, 20 iterations, three seeds. What a run came to is added to the JSON at once, so that a
 benchmark that was stopped goes on where it was. A trend "shows" where the difference of two means is above twice its
 standard error over seeds and has the paper's sign; it is "reversed" with the other sign, and "not seen" otherwise.
+Three seeds say little about their own spread (and three that agree by chance would make anything significant), so the
+standard error is that of the spread within settings, pooled over all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import queue
@@ -72,32 +75,54 @@ SETTINGS: dict[str, tuple[str, ...]] = {
   'bi-level GAE': _flags(algorithm__adv_estimator='bi_level_gae'),
 }
 
-# Comparison -> (title, settings in the order of the figure, (better, worse) by the paper, what the paper says).
-COMPARISONS: dict[str, tuple[str, tuple[str, ...], tuple[str, str], str]] = {
-  'estimator': ('PPO and GRPO', (BASE, 'GRPO'), (BASE, 'GRPO'), 'PPO is the more stable of the two'),
-  'starpo_s': ('StarPO and StarPO-S', (BASE, 'StarPO-S'), ('StarPO-S', BASE), 'filtering by reward deviation helps'),
+# Comparison -> (title, what the base is called there, settings in the order of the figure, (better, worse) by the
+# paper, what the paper says).
+COMPARISONS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, str], str]] = {
+  'estimator': ('PPO and GRPO', BASE, (BASE, 'GRPO'), (BASE, 'GRPO'), 'PPO is the more stable of the two'),
+  'starpo_s': (
+    'StarPO and StarPO-S',
+    'StarPO',
+    (BASE, 'StarPO-S'),
+    ('StarPO-S', BASE),
+    'filtering by reward deviation helps',
+  ),
   'filter': (
     'Groups kept',
+    'all',
     (BASE, 'keep 75 %', 'keep 50 %', 'StarPO-S'),
     ('keep 50 %', BASE),
     'keeping half of the groups prevents collapse',
   ),
-  'kl': ('KL to the first weights', (BASE, 'KL 0.001', 'KL 0.1'), (BASE, 'KL 0.1'), 'training without KL does better'),
-  'clip': ('Upper clip', (BASE, 'clip 0.2/0.2'), (BASE, 'clip 0.2/0.2'), 'a higher upper clip helps'),
-  'online': ('Rollout reuse', (BASE, 'Online-5', 'Online-10'), (BASE, 'Online-10'), 'fresh rollouts do better'),
+  'kl': (
+    'KL to the first weights',
+    'none',
+    (BASE, 'KL 0.001', 'KL 0.1'),
+    (BASE, 'KL 0.1'),
+    'training without KL does better',
+  ),
+  'clip': ('Clip', '0.2/0.28', (BASE, 'clip 0.2/0.2'), (BASE, 'clip 0.2/0.2'), 'a higher upper clip helps'),
+  'online': (
+    'Rollout reuse',
+    'Online-1',
+    (BASE, 'Online-5', 'Online-10'),
+    (BASE, 'Online-10'),
+    'fresh rollouts do better',
+  ),
   'responses': (
     'Responses a prompt, 256 in all',
+    '4',
     ('1 a prompt', '2 a prompt', BASE, '8 a prompt', '16 a prompt'),
     (BASE, '16 a prompt'),
     'more prompts with about 4 responses each do best',
   ),
   'actions': (
     'Actions a turn at most',
+    '5',
     ('1 action', '2 actions', '3 actions', BASE),
     (BASE, '1 action'),
     '5 or 6 actions a turn do better than one',
   ),
-  'bi_level': ('Credit', (BASE, 'bi-level GAE'), ('bi-level GAE', BASE), 'bi-level GAE does better (VAGEN)'),
+  'bi_level': ('Credit', 'GAE', (BASE, 'bi-level GAE'), ('bi-level GAE', BASE), 'bi-level GAE does better (VAGEN)'),
 }
 
 
@@ -131,29 +156,35 @@ def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...], cores: 
   }
 
 
-def final(runs: dict[str, dict], setting: str, seeds: tuple[int, ...]) -> tuple[float, float] | None:
-  """Mean and standard error over seeds of the last sampled held-out success; None where a run is missing."""
+def finals(runs: dict[str, dict], setting: str, seeds: tuple[int, ...]) -> list[float]:
+  """The last sampled held-out success of each seed; empty where a run is missing."""
   found = [runs[f'{setting} / {s}']['sampled'][-1] for s in seeds if f'{setting} / {s}' in runs]
-  if len(found) < len(seeds):
-    return None
-  return statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+  return found if len(found) == len(seeds) else []
+
+
+def standard_error(runs: dict[str, dict], seeds: tuple[int, ...]) -> float:
+  """That of a setting's mean over seeds, from the variance within settings, pooled; NaN with one seed."""
+  found = [f for f in (finals(runs, setting, seeds) for setting in SETTINGS) if f]
+  if len(seeds) < 2 or not found:
+    return math.nan
+  return (statistics.fmean(statistics.variance(f) for f in found) / len(seeds)) ** 0.5
 
 
 def verdicts(runs: dict[str, dict], seeds: tuple[int, ...]) -> dict[str, dict]:
   """For each comparison whose runs are all there: the difference that the paper speaks of, and whether it shows."""
-  told = {}
-  for name, (_, _, (better, worse), claim) in COMPARISONS.items():
-    a, b = final(runs, better, seeds), final(runs, worse, seeds)
-    if a is None or b is None:
+  told, error = {}, 2**0.5 * standard_error(runs, seeds)
+  for name, (_, _, _, (better, worse), claim) in COMPARISONS.items():
+    a, b = finals(runs, better, seeds), finals(runs, worse, seeds)
+    if not a or not b:
       continue
-    difference, error = a[0] - b[0], (a[1] ** 2 + b[1] ** 2) ** 0.5
+    difference = statistics.fmean(a) - statistics.fmean(b)
     seen = 'shows' if difference > 2 * error else 'reversed' if difference < -2 * error else 'not seen'
     told[name] = {
       'paper': claim,
       'compared': f'{better} - {worse}',
       'difference': round(difference, 4),
-      'standard_error': round(error, 4),
-      'trend': seen,
+      'standard_error': None if math.isnan(error) else round(error, 4),
+      'trend': 'one seed only' if math.isnan(error) else seen,
     }
   return told
 
@@ -166,25 +197,35 @@ def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> N
   import matplotlib.pyplot as plt
 
   shown = {
-    name: (title, [s for s in settings if final(runs, s, seeds)])
-    for name, (title, settings, _, _) in COMPARISONS.items()
+    name: (title, base, [s for s in settings if finals(runs, s, seeds)])
+    for name, (title, base, settings, _, _) in COMPARISONS.items()
   }
-  shown = {name: of for name, of in shown.items() if of[1]}
+  shown = {name: of for name, of in shown.items() if of[2]}
   columns = min(3, len(shown))
   rows = -(-len(shown) // columns)
-  figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.7 * rows), squeeze=False, layout='constrained')
+  figure, axes = plt.subplots(
+    rows, columns, figsize=(3.6 * columns, 2.5 * rows), squeeze=False, sharey=True, layout='constrained'
+  )
   for axis in axes.flat[len(shown) :]:
     axis.set_visible(False)
-  best = next(iter(runs.values()))['optimal']
-  for axis, (title, settings) in zip(axes.flat, shown.values(), strict=False):
-    values = [final(runs, s, seeds) for s in settings]
-    axis.bar(range(len(settings)), [v[0] for v in values], yerr=[v[1] for v in values], capsize=4, color='#5b8fc9')
+  best, error = next(iter(runs.values()))['optimal'], standard_error(runs, seeds)
+  for axis, (title, base, settings) in zip(axes.flat, shown.values(), strict=False):
+    for x, setting in enumerate(settings):
+      each = finals(runs, setting, seeds)
+      axis.scatter([x] * len(each), each, s=12, color='#9db8d6', zorder=2)
+      axis.errorbar(x, statistics.fmean(each), yerr=error, fmt='o', capsize=4, color='#1f4e8c', zorder=3)
     axis.axhline(best, color='black', linewidth=1)
-    axis.set_xticks(range(len(settings)), settings, fontsize=8, rotation=20 if len(settings) > 3 else 0)
+    axis.axhline(next(iter(runs.values()))['sampled'][0], color='gray', linewidth=1, linestyle=':')
+    names = [base if s == BASE else s.removesuffix(' a prompt').removeprefix('clip ') for s in settings]
+    axis.set_xticks(range(len(settings)), names, fontsize=8)
+    axis.set_xlim(-0.6, len(settings) - 0.4)
     axis.set_title(title, fontsize=10)
-    axis.set_ylim(0.25, 0.52)
     axis.grid(axis='y', alpha=0.3)
-  figure.suptitle('Held-out success after 20 iterations, mean and standard error over seeds; line: best possible')
+  figure.suptitle(
+    'Held-out success after 20 iterations: mean over seeds with its standard error, and each seed.\n'
+    'Solid: best possible. Dotted: before training, with five actions a turn.',
+    fontsize=10,
+  )
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=110)
 
@@ -211,7 +252,7 @@ def main() -> None:
     overrides = ('--config.num_iterations=2', '--config.eval.groups=32')
     out.unlink(missing_ok=True)
   record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
-  settings = dict.fromkeys(s for name in wanted for s in COMPARISONS[name][1])
+  settings = dict.fromkeys(s for name in wanted for s in COMPARISONS[name][2])
   keys = [(setting, seed) for seed in seeds for setting in settings]  # a whole seed first, to compare when stopped
   todo = [key for key in keys if '{} / {}'.format(*key) not in record['runs']]
   shares: queue.Queue = queue.Queue()
@@ -243,8 +284,10 @@ def main() -> None:
     except BaseException:
       pool.shutdown(cancel_futures=True)  # what runs is waited for, what waits is not begun
       raise
-  for name, v in record.get('verdicts', {}).items():
-    print(f'{name}: {v["compared"]} = {v["difference"]:+.3f} (standard error {v["standard_error"]:.3f}): {v["trend"]}')
+  record['verdicts'] = verdicts(record['runs'], seeds)
+  out.write_text(json.dumps(record, indent=1) + '\n')
+  for name, v in record['verdicts'].items():
+    print(f'{name}: {v["compared"]} = {v["difference"]:+.3f} (standard error {v["standard_error"]}): {v["trend"]}')
   draw(record['runs'], seeds, image)
 
 
