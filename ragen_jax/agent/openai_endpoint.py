@@ -216,7 +216,7 @@ class EndpointPolicy:
       raise _Failed(self._tell(type(e).__name__, _one_line(e))) from e
 
   def _tell(self, what: str, detail: str = '') -> str:
-    """A reason in one line, without the key, which a server may repeat."""
+    """A reason in one line, without the key, which a server may repeat; cut only then, or a part of it would stay."""
     line = f'{what}: {detail}' if detail else what
     line = line.replace(self._key, '***') if self._key else line
     return line if len(line) <= 300 else line[:297] + '...'
@@ -270,17 +270,16 @@ def _read(answer: bytes) -> Said:
 
 def _message_of(error: urllib.error.HTTPError) -> str:
   """What the server says of an error: the message of its JSON, else how its text begins."""
-  try:
-    body = error.read(_CHUNK).decode('utf-8', 'replace')
-  except (OSError, http.client.HTTPException):
-    return ''
+  with error:
+    try:
+      body = error.read(_CHUNK).decode('utf-8', 'replace')
+    except (OSError, http.client.HTTPException):
+      return ''
   try:
     told = json.loads(body)['error']
     return _one_line(told['message'] if isinstance(told, dict) else told)
   except (ValueError, KeyError, TypeError, RecursionError):
     return _one_line(body)
-  finally:
-    error.close()
 
 
 def _retry_after(value: str | None) -> float:
@@ -298,4 +297,4 @@ def _retry_after(value: str | None) -> float:
 
 
 def _one_line(value: Any) -> str:
-  return ' '.join(str(value).split())[:200]
+  return ' '.join(str(value).split())

@@ -147,6 +147,16 @@ def test_what_no_waiting_mends_is_told_at_the_first_request(status, caplog):
   assert KEY not in str(e.value) + caplog.text
 
 
+@pytest.mark.parametrize('before', [180, 190, 230, 240])
+def test_no_part_of_the_key_is_told_where_a_message_is_cut(before, caplog):
+  said = json.dumps({'error': {'message': 'x' * before + f' {KEY} is wrong'}})
+  with server([good(), (400, {}, said)]) as (url, _), caplog.at_level('INFO', 'ragen_jax'):
+    policy = _policy(url, workers=1)
+    _speak(policy, 2)
+  (reason,) = policy.lost
+  assert KEY[:4] not in reason + caplog.text
+
+
 def test_a_server_that_is_not_there_is_told_in_one_line():
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
