@@ -36,6 +36,7 @@ class Panel:
     title: what is drawn, with its unit.
     every_iteration: it is noisy and gets a moving average; otherwise its few points are marked.
     from_zero: the axis begins at 0.
+    spikes: some values may be far above the others, and then the axis is logarithmic.
   """
 
   name: str
@@ -43,6 +44,7 @@ class Panel:
   title: str
   every_iteration: bool = True
   from_zero: bool = True
+  spikes: bool = False
 
 
 PANELS = (
@@ -50,7 +52,7 @@ PANELS = (
   Panel('reward_mean', 'critic/score/mean', 'Reward, mean', from_zero=False),
   Panel('reward_std', 'rollout/in_group_reward_std', 'Reward deviation in a group'),
   Panel('entropy', 'actor/entropy', 'Entropy (nats)'),
-  Panel('grad_norm', 'actor/grad_norm', 'Gradient norm'),
+  Panel('grad_norm', 'actor/grad_norm', 'Gradient norm', spikes=True),
   Panel('response_length', 'response_length/mean', 'Response length (tokens)'),
 )
 
@@ -469,7 +471,7 @@ def _draw(axis: Any, panel: Panel, curves: Sequence[Curve]) -> None:
   if panel.name == 'success':
     for best, colour in _best_lines(curves):
       axis.axhline(best, color=colour, linewidth=1, linestyle=(0, (6, 2)), zorder=1.3)
-  if usual and greatest > 20 * np.median(usual) > 0:
+  if panel.spikes and usual and greatest > 20 * np.median(usual) > 0:
     axis.set_yscale('log')
     axis.yaxis.set_major_formatter('{x:g}')
   elif panel.from_zero:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -250,6 +251,14 @@ def test_what_is_drawn_are_the_numbers(runs):
   assert levels == [0.49] and not [line for line in axes[1].lines if line.get_color() == 'black']
   for axis in axes:  # two warnings began, at 7 and at 15
     assert sorted({line.get_xdata()[0] for line in axis.lines if line.get_marker() == 'v'}) == [7, 15]
+
+
+def test_only_gradient_norms_may_be_on_a_logarithmic_axis_which_hides_zeros_and_what_is_below(runs):
+  values = np.array([-1.0, 0.0, 0.01, 0.01, 0.01, 0.3])
+  for panel in plot.PANELS:
+    run = dataclasses.replace(plot.read_run(runs[0]), series={panel.metric: (np.arange(6), values)}, marks=[])
+    (axis,) = plot.draw_panels([panel], [plot.Curve('a', (run,))], width=3.5).axes
+    assert (axis.get_yscale() == 'log') == (panel.name == 'grad_norm'), panel.name
 
 
 def test_metrics_that_no_run_has_are_left_out(tmp_path, caplog):
