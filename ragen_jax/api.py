@@ -37,7 +37,8 @@ def load_config(file: str, fields: Mapping[str, Any] | None = None) -> ConfigDic
     for section in sections:
       at = at[section]
     old = at[name]
-    wrong = type(old) in (int, float) and isinstance(value, bool)  # which Python takes for a number
+    # Python takes True for a number, and the config takes None for anything.
+    wrong = value is None or (type(old) in (int, float) and isinstance(value, bool))
     if isinstance(old, ConfigDict) or wrong:
       raise UserError(f'{field}={value!r}: {_allowed(old)}')
     try:

@@ -72,6 +72,7 @@ def test_a_config_is_that_of_the_command_line():
     (CONFIG, {'train.gruops': 8}, r"^train\.gruops: config\.train has no field 'gruops'; did you mean 'groups'"),
     (CONFIG, {'train.groups': '8'}, r"^train\.groups='8': must be a whole number, like the 128 of the config"),
     (CONFIG, {'train.groups': True}, r'^train\.groups=True: must be a whole number'),
+    (CONFIG, {'train.groups': None}, r'^train\.groups=None: must be a whole number'),
     (CONFIG, {'algorithm.lam': 'high'}, r"^algorithm\.lam='high': must be a number"),
     (CONFIG, {'train.tags': 'Bandit'}, r"^train\.tags='Bandit': must be a tuple, like the \('FrozenLake',\)"),
     (CONFIG, {'train': 8}, r'^train=8: is a section; name one of its fields: first_level, group_size'),
