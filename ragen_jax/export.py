@@ -85,11 +85,16 @@ def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step
 
 
 def restore_params(checkpointer: Checkpointer, policy: experiment.Policy, step: int) -> nnx.State:
-  """All weights at a checkpoint, on the policy's mesh; with LoRA the frozen ones are those of the policy."""
+  """All weights at a checkpoint, on the policy's mesh; with LoRA the frozen ones are those of the policy.
+
+  The policy's other weights are gone: they would take as much memory again.
+  """
   params = experiment.param_state(policy.model)
   params = place(params, tree_shardings(params, policy.mesh))
   trained, frozen = lora.partition(params)
-  return lora.join(checkpointer.restore({'params': trained}, step=step, partial=True)[0]['params'], frozen)
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained)
+  jax.tree.map(lambda x: x.delete(), trained)
+  return lora.join(checkpointer.restore({'params': like}, step=step, partial=True)[0]['params'], frozen)
 
 
 def check_output(output: str, field: str, source: str) -> None:

@@ -76,6 +76,16 @@ def _theirs(torch, model, tokenizer, ids) -> np.ndarray:
 
 
 @pytest.mark.parametrize('run', ['full_run', 'lora_run'])
+def test_restored_weights_take_the_place_of_those_that_were_loaded(run, request):
+  workdir, config, policy = request.getfixturevalue(run)
+  fresh = experiment.load_policy(config)
+  with Checkpointer(workdir) as checkpointer:
+    params = export.restore_params(checkpointer, fresh, 2)
+  assert all(x.is_deleted() for x in jax.tree.leaves(lora.partition(experiment.param_state(fresh.model))[0]))
+  jax.tree.map(np.testing.assert_array_equal, params, experiment.param_state(policy.model))
+
+
+@pytest.mark.parametrize('run', ['full_run', 'lora_run'])
 def test_transformers_opens_an_export_and_so_does_another_run(tmp_path, run, request, caplog, torch):
   from transformers import AutoModelForCausalLM, AutoTokenizer
 
