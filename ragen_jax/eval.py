@@ -149,9 +149,9 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     trained_on = [] if step is None else _compare_with_run(config, workdir)
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
-    name = _free_name(directory, head, config)
     use_compilation_cache(config, workdir)
     rows, records = _play_all(config, checkpointer, step)
+  name = _free_name(directory, head, config)  # another evaluation may have ended meanwhile
   found = head | {'rows': [row.to_json() for row in rows]}
   path = directory / f'{name}.json'
   _write_json(path, found)
@@ -252,7 +252,9 @@ def _play_all(
   levels = list(_levels(config, specs))
   others, records = [], []
   endpoint = _endpoint(config) if e.endpoint else None
-  # The endpoint first: that it cannot be reached is known before a model is loaded.
+  # Before anybody plays: a run that goes on may delete the checkpoint meanwhile.
+  model = _load_model(config, checkpointer, step) if e.step != 'none' else None
+  # The endpoint first: that it cannot be reached is known before programs are compiled.
   for kind in [*(['endpoint'] if endpoint else []), *e.baselines]:
     for part in levels:
       row, own = _play_text(config, kind, part, tokenizer, endpoint, step or 0)
@@ -262,8 +264,8 @@ def _play_all(
       lost = ', '.join(f'{count} x {reason}' for reason, count in endpoint.lost.most_common(3))
       _log.warning('%d of the %d replies of %s never came: %s', endpoint.lost.total(), endpoint.asked, e.endpoint, lost)
   models = []
-  if e.step != 'none':
-    models, own = _play_model(config, checkpointer, step, levels)
+  if model is not None:
+    models, own = _play_model(config, *model, step, levels)
     records = own + records
   order = {'random': 1, 'solver': 2, 'endpoint': 3}
   rows = models + sorted(others, key=lambda row: order[row.kind])
@@ -285,14 +287,14 @@ def _levels(config: ConfigDict, specs: list[EnvGroup]) -> Iterator[_Levels]:
     first += spec.groups
 
 
-def _play_model(
-  config: ConfigDict, checkpointer: Checkpointer, step: int | None, levels: list[_Levels]
-) -> tuple[list[Row], list[dict[str, Any]]]:
+def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[experiment.Policy, Any]:
   policy = experiment.load_policy(config)
-  if step is not None:
-    params = restore_params(checkpointer, policy, step)
-  else:
-    params = experiment.param_state(policy.model)
+  return policy, experiment.param_state(policy.model) if step is None else restore_params(checkpointer, policy, step)
+
+
+def _play_model(
+  config: ConfigDict, policy: experiment.Policy, params: Any, step: int | None, levels: list[_Levels]
+) -> tuple[list[Row], list[dict[str, Any]]]:
   config = config.copy_and_resolve_references()
   if config.eval.temperature == 0:
     config.eval.greedy_too = False  # it would be the same again

@@ -216,6 +216,25 @@ def test_the_best_checkpoint_is_found(full_run):
       assert evaluation._find_step(config, str(workdir), checkpointer, given=True) == found
 
 
+def test_what_others_do_meanwhile_costs_no_results(full_run, tmp_path, monkeypatch):
+  """A run deletes the checkpoint that is evaluated, and another evaluation writes what would have had this name."""
+  workdir, config, _ = full_run
+  workdir = pathlib.Path(shutil.copytree(workdir, tmp_path / 'run'))
+  config = config.copy_and_resolve_references()
+  config.eval.tags, config.eval.baselines, config.eval.greedy_too = ('Bandit',), ('random',), False
+  play = evaluation._play_text
+
+  def meanwhile(*arguments):
+    shutil.rmtree(workdir / 'checkpoints')
+    (workdir / 'evaluation' / 'step_2_Bandit.json').write_text('{}')
+    return play(*arguments)
+
+  monkeypatch.setattr(evaluation, '_play_text', meanwhile)
+  found = evaluation.evaluate(config, str(workdir), given=True)
+  assert found['path'].endswith('/step_2_Bandit_2.json') and len(found['rows']) == 2
+  assert (workdir / 'evaluation' / 'step_2_Bandit.json').read_text() == '{}'
+
+
 def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv('NO_PROXY', '*')
   reply = {'choices': [{'message': {'content': '<think>low</think><answer>Dragon</answer>'}}]}
