@@ -146,7 +146,8 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
   check_config(config)
   with Checkpointer(workdir, save_best=BEST) as checkpointer:
     step = _find_step(config, workdir, checkpointer, given)
-    trained_on = [] if step is None else _compare_with_run(config, workdir)
+    warm_start = step is not None and 'data' in checkpointer.meta(step)
+    trained_on = [] if step is None else _compare_with_run(config, workdir, warm_start=warm_start)
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
     use_compilation_cache(config, workdir)
@@ -183,8 +184,8 @@ def _find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, giv
   return None
 
 
-def _compare_with_run(config: ConfigDict, workdir: str) -> list[str]:
-  """The tags that the run trains on.
+def _compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = False) -> list[str]:
+  """The tags that the run, or warm start, trains on.
 
   Raises:
     UserError: its weights are not of the model that the config names.
@@ -200,7 +201,14 @@ def _compare_with_run(config: ConfigDict, workdir: str) -> list[str]:
   for name, (was, now) in changed.items():
     if name.startswith(('agent.', *tags)) and was != 'absent':
       _log.info('not as in training: %s was %s and is %s', name, was, now)
-  return list(run['train']['tags'])
+  if not warm_start:
+    return list(run['train']['tags'])
+  if run['sft']['from_scratch']:
+    raise UserError(
+      f'--workdir={workdir}: a model from scratch has a tokenizer of its own; evaluate what was written, with '
+      f'--config.model.path={run["sft"]["output"]} --config.eval.step=base'
+    )
+  return [] if run['sft']['data'] else list(run['sft']['tags'])
 
 
 def _model_name(config: ConfigDict) -> str:

@@ -364,6 +364,24 @@ def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, capl
   assert 'not as in training: envs.FrozenLake.size was 4 and is 5' in caplog.text
 
 
+def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
+  workdir, config, _ = full_run
+  config = config.copy_and_resolve_references()
+  config.sft.tags, config.sft.levels, config.eval.step, config.eval.baselines = ('Bandit',), (8,), '3', ()
+  workdir = shutil.copytree(workdir, tmp_path / 'run')
+  with Checkpointer(workdir, keep=3) as checkpointer:
+    params = lora.partition(experiment.param_state(experiment.load_policy(config).model))[0]
+    checkpointer.save(3, {'params': params}, {'data': 'checksum'})
+  for fields, trained_on in (({}, ['Bandit']), ({'sft.data': 'play.jsonl'}, []), ({'sft.from_scratch': True}, None)):
+    config.update_from_flattened_dict(fields)
+    (workdir / 'config.json').write_text(json.dumps(config.to_dict()))
+    if trained_on is None:
+      with pytest.raises(UserError, match=r'--workdir=.* a tokenizer of its own; .*--config\.model\.path=runs/sft/ch'):
+        evaluation.evaluate(config, str(workdir), given=True)
+    else:
+      assert evaluation.evaluate(config, str(workdir), given=True)['trained_on'] == trained_on
+
+
 def test_several_processes_are_refused(monkeypatch, tmp_path):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   with pytest.raises(UserError, match=r'--mode=eval runs in one process, there are 2'):
