@@ -106,7 +106,9 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
       raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
     stopped = ''
     if checkpointer.latest_step() is not None:
-      described = checkpointer.meta()['replay']
+      described = checkpointer.meta().get('replay')
+      if described is None:
+        raise UserError(f'--workdir={workdir}: its checkpoints are those of a warm start; choose another --workdir')
       like = {'params': lora.partition(params)[0], 'opt_state': opt_state}
       state, meta = checkpointer.restore(like | {'replay': trainer.replay.empty_state(described)})
       # What the run began with would stay on the devices beside what it goes on with.

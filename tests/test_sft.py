@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs import sft_frozenlake, sft_sokoban
-from ragen_jax import config_check, experiment, learner, sft, sft_data
+from ragen_jax import config_check, experiment, learner, sft, sft_data, train
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.demonstrations import DemonstrationStyle, demonstrate
 from ragen_jax.agent.env_manager import EnvStateManager
@@ -278,6 +278,12 @@ def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   with pytest.raises(UserError, match=r'--workdir=.*: what is learnt from has changed since; choose another') as e:
     sft.train_sft(config, workdir)
   assert '\n' not in str(e.value)
+
+
+def test_training_in_the_workdir_of_a_warm_start_is_refused(whole):
+  config, workdir = whole
+  with pytest.raises(UserError, match=r'--workdir=.*: its checkpoints are those of a warm start; choose another'):
+    train.train_and_evaluate(config, workdir)
 
 
 def test_a_file_of_the_same_play_is_learnt_as_the_play_itself(whole, tmp_path):
