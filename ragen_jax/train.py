@@ -272,7 +272,7 @@ def _told(metrics: dict[str, float], config: ConfigDict) -> str:
 
 def free_fields(config: ConfigDict) -> frozenset[str]:
   """Fields that may change when a run goes on: `num_iterations` not where a falling learning rate depends on it."""
-  free = FREE_FIELDS | {f'{section}.{name}' for section in ('export', 'plan') for name in config[section]}
+  free = FREE_FIELDS | {f'{section}.{name}' for section in ('export', 'plan', 'sft') for name in config[section]}
   return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
 
 

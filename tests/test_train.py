@@ -173,8 +173,9 @@ def test_every_metric_and_file_of_a_run_is_explained(finished_run):
 def test_a_workdir_of_another_config_is_refused(tmp_path):
   train.record_config(str(tmp_path), helpers.small_config().to_dict())
   (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
-  with pytest.raises(UserError, match=r'algorithm\.gamma was 1\.0 and is 0\.9') as e:
-    train.train_and_evaluate(helpers.small_config(algorithm__gamma=0.9), str(tmp_path))
+  config = helpers.small_config(algorithm__gamma=0.9, sft__steps=7, eval__step='best')  # the latter two are not read
+  with pytest.raises(UserError, match=r'config: algorithm\.gamma was 1\.0 and is 0\.9; choose') as e:
+    train.train_and_evaluate(config, str(tmp_path))
   assert '\n' not in str(e.value)
 
 
