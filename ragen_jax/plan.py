@@ -193,12 +193,13 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
 
 
 def _shaped_by(config: ConfigDict, phase: str) -> tuple:
-  """The fields that `fit` changes, as far as they shape a phase's programs."""
+  """The fields that `fit` and the advice of adapters change, as far as they shape a phase's programs."""
   if phase == 'update':
     rows = (config.optimizer.micro_batch_size, config.model.remat, config.model.logits_chunk)
   else:
     rows = _rows(config, phase)
-  return ('update' if phase == 'update' else 'rollout', rows, tuple(config.mesh.values()))
+  weights = (config.lora.rank, config.model.param_dtype)
+  return ('update' if phase == 'update' else 'rollout', rows, weights, tuple(config.mesh.values()))
 
 
 def _rows(config: ConfigDict, phase: str) -> int:

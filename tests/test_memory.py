@@ -218,6 +218,14 @@ def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
   assert (advice in out.getvalue()) == (rank == 0)
 
 
+def test_programs_with_adapters_are_others():
+  config, keys = helpers.small_config(), set()
+  for fields in ({}, {'lora.rank': 64}, plan._ADAPTERS):
+    config.update_from_flattened_dict(fields)
+    keys |= {plan._shaped_by(config, phase) for phase in ('update', 'rollout', 'evaluation')}
+  assert len(keys) == 3 * 2  # as many rows in evaluation as in the rollout
+
+
 @pytest.mark.slow
 def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
   """A shape alone, on a machine too small for the config: what is printed to be changed does make it fit."""
