@@ -331,7 +331,9 @@ def fit(config: ConfigDict, found: Plan, compiled: Any) -> tuple[dict[str, Any],
         after = estimate(tried, compiled)
       except UserError:
         continue
-      if after.total(found.worst) < found.total(found.worst):
+      # Where programs were not compiled before, what they need says nothing.
+      uncounted = 0 if 'activations' in found.phases[found.worst] else after.phases[found.worst].get('activations', 0)
+      if after.total(found.worst) - uncounted < found.total(found.worst):
         config, changes, found = tried, changes | change, after
         break
     else:

@@ -205,6 +205,21 @@ def test_a_change_that_does_not_help_is_not_advised(monkeypatch):
   assert changes == {'model.logits_chunk': 1024} and found.fits and not changed.model.remat
 
 
+def test_activations_that_were_not_known_before_do_not_speak_against_a_change(monkeypatch):
+  """Weights of 80 bytes do not fit into 60, so programs are not compiled; those of 40 do, and their programs do not."""
+
+  def estimate(config, compiled):
+    kinds = {'weights': 40 if config.model.remat else 80}
+    if config.model.remat:
+      kinds['activations'] = 10 if config.model.logits_chunk else 50
+    return plan.Plan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
+
+  monkeypatch.setattr(plan, 'estimate', estimate)
+  config = helpers.small_config()
+  changes, _, found = plan.fit(config, estimate(config, {}), {})
+  assert found.fits and changes == {'model.remat': True, 'model.logits_chunk': 1024}
+
+
 @pytest.mark.parametrize('rank', [0, 8])
 def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
   config = helpers.small_config(lora__rank=rank)
