@@ -208,13 +208,14 @@ def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> N
   )
   for axis in axes.flat[len(shown) :]:
     axis.set_visible(False)
-  best, error = next(iter(runs.values()))['optimal'], standard_error(runs, seeds)
+  error = standard_error(runs, seeds)
   for axis, (title, base, settings) in zip(axes.flat, shown.values(), strict=False):
     for x, setting in enumerate(settings):
       each = finals(runs, setting, seeds)
       axis.scatter([x] * len(each), each, s=12, color='#9db8d6', zorder=2)
       axis.errorbar(x, statistics.fmean(each), yerr=error, fmt='o', capsize=4, color='#1f4e8c', zorder=3)
-    axis.axhline(best, color='black', linewidth=1)
+      best = runs[f'{setting} / {seeds[0]}']['optimal']  # lower with fewer actions a turn
+      axis.hlines(best, x - 0.5, x + 0.5, color='black', linewidth=1)
     axis.axhline(next(iter(runs.values()))['sampled'][0], color='gray', linewidth=1, linestyle=':')
     names = [base if s == BASE else s.removesuffix(' a prompt').removeprefix('clip ') for s in settings]
     axis.set_xticks(range(len(settings)), names, fontsize=8)
@@ -228,6 +229,13 @@ def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> N
   )
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=110)
+
+
+def write(path: pathlib.Path, record: dict) -> None:
+  """In one step: a benchmark that is stopped in the middle of it keeps what was there."""
+  temporary = path.with_suffix('.tmp')
+  temporary.write_text(json.dumps(record, indent=1) + '\n')
+  os.replace(temporary, path)
 
 
 def main() -> None:
@@ -273,7 +281,7 @@ def main() -> None:
       record['settings'] = {name: list(flags) for name, flags in SETTINGS.items()}
       record['verdicts'] = verdicts(record['runs'], seeds)
       out.parent.mkdir(parents=True, exist_ok=True)
-      out.write_text(json.dumps(record, indent=1) + '\n')
+      write(out, record)
       print(f'{key}: {result["wall_s"]} s, {result["sampled"][0]:.3f} -> {result["sampled"][-1]:.3f}', flush=True)
 
   with tempfile.TemporaryDirectory() as cache, futures.ThreadPoolExecutor(arguments.jobs) as pool:
@@ -285,7 +293,7 @@ def main() -> None:
       pool.shutdown(cancel_futures=True)  # what runs is waited for, what waits is not begun
       raise
   record['verdicts'] = verdicts(record['runs'], seeds)
-  out.write_text(json.dumps(record, indent=1) + '\n')
+  write(out, record)
   for name, v in record['verdicts'].items():
     print(f'{name}: {v["compared"]} = {v["difference"]:+.3f} (standard error {v["standard_error"]}): {v["trend"]}')
   draw(record['runs'], seeds, image)
