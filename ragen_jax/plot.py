@@ -59,7 +59,8 @@ PANELS = (
 # Parts of a config that change nothing in what a run learns.
 _WITHOUT_EFFECT = (
   *('checkpoint.', 'logging.', 'export.', 'plan.', 'sft.', 'compilation_cache'),
-  *('mesh.', 'monitor.information', 'monitor.gradient'),
+  *('mesh.', 'monitor.information', 'monitor.gradient', 'optimizer.micro_batch_size', 'model.remat'),
+  *('model.logits_chunk', 'length_step', 'agent.drop_finished'),  # memory and programs only
   *('eval.greedy_too', 'eval.step', 'eval.baselines', 'eval.endpoint'),
 )
 # What runs are told apart by, before all else.

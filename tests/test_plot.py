@@ -164,8 +164,8 @@ def test_runs_that_differ_in_the_seed_are_one_curve_named_by_what_differs(tmp_pa
     tmp_path,
     _config(0),
     _config(0, **grpo),
-    # Neither changes what is learnt: where checkpoints go, and an environment that is not played.
-    _config(1, checkpoint__every=2, envs__Sudoku__side=9),
+    # None changes what is learnt: where checkpoints go, an environment that is not played, what goes into memory.
+    _config(1, checkpoint__every=2, envs__Sudoku__side=9, optimizer__micro_batch_size=2),
     _config(1, **grpo),
     _config(0, **grpo, optimizer__actor_lr=5e-4),
   ) == [
