@@ -86,7 +86,7 @@ def _entries(evaluation: dict[str, Any], curve: str) -> list[_Entry]:
       continue
     kind, own = row['kind'], ()
     if kind == 'model' and evaluation['checkpoint'] is None:
-      kind, name = 'base', f'{evaluation["model"]}, untrained'
+      kind, name = 'base', f'{evaluation["model"]}, as it is'
     elif kind == 'model':
       kind, name, own = 'trained', curve, trained_on
     else:
