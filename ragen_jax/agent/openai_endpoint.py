@@ -264,7 +264,7 @@ def _read(answer: bytes) -> Said:
     text = f'<think>{thought}</think>{text}'
   usage = whole.get('usage')
   tokens = usage.get('completion_tokens') if isinstance(usage, dict) else None
-  counted = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
+  counted = isinstance(tokens, int) and not isinstance(tokens, bool) and 0 <= tokens < 1 << 31
   return Said(text.encode('utf-8', 'replace').decode(), tokens if counted else None)
 
 

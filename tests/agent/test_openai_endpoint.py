@@ -182,6 +182,7 @@ def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch):
     (good(None), Said('', 3)),
     (good('Up', usage=None), Said('Up', None)),
     (good('Up', usage={'completion_tokens': -1}), Said('Up', None)),
+    (good('Up', usage={'completion_tokens': 10**400}), Said('Up', None)),
     (good('\ud800'), Said('?', 3)),
   ],
 )
