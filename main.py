@@ -40,8 +40,7 @@ def main(argv: list[str]) -> None:
   if _MODE.value in ('play', 'plan') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value}')
   workdir, *more = command_line.workdirs(flags.FLAGS)
-  # Imported only now, so that --help and a misspelt flag answer at once.
-  mode = importlib.import_module(f'ragen_jax.{_MODE.value}')
+  mode = importlib.import_module(f'ragen_jax.{_MODE.value}')  # now, so that --help and a misspelt flag answer at once
   if _MODE.value == 'sft':
     mode.train_sft(_CONFIG.value, workdir)
   elif _MODE.value == 'eval':
@@ -72,7 +71,8 @@ def run() -> None:
       sys.stderr.write(f'error: {e}\n')
     processes.leave(2, together=e.everywhere)
   except KeyboardInterrupt as e:
-    sys.stderr.write('interrupted; the same command goes on from the last checkpoint, if there is one\n')
+    goes_on = '; the same command goes on from the last checkpoint, if there is one'
+    sys.stderr.write('interrupted' + goes_on * (_MODE.value in ('train', 'sft')) + '\n')
     processes.leave(getattr(e, 'status', 130))
 
 

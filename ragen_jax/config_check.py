@@ -249,6 +249,7 @@ def _check_algorithm(config: ConfigDict) -> None:
 def check_eval(config: ConfigDict) -> None:
   """Raises UserError for the first field of `config.eval` that --mode=eval cannot be run with."""
   e = config.eval
+  _check(config, 'eval.temperature', e.temperature < math.inf, 'must be a number')
   named = e.step in ('latest', 'best', 'base', 'none') or e.step.isdecimal()
   _check(config, 'eval.step', named, 'must be latest, best, the number of an iteration, base or none')
   known = len(set(e.baselines)) == len(e.baselines) and set(e.baselines) <= set(BASELINES)

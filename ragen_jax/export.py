@@ -52,6 +52,11 @@ def export(config: ConfigDict, workdir: str) -> str:
     check_output(output, 'export.output', source)
   with Checkpointer(workdir, save_best=BEST) as checkpointer:
     step = choose_step(checkpointer, config.export.step)
+    if config.sft.from_scratch and 'data' in checkpointer.meta(step):
+      raise UserError(
+        f'--workdir={workdir}: a warm start from scratch, with a tokenizer of its own; its model is in '
+        f'sft.output={config.sft.output!r}'
+      )
     policy = experiment.load_policy(config)
     params = restore_params(checkpointer, policy, step)
   nnx.update(policy.model, params)

@@ -499,7 +499,8 @@ def _legend(panels: Sequence[Panel], curves: Sequence[Curve]) -> dict[str, Any]:
   handles: dict[str, Any] = {}
   for i, curve in enumerate(curves):
     colour, dashes, point = _look(i)
-    handles[curve.label] = Line2D([], [], color=colour, linestyle=dashes, linewidth=1.5, marker=point, markersize=3)
+    label = curve.label.replace('$', r'\$')  # what is between two of them would be taken for a formula
+    handles[label] = Line2D([], [], color=colour, linestyle=dashes, linewidth=1.5, marker=point, markersize=3)
   if any(p.every_iteration for p in panels):
     handles[f'moving average, decay {DECAY:g}'] = Line2D([], [], color=grey, linewidth=1.5)
     handles['each iteration'] = Line2D([], [], color=grey, linewidth=0.6, alpha=0.5)

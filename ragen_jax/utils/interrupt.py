@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -54,4 +55,6 @@ class Interrupt:
     self.requested = number
     self._restore(number)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
-    sys.stderr.write(f'\nstopping after this {self._noun}, with a checkpoint; {again} again stops at once\n')
+    told = f'\nstopping after this {self._noun}, with a checkpoint; {again} again stops at once\n'
+    with contextlib.suppress(OSError):
+      os.write(2, told.encode())  # sys.stderr may be in the middle of a line, and may not be written to from here

@@ -11,7 +11,7 @@ from ragen_jax.utils.interrupt import Interrupt, Stopped
 
 
 @pytest.mark.parametrize(('number', 'status'), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_asks_and_the_second_is_as_without_us(number, status, capsys):
+def test_the_first_signal_asks_and_the_second_is_as_without_us(number, status, capfd):
   seen = []
   before = signal.signal(number, lambda *_: seen.append('old'))
   try:
@@ -26,7 +26,7 @@ def test_the_first_signal_asks_and_the_second_is_as_without_us(number, status, c
   finally:
     signal.signal(number, before)
   assert Stopped(interrupt.requested).status == status
-  assert 'with a checkpoint' in capsys.readouterr().err
+  assert 'with a checkpoint' in capfd.readouterr().err
 
 
 def test_without_a_signal_the_handlers_are_put_back():
