@@ -6,7 +6,6 @@ python main.py --config=configs/frozenlake_ppo.py
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 from absl import app, flags
@@ -61,8 +60,6 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
   """Runs `main`; what the user can mend is told in one line, with exit status 2."""
-  # transformers is here for its tokenizers and need not advise to install PyTorch.
-  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   command_line.set_up_logging()
   try:
     app.run(main, flags_parser=command_line.parse)

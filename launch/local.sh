@@ -30,7 +30,10 @@ trap 'stop -TERM; wait; exit 143' TERM
 for _ in "${pids[@]}"; do
   status=0
   wait -n || status=$?
-  if ((status)); then
+  if ((status == 130 || status == 143)); then
+    wait # all stop together, with a checkpoint
+    exit "$status"
+  elif ((status)); then
     sleep 1 # they may have heard of it, and have something to say
     exit "$status"
   fi

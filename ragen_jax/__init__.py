@@ -16,6 +16,7 @@ The letters of array shapes, everywhere in this package:
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
   from ragen_jax.train import train_and_evaluate
   from ragen_jax.trainer import Trainer
   from ragen_jax.utils.errors import UserError
+
+# transformers is here for its tokenizers and need not advise to install PyTorch.
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 __all__ = [
   'Budget',

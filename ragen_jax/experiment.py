@@ -100,7 +100,10 @@ def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
   if len(counts) != len(tags) or not all(isinstance(count, int) and count > 0 for count in counts):
     raise UserError(f'{name}.tag_groups={counts}: must be one positive number for each of {name}.tags={tags}, or empty')
   if sum(counts) != total:
-    raise UserError(f'{name}.tag_groups={counts}: must add up to {name}.groups={total}, not {sum(counts)}')
+    raise UserError(
+      f'{name}.tag_groups={counts}: must add up to {name}.groups={total}, not {sum(counts)}; '
+      f'--config.{name}.tag_groups="()" divides them equally'
+    )
   return counts
 
 

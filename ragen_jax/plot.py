@@ -402,9 +402,9 @@ def _save(figure: Any, path: pathlib.Path) -> list[str]:
   paths = [f'{path}.png', f'{path}.svg']
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(paths[0])
+    figure.savefig(paths[0], bbox_inches='tight')
     figure.set_layout_engine('none')  # it is laid out, which takes longer than to draw it
-    figure.savefig(paths[1], metadata={'Date': None})
+    figure.savefig(paths[1], bbox_inches='tight', metadata={'Date': None})
   except OSError as e:
     raise UserError(f'{path}.png and .svg were not written: {e.strerror or e}; --output names another place') from e
   return paths

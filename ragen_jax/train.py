@@ -97,6 +97,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
   policy = experiment.load_policy(config)
   evaluator = Evaluator(config, policy)
   trainer = Trainer(config, policy, evaluator.held_out())
+  with processes.same_errors():
+    trainer.proxy.check_first_prompts(config.train.first_level)
   monitor = Monitor(config)
   with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     params, opt_state, done = trainer.init()
@@ -133,6 +135,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
           evaluation = evaluator(params)
         log_evaluation(writer, kept, progress, 0, evaluation, config)
         writer.scalars(0, timer.pop())
+        if interrupted := processes.largest([interrupt.requested])[0]:
+          raise Stopped(interrupted)  # before there is anything to save
       collect = True
       for iteration in range(done, config.num_iterations if not stopped else done):
         with timer('step'):

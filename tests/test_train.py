@@ -82,6 +82,15 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   assert _comparable(tmp_path / 'whole') == _comparable(tmp_path / 'parts')
 
 
+def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tmp_path, monkeypatch):
+  monkeypatch.setattr(train.Evaluator, '__call__', lambda *_: pytest.fail('evaluated'))
+  config = helpers.small_config(train__tags=('Countdown',), agent__max_context=128)
+  with pytest.raises(
+    UserError, match=r'agent\.max_context=128: a first prompt of Countdown and its reply need \d+ \+ 32'
+  ):
+    train.train_and_evaluate(config, str(tmp_path))
+
+
 @pytest.fixture(scope='module')
 def finished_run(tmp_path_factory):
   """Config, workdir and last evaluation of a short run."""

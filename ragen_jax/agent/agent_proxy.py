@@ -239,6 +239,20 @@ class AgentProxy:
     own = Rollout(trajectory, episodes, anchors, scores, int(trajectory.loss_mask.sum()), context.tokenizer.pad_id)
     return concatenate(processes.gather_shares(own, share), renumber=False)
 
+  def check_first_prompts(self, first_level: int) -> None:
+    """Raises UserError where the first prompt of an environment does not fit; before anything large is compiled.
+
+    Not where an environment is outside JAX, whose resets are not ours to spend.
+    """
+    if any(isinstance(spec.env, TextEnvironment) for spec in self.envs.specs):
+      return
+    observations, left = self.envs.reset(first_level), self.envs.actions_left()
+    room = self.limits.max_context - self.limits.max_response_tokens
+    for env, row in zip(*np.unique(self.envs.row_env, return_index=True), strict=True):
+      prompt = int(env), observations[row], int(left[row])
+      if len(self.context.first_segment(*prompt)) > room:
+        self._check_first_prompt(0, *prompt)
+
   def _check_first_prompt(self, turn: int, env: int, observation: str, actions_left: int) -> None:
     """Raises UserError where a first prompt and its reply do not fit into the context, whatever is done.
 

@@ -39,11 +39,15 @@ def workdirs(values: flags.FlagValues) -> list[str]:
   A warm start has a place beside that of training with the same config.
 
   Raises:
-    UserError: a flag that is plot's alone is given for another mode.
+    UserError: a workdir is empty, or a flag that is plot's alone is given for another mode.
   """
-  default = default_workdir(config_flags.get_config_filename(values['config']))
-  beside = values.mode == 'sft' and not os.path.basename(default).startswith('sft_')
-  given = values.workdir or [f'{default}-sft' if beside else default]
+  given = values.workdir
+  if not given:
+    default = default_workdir(config_flags.get_config_filename(values['config']))
+    beside = values.mode == 'sft' and not os.path.basename(default).startswith('sft_')
+    given = [f'{default}-sft' if beside else default]
+  if not all(given):
+    raise UserError('--workdir= is empty; name a directory, or leave the flag out for the default')
   if values.mode != 'plot':
     if len(given) > 1:
       raise UserError(f'--workdir is given {len(given)} times; only --mode=plot takes several, {values.mode} takes one')

@@ -22,7 +22,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupt:
-  """While it is entered, the first SIGINT or SIGTERM only sets `requested`; the second of one kind stops at once.
+  """While it is entered, the first SIGINT or SIGTERM only sets `requested`; the second of one kind kills.
 
   Python's own handler raises wherever the interpreter happens to be, which may be a callback that swallows it. SIGTERM
   is what Kubernetes, Slurm's preemption and spot machines send some time before they kill.
@@ -43,17 +43,15 @@ class Interrupt:
     return self
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    for number in [*self._old]:
-      self._restore(number)
-
-  def _restore(self, number: int) -> None:
-    old = self._old.pop(number, None)
-    if old is not None:  # a handler that Python did not set cannot be set again
-      signal.signal(number, old)
+    for number, old in self._old.items():
+      if old is not None:  # a handler that Python did not set cannot be set again
+        signal.signal(number, old)
+    self._old = {}
 
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
     self.requested = number
-    self._restore(number)
+    # The second is not Python's to handle, which waits for as long as a program compiles.
+    signal.signal(number, signal.SIG_DFL)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
     told = f'\nstopping after this {self._noun}, with a checkpoint; {again} again stops at once\n'
     with contextlib.suppress(OSError):
