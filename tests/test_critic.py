@@ -177,6 +177,7 @@ def _lake(**fields):
   return helpers.small_config(**fields)
 
 
+@pytest.mark.slow
 def test_a_separate_critic_begins_with_the_values_that_the_shared_one_has():
   """The sampler's records of the one are the critic's own pass of the other, behind a truncated episode too."""
   made, shown = [], []

@@ -391,6 +391,8 @@ def test_several_workdirs_are_for_plots_alone():
   assert command_line.workdirs(values(mode='plot', workdir=['a', 'b'], output='c')) == ['a', 'b']
   with pytest.raises(UserError, match='--workdir is given 2 times; only --mode=plot takes several, train takes one'):
     command_line.workdirs(values(workdir=['a', 'b']))
+  with pytest.raises(UserError, match='--workdir= is empty'):
+    command_line.workdirs(values(workdir=['']))
   with pytest.raises(UserError, match='--output has no effect with --mode=view'):
     command_line.workdirs(values(mode='view', output='c'))
   with pytest.raises(UserError, match=r'--config\.seed=1 has no effect with --mode=plot'):

@@ -70,6 +70,7 @@ def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
   assert {e.tag for e in episodes if e.env_return > 0} == {'FrozenLake', 'SimpleSokoban', 'Bandit'}
 
 
+@pytest.mark.slow
 def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path):
   config = helpers.small_config(
     sft__tags=('Bandit',), sft__levels=(512,), sft__steps=120, sft__batch_size=32, sft__learning_rate=5e-3,
