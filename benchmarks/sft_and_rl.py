@@ -99,9 +99,10 @@ def final(
 
 
 def verdicts(runs: dict[str, dict], seeds: tuple[int, ...]) -> dict[str, dict]:
-  """For each game whose runs are all there: both means, their difference, and whether the ordering shows."""
+  """For each game both means over the seeds that are complete, their difference, and whether the ordering shows."""
   told = {}
-  for game in GAMES:
+  seeds = tuple(s for s in seeds if all(f'{game} / {m} / {s}' in runs for game in GAMES for m in ('SFT', 'RL')))
+  for game in GAMES if seeds else ():
     for how in ('sampled', 'greedy'):
       sft, rl = (final(runs, method, game, how, seeds) for method in ('SFT', 'RL'))
       if sft is None or rl is None:
