@@ -68,8 +68,8 @@ def run() -> None:
       sys.stderr.write(f'error: {e}\n')
     processes.leave(2, together=e.everywhere)
   except KeyboardInterrupt as e:
-    goes_on = '; the same command goes on from the last checkpoint, if there is one'
-    sys.stderr.write('interrupted' + goes_on * (_MODE.value in ('train', 'sft')) + '\n')
+    told = 'interrupted; the same command goes on from the last checkpoint, if there is one'
+    sys.stderr.write((told if _MODE.value in ('train', 'sft') else 'interrupted') + '\n')
     processes.leave(getattr(e, 'status', 130))
 
 
