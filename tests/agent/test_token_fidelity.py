@@ -161,7 +161,11 @@ def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
   for drop in (True, False):
     # Few actions, so that episodes run out of them after two turns, three or four.
     config = _tiny_config(
-      agent__drop_finished=drop, train__groups=8, train__group_size=8, envs__FrozenLake__max_actions=4
+      agent__drop_finished=drop,
+      train__groups=8,
+      train__group_size=8,
+      envs__FrozenLake__max_actions=4,
+      envs__FrozenLake__max_turns=5,
     )
     fresh = dataclasses.replace(policy, sampler=experiment.make_sampler(policy.model, policy.tokenizer))
     runs.append(_rollout(tmp_path, config, policy=fresh))
