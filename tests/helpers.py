@@ -41,6 +41,15 @@ def small_config(**fields) -> ConfigDict:
   return config
 
 
+def leaves(config: ConfigDict, prefix: str = ''):
+  """(dotted name, value) of every field."""
+  for name, value in config.items():
+    if isinstance(value, ConfigDict):
+      yield from leaves(value, f'{prefix}{name}.')
+    else:
+      yield f'{prefix}{name}', value
+
+
 def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2) -> ActorCritic:
   """A tiny random policy whose value head is not zero."""
   cfg = QwenConfig(

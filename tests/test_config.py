@@ -26,14 +26,6 @@ from tests import helpers
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def _leaves(config, prefix=''):
-  for name, value in config.items():
-    if isinstance(value, ConfigDict):
-      yield from _leaves(value, f'{prefix}{name}.')
-    else:
-      yield f'{prefix}{name}', value
-
-
 def test_every_field_has_a_comment_line_above_it():
   lines = (ROOT / 'configs' / 'default.py').read_text().splitlines()
   assigned = [i for i, line in enumerate(lines) if re.match(r'  config\.[\w.]+ = (?!ConfigDict)', line)]
@@ -63,10 +55,10 @@ def test_every_field_can_be_set_from_the_command_line(monkeypatch):
   changed = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x + 0.25, str: lambda x: x + 'z'}
   new = {
     name: changed[type(value)](value) if type(value) in changed else (*value, value[-1] if value else 1)
-    for name, value in _leaves(default.get_config())
+    for name, value in helpers.leaves(default.get_config())
   }
   config = _from_command_line(monkeypatch, *(f'--config.{name}={value}' for name, value in new.items()))
-  assert dict(_leaves(config)) == new
+  assert dict(helpers.leaves(config)) == new
 
 
 def test_options_of_environments_are_those_of_their_classes():
@@ -180,7 +172,8 @@ def test_three_games_have_ppo_and_grpo():
   for game in ('frozenlake', 'sokoban', 'bandit'):
     ppo, grpo = (importlib.import_module(f'configs.{game}_{x}').get_config('qwen2.5-0.5b') for x in ('ppo', 'grpo'))
     # For real models nothing else differs.
-    assert {name for name, value in _leaves(ppo) if dict(_leaves(grpo))[name] != value} == {'algorithm.adv_estimator'}
+    theirs = dict(helpers.leaves(grpo))
+    assert {name for name, value in helpers.leaves(ppo) if theirs[name] != value} == {'algorithm.adv_estimator'}
     assert ppo.agent.max_response_tokens == (500 if game == 'bandit' else 400)
 
 

@@ -71,19 +71,11 @@ def test_the_configuration_reference_is_fresh():
   fresh = make_configuration.render()
   assert _text(ROOT / 'docs' / 'configuration.md') == fresh, 'run: python docs/make_configuration.py'
   # Every field once, and the environments' by the tags that others are derived from.
-  for field, _ in _leaves(CONFIG):
+  for field, _ in helpers.leaves(CONFIG):
     if not field.startswith('envs.'):
       assert fresh.count(f'| `{field}` |') == 1, field
   for tag in CONFIG.envs:
     assert f'### envs.{tag}\n' in fresh
-
-
-def _leaves(config, prefix=''):
-  for name, value in config.items():
-    if isinstance(value, ConfigDict):
-      yield from _leaves(value, f'{prefix}{name}.')
-    else:
-      yield f'{prefix}{name}', value
 
 
 def _exists(field: str) -> bool:

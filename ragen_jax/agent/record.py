@@ -12,7 +12,7 @@ from ragen_jax.agent.agent_proxy import Rollout
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvGroup
 from ragen_jax.agent.text_policy import Played
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.trajectory import Episode, Turn
 
 # Significant digits of what is kept of a number: enough to look at.
 _DIGITS = 4
@@ -99,13 +99,7 @@ def episode_records(
           'pieces': token_pieces(tokenizer, ids),
           **{name: _short(x[row, sampled]) for name, x in numbers.items()},
           'closed': ids[-1] in tokenizer.stop_ids,
-          'observation': turn.observation,
-          'picture': turn.picture,
-          'actions': list(turn.actions),
-          'valid': turn.valid,
-          'effective': int(turn.effective),
-          'reward': turn.reward,
-          'penalty': turn.penalty,
+          **_played(turn),
         }
       )
     summary = _summary(episode, step, split, index % group_size)
@@ -145,18 +139,25 @@ def text_records(
           'pieces': [piece for piece in re.split('(?<=</think>)', turn.reply) if piece],
           'tokens': turn.tokens,
           'closed': None,
-          'observation': turn.observation,
-          'picture': turn.picture,
-          'actions': list(turn.actions),
-          'valid': turn.valid,
-          'effective': int(turn.effective),
-          'reward': turn.reward,
-          'penalty': turn.penalty,
+          **_played(turn),
         }
       )
     end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
     records.append(_summary(episode, step, split, row % group_size) | {'turns': turns} | end)
   return records
+
+
+def _played(turn: Turn) -> dict[str, Any]:
+  """What happened in a turn, whoever spoke."""
+  return {
+    'observation': turn.observation,
+    'picture': turn.picture,
+    'actions': list(turn.actions),
+    'valid': turn.valid,
+    'effective': int(turn.effective),
+    'reward': turn.reward,
+    'penalty': turn.penalty,
+  }
 
 
 def _summary(episode: Episode, step: int, split: str, member: int) -> dict[str, Any]:
