@@ -15,7 +15,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, PastTurn, describe_task, format_reward
 from ragen_jax.agent.demonstrations import reply_after_prefix
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.trajectory import Status
+from ragen_jax.agent.trajectory import Status, status_after_turn
 from ragen_jax.envs.base import Solution
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
@@ -152,15 +152,11 @@ class Level:
     self.turn += 1
     self.reward += reward
     self.conversation += sampled
-    if self._envs.faults:
-      self.status = Status.ENV_ERROR
-    elif result.done[0]:
-      self.status = Status.SUCCESS if result.success[0] else Status.FAILURE
-    elif self.actions_left <= 0:
-      self.status = Status.OUT_OF_ACTIONS
-    elif self.turn >= self.spec.budget.max_turns:
-      self.status = Status.OUT_OF_TURNS
-    else:
+    self.status = Status.ENV_ERROR if self._envs.faults else status_after_turn(
+      done=result.done[0], success=result.success[0], actions_left=self.actions_left,
+      last_turn=self.turn >= self.spec.budget.max_turns,
+    )  # fmt: skip
+    if self.status == Status.RUNNING:
       self._write_prompt()
     return reward, executed
 

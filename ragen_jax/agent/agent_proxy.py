@@ -14,7 +14,7 @@ import numpy as np
 
 from ragen_jax.agent.context_manager import ContextManager, PastTurn
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
+from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn, status_after_turn
 from ragen_jax.distributed import processes
 from ragen_jax.envs.text_env import TextEnvironment
 from ragen_jax.sampling.sampler import Sampler, Sampling
@@ -209,14 +209,10 @@ class AgentProxy:
             tokens=len(sampled),
           )
         )
-        if row in faults:
-          status[row] = Status.ENV_ERROR
-        elif result.done[row]:
-          status[row] = Status.SUCCESS if result.success[row] else Status.FAILURE
-        elif actions_left[row] <= 0:
-          status[row] = Status.OUT_OF_ACTIONS
-        elif turn + 1 >= turns_allowed[row]:
-          status[row] = Status.OUT_OF_TURNS
+        status[row] = Status.ENV_ERROR if row in faults else status_after_turn(
+          done=result.done[row], success=result.success[row], actions_left=actions_left[row],
+          last_turn=turn + 1 >= turns_allowed[row],
+        )  # fmt: skip
         if int(row) in pictures:
           pictures[int(row)] = envs.picture(int(row))
 

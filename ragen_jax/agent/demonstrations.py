@@ -8,7 +8,7 @@ import numpy as np
 
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn
+from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn, status_after_turn
 from ragen_jax.envs.base import Budget
 
 
@@ -144,12 +144,10 @@ def demonstrate(
       timeline.reward_last_token(row, float(reward[row]))
       episodes[row].turns[-1].reward = float(reward[row])
       episodes[row].turns[-1].effective = int(result.effective[row])
-      if result.done[row]:
-        status[row] = Status.SUCCESS if result.success[row] else Status.FAILURE
-      elif left[row] <= 0:
-        status[row] = Status.OUT_OF_ACTIONS
-      elif turn + 1 >= envs.specs[envs.row_env[row]].budget.max_turns:
-        status[row] = Status.OUT_OF_TURNS
+      status[row] = status_after_turn(
+        done=result.done[row], success=result.success[row], actions_left=left[row],
+        last_turn=turn + 1 >= envs.specs[envs.row_env[row]].budget.max_turns,
+      )  # fmt: skip
 
   for row, episode in enumerate(episodes):
     episode.status = Status(int(status[row]))

@@ -17,7 +17,7 @@ import numpy as np
 from ragen_jax.agent.context_manager import ContextManager, PastTurn
 from ragen_jax.agent.demonstrations import reply_after_prefix
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.trajectory import Episode, Status, Turn
+from ragen_jax.agent.trajectory import Episode, Status, Turn, status_after_turn
 from ragen_jax.envs.base import Solution
 from ragen_jax.envs.text_env import TextEnvironment
 
@@ -132,14 +132,10 @@ def play(
           answered=said[row].answered,
         )
       )
-      if row in faults:
-        status[row] = Status.ENV_ERROR
-      elif result.done[row]:
-        status[row] = Status.SUCCESS if result.success[row] else Status.FAILURE
-      elif actions_left[row] <= 0:
-        status[row] = Status.OUT_OF_ACTIONS
-      elif turn + 1 >= spec.budget.max_turns:
-        status[row] = Status.OUT_OF_TURNS
+      status[row] = Status.ENV_ERROR if row in faults else status_after_turn(
+        done=result.done[row], success=result.success[row], actions_left=actions_left[row],
+        last_turn=turn + 1 >= spec.budget.max_turns,
+      )  # fmt: skip
       if row in pictures:
         pictures[row] = envs.picture(row)
   for row, episode in enumerate(episodes):

@@ -21,6 +21,15 @@ class Status(enum.IntEnum):
   ENV_ERROR = 6  # its environment failed; says nothing about the policy
 
 
+def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn: bool) -> Status:
+  """How an episode stands behind a turn that its environment played; the game's own end comes before the limits."""
+  if done:
+    return Status.SUCCESS if success else Status.FAILURE
+  if actions_left <= 0:
+    return Status.OUT_OF_ACTIONS
+  return Status.OUT_OF_TURNS if last_turn else Status.RUNNING
+
+
 # Cut off by a limit, before the game was over.
 TRUNCATED = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
 
