@@ -12,17 +12,26 @@ from absl import app, flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
-from ragen_jax.utils import command_line
 from ragen_jax.utils.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'The experiment: a file of configs/.', lock_config=True)
 _KEPT = 'Where the run is kept, by default runs/<name of the config file> (sft: <name>-sft); plot takes several.'
 _WORKDIR = flags.DEFINE_multi_string('workdir', None, _KEPT)
 _OUTPUT = flags.DEFINE_string('output', None, 'Where plots go; by default plots/ in the run, or beside the first run.')
-_MODES = ['train', 'eval', 'sft', 'play', 'view', 'export', 'plan', 'plot']
+_MODES = {
+  'train': 'train',
+  'eval': 'modes.evaluate',
+  'sft': 'modes.sft',
+  'play': 'modes.play',
+  'view': 'viewer.page',
+  'export': 'modes.export',
+  'plan': 'modes.plan',
+  'plot': 'plots.curves',
+}
 _TOLD = 'Learn; evaluate; warm-start; let a person play; page of episodes; export; plan memory; figures of runs.'
-_MODE = flags.DEFINE_enum('mode', 'train', _MODES, _TOLD)
+_MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), _TOLD)
 _COORDINATOR = flags.DEFINE_string('coordinator', None, "HOST:PORT of the first process; 'auto' on TPUs and Slurm.")
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes there are; not with auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0; not with auto.')
@@ -39,7 +48,9 @@ def main(argv: list[str]) -> None:
   if _MODE.value in ('play', 'plan') and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={_MODE.value}')
   workdir, *more = command_line.workdirs(flags.FLAGS)
-  mode = importlib.import_module(f'ragen_jax.{_MODE.value}')  # now, so that --help and a misspelt flag answer at once
+  mode = importlib.import_module(
+    f'ragen_jax.{_MODES[_MODE.value]}'
+  )  # now, so that --help and a misspelt flag answer at once
   if _MODE.value == 'sft':
     mode.train_sft(_CONFIG.value, workdir)
   elif _MODE.value == 'eval':

@@ -24,7 +24,7 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ragen_jax.utils.metrics import read_metrics  # noqa: E402
+from ragen_jax.runs.metrics import read_metrics  # noqa: E402
 
 
 def hardware() -> dict[str, str | int]:

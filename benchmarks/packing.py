@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import hardware  # noqa: E402
 from configs import sft_frozenlake  # noqa: E402
-from ragen_jax import experiment, sft, sft_data  # noqa: E402
+from ragen_jax import build  # noqa: E402
+from ragen_jax.modes import sft  # noqa: E402
+from ragen_jax.sft import data as sft_data  # noqa: E402
 
 TAGS, LEVELS = ('FrozenLake', 'SimpleSokoban', 'Bandit'), (512, 512, 512)
 
@@ -31,8 +33,8 @@ def main() -> None:
   parser.add_argument('--steps', type=int, default=20)
   arguments = parser.parse_args()
   config = sft_frozenlake.get_config()
-  policy = experiment.load_policy(config)
-  specs = experiment.env_groups(config, TAGS, LEVELS)
+  policy = build.load_policy(config)
+  specs = build.env_groups(config, TAGS, LEVELS)
   data = sft_data.join(sft_data.play(config, specs, policy.tokenizer, frozenset()))
   rng = np.random.default_rng(0)
   size = config.sft.batch_size

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from configs import frozenlake_ppo  # noqa: E402
-from ragen_jax import experiment  # noqa: E402
+from ragen_jax import build  # noqa: E402
 from ragen_jax.agent.env_manager import EnvStateManager  # noqa: E402
 
 
@@ -25,7 +25,7 @@ def main() -> None:
   config = frozenlake_ppo.get_config()
   for depth in range(1, config.envs.FrozenLake.max_actions_per_turn + 1):
     config.envs.FrozenLake.max_actions_per_turn = depth
-    specs = experiment.env_groups(config, ('FrozenLake',), (config.eval.groups,))
+    specs = build.env_groups(config, ('FrozenLake',), (config.eval.groups,))
     levels = EnvStateManager(specs, 1)
     levels.reset(config.eval.first_level)
     print(f'{depth} a turn: {np.mean(levels.optimal()):.4f}')

@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import hardware  # noqa: E402
-from ragen_jax.utils.metrics import read_metrics  # noqa: E402
+from ragen_jax.runs.metrics import read_metrics  # noqa: E402
 
 SEEDS = (0, 1, 2)
 FIRST_LEVEL = 1_000_000_000

@@ -11,7 +11,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from configs import sft_tiny
-from ragen_jax import experiment
+from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
 
 TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
@@ -21,7 +21,7 @@ def main() -> None:
   config = sft_tiny.get_config()
 
   def boards(tag: str, count: int, first_seed: int) -> set[bytes]:
-    return EnvStateManager(experiment.env_groups(config, (tag,), (count,)), 1).levels_from(first_seed)
+    return EnvStateManager(build.env_groups(config, (tag,), (count,)), 1).levels_from(first_seed)
 
   for tag, shown in zip(config.sft.tags, config.sft.levels, strict=True):
     held_out = boards(tag, 256, config.eval.first_level)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from ragen_jax.api import load_config, load_policy, make_env, train_on
   from ragen_jax.envs import Budget, Environment, TextEnvironment
-  from ragen_jax.evaluate import Evaluator
+  from ragen_jax.evaluation.evaluator import Evaluator
   from ragen_jax.train import train_and_evaluate
-  from ragen_jax.trainer import Trainer
+  from ragen_jax.training.trainer import Trainer
   from ragen_jax.utils.errors import UserError
 
 # transformers is here for its tokenizers and need not advise to install PyTorch.
@@ -47,9 +47,9 @@ __all__ = [
 _MODULES = {
   'Budget': 'envs',
   'Environment': 'envs',
-  'Evaluator': 'evaluate',
+  'Evaluator': 'evaluation.evaluator',
   'TextEnvironment': 'envs',
-  'Trainer': 'trainer',
+  'Trainer': 'training.trainer',
   'UserError': 'utils.errors',
   'load_config': 'api',
   'load_policy': 'api',

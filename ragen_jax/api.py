@@ -8,11 +8,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from ragen_jax import build
 from ragen_jax import envs as registry
-from ragen_jax import experiment
-from ragen_jax.config_check import check_config
+from ragen_jax.config import command_line
+from ragen_jax.config.checks import check_config
 from ragen_jax.envs import Budget, Environment, TextEnvironment
-from ragen_jax.utils import command_line
 from ragen_jax.utils.errors import UserError
 
 
@@ -114,11 +114,11 @@ def _type_name(cls: type) -> str:
   return names[0] if names else f'{cls.__module__}:{cls.__qualname__}'
 
 
-def load_policy(config: ConfigDict) -> experiment.Policy:
+def load_policy(config: ConfigDict) -> build.Policy:
   """The policy that a run begins with, after a check of the whole config.
 
   Raises:
     UserError: a field that cannot be run with, or no such checkpoint.
   """
   check_config(config)
-  return experiment.load_policy(config)
+  return build.load_policy(config)

@@ -11,24 +11,24 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from ragen_jax import experiment
-from ragen_jax.agent.statistics import boards, transcript
+from ragen_jax import build
+from ragen_jax.agent.metrics import boards, transcript
 from ragen_jax.agent.trajectory import Episode
-from ragen_jax.config_check import check_config
+from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
-from ragen_jax.evaluate import Evaluation, Evaluator, mean_success, success_by_tag
+from ragen_jax.evaluation.evaluator import Evaluation, Evaluator, mean_success, success_by_tag
 from ragen_jax.models import lora
-from ragen_jax.monitor import Monitor, Verdict
-from ragen_jax.probes import probe
-from ragen_jax.summary import summarize
-from ragen_jax.trainer import Trainer
-from ragen_jax.utils.checkpoint import Checkpointer, record_config, workdir_lock
-from ragen_jax.utils.episodes import EpisodeWriter
+from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
+from ragen_jax.runs.interrupt import Interrupt, Stopped
+from ragen_jax.runs.metrics import MetricWriter, Timer, memory
+from ragen_jax.runs.progress import Progress
+from ragen_jax.runs.summary import summarize
+from ragen_jax.training.monitor import Monitor, Verdict
+from ragen_jax.training.probes import probe
+from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.interrupt import Interrupt, Stopped
-from ragen_jax.utils.metrics import MetricWriter, Timer, memory
-from ragen_jax.utils.progress import Progress
-from ragen_jax.view import write_page
+from ragen_jax.viewer.page import write_page
+from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
 
 def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
-  policy = experiment.load_policy(config)
+  policy = build.load_policy(config)
   evaluator = Evaluator(config, policy)
   trainer = Trainer(config, policy, evaluator.held_out())
   with processes.same_errors():
@@ -223,7 +223,7 @@ _TOLD = {
 }
 
 
-def _greeting(config: ConfigDict, policy: experiment.Policy, workdir: str, done: int, stopped: str) -> str:
+def _greeting(config: ConfigDict, policy: build.Policy, workdir: str, done: int, stopped: str) -> str:
   if stopped:
     return f'{workdir} was stopped after iteration {done}: {stopped}'
   if done:

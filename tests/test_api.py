@@ -12,11 +12,11 @@ import pytest
 
 import ragen_jax
 from configs import frozenlake_ppo
-from ragen_jax import api, experiment, train
+from ragen_jax import api, build, train
 from ragen_jax.envs import frozen_lake
-from tests import helpers
+from tests.support.paths import ROOT
 
-PAGE = (helpers.ROOT / 'docs' / 'api.md').read_text(encoding='utf-8')
+PAGE = (ROOT / 'docs' / 'api.md').read_text(encoding='utf-8')
 BLOCKS = re.findall(r'```python\n(.*?)```', PAGE, re.DOTALL)
 CONFIG = 'configs/frozenlake_ppo.py'
 
@@ -38,7 +38,7 @@ class Puddle(frozen_lake.FrozenLake):
 def test_importing_the_package_imports_nothing_heavy():
   heavy = "{'jax', 'flax', 'numpy', 'ml_collections', 'transformers'}"
   code = f'import sys, ragen_jax; assert ragen_jax.UserError; sys.exit(bool({heavy} & set(sys.modules)))'
-  assert subprocess.run([sys.executable, '-c', code], cwd=helpers.ROOT, check=False).returncode == 0
+  assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_every_public_name_is_there():
@@ -52,14 +52,14 @@ def test_every_public_name_is_there():
 
 def test_a_config_is_that_of_the_command_line():
   fields = {'train.groups': 8, 'algorithm.lam': 1, 'train.tags': ['FrozenLake', 'Bandit']}
-  config = api.load_config(f'{helpers.ROOT}/{CONFIG}', fields)
+  config = api.load_config(f'{ROOT}/{CONFIG}', fields)
   expected = frozenlake_ppo.get_config()
   expected.train.groups, expected.algorithm.lam, expected.train.tags = 8, 1.0, ('FrozenLake', 'Bandit')
   assert config.to_dict() == expected.to_dict()
   assert isinstance(config.train.tags, tuple) and isinstance(config.algorithm.lam, float)
   with pytest.raises(AttributeError, match='Did you mean "groups"'):
     config.train.gruops = 8
-  real = api.load_config(f'{helpers.ROOT}/{CONFIG}:qwen2.5-0.5b')
+  real = api.load_config(f'{ROOT}/{CONFIG}:qwen2.5-0.5b')
   assert real.model.preset == 'qwen2.5-0.5b' and real.train.groups == 8
 
 
@@ -79,7 +79,7 @@ def test_a_config_is_that_of_the_command_line():
   ],
 )
 def test_what_is_no_config_is_refused_in_one_line(monkeypatch, file, fields, message):
-  monkeypatch.chdir(helpers.ROOT)
+  monkeypatch.chdir(ROOT)
   with pytest.raises(ragen_jax.UserError, match=message) as e:
     api.load_config(file, fields)
   assert '\n' not in str(e.value)
@@ -99,15 +99,15 @@ def test_what_is_no_environment_is_refused_in_one_line(env_type, options, messag
 
 
 def test_environments_come_back_from_the_config():
-  config = api.load_config(f'{helpers.ROOT}/configs/sokoban_ppo.py')
+  config = api.load_config(f'{ROOT}/configs/sokoban_ppo.py')
   lake, puddle = api.make_env('frozen_lake', size=5, symbols='P.OGX√'), Puddle(p=0.5)
   budget = ragen_jax.Budget(max_turns=2, max_actions=4, max_actions_per_turn=3)
   api.train_on(config, {'FrozenLake': lake, 'Puddle': puddle}, budget, max_words=20)
   assert config.envs.FrozenLake.type == 'frozen_lake' and config.envs.Puddle.type == f'{__name__}:Puddle'
   assert config.is_locked
   for section in ('train', 'eval'):
-    counts = experiment.group_counts(config[section], section)
-    specs = experiment.env_groups(config, config[section].tags, counts)
+    counts = build.group_counts(config[section], section)
+    specs = build.env_groups(config, config[section].tags, counts)
     assert [(s.tag, s.env, s.budget, s.max_words) for s in specs] == [
       ('FrozenLake', lake, budget, 20),
       ('Puddle', puddle, budget, 20),
@@ -120,7 +120,7 @@ def test_a_class_that_cannot_be_imported_is_refused():
   class Local(frozen_lake.FrozenLake):
     name: ClassVar[str] = 'local'
 
-  config = api.load_config(f'{helpers.ROOT}/{CONFIG}')
+  config = api.load_config(f'{ROOT}/{CONFIG}')
   before = config.to_dict()
   with pytest.raises(ragen_jax.UserError, match=r"environments\['Mine'\]: .*Local.* cannot be imported"):
     api.train_on(config, {'Mine': Local()})
@@ -128,7 +128,7 @@ def test_a_class_that_cannot_be_imported_is_refused():
 
 
 def test_a_config_that_cannot_run_is_refused_before_anything_is_loaded():
-  config = api.load_config(f'{helpers.ROOT}/{CONFIG}', {'optimizer.mini_batch_size': 100})
+  config = api.load_config(f'{ROOT}/{CONFIG}', {'optimizer.mini_batch_size': 100})
   with pytest.raises(ragen_jax.UserError, match=r'optimizer\.mini_batch_size=100: must divide'):
     api.load_policy(config)
 
@@ -140,10 +140,10 @@ def _block(first_line: str) -> str:
 @pytest.fixture
 def in_the_repository(monkeypatch, tmp_path):
   """The page's directory, small configs, and the games of docs/add_environment.md."""
-  monkeypatch.chdir(helpers.ROOT)
+  monkeypatch.chdir(ROOT)
   load_config = api.load_config
   monkeypatch.setattr(api, 'load_config', lambda file, fields=None: load_config(file, (fields or {}) | SMALL))
-  page = (helpers.ROOT / 'docs' / 'add_environment.md').read_text(encoding='utf-8')
+  page = (ROOT / 'docs' / 'add_environment.md').read_text(encoding='utf-8')
   (tmp_path / 'my_games').mkdir()
   for path, text in re.findall(r'```python\n# (my_games/(?:corridor|guess)\.py)\n(.*?)```', page, re.DOTALL):
     (tmp_path / path).write_text(text, encoding='utf-8')
@@ -156,7 +156,7 @@ def in_the_repository(monkeypatch, tmp_path):
 def test_ten_lines_build_environment_model_and_trainer(in_the_repository, monkeypatch, capsys):
   ten = [line for line in BLOCKS[0].splitlines() if line.strip()]
   assert len(ten) == 10 and ten[0] == 'import ragen_jax'
-  assert BLOCKS[0] in (helpers.ROOT / 'README.md').read_text(encoding='utf-8')
+  assert BLOCKS[0] in (ROOT / 'README.md').read_text(encoding='utf-8')
   names = {}
   exec(BLOCKS[0], names)
   number, success = capsys.readouterr().out.split()

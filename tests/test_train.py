@@ -17,8 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from ragen_jax import experiment, train
-from ragen_jax.learner import (
+from ragen_jax import build, train
+from ragen_jax.runs.metrics import read_metrics
+from ragen_jax.training.learner import (
   Learner,
   LossConfig,
   TokenBatch,
@@ -28,10 +29,10 @@ from ragen_jax.learner import (
   sampled_columns,
   score_tokens,
 )
-from ragen_jax.trainer import Trainer
+from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.metrics import read_metrics
-from tests import helpers
+from tests.support import builders
+from tests.support.paths import ROOT
 
 _NOT_COMPARED = ('timing_s/', 'perf/')
 
@@ -43,9 +44,9 @@ def _comparable(workdir):
 @pytest.mark.parametrize('estimator', ['gae', pytest.param('grpo', marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimator):
   fields = {'algorithm__adv_estimator': estimator, 'eval__greedy_too': False, 'eval__every': 1}
-  config = helpers.small_config(num_iterations=2, **fields)
+  config = builders.small_config(num_iterations=2, **fields)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
-  stopped = helpers.small_config(num_iterations=1, **fields)
+  stopped = builders.small_config(num_iterations=1, **fields)
   train.train_and_evaluate(stopped, str(tmp_path / 'parts'))
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   whole, parts = _comparable(tmp_path / 'whole'), _comparable(tmp_path / 'parts')
@@ -62,7 +63,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   # Ignored where the tests themselves were started in the background.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-  config = helpers.small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
+  config = builders.small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
   update = Trainer.update
 
@@ -84,7 +85,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
 
 def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tmp_path, monkeypatch):
   monkeypatch.setattr(train.Evaluator, '__call__', lambda *_: pytest.fail('evaluated'))
-  config = helpers.small_config(train__tags=('Countdown',), agent__max_context=128)
+  config = builders.small_config(train__tags=('Countdown',), agent__max_context=128)
   with pytest.raises(
     UserError, match=r'agent\.max_context=128: a first prompt of Countdown and its reply need \d+ \+ 32'
   ):
@@ -95,7 +96,7 @@ def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tm
 def finished_run(tmp_path_factory):
   """Config, workdir and last evaluation of a short run."""
   workdir = tmp_path_factory.mktemp('finished')
-  config = helpers.small_config(num_iterations=1)
+  config = builders.small_config(num_iterations=1)
   return config, workdir, train.train_and_evaluate(config, str(workdir))
 
 
@@ -154,7 +155,7 @@ def test_tensorboard_has_all_there_is_to_see(finished_run):
   assert columns['algorithm.clip_ratio_high'].number_value == config.algorithm.clip_ratio_high
   assert columns['envs.FrozenLake.max_turns'].number_value == config.envs.FrozenLake.max_turns
   assert not [name for name in columns if name.startswith(('envs.Sudoku', 'sft.'))]
-  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.experiment.metric_infos}
+  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.build.metric_infos}
   assert newest == {
     name: np.float32(last[name])
     for name in ('val-env/success', 'val-env/FrozenLake/success', 'val-greedy/FrozenLake/success')
@@ -163,7 +164,7 @@ def test_tensorboard_has_all_there_is_to_see(finished_run):
 
 def test_every_metric_and_file_of_a_run_is_explained(finished_run):
   _, workdir, _ = finished_run
-  page = (helpers.ROOT / 'docs' / 'metrics.md').read_text()
+  page = (ROOT / 'docs' / 'metrics.md').read_text()
   explained = set()
   for name in re.findall(r'`([^`\s]+)`', page):
     one_of = re.fullmatch(r'(.*)\{(.*)\}', name)
@@ -180,9 +181,9 @@ def test_every_metric_and_file_of_a_run_is_explained(finished_run):
 
 
 def test_a_workdir_of_another_config_is_refused(tmp_path):
-  train.record_config(str(tmp_path), helpers.small_config().to_dict())
+  train.record_config(str(tmp_path), builders.small_config().to_dict())
   (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
-  config = helpers.small_config(algorithm__gamma=0.9, sft__steps=7, eval__step='best')  # the latter two are not read
+  config = builders.small_config(algorithm__gamma=0.9, sft__steps=7, eval__step='best')  # the latter two are not read
   with pytest.raises(UserError, match=r'config: algorithm\.gamma was 1\.0 and is 0\.9; choose') as e:
     train.train_and_evaluate(config, str(tmp_path))
   assert '\n' not in str(e.value)
@@ -190,7 +191,7 @@ def test_a_workdir_of_another_config_is_refused(tmp_path):
 
 def test_training_lifts_success_on_the_bandit(tmp_path):
   """The arm that the model knows as the better one is the worse: from one right pull in eight to most."""
-  config = helpers.small_config(
+  config = builders.small_config(
     num_iterations=6,
     train__tags=('Bandit',),
     train__groups=32,
@@ -217,10 +218,10 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
-  config = helpers.small_config(
+  config = builders.small_config(
     train__groups=16, train__group_size=4, optimizer__mini_batch_size=32, optimizer__micro_batch_size=16, length_step=64
   )
-  policy = experiment.load_policy(config)
+  policy = build.load_policy(config)
   trainer = Trainer(config, policy)
   params, opt_state, _ = trainer.init()
   widths = set()
@@ -292,7 +293,7 @@ def test_micro_batches_cover_every_row_once_and_are_wide_enough():
 
 @pytest.mark.parametrize('size', [1, 5, 12])
 def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
-  model = helpers.random_model(30)
+  model = builders.random_model(30)
   batch, length, loss_mask = _random_batch(np.random.default_rng(0))
   results = []
   # Of micro-batches of one row each width is a program of its own.
@@ -313,7 +314,7 @@ def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
 
 def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
   """PPO with dual and value clip, entropy bonus: directional derivatives by finite differences of a NumPy loss."""
-  model = helpers.random_model(30)
+  model = builders.random_model(30)
   batch, length, loss_mask = _random_batch(np.random.default_rng(1))
   cfg = LossConfig(temperature=1.3, clip_ratio_low=0.2, clip_ratio_high=0.3, entropy_coef=0.05, value_coef=0.7)
   graphdef, params = nnx.split(model)
@@ -356,7 +357,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
 
 
 def test_the_value_head_has_its_own_learning_rate():
-  model = helpers.random_model(30)
+  model = builders.random_model(30)
   batch, length, loss_mask = _random_batch(np.random.default_rng(2))
   learner = _learner(model)
   before = jax.tree.map(np.array, nnx.split(model)[1])
@@ -371,7 +372,7 @@ def test_the_value_head_has_its_own_learning_rate():
 
 
 def test_weight_decay_spares_norms_and_biases():
-  mask = nnx.to_pure_dict(decayed(nnx.split(helpers.random_model(30))[1]))
+  mask = nnx.to_pure_dict(decayed(nnx.split(builders.random_model(30))[1]))
   attention = mask['policy']['layers'][0]['self_attn']
   assert attention['k_proj'] == {'kernel': True, 'bias': False}
   assert mask['policy']['embed_tokens'] and not mask['policy']['norm']['weight']

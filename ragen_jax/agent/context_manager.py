@@ -9,7 +9,7 @@ from typing import Any
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvGroup
 from ragen_jax.envs.base import Environment
-from ragen_jax.envs.text_env import TextEnvironment
+from ragen_jax.envs.outside.text_env import TextEnvironment
 
 SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'
 
@@ -281,6 +281,13 @@ class ContextManager:
     known = [x for x in parsed if x is not None]
     valid = bool(known) and len(known) == len(parsed)
     return ParsedReply(tuple(action for action, _ in known[:limit]), tuple(name for _, name in known[:limit]), valid)
+
+
+def reply_after_prefix(context: ContextManager, thought: str, actions: list[str]) -> str:
+  """A well-formed reply, without the part that is forced."""
+  answer = f'<answer>{f" {context.action_sep} ".join(actions)}</answer>'
+  text = f'<think>{thought}</think>{answer}' if context.think else answer
+  return text.removeprefix(context.reply_prefix)
 
 
 def _read_action(game: Environment | TextEnvironment, text: str) -> tuple[Any, str] | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragen_jax.envs.base import Budget, Environment
-from ragen_jax.envs.text_env import Fault, TextEnvironment, read_observation, read_reward, read_step, show
+from ragen_jax.envs.outside.text_env import Fault, TextEnvironment, read_observation, read_reward, read_step, show
 
 _log = logging.getLogger(__name__)
 _FAULT_TOLD = 'envs.%s, level %d: %s; the episode ends as an error. Others like it are only counted, in %s/env_errors'

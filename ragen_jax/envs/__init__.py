@@ -12,12 +12,12 @@ from ragen_jax.envs.base import Budget, Environment
 from ragen_jax.envs.countdown import Countdown
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
-from ragen_jax.envs.gymnasium_env import GymnasiumEnvironment
-from ragen_jax.envs.http_env import HttpEnvironment
+from ragen_jax.envs.outside.gymnasium_env import GymnasiumEnvironment
+from ragen_jax.envs.outside.http_env import HttpEnvironment
+from ragen_jax.envs.outside.text_env import PythonEnvironment, TextEnvironment, import_object
 from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
-from ragen_jax.envs.text_env import PythonEnvironment, TextEnvironment, import_object
 
 TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'frozen_lake': FrozenLake,

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from ragen_jax.envs import base, sokoban_levels, sokoban_solver
+from ragen_jax.envs import base, sokoban_levels
+from ragen_jax.envs.solvers import sokoban as sokoban_solver
 
 # What a cell shows, in RAGEN's order; `Sokoban.symbols` has one symbol for each.
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from ragen_jax.envs.sokoban_solver import DIRECTIONS, position_table
+from ragen_jax.envs.solvers.sokoban import DIRECTIONS, position_table
 
 # How often it is tried to make a level that is all that was asked for. With 1 box hardly any try fails, with 2 one or
 # two in ten, with 3 on 6x6 or 4 on 10x10 six or seven in ten.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from ragen_jax.models import hf
+from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import default
-from ragen_jax import experiment
+from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import SYSTEM, ContextManager, describe_task, format_reward
 from ragen_jax.agent.env_manager import EnvGroup
@@ -27,7 +27,7 @@ def tiny():
 
 @pytest.fixture(scope='module')
 def specs():
-  return experiment.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
+  return build.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
 
 
 def _context(tokenizer, specs, **kwargs) -> ContextManager:

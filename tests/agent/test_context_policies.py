@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax import experiment
+from ragen_jax import build
 from ragen_jax.agent.trajectory import Status
-from ragen_jax.learner import LossConfig, sampled_columns, score_tokens
-from ragen_jax.trainer import Trainer
-from tests import helpers
+from ragen_jax.training.learner import LossConfig, sampled_columns, score_tokens
+from ragen_jax.training.trainer import Trainer
+from tests.support import builders
 
 MODES = {
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
@@ -24,8 +24,10 @@ MODES = {
 
 @pytest.fixture(scope='module', params=MODES)
 def played(request):
-  config = helpers.small_config(train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param])
-  policy = experiment.load_policy(config)
+  config = builders.small_config(
+    train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param]
+  )
+  policy = build.load_policy(config)
   trainer = Trainer(config, policy)
   params, opt_state, _ = trainer.init()
   params = jax.tree.map(jax.numpy.copy, params)
@@ -115,12 +117,12 @@ def test_overlong_contexts_drop_turns_and_never_outgrow_their_columns(played):
 
 def test_a_context_too_short_for_its_window_ends_or_drops(tmp_path):
   for overlong, ended in (('end', True), ('drop_oldest', False)):
-    config = helpers.small_config(
+    config = builders.small_config(
       agent__context='limited_multi_turn', agent__context_turns=5, agent__max_context=170, agent__overlong=overlong
     )
-    policy = experiment.load_policy(config)
+    policy = build.load_policy(config)
     trainer = Trainer(config, policy)
-    rollout = trainer.rollout(experiment.param_state(policy.model), 0)
+    rollout = trainer.rollout(build.param_state(policy.model), 0)
     assert (rollout.trajectory.status == Status.OUT_OF_CONTEXT).any() == ended
 
 
@@ -170,10 +172,10 @@ def test_an_update_takes_whole_episodes(played):
 
 def test_draws_of_different_turns_are_independent():
   """Rows begin anew at position 0; with the turn left out of the key, every turn would draw with the same luck."""
-  config = helpers.small_config(
+  config = builders.small_config(
     train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0
   )
-  policy = experiment.load_policy(config)
+  policy = build.load_policy(config)
   trainer = Trainer(config, policy)
   drawn = []
   speak = trainer.proxy._speak
@@ -183,7 +185,7 @@ def test_draws_of_different_turns_are_independent():
     return speak(params, state, batch, segments, keys, sampling)
 
   trainer.proxy._speak = spy
-  trainer.rollout(experiment.param_state(policy.model), 0)
+  trainer.rollout(build.param_state(policy.model), 0)
   assert len(drawn) > 2
   every = [(row, key) for turn in drawn for row, key in turn.items()]
   assert len({key for _, key in every}) == len(every)

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from configs import default
+from ragen_jax import build
 from ragen_jax import envs as registry
-from ragen_jax import experiment
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
-from ragen_jax.agent.statistics import episode_metrics, transcript
+from ragen_jax.agent.metrics import episode_metrics, transcript
 from ragen_jax.agent.trajectory import Episode, Status
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
-from ragen_jax.envs.text_env import Fault, Session, TextEnvironment
+from ragen_jax.envs.outside.text_env import Fault, Session, TextEnvironment
 
 
 @pytest.fixture(scope='module')
 def manager():
-  specs = experiment.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (3, 2, 1))
+  specs = build.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (3, 2, 1))
   return EnvStateManager(specs, 4)
 
 

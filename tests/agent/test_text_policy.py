@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from ragen_jax import experiment
+from ragen_jax import build
 from ragen_jax.agent.agent_proxy import AgentProxy, Limits
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import PastTurn
@@ -17,8 +17,8 @@ from ragen_jax.agent.text_policy import NO_REPLY, RandomPolicy, Said, SolverPoli
 from ragen_jax.agent.trajectory import Status
 from ragen_jax.models import presets
 from ragen_jax.sampling.sampler import Sampling
-from tests import helpers
-from tests.test_play import ScriptedSampler
+from tests.modes.test_play import ScriptedSampler
+from tests.support import builders
 
 # Of the right form and not; too many actions; unknown ones.
 REPLIES = [
@@ -35,9 +35,9 @@ def _tokenizer():
 
 
 def _parts(tag, groups, size, **fields):
-  config = helpers.small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
-  specs = experiment.env_groups(config, (tag,), (groups,))
-  return EnvStateManager(specs, size), experiment.context_manager(config, _tokenizer(), specs)
+  config = builders.small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
+  specs = build.env_groups(config, (tag,), (groups,))
+  return EnvStateManager(specs, size), build.context_manager(config, _tokenizer(), specs)
 
 
 class Script:
@@ -149,14 +149,14 @@ def test_random_play_is_the_same_every_time_and_needs_words_outside_jax(lake):
     for _ in range(2)
   )
   assert first == second
-  config = helpers.small_config()
+  config = builders.small_config()
   for words, can in (((), False), (('Up', 'Down'), True)):
     with config.unlocked():
       config.envs.Mine = {
         'type': 'http', 'url': 'http://127.0.0.1:9', 'task': 'Guess.', 'action_names': words,
         'max_turns': 1, 'max_actions': 1, 'max_actions_per_turn': 1, 'max_words': 9,
       }  # fmt: skip
-    assert RandomPolicy.can_play(experiment.env_groups(config, ('Mine',), (1,))[0].env) == can
+    assert RandomPolicy.can_play(build.env_groups(config, ('Mine',), (1,))[0].env) == can
 
 
 @pytest.mark.parametrize('tag', ['FrozenLake', 'Countdown'])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax import experiment
+from ragen_jax import build
 from ragen_jax.agent.trajectory import Status
-from ragen_jax.learner import LossConfig, sampled_columns, score_tokens
 from ragen_jax.models import presets
 from ragen_jax.sampling.sampler import Sampling
-from tests import helpers
+from ragen_jax.training.learner import LossConfig, sampled_columns, score_tokens
+from tests.support import builders
 
 
 class Recorder:
@@ -56,10 +56,10 @@ class Recorder:
 
 
 def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
-  policy = policy or helpers.random_policy(config, directory, seed=seed)
+  policy = policy or builders.random_policy(config, directory, seed=seed)
   tags = tuple(config.train.tags)
-  specs = experiment.env_groups(config, tags, experiment.group_counts(config.train, 'train'))
-  proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
+  specs = build.env_groups(config, tags, build.group_counts(config.train, 'train'))
+  proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
   recorder = Recorder(proxy)
   params = nnx.split(policy.model)[1]
   rollout = proxy.rollout(params, 10_000, jax.random.key(seed), Sampling(temperature=temperature))
@@ -67,13 +67,13 @@ def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
 
 
 def _tiny_config(**fields):
-  return helpers.small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
+  return builders.small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
 
 
 @pytest.fixture(scope='module', params=['random', 'built-in'])
 def played(request, tmp_path_factory):
   config = _tiny_config(train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=8)
-  policy = experiment.load_policy(config) if request.param == 'built-in' else None
+  policy = build.load_policy(config) if request.param == 'built-in' else None
   return _rollout(tmp_path_factory.mktemp('model'), config, policy=policy)
 
 
@@ -156,7 +156,7 @@ def test_turns_number_the_observation_and_its_reply(played):
 
 @pytest.mark.slow
 def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
-  policy = experiment.load_policy(_tiny_config())
+  policy = build.load_policy(_tiny_config())
   runs = []
   for drop in (True, False):
     # Few actions, so that episodes run out of them after two turns, three or four.
@@ -167,7 +167,7 @@ def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
       envs__FrozenLake__max_actions=4,
       envs__FrozenLake__max_turns=5,
     )
-    fresh = dataclasses.replace(policy, sampler=experiment.make_sampler(policy.model, policy.tokenizer))
+    fresh = dataclasses.replace(policy, sampler=build.make_sampler(policy.model, policy.tokenizer))
     runs.append(_rollout(tmp_path, config, policy=fresh))
   assert min(runs[0][3].batch_sizes) < 64 and min(runs[1][3].batch_sizes) == 64
   a, b = runs[0][2].trajectory, runs[1][2].trajectory
@@ -190,9 +190,9 @@ def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
 @pytest.mark.slow
 def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tmp_path):
   config = _tiny_config(train__groups=8, train__group_size=8, length_step=64)
-  policy = experiment.load_policy(config)
-  specs = experiment.env_groups(config, ('FrozenLake',), (8,))
-  proxy = experiment.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
+  policy = build.load_policy(config)
+  specs = build.env_groups(config, ('FrozenLake',), (8,))
+  proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
   params = nnx.split(policy.model)[1]
   lengths = set()
   for i in range(6):

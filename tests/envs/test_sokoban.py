@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.envs import base, sokoban_levels, sokoban_solver
+from ragen_jax.envs import base, sokoban_levels
 from ragen_jax.envs.sokoban import BOXOBAN, TILE, Sokoban
+from ragen_jax.envs.solvers import sokoban as sokoban_solver
 
 UP, DOWN, LEFT, RIGHT = range(4)
 MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))

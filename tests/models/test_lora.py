@@ -12,7 +12,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from ragen_jax.models import adapter_files, hf, lora
+from ragen_jax.models import lora
+from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.utils.errors import UserError

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.learner import LossConfig, score_tokens
-from ragen_jax.models import hf
+from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.qwen import Qwen, QwenConfig, attend, attend_causal_by_row
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.training.learner import LossConfig, score_tokens
 
 TOKENS = 90  # of the tokenizer; a vocabulary may be larger
 

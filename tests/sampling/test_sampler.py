@@ -10,7 +10,7 @@ from flax import nnx
 
 from ragen_jax.sampling import sampler as sampler_lib
 from ragen_jax.sampling.sampler import Sampler, Sampling
-from tests import helpers
+from tests.support import builders
 
 VOCAB, STOP = 40, 7
 
@@ -68,7 +68,7 @@ def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, or
 
 @pytest.fixture(scope='module')
 def model():
-  return helpers.random_model(VOCAB)
+  return builders.random_model(VOCAB)
 
 
 def test_logprobs_values_and_entropies_equal_a_full_forward_pass_over_the_timeline(model):

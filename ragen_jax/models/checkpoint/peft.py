@@ -1,0 +1,157 @@
+"""Adapters alone, as the directories that PEFT reads and writes: `adapter_config.json`, `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from ragen_jax.models import lora
+from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.value_head import ValueHead
+from ragen_jax.utils.errors import UserError
+
+WEIGHTS_FILE = 'adapter_model.safetensors'
+
+# Fields that must be absent, or have one of these values: anything else is not a plain LoRA.
+_PLAIN = {
+  'bias': ('none',),
+  'use_rslora': (False,),
+  'use_dora': (False,),
+  'use_qalora': (False,),
+  'use_bdlora': (False,),
+  'lora_bias': (False,),
+  'fan_in_fan_out': (False,),
+  'modules_to_save': ([],),
+  'exclude_modules': ([], ''),
+  'layers_to_transform': ([],),
+  'layer_replication': ([],),
+  'rank_pattern': ({},),
+  'alpha_pattern': ({},),
+  'trainable_token_indices': ([], {}),
+  'target_parameters': ([],),
+  'alora_invocation_tokens': ([],),
+}
+
+
+def read_config(directory: str) -> lora.LoraConfig:
+  """Reads `adapter_config.json`.
+
+  Raises:
+    UserError: it cannot be read, or asks for more than plain LoRA on some of `lora.TARGETS`.
+  """
+  where = os.path.join(directory, hf.ADAPTER_CONFIG_FILE)
+  if not os.path.isfile(where):
+    raise UserError(f'lora.path={directory!r}: has no {hf.ADAPTER_CONFIG_FILE}, so it is no directory of adapters')
+  raw = hf.read_json(where)
+  if raw.get('peft_type') != 'LORA':
+    raise UserError(f"{where}: peft_type={raw.get('peft_type')!r} is not supported; only 'LORA' is")
+  for field, allowed in _PLAIN.items():
+    if raw.get(field) is not None and raw[field] not in allowed:
+      raise UserError(f'{where}: {field}={raw[field]!r} is not supported; only {allowed[0]!r} is')
+  rank, alpha, targets = raw.get('r'), raw.get('lora_alpha'), raw.get('target_modules')
+  for field, value in (('r', rank), ('lora_alpha', alpha)):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+      raise UserError(f'{where}: {field}={value!r} must be a positive number')
+  # PEFT lists whole paths, such as model.layers.0.mlp.up_proj, where their ends also name what has no adapter; `load`
+  # sees whether they leave a layer out.
+  try:
+    names = [str(t).rpartition('.')[2] for t in targets] if isinstance(targets, list) else [str(targets)]
+    names = lora.parse_targets(','.join(names))
+  except ValueError as e:
+    raise UserError(f'{where}: target_modules={targets!r} is not supported; {e}') from e
+  return lora.LoraConfig(int(rank), alpha, names)
+
+
+def load(directory: str, model: Qwen) -> None:
+  """Fills the adapters of a model from a directory.
+
+  Raises:
+    UserError: the file cannot be read, or tensors are missing, unexpected or of another shape; all are named.
+  """
+  file = os.path.join(directory, WEIGHTS_FILE)
+  try:
+    found = load_file(file)
+  except (SafetensorError, OSError) as e:
+    raise UserError(f'{file}: cannot be read as safetensors ({e})') from e
+  wanted = {name: _to_peft(param, matrix) for name, param, matrix in _named(model)}
+  problems = [f'{name} is missing' for name in sorted(wanted.keys() - found.keys())]
+  problems += [f'{name} is unexpected' for name in sorted(found.keys() - wanted.keys())]
+  problems += [
+    f'{name} is {list(found[name].shape)} instead of {list(wanted[name].shape)}'
+    for name in sorted(wanted.keys() & found.keys())
+    if found[name].shape != wanted[name].shape
+  ]
+  if problems:
+    more = f' and {len(problems) - 4} more' if len(problems) > 4 else ''
+    raise UserError(f'{file}: does not fit the model; {"; ".join(problems[:4])}{more}')
+  for name, param, _ in _named(model):
+    param.set_value(jnp.asarray(found[name].astype(np.float32).T.reshape(param.shape)))
+
+
+def save(
+  directory: str,
+  model: Qwen,
+  config: lora.LoraConfig,
+  dtype: Any,
+  *,
+  base: str,
+  tokenizer_dir: str,
+  value_head: ValueHead | None = None,
+) -> None:
+  """Writes the adapters of a model as a directory that `peft.PeftModel.from_pretrained` opens; for one process.
+
+  Everything is written to a new directory beside the target, which then takes its place, as in `hf.save_model`.
+
+  Args:
+    directory: is made; where it is not empty it must be a checkpoint, which is replaced.
+    model: the model with its adapters.
+    config: of the adapters.
+    dtype: float32, bfloat16 or float16, of the stored adapters.
+    base: where the base model is: a directory, or a repository on the hub.
+    tokenizer_dir: where tokenizer files are copied from.
+    value_head: stored beside the adapters, in float32.
+
+  Raises:
+    UserError: `directory` holds something else.
+  """
+  described = {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': base,
+    'r': config.rank,
+    'lora_alpha': config.alpha,
+    'target_modules': list(config.targets),
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'inference_mode': True,
+  }
+  with hf.new_checkpoint(directory, tokenizer_dir) as new:
+    tensors = {name: _to_peft(param, matrix) for name, param, matrix in _named(model)}
+    tensors = {name: np.ascontiguousarray(x, dtype=np.dtype(dtype)) for name, x in tensors.items()}
+    save_file(tensors, os.path.join(new, WEIGHTS_FILE), metadata={'format': 'pt'})
+    if value_head is not None:
+      hf.write_value_head(new, {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]})
+    hf.write_json(os.path.join(new, hf.ADAPTER_CONFIG_FILE), described)
+
+
+def _named(model: Qwen) -> list[tuple[str, nnx.Param, tuple[int, int]]]:
+  """Of every adapter weight: PEFT's name, the weight, and its shape here as a matrix, [inputs, r] or [r, outputs]."""
+  named = []
+  for path, adapter in lora.adapters(model).items():
+    module = 'base_model.model.model.' + '.'.join(map(str, path))
+    rank = adapter.lora_b.shape[0]
+    named.append((f'{module}.lora_A.weight', adapter.lora_a, (-1, rank)))
+    named.append((f'{module}.lora_B.weight', adapter.lora_b, (rank, -1)))
+  return named
+
+
+def _to_peft(param: nnx.Param, matrix: tuple[int, int]) -> np.ndarray:
+  """The weight of a `torch.nn.Linear`: [r, inputs] or [outputs, r]."""
+  return np.asarray(param[...]).reshape(matrix).T

@@ -1,0 +1,399 @@
+"""`--mode=plan`: what each device of a machine must hold, told without weights and before the machine is paid for.
+
+What a run keeps (weights, optimiser, cache) follows from shapes and layout exactly. What its programs need on top is
+read from the programs themselves: they are compiled ahead of time, for CPU devices in the number of the machine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from ragen_jax import build
+from ragen_jax.agent.agent_proxy import round_up
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.config.checks import check_config
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
+from ragen_jax.models import lora, presets
+from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.training.learner import TokenBatch
+from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils.errors import UserError
+
+# The share of a device's memory that a run may fill; the rest is the runtime's, its libraries' and lost between arrays.
+USABLE = 0.9
+# Changes at most that are tried one after the other.
+_MOST_CHANGES = 24
+_GIB = 2**30
+# What the `-lora` variant of a real model sets that concerns memory.
+_ADAPTERS = {'lora.rank': 64, 'model.param_dtype': 'bfloat16'}
+
+# XLA's CPU compiler orders programs for parallel speed unless told to order them for memory, as those for accelerators
+# do. The programs are never run, so their machine code need not be good.
+_XLA_FLAGS = (
+  '--xla_cpu_enable_concurrency_optimized_scheduler=false',
+  '--xla_backend_optimization_level=0',
+  '--xla_llvm_disable_expensive_passes=true',
+)
+
+
+@dataclasses.dataclass
+class Plan:
+  """Bytes per device.
+
+  Attributes:
+    phases: 'update', 'rollout' and 'evaluation' -> what is held in it, by name.
+    limit: what a device may hold.
+    parameters: numbers in the model.
+    cache_rows: rows of a device's cache in 'rollout' and 'evaluation'.
+    columns: of the cache and of the update.
+  """
+
+  phases: dict[str, dict[str, int]]
+  limit: float
+  parameters: int
+  cache_rows: dict[str, int]
+  columns: int
+
+  def total(self, phase: str) -> int:
+    """Bytes held at once in a phase."""
+    return sum(self.phases[phase].values())
+
+  @property
+  def worst(self) -> str:
+    """The phase that needs most."""
+    return max(self.phases, key=self.total)
+
+  @property
+  def fits(self) -> bool:
+    return self.total(self.worst) <= self.limit
+
+
+def use_cpu_devices(count: int) -> None:
+  """Makes this process have `count` CPU devices and order programs for memory; before anything else uses JAX."""
+  flags = [f for f in os.environ.get('XLA_FLAGS', '').split() if 'host_platform_device_count' not in f]
+  os.environ['XLA_FLAGS'] = ' '.join([*flags, *_XLA_FLAGS])
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', count)
+
+
+def plan(config: ConfigDict, out: TextIO) -> None:
+  """Writes the table, whether it fits, and else what to change so that it does.
+
+  Raises:
+    UserError: a field that cannot be run with.
+  """
+  check_plan(config)
+  use_cpu_devices(config.plan.devices)
+  check_config(config, weights=False)
+  compiled: dict[Any, int] = {}
+  found = estimate(config, compiled)
+  _write(config, found, out)
+  if found.fits:
+    return
+  changes, changed, better = fit(config, found, compiled)
+  flags = _flags(changes)
+  if better.fits:
+    out.write(f'It would fit with\n  {flags}\n\n')
+    _write(changed, better, out)
+    return
+  kept = sum(size for name, size in better.phases['update'].items() if name != 'activations')
+  # Powers of two divide the models.
+  more = 1 << (math.ceil(config.plan.devices * kept / better.limit) - 1).bit_length()
+  if flags:
+    out.write(f'Nor with {flags}: {better.total(better.worst) / _GIB:.1f} GiB in the {better.worst}.\n')
+  out.write(
+    f'Take more devices (plan.devices; for the weights and the optimiser alone {more}, with mesh.fsdp={more}), '
+    'more memory, a smaller model or a shorter agent.max_context.\n'
+  )
+  if not config.lora.rank:
+    lighter = changed.copy_and_resolve_references()
+    lighter.update_from_flattened_dict(_ADAPTERS)
+    more_changes, _, lighter_plan = fit(lighter, estimate(lighter, compiled), compiled)
+    if lighter_plan.fits:
+      out.write(
+        f'Or train adapters in place of all weights: {lighter_plan.total(lighter_plan.worst) / _GIB:.1f} GiB with\n'
+        f'  {_flags(changes | _ADAPTERS | more_changes)}\n'
+      )
+
+
+def _flags(changes: dict[str, Any]) -> str:
+  return ' '.join(f'--config.{name}={value}' for name, value in changes.items())
+
+
+def check_plan(config: ConfigDict) -> None:
+  """Raises UserError for the first field of `config.plan` that is not allowed."""
+  p = config.plan
+  for name in ('devices', 'prompt_tokens'):
+    if p[name] < 1:
+      raise UserError(f'plan.{name}={p[name]}: must be at least 1')
+  if p.memory_gb <= 0:
+    raise UserError(f'plan.memory_gb={p.memory_gb}: must be above 0')
+
+
+def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
+  """The bytes of a run of `config`, on a mesh over all devices that there are.
+
+  Args:
+    config: the run's; its model's weights need not be there.
+    compiled: what programs need, by what shapes them; those that are not in it are compiled and put there.
+  """
+  policy = abstract_policy(config, jnp.float32)
+  trainer = Trainer(config, policy)
+  params, opt_state = abstract_weights(trainer)
+  mesh, low = policy.mesh, _compute_dtype(config).itemsize
+  limit = USABLE * config.plan.memory_gb * _GIB
+  trained = lora.partition(params)[0]
+  kept = {f'weights ({_types(params)})': bytes_per_device(params), "optimiser's state": bytes_per_device(opt_state)}
+  if trainer.needs_reference:
+    kept['reference weights'] = bytes_per_device(trained['policy'])
+  phases = {'update': dict(kept), 'rollout': dict(kept), 'evaluation': dict(kept)}
+  phases['update']['gradients'] = bytes_per_device(trained)
+  if low < 4:
+
+    def copied(tree):
+      return bytes_per_device([x for x in jax.tree.leaves(tree) if x.dtype == jnp.float32]) * low // 4
+
+    # Decoding casts the weights once, outside of its loop. The update casts a layer's when it gets there; where the
+    # layer is not recomputed, its backward pass finds them kept.
+    phases['rollout']['weights as computed with'] = copied(params['policy'])
+    phases['evaluation']['weights as computed with'] = copied(params['policy'])
+    if not config.model.remat:
+      phases['update']['weights as computed with'] = copied(
+        {name: part for name, part in params.items() if name != 'value_head'}
+      )
+  columns, rows = cache_columns(config), {}
+  for phase in ('rollout', 'evaluation'):
+    state = policy.sampler.abstract_state(_rows(config, phase), columns)
+    rows[phase] = _rows(config, phase) // row_shards(mesh)
+    phases[phase]['key/value cache'] = cache = bytes_per_device(state.cache) * low // 4
+    # Between turns one layer's old and new cache are both there.
+    phases[phase]['one layer of it twice'] = cache // policy.sampler.cfg.num_layers
+  found = Plan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns)
+  for phase, kinds in phases.items():
+    # What does not fit already need not be compiled to know.
+    if found.total(phase) <= limit:
+      key = _shaped_by(config, phase)
+      if key not in compiled:
+        compiled[key] = _activations(trainer, params, opt_state, phase)
+      kinds['activations'] = compiled[key]
+  return found
+
+
+def _shaped_by(config: ConfigDict, phase: str) -> tuple:
+  """The fields that `fit` and the advice of adapters change, as far as they shape a phase's programs."""
+  if phase == 'update':
+    rows = (config.optimizer.micro_batch_size, config.model.remat, config.model.logits_chunk)
+  else:
+    rows = _rows(config, phase)
+  weights = (config.lora.rank, config.model.param_dtype)
+  return ('update' if phase == 'update' else 'rollout', rows, weights, tuple(config.mesh.values()))
+
+
+def _rows(config: ConfigDict, phase: str) -> int:
+  section = config.eval if phase == 'evaluation' else config.train
+  return section.groups * section.group_size
+
+
+def _activations(trainer: Trainer, params: Any, opt_state: Any, phase: str) -> int:
+  """Bytes per device that the largest program of a phase needs besides its arguments and results."""
+  config, sampler = trainer.config, trainer.policy.sampler
+  if phase == 'update':
+    batch = abstract_batch(trainer, config.optimizer.micro_batch_size)
+    lowered = trainer.learner.lower(params, opt_state, batch)
+  else:
+    lowered = sampler.lower(
+      params,
+      sampler.abstract_state(_rows(config, phase), cache_columns(config)),
+      width=prompt_columns(config),
+      max_new=config.agent.max_response_tokens,
+      sampling=Sampling(),
+    )
+  return max(temporary_bytes(x) for x in lowered.values())
+
+
+def temporary_bytes(lowered: jax.stages.Lowered) -> int:
+  """Bytes per device that a program needs besides its arguments and results."""
+  return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def abstract_policy(config: ConfigDict, dtype: Any) -> build.Policy:
+  """The policy without weights. Of the tokenizer only the format matters here, so it is the built-in model's."""
+  mesh = make_mesh(**config.mesh)
+  shape = presets.shape(config.model.preset, config.model.path)
+
+  adapters = build.lora_config(config)
+
+  def make():
+    rngs = nnx.Rngs(0)
+    policy = Qwen(shape, dtype=dtype, param_dtype=jnp.dtype(config.model.param_dtype), rngs=rngs)
+    if adapters is not None:
+      lora.attach(policy, adapters, rngs)
+    critic = Qwen(hf.trunk_config(shape), dtype=dtype, rngs=rngs) if config.model.separate_critic else None
+    for model in (policy, critic):
+      if model is not None and mesh.size > 1:
+        model.activation_sharding = row_sharding(mesh)
+    return ActorCritic(policy, critic)
+
+  model = nnx.eval_shape(make)
+  directory = presets.resolve(presets.TINY, '')
+  tokenizer = ChatTokenizer(directory)
+  return build.Policy(directory, model, tokenizer, build.make_sampler(model, tokenizer, mesh), mesh)
+
+
+def abstract_weights(trainer: Trainer) -> tuple[Any, Any]:
+  """Shapes, types and layout of what `Trainer.init` gives: the weights and the optimiser's state."""
+  params = build.param_state(trainer.policy.model)
+  params = _laid_out(params, tree_shardings(params, trainer.policy.mesh))
+  opt_state = jax.eval_shape(trainer.learner.optimizer.init, lora.partition(params)[0])
+  return params, _laid_out(opt_state, tree_shardings(opt_state, trainer.policy.mesh))
+
+
+def _laid_out(tree: Any, shardings: Any) -> Any:
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def abstract_batch(trainer: Trainer, rows: int) -> TokenBatch:
+  """A micro-batch of the longest rows that there can be."""
+  config, agent = trainer.config, trainer.config.agent
+  a, width = config.algorithm, round_up(agent.max_context, config.length_step)
+  sampled = agent.max_response_tokens * (trainer.proxy.limits.max_turns if agent.context == 'full' else 1)
+  if not (a.mask_loss and a.mask_advantages):
+    sampled = agent.max_context
+  replies = round_up(min(sampled, agent.max_context), max(config.length_step // 2, 1))
+  types = {'tokens': jnp.int32, 'columns': jnp.int32, 'turn': jnp.int32, 'mask': bool}
+  sharding = row_sharding(trainer.policy.mesh)
+  return TokenBatch(
+    **{
+      f.name: jax.ShapeDtypeStruct(
+        (rows, width if f.name == 'tokens' else replies), types.get(f.name, jnp.float32), sharding=sharding
+      )
+      for f in dataclasses.fields(TokenBatch)
+    }
+  )
+
+
+def prompt_columns(config: ConfigDict) -> int:
+  """Columns of the widest observation."""
+  agent = config.agent
+  room = agent.max_context - agent.max_response_tokens
+  tokens = min(config.plan.prompt_tokens, room) if agent.context == 'full' else room
+  return round_up(tokens, max(config.length_step // 4, 1))
+
+
+def cache_columns(config: ConfigDict) -> int:
+  """Columns of the cache when rows are longest: the observation's are rounded up before the reply's are added."""
+  step = config.length_step
+  return round_up(config.agent.max_context + max(step // 4, 1) - 1, step)
+
+
+def bytes_per_device(tree: Any) -> int:
+  """Bytes of a tree of arrays, abstract or not, that one device holds."""
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def _types(tree: Any) -> str:
+  return ' and '.join(sorted({np.dtype(x.dtype).name for x in jax.tree.leaves(tree) if x.size > 1}))
+
+
+def _compute_dtype(config: ConfigDict) -> np.dtype:
+  """The type on the planned machine, which has accelerators."""
+  return np.dtype(jnp.bfloat16 if config.model.dtype == 'auto' else config.model.dtype)
+
+
+def fit(config: ConfigDict, found: Plan, compiled: Any) -> tuple[dict[str, Any], ConfigDict, Plan]:
+  """Changes one field after the other, each time for the phase that needs most, until the run fits.
+
+  Returns:
+    The changed fields, the config with them, and its plan, which does not fit where there was nothing left to change.
+  """
+  changes: dict[str, Any] = {}
+  for _ in range(_MOST_CHANGES):
+    if found.fits:
+      break
+    for change in _candidates(config, found.worst):
+      tried = config.copy_and_resolve_references()
+      tried.update_from_flattened_dict(change)
+      try:
+        check_config(tried, weights=False)
+        after = estimate(tried, compiled)
+      except UserError:
+        continue
+      # Where programs were not compiled before, what they need says nothing.
+      uncounted = 0 if 'activations' in found.phases[found.worst] else after.phases[found.worst].get('activations', 0)
+      if after.total(found.worst) - uncounted < found.total(found.worst):
+        config, changes, found = tried, changes | change, after
+        break
+    else:
+      break
+  return changes, config, found
+
+
+def _candidates(config: ConfigDict, phase: str) -> Iterator[dict[str, Any]]:
+  """Changes that lower a phase's memory, those that change what is learnt last."""
+  o, mesh = config.optimizer, make_mesh(**config.mesh)
+  if phase == 'update':
+    if not config.model.remat:
+      yield {'model.remat': True}
+    if not 0 < config.model.logits_chunk <= 1024:
+      yield {'model.logits_chunk': 1024}
+    if o.micro_batch_size % 2 == 0:
+      yield {'optimizer.micro_batch_size': o.micro_batch_size // 2}
+  elif phase == 'evaluation':
+    if config.eval.groups % 2 == 0 and not config.eval.tag_groups:
+      yield {'eval.groups': config.eval.groups // 2}
+    if config.eval.group_size % 2 == 0:
+      yield {'eval.group_size': config.eval.group_size // 2}
+  if mesh.shape['data'] % 2 == 0:
+    yield {'mesh.data': mesh.shape['data'] // 2, 'mesh.fsdp': mesh.shape['fsdp'] * 2}
+  if phase == 'rollout' and config.train.groups % 2 == 0 and not config.train.tag_groups:
+    yield {'train.groups': config.train.groups // 2}
+
+
+def _write(config: ConfigDict, found: Plan, out: TextIO) -> None:
+  mesh, p = make_mesh(**config.mesh), config.plan
+  model = config.model.path or config.model.preset
+  devices = f'{p.devices} device{"s" * (p.devices > 1)} of {p.memory_gb:g} GiB'
+  arranged = ', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
+  out.write(f'{model}: {found.parameters / 1e6:.1f}M parameters on {devices} ({arranged})\n\n')
+  names = list(dict.fromkeys(name for kinds in found.phases.values() for name in kinds))
+  width = max(map(len, [*names, 'GiB per device']))
+  out.write(f'{"GiB per device":{width}}' + ''.join(f'{phase:>12}' for phase in found.phases) + '\n')
+  for name in names:
+    cells = []
+    for phase, kinds in found.phases.items():
+      unknown = name == 'activations' and name not in kinds and found.total(phase) > found.limit
+      cells.append('more' if unknown else f'{kinds[name] / _GIB:.2f}' if name in kinds else '-')
+    out.write(f'{name:{width}}' + ''.join(f'{cell:>12}' for cell in cells) + '\n')
+  out.write(f'{"together":{width}}' + ''.join(f'{found.total(x) / _GIB:12.2f}' for x in found.phases) + '\n\n')
+  rows = found.cache_rows
+  out.write(
+    f'Update: {config.optimizer.micro_batch_size // row_shards(mesh)} rows of '
+    f'{round_up(config.agent.max_context, config.length_step)} tokens a device at once. Caches: {rows["rollout"]} rows '
+    f'(evaluation: {rows["evaluation"]}) of {found.columns} columns a device, and observations of up to '
+    f'{prompt_columns(config)} tokens.\n'
+    'Activations are those of the programs compiled for CPU in float32, which bounds bfloat16 from above; an '
+    "accelerator's compiler orders and fuses otherwise. All else is counted exactly.\n"
+  )
+  most = found.total(found.worst) / _GIB
+  verdict = 'It fits' if found.fits else 'It does not fit'
+  out.write(
+    f'{verdict}: up to {most:.1f} GiB in the {found.worst}, of {found.limit / _GIB:.1f} that may be filled '
+    f'({USABLE:.0%} of {p.memory_gb:g}).\n'
+  )
+  if found.fits and most > 0.75 * p.memory_gb:
+    out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
+  out.write('\n')

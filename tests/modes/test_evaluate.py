@@ -1,0 +1,397 @@
+"""`--mode=eval`: its numbers are those of training's evaluations, it leaves runs alone, and it says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import shutil
+import struct
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tensorboardX.proto.event_pb2 import Event
+
+from ragen_jax import build, train
+from ragen_jax.evaluation.evaluator import Evaluator
+from ragen_jax.evaluation.intervals import Interval
+from ragen_jax.models import lora
+from ragen_jax.modes import evaluate as evaluation
+from ragen_jax.modes import export
+from ragen_jax.runs.checkpoints import Checkpointer, record_config
+from ragen_jax.utils.errors import UserError
+from ragen_jax.viewer.store import read_episodes
+from tests.support import builders
+from tests.support.chat_server import server
+from tests.support.paths import ROOT
+
+# Few turns and one number of rows: few programs.
+FIELDS = dict(
+  eval__groups=8, eval__group_size=2, logging__episodes=2, logging__trajectories=2, agent__drop_finished=False,
+  envs__FrozenLake__max_turns=2,
+)  # fmt: skip
+
+
+def _run(workdir, amount=0.02, **fields):
+  """A workdir with two checkpoints, the first of them the best. The policy gets the weights of the second.
+
+  Args:
+    workdir: where.
+    amount: how far the weights are moved from those that the run began with.
+    **fields: of the config.
+  """
+  config = builders.small_config(**FIELDS | fields)
+  policy = build.load_policy(config)
+  trained, frozen = lora.partition(build.param_state(policy.model))
+  record_config(workdir, config.to_dict())
+  with Checkpointer(workdir, keep=2, save_best=train.BEST) as checkpointer:
+    for step, score in ((1, 0.4), (2, 0.3)):
+      rng = np.random.default_rng(step)
+      moved = jax.tree.map(lambda x, rng=rng: x + amount * rng.normal(size=x.shape).astype(np.float32), trained)
+      checkpointer.save(step, {'params': moved}, metrics={train.BEST: score})
+  nnx.update(policy.model, lora.join(moved, frozen))
+  return config, policy
+
+
+def _files(directory) -> dict[str, bytes]:
+  return {str(p.relative_to(directory)): p.read_bytes() for p in pathlib.Path(directory).rglob('*') if p.is_file()}
+
+
+def _events(path) -> list[tuple[int, str, float]]:
+  data, found = path.read_bytes(), []
+  while data:
+    size = struct.unpack('<Q', data[:8])[0]
+    event = Event.FromString(data[12 : 12 + size])
+    found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    data = data[12 + size + 4 :]
+  return found
+
+
+@pytest.fixture(scope='module')
+def full_run(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('full')
+  return workdir, *_run(workdir)
+
+
+@pytest.fixture(scope='module')
+def evaluated(full_run, tmp_path_factory):
+  """A run evaluated on another set of tags than it was trained with: (workdir, config, policy, found, shown)."""
+  workdir, config, policy = full_run
+  workdir = pathlib.Path(shutil.copytree(workdir, tmp_path_factory.mktemp('evaluated') / 'run'))
+  config = config.copy_and_resolve_references()
+  config.eval.tags = ('FrozenLake', 'Bandit')
+  config.num_iterations, config.algorithm.gamma = 7, 0.5  # no business of the weights
+  before = _files(workdir)
+  found = evaluation.evaluate(config, str(workdir), given=True)
+  assert {name: x for name, x in _files(workdir).items() if name in before} == before
+  return workdir, config, policy, found
+
+
+def test_the_models_numbers_are_those_of_the_evaluator(evaluated):
+  _, config, policy, found = evaluated
+  metrics = Evaluator(config, policy)(build.param_state(policy.model)).metrics
+  compared = 0
+  for row in found['rows']:
+    if row['kind'] == 'model':
+      prefix = 'val-greedy' if row['sampling'] == 'greedy' else 'val-env'
+      for name, interval in row['metrics'].items():
+        told = metrics.get(f'{prefix}/{row["tag"]}/{name}')
+        if told is not None:
+          assert interval['mean'] == pytest.approx(told, abs=1e-6), name
+          assert interval['low'] is None or interval['low'] <= interval['mean'] + 1e-9 <= interval['high'] + 2e-9
+          compared += 1
+  assert compared == len(metrics) > 30
+
+
+def test_the_json_is_as_the_matrix_reads_it(evaluated):
+  workdir, config, _, found = evaluated
+  path = pathlib.Path(found.pop('path'))
+  assert path == workdir / 'evaluation' / 'step_2_FrozenLake_Bandit.json'
+  assert json.loads(path.read_text()) == found
+  assert (found['version'], found['model'], found['checkpoint'], found['trained_on'], found['seed']) == (
+    1, 'tiny', 2, ['FrozenLake'], 0
+  )  # fmt: skip
+  assert found['eval'] == json.loads(json.dumps(config.eval.to_dict()))
+  order = [(row['tag'], row['policy'], row['kind'], row['sampling']) for row in found['rows']]
+  assert order == [
+    (tag, *policy)
+    for tag in ('FrozenLake', 'Bandit')
+    for policy in (
+      ('checkpoint 2', 'model', 'temperature 0.5'),
+      ('checkpoint 2', 'model', 'greedy'),
+      ('random', 'random', ''),
+      ('solver', 'solver', ''),
+    )
+  ]
+  for row in found['rows']:
+    assert (row['levels'], row['episodes']) == (4, 8)
+    assert {'success', 'pass@1', 'pass@2', 'episodic_return', 'num_actions', 'num_turns', 'action_is_valid'} | {
+      'response_length', 'fraction_of_optimal'
+    } <= set(row['metrics'])  # fmt: skip
+    assert all(set(x) == {'mean', 'low', 'high'} for x in row['metrics'].values())
+  solver = {row['tag']: row['metrics'] for row in found['rows'] if row['kind'] == 'solver'}
+  assert solver['Bandit']['success']['mean'] == solver['Bandit']['fraction_of_optimal']['mean'] == 1
+  found['path'] = str(path)
+
+
+def test_tensorboard_has_a_run_for_each_policy_and_episodes_have_a_page(evaluated):
+  workdir, _, _, found = evaluated
+  runs = {p.parent.name: {tag: (step, x) for step, tag, x in _events(p)} for p in (workdir / 'tb').rglob('*tfevents*')}
+  assert sorted(runs) == ['greedy', 'random', 'sampled', 'solver']
+  names = {('model', 'greedy'): 'greedy', ('model', 'temperature 0.5'): 'sampled'}
+  for row in found['rows']:
+    run = runs[names.get((row['kind'], row['sampling']), row['kind'])]
+    for name, interval in row['metrics'].items():
+      for end, x in zip(('', '/low', '/high'), interval.values(), strict=True):
+        tag = f'eval/{row["tag"]}/{name}{end}'
+        assert (tag in run) == (x is not None) and (x is None or run[tag] == (2, pytest.approx(x, rel=1e-6)))
+  page = (workdir / 'evaluation' / 'step_2_FrozenLake_Bandit' / 'trajectories.html').read_text()
+  listed = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])['episodes']
+  kept = [(e['step'], e['split'], e['tag']) for e in listed]
+  splits = ('val', 'val-greedy', 'random', 'solver')
+  assert {x: kept.count(x) for x in kept} == {(2, s, t): 2 for s in splits for t in ('FrozenLake', 'Bandit')}
+  (file,) = read_episodes(workdir / 'evaluation' / 'step_2_FrozenLake_Bandit')
+  levels = {s: [r['level'] for r in file.records() if r['split'] == s] for s in splits}
+  assert len({tuple(x) for x in levels.values()}) == 1  # everybody the same
+  solved = next(r for r in file.records() if r['split'] == 'solver')
+  assert 'Turn 1:' in solved['turns'][0]['prompt'] and solved['turns'][0]['picture'] is not None
+  assert ''.join(solved['turns'][0]['pieces']).startswith('<think></think><answer>')
+
+
+def test_every_name_in_tensorboard_is_explained(evaluated):
+  _, _, _, found = evaluated
+  page = (ROOT / 'docs' / 'metrics.md').read_text()
+  explained = set(re.findall(r'`([^`\s]+)`', page))
+  for name in {name for row in found['rows'] for name in row['metrics']} | {'no_reply', 'env_errors'}:
+    name = re.sub(r'pass@\d+', 'pass@K', name)
+    assert {f'TAG/{name}', f'eval/TAG/{name}'} & explained, name
+
+
+def test_the_same_again_takes_its_place_and_another_does_not(evaluated):
+  workdir, config, _, found = evaluated
+  config = config.copy_and_resolve_references()
+  config.eval.step, config.eval.baselines, config.eval.tags = 'none', ('random',), ('Bandit',)
+  first = evaluation.evaluate(config, str(workdir))
+  again = evaluation.evaluate(config, str(workdir))
+  assert first == again and (first['model'], first['checkpoint'], first['trained_on']) == ('', None, [])
+  events = list((workdir / 'tb' / 'evaluation' / 'random').iterdir())
+  assert len(events) == 2  # this one's, and the one of the whole run
+  config.agent.format_penalty = -0.5
+  assert evaluation.evaluate(config, str(workdir))['path'].endswith('/baselines_Bandit_2.json')
+  assert json.loads(pathlib.Path(first['path']).read_text())['agent']['format_penalty'] == -0.1
+  assert json.loads(pathlib.Path(found['path']).read_text())['rows'] == found['rows']
+
+
+@pytest.mark.parametrize('form', ['merged', pytest.param('adapter', marks=pytest.mark.slow)])
+def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
+  """Two ways to the same weights: a checkpoint, and a Hugging Face directory or adapters beside the base."""
+  fields = dict(lora__rank=4, lora__alpha=8)
+  own = dict(eval__tags=('Bandit',), eval__baselines=(), eval__greedy_too=False, eval__groups=32, logging__episodes=0)
+  config, _ = _run(tmp_path / 'run', amount=0.1, **own, logging__trajectories=0, **fields)
+  there = evaluation.evaluate(config, str(tmp_path / 'run'), given=True)
+  assert there['checkpoint'] == 2 and there['trained_on'] == ['FrozenLake']
+  # Weights that were moved so far do not keep to the form, as those that they began with do.
+  assert there['rows'][0]['metrics']['action_is_valid']['mean'] < 0.95
+  config.export.lora, config.export.output = form, str(tmp_path / 'export')
+  export.export(config, str(tmp_path / 'run'))
+  other = dict(model__path=config.export.output) if form == 'merged' else fields | {'lora__path': config.export.output}
+  other = builders.small_config(**other)
+  other.eval, other.logging = config.eval, config.logging
+  found = evaluation.evaluate(other, str(tmp_path / 'out'), given=True)
+  assert (found['checkpoint'], found['trained_on']) == (None, [])
+  assert config.export.output in found['model'] and found['rows'][0]['policy'] == f'model {found["model"]}'
+  assert not (tmp_path / 'out' / 'config.json').exists()
+  assert found['rows'][0]['metrics'] == there['rows'][0]['metrics']
+
+
+def test_the_best_checkpoint_is_found(full_run):
+  workdir, config, _ = full_run
+  with Checkpointer(workdir, save_best=train.BEST) as checkpointer:
+    for step, found in (('latest', 2), ('best', 1), ('1', 1), ('base', None), ('none', None)):
+      config = config.copy_and_resolve_references()
+      config.eval.step = step
+      assert evaluation._find_step(config, str(workdir), checkpointer, given=True) == found
+
+
+def test_what_others_do_meanwhile_costs_no_results(full_run, tmp_path, monkeypatch):
+  """A run deletes the checkpoint that is evaluated, and another evaluation writes what would have had this name."""
+  workdir, config, _ = full_run
+  workdir = pathlib.Path(shutil.copytree(workdir, tmp_path / 'run'))
+  config = config.copy_and_resolve_references()
+  config.eval.tags, config.eval.baselines, config.eval.greedy_too = ('Bandit',), ('random',), False
+  play = evaluation._play_text
+
+  def meanwhile(*arguments):
+    shutil.rmtree(workdir / 'checkpoints')
+    (workdir / 'evaluation' / 'step_2_Bandit.json').write_text('{}')
+    return play(*arguments)
+
+  monkeypatch.setattr(evaluation, '_play_text', meanwhile)
+  found = evaluation.evaluate(config, str(workdir), given=True)
+  assert found['path'].endswith('/step_2_Bandit_2.json') and len(found['rows']) == 2
+  assert (workdir / 'evaluation' / 'step_2_Bandit.json').read_text() == '{}'
+
+
+def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv('NO_PROXY', '*')
+  reply = {'choices': [{'message': {'content': '<think>low</think><answer>Dragon</answer>'}}]}
+  answers = [(200, {}, json.dumps(reply))] * 15 + [(500, {}, '')] * 10
+  config = builders.small_config(
+    **FIELDS, eval__tags=('Bandit',), eval__step='none', eval__baselines=('solver',), eval__endpoint_tries=1,
+    eval__endpoint_model='some-long-model-name', eval__endpoint_workers=1,
+  )  # fmt: skip
+  with server(answers) as (url, asked):
+    config.eval.endpoint = url
+    found = evaluation.evaluate(config, str(tmp_path / 'out'), given=True)
+  solver, endpoint = found['rows']
+  assert (endpoint['policy'], endpoint['kind'], endpoint['sampling']) == (
+    'endpoint some-long-model-name', 'endpoint', 'temperature 0.5'
+  )  # fmt: skip
+  assert len(asked) == 16 and {body['messages'][0]['role'] for _, _, body in asked} == {'system'}
+  assert endpoint['metrics']['no_reply']['mean'] == 1 / 16 and 'no_reply' not in solver['metrics']
+  # The model's one word is the low arm on some levels and the high one on others, or always the same.
+  (file,) = read_episodes(tmp_path / 'out' / 'evaluation' / 'baselines_Bandit')
+  assert {r['split'] for r in file.records()} == {'solver', 'endpoint'}
+  shown = capsys.readouterr().out
+  assert 'some-long-mode…' in shown and 'no reply' in shown and '/evaluation/baselines_Bandit.json' in shown
+
+
+def _rows():
+  def of(policy, kind, sampling, tag='FrozenLake', **means):
+    metrics = {name: Interval(x, x - 0.025, x + 0.031) for name, x in means.items()}
+    return evaluation.Row(policy, kind, tag, sampling, 256, 1024, metrics)
+
+  known = {'optimal': 0.491, 'fraction_of_optimal': 0.5, 'pass@2': 0.6, 'pass@4': 0.7}
+  return [
+    of('checkpoint 40', 'model', 'temperature 0.5', success=0.439, response_length=1234.5, **known),
+    of('checkpoint 40', 'model', 'greedy', success=0.433, response_length=math.nan, **known),
+    of('random', 'random', '', success=0.1, **known),
+    of('solver', 'solver', '', success=0.49, **known),
+    of('endpoint an-endpoints-model', 'endpoint', 'temperature 0.5', success=0.2, no_reply=0.01, **known),
+    of('model /a/long/path', 'model', 'greedy', 'Bandit', success=-0.5, score=12.25),
+  ]
+
+
+def test_the_table():
+  first, second = evaluation.tables(_rows(), 4)
+  assert '\n'.join([first, '', second]).split('\n') == [
+    'FrozenLake: 256 levels, 4 episodes each, best possible success 0.491',
+    '-------------------------------------------------------------------------------------------',
+    '              checkpoint 40    checkpoint 40  random         solver         an-endpoints-m…',
+    '-------------------------------------------------------------------------------------------',
+    '              temperature 0.5  greedy                                       temperature 0.5',
+    'success       0.439 ± 0.028    0.433 ± 0.028  0.100 ± 0.028  0.490 ± 0.028  0.200 ± 0.028',
+    'of the best   0.500 ± 0.028    0.500 ± 0.028  0.500 ± 0.028  0.500 ± 0.028  0.500 ± 0.028',
+    'pass@2        0.600 ± 0.028    0.600 ± 0.028  0.600 ± 0.028  0.600 ± 0.028  0.600 ± 0.028',
+    'pass@4        0.700 ± 0.028    0.700 ± 0.028  0.700 ± 0.028  0.700 ± 0.028  0.700 ± 0.028',
+    'reply tokens  1234.5 ± 0.0     -              -              -              -',
+    'no reply      -                -              -              -              0.010 ± 0.028',
+    '',
+    'Bandit: 256 levels, 4 episodes each',
+    '-----------------------------------',
+    '              model',
+    '-----------------------------------',
+    '              greedy',
+    'success       -0.500 ± 0.028',
+    'with penalty  12.2 ± 0.0',
+  ]
+  assert max(map(len, first.split('\n'))) <= 100
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'eval.step': '7'}, r"eval\.step='7': must be latest, best or one of 1, 2"),
+    ({'eval.step': 'newest'}, r"eval\.step='newest': must be latest, best, the number of an iteration, base or none"),
+    ({'lora.rank': 4}, r'has checkpoints of another model: lora\.rank was 0 and is 4; .*eval\.step=base'),
+    ({'model.path': '{model}'}, r'another model: model\.path was "" and is'),
+    ({'eval.baselines': ('expert',)}, r"eval\.baselines=\('expert',\): allowed: .*random, solver"),
+    ({'eval.step': 'none', 'eval.baselines': ()}, r"eval\.step='none': nobody would play"),
+    ({'eval.endpoint': 'localhost:8000'}, r"eval\.endpoint='localhost:8000': must be an address such as"),
+    ({'eval.endpoint': 'http://me:secret@host/v1'}, r'eval\.endpoint=.*must be an address'),
+    ({'eval.endpoint': 'http://127.0.0.1:9/v1'}, r"eval\.endpoint_model='': must name a model"),
+    (
+      {'eval.endpoint_model': 'm'},
+      r"eval\.endpoint_model='m': must name a model of eval\.endpoint='', and none without",
+    ),
+    ({'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm'}, r'eval\.endpoint=.*cannot be reached'),
+    ({'eval.endpoint_timeout': 0.0}, r'eval\.endpoint_timeout=0\.0: must be above 0'),
+    ({'eval.endpoint_workers': 0}, r'eval\.endpoint_workers=0: must be at least 1'),
+    ({'eval.endpoint_tries': 0}, r'eval\.endpoint_tries=0: must be at least 1'),
+    ({'eval.endpoint_max_tokens': -1}, r'eval\.endpoint_max_tokens=-1: must be at least 0'),
+    ({'eval.tags': ('Nowhere',)}, r"'Nowhere'.*FrozenLake"),
+  ],
+)
+def test_what_cannot_be_evaluated_is_told_in_one_line(full_run, monkeypatch, fields, message):
+  monkeypatch.setenv('NO_PROXY', '*')
+  workdir, config, policy = full_run
+  config = config.copy_and_resolve_references()
+  fields = {n: policy.directory if x == '{model}' else x for n, x in fields.items()}
+  config.update_from_flattened_dict(fields)
+  before = sorted(p for p in workdir.rglob('*') if p.is_file())
+  with pytest.raises(UserError, match=message) as e:
+    evaluation.evaluate(config, str(workdir), given=True)
+  assert '\n' not in str(e.value)
+  assert sorted(p for p in workdir.rglob('*') if p.is_file()) == before
+
+
+def test_a_workdir_that_was_named_and_has_no_checkpoint_does_not_pass_for_a_model(tmp_path):
+  workdir = tmp_path / 'run'
+  with pytest.raises(UserError, match=r'--workdir=.*/run: there is no checkpoint in it; --config\.eval\.step=base ev'):
+    evaluation.evaluate(builders.small_config(), str(workdir), given=True)
+  assert not workdir.exists()
+  record_config(workdir, builders.small_config().to_dict())  # a run that has not come to its first checkpoint
+  for fields in ({}, {'eval__step': 'best'}, {'model__path': str(ROOT / 'ragen_jax/models/tiny')}):
+    with pytest.raises(UserError, match='there is no checkpoint in it'):
+      evaluation.evaluate(builders.small_config(**fields), str(workdir))
+
+
+def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, caplog):
+  workdir, config, _ = full_run
+  config = config.copy_and_resolve_references()
+  config.eval.step, config.eval.baselines, config.eval.endpoint = 'best', (), 'http://localhost/v1'
+  for name, value in (('endpoint_model', 'm'), ('endpoint_timeout', 1.0), ('endpoint_workers', 2)):
+    config.eval[name] = value
+  config.eval.endpoint_tries, config.eval.endpoint_max_tokens = 1, 7
+  record_config(workdir, config.to_dict(), free_fields=train.free_fields(config))  # training goes on
+  config.agent.think, config.envs.FrozenLake.size = False, 5
+  with caplog.at_level('INFO', 'ragen_jax'):
+    assert evaluation._compare_with_run(config, str(workdir)) == ['FrozenLake']
+  assert 'not as in training: agent.think was true and is false' in caplog.text
+  assert 'not as in training: envs.FrozenLake.size was 4 and is 5' in caplog.text
+
+
+def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
+  workdir, config, _ = full_run
+  config = config.copy_and_resolve_references()
+  config.sft.tags, config.sft.levels, config.eval.step, config.eval.baselines = ('Bandit',), (8,), '3', ()
+  workdir = shutil.copytree(workdir, tmp_path / 'run')
+  with Checkpointer(workdir, keep=3) as checkpointer:
+    params = lora.partition(build.param_state(build.load_policy(config).model))[0]
+    checkpointer.save(3, {'params': params}, {'data': 'checksum'})
+  for fields, trained_on in (({}, ['Bandit']), ({'sft.data': 'play.jsonl'}, []), ({'sft.from_scratch': True}, None)):
+    config.update_from_flattened_dict(fields)
+    (workdir / 'config.json').write_text(json.dumps(config.to_dict()))
+    if trained_on is None:
+      with pytest.raises(UserError, match=r'--workdir=.* a tokenizer of its own; .*--config\.model\.path=runs/sft/ch'):
+        evaluation.evaluate(config, str(workdir), given=True)
+    else:
+      assert evaluation.evaluate(config, str(workdir), given=True)['trained_on'] == trained_on
+
+
+def test_several_processes_are_refused(monkeypatch, tmp_path):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  with pytest.raises(UserError, match=r'--mode=eval runs in one process, there are 2'):
+    evaluation.evaluate(builders.small_config(), str(tmp_path))
+
+
+def test_the_command_line_reaches_the_mode(tmp_path):
+  command = [sys.executable, 'main.py', '--mode=eval', '--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}/x']
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert result.returncode == 2 and result.stderr.startswith(f'error: --workdir={tmp_path}/x: there is no checkpoint')
+  assert len(result.stderr.splitlines()) == 1 and not (tmp_path / 'x').exists()

@@ -1,0 +1,302 @@
+"""A person's play against rollouts of the same actions, against the environments, and against what was typed."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import numpy as np
+import pytest
+
+from ragen_jax import build
+from ragen_jax import envs as registry
+from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.trajectory import Status
+from ragen_jax.distributed.processes import RowShare
+from ragen_jax.envs.frozen_lake import FrozenLake
+from ragen_jax.models import presets
+from ragen_jax.modes.play import Level, play
+from ragen_jax.sampling.sampler import Reply, Sampling
+from ragen_jax.utils.errors import UserError
+from tests.support import builders
+
+TAGS = ('FrozenLake', 'SimpleSokoban', 'Bandit')
+# Turns of mixed length: beyond a turn's limit, and beyond the episode's.
+TURNS = {
+  'FrozenLake': [['Down'], ['Left', 'Up'], ['Right'] * 7, ['Down'], ['Down', 'Right', 'Up']],
+  'SimpleSokoban': [['Up', 'Left'], ['Down'] * 6, ['Right'], ['Left'] * 5, ['Up']],
+  'Bandit': [['Dragon', 'Phoenix']],
+}
+
+
+class ScriptedSampler:
+  """In a sampler's place: row by row, replies that were written before."""
+
+  def __init__(self, tokenizer: ChatTokenizer, replies: list[list[str]]):
+    self.share = RowShare()
+    self.stop_ids = tokenizer.stop_ids
+    self._replies = [[(*tokenizer.encode(r), tokenizer.stop_ids[0]) for r in row] for row in replies]
+    self._turn = 0
+
+  def init(self, rows, size):
+    del size
+    return np.arange(rows)
+
+  def arrange(self, state, rows, size, live):
+    del size, live
+    return state[rows]
+
+  def extend(self, params, state, tokens, count):
+    del params, tokens, count
+    return state
+
+  def decode(self, params, state, keys, active, *, max_new, sampling):
+    del params, keys, sampling
+    tokens = np.zeros((len(state), max_new), np.int32)
+    count = np.zeros((len(state),), np.int32)
+    for i, row in enumerate(state):
+      if active[i]:
+        ids = self._replies[row][self._turn]
+        tokens[i, : len(ids)], count[i] = ids, len(ids)
+    self._turn += 1
+    nothing = np.zeros(tokens.shape, np.float32)
+    fields = (tokens, nothing, nothing, nothing, count, active)
+    return state, Reply(*(jax.numpy.asarray(x) for x in fields))
+
+
+def _config(*tags, **fields):
+  return builders.small_config(train__tags=tags, envs__FrozenLake__max_turns=5, **fields)
+
+
+def _levels(tag, count):
+  """The first levels of one tag, one after another, as `play` makes them."""
+  config = _config(tag)
+  specs = build.env_groups(config, (tag,), (1,))
+  context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
+  manager = EnvStateManager(specs, 1)
+  for number in range(count):
+    yield Level(0, manager, context, config.train.first_level + number)
+
+
+class Keyboard:
+  """Lines that are typed; notes what was shown since the line before."""
+
+  def __init__(self, lines, screen: io.StringIO):
+    self.shown: list[str] = []
+    self._lines, self._screen, self._seen = iter([*(f'{line}\n' for line in lines), '']), screen, 0
+
+  def readline(self) -> str:
+    self.note()
+    return next(self._lines)
+
+  def note(self):
+    text = self._screen.getvalue()
+    self.shown.append(text[self._seen :].removesuffix('> '))
+    self._seen = len(text)
+
+
+def _typed(config, *lines) -> list[str]:
+  """What is shown before the first line that is typed, and after each of them; last, after the end of the input."""
+  screen = io.StringIO()
+  keyboard = Keyboard(lines, screen)
+  play(config, keyboard, screen)
+  keyboard.note()
+  return keyboard.shown
+
+
+@pytest.mark.parametrize(('think', 'force_prefix'), [(True, True), (False, False)])
+def test_prompts_rewards_and_ends_are_those_of_a_rollout_with_the_same_actions(think, force_prefix):
+  config = _config(*TAGS, agent__think=think, agent__force_prefix=force_prefix)
+  specs = build.env_groups(config, TAGS, (1, 1, 1))
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  context = build.context_manager(config, tokenizer, specs)
+  opening = '<think></think><answer>' if think else '<answer>'
+  replies = [
+    [(opening + ' || '.join(names) + '</answer>').removeprefix(context.reply_prefix) for names in TURNS[tag]]
+    for tag in TAGS
+  ]
+  limits = Limits(
+    max_turns=5, max_response_tokens=64, max_context=1024, format_penalty=-0.1, size_step=256, drop_finished=False
+  )
+  envs = EnvStateManager(specs, 1)
+  managers = [EnvStateManager([spec], 1) for spec in specs]
+  ends = set()
+  for first in range(10_000, 10_024, 3):
+    proxy = AgentProxy(envs, context, ScriptedSampler(tokenizer, replies), limits)
+    rollout = proxy.rollout(None, first, jax.random.key(0), Sampling())
+    for row, episode in enumerate(rollout.episodes):
+      level = Level(row, managers[row], context, first + row)
+      used = slice(int(rollout.trajectory.length[row]))
+      ids, turns = rollout.trajectory.tokens[row, used], rollout.trajectory.turn[row, used]
+      sampled = rollout.trajectory.loss_mask[row, used]
+      for number, turn in enumerate(episode.turns):
+        assert level.status == Status.RUNNING and level.observation == turn.observation
+        fed = (turns < number) | ((turns == number) & ~sampled)
+        assert level.conversation == ids[fed].tolist()
+        reward, executed = level.act(TURNS[episode.tag][number])
+        assert (reward, executed) == (pytest.approx(turn.reward, abs=1e-6), len(turn.actions))
+      assert level.conversation == ids.tolist()
+      assert level.status == episode.status
+      assert level.observation == episode.final_observation
+      assert level.reward == pytest.approx(episode.env_return, abs=1e-5)
+      assert level.turn == len(episode.turns)
+      ends.add(level.status)
+  assert ends >= {Status.SUCCESS, Status.FAILURE, Status.OUT_OF_ACTIONS}
+
+
+@pytest.mark.parametrize('tag', TAGS)
+def test_the_prompt_that_is_shown_is_the_conversation_in_the_chat_format(tag):
+  config = _config(tag)
+  words = TURNS[tag][0]
+  level = next(_levels(tag, 1))
+  first = level.context.tokenizer.decode(level.conversation)
+  shown = _typed(config, 'prompt', '||'.join(words).lower(), 'PROMPT')
+  assert shown[1] == first + '\n'
+  assert first.startswith('<|im_start|>system\n') and first.endswith('<|im_start|>assistant\n<think>')
+  level.act(words)
+  assert shown[3] == level.context.tokenizer.decode(level.conversation) + '\n'
+  assert f'<think></think><answer>{" || ".join(words)}</answer><|im_end|>' in shown[3]
+
+
+def test_a_level_is_the_environment_stepped_by_hand():
+  env, step = FrozenLake(), jax.jit(FrozenLake().step)
+  state = jax.jit(env.reset)(jax.random.key(500))
+  luck = jax.random.fold_in(jax.random.fold_in(jax.random.key(500), 1), 0)
+  shown = _typed(_config('FrozenLake', train__first_level=500), 'left', 'Down', 'RIGHT', ' up ')
+  texts = []
+  for number, action in enumerate([None, 0, 1, 2, 3]):
+    if action is not None:
+      state, _ = step(state, action, jax.random.fold_in(luck, number - 1))
+    texts.append(env.render(jax.tree.map(lambda x: np.asarray(x)[None], state))[0])
+    assert not state.done and shown[number].endswith(
+      f'Turn {number + 1} of 5, actions left: {10 - number}\n{texts[-1]}\n'
+    )
+  assert len(set(texts)) > 1
+
+
+def test_levels_go_on_from_the_first_and_tags_take_turns():
+  config = _config('Bandit', 'FrozenLake', train__first_level=500, seed=2)
+  specs = build.env_groups(config, ('Bandit', 'FrozenLake'), (1, 1))
+  managers = [EnvStateManager([spec], 1) for spec in specs]
+  shown = _typed(config, *['new'] * 6)
+  for number in range(7):
+    spec, manager = specs[number % 2], managers[number % 2]
+    assert shown[number].lstrip().startswith(f'{spec.tag}, level {number + 1} (seed {20_000_500 + number})\n')
+    assert shown[number].endswith(manager.reset(20_000_500 + number)[0] + '\n')
+    assert (spec.env.rules() in shown[number]) == (number < 2)
+  assert len(set(shown)) == 8
+
+
+@pytest.mark.parametrize('tag', TAGS)
+def test_hints_lead_to_the_success_that_is_stated(tag):
+  won, best = [], []
+  for level in _levels(tag, 40 if tag == 'FrozenLake' else 8):
+    assert 0 < level.best <= 1
+    while level.status == Status.RUNNING:
+      plan = level.hint()
+      assert 1 <= len(plan) <= level.spec.budget.max_actions_per_turn
+      level.act(plan)
+    won.append(level.status == Status.SUCCESS)
+    best.append(level.best)
+  best = np.asarray(best)
+  # Four standard deviations of a sum of coins with these chances; none where the game has no chance in it.
+  assert abs(np.sum(won) - best.sum()) <= 4 * np.sqrt(np.sum(best * (1 - best))) + 1e-6
+  assert tag == 'FrozenLake' or all(won)
+
+
+def test_a_hint_is_typed_as_it_is_shown_and_the_end_tells_what_was_reached():
+  config = _config('SimpleSokoban')
+  hint = _typed(config, 'hint')[1].strip()
+  shown = _typed(config, hint, 'hint', hint, 'new')
+  level = next(_levels('SimpleSokoban', 1))
+  level.act(hint.split(' || '))
+  assert level.status == Status.SUCCESS
+  moves = len(hint.split(' || '))
+  assert f'Reward: {11 - 0.1 * moves:.1f}\n' in shown[1]
+  assert 'Won. Success: 1, best possible: 1.000, ' in shown[1]
+  assert f'reward: {11 - 0.1 * moves:.1f}, turns: 1, actions: {moves}.' in shown[1]
+  assert shown[2] == shown[3] == "This level is over; 'new' begins the next one.\n"
+  assert shown[-1] == '\nLevels won: 1 of 1 that were played to the end; the best play wins 1.00 of them on average.\n'
+
+
+def test_limits_are_told():
+  config = _config('SimpleSokoban')
+  shown = _typed(config, '||'.join(['Up'] * 7), '||'.join(['Down'] * 3), ' || '.join(['Up'] * 4))
+  assert 'Carried out: 5 of 7 actions\n' in shown[1] and 'Turn 2 of 5, actions left: 5\n' in shown[1]
+  assert 'Carried out' not in shown[2] and 'Turn 3 of 5, actions left: 2\n' in shown[2]
+  assert 'Carried out: 2 of 4 actions\n' in shown[3]
+  assert 'No actions left. Success: 0, best possible: 1.000, reward: -1, turns: 3, actions: 10.' in shown[3]
+  shown = _typed(config, *['Up'] * 5)
+  assert 'No turns left. Success: 0, best possible: 1.000, reward: -0.5, turns: 5, actions: 5.' in shown[5]
+
+
+def test_words_that_are_no_action_are_told_in_one_line_and_cost_nothing():
+  shown = _typed(_config('FrozenLake'), 'Left || Lift', 'left, right', '', ' || ', 'help')
+  assert shown[1].startswith("'Lift' is no action; allowed: Left, Down, Right, Up, separated by ||")
+  assert shown[2].startswith("'left, right' is no action; ")
+  assert shown[1].count('\n') == shown[2].count('\n') == 1
+  assert shown[3] == shown[4] and shown[3].startswith('Turn 1 of 5, actions left: 10\n')
+  assert shown[3] in shown[0] and shown[5] in shown[0]
+  for word in ('hint', 'prompt', 'new', 'help', 'quit', 'Actions: Left, Down, Right, Up.'):
+    assert word in shown[5]
+  assert 'is the name of one of the two arms on offer' in _typed(_config('Bandit'), 'Lift')[1]
+  # Another separator, and then the usual one is part of a word.
+  shown = _typed(_config('FrozenLake', agent__action_sep=';'), 'left; right', 'left || right')
+  assert 'actions left: 8\n' in shown[1] or 'Carried out' in shown[1] or 'Lost' in shown[1]
+  assert "'left || right' is no action" in shown[2] and 'separated by ;' in shown[2]
+
+
+def test_quit_and_the_end_of_the_input_end_the_play():
+  config = _config('Bandit')
+  assert _typed(config, 'quit')[-1] == _typed(config)[-1].lstrip('\n')
+  assert len(_typed(config, ' Quit ', 'Dragon', 'new')) == 2
+  assert _typed(config)[-1] == '\nLevels won: 0 of 0 that were played to the end.\n'
+
+
+def test_an_action_has_precedence_over_a_command_of_the_same_name():
+  config = _config('Bandit')
+  with config.unlocked():
+    config.envs.Bandit.arms = (('Quit', 'Hint'),)
+  shown = _typed(config, 'hint', 'new', 'quit')
+  assert 'Won. Success: 1' in shown[1]
+  assert 'Lost. Success: 0' in shown[3]
+
+
+def test_games_without_a_solver_say_so(monkeypatch):
+  class Unsolved(FrozenLake):
+    has_solver = False
+
+  monkeypatch.setitem(registry.TYPES, 'frozen_lake', Unsolved)
+  shown = _typed(_config('FrozenLake'), 'hint', *['Up'] * 5)
+  assert shown[1] == 'FrozenLake has no solver, so nobody knows.\n'
+  end = next(part for part in shown if 'Success: ' in part)
+  assert 'best possible: not known' in end
+  assert shown[-1].endswith('of 1 that were played to the end.\n')
+
+
+def test_games_too_large_for_their_solver_can_be_played():
+  config = _config('FrozenLake', envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16)
+  shown = _typed(config, 'hint', 'Up')
+  assert 'the solver tries all' in shown[1]
+  assert 'Turn 2 of 5, actions left: 15\n' in shown[2]
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'train__tags': ()}, 'train.tags'),
+    (
+      {'train__tags': ('Chess',)},
+      "train.tags: 'Chess' is not defined in envs; allowed: Bandit",
+    ),
+    ({'agent__action_sep': ' '}, "agent.action_sep=' '"),
+    ({'train__first_level': -1}, 'train.first_level=-1'),
+    ({'envs__FrozenLake__size': 1}, 'size=1'),
+  ],
+)
+def test_fields_that_cannot_be_played_with_are_named(fields, message):
+  with pytest.raises(UserError) as e:
+    play(builders.small_config(**fields), io.StringIO(), io.StringIO())
+  assert message in str(e.value) and '\n' not in str(e.value)

@@ -1,0 +1,504 @@
+"""Checkpoints come back bit for bit, whatever interrupted the run; a workdir belongs to one config."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from tests.support.paths import ROOT
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ragen_jax.runs import checkpoints as checkpoint_lib
+from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
+from ragen_jax.utils.errors import UserError
+
+class Moments(NamedTuple):
+  mu: dict
+  nothing: tuple
+  count: jax.Array
+
+
+@struct.dataclass
+class TrainState:
+  step: jax.Array
+  params: dict
+  moments: Moments
+
+
+def make_state(seed: int, width: int = 3) -> TrainState:
+  k1, k2 = jax.random.split(jax.random.key(seed))
+  params = {
+    'layers': [
+      {'kernel': jax.random.normal(k1, (4, width))},
+      {'kernel': jax.random.normal(k2, (4, width), jnp.bfloat16)},
+    ],
+    'lora': jnp.zeros((0, 8)),
+  }
+  return TrainState(
+    step=jnp.asarray(seed, jnp.int32),
+    params=params,
+    moments=Moments(
+      mu={'a.b': jnp.full((5,), -0.0), 'c': jnp.array([True, False])},
+      nothing=(),
+      count=jax.random.key_data(k1),
+    ),
+  )
+
+
+def assert_same_bits(actual, expected):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    assert type(a) is type(e)
+    assert a.dtype == e.dtype and a.shape == e.shape
+    assert np.asarray(a).tobytes() == np.asarray(e).tobytes()
+
+
+def one_line(error) -> str:
+  message = str(error.value)
+  assert '\n' not in message
+  return message
+
+
+def run_child(code: str, *arguments: str, **environment: str) -> subprocess.Popen:
+  header = f'import sys; sys.path[:0] = [{str(ROOT)!r}, {str(pathlib.Path(__file__).parent)!r}]\n'
+  return subprocess.Popen([sys.executable, '-c', header + code, *arguments], env={**os.environ, **environment})
+
+
+# -- round trips -------------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_is_bit_exact(tmp_path):
+  state = make_state(7)
+  meta = {'iteration': 7, 'lr': 0.1 + 0.2, 'seen': [1, 2], 'nested': {'done': False}}
+  with Checkpointer(tmp_path) as saver:
+    saver.save(7, state, meta)
+  with Checkpointer(tmp_path) as reader:
+    restored, restored_meta = reader.restore(jax.tree.map(jnp.zeros_like, state))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    from_abstract, _ = reader.restore(abstract)
+    bare, _ = reader.restore(jax.eval_shape(lambda: make_state(7)))
+    assert reader.meta() == meta
+  assert_same_bits(restored, state)
+  assert_same_bits(from_abstract, state)
+  assert_same_bits(bare, state)
+  assert restored_meta == meta
+
+
+def test_special_values_and_dtypes(tmp_path):
+  # a NaN with a payload, -NaN, -0, infinity, the least denormal
+  bits = np.array([0x7FC00001, 0xFFC00000, 0x80000000, 0x7F800000, 1], np.uint32)
+  state = {
+    'f32': jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float32),
+    'bf16': jax.lax.bitcast_convert_type(jnp.asarray((bits >> 16).astype(np.uint16)), jnp.bfloat16),
+    'zeros': jnp.zeros((6, 2), jnp.bfloat16),
+    'i8': jnp.arange(-3, 3, dtype=jnp.int8),
+    'numpy_f64': np.array([np.pi, -0.0, np.nan]),
+    'numpy_scalar': np.array(3),
+  }
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(0, state)
+    restored, meta = checkpointer.restore(state)
+  assert_same_bits(restored, state)
+  assert meta == {}
+
+
+def test_partial_restore_reads_the_parameters_only(tmp_path):
+  state = make_state(3)
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(3, state)
+    restored, _ = checkpointer.restore({'params': state.params}, partial=True)
+  assert_same_bits(restored, {'params': state.params})
+
+
+def test_another_mesh(tmp_path):
+  """One device saves, eight restore their shards and save, one restores."""
+  state = {'w': jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), 'b': jnp.arange(8.0)}
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, state)
+  child = run_child(
+    'from test_checkpoint import eight_devices; eight_devices(sys.argv[1])',
+    str(tmp_path),
+    XLA_FLAGS='--xla_force_host_platform_device_count=8',
+    JAX_PLATFORMS='cpu',
+  )
+  assert child.wait(120) == 0
+  with Checkpointer(tmp_path) as checkpointer:
+    assert checkpointer.latest_step() == 2
+    restored, _ = checkpointer.restore(state)
+  assert_same_bits(restored, {'w': state['w'] + 1, 'b': state['b']})
+
+
+def eight_devices(workdir: str) -> None:
+  mesh = jax.make_mesh((4, 2), ('fsdp', 'tensor'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  like = {
+    'w': jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, P('fsdp', 'tensor'))),
+    'b': jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P())),
+  }
+  with Checkpointer(workdir) as checkpointer:
+    state, _ = checkpointer.restore(like)
+    assert state['w'].sharding == like['w'].sharding and state['w'].addressable_shards[0].data.shape == (2, 4)
+    assert len(state['b'].devices()) == 8
+    checkpointer.save(2, {'w': state['w'] + 1, 'b': state['b']})
+
+
+# -- which checkpoints there are ---------------------------------------------------------------------------------------
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+  success = {1: 0.2, 2: 0.5, 3: float('nan'), 4: 0.3, 5: 0.5, 6: 0.1}
+  seen = []
+  for step in range(1, 9):
+    # Opened anew each time: a resumed run knows the best of the runs before it.
+    with Checkpointer(tmp_path, keep=2, save_best='eval/success') as checkpointer:
+      metrics = {'eval/success': success[step], 'eval/reward': -step} if step in success else None
+      checkpointer.save(step, {'x': jnp.full(2, step)}, {'step': step}, metrics)
+      seen.append((checkpointer.steps(), checkpointer.best_step()))
+  assert seen == [
+    ([1], 1),
+    ([1, 2], 2),
+    ([2, 3], 2),
+    ([2, 3, 4], 2),
+    ([4, 5], 5),
+    ([5, 6], 5),
+    ([5, 6, 7], 5),
+    ([5, 7, 8], 5),
+  ]
+  with Checkpointer(tmp_path, save_best='eval/success') as checkpointer:
+    state, meta = checkpointer.restore({'x': jnp.zeros(2, jnp.int32)}, step=checkpointer.best_step())
+  assert meta == {'step': 5} and state['x'].tolist() == [5, 5]
+
+
+def test_without_a_metric_only_the_last_stay(tmp_path):
+  with Checkpointer(tmp_path, keep=1) as checkpointer:
+    for step in (1, 2, 3):
+      checkpointer.save(step, {'x': jnp.zeros(2)}, metrics={'eval/success': -step})
+    assert checkpointer.steps() == [3] and checkpointer.best_step() is None
+
+
+def test_looking_changes_nothing(tmp_path):
+  workdir = tmp_path / 'no_run_yet'
+  with Checkpointer(workdir) as checkpointer:
+    assert checkpointer.latest_step() is None
+    with pytest.raises(UserError, match='there is no checkpoint in'):
+      checkpointer.restore({'x': jnp.zeros(2)})
+  assert not workdir.exists()
+  unfinished = workdir / 'checkpoints' / '4.orbax-checkpoint-tmp'  # another process is saving
+  unfinished.mkdir(parents=True)
+  with Checkpointer(workdir) as checkpointer:
+    assert checkpointer.steps() == []
+  assert unfinished.exists()
+
+
+def test_a_saved_step_is_not_overwritten(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(5, {'x': jnp.zeros(2)}, {'first': True})
+    checkpointer.save(5, {'x': jnp.ones(2)}, {'first': False})
+    assert checkpointer.restore({'x': jnp.ones(2)})[1] == {'first': True}
+    with pytest.raises(UserError, match=r'checkpoint of step 4 was not saved: .* already has step 5; .*--workdir'):
+      checkpointer.save(4, {'x': jnp.zeros(2)})
+    with pytest.raises(UserError, match=r'no checkpoint of step 3 in .*; it has 5'):
+      checkpointer.restore({'x': jnp.ones(2)}, step=3)
+  with pytest.raises(UserError, match=r'keep is 0; .* 1 or more'):
+    Checkpointer(tmp_path, keep=0)
+
+
+# -- wrong trees -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('like', 'message'),
+  [
+    ({'a': jnp.zeros(2), 'b': {'w': jnp.zeros((3, 5))}}, r'b/w is float32\[3,4\] there and float32\[3,5\] here'),
+    (
+      {'a': jnp.zeros(2), 'b': {'w': jnp.zeros((3, 4), jnp.bfloat16)}},
+      r'b/w is float32\[3,4\] there and bfloat16\[3,4\]',
+    ),
+    ({'a': jnp.zeros(2), 'b': {'v': jnp.zeros((3, 4))}}, r'it has no b/v, which is float32\[3,4\] here'),
+    ({'a': jnp.zeros(2)}, r'b/w, which is float32\[3,4\] there, does not exist here'),
+  ],
+)
+def test_another_model_is_named(tmp_path, like, message):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {'a': jnp.zeros(2), 'b': {'w': jnp.zeros((3, 4))}})
+    with pytest.raises(UserError, match=f'checkpoint of step 1 in .* does not fit this model: {message}') as error:
+      checkpointer.restore(like)
+  one_line(error)
+
+
+def test_what_is_not_an_array_is_refused(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(TypeError, match='leaf a/lr of the state is a float'):
+      checkpointer.save(1, {'a': {'lr': 0.1}})
+    with pytest.raises(TypeError, match='leaf key of the state is a typed PRNG key'):
+      checkpointer.save(1, {'key': jax.random.key(0)})
+    with pytest.raises(TypeError, match='JSON'):
+      checkpointer.save(1, {'x': jnp.zeros(1)}, {'array': jnp.zeros(1)})
+    assert checkpointer.steps() == []
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+  state = {'x': jnp.arange(1000.0)}
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, state)
+    checkpointer.save(2, state)
+  for path in (tmp_path / 'checkpoints' / '2' / 'state').rglob('*'):
+    if path.is_file():
+      os.truncate(path, path.stat().st_size // 2)
+  with Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(
+      UserError, match=r'checkpoint of step 2 .* cannot be read: .*; move .*/2 away .* step 1'
+    ) as error:
+      checkpointer.restore(state)
+    one_line(error)
+    assert_same_bits(checkpointer.restore(state, step=1)[0], state)
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+def big_state(step: int) -> dict:
+  return {'x': np.random.default_rng(step).standard_normal(500_000, np.float32)}  # 2 MB that do not compress
+
+
+def save_until_a_file_is_too_large(workdir: str) -> None:
+  """Saves step 1, then is killed by the kernel (SIGXFSZ) while it writes the arrays of step 2."""
+  import resource
+
+  with Checkpointer(workdir) as checkpointer:
+    checkpointer.save(1, big_state(1), {'step': 1})
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    checkpointer.save(2, big_state(2), {'step': 2})
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path):
+  child = run_child('from test_checkpoint import *; save_until_a_file_is_too_large(sys.argv[1])', str(tmp_path))
+  assert child.wait(120) == -signal.SIGXFSZ
+  unfinished = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
+  assert any(path.is_file() and path.stat().st_size == 2**20 for path in unfinished.rglob('*'))
+  with Checkpointer(tmp_path) as checkpointer:
+    assert checkpointer.latest_step() == 1
+    state, meta = checkpointer.restore(big_state(0))
+    assert meta == {'step': 1}
+    assert_same_bits(state, big_state(1))
+    checkpointer.save(2, big_state(2), {'step': 2})
+    assert not unfinished.exists()
+    assert_same_bits(checkpointer.restore(big_state(0))[0], big_state(2))
+
+
+def save_for_ever(workdir: str) -> None:
+  with Checkpointer(workdir, keep=1) as checkpointer:
+    for step in range(1, 10_000):
+      checkpointer.save(step, big_state(step), {'step': step})
+
+
+@pytest.mark.parametrize('milliseconds', [0, 17])
+def test_killed_at_any_moment(tmp_path, milliseconds):
+  """Saving and deleting all the time: whenever the process dies, a whole checkpoint is left, and it is the last."""
+  child = run_child('from test_checkpoint import *; save_for_ever(sys.argv[1])', str(tmp_path))
+  try:
+    deadline = time.monotonic() + 120
+    while not any((tmp_path / 'checkpoints').glob('[3-9]')):
+      assert time.monotonic() < deadline and child.poll() is None
+      time.sleep(0.001)
+    time.sleep(milliseconds / 1000)
+  finally:
+    child.kill()
+    child.wait()
+  with Checkpointer(tmp_path, keep=1) as checkpointer:
+    state, meta = checkpointer.restore(big_state(0))
+    assert meta['step'] == checkpointer.latest_step() >= 3
+    assert_same_bits(state, big_state(meta['step']))
+    checkpointer.save(10_000, big_state(0))
+    assert checkpointer.steps() == [10_000]
+  assert [path.name for path in (tmp_path / 'checkpoints').iterdir()] == ['10000']
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of 4 MB."""
+  disk = tmp_path / 'disk'
+  disk.mkdir()
+  mount = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=4m', 'tmpfs', str(disk)], capture_output=True, text=True)
+  if mount.returncode:
+    pytest.skip(f'a small tmpfs cannot be mounted here: {mount.stderr.strip()}')
+  yield disk
+  subprocess.run(['umount', '--lazy', str(disk)], check=True)
+
+
+def test_full_disk(small_disk, caplog):
+  small, large = {'x': np.zeros(8)}, {'x': np.random.default_rng(0).standard_normal(1_000_000)}  # 8 MB
+  with Checkpointer(small_disk) as checkpointer:
+    with pytest.raises(UserError, match=r'step 1 was not saved .*: No space left on device; there is no') as error:
+      checkpointer.save(1, large)
+    one_line(error)
+    checkpointer.save(1, small, {'step': 1})
+    with pytest.raises(UserError, match=r'step 2 was not saved .*: No space left on device; step 1 is') as error:
+      checkpointer.save(2, large)
+    one_line(error)
+    assert [path.name for path in (small_disk / 'checkpoints').iterdir()] == ['1']  # the disk has its space back
+    assert checkpointer.restore(small)[1] == {'step': 1}
+    checkpointer.save(2, small, {'step': 2})  # something was deleted by hand: the run goes on
+  with Checkpointer(small_disk) as checkpointer:
+    assert checkpointer.steps() == [1, 2]
+  assert 'Traceback' not in caplog.text
+
+
+def test_read_only_disk(small_disk):
+  state = {'x': np.arange(8)}
+  with Checkpointer(small_disk) as checkpointer:
+    checkpointer.save(1, state)
+  subprocess.run(['mount', '-o', 'remount,ro', str(small_disk)], check=True)
+  with Checkpointer(small_disk) as checkpointer:
+    assert_same_bits(checkpointer.restore(state)[0], state)
+    with pytest.raises(UserError, match=r'step 2 was not saved in .*: Read-only file system; step 1 is intact'):
+      checkpointer.save(2, state)
+  with pytest.raises(UserError, match='Read-only file system'):
+    record_config(small_disk, {'seed': 0})
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    OSError(errno.ENOSPC, 'No space left on device'),
+    ValueError("RESOURCE_EXHAUSTED: Failed to write to file 11: No space left on device [os_error_code='28']"),
+  ],
+)
+def test_full_disk_without_a_disk(tmp_path, monkeypatch, error):
+  """The two shapes of the error, where a small file system cannot be mounted: Python's and tensorstore's."""
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {'x': jnp.zeros(2)})
+    monkeypatch.setattr(checkpointer._manager, 'save', lambda *args, **kwargs: (_ for _ in ()).throw(error))
+    with pytest.raises(UserError, match=r'step 2 was not saved in .*: No space left on device; step 1 is intact'):
+      checkpointer.save(2, {'x': jnp.zeros(2)})
+    monkeypatch.undo()
+    assert checkpointer.latest_step() == 1
+
+
+def test_saved_although_an_older_one_cannot_be_deleted(tmp_path, monkeypatch):
+  with Checkpointer(tmp_path) as checkpointer:
+    save = checkpointer._manager.save
+
+    def save_then_fail(*args, **kwargs):
+      save(*args, **kwargs)
+      raise OSError(errno.EACCES, 'Permission denied')
+
+    monkeypatch.setattr(checkpointer._manager, 'save', save_then_fail)
+    checkpointer.save(1, {'x': jnp.arange(2)})
+    assert checkpointer.restore({'x': jnp.zeros(2, jnp.int32)})[0]['x'].tolist() == [0, 1]
+
+
+def test_other_errors_are_not_hidden(tmp_path, monkeypatch):
+  with Checkpointer(tmp_path) as checkpointer:
+    monkeypatch.setattr(checkpointer._manager, 'save', lambda *args, **kwargs: int('a bug'))
+    with pytest.raises(ValueError, match='a bug'):
+      checkpointer.save(2, {'x': jnp.zeros(2)})
+
+
+def test_workdir_below_a_file(tmp_path):
+  (tmp_path / 'file').touch()
+  with (
+    Checkpointer(tmp_path / 'file') as checkpointer,
+    pytest.raises(UserError, match=r'step 1 was not saved in .*/file/'),
+  ):
+    checkpointer.save(1, {'x': jnp.zeros(2)})
+  for use in (lambda: record_config(tmp_path / 'file', {}), lambda: workdir_lock(tmp_path / 'file').__enter__()):
+    with pytest.raises(UserError, match=r'workdir .*/file cannot be used'):
+      use()
+
+
+# -- config record and lock --------------------------------------------------------------------------------------------
+
+
+def _begin(workdir):
+  """As if a run had saved its first checkpoint there."""
+  (pathlib.Path(workdir) / 'checkpoints' / '1').mkdir(parents=True)
+
+
+def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_path):
+  record_config(tmp_path, {'seed': 0})
+  record_config(tmp_path, {'seed': 1})
+  assert json.loads((tmp_path / 'config.json').read_text()) == {'seed': 1}
+  _begin(tmp_path)
+  with pytest.raises(UserError, match='seed was 1 and is 2'):
+    record_config(tmp_path, {'seed': 2})
+
+
+def test_config_is_recorded_and_compared(tmp_path):
+  workdir = tmp_path / 'runs' / 'a'
+  config = {'seed': 0, 'train': {'num_iterations': 60, 'lr': 1e-3, 'betas': (0.9, 0.999)}, 'env': {'name': 'lake'}}
+  free = frozenset({'train.num_iterations'})
+  record_config(workdir, config, free)
+  _begin(workdir)
+  assert json.loads((workdir / 'config.json').read_text())['train'] == {
+    'num_iterations': 60,
+    'lr': 1e-3,
+    'betas': [0.9, 0.999],
+  }
+  written = (workdir / 'config.json').stat().st_mtime_ns
+  record_config(workdir, config, free)
+  assert (workdir / 'config.json').stat().st_mtime_ns == written
+
+  longer = {**config, 'train': {**config['train'], 'num_iterations': 100}}
+  with pytest.raises(UserError, match=r'train.num_iterations was 60 and is 100; choose another --workdir'):
+    record_config(workdir, longer)
+  with pytest.raises(UserError, match=r'was 60 and is 100 \(the learning rate falls over it\); choose'):
+    record_config(workdir, longer, reasons={'train.num_iterations': 'the learning rate falls over it'})
+  record_config(workdir, longer, free)
+  assert json.loads((workdir / 'config.json').read_text())['train']['num_iterations'] == 100
+
+  other = {'seed': 1, 'train': {**longer['train'], 'lr': 1e-4}, 'env': {'name': 'lake', 'size': 4}}
+  with pytest.raises(UserError) as error:
+    record_config(workdir, other, free)
+  assert one_line(error) == (
+    f'workdir {workdir} belongs to another config: env.size was absent and is 4; seed was 0 and is 1; '
+    'train.lr was 0.001 and is 0.0001; choose another --workdir or set these fields back'
+  )
+  assert sorted(path.name for path in workdir.iterdir()) == ['checkpoints', 'config.json']
+
+
+def test_config_values_that_are_hard_to_compare(tmp_path):
+  config = {'nan': float('nan'), 'none': None, 'empty': {}, 'flag': True}
+  record_config(tmp_path, config)
+  _begin(tmp_path)
+  record_config(tmp_path, config)
+  with pytest.raises(UserError, match='flag was true and is 1;'):
+    record_config(tmp_path, {**config, 'flag': 1})
+  (tmp_path / 'config.json').write_text('{"seed": ')
+  with pytest.raises(UserError, match=r'is not a config that this program wrote .*; choose another --workdir') as error:
+    record_config(tmp_path, config)
+  one_line(error)
+
+
+def test_two_runs_cannot_share_a_workdir(tmp_path):
+  with workdir_lock(tmp_path):
+    with pytest.raises(UserError, match='is in use by another run') as error, workdir_lock(tmp_path):
+      pass
+    one_line(error)
+  with workdir_lock(tmp_path):
+    pass
+
+
+def test_disk_errors_are_found_in_the_chain():
+  try:
+    try:
+      raise OSError(errno.EDQUOT, 'x')
+    except OSError as e:
+      raise ValueError('outer') from e
+  except ValueError as e:
+    assert checkpoint_lib._disk_error(e) == os.strerror(errno.EDQUOT)
+  assert checkpoint_lib._disk_error(ValueError('no file in this')) is None

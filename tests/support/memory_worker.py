@@ -1,0 +1,154 @@
+"""Compiles programs for eight devices, ordered for memory, and prints what they need as JSON; run by test_memory.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ragen_jax import build
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import row_sharding, tree_shardings
+from ragen_jax.models import qwen
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.modes import plan
+from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.training.learner import Learner, LossConfig, TokenBatch, make_optimizer
+from ragen_jax.training.trainer import Trainer
+from tests.support import builders
+
+VOCAB, ROWS, WIDTH, REPLIES = 16384, 8, 256, 128
+
+
+def optimizer():
+  return make_optimizer(
+    actor_lr=1e-3, critic_lr=1e-3, warmup_steps=0, decay_steps=1, final_lr_fraction=1.0, b1=0.9, b2=0.99,
+    weight_decay=0.0, grad_clip=1.0,
+  )  # fmt: skip
+
+
+def model(vocab=VOCAB, mesh=None, **shape):
+  cfg = QwenConfig(
+    **{'vocab_size': vocab, 'hidden_size': 32, 'intermediate_size': 64, 'num_layers': 2, 'num_heads': 4,
+       'num_kv_heads': 2, 'head_dim': 8} | shape
+  )  # fmt: skip
+
+  def make():
+    made = ActorCritic(Qwen(cfg, rngs=nnx.Rngs(0)))
+    made.policy.activation_sharding = mesh and row_sharding(mesh)
+    return made
+
+  return nnx.eval_shape(make)
+
+
+def batch(replies=REPLIES, sharding=None):
+  types = {'tokens': jnp.int32, 'columns': jnp.int32, 'turn': jnp.int32, 'mask': bool}
+  return TokenBatch(
+    **{
+      f.name: jax.ShapeDtypeStruct(
+        (ROWS, WIDTH if f.name == 'tokens' else replies), types.get(f.name, jnp.float32), sharding=sharding
+      )
+      for f in dataclasses.fields(TokenBatch)
+    }
+  )
+
+
+def update(made, mesh=None, replies=REPLIES, score=False, **loss):
+  """Temporary bytes of the update's gradient program, and of the one that only scores."""
+  graphdef, params = nnx.split(made)
+  learner = Learner(graphdef, optimizer(), LossConfig(**loss), mesh)
+  sharding = None
+  if mesh is not None:
+    sharding = row_sharding(mesh)
+    params = plan._laid_out(params, tree_shardings(params, mesh))
+  abstract = batch(replies, sharding)
+  found = {'accumulate': plan.temporary_bytes(learner._accumulate.lower(params, nnx.State({}), params, abstract))}
+  if score:
+    found['score'] = plan.temporary_bytes(learner._score.lower(params, abstract.tokens, abstract.columns))
+  return found
+
+
+def rollout(made):
+  sampler = Sampler(made, stop_ids=(1,), mesh=make_mesh(8, 1, 1))
+  lowered = sampler.lower(
+    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, max_new=8, sampling=Sampling()
+  )
+  return {name: plan.temporary_bytes(x) for name, x in lowered.items()}
+
+
+def attention(most):
+  """Temporary bytes of attention and its gradient over 64 heads of 1024 columns, with `_MOST_SCORES` set."""
+  qwen._MOST_SCORES, qwen._SCORES_OF_BLOCK = most, 2**22
+  q = jax.ShapeDtypeStruct((8, 1024, 8, 8), jnp.float32)
+  kv = jax.ShapeDtypeStruct((8, 1024, 2, 8), jnp.float32)
+  mask = jax.ShapeDtypeStruct((1, 1024, 1024), bool)
+  gradient = jax.jit(jax.grad(lambda q, k, v, mask: jnp.sum(qwen.attend(q, k, v, mask)), argnums=(0, 1, 2)))
+  return plan.temporary_bytes(gradient.lower(q, kv, kv, mask))
+
+
+def on_device(tree):
+  """Bytes that the first device really holds."""
+  first = jax.devices()[0]
+  return sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == first)
+
+
+def held():
+  """Bytes of all arrays that there are on the first device; those that share their memory count once."""
+  first = jax.devices()[0]
+  shards = [s.data for x in jax.live_arrays() for s in x.addressable_shards if s.device == first]
+  return sum({s.unsafe_buffer_pointer(): s.nbytes for s in shards}.values())
+
+
+def real():
+  """A run's arrays and programs on a mesh of 2 x 2 x 2, and what was planned."""
+  config = builders.small_config(
+    mesh__data=2, mesh__fsdp=2, mesh__tensor=2, algorithm__kl_loss_coef=0.1, eval__groups=16, length_step=64,
+    agent__max_context=128, plan__prompt_tokens=64,
+  )  # fmt: skip
+  config.plan.devices, config.model.dtype = 8, 'float32'
+  policy = build.load_policy(config)
+  trainer = Trainer(config, policy)
+  params, opt_state, _ = trainer.init()
+  live = held()
+  state = policy.sampler.init(config.train.groups * config.train.group_size, plan.cache_columns(config))
+  lowered = trainer.learner.lower(params, opt_state, plan.abstract_batch(trainer, config.optimizer.micro_batch_size))
+  found = plan.estimate(config, {plan._shaped_by(config, 'rollout'): 0})
+  return {
+    'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
+    'live': live,
+    'params': on_device(params),
+    'opt_state': on_device(opt_state),
+    'reference': on_device(trainer._reference),
+    'cache': on_device(state.cache),
+    'activations': max(plan.temporary_bytes(x) for x in lowered.values()),
+  }
+
+
+def main() -> None:
+  plan.use_cpu_devices(8)
+  one = model(num_layers=1)
+  by_weights, by_rows = make_mesh(1, 8, 1), dict(remat=True, logits_chunk=256)
+  found = {
+    'whole': update(one, score=True),
+    'chunk_128': update(one, score=True, logits_chunk=128),
+    'chunk_128_twice': update(one, score=True, replies=2 * REPLIES, logits_chunk=128),
+    'chunk_256': update(one, score=True, logits_chunk=256),
+    'keep': update(model(64, num_layers=6)),
+    'remat': update(model(64, num_layers=6), remat=True),
+    'rollout': rollout(one),
+    'attention_whole': attention(2**40),
+    'attention_blocks': attention(2**20),
+    'one_device': update(model(512, num_layers=3, hidden_size=64), **by_rows),
+    'fsdp': update(model(512, by_weights, num_layers=3, hidden_size=64), by_weights, **by_rows),
+    'fsdp_left_alone': update(model(512, num_layers=3, hidden_size=64), by_weights, **by_rows),
+    'real': real(),
+  }
+  print(json.dumps(found))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,62 @@
+"""Plays and updates once on each mesh that is asked for and writes down what came of it; run by test_mesh.py.
+
+python -m tests.mesh_worker MODEL DIRECTORY SHAPE,SHAPE,... [COORDINATOR PROCESSES PROCESS]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import jax
+import numpy as np
+
+from ragen_jax import build
+from ragen_jax.distributed import processes
+from ragen_jax.training.trainer import Trainer
+from tests.support import builders
+
+
+def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
+  """One iteration with a mesh such as '2x2x2': the tokens played, the update's numbers and the new weights."""
+  config = builders.small_config(
+    model__path=model, train__groups=8, train__group_size=2, optimizer__mini_batch_size=8,
+    optimizer__micro_batch_size=8, envs__FrozenLake__max_turns=2, **json.loads(os.environ.get('CONFIG_FIELDS', '{}')),
+  )  # fmt: skip
+  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = map(int, shape.split('x'))
+  policy = build.load_policy(config)
+  embedding = policy.model.policy.embed_tokens[...]
+  shards = len({str(index) for index in embedding.sharding.devices_indices_map(embedding.shape).values()})
+  trainer = Trainer(config, policy)
+  params, opt_state, _ = trainer.init()
+  before = [x.sharding for x in jax.tree.leaves((params, opt_state))]
+  rollout, selection = trainer.collect(params, 0)
+  batch, metrics = trainer.make_batch(params, selection)
+  params, opt_state, more = trainer.update(params, opt_state, batch, selection, 0)
+  after = jax.tree.leaves((params, opt_state))
+  moved = sum(not x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(after, before, strict=True))
+  weights = processes.all_rows(jax.tree.leaves(params))
+  return {
+    'tokens': rollout.trajectory.tokens,
+    'logprobs': rollout.trajectory.logprobs,
+    'advantages': batch.advantages,
+    'metrics': np.asarray(json.dumps(metrics | more)),
+    'shards': np.asarray(shards),
+    'moved': np.asarray(moved),
+    **{f'w{i}': x for i, x in enumerate(weights)},
+  }
+
+
+def main() -> None:
+  model, directory, shapes = sys.argv[1:4]
+  if len(sys.argv) > 4:
+    processes.connect(sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
+  for shape in shapes.split(','):
+    result = play_and_update(model, shape)
+    if processes.is_first():
+      np.savez(os.path.join(directory, f'{shape}.npz'), **result)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,191 @@
+"""What is written down of an episode is what its trajectory holds, token by token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragen_jax import build
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.metrics import boards
+from ragen_jax.models import presets
+from ragen_jax.training.learner import gather
+from ragen_jax.training.trainer import Trainer
+from ragen_jax.viewer.records import episode_records, first_rows, on_timeline, token_pieces
+from tests.support import builders
+
+
+def _iteration(**fields):
+  """An iteration of training up to its update: (trainer, rollout, selection, batch, episodes, records)."""
+  config = builders.small_config(
+    train__tags=('FrozenLake', 'Bandit'), train__groups=4, agent__max_response_tokens=32, logging__episodes=6, **fields
+  )
+  trainer = Trainer(config, build.load_policy(config))
+  params = jax.tree.map(jnp.copy, trainer.init()[0])
+  rollout, selection = trainer.collect(params, 0)
+  batch, _ = trainer.make_batch(params, selection)
+  return trainer, rollout, selection, batch, *trainer.records(rollout, selection, batch, 0)
+
+
+@pytest.fixture(scope='module')
+def iteration():
+  return _iteration(filter__value=0.5)  # half of the groups are filtered out
+
+
+@pytest.fixture(scope='module')
+def iteration_in_windows():
+  return _iteration(agent__context='limited_multi_turn', agent__context_turns=2)
+
+
+def _sampled(rollout, index, turn):
+  """(row, columns) of what the policy sampled in a turn of an episode, by a loop over all tokens."""
+  t = rollout.trajectory
+  found = [
+    (row, column)
+    for row in range(len(t.length))
+    if t.episode[row] == index
+    for column in range(t.length[row])
+    if t.turn[row, column] == turn and t.loss_mask[row, column]
+  ]
+  assert len({row for row, _ in found}) == 1
+  return found[0][0], [column for _, column in found]
+
+
+def test_the_first_episodes_of_each_environment_are_kept(iteration):
+  _, rollout, _, _, episodes, records = iteration
+  assert [e.tag for e in episodes] == ['FrozenLake'] * 6 + ['Bandit'] * 6
+  assert [(r['tag'], r['level'], r['member']) for r in records] == [
+    (e.tag, e.level_seed, i % 4) for e, i in zip(episodes, [*range(6), *range(6)], strict=True)
+  ]
+  assert episodes == rollout.episodes[:6] + rollout.episodes[8:14]
+  assert {r['step'] for r in records} == {1} and {r['split'] for r in records} == {'train'}
+
+
+@pytest.mark.parametrize('which', ['iteration', 'iteration_in_windows'])
+def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request):
+  trainer, rollout, _, _, episodes, records = request.getfixturevalue(which)
+  t, tokenizer = rollout.trajectory, trainer.policy.tokenizer
+  for episode, record in zip(episodes, records, strict=True):
+    index = next(i for i, e in enumerate(rollout.episodes) if e is episode)
+    assert len(record['turns']) == len(episode.turns) > 0
+    for i, (turn, kept) in enumerate(zip(episode.turns, record['turns'], strict=True)):
+      row, columns = _sampled(rollout, index, i)
+      ids = t.tokens[row, columns].tolist()
+      assert ''.join(kept['pieces']) == tokenizer.decode(ids) and len(kept['pieces']) == len(ids)
+      assert kept['closed'] == (ids[-1] in tokenizer.stop_ids)
+      reply = kept['forced'] + ''.join(kept['pieces'][: -1 if kept['closed'] else None])
+      assert reply == turn.reply and kept['forced'] == '<think>'
+      for name, x in (('logprob', t.logprobs), ('entropy', t.entropies), ('value', t.values)):
+        np.testing.assert_allclose(kept[name], x[row, columns], rtol=5e-4)
+      fields = ('observation', 'actions', 'reward', 'penalty', 'valid', 'effective')
+      assert {name: kept[name] for name in fields} == {name: getattr(turn, name) for name in fields}
+
+
+def test_prompts_and_replies_add_up_to_what_the_model_was_fed(iteration):
+  trainer, rollout, _, _, episodes, records = iteration
+  t = rollout.trajectory
+  for episode, record in zip(episodes, records, strict=True):
+    row = next(i for i, e in enumerate(rollout.episodes) if e is episode)
+    told = ''.join(turn['prompt'] + turn['forced'] + ''.join(turn['pieces']) for turn in record['turns'])
+    assert told == trainer.policy.tokenizer.decode(t.tokens[row, : t.length[row]])
+    counts = sum(turn['prompt_tokens'] + len(turn['pieces']) for turn in record['turns'])
+    assert counts == t.length[row]
+    assert [turn['fresh'] for turn in record['turns']] == [i == 0 for i in range(len(record['turns']))]
+
+
+def test_a_prompt_of_its_own_begins_a_turn_that_sees_the_last_ones_only(iteration_in_windows):
+  records = iteration_in_windows[-1]
+  turns = [turn for record in records for turn in record['turns']]
+  assert len(turns) > len(records) and all(turn['fresh'] for turn in turns)
+  assert all(turn['prompt'].startswith('<|im_start|>system') for turn in turns)
+
+
+def test_advantages_stand_on_the_tokens_that_they_are_of(iteration):
+  _, rollout, selection, batch, episodes, records = iteration
+  learnt = []
+  for episode, record in zip(episodes, records, strict=True):
+    row = next(i for i, e in enumerate(rollout.episodes) if e is episode)
+    learnt.append(record['learnt'])
+    assert record['learnt'] == selection.keep[row]
+    for i, turn in enumerate(record['turns']):
+      if not record['learnt']:
+        assert 'advantage' not in turn
+        continue
+      _, columns = _sampled(rollout, row, i)
+      place = {int(c): j for j, c in enumerate(batch.columns[row]) if batch.mask[row, j]}
+      expected = [batch.advantages[row, place[column]] for column in columns]
+      np.testing.assert_allclose(turn['advantage'], expected, rtol=5e-4)
+  assert len(set(learnt)) == 2
+  assert len({x for r in records for turn in r['turns'] for x in turn.get('advantage', ())}) > 10
+
+
+def test_pictures_are_those_of_the_boards(iteration):
+  trainer, _, _, _, episodes, records = iteration
+  env = trainer.proxy.envs.specs[0].env
+  for episode, record in zip(episodes[:6], records[:6], strict=True):
+    shown = [(turn['observation'], turn['picture']) for turn in record['turns']]
+    shown.append((record['final_observation'], record['final_picture']))
+    for text, picture in shown:
+      np.testing.assert_array_equal(picture, env.render_rgb(env.from_text(text)))
+    strip = boards(episode)
+    assert strip.shape == (64, 64 * len(shown) + 4 * (len(shown) - 1), 3)
+    np.testing.assert_array_equal(strip[:, -64:], shown[-1][1])
+
+
+def test_only_what_is_kept_is_drawn_and_most_iterations_keep_nothing(iteration):
+  trainer, rollout, selection, batch, _, _ = iteration
+  drawn = [i for i, e in enumerate(rollout.episodes) if e.final_picture is not None]
+  assert drawn == [*range(6), *range(8, 14)]
+  every = trainer.config.logging.episodes_every
+  kept = [i for i in range(12) if trainer.records(rollout, selection, batch, i)[1]]
+  assert kept == [0, every - 1, 2 * every - 1]
+  with trainer.config.unlocked():
+    trainer.config.logging.episodes_every = 0
+  assert not trainer.records(rollout, selection, batch, 0)[1]
+  trainer.config.logging.episodes_every = every
+
+
+def test_one_member_a_level_or_whole_groups(iteration):
+  specs = iteration[0].proxy.envs.specs  # 2 groups each
+  assert first_rows(specs, 4, 3, one_a_level=False) == [0, 1, 2, 8, 9, 10]
+  assert first_rows(specs, 4, 3, one_a_level=True) == [0, 4, 8, 12]
+  assert first_rows(specs, 4, 0, one_a_level=True) == []
+
+
+def test_on_timeline_is_the_inverse_of_gather():
+  rng = np.random.default_rng(0)
+  mask = np.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]], bool)
+  columns = np.array([[1, 4, 5], [2, 1, 1], [1, 1, 1]], np.int32)
+  values = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+  line = on_timeline(values, columns, mask, 7)
+  np.testing.assert_array_equal(gather(line, columns, mask), values)
+  assert (line != 0).sum() == mask.sum()
+
+
+@pytest.mark.parametrize('text', ['plain words', 'ein Gruß 你好 🙂!', '🙂🙂', ''])
+def test_pieces_join_where_characters_are_spread_over_tokens(text):
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  ids = list(tokenizer.encode(text))
+  pieces = token_pieces(tokenizer, ids)
+  assert ''.join(pieces) == text and len(pieces) == len(ids)
+
+
+def test_pieces_join_where_bytes_are_no_characters():
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  smile = list(tokenizer.encode('🙂'))
+  assert len(smile) == 4
+  for ids in (smile[:2], [*smile[:3], *tokenizer.encode('ab')], [smile[1], *smile, smile[0]]):
+    pieces = token_pieces(tokenizer, ids)
+    assert ''.join(pieces) == tokenizer.decode(ids) and len(pieces) == len(ids)
+
+
+def test_numbers_that_are_not_finite_are_left_empty(iteration):
+  trainer, rollout, *_ = iteration
+  t = rollout.trajectory
+  broken = np.where(t.loss_mask, np.nan, t.logprobs)
+  rollout.trajectory = t.replace(logprobs=broken)
+  (record,) = episode_records(rollout, [0], trainer.policy.tokenizer, step=1, split='val', group_size=4)
+  rollout.trajectory = t
+  assert all(x is None for turn in record['turns'] for x in turn['logprob'])

@@ -1,0 +1,308 @@
+"""Both forms of the critic: what it learns reaches what it should, its values are those of a plain forward pass."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from ragen_jax import build, train
+from ragen_jax.config.checks import check_config, check_sft
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.runs.metrics import read_metrics
+from ragen_jax.training.learner import (
+  Learner,
+  LossConfig,
+  TokenBatch,
+  loss_and_stats,
+  make_optimizer,
+  of_critic,
+  plan_micro_batches,
+  sampled_columns,
+)
+from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils.errors import UserError
+from tests.support import builders
+
+_ROWS, _WIDTH, _VOCAB = 6, 24, 30
+
+
+def _separate() -> ActorCritic:
+  """A random policy, and a critic with other random weights."""
+  policy, critic = builders.random_model(_VOCAB), builders.random_model(_VOCAB, seed=5)
+  model = ActorCritic(policy.policy, critic.policy)
+  model.value_head = critic.value_head
+  return model
+
+
+def _batch() -> tuple[TokenBatch, list]:
+  rng = np.random.default_rng(0)
+  loss_mask = rng.random((_ROWS, _WIDTH)) < 0.3
+  loss_mask[:, 0] = False
+  columns, mask = sampled_columns(loss_mask)
+  noise = lambda: np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)  # noqa: E731
+  mean = (mask / mask.sum()).astype(np.float32)
+  batch = TokenBatch(
+    tokens=rng.integers(0, _VOCAB, size=(_ROWS, _WIDTH)).astype(np.int32), columns=columns, mask=mask,
+    turn=np.zeros(mask.shape, np.int32), old_logprobs=noise() - 3, old_values=noise(), advantages=noise(),
+    returns=noise(), weights=mean, value_weights=mean, ref_logprobs=noise() - 3, importance=np.ones_like(mean),
+  )  # fmt: skip
+  plans = plan_micro_batches(
+    np.arange(_ROWS), np.full(_ROWS, _WIDTH), mask.sum(axis=1), size=3, length_step=_WIDTH
+  )  # two micro-batches
+  return batch, plans
+
+
+def _step(model, *, separate, critic_only=False, actor_lr=1e-2, critic_lr=3e-2, grad_clip=0.1, **loss):
+  """One optimiser step; weights, the optimiser's state and metrics after it, on the host."""
+  optimizer = make_optimizer(
+    actor_lr=actor_lr, critic_lr=critic_lr, warmup_steps=0, decay_steps=10, final_lr_fraction=1.0, b1=0.9, b2=0.999,
+    weight_decay=0.1, grad_clip=grad_clip, separate_critic=separate,
+  )  # fmt: skip
+  graphdef, params = nnx.split(model)
+  params = jax.tree.map(np.array, params)
+  learner = Learner(graphdef, optimizer, LossConfig(**loss))
+  return jax.device_get(learner.step(params, learner.init(params), *_batch(), critic_only=critic_only))
+
+
+def _leaves(tree):
+  return [(of_critic(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _equal(ours, theirs, **tolerance):
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    np.testing.assert_allclose(a, b, **tolerance)
+
+
+def test_neither_loss_reaches_the_other_model():
+  graphdef, params = nnx.split(_separate())
+  batch, _ = _batch()
+
+  def norms(**loss):
+    gradient = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p), batch, LossConfig(**loss))[0])
+    leaves = _leaves(jax.jit(gradient)(params))
+    assert sum(own for own, _ in leaves) > 2  # a trunk and the head
+    return [np.max([np.abs(x).max() for own, x in leaves if own == critic]) for critic in (False, True)]
+
+  policy, critic = norms(entropy_coef=0.1, kl_coef=0.1, value_coef=0.0)
+  assert policy > 0 and critic == 0
+  policy, critic = norms(pg_coef=0.0, entropy_coef=0.0, value_coef=0.5)
+  assert policy == 0 and critic > 0
+
+
+def test_values_are_those_of_the_critic_run_by_itself():
+  model = _separate()
+  graphdef, params = nnx.split(model)
+  batch, plans = _batch()
+  learner = Learner(graphdef, optax.identity(), LossConfig())
+  logprobs, values = learner.score(params, batch, plans)
+  np.testing.assert_array_equal(learner.values(params, batch, plans), values)
+  np.testing.assert_array_equal(learner.logprobs(params, batch, plans), logprobs)
+  hidden = np.asarray(jax.jit(lambda tokens: model.critic(model.critic.embed(tokens))[0])(batch.tokens))
+  everywhere = hidden @ np.asarray(model.value_head.kernel[...]) + float(model.value_head.bias[...])
+  for row, i in zip(*np.nonzero(batch.mask), strict=True):
+    np.testing.assert_allclose(values[row, i], everywhere[row, batch.columns[row, i] - 1], atol=1e-5)
+
+
+def test_an_update_is_that_of_two_models_each_with_its_own_clip():
+  """Against runs without the other's loss: the policy with a value head that learns nothing, the critic as a policy."""
+  model = _separate()
+  loss = {'entropy_coef': 0.05, 'value_coef': 0.5}
+  new, _, metrics = _step(model, separate=True, **loss)
+  alone, _, policy_metrics = _step(ActorCritic(model.policy), separate=False, **loss | {'value_coef': 0.0})
+  _equal(new['policy'], alone['policy'], atol=1e-6)
+  critic = ActorCritic(model.critic)
+  critic.value_head = model.value_head
+  other, _, critic_metrics = _step(critic, separate=False, actor_lr=3e-2, pg_coef=0.0, entropy_coef=0.0, value_coef=0.5)
+  _equal(new['critic'], other['policy'], atol=1e-6)
+  _equal(new['value_head'], other['value_head'], atol=1e-6)
+  assert metrics['actor/grad_norm'] == pytest.approx(policy_metrics['actor/grad_norm'], rel=1e-4)
+  assert metrics['critic/grad_norm'] == pytest.approx(critic_metrics['actor/grad_norm'], rel=1e-4)
+  assert min(metrics['actor/grad_norm'], metrics['critic/grad_norm']) > 0.1  # so the clip acted on both
+
+
+@pytest.mark.parametrize('separate', [False, True])
+def test_the_critic_can_learn_alone(separate):
+  model = _separate() if separate else builders.random_model(_VOCAB)
+  before = jax.device_get(nnx.split(model)[1])
+  after, state, metrics = _step(model, separate=separate, critic_only=True, entropy_coef=0.05, value_coef=0.5)
+  _equal(after['policy'], before['policy'], rtol=0)
+  assert not any(name.startswith('actor/') for name in metrics)
+  moments = [(own, np.abs(x).max()) for own, x in _leaves(state) if x.dtype == np.float32]
+  assert max(x for own, x in moments if not own) == 0 < min(x for own, x in moments if own)
+  if separate:
+    whole, _, _ = _step(model, separate=True, entropy_coef=0.05, value_coef=0.5)
+    _equal([after['critic'], after['value_head']], [whole['critic'], whole['value_head']], atol=1e-6)
+    return
+  # The head's gradient, written out: of half the greater of two squared errors, by each value that is not clipped.
+  batch, _ = _batch()
+  hidden = jax.jit(lambda tokens: model.policy(model.policy.embed(tokens))[0])(batch.tokens)
+  hidden = np.take_along_axis(np.asarray(hidden), batch.columns[:, :, None] - 1, axis=1)
+  values = hidden @ np.asarray(before['value_head']['kernel'][...])
+  clipped = batch.old_values + np.clip(values - batch.old_values, -0.5, 0.5)
+  errors, bounded = values - batch.returns, clipped - batch.returns
+  by_value = np.where(errors**2 >= bounded**2, errors, bounded * (np.abs(values - batch.old_values) < 0.5))
+  by_value = 0.5 * by_value * batch.value_weights
+  gradient = np.append(np.einsum('br,brd->d', by_value, hidden), by_value.sum())
+  assert metrics['critic/grad_norm'] == pytest.approx(np.linalg.norm(gradient), rel=1e-4)
+
+
+def test_the_policy_s_schedule_begins_after_the_critic_s_steps():
+  params = {'policy': {'kernel': jnp.zeros(1)}, 'value_head': {'kernel': jnp.zeros(1)}}
+  optimizer = make_optimizer(
+    actor_lr=1.0, critic_lr=1.0, warmup_steps=0, decay_steps=4, final_lr_fraction=0.0, b1=0.9, b2=0.999,
+    weight_decay=0.0, grad_clip=1.0, critic_steps=2,
+  )  # fmt: skip
+  state, moved = optimizer.init(params), []
+  for _ in range(2):
+    updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+    moved.append([-float(updates[name]['kernel'][0]) for name in ('policy', 'value_head')])
+  np.testing.assert_allclose(moved, [[1, 1], [0.5, 0.75]], rtol=1e-4)  # halfway of two steps, and of four
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------------
+
+
+def _lake(**fields):
+  """A lake with one step to take, where it is the board that says what there is to win."""
+  fields = {
+    'model__separate_critic': True, 'envs__FrozenLake__max_turns': 2, 'agent__max_response_tokens': 16,
+    'length_step': 128, 'eval__every': 0, 'eval__greedy_too': False, 'eval__groups': 4,
+  } | fields  # fmt: skip
+  return builders.small_config(**fields)
+
+
+@pytest.mark.slow
+def test_a_separate_critic_begins_with_the_values_that_the_shared_one_has():
+  """The sampler's records of the one are the critic's own pass of the other, behind a truncated episode too."""
+  made, shown = [], []
+  for separate in (False, True):
+    config = _lake(model__separate_critic=separate, algorithm__bootstrap_truncated=True, algorithm__kl_loss_coef=0.01)
+    trainer = Trainer(config, build.load_policy(config))
+    params, opt_state, _ = trainer.init()
+    rollout, selection = trainer.collect(params, 0)
+    made.append((rollout.trajectory, trainer.make_batch(params, selection)[0], trainer._bootstrap(params, rollout)))
+    shown.append([turn['value'] for r in trainer.records(rollout, selection, made[-1][1], 0)[1] for turn in r['turns']])
+  (shared, batch, behind), (separate, own, own_behind) = made
+  np.testing.assert_array_equal(shared.tokens, separate.tokens)
+  assert np.abs(shared.values).max() > 0 and not separate.values.any()
+  assert np.ptp(own.old_values[own.mask]) > 0.1 and own_behind.any()
+  np.testing.assert_allclose(own.old_values, batch.old_values, atol=1e-4)
+  np.testing.assert_allclose(own_behind, behind, atol=1e-4)
+  for ours, theirs in zip(*shown, strict=True):  # what is kept of episodes for people
+    np.testing.assert_allclose(ours, theirs, atol=2e-3)
+  assert any(map(any, shown[1]))
+  np.testing.assert_allclose(own.advantages, batch.advantages, atol=1e-3)
+  # Other weights of the critic: the same play, other values.
+  params['critic'] = jax.tree.map(lambda x: 1.1 * x, params['critic'])
+  again, selection = trainer.collect(params, 0)
+  np.testing.assert_array_equal(again.trajectory.tokens, separate.tokens)
+  other = trainer.make_batch(params, selection)[0]
+  assert np.abs(other.old_values - own.old_values).max() > 1e-2
+  np.testing.assert_array_equal(other.ref_logprobs, own.ref_logprobs)
+  np.testing.assert_allclose(other.ref_logprobs, other.old_logprobs, atol=1e-4)
+  # And an update that leaves none of the models as it was.
+  before = jax.device_get(params)
+  params, _, metrics = trainer.update(params, opt_state, own, selection, 0)
+  for name in ('policy', 'critic', 'value_head'):
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (before[name], params[name])), strict=True)), name
+  assert metrics['critic/grad_norm'] > 0 and metrics['rollout/logprob_gap_max'] < 1e-3
+
+
+@pytest.mark.slow
+def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+  fields = {
+    'optimizer__critic_warmup': 1, 'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0, 'replay__groups': 2,
+    'train__tags': ('Bandit',), 'eval__tags': ('Bandit',),
+  }  # fmt: skip
+  config, played = _lake(**fields), []
+  for _ in range(2):
+    train.train_and_evaluate(config, str(tmp_path))
+    lines = read_metrics(tmp_path)[1:]
+    played.append([{n: x for n, x in line.items() if not n.startswith(('timing_s/', 'perf/'))} for line in lines])
+    shutil.rmtree(tmp_path / 'checkpoints' / '3')  # as if it had been stopped after the second iteration
+  whole, parts = played
+  assert whole == parts
+  assert not any(name.startswith('actor/') for name in whole[0])
+  assert all('actor/grad_norm' in line for line in whole[1:])
+  assert all(line['critic/grad_norm'] > 0 for line in whole)
+  assert whole[1]['rollout/logprob_gap_max'] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('separate', [False, True])
+def test_success_and_explained_variance_rise(tmp_path, separate):
+  """Arms that always pay the same: a pair that the model knows, but the wrong way round, and one that it does not."""
+  config = builders.small_config(
+    model__separate_critic=separate, num_iterations=7, train__tags=('Bandit', 'BanditTest'), train__groups=16,
+    train__group_size=8, envs__Bandit__high_probability=1.0, envs__BanditTest__high_probability=1.0, length_step=64,
+    envs__Bandit__arms=(('Dragon', 'Phoenix'),), optimizer__mini_batch_size=32, optimizer__micro_batch_size=32,
+    algorithm__value_clip=0.0, optimizer__actor_lr=1e-4,
+    algorithm__whiten_advantages=False,  # what is solved leaves no advantage to learn from
+  )  # fmt: skip
+  check_config(config)
+  trainer = Trainer(config, build.load_policy(config))
+  params, opt_state, _ = trainer.init()
+  params['value_head'] = jax.tree.map(jnp.zeros_like, params['value_head'])  # a critic that knows nothing yet
+  success, explained = [], []
+  for i in range(config.num_iterations):
+    rollout, selection = trainer.collect(params, i)
+    batch, metrics = trainer.make_batch(params, selection)
+    params, opt_state, _ = trainer.update(params, opt_state, batch, selection, i)
+    success.append(np.mean([e.success for e in rollout.episodes if e.tag == 'Bandit']))
+    explained.append(metrics['critic/vf_explained_var'])
+  assert explained[0] == pytest.approx(0, abs=1e-6) and np.mean(explained[-2:]) > 0.5
+  assert success[0] < 0.3 and np.mean(success[-2:]) > 0.8
+  assert trainer.learner.traces <= 6 and trainer.learner._values._cache_size() <= 6
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'algorithm__adv_estimator': 'grpo'}, r"model\.separate_critic=True: needs a critic.*adv_estimator='grpo'"),
+    ({'algorithm__value_coef': 0.0}, r'model\.separate_critic=True: needs a critic that learns.*value_coef=0'),
+    ({'optimizer__critic_warmup': -1}, r'optimizer\.critic_warmup=-1: must be at least 0'),
+    ({'optimizer__critic_warmup': 3}, r'optimizer\.critic_warmup=3: must be below num_iterations = 3'),
+    (
+      {'optimizer__critic_warmup': 1, 'algorithm__adv_estimator': 'grpo', 'model__separate_critic': False},
+      r'optimizer\.critic_warmup=1: needs a critic',
+    ),
+  ],
+)
+def test_a_critic_that_would_have_no_effect_is_refused(fields, message):
+  with pytest.raises(UserError, match=message) as e:
+    check_config(_lake(**fields))
+  assert '\n' not in str(e.value)
+
+
+def test_a_warm_start_trains_the_shared_form_only():
+  with pytest.raises(UserError, match=r'model\.separate_critic=True: --mode=sft trains the policy'):
+    check_sft(_lake())
+
+
+def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path):
+  from ragen_jax.models.checkpoint import hf
+
+  config = _lake()
+  policy = build.load_policy(config)
+  model = policy.model
+  # It begins as the policy does, in arrays of its own.
+  _equal(nnx.state(model.critic), nnx.state(model.policy), rtol=0)
+  model.critic.norm.weight.set_value(1.5 * model.critic.norm.weight[...])
+  model.value_head.bias.set_value(jnp.float32(7.0))
+  hf.save_model(
+    str(tmp_path / 'out'), model.policy, model.policy.cfg, 'float32', tokenizer_dir=policy.directory,
+    value_head=model.value_head, critic=model.critic,
+  )  # fmt: skip
+  config.model.path = str(tmp_path / 'out')
+  again = build.load_policy(config)
+  _equal(build.param_state(again.model), build.param_state(model), rtol=0)
+  assert '123k parameters, 123k of the critic' in again.describe()
+  # The shared form does not take a head that reads another trunk.
+  config.model.separate_critic = False
+  assert float(build.load_policy(config).model.value_head.bias[...]) == 0

@@ -1,0 +1,323 @@
+"""Docs say what is so: links lead somewhere, fields and commands exist, the reference is fresh, errors are quoted."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+import sys
+import types
+
+import pytest
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from configs import default, frozenlake_ppo
+from docs import make_configuration
+from ragen_jax import build, train
+from ragen_jax.agent import env_manager
+from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.config import checks, command_line
+from ragen_jax.distributed import processes, sharding
+from ragen_jax.envs.outside.text_env import Fault
+from ragen_jax.models import presets
+from ragen_jax.models.checkpoint import hf
+from ragen_jax.runs import checkpoints as checkpoint
+from ragen_jax.training.monitor import Monitor
+from ragen_jax.utils.errors import UserError
+from tests.support import builders
+from tests.support.paths import ROOT
+
+ROOT = ROOT
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md'))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+each_page = pytest.mark.parametrize('page', PAGES, ids=NAMES)
+
+CONFIG = default.get_config()
+# With a pretrained model, as docs/from_ragen.md has it.
+PRETRAINED = default.get_config('qwen2.5-0.5b')
+_FENCE = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
+_FIELD = re.compile(rf'(?<![\w./-])(?:--)?(?:config\.)?((?:{"|".join(CONFIG)})(?:\.\w+)+)')
+
+
+def _text(page: pathlib.Path) -> str:
+  return page.read_text(encoding='utf-8')
+
+
+def _anchors(page: pathlib.Path) -> set[str]:
+  """What GitHub makes of the page's headings."""
+  prose = _FENCE.sub('', _text(page))
+  headings = re.findall(r'^#+ (.*)$', prose, re.MULTILINE)
+  return {re.sub(r'[^\w\- ]', '', h.lower()).strip().replace(' ', '-') for h in headings}
+
+
+@each_page
+def test_relative_links_lead_somewhere(page):
+  prose = _FENCE.sub('', _text(page))
+  for target in re.findall(r'\]\(([^)\s]+)\)', prose):
+    if re.match(r'https?:', target):
+      continue
+    path, _, anchor = target.partition('#')
+    there = (page.parent / path).resolve() if path else page
+    assert there.exists(), f'{page.name}: {target}'
+    assert ROOT in there.parents, f'{page.name}: {target} leaves the repository'
+    assert not anchor or there.suffix != '.md' or anchor in _anchors(there), f'{page.name}: {target}'
+
+
+def test_readme_leads_to_every_page():
+  readme = _text(ROOT / 'README.md')
+  assert [page.name for page in PAGES[2:] if f'(docs/{page.name})' not in readme] == []
+
+
+def test_the_configuration_reference_is_fresh():
+  fresh = make_configuration.render()
+  assert _text(ROOT / 'docs' / 'configuration.md') == fresh, 'run: python docs/make_configuration.py'
+  # Every field once, and the environments' by the tags that others are derived from.
+  for field, _ in builders.leaves(CONFIG):
+    if not field.startswith('envs.'):
+      assert fresh.count(f'| `{field}` |') == 1, field
+  for tag in CONFIG.envs:
+    assert f'### envs.{tag}\n' in fresh
+
+
+def _exists(field: str) -> bool:
+  """Whether a dotted name is a field or a section; TAG stands for each environment, own tags for anything."""
+  section, _, rest = field.partition('.')
+  if section == 'envs' and rest.split('.')[0] not in CONFIG.envs:
+    name = rest.partition('.')[2]
+    return not name or all(name in env for env in CONFIG.envs.values()) or not rest.startswith('TAG')
+  at = CONFIG
+  for name in field.split('.'):
+    if not isinstance(at, ConfigDict) or name not in at:
+      return False
+    at = at[name]
+  return True
+
+
+def _fields(text: str) -> set[str]:
+  """Dotted names of the config in prose, in tables and in commands."""
+  text = re.sub(r'```python\n.*?```', '', text, flags=re.DOTALL)  # those are run by tests
+  found = {re.sub(r'\.$', '', name) for name in _FIELD.findall(text)}
+  return {name for name in found if not re.search(r'\.(py|json|md|yaml|jsonl|html)$', name)}
+
+
+@each_page
+def test_fields_that_a_page_names_exist(page):
+  text = _text(page)
+  if page.name == 'from_ragen.md':  # its first columns are RAGEN's keys
+    text = re.sub(r'^\|[^|]*\|[^|]*\|', '', text.replace('\\|', ''), flags=re.MULTILINE)
+  assert sorted(name for name in _fields(text) if not _exists(name)) == []
+
+
+def test_the_search_for_fields_finds_them():
+  text = 'Set `train.groups` or --config.eval.every=3, config.envs.TAG.size and `mesh`; train.py, es_manager.train.x.'
+  assert _fields(text) == {'train.groups', 'eval.every', 'envs.TAG.size'}
+  assert _exists('train.groups') and _exists('envs.TAG.max_turns') and not _exists('envs.TAG.size')
+  assert not _exists('train.gruops') and not _exists('envs.Sudoku.none')
+
+
+def test_ragens_keys_have_our_fields_and_values():
+  rows = [
+    [cell.strip() for cell in re.split(r'(?<!\\)\|', line)[1:-1]]
+    for line in _text(ROOT / 'docs' / 'from_ragen.md').splitlines()
+    if line.startswith('|')
+  ]
+  rows = [row for row in rows if len(row) == 5 and row[0] != 'RAGEN' and not row[0].startswith('---')]
+  assert len(rows) > 80
+  for _, _, ours, value, remark in rows:
+    if not ours:
+      assert value == '' and remark, remark
+      continue
+    field = ours.strip('`')
+    assert _exists(field), field
+    if value:
+      at = PRETRAINED
+      for name in field.split('.'):
+        at = at[name]
+      assert value.strip('`').replace('\\|', '|') == repr(at), field
+
+
+def _commands(text: str) -> list[tuple[str, str]]:
+  """(command, what it answers) of each `python main.py` in a page; the answer is that of lines that begin with $."""
+  found = []
+  for _, block in _FENCE.findall(text):
+    lines = re.sub(r'\\\n\s*', '', block).splitlines()
+    for i, line in enumerate(lines):
+      start = re.search(r'python main\.py (.*)$', line)
+      if start:
+        answer = lines[i + 1] if line.startswith('$') else ''
+        found.append((start.group(1).split(' # ')[0].split(' && ')[0], answer))
+  return found
+
+
+def _config_of(command: str, monkeypatch) -> ConfigDict | None:
+  """The config of a command's flags; None where it has none, or that of a file which a reader makes."""
+  arguments = [a for a in shlex.split(command) if a.startswith('--config')]
+  file = arguments[0].removeprefix('--config=') if arguments else ''
+  if not (ROOT / file.partition(':')[0]).is_file():
+    return None
+  arguments[0] = f'--config={ROOT}/{file}'
+  config = command_line.load_config(f'{ROOT}/{file}')
+  for argument in arguments[1:]:
+    command_line.check_field(config, argument.removeprefix('--config.').split('=')[0])
+  values = flags.FlagValues()
+  holder = config_flags.DEFINE_config_file('config', flag_values=values)
+  monkeypatch.setattr(sys, 'argv', ['main.py', *arguments])
+  values(['main.py', *arguments])
+  return holder.value
+
+
+@each_page
+def test_commands_of_a_page_have_configs_that_can_run(page, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  for command, answer in _commands(_text(page)):
+    config = _config_of(command, monkeypatch)
+    if config is None or '--mode=' in command or 'XLA_FLAGS' in command:
+      continue
+    if answer.startswith('error: '):
+      with pytest.raises(UserError) as e:
+        checks.check_config(config)
+      assert f'error: {e.value}' == answer, command
+    elif config.mesh.fsdp * config.mesh.tensor == 1:
+      checks.check_config(config, weights=False)
+
+
+# -- docs/troubleshooting.md: every line that it quotes, from the program itself. --------------------------------------
+
+
+def _error(function, *arguments) -> str:
+  with pytest.raises(UserError) as e:
+    function(*arguments)
+  return f'error: {e.value}'
+
+
+def _too_long_a_prompt() -> str:
+  """A first prompt that does not fit; the sampler is never asked."""
+  config = builders.small_config(train__tags=('Countdown',))
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  specs = build.env_groups(config, ('Countdown',), (1,))
+  context = build.context_manager(config, tokenizer, specs)
+  limits = Limits(1, 32, 128, -0.1, 64, False)
+  proxy = AgentProxy(types.SimpleNamespace(specs=specs), context, None, limits)
+  return _error(proxy._check_first_prompt, 0, 0, 'Target: 24\nNumbers: 1, 2, 3', 1)
+
+
+def _without_a_hub(monkeypatch) -> str:
+  def offline(*_, **__):
+    raise ConnectionError('no network')
+
+  monkeypatch.setattr('huggingface_hub.snapshot_download', offline)
+  return _error(presets.resolve, 'qwen2.5-0.5b', '')
+
+
+def _begun_run(tmp_path, monkeypatch) -> str:
+  """The workdir of a run with a checkpoint, relative to the present directory."""
+  monkeypatch.chdir(tmp_path)
+  workdir = 'runs/frozenlake_ppo'
+  checkpoint.record_config(workdir, frozenlake_ppo.get_config().to_dict())
+  pathlib.Path(workdir, 'checkpoints', '10').mkdir(parents=True)
+  return workdir
+
+
+def _go_on(workdir: str, **changes) -> str:
+  config = frozenlake_ppo.get_config()
+  config.update(changes)
+  return _error(train.train_and_evaluate, config, workdir)
+
+
+def _go_on_beside_another(workdir: str) -> str:
+  with checkpoint.workdir_lock(workdir):
+    return _go_on(workdir)
+
+
+def _undivided_heads() -> str:
+  mesh = types.SimpleNamespace(shape={'data': 1, 'fsdp': 1, 'tensor': 4})
+
+  def divide():
+    for weight in hf.weights(presets.shape('qwen2.5-0.5b', '')):
+      sharding.weight_spec('/'.join(map(str, weight.path)), weight.shape, mesh)
+
+  return _error(divide)
+
+
+def _row_shards(monkeypatch) -> str:
+  monkeypatch.setattr(checks, 'row_shards', lambda mesh: 8)
+  return _error(checks.check_config, default.get_config('qwen2.5-0.5b'))
+
+
+def _different_checkpoints() -> str:
+  source = (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
+  message = re.search(r"f'(--workdir=\{workdir\}: the processes see different checkpoints.*)'", source).group(1)
+  return 'error: ' + message.format(workdir='runs/two', steps=[10, None])
+
+
+def _stopped() -> str:
+  config = frozenlake_ppo.get_config()
+  return train._greeting(config, None, 'runs/frozenlake_ppo', 45, 'empty_filtered_steps')
+
+
+def _on_a_cpu() -> str:
+  config = frozenlake_ppo.get_config()
+  policy = types.SimpleNamespace(describe=lambda: '123k parameters, float32, 1 device (cpu)')
+  return train._greeting(config, policy, 'runs/frozenlake_ppo', 0, '')
+
+
+def _lost_partner(monkeypatch, capsys) -> str:
+  monkeypatch.setattr(processes, 'leave', lambda status: None)
+  processes._on_error(ValueError, ValueError('Gloo all-reduce failed'), None)
+  return capsys.readouterr().err.strip()
+
+
+def _a_fault() -> str:
+  fault = Fault('step raised ZeroDivisionError', 'division by zero (guess.py:25)')
+  return env_manager._FAULT_TOLD % ('Guess', 10003, fault, 'Guess')
+
+
+def _echo_trap() -> str:
+  monitor = Monitor(builders.small_config())
+  for step in range(60):
+    sick = step >= 10
+    metrics = {
+      'rollout/in_group_reward_std': 0.0 if sick else 0.4, 'actor/entropy': 0.5, 'actor/grad_norm': 1.0,
+      'rollout/repeated_replies': 0.95 if sick else 0.1, 'critic/score/mean': 0.3,
+    }  # fmt: skip
+    _, verdict = monitor.after_iteration(metrics, empty=False)
+    if verdict.action != 'go_on':
+      return f'iteration 37: {verdict.reason}; {train._TOLD[verdict.action]}'
+  return ''
+
+
+def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, capsys):
+  page = _text(ROOT / 'docs' / 'troubleshooting.md')
+  workdir = _begun_run(tmp_path, monkeypatch)
+  told = [
+    _too_long_a_prompt(),
+    _without_a_hub(monkeypatch),
+    _go_on(workdir, seed=1),
+    _go_on(workdir, num_iterations=80),
+    _go_on_beside_another(workdir),
+    _undivided_heads(),
+    _different_checkpoints(),
+    _stopped(),
+    _on_a_cpu(),
+    _lost_partner(monkeypatch, capsys),
+    _a_fault(),
+    _echo_trap(),
+    _row_shards(monkeypatch),
+  ]
+  commands = {answer for _, answer in _commands(page)}
+  quoted = [
+    line
+    for language, block in _FENCE.findall(page)
+    for line in block.splitlines()
+    if not language and not line.startswith(('python', 'grep')) and line not in commands
+  ]
+  patterns = [re.compile('.+'.join(re.escape(part) for part in line.split('…'))) for line in quoted]
+  unsaid = [line for line, pattern in zip(quoted, patterns, strict=True) if not any(map(pattern.fullmatch, told))]
+  assert unsaid == [], told
+  assert len(quoted) == len(told)
+  for text in ('evaluating before training; most of the first minute is compilation',):
+    assert text in page and text in (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
+  interrupted = 'interrupted; the same command goes on from the last checkpoint, if there is one'
+  assert interrupted in page and interrupted in (ROOT / 'main.py').read_text(encoding='utf-8')

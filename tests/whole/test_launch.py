@@ -1,0 +1,133 @@
+"""Two processes of one run, started as a user would: the numbers of a single process, and no one left waiting."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ragen_jax.runs.metrics import read_metrics
+from tests.support.paths import ROOT
+
+FLAGS = [
+  '--config=configs/frozenlake_ppo.py',
+  '--config.train.groups=4',
+  '--config.train.group_size=4',
+  '--config.eval.groups=8',
+  '--config.eval.group_size=1',
+  '--config.eval.greedy_too=False',
+  '--config.optimizer.mini_batch_size=8',
+  '--config.optimizer.micro_batch_size=4',
+  '--config.optimizer.final_lr_fraction=1.0',
+  '--config.checkpoint.every=1',
+  '--config.length_step=256',
+  '--config.compilation_cache=',  # that of the tests
+]
+
+
+def _environment():
+  return os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'PYTHON': sys.executable}
+
+
+def _start(workdir, processes, *flags):
+  return subprocess.Popen(
+    ['launch/local.sh', str(processes), *FLAGS, f'--workdir={workdir}', *flags],
+    cwd=ROOT,
+    env=_environment(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def _start_pair(workdir, log, *flags):
+  """Two processes without launch/local.sh, which would stop one when the other fails."""
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{s.getsockname()[1]}'
+  command = [sys.executable, 'main.py', *FLAGS, f'--workdir={workdir}', *flags]
+  command += [f'--coordinator={address}', '--num_processes=2']
+  return [
+    subprocess.Popen([*command, f'--process_id={i}'], cwd=ROOT, env=_environment(), stdout=log, stderr=log)
+    for i in range(2)
+  ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # most of it is compilation, and machines are busy
+@pytest.mark.skipif(shutil.which('bash') is None, reason='launch/local.sh is a bash script')
+def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path):
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  alone = _start(one, 1, '--config.num_iterations=3')
+  output = alone.communicate(timeout=300)[0]
+  assert alone.returncode == 0, output
+
+  log = (tmp_path / 'log').open('w+')
+  workers = _start_pair(two, log, '--config.num_iterations=1000')
+  try:
+    while not (two / 'checkpoints' / '1').exists():
+      assert all(w.poll() is None for w in workers), (tmp_path / 'log').read_text()
+      time.sleep(0.05)
+    workers[1].kill()
+    # A collective fails at once; in the middle of a checkpoint it is JAX that gives up, after a minute of silence.
+    assert workers[0].wait(timeout=150) in (1, -signal.SIGABRT)
+  finally:
+    for w in workers:
+      w.kill()
+  output = (tmp_path / 'log').read_text()
+  assert re.search('error: another process of this run has stopped or cannot be reached|another task died', output)
+  assert 'Traceback' not in output
+
+  pair = _start(two, 2, '--config.num_iterations=3')
+  output = pair.communicate(timeout=300)[0]
+  assert pair.returncode == 0, output
+  assert output.count(f'going on in {two} after iteration') == 1  # only the first process talks
+  assert output.count('Success on 8 held-out levels') == 1
+  _assert_same_metrics(two, one)
+
+
+def _assert_same_metrics(run, other):
+  for ours, theirs in zip(read_metrics(run), read_metrics(other), strict=True):
+    assert ours['step'] == theirs['step']
+    names = [n for n in theirs if not n.startswith(('timing_s/', 'perf/', 'rollout/logprob_gap'))]
+    for name in names:
+      assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-4), (theirs['step'], name)
+
+
+def _train(workdir, devices, *flags):
+  environment = _environment() | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+  command = [sys.executable, 'main.py', *FLAGS, f'--workdir={workdir}', *flags]
+  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+  one, other = tmp_path / 'one', tmp_path / 'other'
+  _train(one, 1, '--config.num_iterations=2')
+  _train(other, 8, '--config.num_iterations=1', '--config.mesh.fsdp=2', '--config.mesh.tensor=2')
+  told = _train(other, 2, '--config.num_iterations=2', '--config.mesh.tensor=2').stderr
+  assert f'going on in {other} after iteration 1' in told
+  _assert_same_metrics(other, one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sigterm_saves_the_iteration_in_all_processes(tmp_path):
+  pair = _start(tmp_path, 2, '--config.num_iterations=1000', '--config.checkpoint.every=0')
+  while not (tmp_path / 'metrics.jsonl').exists() or len(read_metrics(tmp_path)) < 2:
+    assert pair.poll() is None, pair.communicate()[0]
+    time.sleep(0.1)
+  pair.send_signal(signal.SIGTERM)
+  output = pair.communicate(timeout=300)[0]
+  assert pair.returncode == 143, output
+  assert 'the same command goes on from the last checkpoint' in output and 'Traceback' not in output
+  steps = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
+  assert steps == [read_metrics(tmp_path)[-1]['step']]

