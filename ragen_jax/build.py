@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,25 @@ _log = logging.getLogger(__name__)
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
 # A run's own range of training levels.
 LEVELS_PER_SEED = 10_000_000
+
+
+_Settings = TypeVar('_Settings')
+
+
+def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) -> _Settings:
+  """A settings dataclass filled by name from a section of the config.
+
+  Args:
+    settings: a dataclass without defaults.
+    section: values by field name; names that the dataclass does not have are ignored.
+    **given: values that take precedence over the section's.
+
+  Raises:
+    TypeError: a field is neither in the section nor given.
+  """
+  names = {f.name for f in dataclasses.fields(settings)}
+  found = {name: section[name] for name in names if name in section}
+  return settings(**found | given)
 
 
 def env_groups(
