@@ -14,6 +14,8 @@ import dataclasses
 
 import numpy as np
 
+from ragen_jax.algorithms import rounding
+
 METRICS = ('reward_std', 'reward', 'reward_sum', 'entropy', 'entropy_variance', 'length')
 STRATEGIES = ('top_k', 'top_k_abs', 'top_p', 'min_p')
 TYPES = ('largest', 'smallest')
@@ -104,8 +106,10 @@ def _episode_rows(valid: np.ndarray, episode: np.ndarray | None) -> np.ndarray:
 
 
 def _std(x: np.ndarray) -> float:
-  """The unbiased standard deviation, exactly 0 for one member or for equal ones."""
-  return float(np.std(x - x.min(), ddof=1)) if len(x) > 1 else 0.0
+  """The unbiased standard deviation, exactly 0 for one member and for members that are equal up to rounding."""
+  if len(x) < 2 or rounding.is_constant(x.min(), x.max()):
+    return 0.0
+  return float(np.std(x - x.min(), ddof=1))
 
 
 def select_groups(
@@ -166,8 +170,8 @@ def select_groups(
   above = of - min(of.min(), 0.0)
 
   if strategy == 'min_p':
-    bound = value * above.max()
-    chosen = np.flatnonzero(above >= bound if kind == 'largest' else above <= bound)
+    bound, slack = value * above.max(), rounding.slack(0.0, above.max())
+    chosen = np.flatnonzero(above >= bound - slack if kind == 'largest' else above <= bound + slack)
   elif strategy == 'top_p' and value >= 1:
     chosen = order
   else:

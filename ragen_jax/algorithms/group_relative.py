@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ragen_jax.algorithms import gae, masks
+from ragen_jax.algorithms import gae, masks, rounding
 
 EPSILON = 1e-6  # added to a standard deviation before it divides
 
@@ -160,12 +160,11 @@ def gigpo(
 
 def _turn_rewards(rewards: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> jax.Array:
   """The sum of each turn's rewards on its last sampled token, 0 elsewhere: f32[B, T]."""
-  total = jnp.cumsum(jnp.where(loss_mask, rewards, 0.0), axis=-1)
-  columns = jnp.arange(ends.shape[-1])
-  until = jax.lax.cummax(jnp.where(ends, columns, -1), axis=1)  # the last end up to here
-  before = jnp.concatenate([jnp.full_like(until[:, :1], -1), until[:, :-1]], axis=-1)
-  earlier = jnp.where(before >= 0, jnp.take_along_axis(total, jnp.maximum(before, 0), axis=-1), 0.0)
-  return jnp.where(ends, total - earlier, 0.0)
+  # Summed turn by turn: differences of a running sum would not be exact.
+  of_turn = jnp.cumsum(ends, axis=-1, dtype=jnp.int32) - ends  # ends before each column
+  masked = jnp.where(loss_mask, rewards, 0.0)
+  total = jax.vmap(lambda x, sets: jax.ops.segment_sum(x, sets, num_segments=len(x)))(masked, of_turn)
+  return jnp.where(ends, jnp.take_along_axis(total, of_turn, axis=-1), 0.0)
 
 
 def spread(of_rows: jax.Array, mask: jax.Array) -> jax.Array:
@@ -204,15 +203,18 @@ def group_statistics(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """For each entry the weighted mean, unbiased standard deviation and count of the entries with the same key: f32[N].
 
-  Entries are shifted by the least of their set first: where all are equal the mean is then exact and the deviation 0,
-  and not a rounding error that a division by 1e-6 would make large.
+  In a set whose entries are equal up to rounding (`rounding.is_constant`), the mean of an entry is the entry itself and
+  the deviation is 0, so that no rounding error is divided by 1e-6. In other sets entries are shifted by the least of
+  their set first, which keeps the sums small.
   """
   sets = _sets(keys)
   count = _sum_over(sets, weights)
   least = jax.ops.segment_min(jnp.where(weights > 0, x, jnp.inf), sets, num_segments=len(x))[sets]
-  least = jnp.where(jnp.isfinite(least), least, 0.0)
+  greatest = jax.ops.segment_max(jnp.where(weights > 0, x, -jnp.inf), sets, num_segments=len(x))[sets]
+  least, greatest = (jnp.where(jnp.isfinite(y), y, 0.0) for y in (least, greatest))
+  constant = rounding.is_constant(least, greatest)
   shifted = jnp.where(weights > 0, x - least, 0.0)
   mean = _sum_over(sets, weights * shifted) / jnp.maximum(count, 1.0)
-  deviations = jnp.where(weights > 0, shifted - mean, 0.0)
+  deviations = jnp.where((weights > 0) & ~constant, shifted - mean, 0.0)
   variance = _sum_over(sets, weights * deviations**2) / jnp.maximum(count - 1.0, 1.0)
-  return mean + least, jnp.sqrt(variance), count
+  return jnp.where(constant & (weights > 0), x, mean + least), jnp.sqrt(variance), count

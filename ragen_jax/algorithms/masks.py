@@ -14,6 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ragen_jax.algorithms import rounding
+
 
 def next_sampled(mask: jax.Array) -> jax.Array:
   """The column of the next masked-in token strictly after each slot.
@@ -97,7 +99,10 @@ def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
     mask: bool[B, T].
 
   Returns:
-    f32[B, T], 0 off the mask. The variance is the unbiased one.
+    f32[B, T], 0 off the mask, and 0 everywhere where all entries are equal up to rounding. The variance is the
+    unbiased one.
   """
+  least, greatest = jnp.min(x, where=mask, initial=jnp.inf), jnp.max(x, where=mask, initial=-jnp.inf)
+  varies = ~rounding.is_constant(*(jnp.where(jnp.isfinite(y), y, 0.0) for y in (least, greatest)))
   scale = jax.lax.rsqrt(masked_variance(x, mask) + 1e-8)
-  return jnp.where(mask, (x - masked_mean(x, mask)) * scale, 0.0)
+  return jnp.where(mask & varies, (x - masked_mean(x, mask)) * scale, 0.0)
