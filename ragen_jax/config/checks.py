@@ -18,8 +18,8 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models import presets
-from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
+from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.sft import data as sft_data
 from ragen_jax.training.monitor import ECHO_TRAP_ACTIONS
 from ragen_jax.utils.errors import UserError
@@ -127,9 +127,9 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   _check_level_files(config, 'train')
   if weights:
     directory = presets.resolve(config.model.preset, config.model.path)
-    build.weight_shardings(hf.read_config(directory), mesh)
+    build.weight_shardings(read_config(directory), mesh)
     if config.model.separate_critic:
-      build.weight_shardings(hf.read_config(hf.critic_directory(directory)), mesh)
+      build.weight_shardings(read_config(critic_directory(directory)), mesh)
 
 
 def _check_lora(config: ConfigDict) -> None:

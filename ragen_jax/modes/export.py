@@ -16,8 +16,9 @@ from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.models import lora, presets
-from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
+from ragen_jax.models.checkpoint.load import has_value_head
+from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.runs.checkpoints import Checkpointer, compare_config
 from ragen_jax.train import BEST, free_fields
 from ragen_jax.utils.errors import UserError
@@ -62,7 +63,7 @@ def export(config: ConfigDict, workdir: str) -> str:
     policy = build.load_policy(config)
     params = restore_params(checkpointer, policy, step)
   nnx.update(policy.model, params)
-  has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
+  has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))
   needs_head = ESTIMATORS[config.algorithm.adv_estimator].needs_critic
   write_policy(output, config, policy, with_value_head=needs_head or has_head)
   _log.info('iteration %d of %s is written to %s (%s)', step, workdir, os.path.abspath(output), config.export.dtype)
@@ -128,7 +129,7 @@ def write_policy(output: str, config: ConfigDict, policy: build.Policy, *, with_
       value_head=head,
     )  # fmt: skip
   else:
-    hf.save_model(
+    save_model(
       output,
       qwen,
       qwen.cfg,

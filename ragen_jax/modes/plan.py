@@ -25,7 +25,7 @@ from ragen_jax.config.checks import check_config
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
 from ragen_jax.models import lora, presets
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampling
@@ -242,7 +242,7 @@ def abstract_policy(config: ConfigDict, dtype: Any) -> build.Policy:
     policy = Qwen(shape, dtype=dtype, param_dtype=jnp.dtype(config.model.param_dtype), rngs=rngs)
     if adapters is not None:
       lora.attach(policy, adapters, rngs)
-    critic = Qwen(hf.trunk_config(shape), dtype=dtype, rngs=rngs) if config.model.separate_critic else None
+    critic = Qwen(trunk_config(shape), dtype=dtype, rngs=rngs) if config.model.separate_critic else None
     for model in (policy, critic):
       if model is not None and mesh.size > 1:
         model.activation_sharding = row_sharding(mesh)

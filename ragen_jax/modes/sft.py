@@ -26,7 +26,8 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
 from ragen_jax.evaluation import evaluator as evaluate
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.load import has_value_head
+from ragen_jax.models.checkpoint.save import check_target
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import export
@@ -133,7 +134,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   """
   check_config(config)
   check_sft(config)
-  hf.check_target(config.sft.output)
+  check_target(config.sft.output)
   found = conversations.read(config.sft.data) if config.sft.data else []
   with contextlib.ExitStack() as stack:
     stack.enter_context(workdir_lock(workdir))
@@ -312,5 +313,5 @@ def _run(
 def _write(config: ConfigDict, policy: build.Policy, trainer: SftTrainer) -> None:
   """The weights so far, as a Hugging Face directory."""
   nnx.update(policy.model, trainer.params)
-  has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
+  has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))
   export.write_policy(config.sft.output, config, policy, with_value_head=config.sft.value_coef > 0 or has_head)

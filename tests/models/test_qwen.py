@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.load import load_model
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen, QwenConfig, attend, attend_causal_by_row
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
@@ -89,7 +90,7 @@ def reference(directory: str, case: str):
         # The fresh 0.02 would hide mistakes behind small numbers. Biases count as much as what they are added to.
         weight.copy_(noise * (0.5 if name.endswith('bias') else 1.5 * weight.shape[-1] ** -0.5))
   theirs.save_pretrained(directory)
-  ours = hf.load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
+  ours = load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
   assert ours.cfg == cfg
   return theirs, ours
 
@@ -156,7 +157,7 @@ def test_gradients_are_those_of_transformers(pair):
     return -jnp.sum(log_probs * weight[:, 1:]) / valid[:, 1:].sum()
 
   ours_by_path = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient(ours))}
-  plan = hf.weights(ours.cfg)
+  plan = weights(ours.cfg)
   assert {w.name for w in plan} == set(expected)
   errors = {}
   for w in plan:

@@ -17,8 +17,9 @@ from configs import frozenlake_ppo
 from ragen_jax import build, train
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
+from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models.checkpoint.load import load_params
 from ragen_jax.modes import export, sft
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import read_metrics
@@ -146,8 +147,8 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
   assert lines[-1]['actor/kl_loss'] > 1e-3
   fresh = build.load_policy(config)
   directory = fresh.directory
-  cfg = hf.read_config(directory)
-  loaded = dict(nnx.to_flat_state(hf.load_params(directory, cfg, jnp.bfloat16)))
+  cfg = read_config(directory)
+  loaded = dict(nnx.to_flat_state(load_params(directory, cfg, jnp.bfloat16)))
   base = {path[1:]: x for path, x in nnx.to_flat_state(seen['base'])}
   assert base.keys() == loaded.keys()
   for path, x in base.items():

@@ -20,7 +20,7 @@ from flax import nnx
 from ragen_jax import build, train
 from ragen_jax.algorithms import losses
 from ragen_jax.models import lora, presets, qwen
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
@@ -164,7 +164,7 @@ def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():
   ],
 )  # fmt: skip
 def test_presets_have_the_size_that_is_published(preset, millions):
-  size = sum(weight.size for weight in hf.weights(presets.shape(preset, '')))
+  size = sum(weight.size for weight in weights(presets.shape(preset, '')))
   assert size / 1e6 == pytest.approx(millions, abs=0.6)
 
 

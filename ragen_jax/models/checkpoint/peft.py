@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.config import ADAPTER_CONFIG_FILE, read_json, write_json
+from ragen_jax.models.checkpoint.save import new_checkpoint, write_value_head
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -46,10 +47,10 @@ def read_config(directory: str) -> lora.LoraConfig:
   Raises:
     UserError: it cannot be read, or asks for more than plain LoRA on some of `lora.TARGETS`.
   """
-  where = os.path.join(directory, hf.ADAPTER_CONFIG_FILE)
+  where = os.path.join(directory, ADAPTER_CONFIG_FILE)
   if not os.path.isfile(where):
-    raise UserError(f'lora.path={directory!r}: has no {hf.ADAPTER_CONFIG_FILE}, so it is no directory of adapters')
-  raw = hf.read_json(where)
+    raise UserError(f'lora.path={directory!r}: has no {ADAPTER_CONFIG_FILE}, so it is no directory of adapters')
+  raw = read_json(where)
   if raw.get('peft_type') != 'LORA':
     raise UserError(f"{where}: peft_type={raw.get('peft_type')!r} is not supported; only 'LORA' is")
   for field, allowed in _PLAIN.items():
@@ -107,7 +108,7 @@ def save(
 ) -> None:
   """Writes the adapters of a model as a directory that `peft.PeftModel.from_pretrained` opens; for one process.
 
-  Everything is written to a new directory beside the target, which then takes its place, as in `hf.save_model`.
+  Everything is written to a new directory beside the target, which then takes its place, as in `save_model`.
 
   Args:
     directory: is made; where it is not empty it must be a checkpoint, which is replaced.
@@ -132,13 +133,13 @@ def save(
     'bias': 'none',
     'inference_mode': True,
   }
-  with hf.new_checkpoint(directory, tokenizer_dir) as new:
+  with new_checkpoint(directory, tokenizer_dir) as new:
     tensors = {name: _to_peft(param, matrix) for name, param, matrix in _named(model)}
     tensors = {name: np.ascontiguousarray(x, dtype=np.dtype(dtype)) for name, x in tensors.items()}
     save_file(tensors, os.path.join(new, WEIGHTS_FILE), metadata={'format': 'pt'})
     if value_head is not None:
-      hf.write_value_head(new, {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]})
-    hf.write_json(os.path.join(new, hf.ADAPTER_CONFIG_FILE), described)
+      write_value_head(new, {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]})
+    write_json(os.path.join(new, ADAPTER_CONFIG_FILE), described)
 
 
 def _named(model: Qwen) -> list[tuple[str, nnx.Param, tuple[int, int]]]:
