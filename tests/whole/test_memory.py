@@ -19,7 +19,7 @@ from flax import nnx
 
 from ragen_jax import build, train
 from ragen_jax.algorithms import losses
-from ragen_jax.models import lora, presets, qwen
+from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
@@ -41,7 +41,7 @@ PROMPT_LOGITS = memory_worker.ROWS * memory_worker.WIDTH // 2 * memory_worker.VO
 def compiled():
   """Temporary bytes of many programs, from one process with eight devices whose programs are ordered for memory."""
   result = subprocess.run(
-    [sys.executable, '-m', 'tests.memory_worker'],
+    [sys.executable, '-m', 'tests.support.memory_worker'],
     cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)}, capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert result.returncode == 0, result.stderr[-3000:]
@@ -374,23 +374,6 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
 
 
 # -- The same numbers --------------------------------------------------------------------------------------------------
-
-
-def test_attention_in_blocks_is_attention(monkeypatch):
-  q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
-  mask = jnp.tril(jnp.ones((37, 37), bool))[None] & (jax.random.uniform(jax.random.key(3), (2, 1, 37)) < 0.8)
-
-  def both(q, k, v):
-    return qwen.attend(q, k, v, mask), jax.grad(lambda *x: jnp.sum(qwen.attend(*x, mask) ** 2), argnums=(0, 1, 2))(
-      q, k, v
-    )
-
-  whole = both(q, k, v)
-  monkeypatch.setattr(qwen, '_MOST_SCORES', 0)
-  monkeypatch.setattr(qwen, '_SCORES_OF_BLOCK', 0)
-  monkeypatch.setattr(qwen, '_LEAST_BLOCK', 8)
-  for ours, theirs in zip(jax.tree.leaves(both(q, k, v)), jax.tree.leaves(whole), strict=True):
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_micro_batches_and_chunks_change_no_step():

@@ -58,7 +58,7 @@ def _wait(workers, seconds=580):
 def _run(model, directory, shapes, processes=1, **fields):
   """Runs the worker over some shapes; what it found, by shape."""
   directory.mkdir()
-  command = [sys.executable, '-m', 'tests.mesh_worker', model, str(directory), ','.join(shapes)]
+  command = [sys.executable, '-m', 'tests.support.mesh_worker', model, str(directory), ','.join(shapes)]
   extra = [[]]
   if processes > 1:
     address = f'127.0.0.1:{_free_port()}'
