@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from ragen_jax.envs.base import Budget
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.models.checkpoint.export import ExportSettings
 from ragen_jax.models.checkpoint.load import load_model, load_value_head
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
@@ -312,3 +314,15 @@ def make_sampler(
 def param_state(model: ActorCritic) -> nnx.State:
   """All weights of the model."""
   return nnx.split(model)[1]
+
+
+def export_settings(config: ConfigDict, policy: Policy) -> ExportSettings:
+  """How `config.export` writes the policy."""
+  hub_name = None if config.model.path else presets.PRESETS.get(config.model.preset)
+  return fill(
+    ExportSettings,
+    config.export,
+    adapters=lora_config(config),
+    base=hub_name or os.path.abspath(policy.directory),
+    tokenizer_dir=policy.directory,
+  )

@@ -281,6 +281,16 @@ def _is_address(url: str) -> bool:
     return False
 
 
+def check_plan(config: ConfigDict) -> None:
+  """Raises UserError for the first field of `config.plan` that is not allowed."""
+  p = config.plan
+  for name in ('devices', 'prompt_tokens'):
+    if p[name] < 1:
+      raise UserError(f'plan.{name}={p[name]}: must be at least 1')
+  if p.memory_gb <= 0:
+    raise UserError(f'plan.memory_gb={p.memory_gb}: must be above 0')
+
+
 def check_sft(config: ConfigDict) -> None:
   """Raises UserError for the first field of `config.sft` that cannot be run with."""
   sft = config.sft

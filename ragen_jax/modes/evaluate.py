@@ -34,7 +34,7 @@ from ragen_jax.envs import TextEnvironment
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.evaluation.intervals import Interval, level_intervals, sizes_of_k
 from ragen_jax.models import presets
-from ragen_jax.modes.export import choose_step, restore_params
+from ragen_jax.models.checkpoint.export import choose_step, restore_params
 from ragen_jax.runs.checkpoints import Checkpointer, changed_fields
 from ragen_jax.runs.metrics import write_events
 from ragen_jax.runs.progress import table
@@ -297,7 +297,9 @@ def _levels(config: ConfigDict, specs: list[EnvGroup]) -> Iterator[_Levels]:
 
 def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[build.Policy, Any]:
   policy = build.load_policy(config)
-  return policy, build.param_state(policy.model) if step is None else restore_params(checkpointer, policy, step)
+  return policy, build.param_state(policy.model) if step is None else restore_params(
+    checkpointer, policy.model, policy.mesh, step
+  )
 
 
 def _play_model(

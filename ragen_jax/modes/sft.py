@@ -26,11 +26,11 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
 from ragen_jax.evaluation import evaluator as evaluate
 from ragen_jax.models import lora
+from ragen_jax.models.checkpoint.export import check_output, write_policy
 from ragen_jax.models.checkpoint.load import has_value_head
 from ragen_jax.models.checkpoint.save import check_target
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.modes import export
 from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter, Timer
@@ -147,7 +147,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
     if config.lora.rank:  # adapters would take the place of what they belong to
       for source in filter(None, (policy.directory, config.lora.path)):
-        export.check_output(config.sft.output, 'sft.output', source)
+        check_output(config.sft.output, 'sft.output', source)
     evaluator = evaluate.Evaluator(config, policy)
     if found:
       data = sft_data.join([sft_data.from_file(config, found, policy.tokenizer)])
@@ -314,4 +314,5 @@ def _write(config: ConfigDict, policy: build.Policy, trainer: SftTrainer) -> Non
   """The weights so far, as a Hugging Face directory."""
   nnx.update(policy.model, trainer.params)
   has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))
-  export.write_policy(config.sft.output, config, policy, with_value_head=config.sft.value_coef > 0 or has_head)
+  settings = build.export_settings(config, policy)
+  write_policy(config.sft.output, policy.model, settings, with_value_head=config.sft.value_coef > 0 or has_head)

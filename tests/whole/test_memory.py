@@ -19,6 +19,7 @@ from flax import nnx
 
 from ragen_jax import build, train
 from ragen_jax.algorithms import losses
+from ragen_jax.config.checks import check_plan
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen
@@ -186,7 +187,7 @@ def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message
   config = builders.small_config()
   config.update_from_flattened_dict({field: value})
   with pytest.raises(UserError, match=message):
-    plan.check_plan(config)
+    check_plan(config)
 
 
 def _estimate_by(numbers):
@@ -194,7 +195,7 @@ def _estimate_by(numbers):
 
   def estimate(config, compiled):
     saved = sum(bytes for field, (value, bytes) in numbers.items() if operator.attrgetter(field)(config) == value)
-    return plan.Plan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
+    return plan.MemoryPlan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
 
   return estimate
 
@@ -213,7 +214,7 @@ def test_activations_that_were_not_known_before_do_not_speak_against_a_change(mo
     kinds = {'weights': 40 if config.model.remat else 80}
     if config.model.remat:
       kinds['activations'] = 10 if config.model.logits_chunk else 50
-    return plan.Plan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
+    return plan.MemoryPlan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
 
   monkeypatch.setattr(plan, 'estimate', estimate)
   config = builders.small_config()
