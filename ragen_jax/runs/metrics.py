@@ -15,10 +15,8 @@ import math
 import os
 import pathlib
 import resource
-import struct
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,6 +28,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.files import encode_png
 
 HISTOGRAM_BINS = 64  # equal in width, from the least to the greatest value
 
@@ -255,19 +254,6 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     values = {name: _NOT_FINITE[value] if isinstance(value, str) else value for name, value in row.items()}
     rows.setdefault(row['step'], {}).update(values)
   return list(rows.values())
-
-
-def encode_png(image: np.ndarray) -> bytes:
-  """A u8[H, W, 3] picture as the bytes of a PNG file."""
-
-  def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
-
-  height, width, _ = image.shape
-  rows = np.pad(image.reshape(height, width * 3), ((0, 0), (1, 0)))  # each row begins with its filter, 0: none
-  header = struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB
-  body = chunk(b'IHDR', header) + chunk(b'IDAT', zlib.compress(rows.tobytes())) + chunk(b'IEND', b'')
-  return b'\x89PNG\r\n\x1a\n' + body
 
 
 def memory() -> dict[str, float]:

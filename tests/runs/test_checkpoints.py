@@ -12,7 +12,6 @@ import sys
 import time
 from typing import NamedTuple
 
-from tests.support.paths import ROOT
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 from ragen_jax.runs import checkpoints as checkpoint_lib
 from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
 from ragen_jax.utils.errors import UserError
+from tests.support.paths import ROOT
+
 
 class Moments(NamedTuple):
   mu: dict
