@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.agent_proxy import round_up
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.config.checks import check_config
+from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
 from ragen_jax.models import lora, presets
@@ -133,16 +133,6 @@ def plan(config: ConfigDict, out: TextIO) -> None:
 
 def _flags(changes: dict[str, Any]) -> str:
   return ' '.join(f'--config.{name}={value}' for name, value in changes.items())
-
-
-def check_plan(config: ConfigDict) -> None:
-  """Raises UserError for the first field of `config.plan` that is not allowed."""
-  p = config.plan
-  for name in ('devices', 'prompt_tokens'):
-    if p[name] < 1:
-      raise UserError(f'plan.{name}={p[name]}: must be at least 1')
-  if p.memory_gb <= 0:
-    raise UserError(f'plan.memory_gb={p.memory_gb}: must be above 0')
 
 
 def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
