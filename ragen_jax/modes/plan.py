@@ -28,6 +28,7 @@ from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.learner import TokenBatch
 from ragen_jax.training.trainer import Trainer
@@ -191,11 +192,11 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
 def _shaped_by(config: ConfigDict, phase: str) -> tuple:
   """The fields that determine a phase's programs, among those that `fit` and the advice to use adapters change."""
   if phase == 'update':
-    rows = (config.optimizer.micro_batch_size, config.model.remat, config.model.logits_chunk)
+    rows = select(config.to_dict(), 'memory')
   else:
     rows = _rows(config, phase)
   weights = (config.lora.rank, config.model.param_dtype)
-  return ('update' if phase == 'update' else 'rollout', rows, weights, tuple(config.mesh.values()))
+  return ('update' if phase == 'update' else 'rollout', rows, weights, select(config.to_dict(), 'devices'))
 
 
 def _rows(config: ConfigDict, phase: str) -> int:
