@@ -20,12 +20,12 @@ from ragen_jax.agent.agent_proxy import AgentProxy, Limits
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.config import checks, command_line
 from ragen_jax.distributed import processes, sharding
-from ragen_jax.envs.outside.text_env import Fault
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training.monitor import Monitor
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import Fault
 from tests.support import builders
 from tests.support.paths import ROOT
 
