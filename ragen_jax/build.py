@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -23,8 +24,11 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
 from ragen_jax.models import lora, presets
-from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
+from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.models.checkpoint.export import ExportSettings
+from ragen_jax.models.checkpoint.load import load_model, load_value_head
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
@@ -236,7 +240,7 @@ def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...],
   Raises:
     UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
   """
-  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in hf.weights(cfg)}
+  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
 
 
 def load_policy(config: ConfigDict) -> Policy:
@@ -258,15 +262,15 @@ def load_policy(config: ConfigDict) -> Policy:
   if config.lora.path:
     adapter_files.load(config.lora.path, qwen)
   if config.model.separate_critic:
-    home = hf.critic_directory(directory)
+    home = critic_directory(directory)
     critic = _load_model(config, home, tokenizer, mesh, jnp.float32, trunk_only=True)
-  elif hf.critic_directory(directory) != directory:
-    _log.info('%s is left unused: model.separate_critic is off', hf.critic_directory(directory))
+  elif critic_directory(directory) != directory:
+    _log.info('%s is left unused: model.separate_critic is off', critic_directory(directory))
   model = ActorCritic(qwen, critic)
   # The head beside adapters was trained on what they make of the policy's trunk, which a separate critic is not.
   beside = '' if critic is not None else config.lora.path
-  if not (beside and hf.load_value_head(beside, model.value_head)):
-    hf.load_value_head(home, model.value_head)
+  if not (beside and load_value_head(beside, model.value_head)):
+    load_value_head(home, model.value_head)
   # What no sharding function has placed yet.
   _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
   nnx.update(model, place(rest, tree_shardings(rest, mesh)))
@@ -283,13 +287,13 @@ def _is_loaded(path: tuple[str | int, ...], _: Any) -> bool:
 def _load_model(
   config: ConfigDict, directory: str, tokenizer: ChatTokenizer, mesh: Mesh, param_dtype: Any, trunk_only: bool = False
 ) -> Qwen:
-  qwen = hf.load_model(
+  qwen = load_model(
     directory,
     dtype=compute_dtype(config),
     param_dtype=param_dtype,
     attend_by_row=attend_by_row(),
     trunk_only=trunk_only,
-    sharding_fn=weight_shardings(hf.read_config(directory), mesh).__getitem__,
+    sharding_fn=weight_shardings(read_config(directory), mesh).__getitem__,
   )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
@@ -310,3 +314,15 @@ def make_sampler(
 def param_state(model: ActorCritic) -> nnx.State:
   """All weights of the model."""
   return nnx.split(model)[1]
+
+
+def export_settings(config: ConfigDict, policy: Policy) -> ExportSettings:
+  """How `config.export` writes the policy."""
+  hub_name = None if config.model.path else presets.PRESETS.get(config.model.preset)
+  return fill(
+    ExportSettings,
+    config.export,
+    adapters=lora_config(config),
+    base=hub_name or os.path.abspath(policy.directory),
+    tokenizer_dir=policy.directory,
+  )

@@ -16,7 +16,7 @@ from ragen_jax.agent.context_manager import ContextManager, PastTurn
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn, status_after_turn
 from ragen_jax.distributed import processes
-from ragen_jax.envs.outside.text_env import TextEnvironment
+from ragen_jax.envs.outside.base import TextEnvironment
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.utils.errors import UserError
 

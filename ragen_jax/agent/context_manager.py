@@ -9,7 +9,7 @@ from typing import Any
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvGroup
 from ragen_jax.envs.base import Environment
-from ragen_jax.envs.outside.text_env import TextEnvironment
+from ragen_jax.envs.outside.base import TextEnvironment
 
 SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'
 

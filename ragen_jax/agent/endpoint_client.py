@@ -23,9 +23,9 @@ from typing import Any
 
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.text_policy import Chat, Said
-from ragen_jax.envs.outside.text_env import run_calls
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import run_calls
 
 _KEY = 'OPENAI_API_KEY'
 _TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragen_jax.envs.base import Budget, Environment
-from ragen_jax.envs.outside.text_env import Fault, TextEnvironment, read_observation, read_reward, read_step, show
+from ragen_jax.envs.outside.base import TextEnvironment, read_observation, read_reward, read_step
+from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
 _FAULT_TOLD = 'envs.%s, level %d: %s; the episode ends as an error. Others like it are only counted, in %s/env_errors'
@@ -245,7 +247,7 @@ class _TextPool:
     except KeyboardInterrupt:
       raise
     except BaseException as e:  # noqa: BLE001, whatever foreign code raises becomes a fault that is reported
-      return [Fault(f'{what} raised {type(e).__name__}', show(e, str))] * count
+      return [Fault(f'{what} raised {type(e).__name__}', one_line(e, str))] * count
     if not isinstance(results, list) or len(results) != count:
       return [Fault(f'{what} did not answer for every row')] * count
     return results

@@ -18,7 +18,7 @@ from ragen_jax.agent.context_manager import ContextManager, PastTurn, reply_afte
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.trajectory import Episode, Status, Turn, status_after_turn
 from ragen_jax.envs.base import Solution
-from ragen_jax.envs.outside.text_env import TextEnvironment
+from ragen_jax.envs.outside.base import TextEnvironment
 
 Chat = list[dict[str, str]]
 # What stands in a conversation where a reply never came: a chat format wants something between two of the user's.

@@ -26,14 +26,18 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
 from ragen_jax.evaluation import evaluator as evaluate
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.export import check_output, write_policy
+from ragen_jax.models.checkpoint.load import has_value_head
+from ragen_jax.models.checkpoint.save import check_target
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.modes import export
-from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import free_in_warm_start
 from ragen_jax.runs.interrupt import Interrupt, Stopped
-from ragen_jax.runs.metrics import MetricWriter, Timer
+from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
+from ragen_jax.runs.timing import Timer
+from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.sft import conversations, tiny_tokenizer
 from ragen_jax.sft import data as sft_data
 from ragen_jax.train import log_evaluation, use_compilation_cache
@@ -47,13 +51,6 @@ _log = logging.getLogger(__name__)
 _SAMPLE_LEVELS = 64
 # Steps between two lines of metrics.
 _LOG_EVERY = 10
-# Sections and fields that do not change what has been learnt, and so may differ when a warm start goes on.
-_OTHER_SECTIONS = (
-  'train', 'algorithm', 'reward', 'filter', 'replay', 'monitor', 'checkpoint', 'logging', 'export', 'plan',
-)  # fmt: skip
-_FREE_FIELDS = (
-  'num_iterations', 'compilation_cache', 'sft.output', 'sft.save_data', 'sft.eval_every', 'sft.checkpoint_every',
-)  # fmt: skip
 _NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
 
 
@@ -133,12 +130,11 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   """
   check_config(config)
   check_sft(config)
-  hf.check_target(config.sft.output)
+  check_target(config.sft.output)
   found = conversations.read(config.sft.data) if config.sft.data else []
   with contextlib.ExitStack() as stack:
     stack.enter_context(workdir_lock(workdir))
-    others = {f'{section}.{name}' for section in _OTHER_SECTIONS for name in config[section]}
-    record_config(workdir, config.to_dict(), free_fields=others | set(_FREE_FIELDS))
+    record_config(workdir, config.to_dict(), free_in_warm_start())
     use_compilation_cache(config, workdir)
     needs_specs = config.sft.from_scratch or not found
     specs = build.env_groups(config, config.sft.tags, config.sft.levels) if needs_specs else []
@@ -146,7 +142,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
     if config.lora.rank:  # adapters would take the place of what they belong to
       for source in filter(None, (policy.directory, config.lora.path)):
-        export.check_output(config.sft.output, 'sft.output', source)
+        check_output(config.sft.output, 'sft.output', source)
     evaluator = evaluate.Evaluator(config, policy)
     if found:
       data = sft_data.join([sft_data.from_file(config, found, policy.tokenizer)])
@@ -312,5 +308,6 @@ def _run(
 def _write(config: ConfigDict, policy: build.Policy, trainer: SftTrainer) -> None:
   """The weights so far, as a Hugging Face directory."""
   nnx.update(policy.model, trainer.params)
-  has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
-  export.write_policy(config.sft.output, config, policy, with_value_head=config.sft.value_coef > 0 or has_head)
+  has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))
+  settings = build.export_settings(config, policy)
+  write_policy(config.sft.output, policy.model, settings, with_value_head=config.sft.value_coef > 0 or has_head)

@@ -21,7 +21,7 @@ class DemonstrationStyle:
     noise: probability that a turn's actions are random ones, as many as the expert would take.
     hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
       would take.
-    beginner: probability that a turn follows the plan of a beginner, see `Environment.as_a_beginner_sees_it`.
+    beginner: probability that a turn follows the plan of a beginner, see `Environment.naive_view`.
     timid: probability that of a turn's actions only the first is played.
     actions_per_turn: the demonstrator's own limit, below that of the environment; 0 is none.
   """
@@ -74,7 +74,7 @@ def demonstrate(
     s.env.solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount) for i, s in enumerate(envs.specs)
   ]
   naive = [
-    s.env.as_a_beginner_sees_it().solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount)
+    s.env.naive_view().solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount)
     for i, s in enumerate(envs.specs)
   ]
   timeline = Timeline(rows, max_context)

@@ -17,11 +17,11 @@ from configs import default, frozenlake_ppo
 from ragen_jax import build, train
 from ragen_jax import envs as registry
 from ragen_jax.config import checks
-from ragen_jax.config.checks import check_config, check_sft
+from ragen_jax.config.checks import check_config, check_plan, check_sft
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.envs import base
 from ragen_jax.evaluation import evaluator as evaluate
-from ragen_jax.modes import export, plan, sft
+from ragen_jax.modes import export, sft
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 from tests.support.paths import ROOT
@@ -144,7 +144,7 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   export.export(config, str(tmp_path / 'run'))
   # Environments that no tag of these runs chose.
   build.env_groups(config, tuple(config.envs), (1,) * len(config.envs))
-  plan.check_plan(config)
+  check_plan(config)
   checks.check_eval(config)
   monkeypatch.undo()
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ragen_jax.envs import base, countdown
+from ragen_jax.envs import base, countdown, countdown_expressions
 from ragen_jax.envs.countdown import Countdown
 
 BLOCK = 256  # States of one call: every call of a test has this many, so that a program is compiled once.
@@ -206,7 +206,7 @@ def test_spellings():
 
 @jax.jit
 def evaluate(actions):
-  return jax.vmap(countdown._evaluate)(actions)
+  return jax.vmap(countdown_expressions.evaluate)(actions)
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,7 +222,11 @@ def test_values_are_those_of_fractions(data):
   numerators, denominators, well_formed = jax.tree.map(np.asarray, evaluate(actions))
   for text, numerator, denominator in zip(texts, numerators.tolist(), denominators.tolist(), strict=False):
     got = Fraction(numerator, denominator) if denominator else None
-    assert got == value_of(read(text)) == countdown._value(countdown._unpadded(WIDE.parse_action(text)))
+    assert (
+      got
+      == value_of(read(text))
+      == countdown_expressions.value_of(countdown_expressions.unpadded(WIDE.parse_action(text)))
+    )
   assert well_formed[: len(texts)].all()
 
 
@@ -329,7 +333,7 @@ def test_numbers_reward():
   level = level_of(env, (1, 2, 3), 50)
   _, out = jax.jit(env.step)(level, np.array(env.parse_action('1 + 2 + 3'), np.int32), jax.random.key(0))
   assert out.reward == 0.5
-  assert env.solve(batch(level), BUDGET).points == 0.5
+  assert env.solve(batch(level), BUDGET).rewards == 0.5
   assert 'right numbers 0.5' in env.rules() and 'right numbers' not in Countdown(numbers_reward=0.0).rules()
 
 
@@ -485,7 +489,7 @@ def test_largest_levels():
   levels = make_levels(WIDE)
   assert set((levels.numbers > 0).sum(1)) == {2, 3, 4, 5}
   solution = WIDE.solve(levels, BUDGET)
-  after, out = play(WIDE, levels, solution.expressions)
+  after, out = play(WIDE, levels, solution.actions)
   assert after.success.all() and (out.reward == 1).all() and (solution.success == 1).all()
   # What a level is made of is a solution in positive integers, and such are found first.
   assert not any(re.search(r'\d/\d|-\d', thought) for thought in WIDE.rationale(levels))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ragen_jax.envs import base, frozen_lake
 from ragen_jax.envs.frozen_lake import FrozenLake
+from ragen_jax.envs.solvers import frozen_lake as solver
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[3] / 'shared' / 'reference' / 'golden_env_traces.json'
 NEIGHBOURS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # Left, Down, Right, Up as (row, column)
@@ -584,4 +585,4 @@ def test_bad_solver_arguments(budget, discount, message):
 
 def test_sequence_numbers():
   listed = [list(s) for length in (1, 2, 3) for s in itertools.product(range(4), repeat=length)]
-  assert [frozen_lake._sequence(k) for k in range(84)] == listed
+  assert [solver.numbered_sequence(k) for k in range(84)] == listed

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.envs import base, rubik
+from ragen_jax.envs import base, rubik, rubik_cube
 from ragen_jax.envs.rubik import Rubik2x2
+from ragen_jax.envs.solvers import rubik as solver
 
 NAMES = Rubik2x2.action_names
 # Positions at 0, 1, ... quarter turns from solved, modulo rotation: the known counts, 3,674,160 in all.
@@ -165,7 +166,7 @@ def test_turns_are_those_of_a_cube_in_space():
 
 
 def test_every_turn_has_order_4_and_its_inverse_beside_it():
-  turns, same = rubik._turns(), np.arange(24)
+  turns, same = rubik_cube.turn_sources(), np.arange(24)
   for i, turn in enumerate(turns):
     powers = [functools.reduce(lambda a, b: a[b], [turn] * k) for k in range(1, 5)]
     assert [np.array_equal(power, same) for power in powers] == [False, False, False, True]
@@ -191,8 +192,8 @@ def test_orders_of_known_sequences(sequence, order):
 
 
 def test_rotations_are_those_of_a_cube_in_space():
-  ours = {tuple(np.array(WHOLE)[rotation].tolist()) for rotation in rubik._rotations()}
-  assert len(rubik._rotations()) == 24 and ours == {moved(WHOLE, to) for to in orientations()}
+  ours = {tuple(np.array(WHOLE)[rotation].tolist()) for rotation in rubik_cube.rotation_sources()}
+  assert len(rubik_cube.rotation_sources()) == 24 and ours == {moved(WHOLE, to) for to in orientations()}
   assert all(is_solved(cube) for cube in ours)
 
 
@@ -347,10 +348,10 @@ def test_picture():
 
 
 def test_counts_of_positions_by_distance():
-  table = rubik.distance_table(14)
+  table = solver.distance_table(14)
   assert np.bincount(table).tolist() == COUNTS and sum(COUNTS) == 3_674_160
   assert [list(near().values()).count(d) for d in range(5)] == COUNTS[:5]
-  short = rubik.distance_table(5)
+  short = solver.distance_table(5)
   np.testing.assert_array_equal(short, np.where(table <= 5, table, -1))
 
 

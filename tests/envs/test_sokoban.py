@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from ragen_jax.envs import base, sokoban_levels
-from ragen_jax.envs.sokoban import BOXOBAN, TILE, Sokoban
+from ragen_jax.envs.sokoban import Sokoban
+from ragen_jax.envs.sokoban_boards import BOXOBAN, TILE
 from ragen_jax.envs.solvers import sokoban as sokoban_solver
 
 UP, DOWN, LEFT, RIGHT = range(4)

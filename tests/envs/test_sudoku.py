@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ragen_jax.envs import base, sudoku
+from ragen_jax.envs import base, sudoku, sudoku_levels
 from ragen_jax.envs.sudoku import Sudoku
 
 SMALL, LARGE = Sudoku(empty_cells=10), Sudoku(side=9, empty_cells=50)
@@ -152,12 +152,12 @@ def test_a_search_that_gives_up_keeps_the_cell(monkeypatch):
   solution = one(make_levels(LARGE, 1)).solution.astype(np.int32)
 
   def given():
-    return np.asarray(jax.jit(lambda board: sudoku._remove_cells(board, jnp.arange(81), 64))(solution))
+    return np.asarray(jax.jit(lambda board: sudoku_levels.remove_cells(board, jnp.arange(81), 64))(solution))
 
   fewest = given().sum()
   for limit, value in (('_MAX_STEPS', 0), ('_MAX_DEPTH', 2)):
     with monkeypatch.context() as patch:
-      patch.setattr(sudoku, limit, value)
+      patch.setattr(sudoku_levels, limit, value)
       kept = given()
     assert fewest < kept.sum() < 50
     assert len(completions(as_dict(np.where(kept, solution, 0)))) == 1
@@ -165,8 +165,8 @@ def test_a_search_that_gives_up_keeps_the_cell(monkeypatch):
 
 def test_ranks():
   numbers = np.array([[7, 2, 7, 0], [3, 3, 3, 3], [0, 1, 2, 3]], np.uint32)
-  np.testing.assert_array_equal(sudoku._ranks(jnp.asarray(numbers)), [[2, 1, 3, 0], [0, 1, 2, 3], [0, 1, 2, 3]])
-  np.testing.assert_array_equal(sudoku._ranks(jnp.asarray(numbers), axis=0)[:, 0], [2, 1, 0])
+  np.testing.assert_array_equal(sudoku_levels.ranks(jnp.asarray(numbers)), [[2, 1, 3, 0], [0, 1, 2, 3], [0, 1, 2, 3]])
+  np.testing.assert_array_equal(sudoku_levels.ranks(jnp.asarray(numbers), axis=0)[:, 0], [2, 1, 0])
 
 
 def test_full_boards_are_all_shuffles_of_the_pattern_and_equally_likely():

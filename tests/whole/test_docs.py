@@ -20,12 +20,12 @@ from ragen_jax.agent.agent_proxy import AgentProxy, Limits
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.config import checks, command_line
 from ragen_jax.distributed import processes, sharding
-from ragen_jax.envs.outside.text_env import Fault
 from ragen_jax.models import presets
-from ragen_jax.models.checkpoint import hf
-from ragen_jax.runs import checkpoints as checkpoint
+from ragen_jax.models.checkpoint.names import weights
+from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training.monitor import Monitor
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import Fault
 from tests.support import builders
 from tests.support.paths import ROOT
 
@@ -215,7 +215,7 @@ def _begun_run(tmp_path, monkeypatch) -> str:
   """The workdir of a run with a checkpoint, relative to the present directory."""
   monkeypatch.chdir(tmp_path)
   workdir = 'runs/frozenlake_ppo'
-  checkpoint.record_config(workdir, frozenlake_ppo.get_config().to_dict())
+  record_config(workdir, frozenlake_ppo.get_config().to_dict())
   pathlib.Path(workdir, 'checkpoints', '10').mkdir(parents=True)
   return workdir
 
@@ -227,7 +227,7 @@ def _go_on(workdir: str, **changes) -> str:
 
 
 def _go_on_beside_another(workdir: str) -> str:
-  with checkpoint.workdir_lock(workdir):
+  with workdir_lock(workdir):
     return _go_on(workdir)
 
 
@@ -235,7 +235,7 @@ def _undivided_heads() -> str:
   mesh = types.SimpleNamespace(shape={'data': 1, 'fsdp': 1, 'tensor': 4})
 
   def divide():
-    for weight in hf.weights(presets.shape('qwen2.5-0.5b', '')):
+    for weight in weights(presets.shape('qwen2.5-0.5b', '')):
       sharding.weight_spec('/'.join(map(str, weight.path)), weight.shape, mesh)
 
   return _error(divide)

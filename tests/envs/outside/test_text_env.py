@@ -18,8 +18,11 @@ from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
 from ragen_jax.envs.base import Budget
-from ragen_jax.envs.outside import gymnasium_env, text_env
-from ragen_jax.envs.outside.text_env import Fault, TextStep, read_observation, read_step, run_calls
+from ragen_jax.envs.outside import base as text_env
+from ragen_jax.envs.outside import gymnasium as gymnasium_env
+from ragen_jax.envs.outside import local
+from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
+from ragen_jax.utils.threads import Fault, run_calls
 
 # -- a game of our own -------------------------------------------------------------------------------------------------
 
@@ -177,17 +180,17 @@ def test_results_that_are_read(raw, expected):
     (None, 'step did not return'),
     (('a', 1.0, False), 'step did not return'),
     ('abcd', 'step did not return'),
-    ((b'a', 1.0, False, False), 'observation is no text'),
-    (('a', '1.0', False, False), 'reward is no number'),
-    (('a', None, False, False), 'reward is no number'),
+    ((b'a', 1.0, False, False), 'observation is not a string'),
+    (('a', '1.0', False, False), 'reward is not a number'),
+    (('a', None, False, False), 'reward is not a number'),
     (('a', float('nan'), False, False), 'reward is not within 1e+15'),
     (('a', -float('inf'), False, False), 'reward is not within 1e+15'),
     (('a', 1.1e15, False, False), 'reward is not within 1e+15'),
     (('a', 10**400, False, False), 'reward is not within 1e+15'),
-    (('a', 1.0, 'no', False), 'done is no bool'),
-    (('a', 1.0, True, {}), 'success is no bool'),
-    (('a', 1.0, True, 'won'), 'success is no bool'),
-    (('a', 1.0, False, {'effective': 2}), 'effective is no bool'),
+    (('a', 1.0, 'no', False), 'done is not a bool'),
+    (('a', 1.0, True, {}), 'success is not a bool'),
+    (('a', 1.0, True, 'won'), 'success is not a bool'),
+    (('a', 1.0, False, {'effective': 2}), 'effective is not a bool'),
     (Fault('x', 'y'), 'x'),
   ],
 )
@@ -252,7 +255,7 @@ def test_a_game_that_failed_is_replaced_and_closed_unless_it_may_still_run():
   texts = session.reset(range(4), [1, 2, 13, 14], [0] * 4)
   assert texts[:2] == ['level 1', 'level 2']
   assert str(texts[2]).startswith('reset raised RuntimeError: no such level (test_text_env.py:')
-  assert read_observation(texts[3]) == Fault('observation is no text', '5')
+  assert read_observation(texts[3]) == Fault('observation is not a string', '5')
   assert (Broken.made, Broken.closed) == (5, 2)
   results = session.step([0, 1, 3], ['raise', 'sleep 1', 'walk'])
   assert results[0].kind == 'step raised KeyError' and results[1].hung
@@ -291,9 +294,9 @@ def test_a_close_that_hangs_or_fails_ends_nothing(caplog):
   start = time.monotonic()
   with caplog.at_level(logging.WARNING):
     games = [Good(), Strange(), None, object(), Stuck(), *(Good() for _ in range(3))]
-    text_env.close_all(games, workers=1, timeout_s=0.2)
+    local.close_all(games, workers=1, timeout_s=0.2)
     assert len(closed) == 4
-    session = text_env.LocalSession(Game, 50, workers=1, step_timeout_s=0.2)
+    session = local.LocalSession(Game, 50, workers=1, step_timeout_s=0.2)
     session.reset(range(50), [0] * 50, [0] * 50)
     assert session.step(range(40), ['a'] * 40)[39].kind == 'step raised KeyError'
     del session  # which closes the ten games that are left
@@ -486,8 +489,8 @@ SERVER = {'url': 'http://localhost:1', 'task': 'Climb.'}
     ('python', {'class_path': f'{__name__}:make'}, 'class_path=.*make.* has no reset'),
     ('python', {'class_path': f'{__name__}:NoStep'}, 'class_path=.*NoStep.* has no step'),
     ('python', {'class_path': f'{__name__}:NoRules'}, r"NoRules: rules=''; allowed: text that is not blank"),
-    ('python', {'class_path': f'{__name__}:NoWords'}, r"NoWords: rules cannot be asked for \(KeyError: 'no.*rules'"),
-    ('python', {'class_path': f'{__name__}:NoNames'}, r'NoNames: action_names cannot be asked for \(SystemExit: 2\)'),
+    ('python', {'class_path': f'{__name__}:NoWords'}, r"NoWords: rules cannot be read \(KeyError: 'no.*rules'"),
+    ('python', {'class_path': f'{__name__}:NoNames'}, r'NoNames: action_names cannot be read \(SystemExit: 2\)'),
     ('python', {'class_path': f'{__name__}:TwinNames'}, r'TwinNames: action_names=.*; allowed: names that differ'),
     ('python', {'class_path': f'{__name__}:Climb', 'options': {'steps': 1}}, r'options=.*steps.*TypeError'),
     ('python', {'class_path': f'{__name__}:Climb', 'options': 3}, r'options=3; allowed: a section'),
@@ -661,8 +664,8 @@ def test_without_a_word_from_gymnasium_a_win_is_an_end_with_a_reward():
   game = gymnasium_env._Game(registry.make('gymnasium', TAXI))
   cases = [((0, 20, True, False, {}), True), ((0, -1, True, False, {}), False), ((0, 1.0, False, True, {}), False)]
   for arguments, expected in cases:
-    assert game._won(*arguments) is expected
-  assert game._won(0, 20, True, False, {'success': False}) is False
+    assert game._is_won(*arguments) is expected
+  assert game._is_won(0, 20, True, False, {'success': False}) is False
   game.close()
 
 
@@ -804,7 +807,7 @@ def test_tries_are_counted_and_what_is_refused_is_not_tried_again(server):
 
 def test_the_waits_between_tries_double(server, monkeypatch):
   waits = []
-  monkeypatch.setattr('ragen_jax.envs.outside.http_env.time.sleep', waits.append)
+  monkeypatch.setattr('ragen_jax.envs.outside.http.time.sleep', waits.append)
   server.trouble = lambda now, path, number: (503, b'') if now == 'before' else None
   connect(server, retries=8, backoff_s=0.5).open(1).reset([0], [1], [0])
   assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -854,7 +857,7 @@ def test_a_server_that_trickles_is_cut_off(server):
 
 
 def test_an_answer_that_is_too_large_is_not_read_to_its_end(server, monkeypatch):
-  monkeypatch.setattr('ragen_jax.envs.outside.http_env._LARGEST_ANSWER_MIB', 1)
+  monkeypatch.setattr('ragen_jax.envs.outside.http._LARGEST_ANSWER_MIB', 1)
   server.trouble = lambda now, path, number: (200, b' ' * (1 << 21)) if now == 'after' else None
   fault = connect(server, retries=3).open(1).reset([0], [1], [0])[0]
   assert str(fault).endswith('/reset: the answer is larger than 1 MiB') and len(server.requests) == 1
@@ -867,7 +870,7 @@ def test_episodes_that_cannot_be_closed_are_told_of_once(server, caplog):
     for _ in range(3):
       session.reset([0, 1], [3, 3], [0, 1])
   (message,) = [r.getMessage() for r in caplog.records]
-  assert message.startswith('http: 2 episodes may stay open on the server, told of once: close got no answer: ')
+  assert message.startswith('http: 2 episodes may stay open on the server (logged once): close got no answer: ')
 
 
 def test_one_episode_s_error_is_its_own(server):
@@ -879,9 +882,9 @@ def test_one_episode_s_error_is_its_own(server):
   session = connect(server).open(5)
   texts = [read_observation(t) for t in session.reset(range(5), [1] * 5, [0] * 5)]
   assert [str(t) for t in texts] == [
-    'reset answered an error: no map', 'reset answered no object: 7', 'x', 'x', 'observation is no text: None',
+    'reset answered an error: no map', 'reset answered no object: 7', 'x', 'x', 'observation is not a string: None',
   ]  # fmt: skip
   steps = [read_step(r) for r in session.step(range(5), ['Up'] * 5)]
   assert [str(s) for s in steps[:2]] == ['step answered an error: no map', 'step answered no object: 7']
   assert steps[2] == TextStep('x', 1.0, False, False)
-  assert [s.kind for s in steps[3:]] == ['reward is not within 1e+15', 'observation is no text']
+  assert [s.kind for s in steps[3:]] == ['reward is not within 1e+15', 'observation is not a string']
