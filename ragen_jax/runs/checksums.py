@@ -1,0 +1,90 @@
+"""Checksums of a checkpoint's files, so that a damaged file is noticed before anything learns from it.
+
+`checksums.json` lies in the checkpoint's directory and names every other file with its SHA-256 digest. It is written
+last: a checkpoint without it was cut off between its last file and its checksums, or is older than this module.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+
+from etils import epath
+
+NAME = 'checksums.json'
+_CHUNK = 1 << 22  # bytes
+_THREADS = 8  # hashlib releases the interpreter lock
+
+
+def write(directory: epath.PathLike) -> None:
+  """Writes the checksums of all files below `directory`.
+
+  Args:
+    directory: a complete checkpoint, on a local disk or in an object store.
+
+  Raises:
+    OSError: a file cannot be read, or the disk is full.
+  """
+  directory = epath.Path(directory)
+  record = json.dumps({'algorithm': 'sha256', 'files': _digests(directory)}, indent=1)
+  temporary = directory / f'{NAME}.tmp'
+  temporary.write_text(record)
+  temporary.replace(directory / NAME)
+
+
+def find_damage(directory: epath.PathLike) -> str | None:
+  """Compares all files below `directory` with their checksums.
+
+  Args:
+    directory: a checkpoint.
+
+  Returns:
+    None where every file is as it was written, and where there are no checksums to compare with (`exist` tells);
+    otherwise a phrase that names the first file that differs, such as "state/d/0f3a differs from its checksum".
+  """
+  directory = epath.Path(directory)
+  if not exist(directory):
+    return None
+  try:
+    wanted = json.loads((directory / NAME).read_text())['files']
+    found = _digests(directory)
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    return f'{NAME} or a file beside it cannot be read ({type(e).__name__})'
+  if not isinstance(wanted, dict):
+    return f'{NAME} does not name the files'
+  missing = sorted(set(wanted) - set(found))
+  if missing:
+    return f'{missing[0]} is missing'
+  changed = [name for name in sorted(wanted) if wanted[name] != found[name]]
+  return f'{changed[0]} differs from its checksum' if changed else None
+
+
+def exist(directory: epath.PathLike) -> bool:
+  """Whether `directory` has checksums."""
+  return (epath.Path(directory) / NAME).exists()
+
+
+def _digests(directory: epath.Path) -> dict[str, str]:
+  """SHA-256 by file name relative to `directory`, checksums left out."""
+  names = sorted(_files(directory, ''))
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    return dict(zip(names, pool.map(lambda name: _digest(directory / name), names), strict=True))
+
+
+def _files(directory: epath.Path, prefix: str) -> list[str]:
+  found = []
+  for path in directory.iterdir():
+    if path.is_dir():
+      found += _files(path, f'{prefix}{path.name}/')
+    elif f'{prefix}{path.name}' not in (NAME, f'{NAME}.tmp'):
+      found.append(f'{prefix}{path.name}')
+  return found
+
+
+def _digest(path: epath.Path) -> str:
+  digest = hashlib.sha256()
+  with path.open('rb') as f:
+    while chunk := f.read(_CHUNK):
+      digest.update(chunk)
+  return digest.hexdigest()
