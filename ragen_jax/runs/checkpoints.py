@@ -1,6 +1,7 @@
 """Checkpoints of the training state.
 
-<workdir>/checkpoints/<step>/   one Orbax checkpoint per step: the arrays and a JSON `meta`
+<workdir>/checkpoints/<step>/           one Orbax checkpoint per step: the arrays, a JSON `meta`, and checksums of both
+<workdir>/damaged_checkpoints/<step>/   checkpoints that did not match their checksums when a run was resumed
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ragen_jax.runs import checksums
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Checkpointer:
     except OSError as e:
       raise UserError(f'checkpoints in {root} cannot be read: {e.strerror or e}') from e
     self.directory = self._manager.directory
+    self._verified: set[int] = set()  # steps whose checksums matched
     self._scores: dict[int, float | None] = {}
     if save_best:
       self._scores = {step: self._score(self._read_record(step).get('metrics', {})) for step in self.steps()}
@@ -130,12 +133,19 @@ class Checkpointer:
       with _without_orbax_tracebacks():
         self._prepare()
         self._manager.save(step, args=arguments, force=True)
+      if jax.process_index() == 0:
+        checksums.write(self.directory / str(step))
     except (OSError, ValueError) as e:
       reason = _disk_error(e)
       if reason is None:
         raise
       if step in self.steps():
-        _log.warning('step %d is saved, but older checkpoints in %s stay: %s', step, self.directory, reason)
+        _log.warning(
+          'step %d is saved in %s, but without checksums or with older checkpoints left: %s',
+          step,
+          self.directory,
+          reason,
+        )
         return
       self._remove_unfinished()
       intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
@@ -157,9 +167,10 @@ class Checkpointer:
       The state, and the `meta` that was saved with it.
 
     Raises:
-      UserError: the checkpoint does not exist or cannot be read, or a leaf differs in name, shape or dtype.
+      UserError: the checkpoint does not exist, is damaged or cannot be read, or a leaf differs in name, shape or dtype.
     """
     step = self._existing(step)
+    self.verify(step)
     record = self._read_record(step)
     if 'leaves' not in record:
       raise UserError(self._unreadable(step, 'its list of arrays is missing'))
@@ -188,6 +199,63 @@ class Checkpointer:
     if 'meta' not in record:
       raise UserError(self._unreadable(step, 'its meta is missing'))
     return record['meta']
+
+  def set_damaged_aside(self) -> None:
+    """Moves the newest checkpoints away until one matches its checksums, with a warning for each that is moved.
+
+    A run that is resumed calls this before `latest_step`; with many processes, the first process calls it and the
+    others call `reload` afterwards. Checkpoints without checksums, which older versions wrote, are taken as they are.
+
+    Raises:
+      UserError: no checkpoint is left, or one cannot be moved.
+    """
+    while (step := self.latest_step()) is not None:
+      damage = self._find_damage(step)
+      if damage is None:
+        return
+      aside = self.directory.parent / 'damaged_checkpoints' / str(step)
+      try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        if aside.exists():
+          aside.rmtree()
+        (self.directory / str(step)).rename(aside)
+      except OSError as e:
+        raise UserError(f'checkpoint of step {step} in {self.directory} is damaged: {damage}; moving it to {aside} '
+                        f'failed: {e.strerror or e}') from e  # fmt: skip
+      self.reload()
+      earlier = self.latest_step()
+      if earlier is None:
+        raise UserError(
+          f'checkpoint of step {step} in {self.directory} is damaged: {damage}; there is no earlier one to go on from. '
+          f'It was moved to {aside}. The same command starts anew; another --workdir keeps what is there'
+        )
+      _log.warning(
+        'checkpoint of step %d is damaged (%s) and was moved to %s; going on from step %d', step, damage, aside, earlier
+      )
+
+  def verify(self, step: int) -> None:
+    """Raises UserError if a checkpoint's files do not match their checksums.
+
+    Only the first of many processes reads the files, so callers share its error (`processes.same_errors`).
+    """
+    if jax.process_index() == 0 and (damage := self._find_damage(step)):
+      raise UserError(self._unreadable(step, damage))
+
+  def reload(self) -> None:
+    """Reads anew which steps there are, after another process changed them."""
+    self._manager.reload()
+
+  def _find_damage(self, step: int) -> str | None:
+    """What is wrong with a checkpoint's files; None if they match their checksums or have none."""
+    if step in self._verified:
+      return None
+    directory = self.directory / str(step)
+    if not checksums.exist(directory):
+      _log.info('checkpoint of step %d in %s has no checksums; it is read without them', step, self.directory)
+    damage = checksums.find_damage(directory)
+    if damage is None:
+      self._verified.add(step)
+    return damage
 
   def close(self) -> None:
     """Releases Orbax's manager. Saves are synchronous, so none is pending."""

@@ -428,3 +428,77 @@ def test_disk_errors_are_found_in_the_chain():
   except ValueError as e:
     assert checkpoint_lib._disk_error(e) == os.strerror(errno.EDQUOT)
   assert checkpoint_lib._disk_error(ValueError('no file in this')) is None
+
+
+def flip_bytes(workdir: pathlib.Path, step: int, count: int = 512) -> pathlib.Path:
+  """Inverts bytes in the middle of the largest file of a checkpoint."""
+  files = [path for path in (workdir / 'checkpoints' / str(step)).rglob('*') if path.is_file()]
+  files = [path for path in files if path.name != 'checksums.json']
+  path = max(files, key=lambda path: path.stat().st_size)
+  data = bytearray(path.read_bytes())
+  middle = max(len(data) - count, 0) // 2
+  data[middle : middle + count] = bytes(255 - x for x in data[middle : middle + count])
+  path.write_bytes(data)
+  return path
+
+
+def test_a_checkpoint_with_flipped_bytes_is_refused_by_name(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, make_state(1))
+    checkpointer.save(2, make_state(2))
+  path = flip_bytes(tmp_path, 2)
+  with Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(UserError) as error:
+      checkpointer.restore(make_state(0))
+    message = one_line(error)
+    assert 'checkpoint of step 2' in message and path.name in message and 'differs from its checksum' in message
+    assert 'to go on from step 1' in message
+    assert_same_bits(checkpointer.restore(make_state(0), step=1)[0], make_state(1))
+
+
+def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_the_newest(tmp_path, caplog):
+  with Checkpointer(tmp_path, keep=3) as checkpointer:
+    for step in (1, 2, 3):
+      checkpointer.save(step, make_state(step), {'step': step})
+  flip_bytes(tmp_path, 3)
+  flip_bytes(tmp_path, 2, count=1)
+  with Checkpointer(tmp_path, keep=3) as checkpointer, caplog.at_level('WARNING'):
+    checkpointer.set_damaged_aside()
+    assert checkpointer.steps() == [1]
+    state, meta = checkpointer.restore(make_state(0))
+    assert_same_bits(state, make_state(1))
+    assert meta == {'step': 1}
+    # The steps that were set aside can be saved again.
+    checkpointer.save(2, make_state(12))
+    assert checkpointer.steps() == [1, 2]
+  warnings = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
+  assert [w.split(' (')[0] for w in warnings] == ['checkpoint of step 3 is damaged', 'checkpoint of step 2 is damaged']
+  assert 'going on from step 2' in warnings[0] and 'going on from step 1' in warnings[1]
+  assert sorted(p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()) == ['2', '3']
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, make_state(1))
+  flip_bytes(tmp_path, 1)
+  with Checkpointer(tmp_path) as checkpointer, pytest.raises(UserError) as error:
+    checkpointer.set_damaged_aside()
+  assert 'no earlier one' in one_line(error)
+
+
+def test_damage_to_meta_is_found_too(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, make_state(1), {'iteration': 1111})
+  (path,) = (p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and b'1111' in p.read_bytes())
+  path.write_bytes(path.read_bytes().replace(b'1111', b'2222'))
+  with Checkpointer(tmp_path) as checkpointer, pytest.raises(UserError, match='differs from its checksum'):
+    checkpointer.restore(make_state(0))
+
+
+def test_a_checkpoint_of_an_older_version_without_checksums_is_read(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, make_state(1))
+  (tmp_path / 'checkpoints' / '1' / 'checksums.json').unlink()
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.set_damaged_aside()
+    assert_same_bits(checkpointer.restore(make_state(0))[0], make_state(1))
