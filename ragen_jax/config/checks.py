@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.context_manager import CONTEXTS, OVERLONG
+from ragen_jax.agent.env_manager import LEVELS_PER_SEED, first_training_level
 from ragen_jax.algorithms import filters, losses, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
@@ -339,11 +340,14 @@ def _check_levels(config: ConfigDict) -> None:
   _check(
     config,
     'num_iterations',
-    config.num_iterations * config.train.groups * config.filter.max_rollouts <= build.LEVELS_PER_SEED,
-    f'times train.groups and filter.max_rollouts must be at most {build.LEVELS_PER_SEED}',
+    config.num_iterations * config.train.groups * config.filter.max_rollouts <= LEVELS_PER_SEED,
+    f'times train.groups and filter.max_rollouts must be at most {LEVELS_PER_SEED}',
   )
-  first = config.train.first_level + config.seed * build.LEVELS_PER_SEED
-  last = first + config.num_iterations * config.train.groups * config.filter.max_rollouts
+  rollouts = config.num_iterations * config.filter.max_rollouts
+  first, last = (
+    first_training_level(config.train.first_level, config.seed, rollout=number, groups=config.train.groups)
+    for number in (0, rollouts)
+  )
   held_out = (config.eval.first_level, config.eval.first_level + config.eval.groups)
   _check(config, 'seed', last <= 2**32, f'at most 428; the last training level would be {last}, past 2**32')
   _check(config, 'eval.first_level', held_out[1] <= 2**32, 'the last held-out level would be past 2**32')
