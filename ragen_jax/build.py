@@ -15,14 +15,16 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.context_manager import ContextManager, ContextSettings
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Limits
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
@@ -37,9 +39,6 @@ from ragen_jax.utils.errors import UserError
 _log = logging.getLogger(__name__)
 
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
-# A run's own range of training levels.
-LEVELS_PER_SEED = 10_000_000
-
 
 _Settings = TypeVar('_Settings')
 
@@ -62,7 +61,7 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
 
 def env_groups(
   config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
-) -> list[EnvGroup]:
+) -> list[EnvSpec]:
   """The environments behind tags.
 
   Args:
@@ -94,7 +93,7 @@ def env_groups(
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    specs.append(EnvGroup(tag, env, budget, max_words, count))
+    specs.append(EnvSpec(tag, env, budget, max_words, count))
   return specs
 
 
@@ -133,39 +132,29 @@ def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
   return counts
 
 
-def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvGroup]) -> ContextManager:
+def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvSpec]) -> ContextManager:
   """The prompts of a run."""
-  agent = config.agent
-  return ContextManager(
-    tokenizer,
-    specs,
-    think=agent.think,
-    force_prefix=agent.force_prefix,
-    action_sep=agent.action_sep,
-    policy=ContextPolicy(agent.context, agent.context_turns, agent.overlong),
-  )
+  return ContextManager(tokenizer, specs, fill(ContextSettings, config.agent))
+
+
+def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
+  """The bounds of the episodes of some environments, in turns and in tokens."""
+  max_turns = max(s.budget.max_turns for s in specs)
+  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step)
 
 
 def agent_proxy(
   config: ConfigDict,
   tokenizer: ChatTokenizer,
   sampler: Sampler,
-  specs: list[EnvGroup],
+  specs: list[EnvSpec],
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
   """The rollout loop over a batch of environments, which are never reset to a level that is held out."""
-  agent = config.agent
-  limits = Limits(
-    max_turns=max(s.budget.max_turns for s in specs),
-    max_response_tokens=agent.max_response_tokens,
-    max_context=agent.max_context,
-    format_penalty=agent.format_penalty,
-    size_step=config.length_step,
-    drop_finished=agent.drop_finished,
-  )
-  envs = EnvStateManager(specs, group_size, share=sampler.share.index, shares=sampler.share.parts, held_out=held_out)
-  return AgentProxy(envs, context_manager(config, tokenizer, specs), sampler, limits)
+  share = sampler.share
+  envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
+  return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)
 
 
 def sampling(section: ConfigDict) -> Sampling:

@@ -12,8 +12,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.metrics import boards, transcript
-from ragen_jax.agent.trajectory import Episode
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluation, Evaluator, mean_success, success_by_tag

@@ -21,8 +21,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.text_policy import Chat, Said
+from ragen_jax.agent.episode import Chat, TextReply
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import run_calls
@@ -110,15 +109,12 @@ class EndpointPolicy:
     self.lost: collections.Counter[str] = collections.Counter()
     self.asked = 0
 
-  def speak(self, envs: EnvStateManager, rows: list[int], chats: list[Chat], turn: int) -> list[Said]:
-    """See `TextPolicy`.
+  def replies(self, chats: list[Chat]) -> list[TextReply]:
+    """The replies to conversations, in their order.
 
     Raises:
       UserError: the server cannot be reached, or refuses the very first request.
     """
-    del rows
-    (spec,) = envs.specs
-    _log.info('%s: turn %d of %s, %d replies', self._body['model'], turn + 1, spec.tag, len(chats))
     first = []
     if not self._reached:
       try:
@@ -132,13 +128,13 @@ class EndpointPolicy:
     answers = run_calls(calls, what='reply', workers=self._workers, timeout_s=limit)
     return [*first, *(said if fault is None else self._lose(str(fault)) for said, fault in answers)]
 
-  def _contained(self, chat: Chat) -> Said:
+  def _contained(self, chat: Chat) -> TextReply:
     try:
       return self._reply(chat)
     except _Refused as e:
       return self._lose(str(e))
 
-  def _reply(self, chat: Chat) -> Said:
+  def _reply(self, chat: Chat) -> TextReply:
     """One reply, or what stands for one that never came.
 
     Raises:
@@ -177,7 +173,7 @@ class EndpointPolicy:
         self._told = True
         _log.info('%s: %s; asking again, and for others like it without a word', self._url, reason)
 
-  def _lose(self, reason: str) -> Said:
+  def _lose(self, reason: str) -> TextReply:
     """Counts a reply that never came."""
     with self._lock:
       self.asked += 1
@@ -187,9 +183,9 @@ class EndpointPolicy:
       if self._lost_in_a_row == max(_GONE_AFTER, 2 * self._workers):
         _log.warning('%s: %d replies in a row never came, no more are asked for', self._url, self._lost_in_a_row)
       self.lost[reason] += 1
-    return Said('', 0, answered=False)
+    return TextReply('', 0, answered=False)
 
-  def _ask(self, chat: Chat) -> Said:
+  def _ask(self, chat: Chat) -> TextReply:
     """One request.
 
     Raises:
@@ -241,7 +237,7 @@ class EndpointPolicy:
       return b''.join(parts)
 
 
-def _read(answer: bytes) -> Said:
+def _read(answer: bytes) -> TextReply:
   """The reply in an answer.
 
   A thought that the server has taken out of the text is put back, so that the reply is what the model said.
@@ -265,7 +261,7 @@ def _read(answer: bytes) -> Said:
   usage = whole.get('usage')
   tokens = usage.get('completion_tokens') if isinstance(usage, dict) else None
   counted = isinstance(tokens, int) and not isinstance(tokens, bool) and 0 <= tokens < 1 << 31
-  return Said(text.encode('utf-8', 'replace').decode(), tokens if counted else None)
+  return TextReply(text.encode('utf-8', 'replace').decode(), tokens if counted else None)
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:

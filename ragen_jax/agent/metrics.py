@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status
+from ragen_jax.agent.episode import TRUNCATED, Episode, Status
 
 
 def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> dict[str, float]:

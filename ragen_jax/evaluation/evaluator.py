@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import jax
@@ -11,15 +10,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.agent_proxy import Rollout
+from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed import processes
-from ragen_jax.envs import TextEnvironment
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.viewer.records import episode_records, first_rows
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -48,7 +45,7 @@ class Evaluator:
     tags = tuple(config.eval.tags)
     specs = build.env_groups(config, tags, build.group_counts(config.eval, 'eval'))
     self._proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.eval.group_size)
-    self._share = policy.sampler.share
+    self._sampler, self._share = policy.sampler, policy.sampler.share
     self._tokenizer = policy.tokenizer
     self._shown = first_rows(specs, config.eval.group_size, config.logging.episodes, one_a_level=True)
     self._has_values = policy.sampler.values
@@ -56,7 +53,8 @@ class Evaluator:
 
   def _play(self, params: Any, sampling: Sampling) -> Rollout:
     key = jax.random.key(self._config.eval.first_level)
-    return self._proxy.rollout(params, self._config.eval.first_level, key, sampling, pictured=self._shown)
+    speaker = SamplerSpeaker(self._sampler, params, key, sampling)
+    return self._proxy.rollout(speaker, self._config.eval.first_level, pictured=self._shown)
 
   def held_out(self) -> frozenset[bytes]:
     """The levels, for `EnvStateManager(held_out=...)`; all processes must call."""
@@ -68,27 +66,10 @@ class Evaluator:
     if not self._optimal:
       envs = self._proxy.envs
       envs.reset(self._config.eval.first_level)
-      parts = processes.gather_shares((self._best(), envs.row_env), self._share)
+      parts = processes.gather_shares((envs.optimal(), envs.row_env), self._share)
       best, env = (np.concatenate(x) for x in zip(*parts, strict=True))
       self._optimal = {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(envs.specs)}
     return self._optimal
-
-  def _best(self) -> np.ndarray:
-    """f32[B], the best success on the fresh level of each row of this share; NaN where it is not known."""
-    envs = self._proxy.envs
-    best = np.full((envs.rows,), np.nan, np.float32)
-    for i in np.unique(envs.row_env).tolist():
-      spec = envs.specs[i]
-      if isinstance(spec.env, TextEnvironment):
-        continue
-      one_a_group = jax.tree.map(lambda x: np.asarray(x)[:: envs.group_size], envs.pool_states(i))
-      try:
-        solved = spec.env.optimal(one_a_group, spec.budget)
-      except ValueError as e:  # the solver cannot do a game or a budget of this size
-        _log.warning('envs.%s: the best possible success is not known (%s)', spec.tag, e)
-        continue
-      best[envs.row_env == i] = np.repeat(np.asarray(solved, np.float32), envs.group_size)
-    return best
 
   def _records(self, rollout: Rollout, step: int, split: str) -> list[dict[str, Any]]:
     return episode_records(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status
+from ragen_jax.agent.episode import TRUNCATED, Episode, Status
 
 _DRAWS = 2000
 _SEED = 0

@@ -24,13 +24,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.endpoint_client import EndpointPolicy
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
-from ragen_jax.agent.text_policy import RandomPolicy, SolverPolicy, TextPolicy, play
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.speakers import ChatSpeaker, RandomSpeaker, SolverSpeaker, Speaker
 from ragen_jax.config.checks import check_config, check_eval
-from ragen_jax.envs import TextEnvironment
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.evaluation.intervals import Interval, level_intervals, sizes_of_k
 from ragen_jax.models import presets
@@ -110,7 +111,7 @@ class _Levels:
     best: f32[levels], the best success possible on each; None where it is not known.
   """
 
-  spec: EnvGroup
+  spec: EnvSpec
   first: int
   envs: EnvStateManager
   best: np.ndarray | None
@@ -273,19 +274,16 @@ def _play_all(
   return [row for tag in e.tags for row in rows if row.tag == tag], records
 
 
-def _levels(config: ConfigDict, specs: list[EnvGroup]) -> Iterator[_Levels]:
+def _levels(config: ConfigDict, specs: list[EnvSpec]) -> Iterator[_Levels]:
   """The levels of each environment, with the seeds that they have in a batch of all."""
   first = config.eval.first_level
   for spec in specs:
-    envs, best = EnvStateManager([spec], config.eval.group_size), None
-    if not isinstance(spec.env, TextEnvironment):
+    envs = EnvStateManager([spec], config.eval.group_size)
+    if not envs.has_outside:
       envs.reset(first)
-      try:
-        best = envs.optimal()[:: config.eval.group_size]
-      except ValueError as e:  # the solver cannot do a game or a budget of this size
-        _log.warning('envs.%s: the best possible success is not known (%s)', spec.tag, e)
-    yield _Levels(spec, first, envs, None if best is None or np.isnan(best).any() else best)
-    first += spec.groups
+    best = envs.optimal()[:: config.eval.group_size]
+    yield _Levels(spec, first, envs, None if np.isnan(best).any() else best)
+    first += spec.num_groups
 
 
 def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[build.Policy, Any]:
@@ -334,24 +332,23 @@ def _play_text(
   """A text policy on one environment; nothing where it cannot play."""
   e, spec = config.eval, levels.spec
   context = build.context_manager(config, tokenizer, [spec])
-  policy: TextPolicy
+  speaker: Speaker
   if kind == 'random':
-    if not RandomPolicy.can_play(spec.env):
+    if not RandomSpeaker.can_play(levels.envs):
       _log.info('%s: actions are free text, so nobody plays at random', spec.tag)
       return [], []
-    policy = RandomPolicy(context, np.random.default_rng(levels.first))
+    speaker = RandomSpeaker(np.random.default_rng(levels.first))
   elif kind == 'solver':
     if not spec.env.has_solver:
       _log.info('%s: has no solver', spec.tag)
       return [], []
-    policy = SolverPolicy(context)
+    speaker = SolverSpeaker()
   else:
-    policy = endpoint
+    speaker = ChatSpeaker(endpoint, e.endpoint_model)
   shown = first_rows([spec], e.group_size, config.logging.episodes, one_a_level=True)
   try:
-    played = play(
-      levels.envs, context, policy, levels.first, format_penalty=config.agent.format_penalty, pictured=shown
-    )
+    proxy = AgentProxy(levels.envs, context, build.episode_limits(config, [spec]))
+    rollout = proxy.rollout(speaker, levels.first, pictured=shown)
   except ValueError as error:
     if kind != 'solver':
       raise
@@ -359,8 +356,8 @@ def _play_text(
     return [], []
   name, sampling = (f'endpoint {e.endpoint_model}', _sampling(config)) if kind == 'endpoint' else (kind, '')
   whole = config.agent.context == 'full'
-  records = text_records(played, step=step, split=kind, group_size=e.group_size, tokenizer=tokenizer, whole=whole)
-  return [_row(config, name, kind, levels, sampling, played.episodes)], records
+  records = text_records(rollout, shown, tokenizer, step=step, split=kind, group_size=e.group_size, whole=whole)
+  return [_row(config, name, kind, levels, sampling, rollout.episodes)], records
 
 
 def _sampling(config: ConfigDict) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import tempfile
 from typing import Any
 
@@ -19,11 +18,11 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import SYSTEM, describe_task
-from ragen_jax.agent.env_manager import EnvGroup
+from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation import evaluator as evaluate
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint.export import check_output, write_policy
@@ -47,47 +46,14 @@ from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
 
-# Texts from which the fresh tokenizer's pieces are cut, levels an environment.
-_SAMPLE_LEVELS = 64
 # Steps between two lines of metrics.
 _LOG_EVERY = 10
-_NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
 
 
-def prompt_pieces(specs: list[EnvGroup], config: ConfigDict) -> list[str]:
-  """The fixed stretches of a run's texts: what is left when boards, numbers, coordinates and action names are cut out.
-
-  Args:
-    specs: the environments.
-    config: reads `agent`.
-  """
-  sep = f' {config.agent.action_sep} '
-  pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, '<think>', '</think>', '<answer>', '</answer>']
-  pieces += ['</think><answer>', sep, '10', '100', '\n\n']
-  pieces += [f'({r}, {c})' for r in range(8) for c in range(8)]
-  for spec in specs:
-    env = spec.env
-    keys = jax.vmap(jax.random.key)(jnp.arange(_SAMPLE_LEVELS, dtype=jnp.uint32))
-    states = jax.device_get(jax.vmap(env.reset)(keys))
-    names = sorted(env.action_words, key=len, reverse=True)
-    symbols = list(env.legend())
-    pieces += names + [s for s in symbols if len(s.encode()) > 1]
-    cut = re.compile('|'.join([_NUMBER, *(re.escape(n) for n in names)]))
-    task = describe_task(spec, config.agent.action_sep)
-    # Decimals of the rules (probabilities, rewards) are one token; whole numbers are digits, which limits can change.
-    pieces += re.findall(r'\d+\.\d+', task) + re.split(_NUMBER, task)
-    texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)
-    for text in texts:
-      pieces += cut.split(text)
-    form = '<think>your thoughts</think>' if config.agent.think else ''
-    pieces += ['Reward: ', '\n\nTurn ', ':\nState:\n', '\nActions left: ', ' words.']
-    pieces.append(f'\nAnswer as {form}<answer>your actions</answer> and nothing else, in at most ')
-  return [p for p in dict.fromkeys(pieces) if p]
-
-
-def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> build.Policy:
+def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> build.Policy:
   """A new tokenizer, saved to `directory`, and a model with fresh weights."""
-  tiny_tokenizer.save(tiny_tokenizer.build(prompt_pieces(specs, config)), directory)
+  pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)
+  tiny_tokenizer.save(tiny_tokenizer.build(pieces), directory)
   tokenizer = ChatTokenizer(directory)
   width, layers, heads, kv_heads, head_dim, mlp = config.sft.shape
   cfg = QwenConfig(

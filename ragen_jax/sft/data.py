@@ -20,11 +20,13 @@ from flax import struct
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sft import conversations
-from ragen_jax.sft.demonstrations import DemonstrationStyle, demonstrate
+from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.learner import gather, plan_micro_batches, sampled_columns
 from ragen_jax.utils.errors import UserError
 
@@ -94,7 +96,7 @@ class Batch:
 
 
 def play(
-  config: ConfigDict, specs: list[EnvGroup], tokenizer: ChatTokenizer, held_out: frozenset[bytes]
+  config: ConfigDict, specs: list[EnvSpec], tokenizer: ChatTokenizer, held_out: frozenset[bytes]
 ) -> list[Trajectory]:
   """The solvers' play, by environment.
 
@@ -108,21 +110,15 @@ def play(
     UserError: no demonstration fits into the context.
   """
   sft = config.sft
-  style = DemonstrationStyle(
-    discount=sft.discount,
-    noise=sft.noise,
-    hurry=sft.hurry,
-    beginner=sft.beginner,
-    timid=sft.timid,
-    actions_per_turn=sft.actions_per_turn,
-  )
-  rng = np.random.default_rng(config.seed)
+  style, rng = build.fill(DemonstrationStyle, sft), np.random.default_rng(config.seed)
   data = []
   for spec in specs:
     envs = EnvStateManager([spec], sft.group_size, held_out=held_out)
     context = build.context_manager(config, tokenizer, [spec])
+    proxy = AgentProxy(envs, context, build.episode_limits(config, [spec]))
     start = time.monotonic()
-    trajectory, episodes = demonstrate(envs, context, sft.first_level, rng, style, config.agent.max_context)
+    rollout = proxy.rollout(Demonstrator(rng, style), sft.first_level)
+    trajectory, episodes = rollout.trajectory, rollout.episodes
     if not trajectory.loss_mask.any():
       raise UserError(f'agent.max_context={config.agent.max_context}: no turn of {spec.tag} fits into it')
     _log.info(
