@@ -94,11 +94,11 @@ def compute_advantages(
     name: one of `ESTIMATORS`.
     rewards: f32[B, T], the turn's reward on the turn's last sampled token (and KL penalties on any).
     loss_mask: bool[B, T], the tokens that the policy sampled; rows without any are padding.
-    turn: i32[B, T], turn index, -1 outside turns.
+    turn: i32[B, T], turn index, -1 outside of turns.
     group: i32[B], prompt group, any integers.
     values: f32[B, T], the critic's estimates of the states from which tokens are emitted; where a critic is needed.
     bootstrap: f32[B], the value after the last sampled token of episodes that were cut off, 0 where they ended.
-    episode: i32[B], which rows are one episode; None where each row is an episode of its own.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
     adv_mask: bool[B, T], M_adv of `masks.selective_masks`; None means `loss_mask`.
     anchors: i32[B, K], the turns' anchor states, for 'gigpo'.
     gamma: discount for each token: 'gae', 'bi_level_gae', 'reinforce_plus_plus'.

@@ -44,7 +44,7 @@ def gae(
     lam: the trace's decay, in [0, 1].
     bootstrap: f32[B], the value of the state after the row's last masked-in token where the episode was cut off, 0
       where it ended by itself. None is 0 everywhere. Of an episode with several rows, that of its last row is read.
-    episode: i32[B], the rows that belong together; None where each row is an episode of its own.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
     turn: i32[B, T], needed with `episode`, to put rows in order.
 
   Returns:
@@ -89,7 +89,7 @@ def turn_wise_gae(
     rewards: f32[B, T]; only what lies on the last sampled token of a turn is read.
     values: f32[B, T], read at the last sampled token of each turn.
     loss_mask: bool[B, T], the tokens that the policy sampled.
-    turn: i32[B, T], turn index, -1 outside turns.
+    turn: i32[B, T], turn index, -1 outside of turns.
     gamma: discount for each turn.
     lam: decay for each turn.
     bootstrap, episode: as in `gae`.
@@ -133,7 +133,7 @@ def bi_level_gae(
     rewards: f32[B, T], the turn's reward on its last sampled token; other sampled tokens may carry some too (KL).
     values: f32[B, T], as in `gae`.
     mask: bool[B, T], M_adv, the slots over which pass 2 runs.
-    turn: i32[B, T], turn index, -1 outside turns.
+    turn: i32[B, T], turn index, -1 outside of turns.
     gamma, lam: discount and decay for each token, inside a turn.
     high_level_gamma, high_level_lam: those for each turn; high_level_lam None means `lam`.
     bootstrap, episode: as in `gae`.

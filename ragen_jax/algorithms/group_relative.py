@@ -21,7 +21,7 @@ def episode_scores(rewards: jax.Array, mask: jax.Array, episode: jax.Array | Non
   Args:
     rewards: f32[B, T]; what lies off the mask is not read.
     mask: bool[B, T].
-    episode: i32[B], None where each row is an episode of its own.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
     f32[B], 0 for rows that have no sampled token.
@@ -50,7 +50,7 @@ def grpo(
     scores: f32[B], the score of each row's episode (`episode_scores`).
     group: i32[B], prompt group, any integers.
     mask: bool[B, T].
-    episode: i32[B], None where each row is an episode of its own.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
     scale_by_std: divide by the deviation; False is Dr. GRPO, with `seq-mean-token-sum` for its loss.
     length_weight: divide by the episode's number of tokens over the batch's mean number, so that a long failure does
       not weigh more than a short one.
@@ -121,14 +121,14 @@ def gigpo(
     rewards: f32[B, T]; only what lies on masked-in tokens is read.
     group: i32[B], prompt group.
     mask: bool[B, T], where advantages are wanted.
-    turn: i32[B, T], turn index, -1 outside turns.
+    turn: i32[B, T], turn index, -1 outside of turns.
     anchors: i32[B, K], an id for what the policy saw at each turn of the row's episode, equal for equal observations,
       negative where there was no such turn. Rows of one episode carry the same ids.
     step_gamma: discount for each turn.
     step_weight: weight of A_step.
     scale_by_std: also divide both parts by their set's standard deviation + 1e-6 ("mean_std_norm").
     loss_mask: bool[B, T], the sampled tokens, among which turns end; None means `mask`.
-    episode: i32[B], None where each row is an episode of its own.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
     f32[B, T], 0 off the mask.

@@ -42,7 +42,7 @@ def turn_ends(loss_mask: jax.Array, turn: jax.Array) -> jax.Array:
 
   Args:
     loss_mask: bool[B, T], the tokens that the policy sampled.
-    turn: i32[B, T], turn index, -1 outside turns.
+    turn: i32[B, T], turn index, -1 outside of turns.
 
   Returns:
     bool[B, T].
