@@ -314,7 +314,7 @@ class Trainer:
       reference = nnx.State({**params, 'policy': self._reference})
       batch = batch.replace(ref_logprobs=self.learner.logprobs(reference, batch, plans))
 
-    shaped = self._shape_rewards(
+    reward = self._shape_rewards(
       gather(t.rewards, columns, mask),
       sampled,
       turn,
@@ -325,7 +325,6 @@ class Trainer:
       method=config.reward.method,
       episode=_rows_of_episodes(t.episode),
     )
-    reward = shaped.rewards
     if a.kl_reward_coef > 0:
       kl = losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, sampled, a.kl_kind)
       reward = rewards.kl_in_reward(reward, kl, sampled, a.kl_reward_coef)
