@@ -12,11 +12,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.metrics import boards, transcript
 from ragen_jax.agent.trajectory import Episode
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
-from ragen_jax.evaluation.evaluator import Evaluation, Evaluator, mean_success, success_by_tag
+from ragen_jax.evaluation.evaluator import Evaluation, mean_success, success_by_tag
 from ragen_jax.models import lora
 from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
 from ragen_jax.runs.interrupt import Interrupt, Stopped
@@ -29,6 +28,7 @@ from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
+from ragen_jax.viewer.tensorboard import boards, transcript
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
 def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
   policy = build.load_policy(config)
-  evaluator = Evaluator(config, policy)
+  evaluator = build.make_evaluator(config, policy)
   trainer = Trainer(config, policy, evaluator.held_out())
   with processes.same_errors():
     trainer.proxy.check_first_prompts(config.train.first_level)

@@ -6,8 +6,8 @@ import collections
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import TextIO
 
 LINE_SECONDS = 10.0  # between two lines when the stream is no terminal
 WINDOW = 20  # updates in the moving averages
@@ -120,33 +120,6 @@ class Progress:
     else:
       self._stream.write(f'{" | ".join(self._parts)}\n')
     self._stream.flush()
-
-
-def table(rows: Sequence[Sequence[Any]], title: str, header: Sequence[str] | None = None) -> str:
-  """A plain table: a title, a rule, rows whose columns are aligned.
-
-  Args:
-    rows: cells of any type; floats are shown with three decimals. Columns of numbers are aligned to the right.
-    title: the first line.
-    header: names of the columns.
-
-  Returns:
-    The text, without a newline at its end.
-  """
-  cells = [[f'{cell:.3f}' if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-  lines = [list(header), *cells] if header else cells
-  width = max((len(line) for line in lines), default=0)
-  lines = [line + [''] * (width - len(line)) for line in lines]
-  widths = [max(len(line[i]) for line in lines) for i in range(width)]
-  right = [all(isinstance(row[i], int | float) for row in rows if i < len(row)) for i in range(width)]
-  texts = [
-    '  '.join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)).rstrip()
-    for line in lines
-  ]
-  rule = '-' * max(len(text) for text in [title, *texts])
-  if header:
-    texts.insert(1, rule)
-  return '\n'.join([title, rule, *texts])
 
 
 def _fit(parts: list[str], columns: int) -> str:

@@ -8,7 +8,7 @@ import sys
 from ml_collections import ConfigDict
 
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.runs.progress import table
+from ragen_jax.runs.table import table
 
 _PHASES = {
   'gen': 'rollout',
