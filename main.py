@@ -25,10 +25,10 @@ _MODES = {
   'eval': 'modes.evaluate',
   'sft': 'modes.sft',
   'play': 'modes.play',
-  'view': 'viewer.page',
+  'view': 'modes.view',
   'export': 'modes.export',
   'plan': 'modes.plan',
-  'plot': 'plots.curves',
+  'plot': 'modes.plot',
 }
 _TOLD = 'Learn; evaluate; warm-start; let a person play; page of episodes; export; plan memory; figures of runs.'
 _MODE = flags.DEFINE_enum('mode', 'train', list(_MODES), _TOLD)
