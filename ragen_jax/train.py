@@ -212,7 +212,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
   # The first process has written all there is, and tells the others.
   last = {}
   if processes.is_first():
-    last = summarize(config, workdir, write_page(workdir))
+    e, page = config.eval, write_page(workdir)
+    last = summarize(workdir, tuple(e.tags), levels=e.groups, group_size=e.group_size, page=page)
   return processes.gather(last)[0]
 
 
