@@ -44,7 +44,7 @@ def _play(config: ConfigDict, workdirs: Sequence[str]) -> None:
 
 
 def _view(config: ConfigDict, workdirs: Sequence[str]) -> None:
-  from ragen_jax.viewer.page import view
+  from ragen_jax.modes.view import view
 
   view(workdirs[0])
 
@@ -62,7 +62,7 @@ def _plan(config: ConfigDict, workdirs: Sequence[str]) -> None:
 
 
 def _plot(config: ConfigDict, workdirs: Sequence[str]) -> None:
-  from ragen_jax.plots.curves import plot
+  from ragen_jax.modes.plot import plot
 
   plot(workdirs, _OUTPUT.value)
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from ragen_jax import build
 from ragen_jax.config import checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.processes import RowShare
-from ragen_jax.evaluation import evaluator as evaluate
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 
@@ -94,7 +94,7 @@ def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, c
     envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16,
   )  # fmt: skip
   check_config(config)
-  evaluator = evaluate.Evaluator(config, builders.random_policy(config, tmp_path))
+  evaluator = build.make_evaluator(config, builders.random_policy(config, tmp_path))
   optimal = evaluator.optimal()
   assert math.isnan(optimal['FrozenLake']) and 0 < optimal['CoordFrozenLake'] < 1 and optimal['Bandit'] == 1
   messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.evaluation.evaluator']
