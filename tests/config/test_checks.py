@@ -12,6 +12,7 @@ from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
+from tests.support.configs import small_config
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ from tests.support import builders
   ],
 )
 def test_what_cannot_run_is_refused_in_one_line(field, value, message):
-  config = builders.small_config()
+  config = small_config()
   with config.unlocked():
     config.update_from_flattened_dict({field: value})
   with pytest.raises(UserError, match=message) as e:
@@ -63,7 +64,7 @@ def test_what_cannot_run_is_refused_in_one_line(field, value, message):
 
 @pytest.mark.parametrize('name', ['type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words'])
 def test_an_environment_without_a_field_that_all_have_is_refused(name):
-  config = builders.small_config()
+  config = small_config()
   with config.unlocked():
     del config.envs.FrozenLake[name]
   with pytest.raises(UserError, match=rf'envs\.FrozenLake\.{name}=None: must ') as e:
@@ -72,7 +73,7 @@ def test_an_environment_without_a_field_that_all_have_is_refused(name):
 
 
 def test_fractions_of_words_are_refused():
-  config = builders.small_config(train__tags=('Own',))
+  config = small_config(train__tags=('Own',))
   config.envs.unlock()
   config.envs.Own = {**config.envs.FrozenLake, 'max_words': 2.5}
   with pytest.raises(UserError, match=r'envs\.Own\.max_words=2\.5: must be a whole number of at least 1') as e:
@@ -81,7 +82,7 @@ def test_fractions_of_words_are_refused():
 
 
 def test_a_limit_of_sokoban_that_the_prompt_does_not_tell_is_refused():
-  config = builders.small_config(train__tags=('SimpleSokoban',), envs__SimpleSokoban__max_steps=9)
+  config = small_config(train__tags=('SimpleSokoban',), envs__SimpleSokoban__max_steps=9)
   with pytest.raises(UserError, match=r'envs\.SimpleSokoban: max_steps=9; allowed: at least max_actions=10') as e:
     check_config(config)
   assert '\n' not in str(e.value)
@@ -89,7 +90,7 @@ def test_a_limit_of_sokoban_that_the_prompt_does_not_tell_is_refused():
 
 def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, caplog):
   tags = ('FrozenLake', 'CoordFrozenLake', 'Bandit')
-  config = builders.small_config(
+  config = small_config(
     train__tags=tags, train__groups=6, eval__tags=tags, eval__groups=6, eval__group_size=2,
     envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16,
   )  # fmt: skip
@@ -106,7 +107,7 @@ def test_held_out_levels_of_a_file_are_not_trained_on(tmp_path):
   board = '######\n#@   #\n# $  #\n#  . #\n#    #\n######\n'
   for name in ('train', 'eval'):
     (tmp_path / f'{name}.txt').write_text(f'; 0\n{board}')
-  config = builders.small_config(
+  config = small_config(
     train__tags=('SimpleSokoban',), eval__tags=('CoordSokoban',),
     envs__SimpleSokoban__levels=str(tmp_path / 'train.txt'), envs__CoordSokoban__levels=str(tmp_path / 'eval.txt'),
   )  # fmt: skip
@@ -127,10 +128,10 @@ def test_held_out_levels_of_a_file_are_not_trained_on(tmp_path):
 def test_processes_play_equal_numbers_of_groups(monkeypatch):
   monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare(shards=3, first=1, own=1))
   with pytest.raises(UserError, match=r'train\.groups=4: must be a multiple of 3, the parts'):
-    check_config(builders.small_config())
+    check_config(small_config())
 
 
 def test_grpo_needs_a_group_to_compare_with():
-  config = builders.small_config(algorithm__adv_estimator='grpo', train__group_size=1, train__groups=16)
+  config = small_config(algorithm__adv_estimator='grpo', train__group_size=1, train__groups=16)
   with pytest.raises(UserError, match=r'train\.group_size=1.*at least 2'):
     check_config(config)

@@ -11,7 +11,7 @@ from ml_collections import config_flags
 from configs import default
 from ragen_jax import build
 from ragen_jax.config import command_line
-from tests.support import builders
+from tests.support.configs import leaves
 from tests.support.paths import ROOT
 from tests.support.processes import run_main, run_python
 
@@ -30,10 +30,10 @@ def test_every_field_can_be_set_from_the_command_line(monkeypatch):
   changed = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x + 0.25, str: lambda x: x + 'z'}
   new = {
     name: changed[type(value)](value) if type(value) in changed else (*value, value[-1] if value else 1)
-    for name, value in builders.leaves(default.get_config())
+    for name, value in leaves(default.get_config())
   }
   config = _from_command_line(monkeypatch, *(f'--config.{name}={value}' for name, value in new.items()))
-  assert dict(builders.leaves(config)) == new
+  assert dict(leaves(config)) == new
 
 
 def test_an_environment_is_changed_by_flags(monkeypatch):

@@ -16,7 +16,7 @@ from ragen_jax.config import checks, shipped
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs import base
 from ragen_jax.modes import export, sft
-from tests.support import builders
+from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
 
 
@@ -105,8 +105,8 @@ def test_three_games_have_ppo_and_grpo():
   for game in ('frozenlake', 'sokoban', 'bandit'):
     ppo, grpo = (importlib.import_module(f'configs.{game}_{x}').get_config('qwen2.5-0.5b') for x in ('ppo', 'grpo'))
     # For real models nothing else differs.
-    theirs = dict(builders.leaves(grpo))
-    assert {name for name, value in builders.leaves(ppo) if theirs[name] != value} == {'algorithm.adv_estimator'}
+    theirs = dict(leaves(grpo))
+    assert {name for name, value in leaves(ppo) if theirs[name] != value} == {'algorithm.adv_estimator'}
     assert ppo.agent.max_response_tokens == (500 if game == 'bandit' else 400)
 
 
@@ -128,7 +128,7 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
     return original(self, key)
 
   fields = dict(agent__max_response_tokens=8, eval__greedy_too=False, num_iterations=1, train__group_size=2)
-  config = builders.small_config(
+  config = small_config(
     **fields, optimizer__mini_batch_size=8, train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=4,
     eval__tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), eval__groups=3,
   )  # fmt: skip
