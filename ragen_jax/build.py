@@ -25,6 +25,7 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
@@ -160,6 +161,18 @@ def agent_proxy(
 def sampling(section: ConfigDict) -> Sampling:
   """How `config.train` or `config.eval` draws tokens."""
   return Sampling(temperature=section.temperature, top_p=section.top_p, top_k=section.top_k)
+
+
+def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
+  """How levels are played in the evaluations of a run."""
+  return fill(EvaluationSettings, config.eval, episodes=config.logging.episodes)
+
+
+def make_evaluator(config: ConfigDict, policy: Policy) -> Evaluator:
+  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
+  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  proxy = agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.eval.group_size)
+  return Evaluator(evaluation_settings(config), proxy, policy.sampler)
 
 
 def compute_dtype(config: ConfigDict) -> Any:

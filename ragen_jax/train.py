@@ -13,10 +13,9 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.episode import Episode
-from ragen_jax.agent.metrics import boards, transcript
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
-from ragen_jax.evaluation.evaluator import Evaluation, Evaluator, mean_success, success_by_tag
+from ragen_jax.evaluation.evaluator import Evaluation, mean_success, success_by_tag
 from ragen_jax.models import lora
 from ragen_jax.runs import config_fields
 from ragen_jax.runs.checkpoints import Checkpointer
@@ -32,6 +31,7 @@ from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
+from ragen_jax.viewer.tensorboard import boards, transcript
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
 def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
   policy = build.load_policy(config)
-  evaluator = Evaluator(config, policy)
+  evaluator = build.make_evaluator(config, policy)
   trainer = Trainer(config, policy, evaluator.held_out())
   with processes.same_errors():
     trainer.proxy.check_first_prompts(config.train.first_level)
@@ -185,7 +185,8 @@ def _run(config: ConfigDict, workdir: str) -> dict[str, float]:
   # The first process has written all there is, and tells the others.
   last = {}
   if processes.is_first():
-    last = summarize(config, workdir, write_page(workdir))
+    e, page = config.eval, write_page(workdir)
+    last = summarize(workdir, tuple(e.tags), levels=e.groups, group_size=e.group_size, page=page)
   return processes.gather(last)[0]
 
 

@@ -163,7 +163,7 @@ def test_ten_lines_build_environment_model_and_trainer(in_the_repository, monkey
   assert number == '1' and 0 <= float(success) <= 1
   assert {'actor/pg_loss', 'critic/rewards/mean', 'rollout/in_group_reward_std'} <= set(names['metrics'])
   before = names['opt_state']
-  for block in (_block('trainer.collect'), _block('ragen_jax.Evaluator')):
+  for block in (_block('trainer.collect'), _block('ragen_jax.make_evaluator')):
     exec(block, names)
   assert names['opt_state'] is not before and names['rollout'].episodes[0].tag == 'IcyLake'
   assert 0 <= names['evaluation'].metrics['val-env/IcyLake/optimal'] <= 1

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from ragen_jax import build, train
+from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.learner import (
   Learner,
@@ -83,7 +84,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
 
 
 def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tmp_path, monkeypatch):
-  monkeypatch.setattr(train.Evaluator, '__call__', lambda *_: pytest.fail('evaluated'))
+  monkeypatch.setattr(Evaluator, '__call__', lambda *_: pytest.fail('evaluated'))
   config = builders.small_config(train__tags=('Countdown',), agent__max_context=128)
   with pytest.raises(
     UserError, match=r'agent\.max_context=128: a first prompt of Countdown and its reply need \d+ \+ 32'

@@ -1,23 +1,21 @@
-"""Speakers: whoever replies in an episode. This module has those of text; `sampler_speaker` has the one of tokens.
+"""Speakers: whoever replies in an episode. This module has those of text, `sampler_speaker` the one of
+tokens, and `endpoint_speaker` the model behind a server.
 
 The demonstrator of the warm start is in `sft.demonstrations`, a person at a terminal in `modes.play`.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.episode import Chat, TextReply
+from ragen_jax.agent.episode import TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.pools import JaxPool, lists_actions
 from ragen_jax.envs.base import Solution
-
-_log = logging.getLogger(__name__)
 
 
 class Speaker(Protocol):
@@ -39,41 +37,6 @@ class Speaker(Protocol):
     Returns:
       The replies by row. None where no episode goes on, here or in any other process: the rollout is over.
     """
-
-
-class ChatClient(Protocol):
-  """A model that replies to conversations, such as `endpoint_client.EndpointClient`."""
-
-  def replies(self, chats: list[Chat]) -> list[TextReply]:
-    """The replies to conversations, in their order."""
-
-
-class ChatSpeaker:
-  """A model behind a client for conversations; it may speak in many rollouts."""
-
-  writes_tokens = False
-
-  def __init__(self, client: ChatClient, name: str):
-    """Sends nothing.
-
-    Args:
-      client: replies to conversations.
-      name: of the model, for the log.
-    """
-    self._client, self._name = client, name
-
-  def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `Speaker`.
-
-    Raises:
-      UserError: see the client.
-    """
-    rows = log.live
-    if not rows:
-      return None
-    tags = ', '.join(spec.tag for spec in log.envs.specs)
-    _log.info('%s: turn %d of %s, %d replies', self._name, log.turn + 1, tags, len(rows))
-    return dict(zip(rows, self._client.replies([log.chat(row) for row in rows]), strict=True))
 
 
 def written_reply(context: ContextManager, actions: list[str], thought: str = '') -> TextReply:

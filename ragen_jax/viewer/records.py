@@ -12,6 +12,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Turn
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.viewer.schema import EpisodeRecord, EpisodeSummary
 
 # Significant digits of the numbers in a record.
 _DIGITS = 4
@@ -50,7 +51,7 @@ def episode_records(
   learnt: np.ndarray | None = None,
   prompts_trained: bool = False,
   values: np.ndarray | None = None,
-) -> list[dict[str, Any]]:
+) -> list[EpisodeRecord]:
   """Records of some episodes of a speaker with tokens; JSON but for the pictures.
 
   Args:
@@ -68,10 +69,8 @@ def episode_records(
       sampler's own (`trajectory.values`) are valid in `learnt` rows only.
 
   Returns:
-    For each episode a dict: the fields of `viewer.store.SUMMARY`, `turns` (prompt as fed, the reply's tokens as
-    `pieces` with numbers for each, board, actions, reward), and `final_observation`, `final_picture`. Pictures are
-    u8[H, W, 3], or None where none was drawn. The pieces of a reply, joined, are the reply as sampled, its stop token
-    included.
+    A record of each episode, see `viewer.schema`. The pieces of a reply, joined, are the reply as sampled, its stop
+    token included.
   """
   t, records = rollout.trajectory, []
   for index in rows:
@@ -119,7 +118,7 @@ def text_records(
   split: str,
   group_size: int,
   whole: bool,
-) -> list[dict[str, Any]]:
+) -> list[EpisodeRecord]:
   """Records of some episodes of a speaker without tokens, see `episode_records`.
 
   Args:
@@ -168,7 +167,7 @@ def _outcome(turn: Turn) -> dict[str, Any]:
   }
 
 
-def _summary(episode: Episode, step: int, split: str, member: int) -> dict[str, Any]:
+def _summary(episode: Episode, step: int, split: str, member: int) -> EpisodeSummary:
   return {
     'step': step,
     'split': split,

@@ -16,12 +16,13 @@ from ragen_jax import envs as registry
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Episode, Status
-from ragen_jax.agent.metrics import episode_metrics, transcript
+from ragen_jax.agent.metrics import episode_metrics
 from ragen_jax.envs import Fault, Session, TextEnvironment
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.viewer.tensorboard import transcript
 from tests.support.speakers import context_settings
 
 

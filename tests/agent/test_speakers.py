@@ -11,10 +11,13 @@ from ragen_jax import build
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import NO_REPLY
+from ragen_jax.agent.endpoint_client import EndpointSettings
+from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import TextReply
-from ragen_jax.agent.speakers import ChatSpeaker, RandomSpeaker, SolverSpeaker
+from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker
 from ragen_jax.models import presets
+from ragen_jax.sampling.sampler import Sampling
 from tests.support import builders
 from tests.support.speakers import ScriptedText
 
@@ -36,10 +39,11 @@ def test_a_reply_that_never_came_is_a_turn_that_is_not_valid():
   assert [m['content'] for m in episode.turns[2].chat if m['role'] == 'assistant'][-1] == NO_REPLY
 
 
-class Client:
+class Client(EndpointSpeaker):
   """Replies with the number of the conversation in the order in which they come; notes the conversations."""
 
   def __init__(self):
+    super().__init__(EndpointSettings('http://localhost:1/v1', 'some-model', 0, 1.0, 1, 1), Sampling())
     self.asked = []
 
   def replies(self, chats):
@@ -49,7 +53,7 @@ class Client:
 
 def test_a_client_is_sent_the_conversations_of_live_rows_and_replies_go_to_their_rows():
   proxy, client = _proxy('FrozenLake', 3, 2), Client()
-  rollout = proxy.rollout(ChatSpeaker(client, 'some-model'), 500, pictured=range(6))
+  rollout = proxy.rollout(client, 500, pictured=range(6))
   assert [len(chats) for chats in client.asked] == [6] * 5
   for row, episode in enumerate(rollout.episodes):
     assert [(t.reply, t.tokens) for t in episode.turns] == [(f'reply {row}', row)] * 5
