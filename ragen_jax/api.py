@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax import envs as registry
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config import command_line
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs import Budget, Environment, TextEnvironment
@@ -114,7 +115,7 @@ def _type_name(cls: type) -> str:
   return names[0] if names else f'{cls.__module__}:{cls.__qualname__}'
 
 
-def load_policy(config: ConfigDict) -> build.Policy:
+def load_policy(config: ConfigDict) -> LanguageModel:
   """The policy that a run begins with, after a check of the whole config.
 
   Raises:

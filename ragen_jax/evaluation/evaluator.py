@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.agent_proxy import Rollout
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.agent.metrics import episode_metrics
 from ragen_jax.agent.trajectory import Episode
 from ragen_jax.distributed import processes
@@ -42,7 +43,7 @@ class Evaluation:
 class Evaluator:
   """Plays the same levels with the same luck each time."""
 
-  def __init__(self, config: ConfigDict, policy: build.Policy):
+  def __init__(self, config: ConfigDict, policy: LanguageModel):
     """Builds the environments; the optimum is solved for at the first call."""
     self._config = config
     tags = tuple(config.eval.tags)

@@ -27,6 +27,7 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.endpoint_client import EndpointPolicy
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.agent.text_policy import RandomPolicy, SolverPolicy, TextPolicy, play
 from ragen_jax.agent.trajectory import Episode
 from ragen_jax.config.checks import check_config, check_eval
@@ -36,11 +37,12 @@ from ragen_jax.evaluation.intervals import Interval, level_intervals, sizes_of_k
 from ragen_jax.models import presets
 from ragen_jax.modes.export import choose_step, restore_params
 from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import fields_of
 from ragen_jax.runs.metrics import write_events
 from ragen_jax.runs.progress import table
 from ragen_jax.runs.workdir import changed_fields
-from ragen_jax.train import BEST, use_compilation_cache
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.records import first_rows, text_records
@@ -142,7 +144,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     trained_on = [] if step is None else _compare_with_run(config, workdir, warm_start=warm_start)
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
-    use_compilation_cache(config, workdir)
+    use_compilation_cache(config.compilation_cache, workdir)
     rows, records = _play_all(config, checkpointer, step)
   name = _free_name(directory, head, config)  # another evaluation may have ended meanwhile
   found = head | {'rows': [row.to_json() for row in rows]}
@@ -288,13 +290,13 @@ def _levels(config: ConfigDict, specs: list[EnvGroup]) -> Iterator[_Levels]:
     first += spec.groups
 
 
-def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[build.Policy, Any]:
+def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[LanguageModel, Any]:
   policy = build.load_policy(config)
-  return policy, build.param_state(policy.model) if step is None else restore_params(checkpointer, policy, step)
+  return policy, param_state(policy.model) if step is None else restore_params(checkpointer, policy, step)
 
 
 def _play_model(
-  config: ConfigDict, policy: build.Policy, params: Any, step: int | None, levels: list[_Levels]
+  config: ConfigDict, policy: LanguageModel, params: Any, step: int | None, levels: list[_Levels]
 ) -> tuple[list[Row], list[dict[str, Any]]]:
   config = config.copy_and_resolve_references()
   if config.eval.temperature == 0:

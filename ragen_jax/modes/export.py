@@ -12,6 +12,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed.sharding import place, tree_shardings
@@ -21,7 +22,7 @@ from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_export
 from ragen_jax.runs.workdir import compare_config
-from ragen_jax.train import BEST
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -89,12 +90,12 @@ def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step
   return int(step)
 
 
-def restore_params(checkpointer: Checkpointer, policy: build.Policy, step: int) -> nnx.State:
+def restore_params(checkpointer: Checkpointer, policy: LanguageModel, step: int) -> nnx.State:
   """All weights at a checkpoint, on the policy's mesh; with LoRA the frozen ones are those of the policy.
 
   The policy's other weights are gone: they would take as much memory again.
   """
-  params = build.param_state(policy.model)
+  params = param_state(policy.model)
   params = place(params, tree_shardings(params, policy.mesh))
   trained, frozen = lora.partition(params)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained)
@@ -108,7 +109,7 @@ def check_output(output: str, field: str, source: str) -> None:
     raise UserError(f'{field}={output!r}: is where the model comes from; choose another directory')
 
 
-def write_policy(output: str, config: ConfigDict, policy: build.Policy, *, with_value_head: bool) -> None:
+def write_policy(output: str, config: ConfigDict, policy: LanguageModel, *, with_value_head: bool) -> None:
   """Writes a policy as `config.export` says: a model, its adapters merged, or the adapters alone."""
   adapters, head = build.lora_config(config), policy.model.value_head if with_value_head else None
   qwen, critic, dtype = (

@@ -21,6 +21,7 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import SYSTEM, describe_task
 from ragen_jax.agent.env_manager import EnvGroup
+from ragen_jax.agent.language_model import LanguageModel, attend_by_row, make_sampler, param_state
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
@@ -31,6 +32,7 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import export
 from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import free_in_warm_start
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter
@@ -39,8 +41,9 @@ from ragen_jax.runs.timing import Timer
 from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.sft import conversations, tiny_tokenizer
 from ragen_jax.sft import data as sft_data
-from ragen_jax.train import log_evaluation, use_compilation_cache
-from ragen_jax.training.learner import LossConfig, decayed, score_tokens
+from ragen_jax.training.optimizer import weight_decay_mask
+from ragen_jax.training.run_log import RunLog
+from ragen_jax.training.scoring import score_tokens
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import EpisodeWriter
 
@@ -84,7 +87,7 @@ def prompt_pieces(specs: list[EnvGroup], config: ConfigDict) -> list[str]:
   return [p for p in dict.fromkeys(pieces) if p]
 
 
-def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> build.Policy:
+def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> LanguageModel:
   """A new tokenizer, saved to `directory`, and a model with fresh weights."""
   tiny_tokenizer.save(tiny_tokenizer.build(prompt_pieces(specs, config)), directory)
   tokenizer = ChatTokenizer(directory)
@@ -102,16 +105,16 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> 
   qwen = Qwen(
     cfg,
     dtype=build.compute_dtype(config),
-    attend_by_row=build.attend_by_row(),
+    attend_by_row=attend_by_row(),
     rngs=nnx.Rngs(config.seed),
   )
   model = ActorCritic(qwen)
   mesh = make_mesh(**config.mesh)
   if mesh.size > 1:
     qwen.activation_sharding = row_sharding(mesh)
-    params = build.param_state(model)
+    params = param_state(model)
     nnx.update(model, place(params, tree_shardings(params, mesh)))
-  return build.Policy(directory, model, tokenizer, build.make_sampler(model, tokenizer, mesh), mesh)
+  return LanguageModel(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
 
 
 def train_sft(config: ConfigDict, workdir: str) -> None:
@@ -134,7 +137,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   with contextlib.ExitStack() as stack:
     stack.enter_context(workdir_lock(workdir))
     record_config(workdir, config.to_dict(), free_in_warm_start())
-    use_compilation_cache(config, workdir)
+    use_compilation_cache(config.compilation_cache, workdir)
     needs_specs = config.sft.from_scratch or not found
     specs = build.env_groups(config, config.sft.tags, config.sft.levels) if needs_specs else []
     scratch = stack.enter_context(tempfile.TemporaryDirectory())
@@ -158,14 +161,12 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
 class SftTrainer:
   """The optimiser and the compiled programs."""
 
-  def __init__(self, config: ConfigDict, policy: build.Policy):
+  def __init__(self, config: ConfigDict, policy: LanguageModel):
     sft = config.sft
     self._mesh = policy.mesh
     graphdef, params = nnx.split(policy.model)
     self.params, self.frozen = lora.partition(params)
-    loss_config = LossConfig(
-      vocab_limit=policy.tokenizer.size, remat=config.model.remat, logits_chunk=config.model.logits_chunk
-    )
+    scoring = build.scoring_settings(config, policy, temperature=1.0)
     warmup = max(sft.steps // 20, 1)
     self.schedule = optax.warmup_cosine_decay_schedule(
       0.0, sft.learning_rate, warmup, max(sft.steps, warmup + 1), 0.1 * sft.learning_rate
@@ -177,14 +178,14 @@ class SftTrainer:
         b1=config.optimizer.b1,
         b2=config.optimizer.b2,
         weight_decay=config.optimizer.weight_decay,
-        mask=decayed,
+        mask=weight_decay_mask,
       ),
     )
     self.opt_state = self._as_weights(optimizer.init(self.params))
 
     def loss(params, frozen, batch):
       model = lora.merge(graphdef, params, frozen)
-      logprobs, _, values = score_tokens(model, batch.tokens, batch.columns, loss_config, batch.segments)
+      logprobs, _, values = score_tokens(model, batch.tokens, batch.columns, scoring, batch.segments)
       nll = -jnp.sum(logprobs * batch.weights)
       vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
       return nll + sft.value_coef * vf_loss, jnp.stack([nll, vf_loss])
@@ -233,7 +234,7 @@ class SftTrainer:
 def _run(
   config: ConfigDict,
   workdir: str,
-  policy: build.Policy,
+  policy: LanguageModel,
   evaluator: evaluate.Evaluator,
   data: sft_data.Conversations,
 ) -> None:
@@ -267,6 +268,7 @@ def _run(
       MetricWriter(workdir, start_step=start_step) as writer,
       Progress(sft.steps, start=done, noun='step') as progress,
     ):
+      log = RunLog(build.log_settings(config), writer, kept, progress)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps
         with timer('step'):
@@ -292,7 +294,7 @@ def _run(
             parts = np.asarray(trainer.losses(list(cut(withheld)))).tolist()
             writer.scalars(step, {f'sft/val_{name}': x for name, x in zip(names, parts, strict=False)})
           evaluation = evaluator(lora.join(trainer.params, trainer.frozen), step)
-          log_evaluation(writer, kept, progress, step, evaluation, config)
+          log.evaluation(step, evaluation)
         if last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0):
           writer.flush()
           state = {'params': trainer.params, 'opt_state': trainer.opt_state}
@@ -304,7 +306,7 @@ def _run(
   _log.info('checkpoint: %s; metrics and TensorBoard files: %s', os.path.abspath(sft.output), workdir)
 
 
-def _write(config: ConfigDict, policy: build.Policy, trainer: SftTrainer) -> None:
+def _write(config: ConfigDict, policy: LanguageModel, trainer: SftTrainer) -> None:
   """The weights so far, as a Hugging Face directory."""
   nnx.update(policy.model, trainer.params)
   has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))

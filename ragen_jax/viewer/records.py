@@ -176,7 +176,7 @@ def _summary(episode: Episode, step: int, split: str, member: int) -> dict[str, 
 
 
 def on_timeline(values: np.ndarray, columns: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
-  """Numbers of gathered columns back on the columns that they came from: the inverse of `learner.gather`.
+  """Numbers of gathered columns back on the columns that they came from: the inverse of `batches.at_columns`.
 
   Args:
     values: f32[B, R].

@@ -16,6 +16,7 @@ from configs import sft_frozenlake, sft_sokoban
 from ragen_jax import build, train
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.config import sft_checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import presets
@@ -23,9 +24,10 @@ from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft import data as sft_data
 from ragen_jax.sft.demonstrations import DemonstrationStyle, demonstrate
-from ragen_jax.training import learner
+from ragen_jax.training import batches as training_batches
+from ragen_jax.training import scoring
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support import builders, learning
 from tests.support.paths import ROOT
 
 
@@ -87,7 +89,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
   policy = build.load_policy(config)
   from ragen_jax.evaluation.evaluator import Evaluator
 
-  metrics = Evaluator(config, policy)(build.param_state(policy.model)).metrics
+  metrics = Evaluator(config, policy)(param_state(policy.model)).metrics
   assert metrics['val-env/Bandit/action_is_valid'] > 0.95  # a random model writes no valid reply in a thousand
   assert metrics['val-greedy/Bandit/success'] > 0.95
 
@@ -106,9 +108,9 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   specs = build.env_groups(config, ('FrozenLake',), (256,))
   envs, context = EnvStateManager(specs, 1), build.context_manager(config, policy.tokenizer, specs)
   trajectory, _ = demonstrate(envs, context, 5000, np.random.default_rng(9), DemonstrationStyle(), 512)
-  columns, mask = learner.sampled_columns(trajectory.loss_mask)
-  best = learner.gather(trajectory.values, columns, mask)[mask]
-  _, _, values = learner.score_tokens(policy.model, trajectory.tokens, columns, learner.LossConfig())
+  columns, mask = training_batches.sampled_columns(trajectory.loss_mask)
+  best = training_batches.at_columns(trajectory.values, columns, mask)[mask]
+  _, _, values = scoring.score_tokens(policy.model, trajectory.tokens, columns, learning.scoring())
   assert best.std() > 0.1  # the goal is beside the player, where two of three slips may reach it, or out of reach
   assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.7
   assert abs(np.asarray(values)[mask].mean() - best.mean()) < 0.1
@@ -161,7 +163,7 @@ def _conversations(lengths=(100, 37, 60, 22, 51, 90, 12, 33)):
   mask = (rng.random((n, width)) < 0.3) & (np.arange(width) < np.asarray(lengths)[:, None])
   mask[:, 0] = False
   mask[:, 5] = True
-  columns, present = learner.sampled_columns(mask)
+  columns, present = training_batches.sampled_columns(mask)
   return sft_data.Conversations(
     tokens=rng.integers(3, 40, size=(n, width)).astype(np.int32),
     length=np.asarray(lengths, np.int32),
@@ -178,7 +180,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   config = builders.small_config(sft__value_coef=0.5)
   model = builders.random_model(40)
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
-  policy = build.Policy('', model, tokenizer, None, jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
+  policy = LanguageModel('', model, tokenizer, None, jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
   trainer = sft.SftTrainer(config, policy)
   found, used = [], []
   for packing in (False, True):

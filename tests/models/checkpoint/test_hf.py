@@ -642,7 +642,7 @@ def memory(field):  # not getrusage, whose maximum a child inherits from the pro
 
 def load(directory):
   cfg = hf.read_config(directory)
-  shardings = build.weight_shardings(cfg, make_mesh(1, 4, 2))
+  shardings = weight_shardings(cfg, make_mesh(1, 4, 2))
   return jax.tree.leaves(hf.load_params(directory, cfg, 'float32', shardings.__getitem__))
 
 def load_naively(directory):
@@ -650,7 +650,7 @@ def load_naively(directory):
   for file in sorted(pathlib.Path(directory).glob('*.safetensors')):
     tensors |= load_file(file)
   cfg = hf.read_config(directory)
-  shardings = build.weight_shardings(cfg, make_mesh(1, 4, 2))
+  shardings = weight_shardings(cfg, make_mesh(1, 4, 2))
   return [jax.device_put(w.from_hf(tensors[w.name]).astype('float32'), shardings[w.path]) for w in hf.weights(cfg)]
 
 how, small, large = sys.argv[1:]
