@@ -25,7 +25,7 @@ from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
-from ragen_jax.evaluation import evaluator as evaluators
+from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora
 from ragen_jax.runs.config_fields import read_by_training
 from ragen_jax.sampling.sampler import Sampler, Sampling
@@ -178,7 +178,19 @@ def agent_proxy(
 
 def sampling(section: ConfigDict) -> Sampling:
   """How `config.train` or `config.eval` draws tokens."""
-  return Sampling(temperature=section.temperature, top_p=section.top_p, top_k=section.top_k)
+  return fill(Sampling, section)
+
+
+def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
+  """How levels are played in the evaluations of a run."""
+  return fill(EvaluationSettings, config.eval, episodes=config.logging.episodes)
+
+
+def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
+  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
+  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
+  return Evaluator(evaluation_settings(config), proxy, model.sampler)
 
 
 def compute_dtype(config: ConfigDict) -> Any:
@@ -320,11 +332,6 @@ def make_monitor(config: ConfigDict) -> Monitor:
   m = config.monitor
   rules = {'early_stop': fill(EarlyStopSettings, m), 'echo_trap_rules': fill(EchoTrapSettings, m)}
   return Monitor(fill(MonitorSettings, m, **rules))
-
-
-def make_evaluator(config: ConfigDict, model: LanguageModel) -> evaluators.Evaluator:
-  """The evaluation on the held-out levels of `config.eval`."""
-  return evaluators.Evaluator(config, model)
 
 
 def log_settings(config: ConfigDict) -> LogSettings:

@@ -48,9 +48,10 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
   with _claim(config, workdir):
     use_compilation_cache(config.compilation_cache, workdir)
     _train(config, workdir)
-    last = {}
+    last, e = {}, config.eval
     if processes.is_first():
-      last = summarize(config, workdir, write_page(workdir))
+      page = write_page(workdir)
+      last = summarize(workdir, tuple(e.tags), levels=e.groups, group_size=e.group_size, page=page)
     return processes.gather(last)[0]
 
 

@@ -145,7 +145,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     if config.lora.rank:  # adapters would take the place of what they belong to
       for source in filter(None, (policy.directory, config.lora.path)):
         export.check_output(config.sft.output, 'sft.output', source)
-    evaluator = evaluate.Evaluator(config, policy)
+    evaluator = build.make_evaluator(config, policy)
     if found:
       data = sft_data.join([sft_data.from_file(config, found, policy.tokenizer)])
     else:

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ragen_jax.agent.metrics import boards, transcript
 from ragen_jax.agent.trajectory import Episode
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
+from ragen_jax.viewer.tensorboard import boards, transcript
 
 # The metric of evaluations that the best checkpoint is chosen by: success, averaged over tags.
 BEST = 'val-env/success'
@@ -67,7 +67,7 @@ class RunLog:
   def evaluation(self, step: int, evaluation: Evaluation) -> float:
     """Writes an evaluation; returns its success averaged over tags."""
     tags = self._settings.eval_tags
-    success = float(np.mean(list(success_by_tag(evaluation.metrics, tags).values())))
+    success = mean_success(evaluation.metrics, tags)
     self.metrics.scalars(step, evaluation.metrics | {BEST: success})
     self._show(step, 'val', evaluation.episodes[:: self._settings.eval_group_size], tags)
     self.episodes.write('eval', step, evaluation.records)
@@ -88,6 +88,11 @@ class RunLog:
 def success_by_tag(metrics: dict[str, float], tags: tuple[str, ...]) -> dict[str, float]:
   """The sampled success rate of each tag in an evaluation's metrics."""
   return {tag: metrics[f'val-env/{tag}/success'] for tag in tags}
+
+
+def mean_success(metrics: dict[str, float], tags: tuple[str, ...]) -> float:
+  """The sampled success rate averaged over tags."""
+  return float(np.mean(list(success_by_tag(metrics, tags).values())))
 
 
 def one_line(metrics: dict[str, float], tags: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvGroup
 from ragen_jax.agent.text_policy import Played
 from ragen_jax.agent.trajectory import Episode, Turn
+from ragen_jax.viewer.schema import EpisodeRecord, EpisodeSummary
 
 # Significant digits of what is kept of a number: enough to look at.
 _DIGITS = 4
@@ -51,7 +52,7 @@ def episode_records(
   learnt: np.ndarray | None = None,
   prompts_trained: bool = False,
   values: np.ndarray | None = None,
-) -> list[dict[str, Any]]:
+) -> list[EpisodeRecord]:
   """Some episodes of a rollout as JSON, but for their pictures.
 
   Args:
@@ -69,9 +70,8 @@ def episode_records(
       sampler's own (`trajectory.values`) are known of `learnt` rows only.
 
   Returns:
-    For each episode a dict: what `utils.episodes.SUMMARY` lists, `turns` (prompt as fed, the reply's tokens as `pieces`
-    with numbers for each, board, actions, reward), and `final_observation`, `final_picture`. Pictures are u8[H, W, 3],
-    or None where none was drawn. The pieces of a reply, joined, are the reply as sampled, its stop token included.
+    A record of each episode, see `viewer.schema`. The pieces of a reply, joined, are the reply as sampled, its stop
+    token included.
   """
   t, records = rollout.trajectory, []
   for index in rows:
@@ -112,7 +112,7 @@ def episode_records(
 
 def text_records(
   played: Played, *, step: int, split: str, group_size: int, tokenizer: ChatTokenizer, whole: bool
-) -> list[dict[str, Any]]:
+) -> list[EpisodeRecord]:
   """As `episode_records`, for episodes of a text policy that were pictured; of their tokens only the number is known.
 
   Args:
@@ -160,7 +160,7 @@ def _played(turn: Turn) -> dict[str, Any]:
   }
 
 
-def _summary(episode: Episode, step: int, split: str, member: int) -> dict[str, Any]:
+def _summary(episode: Episode, step: int, split: str, member: int) -> EpisodeSummary:
   return {
     'step': step,
     'split': split,

@@ -15,12 +15,13 @@ from ragen_jax import build
 from ragen_jax import envs as registry
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
-from ragen_jax.agent.metrics import episode_metrics, transcript
+from ragen_jax.agent.metrics import episode_metrics
 from ragen_jax.agent.trajectory import Episode, Status
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.outside.text_env import Fault, Session, TextEnvironment
+from ragen_jax.viewer.tensorboard import transcript
 
 
 @pytest.fixture(scope='module')

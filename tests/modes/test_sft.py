@@ -87,9 +87,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
   sft.train_sft(config, str(tmp_path / 'sft'))
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
-  from ragen_jax.evaluation.evaluator import Evaluator
-
-  metrics = Evaluator(config, policy)(param_state(policy.model)).metrics
+  metrics = build.make_evaluator(config, policy)(param_state(policy.model)).metrics
   assert metrics['val-env/Bandit/action_is_valid'] > 0.95  # a random model writes no valid reply in a thousand
   assert metrics['val-greedy/Bandit/success'] > 0.95
 

@@ -9,11 +9,11 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.metrics import boards
 from ragen_jax.models import presets
 from ragen_jax.training.batches import at_columns
 from ragen_jax.training.records import Recorder
 from ragen_jax.viewer.records import episode_records, first_rows, on_timeline, token_pieces
+from ragen_jax.viewer.tensorboard import boards
 from tests.support import builders
 
 

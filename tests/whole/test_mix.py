@@ -11,9 +11,9 @@ from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.evaluation.evaluator import Evaluator, mean_success
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.rollout_metrics import rollout_metrics
+from ragen_jax.training.run_log import mean_success
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 
@@ -122,7 +122,7 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
 
 def test_an_evaluation_on_other_games_has_metrics_for_each(policy):
   config = mixed_config()
-  evaluator = Evaluator(config, policy)
+  evaluator = build.make_evaluator(config, policy)
   evaluation = evaluator(nnx.split(policy.model)[1])
   counts = dict(zip(EVAL, (2, 5, 1, 4), strict=True))
   assert [e.tag for e in evaluation.episodes] == [tag for tag, count in counts.items() for _ in range(count)]
