@@ -7,6 +7,7 @@ section of the config. Nothing below this module sees a `ConfigDict`.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -26,7 +27,8 @@ from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
 from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
-from ragen_jax.models import lora
+from ragen_jax.models import lora, presets
+from ragen_jax.models.checkpoint.export import ExportSettings
 from ragen_jax.runs.config_fields import read_by_training
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.training.batches import BatchingSettings
@@ -359,4 +361,16 @@ def run_settings(config: ConfigDict) -> RunSettings:
     log=log_settings(config),
     hparams=read_by_training(config.to_dict()),
     compared=(BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)),
+  )
+
+
+def export_settings(config: ConfigDict, model: LanguageModel) -> ExportSettings:
+  """How `config.export` writes a policy."""
+  hub_name = None if config.model.path else presets.PRESETS.get(config.model.preset)
+  return fill(
+    ExportSettings,
+    config.export,
+    adapters=lora_config(config),
+    base=hub_name or os.path.abspath(model.directory),
+    tokenizer_dir=model.directory,
   )

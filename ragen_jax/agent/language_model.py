@@ -14,8 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.models import lora, presets
-from ragen_jax.models.checkpoint import hf
-from ragen_jax.models.checkpoint import peft as adapter_files
+from ragen_jax.models.checkpoint import peft
+from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.models.checkpoint.load import load_model, load_value_head
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler
@@ -98,17 +100,17 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
   if settings.adapters is not None:
     lora.attach(qwen, settings.adapters, nnx.Rngs(settings.seed))
   if settings.adapter_path:
-    adapter_files.load(settings.adapter_path, qwen)
+    peft.load(settings.adapter_path, qwen)
   if settings.separate_critic:
-    home = hf.critic_directory(directory)
+    home = critic_directory(directory)
     critic = _load_trunk(home, tokenizer, mesh, dtype=settings.dtype, param_dtype=jnp.float32, trunk_only=True)
-  elif hf.critic_directory(directory) != directory:
-    _log.info('%s is left unused: model.separate_critic is off', hf.critic_directory(directory))
+  elif critic_directory(directory) != directory:
+    _log.info('%s is left unused: model.separate_critic is off', critic_directory(directory))
   model = ActorCritic(qwen, critic)
   # A value head saved with adapters belongs to the adapted trunk, so a separate critic must not load it.
   beside = '' if critic is not None else settings.adapter_path
-  if not (beside and hf.load_value_head(beside, model.value_head)):
-    hf.load_value_head(home, model.value_head)
+  if not (beside and load_value_head(beside, model.value_head)):
+    load_value_head(home, model.value_head)
   # The weights that no loader has placed yet.
   _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
   nnx.update(model, place(rest, tree_shardings(rest, mesh)))
@@ -146,19 +148,19 @@ def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...],
   Raises:
     UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
   """
-  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in hf.weights(cfg)}
+  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
 
 
 def _load_trunk(
   directory: str, tokenizer: ChatTokenizer, mesh: Mesh, *, dtype: Any, param_dtype: Any, trunk_only: bool = False
 ) -> Qwen:
-  qwen = hf.load_model(
+  qwen = load_model(
     directory,
     dtype=dtype,
     param_dtype=param_dtype,
     attend_by_row=attend_by_row(),
     trunk_only=trunk_only,
-    sharding_fn=weight_shardings(hf.read_config(directory), mesh).__getitem__,
+    sharding_fn=weight_shardings(read_config(directory), mesh).__getitem__,
   )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(

@@ -19,8 +19,8 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models import presets
-from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
+from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.utils.errors import UserError
 
 __all__ = ['check_config', 'check_eval', 'check_plan', 'check_sft']
@@ -158,6 +158,6 @@ def _check_weights(config: ConfigDict) -> None:
   """The checkpoint exists, and the mesh divides every weight."""
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
-  weight_shardings(hf.read_config(directory), mesh)
+  weight_shardings(read_config(directory), mesh)
   if config.model.separate_critic:
-    weight_shardings(hf.read_config(hf.critic_directory(directory)), mesh)
+    weight_shardings(read_config(critic_directory(directory)), mesh)

@@ -37,7 +37,7 @@ from ragen_jax.evaluation.report import (
   write_row_events,
 )
 from ragen_jax.models import presets
-from ragen_jax.modes.export import choose_step, restore_params
+from ragen_jax.models.checkpoint.export import choose_step, restore_params
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import fields_of
@@ -177,7 +177,9 @@ def _play_all(
 
 def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[LanguageModel, Any]:
   policy = build.load_policy(config)
-  return policy, param_state(policy.model) if step is None else restore_params(checkpointer, policy, step)
+  return policy, param_state(policy.model) if step is None else restore_params(
+    checkpointer, policy.model, policy.mesh, step
+  )
 
 
 def _play_model(

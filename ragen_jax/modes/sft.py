@@ -27,10 +27,11 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
 from ragen_jax.evaluation import evaluator as evaluate
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.export import check_output, write_policy
+from ragen_jax.models.checkpoint.load import has_value_head
+from ragen_jax.models.checkpoint.save import check_target
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.modes import export
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import free_in_warm_start
@@ -132,7 +133,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   """
   check_config(config)
   check_sft(config)
-  hf.check_target(config.sft.output)
+  check_target(config.sft.output)
   found = conversations.read(config.sft.data) if config.sft.data else []
   with contextlib.ExitStack() as stack:
     stack.enter_context(workdir_lock(workdir))
@@ -144,7 +145,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
     if config.lora.rank:  # adapters would take the place of what they belong to
       for source in filter(None, (policy.directory, config.lora.path)):
-        export.check_output(config.sft.output, 'sft.output', source)
+        check_output(config.sft.output, 'sft.output', source)
     evaluator = build.make_evaluator(config, policy)
     if found:
       data = sft_data.join([sft_data.from_file(config, found, policy.tokenizer)])
@@ -309,5 +310,6 @@ def _run(
 def _write(config: ConfigDict, policy: LanguageModel, trainer: SftTrainer) -> None:
   """The weights so far, as a Hugging Face directory."""
   nnx.update(policy.model, trainer.params)
-  has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
-  export.write_policy(config.sft.output, config, policy, with_value_head=config.sft.value_coef > 0 or has_head)
+  has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))
+  settings = build.export_settings(config, policy)
+  write_policy(config.sft.output, policy.model, settings, with_value_head=config.sft.value_coef > 0 or has_head)

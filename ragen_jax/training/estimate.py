@@ -229,7 +229,7 @@ class TargetEstimator:
       grouping=s.reward.grouping,
       method=s.reward.method,
       episode=shared_episodes(t.episode),
-    ).rewards
+    )
     if s.kl_reward_coef <= 0:
       return reward, {}
     kl = losses.kl_penalty(scores.old_logprobs, scores.ref_logprobs, sampled, s.kl_kind)

@@ -62,7 +62,7 @@ class ScriptedSampler:
         tokens[i, : len(ids)], count[i] = ids, len(ids)
     self._turn += 1
     nothing = np.zeros(tokens.shape, np.float32)
-    fields = (tokens, nothing, nothing, nothing, count, active)
+    fields = (tokens, nothing, nothing, nothing, count)
     return state, Reply(*(jax.numpy.asarray(x) for x in fields))
 
 

@@ -10,7 +10,7 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_sampler
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import sft
@@ -46,7 +46,7 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageMo
   tiny_tokenizer.save(tiny_tokenizer.build(sft.prompt_pieces(specs, config)), str(files))
   model = random_model(ChatTokenizer(files).size, seed=seed)
   directory = directory / 'model'
-  hf.save_model(
+  save_model(
     str(directory), model.policy, model.policy.cfg, 'float32', tokenizer_dir=str(files), value_head=model.value_head
   )
   # With the config beside it, the tokenizer is loaded as a user's would be.

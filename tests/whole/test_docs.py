@@ -22,7 +22,7 @@ from ragen_jax.config import checks, command_line
 from ragen_jax.distributed import processes, sharding
 from ragen_jax.envs.outside.text_env import Fault
 from ragen_jax.models import presets
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training import run
 from ragen_jax.utils.errors import UserError
@@ -235,7 +235,7 @@ def _undivided_heads() -> str:
   mesh = types.SimpleNamespace(shape={'data': 1, 'fsdp': 1, 'tensor': 4})
 
   def divide():
-    for weight in hf.weights(presets.shape('qwen2.5-0.5b', '')):
+    for weight in weights(presets.shape('qwen2.5-0.5b', '')):
       sharding.weight_spec('/'.join(map(str, weight.path)), weight.shape, mesh)
 
   return _error(divide)
