@@ -138,13 +138,3 @@ class Evaluator:
         metrics[f'val-env/{tag}/optimal'] = best
         metrics[f'val-env/{tag}/fraction_of_optimal'] = metrics[f'val-env/{tag}/success'] / best if best else 0.0
     return Evaluation(metrics | episode_metrics(greedy, size, 'val-greedy'), sampled, records)
-
-
-def success_by_tag(metrics: dict[str, float], tags: tuple[str, ...]) -> dict[str, float]:
-  """Sampled success of each tag."""
-  return {tag: metrics[f'val-env/{tag}/success'] for tag in tags}
-
-
-def mean_success(metrics: dict[str, float], tags: tuple[str, ...]) -> float:
-  """Sampled success averaged over tags."""
-  return float(np.mean(list(success_by_tag(metrics, tags).values())))

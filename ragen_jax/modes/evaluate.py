@@ -23,6 +23,7 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.endpoint_client import EndpointSettings
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
+from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.config.checks import check_config, check_eval
 from ragen_jax.evaluation.baselines import EvaluationLevels, evaluation_levels, play_baseline
 from ragen_jax.evaluation.report import (
@@ -38,9 +39,10 @@ from ragen_jax.evaluation.report import (
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.export import choose_step, restore_params
 from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import fields_of
 from ragen_jax.runs.workdir import changed_fields
-from ragen_jax.train import BEST, use_compilation_cache
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
@@ -73,7 +75,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     trained_on = [] if step is None else _compare_with_run(config, workdir, warm_start=warm_start)
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
-    use_compilation_cache(config, workdir)
+    use_compilation_cache(config.compilation_cache, workdir)
     rows, records = _play_all(config, checkpointer, step)
   name = free_name(directory, head)  # after playing: another evaluation may have ended in the meantime
   path = directory / f'{name}.json'
@@ -173,15 +175,15 @@ def _play_all(
   return [row for tag in e.tags for row in rows if row.tag == tag], records
 
 
-def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[build.Policy, Any]:
+def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[LanguageModel, Any]:
   policy = build.load_policy(config)
-  return policy, build.param_state(policy.model) if step is None else restore_params(
+  return policy, param_state(policy.model) if step is None else restore_params(
     checkpointer, policy.model, policy.mesh, step
   )
 
 
 def _play_model(
-  config: ConfigDict, policy: build.Policy, params: Any, step: int | None, levels: list[EvaluationLevels]
+  config: ConfigDict, policy: LanguageModel, params: Any, step: int | None, levels: list[EvaluationLevels]
 ) -> tuple[list[EvaluationRow], list[dict[str, Any]]]:
   config = config.copy_and_resolve_references()
   if config.eval.temperature == 0:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.language_model import LanguageModel, attend_by_row, make_sampler
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
@@ -25,6 +26,7 @@ from ragen_jax.models.checkpoint.export import check_output, write_policy
 from ragen_jax.models.checkpoint.load import has_value_head
 from ragen_jax.models.checkpoint.save import check_target
 from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import free_in_warm_start
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter
@@ -44,8 +46,8 @@ from ragen_jax.sft.demonstrations import DemonstrationStyle
 from ragen_jax.sft.log import SftLog
 from ragen_jax.sft.packing import batches
 from ragen_jax.sft.trainer import SftSettings, SftTrainer
-from ragen_jax.train import log_evaluation, use_compilation_cache
-from ragen_jax.training.learner import LossConfig
+from ragen_jax.training.run_log import RunLog
+from ragen_jax.training.scoring import ScoringSettings
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import EpisodeWriter
 
@@ -72,7 +74,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   with contextlib.ExitStack() as stack:
     stack.enter_context(workdir_lock(workdir))
     record_config(workdir, config.to_dict(), free_in_warm_start())
-    use_compilation_cache(config, workdir)
+    use_compilation_cache(config.compilation_cache, workdir)
     specs = []
     if config.sft.from_scratch or not found:
       specs = build.env_groups(config, config.sft.tags, config.sft.levels)
@@ -86,22 +88,22 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     _learn(config, workdir, policy, evaluator, data)
 
 
-def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> build.Policy:
+def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> LanguageModel:
   """A new tokenizer, saved to `directory`, and a model with fresh weights."""
   pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)
   tiny_tokenizer.save(tiny_tokenizer.build(pieces), directory)
   tokenizer, mesh = ChatTokenizer(directory), make_mesh(**config.mesh)
   model = tiny_tokenizer.make_model(
-    config.sft.shape, tokenizer.size, dtype=build.compute_dtype(config), attend_by_row=build.attend_by_row(),
+    config.sft.shape, tokenizer.size, dtype=build.compute_dtype(config), attend_by_row=attend_by_row(),
     seed=config.seed, mesh=mesh,
   )  # fmt: skip
-  return build.Policy(directory, model, tokenizer, build.make_sampler(model, tokenizer, mesh), mesh)
+  return LanguageModel(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
 
 
 def _examples(
   config: ConfigDict,
   specs: list[EnvSpec],
-  policy: build.Policy,
+  policy: LanguageModel,
   evaluator: Evaluator,
   found: list[conversations.Conversation],
 ) -> SftExamples:
@@ -121,17 +123,15 @@ def _examples(
   return join(parts)
 
 
-def make_trainer(config: ConfigDict, policy: build.Policy) -> SftTrainer:
+def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:
   """The trainer of a warm start, with fresh optimiser state."""
   o = config.optimizer
   settings = build.fill(SftSettings, config.sft, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
-  loss_config = LossConfig(
-    vocab_limit=policy.tokenizer.size, remat=config.model.remat, logits_chunk=config.model.logits_chunk
-  )
-  return SftTrainer(settings, loss_config, policy.model, policy.mesh)
+  scoring = build.fill(ScoringSettings, config.model, temperature=1.0, vocab_limit=policy.tokenizer.size)
+  return SftTrainer(settings, scoring, policy.model, policy.mesh)
 
 
-def _learn(config: ConfigDict, workdir: str, policy: build.Policy, evaluator: Evaluator, data: SftExamples) -> None:
+def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: Evaluator, data: SftExamples) -> None:
   """Takes the steps that are left, evaluates, saves, and writes the checkpoint."""
   sft = config.sft
   shown, withheld = split(data, sft.val_fraction, config.seed)
@@ -152,6 +152,7 @@ def _learn(config: ConfigDict, workdir: str, policy: build.Policy, evaluator: Ev
       Progress(sft.steps, start=done, noun='step') as progress,
     ):
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
+      run_log = RunLog(build.log_settings(config), writer, kept, progress)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps
@@ -168,7 +169,7 @@ def _learn(config: ConfigDict, workdir: str, policy: build.Policy, evaluator: Ev
           if len(withheld):
             log.validation(step, trainer.losses(list(cut(withheld))))
           evaluation = evaluator(lora.join(trainer.params, trainer.frozen), step)
-          log_evaluation(writer, kept, progress, step, evaluation, config)
+          run_log.evaluation(step, evaluation)
         if last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0):
           writer.flush()
           checkpointer.save(step, trainer.state(), {'data': data.checksum})
@@ -195,7 +196,7 @@ def _restore(trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples,
   return done
 
 
-def _write(config: ConfigDict, policy: build.Policy, trainer: SftTrainer) -> None:
+def _write(config: ConfigDict, policy: LanguageModel, trainer: SftTrainer) -> None:
   """Writes the weights as a Hugging Face directory."""
   nnx.update(policy.model, trainer.params)
   has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))

@@ -21,7 +21,7 @@ from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sft import conversations
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
-from ragen_jax.training.learner import gather, sampled_columns
+from ragen_jax.training.batches import at_columns, sampled_columns
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def join(parts: list[Trajectory]) -> SftExamples:
     return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in arrays])
 
   columns, mask = sampled_columns(stack('loss_mask'))
-  values = gather(stack('values'), columns, mask)
+  values = at_columns(stack('values'), columns, mask)
   value_scale, level, start = np.ones((len(mask),), np.float32), np.zeros((len(mask),), np.int32), 0
   for part in parts:
     rows = slice(start, start + len(part.length))

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.sft.data import SftExamples
-from ragen_jax.training.learner import plan_micro_batches
+from ragen_jax.training.batches import plan_micro_batches
 
 # Rows of a packed micro-batch = conversations a step / 16: a packed row holds several, and few rows keep the last
 # micro-batch from being mostly padding.

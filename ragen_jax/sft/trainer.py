@@ -17,7 +17,8 @@ from ragen_jax.distributed.sharding import place_rows, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft.packing import SftBatch
-from ragen_jax.training.learner import LossConfig, decayed, score_tokens
+from ragen_jax.training.optimizer import weight_decay_mask
+from ragen_jax.training.scoring import ScoringSettings, score_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def make_schedule(settings: SftSettings) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(settings.steps, warmup + 1), 0.1 * rate)
 
 
-def make_loss(graphdef: Any, settings: SftSettings, loss_config: LossConfig) -> Callable:
+def make_loss(graphdef: Any, settings: SftSettings, scoring: ScoringSettings) -> Callable:
   """The loss of a micro-batch: the negative log-likelihood of the trained tokens, and the value loss.
 
   The weights of the tokens sum to 1 over a step, so the losses and gradients of its micro-batches are added.
@@ -56,7 +57,7 @@ def make_loss(graphdef: Any, settings: SftSettings, loss_config: LossConfig) -> 
   Args:
     graphdef: of the `ActorCritic`.
     settings: reads `value_coef`.
-    loss_config: reads vocab_limit, logits_chunk and remat.
+    scoring: how the tokens are scored.
 
   Returns:
     (trained, frozen, batch) -> (the loss, f32[2] of its two parts).
@@ -64,7 +65,7 @@ def make_loss(graphdef: Any, settings: SftSettings, loss_config: LossConfig) -> 
 
   def loss(trained: nnx.State, frozen: nnx.State, batch: SftBatch) -> tuple[jax.Array, jax.Array]:
     model = lora.merge(graphdef, trained, frozen)
-    logprobs, _, values = score_tokens(model, batch.tokens, batch.columns, loss_config, batch.segments)
+    logprobs, _, values = score_tokens(model, batch.tokens, batch.columns, scoring, batch.segments)
     nll = -jnp.sum(logprobs * batch.weights)
     vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
     return nll + settings.value_coef * vf_loss, jnp.stack([nll, vf_loss])
@@ -82,23 +83,25 @@ class SftTrainer:
     schedule: the learning rate of each step.
   """
 
-  def __init__(self, settings: SftSettings, loss_config: LossConfig, model: ActorCritic, mesh: Mesh):
+  def __init__(self, settings: SftSettings, scoring: ScoringSettings, model: ActorCritic, mesh: Mesh):
     """Compiles nothing before the first call.
 
     Args:
       settings: the optimiser and the loss.
-      loss_config: reads vocab_limit, logits_chunk and remat.
+      scoring: how the tokens are scored.
       model: its weights are where training begins; they are not changed.
       mesh: the devices over which rows and weights are divided.
     """
     self._mesh = mesh
     self.schedule = make_schedule(settings)
-    adamw = optax.adamw(self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=decayed)
+    adamw = optax.adamw(
+      self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=weight_decay_mask
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(settings.grad_clip), adamw)
     graphdef, params = nnx.split(model)
     self.params, self.frozen = lora.partition(params)
     self.opt_state = self._as_weights(optimizer.init(self.params))
-    loss = make_loss(graphdef, settings, loss_config)
+    loss = make_loss(graphdef, settings, scoring)
 
     @functools.partial(jax.jit, donate_argnums=2)
     def accumulate(params, frozen, gradients, batch):

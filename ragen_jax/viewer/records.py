@@ -183,7 +183,7 @@ def _summary(episode: Episode, step: int, split: str, member: int) -> EpisodeSum
 
 
 def on_timeline(values: np.ndarray, columns: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
-  """Scatters values of gathered columns back to their columns: the inverse of `learner.gather`.
+  """Scatters values of gathered columns back to their columns: the inverse of `training.batches.at_columns`.
 
   Args:
     values: f32[B, R].

@@ -11,11 +11,13 @@ from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.episode import Status
+from ragen_jax.agent.language_model import make_sampler
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.models import presets
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.training.learner import LossConfig, sampled_columns, score_tokens
-from tests.support import builders
+from ragen_jax.training.batches import sampled_columns
+from ragen_jax.training.scoring import score_tokens
+from tests.support import builders, learning
 
 
 class Recorder:
@@ -142,7 +144,10 @@ def test_sampler_s_logprobs_and_values_equal_a_full_forward_pass_on_the_timeline
   t = rollout.trajectory
   columns, mask = sampled_columns(t.loss_mask)
   logprobs, entropies, values = score_tokens(
-    nnx.merge(nnx.split(policy.model)[0], params), t.tokens, columns, LossConfig(vocab_limit=policy.tokenizer.size)
+    nnx.merge(nnx.split(policy.model)[0], params),
+    t.tokens,
+    columns,
+    learning.scoring(vocab_limit=policy.tokenizer.size),
   )
   for recorded, recomputed in ((t.logprobs, logprobs), (t.values, values), (t.entropies, entropies)):
     at = np.take_along_axis(recorded, columns, axis=1)
@@ -170,7 +175,7 @@ def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
       envs__FrozenLake__max_actions=4,
       envs__FrozenLake__max_turns=5,
     )
-    fresh = dataclasses.replace(policy, sampler=build.make_sampler(policy.model, policy.tokenizer))
+    fresh = dataclasses.replace(policy, sampler=make_sampler(policy.model, policy.tokenizer))
     runs.append(_rollout(tmp_path, config, policy=fresh))
   assert min(runs[0][3].batch_sizes) < 64 and min(runs[1][3].batch_sizes) == 64
   a, b = runs[0][2].trajectory, runs[1][2].trajectory

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax import build, train
+from ragen_jax import build
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.models import lora
 from ragen_jax.modes import evaluate, export
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_training
 from ragen_jax.runs.workdir import record_config
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import read_episodes
 from tests.support import builders
@@ -44,13 +46,13 @@ def _run(workdir, amount=0.02, **fields):
   """
   config = builders.small_config(**FIELDS | fields)
   policy = build.load_policy(config)
-  trained, frozen = lora.partition(build.param_state(policy.model))
+  trained, frozen = lora.partition(param_state(policy.model))
   record_config(workdir, config.to_dict())
-  with Checkpointer(workdir, keep=2, save_best=train.BEST) as checkpointer:
+  with Checkpointer(workdir, keep=2, save_best=BEST) as checkpointer:
     for step, score in ((1, 0.4), (2, 0.3)):
       rng = np.random.default_rng(step)
       moved = jax.tree.map(lambda x, rng=rng: x + amount * rng.normal(size=x.shape).astype(np.float32), trained)
-      checkpointer.save(step, {'params': moved}, metrics={train.BEST: score})
+      checkpointer.save(step, {'params': moved}, metrics={BEST: score})
   nnx.update(policy.model, lora.join(moved, frozen))
   return config, policy
 
@@ -86,7 +88,7 @@ def evaluated(full_run, tmp_path_factory):
 
 def test_the_models_numbers_are_those_of_the_evaluator(evaluated):
   _, config, policy, found = evaluated
-  metrics = build.make_evaluator(config, policy)(build.param_state(policy.model)).metrics
+  metrics = build.make_evaluator(config, policy)(param_state(policy.model)).metrics
   compared = 0
   for row in found['rows']:
     if row['kind'] == 'model':
@@ -203,7 +205,7 @@ def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
 
 def test_the_best_checkpoint_is_found(full_run):
   workdir, config, _ = full_run
-  with Checkpointer(workdir, save_best=train.BEST) as checkpointer:
+  with Checkpointer(workdir, save_best=BEST) as checkpointer:
     for step, found in (('latest', 2), ('best', 1), ('1', 1), ('base', None), ('none', None)):
       config = config.copy_and_resolve_references()
       config.eval.step = step
@@ -322,7 +324,7 @@ def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
   config.sft.tags, config.sft.levels, config.eval.step, config.eval.baselines = ('Bandit',), (8,), '3', ()
   workdir = shutil.copytree(workdir, tmp_path / 'run')
   with Checkpointer(workdir, keep=3) as checkpointer:
-    params = lora.partition(build.param_state(build.load_policy(config).model))[0]
+    params = lora.partition(param_state(build.load_policy(config).model))[0]
     checkpointer.save(3, {'params': params}, {'data': 'checksum'})
   for fields, trained_on in (({}, ['Bandit']), ({'sft.data': 'play.jsonl'}, []), ({'sft.from_scratch': True}, None)):
     config.update_from_flattened_dict(fields)

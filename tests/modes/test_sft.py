@@ -16,13 +16,15 @@ from ragen_jax import build, train
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.config import checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
-from ragen_jax.training import learner
+from ragen_jax.training.batches import at_columns, sampled_columns
+from ragen_jax.training.scoring import ScoringSettings, score_tokens
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 from tests.support.paths import ROOT
@@ -38,7 +40,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
   sft.train_sft(config, str(tmp_path / 'sft'))
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
-  metrics = build.make_evaluator(config, policy)(build.param_state(policy.model)).metrics
+  metrics = build.make_evaluator(config, policy)(param_state(policy.model)).metrics
   assert metrics['val-env/Bandit/action_is_valid'] > 0.95  # a random model writes no valid reply in a thousand
   assert metrics['val-greedy/Bandit/success'] > 0.95
 
@@ -59,9 +61,10 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=0.5, hurry=0.5)
   demonstrator = Demonstrator(np.random.default_rng(9), style)
   trajectory = AgentProxy(EnvStateManager(specs, 1), context, limits).rollout(demonstrator, 5000).trajectory
-  columns, mask = learner.sampled_columns(trajectory.loss_mask)
-  best = learner.gather(trajectory.values, columns, mask)[mask]
-  _, _, values = learner.score_tokens(policy.model, trajectory.tokens, columns, learner.LossConfig())
+  scoring = build.fill(ScoringSettings, config.model, temperature=1.0, vocab_limit=0)
+  columns, mask = sampled_columns(trajectory.loss_mask)
+  best = at_columns(trajectory.values, columns, mask)[mask]
+  _, _, values = score_tokens(policy.model, trajectory.tokens, columns, scoring)
   assert best.std() > 0.1  # the goal is beside the player, where two of three slips may reach it, or out of reach
   assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.7
   assert abs(np.asarray(values)[mask].mean() - best.mean()) < 0.1

@@ -10,6 +10,7 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import presets
 from ragen_jax.sft import tiny_tokenizer
@@ -37,7 +38,7 @@ def test_a_fresh_model_has_the_shape_that_was_asked_for():
     cfg.head_dim,
     cfg.intermediate_size,
   ) == shape
-  assert cfg.vocab_size == 304 and build.param_state(model)
+  assert cfg.vocab_size == 304 and param_state(model)
 
 
 def test_the_built_in_model_is_small_and_opens_in_transformers():

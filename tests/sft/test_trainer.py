@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
 from ragen_jax.sft.packing import batches
@@ -21,7 +21,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   config = builders.small_config(sft__value_coef=0.5)
   model = builders.random_model(40)
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
-  policy = build.Policy('', model, tokenizer, None, jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
+  policy = LanguageModel('', model, tokenizer, None, jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
   trainer = sft.make_trainer(config, policy)
   found, used = [], []
   for packing in (False, True):

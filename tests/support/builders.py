@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.language_model import LanguageModel, make_sampler
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.save import save_model
@@ -36,7 +37,7 @@ def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2) -> ActorC
   return model
 
 
-def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> build.Policy:
+def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageModel:
   """A random policy with a tokenizer made from the prompts of `config.train.tags`, saved to `directory`."""
   tags = tuple(config.train.tags)
   specs = build.env_groups(config, tags, (1,) * len(tags))
@@ -51,4 +52,4 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> build.Poli
   )
   # With the config beside it, the tokenizer is loaded as a user's would be.
   tokenizer, mesh = ChatTokenizer(directory), make_mesh(-1, 1, 1)
-  return build.Policy(str(directory), model, tokenizer, build.make_sampler(model, tokenizer, mesh), mesh)
+  return LanguageModel(str(directory), model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)

@@ -23,7 +23,7 @@ from ragen_jax.distributed import processes, sharding
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
-from ragen_jax.training.monitor import Monitor
+from ragen_jax.training import run
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import Fault
 from tests.support import builders
@@ -246,20 +246,17 @@ def _row_shards(monkeypatch) -> str:
 
 
 def _different_checkpoints() -> str:
-  source = (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
+  source = (ROOT / 'ragen_jax' / 'training' / 'run.py').read_text(encoding='utf-8')
   message = re.search(r"f'(--workdir=\{workdir\}: the processes see different checkpoints.*)'", source).group(1)
   return 'error: ' + message.format(workdir='runs/two', steps=[10, None])
 
 
 def _stopped() -> str:
-  config = frozenlake_ppo.get_config()
-  return train._greeting(config, None, 'runs/frozenlake_ppo', 45, 'empty_filtered_steps')
+  return run.greeting('runs/frozenlake_ppo', '', 45, frozenlake_ppo.get_config().num_iterations, 'empty_filtered_steps')
 
 
 def _on_a_cpu() -> str:
-  config = frozenlake_ppo.get_config()
-  policy = types.SimpleNamespace(describe=lambda: '123k parameters, float32, 1 device (cpu)')
-  return train._greeting(config, policy, 'runs/frozenlake_ppo', 0, '')
+  return run.greeting('runs/frozenlake_ppo', 'tiny: 123k parameters, float32, 1 device (cpu)', 0, 100, '')
 
 
 def _lost_partner(monkeypatch, capsys) -> str:
@@ -274,7 +271,7 @@ def _a_fault() -> str:
 
 
 def _echo_trap() -> str:
-  monitor = Monitor(builders.small_config())
+  monitor = build.make_monitor(builders.small_config())
   for step in range(60):
     sick = step >= 10
     metrics = {
@@ -283,7 +280,7 @@ def _echo_trap() -> str:
     }  # fmt: skip
     _, verdict = monitor.after_iteration(metrics, empty=False)
     if verdict.action != 'go_on':
-      return f'iteration 37: {verdict.reason}; {train._TOLD[verdict.action]}'
+      return f'iteration 37: {verdict.reason}; {run.CONSEQUENCES[verdict.action]}'
   return ''
 
 
