@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import optax
 
-from ragen_jax.runs.metrics import MetricWriter, Timer
+from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
+from ragen_jax.runs.timing import Timer
 from ragen_jax.sft.packing import SftBatch
 
 # Steps between two lines of metrics.
