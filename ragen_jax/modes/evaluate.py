@@ -35,9 +35,11 @@ from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.evaluation.intervals import Interval, level_intervals, sizes_of_k
 from ragen_jax.models import presets
 from ragen_jax.modes.export import choose_step, restore_params
-from ragen_jax.runs.checkpoints import Checkpointer, changed_fields
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import fields_of
 from ragen_jax.runs.metrics import write_events
 from ragen_jax.runs.progress import table
+from ragen_jax.runs.workdir import changed_fields
 from ragen_jax.train import BEST, use_compilation_cache
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
@@ -47,16 +49,6 @@ from ragen_jax.viewer.store import EpisodeWriter
 _log = logging.getLogger(__name__)
 
 VERSION = 1
-# Fields that a checkpoint cannot be read without; the others say how its model is run.
-_OF_THE_WEIGHTS = (
-  'model.preset',
-  'model.path',
-  'model.separate_critic',
-  'lora.rank',
-  'lora.alpha',
-  'lora.targets',
-  'lora.path',
-)
 _COLUMN = 15  # characters at most: with five of them, a table has up to 100
 
 # What the table shows, of what there is.
@@ -191,7 +183,8 @@ def _compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = Fa
     UserError: its weights are not of the model that the config names.
   """
   run, changed = changed_fields(workdir, config.to_dict())
-  others = [f'{name} was {was} and is {now}' for name, (was, now) in changed.items() if name in _OF_THE_WEIGHTS]
+  weights = fields_of('weights')
+  others = [f'{name} was {was} and is {now}' for name, (was, now) in changed.items() if name in weights]
   if others:
     raise UserError(
       f'workdir {workdir} has checkpoints of another model: {"; ".join(others)}; set these fields back, '

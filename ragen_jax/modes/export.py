@@ -18,14 +18,13 @@ from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
-from ragen_jax.runs.checkpoints import Checkpointer, compare_config
-from ragen_jax.train import BEST, free_fields
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import free_in_export
+from ragen_jax.runs.workdir import compare_config
+from ragen_jax.train import BEST
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
-
-# Sections that say nothing about what a run's checkpoints hold.
-_OTHER_SECTIONS = ('mesh', 'sft')
 
 
 def export(config: ConfigDict, workdir: str) -> str:
@@ -48,8 +47,7 @@ def export(config: ConfigDict, workdir: str) -> str:
   output = config.export.output or os.path.join(workdir, 'export')
   if config.export.lora == 'adapter' and not config.lora.rank:
     raise UserError("export.lora='adapter': needs a run with LoRA (lora.rank above 0)")
-  others = {f'{section}.{name}' for section in _OTHER_SECTIONS for name in config[section]}
-  compare_config(workdir, config.to_dict(), free_fields=free_fields(config) | others | {'num_iterations'})
+  compare_config(workdir, config.to_dict(), free_in_export(config.to_dict()))
   for source in filter(None, (presets.resolve(config.model.preset, config.model.path), config.lora.path)):
     check_output(output, 'export.output', source)
   with Checkpointer(workdir, save_best=BEST) as checkpointer:

@@ -21,13 +21,14 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.agent_proxy import round_up
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.config.checks import check_config
+from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.learner import TokenBatch
 from ragen_jax.training.trainer import Trainer
@@ -134,16 +135,6 @@ def _flags(changes: dict[str, Any]) -> str:
   return ' '.join(f'--config.{name}={value}' for name, value in changes.items())
 
 
-def check_plan(config: ConfigDict) -> None:
-  """Raises UserError for the first field of `config.plan` that is not allowed."""
-  p = config.plan
-  for name in ('devices', 'prompt_tokens'):
-    if p[name] < 1:
-      raise UserError(f'plan.{name}={p[name]}: must be at least 1')
-  if p.memory_gb <= 0:
-    raise UserError(f'plan.memory_gb={p.memory_gb}: must be above 0')
-
-
 def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
   """The bytes of a run of `config`, on a mesh over all devices that there are.
 
@@ -196,11 +187,11 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
 def _shaped_by(config: ConfigDict, phase: str) -> tuple:
   """The fields that `fit` and the advice of adapters change, as far as they shape a phase's programs."""
   if phase == 'update':
-    rows = (config.optimizer.micro_batch_size, config.model.remat, config.model.logits_chunk)
+    rows = select(config.to_dict(), 'memory')
   else:
     rows = _rows(config, phase)
   weights = (config.lora.rank, config.model.param_dtype)
-  return ('update' if phase == 'update' else 'rollout', rows, weights, tuple(config.mesh.values()))
+  return ('update' if phase == 'update' else 'rollout', rows, weights, select(config.to_dict(), 'devices'))
 
 
 def _rows(config: ConfigDict, phase: str) -> int:

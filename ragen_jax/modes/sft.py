@@ -30,10 +30,13 @@ from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import export
-from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import free_in_warm_start
 from ragen_jax.runs.interrupt import Interrupt, Stopped
-from ragen_jax.runs.metrics import MetricWriter, Timer
+from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
+from ragen_jax.runs.timing import Timer
+from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.sft import conversations, tiny_tokenizer
 from ragen_jax.sft import data as sft_data
 from ragen_jax.train import log_evaluation, use_compilation_cache
@@ -47,13 +50,6 @@ _log = logging.getLogger(__name__)
 _SAMPLE_LEVELS = 64
 # Steps between two lines of metrics.
 _LOG_EVERY = 10
-# Sections and fields that do not change what has been learnt, and so may differ when a warm start goes on.
-_OTHER_SECTIONS = (
-  'train', 'algorithm', 'reward', 'filter', 'replay', 'monitor', 'checkpoint', 'logging', 'export', 'plan',
-)  # fmt: skip
-_FREE_FIELDS = (
-  'num_iterations', 'compilation_cache', 'sft.output', 'sft.save_data', 'sft.eval_every', 'sft.checkpoint_every',
-)  # fmt: skip
 _NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
 
 
@@ -137,8 +133,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   found = conversations.read(config.sft.data) if config.sft.data else []
   with contextlib.ExitStack() as stack:
     stack.enter_context(workdir_lock(workdir))
-    others = {f'{section}.{name}' for section in _OTHER_SECTIONS for name in config[section]}
-    record_config(workdir, config.to_dict(), free_fields=others | set(_FREE_FIELDS))
+    record_config(workdir, config.to_dict(), free_in_warm_start())
     use_compilation_cache(config, workdir)
     needs_specs = config.sft.from_scratch or not found
     specs = build.env_groups(config, config.sft.tags, config.sft.levels) if needs_specs else []

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ragen_jax.plots import matrix as plot_matrix
+from ragen_jax.runs.config_fields import flatten, has_effect
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.utils.errors import UserError
 
@@ -56,13 +57,6 @@ PANELS = (
   Panel('response_length', 'response_length/mean', 'Response length (tokens)'),
 )
 
-# Parts of a config that change nothing in what a run learns.
-_WITHOUT_EFFECT = (
-  *('checkpoint.', 'logging.', 'export.', 'plan.', 'sft.', 'compilation_cache'),
-  *('mesh.', 'monitor.information', 'monitor.gradient', 'optimizer.micro_batch_size', 'model.remat'),
-  *('model.logits_chunk', 'length_step', 'agent.drop_finished'),  # memory and programs only
-  *('eval.greedy_too', 'eval.step', 'eval.baselines', 'eval.endpoint'),
-)
 # What runs are told apart by, before all else.
 _TELLING = ('train.tags', 'model.preset', 'algorithm.adv_estimator')
 # Sections whose fields are clear without them.
@@ -200,7 +194,7 @@ def read_run(workdir: str) -> Run:
   config: dict[str, Any] = {}
   if (root / 'config.json').exists():
     try:
-      config = dict(_flatten(json.loads((root / 'config.json').read_text())))
+      config = flatten(json.loads((root / 'config.json').read_text()))
     except (OSError, ValueError, AttributeError) as e:
       raise UserError(f'{root / "config.json"} cannot be read: {e}') from e
   series = {}
@@ -210,14 +204,6 @@ def read_run(workdir: str) -> Run:
       steps, values = zip(*points, strict=True)
       series[panel.metric] = np.asarray(steps, np.int64), np.asarray(values, np.float64)
   return Run(workdir, config, series, find_marks(rows, config), _best_possible(rows), evaluations)
-
-
-def _flatten(config: dict[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
-  for name, value in config.items():
-    if isinstance(value, dict):
-      yield from _flatten(value, f'{prefix}{name}.')
-    else:
-      yield f'{prefix}{name}', value
 
 
 def find_marks(rows: Sequence[dict[str, float]], config: dict[str, Any]) -> list[tuple[int, str]]:
@@ -291,7 +277,7 @@ def _telling_fields(run: Run) -> dict[str, Any]:
   return {
     name: value
     for name, value in run.config.items()
-    if not name.startswith(_WITHOUT_EFFECT) and not (name.startswith('envs.') and name.split('.')[1] not in used)
+    if has_effect(name) and not (name.startswith('envs.') and name.split('.')[1] not in used)
   }
 
 

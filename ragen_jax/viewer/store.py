@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.runs.metrics import encode_png
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.files import encode_png
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from ragen_jax import build
 from ragen_jax.config.checks import check_config
 from ragen_jax.models import lora
 from ragen_jax.modes import export
-from ragen_jax.runs.checkpoints import Checkpointer, record_config
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.workdir import record_config
 from ragen_jax.train import BEST
 from ragen_jax.utils.errors import UserError
 from tests.support import builders

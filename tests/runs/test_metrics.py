@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import pathlib
 import signal
@@ -12,19 +11,20 @@ import struct
 import subprocess
 import sys
 
-from tests.support.paths import ROOT
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from ragen_jax.runs import metrics as metrics_lib
+from ragen_jax.runs.metrics import Counts, MetricWriter, read_metrics
 from ragen_jax.utils.errors import UserError
-from ragen_jax.runs.metrics import Counts, MetricWriter, Timer, read_metrics
+from tests.support.events import read_events
+from tests.support.paths import ROOT
+
 
 def values_of(step: int) -> dict[str, float]:
   rng = np.random.default_rng(step)
@@ -39,22 +39,10 @@ def write_steps(workdir: pathlib.Path, start: int, stop: int) -> None:
       writer.scalars(step, {'timing_s/rollout': step / 7})
 
 
-def read_events(workdir: pathlib.Path) -> list[Event]:
-  """The events of all files in the order in which TensorBoard reads them."""
-  events = []
-  for path in sorted((workdir / 'tb').iterdir()):
-    data = path.read_bytes()
-    while data:
-      size = struct.unpack('<Q', data[:8])[0]
-      events.append(Event.FromString(data[12 : 12 + size]))
-      data = data[12 + size + 4 :]
-  return events
-
-
 def shown_scalars(workdir: pathlib.Path) -> list[tuple[int, str, float]]:
   """The scalars that TensorBoard shows: a restart at step k hides what was written before of the steps from k on."""
   shown = []
-  for event in read_events(workdir):
+  for event in read_events(workdir / 'tb'):
     if event.session_log.status == SessionLog.START:
       shown = [point for point in shown if point[0] < event.step]
     shown += [
@@ -66,7 +54,7 @@ def shown_scalars(workdir: pathlib.Path) -> list[tuple[int, str, float]]:
 
 
 def summaries(workdir: pathlib.Path) -> dict:
-  return {value.tag: value for event in read_events(workdir) for value in event.summary.value}
+  return {value.tag: value for event in read_events(workdir / 'tb') for value in event.summary.value}
 
 
 # -- scalars -----------------------------------------------------------------------------------------------------------
@@ -183,9 +171,7 @@ def test_killed_then_resumed(tmp_path, rubbish):
   if rubbish:  # the process is slow to start: one kill is enough, the other cases are what it may leave
     write_steps(killed, 0, 5)
   else:
-    child = subprocess.run(
-      [sys.executable, '-c', KILLED, str(killed), str(ROOT), str(pathlib.Path(__file__).parent)]
-    )
+    child = subprocess.run([sys.executable, '-c', KILLED, str(killed), str(ROOT), str(pathlib.Path(__file__).parent)])
     assert child.returncode == -signal.SIGKILL
   with (killed / 'metrics.jsonl').open('a') as file:
     file.write(rubbish)
@@ -293,8 +279,8 @@ def test_tensorboard_hparams(tmp_path):
   }
   content = shown['_hparams_/experiment'].metadata.plugin_data.content
   experiment = HParamsPluginData.FromString(content).experiment
-  assert [metric.name.tag for metric in build.metric_infos] == ['eval/success']
-  assert {info.name for info in build.hparam_infos} == set(columns)
+  assert [metric.name.tag for metric in experiment.metric_infos] == ['eval/success']
+  assert {info.name for info in experiment.hparam_infos} == set(columns)
   assert read_metrics(tmp_path) == [{'step': 7, 'eval/success': 0.5}]
   assert EventAccumulator(str(tmp_path / 'tb')).Reload().Scalars('eval/success')[-1].value == 0.5
 
@@ -312,49 +298,3 @@ def test_tensorboard_forgets_what_was_written_after_the_checkpoint(tmp_path):
   ]  # fmt: skip
   advantages = events.Histograms('critic/advantages')
   assert [(e.step, e.histogram_value.max) for e in advantages] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]
-
-
-# -- Memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_memory_is_the_most_that_was_used(monkeypatch):
-  """Against what the kernel says, and of several devices the fullest."""
-  status = pathlib.Path('/proc/self/status')
-  host = metrics_lib.memory()['perf/max_host_memory_gb']
-  if status.exists():
-    peak = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith('VmHWM'))
-    assert host == pytest.approx(peak / 2**20, rel=0.05)
-
-  class Device:
-    def __init__(self, peak):
-      self.memory_stats = lambda: peak and {'peak_bytes_in_use': peak, 'bytes_in_use': 1}
-
-  devices = [Device(2**30), Device(3 * 2**30), Device(None)]
-  monkeypatch.setattr(metrics_lib.jax, 'local_devices', lambda: devices)
-  assert metrics_lib.memory()['perf/max_memory_allocated_gb'] == 3
-  devices[:] = devices[-1:]  # a CPU keeps no count
-  assert set(metrics_lib.memory()) == {'perf/max_host_memory_gb'}
-
-
-# -- Timer -------------------------------------------------------------------------------------------------------------
-
-
-def test_timer(monkeypatch):
-  now = [0.0]
-  monkeypatch.setattr(metrics_lib.time, 'perf_counter', lambda: now[0])
-  timer = Timer()
-  for _ in range(2):
-    with timer('rollout'):
-      now[0] += 1.5
-      with timer('decode'):
-        now[0] += 0.25
-  with pytest.raises(KeyError), timer('update'):
-    now[0] += 2
-    raise KeyError
-  assert timer.pop() == {'timing_s/decode': 0.5, 'timing_s/rollout': 3.5, 'timing_s/update': 2}
-  assert timer.pop() == {}
-  with timer('rollout'):
-    now[0] += 1
-  assert timer.pop() == {'timing_s/rollout': 1}
-  assert timer.totals == {'decode': 0.5, 'rollout': 4.5, 'update': 2}
-  assert math.isclose(sum(timer.totals.values()), 7)

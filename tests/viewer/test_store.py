@@ -10,8 +10,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from ragen_jax.runs.metrics import encode_png
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.files import encode_png
 from ragen_jax.viewer.store import EpisodeWriter, read_episodes
 from tests.support.made_up_episodes import episode_record
 

@@ -24,7 +24,7 @@ from ragen_jax.distributed import processes, sharding
 from ragen_jax.envs.outside.text_env import Fault
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint import hf
-from ragen_jax.runs import checkpoints as checkpoint
+from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training.monitor import Monitor
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
@@ -245,7 +245,7 @@ def _begun_run(tmp_path, monkeypatch) -> str:
   """The workdir of a run with a checkpoint, relative to the present directory."""
   monkeypatch.chdir(tmp_path)
   workdir = 'runs/frozenlake_ppo'
-  checkpoint.record_config(workdir, frozenlake_ppo.get_config().to_dict())
+  record_config(workdir, frozenlake_ppo.get_config().to_dict())
   pathlib.Path(workdir, 'checkpoints', '10').mkdir(parents=True)
   return workdir
 
@@ -257,7 +257,7 @@ def _go_on(workdir: str, **changes) -> str:
 
 
 def _go_on_beside_another(workdir: str) -> str:
-  with checkpoint.workdir_lock(workdir):
+  with workdir_lock(workdir):
     return _go_on(workdir)
 
 
@@ -350,4 +350,4 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
   for text in ('evaluating before training; most of the first minute is compilation',):
     assert text in page and text in (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
   interrupted = 'interrupted; the same command goes on from the last checkpoint, if there is one'
-  assert interrupted in page and interrupted in (ROOT / 'main.py').read_text(encoding='utf-8')
+  assert interrupted in page and interrupted in (ROOT / 'ragen_jax' / '__main__.py').read_text(encoding='utf-8')
