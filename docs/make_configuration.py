@@ -43,9 +43,9 @@ python main.py --config=configs/frozenlake_ppo.py --config.train.tags="('FrozenL
 ```
 
 A value that is not allowed is refused with an error of one line, before anything is compiled. The other files of
-[configs](../configs) change some fields; the last column lists the new values and the configs that set them, by the NAME
-of `configs/NAME.py`. A suffix of the file's name selects another model than the built-in one, and sets the values that
-are listed for pretrained models:
+[configs](../configs) change some fields; the last column lists the new values and the configs that set them, by the
+NAME of `configs/NAME.py`. A suffix of the file's name selects another model than the built-in one, and sets the values
+that are listed for pretrained models:
 
 ```
 python main.py --config=configs/frozenlake_ppo.py:qwen2.5-0.5b
