@@ -46,7 +46,8 @@ from benchmarks.learning_curves import hardware  # noqa: E402
 from configs import frozenlake_ppo  # noqa: E402
 from ragen_jax import build  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
-from ragen_jax.models.checkpoint import hf  # noqa: E402
+from ragen_jax.models.checkpoint.load import load_model  # noqa: E402
+from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
 from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
 from ragen_jax.models.value_head import ActorCritic  # noqa: E402
 from ragen_jax.runs.metrics import read_metrics  # noqa: E402
@@ -91,7 +92,7 @@ def measured(run) -> float:
 def make_checkpoint(shape: QwenConfig, directory: str) -> None:
   """Random weights with the built-in tokenizer."""
   model = Qwen(shape, rngs=nnx.Rngs(0))
-  hf.save_model(directory, model, shape, 'bfloat16', tokenizer_dir=presets.resolve('tiny', ''))
+  save_model(directory, model, shape, 'bfloat16', tokenizer_dir=presets.resolve('tiny', ''))
 
 
 def parity(shape: QwenConfig, checkpoint: str) -> dict:
@@ -104,7 +105,7 @@ def parity(shape: QwenConfig, checkpoint: str) -> dict:
   small = dataclasses.replace(shape, num_layers=min(shape.num_layers, 2))
   with tempfile.TemporaryDirectory() as directory:
     model = Qwen(small, rngs=nnx.Rngs(1))
-    hf.save_model(directory, model, small, 'float32', tokenizer_dir=checkpoint)
+    save_model(directory, model, small, 'float32', tokenizer_dir=checkpoint)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
   tokens = np.random.default_rng(0).integers(0, small.vocab_size, (4, 64))
   with torch.no_grad(), jax.default_matmul_precision('highest'):
@@ -147,7 +148,7 @@ def decode(shape: QwenConfig, checkpoint: str, sizes: tuple[int, int, int], band
   rows, width, new = sizes
   tokens = np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(np.int32)
   dtype = jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
-  sampler, params = sampler_of(hf.load_model(checkpoint, dtype=dtype, param_dtype=dtype))
+  sampler, params = sampler_of(load_model(checkpoint, dtype=dtype, param_dtype=dtype))
   decode_once(sampler, params, tokens, new, Sampling())
   ours = statistics.median(decode_once(sampler, params, tokens, new, Sampling())[0] for _ in range(REPEATS))
   weights = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,18 +15,23 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.context_manager import ContextManager, ContextSettings
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Limits
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora, presets
-from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
+from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.models.checkpoint.export import ExportSettings
+from ragen_jax.models.checkpoint.load import load_model, load_value_head
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
@@ -34,9 +40,6 @@ from ragen_jax.utils.errors import UserError
 _log = logging.getLogger(__name__)
 
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
-# A run's own range of training levels.
-LEVELS_PER_SEED = 10_000_000
-
 
 _Settings = TypeVar('_Settings')
 
@@ -59,7 +62,7 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
 
 def env_groups(
   config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
-) -> list[EnvGroup]:
+) -> list[EnvSpec]:
   """The environments behind tags.
 
   Args:
@@ -91,7 +94,7 @@ def env_groups(
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    specs.append(EnvGroup(tag, env, budget, max_words, count))
+    specs.append(EnvSpec(tag, env, budget, max_words, count))
   return specs
 
 
@@ -130,39 +133,29 @@ def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
   return counts
 
 
-def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvGroup]) -> ContextManager:
+def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvSpec]) -> ContextManager:
   """The prompts of a run."""
-  agent = config.agent
-  return ContextManager(
-    tokenizer,
-    specs,
-    think=agent.think,
-    force_prefix=agent.force_prefix,
-    action_sep=agent.action_sep,
-    policy=ContextPolicy(agent.context, agent.context_turns, agent.overlong),
-  )
+  return ContextManager(tokenizer, specs, fill(ContextSettings, config.agent))
+
+
+def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
+  """The bounds of the episodes of some environments, in turns and in tokens."""
+  max_turns = max(s.budget.max_turns for s in specs)
+  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step)
 
 
 def agent_proxy(
   config: ConfigDict,
   tokenizer: ChatTokenizer,
   sampler: Sampler,
-  specs: list[EnvGroup],
+  specs: list[EnvSpec],
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
   """The rollout loop over a batch of environments, which are never reset to a level that is held out."""
-  agent = config.agent
-  limits = Limits(
-    max_turns=max(s.budget.max_turns for s in specs),
-    max_response_tokens=agent.max_response_tokens,
-    max_context=agent.max_context,
-    format_penalty=agent.format_penalty,
-    size_step=config.length_step,
-    drop_finished=agent.drop_finished,
-  )
-  envs = EnvStateManager(specs, group_size, share=sampler.share.index, shares=sampler.share.parts, held_out=held_out)
-  return AgentProxy(envs, context_manager(config, tokenizer, specs), sampler, limits)
+  share = sampler.share
+  envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
+  return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)
 
 
 def sampling(section: ConfigDict) -> Sampling:
@@ -249,7 +242,7 @@ def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...],
   Raises:
     UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
   """
-  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in hf.weights(cfg)}
+  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
 
 
 def load_policy(config: ConfigDict) -> Policy:
@@ -271,15 +264,15 @@ def load_policy(config: ConfigDict) -> Policy:
   if config.lora.path:
     adapter_files.load(config.lora.path, qwen)
   if config.model.separate_critic:
-    home = hf.critic_directory(directory)
+    home = critic_directory(directory)
     critic = _load_model(config, home, tokenizer, mesh, jnp.float32, trunk_only=True)
-  elif hf.critic_directory(directory) != directory:
-    _log.info('%s is left unused: model.separate_critic is off', hf.critic_directory(directory))
+  elif critic_directory(directory) != directory:
+    _log.info('%s is left unused: model.separate_critic is off', critic_directory(directory))
   model = ActorCritic(qwen, critic)
   # The head beside adapters was trained on what they make of the policy's trunk, which a separate critic is not.
   beside = '' if critic is not None else config.lora.path
-  if not (beside and hf.load_value_head(beside, model.value_head)):
-    hf.load_value_head(home, model.value_head)
+  if not (beside and load_value_head(beside, model.value_head)):
+    load_value_head(home, model.value_head)
   # What no sharding function has placed yet.
   _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
   nnx.update(model, place(rest, tree_shardings(rest, mesh)))
@@ -296,13 +289,13 @@ def _is_loaded(path: tuple[str | int, ...], _: Any) -> bool:
 def _load_model(
   config: ConfigDict, directory: str, tokenizer: ChatTokenizer, mesh: Mesh, param_dtype: Any, trunk_only: bool = False
 ) -> Qwen:
-  qwen = hf.load_model(
+  qwen = load_model(
     directory,
     dtype=compute_dtype(config),
     param_dtype=param_dtype,
     attend_by_row=attend_by_row(),
     trunk_only=trunk_only,
-    sharding_fn=weight_shardings(hf.read_config(directory), mesh).__getitem__,
+    sharding_fn=weight_shardings(read_config(directory), mesh).__getitem__,
   )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
@@ -323,3 +316,15 @@ def make_sampler(
 def param_state(model: ActorCritic) -> nnx.State:
   """All weights of the model."""
   return nnx.split(model)[1]
+
+
+def export_settings(config: ConfigDict, policy: Policy) -> ExportSettings:
+  """How `config.export` writes the policy."""
+  hub_name = None if config.model.path else presets.PRESETS.get(config.model.preset)
+  return fill(
+    ExportSettings,
+    config.export,
+    adapters=lora_config(config),
+    base=hub_name or os.path.abspath(policy.directory),
+    tokenizer_dir=policy.directory,
+  )

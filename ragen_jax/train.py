@@ -12,16 +12,19 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.episode import Episode
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluation, mean_success, success_by_tag
 from ragen_jax.models import lora
-from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
+from ragen_jax.runs import config_fields
+from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.interrupt import Interrupt, Stopped
-from ragen_jax.runs.metrics import MetricWriter, Timer, memory
+from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.summary import summarize
+from ragen_jax.runs.timing import Timer, memory
+from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.probes import probe
 from ragen_jax.training.trainer import Trainer
@@ -34,34 +37,6 @@ _log = logging.getLogger(__name__)
 
 # The evaluation's metric that the best checkpoint is chosen by.
 BEST = 'val-env/success'
-
-# Fields that may change when a run goes on: they do not alter what the iterations before would have done
-# (another mesh, not beyond rounding).
-FREE_FIELDS = frozenset(
-  {
-    'num_iterations',
-    'compilation_cache',
-    'checkpoint.every',
-    'checkpoint.keep',
-    'monitor.information_every',
-    'monitor.gradients_every',
-    'logging.trajectories',
-    'logging.episodes',
-    'logging.episodes_every',
-    'mesh.data',
-    'mesh.fsdp',
-    'mesh.tensor',
-    # Read by --mode=eval only.
-    'eval.step',
-    'eval.baselines',
-    'eval.endpoint',
-    'eval.endpoint_model',
-    'eval.endpoint_timeout',
-    'eval.endpoint_workers',
-    'eval.endpoint_tries',
-    'eval.endpoint_max_tokens',
-  }
-)
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
@@ -86,9 +61,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
         )
       if processes.is_first():
         stack.enter_context(workdir_lock(workdir))
-        fraction = config.optimizer.final_lr_fraction
-        reasons = {'num_iterations': f'the learning rate falls over them, as optimizer.final_lr_fraction={fraction}'}
-        record_config(workdir, config.to_dict(), free_fields=free_fields(config), reasons=reasons)
+        record_config(workdir, config.to_dict(), *config_fields.free_in_training(config.to_dict()))
     use_compilation_cache(config, workdir)
     return _run(config, workdir)
 
@@ -275,19 +248,11 @@ def _told(metrics: dict[str, float], config: ConfigDict) -> str:
   return '; '.join(parts)
 
 
-def free_fields(config: ConfigDict) -> frozenset[str]:
-  """Fields that may change when a run goes on: `num_iterations` not where a falling learning rate depends on it."""
-  free = FREE_FIELDS | {f'{section}.{name}' for section in ('export', 'plan', 'sft') for name in config[section]}
-  return free if config.optimizer.final_lr_fraction == 1 else free - {'num_iterations'}
-
-
 def _hparams(config: ConfigDict) -> tuple[dict[str, Any], list[str]]:
-  """For TensorBoard's table of runs: the config, without what this run does not read, and the metrics to compare."""
-  shown = {name: value for name, value in config.to_dict().items() if name not in ('sft', 'export', 'plan')}
-  used = {*config.train.tags, *config.eval.tags}
-  shown['envs'] = {tag: options for tag, options in shown['envs'].items() if tag in used}
+  """The rows of TensorBoard's table of runs: the fields that this run reads, and the metrics to compare."""
   splits = ('val-env', 'val-greedy') if config.eval.greedy_too else ('val-env',)
-  return shown, [BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)]
+  metrics = [BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)]
+  return config_fields.read_by_training(config.to_dict()), metrics
 
 
 def use_compilation_cache(config: ConfigDict, workdir: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
 
@@ -75,9 +75,9 @@ def shape(preset: str, path: str) -> QwenConfig:
     UserError: no such preset, or `path` has no config.json that can be used.
   """
   if path:
-    return hf.read_config(path)
+    return read_config(path)
   if preset == TINY:
-    return hf.read_config(resolve(preset, ''))
+    return read_config(resolve(preset, ''))
   if preset not in _SHAPES:
     raise UserError(f'model.preset={preset!r} is not one of {", ".join(names())}')
   return _SHAPES[preset]
@@ -110,9 +110,9 @@ def _check_checkpoint(directory: str, what: str) -> None:
     problem = 'does not exist'
   elif not os.path.isdir(directory):
     problem = 'is not a directory'
-  elif not os.path.isfile(os.path.join(directory, hf.CONFIG_FILE)):
-    problem = f'has no {hf.CONFIG_FILE}, so it is no Hugging Face checkpoint'
-  elif not any(name.endswith('.safetensors') and name != hf.VALUE_HEAD_FILE for name in os.listdir(directory)):
+  elif not os.path.isfile(os.path.join(directory, CONFIG_FILE)):
+    problem = f'has no {CONFIG_FILE}, so it is no Hugging Face checkpoint'
+  elif not any(name.endswith('.safetensors') and name != VALUE_HEAD_FILE for name in os.listdir(directory)):
     problem = 'has no *.safetensors, and weights in other formats are not read'
   else:
     return

@@ -1,8 +1,8 @@
 """Qwen2, Qwen2.5 and Qwen3 (dense) decoders in Flax NNX.
 
-Weights carry the names of Hugging Face checkpoints (`layers.0.self_attn.q_proj`, ...), with heads as axes of their own:
-a projection's kernel is [D, N, H], not [D, N*H], so that a mesh axis can be laid on heads. Sources: the Qwen2 (arXiv
-2407.10671) and Qwen3 (arXiv 2505.09388) reports; the layout of the weights is that of `transformers`.
+Parameters have the names of Hugging Face checkpoints (`layers.0.self_attn.q_proj`, ...), with heads as separate axes:
+a projection's kernel is [D, N, H] instead of [D, N*H], so that heads can be divided over a mesh axis. Sources: the
+Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388) reports; the layout of the weights follows `transformers`.
 """
 
 from __future__ import annotations
@@ -16,38 +16,29 @@ import numpy as np
 from flax import nnx, struct
 
 from ragen_jax.distributed.sharding import looked_up
+from ragen_jax.models.attention import attend, attend_causal_by_row
 
-# Below this width the q/k/v and gate/up products of one layer are run as one: small products are bound by their launch,
-# large ones would only copy their weights.
+# Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
+# bound by launch overhead. For wide models, joining the kernels would only copy weights.
 _FUSE_BELOW_WIDTH = 512
-
-_MASKED = -1e30
-
-# More attention scores than this, over all devices, are not made at once, but for blocks of queries of about so many.
-_MOST_SCORES = 2**28
-_SCORES_OF_BLOCK = 2**27
-_LEAST_BLOCK = 32
-
-# Queries a block in `attend_causal_by_row`.
-_ROW_BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
-  """The shape of a model; the fields are those of a Hugging Face `config.json`.
+  """The shape of a model; fields correspond to those of a Hugging Face `config.json`.
 
   Attributes:
-    architecture: 'qwen2' (bias on q/k/v) or 'qwen3' (RMS norm on every head's q and k, no bias).
-    vocab_size: V, rows of the embedding (checkpoints pad it past the tokenizer's size).
+    architecture: 'qwen2' (q/k/v biases) or 'qwen3' (RMS norm of each head's q and k, no biases).
+    vocab_size: V, rows of the embedding; checkpoints pad it beyond the tokenizer's size.
     hidden_size: D.
     intermediate_size: F.
     num_layers: L.
     num_heads: N.
     num_kv_heads: K, divides N.
     head_dim: H, even.
-    rope_theta: base of the rotary embedding's wavelengths.
-    rms_norm_eps: added to the mean square in every norm.
-    tie_word_embeddings: the output projection is the transposed embedding.
+    rope_theta: base of the wavelengths of the rotary embedding.
+    rms_norm_eps: epsilon added to the mean square in every norm.
+    tie_word_embeddings: whether the output projection is the transposed embedding.
   """
 
   architecture: str = 'qwen2'
@@ -73,11 +64,11 @@ class QwenConfig:
 
 @struct.dataclass
 class LayerCache:
-  """Keys and values of one layer, rotary embedding applied.
+  """Keys and values of one layer.
 
   Attributes:
-    k: [B, S, K, H].
-    v: [B, S, K, H].
+    k: keys [B, S, K, H], with the rotary embedding applied.
+    v: values [B, S, K, H].
   """
 
   k: jax.Array
@@ -85,9 +76,9 @@ class LayerCache:
 
 
 def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
-  """Gaussian init with standard deviation 1/sqrt(fan_in).
+  """Gaussian initial values with standard deviation 1/sqrt(fan_in).
 
-  A fixed 0.02, usual for wide models, leaves a model of width 64 blind: its layers hardly move the residual stream.
+  The fixed 0.02 that is usual for wide models is too small at width 64: layers would hardly change the residual stream.
   """
   return (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
 
@@ -106,7 +97,7 @@ class RMSNorm(nnx.Module):
 
 
 class Projection(nnx.Module):
-  """A linear map whose input or output may be split over heads: kernel `inputs + outputs`, optional bias `outputs`."""
+  """A linear map from axes `inputs` to axes `outputs`: kernel of shape `inputs + outputs`, bias of shape `outputs`."""
 
   def __init__(
     self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, param_dtype: Any, rngs: nnx.Rngs
@@ -118,14 +109,14 @@ class Projection(nnx.Module):
     self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
     self.inputs = inputs
     self.outputs = outputs
-    self.adapter = None  # see lora.py, which puts one here
+    self.adapter = None  # set by `lora.attach`
 
   def matrix(self, dtype: Any) -> jax.Array:
-    """The kernel as [inputs, outputs], both flattened."""
+    """The kernel as a matrix [prod(inputs), prod(outputs)]."""
     return self.kernel[...].astype(dtype).reshape(_size(self.inputs), _size(self.outputs))
 
   def vector(self, dtype: Any) -> jax.Array:
-    """The bias, flattened; zeros where there is none."""
+    """The bias as a vector [prod(outputs)]; zeros if there is none."""
     if self.bias is None:
       return jnp.zeros((_size(self.outputs),), dtype)
     return self.bias[...].astype(dtype).reshape(-1)
@@ -150,7 +141,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Array]:
-  """Several projections of the same input as one product. x: [..., D]; returns one [..., *outputs] each."""
+  """Several projections of one input as a single matrix product: [..., D] -> [..., *outputs] for each projection."""
   kernel = jnp.concatenate([p.matrix(x.dtype) for p in projections], axis=1)
   batch, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
   y = x @ kernel
@@ -168,101 +159,23 @@ def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Ar
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotary embedding (RoFormer, arXiv 2104.09864), halves convention. x: [B, T, heads, H], positions: [B, T]."""
+  """Rotary embedding (RoFormer, arXiv 2104.09864), halves convention.
+
+  Args:
+    x: queries or keys [B, T, heads, H].
+    positions: i32[B, T].
+    theta: base of the wavelengths.
+
+  Returns:
+    [B, T, heads, H], in the type of x.
+  """
   half = x.shape[-1] // 2
-  # On the host, so that every program has the same constants.
+  # Computed on the host, so that every program has the same constants.
   frequencies = (theta ** (-np.arange(half) / half)).astype(np.float32)  # [H/2]
   angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
   cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
   x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-  """Grouped-query attention, softmax in fp32, normalised after the value product (fewer divisions).
-
-  Where there are many scores, blocks of queries are done one after the other and recomputed backwards, so that the
-  scores of one block are held and no [B, N, T, S].
-
-  Args:
-    q: [B, T, N, H].
-    k: [B, S, K, H].
-    v: [B, S, K, H].
-    mask: bool[B or 1, T, S], True where a query may look. A row with nothing to look at gives an average of v.
-
-  Returns:
-    [B, T, N, H].
-  """
-  b, t, n, h = q.shape
-  a_query = b * n * k.shape[1]
-  if t * a_query <= _MOST_SCORES:
-    return _attend(q, k, v, mask)
-  block = min(max(_SCORES_OF_BLOCK // a_query, _LEAST_BLOCK), t)
-  pad = -t % block
-  blocks = (
-    jnp.moveaxis(jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, n, h), 1, 0),
-    jnp.moveaxis(jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(mask.shape[0], -1, block, mask.shape[2]), 1, 0),
-  )
-  one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1]))
-  out = jax.lax.map(one, blocks)  # [T/block, B, block, N, H]
-  return jnp.moveaxis(out, 0, 1).reshape(b, -1, n, h)[:, :t]
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-  b, t, n, h = q.shape
-  kv = k.shape[2]
-  q = (q * jnp.asarray(h**-0.5, q.dtype)).reshape(b, t, kv, n // kv, h)
-  scores = jnp.einsum('BTKGH,BSKH->BKGTS', q, k, preferred_element_type=jnp.float32)
-  scores = jnp.where(mask[:, None, None, :, :], scores, _MASKED)
-  weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-  total = jnp.sum(weights, axis=-1)  # [B, K, G, T]
-  out = jnp.einsum('BKGTS,BSKH->BTKGH', weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-  out = out / jnp.moveaxis(total, 3, 1)[..., None]
-  return out.reshape(b, t, n, h).astype(q.dtype)
-
-
-def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-  """Causal `attend` over one sequence a row, a row at a time and in blocks of queries, recomputed backwards.
-
-  On a CPU the scores of a whole batch fall out of the cache; those of a block of one row do not, and a block does not
-  visit the keys after it, which is what made it worth having. Rows are looped over, so they must not be
-  sharded.
-
-  Args:
-    q: [B, T, N, H].
-    k: [B, T, K, H].
-    v: [B, T, K, H].
-    segments: i32[B, T], where a row holds several sequences: a column sees those of its own number only.
-
-  Returns:
-    [B, T, N, H].
-  """
-  t, n, h = q.shape[1:]
-  kv = k.shape[2]
-
-  @jax.checkpoint
-  def one_row(row):
-    q, k, v, segments = row
-    q = jnp.transpose((q * jnp.asarray(h**-0.5, q.dtype)).reshape(t, kv, n // kv, h), (1, 2, 0, 3))  # [K, G, T, H]
-    k = jnp.transpose(k, (1, 2, 0))  # [K, H, T]
-    # A column of ones makes the product return the softmax's denominator too.
-    v = jnp.transpose(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), (1, 0, 2))  # [K, T, H+1]
-    blocks = []
-    for start in range(0, t, _ROW_BLOCK):
-      end = min(start + _ROW_BLOCK, t)
-      visible = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
-      if segments is not None:
-        visible &= segments[None, :end] == segments[start:end, None]
-      scores = jnp.matmul(
-        q[:, :, start:end].reshape(kv, -1, h), k[:, :, :end], preferred_element_type=jnp.float32
-      ).reshape(kv, n // kv, end - start, end)
-      scores = jnp.where(visible, scores, _MASKED)
-      weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-      out = jnp.matmul(weights.reshape(kv, -1, end).astype(v.dtype), v[:, :end], preferred_element_type=jnp.float32)
-      blocks.append((out[..., :-1] / out[..., -1:]).reshape(kv, n // kv, end - start, h))
-    return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)
-
-  return jax.lax.map(one_row, (q, k, v, segments)).astype(q.dtype)
 
 
 class Attention(nnx.Module):
@@ -335,7 +248,7 @@ class Layer(nnx.Module):
 
 
 class Qwen(nnx.Module):
-  """A causal decoder. `embed` and the layers are apart, so that a column's embedding need not be a token's."""
+  """A causal decoder. It takes embedded columns, so that a column may hold something other than a token's embedding."""
 
   def __init__(
     self,
@@ -346,19 +259,19 @@ class Qwen(nnx.Module):
     attend_by_row: bool = False,
     rngs: nnx.Rngs,
   ):
-    """Builds the model with fresh weights.
+    """Creates the model with random weights.
 
     Args:
       cfg: the shape.
-      dtype: of activations and of weights as they are used.
-      param_dtype: of weights as they are kept.
-      attend_by_row: use `attend_causal_by_row` where it applies; for one CPU device.
-      rngs: the stream `params` is drawn from.
+      dtype: type of activations, and of weights in computations.
+      param_dtype: type in which weights are stored.
+      attend_by_row: use `attend_causal_by_row` where neither a mask nor a cache is given; for one CPU device.
+      rngs: the stream `params` gives the initial weights.
     """
     self.cfg = cfg
     self.dtype = dtype
-    # Set on a mesh: how activations lie, rows divided. Left to itself, the compiler may lay them as the weights lie and
-    # have every device work on all rows.
+    # Set on a mesh: the layout of activations, rows divided. Without it the compiler may choose the layout of the
+    # weights, and every device would compute all rows.
     self.activation_sharding: jax.sharding.NamedSharding | None = None
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
@@ -371,7 +284,7 @@ class Qwen(nnx.Module):
       self.lm_head = Projection((cfg.hidden_size,), (cfg.vocab_size,), bias=False, param_dtype=param_dtype, rngs=rngs)
 
   def embed(self, tokens: jax.Array) -> jax.Array:
-    """i32[B, T] -> [B, T, D]."""
+    """Token ids i32[B, T] -> embeddings [B, T, D]."""
     x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
     if self.activation_sharding is not None:
       x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
@@ -394,18 +307,18 @@ class Qwen(nnx.Module):
     """Runs the layers.
 
     Args:
-      x: [B, T, D], embedded columns.
-      positions: i32[B, T], rotary positions; where not given 0..T-1, beginning again with each segment.
-      mask: bool[B or 1, T, S] of what each column may look at. Without a cache S = T and the default is causal, which
-        is all that rows padded on the right need. With a cache it must be given and S is the cache's length.
-      cache: one `LayerCache` a layer; the T new columns are written to it at `column`.
-      column: i32[], where in the cache.
-      remat: recompute each layer's activations in the backward pass instead of keeping them.
-      segments: i32[B, T], where rows hold several sequences one behind the other: the number of each column's. With
-        neither a mask nor a cache, no sequence sees another.
+      x: [B, T, D], embedded columns: `embed(tokens)`, or other embeddings in some columns.
+      positions: i32[B, T], rotary positions; default 0..T-1, restarting with each segment.
+      mask: bool[B or 1, T, S], the columns that each column attends to. Without a cache, S = T and the default is
+        causal, which is sufficient for rows that are padded on the right. Required with a cache; S is then its length.
+      cache: one `LayerCache` per layer; the T new columns are written at `column`.
+      column: i32[], the first column of the cache to write.
+      remat: recompute each layer's activations in the backward pass instead of storing them.
+      segments: i32[B, T], the sequence that each column belongs to if rows are packed. Without a mask and a cache,
+        columns attend to their own sequence only.
 
     Returns:
-      Hidden states [B, T, D] after the last norm, and the updated cache (None without one).
+      Hidden states [B, T, D] after the last norm, and the updated cache (None if there was none).
     """
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
@@ -424,7 +337,7 @@ class Qwen(nnx.Module):
     return self.norm(x), (None if cache is None else tuple(caches))
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """Hidden states [..., D] -> f32[..., V], with the product accumulated in fp32."""
+    """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""
     if self.cfg.tie_word_embeddings:
       head = self.embed_tokens[...].astype(hidden.dtype)  # [V, D]
       return jnp.einsum('...D,VD->...V', hidden, head, preferred_element_type=jnp.float32)
@@ -432,7 +345,7 @@ class Qwen(nnx.Module):
     return jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
 
   def init_cache(self, batch: int, size: int, dtype: Any | None = None) -> tuple[LayerCache, ...]:
-    """An empty cache for `batch` rows of `size` columns."""
+    """An empty cache for `batch` rows of `size` columns; the default type is that of activations."""
     shape = (batch, size, self.cfg.num_kv_heads, self.cfg.head_dim)
     dtype = dtype or self.dtype
     return tuple(LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)) for _ in range(self.cfg.num_layers))

@@ -36,25 +36,16 @@ from ragen_jax.evaluation.report import (
   write_row_events,
 )
 from ragen_jax.models import presets
-from ragen_jax.modes.export import choose_step, restore_params
-from ragen_jax.runs.checkpoints import Checkpointer, changed_fields
+from ragen_jax.models.checkpoint.export import choose_step, restore_params
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import fields_of
+from ragen_jax.runs.workdir import changed_fields
 from ragen_jax.train import BEST, use_compilation_cache
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
-
-# Fields that a checkpoint cannot be read without; the others say how its model is run.
-_WEIGHT_FIELDS = (
-  'model.preset',
-  'model.path',
-  'model.separate_critic',
-  'lora.rank',
-  'lora.alpha',
-  'lora.targets',
-  'lora.path',
-)
 
 
 def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[str, Any]:
@@ -122,7 +113,8 @@ def _compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = Fa
     UserError: its weights are not those of the model that the config names.
   """
   run, changed = changed_fields(workdir, config.to_dict())
-  others = [f'{name} was {was} and is {now}' for name, (was, now) in changed.items() if name in _WEIGHT_FIELDS]
+  weights = fields_of('weights')
+  others = [f'{name} was {was} and is {now}' for name, (was, now) in changed.items() if name in weights]
   if others:
     raise UserError(
       f'workdir {workdir} has checkpoints of another model: {"; ".join(others)}; set these fields back, '
@@ -183,7 +175,9 @@ def _play_all(
 
 def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[build.Policy, Any]:
   policy = build.load_policy(config)
-  return policy, build.param_state(policy.model) if step is None else restore_params(checkpointer, policy, step)
+  return policy, build.param_state(policy.model) if step is None else restore_params(
+    checkpointer, policy.model, policy.mesh, step
+  )
 
 
 def _play_model(
@@ -221,7 +215,7 @@ def _play_baselines(
     for part in levels:
       context = build.context_manager(config, tokenizer, [part.spec])
       episodes, own = play_baseline(
-        kind, part, context, settings, endpoint=endpoint, format_penalty=config.agent.format_penalty, step=step
+        kind, part, context, settings, endpoint=endpoint, limits=build.episode_limits(config, [part.spec]), step=step
       )
       records += own
       if episodes:

@@ -1,7 +1,7 @@
-"""`--mode=plan`: what each device of a machine must hold, told without weights and before the machine is paid for.
+"""`--mode=plan`: predicts the memory per device of a run, without its weights and on any machine.
 
-What a run keeps (weights, optimiser, cache) follows from shapes and layout exactly. What its programs need on top is
-read from the programs themselves: they are compiled ahead of time, for CPU devices in the number of the machine's.
+The memory of weights, optimiser state and cache follows exactly from shapes and layout. The memory of activations is
+read from the programs: they are compiled ahead of time for as many CPU devices as the planned machine has.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.agent_proxy import round_up
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.config.checks import check_config
+from ragen_jax.agent.rollout import round_up
+from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
 from ragen_jax.models import lora, presets
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.learner import TokenBatch
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 
-# The share of a device's memory that a run may fill; the rest is the runtime's, its libraries' and lost between arrays.
+# Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
-# Changes at most that are tried one after the other.
-_MOST_CHANGES = 24
+# Upper limit for the number of accepted changes in `fit`.
+_MAX_CHANGES = 24
 _GIB = 2**30
-# What the `-lora` variant of a real model sets that concerns memory.
+# The fields of the `-lora` variant of a config that affect memory.
 _ADAPTERS = {'lora.rank': 64, 'model.param_dtype': 'bfloat16'}
 
-# XLA's CPU compiler orders programs for parallel speed unless told to order them for memory, as those for accelerators
-# do. The programs are never run, so their machine code need not be good.
+# By default, XLA's CPU compiler schedules for parallel speed; these flags make it schedule for memory, as compilers for
+# accelerators do. The programs are never run, so their machine code is not optimised.
 _XLA_FLAGS = (
   '--xla_cpu_enable_concurrency_optimized_scheduler=false',
   '--xla_backend_optimization_level=0',
@@ -51,15 +52,15 @@ _XLA_FLAGS = (
 
 
 @dataclasses.dataclass
-class Plan:
-  """Bytes per device.
+class MemoryPlan:
+  """Predicted memory of a run, in bytes per device.
 
   Attributes:
-    phases: 'update', 'rollout' and 'evaluation' -> what is held in it, by name.
-    limit: what a device may hold.
-    parameters: numbers in the model.
-    cache_rows: rows of a device's cache in 'rollout' and 'evaluation'.
-    columns: of the cache and of the update.
+    phases: for 'update', 'rollout' and 'evaluation', the bytes of each kind of array by name.
+    limit: bytes that a device may hold.
+    parameters: number of parameters of the model.
+    cache_rows: rows of the cache on one device, in 'rollout' and 'evaluation'.
+    columns: columns of the cache.
   """
 
   phases: dict[str, dict[str, int]]
@@ -69,21 +70,22 @@ class Plan:
   columns: int
 
   def total(self, phase: str) -> int:
-    """Bytes held at once in a phase."""
+    """Total bytes of a phase."""
     return sum(self.phases[phase].values())
 
   @property
   def worst(self) -> str:
-    """The phase that needs most."""
+    """The phase with the largest total."""
     return max(self.phases, key=self.total)
 
   @property
   def fits(self) -> bool:
+    """Whether every phase is within the limit."""
     return self.total(self.worst) <= self.limit
 
 
 def use_cpu_devices(count: int) -> None:
-  """Makes this process have `count` CPU devices and order programs for memory; before anything else uses JAX."""
+  """Gives this process `count` CPU devices and schedules programs for memory. Call it before any other use of JAX."""
   flags = [f for f in os.environ.get('XLA_FLAGS', '').split() if 'host_platform_device_count' not in f]
   os.environ['XLA_FLAGS'] = ' '.join([*flags, *_XLA_FLAGS])
   jax.config.update('jax_platforms', 'cpu')
@@ -91,10 +93,14 @@ def use_cpu_devices(count: int) -> None:
 
 
 def plan(config: ConfigDict, out: TextIO) -> None:
-  """Writes the table, whether it fits, and else what to change so that it does.
+  """Writes a table of the memory per device, whether it fits, and if not, changes of the config with which it fits.
+
+  Args:
+    config: the config of the run; `config.plan` describes the machine.
+    out: the stream to write to.
 
   Raises:
-    UserError: a field that cannot be run with.
+    UserError: a field has a value that is not allowed.
   """
   check_plan(config)
   use_cpu_devices(config.plan.devices)
@@ -111,7 +117,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     _write(changed, better, out)
     return
   kept = sum(size for name, size in better.phases['update'].items() if name != 'activations')
-  # Powers of two divide the models.
+  # A power of two, which divides the dimensions of the models.
   more = 1 << (math.ceil(config.plan.devices * kept / better.limit) - 1).bit_length()
   if flags:
     out.write(f'Nor with {flags}: {better.total(better.worst) / _GIB:.1f} GiB in the {better.worst}.\n')
@@ -134,22 +140,12 @@ def _flags(changes: dict[str, Any]) -> str:
   return ' '.join(f'--config.{name}={value}' for name, value in changes.items())
 
 
-def check_plan(config: ConfigDict) -> None:
-  """Raises UserError for the first field of `config.plan` that is not allowed."""
-  p = config.plan
-  for name in ('devices', 'prompt_tokens'):
-    if p[name] < 1:
-      raise UserError(f'plan.{name}={p[name]}: must be at least 1')
-  if p.memory_gb <= 0:
-    raise UserError(f'plan.memory_gb={p.memory_gb}: must be above 0')
-
-
-def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
-  """The bytes of a run of `config`, on a mesh over all devices that there are.
+def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
+  """Predicts the memory of a run on a mesh over all devices of this process.
 
   Args:
-    config: the run's; its model's weights need not be there.
-    compiled: what programs need, by what shapes them; those that are not in it are compiled and put there.
+    config: the config of the run; the weights of its model are not needed.
+    compiled: bytes of activations by the fields that determine them. Missing entries are compiled and added.
   """
   policy = abstract_policy(config, jnp.float32)
   trainer = Trainer(config, policy)
@@ -167,8 +163,8 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
     def copied(tree):
       return bytes_per_device([x for x in jax.tree.leaves(tree) if x.dtype == jnp.float32]) * low // 4
 
-    # Decoding casts the weights once, outside of its loop. The update casts a layer's when it gets there; where the
-    # layer is not recomputed, its backward pass finds them kept.
+    # Decoding casts all weights once, before its loop. The update casts the weights of a layer when it runs the layer;
+    # without remat, the cast weights are kept for the backward pass.
     phases['rollout']['weights as computed with'] = copied(params['policy'])
     phases['evaluation']['weights as computed with'] = copied(params['policy'])
     if not config.model.remat:
@@ -180,11 +176,11 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
     state = policy.sampler.abstract_state(_rows(config, phase), columns)
     rows[phase] = _rows(config, phase) // row_shards(mesh)
     phases[phase]['key/value cache'] = cache = bytes_per_device(state.cache) * low // 4
-    # Between turns one layer's old and new cache are both there.
+    # Between turns, the old and the new cache of one layer are held at the same time.
     phases[phase]['one layer of it twice'] = cache // policy.sampler.cfg.num_layers
-  found = Plan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns)
+  found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns)
   for phase, kinds in phases.items():
-    # What does not fit already need not be compiled to know.
+    # A phase that does not fit without its activations is not compiled.
     if found.total(phase) <= limit:
       key = _shaped_by(config, phase)
       if key not in compiled:
@@ -194,22 +190,23 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> Plan:
 
 
 def _shaped_by(config: ConfigDict, phase: str) -> tuple:
-  """The fields that `fit` and the advice of adapters change, as far as they shape a phase's programs."""
+  """The fields that determine a phase's programs, among those that `fit` and the advice to use adapters change."""
   if phase == 'update':
-    rows = (config.optimizer.micro_batch_size, config.model.remat, config.model.logits_chunk)
+    rows = select(config.to_dict(), 'memory')
   else:
     rows = _rows(config, phase)
   weights = (config.lora.rank, config.model.param_dtype)
-  return ('update' if phase == 'update' else 'rollout', rows, weights, tuple(config.mesh.values()))
+  return ('update' if phase == 'update' else 'rollout', rows, weights, select(config.to_dict(), 'devices'))
 
 
 def _rows(config: ConfigDict, phase: str) -> int:
+  """Episodes of a rollout or an evaluation."""
   section = config.eval if phase == 'evaluation' else config.train
   return section.groups * section.group_size
 
 
 def _activations(trainer: Trainer, params: Any, opt_state: Any, phase: str) -> int:
-  """Bytes per device that the largest program of a phase needs besides its arguments and results."""
+  """Bytes per device that the largest program of a phase needs in addition to its arguments and results."""
   config, sampler = trainer.config, trainer.policy.sampler
   if phase == 'update':
     batch = abstract_batch(trainer, config.optimizer.micro_batch_size)
@@ -226,12 +223,15 @@ def _activations(trainer: Trainer, params: Any, opt_state: Any, phase: str) -> i
 
 
 def temporary_bytes(lowered: jax.stages.Lowered) -> int:
-  """Bytes per device that a program needs besides its arguments and results."""
+  """Bytes per device that a program needs in addition to its arguments and results."""
   return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 def abstract_policy(config: ConfigDict, dtype: Any) -> build.Policy:
-  """The policy without weights. Of the tokenizer only the format matters here, so it is the built-in model's."""
+  """The policy with abstract weights of type `dtype` in computations.
+
+  Its tokenizer is that of the built-in model, since only the chat format affects the programs.
+  """
   mesh = make_mesh(**config.mesh)
   shape = presets.shape(config.model.preset, config.model.path)
 
@@ -242,7 +242,7 @@ def abstract_policy(config: ConfigDict, dtype: Any) -> build.Policy:
     policy = Qwen(shape, dtype=dtype, param_dtype=jnp.dtype(config.model.param_dtype), rngs=rngs)
     if adapters is not None:
       lora.attach(policy, adapters, rngs)
-    critic = Qwen(hf.trunk_config(shape), dtype=dtype, rngs=rngs) if config.model.separate_critic else None
+    critic = Qwen(trunk_config(shape), dtype=dtype, rngs=rngs) if config.model.separate_critic else None
     for model in (policy, critic):
       if model is not None and mesh.size > 1:
         model.activation_sharding = row_sharding(mesh)
@@ -255,7 +255,7 @@ def abstract_policy(config: ConfigDict, dtype: Any) -> build.Policy:
 
 
 def abstract_weights(trainer: Trainer) -> tuple[Any, Any]:
-  """Shapes, types and layout of what `Trainer.init` gives: the weights and the optimiser's state."""
+  """Shapes, types and layout of the weights and the optimiser state that `Trainer.init` returns."""
   params = build.param_state(trainer.policy.model)
   params = _laid_out(params, tree_shardings(params, trainer.policy.mesh))
   opt_state = jax.eval_shape(trainer.learner.optimizer.init, lora.partition(params)[0])
@@ -267,7 +267,7 @@ def _laid_out(tree: Any, shardings: Any) -> Any:
 
 
 def abstract_batch(trainer: Trainer, rows: int) -> TokenBatch:
-  """A micro-batch of the longest rows that there can be."""
+  """A micro-batch of `rows` rows of the maximum length."""
   config, agent = trainer.config, trainer.config.agent
   a, width = config.algorithm, round_up(agent.max_context, config.length_step)
   sampled = agent.max_response_tokens * (trainer.proxy.limits.max_turns if agent.context == 'full' else 1)
@@ -287,7 +287,7 @@ def abstract_batch(trainer: Trainer, rows: int) -> TokenBatch:
 
 
 def prompt_columns(config: ConfigDict) -> int:
-  """Columns of the widest observation."""
+  """Columns of the longest observation, after rounding."""
   agent = config.agent
   room = agent.max_context - agent.max_response_tokens
   tokens = min(config.plan.prompt_tokens, room) if agent.context == 'full' else room
@@ -295,13 +295,13 @@ def prompt_columns(config: ConfigDict) -> int:
 
 
 def cache_columns(config: ConfigDict) -> int:
-  """Columns of the cache when rows are longest: the observation's are rounded up before the reply's are added."""
+  """Maximum number of columns of the cache: observations are rounded up before the columns of the reply are added."""
   step = config.length_step
   return round_up(config.agent.max_context + max(step // 4, 1) - 1, step)
 
 
 def bytes_per_device(tree: Any) -> int:
-  """Bytes of a tree of arrays, abstract or not, that one device holds."""
+  """Bytes of a tree of arrays, concrete or abstract, on one device."""
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
@@ -310,18 +310,23 @@ def _types(tree: Any) -> str:
 
 
 def _compute_dtype(config: ConfigDict) -> np.dtype:
-  """The type on the planned machine, which has accelerators."""
+  """The type of computations on the planned machine, assumed to have accelerators."""
   return np.dtype(jnp.bfloat16 if config.model.dtype == 'auto' else config.model.dtype)
 
 
-def fit(config: ConfigDict, found: Plan, compiled: Any) -> tuple[dict[str, Any], ConfigDict, Plan]:
-  """Changes one field after the other, each time for the phase that needs most, until the run fits.
+def fit(config: ConfigDict, found: MemoryPlan, compiled: Any) -> tuple[dict[str, Any], ConfigDict, MemoryPlan]:
+  """Changes one field at a time, each time for the phase with the largest total, until the run fits.
+
+  Args:
+    config: the config of the run.
+    found: its plan.
+    compiled: see `estimate`.
 
   Returns:
-    The changed fields, the config with them, and its plan, which does not fit where there was nothing left to change.
+    The changed fields, the config with them, and its plan. The plan does not fit if no candidate was left.
   """
   changes: dict[str, Any] = {}
-  for _ in range(_MOST_CHANGES):
+  for _ in range(_MAX_CHANGES):
     if found.fits:
       break
     for change in _candidates(config, found.worst):
@@ -332,7 +337,7 @@ def fit(config: ConfigDict, found: Plan, compiled: Any) -> tuple[dict[str, Any],
         after = estimate(tried, compiled)
       except UserError:
         continue
-      # Where programs were not compiled before, what they need says nothing.
+      # Activations count only if they were also compiled for the plan before the change.
       uncounted = 0 if 'activations' in found.phases[found.worst] else after.phases[found.worst].get('activations', 0)
       if after.total(found.worst) - uncounted < found.total(found.worst):
         config, changes, found = tried, changes | change, after
@@ -343,7 +348,7 @@ def fit(config: ConfigDict, found: Plan, compiled: Any) -> tuple[dict[str, Any],
 
 
 def _candidates(config: ConfigDict, phase: str) -> Iterator[dict[str, Any]]:
-  """Changes that lower a phase's memory, those that change what is learnt last."""
+  """Changes of fields that reduce a phase's memory; changes that affect learning come last."""
   o, mesh = config.optimizer, make_mesh(**config.mesh)
   if phase == 'update':
     if not config.model.remat:
@@ -363,7 +368,8 @@ def _candidates(config: ConfigDict, phase: str) -> Iterator[dict[str, Any]]:
     yield {'train.groups': config.train.groups // 2}
 
 
-def _write(config: ConfigDict, found: Plan, out: TextIO) -> None:
+def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
+  """Writes the table and whether it fits."""
   mesh, p = make_mesh(**config.mesh), config.plan
   model = config.model.path or config.model.preset
   devices = f'{p.devices} device{"s" * (p.devices > 1)} of {p.memory_gb:g} GiB'

@@ -6,29 +6,30 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import tempfile
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import SYSTEM, describe_task
-from ragen_jax.agent.env_manager import EnvGroup
+from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
-from ragen_jax.modes import export
-from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
+from ragen_jax.models.checkpoint.export import check_output, write_policy
+from ragen_jax.models.checkpoint.load import has_value_head
+from ragen_jax.models.checkpoint.save import check_target
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import free_in_warm_start
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
+from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.sft import conversations, tiny_tokenizer
 from ragen_jax.sft.data import (
   DemonstrationSettings,
@@ -50,48 +51,6 @@ from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
 
-# Texts from which the fresh tokenizer's pieces are cut, levels an environment.
-_SAMPLE_LEVELS = 64
-# Sections and fields that do not change what was learnt, so they may differ when a warm start is resumed.
-_OTHER_SECTIONS = (
-  'train', 'algorithm', 'reward', 'filter', 'replay', 'monitor', 'checkpoint', 'logging', 'export', 'plan',
-)  # fmt: skip
-_FREE_FIELDS = (
-  'num_iterations', 'compilation_cache', 'sft.output', 'sft.save_data', 'sft.eval_every', 'sft.checkpoint_every',
-)  # fmt: skip
-_NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
-
-
-def prompt_pieces(specs: list[EnvGroup], config: ConfigDict) -> list[str]:
-  """The fixed stretches of a run's texts: what is left when boards, numbers, coordinates and action names are cut out.
-
-  Args:
-    specs: the environments.
-    config: reads `agent`.
-  """
-  sep = f' {config.agent.action_sep} '
-  pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, '<think>', '</think>', '<answer>', '</answer>']
-  pieces += ['</think><answer>', sep, '10', '100', '\n\n']
-  pieces += [f'({r}, {c})' for r in range(8) for c in range(8)]
-  for spec in specs:
-    env = spec.env
-    keys = jax.vmap(jax.random.key)(jnp.arange(_SAMPLE_LEVELS, dtype=jnp.uint32))
-    states = jax.device_get(jax.vmap(env.reset)(keys))
-    names = sorted(env.action_words, key=len, reverse=True)
-    symbols = list(env.legend())
-    pieces += names + [s for s in symbols if len(s.encode()) > 1]
-    cut = re.compile('|'.join([_NUMBER, *(re.escape(n) for n in names)]))
-    task = describe_task(spec, config.agent.action_sep)
-    # Decimals of the rules (probabilities, rewards) are one token; whole numbers are digits, which limits can change.
-    pieces += re.findall(r'\d+\.\d+', task) + re.split(_NUMBER, task)
-    texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)
-    for text in texts:
-      pieces += cut.split(text)
-    form = '<think>your thoughts</think>' if config.agent.think else ''
-    pieces += ['Reward: ', '\n\nTurn ', ':\nState:\n', '\nActions left: ', ' words.']
-    pieces.append(f'\nAnswer as {form}<answer>your actions</answer> and nothing else, in at most ')
-  return [p for p in dict.fromkeys(pieces) if p]
-
 
 def train_sft(config: ConfigDict, workdir: str) -> None:
   """Trains on replies, of the solvers or of `sft.data`, and writes a Hugging Face checkpoint to `config.sft.output`.
@@ -108,12 +67,11 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   """
   check_config(config)
   check_sft(config)
-  hf.check_target(config.sft.output)
+  check_target(config.sft.output)
   found = conversations.read(config.sft.data) if config.sft.data else []
   with contextlib.ExitStack() as stack:
     stack.enter_context(workdir_lock(workdir))
-    others = {f'{section}.{name}' for section in _OTHER_SECTIONS for name in config[section]}
-    record_config(workdir, config.to_dict(), free_fields=others | set(_FREE_FIELDS))
+    record_config(workdir, config.to_dict(), free_in_warm_start())
     use_compilation_cache(config, workdir)
     specs = []
     if config.sft.from_scratch or not found:
@@ -122,15 +80,16 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
     if config.lora.rank:  # adapters must not replace the model that they belong to
       for source in filter(None, (policy.directory, config.lora.path)):
-        export.check_output(config.sft.output, 'sft.output', source)
+        check_output(config.sft.output, 'sft.output', source)
     evaluator = build.make_evaluator(config, policy)
     data = _examples(config, specs, policy, evaluator, found)
     _learn(config, workdir, policy, evaluator, data)
 
 
-def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> build.Policy:
+def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> build.Policy:
   """A new tokenizer, saved to `directory`, and a model with fresh weights."""
-  tiny_tokenizer.save(tiny_tokenizer.build(prompt_pieces(specs, config)), directory)
+  pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)
+  tiny_tokenizer.save(tiny_tokenizer.build(pieces), directory)
   tokenizer, mesh = ChatTokenizer(directory), make_mesh(**config.mesh)
   model = tiny_tokenizer.make_model(
     config.sft.shape, tokenizer.size, dtype=build.compute_dtype(config), attend_by_row=build.attend_by_row(),
@@ -141,7 +100,7 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvGroup], directory: str) -> 
 
 def _examples(
   config: ConfigDict,
-  specs: list[EnvGroup],
+  specs: list[EnvSpec],
   policy: build.Policy,
   evaluator: Evaluator,
   found: list[conversations.Conversation],
@@ -152,9 +111,10 @@ def _examples(
     prefix = build.context_manager(config, tokenizer, []).reply_prefix
     return join([from_file(sft.data, found, tokenizer, prefix, max_context)])
   contexts = [build.context_manager(config, tokenizer, [spec]) for spec in specs]
-  settings = build.fill(DemonstrationSettings, sft, seed=config.seed, max_context=max_context)
+  limits = [build.episode_limits(config, [spec]) for spec in specs]
+  settings = build.fill(DemonstrationSettings, sft, seed=config.seed)
   held_out = evaluator.held_out() if sft.skip_held_out else frozenset()
-  parts = collect_demonstrations(specs, contexts, build.fill(DemonstrationStyle, sft), settings, held_out)
+  parts = collect_demonstrations(specs, contexts, limits, build.fill(DemonstrationStyle, sft), settings, held_out)
   if sft.save_data:
     count = conversations.write(sft.save_data, parts, tokenizer)
     _log.info('%d conversations written to %s', count, sft.save_data)
@@ -238,5 +198,6 @@ def _restore(trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples,
 def _write(config: ConfigDict, policy: build.Policy, trainer: SftTrainer) -> None:
   """Writes the weights as a Hugging Face directory."""
   nnx.update(policy.model, trainer.params)
-  has_head = any(hf.has_value_head(directory) for directory in (policy.directory, config.lora.path))
-  export.write_policy(config.sft.output, config, policy, with_value_head=config.sft.value_coef > 0 or has_head)
+  has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))
+  settings = build.export_settings(config, policy)
+  write_policy(config.sft.output, policy.model, settings, with_value_head=config.sft.value_coef > 0 or has_head)

@@ -11,19 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from flax import traverse_util
 
 from ragen_jax.plots import matrix
+from ragen_jax.runs.config_fields import flatten, has_effect
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.utils.errors import UserError
 
-# Fields that change nothing in what a run learns.
-_WITHOUT_EFFECT = (
-  *('checkpoint.', 'logging.', 'export.', 'plan.', 'sft.', 'compilation_cache'),
-  *('mesh.', 'monitor.information', 'monitor.gradient', 'optimizer.micro_batch_size', 'model.remat'),
-  *('model.logits_chunk', 'length_step', 'agent.drop_finished'),  # memory and programs only
-  *('eval.greedy_too', 'eval.step', 'eval.baselines', 'eval.endpoint'),
-)
 # Fields that name a curve before all others.
 _NAMED_FIRST = ('train.tags', 'model.preset', 'algorithm.adv_estimator')
 # Sections whose fields are clear without the section's name.
@@ -119,7 +112,7 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
   if not path.exists():
     return {}
   try:
-    return traverse_util.flatten_dict(dict(json.loads(path.read_text())), sep='.')
+    return flatten(json.loads(path.read_text()))
   except (OSError, ValueError, TypeError) as e:
     raise UserError(f'{path} cannot be read: {e}') from e
 
@@ -203,7 +196,7 @@ def _learning_fields(run: Run) -> dict[str, Any]:
   return {
     name: value
     for name, value in run.config.items()
-    if not name.startswith(_WITHOUT_EFFECT) and not (name.startswith('envs.') and name.split('.')[1] not in used)
+    if has_effect(name) and not (name.startswith('envs.') and name.split('.')[1] not in used)
   }
 
 

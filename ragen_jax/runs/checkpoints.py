@@ -1,45 +1,42 @@
-"""Checkpoints of the training state, and the record of the config that a workdir belongs to.
+"""Checkpoints of the training state.
 
-<workdir>/checkpoints/<step>/   one Orbax checkpoint a step: the arrays and a JSON `meta`
-<workdir>/config.json           the config of the run that lives here
-<workdir>/.lock                 held by the run that writes here now
+<workdir>/checkpoints/<step>/   one Orbax checkpoint per step: the arrays and a JSON `meta`
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import logging as python_logging
+import logging
 import math
 import os
 import pathlib
 import re
-import socket
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
 
 from ragen_jax.utils.errors import UserError
 
+_log = logging.getLogger(__name__)
+
 PyTree = Any
 
-_TEMPORARY = '*.orbax-checkpoint-tmp*'  # how Orbax names what it has not finished
+_UNFINISHED = '*.orbax-checkpoint-tmp*'  # Orbax's names of checkpoints that are not finished
 
 
 class Checkpointer:
   """Saves and restores a pytree of arrays, synchronously and atomically.
 
-  Every process of a run calls every method, in the same order, on one shared `workdir`. Opening a workdir changes
-  nothing in it, so that a run can be evaluated from another process while it trains. A save writes beside what is there
-  and takes its place by one rename; older checkpoints are deleted only after that.
+  Every process of a run calls every method, in the same order, on one shared `workdir`. Opening a workdir writes
+  nothing, so another process can evaluate a run while it trains. A save writes to a temporary directory and renames it;
+  older checkpoints are deleted only after that.
 
   Attributes:
-    directory: where the checkpoints are, `<workdir>/checkpoints`.
+    directory: `<workdir>/checkpoints`.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], keep: int = 2, save_best: str | None = None):
@@ -47,18 +44,18 @@ class Checkpointer:
 
     Args:
       workdir: the run's directory.
-      keep: how many of the last checkpoints stay on disk, 1 or more.
-      save_best: name of a metric, higher is better, e.g. 'eval/success'. The checkpoint with the highest value (of
-        equal ones the last) stays on disk in addition to the last `keep`. None: no best checkpoint is kept.
+      keep: number of newest checkpoints to keep, at least 1.
+      save_best: name of a metric, higher is better, such as 'eval/success'. The checkpoint with the highest value (the
+        newest of equal ones) is kept in addition. None: no best checkpoint is kept.
 
     Raises:
       UserError: `keep` is below 1, or the directory cannot be read.
     """
     if keep < 1:
       raise UserError(f'keep is {keep}; the number of checkpoints to keep must be 1 or more')
-    root = str(workdir) if '://' in str(workdir) else os.path.abspath(workdir)  # a bucket's address is left as it is
+    root = str(workdir) if '://' in str(workdir) else os.path.abspath(workdir)  # the address of a bucket stays as it is
     self._save_best = save_best
-    self._prepared = False  # whether `_prepare` is behind us
+    self._prepared = False  # whether `_prepare` has run
     options = ocp.CheckpointManagerOptions(
       create=False,
       enable_async_checkpointing=False,
@@ -75,15 +72,15 @@ class Checkpointer:
       self._scores = {step: self._score(self._read_record(step).get('metrics', {})) for step in self.steps()}
 
   def steps(self) -> list[int]:
-    """The steps that have a complete checkpoint, ascending."""
+    """The steps with a complete checkpoint, ascending."""
     return sorted(self._manager.all_steps())
 
   def latest_step(self) -> int | None:
-    """The last step that has a complete checkpoint; None when there is none."""
+    """The last step with a complete checkpoint; None without any."""
     return max(self.steps(), default=None)
 
   def best_step(self) -> int | None:
-    """The step whose `save_best` metric is highest, of equal ones the last; None when no checkpoint has that metric."""
+    """The step with the highest `save_best` metric, the last of equal ones; None if no checkpoint has the metric."""
     scored = [(score, step) for step, score in self._scores.items() if score is not None and step in self.steps()]
     return max(scored)[1] if scored else None
 
@@ -94,23 +91,23 @@ class Checkpointer:
     meta: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
   ) -> None:
-    """Writes the checkpoint of `step`, then deletes the ones that are no longer kept.
+    """Writes the checkpoint of `step`, then deletes the checkpoints that are no longer kept.
 
-    The last step saved may be saved again, and is left as it is.
+    If `step` is the last step saved, its checkpoint stays as it is.
 
     Args:
-      step: how many iterations are behind this state.
-      state: pytree of `jax.Array` and `np.ndarray`, any dtype but typed PRNG keys (keep `jax.random.key_data`).
-      meta: what is not an array, as JSON.
-      metrics: name -> value at this step; `save_best` is looked up here.
+      step: number of iterations that led to this state.
+      state: pytree of `jax.Array` and `np.ndarray`, any dtype but typed PRNG keys (save `jax.random.key_data`).
+      meta: values that are not arrays, as JSON.
+      metrics: name -> value at this step; `save_best` names one of them.
 
     Raises:
-      UserError: the disk is full or not writable, or a later step is saved already. What was saved before is intact.
+      UserError: the disk is full or not writable, or a later step is saved already. Earlier checkpoints stay intact.
       TypeError: a leaf is no array, or `meta` is not JSON.
     """
     latest = self.latest_step()
     if step == latest:
-      logging.info('step %d is saved already in %s', step, self.directory)
+      _log.info('step %d is saved already in %s', step, self.directory)
       return
     if latest is not None and step < latest:
       raise UserError(
@@ -123,12 +120,12 @@ class Checkpointer:
       'metrics': {name: float(value) for name, value in (metrics or {}).items()},
       'leaves': {name: _describe(leaf) for name, leaf in leaves.items()},
     }
-    record = json.loads(json.dumps(record))  # a TypeError here, rather than in the middle of the save
+    record = json.loads(json.dumps(record))  # raises TypeError before anything is written
     arguments = ocp.args.Composite(
       state=ocp.args.PyTreeSave({name: leaf for name, leaf in leaves.items() if leaf.size}),
       meta=ocp.args.JsonSave(record),
     )
-    self._scores[step] = self._score(record['metrics'])  # read by the preservation policy during the save
+    self._scores[step] = self._score(record['metrics'])  # the preservation policy reads it during the save
     try:
       with _without_orbax_tracebacks():
         self._prepare()
@@ -138,7 +135,7 @@ class Checkpointer:
       if reason is None:
         raise
       if step in self.steps():
-        logging.warning('step %d is saved, but older checkpoints in %s stay: %s', step, self.directory, reason)
+        _log.warning('step %d is saved, but older checkpoints in %s stay: %s', step, self.directory, reason)
         return
       self._remove_unfinished()
       intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
@@ -150,17 +147,17 @@ class Checkpointer:
     """Reads a checkpoint, bit for bit.
 
     Args:
-      state_like: pytree of the saved structure, whose leaves say shape, dtype and sharding: `jax.Array` or
-        `jax.ShapeDtypeStruct` (without a sharding: the first local device), or `np.ndarray` to get NumPy arrays back.
-        The mesh may be another than the one that saved.
-      step: which checkpoint; None means the last.
-      partial: read only the leaves that `state_like` has, e.g. `{'params': ...}` without the optimiser's state.
+      state_like: pytree of the saved structure. Its leaves give shape, dtype and sharding: `jax.Array` or
+        `jax.ShapeDtypeStruct` (without a sharding: the first local device), or `np.ndarray` to get NumPy arrays. The
+        mesh may differ from the mesh at the save.
+      step: the checkpoint's step; None means the last.
+      partial: read only the leaves of `state_like`, such as `{'params': ...}` without the optimiser's state.
 
     Returns:
       The state, and the `meta` that was saved with it.
 
     Raises:
-      UserError: there is no such checkpoint, it cannot be read, or a leaf differs in name, shape or dtype.
+      UserError: the checkpoint does not exist or cannot be read, or a leaf differs in name, shape or dtype.
     """
     step = self._existing(step)
     record = self._read_record(step)
@@ -185,7 +182,7 @@ class Checkpointer:
     return state, record['meta']
 
   def meta(self, step: int | None = None) -> dict[str, Any]:
-    """The `meta` of a checkpoint (None: of the last) without its arrays; raises UserError as `restore` does."""
+    """Reads the `meta` of a checkpoint (None: the last) without its arrays; raises UserError as `restore` does."""
     step = self._existing(step)
     record = self._read_record(step)
     if 'meta' not in record:
@@ -193,7 +190,7 @@ class Checkpointer:
     return record['meta']
 
   def close(self) -> None:
-    """Releases the manager; nothing is pending, because saves are synchronous."""
+    """Releases Orbax's manager. Saves are synchronous, so none is pending."""
     self._manager.close()
 
   def __enter__(self) -> Checkpointer:
@@ -215,11 +212,11 @@ class Checkpointer:
     return steps[-1] if step is None else step
 
   def _read_record(self, step: int) -> dict[str, Any]:
-    """What `save` wrote beside the arrays; {} when it cannot be read (a deletion was cut short, a bad disk)."""
+    """The JSON beside the arrays; {} if it cannot be read (an interrupted deletion, a damaged disk)."""
     try:
       return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     except (OSError, ValueError, KeyError) as e:
-      logging.warning('the meta of checkpoint %s/%d cannot be read: %s', self.directory, step, e)
+      _log.warning('the meta of checkpoint %s/%d cannot be read: %s', self.directory, step, e)
       return {}
 
   def _unreadable(self, step: int, reason: str) -> str:
@@ -228,24 +225,27 @@ class Checkpointer:
     return f'checkpoint of step {step} in {self.directory} cannot be read: {reason}{advice}'
 
   def _prepare(self) -> None:
-    """Before the first save: makes the directory, and removes what earlier processes left half-written."""
+    """Creates the directory before the first save, and removes unfinished checkpoints of earlier processes."""
     if not self._prepared and jax.process_index() == 0:
       self.directory.mkdir(parents=True, exist_ok=True)
       self._remove_unfinished()
     self._prepared = True
 
   def _remove_unfinished(self) -> None:
-    """Gives back the space of saves that were cut short."""
+    """Deletes the files of interrupted saves."""
     if jax.process_index() == 0:
       try:
-        for path in self.directory.glob(_TEMPORARY):
+        for path in self.directory.glob(_UNFINISHED):
           path.rmtree()
       except OSError as e:
-        logging.warning('unfinished checkpoints in %s could not be removed: %s', self.directory, e)
+        _log.warning('unfinished checkpoints in %s could not be removed: %s', self.directory, e)
 
 
 class _KeepLastAndBest:
-  """Orbax's preservation policy: the last `keep` checkpoints, and the best one."""
+  """Preservation policy for Orbax: the last `keep` checkpoints and the best one.
+
+  Orbax's own `BestN` reads metrics that Orbax saved; ours are in `meta`, where older checkpoints have them too.
+  """
 
   def __init__(self, keep: int, best_step: Callable[[], int | None]):
     self._keep = keep
@@ -259,7 +259,7 @@ class _KeepLastAndBest:
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:
-  """{'params/layers/0/kernel': leaf, ...} in the tree's order; raises TypeError for a leaf that is no plain array."""
+  """{'params/layers/0/kernel': leaf, ...} in the order of the tree; raises TypeError for a leaf that is no array."""
   leaves = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     name = jax.tree_util.keystr(path, simple=True, separator='/') or 'state'
@@ -274,11 +274,12 @@ def _named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def _describe(leaf: Any) -> str:
-  """float32[4,8]: what must be equal for a leaf to be restored."""
+  """'float32[4,8]': dtype and shape, which must be equal for a leaf to be restored."""
   return f'{np.dtype(leaf.dtype).name}[{",".join(map(str, leaf.shape))}]'
 
 
 def _first_difference(saved: Mapping[str, str], wanted: Mapping[str, Any], partial: bool) -> str | None:
+  """The first leaf that differs in name, shape or dtype, in words; None if all are equal."""
   for name, leaf in wanted.items():
     if name not in saved:
       return f'it has no {name}, which is {_describe(leaf)} here'
@@ -291,6 +292,7 @@ def _first_difference(saved: Mapping[str, str], wanted: Mapping[str, Any], parti
 
 
 def _target(leaf: Any) -> Any:
+  """The leaf as Orbax's restore takes it: a NumPy array, or shape, dtype and sharding."""
   if isinstance(leaf, np.ndarray):
     return leaf
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -298,7 +300,7 @@ def _target(leaf: Any) -> Any:
 
 
 def _empty(target: Any) -> Any:
-  """An array without elements, which Orbax does not store."""
+  """An array without elements; Orbax does not store such arrays."""
   if isinstance(target, np.ndarray):
     return np.zeros(target.shape, target.dtype)
   return jax.make_array_from_callback(
@@ -307,11 +309,11 @@ def _empty(target: Any) -> Any:
 
 
 def _disk_error(error: BaseException | None) -> str | None:
-  """'No space left on device' for an error of the file system, from Python or from tensorstore; None for others."""
+  """The text of a file-system error, such as 'No space left on device', from Python or tensorstore; None for others."""
   while error is not None:
     if isinstance(error, OSError) and error.errno is not None:
       return os.strerror(error.errno)
-    code = re.search(r"os_error_code='(\d+)'", str(error))  # tensorstore: a ValueError with the errno in its text
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # tensorstore raises ValueError with the errno in its text
     if code:
       return os.strerror(int(code[1]))
     error = error.__cause__ or error.__context__
@@ -320,151 +322,14 @@ def _disk_error(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def _without_orbax_tracebacks() -> Iterator[None]:
-  """Orbax's threads log the traceback of an error that `save` and `restore` raise anyway, as one line."""
+  """Hides tracebacks that Orbax's threads log for errors that `save` and `restore` raise as one line."""
 
-  def keep(record: python_logging.LogRecord) -> bool:
+  def keep(record: logging.LogRecord) -> bool:
     return 'orbax' not in pathlib.PurePath(record.pathname).parts
 
-  logger = logging.get_absl_logger()
+  logger = logging.getLogger('absl')
   logger.addFilter(keep)
   try:
     yield
   finally:
     logger.removeFilter(keep)
-
-
-def record_config(
-  workdir: str | os.PathLike[str],
-  config: Mapping[str, Any],
-  free_fields: Set[str] = frozenset(),
-  reasons: Mapping[str, str] | None = None,
-) -> None:
-  """Ties `workdir` to a config: written to `<workdir>/config.json`, and compared from the first checkpoint on.
-
-  Before that there is nothing that another config could spoil. Free fields may change from one start to the next (a
-  longer run); config.json then shows their present value. Every process may call this: they all write the same.
-
-  Args:
-    workdir: the run's directory, made when it does not exist.
-    config: nested dict of JSON values, e.g. `config.to_dict()`.
-    free_fields: dotted names of fields that may differ, e.g. {'num_iterations'}.
-    reasons: dotted name of a field -> why it may not differ, for the error.
-
-  Raises:
-    UserError: a field that is not free differs, the record cannot be read, or the directory is not writable.
-  """
-  path = pathlib.Path(workdir) / 'config.json'
-  text = json.dumps(config, indent=2) + '\n'
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    begun = any(p.name.isdigit() for p in (path.parent / 'checkpoints').glob('*'))
-    old_text = path.read_text() if begun and path.exists() else None
-  except OSError as e:
-    raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
-  if old_text is not None:
-    _compare_config(workdir, old_text, text, free_fields, reasons or {})
-  if text != old_text:
-    temporary = path.with_name(f'config.json.{socket.gethostname()}.{os.getpid()}.tmp')
-    try:
-      temporary.write_text(text)
-      os.replace(temporary, path)
-    except OSError as e:
-      raise UserError(f'{path} was not written: {e.strerror or e}') from e
-
-
-def compare_config(
-  workdir: str | os.PathLike[str], config: Mapping[str, Any], free_fields: Set[str] = frozenset()
-) -> None:
-  """As `record_config`, but for who only reads `workdir`: nothing is written.
-
-  Raises:
-    UserError: no run has been recorded there, or a field that is not free differs.
-  """
-  path = pathlib.Path(workdir) / 'config.json'
-  try:
-    old_text = path.read_text()
-  except OSError as e:
-    raise UserError(f'workdir {workdir} holds no run: {path} cannot be read ({e.strerror})') from e
-  _compare_config(workdir, old_text, json.dumps(config), free_fields, {})
-
-
-def changed_fields(
-  workdir: str | os.PathLike[str], config: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-  """The config of the run in `workdir`, and what differs in another one, for who decides itself what may.
-
-  Returns:
-    The run's config, and by dotted name of a field (what it was, what it is now), as JSON text or 'absent'.
-
-  Raises:
-    UserError: no run has been recorded there.
-  """
-  path = pathlib.Path(workdir) / 'config.json'
-  try:
-    old_text = path.read_text()
-  except OSError as e:
-    raise UserError(f'workdir {workdir} holds no run: {path} cannot be read ({e.strerror})') from e
-  changed = _changed(workdir, old_text, json.dumps(config))
-  return json.loads(old_text), changed
-
-
-def _compare_config(
-  workdir: str | os.PathLike[str], old_text: str, new_text: str, free_fields: Set[str], reasons: Mapping[str, str]
-) -> None:
-  changed = [
-    f'{name} was {was} and is {now}' + (f' ({reasons[name]})' if name in reasons else '')
-    for name, (was, now) in _changed(workdir, old_text, new_text).items()
-    if name not in free_fields
-  ]
-  if changed:
-    raise UserError(
-      f'workdir {workdir} belongs to another config: {"; ".join(changed)}; '
-      'choose another --workdir or set these fields back'
-    )
-
-
-def _changed(workdir: str | os.PathLike[str], old_text: str, new_text: str) -> dict[str, tuple[str, str]]:
-  """By name of a field that differs: (what it was, what it is)."""
-  try:
-    old = _flatten(json.loads(old_text))
-  except ValueError as e:
-    path = pathlib.Path(workdir) / 'config.json'
-    raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
-  new = _flatten(json.loads(new_text))
-  names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-  return {name: (old.get(name, 'absent'), new.get(name, 'absent')) for name in names}
-
-
-def _flatten(tree: Any, prefix: str = '') -> dict[str, str]:
-  """{'train.lr': '0.001', ...}: values as JSON text, so that NaN equals NaN and True is not 1."""
-  if not isinstance(tree, dict) or (prefix and not tree):
-    return {prefix: json.dumps(tree)}
-  flat = {}
-  for key, value in tree.items():
-    flat |= _flatten(value, f'{prefix}.{key}' if prefix else key)
-  return flat
-
-
-@contextlib.contextmanager
-def workdir_lock(workdir: str | os.PathLike[str]) -> Iterator[None]:
-  """Holds `<workdir>/.lock` while a run writes there; for one process of the run.
-
-  The lock ends with its process, however that dies.
-
-  Raises:
-    UserError: another process holds it, or the directory is not writable.
-  """
-  path = pathlib.Path(workdir) / '.lock'
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open('a')
-  except OSError as e:
-    raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
-  with file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-      raise UserError(f'workdir {workdir} is in use by another run; wait for it or choose another --workdir') from e
-    except OSError as e:  # some network file systems have no locks
-      logging.warning('workdir %s is not locked: %s', workdir, e.strerror or e)
-    yield

@@ -1,4 +1,4 @@
-"""Ctrl-C, or SIGTERM, between two steps, so that what is done can be saved."""
+"""Delays Ctrl-C and SIGTERM to the end of a step, so that the run can save a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import FrameType, TracebackType
 
 
 class Stopped(KeyboardInterrupt):
-  """A run that a signal asked to stop, and that has saved what it did.
+  """A signal stopped the run, after it saved a checkpoint.
 
   Attributes:
-    status: to leave with, 128 and the signal's number: 130 for Ctrl-C, 143 for SIGTERM.
+    status: the exit status, 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM.
   """
 
   def __init__(self, number: int):
@@ -22,13 +22,13 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupt:
-  """While it is entered, the first SIGINT or SIGTERM only sets `requested`; the second of one kind kills.
+  """Context in which the first SIGINT or SIGTERM only sets `requested`; a second signal of the same kind kills.
 
-  Python's own handler raises wherever the interpreter happens to be, which may be a callback that swallows it. SIGTERM
-  is what Kubernetes, Slurm's preemption and spot machines send some time before they kill.
+  Python's own handler raises at an arbitrary point, possibly in a callback that swallows the exception. Kubernetes,
+  Slurm's preemption and spot machines send SIGTERM some time before they kill a process.
 
   Attributes:
-    requested: number of the signal by which somebody asked to stop; 0 for none.
+    requested: number of the received signal; 0 for none.
   """
 
   def __init__(self, noun: str = 'iteration'):
@@ -37,22 +37,22 @@ class Interrupt:
     self._old = {}
 
   def __enter__(self) -> Interrupt:
-    if threading.current_thread() is threading.main_thread():  # elsewhere handlers cannot be set
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
       for number in (signal.SIGINT, signal.SIGTERM):
         self._old[number] = signal.signal(number, self._on_signal)
     return self
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
     for number, old in self._old.items():
-      if old is not None:  # a handler that Python did not set cannot be set again
+      if old is not None:  # None: the handler was not set from Python and cannot be restored
         signal.signal(number, old)
     self._old = {}
 
   def _on_signal(self, number: int, frame: FrameType | None) -> None:
     self.requested = number
-    # The second is not Python's to handle, which waits for as long as a program compiles.
+    # The default handler kills at once; a Python handler would wait until a compilation ends.
     signal.signal(number, signal.SIG_DFL)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
-    told = f'\nstopping after this {self._noun}, with a checkpoint; {again} again stops at once\n'
+    message = f'\nstopping after this {self._noun}, with a checkpoint; {again} again stops at once\n'
     with contextlib.suppress(OSError):
-      os.write(2, told.encode())  # sys.stderr may be in the middle of a line, and may not be written to from here
+      os.write(2, message.encode())  # a signal handler must not write to sys.stderr's buffer

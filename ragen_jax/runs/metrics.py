@@ -1,9 +1,9 @@
-"""Metrics of a run: TensorBoard events, one JSON line a step, and the seconds of each phase.
+"""Metrics of a run: TensorBoard events, and one JSON line per step.
 
   <workdir>/tb/              event files; scalars, text, histograms, images, hyper-parameters
-  <workdir>/metrics.jsonl    {"step": 3, "actor/entropy": 0.71, ...}: the same scalars, exactly, one line a step
+  <workdir>/metrics.jsonl    {"step": 3, "actor/entropy": 0.71, ...}: the same scalars in full precision
 
-A run that is stopped and resumed leaves the metrics.jsonl of the run that was never stopped.
+A run that was stopped and resumed has the same metrics.jsonl as a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -14,35 +14,31 @@ import json
 import math
 import os
 import pathlib
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-import jax
 import numpy as np
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
+from ragen_jax.runs.config_fields import flatten
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.files import encode_png
+from ragen_jax.utils.files import encode_png, replace_file
 
-HISTOGRAM_BINS = 64  # equal in width, from the least to the greatest value
-
-GIB = 2**30
+HISTOGRAM_BINS = 64  # of equal width, from the least to the greatest value
 
 _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
 class Counts(NamedTuple):
-  """A histogram that was counted elsewhere.
+  """A histogram that the caller has counted.
 
   Attributes:
-    edges: f64[K], ascending; what lies outside of them is counted in the first and the last bin.
-    counts: [K - 1], how many values lie between two edges.
+    edges: f64[K], ascending; values outside count in the first and the last bin.
+    counts: [K - 1], number of values between two edges.
   """
 
   edges: np.ndarray
@@ -50,19 +46,19 @@ class Counts(NamedTuple):
 
 
 class MetricWriter:
-  """Writes the metrics of a run; one process of a run has one, the others have it disabled.
+  """Writes the metrics of a run; only the first process of a run has an enabled writer.
 
-  Events are written by the caller's thread, not from a queue: after `flush`, everything is in the files, so a run that
-  flushes before it saves a checkpoint of step k loses no metrics of the steps before k, however it dies.
+  The caller's thread writes the events, there is no queue: after `flush` everything is in the files. A run that flushes
+  before it saves the checkpoint of step k loses no metrics of earlier steps, also if it is killed.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], start_step: int = 0, enabled: bool = True):
-    """Opens the logs of `workdir`, and forgets what they say of `start_step` and later steps.
+    """Opens the logs of `workdir` and drops what they have for `start_step` and later steps.
 
     Args:
-      workdir: the run's directory, made when it does not exist.
-      start_step: the first step that will be written; on resuming, lines of metrics.jsonl from this step on, and a
-        half-written last line, are dropped, and TensorBoard is told to drop its events.
+      workdir: the run's directory; it is created if it does not exist.
+      start_step: the first step to be written. Lines of metrics.jsonl from this step on and a half-written last line
+        are removed, and an event makes TensorBoard ignore the earlier events from this step on.
       enabled: False makes every method do nothing (processes other than the first).
 
     Raises:
@@ -80,9 +76,9 @@ class MetricWriter:
       (workdir / 'tb').mkdir(parents=True, exist_ok=True)
       _truncate(self._path, start_step)
       self._file = self._path.open('r+b' if self._path.exists() else 'w+b')
-      self._offset = self._file.seek(0, os.SEEK_END)  # where the line of the current step begins
+      self._offset = self._file.seek(0, os.SEEK_END)  # start of the current step's line
       earlier = len(list((workdir / 'tb').glob('*tfevents*')))
-      # The number keeps apart files that were opened in the same second, and sorts them for TensorBoard.
+      # The number distinguishes files opened in the same second, and sorts them for TensorBoard.
       self._events = EventsWriter(str(workdir / 'tb' / 'events'), filename_suffix=f'.{earlier:04d}')
       if earlier:
         self._events.write_event(
@@ -90,14 +86,14 @@ class MetricWriter:
         )
 
   def scalars(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes scalars to TensorBoard and to the line of `step`; a name written again replaces its value in the line.
+    """Writes scalars to TensorBoard and to the line of `step`; in the line, the last value of a name counts.
 
     Args:
-      step: the iteration; steps come in ascending order.
+      step: the iteration, in ascending order.
       values: name -> number, or an array of one element (NaN and infinities are kept).
 
     Raises:
-      ValueError: a value is no scalar, or a metric is named 'step'.
+      ValueError: a value is not a scalar, or a metric is named 'step'.
       UserError: the disk is full or not writable.
     """
     if self._file is None:
@@ -113,16 +109,16 @@ class MetricWriter:
     self._add(step, Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()]))
 
   def text(self, step: int, texts: Mapping[str, str]) -> None:
-    """Writes name -> Markdown to TensorBoard's text page."""
+    """Writes Markdown texts by name to TensorBoard's text page."""
     if self._file is None:
       return
     for name, markdown in texts.items():
       self._add(step, summary.text(name, markdown))
 
   def histograms(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes name -> array of any shape, or `Counts`, to TensorBoard as histograms, and not to metrics.jsonl.
+    """Writes arrays of any shape, or `Counts`, by name to TensorBoard as histograms; metrics.jsonl has none.
 
-    Values that are not finite are left out, and so is a histogram of nothing.
+    Values that are not finite are left out. An empty histogram is not written.
     """
     if self._file is None:
       return
@@ -137,7 +133,7 @@ class MetricWriter:
         self._add(step, summary.histogram(name, array, bins=HISTOGRAM_BINS))
 
   def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
-    """Writes name -> u8[H, W, 3] to TensorBoard's image page; raises ValueError for another shape or dtype."""
+    """Writes images, u8[H, W, 3], by name to TensorBoard's image page; ValueError for another shape or dtype."""
     if self._file is None:
       return
     for name, image in images.items():
@@ -150,20 +146,21 @@ class MetricWriter:
       self._add(step, Summary(value=[Summary.Value(tag=name, image=picture)]))
 
   def hparams(self, config: Mapping[str, Any], metrics: Sequence[str]) -> None:
-    """Writes the run's row of TensorBoard's HParams table into the run's own event file: call it at the start.
+    """Writes the run's row of TensorBoard's HParams table; call it at the start of the run.
 
     Args:
-      config: nested dict; its columns get dotted names, values other than numbers, booleans and text are shown as text.
-      metrics: names of scalars; the table shows the newest value of each, also while the run goes on.
+      config: nested dict; columns have dotted names, and values other than numbers, booleans and text become text.
+      metrics: names of scalars; the table shows the newest value of each.
     """
     if self._file is None:
       return
-    experiment, start, _ = summary.hparams(_flatten(config), dict.fromkeys(metrics))
+    columns = {name: x if isinstance(x, bool | int | float | str) else str(x) for name, x in flatten(config).items()}
+    experiment, start, _ = summary.hparams(columns, dict.fromkeys(metrics))
     self._add(self._step, experiment)
     self._add(self._step, start)
 
   def flush(self) -> None:
-    """Puts everything written so far into the files; raises UserError when the disk is full or not writable."""
+    """Writes everything to the files; raises UserError if the disk is full or not writable."""
     if self._file is None:
       return
     self._write_line()
@@ -171,7 +168,7 @@ class MetricWriter:
       self._events.flush()
 
   def close(self) -> None:
-    """Flushes and closes; nothing can be written afterwards. Closing twice is fine."""
+    """Flushes and closes the files; a second call does nothing."""
     if self._file is None:
       return
     self.flush()
@@ -191,7 +188,7 @@ class MetricWriter:
       self._events.write_event(Event(wall_time=time.time(), step=step, summary=value))
 
   def _write_line(self) -> None:
-    """Writes the line of the current step, over the one that an earlier flush wrote for it."""
+    """Writes the line of the current step in place of the line that an earlier flush wrote."""
     if not self._changed:
       return
     values = {name: _to_json(value) for name, value in self._row.items()}
@@ -212,11 +209,11 @@ class MetricWriter:
 
 
 def write_events(directory: str | os.PathLike[str], name: str, step: int, values: Mapping[str, float]) -> None:
-  """Writes scalars of one step to an event file of their own, in place of those that `name` wrote there before.
+  """Writes scalars of one step to a separate event file, which replaces an earlier file with the same `name`.
 
   Args:
-    directory: a run of TensorBoard's, made when it does not exist.
-    name: whose events they are; the end of the file's name.
+    directory: one of TensorBoard's runs; it is created if it does not exist.
+    name: the end of the file's name.
     step: the iteration.
     values: name -> number.
 
@@ -240,8 +237,8 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
   """Reads metrics.jsonl.
 
   Returns:
-    One dict a step, {'step': 3, 'actor/entropy': 0.71, ...}, in the order written. A half-written last line, which a
-    killed run leaves, is not part of it.
+    One dict per step, {'step': 3, 'actor/entropy': 0.71, ...}, in the order written. The half-written last line of a
+    killed run is left out.
 
   Raises:
     UserError: the file does not exist, or a line before the last is damaged.
@@ -254,59 +251,6 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
     values = {name: _NOT_FINITE[value] if isinstance(value, str) else value for name, value in row.items()}
     rows.setdefault(row['step'], {}).update(values)
   return list(rows.values())
-
-
-def memory() -> dict[str, float]:
-  """The most memory that was in use since the process began, in GiB, as scalars.
-
-  Returns:
-    `perf/max_host_memory_gb`, of this process; and, where devices keep count of theirs (GPUs and TPUs),
-    `perf/max_memory_allocated_gb`, of the fullest device of this process.
-  """
-  unit = 1 if sys.platform == 'darwin' else 1024  # macOS tells bytes, Linux KiB
-  found = {'perf/max_host_memory_gb': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
-  peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in jax.local_devices()]
-  peaks = [peak for peak in peaks if peak is not None]
-  return found | ({'perf/max_memory_allocated_gb': max(peaks) / GIB} if peaks else {})
-
-
-class Timer:
-  """Adds up the seconds of a run's phases.
-
-    timer = Timer()
-    with timer('rollout'):
-      ...
-    timer.pop()  # {'timing_s/rollout': 1.7}
-
-  JAX computes behind the caller's back: a phase that ends with `jax.block_until_ready` (or reads a result) is timed
-  whole. A phase may be entered many times; phases may nest, and then both count.
-  """
-
-  def __init__(self):
-    self._since_pop: dict[str, float] = {}
-    self._totals: dict[str, float] = {}
-
-  @contextlib.contextmanager
-  def __call__(self, phase: str) -> Iterator[None]:
-    """Adds the seconds that the `with` block takes to `phase`, also when it raises."""
-    start = time.perf_counter()
-    try:
-      yield
-    finally:
-      seconds = time.perf_counter() - start
-      self._since_pop[phase] = self._since_pop.get(phase, 0.0) + seconds
-      self._totals[phase] = self._totals.get(phase, 0.0) + seconds
-
-  def pop(self) -> dict[str, float]:
-    """Seconds of each phase since the last `pop`, as {'timing_s/<phase>': seconds}."""
-    popped = {f'timing_s/{phase}': seconds for phase, seconds in self._since_pop.items()}
-    self._since_pop = {}
-    return popped
-
-  @property
-  def totals(self) -> dict[str, float]:
-    """Seconds of each phase since the timer was made, {'<phase>': seconds}, in the order first entered."""
-    return dict(self._totals)
 
 
 def _scalar(name: str, value: Any) -> float:
@@ -327,7 +271,7 @@ def _histogram_of_counts(name: str, histogram: Counts) -> Summary.Value:
     num=counts.sum(),
     sum=counts @ middles,
     sum_squares=counts @ middles**2,
-    # A bucket is told by its right edge: the empty one in front says where the first begins.
+    # TensorBoard stores right edges only: an empty bucket in front gives the left edge of the first.
     bucket_limit=edges[first : last + 1].tolist(),
     bucket=[0.0, *counts[first:last].tolist()],
   )
@@ -335,14 +279,14 @@ def _histogram_of_counts(name: str, histogram: Counts) -> Summary.Value:
 
 
 def _to_json(value: float) -> float | str:
-  """JSON has no NaN: numbers that are not finite become text."""
+  """JSON has no NaN or infinity: these become text."""
   if math.isfinite(value):
     return value
   return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
 
 
 def _parse(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
-  """The rows of a metrics.jsonl and their lines, without a half-written last one."""
+  """The rows of a metrics.jsonl, parsed and as text, without a half-written last line."""
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
   parsed = []
   for number, line in enumerate(lines, start=1):
@@ -359,19 +303,7 @@ def _parse(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
 
 
 def _truncate(path: pathlib.Path, start_step: int) -> None:
-  """Drops the lines from `start_step` on and a half-written last one; the old file stays until the new one is whole."""
-  if not path.exists():
-    return
-  temporary = path.with_suffix('.jsonl.tmp')
-  temporary.write_text(''.join(f'{line}\n' for row, line in _parse(path) if row['step'] < start_step), encoding='utf-8')
-  os.replace(temporary, path)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = '') -> dict[str, bool | float | str]:
-  flat: dict[str, bool | float | str] = {}
-  for name, value in config.items():
-    if isinstance(value, Mapping):
-      flat |= _flatten(value, f'{prefix}{name}.')
-    else:
-      flat[f'{prefix}{name}'] = value if isinstance(value, bool | int | float | str) else str(value)
-  return flat
+  """Drops the lines from `start_step` on and a half-written last line."""
+  if path.exists():
+    kept = [line for row, line in _parse(path) if row['step'] < start_step]
+    replace_file(path, ''.join(f'{line}\n' for line in kept), f'metrics were not written in {path.parent}')

@@ -12,12 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sft import conversations
-from ragen_jax.sft.demonstrations import DemonstrationStyle, demonstrate
+from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.learner import gather, sampled_columns
 from ragen_jax.utils.errors import UserError
 
@@ -61,24 +64,23 @@ class SftExamples:
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationSettings:
-  """The levels of demonstrations, and the limit of their length.
+  """The levels of demonstrations.
 
   Attributes:
     first_level: seed of the first level.
     group_size: demonstrations a level.
     seed: of the demonstrators' random numbers.
-    max_context: tokens that a conversation may have.
   """
 
   first_level: int
   group_size: int
   seed: int
-  max_context: int
 
 
 def collect_demonstrations(
-  specs: Sequence[EnvGroup],
+  specs: Sequence[EnvSpec],
   contexts: Sequence[ContextManager],
+  limits: Sequence[Limits],
   style: DemonstrationStyle,
   settings: DemonstrationSettings,
   held_out: frozenset[bytes],
@@ -88,8 +90,9 @@ def collect_demonstrations(
   Args:
     specs: the environments, with the number of their levels.
     contexts: for each environment a context manager of that environment alone.
+    limits: for each environment the limits of its episodes.
     style: how well the demonstrator plays.
-    settings: levels and limits.
+    settings: the levels.
     held_out: levels that are replaced by others.
 
   Raises:
@@ -97,12 +100,13 @@ def collect_demonstrations(
   """
   rng = np.random.default_rng(settings.seed)
   parts = []
-  for spec, context in zip(specs, contexts, strict=True):
+  for spec, context, bounds in zip(specs, contexts, limits, strict=True):
     envs = EnvStateManager([spec], settings.group_size, held_out=held_out)
     start = time.monotonic()
-    trajectory, episodes = demonstrate(envs, context, settings.first_level, rng, style, settings.max_context)
+    rollout = AgentProxy(envs, context, bounds).rollout(Demonstrator(rng, style), settings.first_level)
+    trajectory, episodes = rollout.trajectory, rollout.episodes
     if not trajectory.loss_mask.any():
-      raise UserError(f'agent.max_context={settings.max_context}: no turn of {spec.tag} fits into it')
+      raise UserError(f'agent.max_context={bounds.max_context}: no turn of {spec.tag} fits into it')
     _log.info(
       '%s: %d demonstrations in %.0f s, success %.2f, %.1f tokens each',
       spec.tag,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout
+from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms.diagnostics import mutual_information
 from ragen_jax.training.learner import TokenBatch, plan_micro_batches, sampled_columns
 from ragen_jax.training.trainer import Selection, Trainer

@@ -12,9 +12,12 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.agent_proxy import Rollout, concatenate, pad_rows, round_up
+from ragen_jax.agent.env_manager import first_training_level
+from ragen_jax.agent.episode import TRUNCATED, Episode, Status
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status, Trajectory
+from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows, round_up
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.algorithms import filters, losses, masks, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS, compute_advantages
 from ragen_jax.algorithms.diagnostics import (
@@ -184,14 +187,14 @@ class Trainer:
     """Plays a fresh level for each group; the attempts of an iteration play different ones."""
     config = self.config
     number = iteration * config.filter.max_rollouts + attempt
-    first_level = config.train.first_level + config.seed * build.LEVELS_PER_SEED + number * config.train.groups
+    first_level = first_training_level(
+      config.train.first_level, config.seed, rollout=number, groups=config.train.groups
+    )
     key = jax.random.fold_in(jax.random.key(config.seed), iteration)
     key = jax.random.fold_in(key, attempt) if attempt else key
     return self.proxy.rollout(
-      params,
+      SamplerSpeaker(self.policy.sampler, params, key, build.sampling(config.train)),
       first_level,
-      key,
-      build.sampling(config.train),
       policy_version=iteration,
       pictured=() if attempt else self._recorded_rows(iteration),
     )
@@ -311,7 +314,7 @@ class Trainer:
       reference = nnx.State({**params, 'policy': self._reference})
       batch = batch.replace(ref_logprobs=self.learner.logprobs(reference, batch, plans))
 
-    shaped = self._shape_rewards(
+    reward = self._shape_rewards(
       gather(t.rewards, columns, mask),
       sampled,
       turn,
@@ -322,7 +325,6 @@ class Trainer:
       method=config.reward.method,
       episode=_rows_of_episodes(t.episode),
     )
-    reward = shaped.rewards
     if a.kl_reward_coef > 0:
       kl = losses.kl_penalty(batch.old_logprobs, batch.ref_logprobs, sampled, a.kl_kind)
       reward = rewards.kl_in_reward(reward, kl, sampled, a.kl_reward_coef)

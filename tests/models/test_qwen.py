@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.models.checkpoint import hf
-from ragen_jax.models.qwen import Qwen, QwenConfig, attend, attend_causal_by_row
+from ragen_jax.models.checkpoint.load import load_model
+from ragen_jax.models.checkpoint.names import weights
+from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.training.learner import LossConfig, score_tokens
@@ -89,7 +90,7 @@ def reference(directory: str, case: str):
         # The fresh 0.02 would hide mistakes behind small numbers. Biases count as much as what they are added to.
         weight.copy_(noise * (0.5 if name.endswith('bias') else 1.5 * weight.shape[-1] ** -0.5))
   theirs.save_pretrained(directory)
-  ours = hf.load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
+  ours = load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
   assert ours.cfg == cfg
   return theirs, ours
 
@@ -156,7 +157,7 @@ def test_gradients_are_those_of_transformers(pair):
     return -jnp.sum(log_probs * weight[:, 1:]) / valid[:, 1:].sum()
 
   ours_by_path = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient(ours))}
-  plan = hf.weights(ours.cfg)
+  plan = weights(ours.cfg)
   assert {w.name for w in plan} == set(expected)
   errors = {}
   for w in plan:
@@ -335,14 +336,6 @@ def test_remat_runs_the_layers_a_second_time_in_the_backward_pass():
     return str(jax.make_jaxpr(jax.grad(run))(state)).count('dot_general')
 
   assert products(True) > products(False)
-
-
-def test_attention_row_by_row_is_attention():
-  # 150 columns: two whole blocks of queries and a part of one.
-  rng = np.random.default_rng(7)
-  q, k, v = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-  mask = jnp.tril(jnp.ones((150, 150), bool))[None]
-  np.testing.assert_allclose(jax.jit(attend_causal_by_row)(q, k, v), jax.jit(attend)(q, k, v, mask), rtol=0, atol=1e-5)
 
 
 def test_padding_on_the_right_changes_nothing_before_it():

@@ -17,7 +17,9 @@ from flax import nnx
 from ragen_jax import build, train
 from ragen_jax.models import lora
 from ragen_jax.modes import evaluate, export
-from ragen_jax.runs.checkpoints import Checkpointer, record_config
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import free_in_training
+from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import read_episodes
 from tests.support import builders
@@ -306,7 +308,7 @@ def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, capl
   for name, value in (('endpoint_model', 'm'), ('endpoint_timeout', 1.0), ('endpoint_workers', 2)):
     config.eval[name] = value
   config.eval.endpoint_tries, config.eval.endpoint_max_tokens = 1, 7
-  record_config(workdir, config.to_dict(), free_fields=train.free_fields(config))  # training goes on
+  record_config(workdir, config.to_dict(), *free_in_training(config.to_dict()))  # training goes on
   config.agent.think, config.envs.FrozenLake.size = False, 5
   with caplog.at_level('INFO', 'ragen_jax'):
     assert evaluate._compare_with_run(config, str(workdir)) == ['FrozenLake']

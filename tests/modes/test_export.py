@@ -16,8 +16,10 @@ from flax import nnx
 from ragen_jax import build
 from ragen_jax.config.checks import check_config
 from ragen_jax.models import lora
+from ragen_jax.models.checkpoint.export import restore_params
 from ragen_jax.modes import export
-from ragen_jax.runs.checkpoints import Checkpointer, record_config
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.workdir import record_config
 from ragen_jax.train import BEST
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
@@ -82,7 +84,7 @@ def test_restored_weights_take_the_place_of_those_that_were_loaded(run, request)
   workdir, config, policy = request.getfixturevalue(run)
   fresh = build.load_policy(config)
   with Checkpointer(workdir) as checkpointer:
-    params = export.restore_params(checkpointer, fresh, 2)
+    params = restore_params(checkpointer, fresh.model, fresh.mesh, 2)
   assert all(x.is_deleted() for x in jax.tree.leaves(lora.partition(build.param_state(fresh.model))[0]))
   jax.tree.map(np.testing.assert_array_equal, params, build.param_state(policy.model))
 

@@ -13,6 +13,7 @@ import pytest
 
 from configs import sft_frozenlake, sft_sokoban
 from ragen_jax import build, train
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.config import checks
@@ -20,7 +21,7 @@ from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.sft.demonstrations import DemonstrationStyle, demonstrate
+from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training import learner
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
@@ -54,8 +55,10 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
   specs = build.env_groups(config, ('FrozenLake',), (256,))
-  envs, context = EnvStateManager(specs, 1), build.context_manager(config, policy.tokenizer, specs)
-  trajectory, _ = demonstrate(envs, context, 5000, np.random.default_rng(9), DemonstrationStyle(), 512)
+  context, limits = build.context_manager(config, policy.tokenizer, specs), build.episode_limits(config, specs)
+  style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=0.5, hurry=0.5)
+  demonstrator = Demonstrator(np.random.default_rng(9), style)
+  trajectory = AgentProxy(EnvStateManager(specs, 1), context, limits).rollout(demonstrator, 5000).trajectory
   columns, mask = learner.sampled_columns(trajectory.loss_mask)
   best = learner.gather(trajectory.values, columns, mask)[mask]
   _, _, values = learner.score_tokens(policy.model, trajectory.tokens, columns, learner.LossConfig())

@@ -1,9 +1,8 @@
-"""Checkpoints come back bit for bit, whatever interrupted the run; a workdir belongs to one config."""
+"""Checkpoints are restored bit for bit, whatever interrupted the run."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pathlib
 import signal
@@ -21,9 +20,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ragen_jax.runs import checkpoints as checkpoint_lib
-from ragen_jax.runs.checkpoints import Checkpointer, record_config, workdir_lock
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import UserError
-from tests.support.paths import ROOT
+from tests.support.processes import environment
 
 
 class Moments(NamedTuple):
@@ -73,9 +73,10 @@ def one_line(error) -> str:
   return message
 
 
-def run_child(code: str, *arguments: str, **environment: str) -> subprocess.Popen:
-  header = f'import sys; sys.path[:0] = [{str(ROOT)!r}, {str(pathlib.Path(__file__).parent)!r}]\n'
-  return subprocess.Popen([sys.executable, '-c', header + code, *arguments], env={**os.environ, **environment})
+def start_child(function: str, workdir: pathlib.Path, devices: int | None = None) -> subprocess.Popen:
+  """Calls a function of this file with a workdir, in a process of its own."""
+  code = f'import sys; from tests.runs import test_checkpoints; test_checkpoints.{function}(sys.argv[1])'
+  return subprocess.Popen([sys.executable, '-c', code, str(workdir)], env=environment(devices))
 
 
 # -- round trips -------------------------------------------------------------------------------------------------------
@@ -129,12 +130,7 @@ def test_another_mesh(tmp_path):
   state = {'w': jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), 'b': jnp.arange(8.0)}
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, state)
-  child = run_child(
-    'from test_checkpoint import eight_devices; eight_devices(sys.argv[1])',
-    str(tmp_path),
-    XLA_FLAGS='--xla_force_host_platform_device_count=8',
-    JAX_PLATFORMS='cpu',
-  )
+  child = start_child('eight_devices', tmp_path, devices=8)
   assert child.wait(120) == 0
   with Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.latest_step() == 2
@@ -287,7 +283,7 @@ def save_until_a_file_is_too_large(workdir: str) -> None:
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path):
-  child = run_child('from test_checkpoint import *; save_until_a_file_is_too_large(sys.argv[1])', str(tmp_path))
+  child = start_child('save_until_a_file_is_too_large', tmp_path)
   assert child.wait(120) == -signal.SIGXFSZ
   unfinished = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
   assert any(path.is_file() and path.stat().st_size == 2**20 for path in unfinished.rglob('*'))
@@ -310,7 +306,7 @@ def save_for_ever(workdir: str) -> None:
 @pytest.mark.parametrize('milliseconds', [0, 17])
 def test_killed_at_any_moment(tmp_path, milliseconds):
   """Saving and deleting all the time: whenever the process dies, a whole checkpoint is left, and it is the last."""
-  child = run_child('from test_checkpoint import *; save_for_ever(sys.argv[1])', str(tmp_path))
+  child = start_child('save_for_ever', tmp_path)
   try:
     deadline = time.monotonic() + 120
     while not any((tmp_path / 'checkpoints').glob('[3-9]')):
@@ -417,81 +413,6 @@ def test_workdir_below_a_file(tmp_path):
     pytest.raises(UserError, match=r'step 1 was not saved in .*/file/'),
   ):
     checkpointer.save(1, {'x': jnp.zeros(2)})
-  for use in (lambda: record_config(tmp_path / 'file', {}), lambda: workdir_lock(tmp_path / 'file').__enter__()):
-    with pytest.raises(UserError, match=r'workdir .*/file cannot be used'):
-      use()
-
-
-# -- config record and lock --------------------------------------------------------------------------------------------
-
-
-def _begin(workdir):
-  """As if a run had saved its first checkpoint there."""
-  (pathlib.Path(workdir) / 'checkpoints' / '1').mkdir(parents=True)
-
-
-def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_path):
-  record_config(tmp_path, {'seed': 0})
-  record_config(tmp_path, {'seed': 1})
-  assert json.loads((tmp_path / 'config.json').read_text()) == {'seed': 1}
-  _begin(tmp_path)
-  with pytest.raises(UserError, match='seed was 1 and is 2'):
-    record_config(tmp_path, {'seed': 2})
-
-
-def test_config_is_recorded_and_compared(tmp_path):
-  workdir = tmp_path / 'runs' / 'a'
-  config = {'seed': 0, 'train': {'num_iterations': 60, 'lr': 1e-3, 'betas': (0.9, 0.999)}, 'env': {'name': 'lake'}}
-  free = frozenset({'train.num_iterations'})
-  record_config(workdir, config, free)
-  _begin(workdir)
-  assert json.loads((workdir / 'config.json').read_text())['train'] == {
-    'num_iterations': 60,
-    'lr': 1e-3,
-    'betas': [0.9, 0.999],
-  }
-  written = (workdir / 'config.json').stat().st_mtime_ns
-  record_config(workdir, config, free)
-  assert (workdir / 'config.json').stat().st_mtime_ns == written
-
-  longer = {**config, 'train': {**config['train'], 'num_iterations': 100}}
-  with pytest.raises(UserError, match=r'train.num_iterations was 60 and is 100; choose another --workdir'):
-    record_config(workdir, longer)
-  with pytest.raises(UserError, match=r'was 60 and is 100 \(the learning rate falls over it\); choose'):
-    record_config(workdir, longer, reasons={'train.num_iterations': 'the learning rate falls over it'})
-  record_config(workdir, longer, free)
-  assert json.loads((workdir / 'config.json').read_text())['train']['num_iterations'] == 100
-
-  other = {'seed': 1, 'train': {**longer['train'], 'lr': 1e-4}, 'env': {'name': 'lake', 'size': 4}}
-  with pytest.raises(UserError) as error:
-    record_config(workdir, other, free)
-  assert one_line(error) == (
-    f'workdir {workdir} belongs to another config: env.size was absent and is 4; seed was 0 and is 1; '
-    'train.lr was 0.001 and is 0.0001; choose another --workdir or set these fields back'
-  )
-  assert sorted(path.name for path in workdir.iterdir()) == ['checkpoints', 'config.json']
-
-
-def test_config_values_that_are_hard_to_compare(tmp_path):
-  config = {'nan': float('nan'), 'none': None, 'empty': {}, 'flag': True}
-  record_config(tmp_path, config)
-  _begin(tmp_path)
-  record_config(tmp_path, config)
-  with pytest.raises(UserError, match='flag was true and is 1;'):
-    record_config(tmp_path, {**config, 'flag': 1})
-  (tmp_path / 'config.json').write_text('{"seed": ')
-  with pytest.raises(UserError, match=r'is not a config that this program wrote .*; choose another --workdir') as error:
-    record_config(tmp_path, config)
-  one_line(error)
-
-
-def test_two_runs_cannot_share_a_workdir(tmp_path):
-  with workdir_lock(tmp_path):
-    with pytest.raises(UserError, match='is in use by another run') as error, workdir_lock(tmp_path):
-      pass
-    one_line(error)
-  with workdir_lock(tmp_path):
-    pass
 
 
 def test_disk_errors_are_found_in_the_chain():

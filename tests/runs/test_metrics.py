@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import pathlib
 import signal
 import struct
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +18,10 @@ from tensorboard.util import tensor_util
 from tensorboardX.proto.event_pb2 import SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from ragen_jax.runs import metrics as metrics_lib
-from ragen_jax.runs.metrics import Counts, MetricWriter, Timer, read_metrics
+from ragen_jax.runs.metrics import Counts, MetricWriter, read_metrics
 from ragen_jax.utils.errors import UserError
 from tests.support.events import read_events
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 
 def values_of(step: int) -> dict[str, float]:
@@ -150,10 +146,9 @@ def test_resumed_equals_uninterrupted(tmp_path, start):
 
 
 KILLED = """
-import os, pathlib, signal, sys
-sys.path[:0] = sys.argv[2:]
+import os, signal, sys
 from ragen_jax.runs.metrics import MetricWriter
-from test_metrics import values_of
+from tests.runs.test_metrics import values_of
 writer = MetricWriter(sys.argv[1])
 for step in range(5):
   writer.scalars(step, values_of(step))
@@ -173,8 +168,7 @@ def test_killed_then_resumed(tmp_path, rubbish):
   if rubbish:  # the process is slow to start: one kill is enough, the other cases are what it may leave
     write_steps(killed, 0, 5)
   else:
-    child = subprocess.run([sys.executable, '-c', KILLED, str(killed), str(ROOT), str(pathlib.Path(__file__).parent)])
-    assert child.returncode == -signal.SIGKILL
+    assert run_python(KILLED, str(killed)).returncode == -signal.SIGKILL
   with (killed / 'metrics.jsonl').open('a') as file:
     file.write(rubbish)
   assert [row['step'] for row in read_metrics(killed)][:5] == list(range(5))
@@ -300,49 +294,3 @@ def test_tensorboard_forgets_what_was_written_after_the_checkpoint(tmp_path):
   ]  # fmt: skip
   advantages = events.Histograms('critic/advantages')
   assert [(e.step, e.histogram_value.max) for e in advantages] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]
-
-
-# -- Memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_memory_is_the_most_that_was_used(monkeypatch):
-  """Against what the kernel says, and of several devices the fullest."""
-  status = pathlib.Path('/proc/self/status')
-  host = metrics_lib.memory()['perf/max_host_memory_gb']
-  if status.exists():
-    peak = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith('VmHWM'))
-    assert host == pytest.approx(peak / 2**20, rel=0.05)
-
-  class Device:
-    def __init__(self, peak):
-      self.memory_stats = lambda: peak and {'peak_bytes_in_use': peak, 'bytes_in_use': 1}
-
-  devices = [Device(2**30), Device(3 * 2**30), Device(None)]
-  monkeypatch.setattr(metrics_lib.jax, 'local_devices', lambda: devices)
-  assert metrics_lib.memory()['perf/max_memory_allocated_gb'] == 3
-  devices[:] = devices[-1:]  # a CPU keeps no count
-  assert set(metrics_lib.memory()) == {'perf/max_host_memory_gb'}
-
-
-# -- Timer -------------------------------------------------------------------------------------------------------------
-
-
-def test_timer(monkeypatch):
-  now = [0.0]
-  monkeypatch.setattr(metrics_lib.time, 'perf_counter', lambda: now[0])
-  timer = Timer()
-  for _ in range(2):
-    with timer('rollout'):
-      now[0] += 1.5
-      with timer('decode'):
-        now[0] += 0.25
-  with pytest.raises(KeyError), timer('update'):
-    now[0] += 2
-    raise KeyError
-  assert timer.pop() == {'timing_s/decode': 0.5, 'timing_s/rollout': 3.5, 'timing_s/update': 2}
-  assert timer.pop() == {}
-  with timer('rollout'):
-    now[0] += 1
-  assert timer.pop() == {'timing_s/rollout': 1}
-  assert timer.totals == {'decode': 0.5, 'rollout': 4.5, 'update': 2}
-  assert math.isclose(sum(timer.totals.values()), 7)

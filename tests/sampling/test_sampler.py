@@ -1,6 +1,8 @@
-"""The sampler against full forward passes, and its draws against the distribution that they come from."""
+"""The sampler over several turns against full forward passes over the same timeline."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.sampling import sampler as sampler_lib
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from tests.support import builders
 
@@ -54,7 +55,8 @@ def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, or
       params, state, keys[jnp.asarray(batch)], jnp.ones(len(batch), bool), max_new=max_new, sampling=sampling
     )
     reply = jax.device_get(reply)
-    stopped.append(reply.stopped)
+    last = np.take_along_axis(reply.tokens, np.maximum(reply.count - 1, 0)[:, None], axis=1)[:, 0]
+    stopped.append(last == STOP)
     for i, r in enumerate(batch):
       for j in range(reply.count[i]):
         records[int(r)].append(
@@ -62,7 +64,8 @@ def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, or
         )
         timelines[int(r)].append(int(reply.tokens[i, j]))
       ends = [t for t in reply.tokens[i, : reply.count[i]] if t == STOP]
-      assert len(ends) == int(reply.stopped[i])  # the stop token is kept, and nothing is drawn after it
+      assert len(ends) == int(stopped[-1][i])  # the stop token is kept, and nothing is drawn after it
+      assert stopped[-1][i] or reply.count[i] == max_new
   return timelines, records, np.concatenate(stopped)
 
 
@@ -135,46 +138,6 @@ def test_padding_of_the_embedding_is_never_drawn(model):
   assert int(reply.tokens.max()) == 11
 
 
-@pytest.mark.parametrize('size', [5, 300, 3000])
-def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
-  rng = np.random.default_rng(size)
-  p = rng.dirichlet(np.full(size, 0.3)).astype(np.float32)
-  p[rng.integers(size, size=size // 5)] = 0
-  p /= p.sum()
-  n = 200_000
-
-  @jax.jit
-  def draw(i):
-    u = jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (2000,))
-    return sampler_lib.draw(jnp.broadcast_to(p, (2000, size)), u)
-
-  draws = np.concatenate([np.asarray(draw(i)) for i in range(n // 2000)])
-  counts = np.bincount(draws, minlength=size)
-  assert counts[p == 0].sum() == 0
-  big = p * n > 20
-  chi2 = np.sum((counts[big] - n * p[big]) ** 2 / (n * p[big]))
-  degrees = big.sum()
-  assert chi2 < degrees + 5 * np.sqrt(2 * degrees)
-
-
-def test_draw_takes_the_first_and_the_last_possible_token_at_the_ends_of_the_unit_interval():
-  p = np.zeros((2, 1500), np.float32)
-  p[:, 3], p[:, 1400] = 0.5, 0.5
-  u = jnp.asarray([0.0, np.nextafter(np.float32(1), np.float32(0))])
-  assert sampler_lib.draw(jnp.asarray(p), u).tolist() == [3, 1400]
-
-
-def test_top_k_and_top_p_keep_the_right_tokens():
-  logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]]))
-  kept = lambda k, p: np.isfinite(np.asarray(sampler_lib.filter_logits(logits, k, p)))[0].tolist()  # noqa: E731
-  assert kept(2, 1.0) == [False, True, False, True]
-  assert kept(0, 0.69) == [False, True, False, True]
-  assert kept(0, 0.71) == [False, True, True, True]
-  assert kept(0, 1e-6) == [False, True, False, False]
-  assert kept(3, 0.5) == [False, True, False, True]  # of what k leaves, 0.4 / 0.9 < 0.5
-  assert kept(9, 1.0) == [True] * 4
-
-
 def test_arrange_closes_holes_and_keeps_the_order(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   state = sampler.init(3, 16)
@@ -184,7 +147,7 @@ def test_arrange_closes_holes_and_keeps_the_order(model):
   after = jax.device_get(sampler.arrange(state, jnp.asarray([2, 0]), 6))
   assert after.valid.sum(axis=1).tolist() == [2, 5] and after.column == 5
   for new, old in ((0, 2), (1, 0)):
-    n = int(after.position[new])
+    n = int(after.count[new])
     for new_layer, old_layer in zip(after.cache, before.cache, strict=True):
       np.testing.assert_array_equal(new_layer.k[new, :n], old_layer.k[old][before.valid[old]])
       np.testing.assert_array_equal(new_layer.v[new, :n], old_layer.v[old][before.valid[old]])
@@ -197,7 +160,7 @@ def test_a_long_row_that_is_over_does_not_move_the_write_column(model):
   first = rng.integers(8, VOCAB, size=(2, 24)).astype(np.int32)
   state = sampler.extend(params, sampler.init(2, 24), jnp.asarray(first), jnp.asarray([24, 3]))
   state = sampler.arrange(state, jnp.arange(2), 12, jnp.asarray([False, True]))
-  assert int(state.column) == 3 and state.position.tolist() == [0, 3]
+  assert int(state.column) == 3 and state.count.tolist() == [0, 3]
   second = rng.integers(8, VOCAB, size=(2, 4)).astype(np.int32)
   state = sampler.extend(params, state, jnp.asarray(second), jnp.asarray([0, 4]))
   keys = jax.random.split(jax.random.key(0), 2)
@@ -207,3 +170,16 @@ def test_a_long_row_that_is_over_does_not_move_the_write_column(model):
   logprobs, _, _ = _full_logprobs(model, timeline)
   np.testing.assert_allclose(reply.logprobs[1, :count], logprobs[6:], atol=1e-4)
   assert int(reply.count[0]) == 0
+
+
+def test_each_program_is_traced_once_per_shape(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  keys = jax.random.split(jax.random.key(5), 4)
+  run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
+  run(np.random.default_rng(1), sampling=Sampling())
+  # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
+  assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 2}
+  run(np.random.default_rng(2), sampling=Sampling(temperature=0.5))  # temperatures above 0 share a program
+  assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 2}
+  run(np.random.default_rng(3), sampling=Sampling(temperature=0.0))
+  assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 4}

@@ -12,7 +12,7 @@ from flax import nnx
 from ragen_jax import build
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, tree_shardings
-from ragen_jax.models import qwen
+from ragen_jax.models import attention as attention_lib
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
@@ -81,12 +81,12 @@ def rollout(made):
 
 
 def attention(most):
-  """Temporary bytes of attention and its gradient over 64 heads of 1024 columns, with `_MOST_SCORES` set."""
-  qwen._MOST_SCORES, qwen._SCORES_OF_BLOCK = most, 2**22
+  """Temporary bytes of attention and its gradient over 64 heads of 1024 columns, with `_MAX_SCORES` set."""
+  attention_lib._MAX_SCORES, attention_lib._BLOCK_SCORES = most, 2**22
   q = jax.ShapeDtypeStruct((8, 1024, 8, 8), jnp.float32)
   kv = jax.ShapeDtypeStruct((8, 1024, 2, 8), jnp.float32)
   mask = jax.ShapeDtypeStruct((1, 1024, 1024), bool)
-  gradient = jax.jit(jax.grad(lambda q, k, v, mask: jnp.sum(qwen.attend(q, k, v, mask)), argnums=(0, 1, 2)))
+  gradient = jax.jit(jax.grad(lambda q, k, v, mask: jnp.sum(attention_lib.attend(q, k, v, mask)), argnums=(0, 1, 2)))
   return plan.temporary_bytes(gradient.lower(q, kv, kv, mask))
 
 

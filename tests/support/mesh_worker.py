@@ -1,6 +1,6 @@
 """Plays and updates once on each mesh that is asked for and writes down what came of it; run by test_mesh.py.
 
-python -m tests.mesh_worker MODEL DIRECTORY SHAPE,SHAPE,... [COORDINATOR PROCESSES PROCESS]
+python -m tests.support.mesh_worker MODEL DIRECTORY SHAPE,SHAPE,... [COORDINATOR PROCESSES PROCESS]
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ragen_jax import build, train
-from ragen_jax.agent.trajectory import Status
+from ragen_jax.agent.episode import Status
 from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.probes import thought_information

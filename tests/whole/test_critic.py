@@ -286,7 +286,7 @@ def test_a_warm_start_trains_the_shared_form_only():
 
 
 def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path):
-  from ragen_jax.models.checkpoint import hf
+  from ragen_jax.models.checkpoint.save import save_model
 
   config = _lake()
   policy = build.load_policy(config)
@@ -295,7 +295,7 @@ def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path):
   _equal(nnx.state(model.critic), nnx.state(model.policy), rtol=0)
   model.critic.norm.weight.set_value(1.5 * model.critic.norm.weight[...])
   model.value_head.bias.set_value(jnp.float32(7.0))
-  hf.save_model(
+  save_model(
     str(tmp_path / 'out'), model.policy, model.policy.cfg, 'float32', tokenizer_dir=policy.directory,
     value_head=model.value_head, critic=model.critic,
   )  # fmt: skip

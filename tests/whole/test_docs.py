@@ -15,17 +15,17 @@ from ml_collections import ConfigDict, config_flags
 from configs import default, frozenlake_ppo
 from docs import make_configuration
 from ragen_jax import build, train
-from ragen_jax.agent import env_manager
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent import pools
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.episode import Limits
 from ragen_jax.config import checks, command_line
 from ragen_jax.distributed import processes, sharding
-from ragen_jax.envs.outside.text_env import Fault
 from ragen_jax.models import presets
-from ragen_jax.models.checkpoint import hf
-from ragen_jax.runs import checkpoints as checkpoint
+from ragen_jax.models.checkpoint.names import weights
+from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training.monitor import Monitor
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import Fault
 from tests.support import builders
 from tests.support.paths import ROOT
 
@@ -199,8 +199,7 @@ def _too_long_a_prompt() -> str:
   specs = build.env_groups(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
   limits = Limits(1, 32, 128, -0.1, 64, False)
-  proxy = AgentProxy(types.SimpleNamespace(specs=specs), context, None, limits)
-  return _error(proxy._check_first_prompt, 0, 0, 'Target: 24\nNumbers: 1, 2, 3', 1)
+  return _error(context.check_first_prompt, 0, 'Target: 24\nNumbers: 1, 2, 3', 1, limits)
 
 
 def _without_a_hub(monkeypatch) -> str:
@@ -215,7 +214,7 @@ def _begun_run(tmp_path, monkeypatch) -> str:
   """The workdir of a run with a checkpoint, relative to the present directory."""
   monkeypatch.chdir(tmp_path)
   workdir = 'runs/frozenlake_ppo'
-  checkpoint.record_config(workdir, frozenlake_ppo.get_config().to_dict())
+  record_config(workdir, frozenlake_ppo.get_config().to_dict())
   pathlib.Path(workdir, 'checkpoints', '10').mkdir(parents=True)
   return workdir
 
@@ -227,7 +226,7 @@ def _go_on(workdir: str, **changes) -> str:
 
 
 def _go_on_beside_another(workdir: str) -> str:
-  with checkpoint.workdir_lock(workdir):
+  with workdir_lock(workdir):
     return _go_on(workdir)
 
 
@@ -235,7 +234,7 @@ def _undivided_heads() -> str:
   mesh = types.SimpleNamespace(shape={'data': 1, 'fsdp': 1, 'tensor': 4})
 
   def divide():
-    for weight in hf.weights(presets.shape('qwen2.5-0.5b', '')):
+    for weight in weights(presets.shape('qwen2.5-0.5b', '')):
       sharding.weight_spec('/'.join(map(str, weight.path)), weight.shape, mesh)
 
   return _error(divide)
@@ -271,7 +270,7 @@ def _lost_partner(monkeypatch, capsys) -> str:
 
 def _a_fault() -> str:
   fault = Fault('step raised ZeroDivisionError', 'division by zero (guess.py:25)')
-  return env_manager._FAULT_TOLD % ('Guess', 10003, fault, 'Guess')
+  return pools.FAULT_MESSAGE % ('Guess', 10003, fault, 'Guess')
 
 
 def _echo_trap() -> str:
@@ -320,4 +319,4 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
   for text in ('evaluating before training; most of the first minute is compilation',):
     assert text in page and text in (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
   interrupted = 'interrupted; the same command goes on from the last checkpoint, if there is one'
-  assert interrupted in page and interrupted in (ROOT / 'main.py').read_text(encoding='utf-8')
+  assert interrupted in page and interrupted in (ROOT / 'ragen_jax' / '__main__.py').read_text(encoding='utf-8')

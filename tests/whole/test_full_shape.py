@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.runs.metrics import read_metrics
 from tests.support.paths import ROOT
@@ -53,7 +54,7 @@ def _write_checkpoint(directory, tokenizer_dir):
     'tie_word_embeddings': cfg.tie_word_embeddings, 'eos_token_id': 151643,
   }  # fmt: skip
   (directory / 'config.json').write_text(json.dumps(config))
-  assert hf.read_config(str(directory)) == cfg
+  assert read_config(str(directory)) == cfg
   rng = np.random.default_rng(0)
 
   def tensor(weight):
@@ -61,7 +62,7 @@ def _write_checkpoint(directory, tokenizer_dir):
       return np.ones(weight.hf_shape, ml_dtypes.bfloat16)
     return (0.02 * rng.standard_normal(weight.hf_shape, np.float32)).astype(ml_dtypes.bfloat16)
 
-  save_file({w.name: tensor(w) for w in hf.weights(cfg)}, directory / 'model.safetensors', metadata={'format': 'pt'})
+  save_file({w.name: tensor(w) for w in weights(cfg)}, directory / 'model.safetensors', metadata={'format': 'pt'})
   return cfg
 
 
@@ -83,7 +84,7 @@ def test_a_whole_iteration_at_full_size(tmp_path, qwen_tokenizer_dir):
   peak = usage.ru_maxrss * (1024 if sys.platform == 'linux' else 1)
   print(f'{time.monotonic() - start:.0f} s, peak memory {peak / 2**30:.1f} GiB')
   assert peak < MEMORY
-  assert peak > 4 * 4 * sum(w.size for w in hf.weights(cfg))  # weights, gradients and Adam's moments, in float32
+  assert peak > 4 * 4 * sum(w.size for w in weights(cfg))  # weights, gradients and Adam's moments, in float32
 
   assert (workdir / 'checkpoints' / '1').is_dir()
   rows = {row['step']: row for row in read_metrics(workdir)}

@@ -17,9 +17,11 @@ from configs import frozenlake_ppo
 from ragen_jax import build, train
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
 from ragen_jax.models.checkpoint import peft as adapter_files
-from ragen_jax.modes import export, sft
+from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models.checkpoint.export import write_policy
+from ragen_jax.models.checkpoint.load import load_params
+from ragen_jax.modes import sft
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.learner import (
@@ -146,8 +148,8 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
   assert lines[-1]['actor/kl_loss'] > 1e-3
   fresh = build.load_policy(config)
   directory = fresh.directory
-  cfg = hf.read_config(directory)
-  loaded = dict(nnx.to_flat_state(hf.load_params(directory, cfg, jnp.bfloat16)))
+  cfg = read_config(directory)
+  loaded = dict(nnx.to_flat_state(load_params(directory, cfg, jnp.bfloat16)))
   base = {path[1:]: x for path, x in nnx.to_flat_state(seen['base'])}
   assert base.keys() == loaded.keys()
   for path, x in base.items():
@@ -212,7 +214,8 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
     np.testing.assert_array_equal(a, b)
   # The other form is the same model.
   config.export.lora = 'merged'
-  export.write_policy(str(tmp_path / 'merged'), config, policy, with_value_head=True)
+  settings = build.export_settings(config, policy)
+  write_policy(str(tmp_path / 'merged'), policy.model, settings, with_value_head=True)
   qwen, merged = policy.model.policy, builders.small_config(model__path=str(tmp_path / 'merged'))
   plain = build.load_policy(merged).model.policy
   tokens = jnp.asarray([policy.tokenizer.encode('<think>I am at (1, 2)</think><answer>Trader</answer>')])

@@ -19,8 +19,9 @@ from flax import nnx
 
 from ragen_jax import build, train
 from ragen_jax.algorithms import losses
-from ragen_jax.models import lora, presets, qwen
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.config.checks import check_plan
+from ragen_jax.models import lora, presets
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
@@ -41,7 +42,7 @@ PROMPT_LOGITS = memory_worker.ROWS * memory_worker.WIDTH // 2 * memory_worker.VO
 def compiled():
   """Temporary bytes of many programs, from one process with eight devices whose programs are ordered for memory."""
   result = subprocess.run(
-    [sys.executable, '-m', 'tests.memory_worker'],
+    [sys.executable, '-m', 'tests.support.memory_worker'],
     cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)}, capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert result.returncode == 0, result.stderr[-3000:]
@@ -164,7 +165,7 @@ def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():
   ],
 )  # fmt: skip
 def test_presets_have_the_size_that_is_published(preset, millions):
-  size = sum(weight.size for weight in hf.weights(presets.shape(preset, '')))
+  size = sum(weight.size for weight in weights(presets.shape(preset, '')))
   assert size / 1e6 == pytest.approx(millions, abs=0.6)
 
 
@@ -186,7 +187,7 @@ def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message
   config = builders.small_config()
   config.update_from_flattened_dict({field: value})
   with pytest.raises(UserError, match=message):
-    plan.check_plan(config)
+    check_plan(config)
 
 
 def _estimate_by(numbers):
@@ -194,7 +195,7 @@ def _estimate_by(numbers):
 
   def estimate(config, compiled):
     saved = sum(bytes for field, (value, bytes) in numbers.items() if operator.attrgetter(field)(config) == value)
-    return plan.Plan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
+    return plan.MemoryPlan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
 
   return estimate
 
@@ -213,7 +214,7 @@ def test_activations_that_were_not_known_before_do_not_speak_against_a_change(mo
     kinds = {'weights': 40 if config.model.remat else 80}
     if config.model.remat:
       kinds['activations'] = 10 if config.model.logits_chunk else 50
-    return plan.Plan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
+    return plan.MemoryPlan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
 
   monkeypatch.setattr(plan, 'estimate', estimate)
   config = builders.small_config()
@@ -374,23 +375,6 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
 
 
 # -- The same numbers --------------------------------------------------------------------------------------------------
-
-
-def test_attention_in_blocks_is_attention(monkeypatch):
-  q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
-  mask = jnp.tril(jnp.ones((37, 37), bool))[None] & (jax.random.uniform(jax.random.key(3), (2, 1, 37)) < 0.8)
-
-  def both(q, k, v):
-    return qwen.attend(q, k, v, mask), jax.grad(lambda *x: jnp.sum(qwen.attend(*x, mask) ** 2), argnums=(0, 1, 2))(
-      q, k, v
-    )
-
-  whole = both(q, k, v)
-  monkeypatch.setattr(qwen, '_MOST_SCORES', 0)
-  monkeypatch.setattr(qwen, '_SCORES_OF_BLOCK', 0)
-  monkeypatch.setattr(qwen, '_LEAST_BLOCK', 8)
-  for ours, theirs in zip(jax.tree.leaves(both(q, k, v)), jax.tree.leaves(whole), strict=True):
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_micro_batches_and_chunks_change_no_step():

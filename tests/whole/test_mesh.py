@@ -18,11 +18,12 @@ import pytest
 from flax import nnx
 
 from ragen_jax.config import checks
-from ragen_jax.distributed.mesh import AXES, make_mesh
+from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.processes import RowShare
-from ragen_jax.distributed.sharding import weight_spec
 from ragen_jax.models import presets
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models.checkpoint.load import load_params, load_value_head
+from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 from tests.support import builders, mesh_worker
@@ -56,7 +57,7 @@ def _wait(workers, seconds=580):
 def _run(model, directory, shapes, processes=1, **fields):
   """Runs the worker over some shapes; what it found, by shape."""
   directory.mkdir()
-  command = [sys.executable, '-m', 'tests.mesh_worker', model, str(directory), ','.join(shapes)]
+  command = [sys.executable, '-m', 'tests.support.mesh_worker', model, str(directory), ','.join(shapes)]
   extra = [[]]
   if processes > 1:
     address = f'127.0.0.1:{_free_port()}'
@@ -77,18 +78,18 @@ def _run(model, directory, shapes, processes=1, **fields):
 def model(tmp_path_factory):
   """The built-in model's first layer, which is less to compile, with each key/value head twice, to divide by 4."""
   source = presets.resolve('tiny', '')
-  cfg = hf.read_config(source)
-  leaves = nnx.to_flat_state(hf.load_params(source, cfg, 'float32'))
+  cfg = read_config(source)
+  leaves = nnx.to_flat_state(load_params(source, cfg, 'float32'))
   doubled = [
     (path, leaf.replace(jnp.repeat(leaf[...], 2, axis=-2)) if {'k_proj', 'v_proj'} & set(path) else leaf)
     for path, leaf in leaves
     if path[:2] != ('layers', 1)
   ]
   head = ValueHead(cfg.hidden_size)
-  assert hf.load_value_head(source, head)
+  assert load_value_head(source, head)
   directory = str(tmp_path_factory.mktemp('model') / 'doubled')
   cfg = dataclasses.replace(cfg, num_layers=1, num_kv_heads=2 * cfg.num_kv_heads)
-  hf.save_model(directory, nnx.from_flat_state(doubled), cfg, 'float32', tokenizer_dir=source, value_head=head)
+  save_model(directory, nnx.from_flat_state(doubled), cfg, 'float32', tokenizer_dir=source, value_head=head)
   return directory
 
 
@@ -142,27 +143,11 @@ def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
   _assert_same(_run(model, tmp_path / 'eight', ['2x2x2'], model__separate_critic=True)['2x2x2'], one)
 
 
-def test_a_dimension_that_does_not_divide_is_named():
-  mesh = jax.sharding.AbstractMesh((1, 1, 4), ('data', 'fsdp', 'tensor'))
-  with pytest.raises(UserError, match=r'mesh\.tensor=4: does not divide the 2 of .*k_proj.*1, 2 would') as e:
-    weight_spec('policy/layers/0/self_attn/k_proj/kernel', (64, 2, 16), mesh)
-  assert '\n' not in str(e.value)
-  assert weight_spec('policy/layers/0/self_attn/q_proj/kernel', (64, 4, 16), mesh) == jax.sharding.PartitionSpec(
-    'fsdp', 'tensor', None
-  )
-
-
 def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_read(monkeypatch):
   monkeypatch.setattr(checks, 'make_mesh', lambda **_: jax.sharding.AbstractMesh((1, 1, 4), AXES))
   monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare())
-  monkeypatch.setattr(hf, 'load_params', lambda *a, **k: pytest.fail('weights were read'))
+  monkeypatch.setattr('ragen_jax.models.checkpoint.load.load_params', lambda *a, **k: pytest.fail('weights were read'))
   with pytest.raises(
     UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
   ):
     checks.check_config(builders.small_config(mesh__tensor=4))
-
-
-def test_axes_must_multiply_to_the_devices():
-  with pytest.raises(UserError, match=r'mesh\.fsdp=2.*number of devices, 1'):
-    make_mesh(1, 2, 1)
-  assert dict(make_mesh(-1, 1, 1).shape) == {'data': 1, 'fsdp': 1, 'tensor': 1}

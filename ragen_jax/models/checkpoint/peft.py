@@ -1,4 +1,4 @@
-"""Adapters alone, as the directories that PEFT reads and writes: `adapter_config.json`, `adapter_model.safetensors`."""
+"""Adapters without their model, in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ragen_jax.models import lora
-from ragen_jax.models.checkpoint import hf
+from ragen_jax.models.checkpoint.config import ADAPTER_CONFIG_FILE, read_json, write_json
+from ragen_jax.models.checkpoint.save import new_checkpoint, write_value_head
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 
 WEIGHTS_FILE = 'adapter_model.safetensors'
 
-# Fields that must be absent, or have one of these values: anything else is not a plain LoRA.
+# Fields that must be absent, null, or have one of these values; with other values the adapters are not plain LoRA.
 _PLAIN = {
   'bias': ('none',),
   'use_rslora': (False,),
@@ -44,12 +45,12 @@ def read_config(directory: str) -> lora.LoraConfig:
   """Reads `adapter_config.json`.
 
   Raises:
-    UserError: it cannot be read, or asks for more than plain LoRA on some of `lora.TARGETS`.
+    UserError: the file cannot be read, or describes something other than plain LoRA on some of `lora.TARGETS`.
   """
-  where = os.path.join(directory, hf.ADAPTER_CONFIG_FILE)
+  where = os.path.join(directory, ADAPTER_CONFIG_FILE)
   if not os.path.isfile(where):
-    raise UserError(f'lora.path={directory!r}: has no {hf.ADAPTER_CONFIG_FILE}, so it is no directory of adapters')
-  raw = hf.read_json(where)
+    raise UserError(f'lora.path={directory!r}: has no {ADAPTER_CONFIG_FILE}, so it is no directory of adapters')
+  raw = read_json(where)
   if raw.get('peft_type') != 'LORA':
     raise UserError(f"{where}: peft_type={raw.get('peft_type')!r} is not supported; only 'LORA' is")
   for field, allowed in _PLAIN.items():
@@ -59,8 +60,8 @@ def read_config(directory: str) -> lora.LoraConfig:
   for field, value in (('r', rank), ('lora_alpha', alpha)):
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
       raise UserError(f'{where}: {field}={value!r} must be a positive number')
-  # PEFT lists whole paths, such as model.layers.0.mlp.up_proj, where their ends also name what has no adapter; `load`
-  # sees whether they leave a layer out.
+  # PEFT lists full paths, such as model.layers.0.mlp.up_proj, when a suffix would also match modules without adapters.
+  # We keep the suffix; `load` reports the layers that have no adapter.
   try:
     names = [str(t).rpartition('.')[2] for t in targets] if isinstance(targets, list) else [str(targets)]
     names = lora.parse_targets(','.join(names))
@@ -70,10 +71,10 @@ def read_config(directory: str) -> lora.LoraConfig:
 
 
 def load(directory: str, model: Qwen) -> None:
-  """Fills the adapters of a model from a directory.
+  """Loads adapters from a directory into a model that has adapters of the same rank and targets.
 
   Raises:
-    UserError: the file cannot be read, or tensors are missing, unexpected or of another shape; all are named.
+    UserError: the file cannot be read, or tensors are missing, unexpected or of an unexpected shape.
   """
   file = os.path.join(directory, WEIGHTS_FILE)
   try:
@@ -105,21 +106,21 @@ def save(
   tokenizer_dir: str,
   value_head: ValueHead | None = None,
 ) -> None:
-  """Writes the adapters of a model as a directory that `peft.PeftModel.from_pretrained` opens; for one process.
+  """Writes the adapters of a model as a directory that `peft.PeftModel.from_pretrained` opens. Single process only.
 
-  Everything is written to a new directory beside the target, which then takes its place, as in `hf.save_model`.
+  The files are written to a new directory that then takes the target's place, as in `save_model`.
 
   Args:
-    directory: is made; where it is not empty it must be a checkpoint, which is replaced.
+    directory: the target; created if missing. If it is not empty it must be a checkpoint, which is replaced.
     model: the model with its adapters.
-    config: of the adapters.
-    dtype: float32, bfloat16 or float16, of the stored adapters.
-    base: where the base model is: a directory, or a repository on the hub.
-    tokenizer_dir: where tokenizer files are copied from.
+    config: rank, alpha and targets of the adapters.
+    dtype: float32, bfloat16 or float16, the type of the stored adapters.
+    base: the base model that `adapter_config.json` names: a directory, or a repository on the hub.
+    tokenizer_dir: source of tokenizer files.
     value_head: stored beside the adapters, in float32.
 
   Raises:
-    UserError: `directory` holds something else.
+    UserError: `directory` holds something other than a checkpoint.
   """
   described = {
     'peft_type': 'LORA',
@@ -132,17 +133,17 @@ def save(
     'bias': 'none',
     'inference_mode': True,
   }
-  with hf.new_checkpoint(directory, tokenizer_dir) as new:
+  with new_checkpoint(directory, tokenizer_dir) as new:
     tensors = {name: _to_peft(param, matrix) for name, param, matrix in _named(model)}
     tensors = {name: np.ascontiguousarray(x, dtype=np.dtype(dtype)) for name, x in tensors.items()}
     save_file(tensors, os.path.join(new, WEIGHTS_FILE), metadata={'format': 'pt'})
     if value_head is not None:
-      hf.write_value_head(new, {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]})
-    hf.write_json(os.path.join(new, hf.ADAPTER_CONFIG_FILE), described)
+      write_value_head(new, {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]})
+    write_json(os.path.join(new, ADAPTER_CONFIG_FILE), described)
 
 
 def _named(model: Qwen) -> list[tuple[str, nnx.Param, tuple[int, int]]]:
-  """Of every adapter weight: PEFT's name, the weight, and its shape here as a matrix, [inputs, r] or [r, outputs]."""
+  """(PEFT's name, parameter, its shape as a matrix [inputs, r] or [r, outputs]) of every adapter weight."""
   named = []
   for path, adapter in lora.adapters(model).items():
     module = 'base_model.model.model.' + '.'.join(map(str, path))
@@ -153,5 +154,5 @@ def _named(model: Qwen) -> list[tuple[str, nnx.Param, tuple[int, int]]]:
 
 
 def _to_peft(param: nnx.Param, matrix: tuple[int, int]) -> np.ndarray:
-  """The weight of a `torch.nn.Linear`: [r, inputs] or [outputs, r]."""
+  """The parameter as the weight of a `torch.nn.Linear`: [r, inputs] or [outputs, r]."""
   return np.asarray(param[...]).reshape(matrix).T

@@ -1,0 +1,142 @@
+"""Checks of the algorithm's options, and of the combinations that do not work."""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from ragen_jax.agent.context_manager import CONTEXTS, OVERLONG
+from ragen_jax.algorithms import filters, losses, rewards
+from ragen_jax.algorithms.advantages import ESTIMATORS
+from ragen_jax.config import rules
+from ragen_jax.training.monitor import ECHO_TRAP_ACTIONS
+
+# Field -> allowed values.
+_CHOICES = {
+  'algorithm.adv_estimator': tuple(ESTIMATORS),
+  'algorithm.loss_agg_mode': losses.AGGREGATIONS,
+  'algorithm.old_logprobs': ('sampler', 'trainer'),
+  'agent.context': CONTEXTS,
+  'agent.overlong': OVERLONG,
+  'algorithm.ratio_level': losses.RATIO_LEVELS,
+  'algorithm.kl_kind': losses.KL_KINDS,
+  'reward.credit': rewards.CREDITS,
+  'reward.grouping': rewards.GROUPINGS,
+  'reward.method': rewards.METHODS,
+  'filter.metric': filters.METRICS,
+  'filter.strategy': filters.STRATEGIES,
+  'filter.type': filters.TYPES,
+  'filter.top_p_mode': filters.TOP_P_MODES,
+  'filter.loss_scaling': filters.LOSS_SCALINGS,
+  'monitor.echo_trap': ECHO_TRAP_ACTIONS,
+  'monitor.bucket_mode': ('quantile', 'fixed_rv'),
+}
+_AT_LEAST_ONE = (
+  'agent.context_turns', 'train.online_k', 'filter.max_rollouts', 'monitor.baseline_steps', 'monitor.min_signals',
+  'monitor.patience', 'monitor.gradient_buckets',
+)  # fmt: skip
+_NOT_NEGATIVE = (
+  'algorithm.kl_loss_coef', 'algorithm.kl_reward_coef', 'algorithm.tis_cap', 'algorithm.loss_norm_length',
+  'algorithm.step_weight', 'filter.value', 'monitor.max_rollbacks', 'monitor.flat_reward_patience',
+  'monitor.hopeless_patience', 'monitor.empty_patience', 'monitor.information_every', 'monitor.gradients_every',
+)  # fmt: skip
+# Estimators that read rewards at the last token of a turn only.
+_READ_AT_TURN_ENDS = ('turn_wise_gae', 'bi_level_gae')
+
+
+def check_algorithm(config: ConfigDict) -> None:
+  """Checks `algorithm`, `reward`, `filter`, `replay`, `monitor`, and the fields of other sections that depend on them.
+
+  Raises:
+    UserError: for the first field that cannot be used.
+  """
+  for field, allowed in _CHOICES.items():
+    rules.one_of(config, field, allowed)
+  rules.at_least(config, 1, *_AT_LEAST_ONE)
+  rules.at_least(config, 2, 'monitor.information_samples')
+  rules.at_least(config, 0, *_NOT_NEGATIVE)
+  rules.fraction(config, 'algorithm.step_gamma')
+  high_level_lam = config.algorithm.high_level_lam
+  rules.check(config, 'algorithm.high_level_lam', high_level_lam <= 1, 'must be at most 1; negative is the same as lam')
+  rules.below_one(config, 'monitor.ema_decay')
+  rules.positive_fraction(config, 'monitor.rollback_lr')
+  rules.check(
+    config, 'reward.method', config.reward.credit == 'trajectory' or config.reward.method == 'identity',
+    "with reward.credit='turn' it may be 'identity' only",
+  )  # fmt: skip
+  _check_old_logprobs_and_replay(config)
+  _check_rewards(config)
+  _check_critic(config)
+  _check_filter(config)
+
+
+def _check_old_logprobs_and_replay(config: ConfigDict) -> None:
+  """Importance weights, replay and reused rollouts."""
+  a = config.algorithm
+  for field in ('mask_loss', 'mask_advantages', 'tis_cap'):
+    needs = a.tis_cap > 0 if field == 'tis_cap' else not a[field]
+    rules.check(
+      config, f'algorithm.{field}', not needs or a.old_logprobs == 'trainer', "needs algorithm.old_logprobs='trainer'"
+    )
+  rules.at_least(config, 0, 'replay.groups')
+  rules.at_least(config, 1, 'replay.max_age')
+  k, replays = config.train.online_k, config.replay.groups > 0
+  rules.check(
+    config, 'replay.max_age', not replays or config.replay.max_age >= k, f'must be at least train.online_k = {k}'
+  )
+  rules.check(config, 'replay.groups', not replays or a.tis_cap > 0, 'needs algorithm.tis_cap above 0')
+  for field in ('num_iterations', 'checkpoint.every'):
+    rules.check(config, field, rules.get(config, field) % k == 0, f'must be a multiple of train.online_k = {k}')
+
+
+def _check_rewards(config: ConfigDict) -> None:
+  """How rewards are normalised, and what a ratio spans."""
+  a, reward = config.algorithm, config.reward
+  one_row = config.agent.context == 'full' and config.agent.overlong == 'end'
+  rules.check(
+    config, 'algorithm.ratio_level', a.ratio_level != 'sequence' or one_row,
+    "'sequence' needs an episode in one row: agent.context='full' and agent.overlong='end'",
+  )  # fmt: skip
+  rules.check(
+    config, 'algorithm.kl_reward_coef', not a.kl_reward_coef or a.adv_estimator not in _READ_AT_TURN_ENDS,
+    f'algorithm.adv_estimator={a.adv_estimator!r} reads rewards at the ends of turns only; use algorithm.kl_loss_coef',
+  )  # fmt: skip
+  rules.check(
+    config, 'reward.method', reward.method == 'identity' or reward.grouping != 'state' or config.train.group_size > 1,
+    "a 'state' of one episode leaves nothing; train.group_size must be at least 2",
+  )  # fmt: skip
+
+
+def _check_critic(config: ConfigDict) -> None:
+  """Options that need a critic, or one that learns."""
+  a = config.algorithm
+  has_critic = ESTIMATORS[a.adv_estimator].needs_critic
+  rules.check(
+    config, 'algorithm.bootstrap_truncated', has_critic or not a.bootstrap_truncated,
+    f'algorithm.adv_estimator={a.adv_estimator!r} has no critic',
+  )  # fmt: skip
+  learns = has_critic and a.value_coef > 0
+  for field in ('model.separate_critic', 'optimizer.critic_warmup'):
+    rules.check(
+      config, field, learns or not rules.get(config, field),
+      f'needs a critic that learns, not algorithm.adv_estimator={a.adv_estimator!r} with value_coef={a.value_coef}',
+    )  # fmt: skip
+  warmup = config.optimizer.critic_warmup
+  rules.check(
+    config, 'optimizer.critic_warmup', not warmup or warmup < config.num_iterations,
+    f'must be below num_iterations = {config.num_iterations}, or the policy never learns',
+  )  # fmt: skip
+
+
+def _check_filter(config: ConfigDict) -> None:
+  """The filter keeps some group, and compares groups of several members only."""
+  f = config.filter
+  rules.check(
+    config, 'filter.value', f.strategy != 'top_k' or int(f.value * config.train.groups + 1e-9) > 0,
+    f'of train.groups={config.train.groups} no group would be kept',
+  )  # fmt: skip
+  drops = f.strategy != 'top_p' or f.value < 1 or not f.include_zero
+  compares = f.metric in ('reward_std', 'entropy_variance')
+  rules.check(
+    config, 'filter.metric', not (compares and drops) or config.train.group_size > 1,
+    'compares the members of a group, so train.group_size must be at least 2',
+  )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Rules for single fields of a config.
+
+Each raises a one-line UserError with the name of the field, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from ragen_jax.utils.errors import UserError
+
+
+def get(config: ConfigDict, field: str) -> Any:
+  """The value of a field by its dotted name."""
+  for name in field.split('.'):
+    config = config[name]
+  return config
+
+
+def check(config: ConfigDict, field: str, ok: bool, allowed: str) -> None:
+  """Raises UserError unless `ok`; `allowed` says what the field may be."""
+  if not ok:
+    raise UserError(f'{field}={get(config, field)!r}: {allowed}')
+
+
+def one_of(config: ConfigDict, field: str, allowed: Sequence[str]) -> None:
+  """The field is one of `allowed`."""
+  check(config, field, get(config, field) in allowed, 'allowed: ' + ', '.join(allowed))
+
+
+def at_least(config: ConfigDict, least: float, *fields: str) -> None:
+  """Each field is at least `least`."""
+  for field in fields:
+    check(config, field, get(config, field) >= least, f'must be at least {least}')
+
+
+def above(config: ConfigDict, bound: float, *fields: str) -> None:
+  """Each field is above `bound`."""
+  for field in fields:
+    check(config, field, get(config, field) > bound, f'must be above {bound}')
+
+
+def fraction(config: ConfigDict, *fields: str) -> None:
+  """Each field is between 0 and 1, both included."""
+  for field in fields:
+    check(config, field, 0 <= get(config, field) <= 1, 'must be between 0 and 1')
+
+
+def below_one(config: ConfigDict, *fields: str) -> None:
+  """Each field is at least 0 and below 1."""
+  for field in fields:
+    check(config, field, 0 <= get(config, field) < 1, 'must be at least 0 and below 1')
+
+
+def positive_fraction(config: ConfigDict, *fields: str) -> None:
+  """Each field is above 0 and at most 1."""
+  for field in fields:
+    check(config, field, 0 < get(config, field) <= 1, 'must be above 0 and at most 1')

@@ -1,0 +1,91 @@
+"""Checks of the section `sft`, for --mode=sft."""
+
+from __future__ import annotations
+
+import jax
+from ml_collections import ConfigDict
+
+from ragen_jax import build
+from ragen_jax.config import rules
+from ragen_jax.config.level_checks import check_level_files
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.sft import data as sft_data
+from ragen_jax.utils.errors import UserError
+
+
+def check_sft(config: ConfigDict) -> None:
+  """Checks a warm start, after `check_config`.
+
+  Raises:
+    UserError: for the first field that cannot be used.
+  """
+  if jax.process_count() > 1:
+    raise UserError(f'--mode=sft runs in one process, there are {jax.process_count()}')
+  rules.check(
+    config, 'model.separate_critic', not config.model.separate_critic,
+    '--mode=sft trains the policy and the value head on its trunk, and a separate critic begins with both of them; '
+    'it must be False there',
+  )  # fmt: skip
+  _check_ranges(config)
+  _check_weights(config)
+  if config.sft.data:
+    rules.check(
+      config, 'sft.value_coef', not config.sft.value_coef, 'conversations of sft.data have no values; must be 0'
+    )
+    rules.check(
+      config, 'sft.save_data', not config.sft.save_data, 'writes what solvers play; must be empty with sft.data'
+    )
+  _check_demonstrations(config)
+
+
+def _check_ranges(config: ConfigDict) -> None:
+  """Numbers that have bounds of their own, and the rows of a micro-batch."""
+  sft = config.sft
+  rules.at_least(config, 1, 'sft.group_size', 'sft.steps', 'sft.batch_size')
+  rules.at_least(
+    config, 0, 'sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef', 'sft.eval_every',
+    'sft.checkpoint_every',
+  )  # fmt: skip
+  rules.below_one(config, 'sft.val_fraction')
+  shards, rows = row_shards(make_mesh(**config.mesh)), max(sft.batch_size // 2, 1)
+  rules.check(
+    config, 'sft.batch_size', sft.packing or rows % shards == 0,
+    f'half of it, {rows}, goes through the model at once and must be a multiple of {shards} row shards',
+  )  # fmt: skip
+  rules.fraction(config, 'sft.noise', 'sft.beginner', 'sft.timid', 'sft.hurry', 'sft.discount')
+  rules.check(
+    config, 'sft.noise', sft.noise + sft.beginner <= 1, f'and sft.beginner={sft.beginner} add up to more than 1'
+  )
+
+
+def _check_weights(config: ConfigDict) -> None:
+  """Which weights are trained, and how they are written."""
+  sft, rank = config.sft, config.lora.rank
+  rules.check(config, 'lora.rank', not (sft.from_scratch and rank), 'fresh weights must all be trained')
+  rules.check(config, 'export.lora', rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0")
+  rules.check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
+
+
+def _check_demonstrations(config: ConfigDict) -> None:
+  """Which levels are demonstrated, if no conversations are given."""
+  sft = config.sft
+  same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
+  rules.check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
+  specs = build.env_groups(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags')
+  if sft.data:
+    return
+  for spec in specs:
+    if not spec.env.has_solver:
+      raise UserError(f'sft.tags: {spec.tag!r} has no solver whose play could be demonstrated')
+  first, last = config.eval.first_level, config.eval.first_level + config.eval.groups
+  rules.check(
+    config, 'sft.first_level', sft.first_level >= last or sft.first_level + max(sft.levels) <= first,
+    f'demonstrated levels overlap with the held-out levels {first}..{last - 1}',
+  )  # fmt: skip
+  check_level_files(config, 'sft')
+  count = (sum(sft.levels) - sft_data.validation_levels(sum(sft.levels), sft.val_fraction)) * sft.group_size
+  rules.check(
+    config, 'sft.batch_size', sft.batch_size <= count,
+    f'must be at most the number of demonstrations that are learnt from, {count}',
+  )  # fmt: skip

@@ -1,0 +1,271 @@
+"""Environments on a server: batches of episodes over a small JSON protocol, with time limits and retries.
+
+All requests are POST with a JSON body. `episodes` are lists, and the list of an answer has the order of its request.
+
+    /reset  {"options": {...}, "episodes": [{"id": "8f..-0", "seed": 10003, "member": 2}, ...]}
+            {"episodes": [{"observation": "..."}, ...]}
+    /step   {"episodes": [{"id": "8f..-0", "step": 0, "action": "Left"}, ...]}
+            {"episodes": [{"observation": "...", "reward": 0.5, "done": false, "success": false}, ...]}
+    /close  {"episodes": [{"id": "8f..-0"}, ...]}
+            anything
+
+- `id` is the client's name for the episode. A /reset of a known id starts the episode again.
+- `seed` determines the level and `member` the chance: episodes with equal seeds begin with equal observations.
+- `step` counts the actions of an episode from 0. The client repeats a request whose answer is lost, so a server that
+  has already carried out action number `step` of an episode returns the same answer and carries out nothing.
+- In place of an episode's answer, {"error": "..."} ends that episode as an error. `success` may be missing until the
+  game is over; `effective` may say whether the action changed anything.
+- /close ends episodes, including some that are over. A client that dies closes nothing, so a server should drop
+  episodes without requests after a while.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import http.client
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ragen_jax.envs.options import (
+  check_action_names,
+  check_legend,
+  check_mapping,
+  check_seconds,
+  check_text,
+  check_whole_number,
+)
+from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.utils.threads import Fault, run_calls
+
+_LONGEST_WAIT_S = 30.0
+_RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
+_CHUNK = 1 << 16
+_LARGEST_ANSWER_MIB = 64
+
+_log = logging.getLogger(__name__)
+
+
+class ServerError(Exception):
+  """No try of a request had a usable answer, or the server refused the request."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+  """Treats a redirect as an error, since following it would drop the body of the request."""
+
+  def redirect_request(self, *arguments: Any) -> None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HttpEnvironment(TextEnvironment):
+  """A game on a server that speaks the protocol of this module.
+
+  Attributes:
+    url: the base address of /reset, /step and /close, http or https. Proxies are not used.
+    task: the game and its aim, for the prompt.
+    action_names: the words that are actions; without them every text is an action.
+    action_help: one line that says how an action is written.
+    symbols: symbol to meaning, for the prompt, if the text is a board.
+    options: options for the server, sent with each /reset.
+    timeout_s: time limit of one answer, in seconds.
+    retries: further tries of a request that has no answer, or a status that says "later" or "server error".
+    backoff_s: seconds before the second try, doubled before each further try, at most 30.
+    batch_size: episodes in one request.
+    workers: requests in flight at a time.
+  """
+
+  name: ClassVar[str] = 'http'
+
+  url: str = ''
+  task: str = ''
+  action_names: tuple[str, ...] = ()
+  action_help: str = ''
+  symbols: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  timeout_s: float = 30.0
+  retries: int = 3
+  backoff_s: float = 0.5
+  batch_size: int = 64
+  workers: int = 4
+
+  def __post_init__(self):
+    if not isinstance(self.url, str) or not self.url.startswith(('http://', 'https://')):
+      raise ValueError(f"http: url={self.url!r}; allowed: 'http://host:port/path' or https")
+    check_text('http', 'task', self.task, blank=False)
+    check_text('http', 'action_help', self.action_help)
+    for field in ('timeout_s', 'backoff_s'):
+      check_seconds('http', field, getattr(self, field))
+    for field, least in (('retries', 0), ('batch_size', 1), ('workers', 1)):
+      check_whole_number('http', field, getattr(self, field), least)
+    values = {
+      'action_names': check_action_names('http', self.action_names),
+      'symbols': check_legend('http', 'symbols', self.symbols),
+      'options': check_mapping('http', 'options', self.options),
+    }
+    try:
+      json.dumps(values['options'], allow_nan=False)
+    except (TypeError, ValueError) as e:
+      raise ValueError(f'http: options={self.options!r}; allowed: what JSON can say ({e})') from e
+    if not values['action_names'] and not self.action_help:
+      values['action_help'] = FREE_TEXT
+    for field, value in values.items():
+      object.__setattr__(self, field, value)
+
+  def rules(self) -> str:
+    """`task`."""
+    return self.task
+
+  def legend(self) -> dict[str, str]:
+    """`symbols`."""
+    return self.symbols
+
+  def open(self, rows: int) -> HttpSession:
+    """A session of episodes on the server. Nothing is sent before the first reset."""
+    return HttpSession(self, rows)
+
+
+class HttpSession(Session):
+  """The episodes of one client.
+
+  The requests of one call are sent several at a time. After one has failed in all its tries, the requests that have not
+  begun are not sent: a dead server costs its tries once.
+  """
+
+  def __init__(self, env: HttpEnvironment, rows: int):
+    """Sends nothing.
+
+    Args:
+      env: address, limits and options.
+      rows: number of rows.
+    """
+    self._env = env
+    self._client, self._count = uuid.uuid4().hex, 0
+    self._ids: dict[int, str] = {}  # ids of the rows whose episodes the server holds
+    self._steps = [0] * rows
+    self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+    self._warned_of_end = False
+
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[str | Fault]:
+    """See `Session`."""
+    self.end()
+    episodes = []
+    for row, seed, member in zip(rows, seeds, members, strict=True):
+      self._ids[row], self._steps[row] = f'{self._client}-{self._count}', 0
+      self._count += 1
+      episodes.append({'id': self._ids[row], 'seed': int(seed), 'member': int(member)})
+    answers = self._ask('reset', rows, episodes, options=self._env.options)
+    return [a if isinstance(a, Fault) else a.get('observation') for a in answers]
+
+  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
+    """See `Session`."""
+    episodes = [
+      {'id': self._ids[row], 'step': self._steps[row], 'action': action}
+      for row, action in zip(rows, actions, strict=True)
+    ]
+    for row in rows:
+      self._steps[row] += 1
+    answers = self._ask('step', rows, episodes)
+    return [a if isinstance(a, Fault) else (a.get('observation'), a.get('reward'), a.get('done'), a) for a in answers]
+
+  def end(self) -> None:
+    """Closes all episodes that the server may hold; the server has to drop those that cannot be closed."""
+    rows = list(self._ids)
+    if rows:
+      answers = self._ask('close', rows, [{'id': self._ids[row]} for row in rows])
+      faults = [a for a in answers if isinstance(a, Fault)]
+      if faults and not self._warned_of_end:
+        self._warned_of_end = True
+        _log.warning('http: %d episodes may stay open on the server (logged once): %s', len(faults), faults[0])
+    self._ids.clear()
+
+  def _ask(self, what: str, rows: Sequence[int], episodes: list[dict[str, Any]], **common: Any) -> list[Any]:
+    """The answer of each episode, a mapping or a `Fault`; {} for each episode that is closed."""
+    env, size = self._env, self._env.batch_size
+    tries = 1 if what == 'close' else env.retries + 1
+    failures: list[str] = []
+
+    def send(part: list[dict[str, Any]]) -> list[Any]:
+      if not failures:
+        try:
+          return self._post(what, {**common, 'episodes': part}, tries)
+        except ServerError as e:
+          failures.append(str(e))
+      return [Fault(f'{what} got no answer', failures[0])] * len(part)
+
+    parts = [episodes[i : i + size] for i in range(0, len(episodes), size)]
+    calls = [functools.partial(send, part) for part in parts]
+    # Tries and waits have limits of their own; this one covers what has none, such as the look-up of the host.
+    limit = tries * (env.timeout_s + _LONGEST_WAIT_S) + env.timeout_s
+    results = run_calls(calls, what=what, workers=env.workers, timeout_s=limit)
+    answers: list[Any] = []
+    for part, (result, fault) in zip(parts, results, strict=True):
+      answers += result if fault is None else [fault] * len(part)
+    for row, answer in zip(rows, answers, strict=True):
+      if isinstance(answer, Fault):
+        self._ids.pop(row, None)  # there is nothing left to close
+    return [_read(what, answer) for answer in answers]
+
+  def _post(self, what: str, body: dict[str, Any], tries: int) -> list[Any]:
+    """Sends one request, with retries, and returns the answers of its episodes.
+
+    Raises:
+      ServerError: no try had a usable answer, or the server refused the request.
+    """
+    url = f'{self._env.url.rstrip("/")}/{what}'
+    data = json.dumps(body).encode()
+    for i in range(tries):
+      if i:
+        time.sleep(min(self._env.backoff_s * 2 ** (i - 1), _LONGEST_WAIT_S))
+      try:
+        request = urllib.request.Request(url, data, {'Content-Type': 'application/json'}, method='POST')
+        answer = self._receive(request)
+        if what == 'close':
+          return [{}] * len(body['episodes'])
+        episodes = json.loads(answer)['episodes']
+        if not isinstance(episodes, list) or len(episodes) != len(body['episodes']):
+          raise ValueError(f'{len(body["episodes"])} episodes were sent, another number came back')
+        return episodes
+      except urllib.error.HTTPError as e:
+        reason = f'status {e.code} {e.reason}'
+        e.close()
+        if e.code not in _RETRY_STATUS:
+          raise ServerError(f'{url}: {reason}') from e
+      except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as e:
+        reason = f'{type(e).__name__}: {e}'
+    raise ServerError(f'{url}: {reason}, {tries} tries')
+
+  def _receive(self, request: urllib.request.Request) -> bytes:
+    """The body of the answer to one request.
+
+    Raises:
+      OSError: the answer takes longer than `timeout_s` altogether, or there is none.
+      ServerError: the answer is too large; another try would not help.
+    """
+    deadline = time.monotonic() + self._env.timeout_s
+    with self._opener.open(request, timeout=self._env.timeout_s) as response:
+      parts, size = [], 0
+      while part := response.read1(_CHUNK):
+        parts.append(part)
+        size += len(part)
+        if size > _LARGEST_ANSWER_MIB << 20:
+          raise ServerError(f'{request.full_url}: the answer is larger than {_LARGEST_ANSWER_MIB} MiB')
+        if time.monotonic() > deadline:
+          raise TimeoutError(f'no whole answer in {self._env.timeout_s:g} s')
+      return b''.join(parts)
+
+
+def _read(what: str, answer: Any) -> Mapping[str, Any] | Fault:
+  if isinstance(answer, Fault):
+    return answer
+  if not isinstance(answer, Mapping):
+    return Fault(f'{what} answered no object', repr(answer))
+  if 'error' in answer:
+    return Fault(f'{what} answered an error', str(answer['error']))
+  return answer

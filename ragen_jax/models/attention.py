@@ -1,0 +1,105 @@
+"""Grouped-query attention with the softmax in fp32: over a batch, or row by row in blocks for one CPU device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Score of a masked column.
+_MASKED = -1e30
+
+# Above this many scores (all devices), attention runs over blocks of queries of about `_BLOCK_SCORES` scores each.
+_MAX_SCORES = 2**28
+_BLOCK_SCORES = 2**27
+_MIN_BLOCK = 32
+
+# Queries per block in `attend_causal_by_row`.
+_ROW_BLOCK = 64
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+  """Grouped-query attention. The softmax is normalised after the product with v, which needs fewer divisions.
+
+  With many scores, blocks of queries run one after the other and are recomputed in the backward pass, so memory holds
+  the scores of one block instead of [B, N, T, S].
+
+  Args:
+    q: queries [B, T, N, H].
+    k: keys [B, S, K, H].
+    v: values [B, S, K, H].
+    mask: bool[B or 1, T, S], True where a query attends to a column. A query whose mask is all False returns an average
+      of v.
+
+  Returns:
+    [B, T, N, H].
+  """
+  b, t, n, h = q.shape
+  per_query = b * n * k.shape[1]
+  if t * per_query <= _MAX_SCORES:
+    return _attend(q, k, v, mask)
+  block = min(max(_BLOCK_SCORES // per_query, _MIN_BLOCK), t)
+  pad = -t % block
+  blocks = (
+    jnp.moveaxis(jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, n, h), 1, 0),
+    jnp.moveaxis(jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(mask.shape[0], -1, block, mask.shape[2]), 1, 0),
+  )
+  one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1]))
+  out = jax.lax.map(one, blocks)  # [T/block, B, block, N, H]
+  return jnp.moveaxis(out, 0, 1).reshape(b, -1, n, h)[:, :t]
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+  b, t, n, h = q.shape
+  kv = k.shape[2]
+  q = (q * jnp.asarray(h**-0.5, q.dtype)).reshape(b, t, kv, n // kv, h)
+  scores = jnp.einsum('BTKGH,BSKH->BKGTS', q, k, preferred_element_type=jnp.float32)
+  scores = jnp.where(mask[:, None, None, :, :], scores, _MASKED)
+  weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+  total = jnp.sum(weights, axis=-1)  # [B, K, G, T]
+  out = jnp.einsum('BKGTS,BSKH->BTKGH', weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+  out = out / jnp.moveaxis(total, 3, 1)[..., None]
+  return out.reshape(b, t, n, h).astype(q.dtype)
+
+
+def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+  """Causal attention, one row at a time and in blocks of queries, recomputed in the backward pass.
+
+  On a CPU, the scores of a whole batch exceed the processor's cache and the scores of a block do not. A block also
+  skips the keys that come after it. Rows must not be sharded, since the function loops over them.
+
+  Args:
+    q: queries [B, T, N, H].
+    k: keys [B, T, K, H].
+    v: values [B, T, K, H].
+    segments: i32[B, T], the sequence that each column belongs to if rows are packed; a column attends to columns of
+      its own sequence only.
+
+  Returns:
+    [B, T, N, H].
+  """
+  t, n, h = q.shape[1:]
+  kv = k.shape[2]
+
+  @jax.checkpoint
+  def one_row(row):
+    q, k, v, segments = row
+    q = jnp.transpose((q * jnp.asarray(h**-0.5, q.dtype)).reshape(t, kv, n // kv, h), (1, 2, 0, 3))  # [K, G, T, H]
+    k = jnp.transpose(k, (1, 2, 0))  # [K, H, T]
+    # With a column of ones the product also returns the softmax's denominator.
+    v = jnp.transpose(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), (1, 0, 2))  # [K, T, H+1]
+    blocks = []
+    for start in range(0, t, _ROW_BLOCK):
+      end = min(start + _ROW_BLOCK, t)
+      visible = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
+      if segments is not None:
+        visible &= segments[None, :end] == segments[start:end, None]
+      scores = jnp.matmul(
+        q[:, :, start:end].reshape(kv, -1, h), k[:, :, :end], preferred_element_type=jnp.float32
+      ).reshape(kv, n // kv, end - start, end)
+      scores = jnp.where(visible, scores, _MASKED)
+      weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+      out = jnp.matmul(weights.reshape(kv, -1, end).astype(v.dtype), v[:, :end], preferred_element_type=jnp.float32)
+      blocks.append((out[..., :-1] / out[..., -1:]).reshape(kv, n // kv, end - start, h))
+    return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)
+
+  return jax.lax.map(one_row, (q, k, v, segments)).astype(q.dtype)

@@ -1,0 +1,257 @@
+"""The `config.json` of a Hugging Face checkpoint: reading it as a `QwenConfig`, and writing it.
+
+A checkpoint is a directory with `config.json`, `model.safetensors` (or shards and `model.safetensors.index.json`) and,
+if this project wrote it, `value_head.safetensors`. A critic with its own trunk is a checkpoint in the subdirectory
+`critic` of the policy's checkpoint; it has no output projection, and the value head is stored in that subdirectory.
+Only JSON and safetensors files are read, so code in a checkpoint never runs. The layouts are those of
+`Qwen2ForCausalLM` and `Qwen3ForCausalLM` in `transformers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.utils.errors import UserError
+
+CONFIG_FILE = 'config.json'
+WEIGHTS_FILE = 'model.safetensors'
+INDEX_FILE = 'model.safetensors.index.json'
+VALUE_HEAD_FILE = 'value_head.safetensors'
+# In directories that hold adapters only (`peft.py`).
+ADAPTER_CONFIG_FILE = 'adapter_config.json'
+CRITIC_DIRECTORY = 'critic'
+
+# Type names in safetensors headers -> NumPy type names; other stored types are refused.
+DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
+
+_ARCHITECTURES = {'Qwen2ForCausalLM': 'qwen2', 'Qwen3ForCausalLM': 'qwen3'}
+
+# Fields of a source's config.json that do not describe the shape and are copied unchanged into an export.
+_CARRIED_FIELDS = (
+  'bos_token_id',
+  'eos_token_id',
+  'pad_token_id',
+  'initializer_range',
+  'attention_dropout',
+  'max_position_embeddings',
+)
+
+
+def read_json(path: str) -> dict[str, Any]:
+  """Reads a JSON object from a file.
+
+  Raises:
+    UserError: the file cannot be read, is not JSON, or holds something other than an object.
+  """
+  try:
+    with open(path, encoding='utf-8') as f:
+      raw = json.load(f)
+  except OSError as e:
+    raise UserError(f'{path}: cannot be read ({e.strerror})') from e
+  except ValueError as e:
+    raise UserError(f'{path}: is not JSON ({e})') from e
+  if not isinstance(raw, dict):
+    raise UserError(f'{path}: must hold a JSON object, not {type(raw).__name__}')
+  return raw
+
+
+def write_json(path: str, value: dict[str, Any]) -> None:
+  """Writes a JSON object to a file, indented by two spaces."""
+  with open(path, 'w', encoding='utf-8') as f:
+    json.dump(value, f, indent=2)
+    f.write('\n')
+
+
+def is_checkpoint(directory: str) -> bool:
+  """Whether a directory holds a model or adapters. A run's workdir has a `config.json` too, without these fields."""
+  if os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_FILE)):
+    return True
+  config = os.path.join(directory, CONFIG_FILE)
+  return os.path.isfile(config) and not read_json(config).keys().isdisjoint(('architectures', 'model_type'))
+
+
+def critic_directory(directory: str) -> str:
+  """The checkpoint of the critic's trunk: the subdirectory `critic` if it exists, else the policy's `directory`."""
+  own = os.path.join(directory, CRITIC_DIRECTORY)
+  return own if is_checkpoint(own) else directory
+
+
+def trunk_config(cfg: QwenConfig) -> QwenConfig:
+  """The shape of a model without an output projection, which is the shape with tied embeddings."""
+  return dataclasses.replace(cfg, tie_word_embeddings=True)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_config(directory: str) -> QwenConfig:
+  """Reads `config.json`; missing fields take the defaults of `transformers`.
+
+  Raises:
+    UserError: the file is missing or not JSON, or requires a feature that is not supported: another architecture,
+      scaled rotary embeddings, sliding windows, an attention bias in Qwen3, quantised weights, another activation.
+  """
+  where = os.path.join(directory, CONFIG_FILE)
+  raw = read_json(where)
+  architecture = _architecture(raw, where)
+  _check_features(raw, architecture, where)
+  num_heads, num_layers = _integer(raw, 'num_attention_heads', where), _integer(raw, 'num_hidden_layers', where)
+  hidden_size = _integer(raw, 'hidden_size', where)
+  num_kv_heads = num_heads if raw.get('num_key_value_heads', 0) is None else _integer(raw, 'num_key_value_heads', where)
+  if num_heads % num_kv_heads:
+    raise UserError(f'{where}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}')
+  if raw.get('head_dim') is not None:
+    head_dim = _integer(raw, 'head_dim', where)
+  elif architecture == 'qwen3' and 'head_dim' not in raw:
+    head_dim = 128
+  else:
+    head_dim = hidden_size // num_heads
+  if head_dim % 2:
+    raise UserError(f'{where}: head_dim={head_dim} must be even')
+  if _has_sliding_window(raw, num_layers):
+    field = 'layer_types' if raw.get('layer_types') else 'use_sliding_window'
+    raise _unsupported(raw, field, 'every layer must attend to the whole context', where)
+  return QwenConfig(
+    architecture=architecture,
+    vocab_size=_integer(raw, 'vocab_size', where),
+    hidden_size=hidden_size,
+    intermediate_size=_integer(raw, 'intermediate_size', where),
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    head_dim=head_dim,
+    rope_theta=_rope_theta(raw, where),
+    rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
+    tie_word_embeddings=bool(raw.get('tie_word_embeddings', False)),
+  )
+
+
+def _unsupported(raw: dict[str, Any], field: str, allowed: str, where: str) -> UserError:
+  return UserError(f'{where}: {field}={raw.get(field)!r} is not supported; {allowed}')
+
+
+def _integer(raw: dict[str, Any], field: str, where: str) -> int:
+  value = raw.get(field)
+  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    raise UserError(f'{where}: {field}={value!r} must be a positive integer')
+  return value
+
+
+def _architecture(raw: dict[str, Any], where: str) -> str:
+  """'qwen2' or 'qwen3'."""
+  names = raw.get('architectures')
+  if names is None and raw.get('model_type') in _ARCHITECTURES.values():
+    architecture = raw['model_type']
+  elif isinstance(names, list) and len(names) == 1 and names[0] in _ARCHITECTURES:
+    architecture = _ARCHITECTURES[names[0]]
+  else:
+    raise _unsupported(raw, 'architectures', f'supported are {", ".join(_ARCHITECTURES)}', where)
+  if raw.get('model_type', architecture) != architecture:
+    raise _unsupported(raw, 'model_type', f'architectures={names!r} goes with {architecture!r}', where)
+  return architecture
+
+
+def _check_features(raw: dict[str, Any], architecture: str, where: str) -> None:
+  """Raises UserError for a field that requires something other than a plain Qwen2 or Qwen3 model."""
+  if raw.get('hidden_act', 'silu') != 'silu':
+    raise _unsupported(raw, 'hidden_act', "only 'silu' is", where)
+  if raw.get('quantization_config'):
+    raise _unsupported(raw, 'quantization_config', 'use the weights in float32, bfloat16 or float16', where)
+  # Qwen2 ignores this field: it always has biases, and loading checks that they are in the weights.
+  if architecture == 'qwen3' and raw.get('attention_bias', False):
+    raise _unsupported(raw, 'attention_bias', 'Qwen3 models have no bias', where)
+
+
+def _has_sliding_window(raw: dict[str, Any], num_layers: int) -> bool:
+  """Whether any layer attends to a window only, by the rules of the config classes of `transformers`."""
+  if raw.get('layer_types'):
+    return any(kind != 'full_attention' for kind in raw['layer_types'])
+  window = raw.get('sliding_window', 4096) if raw.get('use_sliding_window', False) else None
+  return window is not None and raw.get('max_window_layers', 28) < num_layers
+
+
+def _rope_theta(raw: dict[str, Any], where: str) -> float:
+  """The base of the wavelengths, from `rope_theta` or, in files of transformers 5, from `rope_parameters`."""
+  field = 'rope_scaling' if raw.get('rope_scaling') else 'rope_parameters'
+  rope = raw.get(field) or {}
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  if kind != 'default':
+    raise UserError(f"{where}: {field}.rope_type={kind!r} is not supported; only 'default' (unscaled) is")
+  if any(isinstance(value, dict) for value in rope.values()):
+    raise UserError(f'{where}: {field}={rope!r} differs from layer to layer, which is not supported')
+  theta = rope.get('rope_theta')
+  if theta is None:
+    theta = raw.get('rope_theta')
+  return 10000.0 if theta is None else float(theta)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> dict[str, Any]:
+  """The content of `config.json`, with field names that transformers 4 and 5 both read.
+
+  Args:
+    cfg: the shape of the model.
+    dtype: type of the stored weights.
+    tokenizer_dir: source of the special tokens' ids and of the fields that an export carries over; None for neither.
+
+  Raises:
+    UserError: a special token's id is outside of the vocabulary.
+  """
+  architecture = {kind: name for name, kind in _ARCHITECTURES.items()}[cfg.architecture]
+  config = {
+    'architectures': [architecture],
+    'model_type': cfg.architecture,
+    'vocab_size': cfg.vocab_size,
+    'hidden_size': cfg.hidden_size,
+    'intermediate_size': cfg.intermediate_size,
+    'num_hidden_layers': cfg.num_layers,
+    'num_attention_heads': cfg.num_heads,
+    'num_key_value_heads': cfg.num_kv_heads,
+    'head_dim': cfg.head_dim,
+    'hidden_act': 'silu',
+    'max_position_embeddings': 32768,
+    'rope_theta': cfg.rope_theta,
+    'rms_norm_eps': cfg.rms_norm_eps,
+    'tie_word_embeddings': cfg.tie_word_embeddings,
+    'use_sliding_window': False,
+    'attention_dropout': 0.0,
+    'initializer_range': 0.02,
+    'use_cache': True,
+    'torch_dtype': dtype.name,
+  }
+  if cfg.architecture == 'qwen3':
+    config['attention_bias'] = False
+  if tokenizer_dir is not None:
+    config |= _token_ids(tokenizer_dir)
+    source = os.path.join(tokenizer_dir, CONFIG_FILE)
+    if os.path.isfile(source):
+      raw = read_json(source)
+      config |= {field: raw[field] for field in _CARRIED_FIELDS if raw.get(field) is not None}
+    for field in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
+      if isinstance(config.get(field), int) and config[field] >= cfg.vocab_size:
+        raise UserError(f'{tokenizer_dir}: {field}={config[field]} is outside of vocab_size={cfg.vocab_size}')
+  return config
+
+
+def _token_ids(tokenizer_dir: str) -> dict[str, int]:
+  """Ids of a tokenizer's special tokens, by the names of the fields in config.json."""
+  settings, vocabulary = (os.path.join(tokenizer_dir, name) for name in ('tokenizer_config.json', 'tokenizer.json'))
+  if not (os.path.isfile(settings) and os.path.isfile(vocabulary)):
+    return {}
+  ids = {token['content']: token['id'] for token in read_json(vocabulary).get('added_tokens', [])}
+  found = {}
+  raw = read_json(settings)
+  for name in ('bos', 'eos', 'pad'):
+    token = raw.get(f'{name}_token')
+    token = token.get('content') if isinstance(token, dict) else token
+    if token in ids:
+      found[f'{name}_token_id'] = ids[token]
+  return found

@@ -1,0 +1,241 @@
+"""Loading the weights of a Hugging Face checkpoint, one tensor at a time, straight onto their devices."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from ragen_jax.models.checkpoint.config import (
+  CONFIG_FILE,
+  DTYPES,
+  INDEX_FILE,
+  VALUE_HEAD_FILE,
+  WEIGHTS_FILE,
+  read_config,
+  read_json,
+  trunk_config,
+)
+from ragen_jax.models.checkpoint.names import Weight, abstract_model, list_names, weights
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ValueHead
+from ragen_jax.utils.errors import UserError
+
+# Path of a parameter in `nnx.state(Qwen)` -> its sharding; None means the default device.
+ShardingFn = Callable[[tuple[str | int, ...]], jax.sharding.Sharding | None]
+
+_log = logging.getLogger(__name__)
+
+
+def load_model(
+  directory: str,
+  *,
+  dtype: Any,
+  param_dtype: Any,
+  attend_by_row: bool = False,
+  sharding_fn: ShardingFn | None = None,
+  trunk_only: bool = False,
+) -> Qwen:
+  """Loads the model of a checkpoint. No weights are initialised on the way.
+
+  Args:
+    directory: a Hugging Face checkpoint.
+    dtype: type of activations, and of weights in computations.
+    param_dtype: type in which weights are stored.
+    attend_by_row: see `Qwen`.
+    sharding_fn: see `load_params`.
+    trunk_only: skip an output projection that is not tied to the embedding; the model has the shape `trunk_config`.
+
+  Raises:
+    UserError: see `read_config` and `load_params`.
+  """
+  cfg = read_config(directory)
+  trunk_only = trunk_only and not cfg.tie_word_embeddings
+  cfg = trunk_config(cfg) if trunk_only else cfg
+  graphdef, _ = nnx.split(abstract_model(cfg, dtype=dtype, param_dtype=param_dtype, attend_by_row=attend_by_row))
+  return nnx.merge(graphdef, load_params(directory, cfg, param_dtype, sharding_fn, ignore_head=trunk_only))
+
+
+def load_params(
+  directory: str,
+  cfg: QwenConfig,
+  param_dtype: Any,
+  sharding_fn: ShardingFn | None = None,
+  *,
+  ignore_head: bool = False,
+) -> nnx.State:
+  """Loads the weights of a `Qwen`, tensor by tensor, onto their devices.
+
+  Host memory holds one tensor in its stored type and one device's part of it in our layout and type. In a run of
+  several processes, each process reads every tensor and keeps the parts of its own devices.
+
+  Args:
+    directory: a Hugging Face checkpoint in float32, bfloat16 or float16, in one file or in shards.
+    cfg: the shape of the model.
+    param_dtype: type of the loaded weights.
+    sharding_fn: sharding of a parameter by its path, e.g. ('layers', 0, 'self_attn', 'q_proj', 'kernel') -> a
+      `NamedSharding` of [D, N, H]. Without it, or if it returns None, weights go to the default device.
+    ignore_head: with tied embeddings, do not compare a stored output projection with the embedding.
+
+  Returns:
+    The weights, with the structure of `nnx.state(Qwen)`.
+
+  Raises:
+    UserError: a file cannot be read, or tensors are missing, unexpected, or of an unexpected shape or type. All
+      problems are found before any tensor is loaded.
+  """
+  files = _weight_files(directory)
+  wanted = {w.name: w for w in weights(cfg)}
+  _check_tensors(directory, files, wanted, cfg, ignore_head)
+  leaves = dict(nnx.to_flat_state(nnx.split(abstract_model(cfg, param_dtype=param_dtype))[1]))
+  for file in files:
+    with _open(file) as tensors:
+      for name in tensors.offset_keys():
+        weight = wanted.get(name)
+        if weight is not None:
+          array = weight.from_hf(tensors.get_tensor(name))
+          sharding = None if sharding_fn is None else sharding_fn(weight.path)
+          leaves[weight.path] = leaves[weight.path].replace(place_tensor(array, np.dtype(param_dtype), sharding))
+          del array
+  _log.debug('Loaded %d tensors from %s', len(wanted), directory)
+  return nnx.from_flat_state(leaves)
+
+
+def place_tensor(array: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  """Puts a host array on devices as `dtype`. Besides the array, the host holds one device's part of it."""
+  if sharding is None:
+    return jax.block_until_ready(jax.device_put(np.asarray(array, dtype, order='C')))
+  parts, part, last = [], None, None
+  for device, index in sharding.addressable_devices_indices_map(array.shape).items():
+    if index != last:  # devices with the same part are mostly adjacent
+      part, last = np.asarray(array[index], dtype, order='C'), index
+    # Waits for each transfer: pending transfers would keep several parts in host memory.
+    parts.append(jax.block_until_ready(jax.device_put(part, device)))
+  return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _weight_files(directory: str) -> list[str]:
+  """The paths of the safetensors files that hold the model's weights."""
+  single = os.path.join(directory, WEIGHTS_FILE)
+  if os.path.isfile(single):
+    return [single]
+  index = os.path.join(directory, INDEX_FILE)
+  if not os.path.isfile(index):
+    raise UserError(f'{directory}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not read')
+  weight_map = read_json(index).get('weight_map')
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise UserError(f'{index}: has no weight_map')
+  names = sorted({str(name) for name in weight_map.values()})
+  outside = [name for name in names if os.path.basename(name) != name]
+  if outside:
+    raise UserError(f'{index}: names files outside its directory: {list_names(outside)}')
+  absent = [name for name in names if not os.path.isfile(os.path.join(directory, name))]
+  if absent:
+    raise UserError(f'{directory}: lacks {len(absent)} of the {len(names)} files of {INDEX_FILE}: {list_names(absent)}')
+  return [os.path.join(directory, name) for name in names]
+
+
+@contextlib.contextmanager
+def _open(file: str) -> Iterator[Any]:
+  """A safetensors file, read with `pread`: memory-mapped pages would count as this process's memory."""
+  try:
+    with safe_open(file, framework='np', backend='pread') as tensors:
+      yield tensors
+  except (SafetensorError, OSError) as e:
+    raise UserError(f'{file}: cannot be read as safetensors ({e})') from e
+
+
+def _check_tensors(
+  directory: str, files: list[str], wanted: dict[str, Weight], cfg: QwenConfig, ignore_head: bool
+) -> None:
+  """Compares the headers of the files with the model. Raises a `UserError` that lists all differences."""
+  missing, extra, misshapen, mistyped = dict.fromkeys(wanted), [], [], []
+  tied_head = None
+  for file in files:
+    with _open(file) as tensors:
+      for name in tensors.keys():  # noqa: SIM118 (not a mapping: it cannot be iterated)
+        header = tensors.get_slice(name)
+        shape, dtype = tuple(header.get_shape()), header.get_dtype()
+        if name == 'lm_head.weight' and cfg.tie_word_embeddings:
+          tied_head = None if ignore_head else file
+        elif name not in wanted:
+          # Old checkpoints store the rotary frequencies, which follow from the config.
+          if not name.endswith('.rotary_emb.inv_freq'):
+            extra.append(name)
+        else:
+          missing.pop(name, None)
+          if shape != wanted[name].hf_shape:
+            misshapen.append(f'{name} {list(shape)} instead of {list(wanted[name].hf_shape)}')
+          if dtype not in DTYPES:
+            mistyped.append(f'{name} {dtype}')
+  found = {
+    'missing': list(missing),
+    'unexpected': extra,
+    'of another shape': misshapen,
+    f'of a type other than {"/".join(DTYPES)}': mistyped,
+  }
+  problems = [f'{len(names)} {kind}: {list_names(names)}' for kind, names in found.items() if names]
+  if problems:
+    raise UserError(f'{directory}: the weights do not fit {CONFIG_FILE}; {"; ".join(problems)}')
+  if tied_head is not None:
+    _check_tied(directory, files, tied_head)
+
+
+def _check_tied(directory: str, files: list[str], tied_head: str) -> None:
+  """Raises UserError if an output projection is stored beside tied embeddings and differs from the embedding."""
+  name, rows = 'model.embed_tokens.weight', 4096
+  for file in files:
+    with _open(file) as tensors, _open(tied_head) as others:
+      if name not in tensors.keys():  # noqa: SIM118
+        continue
+      embedding, head = tensors.get_slice(name), others.get_slice('lm_head.weight')
+      shape = embedding.get_shape()
+      blocks = [slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows)]
+      same = head.get_shape() == shape and all(np.array_equal(embedding[b], head[b]) for b in blocks)
+      if not same:
+        raise UserError(
+          f'{directory}: tie_word_embeddings is true in {CONFIG_FILE}, yet lm_head.weight differs from {name}; '
+          'set tie_word_embeddings to false there'
+        )
+
+
+# -- value head --------------------------------------------------------------------------------------------------------
+
+
+def has_value_head(directory: str) -> bool:
+  """Whether a checkpoint has a value head; False for the directory ''."""
+  return bool(directory) and os.path.isfile(os.path.join(directory, VALUE_HEAD_FILE))
+
+
+def load_value_head(directory: str, head: ValueHead) -> bool:
+  """Fills `head` from the `value_head.safetensors` of a checkpoint, if there is one; its sharding is kept.
+
+  Returns:
+    Whether there was one.
+
+  Raises:
+    UserError: the names or shapes in the file are not those of `head`.
+  """
+  file = os.path.join(directory, VALUE_HEAD_FILE)
+  if not has_value_head(directory):
+    return False
+  params = {'kernel': head.kernel, 'bias': head.bias}
+  with _open(file) as tensors:
+    found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    expected = {name: param.shape for name, param in params.items()}
+    if found != expected:
+      raise UserError(f'{file}: holds {found}, and the value head of this model is {expected}')
+    for name, param in params.items():
+      sharding = param[...].sharding if getattr(param[...], 'committed', False) else None
+      param.set_value(place_tensor(tensors.get_tensor(name), np.dtype(param.dtype), sharding))
+  return True

@@ -1,0 +1,265 @@
+"""Saving a model as a Hugging Face checkpoint that `transformers` opens, in place of an older one or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx, traverse_util
+from jax.experimental import multihost_utils
+from safetensors.numpy import save_file
+
+from ragen_jax.models import lora
+from ragen_jax.models.checkpoint.config import (
+  ADAPTER_CONFIG_FILE,
+  CONFIG_FILE,
+  CRITIC_DIRECTORY,
+  DTYPES,
+  INDEX_FILE,
+  VALUE_HEAD_FILE,
+  WEIGHTS_FILE,
+  hf_config,
+  is_checkpoint,
+  trunk_config,
+  write_json,
+)
+from ragen_jax.models.checkpoint.names import Weight, list_names, weights
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ValueHead
+from ragen_jax.utils.errors import UserError
+
+_TOKENIZER_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
+  'chat_template.jinja',
+  'generation_config.json',
+)
+
+_log = logging.getLogger(__name__)
+
+
+def save_model(
+  directory: str,
+  model: Qwen | Mapping[Any, Any],
+  cfg: QwenConfig,
+  dtype: Any,
+  *,
+  tokenizer_dir: str | None = None,
+  value_head: ValueHead | None = None,
+  critic: Qwen | Mapping[Any, Any] | None = None,
+  critic_cfg: QwenConfig | None = None,
+  max_shard_bytes: int = 2 << 30,
+) -> None:
+  """Writes a checkpoint that `transformers.AutoModelForCausalLM` opens.
+
+  The files are written to a new directory beside the target, which then takes the target's place: after a failure
+  the target is unchanged. Files in the target that do not belong to a checkpoint are kept. Host memory holds the
+  tensors of one shard at a time. In a run of several processes all must call; the first one writes.
+
+  Args:
+    directory: the target; created if missing. If it is not empty it must be a checkpoint, which is replaced.
+    model: a `Qwen`, or the state or pure dict of one without adapters. The adapters of a `Qwen` are merged into the
+      stored weights, one tensor at a time.
+    cfg: the shape of the model.
+    dtype: float32, bfloat16 or float16, the type of the stored weights.
+    tokenizer_dir: source of tokenizer files, token ids and context length; usually the checkpoint that training
+      started from. Without it, tokenizer files in `directory` are kept.
+    value_head: stored in float32, in the critic's directory if `critic` is given, else beside the weights.
+    critic: the critic's own trunk, stored in the subdirectory `critic`; an older one there is removed in any case.
+    critic_cfg: the shape of `critic`; default `trunk_config(cfg)`.
+    max_shard_bytes: size above which the weights are split into several files.
+
+  Raises:
+    UserError: `directory` holds something else, or `tokenizer_dir` does not exist or has a larger vocabulary.
+    ValueError: the parameters are not those of a `Qwen` of this shape, or the dtype is not supported.
+  """
+  dtype = np.dtype(dtype)
+  if dtype.name not in DTYPES.values():
+    raise ValueError(f'dtype={dtype.name!r} is not one of {", ".join(DTYPES.values())}')
+  if tokenizer_dir is not None and not os.path.isdir(tokenizer_dir):
+    raise UserError(f'{tokenizer_dir}: is not a directory, so no tokenizer can be copied from it')
+  models = {'': (model, cfg)}
+  if critic is not None:
+    models[CRITIC_DIRECTORY] = (critic, critic_cfg or trunk_config(cfg))
+  parts = {}
+  for where, (tree, shape) in models.items():
+    fetch = _fetcher(tree, weights(shape))
+    parts[where] = (fetch, weights(shape), hf_config(shape, dtype, tokenizer_dir))
+  head = None if value_head is None else {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]}
+  if jax.process_index() == 0:
+    with new_checkpoint(directory, tokenizer_dir) as new:
+      for where, (fetch, plan, config) in parts.items():
+        os.makedirs(os.path.join(new, where), exist_ok=True)
+        write_json(os.path.join(new, where, CONFIG_FILE), config)
+        _write_weights(os.path.join(new, where), fetch, plan, dtype, max_shard_bytes)
+      if head is not None:
+        write_value_head(os.path.join(new, list(parts)[-1]), head)
+    _log.debug('Wrote %d tensors to %s', sum(len(plan) for _, plan, _ in parts.values()), directory)
+  else:  # other processes only take part in the gathers, in the same order
+    for fetch, plan, _ in parts.values():
+      for w in plan:
+        fetch(w)
+    for array in (head or {}).values():
+      _to_host(array)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices('ragen_jax.save_model')
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _fetcher(model: Qwen | Mapping[Any, Any], plan: tuple[Weight, ...]) -> Callable[[Weight], np.ndarray]:
+  """A function that copies a weight to the host, with its adapter merged."""
+  adapters = lora.adapters(model) if isinstance(model, nnx.Module) else {}
+  if isinstance(model, nnx.Module):
+    model = nnx.state(model, nnx.Param)
+  params = traverse_util.flatten_dict(nnx.to_pure_dict(model) if isinstance(model, nnx.State) else dict(model))
+  params = {path: x for path, x in params.items() if path[:-2] not in adapters or path[-2] != 'adapter'}
+  _check_params(params, plan)
+
+  def fetch(weight: Weight) -> np.ndarray:
+    array, adapter = _to_host(params[weight.path]), adapters.get(weight.path[:-1])
+    if adapter is None or not weight.transposed:
+      return array
+    return lora.merged(array, _to_host(adapter.lora_a[...]), _to_host(adapter.lora_b[...]), adapter.scale)
+
+  return fetch
+
+
+def _check_params(params: dict[tuple[Any, ...], Any], plan: tuple[Weight, ...]) -> None:
+  """Raises ValueError if paths or shapes are not those of the plan."""
+  expected = {w.path: w.shape for w in plan}
+  found = {path: tuple(array.shape) for path, array in params.items()}
+  if found != expected:
+    wrong = [path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path)]
+    names = sorted(f'{".".join(map(str, p))} {found.get(p)} instead of {expected.get(p)}' for p in wrong)
+    raise ValueError(f'the parameters are not those of this config: {list_names(names)}')
+
+
+def _to_host(array: jax.Array | np.ndarray) -> np.ndarray:
+  """The whole array on this host; all processes must call if it is divided over several."""
+  if isinstance(array, jax.Array) and not array.is_fully_addressable:
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+  return np.asarray(array)
+
+
+def _write_weights(
+  directory: str,
+  fetch: Callable[[Weight], np.ndarray],
+  plan: tuple[Weight, ...],
+  dtype: np.dtype,
+  max_shard_bytes: int,
+) -> None:
+  """Writes the tensors of one model in the order of `plan`, and an index if there are several files."""
+  shards = _split(plan, dtype.itemsize, max_shard_bytes)
+  for file, shard in shards.items():
+    tensors = {w.name: np.ascontiguousarray(w.to_hf(fetch(w)), dtype=dtype) for w in shard}
+    save_file(tensors, os.path.join(directory, file), metadata={'format': 'pt'})
+    del tensors
+  if len(shards) > 1:
+    total = sum(w.size for w in plan) * dtype.itemsize
+    names = {w.name: file for file, shard in shards.items() for w in shard}
+    write_json(os.path.join(directory, INDEX_FILE), {'metadata': {'total_size': total}, 'weight_map': names})
+
+
+def _split(plan: tuple[Weight, ...], itemsize: int, max_bytes: int) -> dict[str, list[Weight]]:
+  """File name -> its tensors; a tensor larger than a shard gets its own file."""
+  shards, used = [[]], 0
+  for weight in plan:
+    size = weight.size * itemsize
+    if shards[-1] and used + size > max_bytes:
+      shards.append([])
+      used = 0
+    shards[-1].append(weight)
+    used += size
+  if len(shards) == 1:
+    return {WEIGHTS_FILE: shards[0]}
+  return {f'model-{i:05d}-of-{len(shards):05d}.safetensors': shard for i, shard in enumerate(shards, 1)}
+
+
+def write_value_head(directory: str, head: Mapping[str, Any]) -> None:
+  """Writes {'kernel': [D], 'bias': []} in float32 to the file that `load_value_head` reads."""
+  tensors = {name: np.asarray(_to_host(array), dtype=np.float32) for name, array in head.items()}
+  save_file(tensors, os.path.join(directory, VALUE_HEAD_FILE), metadata={'format': 'pt'})
+
+
+# -- replacing a directory ---------------------------------------------------------------------------------------------
+
+
+def check_target(directory: str) -> None:
+  """Raises UserError if a checkpoint written to `directory` would replace something other than a checkpoint."""
+  if os.path.lexists(directory) and not os.path.isdir(directory):
+    raise UserError(f'{directory}: is not a directory, so no checkpoint can be written there')
+  if os.path.isdir(directory) and os.listdir(directory) and not is_checkpoint(directory):
+    raise UserError(
+      f'{directory}: is not empty and is no checkpoint (no {CONFIG_FILE} of a model); choose another directory'
+    )
+
+
+@contextlib.contextmanager
+def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
+  """Context manager: a new directory that replaces `directory` when the block ends without an exception.
+
+  Args:
+    directory: the target, see `save_model`.
+    tokenizer_dir: source of tokenizer files; without it those of the target are kept.
+
+  Raises:
+    UserError: `directory` holds something other than a checkpoint.
+  """
+  check_target(directory)
+  with _replacing(directory, with_tokenizer=tokenizer_dir is not None) as new:
+    for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
+      if os.path.isfile(os.path.join(tokenizer_dir, name)):
+        shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(new, name))
+    yield new
+    written = CONFIG_FILE if os.path.isfile(os.path.join(new, CONFIG_FILE)) else ADAPTER_CONFIG_FILE
+    for where, _, names in os.walk(new):
+      for name in names:  # safetensors creates files that only their owner may read
+        shutil.copymode(os.path.join(new, written), os.path.join(where, name))
+
+
+@contextlib.contextmanager
+def _replacing(directory: str, *, with_tokenizer: bool) -> Iterator[str]:
+  """A new directory that takes the place of `directory` if the block ends well, and is removed if it does not."""
+  target = os.path.realpath(directory)
+  os.makedirs(os.path.dirname(target), exist_ok=True)
+  new = os.path.join(os.path.dirname(target), f'.{os.path.basename(target)}.{uuid.uuid4().hex[:8]}')
+  old = f'{new}.old'
+  os.mkdir(new)
+  try:
+    yield new
+    if os.path.isdir(target):
+      os.rename(target, old)
+    try:
+      os.rename(new, target)
+    except OSError:
+      if os.path.isdir(old):
+        os.rename(old, target)
+      raise
+  except BaseException:
+    shutil.rmtree(new, ignore_errors=True)
+    raise
+  if os.path.isdir(old):
+    replaced = (
+      CONFIG_FILE,
+      INDEX_FILE,
+      ADAPTER_CONFIG_FILE,
+      CRITIC_DIRECTORY,
+      *(_TOKENIZER_FILES if with_tokenizer else ()),
+    )
+    for name in os.listdir(old):
+      if name not in replaced and not name.endswith('.safetensors'):
+        os.rename(os.path.join(old, name), os.path.join(target, name))
+    shutil.rmtree(old)

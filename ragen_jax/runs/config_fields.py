@@ -1,0 +1,207 @@
+"""The role of each field of the config, and the lists of fields that follow from the roles.
+
+A field has one role: it says what a change of the field changes. `ROLES` is the only place where this is written. Which
+fields may change when a run is resumed, which identify the weights of a checkpoint, and which count when runs are
+compared in a plot are views of it.
+
+  weights         which weights there are; a checkpoint can be read only with the same values
+  learning        what training and a warm start learn
+  training        what training (--mode=train) learns, and a warm start does not read
+  warm_start      what a warm start (--mode=sft) learns
+  length          how long training goes on
+  evaluation      which held-out episodes are played, and how
+  diagnostics     what is measured in addition; nothing that is learnt depends on it
+  memory          how the work is divided over time: numbers change by rounding only
+  devices         how the work is divided over devices: numbers change by rounding only
+  logging         what is written, where, and how often
+  other_modes     read by --mode=eval, --mode=export or --mode=plan only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flax import traverse_util
+
+# Role -> section -> fields. '' holds the fields outside of any section. The fields of `envs` are those of its classes,
+# so the section stands for all of them.
+_ALL = ('*',)
+ROLES: dict[str, dict[str, tuple[str, ...]]] = {
+  'weights': {
+    'model': ('preset', 'path', 'separate_critic'),
+    'lora': ('rank', 'alpha', 'targets', 'path'),
+  },
+  'learning': {
+    '': ('seed',),
+    'model': ('dtype', 'param_dtype'),
+    'envs': _ALL,
+    'agent': (
+      'think', 'force_prefix', 'action_sep', 'max_response_tokens', 'context', 'context_turns', 'overlong',
+      'max_context', 'format_penalty',
+    ),
+    'optimizer': (
+      'actor_lr', 'critic_lr', 'critic_warmup', 'warmup_steps', 'final_lr_fraction', 'b1', 'b2', 'weight_decay',
+      'grad_clip', 'mini_batch_size',
+    ),
+  },
+  'training': {
+    'train': (
+      'tags', 'groups', 'tag_groups', 'group_size', 'online_k', 'first_level', 'temperature', 'top_p', 'top_k',
+    ),
+    'algorithm': (
+      'adv_estimator', 'mask_loss', 'mask_advantages', 'gamma', 'lam', 'high_level_gamma', 'high_level_lam',
+      'bootstrap_truncated', 'length_weight', 'step_gamma', 'step_weight', 'step_std', 'whiten_advantages',
+      'ratio_level', 'clip_ratio_low', 'clip_ratio_high', 'clip_ratio_c', 'value_clip', 'value_coef', 'entropy_coef',
+      'kl_loss_coef', 'kl_reward_coef', 'kl_kind', 'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap',
+      'ppo_epochs',
+    ),
+    'reward': ('credit', 'grouping', 'method'),
+    'filter': (
+      'metric', 'strategy', 'value', 'type', 'include_zero', 'top_p_mode', 'loss_scaling', 'soft', 'fixed_steps',
+      'max_rollouts',
+    ),
+    'replay': ('groups', 'max_age'),
+    'monitor': (
+      'ema_decay', 'echo_trap', 'baseline_steps', 'min_signals', 'patience', 'rollback_lr', 'max_rollbacks',
+      'flat_reward_patience', 'hopeless_patience', 'empty_patience',
+    ),
+  },
+  'warm_start': {
+    'sft': (
+      'data', 'tags', 'levels', 'group_size', 'first_level', 'skip_held_out', 'noise', 'beginner', 'timid', 'hurry',
+      'actions_per_turn', 'discount', 'steps', 'batch_size', 'packing', 'val_fraction', 'learning_rate', 'value_coef',
+      'from_scratch', 'shape',
+    ),
+  },
+  'length': {'': ('num_iterations',)},
+  'evaluation': {
+    'eval': (
+      'tags', 'groups', 'tag_groups', 'group_size', 'first_level', 'every', 'temperature', 'top_p', 'top_k',
+    ),
+  },
+  'diagnostics': {
+    'eval': ('greedy_too',),
+    'monitor': ('information_samples', 'gradient_buckets', 'bucket_mode'),
+  },
+  'memory': {
+    '': ('length_step',),
+    'model': ('remat', 'logits_chunk'),
+    'agent': ('drop_finished',),
+    'optimizer': ('micro_batch_size',),
+  },
+  'devices': {'mesh': ('data', 'fsdp', 'tensor')},
+  'logging': {
+    '': ('compilation_cache',),
+    'checkpoint': ('every', 'keep'),
+    'logging': ('episodes', 'episodes_every', 'trajectories'),
+    'monitor': ('information_every', 'gradients_every'),
+    'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),
+  },
+  'other_modes': {
+    'eval': (
+      'step', 'baselines', 'endpoint', 'endpoint_model', 'endpoint_timeout', 'endpoint_workers', 'endpoint_tries',
+      'endpoint_max_tokens',
+    ),
+    'export': ('output', 'step', 'lora', 'dtype'),
+    'plan': ('devices', 'memory_gb', 'prompt_tokens'),
+  },
+}  # fmt: skip
+
+# Roles of fields that do not change a run's curves.
+_WITHOUT_EFFECT = {'logging', 'other_modes', 'warm_start', 'devices', 'memory', 'diagnostics'}
+# Sections of which training reads no field.
+_NOT_READ_BY_TRAINING = ('sft', 'export', 'plan')
+
+
+def names() -> Iterator[tuple[str, str]]:
+  """(dotted name, role) of every entry of `ROLES`; 'envs.*' is the entry of the section `envs`."""
+  for role, sections in ROLES.items():
+    for section, fields in sections.items():
+      for field in fields:
+        yield f'{section}.{field}'.lstrip('.'), role
+
+
+_ROLE_OF = dict(names())
+
+
+def role_of(field: str) -> str | None:
+  """The role of a field by its dotted name; None for a field that this version does not have."""
+  return _ROLE_OF.get(field, _ROLE_OF.get(f'{field.partition(".")[0]}.*'))
+
+
+def fields_of(*roles: str) -> frozenset[str]:
+  """The dotted names of the fields with one of `roles`.
+
+  Raises:
+    KeyError: there is no such role.
+  """
+  wanted = {role for role in roles if ROLES[role]}
+  return frozenset(name for name, role in _ROLE_OF.items() if role in wanted)
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+  """A nested config as {'train.groups': 64, ...}; an empty section stays as {}.
+
+  Raises:
+    ValueError: `config` is not a dict.
+  """
+  if not isinstance(config, dict):
+    raise ValueError(f'expected a dict, got {type(config).__name__}')
+  flat = traverse_util.flatten_dict(config, keep_empty_nodes=True, sep='.')
+  return {name: {} if value is traverse_util.empty_node else value for name, value in flat.items()}
+
+
+def select(config: Mapping[str, Any], *roles: str) -> tuple[Any, ...]:
+  """The values of the fields with one of `roles`, in the order of their names."""
+  return tuple(value for name, value in sorted(flatten(config).items()) if role_of(name) in roles)
+
+
+# -- Views -------------------------------------------------------------------------------------------------------------
+
+
+def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[str, str]]:
+  """The fields that may change when training is resumed: they do not change what earlier iterations did.
+
+  `num_iterations` is one of them only if the learning rate does not depend on it.
+
+  Args:
+    config: the run's, as a nested dict.
+
+  Returns:
+    Dotted names, and dotted name -> reason for a field that is not free because of another field.
+  """
+  free = fields_of('logging', 'other_modes', 'devices', 'warm_start')
+  fraction = config['optimizer']['final_lr_fraction']
+  if fraction == 1:
+    return free | fields_of('length'), {}
+  return free, {'num_iterations': f'the learning rate falls over them, as optimizer.final_lr_fraction={fraction}'}
+
+
+def free_in_warm_start() -> frozenset[str]:
+  """The fields that may change when a warm start is resumed; all of `eval` stays as it was."""
+  free = fields_of('training', 'length', 'diagnostics', 'logging', 'other_modes')
+  return frozenset(name for name in free if not name.startswith('eval.'))
+
+
+def free_in_export(config: Mapping[str, Any]) -> frozenset[str]:
+  """The fields that need not be the run's when a checkpoint of it is exported."""
+  return free_in_training(config)[0] | fields_of('length')
+
+
+def has_effect(field: str) -> bool:
+  """Whether a change of a field can change the curves of a run. Runs that differ in other fields only are the same.
+
+  A field of another version has an effect unless none of the fields of its section has one.
+  """
+  section = f'{field.partition(".")[0]}.'
+  role = role_of(field)
+  roles = {role} if role else {r for name, r in _ROLE_OF.items() if name.startswith(section)}
+  return not (roles and roles <= _WITHOUT_EFFECT)
+
+
+def read_by_training(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The nested config without sections of other modes and without environments that no tag of the run names."""
+  kept = {name: value for name, value in config.items() if name not in _NOT_READ_BY_TRAINING}
+  tags = {*config['train']['tags'], *config['eval']['tags']}
+  return kept | {'envs': {tag: options for tag, options in config['envs'].items() if tag in tags}}

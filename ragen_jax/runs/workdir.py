@@ -1,0 +1,149 @@
+"""A run's directory: the lock of the run that writes there, and the record of the config that it belongs to.
+
+<workdir>/config.json           the config of the run
+<workdir>/.lock                 locked by the process that writes to the workdir
+<workdir>/checkpoints/<step>/   see checkpoints.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from ragen_jax.runs.config_fields import flatten
+from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.files import replace_file
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def workdir_lock(workdir: str | os.PathLike[str]) -> Iterator[None]:
+  """Holds `<workdir>/.lock` while a run writes there; one process of a run takes it.
+
+  The operating system releases the lock when the process ends, also when it is killed.
+
+  Raises:
+    UserError: another process holds the lock, or the directory is not writable.
+  """
+  path = pathlib.Path(workdir) / '.lock'
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open('a')
+  except OSError as e:
+    raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
+  with file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+      raise UserError(f'workdir {workdir} is in use by another run; wait for it or choose another --workdir') from e
+    except OSError as e:  # some network file systems have no locks
+      _log.warning('workdir %s is not locked: %s', workdir, e.strerror or e)
+    yield
+
+
+def record_config(
+  workdir: str | os.PathLike[str],
+  config: Mapping[str, Any],
+  free_fields: Set[str] = frozenset(),
+  reasons: Mapping[str, str] | None = None,
+) -> None:
+  """Writes the config to `<workdir>/config.json`; once there is a checkpoint, compares it with the recorded one first.
+
+  Fields in `free_fields` may change from one start to the next; config.json then has their new values. Before the first
+  checkpoint every field may change. Several processes may call this at once: all of them write the same text.
+
+  Args:
+    workdir: the run's directory; it is created if it does not exist.
+    config: nested dict of JSON values, such as `config.to_dict()`.
+    free_fields: dotted names of the fields that may differ, such as {'num_iterations'}.
+    reasons: dotted name of a field -> why it may not differ; the error message adds it.
+
+  Raises:
+    UserError: a field that is not free differs, the record cannot be read, or the directory is not writable.
+  """
+  path = pathlib.Path(workdir) / 'config.json'
+  text = json.dumps(config, indent=2) + '\n'
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    has_checkpoint = any(p.name.isdigit() for p in (path.parent / 'checkpoints').glob('*'))
+    old_text = path.read_text() if has_checkpoint and path.exists() else None
+  except OSError as e:
+    raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
+  if old_text is not None:
+    _check_same(workdir, _differences(path, old_text, text), free_fields, reasons or {})
+  if text != old_text:
+    replace_file(path, text, many_writers=True)
+
+
+def compare_config(
+  workdir: str | os.PathLike[str], config: Mapping[str, Any], free_fields: Set[str] = frozenset()
+) -> None:
+  """Compares as `record_config` does, and writes nothing.
+
+  Raises:
+    UserError: `workdir` has no recorded config, or a field that is not free differs.
+  """
+  _check_same(workdir, changed_fields(workdir, config)[1], free_fields, {})
+
+
+def changed_fields(
+  workdir: str | os.PathLike[str], config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+  """Reads the recorded config of `workdir` and lists how `config` differs from it.
+
+  Returns:
+    The recorded config, and dotted name -> (recorded value, value in `config`) of each field that differs. Values are
+    JSON text, or 'absent'.
+
+  Raises:
+    UserError: `workdir` has no recorded config.
+  """
+  path = pathlib.Path(workdir) / 'config.json'
+  try:
+    old_text = path.read_text()
+  except OSError as e:
+    raise UserError(f'workdir {workdir} holds no run: {path} cannot be read ({e.strerror})') from e
+  changed = _differences(path, old_text, json.dumps(config))
+  return json.loads(old_text), changed
+
+
+def _check_same(
+  workdir: str | os.PathLike[str],
+  changed: Mapping[str, tuple[str, str]],
+  free_fields: Set[str],
+  reasons: Mapping[str, str],
+) -> None:
+  """Raises UserError if a field changed that is not free."""
+  refused = [
+    f'{name} was {was} and is {now}' + (f' ({reasons[name]})' if name in reasons else '')
+    for name, (was, now) in changed.items()
+    if name not in free_fields
+  ]
+  if refused:
+    raise UserError(
+      f'workdir {workdir} belongs to another config: {"; ".join(refused)}; '
+      'choose another --workdir or set these fields back'
+    )
+
+
+def _differences(path: pathlib.Path, old_text: str, new_text: str) -> dict[str, tuple[str, str]]:
+  """Dotted name of a field that differs -> (old value, new value)."""
+  try:
+    old = _as_text(json.loads(old_text))
+  except ValueError as e:
+    raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
+  new = _as_text(json.loads(new_text))
+  names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+  return {name: (old.get(name, 'absent'), new.get(name, 'absent')) for name in names}
+
+
+def _as_text(config: dict[str, Any]) -> dict[str, str]:
+  """{'train.groups': '64', ...}: values as JSON text, so that NaN equals NaN and True differs from 1."""
+  return {name: json.dumps(value) for name, value in flatten(config).items()}

@@ -1,0 +1,109 @@
+"""Drawing tokens from logits: top-k and top-p filters, and inverse-CDF sampling with one uniform number per row.
+
+At temperature 1 with top-p 1 and top-k off no filter runs, so tokens are sampled from exactly the distribution that the
+loss scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# Vocabularies larger than this are sampled in two steps: a block of this many tokens, then a token in the block.
+_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How tokens are drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most likely token.
+    top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
+    top_k: keep this many most likely tokens; 0 keeps all.
+  """
+
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0
+
+
+def draw_tokens(
+  logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Draws one token per row.
+
+  A row's random number depends on its key and position only, so a reply depends neither on the other rows of the batch
+  nor on how rows are laid out over devices.
+
+  Args:
+    logits: f32[B, V], already divided by the temperature; -inf for tokens that must not be drawn.
+    keys: PRNG keys [B].
+    positions: i32[B], folded into the keys.
+    sampling: `top_p`, `top_k`, and whether `temperature` is 0.
+
+  Returns:
+    tokens i32[B], their log-probabilities f32[B] under the filtered distribution, and the entropies f32[B] of the
+    distributions before the filters, in nats.
+  """
+  logp = jax.nn.log_softmax(logits, axis=-1)
+  entropies = -jnp.sum(jnp.exp(logp) * jnp.maximum(logp, -1e30), axis=-1)
+  greedy = sampling.temperature == 0
+  if not greedy and (sampling.top_k > 0 or sampling.top_p < 1.0):
+    logp = jax.nn.log_softmax(filter_logits(logits, sampling.top_k, sampling.top_p), axis=-1)
+  if greedy:
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  else:
+    u = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
+    tokens = draw(jnp.exp(logp), u)
+  return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0], entropies
+
+
+def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
+  """Sets the logits f32[B, V] of tokens outside of top-k and top-p to -inf; top-p applies to what top-k keeps."""
+  if top_k > 0:
+    kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+    logits = jnp.where(logits < kth, -jnp.inf, logits)
+  if top_p < 1.0:
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    probs = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs  # probability of all likelier tokens; the likeliest is always kept
+    last = jnp.sum(before < top_p, axis=-1, keepdims=True) - 1
+    threshold = jnp.take_along_axis(ordered, jnp.maximum(last, 0), axis=-1)
+    logits = jnp.where(logits < threshold, -jnp.inf, logits)
+  return logits
+
+
+def draw(probs: jax.Array, u: jax.Array) -> jax.Array:
+  """Inverse-CDF sampling, which needs one uniform number per row instead of one per token.
+
+  Args:
+    probs: f32[B, V]; the rows need not sum to exactly 1.
+    u: f32[B] in [0, 1).
+
+  Returns:
+    i32[B]; never a token of probability 0.
+  """
+  b, v = probs.shape
+  if v > _BLOCK:  # first the block, then the token in it
+    padded = jnp.pad(probs, ((0, 0), (0, -v % _BLOCK))).reshape(b, -1, _BLOCK)
+    sums = jnp.sum(padded, axis=-1)  # [B, V/block]
+    upto = jnp.cumsum(sums, axis=-1)
+    target = _below(u * upto[:, -1], upto[:, -1])
+    block = jnp.sum(upto <= target[:, None], axis=-1)
+    start = jnp.take_along_axis(upto - sums, block[:, None], axis=1)[:, 0]
+    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]  # [B, block]
+    cumulative = jnp.cumsum(inside, axis=-1)
+    rest = jnp.clip(target - start, 0.0, None)
+    token = jnp.sum(cumulative <= _below(rest, cumulative[:, -1])[:, None], axis=-1)
+    return (block * _BLOCK + token).astype(jnp.int32)
+  cumulative = jnp.cumsum(probs, axis=-1)
+  target = _below(u * cumulative[:, -1], cumulative[:, -1])
+  return jnp.sum(cumulative <= target[:, None], axis=-1).astype(jnp.int32)
+
+
+def _below(x: jax.Array, limit: jax.Array) -> jax.Array:
+  """x, made strictly smaller than `limit` if rounding brought it there."""
+  return jnp.minimum(x, jnp.nextafter(limit, jnp.zeros_like(limit)))

@@ -1,0 +1,162 @@
+"""Reading `config.json`: files of the hub, defaults of `transformers`, and unsupported models."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.utils.errors import UserError
+from tests.support.checkpoints import SMALL, edit_config
+
+
+def write_config(directory, **raw) -> str:
+  pathlib.Path(directory).mkdir(exist_ok=True)
+  (pathlib.Path(directory) / 'config.json').write_text(json.dumps(raw))
+  return str(directory)
+
+
+def test_configs_of_the_hub(tmp_path):
+  instruct = write_config(
+    tmp_path / 'instruct',
+    architectures=['Qwen2ForCausalLM'],
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151645,
+    hidden_act='silu',
+    hidden_size=896,
+    initializer_range=0.02,
+    intermediate_size=4864,
+    max_position_embeddings=32768,
+    max_window_layers=21,
+    model_type='qwen2',
+    num_attention_heads=14,
+    num_hidden_layers=24,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-06,
+    rope_theta=1000000.0,
+    sliding_window=32768,
+    tie_word_embeddings=True,
+    torch_dtype='bfloat16',
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+  )
+  assert read_config(instruct) == QwenConfig()  # the defaults are Qwen2.5-0.5B
+  qwen3 = write_config(
+    tmp_path / 'qwen3',
+    architectures=['Qwen3ForCausalLM'],
+    attention_bias=False,
+    head_dim=128,
+    hidden_act='silu',
+    hidden_size=1024,
+    intermediate_size=3072,
+    max_window_layers=28,
+    model_type='qwen3',
+    num_attention_heads=16,
+    num_hidden_layers=28,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-06,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    tie_word_embeddings=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+  )
+  assert read_config(qwen3) == QwenConfig(
+    architecture='qwen3',
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+  )
+
+
+def test_defaults_are_those_of_transformers(checkpoint, transformers):
+  remove = ('rope_theta', 'rms_norm_eps', 'tie_word_embeddings', 'head_dim', 'use_sliding_window')
+  edit_config(checkpoint, remove=remove)
+  cfg, theirs = read_config(checkpoint), transformers.AutoConfig.from_pretrained(checkpoint)
+  assert cfg.rope_theta == theirs.rope_parameters['rope_theta'] == 10000.0
+  assert cfg.rms_norm_eps == theirs.rms_norm_eps == 1e-6
+  assert cfg.tie_word_embeddings is theirs.tie_word_embeddings is False
+  assert cfg.head_dim == 16 // 4
+  edit_config(checkpoint, architectures=['Qwen3ForCausalLM'], model_type='qwen3', num_key_value_heads=None)
+  cfg, theirs = read_config(checkpoint), transformers.AutoConfig.from_pretrained(checkpoint)
+  assert cfg.head_dim == theirs.head_dim == 128
+  assert cfg.num_kv_heads == theirs.num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(
+  ('remove', 'changes', 'theta'),
+  [
+    ((), {'rope_theta': 123.0}, 123.0),
+    ((), {'rope_theta': 123.0, 'rope_scaling': None, 'rope_parameters': None}, 123.0),
+    (('rope_theta',), {'rope_parameters': {'rope_type': 'default', 'rope_theta': 321.0}}, 321.0),
+    ((), {'rope_theta': 123.0, 'rope_parameters': {'rope_theta': 321.0}}, 321.0),
+    ((), {'rope_theta': 123.0, 'rope_scaling': {'type': 'default'}}, 123.0),
+  ],
+)
+def test_rope_theta_is_found_where_any_version_puts_it(checkpoint, remove, changes, theta):
+  edit_config(checkpoint, remove=remove, **changes)
+  assert read_config(checkpoint).rope_theta == theta
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    ({'architectures': ['LlamaForCausalLM']}, ['architectures', 'LlamaForCausalLM', 'Qwen2ForCausalLM']),
+    ({'architectures': ['Qwen2MoeForCausalLM']}, ['Qwen2MoeForCausalLM']),
+    ({'architectures': None, 'model_type': 'gpt2'}, ['architectures=None']),
+    ({'model_type': 'qwen3'}, ['model_type', 'qwen3', 'qwen2']),
+    ({'hidden_act': 'gelu'}, ['hidden_act', 'gelu', 'silu']),
+    ({'quantization_config': {'quant_method': 'gptq'}}, ['quantization_config', 'gptq']),
+    ({'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, ['rope_scaling', 'yarn']),
+    ({'rope_scaling': {'type': 'linear', 'factor': 2.0}}, ['rope_scaling', 'linear']),
+    ({'rope_parameters': {'rope_type': 'dynamic', 'rope_theta': 1e6}}, ['rope_parameters', 'dynamic']),
+    ({'rope_parameters': {'full_attention': {'rope_theta': 1e6}}}, ['rope_parameters', 'layer to layer']),
+    ({'use_sliding_window': True, 'sliding_window': 8, 'max_window_layers': 1}, ['use_sliding_window']),
+    ({'layer_types': ['full_attention', 'sliding_attention']}, ['layer_types', 'sliding_attention']),
+    (
+      {'architectures': ['Qwen3ForCausalLM'], 'model_type': 'qwen3', 'attention_bias': True},
+      ['attention_bias', 'True'],
+    ),
+    ({'num_key_value_heads': 3}, ['num_key_value_heads=3', 'num_attention_heads=4']),
+    ({'head_dim': 5}, ['head_dim=5', 'even']),
+    ({'hidden_size': '16'}, ["hidden_size='16'", 'positive integer']),
+    ({'vocab_size': None}, ['vocab_size=None']),
+  ],
+)
+def test_configs_that_these_models_cannot_follow_are_refused_by_name(checkpoint, changes, words):
+  edit_config(checkpoint, **changes)
+  with pytest.raises(UserError) as error:
+    read_config(checkpoint)
+  message = str(error.value)
+  assert '\n' not in message and checkpoint in message
+  for word in words:
+    assert word in message
+
+
+def test_a_sliding_window_that_no_layer_has_is_accepted(checkpoint):
+  edit_config(checkpoint, use_sliding_window=True, sliding_window=8, max_window_layers=2)
+  assert read_config(checkpoint) == SMALL
+
+
+def test_a_config_that_is_not_json_or_not_there(tmp_path):
+  with pytest.raises(UserError, match=r'config\.json: cannot be read \(No such file'):
+    read_config(str(tmp_path))
+  (tmp_path / 'config.json').write_text('{"a":')
+  with pytest.raises(UserError, match='is not JSON'):
+    read_config(str(tmp_path))
+  (tmp_path / 'config.json').write_text('[]')
+  with pytest.raises(UserError, match='must hold a JSON object, not list'):
+    read_config(str(tmp_path))

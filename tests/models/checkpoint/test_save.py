@@ -1,0 +1,200 @@
+"""Saving checkpoints: round trips, exports that `transformers` opens, and replacing an older checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from ragen_jax.models.checkpoint.config import critic_directory, read_config, trunk_config
+from ragen_jax.models.checkpoint.load import load_model, load_params, load_value_head
+from ragen_jax.models.checkpoint.save import save_model
+from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.value_head import ValueHead
+from ragen_jax.utils.errors import UserError
+from tests.support.checkpoints import SMALL, SMALL3, assert_identical, contents, edit_config, flat, random_params
+
+
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize('max_shard_bytes', [1 << 30, 3000], ids=['single', 'sharded'])
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, cfg, dtype, max_shard_bytes):
+  params = random_params(cfg, dtype)
+  save_model(str(tmp_path / 'out'), params, cfg, dtype, max_shard_bytes=max_shard_bytes)
+  files = [name for name in os.listdir(tmp_path / 'out') if name.endswith('.safetensors')]
+  assert (len(files) == 1) == (max_shard_bytes == 1 << 30)
+  assert all(os.path.getsize(tmp_path / 'out' / f) < 3000 + 4000 for f in files) or len(files) == 1
+  assert read_config(str(tmp_path / 'out')) == cfg
+  assert_identical(load_params(str(tmp_path / 'out'), cfg, dtype), params)
+
+
+def test_a_loaded_model_has_its_dtypes_and_a_pure_dict_can_be_saved(tmp_path):
+  params = random_params(SMALL, 'bfloat16')
+  save_model(str(tmp_path / 'out'), nnx.to_pure_dict(params), SMALL, jnp.bfloat16)
+  model = load_model(str(tmp_path / 'out'), dtype=jnp.bfloat16, param_dtype=jnp.float32, attend_by_row=True)
+  assert model.cfg == SMALL and model.dtype == jnp.bfloat16 and model.layers[1].self_attn.by_row
+  assert_identical(nnx.state(model), jax.tree.map(lambda x: x.astype(jnp.float32), params))
+  # A whole model is saved like its state.
+  save_model(str(tmp_path / 'again'), model, SMALL, 'bfloat16')
+  assert contents(tmp_path / 'again') == contents(tmp_path / 'out')
+
+
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
+def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, tokenizer_dir, cfg, transformers):
+  import torch
+
+  out = str(tmp_path / 'out')
+  save_model(out, random_params(cfg), cfg, 'float32', tokenizer_dir=tokenizer_dir, max_shard_bytes=3000)
+  assert not os.path.exists(os.path.join(out, 'unrelated.py'))
+  for file in pathlib.Path(out).glob('*.safetensors'):
+    with safe_open(file, framework='np') as tensors:
+      assert tensors.metadata() == {'format': 'pt'}
+  theirs, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+  assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), report
+  assert type(theirs).__name__ == {'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}[cfg.architecture]
+  assert theirs.dtype == torch.float32
+  assert (theirs.config.eos_token_id, theirs.config.pad_token_id) == (61, 60)
+  assert theirs.generation_config.eos_token_id == 61
+
+  ours = load_model(out, dtype=jnp.float32, param_dtype=jnp.float32)
+  tokens = np.random.default_rng(0).integers(0, 60, (2, 9))
+  with torch.no_grad():
+    expected = theirs(torch.tensor(tokens)).logits.numpy()
+  logits = nnx.jit(lambda model: model.logits(model(model.embed(jnp.asarray(tokens)))[0]))(ours)
+  assert np.std(expected) > 0.5
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.std(expected))
+
+
+def test_export_keeps_what_the_source_says_beyond_the_shape(tmp_path, checkpoint):
+  edit_config(checkpoint, eos_token_id=[61, 60], bos_token_id=59, max_position_embeddings=4096, auto_map={'x': 'y.Z'})
+  (pathlib.Path(checkpoint) / 'generation_config.json').write_text('{"temperature": 0.7}')
+  save_model(str(tmp_path / 'out'), random_params(SMALL), SMALL, 'bfloat16', tokenizer_dir=checkpoint)
+  raw = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  assert (raw['eos_token_id'], raw['bos_token_id'], raw['max_position_embeddings']) == ([61, 60], 59, 4096)
+  assert raw['torch_dtype'] == 'bfloat16'
+  assert 'auto_map' not in raw, 'it names code'
+  assert json.loads((tmp_path / 'out' / 'generation_config.json').read_text()) == {'temperature': 0.7}
+
+
+def test_the_value_head_lies_beside_the_model(tmp_path, checkpoint):
+  head = ValueHead(16)
+  assert not load_value_head(checkpoint, head)
+  head.kernel.set_value(jnp.arange(16.0) / 7)
+  head.bias.set_value(jnp.float32(0.3))
+  save_model(str(tmp_path / 'out'), random_params(SMALL), SMALL, 'bfloat16', value_head=head)
+  loaded = ValueHead(16)
+  assert load_value_head(str(tmp_path / 'out'), loaded)
+  assert_identical(nnx.state(loaded), nnx.state(head))
+  assert_identical(load_params(str(tmp_path / 'out'), SMALL, jnp.bfloat16), random_params(SMALL, 'bfloat16'))
+  with pytest.raises(UserError, match=r'value_head\.safetensors: holds .*16.* and the value head of this model is .*8'):
+    load_value_head(str(tmp_path / 'out'), ValueHead(8))
+
+
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['tied', 'untied'])
+def test_a_critic_lies_in_a_directory_of_the_model_s_and_has_no_output_projection(tmp_path, cfg):
+  out, shape = str(tmp_path / 'out'), trunk_config(cfg)
+  own, head = random_params(shape, seed=7), ValueHead(16)
+  head.bias.set_value(jnp.float32(0.3))
+  save_model(out, random_params(cfg), cfg, 'float32', value_head=head, critic=own, max_shard_bytes=3000)
+  assert critic_directory(out) == os.path.join(out, 'critic')
+  assert_identical(load_params(out, cfg, jnp.float32), random_params(cfg))
+  loaded, read = ValueHead(16), ValueHead(16)
+  critic = load_model(critic_directory(out), dtype=jnp.float32, param_dtype=jnp.float32, trunk_only=True)
+  assert_identical(nnx.state(critic), own)
+  assert load_value_head(critic_directory(out), read) and not load_value_head(out, loaded)
+  assert float(read.bias[...]) == np.float32(0.3)
+  # An export without one leaves none behind, and then the trunk is the policy's.
+  save_model(out, random_params(cfg, seed=1), cfg, 'float32', value_head=head)
+  assert critic_directory(out) == out and load_value_head(out, loaded)
+  trunk = load_model(out, dtype=jnp.float32, param_dtype=jnp.float32, trunk_only=True)
+  ours, theirs = flat(nnx.state(trunk)), flat(random_params(cfg, seed=1))
+  assert theirs.keys() - ours.keys() == ({('lm_head', 'kernel')} if cfg is SMALL3 else set())
+  for path in ours:
+    np.testing.assert_array_equal(ours[path], theirs[path])
+  # Both trunks compute the same hidden states.
+  whole = load_model(out, dtype=jnp.float32, param_dtype=jnp.float32)
+  tokens = jnp.arange(5)[None]
+  np.testing.assert_array_equal(trunk(trunk.embed(tokens))[0], whole(whole.embed(tokens))[0])
+
+
+@pytest.mark.parametrize('failing', ['second shard', 'config', 'rename'])
+def test_an_export_that_fails_leaves_the_previous_one(tmp_path, monkeypatch, failing):
+  out = tmp_path / 'out'
+  save_model(str(out), random_params(SMALL), SMALL, 'float32', max_shard_bytes=3000)
+  (out / 'README.md').write_text('mine')
+  before = contents(out)
+  rename, calls = os.rename, []
+
+  def fail_on_second(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 2:
+      raise OSError('disk full')
+    save_file(*args, **kwargs)
+
+  def fail_to_take_the_place(source, target):
+    if target == str(out) and not source.endswith('.old'):
+      raise OSError('disk full')
+    rename(source, target)
+
+  def fail(*_):
+    raise OSError('disk full')
+
+  if failing == 'second shard':
+    monkeypatch.setattr('ragen_jax.models.checkpoint.save.save_file', fail_on_second)
+  elif failing == 'config':
+    monkeypatch.setattr('ragen_jax.models.checkpoint.save.write_json', fail)
+  else:
+    monkeypatch.setattr(os, 'rename', fail_to_take_the_place)
+  with pytest.raises(OSError, match='disk full'):
+    save_model(str(out), random_params(SMALL3, seed=1), SMALL3, 'float32', max_shard_bytes=3000)
+  assert contents(out) == before
+  assert os.listdir(tmp_path) == ['out'], 'something was left behind'
+
+
+def test_a_new_export_replaces_all_of_the_old_and_nothing_else(tmp_path, tokenizer_dir):
+  out = tmp_path / 'out'
+  head = ValueHead(16)
+  save_model(str(out), random_params(SMALL), SMALL, 'float32', value_head=head, max_shard_bytes=3000)
+  (out / 'README.md').write_text('mine')
+  (out / 'logs').mkdir()
+  (out / 'logs' / 'a').write_text('b')
+  (out / 'merges.txt').write_text('of another tokenizer')
+  save_model(str(out), random_params(SMALL3), SMALL3, 'float32', tokenizer_dir=tokenizer_dir)
+  assert sorted(os.listdir(out)) == [
+    'README.md', 'config.json', 'logs', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json',
+  ]  # fmt: skip
+  assert (out / 'README.md').read_text() == 'mine' and (out / 'logs' / 'a').read_text() == 'b'
+  assert_identical(load_params(str(out), SMALL3, jnp.float32), random_params(SMALL3))
+  # Onto itself, and without a tokenizer to copy: the one that is there stays.
+  save_model(str(out), random_params(SMALL), SMALL, 'float32', tokenizer_dir=str(out))
+  save_model(str(out), random_params(SMALL), SMALL, 'float32')
+  assert (out / 'tokenizer.json').read_text() == (pathlib.Path(tokenizer_dir) / 'tokenizer.json').read_text()
+  assert sorted(os.listdir(tmp_path)) == ['out', 'tokenizer']
+
+
+def test_places_and_parameters_that_cannot_be_saved(tmp_path, tokenizer_dir):
+  params = random_params(SMALL)
+  with pytest.raises(UserError, match='is not empty and is no checkpoint'):
+    save_model(tokenizer_dir, params, SMALL, 'float32')
+  (tmp_path / 'file').write_text('x')
+  with pytest.raises(UserError, match='is not a directory'):
+    save_model(str(tmp_path / 'file'), params, SMALL, 'float32')
+  out = str(tmp_path / 'out')
+  with pytest.raises(UserError, match='nowhere: is not a directory'):
+    save_model(out, params, SMALL, 'float32', tokenizer_dir=str(tmp_path / 'nowhere'))
+  small_vocabulary = QwenConfig(**(vars(SMALL) | {'vocab_size': 61}))
+  with pytest.raises(UserError, match=r'eos_token_id=61 is outside of vocab_size=61'):
+    save_model(out, random_params(small_vocabulary), small_vocabulary, 'float32', tokenizer_dir=tokenizer_dir)
+  with pytest.raises(ValueError, match=r'layers\.0\.self_attn\.q_norm\.weight'):
+    save_model(out, params, SMALL3, 'float32')
+  with pytest.raises(ValueError, match=r"dtype='int8'"):
+    save_model(out, params, SMALL, 'int8')
+  assert not os.path.exists(out)

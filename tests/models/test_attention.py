@@ -1,0 +1,53 @@
+"""The two ways to run attention against each other and against a softmax in NumPy."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ragen_jax.models import attention
+from ragen_jax.models.attention import attend, attend_causal_by_row
+
+
+def _random(columns: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """q [2, T, 4, 8], k and v [2, T, 2, 8]."""
+  rng = np.random.default_rng(seed)
+  return tuple(jnp.asarray(rng.normal(size=(2, columns, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+
+
+def test_attention_is_a_softmax_over_the_columns_of_the_mask():
+  q, k, v = _random(9, seed=0)
+  mask = np.random.default_rng(1).random((2, 9, 9)) < 0.6
+  mask |= np.eye(9, dtype=bool)
+  out = attend(q, k, v, jnp.asarray(mask))
+  chex.assert_shape(out, (2, 9, 4, 8))
+  for b in range(2):
+    for head in range(4):
+      scores = np.asarray(q[b, :, head] @ k[b, :, head // 2].T, np.float64) * 8**-0.5
+      weights = np.where(mask[b], np.exp(scores), 0)
+      weights /= weights.sum(axis=-1, keepdims=True)
+      np.testing.assert_allclose(out[b, :, head], weights @ np.asarray(v[b, :, head // 2]), rtol=0, atol=1e-5)
+
+
+def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch):
+  """8 queries per block: four whole blocks and a part of one."""
+  q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
+  mask = jnp.tril(jnp.ones((37, 37), bool))[None] & (jax.random.uniform(jax.random.key(3), (2, 1, 37)) < 0.8)
+
+  def both(q, k, v):
+    return attend(q, k, v, mask), jax.grad(lambda *x: jnp.sum(attend(*x, mask) ** 2), argnums=(0, 1, 2))(q, k, v)
+
+  whole = both(q, k, v)
+  monkeypatch.setattr(attention, '_MAX_SCORES', 0)
+  monkeypatch.setattr(attention, '_BLOCK_SCORES', 0)
+  monkeypatch.setattr(attention, '_MIN_BLOCK', 8)
+  chex.assert_trees_all_close(both(q, k, v), whole, atol=1e-5)
+
+
+def test_attention_row_by_row_is_attention():
+  # 150 columns: two whole blocks of queries and a part of one.
+  q, k, v = _random(150, seed=7)
+  mask = jnp.tril(jnp.ones((150, 150), bool))[None]
+  np.testing.assert_allclose(jax.jit(attend_causal_by_row)(q, k, v), jax.jit(attend)(q, k, v, mask), rtol=0, atol=1e-5)

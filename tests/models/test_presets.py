@@ -1,0 +1,63 @@
+"""Models by name and by path, and the download from the hub."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from ragen_jax.models import presets
+from ragen_jax.utils.errors import UserError
+
+
+def test_a_path_goes_before_the_preset(checkpoint):
+  assert presets.resolve('qwen2.5-0.5b', checkpoint) == checkpoint
+
+
+def test_paths_that_are_no_checkpoint(tmp_path, checkpoint):
+  def message(path):
+    with pytest.raises(UserError) as error:
+      presets.resolve('tiny', str(path))
+    assert f"model.path='{path}'" in str(error.value) and '\n' not in str(error.value)
+    return str(error.value)
+
+  assert 'does not exist' in message(tmp_path / 'nowhere')
+  assert 'is not a directory' in message(pathlib.Path(checkpoint) / 'config.json')
+  (tmp_path / 'empty').mkdir()
+  assert 'has no config.json' in message(tmp_path / 'empty')
+  os.rename(os.path.join(checkpoint, 'model.safetensors'), os.path.join(checkpoint, 'value_head.safetensors'))
+  assert 'has no *.safetensors' in message(checkpoint)
+
+
+def test_unknown_presets_are_told_the_known_ones():
+  with pytest.raises(UserError) as error:
+    presets.resolve('qwen2.5-0.6b', '')
+  assert "model.preset='qwen2.5-0.6b'" in str(error.value)
+  for name in ('tiny', 'qwen2.5-0.5b', 'qwen2.5-7b-instruct', 'r1-distill-qwen-1.5b', 'qwen3-8b'):
+    assert name in str(error.value) and name in presets.names()
+
+
+def test_presets_are_downloaded_without_code(monkeypatch):
+  import huggingface_hub
+
+  asked = {}
+  monkeypatch.setattr(
+    huggingface_hub, 'snapshot_download', lambda repository, **kwargs: asked.update(kwargs) or f'/hub/{repository}'
+  )
+  assert presets.resolve('qwen2.5-0.5b-instruct', '') == '/hub/Qwen/Qwen2.5-0.5B-Instruct'
+  assert set(asked['allow_patterns']) == {'*.json', '*.safetensors', '*.txt'}
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch, tmp_path):
+  import huggingface_hub
+
+  def unreachable(*args, **kwargs):
+    raise ConnectionError('no route\nto host')
+
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', unreachable)
+  with pytest.raises(UserError) as error:
+    presets.resolve('qwen3-0.6b', '')
+  message = str(error.value)
+  assert '\n' not in message
+  assert 'Qwen/Qwen3-0.6B' in message and 'no route to host' in message and '--config.model.path=DIR' in message

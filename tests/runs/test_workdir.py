@@ -1,0 +1,109 @@
+"""A workdir belongs to one config, and to one process at a time."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from ragen_jax.runs.workdir import changed_fields, compare_config, record_config, workdir_lock
+from ragen_jax.utils.errors import UserError
+
+
+def _begin(workdir):
+  """As if a run had saved its first checkpoint there."""
+  (pathlib.Path(workdir) / 'checkpoints' / '1').mkdir(parents=True)
+
+
+def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_path):
+  record_config(tmp_path, {'seed': 0})
+  record_config(tmp_path, {'seed': 1})
+  assert json.loads((tmp_path / 'config.json').read_text()) == {'seed': 1}
+  _begin(tmp_path)
+  with pytest.raises(UserError, match='seed was 1 and is 2'):
+    record_config(tmp_path, {'seed': 2})
+
+
+def test_config_is_recorded_and_compared(tmp_path):
+  workdir = tmp_path / 'runs' / 'a'
+  config = {'seed': 0, 'train': {'num_iterations': 60, 'lr': 1e-3, 'betas': (0.9, 0.999)}, 'env': {'name': 'lake'}}
+  free = frozenset({'train.num_iterations'})
+  record_config(workdir, config, free)
+  _begin(workdir)
+  assert json.loads((workdir / 'config.json').read_text())['train'] == {
+    'num_iterations': 60,
+    'lr': 1e-3,
+    'betas': [0.9, 0.999],
+  }
+  written = (workdir / 'config.json').stat().st_mtime_ns
+  record_config(workdir, config, free)
+  assert (workdir / 'config.json').stat().st_mtime_ns == written
+
+  longer = {**config, 'train': {**config['train'], 'num_iterations': 100}}
+  with pytest.raises(UserError, match=r'train.num_iterations was 60 and is 100; choose another --workdir'):
+    record_config(workdir, longer)
+  with pytest.raises(UserError, match=r'was 60 and is 100 \(the learning rate falls over it\); choose'):
+    record_config(workdir, longer, reasons={'train.num_iterations': 'the learning rate falls over it'})
+  record_config(workdir, longer, free)
+  assert json.loads((workdir / 'config.json').read_text())['train']['num_iterations'] == 100
+
+  other = {'seed': 1, 'train': {**longer['train'], 'lr': 1e-4}, 'env': {'name': 'lake', 'size': 4}}
+  with pytest.raises(UserError) as error:
+    record_config(workdir, other, free)
+  assert str(error.value) == (
+    f'workdir {workdir} belongs to another config: env.size was absent and is 4; seed was 0 and is 1; '
+    'train.lr was 0.001 and is 0.0001; choose another --workdir or set these fields back'
+  )
+  assert sorted(path.name for path in workdir.iterdir()) == ['checkpoints', 'config.json']
+
+
+def test_config_values_that_are_hard_to_compare(tmp_path):
+  config = {'nan': float('nan'), 'none': None, 'empty': {}, 'flag': True}
+  record_config(tmp_path, config)
+  _begin(tmp_path)
+  record_config(tmp_path, config)
+  with pytest.raises(UserError, match='flag was true and is 1;'):
+    record_config(tmp_path, {**config, 'flag': 1})
+  (tmp_path / 'config.json').write_text('{"seed": ')
+  with pytest.raises(UserError, match=r'is not a config that this program wrote .*; choose another --workdir') as error:
+    record_config(tmp_path, config)
+  assert '\n' not in str(error.value)
+
+
+def test_two_runs_cannot_share_a_workdir(tmp_path):
+  with workdir_lock(tmp_path):
+    with pytest.raises(UserError, match='is in use by another run') as error, workdir_lock(tmp_path):
+      pass
+    assert '\n' not in str(error.value)
+  with workdir_lock(tmp_path):
+    pass
+
+
+def test_a_workdir_below_a_file_cannot_be_used(tmp_path):
+  (tmp_path / 'file').touch()
+  for use in (lambda: record_config(tmp_path / 'file', {}), lambda: workdir_lock(tmp_path / 'file').__enter__()):
+    with pytest.raises(UserError, match=r'workdir .*/file cannot be used'):
+      use()
+
+
+def test_comparing_writes_nothing(tmp_path):
+  with pytest.raises(UserError, match=r'workdir .* holds no run: .*config.json cannot be read'):
+    compare_config(tmp_path, {'seed': 0})
+  record_config(tmp_path, {'seed': 0, 'train': {'groups': 4}})
+  before = (tmp_path / 'config.json').read_bytes()
+  other = {'seed': 1, 'train': {'groups': 4}, 'new': None}
+  run, changed = changed_fields(tmp_path, other)
+  assert run['seed'] == 0 and changed == {'seed': ('0', '1'), 'new': ('absent', 'null')}
+  compare_config(tmp_path, other, {'seed', 'new'})
+  with pytest.raises(UserError, match='belongs to another config: seed was 0 and is 1; choose'):
+    compare_config(tmp_path, other, {'new'})
+  assert (tmp_path / 'config.json').read_bytes() == before
+
+
+@pytest.mark.parametrize('text', ['', '{"seed": ', '[1]', '3'])
+def test_a_record_that_is_no_config_is_refused(tmp_path, text):
+  (tmp_path / 'config.json').write_text(text)
+  with pytest.raises(UserError, match=r'config.json is not a config that this program wrote') as error:
+    compare_config(tmp_path, {'seed': 0})
+  assert '\n' not in str(error.value)

@@ -1,0 +1,137 @@
+"""`extend` and `decode` against full forward passes, with given embeddings and given rotary positions."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.sampling import decode as programs
+from ragen_jax.sampling.decode import rotary_positions
+from ragen_jax.sampling.draw import Sampling
+from ragen_jax.sampling.kv_cache import init_state
+from tests.support import builders
+
+VOCAB, STOP = 40, 7
+# A prompt of 6 columns: two text columns, an image of 3 columns that takes two positions, a text column.
+OFFSETS = np.array([0, 1, 2, 2, 3, 4])
+
+
+@pytest.fixture(scope='module')
+def model():
+  return builders.random_model(VOCAB)
+
+
+@pytest.fixture(scope='module')
+def run(model):
+  """(extend, decode) of the model, compiled."""
+  graphdef, params = nnx.split(model)
+  extend = jax.jit(functools.partial(programs.extend, graphdef, params))
+  decode = jax.jit(
+    functools.partial(programs.decode, graphdef, params, stop_ids=(STOP,), vocab_limit=VOCAB),
+    static_argnames=('max_new', 'sampling'),
+  )
+  return extend, decode
+
+
+def tokens_and_counts(rows: int = 3, width: int = 6, seed: int = 0):
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(8, VOCAB, size=(rows, width)).astype(np.int32)
+  return jnp.asarray(tokens), jnp.asarray(rng.integers(1, width + 1, size=rows), jnp.int32)
+
+
+def sample(decode, state, *, max_new=5, seed=1):
+  rows = len(state.count)
+  return decode(
+    state, jax.random.split(jax.random.key(seed), rows), jnp.ones(rows, bool), jnp.float32(1), max_new=max_new,
+    sampling=Sampling(),
+  )  # fmt: skip
+
+
+def test_extending_with_embeddings_of_the_tokens_is_extending_with_the_tokens(model, run):
+  extend, _ = run
+  tokens, count = tokens_and_counts()
+  empty = init_state(model.policy, 3, 16)
+  with_tokens = extend(empty, tokens, count)
+  with_embeddings = extend(empty, jnp.zeros_like(tokens), count, embeddings=model.policy.embed(tokens))
+  chex.assert_trees_all_equal(with_embeddings, with_tokens)
+  offsets = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+  chex.assert_trees_all_equal(extend(empty, tokens, count, rotary_offsets=offsets), with_tokens)
+
+
+def test_marked_columns_take_the_embeddings_and_the_others_the_tokens(model, run):
+  extend, _ = run
+  tokens, count = tokens_and_counts()
+  others, _ = tokens_and_counts(seed=1)
+  marked = jnp.asarray(np.random.default_rng(2).random(tokens.shape) < 0.5)
+  empty = init_state(model.policy, 3, 16)
+  mixed = extend(empty, tokens, count, embeddings=model.policy.embed(others), is_embedded=marked)
+  chex.assert_trees_all_equal(mixed, extend(empty, jnp.where(marked, others, tokens), count))
+
+
+def test_given_rotary_offsets_are_a_full_forward_pass_with_these_positions(model, run):
+  """An image in the first turn, a text turn, and a reply: one forward pass with the positions of all columns."""
+  extend, decode = run
+  first, _ = tokens_and_counts(rows=2)
+  second, _ = tokens_and_counts(rows=2, width=3, seed=1)
+  # Row 0 has the whole prompt and goes on at 5; row 1 ends inside of the image and goes on at 3.
+  first_count, second_count = jnp.asarray([6, 4]), jnp.asarray([3, 2])
+  state = extend(
+    init_state(model.policy, 2, 32), first, first_count, rotary_offsets=jnp.broadcast_to(jnp.asarray(OFFSETS), (2, 6))
+  )
+  assert state.rotary.tolist() == [5, 3] and state.count.tolist() == [6, 4]
+  state = extend(state, second, second_count)
+  assert state.rotary.tolist() == [8, 5] and state.draw_position.tolist() == [9, 6]
+  state, reply = sample(decode, state)
+  for row in range(2):
+    n = int(reply.count[row])
+    assert int(state.rotary[row]) == [8, 5][row] + n and int(state.count[row]) == [9, 6][row] + n
+    parts = [first[row, : first_count[row]], second[row, : second_count[row]], reply.tokens[row, :n]]
+    timeline = jnp.concatenate(parts)
+    start = [5, 3][row]
+    positions = np.concatenate([OFFSETS[: first_count[row]], start + np.arange(second_count[row] + n)])
+    hidden, _ = model.policy(model.policy.embed(timeline[None]), jnp.asarray(positions)[None])
+    logp = jax.nn.log_softmax(model.policy.logits(hidden))[0]
+    expected = logp[np.arange(-n - 1, -1), np.asarray(reply.tokens[row, :n])]
+    np.testing.assert_allclose(reply.logprobs[row, :n], expected, rtol=0, atol=1e-4)
+    plain, _ = model.policy(model.policy.embed(timeline[None]))
+    assert np.abs(plain - hidden).max() > 0.01, 'the positions did not matter'
+
+
+def test_positions_with_several_axes_advance_by_the_largest_and_go_on_alike_on_all_axes():
+  # Text, an image of 2 x 3 columns at position 1, text: axes are time, height and width.
+  image = [(1, 1 + row, 1 + column) for row in range(2) for column in range(3)]
+  offsets = np.array([(0, 0, 0), *image, (4, 4, 4)])[None].repeat(3, axis=0)
+  rotary, count = jnp.asarray([10, 20, 30]), jnp.asarray([8, 7, 0])
+  positions, after = rotary_positions(rotary, count, 8, jnp.asarray(offsets))
+  np.testing.assert_array_equal(positions, offsets + np.array([10, 20, 30])[:, None, None])
+  assert after.tolist() == [15, 24, 30]
+  positions, after = rotary_positions(rotary, count, 8)
+  np.testing.assert_array_equal(positions, np.array([[10], [20], [30]]) + np.arange(8))
+  assert after.tolist() == [18, 27, 30]
+
+
+def test_a_draw_does_not_depend_on_the_rotary_position_but_on_the_draw_position(model, run):
+  extend, decode = run
+  tokens, count = tokens_and_counts(rows=8)
+  state = extend(init_state(model.policy, 8, 32), tokens, count)
+  _, expected = sample(decode, state, max_new=1)
+  _, moved = sample(decode, state.replace(rotary=state.rotary + 5), max_new=1)
+  chex.assert_trees_all_equal(moved, expected)
+  _, redrawn = sample(decode, state.replace(draw_position=state.draw_position + 5), max_new=1)
+  assert (redrawn.tokens != expected.tokens).any()
+
+
+def test_a_row_without_new_columns_stays_as_it_is(model, run):
+  extend, _ = run
+  tokens, _ = tokens_and_counts()
+  state = extend(init_state(model.policy, 3, 32), tokens, jnp.asarray([2, 3, 1]))
+  after = extend(state, tokens, jnp.asarray([0, 4, 0]), rotary_offsets=jnp.broadcast_to(jnp.asarray(OFFSETS), (3, 6)))
+  for name in ('count', 'draw_position', 'rotary', 'hidden'):
+    np.testing.assert_array_equal(getattr(after, name)[::2], getattr(state, name)[::2], err_msg=name)
+  assert after.valid.sum(axis=1).tolist() == [2, 7, 1]

@@ -1,0 +1,75 @@
+"""Draws against the distribution that they come from, and the filters of top-k and top-p."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragen_jax.sampling.draw import Sampling, draw, draw_tokens, filter_logits
+
+
+@pytest.mark.parametrize('size', [5, 300, 3000])
+def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
+  rng = np.random.default_rng(size)
+  p = rng.dirichlet(np.full(size, 0.3)).astype(np.float32)
+  p[rng.integers(size, size=size // 5)] = 0
+  p /= p.sum()
+  n = 200_000
+
+  @jax.jit
+  def draws_of(i):
+    u = jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (2000,))
+    return draw(jnp.broadcast_to(p, (2000, size)), u)
+
+  draws = np.concatenate([np.asarray(draws_of(i)) for i in range(n // 2000)])
+  counts = np.bincount(draws, minlength=size)
+  assert counts[p == 0].sum() == 0
+  big = p * n > 20
+  chi2 = np.sum((counts[big] - n * p[big]) ** 2 / (n * p[big]))
+  degrees = big.sum()
+  assert chi2 < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_draw_takes_the_first_and_the_last_possible_token_at_the_ends_of_the_unit_interval():
+  p = np.zeros((2, 1500), np.float32)
+  p[:, 3], p[:, 1400] = 0.5, 0.5
+  u = jnp.asarray([0.0, np.nextafter(np.float32(1), np.float32(0))])
+  assert draw(jnp.asarray(p), u).tolist() == [3, 1400]
+
+
+def test_top_k_and_top_p_keep_the_right_tokens():
+  logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3]]))
+  kept = lambda k, p: np.isfinite(np.asarray(filter_logits(logits, k, p)))[0].tolist()  # noqa: E731
+  assert kept(2, 1.0) == [False, True, False, True]
+  assert kept(0, 0.69) == [False, True, False, True]
+  assert kept(0, 0.71) == [False, True, True, True]
+  assert kept(0, 1e-6) == [False, True, False, False]
+  assert kept(3, 0.5) == [False, True, False, True]  # of what k leaves, 0.4 / 0.9 < 0.5
+  assert kept(9, 1.0) == [True] * 4
+
+
+def test_a_row_s_draw_depends_on_its_key_and_position_only():
+  logits = jnp.zeros((4, 1000))
+  keys = jax.random.split(jax.random.key(0), 4)
+  positions = jnp.asarray([3, 3, 8, 8])
+  tokens, logprobs, entropies = draw_tokens(logits, keys, positions, Sampling())
+  chex.assert_shape((tokens, logprobs, entropies), (4,))
+  chex.assert_type((tokens, logprobs, entropies), (jnp.int32, jnp.float32, jnp.float32))
+  np.testing.assert_allclose(logprobs, -np.log(1000), rtol=1e-5)
+  np.testing.assert_allclose(entropies, np.log(1000), rtol=1e-5)
+  order = jnp.asarray([2, 0, 3, 1])
+  np.testing.assert_array_equal(draw_tokens(logits, keys[order], positions[order], Sampling())[0], tokens[order])
+  moved = draw_tokens(logits, keys, positions + 1, Sampling())[0]
+  assert (moved != tokens).all()
+
+
+def test_temperature_zero_takes_the_most_likely_token_whatever_the_key():
+  logits = jax.random.normal(jax.random.key(0), (6, 50))
+  for seed in range(3):
+    keys = jax.random.split(jax.random.key(seed), 6)
+    tokens, logprobs, _ = draw_tokens(logits, keys, jnp.zeros(6, jnp.int32), Sampling(temperature=0.0, top_k=2))
+    np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
+    np.testing.assert_allclose(logprobs, jnp.max(jax.nn.log_softmax(logits), axis=-1), rtol=1e-6)

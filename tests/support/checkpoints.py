@@ -1,0 +1,57 @@
+"""Small random checkpoints, and comparisons of what was stored and what was loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ragen_jax.models.qwen import Qwen, QwenConfig
+
+SMALL = QwenConfig(
+  vocab_size=70,
+  hidden_size=16,
+  intermediate_size=24,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=6,
+  rope_theta=5e4,
+  rms_norm_eps=1e-5,
+)
+
+
+SMALL3 = QwenConfig(**(vars(SMALL) | {'architecture': 'qwen3', 'tie_word_embeddings': False}))
+
+
+def random_params(cfg: QwenConfig, param_dtype='float32', seed: int = 0) -> nnx.State:
+  abstract = nnx.state(nnx.eval_shape(lambda: Qwen(cfg, param_dtype=param_dtype, rngs=nnx.Rngs(0))))
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), abstract)
+
+
+def flat(params: nnx.State) -> dict:
+  return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
+
+
+def assert_identical(a: nnx.State, b: nnx.State):
+  a, b = flat(a), flat(b)
+  assert a.keys() == b.keys()
+  for path in a:
+    assert a[path].dtype == b[path].dtype, path
+    np.testing.assert_array_equal(a[path], b[path], err_msg=str(path))
+
+
+def contents(directory) -> dict[str, bytes]:
+  return {name: (pathlib.Path(directory) / name).read_bytes() for name in os.listdir(directory)}
+
+
+def edit_config(directory, remove=(), **changes):
+  path = pathlib.Path(directory) / 'config.json'
+  raw = {k: v for k, v in json.loads(path.read_text()).items() if k not in remove}
+  path.write_text(json.dumps(raw | changes))
