@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -10,14 +11,15 @@ import pytest
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.evaluation.evaluator import best_success, mean_success, success_by_tag
+from ragen_jax.evaluation.evaluator import mean_success, success_by_tag
 from ragen_jax.sampling.sampler import Sampling
 from tests.support import builders
+from tests.support.configs import small_config
 
 
 @pytest.fixture(scope='module')
 def evaluated():
-  config = builders.small_config(
+  config = small_config(
     eval__tags=('FrozenLake', 'Bandit'), eval__groups=8, eval__group_size=2, eval__top_p=0.9, logging__episodes=2,
     agent__drop_finished=False, envs__FrozenLake__max_turns=2,
   )  # fmt: skip
@@ -71,10 +73,15 @@ def test_the_held_out_levels_are_the_ones_that_are_played(evaluated):
   assert evaluator.held_out() == envs.levels()
 
 
-def test_the_best_is_unknown_where_the_solver_refuses_the_budget(caplog):
-  config = builders.small_config(envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16)
-  envs = EnvStateManager(build.env_groups(config, ('FrozenLake', 'Bandit'), (2, 2)), 2)
-  best = best_success(envs, 7)
-  assert np.isnan(best[:4]).all() and (best[4:] == 1).all()
-  (message,) = [record.getMessage() for record in caplog.records]
-  assert message.startswith('envs.FrozenLake: the best possible success is not known (frozen_lake: budget.max_act')
+def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, caplog):
+  tags = ('FrozenLake', 'CoordFrozenLake', 'Bandit')
+  config = small_config(
+    train__tags=tags, train__groups=6, eval__tags=tags, eval__groups=6, eval__group_size=2,
+    envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16,
+  )  # fmt: skip
+  evaluator = build.make_evaluator(config, builders.random_policy(config, tmp_path))
+  optimal = evaluator.optimal()
+  assert math.isnan(optimal['FrozenLake']) and 0 < optimal['CoordFrozenLake'] < 1 and optimal['Bandit'] == 1
+  messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.agent.env_manager']
+  assert len(messages) == 1 and '\n' not in messages[0]
+  assert messages[0].startswith('envs.FrozenLake: the best possible success is not known (frozen_lake: budget.max_act')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.agent.trajectory import Episode, Status, Turn
+from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.viewer.tensorboard import boards, transcript
 
 
