@@ -18,6 +18,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from configs import default
+from ragen_jax import build
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.load import load_model, load_params
