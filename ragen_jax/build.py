@@ -17,15 +17,17 @@ from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
 from ragen_jax.agent import language_model as language_models
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.context_manager import ContextManager, ContextSettings
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint.export import ExportSettings
@@ -47,9 +49,6 @@ from ragen_jax.training.trainer import RolloutSettings, Trainer, TrainerSettings
 from ragen_jax.utils.errors import UserError
 
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
-# Levels of the range that each seed trains on.
-LEVELS_PER_SEED = 10_000_000
-
 
 _Settings = TypeVar('_Settings')
 
@@ -72,7 +71,7 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
 
 def env_groups(
   config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
-) -> list[EnvGroup]:
+) -> list[EnvSpec]:
   """The environments behind tags.
 
   Args:
@@ -104,7 +103,7 @@ def env_groups(
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    specs.append(EnvGroup(tag, env, budget, max_words, count))
+    specs.append(EnvSpec(tag, env, budget, max_words, count))
   return specs
 
 
@@ -143,39 +142,29 @@ def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
   return counts
 
 
-def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvGroup]) -> ContextManager:
+def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvSpec]) -> ContextManager:
   """The prompts of a run."""
-  agent = config.agent
-  return ContextManager(
-    tokenizer,
-    specs,
-    think=agent.think,
-    force_prefix=agent.force_prefix,
-    action_sep=agent.action_sep,
-    policy=ContextPolicy(agent.context, agent.context_turns, agent.overlong),
-  )
+  return ContextManager(tokenizer, specs, fill(ContextSettings, config.agent))
+
+
+def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
+  """The bounds of the episodes of some environments, in turns and in tokens."""
+  max_turns = max(s.budget.max_turns for s in specs)
+  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step)
 
 
 def agent_proxy(
   config: ConfigDict,
   tokenizer: ChatTokenizer,
   sampler: Sampler,
-  specs: list[EnvGroup],
+  specs: list[EnvSpec],
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
   """The rollout loop over a batch of environments, which are never reset to a level that is held out."""
-  agent = config.agent
-  limits = Limits(
-    max_turns=max(s.budget.max_turns for s in specs),
-    max_response_tokens=agent.max_response_tokens,
-    max_context=agent.max_context,
-    format_penalty=agent.format_penalty,
-    size_step=config.length_step,
-    drop_finished=agent.drop_finished,
-  )
-  envs = EnvStateManager(specs, group_size, share=sampler.share.index, shares=sampler.share.parts, held_out=held_out)
-  return AgentProxy(envs, context_manager(config, tokenizer, specs), sampler, limits)
+  share = sampler.share
+  envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
+  return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)
 
 
 def sampling(section: ConfigDict) -> Sampling:
@@ -230,11 +219,6 @@ def load_policy(config: ConfigDict) -> LanguageModel:
   return language_models.load(settings, make_mesh(**config.mesh))
 
 
-def first_training_level(config: ConfigDict) -> int:
-  """The seed of a run's first training level; each `config.seed` has its own range of levels."""
-  return config.train.first_level + config.seed * LEVELS_PER_SEED
-
-
 def steps_per_iteration(config: ConfigDict) -> int:
   """Optimiser steps of an iteration whose filter keeps everything."""
   rows = config.train.groups * config.train.group_size
@@ -270,7 +254,6 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
     rollout=fill(
       RolloutSettings,
       config.train,
-      first_level=first_training_level(config),
       sampling=sampling(config.train),
       max_rollouts=config.filter.max_rollouts,
     ),

@@ -14,7 +14,7 @@ import os
 import time
 from typing import Any
 
-from ragen_jax.agent.text_policy import Chat, Said
+from ragen_jax.agent.episode import Chat, TextReply
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError
 
@@ -103,7 +103,7 @@ class EndpointClient:
       http_client=openai.DefaultHttpxClient(follow_redirects=False, timeout=self._timeout_s),
     )
 
-  def request(self, chat: Chat) -> Said:
+  def request(self, chat: Chat) -> TextReply:
     """The reply to a conversation.
 
     Raises:
@@ -158,7 +158,7 @@ class EndpointClient:
     return line if len(line) <= 300 else line[:297] + '...'
 
 
-def read_reply(answer: bytes) -> Said:
+def read_reply(answer: bytes) -> TextReply:
   """The reply in an answer.
 
   A thought that the server has separated from the text is put back in front, so that the reply is complete.
@@ -182,7 +182,7 @@ def read_reply(answer: bytes) -> Said:
   usage = whole.get('usage')
   tokens = usage.get('completion_tokens') if isinstance(usage, dict) else None
   counted = isinstance(tokens, int) and not isinstance(tokens, bool) and 0 <= tokens < 1 << 31
-  return Said(text.encode('utf-8', 'replace').decode(), tokens if counted else None)
+  return TextReply(text.encode('utf-8', 'replace').decode(), tokens if counted else None)
 
 
 def retry_after(value: str | None) -> float:

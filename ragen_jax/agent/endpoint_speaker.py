@@ -17,11 +17,11 @@ import threading
 import time
 
 from ragen_jax.agent.endpoint_client import EndpointClient, EndpointSettings, RequestError
-from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.text_policy import Chat, Said
-from ragen_jax.envs.outside.text_env import run_calls
+from ragen_jax.agent.episode import Chat, TextReply
+from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import run_calls
 
 _LONGEST_BACKOFF_S = 30.0
 # A reply is lost if the server asks for a longer wait than this.
@@ -33,12 +33,15 @@ _log = logging.getLogger(__name__)
 
 
 class EndpointSpeaker:
-  """Requests the replies of a turn, several at the same time.
+  """Requests the replies of a turn, several at the same time; it may speak in many rollouts.
 
   Attributes:
+    writes_tokens: False, see `Speaker`.
     lost: reason -> number of replies that never came.
     asked: number of replies requested.
   """
+
+  writes_tokens = False
 
   def __init__(self, settings: EndpointSettings, sampling: Sampling, backoff_s: float = 1.0):
     """Sends nothing.
@@ -60,15 +63,26 @@ class EndpointSpeaker:
     self.lost: collections.Counter[str] = collections.Counter()
     self.asked = 0
 
-  def speak(self, envs: EnvStateManager, rows: list[int], chats: list[Chat], turn: int) -> list[Said]:
-    """See `TextPolicy`.
+  def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
+    """See `Speaker`.
 
     Raises:
       UserError: the server cannot be reached, or rejects the very first request.
     """
-    del rows
-    (spec,), s = envs.specs, self._settings
-    _log.info('%s: turn %d of %s, %d replies', s.endpoint_model, turn + 1, spec.tag, len(chats))
+    rows = log.live
+    if not rows:
+      return None
+    tags = ', '.join(spec.tag for spec in log.envs.specs)
+    _log.info('%s: turn %d of %s, %d replies', self._settings.endpoint_model, log.turn + 1, tags, len(rows))
+    return dict(zip(rows, self.replies([log.chat(row) for row in rows]), strict=True))
+
+  def replies(self, chats: list[Chat]) -> list[TextReply]:
+    """The replies to conversations, in their order.
+
+    Raises:
+      UserError: the server cannot be reached, or rejects the very first request.
+    """
+    s = self._settings
     first = []
     if not self._reached:
       try:
@@ -89,13 +103,13 @@ class EndpointSpeaker:
       url = self._settings.endpoint
       _log.warning('%d of the %d replies of %s never came: %s', self.lost.total(), self.asked, url, reasons)
 
-  def _reply_or_loss(self, chat: Chat) -> Said:
+  def _reply_or_loss(self, chat: Chat) -> TextReply:
     try:
       return self._reply(chat)
     except RequestError as e:
       return self._lose(str(e))
 
-  def _reply(self, chat: Chat) -> Said:
+  def _reply(self, chat: Chat) -> TextReply:
     """One reply, after as many tries as it needs, or the substitute for a lost one.
 
     Raises:
@@ -141,7 +155,7 @@ class EndpointSpeaker:
       url = self._settings.endpoint
       _log.info('%s: %s; the request is repeated, later ones like it without a message', url, reason)
 
-  def _lose(self, reason: str) -> Said:
+  def _lose(self, reason: str) -> TextReply:
     """Counts a lost reply."""
     model, url = self._settings.endpoint_model, self._settings.endpoint
     with self._lock:
@@ -152,4 +166,4 @@ class EndpointSpeaker:
       if self._lost_in_a_row == self._gone_after:
         _log.warning('%s: %d replies in a row never came, no more are asked for', url, self._lost_in_a_row)
       self.lost[reason] += 1
-    return Said('', 0, answered=False)
+    return TextReply('', 0, answered=False)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status
+from ragen_jax.agent.episode import TRUNCATED, Episode, Status
 
 
 @dataclasses.dataclass(frozen=True)

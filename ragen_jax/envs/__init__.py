@@ -1,23 +1,28 @@
-"""The registry of environments: a type's name in the config to its class, or the class's import path."""
+"""The registry of environments, which maps the `type` of a config to a class, and levels from text files."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from ragen_jax.envs.bandit import Bandit
-from ragen_jax.envs.base import Budget, Environment
+from ragen_jax.envs.base import Budget, Environment, Game
 from ragen_jax.envs.countdown import Countdown
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
-from ragen_jax.envs.outside.gymnasium_env import GymnasiumEnvironment
-from ragen_jax.envs.outside.http_env import HttpEnvironment
-from ragen_jax.envs.outside.text_env import PythonEnvironment, TextEnvironment, import_object
+from ragen_jax.envs.options import import_object
+from ragen_jax.envs.outside.base import Session, TextEnvironment
+from ragen_jax.envs.outside.gymnasium import GymnasiumEnvironment
+from ragen_jax.envs.outside.http import HttpEnvironment
+from ragen_jax.envs.outside.python import PythonEnvironment
 from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
+from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.threads import Fault
 
 TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'frozen_lake': FrozenLake,
@@ -32,18 +37,18 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'http': HttpEnvironment,
 }
 
-__all__ = ['TYPES', 'Budget', 'Environment', 'TextEnvironment', 'make']
+__all__ = ['TYPES', 'Budget', 'Environment', 'Fault', 'Game', 'Session', 'TextEnvironment', 'load_level', 'make']
 
 
 def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnvironment:
-  """Builds an environment.
+  """Makes an environment.
 
   Args:
-    env_type: one of `TYPES`, or 'package.module:ClassName' for a class of the user's own.
-    options: its class's fields.
+    env_type: a key of `TYPES`, or 'package.module:ClassName' for a class outside this package.
+    options: fields of the class; fields that are left out have their defaults.
 
   Raises:
-    ValueError: no such type, no such option, or an option's value is not allowed; the message names it.
+    ValueError: the type or an option does not exist, or a value is not allowed; one line names it.
   """
   cls = TYPES[env_type] if env_type in TYPES else _imported(env_type)
   fields = [f for f in dataclasses.fields(cls) if f.init]
@@ -59,7 +64,7 @@ def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnviron
 
 
 def _imported(env_type: str) -> type[Environment | TextEnvironment]:
-  """The class at an import path; raises ValueError where it is no environment that can be made."""
+  """The class at an import path; raises ValueError if it is not an environment that can be made."""
   if ':' not in env_type:
     raise ValueError(f"type={env_type!r}; allowed: {', '.join(TYPES)}, or 'package.module:ClassName'")
   cls = import_object('type', env_type)
@@ -71,3 +76,31 @@ def _imported(env_type: str) -> type[Environment | TextEnvironment]:
   if '__dataclass_params__' not in vars(cls) or not cls.__dataclass_params__.frozen:
     raise ValueError(f'type={env_type!r} is no frozen dataclass, which environments must be')
   return cls
+
+
+def load_level(env: Game, path: str | pathlib.Path) -> Any:
+  """Reads a level from a text file.
+
+  Args:
+    env: the environment that plays the level.
+    path: a file with one level in the form of the observations that `env.render` writes. The options of `env` (size,
+      symbols, ...) must be those of the level.
+
+  Returns:
+    The state of the level, without a batch axis, with NumPy leaves. Its episode is not over.
+
+  Raises:
+    ValueError: the file cannot be read, its text is no level of this environment, or the level is already over; one
+      line names the file and the reason.
+  """
+  try:
+    state = env.from_text(pathlib.Path(path).read_text(encoding='utf-8'))
+  except OSError as e:
+    raise ValueError(f'level file {str(path)!r} cannot be read ({e.strerror})') from e
+  except UnicodeDecodeError as e:
+    raise ValueError(f'level file {str(path)!r} is not UTF-8 text') from e
+  except ValueError as e:
+    raise ValueError(f'level file {str(path)!r}: {one_line(e, str)}') from e
+  if state.done:
+    raise ValueError(f'level file {str(path)!r}: {env.name}: the level is already over')
+  return state

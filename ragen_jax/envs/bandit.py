@@ -1,7 +1,7 @@
-"""Bandit: one pull at one of two arms, whose names are all that tells the safe one from the risky one.
+"""Bandit: one pull of one of two arms; only their names hint at which is safe and which is risky.
 
-The game of RAGEN's single-turn experiments. Whether a policy has learned what names mean, or only which word to write,
-shows when it is trained on some pairs of names and evaluated on others: hence the pairs below, (low arm, high arm).
+The game of RAGEN's single-turn experiments. Training on some pairs of names and evaluation on others shows whether a
+policy has learned the meaning of names or only a word to write: hence the pairs below, (low arm, high arm).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 import re
 from typing import ClassVar
 
@@ -19,14 +18,16 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base
+from ragen_jax.envs.options import is_number
+from ragen_jax.envs.solvers.one_action import OneActionSolution
 
 Pairs = tuple[tuple[str, str], ...]
 
 # RAGEN's first version: training and its test.
 PHOENIX_DRAGON: Pairs = (('Phoenix', 'Dragon'),)
 TRADER_LIBRARIAN: Pairs = (('Trader', 'Librarian'),)
-# The paper's test of generalisation, from one pair of professions to another, with the risk where one expects it, and
-# the reverse (BanditRev), where the quiet profession is the risky arm.
+# The paper's test of generalisation, from one pair of professions to another. The risky arm has the risky profession;
+# in the reverse (BanditRev), the quiet one.
 PROFESSIONS_TRAIN: Pairs = (('Teacher', 'Engineer'),)
 PROFESSIONS_TEST: Pairs = (('Librarian', 'Trader'),)
 REVERSED_TRAIN: Pairs = (('Engineer', 'Teacher'),)
@@ -62,7 +63,7 @@ LOW, HIGH = range(2)
 _OFFER = 'Arms on offer:'
 _QUESTION = 'Think about which name suggests low risk and which high risk, then pull one arm.'
 
-# The picture: two boxes of 32 x 32 pixels, a frame of 2 around the arm that was pulled.
+# The picture: two boxes of 32 x 32 pixels, and a frame of 2 pixels around the pulled arm.
 _BOX = 32
 _FRAME = 2
 _BAR = 10
@@ -72,13 +73,13 @@ _BAR_RGB = (250, 210, 60)
 
 @struct.dataclass
 class State(base.State):
-  """Two arms, and what came of the pull.
+  """Two arms, and the outcome of the pull.
 
   Attributes:
     pair: i32[], index into the environment's `arms`.
-    high_first: bool[], the high arm is named first.
-    pulled: i32[], LOW or HIGH, -1 before the pull.
-    points: f32[], the reward of the pull, 0 before.
+    high_first: bool[], the observation names the high arm first.
+    pulled: i32[], LOW or HIGH; -1 before the pull.
+    points: f32[], the reward of the pull; 0 before.
   """
 
   pair: jax.Array
@@ -92,18 +93,18 @@ class Bandit(base.Environment):
   """Pull the arm that pays more on average; its name suggests that it is the risky one.
 
   The low arm always pays `low_reward`; the high arm pays `high_reward` with probability `high_probability`, else 0.
-  Success is the choice of the high arm, whatever it paid. A level is a pair of arms and the order in which they are
-  named; both come from the key of `reset`, so the members of a group share their prompt.
+  Success is the choice of the high arm, whatever it pays. A level is a pair of arms and the order of their names; both
+  come from the key of `reset`, so the members of a group share their prompt.
 
-  Actions are names, which differ from level to level: each distinct name of the configured pairs has one id, in the
-  order in which the pairs bring them (`names`). A name that is no arm of this level is understood and does nothing: no
-  reward, not effective, and the game goes on if the budget lets it.
+  Actions are names, which differ from level to level: each distinct name of the configured pairs has one id, in order
+  of first appearance (`names`). A name that is no arm of the level is an action without effect or reward, and the game
+  goes on if the budget allows.
 
   Attributes:
     arms: pairs of names, (low arm, high arm).
-    low_reward: what the low arm pays.
-    high_reward: what the high arm pays when it pays, above 0.
-    high_probability: how often that is; high_probability * high_reward is above low_reward.
+    low_reward: reward of the low arm.
+    high_reward: reward of the high arm when it pays, above 0.
+    high_probability: probability that the high arm pays; high_probability * high_reward is above low_reward.
   """
 
   name: ClassVar[str] = 'bandit'
@@ -119,7 +120,7 @@ class Bandit(base.Environment):
     object.__setattr__(self, 'arms', _checked_arms(self.arms))
     for field in ('low_reward', 'high_reward', 'high_probability'):
       value = getattr(self, field)
-      if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
+      if not is_number(value) or not math.isfinite(value):
         raise ValueError(f'bandit: {field}={value!r}; allowed: finite numbers')
     if not self.high_reward > 0:
       raise ValueError(f'bandit: high_reward={self.high_reward!r}; allowed: above 0')
@@ -138,13 +139,13 @@ class Bandit(base.Environment):
 
   @functools.cached_property
   def _ids(self) -> np.ndarray:
-    """i32[pairs, 2], action ids of the low and the high arm of each pair."""
+    """i32[pairs, 2], the action ids of the low and the high arm of each pair."""
     return np.array([[self.names.index(name) for name in pair] for pair in self.arms], np.int32)
 
   # -- traced, one instance ------------------------------------------------------------------------------------------
 
   def reset(self, key: jax.Array) -> State:
-    """A pair and the order of its names from a key, each as likely as any other."""
+    """A level from a key, uniformly from all pairs and both orders of the names."""
     key_pair, key_order = jax.random.split(key)
     no = jnp.bool_(False)
     return State(
@@ -168,14 +169,14 @@ class Bandit(base.Environment):
   # -- text ----------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
-    """The game in a few sentences; which arm is which is for the player to find out."""
+    """The game in a few sentences, without saying which arm is which."""
     return (
       'You have one pull at one of two arms. Each arm pays points by odds of its own, and its name hints at them: '
       'one arm is low risk, the other high risk. Pull the one that you expect to pay more on average.'
     )
 
   def parse_action(self, text: str) -> int | None:
-    """The id of any configured arm's name; letter case and blanks do not matter. None for other words."""
+    """The id of a configured arm's name, or None for other words. Letter case and blanks are ignored."""
     return self._id_by_key.get(_key(text))
 
   @functools.cached_property
@@ -194,7 +195,7 @@ class Bandit(base.Environment):
   # -- host, batched ---------------------------------------------------------------------------------------------------
 
   def render(self, states: State) -> list[str]:
-    """The two names in the level's order, and the question or what the pull brought, for states [N]."""
+    """The two names in the level's order, and the question or the outcome of the pull, for states [N]."""
     leaves = (states.pair, states.high_first, states.pulled, states.points)
     return [self._text(*row) for row in zip(*(np.asarray(leaf).tolist() for leaf in leaves), strict=True)]
 
@@ -204,10 +205,10 @@ class Bandit(base.Environment):
     return f'{_OFFER}\n{names[HIGH if high_first else LOW]}\n{names[LOW if high_first else HIGH]}\n{result}'
 
   def from_text(self, text: str) -> State:
-    """One state (no batch axis) from an observation.
+    """Reads one state (no batch axis) from an observation.
 
     Raises:
-      ValueError: the arms are no configured pair, or the last line is nothing that can follow.
+      ValueError: the arms are not a configured pair, or the last line is neither the question nor a possible outcome.
     """
     lines = [line.strip() for line in text.strip().splitlines()]
     if len(lines) != 4 or lines[0] != _OFFER:
@@ -232,7 +233,7 @@ class Bandit(base.Environment):
   def render_rgb(self, state: State) -> np.ndarray:
     """The arms as two boxes in the level's order, u8[32, 64, 3].
 
-    A box has its name's colour; the one that was pulled has a frame, and a bar as high as its share of `high_reward`.
+    A box has the colour of its name. The pulled arm has a frame, and a bar whose height is its share of `high_reward`.
     """
     picture = np.zeros((_BOX, 2 * _BOX, 3), np.uint8)
     order = (HIGH, LOW) if state.high_first else (LOW, HIGH)
@@ -248,7 +249,7 @@ class Bandit(base.Environment):
     return picture
 
   def rationale(self, states: State) -> list[str]:
-    """Why the high arm."""
+    """A reason for the high arm."""
     pairs = (self.arms[pair] for pair in np.asarray(states.pair).tolist())
     return [f'{high} sounds riskier than {low} and may pay more.' for low, high in pairs]
 
@@ -256,42 +257,15 @@ class Bandit(base.Environment):
     """The two arms on offer."""
     return self._ids[np.asarray(states.pair)].tolist()
 
-  def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> Solution:
-    """One pull of the high arm: its choice is success, and any budget allows it."""
+  def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> OneActionSolution:
+    """The pull of the high arm. That choice is a success, and every budget allows it."""
+    del budget, discount
     states = jax.tree.map(np.asarray, states)
-    return Solution(
+    return OneActionSolution(
       success=np.where(states.done, states.success, 1).astype(np.float32),
-      high=self._ids[states.pair, HIGH],
-      mean=self.high_probability * self.high_reward,
+      actions=self._ids[states.pair, HIGH].tolist(),
+      rewards=np.full(len(states.pair), self.high_probability * self.high_reward, np.float32),
     )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Solution:
-  """The best play on N levels.
-
-  Attributes:
-    success: f32[N].
-    high: i32[N], the action that pulls the high arm.
-    mean: what the high arm pays on average.
-  """
-
-  success: np.ndarray
-  high: np.ndarray
-  mean: float
-
-  def plan(self, states: State, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
-    """The high arm, or nothing where the episode is over."""
-    over = _over(states, turns_left, actions_left)
-    return [[] if stop else [action] for action, stop in zip(self.high.tolist(), over.tolist(), strict=True)]
-
-  def value(self, states: State, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the high arm's mean, or nothing where the episode is over."""
-    return np.where(_over(states, turns_left, actions_left), 0.0, self.mean).astype(np.float32)
-
-
-def _over(states: State, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-  return np.asarray(states.done) | (np.asarray(turns_left) < 1) | (np.asarray(actions_left) < 1)
 
 
 def _key(name: str) -> str:
@@ -306,8 +280,8 @@ def _checked_arms(arms: Pairs) -> Pairs:
   """The pairs as tuples.
 
   Raises:
-    ValueError: there is none, one has not two names, a name is malformed, two names differ in case or blanks alone, or
-      a pair comes in both orders.
+    ValueError: there is no pair, one has not two names, a name is malformed, two names differ only in case or blanks,
+      or a pair appears in both orders.
   """
   if not isinstance(arms, list | tuple) or not arms or not all(_is_pair(pair) for pair in arms):
     raise ValueError(f'bandit: arms={arms!r}; allowed: one or more pairs of names, (low arm, high arm)')
@@ -325,6 +299,6 @@ def _checked_arms(arms: Pairs) -> Pairs:
 
 
 def _colour(index: int, count: int) -> np.ndarray:
-  """A hue for each of `count` names, u8[3]: the colour circle cut into equal parts."""
+  """The colour of name number `index` of `count`, u8[3], from equal steps on the colour circle."""
   phase = 2 * np.pi * (index / count + np.array([0, 1, 2]) / 3)
   return (110 + 80 * np.cos(phase)).astype(np.uint8)

@@ -1,11 +1,17 @@
-"""The environment interface: pure functions under jit and vmap, text and pictures on the host.
+"""The interface of environments.
 
-An environment is a frozen description of a game (its size, probabilities, symbols). It holds no state of play: that
-lives in a `State`, a struct of arrays that `jax.vmap` batches. Three kinds of method:
+An environment is a frozen dataclass whose fields are the options of a game: sizes, probabilities, symbols. It holds no
+episode. `Game` is what every environment answers to prompts, replies and evaluations. Its two kinds are
 
-- traced, for one instance: `reset(key) -> state` and `step(state, action, key) -> (state, StepOutput)`;
-- host, for a batch of states whose leaves are NumPy arrays with a leading axis [N]: `render`, `render_rgb`, `solve`;
-- text about the game, made from its real configuration: `rules`, `legend`, `action_names`.
+- `Environment`, a game in pure JAX. An episode is a `State`, a struct of arrays, which `jax.vmap` batches;
+- `TextEnvironment` (envs/outside/base.py), a game outside JAX, which opens sessions that exchange text.
+
+The methods of an `Environment` are of three sorts:
+
+- traced, for one instance, under `jit` and `vmap`: `reset(key)` and `step(state, action, key)`;
+- host, for a batch of states with NumPy leaves [N, ...]: `render`, `solve`, `optimal`, `legal_actions`, `rationale`;
+  and for one state without a batch axis: `render_rgb`, `from_text`;
+- text about the game, made from its options: `rules`, `legend`, `parse_action`, `format_action`, `action_words`.
 """
 
 from __future__ import annotations
@@ -22,11 +28,11 @@ from flax import struct
 
 @struct.dataclass
 class State:
-  """What every environment's state has; environments add their own arrays.
+  """The arrays that every state has; environments add their own.
 
   Attributes:
-    done: bool[], the episode has ended by the rules of the game (budgets are the agent's business).
-    success: bool[], it ended, and the way it should.
+    done: bool[], the rules of the game have ended the episode. Limits of turns and actions are not part of the state.
+    success: bool[], the episode has ended and is won.
   """
 
   done: jax.Array
@@ -35,11 +41,11 @@ class State:
 
 @struct.dataclass
 class StepOutput:
-  """What one action brought.
+  """The outcome of one action.
 
   Attributes:
     reward: f32[], the environment's own reward.
-    effective: bool[], the action changed the state (a walk into a wall does not).
+    effective: bool[], the action changed the state; a step into a wall does not.
   """
 
   reward: jax.Array
@@ -48,172 +54,219 @@ class StepOutput:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-  """How much an agent may do in one episode: the limits that a solver has to count with."""
+  """The limits of one episode.
+
+  Attributes:
+    max_turns: turns, one reply each.
+    max_actions: actions over all turns.
+    max_actions_per_turn: actions of one turn.
+  """
 
   max_turns: int = 5
   max_actions: int = 10
   max_actions_per_turn: int = 5
 
+  @property
+  def most_actions(self) -> int:
+    """The most actions that an episode can have."""
+    return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
+
 
 class Solution(Protocol):
-  """The best play on a batch of N levels.
+  """Best play on a batch of N levels, for one budget.
+
+  The actions of a turn are chosen together, before the outcome of the first is known.
 
   Attributes:
-    success: f32[N], the highest probability of success that any policy reaches within the budget. A turn's actions
-      are chosen before the first of them is seen to have acted.
+    success: f32[N], the highest probability of success that any policy has within the budget.
   """
 
   success: np.ndarray
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[Any]]:
-    """The best next turn for each level, from where its episode now stands; that may be the middle of one.
+    """The actions of the best next turn, from the current state of each level.
 
     Args:
-      states: batched states [N], in the order of the levels that were solved.
-      turns_left: i32[N], turns still to play, this one included.
-      actions_left: i32[N], actions still allowed.
+      states: batched states [N], in the order of the levels that were solved; their episodes may have begun.
+      turns_left: i32[N], remaining turns, the next one included.
+      actions_left: i32[N], remaining actions.
 
     Returns:
-      One list of actions a level, at most `max_actions_per_turn` long, empty where the episode is over.
+      For each level a list of at most `max_actions_per_turn` actions, empty if its episode is over.
 
     Raises:
-      ValueError: more turns or actions are left than the budget that was solved for has.
+      ValueError: more turns or actions remain than the budget has.
     """
 
   def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """What the best play still brings: f32[N], the expected sum of rewards to come.
+    """f32[N], the expected sum of the rewards that remain under the best play.
 
-    The best play is that of the highest probability of success; where success is out of reach, it does as little as the
-    game lets it. Arguments and errors are those of `plan`.
+    Best play has the highest probability of success; where success is out of reach, it makes as few actions as the game
+    allows. Arguments and errors are those of `plan`.
     """
 
 
-class Environment(abc.ABC):
-  """A game in pure JAX. Subclasses are frozen dataclasses whose fields are the game's options.
+class Game(abc.ABC):
+  """What prompts, replies and evaluations need of an environment, whether it is in JAX or outside.
 
   Class attributes:
-    name: the prefix of the environment's metrics, in snake case.
-    action_names: what the policy may write, in the order of the action ids 0..; empty when actions are free text.
+    name: prefix of the environment's metrics, in snake case.
+    action_names: the words that are actions, in the order of the action ids 0, 1, ...; empty for free-text actions.
     action_help: for free-text actions, one line that says how an action is written; else empty.
-    has_solver: `solve` is there; without it nobody knows the best play, and the environment has no demonstrations.
+    has_solver: `solve` exists. Without a solver `optimal` is NaN, and the environment has no demonstrations.
+    is_outside: the game is not in JAX; its state is not visible, and it may fail at any time.
   """
 
   name: ClassVar[str]
   action_names: ClassVar[tuple[str, ...]] = ()
   action_help: ClassVar[str] = ''
   has_solver: ClassVar[bool] = True
+  is_outside: ClassVar[bool] = False
+
+  # -- text about the game -------------------------------------------------------------------------------------------
+
+  @abc.abstractmethod
+  def rules(self) -> str:
+    """The game and its aim, in one or a few lines."""
+
+  def legend(self) -> dict[str, str]:
+    """Symbol to meaning, for boards made of symbols; otherwise empty."""
+    return {}
+
+  @abc.abstractmethod
+  def parse_action(self, text: str) -> Any | None:
+    """The action that one piece of an answer names, or None if it names none."""
+
+  @abc.abstractmethod
+  def format_action(self, action: Any) -> str:
+    """The text of an action in an answer, the inverse of `parse_action`."""
+
+  def read_action(self, text: str) -> tuple[Any, str] | None:
+    """The action that a text names and the text of `format_action` for it, or None if it names none."""
+    action = self.parse_action(text)
+    return None if action is None else (action, self.format_action(action))
+
+  @property
+  def action_words(self) -> tuple[str, ...]:
+    """Every word that is an action on some level; empty for free-text actions."""
+    return self.action_names
+
+  # -- host, batched -------------------------------------------------------------------------------------------------
+
+  def check_budget(self, budget: Budget) -> None:
+    """Raises ValueError if no level can be solved within the budget. The default accepts every budget."""
+    del budget
+
+  @property
+  def has_legal_actions(self) -> bool:
+    """Whether `legal_actions` lists actions, which random play needs."""
+    return True
+
+  def legal_actions(self, states: Any) -> list[list[Any]]:
+    """For each of N states, the actions from which random play draws. The default lists all of `action_names`."""
+    return [list(range(len(self.action_names)))] * len(np.asarray(states.done))
+
+  def solve(self, states: Any, budget: Budget, discount: float = 1.0) -> Solution:
+    """The exact best play on a batch of fresh levels within a budget.
+
+    Args:
+      states: batched states with NumPy leaves [N, ...].
+      budget: the limits of an episode.
+      discount: factor on the worth of a success for each further action; below 1 the plans prefer short play. The
+        reported `success` is always the undiscounted optimum.
+
+    Raises:
+      ValueError: the game has no exact solver, or none for this size or budget.
+    """
+    raise ValueError(f'{self.name} has no solver')
+
+  def optimal(self, states: Any, budget: Budget) -> np.ndarray:
+    """f32[N], the highest success probability that any policy has on these levels within the budget; NaN if unknown.
+
+    Raises:
+      ValueError: the solver cannot solve levels of this size or with this budget.
+    """
+    if not self.has_solver:
+      return np.full((len(np.asarray(states.done)),), np.nan, np.float32)
+    return self.solve(states, budget).success
+
+  def naive_view(self) -> Game:
+    """The game as a naive player believes it to be, for demonstrations of weak play. The default is the game itself."""
+    return self
+
+  def rationale(self, states: Any) -> list[str]:
+    """For each of N states, a short true sentence, which is the thought of demonstrations. The default is empty."""
+    return [''] * len(np.asarray(states.done))
+
+  def from_text(self, text: str) -> Any:
+    """Reads one state (no batch axis, NumPy leaves) from a text that `render` writes.
+
+    `render` of the state gives the text back. What the text does not show is as at the beginning of an episode.
+
+    Raises:
+      ValueError: the environment has no reader, or the text is no state of it; one line says where and why.
+    """
+    raise ValueError(f'{self.name}: levels cannot be read from text')
+
+
+class Environment(Game):
+  """A game in pure JAX. Subclasses are frozen dataclasses whose fields are the options of the game."""
 
   # -- traced, one instance ------------------------------------------------------------------------------------------
 
   @abc.abstractmethod
   def reset(self, key: jax.Array) -> State:
-    """A fresh level from a key; the same key gives the same level on every machine."""
+    """A fresh level from a PRNG key; equal keys give equal levels on every machine."""
 
   @abc.abstractmethod
   def _step(self, state: Any, action: jax.Array, key: jax.Array) -> tuple[Any, StepOutput]:
-    """One action in a live state. `step` takes care of finished ones."""
+    """One action in a state that is not done; `step` handles states that are."""
 
   def step(self, state: Any, action: jax.Array, key: jax.Array) -> tuple[Any, StepOutput]:
-    """One action; a finished state absorbs it: nothing changes, the reward is 0.
+    """One action. A state that is done absorbs it: the state does not change, and the reward is 0.
 
     Args:
-      state: the state before.
-      action: i32 of shape `action_shape`, as `parse_action` gives it.
-      key: a PRNG key for this action's chance.
+      state: the state before the action.
+      action: i32 of shape `action_shape`, as `parse_action` returns it.
+      key: PRNG key for the chance of this action.
 
     Returns:
-      The state after, and the `StepOutput`.
+      The state after the action, and its outcome.
     """
     after, out = self._step(state, action, key)
     after = jax.tree.map(lambda new, old: jnp.where(state.done, old, new), after, state)
     reward = jnp.where(state.done, 0.0, out.reward).astype(jnp.float32)
     return after, StepOutput(reward=reward, effective=out.effective & ~state.done)
 
-  # -- text ----------------------------------------------------------------------------------------------------------
+  # -- text about the game -------------------------------------------------------------------------------------------
 
   @property
   def action_shape(self) -> tuple[int, ...]:
-    """Shape of one parsed action; () unless actions are free text."""
+    """Shape of one parsed action: () for named actions."""
     return ()
 
-  @abc.abstractmethod
-  def rules(self) -> str:
-    """What the game is and what is to be reached, in one or a few lines."""
-
-  def legend(self) -> dict[str, str]:
-    """Symbol to meaning, for boards made of symbols; empty otherwise."""
-    return {}
-
   def parse_action(self, text: str) -> Any | None:
-    """The action that a piece of the answer names, or None when it names none. Letter case and blanks do not matter."""
+    """The id of the named action, or None. Letter case and surrounding blanks are ignored."""
     wanted = text.strip().lower()
     for i, name in enumerate(self.action_names):
       if name.lower() == wanted:
         return i
     return None
 
-  @property
-  def action_words(self) -> tuple[str, ...]:
-    """Every word that is an action on some level; empty where actions are free text."""
-    return self.action_names
-
   def format_action(self, action: Any) -> str:
-    """How an action is written in an answer: the inverse of `parse_action`."""
+    """The name of an action id."""
     return self.action_names[int(action)]
 
-  # -- host, batched ---------------------------------------------------------------------------------------------------
+  # -- host ----------------------------------------------------------------------------------------------------------
 
   @abc.abstractmethod
   def render(self, states: Any) -> list[str]:
-    """The observation as text, for a batch of states with NumPy leaves [N, ...]."""
+    """The observations as text, for a batch of states with NumPy leaves [N, ...]."""
 
   @abc.abstractmethod
   def render_rgb(self, state: Any) -> np.ndarray:
-    """One state (no batch axis) as a picture, u8[height, width, 3]."""
-
-  def from_text(self, text: str) -> Any:
-    """One state (no batch axis) from the text that `render` draws.
+    """A picture of one state (no batch axis), u8[height, width, 3]. It depends on the state and the options alone.
 
     Raises:
-      ValueError: the text is no level of this environment; the message says where.
+      NotImplementedError: the environment draws no pictures.
     """
-    raise ValueError(f'{self.name}: levels cannot be read from text')
-
-  def solve(self, states: Any, budget: Budget, discount: float = 1.0) -> Solution:
-    """The exact best play on a batch of fresh levels, within a budget.
-
-    Args:
-      states: batched states with NumPy leaves [N, ...].
-      budget: turns and actions that an episode may take.
-      discount: what a success is worth after each further action; below 1 the plans do not dawdle. The reported
-        `success` is always the undiscounted optimum.
-
-    Raises:
-      ValueError: there is no exact solver for the game, or not for a game of this size.
-    """
-    raise ValueError(f'{self.name} has no solver')
-
-  def legal_actions(self, states: Any) -> list[list[Any]]:
-    """For each state the actions that can be meant: what a player without a plan chooses from."""
-    return [list(range(len(self.action_names)))] * len(np.asarray(states.done))
-
-  def as_a_beginner_sees_it(self) -> Environment:
-    """The game without what only experience teaches, for demonstrations of weak play; by default itself."""
-    return self
-
-  def check_budget(self, budget: Budget) -> None:
-    """Raises ValueError where the budget can solve no level; by default none is refused."""
-    del budget
-
-  def optimal(self, states: Any, budget: Budget) -> np.ndarray:
-    """f32[N], the highest success probability that any policy reaches on these levels within the budget.
-
-    NaN where nobody knows.
-    """
-    if not self.has_solver:
-      return np.full((len(np.asarray(states.done)),), np.nan, np.float32)
-    return self.solve(states, budget).success
-
-  def rationale(self, states: Any) -> list[str]:
-    """For each state one short true sentence that a player would think: the think text of demonstrations."""
-    return ['' for _ in range(len(np.asarray(states.done)))]

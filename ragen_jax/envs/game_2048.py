@@ -1,4 +1,4 @@
-"""2048: equal tiles merge when they are pushed together; the game is won when the goal's tile is there.
+"""2048: equal tiles merge when they are pushed together; the game is won with the tile of the goal.
 
 The rules are those of Gabriele Cirulli's game (2014). A board holds exponents: 0 is an empty cell, e the tile 2**e.
 """
@@ -6,7 +6,6 @@ The rules are those of Gabriele Cirulli's game (2014). A board holds exponents: 
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import re
 from typing import ClassVar
 
@@ -16,14 +15,15 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base
+from ragen_jax.envs.options import check_choice, is_integer
 
 UP, RIGHT, DOWN, LEFT = range(4)
 
 _SIZE = 4
-# How many quarter turns to the left bring the side that tiles are pushed to, to the left.
+# Quarter turns to the left that bring the side to which an action pushes to the left.
 _TURNS = {UP: 1, RIGHT: 2, DOWN: 3, LEFT: 0}
 _FOUR_PROBABILITY = 0.1
-# What a board can hold at most: a row of tiles that merge in turn, begun with a 4.
+# The largest tile that a board can hold, by a chain of merges that begins with a 4.
 _LARGEST_GOAL = 2**17
 _REWARDS = ('log', 'raw')
 
@@ -39,7 +39,7 @@ class State(base.State):
 
   Attributes:
     board: i32[4, 4], exponents of the tiles, 0 where there is none.
-    score: i32[], sum of all tiles that merges have made.
+    score: i32[], sum of all tiles that were made by merges.
   """
 
   board: jax.Array
@@ -48,16 +48,16 @@ class State(base.State):
 
 @dataclasses.dataclass(frozen=True)
 class Game2048(base.Environment):
-  """Push the tiles about until the goal's tile is there (success) or no move is left.
+  """Push the tiles until the board has the tile of the goal (success) or no move is left.
 
-  A move pushes all tiles to one side. Two equal tiles that meet become their sum, each at most once a move, those at
-  that side first: 2 2 2 2 pushed to the left gives 4 4. After a move that changed something, a tile appears on an empty
-  cell, any with the same probability: a 2 with probability 0.9, else a 4. A game begins with two such tiles. A move
-  that changes nothing is not effective and brings no tile.
+  A move pushes all tiles to one side. Two equal tiles that meet become their sum, each tile at most once a move,
+  beginning at that side: 2 2 2 2 pushed to the left gives 4 4. After a move that changes the board, a tile appears on a
+  random empty cell: a 2 with probability 0.9, else a 4. A game begins with two such tiles. A move that changes nothing
+  is not effective and adds no tile.
 
-  The reward of a move is made from m, the sum of the tiles that its merges made: 0.1 * log2(1 + m), or m itself.
+  The reward of a move depends on m, the sum of the tiles that its merges make: 0.1 * log2(1 + m), or m itself.
 
-  Actions: Up, Right, Down, Left are 0, 1, 2, 3. There is no exact solver for the game.
+  Actions: Up, Right, Down, Left are 0, 1, 2, 3. The game has no exact solver.
 
   Attributes:
     goal: the tile to make, a power of two from 8 to 131072.
@@ -73,16 +73,14 @@ class Game2048(base.Environment):
 
   def __post_init__(self):
     goal = self.goal
-    integer = isinstance(goal, numbers.Integral) and not isinstance(goal, bool)
-    if not integer or not 8 <= goal <= _LARGEST_GOAL or goal & (goal - 1):
+    if not is_integer(goal) or not 8 <= goal <= _LARGEST_GOAL or goal & (goal - 1):
       raise ValueError(f'game_2048: goal={goal!r}; allowed: powers of two from 8 to {_LARGEST_GOAL}')
-    if self.reward not in _REWARDS:
-      raise ValueError(f'game_2048: reward={self.reward!r}; allowed: {", ".join(_REWARDS)}')
+    check_choice('game_2048', 'reward', self.reward, _REWARDS)
 
   # -- traced, one instance ------------------------------------------------------------------------------------------
 
   def reset(self, key: jax.Array) -> State:
-    """Two tiles on an empty board."""
+    """Two random tiles on an empty board."""
     board = jnp.zeros((_SIZE, _SIZE), jnp.int32)
     for k in jax.random.split(key):
       board = _with_new_tile(board, k)
@@ -121,7 +119,7 @@ class Game2048(base.Environment):
   # -- host, batched ---------------------------------------------------------------------------------------------------
 
   def render(self, states: State) -> list[str]:
-    """Four rows of numbers, the moves that change something, and the score, for states [N]."""
+    """Four rows of numbers, the moves that change the board, and the score, for states [N]."""
     boards = np.asarray(states.board)
     tiles = np.where(boards > 0, 1 << boards, 0).tolist()
     texts = []
@@ -132,13 +130,13 @@ class Game2048(base.Environment):
     return texts
 
   def legal_actions(self, states: State) -> list[list[int]]:
-    """The moves that change the board; none where the game is over."""
+    """The moves that change the board; none if the game is over."""
     boards = np.asarray(states.board)  # [N, 4, 4]
     legal = _can_push(boards) & ~np.asarray(states.done)[:, None]
     return [np.flatnonzero(row).tolist() for row in legal]
 
   def render_rgb(self, state: State) -> np.ndarray:
-    """The board as coloured tiles, u8[64, 64, 3]; they go from pale over red to violet as they near the goal."""
+    """The board as coloured tiles, u8[64, 64, 3], from pale over red to violet at the goal."""
     board = np.asarray(state.board)
     colours = np.array([_EMPTY_RGB, *(_colour(e / self._goal_exponent) for e in range(1, self._goal_exponent + 1))])
     picture = colours.astype(np.uint8)[board].repeat(_TILE, axis=0).repeat(_TILE, axis=1)
@@ -147,10 +145,10 @@ class Game2048(base.Environment):
     return picture
 
   def from_text(self, text: str) -> State:
-    """One state (no batch axis) from an observation.
+    """Reads one state (no batch axis) from an observation.
 
     Raises:
-      ValueError: the text is not what `render` draws of any state.
+      ValueError: `render` writes the text for no state.
     """
     lines = [' '.join(line.split()) for line in text.strip().splitlines()]
     if len(lines) != _SIZE + 2:
@@ -180,13 +178,13 @@ class Game2048(base.Environment):
 
 
 def _pushed(board: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """What each action makes of a board, without the new tile.
+  """The boards after each action, without the new tile.
 
   Args:
     board: i32[4, 4].
 
   Returns:
-    i32[4, 4, 4], the boards, and i32[4], the sums of the tiles that the merges made, by action.
+    i32[4, 4, 4], the boards by action, and i32[4], the sums of the tiles that their merges make.
   """
   turned = jnp.stack([jnp.rot90(board, _TURNS[action]) for action in range(4)])
   a, b, c, d = jnp.moveaxis(_closed_up(turned), -1, 0)  # Each [4, 4], the first column leftmost.
@@ -210,7 +208,7 @@ def _closed_up(rows: jax.Array) -> jax.Array:
 
 
 def _with_new_tile(board: jax.Array, key: jax.Array) -> jax.Array:
-  """A board with one more tile, or the same where it is full."""
+  """A board with one more tile, or the same board if it is full."""
   key_cell, key_tile = jax.random.split(key)
   empty = (board == 0).reshape(-1)
   number = jax.random.randint(key_cell, (), 0, jnp.maximum(empty.sum(), 1))
@@ -225,7 +223,7 @@ def _can_move(board: jax.Array) -> jax.Array:
 
 
 def _can_push(boards: np.ndarray) -> np.ndarray:
-  """bool[..., 4], which actions change boards [..., 4, 4]: a tile has an empty cell or its equal before it."""
+  """bool[..., 4], which actions change boards [..., 4, 4]: some tile has an empty cell or an equal tile ahead."""
   changes = []
   for action in range(4):
     turned = np.rot90(boards, _TURNS[action], axes=(-2, -1))

@@ -1,6 +1,6 @@
 """Sokoban: push every box onto a target.
 
-Levels are made from a key, and every one of those can be solved; or they are read from a file in Boxoban's format.
+Levels are made from a key, each with a solution, or read from a file in Boxoban's format.
 """
 
 from __future__ import annotations
@@ -16,14 +16,22 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base, sokoban_levels
+from ragen_jax.envs.sokoban_boards import (
+  BOX,
+  BOX_ON_TARGET,
+  FLOOR,
+  MEANINGS,
+  PLAYER,
+  PLAYER_ON_TARGET,
+  TARGET,
+  TILE,
+  draw_tiles,
+  encode_boards,
+  parse_board,
+  parse_boxoban,
+)
 from ragen_jax.envs.solvers import sokoban as sokoban_solver
 
-# What a cell shows, in RAGEN's order; `Sokoban.symbols` has one symbol for each.
-WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
-MEANINGS = ('wall', 'empty floor', 'target', 'box on target', 'box', 'player', 'player on target')
-# The same cells in Boxoban's level files (and most other collections).
-BOXOBAN = ('#', ' ', '.', '*', '$', '@', '+')
-TILE = 16  # pixels
 _GRID_HEADER = 'Grid Map:'
 _SIZE_HEADER = 'Board size:'
 
@@ -49,27 +57,27 @@ class State(base.State):
 
 @dataclasses.dataclass(frozen=True)
 class Sokoban(base.Environment):
-  """The game that RAGEN plays (gym-sokoban's rules): Up, Down, Left, Right; a box in the way is pushed.
+  """The game of RAGEN, with gym-sokoban's rules: Up, Down, Left, Right; the player pushes a box in the way.
 
-  An action costs 0.1, blocked or not; a box that comes onto a target brings 1, one that leaves it takes 1, and all
-  boxes on targets bring 10 more. The game ends there or after `max_steps` actions.
+  An action costs 0.1, blocked or not. A box that moves onto a target earns 1, a box that leaves a target loses 1, and
+  the last box on its target earns 10 more. The game ends then, or after `max_steps` actions.
 
   Attributes:
-    dim: rows and columns of the board, the border of walls included.
-    num_boxes: boxes, and targets.
+    dim: rows and columns of the board, including the border of walls.
+    num_boxes: number of boxes, and of targets.
     max_steps: actions after which the game ends unsolved.
     search_depth: the most moves of the reverse play that makes a level (at most `max_steps`, so that every level can be
-      solved in time), and so an upper bound on the length of its shortest solution. In RAGEN it bounds the depth of a
+      solved in time), hence an upper bound on the length of its shortest solution. In RAGEN it bounds the depth of a
       depth-first search over the same moves.
     min_solution: the fewest moves of a level's shortest solution, 0 for no bound. The bounds are exact (breadth-first
-      search over the room's positions). They are kept if one of `sokoban_levels.MAX_ATTEMPTS` rooms has such a level;
-      else the level is one outside of them.
+      search over the room's positions). They hold if one of `sokoban_levels.MAX_ATTEMPTS` rooms has such a level;
+      otherwise the level violates them.
     max_solution: the most moves of a level's shortest solution, 0 for no bound.
     observation: 'grid' (rows of symbols), 'coord' (lists of coordinates, without the walls) or 'grid_coord' (both).
     symbols: one character each for wall, floor, target, box on target, box, player, player on target.
-    levels: a file of levels in Boxoban's format to play instead of made ones, see `from_boxoban`; '' for none. Seed s
-      plays level s modulo their number, so consecutive seeds go through the file in order. Of its levels only those
-      within `min_solution` and `max_solution` are played; `search_depth` and `max_steps` do not choose among them.
+    levels: a file of levels in Boxoban's format, which replaces generated levels, see `from_boxoban`; '' for none. Seed
+      s plays level s modulo their number, so consecutive seeds play the file in order. Only levels within
+      `min_solution` and `max_solution` are played; `search_depth` and `max_steps` do not select among them.
   """
 
   dim: tuple[int, int] = (6, 6)
@@ -124,7 +132,7 @@ class Sokoban(base.Environment):
     if not isinstance(self.levels, str):
       raise ValueError(f'levels={self.levels!r}; allowed: the name of a file, or an empty string')
     if self.levels:
-      self._file_levels  # noqa: B018, so that a wrong file is told here
+      self._file_levels  # noqa: B018, reads the file, so that a wrong one raises here
 
   @property
   def _walk_depth(self) -> int:
@@ -132,10 +140,10 @@ class Sokoban(base.Environment):
 
   @functools.cached_property
   def _file_levels(self) -> State:
-    """The levels of the file that are played, NumPy leaves [M, ...].
+    """The levels of the file that are within the bounds, NumPy leaves [M, ...].
 
     Raises:
-      ValueError: the file cannot be read, or holds levels that cannot be played, or none within the bounds.
+      ValueError: the file cannot be read, a level does not fit the options, or no level is within the bounds.
     """
     where = f'levels={self.levels!r}'
     try:
@@ -157,7 +165,7 @@ class Sokoban(base.Environment):
     return jax.tree.map(lambda leaf: leaf[kept], states)
 
   def check_budget(self, budget: base.Budget) -> None:
-    """Raises ValueError where the game would end before the budget that the prompt tells is used up."""
+    """Raises ValueError if the game can end before the budget of actions, which the prompt states, is used up."""
     if self.max_steps < budget.max_actions:
       raise ValueError(
         f'max_steps={self.max_steps}; allowed: at least max_actions={budget.max_actions}, since the prompt tells only '
@@ -167,7 +175,7 @@ class Sokoban(base.Environment):
   # -- traced --------------------------------------------------------------------------------------------------------
 
   def reset(self, key: jax.Array) -> State:
-    """A level by reverse play (`sokoban_levels.generate`): solvable, and not solved yet. Or one of `levels`."""
+    """A level by reverse play (`sokoban_levels.generate`), solvable and not yet solved, or a level of the file."""
     if self.levels:
       # The last word of a seed's key is the seed.
       number = jax.random.key_data(key)[-1] % len(self._file_levels.done)
@@ -190,7 +198,7 @@ class Sokoban(base.Environment):
     del key
     move = jnp.asarray(sokoban_solver.DIRECTIONS)[action]
     walls, targets, boxes = (jnp.asarray(x).reshape(-1) for x in (state.walls, state.targets, state.boxes))
-    # Cells by number. What lies beyond is off the board only where the border is ahead, and then it is not asked for.
+    # Cells are numbered row by row. `beyond` is off the board only if the border is ahead, and is not used then.
     stride = move[0] * self.dim[1] + move[1]
     ahead = state.player[0] * self.dim[1] + state.player[1] + stride
     beyond = ahead + stride
@@ -215,6 +223,7 @@ class Sokoban(base.Environment):
   # -- text ----------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
+    """The game in a few sentences."""
     one = self.num_boxes == 1
     rows, cols = self.dim
     lines = [
@@ -236,13 +245,13 @@ class Sokoban(base.Environment):
     return ' '.join(lines)
 
   def legend(self) -> dict[str, str]:
-    """Symbol to meaning; empty when the observation has no board."""
+    """Symbol to meaning; empty if the observation has no board."""
     return {} if self.observation == 'coord' else dict(zip(self.symbols, MEANINGS, strict=True))
 
   # -- host ----------------------------------------------------------------------------------------------------------
 
   def render(self, states: State) -> list[str]:
-    """The boards as text. Coordinates are (row, column) from 0; kinds of which there are none are left out."""
+    """The boards as text, for states [N]. Coordinates are (row, column) from 0; kinds without a cell are left out."""
     contents = _contents(states)  # [N, R, C]
     if self.observation == 'grid':
       return self._grids(contents)
@@ -254,7 +263,7 @@ class Sokoban(base.Environment):
 
   def _grids(self, contents: np.ndarray) -> list[str]:
     count, rows, cols = contents.shape
-    # One array of characters with a line's end in the last column, read as one string a board.
+    # One array of characters with a line break in the last column, read as one string for each board.
     characters = np.full((count, rows, cols + 1), '\n')
     characters[:, :, :cols] = np.array(self.symbols)[contents]
     boards = np.ascontiguousarray(characters.reshape(count, -1)[:, :-1])
@@ -267,7 +276,6 @@ class Sokoban(base.Environment):
     shown = np.nonzero(contents > FLOOR)
     for n, r, c, kind in zip(*(axis.tolist() for axis in shown), contents[shown].tolist(), strict=True):
       listed[n].setdefault(kind, []).append(place[r][c])
-    # In the order in which a reader wants them.
     kinds = {
       TARGET: 'Targets',
       BOX: 'Boxes',
@@ -284,30 +292,30 @@ class Sokoban(base.Environment):
   def render_rgb(self, state: State) -> np.ndarray:
     """One state as a picture in flat colours, u8[16 R, 16 C, 3]."""
     contents = _contents(jax.tree.map(lambda x: np.asarray(x)[None], state))[0]
-    tiles = _tiles()[contents]  # [R, C, 16, 16, 3]
+    tiles = draw_tiles()[contents]  # [R, C, 16, 16, 3]
     return tiles.swapaxes(1, 2).reshape(self.dim[0] * TILE, self.dim[1] * TILE, 3)
 
   def from_text(self, text: str) -> State:
-    """One fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which holds one.
+    """Reads one fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which contains one.
 
     Raises:
-      ValueError: the text is no level of this size and number of boxes; the message says where. Or it is a 'coord'
-        text, which does not tell the walls.
+      ValueError: the text is not a level of this size and number of boxes; the message says where. Or it is a 'coord'
+        text, which lists no walls.
     """
     lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
     if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
       raise ValueError(
         f'{self.name}: coordinates alone are no level, since they do not tell the walls; allowed: a text with a grid'
       )
-    return self._parse(lines, self.dim, self.symbols, 'level')
+    return _fresh(parse_board(lines, self.dim, self.dim, self.num_boxes, self.symbols, 'level'))
 
   def from_boxoban(self, text: str) -> State:
-    """All levels of a Boxoban file: each a header line `; number` and its board.
+    """Reads all levels of a Boxoban file: each a header line `; number` and its board.
 
     Args:
       text: the file's contents. Boards of ` ` floor, `#` wall, `.` target, `$` box, `*` box on target, `@` player,
         `+` player on target. Each has `num_boxes` boxes and at most `dim` rows and columns (Boxoban's own: 4 and
-        (10, 10)); a smaller one is filled up with wall on the right and below.
+        (10, 10)); smaller boards are filled up with wall on the right and below.
 
     Returns:
       Batched states with NumPy leaves [M, ...], in the order of the file.
@@ -315,79 +323,26 @@ class Sokoban(base.Environment):
     Raises:
       ValueError: there is no level, or one does not fit; the message says which and where.
     """
-    boards: list[tuple[str, list[str]]] = []
-    for line in text.splitlines():
-      if line.startswith(';'):
-        boards.append((f'level {line[1:].strip()}', []))
-      elif line.strip():
-        if not boards:
-          raise ValueError(f'{self.name}: a board before the first header line "; number": {line!r}')
-        boards[-1][1].append(line)
-    if not boards:
-      raise ValueError(f'{self.name}: the text holds no level; each begins with a line "; number"')
-    states = []
-    for title, lines in boards:
-      if not lines:
-        raise ValueError(f'{self.name}: {title} has no board')
-      size = (min(len(lines), self.dim[0]), min(len(lines[0]), self.dim[1]))
-      states.append(self._parse(lines, size, BOXOBAN, title))
+    states = [_fresh(level) for level in parse_boxoban(text, self.dim, self.num_boxes)]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
-  def _parse(self, lines: list[str], size: tuple[int, int], symbols: tuple[str, ...], title: str) -> State:
-    """A board of this size, filled up with wall to `dim`."""
-    rows, cols = size
-    if len(lines) != rows:
-      raise ValueError(f'{self.name}: {title} has {len(lines)} rows; dim={self.dim} has {rows}')
-    contents = np.full(self.dim, WALL, np.int8)
-    for r, line in enumerate(lines):
-      if len(line) != cols:
-        wanted = f'dim={self.dim}' if cols == self.dim[1] else 'row 0'
-        raise ValueError(f'{self.name}: {title}, row {r} has {len(line)} columns; {wanted} has {cols}')
-      for c, symbol in enumerate(line):
-        if symbol not in symbols:
-          raise ValueError(f'{self.name}: {title}, row {r}, column {c} is {symbol!r}; allowed: {" ".join(symbols)}')
-        contents[r, c] = symbols.index(symbol)
-        if contents[r, c] != WALL and (r in (0, rows - 1) or c in (0, cols - 1)):
-          raise ValueError(f'{self.name}: {title}, row {r}, column {c} is {symbol!r}; the border has to be wall')
-    walls = contents == WALL
-    targets = np.isin(contents, (TARGET, BOX_ON_TARGET, PLAYER_ON_TARGET))
-    boxes = np.isin(contents, (BOX, BOX_ON_TARGET))
-    players = np.argwhere(np.isin(contents, (PLAYER, PLAYER_ON_TARGET)))
-    for what, count, wanted in (
-      ('players', len(players), 1),
-      ('boxes', int(boxes.sum()), self.num_boxes),
-      ('targets', int(targets.sum()), self.num_boxes),
-    ):
-      if count != wanted:
-        raise ValueError(f'{self.name}: {title} has {count} {what}; there have to be {wanted}')
-    solved = np.bool_((boxes == targets).all())
-    return State(
-      done=solved,
-      success=solved,
-      walls=walls,
-      targets=targets,
-      boxes=boxes,
-      player=players[0].astype(np.int32),
-      steps=np.int32(0),
-    )
-
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> sokoban_solver.SokobanSolution:
-    """Shortest play by breadth-first search, exact.
+    """Exact shortest play by breadth-first search.
 
-    The game has no chance in it, so a level is solved within the budget for sure or not at all, and at every discount
-    below 1 the shortest solution is the best. Boards of more than `sokoban_solver.MAX_TABLE` positions are searched
-    level by level, which can give up: `success` is then NaN.
+    The game is deterministic, so a level can be solved within the budget or not, and at every discount below 1 the
+    shortest solution is the best. Boards of more than `sokoban_solver.MAX_TABLE` positions are searched one by one.
+    That search can give up, and `success` is then NaN.
 
     Args:
       states: batched states with NumPy leaves [N, ...].
-      budget: turns and actions that an episode may take; `max_steps` counts as well.
-      discount: changes nothing.
+      budget: limits of an episode; `max_steps` is a further limit.
+      discount: not used.
     """
     del discount
     return sokoban_solver.SokobanSolution(states, budget, self.max_steps)
 
   def rationale(self, states: State) -> list[str]:
-    """Where the player is, where boxes are that are not on a target, and which targets have no box."""
+    """The places of the player, of the boxes that are not on a target, and of the targets without a box."""
     rows, cols = self.dim
     place = [f'({r}, {c})' for r in range(rows) for c in range(cols)]
     targets, boxes = (np.asarray(x).reshape(-1, rows * cols) for x in (states.targets, states.boxes))
@@ -411,45 +366,15 @@ def _as_tuple(value) -> tuple:
   return tuple(value) if isinstance(value, list | tuple | str) else (value,)
 
 
+def _fresh(level: dict[str, np.ndarray]) -> State:
+  """The state of a level that was read, before the first action."""
+  solved = np.bool_((level['boxes'] == level['targets']).all())
+  return State(done=solved, success=solved, steps=np.int32(0), **level)
+
+
 def _contents(states: State) -> np.ndarray:
-  """i8[N, R, C], what each cell shows, from batched states."""
-  targets, boxes = np.asarray(states.targets), np.asarray(states.boxes)
-  contents = np.where(targets, np.int8(TARGET), np.int8(FLOOR))
-  contents[boxes] = BOX
-  contents[boxes & targets] = BOX_ON_TARGET
-  contents[np.asarray(states.walls)] = WALL
-  rows, cols = np.asarray(states.player).T
-  rank = np.arange(len(contents))
-  contents[rank, rows, cols] = np.where(targets[rank, rows, cols], PLAYER_ON_TARGET, PLAYER)
-  return contents
-
-
-def _tiles() -> np.ndarray:
-  """u8[7, 16, 16, 3], the picture of each kind of cell."""
-  wall, floor, target, box, placed, player = (
-    (74, 78, 89),
-    (236, 232, 221),
-    (214, 69, 65),
-    (176, 121, 62),
-    (74, 154, 84),
-    (52, 101, 190),
-  )
-  y, x = np.mgrid[:TILE, :TILE] - (TILE - 1) / 2
-  ring = (np.hypot(x, y) < 6.5) & (np.hypot(x, y) > 3.5)
-  disc = np.hypot(x, y) < 5.0
-  square = np.maximum(abs(x), abs(y)) < 6.0
-  edge = square & (np.maximum(abs(x), abs(y)) > 4.0)
-  tiles = np.full((7, TILE, TILE, 3), floor, np.uint8)
-  tiles[:, -1] = tiles[:, :, -1] = (222, 217, 203)  # the lines between cells
-  tiles[WALL] = wall
-  for kind in (TARGET, PLAYER_ON_TARGET):
-    tiles[kind, ring] = target
-  for kind, colour in ((BOX, box), (BOX_ON_TARGET, placed)):
-    tiles[kind, square] = colour
-    tiles[kind, edge] = tuple(int(0.7 * part) for part in colour)
-  for kind in (PLAYER, PLAYER_ON_TARGET):
-    tiles[kind, disc] = player
-  return tiles
+  """i8[N, R, C], the codes of cells of batched states."""
+  return encode_boards(*(np.asarray(x) for x in (states.walls, states.targets, states.boxes, states.player)))
 
 
 def _span(length: np.ndarray) -> str:

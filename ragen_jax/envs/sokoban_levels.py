@@ -1,12 +1,12 @@
 """Sokoban levels from a key, in pure JAX: rooms by a random walk, puzzles by reverse play.
 
 A level is made backwards. A room is carved out of rock, the boxes are put on their targets, and a player who pulls
-walks about at random. A legal pull is a legal push when time runs the other way, so the walk, reversed, solves whatever
-level it has come to: every level can be solved by construction. Of the levels that the walks come to, the one with the
+instead of pushing walks at random. A legal pull is a legal push in reversed time, so the reversed walk solves the level
+that it has reached: every level can be solved by construction. Of the levels that the walks reach, the one with the
 highest score is kept. The rooms and the score (displacement of the boxes times box swaps) are those of gym-sokoban's
-generator, the source of RAGEN's levels; that one searches depth first, where here many walkers go at random side by
-side, so the distribution of levels is not the same (benchmarks/sokoban_levels.py compares them). It is close on RAGEN's
-tags; in a deep search on 8x8 cells with 2 boxes ours are easier, 9.9 moves to solve on average against 13.6.
+generator, the source of RAGEN's levels. That generator searches depth first; here many random walkers run in parallel,
+so the distribution of levels differs (benchmarks/sokoban_levels.py compares them). It is close on RAGEN's tags; in a
+deep search on 8x8 cells with 2 boxes ours are easier, 9.9 moves to solve on average against 13.6.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flax import struct
 
 from ragen_jax.envs.solvers.sokoban import DIRECTIONS, position_table
 
-# How often it is tried to make a level that is all that was asked for. With 1 box hardly any try fails, with 2 one or
-# two in ten, with 3 on 6x6 or 4 on 10x10 six or seven in ten.
+# The most attempts at a level that meets all conditions. With 1 box hardly any attempt fails, with 2 one or two in ten,
+# with 3 on 6x6 or 4 on 10x10 six or seven in ten.
 MAX_ATTEMPTS = 64
-# Walkers times ticks in one room: few walkers go far, or many go a short way.
+# Walkers times ticks in one room: few walkers with many ticks, or many with few.
 _WALK_TICKS = 1280
-# Rooms of which the first is taken where every target is on a cell that a box can be pulled off.
+# Rooms of one attempt; the first is used in which a box can be pulled off every target.
 _ROOMS = 4
-# The most steps that the player takes away from where the best level leaves it.
+# The most steps of the player after the end of the best walk.
 _STROLL = 3
 _TURN_PROBABILITY = 0.35
-# What a step of the room's walk carves, in (row, column) offsets from where it stands: bars, corners, a square.
+# The cells that one step of the room's walk carves, as (row, column) offsets: bars, corners, a square.
 _STAMPS = (
   ((0, -1), (0, 0), (0, 1)),
   ((-1, 0), (0, 0), (1, 0)),
@@ -42,14 +42,14 @@ _STAMPS = (
 
 @struct.dataclass
 class Level:
-  """A puzzle and one way to solve it, R rows by C columns, border included.
+  """A level and one solution of it, R rows by C columns, border included.
 
   Attributes:
     walls: bool[R, C].
     targets: bool[R, C].
     boxes: bool[R, C].
     player: i32[2], row and column.
-    solution: i8[walk], action ids that solve the level, with -1 before and between them for no action.
+    solution: i8[walk], action ids that solve the level; -1, before and between them, stands for no action.
   """
 
   walls: jax.Array
@@ -62,8 +62,8 @@ class Level:
 def _carve_room(bits, dim) -> jax.Array:
   """A room from u32[steps + 1, 3]: bool[R, C], True where there is floor.
 
-  A walk that turns with probability 0.35 before a step, and stamps a small shape on each cell it comes to. The floor is
-  connected, and the outer ring is wall.
+  A walk turns with probability 0.35 before each step and carves a small shape at each cell that it reaches. The floor
+  is connected, and the outer ring is wall.
   """
   rows, cols = dim
   start = 1 + (bits[-1, :2] % jnp.array([rows - 2, cols - 2], jnp.uint32)).astype(jnp.int32)
@@ -71,7 +71,7 @@ def _carve_room(bits, dim) -> jax.Array:
   directions = jnp.asarray(DIRECTIONS)[bits[:-1, 1] % 4]
   stamps = jnp.asarray(_stamps())[bits[:-1, 2] % len(_STAMPS)]  # [steps, 3]
 
-  # A row of the room is a word, a column a bit: a step carves with a few operations.
+  # A row of the room is a word and a column a bit, so that a step takes few operations.
   def walk(carry, step):
     at, heading, carved = carry
     turns, direction, stamp = step
@@ -88,12 +88,12 @@ def _carve_room(bits, dim) -> jax.Array:
 
 
 def _happens(bits: jax.Array, probability: float) -> jax.Array:
-  """bool, from random u32 bits; compared as integers, so that no machine rounds otherwise."""
+  """bool, True with a probability, from random u32 bits; an integer comparison, which is equal on every machine."""
   return bits < np.uint32(probability * 2**32)
 
 
 def _stamps() -> np.ndarray:
-  """u32[stamps, 3], what each stamp carves in the row above, in its own and below: bits 0 to 2, the middle is bit 1."""
+  """u32[stamps, 3], the carved bits of each stamp in the row above, its own and the row below; bit 1 is the middle."""
   masks = np.zeros((len(_STAMPS), 3), np.uint32)
   for i, stamp in enumerate(_STAMPS):
     for row, col in stamp:
@@ -111,18 +111,18 @@ def generate(
 ) -> Level:
   """A level from a key, traced.
 
-  Rooms are tried until one gives a level with every box off the targets and a shortest solution within the bounds, or
-  `MAX_ATTEMPTS` are used up. The best level so far is carried along, and it starts as a fixed one, so what comes out is
-  a legal level that can be solved and is not solved yet, whatever happens.
+  Rooms are tried until one gives a level with every box off the targets and a shortest solution within the bounds, at
+  most `MAX_ATTEMPTS` times. The best level so far is kept, beginning with a fixed one, so the result is always a legal
+  level that can be solved and is not solved yet.
 
   Args:
-    key: a PRNG key; with the same options it gives the same level everywhere.
+    key: a PRNG key; with equal options it gives equal levels on every machine.
     dim: rows and columns, border included, at least 5 each.
     num_boxes: boxes and targets.
     search_depth: the most moves of the reverse walk, so the most moves of `Level.solution`.
-    min_solution: the fewest moves of the *shortest* solution, 0 for no bound. It is exact: all positions of the room
-      are searched, which needs a board that has a `position_table`.
-    max_solution: the most moves of it, 0 for no bound beyond `search_depth`.
+    min_solution: the fewest moves of the *shortest* solution, 0 for no bound. The bound is exact: all positions of the
+      room are searched, which requires a board with a `position_table`.
+    max_solution: the most moves of the shortest solution, 0 for no bound beyond `search_depth`.
   """
 
   def attempt(carry):
@@ -143,11 +143,11 @@ def generate(
 
 
 def fixed_level(dim: tuple[int, int], num_boxes: int, search_depth: int) -> Level:
-  """The level that stands in when no room gave one: an open room, one push Left solves it."""
+  """The level for the case that no room gives one: an open room that one push to the left solves."""
   walls = np.ones(dim, bool)
   walls[1:-1, 1:-1] = False
   targets, boxes = np.zeros(dim, bool), np.zeros(dim, bool)
-  # From the last cell backwards, far from the first row's three cells: target, box, player.
+  # Further boxes from the last cell backwards, away from target, box and player in the first row.
   rest = np.argwhere(~walls)[::-1][: num_boxes - 1]
   for at in (targets, boxes):
     at[tuple(rest.T)] = True
@@ -157,23 +157,23 @@ def fixed_level(dim: tuple[int, int], num_boxes: int, search_depth: int) -> Leve
   return jax.tree.map(jnp.asarray, Level(walls, targets, boxes, np.array([1, 3], np.int32), solution))
 
 
-# The parts of a score, from the most important: the bounds are kept, boxes off all targets, displacement times swaps.
+# The parts of a score, most important first: the bounds hold, boxes off all targets, displacement times swaps.
 _IN_BOUNDS = 2**29
 _PER_BOX = 2**22
 _OFF = 2**16
 
 
 def _ticks(dim: tuple[int, int], num_boxes: int, search_depth: int) -> int:
-  """How long each walker goes: a few ticks more than moves, as those that end at a wall are no moves.
+  """The ticks of each walker: a few more than its moves, since a tick at a wall is no move.
 
-  No longer than five ticks a cell and box: after that a new walker finds more than an old one, who may be stuck behind
-  the box that it has pulled into a dead end.
+  At most five ticks for each cell and box: then a new walker finds more than an old one, which may be stuck behind a
+  box that it has pulled into a dead end.
   """
   return min(search_depth + 10, 5 * (dim[0] - 2) * (dim[1] - 2) * num_boxes)
 
 
 def _attempt(key, dim, num_boxes, search_depth, min_solution, max_solution) -> tuple[jax.Array, Level]:
-  """One room and the best level that the walkers found in it, with its score; 0 where they found none."""
+  """The best level that the walkers find in one room, with its score; 0 if they find none."""
   rows, cols = dim
   ticks = _ticks(dim, num_boxes, search_depth)
   shapes = (
@@ -182,7 +182,7 @@ def _attempt(key, dim, num_boxes, search_depth, min_solution, max_solution) -> t
     (-(-ticks // 16), max(1, _WALK_TICKS // ticks)),
     (_STROLL, 5),
   )
-  # One draw for everything: each one costs half a second of compilation.
+  # One draw for everything, since each draw costs half a second of compilation.
   sizes = [math.prod(shape) for shape in shapes]
   parts = jnp.split(jax.random.bits(key, (sum(sizes),), jnp.uint32), np.cumsum(sizes)[:-1])
   for_room, for_place, for_walk, for_stroll = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
@@ -202,7 +202,7 @@ def _attempt(key, dim, num_boxes, search_depth, min_solution, max_solution) -> t
     targets=_board(homes, floor.size).reshape(dim),
     boxes=_board(boxes, floor.size).reshape(dim),
     player=jnp.stack([player // cols, player % cols]),
-    # Time runs backwards, and so does each move.
+    # The reversed walk, with each move reversed.
     solution=jnp.where(path < 0, path, path ^ 1)[::-1],
   )
   return jnp.where(possible, score, 0), level
@@ -211,14 +211,14 @@ def _attempt(key, dim, num_boxes, search_depth, min_solution, max_solution) -> t
 def _place(bits, floor):
   """Target cells i32[K], the player's cell i32[], and whether the boxes can be pulled; bits u32[1 + K, cells].
 
-  Targets are any cells of the floor, as in RAGEN: rooms where few cells will do are then taken less often, and the
-  levels are less cramped. The last push of a solution leaves the player beside its box, so the walk begins there, with
-  a pull before it.
+  Targets are any cells of the floor, as in RAGEN: rooms in which few cells are suitable are then used less often, and
+  the levels are less cramped. The last push of a solution leaves the player beside its box, so the walk begins beside a
+  box that can be pulled.
   """
   open_cells = floor.reshape(-1)
   moves = _moves(floor.shape[1])
   pulls = jnp.stack([open_cells & jnp.roll(open_cells, -m) & jnp.roll(open_cells, -2 * m) for m in moves])  # [4, cells]
-  noise = bits | 1  # never 0, which stands for what must not be chosen
+  noise = bits | 1  # never 0, which marks cells that must not be chosen
   cells = jnp.arange(open_cells.size)
   free = open_cells
   homes = []
@@ -233,21 +233,21 @@ def _place(bits, floor):
 
 
 def _moves(cols: int) -> np.ndarray:
-  """i32[4], what each direction adds to a cell's index in a board of so many columns."""
+  """i32[4], the offset of each direction in the index of a cell, for boards of `cols` columns."""
   return DIRECTIONS @ np.array([cols, 1], np.int32)
 
 
 def _walk(bits, ticks, open_cells, cols, homes, player, search_depth, in_bounds):
-  """Walks backwards from the solved room: W walkers, each pulls whatever box is behind it; bits u32[ticks / 16, W].
+  """Walks backwards from the solved room: each of W walkers pulls the box behind it, if any; bits u32[ticks / 16, W].
 
   Returns:
-    Of the best level of all walkers: its score i32[], the player's cell i32[], the boxes' cells i32[K], and the walk to
-    it, as directions i8[ticks] with -1 where nothing moved, and its moves i32[].
+    For the best level of all walkers: its score i32[], the player's cell i32[], the boxes' cells i32[K], the walk to it
+    as directions i8[ticks], with -1 for ticks without a move, and the number of its moves i32[].
   """
   walkers = bits.shape[1]
   num_boxes = homes.shape[0]
   displacement = _displacement(open_cells.size, cols, homes)
-  # What a box on a cell adds: its displacement, and above that bit whether it is off all targets.
+  # The worth of a box on a cell: its displacement, plus _OFF if the cell is no target.
   worth = (displacement + jnp.where(_board(homes, open_cells.size), 0, _OFF)).reshape(-1)
   rank = jnp.arange(num_boxes)[:, None]
 
@@ -285,24 +285,24 @@ def _walk(bits, ticks, open_cells, cols, homes, player, search_depth, in_bounds)
 
 
 def _board(at: jax.Array, cells: int) -> jax.Array:
-  """bool[cells], which cells are among i32[K]. (A scatter is slow on CPUs.)"""
+  """bool[cells], True for the cells in i32[K]; a comparison, since a scatter is slow on CPUs."""
   return (at[:, None] == jnp.arange(cells)).any(0)
 
 
 def _displacement(cells: int, cols: int, homes: jax.Array) -> jax.Array:
-  """i32[K, cells], Manhattan distances from each box's target."""
+  """i32[K, cells], the Manhattan distance of each cell from each box's target."""
   at = np.arange(cells, dtype=np.int32)
   return jnp.abs(at // cols - homes[:, None] // cols) + jnp.abs(at % cols - homes[:, None] % cols)
 
 
 def _stroll(bits, open_cells, cols, homes, player, boxes, moves_left, in_bounds):
-  """RAGEN's addition: often the player then walks a few steps away from the box.
+  """A few random steps of the player away from the box, an addition of RAGEN.
 
-  With probability 0.5, or 0.8 where the boxes are displaced by a single cell, it takes a step, and after each step
-  another with probability 0.5, up to 3. A level that keeps the bounds goes on keeping them.
+  The player takes a step with probability 0.5, or 0.8 if the boxes are displaced by a single cell, and after each step
+  another with probability 0.5, at most 3. The steps keep a level within the bounds if it is.
 
   Returns:
-    The player's cell i32[] and the directions i8[3], -1 where it stood still.
+    The player's cell i32[] and the directions i8[3], -1 for no step.
   """
   displaced = _displacement(open_cells.size, cols, homes)[jnp.arange(len(homes)), boxes].sum()
   noise = bits | 1  # u32[3, 5]: four directions, and whether to go
@@ -327,9 +327,9 @@ def _no_bounds(boxes, player):
 
 
 def _bounds(floor, homes, min_solution, max_solution):
-  """Whether positions of a room keep the bounds: a function of boxes' cells i32[K, ...] and the player's i32[...].
+  """Whether positions of a room are within the bounds: a function of cells of boxes i32[K, ...] and player i32[...].
 
-  Breadth-first search from the solved end over all positions of the board, as in `sokoban_solver`, for one room.
+  Breadth-first search backwards over all positions of the board, as in solvers/sokoban.py, for one room.
   """
   rows, cols = floor.shape
   num_boxes = homes.shape[0]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import jax
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import AgentProxy, Rollout
-from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed import processes
-from ragen_jax.envs import TextEnvironment
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.viewer.records import episode_records, first_rows
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +73,14 @@ class Evaluator:
       sampler: the sampler of `proxy`.
     """
     self._settings, self._proxy = settings, proxy
-    self._share, self._has_values = sampler.share, sampler.values
+    self._sampler, self._share, self._has_values = sampler, sampler.share, sampler.values
     self._recorded = first_rows(proxy.envs.specs, settings.group_size, settings.episodes, one_a_level=True)
     self._optimal: dict[str, float] = {}
 
   def _play(self, params: Any, sampling: Sampling) -> Rollout:
     first = self._settings.first_level
-    return self._proxy.rollout(params, first, jax.random.key(first), sampling, pictured=self._recorded)
+    speaker = SamplerSpeaker(self._sampler, params, jax.random.key(first), sampling)
+    return self._proxy.rollout(speaker, first, pictured=self._recorded)
 
   def held_out(self) -> frozenset[bytes]:
     """The levels, for `EnvStateManager(held_out=...)`; every process must call."""
@@ -93,7 +91,8 @@ class Evaluator:
     """Best possible success probability by tag, averaged over the levels; NaN where unknown."""
     if not self._optimal:
       envs = self._proxy.envs
-      parts = processes.gather_shares((best_success(envs, self._settings.first_level), envs.row_env), self._share)
+      envs.reset(self._settings.first_level)
+      parts = processes.gather_shares((envs.optimal(), envs.row_env), self._share)
       best, env = (np.concatenate(x) for x in zip(*parts, strict=True))
       self._optimal = {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(envs.specs)}
     return self._optimal
@@ -139,33 +138,3 @@ class Evaluator:
         metrics[f'val-env/{tag}/optimal'] = best
         metrics[f'val-env/{tag}/fraction_of_optimal'] = metrics[f'val-env/{tag}/success'] / best if best else 0.0
     return Evaluation(metrics | episode_metrics(greedy, size, 'val-greedy'), sampled, records)
-
-
-def best_success(envs: EnvStateManager, first_level: int) -> np.ndarray:
-  """Best possible success probability on each row's level, by the exact solvers.
-
-  Resets the environments, unless all of them are outside JAX: a reset there may have side effects.
-
-  Args:
-    envs: the environments of a batch, or one share of it.
-    first_level: seed of the first level.
-
-  Returns:
-    f32[B]; NaN where there is no solver, or where the game or the budget is too large for it.
-  """
-  best = np.full((envs.rows,), np.nan, np.float32)
-  if all(isinstance(spec.env, TextEnvironment) for spec in envs.specs):
-    return best
-  envs.reset(first_level)
-  for i in np.unique(envs.row_env).tolist():
-    spec = envs.specs[i]
-    if isinstance(spec.env, TextEnvironment):
-      continue
-    one_a_group = jax.tree.map(lambda x: np.asarray(x)[:: envs.group_size], envs.pool_states(i))
-    try:
-      solved = spec.env.optimal(one_a_group, spec.budget)
-    except ValueError as e:
-      _log.warning('envs.%s: the best possible success is not known (%s)', spec.tag, e)
-      continue
-    best[envs.row_env == i] = np.repeat(np.asarray(solved, np.float32), envs.group_size)
-  return best

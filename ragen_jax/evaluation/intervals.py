@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.metrics import is_share, metric_rows
-from ragen_jax.agent.trajectory import Episode
 
 _DRAWS = 2000
 _SEED = 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.metrics import k_values
-from ragen_jax.agent.trajectory import Episode
 from ragen_jax.evaluation.intervals import Interval, level_intervals
 from ragen_jax.runs.metrics import write_events
 from ragen_jax.runs.table import table

@@ -217,7 +217,7 @@ def _play_baselines(
     for part in levels:
       context = build.context_manager(config, tokenizer, [part.spec])
       episodes, own = play_baseline(
-        kind, part, context, settings, endpoint=endpoint, format_penalty=config.agent.format_penalty, step=step
+        kind, part, context, settings, endpoint=endpoint, limits=build.episode_limits(config, [part.spec]), step=step
       )
       records += own
       if episodes:

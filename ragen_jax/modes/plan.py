@@ -19,9 +19,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.agent_proxy import round_up
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
+from ragen_jax.agent.rollout import round_up
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout, round_up
-from ragen_jax.agent.trajectory import TRUNCATED
+from ragen_jax.agent.episode import TRUNCATED
+from ragen_jax.agent.rollout import Rollout, round_up
 from ragen_jax.algorithms import losses, masks, rewards
 from ragen_jax.algorithms.advantages import Advantages, compute_advantages
 from ragen_jax.algorithms.diagnostics import logprob_gap

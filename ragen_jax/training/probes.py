@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ragen_jax.agent.agent_proxy import Rollout
+from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import filters
 from ragen_jax.algorithms.diagnostics import mutual_information, reward_std_buckets
 from ragen_jax.models import lora

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import AgentProxy, Rollout
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.rollout import Rollout
 from ragen_jax.training.batches import TrainBatch
 from ragen_jax.training.selection import Selection
 from ragen_jax.viewer.records import episode_records, first_rows, on_timeline

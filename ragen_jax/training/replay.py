@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout, take_rows
+from ragen_jax.agent.rollout import Rollout, take_rows
 from ragen_jax.agent.trajectory import Trajectory
 
 

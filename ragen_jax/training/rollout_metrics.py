@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout
 from ragen_jax.agent.metrics import episode_metrics
+from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import filters
 from ragen_jax.algorithms.diagnostics import in_group_reward, repeated_replies
 from ragen_jax.training.selection import has_replies

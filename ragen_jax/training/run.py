@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.rollout import Rollout
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.interrupt import Interrupt, Stopped

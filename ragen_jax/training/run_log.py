@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.episode import Episode
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.viewer.page import write_page

@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout, concatenate, pad_rows
-from ragen_jax.agent.trajectory import Status, Trajectory
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows
+from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.algorithms import filters
 
 

@@ -1,6 +1,9 @@
-"""The one exception that a user is meant to read."""
+"""`UserError`, and how values and exceptions are written in messages of one line."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 
 class UserError(Exception):
@@ -15,3 +18,16 @@ class UserError(Exception):
   def __init__(self, message: str, everywhere: bool = False):
     super().__init__(message)
     self.everywhere = everywhere
+
+
+def one_line(value: Any, write: Callable[[Any], str] = repr) -> str:
+  """`write(value)` in one line; a placeholder if that raises, as it may for objects of foreign code."""
+  try:
+    return ' '.join(write(value).split())
+  except (Exception, SystemExit) as e:  # noqa: BLE001, a message is no reason to end a run
+    return f'({type(value).__name__} that cannot be written: {type(e).__name__})'
+
+
+def describe_error(error: BaseException) -> str:
+  """An exception's type and message in one line."""
+  return f'{type(error).__name__}: {one_line(error, str)}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.agent.trajectory import Episode
+from ragen_jax.agent.episode import Episode
 
 
 def transcript(episode: Episode) -> str:

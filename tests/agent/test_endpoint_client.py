@@ -8,20 +8,20 @@ import time
 import pytest
 
 from ragen_jax.agent.endpoint_client import read_reply, retry_after
-from ragen_jax.agent.text_policy import Said
+from ragen_jax.agent.episode import TextReply
 from tests.support.chat_server import good
 
 
 @pytest.mark.parametrize(
   ('answer', 'said'),
   [
-    (good('<answer>Up</answer>', reasoning_content='hm'), Said('<think>hm</think><answer>Up</answer>', 3)),
-    (good('<think>a</think>b', reasoning='hm'), Said('<think>a</think>b', 3)),
-    (good(None), Said('', 3)),
-    (good('Up', usage=None), Said('Up', None)),
-    (good('Up', usage={'completion_tokens': -1}), Said('Up', None)),
-    (good('Up', usage={'completion_tokens': 10**400}), Said('Up', None)),
-    (good('\ud800'), Said('?', 3)),
+    (good('<answer>Up</answer>', reasoning_content='hm'), TextReply('<think>hm</think><answer>Up</answer>', 3)),
+    (good('<think>a</think>b', reasoning='hm'), TextReply('<think>a</think>b', 3)),
+    (good(None), TextReply('', 3)),
+    (good('Up', usage=None), TextReply('Up', None)),
+    (good('Up', usage={'completion_tokens': -1}), TextReply('Up', None)),
+    (good('Up', usage={'completion_tokens': 10**400}), TextReply('Up', None)),
+    (good('\ud800'), TextReply('?', 3)),
   ],
 )
 def test_what_replies_look_like(answer, said):

@@ -7,18 +7,16 @@ import json
 import socket
 import sys
 import time
-import types
 
 import pytest
 
 from ragen_jax.agent.endpoint_client import EndpointSettings
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
-from ragen_jax.agent.text_policy import Said
+from ragen_jax.agent.episode import TextReply
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError
 from tests.support.chat_server import good, server
 
-ENVS = types.SimpleNamespace(specs=[types.SimpleNamespace(tag='Game')])
 KEY = 'sk-secret-0123'
 
 
@@ -44,13 +42,13 @@ def _chats(count):
 
 
 def _speak(policy, count):
-  return policy.speak(ENVS, list(range(count)), _chats(count), 0)
+  return policy.replies(_chats(count))
 
 
 def test_requests_are_chat_completions_and_replies_come_in_order():
   with server([]) as (url, asked):
     policy = _policy(url + '/')
-    assert _speak(policy, 9) == [Said('Up', 3)] * 9
+    assert _speak(policy, 9) == [TextReply('Up', 3)] * 9
   assert sorted(body['messages'][1]['content'] for _, _, body in asked) == [f'board {i}' for i in range(9)]
   path, headers, body = asked[0]
   assert path == '/v1/chat/completions' and headers['Authorization'] == f'Bearer {KEY}'
@@ -83,7 +81,7 @@ def test_a_rate_limit_is_waited_for_by_all():
 
   with server([timed(answer) for answer in [good(), limited, *[good()] * 19]]) as (url, asked):
     policy = _policy(url, workers=2)
-    assert _speak(policy, 20) == [Said('Up', 3)] * 20
+    assert _speak(policy, 20) == [TextReply('Up', 3)] * 20
   # But for what was on its way, also the other worker's come a second later.
   assert sum(t > begun[1] + 0.9 for t in begun) >= 15
   assert len(asked) == 21 and not policy.lost
@@ -112,7 +110,7 @@ def test_retry_after_may_be_a_date_and_more_than_ten_minutes_is_not_waited_for()
 def test_a_bad_answer_is_asked_for_again(bad):
   with server([bad]) as (url, asked):
     policy = _policy(url, timeout=0.3)
-    assert _speak(policy, 1) == [Said('Up', 3)]
+    assert _speak(policy, 1) == [TextReply('Up', 3)]
   assert len(asked) == 2 and not policy.lost
 
 
@@ -120,7 +118,7 @@ def test_a_reply_that_never_comes_is_lost_and_counted(caplog):
   with server([good(), *[(500, {}, 'oops')] * 3]) as (url, asked), caplog.at_level('INFO', 'ragen_jax'):
     policy = _policy(url, workers=1)
     said = _speak(policy, 3)
-  assert said == [Said('Up', 3), Said('', 0, answered=False), Said('Up', 3)]
+  assert said == [TextReply('Up', 3), TextReply('', 0, answered=False), TextReply('Up', 3)]
   assert len(asked) == 5 and policy.lost == {'status 500 Internal Server Error: oops': 1} and policy.asked == 3
   assert 'a reply never came (status 500' in caplog.text
 
@@ -135,7 +133,7 @@ def test_a_request_that_is_wrong_later_on_is_not_repeated():
 def test_a_server_that_dies_costs_its_tries_a_few_times_only():
   with server([]) as (url, _):
     policy = _policy(url, tries=2, backoff_s=0.001)
-    assert _speak(policy, 2) == [Said('Up', 3)] * 2
+    assert _speak(policy, 2) == [TextReply('Up', 3)] * 2
   said = _speak(policy, 200)
   assert not any(s.answered for s in said) and policy.lost.total() == 200
   assert policy.lost['not asked for any more'] >= 200 - 32 - 4
@@ -190,7 +188,7 @@ def test_an_answer_that_trickles_in_has_one_limit_for_all_of_it():
 
   with server([trickle]) as (url, asked):
     policy = _policy(url, timeout=0.3)
-    assert _speak(policy, 1) == [Said('Up', 3)]
+    assert _speak(policy, 1) == [TextReply('Up', 3)]
   assert len(asked) == 2
 
 

@@ -14,14 +14,16 @@ from configs import default
 from ragen_jax import build
 from ragen_jax import envs as registry
 from ragen_jax.agent.context_manager import ContextManager
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Episode, Status
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.agent.trajectory import Episode, Status
+from ragen_jax.envs import Fault, Session, TextEnvironment
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
-from ragen_jax.envs.outside.text_env import Fault, Session, TextEnvironment
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.viewer.tensorboard import transcript
+from tests.support.speakers import context_settings
 
 
 @pytest.fixture(scope='module')
@@ -138,13 +140,13 @@ BUDGET = Budget(max_turns=4, max_actions=5, max_actions_per_turn=3)
 
 def outside(groups, tag='Tally', **options):
   env = registry.make('python', {'class_path': f'{__name__}:Tally', **options})
-  return EnvGroup(tag, env, BUDGET, 50, groups)
+  return EnvSpec(tag, env, BUDGET, 50, groups)
 
 
 @pytest.fixture(scope='module')
 def mixed(manager):
   """Four rows of FrozenLake, then eight outside."""
-  return EnvStateManager([dataclasses.replace(manager.specs[0], groups=1), outside(2)], 4)
+  return EnvStateManager([dataclasses.replace(manager.specs[0], num_groups=1), outside(2)], 4)
 
 
 def test_rows_outside_equal_their_game_played_by_hand(mixed):
@@ -178,7 +180,7 @@ def test_rows_outside_equal_their_game_played_by_hand(mixed):
 
 
 def test_a_fault_ends_its_episode_alone_and_is_told_once(mixed, caplog):
-  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.env_manager'):
+  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.pools'):
     mixed.reset(20)
     turn = [['One', 'Bad', 'One'], ['Two', 'Two'], ['Bad'], ['Stay']] * 2
     result = mixed.step([[0]] * 4 + turn)
@@ -202,7 +204,7 @@ def test_a_fault_ends_its_episode_alone_and_is_told_once(mixed, caplog):
 
 
 def test_a_reset_that_fails_is_an_episode_without_a_turn(mixed, caplog):
-  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.env_manager'):
+  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.pools'):
     texts = mixed.reset(500)  # levels 501 and 502
   assert sorted(mixed.faults) == [4, 5, 6, 7] and texts[4:] == [''] * 4 + ['sum 0'] * 4
   assert len(caplog.records) == 1 and 'level 501: reset raised RuntimeError: seed 501' in caplog.records[0].message
@@ -233,7 +235,7 @@ class Fickle(Tally):
 
 def test_members_that_begin_differently_are_told_of_once(caplog):
   specs = [outside(2, 'Fickle', class_path=f'{__name__}:Fickle')]
-  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.env_manager'):
+  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.pools'):
     for _ in range(2):
       EnvStateManager([outside(2)], 4).reset(1)
       assert not caplog.records
@@ -284,7 +286,7 @@ class _CarelessSession(Session):
 )
 def test_a_session_at_fault_is_contained_too(at, kind, caplog):
   env = registry.make(f'{__name__}:Careless', {'at': at})
-  envs = EnvStateManager([EnvGroup('Careless', env, BUDGET, 50, 1)], 4)
+  envs = EnvStateManager([EnvSpec('Careless', env, BUDGET, 50, 1)], 4)
   envs.reset(1)
   result = envs.step([['a']] * 4)
   caplog.clear()
@@ -326,9 +328,9 @@ class Leaky(Environment):
 
 
 def test_a_reward_in_jax_that_is_no_number_ends_its_episode(caplog):
-  envs = EnvStateManager([EnvGroup('Leaky', Leaky(), Budget(9, 9, 3), 50, 2), outside(1)], 3)
+  envs = EnvStateManager([EnvSpec('Leaky', Leaky(), Budget(9, 9, 3), 50, 2), outside(1)], 3)
   envs.reset(70)
-  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.env_manager'):
+  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.pools'):
     result = envs.step([[0], [0, 1, 0], [2], [3], [4], []] + [['One']] * 3)
     assert result.reward[:6].tolist() == [1, 0, 0, 0, 0, 0] and np.isfinite(result.reward).all()
     assert result.done[:6].tolist() == [False, True, True, True, True, False] and not result.success.any()
@@ -359,8 +361,8 @@ class Unreadable(Careless):
 
 
 def test_a_reader_of_replies_outside_that_fails_finds_no_action():
-  specs = [EnvGroup('Out', Unreadable('end'), BUDGET, 50, 1), EnvGroup('In', Leaky(), BUDGET, 50, 1)]
-  context = ContextManager(None, specs, think=False, force_prefix=True, action_sep='||')
+  specs = [EnvSpec('Out', Unreadable('end'), BUDGET, 50, 1), EnvSpec('In', Leaky(), BUDGET, 50, 1)]
+  context = ContextManager(None, specs, context_settings(think=False))
   reply = context.parse(0, '<answer>a || boom || b</answer>')
   assert (reply.actions, reply.names, reply.valid) == (('a', 'b'), ('a', 'b'), False)
   assert context.parse(0, '<answer>boom</answer>').actions == ()
@@ -386,14 +388,14 @@ def test_env_errors_are_always_counted_for_environments_outside():
 
 
 def test_held_out_boards_are_drawn_again_for_whole_groups_and_only_they():
-  spec = EnvGroup('FrozenLake', FrozenLake(), Budget(), 100, 64)
+  spec = EnvSpec('FrozenLake', FrozenLake(), Budget(), 100, 64)
   plain = EnvStateManager([spec], 2)
   boards = plain.reset(1000)
   held_out = frozenset(list(plain.levels())[:5])
   careful = EnvStateManager([spec], 2, held_out=held_out)
   other = careful.reset(1000)
   changed = np.asarray([a != b for a, b in zip(boards, other, strict=True)])
-  known = np.repeat([level in held_out for level in plain._pools[0].levels()], 2)
+  known = np.repeat([level in held_out for level in plain.pools[0].levels()], 2)
   assert known.sum() >= 10 and (changed == known).all()
   assert not careful.levels() & held_out
   assert other[::2] == other[1::2]  # members still share their level
@@ -401,12 +403,12 @@ def test_held_out_boards_are_drawn_again_for_whole_groups_and_only_they():
   assert (careful.level_seeds[known] != plain.level_seeds[known]).all()
   # Its seed gives the level again.
   seed = int(careful.level_seeds[np.flatnonzero(known)[0]])
-  alone = EnvStateManager([dataclasses.replace(spec, groups=1)], 1)
+  alone = EnvStateManager([dataclasses.replace(spec, num_groups=1)], 1)
   assert alone.reset(seed)[0] == other[np.flatnonzero(known)[0]]
 
 
 def test_a_game_of_few_levels_keeps_them_and_says_so(caplog):
-  spec = EnvGroup('Bandit', Bandit(), Budget(1, 1, 1), 100, 8)  # two orders of two names
+  spec = EnvSpec('Bandit', Bandit(), Budget(1, 1, 1), 100, 8)  # two orders of two names
   plain = EnvStateManager([spec], 1)
   boards = plain.reset(0)
   with caplog.at_level('INFO', 'ragen_jax'):

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
+from ragen_jax.agent.episode import TRUNCATED, Episode, Status, Turn
 from ragen_jax.agent.metrics import METRICS, episode_metrics, is_share, k_values, metric_rows, pass_at_k
-from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status, Turn
 
 
 @pytest.mark.parametrize('n', [1, 3, 4, 6])

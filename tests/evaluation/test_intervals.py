@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.agent.trajectory import Episode, Status, Turn
 from ragen_jax.evaluation.intervals import bootstrap, level_intervals
 
 

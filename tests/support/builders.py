@@ -9,11 +9,11 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_sampler
+from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.modes import sft
 from ragen_jax.sft import tiny_tokenizer
 from tests.support.configs import leaves, small_config
 
@@ -43,7 +43,8 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageMo
   specs = build.env_groups(config, tags, (1,) * len(tags))
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
-  tiny_tokenizer.save(tiny_tokenizer.build(sft.prompt_pieces(specs, config)), str(files))
+  pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)
+  tiny_tokenizer.save(tiny_tokenizer.build(pieces), str(files))
   model = random_model(ChatTokenizer(files).size, seed=seed)
   directory = directory / 'model'
   save_model(

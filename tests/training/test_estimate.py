@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from ragen_jax.agent.trajectory import Status
+from ragen_jax.agent.episode import Status
 from tests.support import learning
 
 

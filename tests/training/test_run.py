@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build, train
-from ragen_jax.agent.agent_proxy import Rollout
-from ragen_jax.agent.trajectory import Episode, Timeline, Turn
+from ragen_jax.agent.episode import Episode, Turn
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.evaluation.evaluator import Evaluation
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.interrupt import Stopped

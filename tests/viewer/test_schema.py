@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.resources
 import re
+import types
 
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.text_policy import Played
-from ragen_jax.agent.trajectory import Episode, Status, Turn
+from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.models import presets
 from ragen_jax.viewer.records import text_records
 from ragen_jax.viewer.schema import SUMMARY_KEYS, EpisodeRecord, TurnRecord
@@ -26,10 +26,13 @@ def check_record(record) -> None:
 def test_made_up_records_and_those_of_text_policies_have_the_keys_of_the_schema():
   for split in ('train', 'val'):
     check_record(episode_record(split=split))
-  turn = Turn('board', '<think>so</think><answer>Up</answer>', ['Up'], 1.0, 0.0, True, 1, np.zeros((4, 4, 3), np.uint8))
-  played = Played([Episode('A', 0, 7, [turn], status=Status.SUCCESS)], {0: [[{'role': 'user', 'content': 'play'}]]})
+  turn = Turn(
+    'board', '<think>so</think><answer>Up</answer>', ['Up'], 1.0, 0.0, True, 1, np.zeros((4, 4, 3), np.uint8),
+    chat=[{'role': 'user', 'content': 'play'}],
+  )  # fmt: skip
+  played = types.SimpleNamespace(episodes=[Episode('A', 0, 7, [turn], status=Status.SUCCESS)])
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
-  (record,) = text_records(played, step=3, split='random', group_size=1, tokenizer=tokenizer, whole=True)
+  (record,) = text_records(played, [0], tokenizer, step=3, split='random', group_size=1, whole=True)
   check_record(record)
   assert record['turns'][0]['pieces'] == ['<think>so</think>', '<answer>Up</answer>']
 

@@ -16,7 +16,8 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build, train
-from ragen_jax.agent.trajectory import Status
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sampling.sampler import Sampling
@@ -88,7 +89,8 @@ def test_each_of_the_page_s_environments_plays_whole_episodes(server):
   policy = build.load_policy(config)
   specs = build.env_groups(config, TAGS, (1, 1, 1, 1))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 4)
-  rollout = proxy.rollout(nnx.split(policy.model)[1], 10_000, jax.random.key(0), Sampling())
+  speaker = SamplerSpeaker(policy.sampler, nnx.split(policy.model)[1], jax.random.key(0), Sampling())
+  rollout = proxy.rollout(speaker, 10_000)
   assert [e.tag for e in rollout.episodes] == [tag for tag in TAGS for _ in range(4)]
   t = rollout.trajectory
   for row, episode in enumerate(rollout.episodes):

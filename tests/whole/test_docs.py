@@ -15,17 +15,17 @@ from ml_collections import ConfigDict, config_flags
 from configs import default, frozenlake_ppo
 from docs import make_configuration
 from ragen_jax import build, train
-from ragen_jax.agent import env_manager
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent import pools
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.episode import Limits
 from ragen_jax.config import checks, command_line
 from ragen_jax.distributed import processes, sharding
-from ragen_jax.envs.outside.text_env import Fault
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training import run
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import Fault
 from tests.support import builders
 from tests.support.paths import ROOT
 
@@ -199,8 +199,7 @@ def _too_long_a_prompt() -> str:
   specs = build.env_groups(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
   limits = Limits(1, 32, 128, -0.1, 64, False)
-  proxy = AgentProxy(types.SimpleNamespace(specs=specs), context, None, limits)
-  return _error(proxy._check_first_prompt, 0, 0, 'Target: 24\nNumbers: 1, 2, 3', 1)
+  return _error(context.check_first_prompt, 0, 'Target: 24\nNumbers: 1, 2, 3', 1, limits)
 
 
 def _without_a_hub(monkeypatch) -> str:
@@ -268,7 +267,7 @@ def _lost_partner(monkeypatch, capsys) -> str:
 
 def _a_fault() -> str:
   fault = Fault('step raised ZeroDivisionError', 'division by zero (guess.py:25)')
-  return env_manager._FAULT_TOLD % ('Guess', 10003, fault, 'Guess')
+  return pools.FAULT_MESSAGE % ('Guess', 10003, fault, 'Guess')
 
 
 def _echo_trap() -> str:

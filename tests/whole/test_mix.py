@@ -11,6 +11,7 @@ from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.run_log import mean_success
@@ -88,7 +89,9 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
   config = mixed_config()
   trainer = build.make_trainer(config, policy)
   params = nnx.split(policy.model)[1]
-  rollout = trainer.proxy.rollout(params, 10_000, jax.random.key(0), Sampling(temperature=1.0))
+  rollout = trainer.proxy.rollout(
+    SamplerSpeaker(trainer.policy.sampler, params, jax.random.key(0), Sampling(temperature=1.0)), 10_000
+  )
 
   tags = ['SimpleSokoban'] * 2 + ['BanditPairs'] * 6 + ['FrozenLake'] * 4
   assert [e.tag for e in rollout.episodes] == tags

@@ -1,12 +1,12 @@
-"""Exact Sokoban on the host: breadth-first search from the solved end, for 64 rooms at a time.
+"""Exact Sokoban on the host: breadth-first search backwards from the solved positions, for 64 rooms at a time.
 
-A position is a set of box cells and the player's cell, both inside the border. On a board of a given size all positions
-can be listed, whatever the walls, and so can the position that each move leads to (`PositionTable`). A room then only
-says which of them are legal. One bit a room and one word a position make the search for 64 rooms a few array operations
-for each further move, and it yields the distance of *every* position from being solved, so that a plan can be
-continued from wherever a policy has strayed.
+A position is a set of box cells and the player's cell, all inside the border. For boards of one size, `PositionTable`
+lists all positions and the position that each move leads to, whatever the walls; the walls of a room determine which
+positions are legal. With one bit for each room and one word for each position, one more move of the search costs a few
+array operations for 64 rooms. The result is the distance of *every* position from a solved one, so that plans can go on
+from any position that a policy has reached.
 
-Boards with too many positions to list are searched forward, level by level, within the moves that are left.
+Boards with too many positions for a table are searched forward, one level at a time, within the moves that are left.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.envs import base
+from ragen_jax.envs.base import Budget
 
-# What every move costs, and what the last box on its target earns on top of its own point.
+# The reward of every move, and the reward of the last box on its target beside its own point.
 STEP_REWARD = -0.1
 SUCCESS_REWARD = 10.0
 # Up, Down, Left, Right: (rows, columns). The opposite of direction d is d ^ 1.
 DIRECTIONS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)], np.int32)
-# Positions above which a board is searched level by level: 8x8 with 3 boxes (257,040) still has a table.
+# Boards with more positions are searched one level at a time; 8x8 with 3 boxes (257,040) still has a table.
 MAX_TABLE = 2**18
-# Positions after which the search of one level gives up.
+# The forward search of one level gives up after this many positions.
 MAX_SEARCH = 300_000
 
 _WORD = 64
@@ -38,14 +38,14 @@ _WORD = 64
 class PositionTable:
   """All positions of K boxes and a player on the n cells inside a border, and where each move leads.
 
-  Position `m * n + p` has its boxes on `box_sets[m]` and the player on cell p. The last position is none at all: moves
+  Position `m * n + p` has its boxes on `box_sets[m]` and the player on cell p. The last position stands for none: moves
   that no room allows lead there.
 
   Attributes:
-    box_sets: i32[M, K], each row ascending.
-    rank: i32[n ** K], the row of `box_sets` for boxes' cells, in any order, read as digits in base n.
-    occupied: bool[M, n], which cells the boxes of a set are on.
-    successors: i32[4, M * n + 1].
+    box_sets: i32[M, K], the cells of the boxes, each row ascending.
+    rank: i32[n ** K], the row of `box_sets` for the cells of boxes in any order, read as digits in base n.
+    occupied: bool[M, n], the cells of each box set as a mask.
+    successors: i32[4, M * n + 1], the position after each action.
   """
 
   box_sets: np.ndarray
@@ -55,22 +55,23 @@ class PositionTable:
 
   @property
   def cells(self) -> int:
+    """n."""
     return self.occupied.shape[1]
 
   def index(self, boxes: np.ndarray, player: np.ndarray) -> np.ndarray:
-    """i32[N], the positions with boxes on cells [N, K] and the player on cells [N]."""
+    """i32[N], the positions with the boxes on cells [N, K] and the player on cells [N]."""
     return self.rank[boxes @ _digits(self.cells, boxes.shape[1])] * self.cells + player
 
 
 def table_size(dim: tuple[int, int], num_boxes: int) -> int:
-  """How many positions a board has."""
+  """Number of positions of a board."""
   cells = (dim[0] - 2) * (dim[1] - 2)
   return math.comb(cells, num_boxes) * cells
 
 
 @functools.lru_cache(maxsize=8)
 def position_table(dim: tuple[int, int], num_boxes: int) -> PositionTable:
-  """The table for boards of `dim` rows and columns, the border included. Kept after the first call."""
+  """The table for boards of `dim` rows and columns, including the border. Tables are cached."""
   rows, cols = dim[0] - 2, dim[1] - 2
   n = rows * cols
   box_sets = np.array(list(itertools.combinations(range(n), num_boxes)), np.int32)
@@ -103,17 +104,17 @@ def _digits(cells: int, num_boxes: int) -> np.ndarray:
 
 
 def _cell(at: np.ndarray, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
-  """Whether (row, column) pairs [n, 2] are on the board, and their cell (0 where they are not)."""
+  """Whether (row, column) pairs [n, 2] are on the board, and their cells (0 for those that are not)."""
   inside = (at >= 0).all(-1) & (at < (rows, cols)).all(-1)
   return inside, np.where(inside, at[:, 0] * cols + at[:, 1], 0)
 
 
 class RoomDistances:
-  """Moves to the solution from every position of some rooms, as bits: room g is bit g % 64 of word g // 64.
+  """Moves to a solved position from every position of some rooms, as bits: room g is bit g % 64 of word g // 64.
 
   Attributes:
-    reached: u64[W, positions], it can be solved.
-    planes: u64[W, bits, positions], the binary digits of its distance.
+    reached: u64[W, positions], whether the position can be solved.
+    planes: u64[W, bits, positions], the binary digits of the distance.
   """
 
   def __init__(self, table: PositionTable, floor: np.ndarray, targets: np.ndarray):
@@ -121,7 +122,7 @@ class RoomDistances:
 
     Args:
       table: the positions of the board.
-      floor: bool[G, n], the cells that are no wall.
+      floor: bool[G, n], the cells without a wall.
       targets: i32[G, K], target cells.
     """
     self.table = table
@@ -133,7 +134,7 @@ class RoomDistances:
       self.planes[word, : len(planes)] = planes
 
   def distance(self, room: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """i32, moves to the solution, for rooms and positions of one shape; -1 where there is none."""
+    """i32, moves to a solved position, for rooms and positions of one shape; -1 if there is none."""
     total = np.zeros(np.broadcast(room, position).shape, np.int32)
     for bit in range(self.planes.shape[1]):
       total |= self._bit(self.planes[:, bit], room, position).astype(np.int32) << bit
@@ -144,7 +145,7 @@ class RoomDistances:
 
 
 def _search_rooms(table: PositionTable, floor: np.ndarray, targets: np.ndarray):
-  """Positions of up to 64 rooms that can be solved, u64[positions], and the binary digits of their distances."""
+  """The solvable positions of up to 64 rooms, u64[positions], and the binary digits of their distances."""
   room_bit = np.uint64(1) << np.arange(len(floor), dtype=np.uint64)
   open_cells = np.bitwise_or.reduce(np.where(floor, room_bit[:, None], np.uint64(0)), axis=0)  # [n]
   open_sets = np.bitwise_and.reduce(open_cells[table.box_sets], axis=1)  # [M]
@@ -177,7 +178,7 @@ class _TableSearch:
   """Lengths and plans for boards that have a table."""
 
   def __init__(self, walls: np.ndarray, targets: np.ndarray, num_boxes: int):
-    # The members of a group play in one room: it is searched once.
+    # The members of a group play in one room, which is searched once.
     both = np.stack([walls, targets], axis=1)  # [N, 2, rows, columns]
     rooms, self.room = np.unique(both.reshape(len(both), -1), axis=0, return_inverse=True)
     floor, goals = _inside(rooms.reshape(-1, *both.shape[1:])).reshape(len(rooms), 2, -1).swapaxes(0, 1)
@@ -191,12 +192,12 @@ class _TableSearch:
     return self.table.index(cells, player[:, 0] * boxes.shape[2] + player[:, 1])
 
   def lengths(self, states: Any, most: np.ndarray) -> np.ndarray:
-    """i32[N], moves to the solution, -1 where there is none; `most` bounds nothing here."""
+    """i32[N], moves to a solved position, -1 if there is none. `most` is not used."""
     del most
     return self.rooms.distance(self.room, self._position(states))
 
   def plan(self, states: Any, most: np.ndarray, turn: int) -> list[list[int]]:
-    """At most `turn` actions a level."""
+    """At most `turn` actions for each level."""
     position = self._position(states)
     left = self.rooms.distance(self.room, position)
     plans: list[list[int]] = [[] for _ in range(len(left))]
@@ -216,10 +217,10 @@ class _TableSearch:
 
 
 class _ForwardSearch:
-  """Lengths and plans for boards that are too big for a table: each level by itself, within the moves left."""
+  """Lengths and plans for boards that are too big for a table: one level at a time, within the moves left."""
 
   def lengths(self, states: Any, most: np.ndarray) -> np.ndarray:
-    """i32[N], moves to the solution where it takes at most `most`, else -1; -2 where the search gave up."""
+    """i32[N], moves to a solved position if they are at most `most`, else -1; -2 if the search gave up."""
     known: dict[tuple, int] = {}
     lengths = []
     for row in range(len(most)):
@@ -232,7 +233,7 @@ class _ForwardSearch:
     return np.array(lengths, np.int32)
 
   def plan(self, states: Any, most: np.ndarray, turn: int) -> list[list[int]]:
-    """At most `turn` actions a level."""
+    """At most `turn` actions for each level."""
     plans: list[list[int]] = []
     for row in range(len(most)):
       level = (states.walls[row], states.targets[row], states.boxes[row], states.player[row])
@@ -253,11 +254,11 @@ def search_level(
     targets: bool[R, C].
     boxes: bool[R, C].
     player: i32[2], row and column.
-    most: moves after which to stop.
+    most: the most moves.
 
   Returns:
     The actions, whether they solve the level, and whether the search was complete (it stops at `MAX_SEARCH`
-    positions). When there is no solution, the actions lead to where the most boxes are on targets.
+    positions). If there is no solution, the actions lead to a position with the most boxes on targets.
   """
   cols = walls.shape[1]
   moves = [int(row) * cols + int(col) for row, col in DIRECTIONS]
@@ -281,7 +282,7 @@ def search_level(
         now = at_boxes
         if at_boxes >> ahead & 1:
           beyond = ahead + move
-          # A box on a cell that is not live can never reach a target.
+          # A box on a cell that is not live cannot reach a target any more.
           if not live[beyond] or at_boxes >> beyond & 1:
             continue
           now ^= 1 << ahead | 1 << beyond
@@ -303,7 +304,7 @@ def search_level(
 
 
 def _live_cells(floor: list[bool], targets: list[int], moves: list[int]) -> list[bool]:
-  """The cells from which a single box can be pushed to some target: those that pulls from a target reach."""
+  """The cells from which a single box can be pushed to a target: those that pulls from a target reach."""
   live = [False] * len(floor)
   for cell in targets:
     live[cell] = True
@@ -319,7 +320,7 @@ def _live_cells(floor: list[bool], targets: list[int], moves: list[int]) -> list
 
 
 def _any_move(walls: np.ndarray, boxes: np.ndarray, player: np.ndarray) -> int:
-  """The first action that changes something; 0 where none does."""
+  """The first action that changes the state; 0 if none does."""
   for action, move in enumerate(DIRECTIONS):
     ahead, beyond = tuple(player + move), tuple(player + 2 * move)
     if not walls[ahead] and not (boxes[ahead] and (walls[beyond] or boxes[beyond])):
@@ -332,7 +333,7 @@ def _inside(boards: np.ndarray) -> np.ndarray:
 
 
 def _cells_of(boards: np.ndarray, count: int) -> np.ndarray:
-  """i32[N, count], the cells that are set in bool[N, n], ascending."""
+  """i32[N, count], the cells that are True in bool[N, n], ascending."""
   return np.nonzero(boards)[1].reshape(len(boards), count)
 
 
@@ -340,13 +341,13 @@ class SokobanSolution:
   """Shortest play on a batch of levels.
 
   Attributes:
-    length: i32[N], moves of the shortest solution; -1 where there is none; on boards that are too big for a table -1
-      also where it takes more moves than the budget allows and -2 where the search gave up.
-    success: f32[N], 1.0 where that fits into the budget, else 0.0; NaN where the search gave up.
+    length: i32[N], moves of the shortest solution; -1 if there is none. On boards that are too big for a table, also -1
+      if it takes more moves than the budget has, and -2 if the search gave up.
+    success: f32[N], 1.0 if the shortest solution fits into the budget, else 0.0; NaN if the search gave up.
   """
 
-  def __init__(self, states: Any, budget: base.Budget, max_steps: int):
-    """Searches. See `Sokoban.solve`."""
+  def __init__(self, states: Any, budget: Budget, max_steps: int):
+    """Searches the levels; see `Sokoban.solve`."""
     walls, targets = np.asarray(states.walls), np.asarray(states.targets)
     num_boxes = int(targets[0].sum()) if len(targets) else 1
     if table_size(walls.shape[1:], num_boxes) <= MAX_TABLE and len(walls):
@@ -356,27 +357,21 @@ class SokobanSolution:
     self._per_turn = budget.max_actions_per_turn
     self._max_steps = max_steps
     steps_left = max_steps - np.asarray(states.steps)
-    most = np.minimum(steps_left, min(budget.max_actions, budget.max_turns * budget.max_actions_per_turn))
+    most = np.minimum(steps_left, budget.most_actions)
     self.length = self._search.lengths(states, most)
     self.success = ((self.length >= 0) & (self.length <= most)).astype(np.float32)
     self.success[self.length == -2] = np.nan
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
-    """The next turn's actions of a shortest solution from where each level stands now.
+    """The next turn's actions of a shortest solution; see `base.Solution`.
 
-    Args:
-      states: batched states [N], in the order of the levels that were solved.
-      turns_left: i32[N], turns still to play, this one included.
-      actions_left: i32[N], actions still allowed.
-
-    Returns:
-      At most `max_actions_per_turn` action ids a level. Where no solution can be reached, one legal move or moves
-      that put as many boxes as possible on targets; nothing where the episode is over.
+    If no solution can be reached, the plan is one move that changes the state, or moves that put as many boxes as
+    possible on targets.
     """
     return self._search.plan(states, self._most(states, turns_left, actions_left), self._per_turn)
 
   def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the rewards of the shortest solution; where none can be reached, those of one wasted move a turn."""
+    """f32[N], the rewards of the shortest solution; if none can be reached, those of one wasted move a turn."""
     most = self._most(states, turns_left, actions_left)
     length = self._search.lengths(states, most)
     waiting = (np.asarray(states.boxes) & ~np.asarray(states.targets)).sum(axis=(1, 2))
@@ -385,7 +380,7 @@ class SokobanSolution:
     return np.where(most < 1, 0.0, np.where((length >= 0) & (length <= most), solved, lost)).astype(np.float32)
 
   def _most(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """i32[N], moves that can still be made."""
+    """i32[N], the moves that can still be made."""
     most = np.minimum(np.asarray(actions_left), np.asarray(turns_left) * self._per_turn)
     most = np.minimum(most, self._max_steps - np.asarray(states.steps))
     return np.where(np.asarray(states.done), 0, most)

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment, told in text: a function writes its observations, words or a parser name its actions."""
+"""Environments of Gymnasium as text: a function writes observations, words or a parser name actions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragen_jax.envs.outside.text_env import (
-  FREE_TEXT,
-  LocalSession,
-  TextEnvironment,
+from ragen_jax.envs.options import (
   check_action_names,
   check_legend,
   check_mapping,
   check_text,
   check_workers,
-  close_all,
   import_function,
-  reason,
-  show,
 )
+from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
+from ragen_jax.envs.outside.local import LocalSession, close_all
+from ragen_jax.utils.errors import describe_error, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -31,26 +28,27 @@ _log = logging.getLogger(__name__)
 class GymnasiumEnvironment(TextEnvironment):
   """An environment of Gymnasium's registry.
 
-  A level is what `reset(seed=...)` makes. After that the environment's generator, `np_random`, is seeded anew from
-  (level, member), so that the members of a group share the level and have luck of their own, if the environment draws
-  all its chance from there, as Gymnasium asks. The game is over where the environment terminates or truncates.
+  A level is the result of `reset(seed=...)`. After it the environment's generator, `np_random`, is seeded from
+  (level, member): the members of a group share the level and have chance of their own, provided that the environment
+  draws all its chance from `np_random`, as Gymnasium requires. The game is over when the environment terminates or
+  truncates.
 
   Attributes:
-    id: its name; 'package.module:Name-v0' imports the module first.
+    id: the registered name; 'package.module:Name-v0' imports the module first.
     kwargs: arguments of `gymnasium.make`.
-    task: what the prompt says the game is, and what is to be reached.
-    action_names: words for the actions of a `Discrete` space, in their order.
-    parse: in their place, the import path of a function from text to an action, which returns None or raises
-      ValueError where the text is none.
+    task: the game and its aim, for the prompt.
+    action_names: words for the actions of a `Discrete` space, in the order of its actions.
+    parse: instead of `action_names`, the import path of a function from text to an action. It returns None or raises
+      ValueError for a text that is no action.
     action_help: with `parse`, one line that says how an action is written.
-    render: import path of a function from an observation to text. Without, the text that the environment renders where
-      kwargs has render_mode='ansi'; else the observation as Python prints it.
-    symbols: symbol to meaning, for the prompt, where the text is a board.
-    success: import path of a function (observation, reward, terminated, truncated, info) -> bool that says whether a
-      game that is over is won. Without, info's 'is_success' or 'success' says so, and where it has neither, the game is
-      won if it terminated with a reward above 0.
-    workers: see `PythonEnvironment`.
-    step_timeout_s: seconds that a step, a reset or a close may take.
+    render: import path of a function from an observation to text. Without it, the text that the environment renders if
+      kwargs has render_mode='ansi', else `str(observation)`.
+    symbols: symbol to meaning, for the prompt, if the text is a board.
+    success: import path of a function (observation, reward, terminated, truncated, info) -> bool, which says whether a
+      game that is over is won. Without it, info['is_success'] or info['success'] says so; if info has neither, the game
+      is won if it terminated with a reward above 0.
+    workers: number of threads, see `PythonEnvironment`.
+    step_timeout_s: time limit of a step, a reset or a close, in seconds.
   """
 
   name: ClassVar[str] = 'gymnasium'
@@ -97,17 +95,17 @@ class GymnasiumEnvironment(TextEnvironment):
       self._check_words(space)
 
   def _check_words(self, space: Any) -> None:
-    """Raises ValueError where the actions cannot be told by words, or not by so many."""
-    from gymnasium.spaces import Discrete  # of a package that may be missing
+    """Raises ValueError if words cannot name the actions of the space, or their number is wrong."""
+    from gymnasium.spaces import Discrete  # an optional package
 
-    told = f'gymnasium: action_names={self.action_names!r}; allowed: '
+    wrong = f'gymnasium: action_names={self.action_names!r}; allowed: '
     if not isinstance(space, Discrete):
-      raise ValueError(f'{told}none for {show(space, str)}, which is no Discrete space and needs parse')
+      raise ValueError(f'{wrong}none for {one_line(space, str)}, which is no Discrete space and needs parse')
     if len(self.action_names) != space.n:
-      raise ValueError(f'{told}one word for each action of {space}, or parse')
+      raise ValueError(f'{wrong}one word for each action of {space}, or parse')
 
   def _make(self) -> Any:
-    """The environment; raises ValueError where there is no such thing."""
+    """A new environment; raises ValueError if Gymnasium cannot make it."""
     try:
       import gymnasium
     except ImportError as e:
@@ -115,7 +113,9 @@ class GymnasiumEnvironment(TextEnvironment):
     try:
       return gymnasium.make(self.id, **self.kwargs)
     except (Exception, SystemExit) as e:
-      raise ValueError(f'gymnasium: id={self.id!r} with kwargs={show(self.kwargs)} cannot be made ({reason(e)})') from e
+      raise ValueError(
+        f'gymnasium: id={self.id!r} with kwargs={one_line(self.kwargs)} cannot be made ({describe_error(e)})'
+      ) from e
 
   def rules(self) -> str:
     """`task`."""
@@ -126,12 +126,12 @@ class GymnasiumEnvironment(TextEnvironment):
     return self.symbols
 
   def parse_action(self, text: str) -> str | None:
-    """The action's word, or text that `parse` makes an action of the environment's space from; else None."""
+    """The word of the action, or a text that `parse` turns into an action of the environment's space; else None."""
     action = super().parse_action(text)
     return action if action is None or self._action(action) is not None else None
 
   def _action(self, text: str) -> Any | None:
-    """What the environment's `step` takes for an action, None where the text is none."""
+    """The argument of the environment's `step` for a text, or None if the text is no action."""
     if self.action_names:
       return self._space.start + self.action_names.index(text)
     try:
@@ -139,45 +139,45 @@ class GymnasiumEnvironment(TextEnvironment):
       return action if action is not None and self._space.contains(action) else None
     except ValueError:
       return None
-    except (Exception, SystemExit) as e:  # noqa: BLE001, a reply that it cannot bear is no reason to end a run
+    except (Exception, SystemExit) as e:  # noqa: BLE001, a reply that the parser cannot read must not end a run
       if not self._warned:
         self._warned.append(text)
-        _log.warning('gymnasium: parse=%r raised %s; such text is no action', self.parse, reason(e))
+        _log.warning('gymnasium: parse=%r raised %s; such text is no action', self.parse, describe_error(e))
       return None
 
   def open(self, rows: int) -> LocalSession:
-    """One environment a row."""
+    """A session with one environment for each row."""
     return LocalSession(lambda: _Game(self), rows, workers=self.workers, step_timeout_s=self.step_timeout_s)
 
 
 class _Game:
-  """One environment behind the methods that `LocalSession` plays."""
+  """One environment with the methods that `LocalSession` calls."""
 
   def __init__(self, spec: GymnasiumEnvironment):
     self._spec = spec
     self._env = spec._make()
     self._ansi = spec.kwargs.get('render_mode') == 'ansi'
 
-  def _told(self, observation: Any) -> str:
+  def _text(self, observation: Any) -> str:
     if self._spec._render is not None:
       return self._spec._render(observation)
     return self._env.render() if self._ansi else str(observation)
 
   def reset(self, seed: int, member: int) -> str:
     observation, _ = self._env.reset(seed=seed)
-    # The level's own generator has made it; what comes now is luck.
+    # The level is made by the level's own generator; all further chance comes from the member's.
     self._env.unwrapped.np_random = np.random.default_rng([seed, member])
-    return self._told(observation)
+    return self._text(observation)
 
   def step(self, text: str) -> tuple[str, Any, bool, dict[str, Any]]:
     observation, reward, terminated, truncated, info = self._env.step(self._spec._action(text))
     reward = reward.item() if isinstance(reward, np.ndarray) and reward.size == 1 else reward
     done = bool(terminated or truncated)
-    success = done and self._won(observation, reward, terminated, truncated, info)
-    told = {'success': success} | ({'effective': info['effective']} if 'effective' in info else {})
-    return self._told(observation), reward, done, told
+    success = done and self._is_won(observation, reward, terminated, truncated, info)
+    outcome = {'success': success} | ({'effective': info['effective']} if 'effective' in info else {})
+    return self._text(observation), reward, done, outcome
 
-  def _won(self, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> bool:
+  def _is_won(self, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> bool:
     judge: Callable[..., Any] | None = self._spec._success
     if judge is not None:
       return judge(observation, reward, terminated, truncated, info)

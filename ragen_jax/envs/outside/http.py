@@ -1,6 +1,6 @@
-"""An environment on a server: batches of episodes over a small JSON protocol, with time limits and second tries.
+"""Environments on a server: batches of episodes over a small JSON protocol, with time limits and retries.
 
-All requests are POST with a JSON body; `episodes` are lists, and an answer's list has the order of the request's.
+All requests are POST with a JSON body. `episodes` are lists, and the list of an answer has the order of its request.
 
     /reset  {"options": {...}, "episodes": [{"id": "8f..-0", "seed": 10003, "member": 2}, ...]}
             {"episodes": [{"observation": "..."}, ...]}
@@ -9,14 +9,14 @@ All requests are POST with a JSON body; `episodes` are lists, and an answer's li
     /close  {"episodes": [{"id": "8f..-0"}, ...]}
             anything
 
-- `id` is the client's name for the episode. A /reset of a known id starts it again.
-- `seed` gives the level and `member` the luck: episodes with the same seed begin with the same observation.
-- `step` counts the episode's actions from 0. The client asks again when an answer is lost, so a server that has already
-  carried out an episode's action number `step` gives its answer again and carries out nothing.
-- In place of an episode's answer, {"error": "..."} ends that one as an error. `success` may be left out before the game
-  is over; `effective` may say whether the action changed anything.
-- /close ends episodes; those that are over may be among them. A client that dies closes nothing, so a server should
-  forget episodes that nobody has asked for in a while.
+- `id` is the client's name for the episode. A /reset of a known id starts the episode again.
+- `seed` determines the level and `member` the chance: episodes with equal seeds begin with equal observations.
+- `step` counts the actions of an episode from 0. The client repeats a request whose answer is lost, so a server that
+  has already carried out action number `step` of an episode returns the same answer and carries out nothing.
+- In place of an episode's answer, {"error": "..."} ends that episode as an error. `success` may be missing until the
+  game is over; `effective` may say whether the action changed anything.
+- /close ends episodes, including some that are over. A client that dies closes nothing, so a server should drop
+  episodes without requests after a while.
 """
 
 from __future__ import annotations
@@ -33,21 +33,19 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.envs.outside.text_env import (
-  FREE_TEXT,
-  Fault,
-  Session,
-  TextEnvironment,
+from ragen_jax.envs.options import (
   check_action_names,
   check_legend,
   check_mapping,
   check_seconds,
   check_text,
-  run_calls,
+  check_whole_number,
 )
+from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.utils.threads import Fault, run_calls
 
 _LONGEST_WAIT_S = 30.0
-_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _CHUNK = 1 << 16
 _LARGEST_ANSWER_MIB = 64
 
@@ -55,11 +53,11 @@ _log = logging.getLogger(__name__)
 
 
 class ServerError(Exception):
-  """The server gave no usable answer, all tries counted."""
+  """No try of a request had a usable answer, or the server refused the request."""
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-  """Follows no redirect, which would lose the request's body: its status is an error."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+  """Treats a redirect as an error, since following it would drop the body of the request."""
 
   def redirect_request(self, *arguments: Any) -> None:
     return None
@@ -70,17 +68,17 @@ class HttpEnvironment(TextEnvironment):
   """A game on a server that speaks the protocol of this module.
 
   Attributes:
-    url: where /reset, /step and /close are; http or https. Proxies are not used.
-    task: what the prompt says the game is, and what is to be reached.
-    action_names: the words that are actions; without them all text is one.
+    url: the base address of /reset, /step and /close, http or https. Proxies are not used.
+    task: the game and its aim, for the prompt.
+    action_names: the words that are actions; without them every text is an action.
     action_help: one line that says how an action is written.
-    symbols: symbol to meaning, for the prompt, where the text is a board.
-    options: for the server, sent with each /reset.
-    timeout_s: seconds that an answer may take.
-    retries: tries after the first, where there was no answer, or the server was too busy or had an error of its own.
-    backoff_s: seconds before the second try; twice as long before each further one, at most 30.
-    batch_size: episodes of one request.
-    workers: requests at a time.
+    symbols: symbol to meaning, for the prompt, if the text is a board.
+    options: options for the server, sent with each /reset.
+    timeout_s: time limit of one answer, in seconds.
+    retries: further tries of a request that has no answer, or a status that says "later" or "server error".
+    backoff_s: seconds before the second try, doubled before each further try, at most 30.
+    batch_size: episodes in one request.
+    workers: requests in flight at a time.
   """
 
   name: ClassVar[str] = 'http'
@@ -105,9 +103,7 @@ class HttpEnvironment(TextEnvironment):
     for field in ('timeout_s', 'backoff_s'):
       check_seconds('http', field, getattr(self, field))
     for field, least in (('retries', 0), ('batch_size', 1), ('workers', 1)):
-      value = getattr(self, field)
-      if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f'http: {field}={value!r}; allowed: whole numbers from {least}')
+      check_whole_number('http', field, getattr(self, field), least)
     values = {
       'action_names': check_action_names('http', self.action_names),
       'symbols': check_legend('http', 'symbols', self.symbols),
@@ -131,30 +127,30 @@ class HttpEnvironment(TextEnvironment):
     return self.symbols
 
   def open(self, rows: int) -> HttpSession:
-    """Episodes on the server; nothing is sent before the first reset."""
+    """A session of episodes on the server. Nothing is sent before the first reset."""
     return HttpSession(self, rows)
 
 
 class HttpSession(Session):
   """The episodes of one client.
 
-  Requests of one call are sent several at a time. Once one has failed in all its tries, those that have not begun are
-  not sent, so that a dead server costs its tries once.
+  The requests of one call are sent several at a time. After one has failed in all its tries, the requests that have not
+  begun are not sent: a dead server costs its tries once.
   """
 
   def __init__(self, env: HttpEnvironment, rows: int):
     """Sends nothing.
 
     Args:
-      env: where and how.
-      rows: how many there are.
+      env: address, limits and options.
+      rows: number of rows.
     """
     self._env = env
     self._client, self._count = uuid.uuid4().hex, 0
-    self._ids: dict[int, str] = {}  # of the rows that the server plays
+    self._ids: dict[int, str] = {}  # ids of the rows whose episodes the server holds
     self._steps = [0] * rows
-    self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
-    self._told_of_end = False
+    self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+    self._warned_of_end = False
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[str | Fault]:
     """See `Session`."""
@@ -179,18 +175,18 @@ class HttpSession(Session):
     return [a if isinstance(a, Fault) else (a.get('observation'), a.get('reward'), a.get('done'), a) for a in answers]
 
   def end(self) -> None:
-    """Closes all episodes that the server may have. One that cannot be closed is the server's to forget."""
+    """Closes all episodes that the server may hold; the server has to drop those that cannot be closed."""
     rows = list(self._ids)
     if rows:
       answers = self._ask('close', rows, [{'id': self._ids[row]} for row in rows])
       faults = [a for a in answers if isinstance(a, Fault)]
-      if faults and not self._told_of_end:
-        self._told_of_end = True
-        _log.warning('http: %d episodes may stay open on the server, told of once: %s', len(faults), faults[0])
+      if faults and not self._warned_of_end:
+        self._warned_of_end = True
+        _log.warning('http: %d episodes may stay open on the server (logged once): %s', len(faults), faults[0])
     self._ids.clear()
 
   def _ask(self, what: str, rows: Sequence[int], episodes: list[dict[str, Any]], **common: Any) -> list[Any]:
-    """Each episode's answer, a mapping or a `Fault`; {} for all that are closed."""
+    """The answer of each episode, a mapping or a `Fault`; {} for each episode that is closed."""
     env, size = self._env, self._env.batch_size
     tries = 1 if what == 'close' else env.retries + 1
     failures: list[str] = []
@@ -205,7 +201,7 @@ class HttpSession(Session):
 
     parts = [episodes[i : i + size] for i in range(0, len(episodes), size)]
     calls = [functools.partial(send, part) for part in parts]
-    # Every try and every wait has its own limit; this one is for what keeps to none, such as the look-up of the host.
+    # Tries and waits have limits of their own; this one covers what has none, such as the look-up of the host.
     limit = tries * (env.timeout_s + _LONGEST_WAIT_S) + env.timeout_s
     results = run_calls(calls, what=what, workers=env.workers, timeout_s=limit)
     answers: list[Any] = []
@@ -213,14 +209,14 @@ class HttpSession(Session):
       answers += result if fault is None else [fault] * len(part)
     for row, answer in zip(rows, answers, strict=True):
       if isinstance(answer, Fault):
-        self._ids.pop(row, None)  # nobody is there to close it
+        self._ids.pop(row, None)  # there is nothing left to close
     return [_read(what, answer) for answer in answers]
 
   def _post(self, what: str, body: dict[str, Any], tries: int) -> list[Any]:
-    """One request: the answers of its episodes.
+    """Sends one request, with retries, and returns the answers of its episodes.
 
     Raises:
-      ServerError: none of the tries brought a usable answer, or the server refused the request.
+      ServerError: no try had a usable answer, or the server refused the request.
     """
     url = f'{self._env.url.rstrip("/")}/{what}'
     data = json.dumps(body).encode()
@@ -239,18 +235,18 @@ class HttpSession(Session):
       except urllib.error.HTTPError as e:
         reason = f'status {e.code} {e.reason}'
         e.close()
-        if e.code not in _TRY_AGAIN:
+        if e.code not in _RETRY_STATUS:
           raise ServerError(f'{url}: {reason}') from e
       except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as e:
         reason = f'{type(e).__name__}: {e}'
     raise ServerError(f'{url}: {reason}, {tries} tries')
 
   def _receive(self, request: urllib.request.Request) -> bytes:
-    """The body of the answer.
+    """The body of the answer to one request.
 
     Raises:
-      OSError: it takes too long, all of it counted.
-      ServerError: it is too large. It would be so again.
+      OSError: the answer takes longer than `timeout_s` altogether, or there is none.
+      ServerError: the answer is too large; another try would not help.
     """
     deadline = time.monotonic() + self._env.timeout_s
     with self._opener.open(request, timeout=self._env.timeout_s) as response:

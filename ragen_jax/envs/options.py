@@ -1,0 +1,132 @@
+"""Checks of the options of environments: each returns the value, or raises ValueError with one line.
+
+The line names the environment, the option, its value and the values that are allowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.utils.errors import describe_error, one_line
+
+
+def is_integer(value: Any) -> bool:
+  """Whether a value is an integer of Python or NumPy; booleans are not."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+  """Whether a value is a real number of Python or NumPy; booleans are not, NaN and infinity are."""
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_integer(env: str, option: str, value: Any, low: int, high: int) -> None:
+  """Raises ValueError if a value is not an integer from `low` to `high`."""
+  if not is_integer(value) or not low <= value <= high:
+    raise ValueError(f'{env}: {option}={value!r}; allowed: integers from {low} to {high}')
+
+
+def check_flag(env: str, option: str, value: Any) -> None:
+  """Raises ValueError if a value is neither True nor False."""
+  if not isinstance(value, bool | np.bool_):
+    raise ValueError(f'{env}: {option}={value!r}; allowed: True, False')
+
+
+def check_choice(env: str, option: str, value: Any, allowed: tuple[str, ...]) -> None:
+  """Raises ValueError if a value is not one of the allowed words."""
+  if value not in allowed:
+    raise ValueError(f'{env}: {option}={value!r}; allowed: {", ".join(allowed)}')
+
+
+def check_whole_number(env: str, option: str, value: Any, least: int) -> None:
+  """Raises ValueError if a value is not a Python int of at least `least`."""
+  if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    raise ValueError(f'{env}: {option}={value!r}; allowed: whole numbers from {least}')
+
+
+def check_seconds(env: str, option: str, value: Any) -> None:
+  """Raises ValueError if a duration is not a finite number above 0."""
+  if not is_number(value) or not math.isfinite(value) or not value > 0:
+    raise ValueError(f'{env}: {option}={value!r}; allowed: seconds, above 0')
+
+
+def check_workers(env: str, workers: Any, step_timeout_s: Any) -> None:
+  """Raises ValueError if the number of threads or the time limit of `utils.threads.run_calls` is out of range."""
+  check_whole_number(env, 'workers', workers, 0)
+  check_seconds(env, 'step_timeout_s', step_timeout_s)
+
+
+def check_text(env: str, option: str, value: Any, *, blank: bool = True) -> str:
+  """A string; ValueError if the value is no string, or is blank although `blank` is False."""
+  if not isinstance(value, str) or not (blank or value.strip()):
+    raise ValueError(f'{env}: {option}={one_line(value)}; allowed: text' + ('' if blank else ' that is not blank'))
+  return value
+
+
+def check_mapping(env: str, option: str, value: Any) -> dict[str, Any]:
+  """A dict with string keys, from a mapping or a section of a config at any depth; ValueError for anything else."""
+  value = _as_dicts(value)
+  if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    raise ValueError(f'{env}: {option}={one_line(value)}; allowed: a section of options by name')
+  return value
+
+
+def _as_dicts(value: Any) -> Any:
+  """Sections of a config as dicts, at any depth; other values unchanged."""
+  value = value.to_dict() if hasattr(value, 'to_dict') else value
+  if isinstance(value, Mapping):
+    return {key: _as_dicts(x) for key, x in value.items()}
+  return value
+
+
+def check_action_names(env: str, value: Any) -> tuple[str, ...]:
+  """Names of actions as a tuple; ValueError if they are not words that differ, letter case aside."""
+  names = tuple(value) if isinstance(value, tuple | list) else (None,)
+  words = all(isinstance(n, str) and n and n == n.strip() for n in names)
+  if not words or len({n.lower() for n in names}) < len(names):
+    raise ValueError(f'{env}: action_names={one_line(value)}; allowed: names that differ, letter case aside')
+  return names
+
+
+def check_legend(env: str, option: str, value: Any) -> dict[str, str]:
+  """Symbol to meaning, as a dict of strings; ValueError for anything else."""
+  value = check_mapping(env, option, value)
+  if not all(isinstance(meaning, str) for meaning in value.values()):
+    raise ValueError(f'{env}: {option}={one_line(value)}; allowed: texts by symbol')
+  return value
+
+
+def import_object(option: str, path: str) -> Any:
+  """The object at an import path 'package.module:name'.
+
+  Args:
+    option: where the path comes from, for the error.
+    path: the module, a colon, and the name in it.
+
+  Raises:
+    ValueError: the path has another form, the module cannot be imported, or it has no such name.
+  """
+  module, colon, name = path.partition(':') if isinstance(path, str) else ('', '', '')
+  if not (module and colon and name):
+    raise ValueError(f"{option}={path!r}; allowed: 'package.module:name'")
+  try:
+    return functools.reduce(getattr, name.split('.'), importlib.import_module(module))
+  except (Exception, SystemExit) as e:
+    raise ValueError(
+      f'{option}={path!r} cannot be imported ({describe_error(e)}); allowed: what Python can import'
+    ) from e
+
+
+def import_function(option: str, path: str) -> Callable[..., Any]:
+  """`import_object` for functions: raises ValueError also if the object cannot be called."""
+  function = import_object(option, path)
+  if not callable(function):
+    raise ValueError(f'{option}={path!r} is {type(function).__name__}; allowed: a function')
+  return function

@@ -1,0 +1,195 @@
+"""The interface of environments outside JAX: text in, text out, on the host; their failures are contained.
+
+A `TextEnvironment` answers prompts and replies as an `Environment` does, and opens `Session`s, which play it on many
+rows at once. A session may raise, hang or return nonsense: the agent ends such an episode as an error and goes on.
+Everything that a session returns is read by `read_observation` and `read_step`, which never raise.
+
+Implementations: `PythonEnvironment` (python.py), `GymnasiumEnvironment` (gymnasium.py), `HttpEnvironment` (http.py).
+docs/add_environment.md has whole examples.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import logging
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from ragen_jax.envs.base import Game
+from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.threads import Fault, attempt
+
+_log = logging.getLogger(__name__)
+
+FREE_TEXT = 'An action is free text.'
+_LARGEST_REWARD = 1e15  # its square is still far below the largest float32
+
+
+class Session(abc.ABC):
+  """The rows of a rollout that play one environment, numbered from 0. Each row plays one episode after another."""
+
+  @abc.abstractmethod
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[str | Fault]:
+    """Starts new episodes.
+
+    Args:
+      rows: the rows to reset.
+      seeds: the seed of each row's level. Rows with equal seeds must begin with equal observations.
+      members: the number of each row in its group, for chance that members do not share.
+
+    Returns:
+      The first observation of each row, or a `Fault`.
+    """
+
+  @abc.abstractmethod
+  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
+    """Carries out one action in each of some rows.
+
+    Returns:
+      For each row an input of `read_step`: (observation, reward, done, info), or a `Fault`.
+    """
+
+  def end(self) -> None:
+    """Called when a rollout is over: no row is stepped before its next reset. The default does nothing."""
+    return
+
+
+class TextEnvironment(Game):
+  """A game outside JAX, whose actions are strings.
+
+  Subclasses are frozen dataclasses whose fields are the options of the game, compared by identity. Their levels are not
+  visible: there is no solver, and no level can be read from text.
+  """
+
+  has_solver: ClassVar[bool] = False
+  is_outside: ClassVar[bool] = True
+
+  @abc.abstractmethod
+  def open(self, rows: int) -> Session:
+    """A session of `rows` rows. One thread at a time uses it."""
+
+  def parse_action(self, text: str) -> str | None:
+    """The name of the action, or None. Without `action_names` every text is an action, unless it is blank."""
+    text = text.strip()
+    if not self.action_names:
+      return text or None
+    return next((name for name in self.action_names if name.lower() == text.lower()), None)
+
+  def format_action(self, action: str) -> str:
+    """The text of an action in an answer: the action itself."""
+    return action
+
+  @final
+  def read_action(self, text: str) -> tuple[str, str] | None:
+    """As `Game.read_action`, but never raises: a text that cannot be parsed is no action, and is logged once."""
+
+    def read() -> tuple[str, str] | None:
+      action = self.parse_action(text)
+      if action is None:
+        return None
+      written = self.format_action(action)
+      if not isinstance(action, str) or not isinstance(written, str):
+        raise TypeError(f'{one_line(action)}, written {one_line(written)}, is not a string')
+      return action, written
+
+    result, fault = attempt(read, 'parse_action or format_action')
+    logged = vars(self).setdefault('_logged_kinds', set())
+    if fault is not None and fault.kind not in logged:
+      logged.add(fault.kind)
+      _log.warning('%s: %s; such text is no action', self.name, fault)
+    return result
+
+  @property
+  def has_legal_actions(self) -> bool:
+    """Whether actions are words; free text cannot be listed."""
+    return bool(self.action_words)
+
+  def legal_actions(self, states: Any) -> list[list[str]]:
+    """All of `action_words` for each row."""
+    return [list(self.action_words)] * len(np.asarray(states.done))
+
+
+# -- reading what an environment returns -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TextStep:
+  """The checked outcome of one action.
+
+  Attributes:
+    observation: the text after the action.
+    reward: a number of at most 1e15 in size.
+    done: the game is over.
+    success: the game is over and won.
+    effective: whether the action changed anything; None if the environment does not say.
+  """
+
+  observation: str
+  reward: float
+  done: bool
+  success: bool
+  effective: bool | None = None
+
+
+def read_observation(raw: Any) -> str | Fault:
+  """A checked observation; characters that UTF-8 cannot encode become question marks."""
+  if isinstance(raw, Fault):
+    return raw
+  if not isinstance(raw, str):
+    return Fault('observation is not a string', one_line(raw))
+  return str.encode(raw, 'utf-8', 'replace').decode('utf-8')
+
+
+def read_reward(raw: Any) -> float | Fault:
+  """A checked reward, from any number."""
+  try:
+    number = float(raw)
+  except OverflowError:  # an integer of hundreds of digits
+    number = math.inf
+  if not abs(number) <= _LARGEST_REWARD:  # also for NaN
+    return Fault(f'reward is not within {_LARGEST_REWARD:g}', one_line(raw))
+  return number
+
+
+def read_step(raw: Any) -> TextStep | Fault:
+  """The checked result of a step.
+
+  Args:
+    raw: a `Fault`, or (observation, reward, done, info). `info` is the success as a bool, or a mapping with 'success',
+      which is required once the game is over, and optionally 'effective'.
+  """
+  if isinstance(raw, Fault):
+    return raw
+  step, fault = attempt(functools.partial(_read_step, raw), 'reading a step')
+  return fault or step
+
+
+def _read_step(raw: Any) -> TextStep | Fault:
+  if not isinstance(raw, tuple | list) or len(raw) != 4:
+    return Fault('step did not return (observation, reward, done, success)', one_line(raw))
+  observation, reward, done, info = raw
+  observation = read_observation(observation)
+  if isinstance(observation, Fault):
+    return observation
+  if not isinstance(reward, numbers.Real | np.bool_):
+    return Fault('reward is not a number', one_line(reward))
+  number = read_reward(reward)
+  if isinstance(number, Fault):
+    return number
+  if not isinstance(done, bool | np.bool_):
+    return Fault('done is not a bool', one_line(done))
+  success, effective = info, None
+  if isinstance(info, Mapping):
+    success, effective = info.get('success', None if done else False), info.get('effective')
+  if not isinstance(success, bool | np.bool_):
+    return Fault('success is not a bool', one_line(info))
+  if not isinstance(effective, bool | np.bool_ | None):
+    return Fault('effective is not a bool', one_line(effective))
+  effective = None if effective is None else bool(effective)
+  return TextStep(observation, number, bool(done), bool(done and success), effective)

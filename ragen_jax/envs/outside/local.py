@@ -1,0 +1,104 @@
+"""Sessions of games that are objects in this process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ragen_jax.envs.outside.base import Session
+from ragen_jax.utils.threads import Fault, run_calls
+
+_log = logging.getLogger(__name__)
+
+
+class LocalSession(Session):
+  """Rows that are objects in this process, each with `reset(seed, member)`, `step(action)` and optionally `close()`.
+
+  The object of a row is made at the row's first reset and plays all its episodes. An object whose call raised or
+  exceeded the time limit is replaced by a new one; it is closed, unless its call may still be running.
+  """
+
+  def __init__(self, make: Callable[[], Any], rows: int, *, workers: int, step_timeout_s: float):
+    """Makes no object yet.
+
+    Args:
+      make: makes an object.
+      rows: number of rows.
+      workers: number of threads, see `run_calls`.
+      step_timeout_s: time limit of a step, a reset or a close, in seconds.
+    """
+    self._make, self._workers, self._timeout_s = make, workers, step_timeout_s
+    self._games: list[Any] = [None] * rows
+    weakref.finalize(self, close_all, self._games, workers=workers, timeout_s=step_timeout_s)
+
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[str | Fault]:
+    """See `Session`. Making a row's object is part of its first reset."""
+    games = self._games
+
+    def start(row: int, seed: int, member: int) -> tuple[Any, str]:
+      game = games[row] if games[row] is not None else self._make()
+      try:
+        return game, game.reset(seed, member)
+      except BaseException:
+        if game is not games[row]:
+          _close(game)
+        raise
+
+    calls = [functools.partial(start, *x) for x in zip(rows, seeds, members, strict=True)]
+    results, failed = [], {}
+    for row, (result, fault) in zip(rows, self._run(calls, 'reset'), strict=True):
+      if fault is not None:
+        failed[row] = fault
+        results.append(fault)
+      else:
+        games[row], observation = result
+        results.append(observation)
+    self._drop(failed)
+    return results
+
+  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
+    """See `Session`."""
+    calls = [functools.partial(self._games[row].step, action) for row, action in zip(rows, actions, strict=True)]
+    results = self._run(calls, 'step')
+    self._drop({row: fault for row, (_, fault) in zip(rows, results, strict=True) if fault is not None})
+    return [fault or result for result, fault in results]
+
+  def _run(self, calls: list[Callable[[], Any]], what: str) -> list[tuple[Any, Fault | None]]:
+    return run_calls(calls, what=what, workers=self._workers, timeout_s=self._timeout_s)
+
+  def _drop(self, failed: Mapping[int, Fault]) -> None:
+    """Removes the objects of rows that failed."""
+    idle = [self._games[row] for row, fault in failed.items() if not fault.hung]
+    for row in failed:
+      self._games[row] = None
+    close_all(idle, workers=self._workers, timeout_s=self._timeout_s)
+
+
+def close_all(games: Sequence[Any], *, workers: int, timeout_s: float) -> None:
+  """Calls `close` of the objects that have it; failures are logged as one warning a kind.
+
+  Args:
+    games: the objects, None for a row without one.
+    workers: number of threads, see `run_calls`.
+    timeout_s: time limit of one call, in seconds.
+  """
+  games = [game for game in games if game is not None]
+  calls = [functools.partial(_close, game) for game in games]
+  try:
+    results = run_calls(calls, what='close', workers=workers, timeout_s=timeout_s)
+  except RuntimeError:  # Python 3.12 and later start no threads while they shut down
+    results = run_calls(calls, what='close', workers=0, timeout_s=timeout_s)
+  faults = [fault for _, fault in results]
+  for kind in dict.fromkeys(fault.kind for fault in faults if fault is not None):
+    alike = [(game, fault) for game, fault in zip(games, faults, strict=True) if fault and fault.kind == kind]
+    game, fault = alike[0]
+    _log.warning('%s: %s%s', type(game).__name__, fault, f'; {len(alike)} like it' if len(alike) > 1 else '')
+
+
+def _close(game: Any) -> None:
+  close = getattr(game, 'close', None)
+  if close is not None:
+    close()

@@ -1,0 +1,144 @@
+"""A Python class as an environment.
+
+class Guess:
+  rules = 'A number from 1 to 9 is hidden. Find it.'
+
+  def reset(self, seed: int) -> str: ...
+  def step(self, action: str) -> tuple[str, float, bool, bool]: ...  # observation, reward, done, success
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ragen_jax.envs.options import (
+  check_action_names,
+  check_legend,
+  check_mapping,
+  check_text,
+  check_workers,
+  import_object,
+)
+from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
+from ragen_jax.envs.outside.local import LocalSession, close_all
+from ragen_jax.utils.errors import describe_error, one_line
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PythonEnvironment(TextEnvironment):
+  """A Python class as an environment. One object of the class plays one episode at a time.
+
+  Methods of the class:
+
+    reset(seed) -> str                  starts an episode and returns the first observation; equal seeds give equal
+                                        levels. With a second argument `member`, the members of a group can have chance
+                                        of their own.
+    step(action) -> (str, float, bool, success)
+                                        carries out one action: observation, reward, whether the game is over, and
+                                        whether it is won. In place of `success`, a dict with 'success' and optionally
+                                        'effective': whether the action changed anything. Without 'effective', an action
+                                        is effective if the observation changed.
+    close()                             optional; called when the object is no longer needed.
+
+  Attributes of the class or of its objects, which may also be methods without arguments:
+
+    rules                               the game and its aim.
+    action_names                        optional: the words that are actions; without them every text is an action.
+    action_help                         optional: how an action is written.
+    legend                              optional: symbol to meaning.
+
+  The constructor makes one object to read these four.
+
+  Attributes:
+    class_path: 'package.module:ClassName'.
+    options: keyword arguments of the class.
+    workers: threads that play; 0 plays in the caller's thread, without a time limit. More than 1 helps if steps wait
+      for a network or a process. The objects then run in several threads: each in one at a time, not always the same.
+    step_timeout_s: time limit of a step, a reset or a close, in seconds.
+  """
+
+  name: ClassVar[str] = 'python'
+
+  class_path: str = ''
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  workers: int = 1
+  step_timeout_s: float = 60.0
+
+  def __post_init__(self):
+    object.__setattr__(self, 'options', check_mapping('python', 'options', self.options))
+    check_workers('python', self.workers, self.step_timeout_s)
+    cls = import_object('python: class_path', self.class_path)
+    for method in ('reset', 'step'):
+      if not inspect.isclass(cls) or not callable(getattr(cls, method, None)):
+        raise ValueError(
+          f'python: class_path={self.class_path!r} has no {method}; allowed: classes with reset and step'
+        )
+    try:
+      game = cls(**self.options)
+    except (Exception, SystemExit) as e:
+      raise ValueError(
+        f'python: options={one_line(self.options)}: {self.class_path} does not take them ({describe_error(e)})'
+      ) from e
+    where = f'python: {self.class_path}'
+    try:
+      texts = {
+        '_rules': check_text(where, 'rules', _attribute(where, game, 'rules', ''), blank=False),
+        '_legend': check_legend(where, 'legend', _attribute(where, game, 'legend', {})),
+        '_action_names': check_action_names(where, _attribute(where, game, 'action_names', ())),
+        '_action_help': check_text(where, 'action_help', _attribute(where, game, 'action_help', '')),
+      }
+    finally:
+      close_all([game], workers=self.workers, timeout_s=self.step_timeout_s)
+    for field, value in texts.items():
+      object.__setattr__(self, field, value)
+    object.__setattr__(self, '_class', cls)
+
+  @property
+  def action_names(self) -> tuple[str, ...]:
+    """The action names of the class; empty for free-text actions."""
+    return self._action_names
+
+  @property
+  def action_help(self) -> str:
+    """The class's `action_help`; a default line if the class has neither that nor `action_names`."""
+    return self._action_help or ('' if self._action_names else FREE_TEXT)
+
+  def rules(self) -> str:
+    """The class's `rules`."""
+    return self._rules
+
+  def legend(self) -> dict[str, str]:
+    """The class's `legend`."""
+    return self._legend
+
+  def open(self, rows: int) -> LocalSession:
+    """A session with one object of the class for each row."""
+    make = lambda: _PythonGame(self._class(**self.options))  # noqa: E731
+    return LocalSession(make, rows, workers=self.workers, step_timeout_s=self.step_timeout_s)
+
+
+class _PythonGame:
+  """An object of the user's class with `reset(seed, member)`, whether or not its own reset takes a member."""
+
+  def __init__(self, game: Any):
+    self._game = game
+    self.step = game.step
+    self.close = getattr(game, 'close', lambda: None)
+    self._takes_member = 'member' in inspect.signature(game.reset).parameters
+
+  def reset(self, seed: int, member: int) -> Any:
+    return self._game.reset(seed, member=member) if self._takes_member else self._game.reset(seed)
+
+
+def _attribute(where: str, game: Any, field: str, default: Any) -> Any:
+  """The value of an attribute, or of a method without arguments; raises ValueError if reading it fails."""
+  try:
+    value = getattr(game, field, default)
+    return value() if callable(value) else value
+  except (Exception, SystemExit) as e:
+    raise ValueError(
+      f'{where}: {field} cannot be read ({describe_error(e)}); allowed: an attribute, or a method without arguments'
+    ) from e

@@ -1,0 +1,36 @@
+"""Best play of games that last one action: Bandit and Countdown."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneActionSolution:
+  """Best play on N levels of a game that ends with its first action; any budget allows that one.
+
+  Attributes:
+    success: f32[N], probability of success.
+    actions: the best action of each level.
+    rewards: f32[N], the expected reward of that action.
+  """
+
+  success: np.ndarray
+  actions: list[Any]
+  rewards: np.ndarray
+
+  def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[Any]]:
+    """The best action of each level, or nothing if its episode is over."""
+    over = _is_over(states, turns_left, actions_left)
+    return [[] if stop else [action] for action, stop in zip(self.actions, over.tolist(), strict=True)]
+
+  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+    """f32[N], the expected reward of the best action, or 0 if the episode is over."""
+    return np.where(_is_over(states, turns_left, actions_left), 0.0, self.rewards).astype(np.float32)
+
+
+def _is_over(states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
+  return np.asarray(states.done) | (np.asarray(turns_left) < 1) | (np.asarray(actions_left) < 1)

@@ -1,0 +1,138 @@
+"""Calls of foreign code in threads: several at a time, each with a time limit, and no exception gets out."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ragen_jax.utils.errors import one_line
+
+# After this many time-outs in a row, the calls that have not begun are not made.
+_GIVE_UP_AFTER = 3
+_LONGEST_MESSAGE = 300  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """Why a call has no usable result. `str` gives one line of at most 300 characters.
+
+  Attributes:
+    kind: a few words, the same for all faults of one sort: 'step raised KeyError'.
+    detail: what is particular to this fault; may be empty.
+    hung: the call exceeded its time limit and may still be running.
+  """
+
+  kind: str
+  detail: str = ''
+  hung: bool = False
+
+  def __str__(self) -> str:
+    line = ' '.join(f'{self.kind}: {self.detail}'.split()) if self.detail else self.kind
+    line = line.encode('utf-8', 'replace').decode('utf-8')
+    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 3] + '...'
+
+
+class _Call:
+  def __init__(self, function: Callable[[], Any]):
+    self.function = function
+    self.started = 0.0
+    self.outcome: Any = None
+    self.over = False
+
+
+def run_calls(
+  functions: Sequence[Callable[[], Any]], *, what: str, workers: int, timeout_s: float
+) -> list[tuple[Any, Fault | None]]:
+  """Calls functions in a few threads and waits for each call at most `timeout_s` seconds.
+
+  Python cannot stop a thread. A call that exceeds its limit is abandoned: its thread runs until the call returns, and
+  its result is dropped. Code that never releases the interpreter's lock cannot be abandoned.
+
+  Args:
+    functions: functions without arguments.
+    what: name of the operation in the faults, one word.
+    workers: number of threads. With 0 the calls run in the caller's thread, one after another, without a time limit.
+    timeout_s: time limit of one call, in seconds.
+
+  Returns:
+    For each function, in order, (result, None), or (None, fault) if it raised, exceeded the limit, or was not called
+    because three calls in a row exceeded theirs.
+  """
+  if workers == 0:
+    return [attempt(f, what) for f in functions]
+  calls = [_Call(f) for f in functions]
+  waiting, running = collections.deque(calls), set()
+  changed = threading.Condition()
+  late = Fault(f'{what} took longer than {timeout_s:g} s', hung=True)
+  late_in_a_row = 0
+
+  def work() -> None:
+    nonlocal late_in_a_row
+    while True:
+      with changed:
+        if not waiting:
+          return
+        call = waiting.popleft()
+        call.started = time.monotonic()
+        running.add(call)
+        changed.notify()
+      outcome = attempt(call.function, what)
+      with changed:
+        if call.over:
+          return  # the call was abandoned, and another thread replaces this one
+        call.outcome, call.over = outcome, True
+        running.discard(call)
+        late_in_a_row = 0
+        changed.notify()
+
+  def start() -> None:
+    threading.Thread(target=work, daemon=True, name=f'ragen_jax-{what}').start()
+
+  for _ in range(min(workers, len(calls))):
+    start()
+  with changed:
+    while waiting or running:
+      now = time.monotonic()
+      overdue = [call for call in running if now - call.started >= timeout_s]
+      for call in overdue:
+        call.outcome, call.over = (None, late), True
+        running.discard(call)
+      late_in_a_row += len(overdue)
+      if late_in_a_row >= _GIVE_UP_AFTER:
+        for call in waiting:
+          call.outcome = (None, Fault(late.kind, 'not tried, as others before it took too long'))
+        waiting.clear()
+      for _ in range(min(len(overdue), len(waiting))):
+        start()
+      if running:
+        first = min(call.started for call in running)
+        changed.wait(max(first + timeout_s - time.monotonic(), 0.0))
+      elif waiting:
+        changed.wait()
+  return [call.outcome for call in calls]
+
+
+def attempt(function: Callable[[], Any], what: str) -> tuple[Any, Fault | None]:
+  """Calls a function: (result, None), or (None, fault) if it raised.
+
+  Args:
+    function: a function without arguments.
+    what: name of the operation in the fault.
+
+  Raises:
+    KeyboardInterrupt: in the main thread only, where it is the user's own.
+  """
+  try:
+    return function(), None
+  except BaseException as e:  # foreign code may raise anything; it becomes a fault
+    if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+      raise
+    frame = traceback.extract_tb(e.__traceback__)[-1]
+    where = f'{os.path.basename(frame.filename)}:{frame.lineno}'
+    return None, Fault(f'{what} raised {type(e).__name__}', f'{one_line(e, str)} ({where})')
