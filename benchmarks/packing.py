@@ -38,9 +38,10 @@ def main() -> None:
   policy = build.load_policy(config)
   specs = build.env_groups(config, TAGS, LEVELS)
   contexts = [build.context_manager(config, policy.tokenizer, [spec]) for spec in specs]
-  settings = build.fill(DemonstrationSettings, config.sft, seed=config.seed, max_context=config.agent.max_context)
+  limits = [build.episode_limits(config, [spec]) for spec in specs]
+  settings = build.fill(DemonstrationSettings, config.sft, seed=config.seed)
   style = build.fill(DemonstrationStyle, config.sft)
-  data = join(collect_demonstrations(specs, contexts, style, settings, frozenset()))
+  data = join(collect_demonstrations(specs, contexts, limits, style, settings, frozenset()))
   rng = np.random.default_rng(0)
   size = config.sft.batch_size
   steps = [rng.choice(len(data.length), size=size, replace=False) for _ in range(arguments.steps)]
@@ -48,7 +49,8 @@ def main() -> None:
   quantiles = np.quantile(data.length, (0, 0.25, 0.5, 0.75, 1)).astype(int).tolist()
   print(f'{hardware()}\n{len(data.length)} conversations, quartiles of their tokens {quantiles}')
   ways = {'padded': False, 'packed': True}
-  trainers = {name: sft.make_trainer(config, policy) for name in ways}
+  # Each has weights of its own, as a step donates them.
+  trainers = {name: sft.make_trainer(config, build.load_policy(config)) for name in ways}
   cut = {
     name: [
       list(batches(data, rows, batch_size=size, length_step=config.length_step, packing=packing, shards=1))
@@ -61,7 +63,7 @@ def main() -> None:
     for i in range(len(steps)):  # in turns, so that both have the same company on a busy machine
       for name, trainer in trainers.items():
         start = time.monotonic()
-        jax.block_until_ready((trainer.step(cut[name][i]), trainer.params))
+        jax.block_until_ready((trainer.step(cut[name][i]), trainer.state.trained))
         seconds[name].append(time.monotonic() - start)
   for name in ways:
     columns = sum(batch.tokens.size for step in cut[name] for batch in step)

@@ -20,7 +20,7 @@ from ragen_jax.agent import language_model as language_models
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextSettings
-from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS
@@ -254,7 +254,6 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
     rollout=fill(
       RolloutSettings,
       config.train,
-      first_level=first_training_level(config.train.first_level, config.seed),
       sampling=sampling(config.train),
       max_rollouts=config.filter.max_rollouts,
     ),

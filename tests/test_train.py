@@ -138,7 +138,7 @@ def test_tensorboard_has_all_there_is_to_see(finished_run):
   assert columns['algorithm.clip_ratio_high'].number_value == config.algorithm.clip_ratio_high
   assert columns['envs.FrozenLake.max_turns'].number_value == config.envs.FrozenLake.max_turns
   assert not [name for name in columns if name.startswith(('envs.Sudoku', 'sft.'))]
-  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.build.metric_infos}
+  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.experiment.metric_infos}
   assert newest == {
     name: np.float32(last[name])
     for name in ('val-env/success', 'val-env/FrozenLake/success', 'val-greedy/FrozenLake/success')

@@ -21,7 +21,6 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import Evaluator
-from ragen_jax.models import lora
 from ragen_jax.models.checkpoint.export import check_output, write_policy
 from ragen_jax.models.checkpoint.load import has_value_head
 from ragen_jax.models.checkpoint.save import check_target
@@ -151,6 +150,7 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
       MetricWriter(workdir, start_step=start_step) as writer,
       Progress(sft.steps, start=done, noun='step') as progress,
     ):
+      run_log = RunLog(build.log_settings(config), writer, kept, progress)
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
       run_log = RunLog(build.log_settings(config), writer, kept, progress)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
@@ -168,11 +168,11 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
         if last or (sft.eval_every and step % sft.eval_every == 0):
           if len(withheld):
             log.validation(step, trainer.losses(list(cut(withheld))))
-          evaluation = evaluator(lora.join(trainer.params, trainer.frozen), step)
+          evaluation = evaluator(trainer.state.params, step)
           run_log.evaluation(step, evaluation)
         if last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0):
           writer.flush()
-          checkpointer.save(step, trainer.state(), {'data': data.checksum})
+          checkpointer.save(step, trainer.state.saved(), {'data': data.checksum})
         if interrupt.requested and not last:
           raise Stopped(interrupt.requested)
       if done >= sft.steps:
@@ -188,17 +188,17 @@ def _restore(trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples,
   """
   done = checkpointer.latest_step() or 0
   if done:
-    state, meta = checkpointer.restore(trainer.state())
+    arrays, meta = checkpointer.restore(trainer.state.saved())
     if meta['data'] != data.checksum:
       raise UserError(f'--workdir={workdir}: what is learnt from has changed since; choose another --workdir')
-    trainer.load_state(state)
+    trainer.state = trainer.state.with_saved(arrays, iteration=done)
     _log.info('going on in %s after step %d' if done < steps else '%s is finished: %d steps', workdir, done)
   return done
 
 
 def _write(config: ConfigDict, policy: LanguageModel, trainer: SftTrainer) -> None:
   """Writes the weights as a Hugging Face directory."""
-  nnx.update(policy.model, trainer.params)
+  nnx.update(policy.model, trainer.state.trained)
   has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))
   settings = build.export_settings(config, policy)
   write_policy(config.sft.output, policy.model, settings, with_value_head=config.sft.value_coef > 0 or has_head)

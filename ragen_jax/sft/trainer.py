@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,12 +11,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ragen_jax.distributed.sharding import place_rows, tree_shardings
+from ragen_jax.distributed.sharding import place_rows
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft.packing import SftBatch
+from ragen_jax.training.learner import Learner, Loss
 from ragen_jax.training.optimizer import weight_decay_mask
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
+from ragen_jax.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,26 +49,24 @@ def make_schedule(settings: SftSettings) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(settings.steps, warmup + 1), 0.1 * rate)
 
 
-def make_loss(graphdef: Any, settings: SftSettings, scoring: ScoringSettings) -> Callable:
+def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
   """The loss of a micro-batch: the negative log-likelihood of the trained tokens, and the value loss.
 
   The weights of the tokens sum to 1 over a step, so the losses and gradients of its micro-batches are added.
 
   Args:
-    graphdef: of the `ActorCritic`.
-    settings: reads `value_coef`.
-    scoring: how the tokens are scored.
+    scoring: how tokens are scored.
+    value_coef: weight of the value loss.
 
   Returns:
-    (trained, frozen, batch) -> (the loss, f32[2] of its two parts).
+    A loss of (module, `SftBatch`) for a `Learner`, with the sums 'loss' and 'value_loss'.
   """
 
-  def loss(trained: nnx.State, frozen: nnx.State, batch: SftBatch) -> tuple[jax.Array, jax.Array]:
-    model = lora.merge(graphdef, trained, frozen)
-    logprobs, _, values = score_tokens(model, batch.tokens, batch.columns, scoring, batch.segments)
+  def loss(module: ActorCritic, batch: SftBatch) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
+    logprobs, _, values = score_tokens(module, batch.tokens, batch.columns, scoring, batch.segments)
     nll = -jnp.sum(logprobs * batch.weights)
     vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
-    return nll + settings.value_coef * vf_loss, jnp.stack([nll, vf_loss])
+    return nll + value_coef * vf_loss, ({'loss': nll, 'value_loss': vf_loss}, {})
 
   return loss
 
@@ -77,9 +75,8 @@ class SftTrainer:
   """Trains a model on batches of replies; with LoRA, only adapters and the value head.
 
   Attributes:
-    params: the trained weights.
-    frozen: the other weights, which never change.
-    opt_state: of the optimiser.
+    state: weights and optimiser state; its arrays are donated by a step.
+    learner: takes the optimiser steps.
     schedule: the learning rate of each step.
   """
 
@@ -88,65 +85,39 @@ class SftTrainer:
 
     Args:
       settings: the optimiser and the loss.
-      scoring: how the tokens are scored.
-      model: its weights are where training begins; they are not changed.
+      scoring: how tokens are scored.
+      model: training begins with its weights; the first step donates those that are trained.
       mesh: the devices over which rows and weights are divided.
     """
-    self._mesh = mesh
+    self._mesh = mesh if mesh.size > 1 else None
     self.schedule = make_schedule(settings)
     adamw = optax.adamw(
       self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=weight_decay_mask
     )
     optimizer = optax.chain(optax.clip_by_global_norm(settings.grad_clip), adamw)
     graphdef, params = nnx.split(model)
-    self.params, self.frozen = lora.partition(params)
-    self.opt_state = self._as_weights(optimizer.init(self.params))
-    loss = make_loss(graphdef, settings, scoring)
+    self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), self._mesh)
+    trained, frozen = lora.partition(params)
+    self.state = TrainState(trained, frozen, self.learner.init(trained))
 
-    @functools.partial(jax.jit, donate_argnums=2)
-    def accumulate(params, frozen, gradients, batch):
-      new, parts = jax.grad(loss, has_aux=True)(params, frozen, batch)
-      return self._as_weights(jax.tree.map(jnp.add, gradients, new)), parts
-
-    @jax.jit
-    def apply(params, opt_state, gradients):
-      updates, opt_state = optimizer.update(gradients, opt_state, params)
-      return self._as_weights(optax.apply_updates(params, updates)), self._as_weights(opt_state)
-
-    self._accumulate, self._apply = accumulate, apply
-    self._losses = jax.jit(lambda params, frozen, batch: loss(params, frozen, batch)[1])
-
-  def state(self) -> dict[str, Any]:
-    """The state of a checkpoint: trained weights and optimiser state."""
-    return {'params': self.params, 'opt_state': self.opt_state}
-
-  def load_state(self, state: dict[str, Any]) -> None:
-    """Continues from a `state`."""
-    self.params, self.opt_state = state['params'], state['opt_state']
-
-  def _as_weights(self, tree: Any) -> Any:
-    """Divides a tree over the devices as the weights are."""
-    if self._mesh.size == 1:
-      return tree
-    return jax.lax.with_sharding_constraint(tree, tree_shardings(tree, self._mesh))
-
-  def _place(self, batch: SftBatch) -> SftBatch:
-    return batch if self._mesh.size == 1 else place_rows(batch, self._mesh)
+  def _placed(self, batches: list[SftBatch]) -> list[SftBatch]:
+    return batches if self._mesh is None else [place_rows(batch, self._mesh) for batch in batches]
 
   def gradients(self, batches: list[SftBatch]) -> tuple[Any, jax.Array]:
     """The gradients of a step from its micro-batches, and f32[2]: its loss and value loss."""
-    gradients, parts = jax.tree.map(jnp.zeros_like, self.params), 0.0
-    for batch in batches:
-      gradients, part = self._accumulate(self.params, self.frozen, gradients, self._place(batch))
-      parts = parts + part
-    return gradients, parts
+    gradients, found = self.learner.gradients(self.state, self._placed(batches))
+    return gradients, _parts(found)
 
   def step(self, batches: list[SftBatch]) -> jax.Array:
     """Takes one optimiser step; returns f32[2], loss and value loss before it."""
-    gradients, parts = self.gradients(batches)
-    self.params, self.opt_state = self._apply(self.params, self.opt_state, gradients)
-    return parts
+    self.state, found = self.learner.step(self.state, self._placed(batches))
+    self.state = self.state.replace(iteration=self.state.iteration + 1)
+    return _parts(found)
 
   def losses(self, batches: list[SftBatch]) -> jax.Array:
     """f32[2], loss and value loss; the weights do not change."""
-    return sum(self._losses(self.params, self.frozen, self._place(batch)) for batch in batches)
+    return _parts(self.learner.evaluate(self.state, self._placed(batches)))
+
+
+def _parts(found: dict[str, jax.Array]) -> jax.Array:
+  return jnp.stack([found['loss'], found['value_loss']])

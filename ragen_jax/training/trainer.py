@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.env_manager import first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.agent.rollout import Rollout, concatenate
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
@@ -41,7 +42,7 @@ class RolloutSettings:
     groups: prompt groups of a rollout, each of one level.
     group_size: G, episodes of a group.
     online_k: iterations that learn from one rollout.
-    first_level: seed of the first level of this run.
+    first_level: seed of the first level of runs with seed 0.
     sampling: how tokens are drawn.
     max_rollouts: largest number of rollouts of an iteration (`config.filter`).
   """
@@ -202,7 +203,7 @@ class Trainer:
     key = jax.random.fold_in(key, attempt) if attempt else key
     return self.proxy.rollout(
       SamplerSpeaker(self.model.sampler, state.params, key, s.sampling),
-      s.first_level + number * s.groups,
+      first_training_level(s.first_level, self.settings.seed, rollout=number, groups=s.groups),
       policy_version=iteration,
       pictured=() if attempt else self.recorder.rows(iteration),
     )

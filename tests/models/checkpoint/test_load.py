@@ -222,6 +222,7 @@ import json, pathlib, sys
 import jax
 from safetensors.numpy import load_file
 from ragen_jax import build
+from ragen_jax import build
 from ragen_jax.agent.language_model import weight_shardings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.config import critic_directory, read_config, trunk_config
