@@ -11,7 +11,6 @@ import pytest
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.evaluation.evaluator import mean_success
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.run_log import mean_success, success_by_tag
 from tests.support import builders
