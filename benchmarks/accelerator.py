@@ -45,6 +45,7 @@ from flax import nnx  # noqa: E402
 from benchmarks.learning_curves import hardware  # noqa: E402
 from configs import frozenlake_ppo  # noqa: E402
 from ragen_jax import build  # noqa: E402
+from ragen_jax.agent.language_model import param_state  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
 from ragen_jax.models.checkpoint.load import load_model  # noqa: E402
 from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
@@ -52,7 +53,6 @@ from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
 from ragen_jax.models.value_head import ActorCritic  # noqa: E402
 from ragen_jax.runs.metrics import read_metrics  # noqa: E402
 from ragen_jax.sampling.sampler import Sampler, Sampling  # noqa: E402
-from ragen_jax.training.trainer import Trainer  # noqa: E402
 
 SHAPE = QwenConfig(
   vocab_size=151_936,
@@ -127,7 +127,7 @@ def parity(shape: QwenConfig, checkpoint: str) -> dict:
 def sampler_of(model: Qwen) -> tuple[Sampler, nnx.State]:
   """A sampler that no token stops, and its weights."""
   policy = ActorCritic(model)
-  return Sampler(policy, stop_ids=(model.cfg.vocab_size,)), build.param_state(policy)
+  return Sampler(policy, stop_ids=(model.cfg.vocab_size,)), param_state(policy)
 
 
 def decode_once(sampler: Sampler, params: nnx.State, tokens: np.ndarray, new: int, sampling: Sampling):
@@ -217,17 +217,17 @@ def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
     config.optimizer.mini_batch_size, config.optimizer.micro_batch_size = 8, 8
     config.agent.max_response_tokens, config.envs.FrozenLake.max_turns = 8, 2
   policy = build.load_policy(config)
-  trainer = Trainer(config, policy)
-  params, opt_state, _ = trainer.init()
-  size = sum(x.size for x in jax.tree.leaves(params))
-  for step in range(2):
+  trainer = build.make_trainer(config, policy)
+  state = trainer.init()
+  size = sum(x.size for x in jax.tree.leaves(state.params))
+  for _ in range(2):
     clock = [time.perf_counter()]
-    rollout, selection = trainer.collect(params, step)
+    rollout, selection = trainer.collect(state)
     clock.append(time.perf_counter())
-    batch, metrics = trainer.make_batch(params, selection)
+    batch, metrics = trainer.estimate(state, selection)
     clock.append(time.perf_counter())
-    params, opt_state, more = trainer.update(params, opt_state, batch, selection, step)
-    jax.block_until_ready(params)
+    state, more = trainer.update(state, batch, selection)
+    jax.block_until_ready(state.trained)
     clock.append(time.perf_counter())
   seconds = np.diff(clock)
   tokens = int(rollout.trajectory.length.sum()) * config.algorithm.ppo_epochs

@@ -23,7 +23,9 @@ from benchmarks.learning_curves import hardware  # noqa: E402
 from configs import sft_frozenlake  # noqa: E402
 from ragen_jax import build  # noqa: E402
 from ragen_jax.modes import sft  # noqa: E402
-from ragen_jax.sft import data as sft_data  # noqa: E402
+from ragen_jax.sft.data import DemonstrationSettings, collect_demonstrations, join  # noqa: E402
+from ragen_jax.sft.demonstrations import DemonstrationStyle  # noqa: E402
+from ragen_jax.sft.packing import batches  # noqa: E402
 
 TAGS, LEVELS = ('FrozenLake', 'SimpleSokoban', 'Bandit'), (512, 512, 512)
 
@@ -35,7 +37,11 @@ def main() -> None:
   config = sft_frozenlake.get_config()
   policy = build.load_policy(config)
   specs = build.env_groups(config, TAGS, LEVELS)
-  data = sft_data.join(sft_data.play(config, specs, policy.tokenizer, frozenset()))
+  contexts = [build.context_manager(config, policy.tokenizer, [spec]) for spec in specs]
+  limits = [build.episode_limits(config, [spec]) for spec in specs]
+  settings = build.fill(DemonstrationSettings, config.sft, seed=config.seed)
+  style = build.fill(DemonstrationStyle, config.sft)
+  data = join(collect_demonstrations(specs, contexts, limits, style, settings, frozenset()))
   rng = np.random.default_rng(0)
   size = config.sft.batch_size
   steps = [rng.choice(len(data.length), size=size, replace=False) for _ in range(arguments.steps)]
@@ -43,10 +49,11 @@ def main() -> None:
   quantiles = np.quantile(data.length, (0, 0.25, 0.5, 0.75, 1)).astype(int).tolist()
   print(f'{hardware()}\n{len(data.length)} conversations, quartiles of their tokens {quantiles}')
   ways = {'padded': False, 'packed': True}
-  trainers = {name: sft.SftTrainer(config, policy) for name in ways}
+  # Each has weights of its own, as a step donates them.
+  trainers = {name: sft.make_trainer(config, build.load_policy(config)) for name in ways}
   cut = {
     name: [
-      list(sft_data.batches(data, rows, batch_size=size, length_step=config.length_step, packing=packing, shards=1))
+      list(batches(data, rows, batch_size=size, length_step=config.length_step, packing=packing, shards=1))
       for rows in steps
     ]
     for name, packing in ways.items()
@@ -56,7 +63,7 @@ def main() -> None:
     for i in range(len(steps)):  # in turns, so that both have the same company on a busy machine
       for name, trainer in trainers.items():
         start = time.monotonic()
-        jax.block_until_ready((trainer.step(cut[name][i]), trainer.params))
+        jax.block_until_ready((trainer.step(cut[name][i]), trainer.state.trained))
         seconds[name].append(time.monotonic() - start)
   for name in ways:
     columns = sum(batch.tokens.size for step in cut[name] for batch in step)

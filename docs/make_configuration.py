@@ -1,4 +1,6 @@
-"""Writes docs/configuration.md from the comments and values of configs/default.py, and from what other configs change.
+"""Writes docs/configuration.md from the comments and values of configs/default.py and environments.py.
+
+The last column of its tables lists what the other configs change.
 
 python docs/make_configuration.py
 """
@@ -30,9 +32,9 @@ COMMON = ('type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words
 
 HEAD = """# Configuration
 
-<!-- Written by `python docs/make_configuration.py`. To change this page, change configs/default.py. -->
+<!-- Written by `python docs/make_configuration.py`. To change this page, change the comments in configs/. -->
 
-Every field of [configs/default.py](../configs/default.py), with its default and what it means. Each is a flag of
+Every field of [configs/default.py](../configs/default.py), with its default and meaning. Each is a flag of
 `main.py`, behind `--config`:
 
 ```
@@ -40,9 +42,10 @@ python main.py --config=configs/frozenlake_ppo.py --config.algorithm.clip_ratio_
 python main.py --config=configs/frozenlake_ppo.py --config.train.tags="('FrozenLake','Bandit')" --workdir=runs/two
 ```
 
-A value that cannot be run with is refused in one line, before anything is compiled. The other files of
-[configs](../configs) change some fields; the last column says which, for `configs/NAME.py`, and to what. A word behind
-the file's name takes another model than the built-in one, and with it the values that are listed for pretrained models:
+A value that is not allowed is refused with an error of one line, before anything is compiled. The other files of
+[configs](../configs) change some fields; the last column lists the new values and the configs that set them, by the
+NAME of `configs/NAME.py`. A suffix of the file's name selects another model than the built-in one, and sets the values
+that are listed for pretrained models:
 
 ```
 python main.py --config=configs/frozenlake_ppo.py:qwen2.5-0.5b
@@ -57,9 +60,7 @@ def main() -> None:
 
 def render() -> str:
   """The whole page."""
-  lines = (ROOT / 'configs' / 'default.py').read_text(encoding='utf-8').splitlines()
-  tree = ast.parse('\n'.join(lines))
-  body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == 'get_config').body
+  lines, body = _function('default.py', 'get_config')
   config, changes = default.get_config(), changed_values()
   sections: dict[str, dict[str, Any]] = {'': {'text': '', 'rows': []}}
   parts = []
@@ -72,13 +73,13 @@ def render() -> str:
     if ast.unparse(node.value) == 'ConfigDict()':
       sections[section] = {'text': comment, 'rows': []}
     elif section == 'envs':
-      sections[section].setdefault('parts', []).append(_environment(lines, node.value, name, comment, config, changes))
+      sections[section] = {'text': comment, 'rows': [], 'parts': _environments(config, changes)}
     else:
       field = name or section
       rows = sections[section if name else '']['rows']
       rows.append((field, _value(_get(config, target), node.value), comment, changes.get(target, '')))
   words = ', '.join(f'`{name}`' for name in presets.PRESETS)
-  parts.append(f'The words are {words}, each also with `-lora` behind it.\n')
+  parts.append(f'The models are {words}, each also with the suffix `-lora`.\n')
   links = ', '.join(f'[{name}](#{name})' for name in sections if name)
   parts.append(f'Sections: [the run](#the-run), {links}.\n')
   for name, section in sections.items():
@@ -93,11 +94,18 @@ def render() -> str:
   return HEAD + '\n'.join(parts)
 
 
-def _target(node: ast.stmt) -> str | None:
-  """'train.groups' for an assignment to `config.train.groups`; None for what is no field."""
+def _function(file: str, name: str) -> tuple[list[str], list[ast.stmt]]:
+  """The lines of a file of configs/, and the statements of one of its functions."""
+  lines = (ROOT / 'configs' / file).read_text(encoding='utf-8').splitlines()
+  tree = ast.parse('\n'.join(lines))
+  return lines, next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name).body
+
+
+def _target(node: ast.stmt, prefix: str = 'config.') -> str | None:
+  """'train.groups' for an assignment to `config.train.groups`; None for other statements."""
   if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
     name = ast.unparse(node.targets[0])
-    return name.removeprefix('config.') if name.startswith('config.') else None
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
   return None
 
 
@@ -122,13 +130,24 @@ def _heading(text: str) -> tuple[str, str]:
   return title.strip().removesuffix('.'), rest.strip()
 
 
+def _environments(config: ConfigDict, changes: dict[str, str]) -> list[str]:
+  """The parts of the page that environments.py gives, one per tag."""
+  lines, body = _function('environments.py', 'by_tag')
+  found = [(node, _target(node, 'envs.')) for node in body]
+  return [
+    _environment(lines, node.value, tag, _comment(lines, node.lineno - 1), config, changes)
+    for node, tag in found
+    if tag
+  ]
+
+
 def _environment(
   lines: list[str], value: ast.expr, tag: str, comment: str, config: ConfigDict, changes: dict[str, str]
 ) -> str:
   """An environment's part of the page: a table of its options, or how it differs from another."""
   text = f'### envs.{tag}\n\n' + (_escape(comment) + '\n\n' if comment else '')
   if value.func.id == '_like':
-    other = ast.unparse(value.args[0]).removeprefix('config.')
+    other = ast.unparse(value.args[0])
     options = ', '.join(f'`{k.arg}={_plain_value(config.envs[tag][k.arg], k.value)}`' for k in value.keywords)
     return text + f'As [{other}](#{other.replace(".", "").lower()}), but {options}.\n'
   entries = {k.value: (k.lineno - 1, v) for k, v in zip(value.args[0].keys, value.args[0].values, strict=True)}
@@ -182,15 +201,15 @@ def _get(config: ConfigDict, field: str) -> Any:
 
 
 def changed_values() -> dict[str, str]:
-  """Dotted field -> what other configs, pretrained models and LoRA set it to, in words."""
+  """Dotted field -> the values that other configs, pretrained models and LoRA set, as text."""
   tiny, real = (dict(_leaves(default.get_config(model))) for model in ('', PRETRAINED))
   lora, real_lora = (dict(_leaves(default.get_config(f'{model}-lora'))) for model in ('tiny', PRETRAINED))
-  names = sorted(p.stem for p in (ROOT / 'configs').glob('[a-z]*.py') if p.stem != 'default')
+  names = sorted(p.stem for p in (ROOT / 'configs').glob('[a-z]*.py') if p.stem not in ('default', 'environments'))
   shipped = {name: importlib.import_module(f'configs.{name}').get_config for name in names}
   games = [name for name in names if inspect.signature(shipped[name]).parameters]
   small = {name: dict(_leaves(shipped[name]())) for name in names}
   large = {name: dict(_leaves(shipped[name](PRETRAINED))) for name in games}
-  told = {}
+  found_changes = {}
   for field in tiny.keys() - {'model.preset'}:
     found: dict[tuple[str, str], list[str]] = {}
     for name in names:
@@ -211,8 +230,8 @@ def changed_values() -> dict[str, str]:
     elif real_lora[field] != real[field]:
       words.append(f'`{real_lora[field]!r}`: `-lora`, pretrained')
     if words:
-      told[field] = '; '.join(words)
-  return told
+      found_changes[field] = '; '.join(words)
+  return found_changes
 
 
 def _patterns(names: list[str], games: list[str]) -> str:

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from ragen_jax.api import load_config, load_policy, make_env, train_on
+  from ragen_jax.build import make_evaluator, make_trainer
   from ragen_jax.envs import Budget, Environment, TextEnvironment
   from ragen_jax.evaluation.evaluator import Evaluator
   from ragen_jax.train import train_and_evaluate
+  from ragen_jax.training.state import TrainState
   from ragen_jax.training.trainer import Trainer
   from ragen_jax.utils.errors import UserError
 
@@ -35,11 +37,14 @@ __all__ = [
   'Environment',
   'Evaluator',
   'TextEnvironment',
+  'TrainState',
   'Trainer',
   'UserError',
   'load_config',
   'load_policy',
   'make_env',
+  'make_evaluator',
+  'make_trainer',
   'train_and_evaluate',
   'train_on',
 ]
@@ -49,11 +54,14 @@ _MODULES = {
   'Environment': 'envs',
   'Evaluator': 'evaluation.evaluator',
   'TextEnvironment': 'envs',
+  'TrainState': 'training.state',
   'Trainer': 'training.trainer',
   'UserError': 'utils.errors',
   'load_config': 'api',
   'load_policy': 'api',
   'make_env': 'api',
+  'make_evaluator': 'build',
+  'make_trainer': 'build',
   'train_and_evaluate': 'train',
   'train_on': 'api',
 }

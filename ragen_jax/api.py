@@ -1,4 +1,4 @@
-"""What `import ragen_jax` offers beside its classes: a config, environments, and the policy that a run begins with."""
+"""The functions of `import ragen_jax`: a config, environments, and the language model of a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax import envs as registry
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config import command_line
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs import Budget, Environment, TextEnvironment
@@ -17,14 +18,15 @@ from ragen_jax.utils.errors import UserError
 
 
 def load_config(file: str, fields: Mapping[str, Any] | None = None) -> ConfigDict:
-  """The config that `main.py --config=FILE --config.FIELD=VALUE` has.
+  """The config that `main.py --config=FILE --config.FIELD=VALUE` reads.
 
   Args:
-    file: such as 'configs/frozenlake_ppo.py', with a colon and a word behind it for another model.
-    fields: dotted names, such as 'train.groups', to their values.
+    file: the name of a shipped config, such as 'frozenlake_ppo', or the path of a file; ':NAME' at the end chooses
+      another model.
+    fields: values by dotted name, such as 'train.groups'.
 
   Returns:
-    The config, locked: its fields can be set, and what is no field is an error.
+    The config, locked: its fields can be set, and setting any other name is an error.
 
   Raises:
     UserError: there is no such file or field, or a value has the wrong type.
@@ -59,10 +61,10 @@ def make_env(env_type: str, **options: Any) -> Environment | TextEnvironment:
 
   Args:
     env_type: a name of `ragen_jax.envs.TYPES`, such as 'frozen_lake', or 'package.module:ClassName'.
-    **options: fields of its class; the others keep their defaults.
+    **options: fields of its class; fields that are not given keep their defaults.
 
   Raises:
-    UserError: no such type or option, or a value that is not allowed.
+    UserError: the type or an option does not exist, or a value is not allowed.
   """
   try:
     return registry.make(env_type, options)
@@ -76,16 +78,16 @@ def train_on(
   budget: Budget | None = None,
   max_words: int = 100,
 ) -> None:
-  """Lets a config train and evaluate on these environments, in place of those that it names.
+  """Makes a config train and evaluate on these environments, instead of those that it names.
 
   Args:
     config: the run's; `envs`, `train.tags` and `eval.tags` are changed, with equal shares for all tags.
-    environments: by tag, the name that their metrics have.
-    budget: turns and actions of an episode; 5, 10 and 5 a turn where it is not given.
+    environments: by tag, which is part of the names of their metrics.
+    budget: turns and actions of an episode; None for 5 turns, 10 actions, and 5 actions a turn.
     max_words: the length of a reply that the prompt asks for.
 
   Raises:
-    UserError: the class cannot be imported by its name, which the config, and so the run's record, keeps.
+    UserError: a class cannot be imported by its name, which is what the config and the run's record hold.
   """
   budget = budget or Budget()
   sections = {}
@@ -109,16 +111,16 @@ def train_on(
 
 
 def _type_name(cls: type) -> str:
-  """What `envs.TAG.type` says for a class."""
+  """The value of `envs.TAG.type` for a class."""
   names = [name for name, known in registry.TYPES.items() if known is cls]
   return names[0] if names else f'{cls.__module__}:{cls.__qualname__}'
 
 
-def load_policy(config: ConfigDict) -> build.Policy:
-  """The policy that a run begins with, after a check of the whole config.
+def load_policy(config: ConfigDict) -> LanguageModel:
+  """Checks the whole config and loads the language model that a run begins with.
 
   Raises:
-    UserError: a field that cannot be run with, or no such checkpoint.
+    UserError: a field has a value that cannot be run, or the checkpoint does not exist.
   """
   check_config(config)
   return build.load_policy(config)

@@ -1,45 +1,54 @@
-"""From a config to the parts of a run: environments, tokenizer, model, and the checks that come before any of them."""
+"""From a config to the parts of a run: the only module that reads a config to make something.
+
+Settings dataclasses stand beside the classes that take them and have no defaults; `fill` fills them by name from a
+section of the config. Nothing below this module sees a `ConfigDict`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent import language_model as language_models
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import ContextManager, ContextPolicy
-from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.agent.context_manager import ContextManager, ContextSettings
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Limits
+from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS
+from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora, presets
-from ragen_jax.models.checkpoint import peft as adapter_files
-from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.models.checkpoint.export import ExportSettings
-from ragen_jax.models.checkpoint.load import load_model, load_value_head
-from ragen_jax.models.checkpoint.names import weights
-from ragen_jax.models.qwen import Qwen, QwenConfig
-from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.runs.config_fields import read_by_training
 from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.training.batches import BatchingSettings
+from ragen_jax.training.estimate import EstimateSettings, RewardSettings
+from ragen_jax.training.monitor import Monitor, MonitorSettings
+from ragen_jax.training.objective import LossSettings, WeightSettings
+from ragen_jax.training.optimizer import OptimizerSettings
+from ragen_jax.training.probes import Probes, ProbeSettings
+from ragen_jax.training.records import RecordSettings
+from ragen_jax.training.replay import ReplaySettings
+from ragen_jax.training.run import RunSettings
+from ragen_jax.training.run_log import BEST, LogSettings
+from ragen_jax.training.scoring import ScoringSettings
+from ragen_jax.training.selection import FilterSettings
+from ragen_jax.training.trainer import RolloutSettings, Trainer, TrainerSettings, UpdateSettings
 from ragen_jax.utils.errors import UserError
 
-_log = logging.getLogger(__name__)
-
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
-# A run's own range of training levels.
-LEVELS_PER_SEED = 10_000_000
-
 
 _Settings = TypeVar('_Settings')
 
@@ -62,7 +71,7 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
 
 def env_groups(
   config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
-) -> list[EnvGroup]:
+) -> list[EnvSpec]:
   """The environments behind tags.
 
   Args:
@@ -94,7 +103,7 @@ def env_groups(
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    specs.append(EnvGroup(tag, env, budget, max_words, count))
+    specs.append(EnvSpec(tag, env, budget, max_words, count))
   return specs
 
 
@@ -133,44 +142,46 @@ def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
   return counts
 
 
-def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvGroup]) -> ContextManager:
+def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvSpec]) -> ContextManager:
   """The prompts of a run."""
-  agent = config.agent
-  return ContextManager(
-    tokenizer,
-    specs,
-    think=agent.think,
-    force_prefix=agent.force_prefix,
-    action_sep=agent.action_sep,
-    policy=ContextPolicy(agent.context, agent.context_turns, agent.overlong),
-  )
+  return ContextManager(tokenizer, specs, fill(ContextSettings, config.agent))
+
+
+def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
+  """The bounds of the episodes of some environments, in turns and in tokens."""
+  max_turns = max(s.budget.max_turns for s in specs)
+  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step)
 
 
 def agent_proxy(
   config: ConfigDict,
   tokenizer: ChatTokenizer,
   sampler: Sampler,
-  specs: list[EnvGroup],
+  specs: list[EnvSpec],
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
   """The rollout loop over a batch of environments, which are never reset to a level that is held out."""
-  agent = config.agent
-  limits = Limits(
-    max_turns=max(s.budget.max_turns for s in specs),
-    max_response_tokens=agent.max_response_tokens,
-    max_context=agent.max_context,
-    format_penalty=agent.format_penalty,
-    size_step=config.length_step,
-    drop_finished=agent.drop_finished,
-  )
-  envs = EnvStateManager(specs, group_size, share=sampler.share.index, shares=sampler.share.parts, held_out=held_out)
-  return AgentProxy(envs, context_manager(config, tokenizer, specs), sampler, limits)
+  share = sampler.share
+  envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
+  return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)
 
 
 def sampling(section: ConfigDict) -> Sampling:
   """How `config.train` or `config.eval` draws tokens."""
-  return Sampling(temperature=section.temperature, top_p=section.top_p, top_k=section.top_k)
+  return fill(Sampling, section)
+
+
+def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
+  """How levels are played in the evaluations of a run."""
+  return fill(EvaluationSettings, config.eval, episodes=config.logging.episodes)
+
+
+def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
+  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
+  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
+  return Evaluator(evaluation_settings(config), proxy, model.sampler)
 
 
 def compute_dtype(config: ConfigDict) -> Any:
@@ -180,44 +191,8 @@ def compute_dtype(config: ConfigDict) -> Any:
   return jnp.dtype(config.model.dtype)
 
 
-@dataclasses.dataclass
-class Policy:
-  """A model and what belongs to it.
-
-  Attributes:
-    directory: the checkpoint that it came from.
-    model: policy and critic.
-    tokenizer: of the checkpoint.
-    sampler: for the model's structure.
-    mesh: the devices that it is laid out on.
-  """
-
-  directory: str
-  model: ActorCritic
-  tokenizer: ChatTokenizer
-  sampler: Sampler
-  mesh: Mesh
-
-  def describe(self) -> str:
-    """Size, precision and devices in a few words: '123k parameters, float32, 1 device (cpu)'."""
-    params = param_state(self.model)
-    trained, frozen = lora.partition(params)
-    count = f'{_count(trained["policy"])} parameters'
-    if frozen:
-      count = f'{_count(frozen)} frozen parameters and {_count(trained["policy"])} in adapters'
-    if self.model.critic is not None:
-      count += f', {_count(params["critic"])} of the critic'
-    devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'
-    return f'{count}, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
-
-
-def _count(params: Any) -> str:
-  size = sum(x.size for x in jax.tree.leaves(params))
-  return f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'
-
-
 def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
-  """The adapters that `config.lora` asks for; None where it is off.
+  """The adapters of `config.lora`; None if they are off.
 
   Raises:
     UserError: unknown targets.
@@ -229,100 +204,156 @@ def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
   return lora.LoraConfig(config.lora.rank, config.lora.alpha, targets) if config.lora.rank else None
 
 
-def attend_by_row() -> bool:
-  """Whether rows may be looped over in attention: on one CPU device, where it is faster."""
-  return jax.default_backend() == 'cpu' and jax.device_count() == 1
-
-
-def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...], NamedSharding]:
-  """Where each weight of a policy lives, by its path.
-
-  Raises:
-    UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
-  """
-  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
-
-
-def load_policy(config: ConfigDict) -> Policy:
-  """The policy that `config.model` names, with the adapters of `config.lora`; fresh is what no checkpoint has.
-
-  Every weight goes from the file to its own devices, so that a model may be larger than any of them.
-
-  Raises:
-    UserError: there is no such checkpoint, it cannot be used, or the mesh does not divide it.
-  """
-  mesh = make_mesh(**config.mesh)
-  directory = presets.resolve(config.model.preset, config.model.path)
-  tokenizer = ChatTokenizer(directory)
-  critic, home = None, directory
-  qwen = _load_model(config, directory, tokenizer, mesh, jnp.dtype(config.model.param_dtype))
-  adapters = lora_config(config)
-  if adapters is not None:
-    lora.attach(qwen, adapters, nnx.Rngs(config.seed))
-  if config.lora.path:
-    adapter_files.load(config.lora.path, qwen)
-  if config.model.separate_critic:
-    home = critic_directory(directory)
-    critic = _load_model(config, home, tokenizer, mesh, jnp.float32, trunk_only=True)
-  elif critic_directory(directory) != directory:
-    _log.info('%s is left unused: model.separate_critic is off', critic_directory(directory))
-  model = ActorCritic(qwen, critic)
-  # The head beside adapters was trained on what they make of the policy's trunk, which a separate critic is not.
-  beside = '' if critic is not None else config.lora.path
-  if not (beside and load_value_head(beside, model.value_head)):
-    load_value_head(home, model.value_head)
-  # What no sharding function has placed yet.
-  _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
-  nnx.update(model, place(rest, tree_shardings(rest, mesh)))
+def load_policy(config: ConfigDict) -> LanguageModel:
+  """The language model that a run begins with, see `language_model.load`."""
   a = config.algorithm
-  values = ESTIMATORS[a.adv_estimator].needs_critic and a.old_logprobs == 'sampler'
-  return Policy(directory, model, tokenizer, make_sampler(model, tokenizer, mesh, values=values), mesh)
-
-
-def _is_loaded(path: tuple[str | int, ...], _: Any) -> bool:
-  """Whether a weight comes from a checkpoint's model, and so lies on its own devices already."""
-  return path[0] != 'value_head' and 'adapter' not in path
-
-
-def _load_model(
-  config: ConfigDict, directory: str, tokenizer: ChatTokenizer, mesh: Mesh, param_dtype: Any, trunk_only: bool = False
-) -> Qwen:
-  qwen = load_model(
-    directory,
+  settings = fill(
+    ModelSettings,
+    config.model,
     dtype=compute_dtype(config),
-    param_dtype=param_dtype,
-    attend_by_row=attend_by_row(),
-    trunk_only=trunk_only,
-    sharding_fn=weight_shardings(read_config(directory), mesh).__getitem__,
+    adapters=lora_config(config),
+    adapter_path=config.lora.path,
+    seed=config.seed,
+    records_values=ESTIMATORS[a.adv_estimator].needs_critic and a.old_logprobs == 'sampler',
   )
-  if tokenizer.size > qwen.cfg.vocab_size:
-    raise UserError(
-      f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
-    )
-  if mesh.size > 1:
-    qwen.activation_sharding = row_sharding(mesh)
-  return qwen
+  return language_models.load(settings, make_mesh(**config.mesh))
 
 
-def make_sampler(
-  model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None, *, values: bool = True
-) -> Sampler:
-  """A sampler that ends replies where the tokenizer's chat format does; `values` says whether it records any."""
-  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh)
+def steps_per_iteration(config: ConfigDict) -> int:
+  """Optimiser steps of an iteration whose filter keeps everything."""
+  rows = config.train.groups * config.train.group_size
+  return config.algorithm.ppo_epochs * (rows // config.optimizer.mini_batch_size)
 
 
-def param_state(model: ActorCritic) -> nnx.State:
-  """All weights of the model."""
-  return nnx.split(model)[1]
+def make_trainer(config: ConfigDict, model: LanguageModel, held_out: frozenset[bytes] = frozenset()) -> Trainer:
+  """The trainer of a run.
+
+  Args:
+    config: the run's.
+    model: where training begins.
+    held_out: levels that are never trained on (`Evaluator.held_out`).
+  """
+  specs = env_groups(config, tuple(config.train.tags), group_counts(config.train, 'train'))
+  proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
+  return Trainer(trainer_settings(config, model, proxy.limits.max_turns), model, proxy)
 
 
-def export_settings(config: ConfigDict, policy: Policy) -> ExportSettings:
-  """How `config.export` writes the policy."""
+def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -> TrainerSettings:
+  """The settings of `make_trainer`; `max_turns` is the largest number of replies of an episode."""
+  a = config.algorithm
+  estimator = ESTIMATORS[a.adv_estimator]
+  roles = {'needs_critic': estimator.needs_critic, 'records_values': model.sampler.values}
+  batching = BatchingSettings(
+    micro_batch_size=config.optimizer.micro_batch_size,
+    length_step=config.length_step,
+    whole_rows=not (a.mask_loss and a.mask_advantages),
+  )
+  return TrainerSettings(
+    seed=config.seed,
+    reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0,
+    rollout=fill(
+      RolloutSettings,
+      config.train,
+      sampling=sampling(config.train),
+      max_rollouts=config.filter.max_rollouts,
+    ),
+    filter=fill(FilterSettings, config.filter, needs_groups=estimator.needs_groups, groups=config.train.groups),
+    replay=fill(ReplaySettings, config.replay),
+    estimate=fill(
+      EstimateSettings,
+      a,
+      high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam,
+      reward=fill(RewardSettings, config.reward),
+      batching=batching,
+      **roles,
+    ),
+    loss=loss_settings(config, model),
+    update=fill(
+      UpdateSettings,
+      config.optimizer,
+      ppo_epochs=a.ppo_epochs,
+      fixed_steps=config.filter.fixed_steps,
+      weights=fill(
+        WeightSettings, a, loss_norm_length=a.loss_norm_length or max_turns * config.agent.max_response_tokens
+      ),
+    ),
+    optimizer=fill(
+      OptimizerSettings,
+      config.optimizer,
+      decay_steps=config.num_iterations * steps_per_iteration(config),
+      critic_steps=config.optimizer.critic_warmup * steps_per_iteration(config),
+      separate_critic=config.model.separate_critic,
+    ),
+    records=fill(RecordSettings, config.logging, prompts_trained=not a.mask_loss, **roles),
+  )
+
+
+def scoring_settings(config: ConfigDict, model: LanguageModel, temperature: float) -> ScoringSettings:
+  """How the update scores tokens that were drawn with a temperature."""
+  return fill(ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size)
+
+
+def loss_settings(config: ConfigDict, model: LanguageModel) -> LossSettings:
+  """The loss of a run; 0 is off for the bounds of `config.algorithm`, where the loss takes None."""
+  a = config.algorithm
+  return fill(
+    LossSettings,
+    a,
+    scoring=scoring_settings(config, model, config.train.temperature),
+    pg_coef=1.0,
+    clip_ratio_c=a.clip_ratio_c or None,
+    value_clip=a.value_clip or None,
+    value_coef=a.value_coef if ESTIMATORS[a.adv_estimator].needs_critic else 0.0,
+  )
+
+
+def make_probes(config: ConfigDict, trainer: Trainer) -> Probes:
+  """The diagnostics of `config.monitor` that cost passes of their own."""
+  return Probes(fill(ProbeSettings, config.monitor, think=config.agent.think), trainer)
+
+
+def make_monitor(config: ConfigDict) -> Monitor:
+  """The watch for a collapse."""
+  m = config.monitor
+  rules = {'early_stop': fill(EarlyStopSettings, m), 'echo_trap_rules': fill(EchoTrapSettings, m)}
+  return Monitor(fill(MonitorSettings, m, **rules))
+
+
+def log_settings(config: ConfigDict) -> LogSettings:
+  """What a run shows of its episodes and evaluations."""
+  return fill(
+    LogSettings,
+    config.logging,
+    train_tags=tuple(config.train.tags),
+    eval_tags=tuple(config.eval.tags),
+    eval_group_size=config.eval.group_size,
+  )
+
+
+def run_settings(config: ConfigDict) -> RunSettings:
+  """The course of a run, and its row of TensorBoard's table: the fields that the run reads."""
+  splits = ('val-env', 'val-greedy') if config.eval.greedy_too else ('val-env',)
+  return fill(
+    RunSettings,
+    config,
+    online_k=config.train.online_k,
+    eval_every=config.eval.every,
+    checkpoint_every=config.checkpoint.every,
+    keep=config.checkpoint.keep,
+    rollback_lr=config.monitor.rollback_lr,
+    log=log_settings(config),
+    hparams=read_by_training(config.to_dict()),
+    compared=(BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)),
+  )
+
+
+def export_settings(config: ConfigDict, model: LanguageModel) -> ExportSettings:
+  """How `config.export` writes a policy."""
   hub_name = None if config.model.path else presets.PRESETS.get(config.model.preset)
   return fill(
     ExportSettings,
     config.export,
     adapters=lora_config(config),
-    base=hub_name or os.path.abspath(policy.directory),
-    tokenizer_dir=policy.directory,
+    base=hub_name or os.path.abspath(model.directory),
+    tokenizer_dir=model.directory,
   )

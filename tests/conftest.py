@@ -11,46 +11,42 @@ import tempfile
 
 # Read by JAX when it is imported, so before any test module is.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# Compiling is most of the tests' time, and what they compile runs for moments.
+# Compilation takes most of the tests' time, and the compiled programs run for moments.
 if os.environ['JAX_PLATFORMS'] == 'cpu':
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_backend_optimization_level=0'.strip()
-# Tests and their subprocesses share what they compile, which is most of their time. Nothing comes from an earlier run:
-# a compilation that fails must fail every time.
-if 'PYTEST_XDIST_WORKER' not in os.environ:  # the workers inherit it
+# Tests and their subprocesses share compiled programs. The cache ends with the run of pytest: a compilation that fails
+# must fail every time.
+if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers inherit the variable
   _CACHE = tempfile.TemporaryDirectory(prefix='ragen-jax-tests-')
   os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
-# No test reaches for a model hub.
+# No test connects to a model hub.
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
 import jax
 import pytest
 
-REPO = pathlib.Path(__file__).resolve().parents[1]
+from tests.support.paths import ROOT
 
-# Files that take longest come first, so that no worker is left with one of them at the end.
-_LONG = (
-  'test_train.py',
-  'test_trainer.py',
-  'test_critic.py',
-  'test_lora.py',
-  'test_mesh.py',
-  'test_memory.py',
-  'test_sft.py',
-  'test_sampler.py',
-  'test_token_fidelity.py',
-  'test_launch.py',
-)
+# Folders in the order of the import contract, from the top down. What stands higher runs more of the program and takes
+# longer, and long files must start first, so that no worker is left with one of them at the end.
+_FOLDERS = ('whole', '', 'modes', 'training', 'sft', 'evaluation', 'agent', 'sampling', 'models', 'envs')
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Sorts files by length, roughly; tests of a file stay together and in order."""
-  items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
+  """Sorts the tests by folder; those of a file stay together and in order."""
+
+  def rank(item: pytest.Item) -> int:
+    folder, *below = item.path.relative_to(ROOT / 'tests').parts
+    folder = folder if below else ''
+    return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)
+
+  items.sort(key=rank)
 
 
 @pytest.fixture(scope='module', autouse=True)
 def _forget_programs():
-  """Programs stay in memory until the end of a process; those of a file that is done are of no more use."""
+  """Frees the compiled programs of a test file, which would stay in memory until the process ends."""
   yield
   jax.clear_caches()
   gc.collect()
@@ -58,8 +54,8 @@ def _forget_programs():
 
 @pytest.fixture(scope='session')
 def shared_dir() -> pathlib.Path:
-  """The directory `shared` beside the repository: reference data too large, or not ours, to be in it."""
-  path = REPO.parent / 'shared'
+  """The directory `shared` beside the repository, with reference data that is too large for it or not ours."""
+  path = ROOT.parent / 'shared'
   if not path.is_dir():
     pytest.skip(f'needs the reference data in {path}, which is not there')
   return path

@@ -162,10 +162,11 @@ def test_ten_lines_build_environment_model_and_trainer(in_the_repository, monkey
   number, success = capsys.readouterr().out.split()
   assert number == '1' and 0 <= float(success) <= 1
   assert {'actor/pg_loss', 'critic/rewards/mean', 'rollout/in_group_reward_std'} <= set(names['metrics'])
-  before = names['opt_state']
-  for block in (_block('trainer.collect'), _block('ragen_jax.Evaluator')):
+  before = names['state']
+  assert isinstance(names['trainer'], ragen_jax.Trainer) and isinstance(before, ragen_jax.TrainState)
+  for block in (_block('trainer.collect'), _block('ragen_jax.make_evaluator')):
     exec(block, names)
-  assert names['opt_state'] is not before and names['rollout'].episodes[0].tag == 'IcyLake'
+  assert (before.iteration, names['state'].iteration) == (1, 2) and names['rollout'].episodes[0].tag == 'IcyLake'
   assert 0 <= names['evaluation'].metrics['val-env/IcyLake/optimal'] <= 1
   # What main.py calls, and other tests run.
   started = []

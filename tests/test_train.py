@@ -1,32 +1,21 @@
-"""The whole loop: it learns, it resumes to the last bit, it compiles few programs, and its gradients add up."""
+"""The whole loop: it learns, it resumes to the last bit, and it compiles few programs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import signal
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from ragen_jax import build, train
+from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.training.learner import (
-  Learner,
-  LossConfig,
-  TokenBatch,
-  decayed,
-  make_optimizer,
-  plan_micro_batches,
-  sampled_columns,
-  score_tokens,
-)
+from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
@@ -66,10 +55,10 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
   update = Trainer.update
 
-  def interrupted(self, *args):
-    if args[4] == 1:  # the second iteration
+  def interrupted(self, state, *rest):
+    if state.iteration == 1:  # the second iteration
       os.kill(os.getpid(), signal.SIGINT)
-    return update(self, *args)
+    return update(self, state, *rest)
 
   monkeypatch.setattr(Trainer, 'update', interrupted)
   with pytest.raises(KeyboardInterrupt) as stopped:
@@ -83,7 +72,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
 
 
 def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tmp_path, monkeypatch):
-  monkeypatch.setattr(train.Evaluator, '__call__', lambda *_: pytest.fail('evaluated'))
+  monkeypatch.setattr(Evaluator, '__call__', lambda *_: pytest.fail('evaluated'))
   config = builders.small_config(train__tags=('Countdown',), agent__max_context=128)
   with pytest.raises(
     UserError, match=r'agent\.max_context=128: a first prompt of Countdown and its reply need \d+ \+ 32'
@@ -149,7 +138,7 @@ def test_tensorboard_has_all_there_is_to_see(finished_run):
   assert columns['algorithm.clip_ratio_high'].number_value == config.algorithm.clip_ratio_high
   assert columns['envs.FrozenLake.max_turns'].number_value == config.envs.FrozenLake.max_turns
   assert not [name for name in columns if name.startswith(('envs.Sudoku', 'sft.'))]
-  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.build.metric_infos}
+  newest = {m.name.tag: events.Scalars(m.name.tag)[-1].value for m in table.experiment.metric_infos}
   assert newest == {
     name: np.float32(last[name])
     for name in ('val-env/success', 'val-env/FrozenLake/success', 'val-greedy/FrozenLake/success')
@@ -175,7 +164,7 @@ def test_every_metric_and_file_of_a_run_is_explained(finished_run):
 
 
 def test_a_workdir_of_another_config_is_refused(tmp_path):
-  train.record_config(str(tmp_path), builders.small_config().to_dict())
+  record_config(str(tmp_path), builders.small_config().to_dict())
   (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
   config = builders.small_config(algorithm__gamma=0.9, sft__steps=7, eval__step='best')  # the latter two are not read
   with pytest.raises(UserError, match=r'config: algorithm\.gamma was 1\.0 and is 0\.9; choose') as e:
@@ -216,158 +205,14 @@ def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
     train__groups=16, train__group_size=4, optimizer__mini_batch_size=32, optimizer__micro_batch_size=16, length_step=64
   )
   policy = build.load_policy(config)
-  trainer = Trainer(config, policy)
-  params, opt_state, _ = trainer.init()
-  widths = set()
-  for i in range(5):
-    rollout, selection = trainer.collect(params, i)
-    batch, _ = trainer.make_batch(params, selection)
-    params, opt_state, metrics = trainer.update(params, opt_state, batch, selection, i)
+  trainer = build.make_trainer(config, policy)
+  state, widths = trainer.init(), set()
+  for _ in range(5):
+    rollout, selection = trainer.collect(state)
+    batch, _ = trainer.estimate(state, selection)
+    state, metrics = trainer.update(state, batch, selection)
     widths.add(rollout.trajectory.tokens.shape[1])
     assert metrics['rollout/logprob_gap_max'] < 1e-3
   assert len(widths) > 1
   assert trainer.learner.traces <= 8
   assert policy.sampler.traces['decode'] <= 14
-
-
-# -- the update against simpler ones -----------------------------------------------------------------------------------
-
-
-def _random_batch(rng, rows=12, width=40, vocab=30):
-  length = rng.integers(6, width + 1, size=rows)
-  loss_mask = np.zeros((rows, width), bool)
-  for r in range(rows):
-    loss_mask[r, rng.choice(np.arange(1, length[r]), size=rng.integers(1, 6), replace=False)] = True
-  columns, mask = sampled_columns(loss_mask)
-  noise = lambda: np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)  # noqa: E731
-  batch = TokenBatch(
-    tokens=rng.integers(0, vocab, size=(rows, width)).astype(np.int32),
-    columns=columns,
-    mask=mask,
-    turn=np.zeros(mask.shape, np.int32),
-    old_logprobs=noise() - 3,
-    old_values=noise(),
-    advantages=noise(),
-    returns=noise(),
-    weights=(mask / mask.sum()).astype(np.float32),
-    value_weights=(mask / mask.sum()).astype(np.float32),
-    ref_logprobs=noise() - 3,
-    importance=np.ones(mask.shape, np.float32),
-  )
-  return batch, length, loss_mask
-
-
-def _learner(model, **loss):
-  optimizer = make_optimizer(
-    actor_lr=1e-2, critic_lr=3e-2, warmup_steps=0, decay_steps=10, final_lr_fraction=1.0, b1=0.9, b2=0.999,
-    weight_decay=0.0, grad_clip=1e9,
-  )  # fmt: skip
-  return Learner(nnx.split(model)[0], optimizer, LossConfig(**loss))
-
-
-def test_sampled_columns_by_hand():
-  mask = np.asarray([[0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 0, 0], [0] * 6], bool)
-  columns, present = sampled_columns(mask)
-  assert columns.tolist() == [[2, 3, 5], [1, 1, 1], [1, 1, 1]]
-  assert present.tolist() == [[True] * 3, [True, False, False], [False] * 3]
-
-
-def test_micro_batches_cover_every_row_once_and_are_wide_enough():
-  rng = np.random.default_rng(0)
-  length, sampled = rng.integers(1, 200, size=50), rng.integers(0, 40, size=50)
-  rows = rng.permutation(50)[:36]
-  plans = plan_micro_batches(rows, length, sampled, size=8, length_step=32)
-  taken = np.concatenate([p.rows[p.rows >= 0] for p in plans])
-  assert sorted(taken.tolist()) == sorted(rows.tolist())
-  for p in plans:
-    own = p.rows[p.rows >= 0]
-    assert len(p.rows) == 8 and p.width % 32 == 0 and p.replies % 16 == 0
-    assert length[own].max() <= p.width < length[own].max() + 32 and sampled[own].max() <= p.replies
-
-
-@pytest.mark.parametrize('size', [1, 5, 12])
-def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
-  model = builders.random_model(30)
-  batch, length, loss_mask = _random_batch(np.random.default_rng(0))
-  results = []
-  # Of micro-batches of one row each width is a program of its own.
-  for micro, step, loss in ((12, 40, {}), (size, 20 if size == 1 else 8, {'logits_chunk': 7, 'remat': True})):
-    learner = _learner(model, **loss)
-    params = jax.tree.map(np.array, nnx.split(model)[1])
-    plans = plan_micro_batches(
-      np.arange(12, dtype=np.int32), length, loss_mask.sum(axis=1), size=micro, length_step=step
-    )
-    new, _, metrics = learner.step(params, learner.optimizer.init(params), batch, plans)
-    results.append((jax.device_get(new), jax.device_get(metrics)))
-  (whole, whole_metrics), (parts, parts_metrics) = results
-  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
-    np.testing.assert_allclose(a, b, atol=3e-5)
-  for name, x in whole_metrics.items():
-    np.testing.assert_allclose(x, parts_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
-  """PPO with dual and value clip, entropy bonus: directional derivatives by finite differences of a NumPy loss."""
-  model = builders.random_model(30)
-  batch, length, loss_mask = _random_batch(np.random.default_rng(1))
-  cfg = LossConfig(temperature=1.3, clip_ratio_low=0.2, clip_ratio_high=0.3, entropy_coef=0.05, value_coef=0.7)
-  graphdef, params = nnx.split(model)
-
-  def numpy_loss(params):
-    logprobs, entropies, values = (
-      np.asarray(x, np.float64) for x in score_tokens(nnx.merge(graphdef, params), batch.tokens, batch.columns, cfg)
-    )
-    total = 0.0
-    n = batch.mask.sum()
-    for b, r in zip(*np.nonzero(batch.mask), strict=True):
-      a, ratio = float(batch.advantages[b, r]), np.exp(logprobs[b, r] - batch.old_logprobs[b, r])
-      surrogate = max(-a * ratio, -a * min(max(ratio, 0.8), 1.3))
-      if a < 0:
-        surrogate = min(surrogate, -3.0 * a)
-      v, old, ret = values[b, r], float(batch.old_values[b, r]), float(batch.returns[b, r])
-      clipped = old + min(max(v - old, -0.5), 0.5)
-      value = 0.5 * max((v - ret) ** 2, (clipped - ret) ** 2)
-      total += (surrogate - 0.05 * entropies[b, r] + 0.7 * value) / n
-    return total
-
-  captured = {}
-  learner = _learner(model, **dataclasses.asdict(cfg))
-  learner._apply = lambda p, o, g, _: (captured.update(g=g) or p, o, {})
-  plans = plan_micro_batches(np.arange(12, dtype=np.int32), length, loss_mask.sum(axis=1), size=12, length_step=40)
-  learner.step(params, None, batch, plans)
-  leaves, tree = jax.tree.flatten(params)
-  gradients = jax.tree.leaves(captured['g'])
-  for trial in range(4):
-    rng = np.random.default_rng(trial)
-    direction = [rng.normal(size=x.shape).astype(np.float32) for x in leaves]
-    exact = sum(float(np.sum(np.asarray(g, np.float64) * d)) for g, d in zip(gradients, direction, strict=True))
-    norm = np.sqrt(sum(float(np.sum(np.asarray(g, np.float64) ** 2)) for g in gradients))
-    step = 2e-4
-    up, down = (
-      numpy_loss(jax.tree.unflatten(tree, [x + s * step * d for x, d in zip(leaves, direction, strict=True)]))
-      for s in (1, -1)
-    )
-    np.testing.assert_allclose((up - down) / (2 * step), exact, rtol=0.02, atol=0.02 * norm)
-
-
-def test_the_value_head_has_its_own_learning_rate():
-  model = builders.random_model(30)
-  batch, length, loss_mask = _random_batch(np.random.default_rng(2))
-  learner = _learner(model)
-  before = jax.tree.map(np.array, nnx.split(model)[1])
-  plans = plan_micro_batches(np.arange(12, dtype=np.int32), length, loss_mask.sum(axis=1), size=12, length_step=40)
-  after, _, _ = learner.step(jax.tree.map(np.array, before), learner.optimizer.init(before), batch, plans)
-  # Adam's first step moves every weight by its learning rate.
-  moved = lambda path: np.abs(  # noqa: E731
-    np.asarray(nnx.to_pure_dict(after)[path[0]][path[1]]) - np.asarray(nnx.to_pure_dict(before)[path[0]][path[1]])
-  )
-  np.testing.assert_allclose(moved(('value_head', 'kernel')), 3e-2, rtol=1e-2)
-  np.testing.assert_allclose(np.median(moved(('policy', 'embed_tokens'))[batch.tokens[0, 1]]), 1e-2, rtol=1e-2)
-
-
-def test_weight_decay_spares_norms_and_biases():
-  mask = nnx.to_pure_dict(decayed(nnx.split(builders.random_model(30))[1]))
-  attention = mask['policy']['layers'][0]['self_attn']
-  assert attention['k_proj'] == {'kernel': True, 'bias': False}
-  assert mask['policy']['embed_tokens'] and not mask['policy']['norm']['weight']
-  assert mask['value_head'] == {'kernel': False, 'bias': False}

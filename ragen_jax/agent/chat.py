@@ -1,4 +1,4 @@
-"""Text to tokens and back: a tokenizer with a chat format, one segment at a time."""
+"""Text and segments to token ids and back: a Hugging Face tokenizer with the ChatML format."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from ragen_jax.agent.segments import (
+  Encoded,
+  ImageSegment,
+  ImageSpan,
+  Observation,
+  Segments,
+  TextSegment,
+  join,
+)
 from ragen_jax.utils.errors import UserError
 
 _IM_START = '<|im_start|>'
 _IM_END = '<|im_end|>'
+# An image of the Qwen-VL family: start, one placeholder for each embedding, end.
+_IMAGE_TOKENS = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>')
 _CACHED_SEGMENTS = 65536
 
 
@@ -19,29 +30,38 @@ class ChatTokenizer:
   """A Hugging Face tokenizer and ChatML, the format of the Qwen family.
 
   A conversation is cut at the ends of replies. Every piece begins behind a special token and ends with the text that
-  opens the next reply, so tokenizing the pieces equals tokenizing the whole.
+  opens the next reply, so the ids of the pieces, concatenated, are the ids of the whole.
 
   Attributes:
-    stop_ids: ids that end a reply; the first is the one that the format asks for.
+    stop_ids: ids that end a reply; the first is the one of the chat format.
     pad_id: id for unused columns.
-    size: ids from here on are not tokens of this tokenizer.
-    specials: texts that stand for special tokens, which plain text must not hold.
+    size: number of ids; ids from here on are not tokens of this tokenizer.
+    specials: texts of special tokens, which plain text must not hold.
   """
 
-  def __init__(self, directory: str | Path):
+  def __init__(self, directory: str | Path, *, images: bool = False):
     """Reads the tokenizer in a model directory.
 
+    Args:
+      directory: with tokenizer.json.
+      images: whether the model beside it reads images.
+
     Raises:
-      UserError: there is no tokenizer in it, or it has no ChatML tokens.
+      UserError: the directory has no tokenizer, or the tokenizer lacks the tokens of ChatML or, with `images`, of
+        images.
     """
     try:
       tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
       raise UserError(f'model.path={directory}: no tokenizer can be read there ({str(e).splitlines()[0]})') from e
+    self._directory = directory
     self._backend = tokenizer.backend_tokenizer
     end, start = self._backend.token_to_id(_IM_END), self._backend.token_to_id(_IM_START)
     if end is None or start is None:
       raise UserError(f'model.path={directory}: the tokenizer lacks {_IM_START} or {_IM_END}; ChatML models only')
+    self._image_ids = tuple(map(self._backend.token_to_id, _IMAGE_TOKENS)) if images else None
+    if images and None in self._image_ids:
+      raise UserError(f'model.path={directory}: the tokenizer lacks {" or ".join(_IMAGE_TOKENS)}')
     others = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     self.stop_ids = tuple(dict.fromkeys([end, *others]))
     self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
@@ -52,6 +72,28 @@ class ChatTokenizer:
   def _encode(self, text: str) -> tuple[int, ...]:
     return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
+  def encode_segments(self, segments: Segments) -> Encoded:
+    """Segments to ids, and the columns of the images among them.
+
+    Raises:
+      UserError: there is an image, and the model reads none.
+    """
+    ids: tuple[int, ...] = ()
+    images = []
+    for segment in segments:
+      if isinstance(segment, TextSegment):
+        ids += self.encode(segment.text)
+      elif isinstance(segment, ImageSegment):
+        if self._image_ids is None:
+          raise UserError(f'model.path={self._directory}: the model reads text only, and a prompt holds an image')
+        start, placeholder, end = self._image_ids
+        first = len(ids) + 1
+        ids += (start, *(placeholder,) * segment.columns, end)
+        images.append(ImageSpan(segment.image, first, first + segment.columns))
+      else:
+        ids += segment.ids
+    return Encoded(ids, tuple(images))
+
   def decode(self, ids) -> str:
     """Ids to text, special tokens shown."""
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -60,31 +102,37 @@ class ChatTokenizer:
     """`decode` for many."""
     return self._backend.decode_batch(rows, skip_special_tokens=False)
 
-  def opening(self, system: str, user: str, reply_prefix: str) -> str:
-    """The first segment: system and user message, and the reply's opening."""
-    return f'{_IM_START}system\n{system}{_IM_END}\n' + self._user(user, reply_prefix)
+  def opening(self, system: str, user: Observation, reply_prefix: str) -> Segments:
+    """The beginning of a conversation: system and user message, and the opening of the reply."""
+    return join(f'{_IM_START}system\n{system}{_IM_END}\n', self._user(user, reply_prefix))
 
-  def following(self, user: str, reply_prefix: str, *, closed: bool) -> str:
-    """A later segment. `closed`: the reply before ended with the format's own stop token, else it is added here."""
-    return ('' if closed else _IM_END) + '\n' + self._user(user, reply_prefix)
+  def following(self, user: Observation, reply_prefix: str, *, closed: bool) -> Segments:
+    """What stands between two replies.
+
+    Args:
+      user: the user's message.
+      reply_prefix: the part of the next reply that is forced.
+      closed: the reply before ended with the format's stop token; else the token is added here.
+    """
+    return join('' if closed else _IM_END, '\n', self._user(user, reply_prefix))
 
   @staticmethod
   def before_reply(messages: list[tuple[str, str]], reply_prefix: str, *, first: bool) -> str:
-    """The segment before a reply of any conversation.
+    """The text before a reply of any conversation.
 
     Args:
-      messages: (role, text) of what stands between the reply before, which is closed, and this one.
-      reply_prefix: what of the reply is put there.
+      messages: (role, text) of the messages between the reply before, which is closed, and this one.
+      reply_prefix: the part of the reply that is forced.
       first: there is no reply before.
     """
-    told = ''.join(f'{_IM_START}{role}\n{text}{_IM_END}\n' for role, text in messages)
-    return f'{"" if first else chr(10)}{told}{_IM_START}assistant\n{reply_prefix}'
+    written = ''.join(f'{_IM_START}{role}\n{text}{_IM_END}\n' for role, text in messages)
+    return f'{"" if first else chr(10)}{written}{_IM_START}assistant\n{reply_prefix}'
 
   @staticmethod
   def messages(text: str) -> list[tuple[str, str]]:
-    """The (role, text) of a conversation that is written in the chat format."""
+    """The (role, text) of each message of a conversation in the chat format."""
     return re.findall(rf'{re.escape(_IM_START)}(\w+)\n(.*?){re.escape(_IM_END)}', text, re.DOTALL)
 
   @staticmethod
-  def _user(text: str, reply_prefix: str) -> str:
-    return ChatTokenizer.before_reply([('user', text)], reply_prefix, first=True)
+  def _user(message: Observation, reply_prefix: str) -> Segments:
+    return join(f'{_IM_START}user\n', message, f'{_IM_END}\n{_IM_START}assistant\n{reply_prefix}')

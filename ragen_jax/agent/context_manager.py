@@ -1,29 +1,65 @@
-"""Observations to new tokens, replies to actions. What the prompt says comes from the environment's configuration."""
+"""Observations to prompts, replies to actions. The rules and limits in a prompt come from the environment itself."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
+from ragen_jax.agent import templates
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.env_manager import EnvGroup
-from ragen_jax.envs.base import Environment
-from ragen_jax.envs.outside.base import TextEnvironment
+from ragen_jax.agent.episode import Chat, Limits, Turn
+from ragen_jax.agent.pools import read_action
+from ragen_jax.agent.segments import (
+  Encoded,
+  ImageSpan,
+  Observation,
+  Segments,
+  TokenSegment,
+  as_text,
+  join,
+  map_text,
+)
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.utils.errors import UserError
 
-SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'
+CONTEXTS = ('full', 'limited_multi_turn', 'single_turn')
+OVERLONG = ('end', 'drop_oldest')
+# Stands in a conversation where a reply never came: a chat format wants something between two messages of the user.
+NO_REPLY = '(no reply)'
 
-_WITH_THOUGHT = re.compile(r'\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>', re.DOTALL)
-_ANSWER_ONLY = re.compile(r'\s*<answer>(.*?)</answer>', re.DOTALL)
+
+@dataclasses.dataclass(frozen=True)
+class ContextSettings:
+  """The form of replies, and how much of an episode the policy sees when it replies.
+
+  Attributes:
+    think: replies have a `<think>` part before the answer.
+    force_prefix: the reply's first tag is part of the prompt rather than sampled.
+    action_sep: the separator between the actions of a turn.
+    context: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last
+      turns, one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
+    context_turns: turns that the latter two show, the present one included.
+    overlong: the rule for a prompt that does not fit: the episode ends ('end'), or its oldest turns are left out
+      ('drop_oldest'), under 'full' in a new row that begins there.
+  """
+
+  think: bool
+  force_prefix: bool
+  action_sep: str
+  context: str
+  context_turns: int
+  overlong: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ParsedReply:
-  """What a reply asks for.
+  """The actions of a reply.
 
   Attributes:
     actions: parsed actions that exist, at most `max_actions_per_turn`.
-    names: how they are written.
+    names: their names.
     valid: the form is right, there is an action, and every action named exists.
   """
 
@@ -32,236 +68,160 @@ class ParsedReply:
   valid: bool
 
 
-CONTEXTS = ('full', 'limited_multi_turn', 'single_turn')
-OVERLONG = ('end', 'drop_oldest')
-
-
 @dataclasses.dataclass(frozen=True)
-class ContextPolicy:
-  """How much of an episode the policy sees when it speaks.
+class Prompt:
+  """The tokens to feed before a reply.
 
   Attributes:
-    mode: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last turns,
-      one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
-    turns: turns that the latter two show, the present one included.
-    overlong: what happens where that does not fit: the episode ends ('end'), or its oldest turns are left out
-      ('drop_oldest'), under 'full' in a new row that begins there.
+    ids: i32 ids.
+    fresh: they begin a new row rather than continue the row so far.
+    images: the images among them; columns count from the first id.
   """
 
-  mode: str = 'full'
-  turns: int = 5
-  overlong: str = 'end'
-
-
-@dataclasses.dataclass(frozen=True)
-class PastTurn:
-  """A turn that is over.
-
-  Attributes:
-    observation: what was shown.
-    actions_left: before it.
-    names: the actions that were carried out.
-    reward: what they brought.
-    ids: the reply as it was sampled, its stop token included.
-    closed: it ended with the chat format's stop token.
-  """
-
-  observation: str
-  actions_left: int
-  names: tuple[str, ...]
-  reward: float
   ids: tuple[int, ...]
-  closed: bool
-
-
-def describe_task(spec: EnvGroup, action_sep: str) -> str:
-  """The opening of the first user message: rules, legend, actions and limits.
-
-  Args:
-    spec: the environment and its budget.
-    action_sep: what separates the actions of one turn.
-  """
-  env, budget = spec.env, spec.budget
-  lines = [env.rules()]
-  if env.legend():
-    lines.append('Symbols: ' + ', '.join(f'{symbol} {meaning}' for symbol, meaning in env.legend().items()) + '.')
-  if env.action_names:
-    lines.append('Actions: ' + ', '.join(env.action_names) + '.')
-  if env.action_help:
-    lines.append(env.action_help)
-  lines.append(
-    f'At most: {budget.max_turns} in number of turns, {budget.max_actions} of actions, {budget.max_actions_per_turn} '
-    f'of actions in one turn, separated by {action_sep}.'
-  )
-  return '\n'.join(lines)
+  fresh: bool
+  images: tuple[ImageSpan, ...] = ()
 
 
 class ContextManager:
-  """Writes the prompts of a rollout and reads its replies."""
+  """Writes the prompts of a rollout and reads its replies.
 
-  def __init__(
-    self,
-    tokenizer: ChatTokenizer,
-    specs: list[EnvGroup],
-    *,
-    think: bool,
-    force_prefix: bool,
-    action_sep: str,
-    policy: ContextPolicy | None = None,
-  ):
+  Attributes:
+    tokenizer: with its chat format.
+    settings: the form of replies and the context policy.
+    reply_prefix: the part of every reply that is forced.
+  """
+
+  def __init__(self, tokenizer: ChatTokenizer, specs: list[EnvSpec], settings: ContextSettings):
     """Prepares the fixed parts of the prompts.
 
     Args:
       tokenizer: with its chat format.
       specs: the environments of the rollout.
-      think: replies have a `<think>` part before the answer.
-      force_prefix: the reply's first tag is put there for the policy rather than sampled.
-      action_sep: what separates the actions of one turn.
-      policy: how much of an episode is seen; all of it where not given.
+      settings: the form of replies and the context policy.
     """
-    self.policy = policy or ContextPolicy()
     self.tokenizer = tokenizer
-    self.think = think
-    self.action_sep = action_sep
-    self.reply_prefix = ('<think>' if think else '<answer>') if force_prefix else ''
+    self.settings = settings
+    self.reply_prefix = templates.first_tag(settings.think) if settings.force_prefix else ''
     self._specs = specs
-    self._tasks = [describe_task(s, action_sep) for s in specs]
+    self._tasks = [templates.describe_task(s, settings.action_sep) for s in specs]
 
-  def _turn(self, env: int, turn: int, observation: str, actions_left: int) -> str:
-    """A turn's part of the user message: number, state, actions left, form and length of the reply."""
-    form = '<think>your thoughts</think>' if self.think else ''
-    return (
-      f'Turn {turn + 1}:\nState:\n{_plain(observation)}\nActions left: {actions_left}\n'
-      f'Answer as {form}<answer>your actions</answer> and nothing else, in at most '
-      f'{self._specs[env].max_words} words.'
-    )
+  # -- prompts in tokens -----------------------------------------------------------------------------------------------
 
-  def first_segment(self, env: int, observation: str, actions_left: int) -> tuple[int, ...]:
-    """Tokens of the conversation up to the first reply.
+  def first_prompt(self, env: int, observation: Observation, actions_left: int) -> Encoded:
+    """The conversation up to the first reply.
 
     Args:
       env: index of the environment.
-      observation: its text.
-      actions_left: how many actions the episode still has.
+      observation: of its fresh level.
+      actions_left: actions that the episode still has.
     """
-    user = self._tasks[env] + '\n\n' + self._turn(env, 0, observation, actions_left)
-    return self.tokenizer.encode(self.tokenizer.opening(SYSTEM, user, self.reply_prefix))
+    return self._open(self._task_and_turn(env, 0, observation, actions_left))
 
-  def next_segment(
-    self, env: int, turn: int, reward: float, observation: str, actions_left: int, *, closed: bool
-  ) -> tuple[int, ...]:
-    """Tokens between a reply and the next one.
+  def next_prompt(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Encoded:
+    """The continuation of the whole conversation: from the last reply, or from nothing, up to the next reply.
 
     Args:
       env: index of the environment.
-      turn: index of the turn that begins, from 1.
-      reward: the environment's reward in the turn before.
-      observation: its text now.
-      actions_left: how many actions the episode still has.
-      closed: the reply before ended with the chat format's stop token.
+      past: the episode's turns so far; only the last one and their number are read.
+      observation: the environment's, now.
+      actions_left: actions that the episode still has.
     """
-    user = self._reward_and_turn(env, turn, reward, observation, actions_left)
-    return self.tokenizer.encode(self.tokenizer.following(user, self.reply_prefix, closed=closed))
-
-  def _reward_and_turn(self, env: int, turn: int, reward: float, observation: str, actions_left: int) -> str:
-    return f'Reward: {format_reward(reward)}\n\n' + self._turn(env, turn, observation, actions_left)
+    if not past:
+      return self.first_prompt(env, observation, actions_left)
+    user = self._reward_and_turn(env, len(past), past[-1].reward, observation, actions_left)
+    following = self.tokenizer.following(user, self.reply_prefix, closed=past[-1].closed)
+    return self.tokenizer.encode_segments(following)
 
   def prompt(
-    self, env: int, past: list[PastTurn], observation: str, actions_left: int, *, used: int, room: int
-  ) -> tuple[tuple[int, ...], bool] | None:
-    """What to feed before the next reply, by the context policy.
+    self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int, *, used: int, room: int
+  ) -> Prompt | None:
+    """The tokens to feed before the next reply, by the context policy.
 
     Args:
       env: index of the environment.
       past: the episode's turns so far.
-      observation: its text now.
-      actions_left: how many actions it still has.
+      observation: the environment's, now.
+      actions_left: actions that the episode still has.
       used: columns of the row so far.
       room: the most columns that may be used before the reply.
 
     Returns:
-      (tokens, whether they begin a new row rather than follow what is there), or None where they do not fit.
+      The prompt; None where it does not fit.
     """
-    policy = self.policy
+    settings = self.settings
     if not past:
-      ids = self.first_segment(env, observation, actions_left)
-      return (ids, True) if len(ids) <= room else None
-    if policy.mode == 'full':
-      ids = self.next_segment(env, len(past), past[-1].reward, observation, actions_left, closed=past[-1].closed)
-      if used + len(ids) <= room:
-        return ids, False
-      if policy.overlong == 'end':
+      first = self.first_prompt(env, observation, actions_left)
+      return Prompt(first.ids, True, first.images) if len(first.ids) <= room else None
+    if settings.context == 'full':
+      following = self.next_prompt(env, past, observation, actions_left)
+      if used + len(following.ids) <= room:
+        return Prompt(following.ids, False, following.images)
+      if settings.overlong == 'end':
         return None
       shown = len(past) - 1
     else:
-      shown = min(policy.turns - 1, len(past))
-    write = self._summary if policy.mode == 'single_turn' else self._conversation
+      shown = min(settings.context_turns - 1, len(past))
+    write = self._summary if settings.context == 'single_turn' else self._conversation
     while True:
-      ids = write(env, past, shown, observation, actions_left)
-      if len(ids) <= room:
-        return ids, True
-      if policy.overlong == 'end' or not shown:
+      whole = write(env, past, shown, observation, actions_left)
+      if len(whole.ids) <= room:
+        return Prompt(whole.ids, True, whole.images)
+      if settings.overlong == 'end' or not shown:
         return None
       shown -= 1
 
-  def messages(
-    self, env: int, past: list[PastTurn], replies: list[str], observation: str, actions_left: int
-  ) -> list[dict[str, str]]:
-    """What `prompt` shows, as messages for a policy that has a chat format of its own.
+  def check_first_prompt(self, env: int, observation: Observation, actions_left: int, limits: Limits) -> None:
+    """Checks that the first prompt of an environment and a reply to it fit into the context.
+
+    Raises:
+      UserError: they do not, whatever the context policy.
+    """
+    length = len(self.first_prompt(env, observation, actions_left).ids)
+    if length > limits.room:
+      raise UserError(
+        f'agent.max_context={limits.max_context}: a first prompt of {self._specs[env].tag} and its reply need '
+        f'{length} + {limits.max_response_tokens} tokens'
+      )
+
+  # -- prompts in messages ---------------------------------------------------------------------------------------------
+
+  def messages(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Chat:
+    """The content of `prompt` as messages, for a policy that has a chat format of its own.
 
     Args:
       env: index of the environment.
       past: the episode's turns so far; their ids are not read.
-      replies: what was said in each.
-      observation: its text now.
-      actions_left: how many actions it still has.
+      observation: the environment's, now.
+      actions_left: actions that the episode still has.
 
     Returns:
-      Messages with `role` and `content`, the last of them the user's. Their length has no limit, and nothing is put
-      there for the policy to go on from.
+      Messages with `role` and `content`, the last of them the user's. No length limit and no forced reply prefix.
+
+    Raises:
+      ValueError: an observation holds an image.
     """
-    policy = self.policy
-    shown = len(past) if policy.mode == 'full' else min(policy.turns - 1, len(past))
-    chat = [{'role': 'system', 'content': SYSTEM}]
-    if policy.mode == 'single_turn':
-      return [*chat, {'role': 'user', 'content': self._summary_text(env, past, shown, observation, actions_left)}]
-    first = len(past) - shown
-    turns = [(t.observation, t.actions_left) for t in past[first:]] + [(observation, actions_left)]
-    user = self._tasks[env] + '\n\n' + self._turn(env, first, *turns[0])
-    for turn, before in enumerate(past[first:], start=first):
-      chat += [{'role': 'user', 'content': user}, {'role': 'assistant', 'content': replies[turn]}]
-      user = self._reward_and_turn(env, turn + 1, before.reward, *turns[turn + 1 - first])
-    return [*chat, {'role': 'user', 'content': user}]
+    settings = self.settings
+    shown = len(past) if settings.context == 'full' else min(settings.context_turns - 1, len(past))
+    chat = [{'role': 'system', 'content': templates.SYSTEM}]
+    if settings.context == 'single_turn':
+      return [
+        *chat,
+        {'role': 'user', 'content': as_text(self._summary_text(env, past, shown, observation, actions_left))},
+      ]
+    for user, reply in self._exchanges(env, past, shown, observation, actions_left):
+      chat.append({'role': 'user', 'content': as_text(user)})
+      if reply is not None:
+        chat.append({'role': 'assistant', 'content': reply.reply if reply.answered else NO_REPLY})
+    return chat
 
-  def _conversation(
-    self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int
-  ) -> tuple[int, ...]:
-    """The conversation of the last `shown` turns and the present one, replies as they were sampled."""
-    first = len(past) - shown
-    turns = [(t.observation, t.actions_left) for t in past[first:]] + [(observation, actions_left)]
-    user = self._tasks[env] + '\n\n' + self._turn(env, first, *turns[0])
-    ids = self.tokenizer.encode(self.tokenizer.opening(SYSTEM, user, self.reply_prefix))
-    for turn, before in enumerate(past[first:], start=first):
-      ids += before.ids
-      ids += self.next_segment(env, turn + 1, before.reward, *turns[turn + 1 - first], closed=before.closed)
-    return ids
+  # -- replies ---------------------------------------------------------------------------------------------------------
 
-  def _summary(
-    self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int
-  ) -> tuple[int, ...]:
-    user = self._summary_text(env, past, shown, observation, actions_left)
-    return self.tokenizer.encode(self.tokenizer.opening(SYSTEM, user, self.reply_prefix))
-
-  def _summary_text(self, env: int, past: list[PastTurn], shown: int, observation: str, actions_left: int) -> str:
-    """One message: the task, what was done in the last `shown` turns, and the present one."""
-    first = len(past) - shown
-    memory = [
-      f'Turn {i + 1}: {_plain(f" {self.action_sep} ".join(t.names)) or "nothing"} in\n{_plain(t.observation)}\n'
-      f'brought reward {format_reward(t.reward)}.'
-      for i, t in enumerate(past[first:], start=first)
-    ]
-    remembered = ['What you did before:\n' + '\n'.join(memory)] if memory else []
-    return '\n\n'.join([self._tasks[env], *remembered, self._turn(env, len(past), observation, actions_left)])
+  def format_reply(self, actions: Sequence[str], thought: str = '') -> str:
+    """A reply of the right form as the policy samples it, which is without the forced prefix."""
+    settings = self.settings
+    whole = templates.format_reply(thought, actions, think=settings.think, action_sep=settings.action_sep)
+    return whole.removeprefix(self.reply_prefix)
 
   def reply_texts(self, replies: list[list[int]]) -> list[str]:
     """Sampled ids, stop tokens left out, to whole replies with their forced prefix."""
@@ -271,39 +231,74 @@ class ContextManager:
 
   def parse(self, env: int, text: str) -> ParsedReply:
     """Reads a reply. Text after the answer is ignored; a reply that never closes its answer has no actions."""
-    match = (_WITH_THOUGHT if self.think else _ANSWER_ONLY).match(text)
-    if match is None:
+    answer = templates.read_answer(text, think=self.settings.think)
+    if answer is None:
       return ParsedReply((), (), False)
-    game = self._specs[env].env
-    limit = self._specs[env].budget.max_actions_per_turn
-    pieces = [p.strip() for p in match.group(match.lastindex).split(self.action_sep)]
-    parsed = [_read_action(game, p) for p in pieces if p]
+    spec = self._specs[env]
+    limit = spec.budget.max_actions_per_turn
+    pieces = [p.strip() for p in answer.split(self.settings.action_sep)]
+    parsed = [read_action(spec.env, p) for p in pieces if p]
     known = [x for x in parsed if x is not None]
     valid = bool(known) and len(known) == len(parsed)
     return ParsedReply(tuple(action for action, _ in known[:limit]), tuple(name for _, name in known[:limit]), valid)
 
+  # -- parts of prompts ------------------------------------------------------------------------------------------------
 
-def reply_after_prefix(context: ContextManager, thought: str, actions: list[str]) -> str:
-  """A well-formed reply, without the part that is forced."""
-  answer = f'<answer>{f" {context.action_sep} ".join(actions)}</answer>'
-  text = f'<think>{thought}</think>{answer}' if context.think else answer
-  return text.removeprefix(context.reply_prefix)
+  def _turn(self, env: int, turn: int, observation: Observation, actions_left: int) -> Segments:
+    """A turn's part of the user message: number, state, actions left, form and length of the reply."""
+    before, behind = templates.turn_frame(
+      turn, actions_left, think=self.settings.think, max_words=self._specs[env].max_words
+    )
+    return join(before, map_text(templates.plain, observation), behind)
 
+  def _task_and_turn(self, env: int, turn: int, observation: Observation, actions_left: int) -> Segments:
+    return join(self._tasks[env], templates.PARAGRAPH, self._turn(env, turn, observation, actions_left))
 
-def _read_action(game: Environment | TextEnvironment, text: str) -> tuple[Any, str] | None:
-  """An action and how it is written, None where the text is none. Code outside JAX may fail in it."""
-  if isinstance(game, TextEnvironment):
-    return game.read_action(text)
-  action = game.parse_action(text)
-  return None if action is None else (action, game.format_action(action))
+  def _reward_and_turn(
+    self, env: int, turn: int, reward: float, observation: Observation, actions_left: int
+  ) -> Segments:
+    return join(templates.reward_line(reward), self._turn(env, turn, observation, actions_left))
 
+  def _open(self, user: Segments) -> Encoded:
+    """Tokens of a conversation with one message of the user."""
+    return self.tokenizer.encode_segments(self.tokenizer.opening(templates.SYSTEM, user, self.reply_prefix))
 
-def _plain(text: str) -> str:
-  """Text of a game or an action, in which nothing can be taken for a special token such as <|im_end|>."""
-  return text.replace('<|', '< |')
+  def _exchanges(
+    self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
+  ) -> list[tuple[Segments, Turn | None]]:
+    """The user's messages of the last `shown` turns and the present one, each with the turn that replied to it."""
+    first = len(past) - shown
+    states = [(t.observation, t.actions_left) for t in past[first:]] + [(observation, actions_left)]
+    messages = [self._task_and_turn(env, first, *states[0])]
+    for turn, before in enumerate(past[first:], start=first):
+      messages.append(self._reward_and_turn(env, turn + 1, before.reward, *states[turn + 1 - first]))
+    return list(zip(messages, [*past[first:], None], strict=True))
 
+  def _conversation(
+    self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
+  ) -> Encoded:
+    """The conversation of the last `shown` turns and the present one, replies as they were sampled."""
+    exchanges = self._exchanges(env, past, shown, observation, actions_left)
+    segments = self.tokenizer.opening(templates.SYSTEM, exchanges[0][0], self.reply_prefix)
+    for (_, before), (user, _) in itertools.pairwise(exchanges):
+      segments += (TokenSegment(before.ids),)
+      segments += self.tokenizer.following(user, self.reply_prefix, closed=before.closed)
+    return self.tokenizer.encode_segments(segments)
 
-def format_reward(reward: float) -> str:
-  """A reward as the prompt shows it: no trailing zeros, at most two decimals."""
-  text = f'{reward:.2f}'.rstrip('0').rstrip('.')
-  return '0' if text in ('-0', '') else text
+  def _summary(
+    self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
+  ) -> Encoded:
+    return self._open(self._summary_text(env, past, shown, observation, actions_left))
+
+  def _summary_text(
+    self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
+  ) -> Segments:
+    """One message: the task, the actions and rewards of the last `shown` turns, and the present turn."""
+    first = len(past) - shown
+    memory: Segments = ()
+    for i, turn in enumerate(past[first:], start=first):
+      before, behind = templates.memory_frame(i, turn.actions, turn.reward, self.settings.action_sep)
+      lead = '\n' if memory else templates.PARAGRAPH + templates.MEMORY
+      memory = join(memory, lead, before, map_text(templates.plain, turn.observation), behind)
+    present = self._turn(env, len(past), observation, actions_left)
+    return join(self._tasks[env], memory, templates.PARAGRAPH, present)

@@ -1,10 +1,112 @@
-"""What a batch of episodes amounts to, under the names that RAGEN's users know."""
+"""Metrics of episodes, under the names that RAGEN's users know. Each one is defined once, here.
+
+A metric is a ratio of two sums over episodes. Training's and evaluation's means divide the sums; the intervals of
+`evaluation.intervals` resample the same rows.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
-from ragen_jax.agent.trajectory import TRUNCATED, Episode, Status
+from ragen_jax.agent.episode import TRUNCATED, Episode, Status
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeMetric:
+  """A metric: the sum of `numerator` over all episodes, divided by the sum of `denominator`.
+
+  Attributes:
+    numerator: of one episode.
+    denominator: of one episode.
+    is_share: the metric lies between 0 and 1.
+  """
+
+  numerator: Callable[[Episode], float]
+  denominator: Callable[[Episode], float]
+  is_share: bool = False
+
+
+def _one(episode: Episode) -> int:
+  del episode
+  return 1
+
+
+def _num_turns(episode: Episode) -> int:
+  return len(episode.turns)
+
+
+def _num_actions(episode: Episode) -> int:
+  return sum(len(turn.actions) for turn in episode.turns)
+
+
+METRICS = {
+  'success': EpisodeMetric(lambda e: e.success, _one, is_share=True),
+  'score': EpisodeMetric(lambda e: e.score, _one),
+  'episodic_return': EpisodeMetric(lambda e: e.env_return, _one),
+  'num_actions': EpisodeMetric(_num_actions, _one),
+  'num_turns': EpisodeMetric(_num_turns, _one),
+  'action_is_valid': EpisodeMetric(lambda e: sum(t.valid for t in e.turns), _num_turns, is_share=True),
+  'action_is_effective': EpisodeMetric(lambda e: sum(t.effective for t in e.turns), _num_actions, is_share=True),
+  'truncated': EpisodeMetric(lambda e: e.status in TRUNCATED, _one, is_share=True),
+  'env_errors': EpisodeMetric(lambda e: e.status == Status.ENV_ERROR, _one, is_share=True),
+  # Those of evaluations only.
+  'no_reply': EpisodeMetric(lambda e: sum(not t.answered for t in e.turns), _num_turns, is_share=True),
+  'response_length': EpisodeMetric(lambda e: sum(t.tokens for t in e.turns), _one),
+}
+_EVALUATION_ONLY = ('no_reply', 'response_length')
+
+
+def pass_at_k(successes: np.ndarray, n: int, k: int) -> np.ndarray:
+  """Unbiased estimate of the probability that at least one of k episodes of a level succeeds, from n episodes.
+
+  1 - C(n - c, k) / C(n, k), equation 1 of Chen et al. 2021 (arXiv 2107.03374).
+
+  Args:
+    successes: i32[levels], c, successes among the n episodes of each level.
+    n: episodes a level.
+    k: at most n.
+
+  Returns:
+    f64[levels].
+  """
+  return np.asarray([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])[successes]
+
+
+def k_values(group_size: int) -> list[int]:
+  """The k of pass@k: 1, 2, 4, ... and the group size."""
+  return sorted({2**i for i in range(group_size.bit_length())} | {group_size})
+
+
+def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """Numerators and denominators of every metric.
+
+  Args:
+    episodes: of one environment, groups contiguous; a group's episodes are of one level.
+    group_size: G.
+
+  Returns:
+    Name -> (numerators, denominators), f64[levels, G] each; f64[levels, 1] for `pass@k`, which is a property of a
+    level. `env_errors` is there for environments outside JAX, and wherever an environment failed.
+  """
+  rows = {}
+  for name, metric in METRICS.items():
+    parts = ([part(e) for e in episodes] for part in (metric.numerator, metric.denominator))
+    rows[name] = tuple(np.asarray(part, np.float64).reshape(-1, group_size) for part in parts)
+  wins = rows['success'][0].sum(axis=1)
+  for k in k_values(group_size):
+    rows[f'pass@{k}'] = (pass_at_k(wins.astype(int), group_size, k)[:, None], np.ones((len(wins), 1)))
+  if not (episodes[0].outside or rows['env_errors'][0].any()):
+    del rows['env_errors']
+  return rows
+
+
+def is_share(name: str) -> bool:
+  """Whether a metric of `metric_rows` lies between 0 and 1."""
+  return name.startswith('pass@') or METRICS[name].is_share
 
 
 def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> dict[str, float]:
@@ -17,53 +119,16 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
 
   Returns:
     `<prefix>/<tag>/success`, `.../pass@G`, `.../score` (with penalties), `.../episodic_return` (without),
-    `.../num_actions`, `.../num_turns`, `.../action_is_valid` and `.../action_is_effective` (shares of turns and of
-    actions), `.../truncated` (share that ran out of turns, actions or context), and, for environments outside JAX and
-    wherever there are any, `.../env_errors` (share of episodes that ended because their environment failed).
+    `.../num_actions`, `.../num_turns`, `.../action_is_valid` (share of turns) and `.../action_is_effective` (share of
+    actions), `.../truncated` (share of episodes that ran out of turns, actions or context), and, for environments
+    outside JAX and wherever an environment failed, `.../env_errors` (share of episodes that ended because of that).
+    A ratio of nothing, such as valid turns of no turns, is 0.
   """
   metrics = {}
+  left_out = {*_EVALUATION_ONLY, *(f'pass@{k}' for k in k_values(group_size)[:-1])}
   for tag in dict.fromkeys(e.tag for e in episodes):
-    own = [e for e in episodes if e.tag == tag]
-    turns = [t for e in own for t in e.turns]
-    success = np.asarray([e.success for e in own])
-    actions = sum(len(t.actions) for t in turns)
-    name = f'{prefix}/{tag}'
-    metrics[f'{name}/success'] = float(success.mean())
-    metrics[f'{name}/pass@{group_size}'] = float(success.reshape(-1, group_size).any(axis=1).mean())
-    metrics[f'{name}/score'] = float(np.mean([e.score for e in own]))
-    metrics[f'{name}/episodic_return'] = float(np.mean([e.env_return for e in own]))
-    metrics[f'{name}/num_actions'] = actions / len(own)
-    metrics[f'{name}/num_turns'] = len(turns) / len(own)
-    metrics[f'{name}/action_is_valid'] = float(np.mean([t.valid for t in turns])) if turns else 0.0
-    metrics[f'{name}/action_is_effective'] = sum(t.effective for t in turns) / max(actions, 1)
-    metrics[f'{name}/truncated'] = float(np.mean([e.status in TRUNCATED for e in own]))
-    errors = float(np.mean([e.status == Status.ENV_ERROR for e in own]))
-    if own[0].outside or errors:
-      metrics[f'{name}/env_errors'] = errors
+    for name, parts in metric_rows([e for e in episodes if e.tag == tag], group_size).items():
+      if name not in left_out:
+        top, bottom = (float(part.ravel().sum()) for part in parts)
+        metrics[f'{prefix}/{tag}/{name}'] = top / bottom if bottom else 0.0
   return metrics
-
-
-def transcript(episode: Episode) -> str:
-  """An episode as Markdown, for TensorBoard."""
-  ending = episode.status.name.lower().replace('_', ' ') + (f' ({episode.error})' if episode.error else '')
-  lines = [f'**{episode.tag}**, level {episode.level_seed}: {ending}']
-  for i, turn in enumerate(episode.turns):
-    lines += [f'turn {i + 1}', _code(turn.observation), _code(turn.reply)]
-    carried = ' || '.join(turn.actions) or 'none'
-    lines.append(f'carried out: {carried}; reward {turn.reward:g}, penalty {turn.penalty:g}')
-  return '\n\n'.join([*lines, 'end', _code(episode.final_observation)])
-
-
-def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
-  """An episode's boards side by side, u8[H, W, 3], `gap` white columns between them; None where none was drawn."""
-  drawn = [turn.picture for turn in episode.turns] + [episode.final_picture]
-  drawn = [board for board in drawn if board is not None]
-  if not drawn:
-    return None
-  height = max(len(board) for board in drawn)
-  parts = [np.pad(b, ((0, height - len(b)), (0, gap), (0, 0)), constant_values=255) for b in drawn]
-  return np.concatenate(parts, axis=1)[:, :-gap]
-
-
-def _code(text: str) -> str:
-  return '\n'.join('    ' + line for line in text.split('\n'))

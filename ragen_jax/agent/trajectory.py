@@ -1,37 +1,9 @@
-"""One timeline of tokens an episode: what the sampler produced is what the loss sees, in the same columns."""
+"""Token rows of a rollout: the ids that were fed and sampled are the ids that the loss sees, in the same columns."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-
 import numpy as np
 from flax import struct
-
-
-class Status(enum.IntEnum):
-  """How an episode ended."""
-
-  RUNNING = 0
-  SUCCESS = 1
-  FAILURE = 2
-  OUT_OF_TURNS = 3
-  OUT_OF_ACTIONS = 4
-  OUT_OF_CONTEXT = 5
-  ENV_ERROR = 6  # its environment failed; says nothing about the policy
-
-
-def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn: bool) -> Status:
-  """How an episode stands behind a turn that its environment played; the game's own end comes before the limits."""
-  if done:
-    return Status.SUCCESS if success else Status.FAILURE
-  if actions_left <= 0:
-    return Status.OUT_OF_ACTIONS
-  return Status.OUT_OF_TURNS if last_turn else Status.RUNNING
-
-
-# Cut off by a limit, before the game was over.
-TRUNCATED = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
 
 
 @struct.dataclass
@@ -52,7 +24,7 @@ class Trajectory:
     episode: i32[B], rows of one episode share it; one row an episode under full history. Other context policies give
       several, one after the other, and rows of length 0 at the end that belong to none.
     env: i32[B], index of the environment among those of the rollout.
-    status: i32[B], a `Status`.
+    status: i32[B], an `episode.Status`.
     policy_version: i32[B], the number of updates that the sampling weights had seen.
   """
 
@@ -71,77 +43,9 @@ class Trajectory:
   policy_version: np.ndarray
 
 
-@dataclasses.dataclass
-class Turn:
-  """What one turn looked like to a person.
-
-  Attributes:
-    observation: the environment's text at the turn's start.
-    reply: the whole reply, forced prefix included, stop token not.
-    actions: the names of the actions that were carried out.
-    reward: from the environment, the format penalty not included.
-    penalty: the format penalty, 0 or negative.
-    valid: the reply had the right form and every action in it exists.
-    effective: how many of the actions changed the state.
-    picture: u8[H, W, 3], the board at the turn's start, where it was asked for and the environment draws one.
-    tokens: the reply's, its stop token included; 0 where nobody counted them.
-    answered: a reply came; only one over a network may not.
-  """
-
-  observation: str
-  reply: str
-  actions: list[str]
-  reward: float
-  penalty: float
-  valid: bool
-  effective: int
-  picture: np.ndarray | None = None
-  tokens: int = 0
-  answered: bool = True
-
-
-@dataclasses.dataclass
-class Episode:
-  """One row of a `Trajectory`, for people and for statistics.
-
-  Attributes:
-    tag: the environment's tag in the config.
-    group: group id, as in the trajectory.
-    level_seed: the seed that the level was made from.
-    turns: what happened.
-    final_observation: the environment's text after the last action.
-    status: how it ended.
-    outside: its environment lives outside JAX, and may fail.
-    error: what went wrong where it failed.
-    final_picture: u8[H, W, 3], the board after the last action, as for turns.
-  """
-
-  tag: str
-  group: int
-  level_seed: int
-  turns: list[Turn]
-  final_observation: str = ''
-  status: Status = Status.RUNNING
-  outside: bool = False
-  error: str = ''
-  final_picture: np.ndarray | None = None
-
-  @property
-  def success(self) -> bool:
-    return self.status == Status.SUCCESS
-
-  @property
-  def env_return(self) -> float:
-    """Sum of the environment's rewards."""
-    return sum(t.reward for t in self.turns)
-
-  @property
-  def score(self) -> float:
-    """Sum of the environment's rewards and of the format penalties: what is trained on."""
-    return self.env_return + sum(t.penalty for t in self.turns)
-
-
 _COLUMNS = ('tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'turn')
+# The update points at column 1 for missing tokens, so rows have it even where nothing was sampled.
+_MIN_WIDTH = 2
 
 
 class Timeline:
@@ -158,7 +62,7 @@ class Timeline:
       rows: B.
       capacity: the most columns that a row may have.
     """
-    shape = (rows, capacity)
+    shape = (rows, max(capacity, _MIN_WIDTH))
     self._done: list[tuple[int, dict[str, np.ndarray]]] = []  # (episode, its columns)
     self.tokens = np.zeros(shape, np.int32)
     self.loss_mask = np.zeros(shape, bool)
@@ -185,24 +89,24 @@ class Timeline:
     self.turn[row, start:end] = turn
     self.length[row] = end
 
-  def append_reply(self, rows: np.ndarray, reply, turn: int) -> None:
-    """Adds what the sampler drew.
+  def append_reply(self, row: int, ids, turn: int, *, logprobs=0.0, values=0.0, entropies=0.0) -> None:
+    """Adds a reply, on which the loss is.
 
     Args:
-      rows: i32[b], the timeline's row for each row of the reply.
-      reply: a `sampling.Reply` with NumPy leaves, b rows.
+      row: the episode's.
+      ids: i32[n].
       turn: the turn's index.
+      logprobs: f32[n], or one number for all tokens; so are `values` and `entropies`.
+      values: see `Trajectory`.
+      entropies: see `Trajectory`.
     """
-    for i, row in enumerate(rows):
-      n = reply.count[i]
-      start, end = self.length[row], self.length[row] + n
-      self.tokens[row, start:end] = reply.tokens[i, :n]
-      self.loss_mask[row, start:end] = True
-      self.logprobs[row, start:end] = reply.logprobs[i, :n]
-      self.values[row, start:end] = reply.values[i, :n]
-      self.entropies[row, start:end] = reply.entropies[i, :n]
-      self.turn[row, start:end] = turn
-      self.length[row] = end
+    start = self.length[row]
+    self.append_context(row, ids, turn)
+    columns = slice(start, self.length[row])
+    self.loss_mask[row, columns] = True
+    self.logprobs[row, columns] = logprobs
+    self.values[row, columns] = values
+    self.entropies[row, columns] = entropies
 
   def reward_last_token(self, row: int, reward: float) -> None:
     """Puts a turn's reward on the row's last column, which is the turn's last sampled token."""
@@ -212,7 +116,10 @@ class Timeline:
     """The rows so far, cut to the longest one.
 
     Args:
-      group, episode, env, status: i32[B], of the episodes.
+      group: i32[B], of the episodes; so are `episode`, `env` and `status`.
+      episode: see `Trajectory`.
+      env: see `Trajectory`.
+      status: see `Trajectory`.
       policy_version: number of updates behind the weights that sampled.
       pad_id: the token behind a row's last.
 
@@ -221,7 +128,7 @@ class Timeline:
       without any token at the end, up to a multiple of B / 4: so there are few numbers of rows.
     """
     count = len(self.length)
-    of, parts = np.arange(count), {name: getattr(self, name) for name in _COLUMNS}
+    owner, parts = np.arange(count), {name: getattr(self, name) for name in _COLUMNS}
     length = self.length
     if self._done:
       rows = sorted([(e, i, c) for i, (e, c) in enumerate(self._done)], key=lambda x: x[:2])
@@ -230,23 +137,22 @@ class Timeline:
       step = max(count // 4, 1)
       empty = {name: x[0, :0] for name, x in parts.items()}
       rows += [(0, 0, empty)] * (-len(rows) % step)
-      of = np.asarray([e for e, _, _ in rows])
+      owner = np.asarray([e for e, _, _ in rows])
       length = np.asarray([len(c['tokens']) for _, _, c in rows], np.int32)
       parts = {name: np.zeros((len(rows), int(length.max())), x.dtype) for name, x in parts.items()}
       parts['turn'] -= 1
       for i, (_, _, columns) in enumerate(rows):
         for name, x in columns.items():
           parts[name][i, : len(x)] = x
-    # Two columns even where every environment failed at its reset: the update points at column 1 for missing tokens.
-    width = max(int(length.max()), 2)
+    width = max(int(length.max()), _MIN_WIDTH)
     parts = {name: x[:, :width] for name, x in parts.items()}
     parts['tokens'] = np.where(np.arange(width)[None, :] < length[:, None], parts['tokens'], pad_id).astype(np.int32)
     return Trajectory(
       **parts,
       length=length,
-      group=np.asarray(group, np.int32)[of],
-      episode=np.asarray(episode, np.int32)[of],
-      env=np.asarray(env, np.int32)[of],
-      status=np.asarray(status, np.int32)[of],
+      group=np.asarray(group, np.int32)[owner],
+      episode=np.asarray(episode, np.int32)[owner],
+      env=np.asarray(env, np.int32)[owner],
+      status=np.asarray(status, np.int32)[owner],
       policy_version=np.full((len(length),), policy_version, np.int32),
     )

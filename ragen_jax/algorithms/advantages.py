@@ -1,31 +1,32 @@
-"""Advantage estimators by name: from rewards on the timeline to one advantage for every sampled token.
+"""Advantage estimators by name: from rewards on the timeline to an advantage for every sampled token.
 
-Two families. The recursive ones (`gae.py`) run backwards over the sampled tokens of an episode; the scalar ones
-(`group_relative.py`) give every token of an episode the same number, made from its score and the scores of others.
-`compute_advantages` is the dispatcher that the trainer uses.
+There are two families. Recursive estimators (`gae.py`) run backwards over the sampled tokens of an episode. Scalar
+estimators (`group_relative.py`) give all tokens of an episode one number, computed from its score and the scores of
+other episodes. `compute_advantages` calls the estimator of a given name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 from flax import struct
 
 from ragen_jax.algorithms import masks
 from ragen_jax.algorithms.gae import bi_level_gae, discounted_returns, gae, over_turns, turn_wise_gae
-from ragen_jax.algorithms.group_relative import arpo, brpo, episode_scores, gigpo, grpo, rloo, spread
+from ragen_jax.algorithms.group_relative import arpo, brpo, episode_scores, gigpo, grpo, rloo, to_tokens
 from ragen_jax.algorithms.masks import whiten
 
 
 @struct.dataclass
 class Advantages:
-  """What an estimator gives.
+  """The result of an estimator.
 
   Attributes:
-    advantages: f32[B, T], what the policy loss multiplies with, 0 off the mask.
-    returns: f32[B, T], the critic's targets, made before any whitening; estimators without a critic put the
-      (discounted) return of the episode there. 0 off the mask.
+    advantages: f32[B, T], factors of the policy loss, 0 off the mask.
+    returns: f32[B, T], targets of the critic, computed before whitening. For estimators without a critic, the
+      (discounted) return of the episode. 0 off the mask.
     value_mask: bool[B, T], the tokens on which the critic is trained.
   """
 
@@ -36,13 +37,13 @@ class Advantages:
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-  """What an estimator needs and does, for the trainer and for the checks of a config.
+  """Requirements and properties of an estimator, for the trainer and for the checks of a config.
 
   Attributes:
-    needs_critic: it reads `values`.
-    needs_groups: it compares episodes of one prompt, so that groups of one member teach it nothing relative.
-    needs_anchors: it reads `anchors`.
-    whitens: its advantages are whitened over the batch, unless that is switched off.
+    needs_critic: whether it reads `values`.
+    needs_groups: whether it compares the episodes of a prompt, so that groups need at least two members.
+    needs_anchors: whether it reads `anchors`.
+    whitens: whether its advantages are whitened over the batch by default.
   """
 
   needs_critic: bool = False
@@ -88,26 +89,29 @@ def compute_advantages(
   step_weight: float = 1.0,
   step_std: bool = False,
 ) -> Advantages:
-  """Advantages by the name of their estimator. Under jit `name`, `length_weight`, `whitening`, `step_std` are static.
+  """Computes advantages with the estimator of a name.
+
+  Under jit, `name`, `length_weight`, `whitening` and `step_std` must be static.
 
   Args:
     name: one of `ESTIMATORS`.
-    rewards: f32[B, T], the turn's reward on the turn's last sampled token (and KL penalties on any).
-    loss_mask: bool[B, T], the tokens that the policy sampled; rows without any are padding.
-    turn: i32[B, T], turn index, -1 outside turns.
+    rewards: f32[B, T], reward of each turn on its last sampled token, and KL penalties on any sampled token.
+    loss_mask: bool[B, T], sampled tokens; rows without any are padding.
+    turn: i32[B, T], turn index, -1 outside of turns.
     group: i32[B], prompt group, any integers.
-    values: f32[B, T], the critic's estimates of the states from which tokens are emitted; where a critic is needed.
-    bootstrap: f32[B], the value after the last sampled token of episodes that were cut off, 0 where they ended.
-    episode: i32[B], which rows are one episode; None where each row is an episode of its own.
+    values: f32[B, T], the critic's values of the states from which tokens are sampled; for estimators with a critic.
+    bootstrap: f32[B], value after the last sampled token of truncated episodes, 0 for those that terminated.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
     adv_mask: bool[B, T], M_adv of `masks.selective_masks`; None means `loss_mask`.
-    anchors: i32[B, K], the turns' anchor states, for 'gigpo'.
-    gamma: discount for each token: 'gae', 'bi_level_gae', 'reinforce_plus_plus'.
-    lam: decay for each token; for each turn in 'turn_wise_gae'.
-    high_level_gamma, high_level_lam: discount and decay for each turn: 'turn_wise_gae', 'bi_level_gae'. A None decay
-      means `lam`.
-    length_weight: 'grpo' and 'dr_grpo': divide by the episode's relative length.
-    whitening: whiten the advantages of those estimators that do so (`Estimator.whitens`).
-    step_gamma, step_weight, step_std: 'gigpo': discount for each turn, weight of the step part, division by deviations.
+    anchors: i32[B, K], observations of the turns, for 'gigpo'; see `gigpo`.
+    gamma: discount per token, for 'gae', 'bi_level_gae' and 'reinforce_plus_plus'.
+    lam: decay per token; per turn for 'turn_wise_gae'.
+    high_level_gamma, high_level_lam: discount and decay per turn, for 'turn_wise_gae' and 'bi_level_gae'. A decay of
+      None means `lam`.
+    length_weight: divide by the relative length of the episode, for 'grpo' and 'dr_grpo'.
+    whitening: False switches whitening off for estimators that whiten (`Estimator.whitens`).
+    step_gamma, step_weight, step_std: discount per turn, weight of the step part and division by standard deviations,
+      for 'gigpo'.
 
   Returns:
     `Advantages`.
@@ -123,61 +127,51 @@ def compute_advantages(
   if estimator.needs_anchors and anchors is None:
     raise ValueError(f'algorithm.adv_estimator {name!r} needs anchor states of the turns')
   mask = loss_mask if adv_mask is None else adv_mask
+  chex.assert_rank(rewards, 2)
+  chex.assert_equal_shape((rewards, loss_mask, turn, mask))
+  chex.assert_shape(group, rewards.shape[:1])
   whitening = whitening and estimator.whitens
 
-  if estimator.needs_critic:
-    value_mask = mask
-    if name == 'gae':
-      advantages, returns = gae(rewards, values, mask, gamma, lam, bootstrap, episode=episode, turn=turn)
-    elif name == 'bi_level_gae':
-      advantages, returns = bi_level_gae(
-        rewards,
-        values,
-        mask,
-        turn,
-        gamma,
-        lam,
-        high_level_gamma,
-        high_level_lam,
-        bootstrap,
-        loss_mask=loss_mask,
-        episode=episode,
-      )
-    else:
-      high_level_lam = lam if high_level_lam is None else high_level_lam
-      advantages, returns = turn_wise_gae(
-        rewards, values, loss_mask, turn, high_level_gamma, high_level_lam, bootstrap, episode=episode
-      )
-      value_mask = masks.turn_ends(loss_mask, turn)
-      if whitening:  # the statistics are those of turns, not of tokens
-        advantages, whitening = over_turns(whiten(advantages, value_mask), loss_mask, value_mask), False
-    return Advantages(whiten(advantages, mask) if whitening else advantages, returns, value_mask)
+  if name == 'turn_wise_gae':  # the mean and deviation are those of turns, not of tokens
+    high_level_lam = lam if high_level_lam is None else high_level_lam
+    advantages, returns = turn_wise_gae(
+      rewards, values, loss_mask, turn, high_level_gamma, high_level_lam, bootstrap, episode=episode
+    )
+    ends = masks.turn_ends(loss_mask, turn)
+    if whitening:
+      advantages = over_turns(whiten(advantages, ends), loss_mask, ends)
+    return Advantages(advantages, returns, ends)
 
-  scores = episode_scores(rewards, loss_mask, episode)
-  returns = spread(scores, mask)
-  if name in ('grpo', 'dr_grpo'):
-    advantages = grpo(scores, group, mask, episode=episode, scale_by_std=name == 'grpo', length_weight=length_weight)
-  elif name == 'rloo':
-    advantages = rloo(scores, group, mask, episode=episode)
-  elif name == 'brpo':
-    advantages = brpo(scores, mask, episode=episode)
-  elif name == 'arpo':
-    advantages = arpo(scores, mask)
-  elif name == 'gigpo':
-    advantages = gigpo(
-      rewards,
-      group,
-      mask,
-      turn,
-      anchors,
-      step_gamma=step_gamma,
-      step_weight=step_weight,
-      scale_by_std=step_std,
-      loss_mask=loss_mask,
-      episode=episode,
+  if name == 'gae':
+    advantages, returns = gae(rewards, values, mask, gamma, lam, bootstrap, episode=episode, turn=turn)
+  elif name == 'bi_level_gae':
+    levels = (gamma, lam, high_level_gamma, high_level_lam)
+    advantages, returns = bi_level_gae(
+      rewards, values, mask, turn, *levels, bootstrap, loss_mask=loss_mask, episode=episode
     )
   elif name == 'reinforce_plus_plus':
     advantages = returns = discounted_returns(rewards, mask, gamma, episode=episode, turn=turn)
-  else:  # 'reinforce_plus_plus_baseline': the group's mean is the baseline, the batch gives the scale
-    advantages = grpo(scores, group, mask, episode=episode, scale_by_std=False)
+  else:
+    scores = episode_scores(rewards, loss_mask, episode)
+    returns = to_tokens(scores, mask)
+    if name == 'gigpo':
+      steps = {'step_gamma': step_gamma, 'step_weight': step_weight, 'scale_by_std': step_std}
+      advantages = gigpo(rewards, group, mask, turn, anchors, **steps, loss_mask=loss_mask, episode=episode)
+    else:
+      advantages = _from_scores(name, scores, group, mask, episode, length_weight)
   return Advantages(whiten(advantages, mask) if whitening else advantages, returns, mask)
+
+
+def _from_scores(
+  name: str, scores: jax.Array, group: jax.Array, mask: jax.Array, episode: jax.Array | None, length_weight: bool
+) -> jax.Array:
+  """Advantages f32[B, T] of the estimators that read the scores of episodes only."""
+  if name == 'rloo':
+    return rloo(scores, group, mask, episode=episode)
+  if name == 'brpo':
+    return brpo(scores, mask, episode=episode)
+  if name == 'arpo':
+    return arpo(scores, mask)
+  if name == 'reinforce_plus_plus_baseline':  # the group's mean is the baseline; whitening gives the scale
+    return grpo(scores, group, mask, episode=episode, scale_by_std=False)
+  return grpo(scores, group, mask, episode=episode, scale_by_std=name == 'grpo', length_weight=length_weight)

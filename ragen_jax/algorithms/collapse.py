@@ -17,28 +17,29 @@ from ragen_jax.algorithms.diagnostics import Ema
 # --- early stopping ---------------------------------------------------------------------------------------------------
 
 
+# A step is collapsed when its in-group reward deviation is below this fraction of the baseline (RAGEN-2's value).
+_COLLAPSED_FRACTION = 0.1
+# A validation is hopeless when the success rate of every environment is below this (RAGEN-2's value).
+_HOPELESS_SUCCESS = 0.01
+
+
 @dataclasses.dataclass(frozen=True)
-class EarlyStopConfig:
-  """The rules' thresholds. RAGEN-2's values, which it does not let one change; a patience of 0 switches a rule off.
+class EarlyStopSettings:
+  """When a run is stopped. Fields are those of `config.monitor`; a patience of 0 switches its rule off.
+
+  RAGEN-2 has 10, 10, 5 and 5, and calls a validation hopeless if one environment of several is.
 
   Attributes:
-    baseline_steps: the first steps, over which the baseline of the in-group reward deviation is the mean.
-    std_fraction: a step is collapsed when its deviation is below this fraction of the baseline.
-    std_patience: collapsed steps in a row until the run stops.
-    min_success: a validation is hopeless when its success rate is below this.
-    success_patience: hopeless validations in a row until the run stops.
-    hopeless: 'all', a validation is hopeless when every environment is; 'any', when one is (as RAGEN-2 has it, where
-      one hopeless environment of several ends the run).
-    empty_patience: steps in a row of which the filter left nothing, until the run stops.
+    baseline_steps: number of first steps whose mean is the baseline of the in-group reward deviation.
+    flat_reward_patience: collapsed steps in a row until the run stops.
+    hopeless_patience: hopeless validations in a row until the run stops.
+    empty_patience: steps in a row of which the filter kept nothing, until the run stops.
   """
 
-  baseline_steps: int = 10
-  std_fraction: float = 0.1
-  std_patience: int = 10
-  min_success: float = 0.01
-  success_patience: int = 5
-  hopeless: str = 'all'
-  empty_patience: int = 5
+  baseline_steps: int
+  flat_reward_patience: int
+  hopeless_patience: int
+  empty_patience: int
 
 
 @struct.dataclass
@@ -58,12 +59,12 @@ class EarlyStop:
   empty: int = 0
 
   def after_step(
-    self, config: EarlyStopConfig, *, reward_std: float, empty: bool = False
+    self, settings: EarlyStopSettings, *, reward_std: float, empty: bool = False
   ) -> tuple[EarlyStop, dict[str, float], str]:
     """Takes in one iteration.
 
     Args:
-      config: the thresholds.
+      settings: the thresholds.
       reward_std: mean in-group deviation of raw rewards, before any filter.
       empty: the filter left nothing, so that there was no update; only its own rule looks at such a step.
 
@@ -73,15 +74,15 @@ class EarlyStop:
     """
     if empty:
       state = self.replace(empty=self.empty + 1)
-    elif self.steps < config.baseline_steps:
+    elif self.steps < settings.baseline_steps:
       mean = self.baseline + (float(reward_std) - self.baseline) / (self.steps + 1)
       state = self.replace(steps=self.steps + 1, baseline=mean, empty=0)
     else:
-      low = reward_std < config.std_fraction * self.baseline
+      low = reward_std < _COLLAPSED_FRACTION * self.baseline
       state = self.replace(collapsed=self.collapsed + 1 if low else 0, empty=0)
     stops = {
-      'reward_variance_collapse': 0 < config.std_patience <= state.collapsed,
-      'empty_filtered_steps': 0 < config.empty_patience <= state.empty,
+      'reward_variance_collapse': 0 < settings.flat_reward_patience <= state.collapsed,
+      'empty_filtered_steps': 0 < settings.empty_patience <= state.empty,
     }
     metrics = {f'early_stopped/{name}': float(stop) for name, stop in stops.items()}
     metrics['rollout/consecutive_collapsed_steps'] = float(state.collapsed)
@@ -89,26 +90,20 @@ class EarlyStop:
     return state, metrics, next((name for name, stop in stops.items() if stop), '')
 
   def after_validation(
-    self, config: EarlyStopConfig, success: Mapping[str, float]
+    self, settings: EarlyStopSettings, success: Mapping[str, float]
   ) -> tuple[EarlyStop, dict[str, float], str]:
     """Takes in one validation.
 
     Args:
-      config: the thresholds.
+      settings: the thresholds.
       success: success rate in [0, 1] of each environment.
 
     Returns:
       (state, metrics, reason): the reason is 'low_validation_success' or ''.
-
-    Raises:
-      ValueError: `hopeless` is neither 'any' nor 'all'.
     """
-    if config.hopeless not in ('any', 'all'):
-      raise ValueError(f'early_stop.hopeless is {config.hopeless!r}; it may be one of any, all')
-    low = [rate < config.min_success for rate in success.values()]
-    bad = bool(low) and (any(low) if config.hopeless == 'any' else all(low))
+    bad = bool(success) and all(rate < _HOPELESS_SUCCESS for rate in success.values())
     state = self.replace(hopeless=self.hopeless + 1 if bad else 0)
-    stop = 0 < config.success_patience <= state.hopeless
+    stop = 0 < settings.hopeless_patience <= state.hopeless
     metrics = {
       'early_stopped/low_validation_success': float(stop),
       'val-env/consecutive_hopeless': float(state.hopeless),
@@ -119,31 +114,30 @@ class EarlyStop:
 # --- the Echo Trap ----------------------------------------------------------------------------------------------------
 
 
+# Thresholds of the four signals, see `EchoTrap`.
+_STD_FRACTION = 0.5
+_ENTROPY_FACTOR = 1.5
+_GRAD_FACTOR = 5.0
+_REPEAT_FRACTION = 0.5
+# Steps for which a gradient spike stays counted.
+_SPIKE_HOLD = 10
+
+
 @dataclasses.dataclass(frozen=True)
-class EchoTrapConfig:
-  """When a signal of the Echo Trap counts.
+class EchoTrapSettings:
+  """When a warning is given. Fields are those of `config.monitor`.
 
   Attributes:
-    baseline_steps: the first steps, over which baselines are means; no signal counts before they are over.
-    decay: of the averages that are compared with the baselines, in [0, 1).
-    std_fraction: reward deviation: the average is below this fraction of its baseline.
-    entropy_factor: entropy: the average is above this multiple of its baseline.
-    grad_factor: gradient norm: the step's is above this multiple of the average of the steps before.
-    repeat_fraction: repeated templates: the average has gone this fraction of the way from its baseline to 1.
-    hold: steps for which a gradient spike stays counted.
+    baseline_steps: number of first steps whose means are the baselines; no signal counts before they are over.
+    ema_decay: of the averages that are compared with the baselines, in [0, 1).
     min_signals: signals at once that make a warning.
-    patience: steps in a row with that many, until the warning is given.
+    patience: steps in a row with that many signals until the warning is given.
   """
 
-  baseline_steps: int = 10
-  decay: float = 0.9
-  std_fraction: float = 0.5
-  entropy_factor: float = 1.5
-  grad_factor: float = 5.0
-  repeat_fraction: float = 0.5
-  hold: int = 10
-  min_signals: int = 2
-  patience: int = 3
+  baseline_steps: int
+  ema_decay: float
+  min_signals: int
+  patience: int
 
 
 @struct.dataclass
@@ -186,12 +180,12 @@ class EchoTrap:
     return cls(baselines={name: Ema() for name in slow}, averages={name: Ema() for name in (*slow, 'grad_norm')})
 
   def after_step(
-    self, config: EchoTrapConfig, *, reward_std: float, entropy: float, grad_norm: float, repeats: float
+    self, settings: EchoTrapSettings, *, reward_std: float, entropy: float, grad_norm: float, repeats: float
   ) -> tuple[EchoTrap, dict[str, float], bool]:
     """Takes in one iteration.
 
     Args:
-      config: the thresholds.
+      settings: the thresholds.
       reward_std: mean in-group deviation of raw rewards, before any filter (`in_group_reward`).
       entropy: mean entropy of the policy on sampled tokens, in nats.
       grad_norm: the policy's global gradient norm before clipping.
@@ -202,9 +196,9 @@ class EchoTrap:
       `echo_trap/warning`.
     """
     seen = {'reward_std': reward_std, 'entropy': entropy, 'repeats': repeats}
-    learning = self.steps < config.baseline_steps
+    learning = self.steps < settings.baseline_steps
     usual = self.averages['grad_norm'].value
-    spike = not learning and (not math.isfinite(grad_norm) or grad_norm > config.grad_factor * usual)
+    spike = not learning and (not math.isfinite(grad_norm) or grad_norm > _GRAD_FACTOR * usual)
     if spike:
       since = 0
     else:
@@ -216,22 +210,22 @@ class EchoTrap:
         name: Ema(b.total + float(seen[name]), b.weight + 1.0) if math.isfinite(seen[name]) else b
         for name, b in baselines.items()
       }
-    averages = {name: self.averages[name].update(x, config.decay) for name, x in seen.items()}
-    entering = min(grad_norm, config.grad_factor * usual) if spike else grad_norm
-    averages['grad_norm'] = self.averages['grad_norm'].update(entering, config.decay)
+    averages = {name: self.averages[name].update(x, settings.ema_decay) for name, x in seen.items()}
+    entering = min(grad_norm, _GRAD_FACTOR * usual) if spike else grad_norm
+    averages['grad_norm'] = self.averages['grad_norm'].update(entering, settings.ema_decay)
 
     base = {name: b.value for name, b in baselines.items()}
     now = {name: averages[name].value for name in seen}
     signals = {
-      'reward_std': now['reward_std'] < config.std_fraction * base['reward_std'],
-      'entropy': now['entropy'] > config.entropy_factor * base['entropy'],
-      'grad_norm': 0 <= since < config.hold,
-      'repeats': now['repeats'] > base['repeats'] + config.repeat_fraction * (1.0 - base['repeats']),
+      'reward_std': now['reward_std'] < _STD_FRACTION * base['reward_std'],
+      'entropy': now['entropy'] > _ENTROPY_FACTOR * base['entropy'],
+      'grad_norm': 0 <= since < _SPIKE_HOLD,
+      'repeats': now['repeats'] > base['repeats'] + _REPEAT_FRACTION * (1.0 - base['repeats']),
     }
     signals = {name: bool(on) and not learning for name, on in signals.items()}
     count = sum(signals.values())
-    in_a_row = self.in_a_row + 1 if count >= config.min_signals else 0
-    warning = in_a_row >= config.patience
+    in_a_row = self.in_a_row + 1 if count >= settings.min_signals else 0
+    warning = in_a_row >= settings.patience
     state = EchoTrap(self.steps + 1, baselines, averages, since, in_a_row)
     metrics = {f'echo_trap/{name}': float(on) for name, on in signals.items()}
     return state, metrics | {'echo_trap/signals': float(count), 'echo_trap/warning': float(warning)}, warning

@@ -1,8 +1,8 @@
-"""What tells a healthy run from one that is about to collapse.
+"""Metrics that show whether a run is healthy or about to collapse.
 
-Metrics of rewards within groups and of the sampler's numbers, averages over time, and RAGEN-2's mutual information
-between prompts and reasoning. What acts on them is in `collapse.py`. All of this runs on the host, but for
-`ratio_counts`.
+Statistics of rewards within groups, differences between sampler and trainer, moving averages, and RAGEN-2's mutual
+information between prompts and reasoning. The rules that act on them are in `collapse.py`. All functions but
+`ratio_counts` run on the host.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ragen_jax.algorithms.filters import group_scores
 
 @struct.dataclass
 class Ema:
-  """An exponential moving average without the bias of its start.
+  """An exponential moving average without a bias towards its initial value.
 
   Attributes:
     total: f64[], sum of decay^age (1 - decay) x.
-    weight: f64[], the sum of those weights, 0 before the first value.
+    weight: f64[], sum of the weights decay^age (1 - decay); 0 before the first value.
   """
 
   total: float = 0.0
@@ -34,11 +34,11 @@ class Ema:
 
   @property
   def value(self) -> float:
-    """The average; not a number before the first value."""
+    """The average; NaN before the first value."""
     return self.total / self.weight if self.weight > 0 else math.nan
 
   def update(self, x: float, decay: float = 0.9) -> Ema:
-    """Takes one value in; one that is not finite changes nothing. decay in [0, 1): 0 is the last value."""
+    """The average after one more value, or unchanged if x is not finite. With decay 0 it is the last value."""
     if not math.isfinite(x):
       return self
     return Ema(decay * self.total + (1 - decay) * float(x), decay * self.weight + (1 - decay))
@@ -47,15 +47,15 @@ class Ema:
 def update_emas(
   emas: Mapping[str, Ema], metrics: Mapping[str, float], decay: float = 0.9
 ) -> tuple[dict[str, Ema], dict[str, float]]:
-  """Moves one average for each metric on.
+  """Updates one moving average per metric.
 
   Args:
-    emas: averages so far; a metric that is not there yet gets one.
-    metrics: this step's values.
-    decay: as in `Ema.update`.
+    emas: the averages before, by metric; missing ones are started.
+    metrics: values of this step.
+    decay: see `Ema.update`.
 
   Returns:
-    (averages, their values under the metrics' names + '_ema').
+    The averages after, and their values by name of the metric + '_ema'.
   """
   emas = dict(emas) | {name: emas.get(name, Ema()).update(x, decay) for name, x in metrics.items()}
   return emas, {f'{name}_ema': emas[name].value for name in metrics}
@@ -64,19 +64,19 @@ def update_emas(
 # --- probability ratios -----------------------------------------------------------------------------------------------
 
 _LOG_EDGES = np.geomspace(1e-4, math.log(10), 32)
-# Finest around 1: the first steps away from it are small, and a sequence's ratio (GSPO) moves by 1e-4.
+# Finest around 1, because ratios of sequences (GSPO) differ from 1 by about 1e-4.
 RATIO_EDGES = np.exp(np.concatenate([-_LOG_EDGES[::-1], _LOG_EDGES]))  # f64[64], 0.1 to 10
 
 
 def ratio_counts(ratio: jax.Array, mask: jax.Array) -> jax.Array:
-  """Counts probability ratios in fixed bins, so that counts of micro-batches add up to those of an optimiser step.
+  """Histogram of probability ratios with fixed bins, so that counts of micro-batches can be added.
 
   Args:
     ratio: f32[B, T].
-    mask: bool[B, T], those that count.
+    mask: bool[B, T], the ratios to count.
 
   Returns:
-    i32[63], how many lie between two of `RATIO_EDGES`; what lies below or above all of them is in the outermost.
+    i32[63], counts between adjacent `RATIO_EDGES`; the outermost bins also count ratios beyond the edges.
   """
   reached = jnp.sum(mask[..., None] & (ratio[..., None] >= RATIO_EDGES[1:-1].astype(np.float32)), axis=(0, 1))
   whole = jnp.sum(mask)[None]
@@ -93,12 +93,12 @@ def in_group_reward(
 
   Args:
     scores: f32[B], raw score of each row's episode.
-    group: i32[B].
+    group: i32[B], prompt group.
     valid: bool[B], False for padding.
-    episode: i32[B], None where each row is an episode of its own.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
-    `rollout/in_group_reward_std`, `_max`, `_mean`; not numbers where there is no valid row.
+    `rollout/in_group_reward_std`, `_max` and `_mean`; NaN if there is no valid row.
 
   Source: RAGEN, arXiv 2504.20073, the first sign of collapse.
   """
@@ -114,15 +114,16 @@ def in_group_reward(
 
 
 def reward_std_buckets(std: np.ndarray, *, mode: str = 'quantile', count: int = 6) -> np.ndarray:
-  """Sorts groups into buckets by their in-group reward deviation, to compare gradients between buckets.
+  """Assigns groups to buckets by their in-group reward deviation, to compare the gradients of buckets.
 
   Args:
-    std: f64[G].
-    mode: 'quantile', buckets of equal size by rank; or 'fixed_rv', [0, 1), [1, 2), ... and the last one open.
+    std: f64[G], in-group standard deviation of rewards.
+    mode: 'quantile' makes buckets of equal size by rank; 'fixed_rv' has the buckets [0, 1), [1, 2), ..., the last
+      one without an upper limit.
     count: number of buckets.
 
   Returns:
-    i32[G], 0 is the least.
+    i32[G], the bucket of each group; 0 has the smallest deviations.
 
   Raises:
     ValueError: the mode is unknown.
@@ -139,15 +140,15 @@ def reward_std_buckets(std: np.ndarray, *, mode: str = 'quantile', count: int = 
 
 
 def logprob_gap(trainer_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """How far the sampler's log-probs are from the trainer's for the same tokens and weights.
+  """Difference between the log-probs of the sampler and of the trainer for the same tokens and weights.
 
   Args:
     trainer_logprobs, sampler_logprobs: f32[B, T], in nats.
     mask: bool[B, T], the tokens that the policy sampled.
 
   Returns:
-    `rollout/logprob_gap_mean` and `_max` of the absolute difference, and `rollout/logprob_pearson`, which is 1 where
-    the two are the same but for rounding and not a number where either does not vary.
+    `rollout/logprob_gap_mean` and `_max` of the absolute difference, and the correlation `rollout/logprob_pearson`,
+    which is 1 if both agree up to rounding, and NaN if either is constant.
   """
   mask = np.asarray(mask, bool)
   x, y = (np.asarray(z, np.float64)[mask] for z in (trainer_logprobs, sampler_logprobs))
@@ -164,14 +165,14 @@ def logprob_gap(trainer_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask
 
 
 def repeated_replies(replies: Sequence[Hashable], group: np.ndarray) -> float:
-  """The chance that two replies to *different* prompts, drawn at random, are the same: the mark of a template.
+  """The probability that two random replies to *different* prompts are equal, a sign of template replies.
 
   Args:
-    replies: N replies, compared by equality: the text, or the tuple of sampled ids, of a turn or of its reasoning.
-    group: i32[N], the prompt of each.
+    replies: N replies, compared by equality: the text or the tuple of sampled ids of a turn, or of its reasoning.
+    group: i32[N], the prompt of each reply.
 
   Returns:
-    A number in [0, 1]; 0 where there is only one prompt.
+    A number in [0, 1]; 0 if there is only one prompt.
   """
   _, groups = np.unique(np.asarray(group), return_inverse=True)
   distinct: dict[Hashable, int] = {}
@@ -180,7 +181,7 @@ def repeated_replies(replies: Sequence[Hashable], group: np.ndarray) -> float:
     return 0.0
 
   def pairs_across(of: np.ndarray) -> float:
-    """Ordered pairs of equal `of` and different groups."""
+    """Number of ordered pairs with equal values in `of` and different groups."""
     _, cell = np.unique(of * (groups.max() + 1) + groups, return_counts=True)
     return float((np.bincount(of).astype(np.float64) ** 2).sum() - (cell.astype(np.float64) ** 2).sum())
 
@@ -191,35 +192,32 @@ def repeated_replies(replies: Sequence[Hashable], group: np.ndarray) -> float:
 # --- mutual information between prompts and reasoning -----------------------------------------------------------------
 
 
-def mutual_information(
-  cross_scores: np.ndarray,
-  own: np.ndarray,
-  *,
-  lengths: np.ndarray | None = None,
-  prompt_ids: np.ndarray | None = None,
-  top_k: Sequence[int] = (1, 2, 4, 8),
-  measure: Mapping[str, float] | None = None,
-  std_eps: float = 1e-3,
-) -> dict[str, float]:
-  """Does the reasoning depend on the prompt? RAGEN-2's estimates from one matrix of cross scores.
+# The k of the retrieval accuracies.
+_RETRIEVAL_KS = (1, 2, 4, 8)
+# Lower limit of the deviation that divides in `mi_zscore`.
+_MIN_STD = 1e-3
 
-  With l[z, x] = log p(reasoning z | prompt x) over N pieces of reasoning and M prompts: matched = l[z, own(z)],
-  marginal = logsumexp_x l[z, x] - log M. Then I(X; Z) = mean(matched - marginal), H(Z|X) = -mean(matched), H(Z) =
-  -mean(marginal). High H(Z|X) with low I(X; Z) is the template collapse, which entropy alone does not show.
+
+def mutual_information(
+  cross_scores: np.ndarray, own: np.ndarray, *, lengths: np.ndarray | None = None
+) -> dict[str, float]:
+  """RAGEN-2's estimates of how much the reasoning depends on the prompt, from one matrix of cross scores.
+
+  With l[z, x] = log p(reasoning z | prompt x) over N pieces of reasoning and M different prompts: matched =
+  l[z, own(z)], marginal = logsumexp_x l[z, x] - log M. Then I(X; Z) = mean(matched - marginal), H(Z|X) =
+  -mean(matched), H(Z) = -mean(marginal). A high H(Z|X) with a low I(X; Z) is the template collapse, which entropy alone
+  does not show.
 
   Args:
-    cross_scores: f[N, M], sums of token log-probs in nats, by teacher forcing each z under each x.
+    cross_scores: f[N, M], sums of token log-probs in nats, by teacher forcing each z after each x.
     own: i32[N], the column of the prompt that z was sampled for.
-    lengths: [N], tokens of z; given, the `_per_token` forms are added: the same with l divided by the length first.
-    prompt_ids: i32[M], equal for equal prompts, which then count as one in retrieval; None where all differ.
-    top_k: the k of the retrieval accuracies: the own prompt is among the k of highest score. Ties count against it.
-    measure: the deviations of the marginals to measure I with in `mi_zscore`, under the names `marginal_std` and
-      `marginal_std_per_token`, such as moving averages of these metrics; None takes this batch's.
-    std_eps: floor of that deviation.
+    lengths: [N], tokens of z. If given, the same metrics of l divided by the length are added as `_per_token`.
 
   Returns:
-    `mi`, `cond_entropy`, `entropy`, `marginal_std`, `mi_zscore`, each also with `_per_token` where lengths are given;
-    `retrieval_top<k>` and `retrieval_top<k>_chance` for each k up to M. Nothing where N is 0.
+    `mi`, `cond_entropy`, `entropy`, `marginal_std`, `mi_zscore` (`mi` in units of `marginal_std`), each also with
+    `_per_token` if lengths are given; and for k = 1, 2, 4, 8 up to M, `retrieval_top<k>`, the share of z whose own
+    prompt is among the k of highest score (ties count against it), with the value of a random order as
+    `retrieval_top<k>_chance`. Empty if N is 0.
 
   Source: RAGEN-2, arXiv 2604.06268 (mutual-information diagnostics).
   """
@@ -227,28 +225,22 @@ def mutual_information(
   own = np.asarray(own)
   if not len(scores):
     return {}
-  prompts = scores.shape[1]
-  measure = measure or {}
-  metrics = _information(scores, own, measure.get('marginal_std'), std_eps)
+  metrics = _information(scores, own)
   if lengths is not None:
     per_token = scores / np.maximum(np.asarray(lengths, np.float64), 1.0)[:, None]
-    information = _information(per_token, own, measure.get('marginal_std_per_token'), std_eps)
-    metrics |= {f'{name}_per_token': x for name, x in information.items()}
+    metrics |= {f'{name}_per_token': x for name, x in _information(per_token, own).items()}
 
-  ids = np.arange(prompts) if prompt_ids is None else np.asarray(prompt_ids)
-  same = ids[None, :] == ids[own][:, None]  # [N, M]
-  best = np.where(same, scores, -np.inf).max(axis=1)
-  above = (~same & (scores >= best[:, None])).sum(axis=1)  # other prompts at least as likely
-  copies = same.sum(axis=1)
-  for k in top_k:
+  prompts = scores.shape[1]
+  others = np.arange(prompts)[None, :] != own[:, None]  # [N, M]
+  above = (others & (scores >= scores[np.arange(len(own)), own][:, None])).sum(axis=1)  # at least as likely prompts
+  for k in _RETRIEVAL_KS:
     if k <= prompts:
-      chance = [1.0 - math.comb(prompts - int(c), k) / math.comb(prompts, k) for c in copies]
       metrics[f'retrieval_top{k}'] = float((above < k).mean())
-      metrics[f'retrieval_top{k}_chance'] = float(np.mean(chance))
+      metrics[f'retrieval_top{k}_chance'] = 1.0 - math.comb(prompts - 1, k) / math.comb(prompts, k)
   return metrics
 
 
-def _information(scores: np.ndarray, own: np.ndarray, marginal_std: float | None, std_eps: float) -> dict[str, float]:
+def _information(scores: np.ndarray, own: np.ndarray) -> dict[str, float]:
   matched = scores[np.arange(len(scores)), own]
   marginal = np.logaddexp.reduce(scores, axis=1) - math.log(scores.shape[1])
   std = float(marginal.std(ddof=1)) if len(marginal) > 1 else 0.0
@@ -258,5 +250,5 @@ def _information(scores: np.ndarray, own: np.ndarray, marginal_std: float | None
     'cond_entropy': -float(matched.mean()),
     'entropy': -float(marginal.mean()),
     'marginal_std': std,
-    'mi_zscore': mi / max(std if marginal_std is None else marginal_std, std_eps),
+    'mi_zscore': mi / max(std, _MIN_STD),
   }

@@ -1,9 +1,9 @@
-"""Uncertainty filtering: which prompt groups an update learns from, and how much each of them weighs.
+"""Uncertainty filtering: selects the prompt groups that an update learns from, and weighs them.
 
-All of this runs on the host with NumPy, on *raw* scores: it decides the number of rows, so it comes before any compiled
-program, and it reads what the environment paid and not what a normalisation made of it.
+Everything runs on the host in NumPy, because the filter decides the number of rows of the compiled programs. It reads
+*raw* scores, before any normalisation. A group whose episodes all have the same score carries no relative signal;
+StarPO-S keeps the groups with the largest deviation of scores.
 
-A group whose episodes all end alike has nothing to compare; StarPO-S keeps the groups whose rewards vary most.
 Sources: RAGEN, arXiv 2504.20073 (StarPO-S: the fraction of groups of highest in-group deviation); RAGEN-2, arXiv
 2604.06268 (top-p over deviations); DAPO, arXiv 2503.14476, section 3.2 (drop groups that do not vary).
 """
@@ -21,30 +21,22 @@ STRATEGIES = ('top_k', 'top_k_abs', 'top_p', 'min_p')
 TYPES = ('largest', 'smallest')
 TOP_P_MODES = ('linear', 'softmax')
 LOSS_SCALINGS = ('none', 'linear', 'sqrt')
-ZERO = 1e-10  # a score whose absolute value is not above this is zero
+ZERO = 1e-10  # scores of at most this absolute value count as zero
 
 
 @dataclasses.dataclass(frozen=True)
 class FilterResult:
-  """What a filter decided.
+  """The result of a filter.
 
   Attributes:
-    keep: bool[B], rows to learn from; padding is never kept.
-    groups: i32[G], the group ids that the batch has, ascending.
-    scores: f64[G], their metric.
-    keep_groups: bool[G].
+    keep: bool[B], the rows to learn from; False for padding.
+    keep_groups: bool[G], the groups to learn from, in the order of their ids.
     metrics: `rollout/filter_kept_count`, `_kept_ratio` and `_zero_count`.
   """
 
   keep: np.ndarray
-  groups: np.ndarray
-  scores: np.ndarray
   keep_groups: np.ndarray
   metrics: dict[str, float]
-
-  @property
-  def kept_ratio(self) -> float:
-    return self.metrics['rollout/filter_kept_ratio']
 
 
 def group_scores(
@@ -57,26 +49,26 @@ def group_scores(
   length: np.ndarray | None = None,
   episode: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The metric by which groups are ranked.
+  """Computes the metric by which groups are ranked.
 
-  'reward_std' is the in-group standard deviation (unbiased; 0 for one episode) of raw scores, 'reward' their mean,
-  'reward_sum' their sum; 'entropy' is the mean over episodes, 'entropy_variance' the in-group *standard deviation* of
-  the episodes' entropies (the name is RAGEN's), and 'length' the mean length.
+  Over the episodes of a group: 'reward_std' is the standard deviation of raw scores (unbiased; 0 for one episode),
+  'reward' their mean, 'reward_sum' their sum, 'entropy' the mean entropy, 'entropy_variance' the *standard deviation*
+  of entropies (the name is RAGEN's), and 'length' the mean length.
 
   Args:
     metric: one of `METRICS`.
-    group: i32[B].
+    group: i32[B], prompt group.
     valid: bool[B], False for padding.
-    scores: f32[B], raw score of each row's episode; for the reward metrics.
-    entropy: f32[B], mean token entropy of each row's episode, in nats; for the entropy metrics.
-    length: [B], sampled tokens of each row's episode; for 'length'.
-    episode: i32[B], None where each row is an episode of its own; an episode counts once.
+    scores: f32[B], raw score of each row's episode; needed by the reward metrics.
+    entropy: f32[B], mean token entropy of each row's episode, in nats; needed by the entropy metrics.
+    length: [B], sampled tokens of each row's episode; needed by 'length'.
+    episode: i32[B], the episode of each row, which counts once; None if every row is its own episode.
 
   Returns:
-    (groups i32[G] ascending, metric f64[G]) over the groups that have a valid row.
+    Ids i32[G] of the groups that have a valid row, ascending, and their metric f64[G].
 
   Raises:
-    ValueError: the metric is unknown or its array is missing.
+    ValueError: the metric is unknown, or the array that it needs is missing.
   """
   if metric not in METRICS:
     raise ValueError(f'filter.metric is {metric!r}; it may be one of {", ".join(METRICS)}')
@@ -97,7 +89,7 @@ def group_scores(
 
 
 def _episode_rows(valid: np.ndarray, episode: np.ndarray | None) -> np.ndarray:
-  """The indices of one valid row for each episode."""
+  """The index of one valid row of each episode."""
   rows = np.flatnonzero(valid)
   if episode is None:
     return rows
@@ -122,25 +114,25 @@ def select_groups(
   top_p_mode: str = 'linear',
   eps: float = 0.01,
 ) -> np.ndarray:
-  """Which groups to keep, by their scores.
+  """Selects groups by their scores.
 
-  'top_k'      the best floor(value * G) of the G groups.
-  'top_k_abs'  the best int(value) groups.
-  'min_p'      the groups with score >= value * the greatest score; with 'smallest', those with score <= it.
-  'top_p'      the shortest run of the best groups that holds `value` of the mass; all of them from value 1 on.
-               'linear': the mass is the score itself, and the run is long enough once it reaches value * total - eps,
-               so that with tiny scores nothing is kept; 'softmax': the mass is softmax(score) (of -score with
-               'smallest'), without eps.
+  'top_k'      keeps the best floor(value * G) of the G groups.
+  'top_k_abs'  keeps the best int(value) groups.
+  'min_p'      keeps groups with score >= value * largest score; with 'smallest', groups with score <= that.
+  'top_p'      keeps the fewest best groups whose mass reaches `value` of the total; all groups for value >= 1.
+               'linear': the mass of a group is its score, and value * total - eps has to be reached, so that nothing
+               is kept if all scores are tiny. 'softmax': the mass is softmax(score), or softmax(-score) with
+               'smallest'; eps is not used.
 
-  Linear top-p does not change with the scale of the rewards (but for eps), softmax does. Ties go to the group that
-  comes first. Groups whose score is not a number are never kept.
+  Linear top-p does not depend on the scale of the rewards (except for eps), softmax does. Of groups with equal scores,
+  the first is preferred. Groups whose score is NaN or infinite are never kept.
 
   Args:
-    scores: f64[G]. Where some are below 0, min_p and linear top-p count all from the lowest.
+    scores: f64[G]. If any is negative, min_p and linear top-p shift all scores by the smallest one.
     strategy: one of `STRATEGIES`.
-    value: fraction, count, ratio or p, by strategy; not negative.
-    kind: 'largest' or 'smallest' scores are the best.
-    include_zero: False drops groups with |score| <= 1e-10 before anything else ('top_k' still counts them in G).
+    value: fraction, count, ratio or p, depending on the strategy; not negative.
+    kind: whether the 'largest' or the 'smallest' scores are the best.
+    include_zero: False first drops groups with |score| <= 1e-10; 'top_k' still counts them in G.
     top_p_mode: one of `TOP_P_MODES`.
     eps: slack of linear top-p, in units of the score.
 
@@ -191,7 +183,7 @@ def select_groups(
 
 
 def _shortest_run(mass: np.ndarray, p: float, eps: float) -> int:
-  """The least n, 0 included, with sum(mass[:n]) >= p * sum(mass) - eps, up to rounding; p < 1."""
+  """The smallest n >= 0 with sum(mass[:n]) >= p * sum(mass) - eps, up to rounding; p < 1."""
   reached = np.concatenate([[0.0], np.cumsum(mass)])
   return int(np.argmax(reached >= (p - 1e-12) * reached[-1] - eps))
 
@@ -215,30 +207,35 @@ def uncertainty_filter(
   kind: str = 'largest',
   include_zero: bool = True,
   top_p_mode: str = 'linear',
-  eps: float = 0.01,
 ) -> FilterResult:
-  """Ranks the groups of a batch and keeps whole ones. Arguments as `group_scores` and `select_groups`.
+  """Ranks the groups of a batch and selects complete groups. Arguments: see `group_scores` and `select_groups`.
 
-  StarPO-S is metric 'reward_std', strategy 'top_k', value 0.25; "keep what varies" is 'top_p', 1.0, include_zero False;
-  RAGEN-2's signal-to-noise filter is 'top_p', 0.9, include_zero False.
+  StarPO-S is metric 'reward_std', strategy 'top_k', value 0.25. All groups that vary: 'top_p', value 1.0, include_zero
+  False. RAGEN-2's signal-to-noise filter: 'top_p', value 0.9, include_zero False.
   """
   valid = np.asarray(valid, bool)
   ids, ranked = group_scores(metric, group, valid, scores=scores, entropy=entropy, length=length, episode=episode)
   kept = select_groups(
-    ranked, strategy=strategy, value=value, kind=kind, include_zero=include_zero, top_p_mode=top_p_mode, eps=eps
+    ranked, strategy=strategy, value=value, kind=kind, include_zero=include_zero, top_p_mode=top_p_mode
   )
   metrics = {
     'rollout/filter_kept_count': float(kept.sum()),
     'rollout/filter_kept_ratio': float(kept.sum() / max(len(ids), 1)),
     'rollout/filter_zero_count': float((np.abs(ranked) <= ZERO).sum()),
   }
-  return FilterResult(np.isin(group, ids[kept]) & valid, ids, ranked, kept, metrics)
+  return FilterResult(np.isin(group, ids[kept]) & valid, kept, metrics)
 
 
 def loss_scale(kept_ratio: float, scaling: str = 'none') -> float:
-  """The factor of the advantages after a filter: 1, the kept ratio ('linear'), or its square root ('sqrt').
+  """A factor for the advantages after a filter, which makes an update from few groups smaller than one from all.
 
-  So that an update from few groups is not as large as one from all. Raises ValueError for an unknown scaling.
+  Args:
+    kept_ratio: share of the groups that the filter kept.
+    scaling: 'none' returns 1, 'linear' the kept ratio, 'sqrt' its square root.
+
+  Raises:
+    ValueError: the scaling is unknown.
+
   Source: RAGEN-2's `filter_loss_scaling`.
   """
   _check('filter.loss_scaling', scaling, LOSS_SCALINGS)
@@ -248,16 +245,16 @@ def loss_scale(kept_ratio: float, scaling: str = 'none') -> float:
 def soft_weights(
   scores: np.ndarray, group: np.ndarray, valid: np.ndarray, episode: np.ndarray | None = None
 ) -> np.ndarray:
-  """Soft reweighting, in place of dropping groups: in-group standard deviation over the greatest one.
+  """Soft alternative to dropping groups: the standard deviation of a group divided by the largest one.
 
   Args:
     scores: f32[B], raw score of each row's episode.
-    group: i32[B].
+    group: i32[B], prompt group.
     valid: bool[B], False for padding.
-    episode: i32[B], None where each row is an episode of its own.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
-    f32[B] in [0, 1], to multiply a row's advantages with; all 1 where no group varies, and 0 for padding.
+    f32[B] in [0, 1], factors for the advantages of rows. 1 for all valid rows if no group varies; 0 for padding.
 
   Source: RAGEN-2's `soft_advantage_reweight`.
   """

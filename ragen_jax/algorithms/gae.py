@@ -1,14 +1,14 @@
-"""Generalised advantage estimation over the sampled tokens of an episode, and its turn-level relatives.
+"""Generalised advantage estimation over the sampled tokens of an episode, and its variants over turns.
 
-All of them solve
+All estimators solve
 
     x_t = a_t * x_{t+1} + b_t
 
-backwards. At a slot that the policy did not sample a = 1 and b = 0: it carries x through unchanged, so that nothing
-that lies on it can matter. Where an episode or a turn ends a = 0: nothing comes over from what follows.
+backwards. At a column that is not in the mask, a = 1 and b = 0: x passes unchanged, so the content of the column has no
+effect. At the end of an episode or a turn, a = 0: nothing passes from later columns.
 
-An episode may lie on several rows (one for each turn, where the context is windowed): then `episode` names it, and the
-recursion runs from row to row in the order of their first turns.
+With a windowed context an episode has several rows, one per turn. `episode` then gives the episode of each row, and the
+recursion runs through its rows in the order of their first turns.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ def gae(
   episode: jax.Array | None = None,
   turn: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Generalised advantage estimation over the masked-in tokens alone.
+  """Generalised advantage estimation over the tokens of the mask.
 
-  With p_1 < ... < p_n the masked-in slots of an episode: delta_i = r(p_i) + gamma V(p_{i+1}) - V(p_i) and
-  A(p_i) = delta_i + gamma lam A(p_{i+1}). Slots between are stepped over: neither their values nor their number matter.
+  With p_1 < ... < p_n the columns of an episode in the mask: delta_i = r(p_i) + gamma V(p_{i+1}) - V(p_i) and
+  A(p_i) = delta_i + gamma lam A(p_{i+1}). Columns between them have no effect, neither by content nor by number.
 
   Args:
     rewards: f32[B, T].
-    values: f32[B, T], the critic's estimate of the state from which the token is emitted.
-    mask: bool[B, T], M_adv; usually the tokens that the policy sampled.
-    gamma: discount for each token, in [0, 1].
-    lam: the trace's decay, in [0, 1].
-    bootstrap: f32[B], the value of the state after the row's last masked-in token where the episode was cut off, 0
-      where it ended by itself. None is 0 everywhere. Of an episode with several rows, that of its last row is read.
-    episode: i32[B], the rows that belong together; None where each row is an episode of its own.
-    turn: i32[B, T], needed with `episode`, to put rows in order.
+    values: f32[B, T], the critic's value of the state from which the token is sampled.
+    mask: bool[B, T], M_adv; usually the sampled tokens.
+    gamma: discount per token, in [0, 1].
+    lam: decay of the trace per token, in [0, 1].
+    bootstrap: f32[B], value of the state after the row's last token in the mask if the episode was truncated, 0 if it
+      terminated. None means 0. For an episode with several rows, the value of its last row is used.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
+    turn: i32[B, T], turn index; required with `episode`, to order its rows.
 
   Returns:
-    (advantages, returns), each f32[B, T] and 0 off the mask; returns = advantages + values; nothing is whitened.
+    Advantages and returns, each f32[B, T] and 0 off the mask; returns = advantages + values. Not whitened.
 
   Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
   """
@@ -68,7 +68,7 @@ def discounted_returns(
   episode: jax.Array | None = None,
   turn: jax.Array | None = None,
 ) -> jax.Array:
-  """The sum of gamma^k r over the masked-in tokens from each one on: f32[B, T], 0 off the mask. Arguments as `gae`."""
+  """Discounted return from each token of the mask on: f32[B, T], 0 off the mask. Arguments: see `gae`."""
   return gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode=episode, turn=turn)[0]
 
 
@@ -83,20 +83,20 @@ def turn_wise_gae(
   *,
   episode: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """GAE with one step a turn, between the turns' last sampled tokens; every token of a turn gets the turn's advantage.
+  """GAE with one step per turn, between the last sampled tokens of turns. All tokens of a turn get its advantage.
 
   Args:
-    rewards: f32[B, T]; only what lies on the last sampled token of a turn is read.
-    values: f32[B, T], read at the last sampled token of each turn.
-    loss_mask: bool[B, T], the tokens that the policy sampled.
-    turn: i32[B, T], turn index, -1 outside turns.
-    gamma: discount for each turn.
-    lam: decay for each turn.
-    bootstrap, episode: as in `gae`.
+    rewards: f32[B, T], read at the last sampled token of each turn only.
+    values: f32[B, T], read at the last sampled token of each turn only.
+    loss_mask: bool[B, T], sampled tokens.
+    turn: i32[B, T], turn index, -1 outside of turns.
+    gamma: discount per turn.
+    lam: decay per turn.
+    bootstrap, episode: see `gae`.
 
   Returns:
-    (advantages, returns), each f32[B, T]; advantages on all sampled tokens, returns on the turns' last ones, where
-    alone the critic is to be trained. Nothing is whitened.
+    Advantages f32[B, T] on all sampled tokens, and returns f32[B, T] on the last sampled token of each turn, the only
+    tokens on which the critic should be trained. Not whitened.
 
   Source: VAGEN, arXiv 2510.16907, first release ("turn-wise GAE").
   """
@@ -119,30 +119,30 @@ def bi_level_gae(
   loss_mask: jax.Array | None = None,
   episode: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Bi-level GAE: first between turns, then inside each.
+  """Bi-level GAE: first over turns, then over the tokens of each turn.
 
   With e_k the last sampled token of turn k, pass 1 runs over the turns,
       delta^H_k = r(e_k) + gamma_H V(e_{k+1}) - V(e_k),   A^H_k = delta^H_k + gamma_H lam_H A^H_{k+1};
-  its result *replaces* the reward of e_k by A^H_k + V(e_k), and pass 2 is token GAE that starts afresh (bootstrap 0,
-  accumulator 0) at every e_k. So A(e_k) = A^H_k, and no token's discount reaches over a turn's end.
+  and *replaces* the reward of e_k by A^H_k + V(e_k). Pass 2 is token GAE that restarts at every e_k, with bootstrap and
+  accumulator 0. So A(e_k) = A^H_k, and no discount per token crosses the end of a turn.
 
-  Turns end where the turn indices say, whatever the reward there. An episode that was cut off has V(e_{K+1}) =
-  `bootstrap`; one that ended has 0.
+  The ends of turns follow from the turn indices, independent of rewards. V(e_{K+1}) is `bootstrap` for a truncated
+  episode and 0 for one that terminated.
 
   Args:
-    rewards: f32[B, T], the turn's reward on its last sampled token; other sampled tokens may carry some too (KL).
-    values: f32[B, T], as in `gae`.
-    mask: bool[B, T], M_adv, the slots over which pass 2 runs.
-    turn: i32[B, T], turn index, -1 outside turns.
-    gamma, lam: discount and decay for each token, inside a turn.
-    high_level_gamma, high_level_lam: those for each turn; high_level_lam None means `lam`.
-    bootstrap, episode: as in `gae`.
-    loss_mask: bool[B, T], the tokens that the policy sampled, among which turns end; None means `mask`.
+    rewards: f32[B, T], reward of each turn on its last sampled token; other sampled tokens may have rewards too (KL).
+    values: f32[B, T], see `gae`.
+    mask: bool[B, T], M_adv, the tokens of pass 2.
+    turn: i32[B, T], turn index, -1 outside of turns.
+    gamma, lam: discount and decay per token, within a turn.
+    high_level_gamma, high_level_lam: discount and decay per turn; high_level_lam None means `lam`.
+    bootstrap, episode: see `gae`.
+    loss_mask: bool[B, T], sampled tokens, which determine the ends of turns; None means `mask`.
 
   Returns:
-    (advantages, returns), each f32[B, T] and 0 off the mask; nothing is whitened.
+    Advantages and returns, each f32[B, T] and 0 off the mask. Not whitened.
 
-  Source: VAGEN, arXiv 2510.16907, section 4.2 and algorithm 2 (of the two, which differ, the algorithm's "replaces").
+  Source: VAGEN, arXiv 2510.16907, section 4.2 and algorithm 2. The two differ; this follows the algorithm ("replaces").
   """
   high_level_lam = lam if high_level_lam is None else high_level_lam
   turn_ends = masks.turn_ends(mask if loss_mask is None else loss_mask, turn)
@@ -156,12 +156,12 @@ def bi_level_gae(
 
 @struct.dataclass
 class _Timeline:
-  """How rows follow one another: as they are, or the rows of an episode one after another in one long stream.
+  """The order of rows: unchanged, or sorted so that the rows of an episode follow one another in one long stream.
 
   Attributes:
-    order: i32[B], rows sorted by episode and then by first turn; None where rows are episodes.
-    episode: i32[B], None where rows are episodes.
-    chained: rows continue in the next one.
+    order: i32[B], rows sorted by episode and first turn; None if every row is its own episode.
+    episode: i32[B], episodes in that order; None if every row is its own episode.
+    chained: whether the recursion continues from row to row.
   """
 
   order: jax.Array | None
@@ -185,7 +185,7 @@ class _Timeline:
     return jnp.zeros_like(x).at[self.order].set(x) if self.chained else x
 
   def ends(self, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The episodes' last masked-in slots, bool[B, T], and each slot's follower, a column of its row or the stream."""
+    """The last column of each episode in the mask, bool[B, T], and the next one after each column, in row or stream."""
     if not self.chained:
       following = masks.next_sampled(mask)
       return mask & (following == mask.shape[-1]), following
@@ -206,7 +206,7 @@ def _recursion(
   lam: float,
   chained: bool,
 ) -> jax.Array:
-  """The recursion of GAE, which starts afresh at `ends` with `end_values` in place of the next value: f32[B, T]."""
+  """The recursion of GAE, which restarts at `ends` with `end_values` as the next values: f32[B, T]."""
   stream = (1, -1) if chained else values.shape
   index = jnp.minimum(following.reshape(stream), values.reshape(stream).shape[-1] - 1)
   next_values = jnp.take_along_axis(values.reshape(stream), index, axis=-1).reshape(values.shape)
@@ -217,7 +217,7 @@ def _recursion(
 
 
 def _solve(a: jax.Array, b: jax.Array, chained: bool) -> jax.Array:
-  """x[t] = a[t] x[t+1] + b[t] along each row, from x = 0, or from the first x of the next row where chained."""
+  """Solves x[t] = a[t] x[t+1] + b[t] in each row, from x = 0 or, if chained, from the first x of the next row."""
 
   def column(carry, ab):
     slope, offset = carry  # x[t] = slope * (x that enters the row from the right) + offset
@@ -238,7 +238,7 @@ def _solve(a: jax.Array, b: jax.Array, chained: bool) -> jax.Array:
 
 
 def over_turns(at_ends: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> jax.Array:
-  """Spreads what lies on the last sampled token of each turn over the turn's sampled tokens: f32[B, T]."""
+  """Copies the entry of each turn's last sampled token to all sampled tokens of the turn: f32[B, T]."""
   following = masks.next_sampled(ends)
   index = jnp.where(ends, jnp.arange(ends.shape[-1]), jnp.minimum(following, ends.shape[-1] - 1))
   return jnp.where(loss_mask, jnp.take_along_axis(at_ends, index, axis=-1), 0.0)

@@ -1,8 +1,7 @@
-"""Advantages from comparing episodes: one number for every token of an episode, made from scores.
+"""Advantages from comparing episodes: all tokens of an episode get one number, computed from scores.
 
-Statistics count an episode once, however many rows it lies on (`episode` names the rows that belong together), and rows
-without a sampled token never. Comparisons are by [B, B] matrices of equal ids, which XLA fuses into the sums, so that
-ids may be any integers and the order of rows does not matter.
+Statistics count an episode once, regardless of its number of rows, and ignore rows without a sampled token (padding).
+Sets are found by sorting ids, so ids may be any integers, and the order of rows does not matter.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ EPSILON = 1e-6  # added to a standard deviation before it divides
 
 
 def episode_scores(rewards: jax.Array, mask: jax.Array, episode: jax.Array | None = None) -> jax.Array:
-  """The undiscounted return of each row's episode, over all rows of that episode.
+  """The undiscounted return of each row's episode, summed over all rows of the episode.
 
   Args:
-    rewards: f32[B, T]; what lies off the mask is not read.
-    mask: bool[B, T].
-    episode: i32[B], None where each row is an episode of its own.
+    rewards: f32[B, T], not read off the mask.
+    mask: bool[B, T], sampled tokens.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
-    f32[B], 0 for rows that have no sampled token.
+    f32[B], 0 for rows without a sampled token.
   """
   of_rows = jnp.sum(jnp.where(mask, rewards, 0.0), axis=-1)
   if episode is None:
@@ -41,19 +40,19 @@ def grpo(
   scale_by_std: bool = True,
   length_weight: bool = False,
 ) -> jax.Array:
-  """Group-relative advantages: (score - mean of the group) / (its standard deviation + 1e-6) on every token.
+  """Group-relative advantages: (score - mean of the group) / (standard deviation of the group + 1e-6).
 
-  The deviation is the unbiased one; a group with a single episode has mean 0 and deviation 1. The mean is exact where
-  all scores of a group are equal, so that such a group gets exactly 0.
+  The standard deviation is unbiased. A group with a single episode has mean 0 and deviation 1. A group whose scores are
+  all equal gets exactly 0.
 
   Args:
     scores: f32[B], the score of each row's episode (`episode_scores`).
     group: i32[B], prompt group, any integers.
-    mask: bool[B, T].
-    episode: i32[B], None where each row is an episode of its own.
-    scale_by_std: divide by the deviation; False is Dr. GRPO, with `seq-mean-token-sum` for its loss.
-    length_weight: divide by the episode's number of tokens over the batch's mean number, so that a long failure does
-      not weigh more than a short one.
+    mask: bool[B, T], the tokens that get an advantage.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
+    scale_by_std: divide by the deviation; False is Dr. GRPO, whose loss aggregation is `seq-mean-token-sum`.
+    length_weight: divide by the number of tokens of the episode relative to the mean of the batch, so that a long
+      failure does not weigh more than a short one.
 
   Returns:
     f32[B, T], 0 off the mask.
@@ -72,21 +71,21 @@ def grpo(
     lengths = lengths if episode is None else sum_over(episode, lengths)
     mean_length = jnp.sum(weights * lengths) / jnp.maximum(jnp.sum(weights), 1.0)
     advantages = advantages * mean_length / jnp.maximum(lengths, 1.0)
-  return spread(advantages, mask)
+  return to_tokens(advantages, mask)
 
 
 def rloo(scores: jax.Array, group: jax.Array, mask: jax.Array, *, episode: jax.Array | None = None) -> jax.Array:
-  """Leave-one-out: the score less the mean score of the group's *other* episodes; a single episode keeps its score.
+  """Leave-one-out: score - mean score of the *other* episodes of the group; a single episode keeps its score.
 
-  Arguments and result as `grpo`. Source: Ahmadian et al. 2024, arXiv 2402.14740.
+  Arguments and result: see `grpo`. Source: Ahmadian et al. 2024, arXiv 2402.14740.
   """
   mean, _, count = group_statistics(scores, group, episode_weights(mask, episode))
   others = count / jnp.maximum(count - 1.0, 1.0)
-  return spread(jnp.where(count < 1.5, scores, (scores - mean) * others), mask)
+  return to_tokens(jnp.where(count < 1.5, scores, (scores - mean) * others), mask)
 
 
 def brpo(scores: jax.Array, mask: jax.Array, *, episode: jax.Array | None = None) -> jax.Array:
-  """The score, normalised by mean and standard deviation (+ 1e-6) over the episodes of the whole batch: f32[B, T].
+  """The score normalised by mean and standard deviation (+ 1e-6) over the episodes of the batch: f32[B, T].
 
   A batch with a single episode has mean 0 and deviation 1. Source: BRPO, RAGEN's first release.
   """
@@ -95,7 +94,7 @@ def brpo(scores: jax.Array, mask: jax.Array, *, episode: jax.Array | None = None
 
 def arpo(scores: jax.Array, mask: jax.Array) -> jax.Array:
   """The raw score on every token: f32[B, T]. Source: ARPO, RAGEN's first release."""
-  return spread(scores, mask)
+  return to_tokens(scores, mask)
 
 
 def gigpo(
@@ -111,24 +110,24 @@ def gigpo(
   loss_mask: jax.Array | None = None,
   episode: jax.Array | None = None,
 ) -> jax.Array:
-  """Group-in-group advantages: the episode against its group, plus each step against steps from the same state.
+  """Group-in-group advantages: compares episodes within a group, and steps of the group from the same state.
 
-  A = A_episode + step_weight * A_step. A_episode is the group's normalised total return. A_step is the return from the
-  step on, discounted by turns, less the mean of all steps of the group that were taken from an identical observation
-  (its *anchor*), in whichever episode; a step without a peer gets 0.
+  A = A_episode + step_weight * A_step. A_episode is the total return normalised within the group. A_step is the return
+  from the step on, discounted per turn, minus the mean over all steps of the group that start from an identical
+  observation (its *anchor*), in any episode. A step with a unique anchor gets 0.
 
   Args:
-    rewards: f32[B, T]; only what lies on masked-in tokens is read.
+    rewards: f32[B, T], not read off the mask.
     group: i32[B], prompt group.
-    mask: bool[B, T], where advantages are wanted.
-    turn: i32[B, T], turn index, -1 outside turns.
-    anchors: i32[B, K], an id for what the policy saw at each turn of the row's episode, equal for equal observations,
-      negative where there was no such turn. Rows of one episode carry the same ids.
-    step_gamma: discount for each turn.
+    mask: bool[B, T], the tokens that get an advantage.
+    turn: i32[B, T], turn index, -1 outside of turns.
+    anchors: i32[B, K], id of the observation at each turn of the row's episode, equal for equal observations, negative
+      for turns that were not played. All rows of an episode have the same ids.
+    step_gamma: discount per turn.
     step_weight: weight of A_step.
-    scale_by_std: also divide both parts by their set's standard deviation + 1e-6 ("mean_std_norm").
-    loss_mask: bool[B, T], the sampled tokens, among which turns end; None means `mask`.
-    episode: i32[B], None where each row is an episode of its own.
+    scale_by_std: also divide both parts by the standard deviation of their set + 1e-6 ("mean_std_norm").
+    loss_mask: bool[B, T], sampled tokens, which determine the ends of turns; None means `mask`.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
     f32[B, T], 0 off the mask.
@@ -143,7 +142,7 @@ def gigpo(
   returns = gae.discounted_returns(of_turns, ends, step_gamma, episode=episode, turn=turn)
 
   count = anchors.shape[-1]
-  slots = jnp.where(ends & (turn < count), turn, count)  # one turn end a slot; the others go to a slot that is dropped
+  slots = jnp.where(ends & (turn < count), turn, count)  # one end per turn; other columns go to a slot that is dropped
   steps = jnp.zeros((anchors.shape[0], count + 1), returns.dtype)
   rows = jnp.arange(anchors.shape[0])[:, None]
   present = steps.at[rows, slots].set(1.0)[:, :count] * (anchors >= 0)  # [B, K]
@@ -151,7 +150,7 @@ def gigpo(
 
   groups = jnp.broadcast_to(group[:, None], anchors.shape)
   mean, std, _ = group_statistics(steps.ravel(), (groups.ravel(), anchors.ravel()), present.ravel())
-  of_step = (steps.ravel() - mean) / ((std + EPSILON) if scale_by_std else 1.0)  # exactly 0 without a peer
+  of_step = (steps.ravel() - mean) / ((std + EPSILON) if scale_by_std else 1.0)  # exactly 0 for a unique anchor
   of_step = jnp.where(present.ravel() > 0, of_step, 0.0).reshape(anchors.shape)
   at_tokens = jnp.take_along_axis(of_step, jnp.clip(turn, 0, count - 1), axis=-1)
   at_tokens = jnp.where((turn >= 0) & (turn < count), at_tokens, 0.0)
@@ -167,12 +166,16 @@ def _turn_rewards(rewards: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> 
   return jnp.where(ends, jnp.take_along_axis(total, of_turn, axis=-1), 0.0)
 
 
-def spread(of_rows: jax.Array, mask: jax.Array) -> jax.Array:
+def to_tokens(of_rows: jax.Array, mask: jax.Array) -> jax.Array:
+  """Copies a number per row to the row's tokens in the mask: f32[B] -> f32[B, T]."""
   return jnp.where(mask, of_rows[:, None], 0.0)
 
 
 def _sets(keys: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-  """i32[N]: a number from 0 to N-1 for each entry, equal where the keys are. By sorting, as N can be 200,000."""
+  """i32[N]: a set number from 0 to N-1 for each entry; entries with equal keys get equal numbers.
+
+  Keys are sorted instead of compared in pairs, because N can be 200,000.
+  """
   keys = tuple(jnp.asarray(key) for key in (keys if isinstance(keys, tuple) else (keys,)))
   order = jnp.lexsort(keys)
   new = jnp.zeros(keys[0].shape, bool)
@@ -182,7 +185,7 @@ def _sets(keys: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
 
 
 def sum_over(keys: jax.Array | tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-  """For each entry the sum of x over the entries with the same key: f32[N]."""
+  """For each entry, the sum of x over all entries with the same key: f32[N]."""
   return _sum_over(_sets(keys), x)
 
 
@@ -191,7 +194,7 @@ def _sum_over(sets: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def episode_weights(mask: jax.Array, episode: jax.Array | None) -> jax.Array:
-  """f32[B]: 1 over the number of rows of the row's episode, 0 for padding; they sum to the number of episodes."""
+  """f32[B]: 1 / (number of rows of the row's episode), 0 for padding rows. Sums to the number of episodes."""
   valid = mask.any(-1).astype(jnp.float32)
   if episode is None:
     return valid

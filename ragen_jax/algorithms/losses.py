@@ -1,14 +1,14 @@
-"""Losses, token by token, and the weights that add them up.
+"""Losses per token, and the weights of tokens in the total.
 
-Every loss here is an array [B, T]. `token_weights` turns the *global* batch's mask into weights [B, T] that already
-hold the global denominator, so that
+Every loss is an array [B, T]. `token_weights` turns the mask of the *global* batch into weights [B, T] that include the
+global denominator, so that
 
     loss = sum over micro-batches, shards and rows of  sum(weights * per_token_loss)
 
-is one number whatever the split: nothing is averaged twice. Compute the weights once for the whole batch of an
-optimiser step, slice them with the rows, and add up gradients.
+does not depend on the split. Compute the weights once for the whole batch of an optimiser step, slice them with the
+rows, and sum gradients.
 
-Entries off the mask are made harmless before any arithmetic, so that no infinity there can reach a gradient.
+Entries off the mask are replaced before any arithmetic, so infinities and NaN there cannot reach a gradient.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ragen_jax.algorithms import masks
 AGGREGATIONS = ('token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm')
 RATIO_LEVELS = ('token', 'sequence', 'turn')
 KL_KINDS = ('k1', 'abs', 'k2', 'k3')
-MAX_LOG_RATIO = 20.0  # log-ratios are clamped to this before they are exponentiated
-MAX_K3 = 10.0  # the k3 estimate is clamped to this
+MAX_LOG_RATIO = 20.0  # log-ratios are clipped to +-this before they are exponentiated
+MAX_K3 = 10.0  # upper limit of the k3 estimate
 
 
 # --- aggregation ------------------------------------------------------------------------------------------------------
@@ -31,26 +31,27 @@ MAX_K3 = 10.0  # the k3 estimate is clamped to this
 def token_weights(
   mask: jax.Array, mode: str = 'token-mean', *, sequence: jax.Array | None = None, norm_length: float | None = None
 ) -> jax.Array:
-  """The weight of each token in the loss, made from the whole batch of one optimiser step.
+  """The weight of each token in the loss, computed from the whole batch of one optimiser step.
 
-  With n tokens in all, S sequences that have any, and n_s tokens in sequence s:
+  With n tokens in total, S sequences that have any, and n_s tokens in sequence s:
 
-    'token-mean'               1 / n             every token weighs the same
-    'seq-mean-token-mean'      1 / (S n_s)       every sequence weighs the same (GRPO, GSPO)
-    'seq-mean-token-sum'       1 / S             a sequence weighs by its length
-    'seq-mean-token-sum-norm'  1 / (S L)         the same over a constant L (Dr. GRPO)
+    'token-mean'               1 / n             all tokens weigh the same
+    'seq-mean-token-mean'      1 / (S n_s)       all sequences weigh the same (GRPO, GSPO)
+    'seq-mean-token-sum'       1 / S             sequences weigh in proportion to their length
+    'seq-mean-token-sum-norm'  1 / (S L)         the same divided by a constant L (Dr. GRPO)
 
   Args:
-    mask: bool[B, T], the tokens that are trained, of all micro-batches and devices.
+    mask: bool[B, T], the trained tokens of all micro-batches and devices.
     mode: one of `AGGREGATIONS`.
-    sequence: i32[B], or i32[B, T] where rows are packed: which tokens are one sequence; None where each row is one.
-    norm_length: L in tokens, a constant of the run such as the longest reply; for 'seq-mean-token-sum-norm' only.
+    sequence: the sequence of each row, i32[B], or of each token if rows are packed, i32[B, T]; None if every row is
+      its own sequence.
+    norm_length: L in tokens, a constant of the run such as the length limit of replies; for 'seq-mean-token-sum-norm'.
 
   Returns:
     f32[B, T], 0 off the mask; all zeros for an empty mask.
 
   Raises:
-    ValueError: the mode is unknown, or L is missing.
+    ValueError: the mode is unknown, or L is missing or not positive.
 
   Source: DAPO, arXiv 2503.14476, section 3.3 (token mean); Dr. GRPO, arXiv 2503.20783, section 3.1 (constant L).
   """
@@ -69,7 +70,7 @@ def token_weights(
 
 
 def _sequence_lengths(mask: jax.Array, sequence: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-  """Tokens of each token's sequence, f32[B, T] or [B, 1], and the number of sequences, f32[]; both at least 1."""
+  """Length of each token's sequence, f32[B, T] or [B, 1], and the number of sequences, f32[]; both at least 1."""
   if sequence is None:
     lengths = jnp.sum(mask, axis=-1, keepdims=True)
     sequences = jnp.sum(lengths > 0)
@@ -83,7 +84,7 @@ def _sequence_lengths(mask: jax.Array, sequence: jax.Array | None) -> tuple[jax.
 
 
 def aggregate(per_token: jax.Array, weights: jax.Array) -> jax.Array:
-  """sum(weights * per_token): f32[]. What lies where the weight is 0 is not read, whatever it is."""
+  """sum(weights * per_token): f32[]. Entries with weight 0 are not read and may be infinite or NaN."""
   used = weights != 0
   return jnp.sum(jnp.where(used, per_token, 0.0) * weights)
 
@@ -104,33 +105,34 @@ def policy_loss(
   turn: jax.Array | None = None,
   importance_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The clipped surrogate of PPO for each token, with separate bounds, dual clip and a choice of what a ratio spans.
+  """PPO's clipped surrogate loss per token, with separate clip bounds, dual clip and a choice of the ratio's level.
 
-  With rho = exp(clamp(logprobs - old_logprobs, +-20)): L = max(-A rho, -A clip(rho, 1 - low, 1 + high)), and where
-  A < 0 at most -A c.
+  With rho = exp(clip(logprobs - old_logprobs, +-20)): L = max(-A rho, -A clip(rho, 1 - low, 1 + high)), limited to
+  -A c if A < 0.
 
-  `ratio_level` 'sequence' puts in place of rho the geometric mean of the token ratios over the row's masked-in tokens,
-  'turn' over those of the token's turn. Its value is shared; its gradient is each token's own share, so that with
-  'seq-mean-token-mean' and one advantage a sequence the gradient is that of GSPO, where the sum over the sequence's
-  tokens divided by their number is the gradient of its log-ratio's mean.
+  With `ratio_level` 'sequence', rho is the geometric mean of the token ratios over the tokens of the row in the mask;
+  with 'turn', over those of the token's turn. All tokens share its value, and each token contributes its own gradient.
+  With 'seq-mean-token-mean' and one advantage per sequence this gives the gradient of GSPO: the sum over the tokens of
+  a sequence, divided by their number, is the gradient of its mean log-ratio.
 
   Args:
-    logprobs: f32[B, T], under the policy that is trained.
-    old_logprobs: f32[B, T], under the policy that the ratio is taken to.
+    logprobs: f32[B, T], under the trained policy.
+    old_logprobs: f32[B, T], under the policy in the denominator of the ratio.
     advantages: f32[B, T]; no gradient flows through them.
-    mask: bool[B, T], the tokens that are trained.
-    clip_ratio_low, clip_ratio_high: how far below and above 1 the ratio may go (GSPO's are about 3e-4 and 4e-4).
-    clip_ratio_c: the dual clip's bound, above 1; None is off.
+    mask: bool[B, T], trained tokens.
+    clip_ratio_low, clip_ratio_high: limits of the ratio below and above 1 (GSPO uses about 3e-4 and 4e-4).
+    clip_ratio_c: bound of the dual clip, above 1; None switches it off.
     ratio_level: one of `RATIO_LEVELS`.
-    turn: i32[B, T], turn index, for 'turn'.
+    turn: i32[B, T], turn index; required for 'turn'.
     importance_weights: f32[B, T], factors of the loss such as `truncated_importance_weights`; no gradient through them.
 
   Returns:
-    (loss f32[B, T], stats). Stats are f32[B, T] on the mask and 0 off it, to be averaged over it: `clipfrac` (the clip
-    was the greater), `clipfrac_lower` (the dual clip acted), `approx_kl` (old - new), `ratio`.
+    The loss f32[B, T], and statistics f32[B, T] to be averaged over the mask: `clipfrac` (1 where the clipped term is
+    larger), `clipfrac_lower` (1 where the dual clip acts), `approx_kl` (old - new log-prob), `ratio`. All 0 off the
+    mask.
 
   Raises:
-    ValueError: the ratio level is unknown, lacks `turn`, or c is not above 1.
+    ValueError: the ratio level is unknown, `turn` is missing, or c is not above 1.
 
   Source: PPO, arXiv 1707.06347, eq. 7; dual clip, Ye et al. 2019, arXiv 1912.09729; clip-higher, DAPO, arXiv
   2503.14476, section 3.1; GSPO, arXiv 2507.18071, section 4.1, and its token form, section 4.3.
@@ -147,7 +149,7 @@ def policy_loss(
   own = log_ratio
   if ratio_level != 'token':
     mean = _row_mean(log_ratio, mask) if ratio_level == 'sequence' else _turn_mean(log_ratio, mask, turn)
-    # value of the mean, gradient of the token
+    # Value of the mean, gradient of the token.
     log_ratio = jnp.where(mask, jax.lax.stop_gradient(mean - own) + own, 0.0)
   ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
@@ -167,18 +169,18 @@ def policy_loss(
 
 
 def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """The mean of x over each row's masked-in tokens: f32[B, 1]. x is 0 off the mask."""
+  """Mean of x over the mask of each row: f32[B, 1]. x must be 0 off the mask."""
   return jnp.sum(x, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
 
 def _turn_mean(x: jax.Array, mask: jax.Array, turn: jax.Array) -> jax.Array:
-  """The mean of x over the masked-in tokens of each token's turn, by differences of running sums: f32[B, T]."""
+  """Mean of x over the mask of each token's turn, by differences of running sums: f32[B, T]."""
   columns = x.shape[-1]
   ends = masks.turn_ends(mask, turn)
   at = jnp.arange(columns)
-  end = jax.lax.cummin(jnp.where(ends, at, columns - 1), axis=x.ndim - 1, reverse=True)  # of the turn that we are in
+  end = jax.lax.cummin(jnp.where(ends, at, columns - 1), axis=x.ndim - 1, reverse=True)  # of the token's turn
   last = jax.lax.cummax(jnp.where(ends, at, -1), axis=x.ndim - 1)
-  before = jnp.concatenate([jnp.full_like(last[..., :1], -1), last[..., :-1]], axis=-1)  # of the turn before
+  before = jnp.concatenate([jnp.full_like(last[..., :1], -1), last[..., :-1]], axis=-1)  # of the previous turn
 
   def over_turn(y):
     total = jnp.cumsum(y, axis=-1)
@@ -191,13 +193,13 @@ def _turn_mean(x: jax.Array, mask: jax.Array, turn: jax.Array) -> jax.Array:
 def truncated_importance_weights(
   trainer_logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array, cap: float = 2.0
 ) -> jax.Array:
-  """min(p_trainer / p_sampler, cap) for each token, for a sampler whose numbers differ from the trainer's.
+  """min(p_trainer / p_sampler, cap) per token, which corrects differences between sampler and trainer.
 
   Args:
-    trainer_logprobs: f32[B, T], the trainer's log-probs under the weights that sampled.
-    sampler_logprobs: f32[B, T], as the sampler recorded them.
-    mask: bool[B, T].
-    cap: the greatest weight, positive.
+    trainer_logprobs: f32[B, T], log-probs of the trainer under the weights that the tokens were sampled with.
+    sampler_logprobs: f32[B, T], log-probs recorded by the sampler.
+    mask: bool[B, T], sampled tokens.
+    cap: upper limit of the weights, positive.
 
   Returns:
     f32[B, T], 0 off the mask, without gradient.
@@ -216,19 +218,21 @@ def truncated_importance_weights(
 
 
 def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str = 'k1') -> jax.Array:
-  """An estimate of KL(policy || reference) for each sampled token.
+  """Estimates KL(policy || reference) per sampled token.
 
-  With d = logprobs - ref_logprobs: 'k1' is d, 'abs' |d|, 'k2' d^2 / 2, and 'k3' exp(-d) + d - 1, where d is clamped to
-  +-20 and the result to 10 (low variance, never negative).
+  With d = logprobs - ref_logprobs: 'k1' is d, 'abs' |d|, 'k2' d^2 / 2, and 'k3' exp(-d) + d - 1 with d clipped to +-20
+  and the result to 10 (low variance, never negative).
+
+  As a loss, only 'k2' has the gradient of the KL divergence in expectation; the expected gradient of 'k1' is 0.
 
   Args:
-    logprobs, ref_logprobs: f32[B, T].
-    mask: bool[B, T].
+    logprobs: f32[B, T], under the policy, in nats.
+    ref_logprobs: f32[B, T], under the reference policy.
+    mask: bool[B, T], sampled tokens.
     kind: one of `KL_KINDS`.
 
   Returns:
-    f32[B, T], 0 off the mask. As a loss, mind that only 'k2' has the gradient of the KL in expectation, and that of
-    'k1' is 0 in expectation.
+    f32[B, T] in nats, 0 off the mask.
 
   Raises:
     ValueError: the kind is unknown.
@@ -249,14 +253,14 @@ def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, ki
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-  """The log-prob of each token: logits f32[..., V] and tokens i32[...] give f32[...]."""
+  """Log-probs of tokens: logits f32[..., V], tokens i32[...] -> f32[...]."""
   logits = logits.astype(jnp.float32)
   chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
   return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def token_entropy(logits: jax.Array) -> jax.Array:
-  """The entropy in nats of each position's distribution: logits f32[..., V] give f32[...]. -inf logits are allowed."""
+  """Entropies of distributions in nats: logits f32[..., V] -> f32[...]. Logits may be -inf."""
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   finite = jnp.isfinite(logprobs)
   return -jnp.sum(jnp.where(finite, jnp.exp(logprobs) * jnp.where(finite, logprobs, 0.0), 0.0), axis=-1)
@@ -268,19 +272,17 @@ def token_entropy(logits: jax.Array) -> jax.Array:
 def value_loss(
   values: jax.Array, returns: jax.Array, old_values: jax.Array, mask: jax.Array, *, clip: float | None = 0.5
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The clipped squared error of the critic for each token.
-
-  1/2 max((V - R)^2, (V_old + clamp(V - V_old, +-clip) - R)^2).
+  """Clipped squared error of the critic per token: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-clip) - R)^2).
 
   Args:
-    values: f32[B, T], under the critic that is trained.
+    values: f32[B, T], of the trained critic.
     returns: f32[B, T], targets; no gradient flows through them.
-    old_values: f32[B, T], the critic's values when the batch was made.
+    old_values: f32[B, T], of the critic before the update.
     mask: bool[B, T], the tokens on which the critic is trained (`Advantages.value_mask`).
-    clip: how far a value may move before its gradient is cut; None is off.
+    clip: change of a value above which it gets no gradient; None switches clipping off.
 
   Returns:
-    (loss f32[B, T], stats): `clipfrac` f32[B, T], the clipped error was the greater.
+    The loss f32[B, T], and statistics: `clipfrac` f32[B, T], 1 where the clipped error is larger.
 
   Source: the critic of OpenAI's PPO implementation, as RAGEN uses it.
   """
@@ -296,10 +298,7 @@ def value_loss(
 
 
 def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
-  """1 - Var(R - V) / Var(R) over the masked-in tokens: f32[]; 1 is perfect, 0 no better than a constant.
-
-  Where the returns do not vary it is 0.
-  """
+  """1 - Var(R - V) / Var(R) over the mask, f32[]: 1 for a perfect critic, 0 for a constant one or constant returns."""
   variance = masks.masked_variance(returns, mask)
   explained = 1.0 - masks.masked_variance(returns - values, mask) / jnp.where(variance > 0, variance, 1.0)
   return jnp.where(variance > 0, explained, 0.0)

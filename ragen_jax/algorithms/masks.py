@@ -1,9 +1,9 @@
-"""Masks on the token timeline: where a turn ends, what follows what, and which tokens take part in what.
+"""Masks on the token timeline: ends of turns, next sampled tokens, selective masks, and statistics under a mask.
 
-Columns are the T slots of a row; `mask` is True where a token takes part (usually: where the policy sampled it). The
-slots between are holes that everything here steps over.
+A mask marks the columns of a row that count, usually the tokens that the policy sampled. All functions skip the columns
+between them.
 
-    loss_mask     0 0 1 1 1 0 0 1 1 0       two turns: the prompt, a reply, an observation, a reply, padding
+    loss_mask     0 0 1 1 1 0 0 1 1 0       two turns: prompt, reply, observation, reply, padding
     turn          0 0 0 0 0 1 1 1 1 -1
     turn_ends     0 0 0 0 1 0 0 0 1 0
     next_sampled  2 2 3 4 7 7 7 8 10 10     10 = T: nothing follows
@@ -18,13 +18,13 @@ from ragen_jax.algorithms import rounding
 
 
 def next_sampled(mask: jax.Array) -> jax.Array:
-  """The column of the next masked-in token strictly after each slot.
+  """The next column of the mask strictly after each column.
 
   Args:
     mask: bool[B, T].
 
   Returns:
-    i32[B, T], T where nothing follows.
+    i32[B, T], T if there is no next column.
   """
   columns = mask.shape[-1]
   here = jnp.where(mask, jnp.arange(columns), columns)
@@ -33,18 +33,18 @@ def next_sampled(mask: jax.Array) -> jax.Array:
 
 
 def last_sampled(mask: jax.Array) -> jax.Array:
-  """The last masked-in token of each row: bool[B, T], no True in a row that has none."""
+  """The last token of each row in the mask: bool[B, T], all False for a row without any."""
   return mask & (next_sampled(mask) == mask.shape[-1])
 
 
 def turn_ends(loss_mask: jax.Array, turn: jax.Array) -> jax.Array:
-  """The last sampled token of each turn, where the turn's reward lies.
+  """The last sampled token of each turn, which holds the turn's reward.
 
-  Found from the turn indices and never from the rewards, so that a turn whose reward is zero still ends.
+  Follows from the turn indices alone, so a turn with reward 0 has an end too.
 
   Args:
-    loss_mask: bool[B, T], the tokens that the policy sampled.
-    turn: i32[B, T], turn index, -1 outside turns.
+    loss_mask: bool[B, T], sampled tokens.
+    turn: i32[B, T], turn index, -1 outside of turns.
 
   Returns:
     bool[B, T].
@@ -58,20 +58,20 @@ def turn_ends(loss_mask: jax.Array, turn: jax.Array) -> jax.Array:
 def selective_masks(
   loss_mask: jax.Array, length: jax.Array, *, mask_loss: bool = True, mask_advantages: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-  """Which tokens are trained (M_loss) and through which tokens advantages run (M_adv): VAGEN's two switches.
+  """The tokens in the policy loss (M_loss) and in the recursion of advantages (M_adv), by VAGEN's two switches.
 
-  Both on is the meaning of this project: the tokens that the policy sampled. A switch that is off opens the mask to
-  every token of the row that something precedes (column 0 has no log-prob), prompts and observations included; the
-  trainer must then score those tokens itself, since the sampler has no log-prob for them.
+  By default both are the sampled tokens. A switch that is off extends its mask to all tokens of the row but the first
+  (column 0 has no log-prob), including prompts and observations. The trainer must then score those tokens, because the
+  sampler records log-probs of sampled tokens only.
 
   Args:
-    loss_mask: bool[B, T], the tokens that the policy sampled.
-    length: i32[B], used columns of each row.
-    mask_loss: train sampled tokens only.
+    loss_mask: bool[B, T], sampled tokens.
+    length: i32[B], number of columns of each row in use.
+    mask_loss: train on sampled tokens only.
     mask_advantages: run advantage recursions over sampled tokens only.
 
   Returns:
-    (M_loss, M_adv), each bool[B, T]. Rows without a sampled token stay empty.
+    M_loss and M_adv, each bool[B, T], all False for rows without a sampled token.
 
   Source: VAGEN, arXiv 2510.16907, selective token masking; AICO is both on without the bi-level credit.
   """
@@ -81,18 +81,18 @@ def selective_masks(
 
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """The mean of x over the masked-in entries of the whole array: f32[], 0 where there are none."""
+  """Mean of x over the mask, f32[]; 0 for an empty mask."""
   return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """The unbiased variance (n - 1) of x over the masked-in entries: f32[], 0 where there are fewer than two."""
+  """Unbiased variance (n - 1) of x over the mask, f32[]; 0 for fewer than two entries."""
   deviations = jnp.where(mask, x - masked_mean(x, mask), 0.0)
   return jnp.sum(deviations**2) / jnp.maximum(jnp.sum(mask) - 1, 1)
 
 
 def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """(x - mean) / sqrt(variance + 1e-8) over the masked-in tokens of the whole batch.
+  """(x - mean) / sqrt(variance + 1e-8), with mean and variance over the tokens of the mask in the whole batch.
 
   Args:
     x: f32[B, T].

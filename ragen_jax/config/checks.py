@@ -8,6 +8,7 @@ from __future__ import annotations
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.language_model import weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.config import rules
 from ragen_jax.config.algorithm_checks import check_algorithm
@@ -157,6 +158,6 @@ def _check_weights(config: ConfigDict) -> None:
   """The checkpoint exists, and the mesh divides every weight."""
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
-  build.weight_shardings(read_config(directory), mesh)
+  weight_shardings(read_config(directory), mesh)
   if config.model.separate_critic:
-    build.weight_shardings(read_config(critic_directory(directory)), mesh)
+    weight_shardings(read_config(critic_directory(directory)), mesh)

@@ -1,4 +1,4 @@
-"""The command line's own errors, each in one line that says what would be right."""
+"""Parses the command line. Each error is one line with the wrong argument and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from ragen_jax.config import shipped
 from ragen_jax.utils.errors import UserError
 
 TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
 
 
 def set_up_logging() -> None:
-  """Lets the run's own messages, and no others, be seen plainly on standard error."""
+  """Writes the log messages of this package, and no others, to standard error without prefixes."""
   own = logging.getLogger('ragen_jax')
   own.setLevel(logging.INFO)
   own.addHandler(logging.StreamHandler())
@@ -27,19 +28,19 @@ def set_up_logging() -> None:
 
 
 def default_workdir(config_path: str) -> str:
-  """runs/<config file>, with the variant behind it: 'configs/a.py:b' -> 'runs/a-b'."""
+  """runs/<name of the config>, with the variant behind it: 'configs/a.py:b' -> 'runs/a-b'."""
   path, _, variant = config_path.partition(':')
   name = os.path.splitext(os.path.basename(path))[0]
   return os.path.join('runs', f'{name}-{variant}' if variant else name)
 
 
 def workdirs(values: flags.FlagValues) -> list[str]:
-  """Where the run is kept, or several are for --mode=plot, by the flags `workdir`, `config` and `mode`.
+  """The directories of the flag `workdir`, or the default for the flags `config` and `mode`.
 
-  A warm start has a place beside that of training with the same config.
+  By default, a warm start has a directory beside that of training with the same config.
 
   Raises:
-    UserError: a workdir is empty, or a flag that is plot's alone is given for another mode.
+    UserError: a workdir is empty, or several workdirs or `output` are given for another mode than plot.
   """
   given = values.workdir
   if not given:
@@ -60,16 +61,17 @@ def parse(argv: list[str]) -> list[str]:
   """Parses the flags, for `app.run(flags_parser=...)`.
 
   Raises:
-    UserError: an unknown flag, an unknown field of the config, a value of the wrong type, or a config file that cannot
-      be read.
+    UserError: a flag or a field of the config does not exist, a value has the wrong type, or the config cannot be
+      loaded.
   """
   if any(re.fullmatch(r'--?(help|helpshort|helpfull|helpxml|h|\?)(=.*)?', a) for a in argv):
     return _show_help(argv)
-  # What is shown of a workdir does not depend on a config.
+  # view and plot read the workdir, and no config.
   mode = _find_value(argv, 'mode')
   needless = mode in ('view', 'plot') and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
   path = '' if needless else _value_of(argv, 'config')
   config = ConfigDict() if needless else load_config(path)
+  argv = argv if needless else [argv[0], *_with_files(argv[1:])]
   config_given = False
   for argument in argv[1:]:
     name = argument.split('=', 1)[0].lstrip('-')
@@ -81,24 +83,46 @@ def parse(argv: list[str]) -> list[str]:
       check_field(config, name.removeprefix('config.'))
     config_given |= argument.startswith('-') and name == 'config'
   try:
-    return flags.FLAGS(argv)
+    with shipped.importable(shipped.find_file(path.partition(':')[0]) or ''):
+      return flags.FLAGS(argv)
   except flags.IllegalFlagValueError as e:
     raise UserError(_wrong_value(config, argv, str(e))) from e
   except flags.Error as e:
     raise UserError(' '.join(str(e).split())) from e
 
 
+def _with_files(arguments: list[str]) -> list[str]:
+  """The arguments with the name of a shipped config replaced by its file, which is what the config flag reads."""
+  found = []
+  for before, argument in zip(['', *arguments], arguments, strict=False):
+    match = re.fullmatch(r'(--?config=)?(.*)', argument, re.DOTALL)
+    if match[1] or before in ('-config', '--config'):
+      name, colon, variant = match[2].partition(':')
+      argument = f'{match[1] or ""}{shipped.find_file(name) or name}{colon}{variant}'
+    found.append(argument)
+  return found
+
+
+def show_in_help(*holders: flags.FlagHolder) -> None:
+  """Makes --help list these flags, from whatever program they are used."""
+  for holder in holders:
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[holder.name])
+
+
 def _show_help(argv: list[str]) -> list[str]:
-  """absl's help leaves with status 1, as if something had failed."""
+  """Shows absl's help; absl would exit with status 1, as after an error."""
   try:
     return flags.FLAGS(argv)
   except SystemExit:
-    sys.stdout.write('\nEvery field of the config is a flag too: --config.FIELD=VALUE; see configs/default.py.\n')
+    sys.stdout.write(
+      '\nEvery field of the config is a flag too: --config.FIELD=VALUE (docs/configuration.md lists the fields).\n'
+      f'Shipped configs: {", ".join(shipped.names())}.\n'
+    )
     raise SystemExit(0) from None
 
 
 def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
-  """absl's message about a flag's value, with what would be allowed for a field of the config."""
+  """The message for a value of the wrong type: for a field of the config with the allowed type, else absl's."""
   match = re.match(r'flag --config\.([\w.]+)=', message)
   if match:
     old = config
@@ -111,6 +135,7 @@ def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
 
 
 def _value_of(argv: list[str], flag: str) -> str:
+  """As `_find_value`, and raises UserError if the flag is missing."""
   value = _find_value(argv, flag)
   if value is None:
     raise UserError(f'--{flag}=FILE is missing, for instance --{flag}=configs/frozenlake_ppo.py')
@@ -118,7 +143,8 @@ def _value_of(argv: list[str], flag: str) -> str:
 
 
 def _find_value(argv: list[str], flag: str) -> str | None:
-  for i, argument in reversed(list(enumerate(argv))):  # of several the last one counts
+  """The value of a flag in the arguments, the last of several; None if it is missing or empty."""
+  for i, argument in reversed(list(enumerate(argv))):
     match = re.fullmatch(rf'--?{flag}(?:=(.*))?', argument, re.DOTALL)
     if match:
       value = match.group(1) if match.group(1) is not None else ''.join(argv[i + 1 : i + 2])
@@ -128,35 +154,39 @@ def _find_value(argv: list[str], flag: str) -> str | None:
 
 
 def load_config(value: str, flag: str = '--config=') -> ConfigDict:
-  """The config that `FILE` or `FILE:VARIANT` gives; the flag itself loads it again, and would fail with a traceback.
+  """Loads a config.
+
+  The config flag loads the file again; an error there would be a traceback.
 
   Args:
-    value: the file, relative to the present directory, and the variant.
-    flag: what errors put before it.
+    value: 'FILE' or 'FILE:VARIANT'; the file is relative to the working directory, or the name of a shipped config.
+    flag: text in front of the file in errors.
 
   Raises:
-    UserError: there is no such file, or no config in it.
+    UserError: there is no such file or shipped config, or the file has no config.
   """
-  path, colon, variant = value.partition(':')
-  if not os.path.isfile(path):
-    raise UserError(f'{flag}{path}: there is no such file')
+  name, colon, variant = value.partition(':')
+  path = shipped.find_file(name)
+  if path is None:
+    raise UserError(f'{flag}{name}: there is no such file; {shipped.suggest(name)}')
   spec = importlib.util.spec_from_file_location('_config_of_the_command_line', path)
   if spec is None or spec.loader is None:
-    raise UserError(f'{flag}{path}: is no Python file')
+    raise UserError(f'{flag}{name}: is no Python file')
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  if not callable(getattr(module, 'get_config', None)):
-    raise UserError(f'{flag}{path}: has no function get_config')
-  try:
-    return module.get_config(variant) if colon else module.get_config()
-  except TypeError as e:
-    if colon and 'positional argument' in str(e):
-      raise UserError(f'{flag}{value}: {path} has no variants') from e
-    raise
+  with shipped.importable(path):
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, 'get_config', None)):
+      raise UserError(f'{flag}{name}: has no function get_config')
+    try:
+      return module.get_config(variant) if colon else module.get_config()
+    except TypeError as e:
+      if colon and 'positional argument' in str(e):
+        raise UserError(f'{flag}{value}: {name} has no variants') from e
+      raise
 
 
 def check_field(config: Any, field: str, flag: str = '--config.') -> None:
-  """Raises UserError where a dotted name is no field of the config; `flag` is what the error puts before it."""
+  """Raises UserError if the config has no field of this dotted name; `flag` is the text in front of it in the error."""
   at, done = config, []
   for name in field.split('.'):
     if not isinstance(at, ConfigDict) or name not in at:

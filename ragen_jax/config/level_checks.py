@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from ragen_jax import build
+from ragen_jax.agent.env_manager import LEVELS_PER_SEED, first_training_level
 from ragen_jax.config import rules
 from ragen_jax.utils.errors import UserError
 
@@ -20,13 +20,15 @@ def check_levels(config: ConfigDict) -> None:
   Raises:
     UserError: the ranges of seeds overlap, or exceed 2**32.
   """
-  levels = config.num_iterations * config.train.groups * config.filter.max_rollouts
+  rollouts = config.num_iterations * config.filter.max_rollouts
   rules.check(
-    config, 'num_iterations', levels <= build.LEVELS_PER_SEED,
-    f'times train.groups and filter.max_rollouts must be at most {build.LEVELS_PER_SEED}',
+    config, 'num_iterations', rollouts * config.train.groups <= LEVELS_PER_SEED,
+    f'times train.groups and filter.max_rollouts must be at most {LEVELS_PER_SEED}',
   )  # fmt: skip
-  first = config.train.first_level + config.seed * build.LEVELS_PER_SEED
-  last = first + levels
+  first, last = (
+    first_training_level(config.train.first_level, config.seed, rollout=rollout, groups=config.train.groups)
+    for rollout in (0, rollouts)
+  )
   held_out = (config.eval.first_level, config.eval.first_level + config.eval.groups)
   rules.check(config, 'seed', last <= 2**32, f'at most 428; the last training level would be {last}, past 2**32')
   rules.check(config, 'eval.first_level', held_out[1] <= 2**32, 'the last held-out level would be past 2**32')

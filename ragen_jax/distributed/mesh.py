@@ -1,4 +1,4 @@
-"""The device mesh: how many ways rows, weights and heads are divided."""
+"""The device mesh: the axes that rows, weights and heads are divided over."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
   """A mesh over all devices.
 
   Args:
-    data: copies of the weights, each with its own rows; -1 for as many as there are devices for.
-    fsdp: ways in which weights are divided, with rows of their own as well.
-    tensor: ways in which heads, MLP and vocabulary are divided.
+    data: size of the axis that divides rows only (each part has a copy of the weights); -1 uses all remaining devices.
+    fsdp: size of the axis that divides weights, and rows too.
+    tensor: size of the axis that divides heads, the MLP and the vocabulary.
 
   Raises:
-    UserError: the axes do not multiply to the number of devices.
+    UserError: a size is not allowed, or the product is not the number of devices.
   """
-  # A process's devices stay together, so that its rows are a contiguous range.
+  # The devices of a process are adjacent, so that its rows are a contiguous range.
   devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
   asked = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}'
   if min(fsdp, tensor) < 1 or (data < 1 and data != -1):

@@ -1,9 +1,9 @@
-"""Many processes, one program: each plays its own rows, and the update sees those of all.
+"""Runs of several processes: each process plays its own rows, and the update uses the rows of all.
 
-Rows are divided over the mesh's `data` and `fsdp` axes in order, so a process owns the rows of its devices, which are a
-contiguous range. Where `tensor` reaches over several processes they own the same rows and play them alike. A rollout
-talks to the other processes once a turn, to agree on shapes; its end gathers the rows, after which every process
-computes the same advantages and feeds its devices their part of each micro-batch.
+Rows are divided over the mesh axes `data` and `fsdp` in order, so a process owns the rows of its devices, a contiguous
+range. If the axis `tensor` spans several processes, they own the same rows and play identical episodes. During a
+rollout, processes communicate once per turn to agree on shapes. At its end, rows are gathered: every process computes
+the same advantages and feeds its devices their part of each micro-batch.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jax.sharding import Mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.utils.errors import UserError
 
-# Seconds after which a process that gives no sign of life counts as dead. A collective learns of a death by the closed
-# connection, but a barrier (in a checkpoint), or one whose machine is gone, only by this.
+# Seconds without a heartbeat after which a process counts as dead. A collective notices a dead process by its closed
+# connection; a barrier (in a checkpoint), or a machine that disappeared, is only noticed by this time-out.
 _SILENCE = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class RowShare:
-  """Which shards of the rows this process owns.
+  """The shards of rows that a process owns.
 
   Attributes:
-    shards: in how many parts the mesh divides rows.
-    first: the first of its own.
-    own: how many are its own.
+    shards: number of parts that the mesh divides rows into.
+    first: index of the first own shard.
+    own: number of own shards.
   """
 
   shards: int = 1
@@ -48,20 +48,20 @@ class RowShare:
 
   @property
   def parts(self) -> int:
-    """How many such shares make the whole."""
+    """Number of shares that all rows consist of."""
     return self.shards // self.own
 
   @property
   def index(self) -> int:
-    """Which of them this is."""
+    """Index of this share."""
     return self.first // self.own
 
 
 def row_share(mesh: Mesh | None) -> RowShare:
-  """The share of this process.
+  """The share of this process; without a mesh, all rows.
 
   Raises:
-    UserError: the mesh mixes the devices of processes, so that shares differ in size or are not contiguous.
+    UserError: the shares of processes would differ in size or would not be contiguous.
   """
   if mesh is None:
     return RowShare()
@@ -78,10 +78,10 @@ def shares_of(process: np.ndarray) -> dict[int, RowShare] | None:
   """The share of every process.
 
   Args:
-    process: i32[shards, devices], the process of each device that holds a shard of the rows.
+    process: i32[shards, devices], the process of each device, by the shard of rows that the device holds.
 
   Returns:
-    By process; None where they differ in size, are not contiguous, or overlap in part.
+    Shares by process; None if they differ in size, are not contiguous, or overlap partially.
   """
   shares = {}
   for p in np.unique(process).tolist():
@@ -93,16 +93,16 @@ def shares_of(process: np.ndarray) -> dict[int, RowShare] | None:
 
 
 def connect(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-  """Joins the processes of a run; before anything else of JAX. All but the first then tell of warnings only.
+  """Joins this process to the run. Call before any other JAX call. Only process 0 then logs below WARNING.
 
   Args:
-    coordinator: HOST:PORT of process 0, or 'auto' where JAX finds everything itself (TPU pods, Slurm, Open MPI); None
-      for a run of one process, and then so are the others.
-    num_processes: how many there are; None with 'auto'.
-    process_id: which this is, from 0; None with 'auto'.
+    coordinator: HOST:PORT of process 0, or 'auto' if JAX detects everything itself (TPU pods, Slurm, Open MPI); None
+      for a run of one process.
+    num_processes: number of processes; None with 'auto' and without a coordinator.
+    process_id: index of this process, from 0; None with 'auto' and without a coordinator.
 
   Raises:
-    UserError: the numbers do not fit, or the others are not found.
+    UserError: the arguments are not consistent, or the other processes cannot be reached.
   """
   if not coordinator:
     if num_processes is not None or process_id is not None:
@@ -121,7 +121,7 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
     if process_id is None or not 0 <= process_id < num_processes:
       raise UserError(f'--process_id={process_id}: must say which process this is, from 0 to {num_processes - 1}')
     arguments = {'coordinator_address': coordinator, 'num_processes': num_processes, 'process_id': process_id}
-  # It would catch SIGTERM, and nothing here asks it whether one came.
+  # The preemption service would catch SIGTERM, and this project does not query it.
   jax.config.update('jax_enable_preemption_service', False)
   try:
     jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_SILENCE)
@@ -133,7 +133,13 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
 
 
 def leave(status: int, together: bool = False) -> None:
-  """Ends the process; one of several waits for the others only where all leave, as they may be waiting for it."""
+  """Ends the process with an exit status.
+
+  Args:
+    status: the exit status.
+    together: all processes of the run leave now, so this one waits for the others. Without it, the process ends at
+      once, since the others may be waiting for it.
+  """
   sys.stdout.flush()
   sys.stderr.flush()
   if jax.distributed.is_initialized():
@@ -145,9 +151,9 @@ def leave(status: int, together: bool = False) -> None:
 
 
 def _on_error(kind, error, trace) -> None:
-  """For an exception that nothing caught: the others must hear of it by this process's end."""
+  """Hook for uncaught exceptions: ends the process, which is how the other processes notice the error."""
   reason = str(error).partition('\n')[0]
-  # Of dispatch, JAX raises the same as a ValueError.
+  # JAX raises this error as a ValueError if it occurs during dispatch.
   if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and re.search(
     'gloo|nccl|coordination|connection', reason, re.I
   ):
@@ -158,12 +164,12 @@ def _on_error(kind, error, trace) -> None:
 
 
 def is_first() -> bool:
-  """Whether this process is the one that writes and talks."""
+  """Whether this is process 0, which writes files and logs."""
   return jax.process_index() == 0
 
 
 def largest(numbers: Sequence[int]) -> list[int]:
-  """Of each number the largest that any process has. All processes must call."""
+  """The maximum of each number over all processes. All processes must call."""
   if jax.process_count() == 1:
     return list(numbers)
   return multihost_utils.process_allgather(np.asarray(numbers, np.int32)).max(axis=0).tolist()
@@ -171,7 +177,7 @@ def largest(numbers: Sequence[int]) -> list[int]:
 
 @contextlib.contextmanager
 def same_errors() -> Iterator[None]:
-  """A `UserError` of any process becomes one of all, so that none waits for the others. All must get here."""
+  """Context manager: raises a `UserError` of any process in all processes, so that none waits. All must enter it."""
   if jax.process_count() == 1:
     yield
     return
@@ -186,19 +192,19 @@ def same_errors() -> Iterator[None]:
 
 
 def gather(value: Any) -> list[Any]:
-  """What each process passes, in the order of the processes. All must call; values are pickled."""
+  """The values that the processes pass, in the order of processes. All must call; values are pickled."""
   if jax.process_count() == 1:
     return [value]
   data = np.frombuffer(pickle.dumps(value), np.uint8)
   lengths = multihost_utils.process_allgather(np.asarray([len(data)], np.int64)).ravel()
-  # Powers of two, as every size is a program.
+  # Padded to powers of two, because every size is a program of its own.
   padded = np.pad(data, (0, (1 << (int(lengths.max()) - 1).bit_length()) - len(data)))
   parts = multihost_utils.process_allgather(padded).reshape(len(lengths), -1)
   return [pickle.loads(part[:n].tobytes()) for part, n in zip(parts, lengths, strict=True)]
 
 
 def gather_shares(value: Any, share: RowShare) -> list[Any]:
-  """What the owners of the shares pass, in the order of the rows; of several owners of one share, the first counts."""
+  """The values of all shares, in the order of rows. If several processes own a share, the first one's value is used."""
   shares = {}
   for index, part in gather((share.index, value)):
     shares.setdefault(index, part)
@@ -206,7 +212,7 @@ def gather_shares(value: Any, share: RowShare) -> list[Any]:
 
 
 def place_own_rows(tree: Any, mesh: Mesh, share: RowShare) -> Any:
-  """Puts host arrays of this process's rows [b, ...] on the mesh, as arrays of all rows."""
+  """Puts host arrays [b, ...] of the rows of this process on the mesh, as parts of arrays of all rows."""
   if jax.process_count() == 1:
     return jax.device_put(tree, row_sharding(mesh))
 
@@ -224,7 +230,7 @@ def place_own_rows(tree: Any, mesh: Mesh, share: RowShare) -> Any:
 
 
 def own_rows(tree: Any) -> Any:
-  """The rows of this process, as host arrays, from arrays whose rows are divided over the mesh."""
+  """Copies the rows of this process to the host, from arrays whose rows are divided over the mesh."""
 
   def fetch(x):
     if x.is_fully_addressable:
@@ -236,7 +242,7 @@ def own_rows(tree: Any) -> Any:
 
 
 def all_rows(tree: Any) -> Any:
-  """All rows, as host arrays, on every process. All must call."""
+  """Copies all rows to the host of every process. All must call."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
   return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,4 +1,4 @@
-"""Where every array lives on the mesh: one table for weights, and rows divided over `data` and `fsdp`."""
+"""The layout of arrays on the mesh: a table for weights, and rows divided over the axes `data` and `fsdp`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.utils.errors import UserError
 
-# Path of a weight -> the mesh axis of each of its dimensions; the first match counts. Whatever matches none is on every
-# device: norms, and the value head. The optimiser's state lies as the weights that it belongs to.
+# Pattern for the path of a weight -> mesh axis of each dimension. The first match counts. Weights that match no pattern
+# (norms, the value head) are copied to every device. The optimiser's state has the layout of its weights.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'embed_tokens$', ('tensor', 'fsdp')),  # [V, D]
   (r'[qkv]_proj/kernel$', ('fsdp', 'tensor', None)),  # [D, heads, H]
@@ -21,7 +21,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'(gate|up)_proj/kernel$', ('fsdp', 'tensor')),  # [D, F]
   (r'down_proj/kernel$', ('tensor', 'fsdp')),  # [F, D]
   (r'lm_head/kernel$', ('fsdp', 'tensor')),  # [D, V]
-  # LoRA, with r: A has its projection's inputs and B its outputs.
+  # LoRA with rank r: A has the input axes of its projection, B the output axes.
   (r'[qkv]_proj/adapter/lora_a$', ('fsdp', None)),  # [D, r]
   (r'[qkv]_proj/adapter/lora_b$', (None, 'tensor', None)),  # [r, heads, H]
   (r'o_proj/adapter/lora_a$', ('tensor', None, None)),  # [N, H, r]
@@ -36,12 +36,12 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   """The layout of one weight.
 
   Args:
-    path: its names joined by '/'.
-    shape: its shape.
-    mesh: with the axes of `mesh.AXES`.
+    path: path of the weight, joined by '/'.
+    shape: shape of the weight.
+    mesh: a mesh with the axes `mesh.AXES`.
 
   Raises:
-    UserError: a dimension does not divide; the message says which axis, and what would.
+    UserError: a mesh axis does not divide a dimension; the message lists the sizes that would.
   """
   for pattern, axes in RULES:
     if re.search(pattern, path) and len(axes) == len(shape):
@@ -57,7 +57,7 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
-  """A `NamedSharding` for each leaf of a tree of weights, or of an optimiser's state for them."""
+  """A tree of `NamedSharding`, one for each leaf of a tree of weights or of an optimiser's state."""
 
   def of(path, leaf):
     names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
@@ -72,32 +72,35 @@ ROW_AXES = ('data', 'fsdp')
 
 
 def row_shards(mesh: Mesh) -> int:
-  """In how many parts rows are divided."""
+  """Number of parts that rows are divided into."""
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-  """Layout of arrays whose first axis are rows."""
+  """The layout of arrays [B, ...] with rows divided."""
   return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
 def looked_up(mesh: Mesh) -> NamedSharding:
-  """Layout of [B, T, D] as a look-up in the embedding gives it, whose width is divided over `fsdp`.
+  """The layout of the result [B, T, D] of an embedding look-up, with D divided over `fsdp` like the embedding.
 
-  From here one exchange along `fsdp` gives whole rows; without the step the partitioner makes all rows everywhere.
+  From this layout, one exchange along `fsdp` yields complete rows. Without it as an intermediate step, the partitioner
+  would compute all rows on every device.
   """
   return NamedSharding(mesh, PartitionSpec('data', None, 'fsdp'))
 
 
 def place_rows(tree: Any, mesh: Mesh) -> Any:
-  """Puts host arrays [B, ...] on the mesh, rows divided; every process has all rows and places those of its devices."""
+  """Puts host arrays [B, ...] on the mesh, rows divided. Every process has all rows and places those of its devices."""
   return place(tree, jax.tree.map(lambda _: row_sharding(mesh), tree))
 
 
 def place(tree: Any, shardings: Any) -> Any:
-  """Puts arrays that every process has alike where `shardings`, a tree of the same structure, says.
+  """Puts arrays on devices. Arrays that already have the layout are not copied.
 
-  What lies there already is not copied.
+  Args:
+    tree: arrays with the same content on every process.
+    shardings: a tree of shardings of the same structure.
   """
   if jax.process_count() == 1:
     return jax.device_put(tree, shardings)

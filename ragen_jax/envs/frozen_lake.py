@@ -217,7 +217,7 @@ class FrozenLake(base.Environment):
   def rationale(self, states: State) -> list[str]:
     """Where the player and the goal are, as (row, column), and on which sides of the player there is a hole."""
     player, goal = np.asarray(states.player), np.asarray(states.goal)
-    holes = np.asarray(states.holes).reshape(len(player), -1)
+    holes = np.asarray(states.holes).reshape(len(player), self.size * self.size)
     beside = np.stack([holes[np.arange(len(player)), _neighbour(player, a, self.size)] for a in range(4)], axis=1)
     thoughts = []
     for square, target, sides in zip(player.tolist(), goal.tolist(), beside, strict=True):

@@ -19,7 +19,7 @@ from ragen_jax.models.checkpoint.load import has_value_head
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_export
 from ragen_jax.runs.workdir import compare_config
-from ragen_jax.train import BEST
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)

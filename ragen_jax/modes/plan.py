@@ -19,8 +19,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.agent_proxy import round_up
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
+from ragen_jax.agent.rollout import round_up
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
@@ -30,7 +31,8 @@ from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.training.learner import TokenBatch
+from ragen_jax.training.batches import MiniBatch, abstract_mini_batch
+from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 
@@ -148,16 +150,16 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     compiled: bytes of activations by the fields that determine them. Missing entries are compiled and added.
   """
   policy = abstract_policy(config, jnp.float32)
-  trainer = Trainer(config, policy)
-  params, opt_state = abstract_weights(trainer)
+  trainer = build.make_trainer(config, policy)
+  state = abstract_state(trainer)
+  params, opt_state = state.params, state.opt_state
   mesh, low = policy.mesh, _compute_dtype(config).itemsize
   limit = USABLE * config.plan.memory_gb * _GIB
-  trained = lora.partition(params)[0]
   kept = {f'weights ({_types(params)})': bytes_per_device(params), "optimiser's state": bytes_per_device(opt_state)}
-  if trainer.needs_reference:
-    kept['reference weights'] = bytes_per_device(trained['policy'])
+  if trainer.settings.reference:
+    kept['reference weights'] = bytes_per_device(state.trained['policy'])
   phases = {'update': dict(kept), 'rollout': dict(kept), 'evaluation': dict(kept)}
-  phases['update']['gradients'] = bytes_per_device(trained)
+  phases['update']['gradients'] = bytes_per_device(state.trained)
   if low < 4:
 
     def copied(tree):
@@ -184,7 +186,7 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     if found.total(phase) <= limit:
       key = _shaped_by(config, phase)
       if key not in compiled:
-        compiled[key] = _activations(trainer, params, opt_state, phase)
+        compiled[key] = _activations(config, trainer, state, phase)
       kinds['activations'] = compiled[key]
   return found
 
@@ -205,15 +207,14 @@ def _rows(config: ConfigDict, phase: str) -> int:
   return section.groups * section.group_size
 
 
-def _activations(trainer: Trainer, params: Any, opt_state: Any, phase: str) -> int:
+def _activations(config: ConfigDict, trainer: Trainer, state: TrainState, phase: str) -> int:
   """Bytes per device that the largest program of a phase needs in addition to its arguments and results."""
-  config, sampler = trainer.config, trainer.policy.sampler
+  sampler = trainer.model.sampler
   if phase == 'update':
-    batch = abstract_batch(trainer, config.optimizer.micro_batch_size)
-    lowered = trainer.learner.lower(params, opt_state, batch)
+    lowered = trainer.learner.lower(state, abstract_batch(config, trainer, config.optimizer.micro_batch_size))
   else:
     lowered = sampler.lower(
-      params,
+      state.params,
       sampler.abstract_state(_rows(config, phase), cache_columns(config)),
       width=prompt_columns(config),
       max_new=config.agent.max_response_tokens,
@@ -227,7 +228,7 @@ def temporary_bytes(lowered: jax.stages.Lowered) -> int:
   return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-def abstract_policy(config: ConfigDict, dtype: Any) -> build.Policy:
+def abstract_policy(config: ConfigDict, dtype: Any) -> LanguageModel:
   """The policy with abstract weights of type `dtype` in computations.
 
   Its tokenizer is that of the built-in model, since only the chat format affects the programs.
@@ -251,38 +252,34 @@ def abstract_policy(config: ConfigDict, dtype: Any) -> build.Policy:
   model = nnx.eval_shape(make)
   directory = presets.resolve(presets.TINY, '')
   tokenizer = ChatTokenizer(directory)
-  return build.Policy(directory, model, tokenizer, build.make_sampler(model, tokenizer, mesh), mesh)
+  return LanguageModel(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
 
 
-def abstract_weights(trainer: Trainer) -> tuple[Any, Any]:
-  """Shapes, types and layout of the weights and the optimiser state that `Trainer.init` returns."""
-  params = build.param_state(trainer.policy.model)
-  params = _laid_out(params, tree_shardings(params, trainer.policy.mesh))
-  opt_state = jax.eval_shape(trainer.learner.optimizer.init, lora.partition(params)[0])
-  return params, _laid_out(opt_state, tree_shardings(opt_state, trainer.policy.mesh))
+def abstract_state(trainer: Trainer) -> TrainState:
+  """Shapes, types and layout of the arrays of `Trainer.init`, without the reference."""
+  params = param_state(trainer.model.model)
+  trained, frozen = lora.partition(_laid_out(params, tree_shardings(params, trainer.model.mesh)))
+  opt_state = jax.eval_shape(trainer.learner.optimizer.init, trained)
+  return TrainState(trained, frozen, _laid_out(opt_state, tree_shardings(opt_state, trainer.model.mesh)))
 
 
 def _laid_out(tree: Any, shardings: Any) -> Any:
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def abstract_batch(trainer: Trainer, rows: int) -> TokenBatch:
+def abstract_batch(config: ConfigDict, trainer: Trainer, rows: int) -> MiniBatch:
   """A micro-batch of `rows` rows of the maximum length."""
-  config, agent = trainer.config, trainer.config.agent
-  a, width = config.algorithm, round_up(agent.max_context, config.length_step)
+  agent, a = config.agent, config.algorithm
   sampled = agent.max_response_tokens * (trainer.proxy.limits.max_turns if agent.context == 'full' else 1)
   if not (a.mask_loss and a.mask_advantages):
     sampled = agent.max_context
-  replies = round_up(min(sampled, agent.max_context), max(config.length_step // 2, 1))
-  types = {'tokens': jnp.int32, 'columns': jnp.int32, 'turn': jnp.int32, 'mask': bool}
-  sharding = row_sharding(trainer.policy.mesh)
-  return TokenBatch(
-    **{
-      f.name: jax.ShapeDtypeStruct(
-        (rows, width if f.name == 'tokens' else replies), types.get(f.name, jnp.float32), sharding=sharding
-      )
-      for f in dataclasses.fields(TokenBatch)
-    }
+  return abstract_mini_batch(
+    rows,
+    round_up(agent.max_context, config.length_step),
+    round_up(min(sampled, agent.max_context), max(config.length_step // 2, 1)),
+    reference=trainer.settings.reference,
+    importance=a.tis_cap > 0,
+    sharding=row_sharding(trainer.model.mesh),
   )
 
 

@@ -1,6 +1,6 @@
-"""Generalisation in one picture: rows are what was trained on, columns what was evaluated on.
+"""Generalisation in one figure: a row for each set of training tags, a column for each evaluated tag.
 
-The numbers are those that `--mode=eval` leaves in `<workdir>/evaluation/*.json`.
+The numbers come from `<workdir>/evaluation/*.json`, which `--mode=eval` writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ragen_jax.utils.errors import UserError
 
 METRIC = 'success'
 VERSION = 1
-# Rows that nothing was trained for come last, in this order.
+# Kinds of rows without training, which come last in this order.
 _OTHERS = ('base', 'endpoint', 'random', 'solver')
 
 
@@ -28,10 +28,10 @@ class Table:
 
   Attributes:
     sampling: how tokens were drawn, e.g. 'temperature 0.5'.
-    rows: what was trained on, then what was not trained.
-    columns: tags evaluated on.
+    rows: names of the R rows: the training tags, then policies without training.
+    columns: the C evaluated tags.
     mean: f64[R, C].
-    half: f64[R, C], half of the evaluations' 95 % intervals, in the mean; NaN where one has none.
+    half: f64[R, C], mean of the evaluations' half 95 % intervals; NaN if one of them has no interval.
     own: bool[R, C], the row was trained on the column's tag.
   """
 
@@ -44,7 +44,7 @@ class Table:
 
 
 def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """File name -> evaluation, of all evaluations of a workdir, none where there are none.
+  """File name -> evaluation, for all evaluations of a workdir.
 
   Raises:
     UserError: a file is damaged, or of another version.
@@ -66,7 +66,7 @@ def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """One policy on one tag; `kind` is 'trained' or one of `_OTHERS`, `row` the row's name."""
+  """One policy on one tag; `kind` is 'trained' or one of `_OTHERS`, `row` is the row's name."""
 
   kind: str
   row: str
@@ -82,7 +82,7 @@ def _entries(evaluation: dict[str, Any], curve: str) -> list[_Entry]:
   trained_on = tuple(evaluation['trained_on'])
   for row in evaluation['rows']:
     value = row['metrics'].get(METRIC)
-    if value is None or value['mean'] is None:  # nothing was played
+    if value is None or value['mean'] is None:  # no episodes
       continue
     kind, own = row['kind'], ()
     if kind == 'model' and evaluation['checkpoint'] is None:
@@ -91,21 +91,24 @@ def _entries(evaluation: dict[str, Any], curve: str) -> list[_Entry]:
       kind, name, own = 'trained', curve, trained_on
     else:
       name = {'random': 'random actions', 'solver': 'solver'}.get(kind, row['policy'])
-    # One level has no interval.
+    # There is no interval for one level.
     half = (value['high'] - value['low']) / 2 if None not in (value['low'], value['high']) else np.nan
     found.append(_Entry(kind, name, own, row['tag'], row['sampling'], float(value['mean']), half))
   return found
 
 
 def tables(runs: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> dict[str, Table]:
-  """The matrices of some runs, by the name of their file: one for each way in which tokens were drawn.
+  """The matrices of some runs, one for each way of sampling.
 
-  Runs of one curve are averaged, and so are the evaluations of who needs no training, if several runs have them. Of
-  several checkpoints of a run the last counts. A row is named by what was trained on, with the curve's name behind it
-  where several curves were trained on the same.
+  Runs of one curve are averaged. Evaluations of policies without training are averaged too, if several runs have them.
+  Of several checkpoints of a run the last one counts. A row is named by its training tags, followed by the curve's
+  label if several curves have the same tags.
 
   Args:
-    runs: (name of the curve that the run belongs to, file name -> evaluation).
+    runs: (label of the run's curve, file name -> evaluation).
+
+  Returns:
+    Name of the figure's file -> matrix.
   """
   cells: dict[tuple, list[_Entry]] = {}  # (kind, row, trained on, sampling, tag) -> one entry a run
   for curve, files in runs:
@@ -145,7 +148,7 @@ def tables(runs: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> dict[str, T
 
 
 def draw(table: Table) -> Any:
-  """The matrix as a heat map: success, and under it half of its interval."""
+  """The matrix as a heat map: success, and below it half of its interval; a matplotlib `Figure`."""
   from matplotlib import colormaps
   from matplotlib.figure import Figure
   from matplotlib.patches import Rectangle

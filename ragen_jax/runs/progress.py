@@ -1,4 +1,4 @@
-"""What a run shows while it trains: one live line, and plain tables."""
+"""The progress of a run while it trains: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import collections
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import TextIO
 
-LINE_SECONDS = 10.0  # between two lines when the stream is no terminal
+from tqdm import tqdm
+
+LINE_SECONDS = 10.0  # between two plain lines
 WINDOW = 20  # updates in the moving averages
 
 
 class Progress:
-  """One line that says how far a run is.
+  """One line with the progress of a run.
 
     iteration 12/60 | success 0.41 | reward 0.39 | 45.2k tok/s | 2.1 s/it | 01:40 left
 
-  On a terminal the line is drawn in place; elsewhere (a file, a pipe, CI) a line is printed about every 10 seconds and
-  at the end. Times are moving averages over the last 20 updates without the first one, which compiles.
+  On a terminal, tqdm draws the line in place; elsewhere (a file, a pipe, CI) a line is printed about every 10 seconds
+  and at the end. Times are moving averages over the last 20 updates without the first one, which compiles; tqdm's own
+  averages include it, so its rate and time left would be wrong for minutes.
   """
 
   def __init__(
@@ -35,32 +38,29 @@ class Progress:
 
     Args:
       total: number of iterations of the run.
-      start: how many of them are done already (a resumed run).
+      start: iterations done already, by a resumed run.
       stream: where to write; None means standard error.
       enabled: False shows nothing (processes other than the first).
       clock: seconds since any fixed moment.
-      noun: what is counted.
+      noun: name of an iteration.
     """
-    self._noun = noun
-    self._total = total
-    self._done = start
+    self._noun, self._total, self._done = noun, total, start
     self._stream = sys.stderr if stream is None else stream
-    self._enabled = enabled
-    self._clock = clock
-    self._live = self._stream.isatty() and os.environ.get('TERM') != 'dumb'
+    self._enabled, self._clock = enabled, clock
+    live = enabled and self._stream.isatty() and os.environ.get('TERM') != 'dumb'
+    self._bar = tqdm(file=self._stream, bar_format='{desc}', dynamic_ncols=True, delay=1e-9) if live else None
     # (iterations, seconds, tokens) of each update
     self._window: collections.deque[tuple[int, float, int]] = collections.deque(maxlen=WINDOW)
-    self._compiled = False  # whether the update that compiles is behind us
-    self._last_update = clock()
-    self._last_print = -float('inf')
+    self._compiled = False  # whether the first update, which compiles, is done
+    self._last_update, self._last_print = clock(), -float('inf')
     self._parts: list[str] = []
     self._shown = True
 
   def update(self, done: int, values: Mapping[str, float] | None = None, tokens: int = 0) -> None:
-    """Shows that `done` iterations are behind us.
+    """Shows that `done` iterations are done.
 
     Args:
-      done: iterations done in all, those before `start` included.
+      done: iterations done in all, `start` included.
       values: name -> number to show, in this order.
       tokens: tokens sampled or trained on since the last update, for tok/s; 0 leaves it out.
     """
@@ -68,30 +68,24 @@ class Progress:
     interval = (max(done - self._done, 1), now - self._last_update, tokens)
     if self._compiled:
       self._window.append(interval)
-    self._done, self._last_update = done, now
-    self._parts = self._format(values or {}, interval)
-    self._compiled = True
-    self._shown = False
-    if self._live or now - self._last_print >= LINE_SECONDS:
+    self._done, self._last_update, self._compiled = done, now, True
+    self._parts, self._shown = self._format(values or {}, interval), False
+    if self._bar is not None or now - self._last_print >= LINE_SECONDS:
       self._show()
 
   def write(self, text: str) -> None:
-    """Writes lines that stay, above the live one."""
-    if not self._enabled:
-      return
-    self._stream.write(f'\r\x1b[K{text}\n' if self._live else f'{text}\n')
-    if self._live and self._parts:
-      self._show()
-    self._stream.flush()
+    """Writes lines that stay, above the live line."""
+    if self._enabled:
+      tqdm.write(text, file=self._stream)
+      self._stream.flush()
 
   def close(self) -> None:
     """Leaves the last line on the screen; closing twice is fine."""
     if not self._shown:
       self._show()
-    if self._enabled and self._live and self._parts:
-      self._stream.write('\n')
-      self._stream.flush()
-    self._parts = []
+    if self._bar is not None:
+      self._bar.leave = bool(self._parts)
+      self._bar.close()
 
   def __enter__(self) -> Progress:
     return self
@@ -106,51 +100,21 @@ class Progress:
     if tokens and seconds > 0:
       parts.append(f'{_count(tokens / seconds)} tok/s')
     parts.append(f'{seconds / iterations:.{1 if seconds >= iterations else 2}f} s/it')
-    left = max(self._total - self._done, 0) * seconds / iterations
-    parts.append(f'{_clock_time(left) if self._window or not left else "--:--"} left')
+    left = round(max(self._total - self._done, 0) * seconds / iterations)
+    parts.append(f'{tqdm.format_interval(left) if self._window or not left else "--:--"} left')
     return parts
 
   def _show(self) -> None:
-    self._shown = True
-    self._last_print = self._clock()
-    if not self._enabled:
-      return
-    if self._live:
-      self._stream.write(f'\r{_fit(self._parts, _columns(self._stream) - 1)}\x1b[K')
-    else:
+    self._shown, self._last_print = True, self._clock()
+    if self._bar is not None:
+      self._bar.set_description_str(_fit(self._parts, (self._bar.format_dict['ncols'] or 80) - 1))
+    elif self._enabled:
       self._stream.write(f'{" | ".join(self._parts)}\n')
-    self._stream.flush()
-
-
-def table(rows: Sequence[Sequence[Any]], title: str, header: Sequence[str] | None = None) -> str:
-  """A plain table: a title, a rule, rows whose columns are aligned.
-
-  Args:
-    rows: cells of any type; floats are shown with three decimals. Columns of numbers are aligned to the right.
-    title: the first line.
-    header: names of the columns.
-
-  Returns:
-    The text, without a newline at its end.
-  """
-  cells = [[f'{cell:.3f}' if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-  lines = [list(header), *cells] if header else cells
-  width = max((len(line) for line in lines), default=0)
-  lines = [line + [''] * (width - len(line)) for line in lines]
-  widths = [max(len(line[i]) for line in lines) for i in range(width)]
-  right = [all(isinstance(row[i], int | float) for row in rows if i < len(row)) for i in range(width)]
-  texts = [
-    '  '.join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)).rstrip()
-    for line in lines
-  ]
-  rule = '-' * max(len(text) for text in [title, *texts])
-  if header:
-    texts.insert(1, rule)
-  return '\n'.join([title, rule, *texts])
+      self._stream.flush()
 
 
 def _fit(parts: list[str], columns: int) -> str:
-  """The parts in one line; where it is too long, those before the last go first, and the rest is cut."""
+  """The parts in one line; if it is too long, parts before the last one are dropped, and the rest is cut."""
   parts = list(parts)
   while len(parts) > 2 and len(' | '.join(parts)) > columns:
     del parts[-2]
@@ -163,17 +127,3 @@ def _count(number: float) -> str:
     if number < limit:
       return f'{number / divisor:.{1 if unit else 0}f}{unit}'
   return f'{number}'
-
-
-def _clock_time(seconds: float) -> str:
-  """01:40, or 2:05:09 from an hour on."""
-  minutes, seconds = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f'{hours}:{minutes:02d}:{seconds:02d}' if hours else f'{minutes:02d}:{seconds:02d}'
-
-
-def _columns(stream: TextIO) -> int:
-  try:
-    return os.get_terminal_size(stream.fileno()).columns or 80
-  except (OSError, ValueError, AttributeError):
-    return 80

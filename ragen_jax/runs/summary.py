@@ -1,15 +1,15 @@
-"""What a run came to, in one table."""
+"""The summary of a run: success before and after, and the time of each phase."""
 
 from __future__ import annotations
 
 import os
 import sys
-
-from ml_collections import ConfigDict
+from collections.abc import Sequence
 
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.runs.progress import table
+from ragen_jax.runs.table import table
 
+# Name of a phase in the metrics -> its label.
 _PHASES = {
   'gen': 'rollout',
   'adv': 'advantages',
@@ -19,22 +19,36 @@ _PHASES = {
 }
 
 
-def summarize(config: ConfigDict, workdir: str, page: str | None = None) -> dict[str, float]:
-  """Writes the run's table to standard output, from the metrics in `workdir`.
+def summarize(
+  workdir: str, tags: Sequence[str], *, levels: int, group_size: int, page: str | None = None
+) -> dict[str, float]:
+  """Writes the tables of a run to standard output, from the metrics in `workdir`.
 
   Args:
-    config: the run's.
-    workdir: where it is kept.
-    page: the trajectory viewer, if there is one.
+    workdir: the run's directory.
+    tags: environments of its evaluations.
+    levels: held-out levels of one evaluation, over all tags.
+    group_size: episodes a level.
+    page: path of the trajectory viewer's page, if there is one.
 
   Returns:
     The metrics of the last evaluation.
   """
   lines = read_metrics(workdir)
   evaluations = [line for line in lines if 'val-env/success' in line]
-  first, last = evaluations[0], evaluations[-1]
+  out = [_success(evaluations[0], evaluations[-1], tags, levels, group_size), _times(lines)]
+  out.append(f'Metrics, checkpoints and TensorBoard files: {workdir}')
+  if page:
+    out.append(f'Episodes, turn by turn, for a browser: {page}')
+  out.append(f'tensorboard --logdir {os.path.join(workdir, "tb")}')
+  sys.stdout.write('\n'.join(['', *out, '']))
+  return evaluations[-1]
+
+
+def _success(first: dict[str, float], last: dict[str, float], tags: Sequence[str], levels: int, group_size: int) -> str:
+  """Success in the first and in the last evaluation."""
   rows = []
-  for tag in config.eval.tags:
+  for tag in tags:
     best = last.get(f'val-env/{tag}/optimal')
     for label, prefix in (('sampled', 'val-env'), ('greedy', 'val-greedy')):
       name = f'{prefix}/{tag}/success'
@@ -42,25 +56,16 @@ def summarize(config: ConfigDict, workdir: str, page: str | None = None) -> dict
         share = f'{last[name] / best:.0%}' if best else '-'
         possible = 'not known' if best is None else f'{best:.3f}'
         rows.append([f'{tag}, {label}', f'{first[name]:.3f}', f'{last[name]:.3f}', possible, share])
-  episodes = config.eval.groups * config.eval.group_size
-  out = [
-    table(
-      rows,
-      f'Success on {config.eval.groups} held-out levels, {episodes} episodes',
-      header=['', 'before', f'after {int(last["step"])}', 'best possible', 'of it'],
-    )
-  ]
+  return table(
+    rows,
+    f'Success on {levels} held-out levels, {levels * group_size} episodes',
+    header=['', 'before', f'after {int(last["step"])}', 'best possible', 'of it'],
+  )
+
+
+def _times(lines: list[dict[str, float]]) -> str:
+  """Seconds of each phase, over the whole run."""
   totals = {label: sum(line.get(f'timing_s/{key}', 0.0) for line in lines) for key, label in _PHASES.items()}
   whole = sum(totals.values())
-  out.append(
-    table(
-      [[label, f'{s:.1f} s', f'{s / whole:.0%}'] for label, s in totals.items()] + [['all', f'{whole:.1f} s', '']],
-      'Time',
-    )
-  )
-  out.append(f'Metrics, checkpoints and TensorBoard files: {workdir}')
-  if page:
-    out.append(f'Episodes, turn by turn, for a browser: {page}')
-  out.append(f'tensorboard --logdir {os.path.join(workdir, "tb")}')
-  sys.stdout.write('\n'.join(['', *out, '']))
-  return last
+  rows = [[label, f'{s:.1f} s', f'{s / whole:.0%}'] for label, s in totals.items()]
+  return table([*rows, ['all', f'{whole:.1f} s', '']], 'Time')

@@ -1,32 +1,31 @@
-"""Conversations in a file, one JSON object a line: `{"messages": [{"role": "user", "content": "..."}, ...]}`.
+"""Files of conversations, one JSON object a line: `{"messages": [{"role": "user", "content": "..."}, ...]}`.
 
-The format is the one that OpenAI's fine-tuning and TRL read. An assistant's message may have `"weight": 0`, which takes
-it out of the loss.
+OpenAI's fine-tuning and TRL read this format. `"weight": 0` excludes a message of the assistant from the loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.trajectory import Timeline, Trajectory
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.files import replace_file
 
 ROLES = ('system', 'user', 'assistant')
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-  """What one side says.
+  """A message.
 
   Attributes:
     role: one of `ROLES`.
     content: the text.
-    trained: it is the assistant's, and has a share in the loss.
+    trained: the message is the assistant's, and is in the loss.
   """
 
   role: str
@@ -40,7 +39,7 @@ class Conversation:
 
   Attributes:
     line: its number, from 1.
-    messages: at least one of them is trained; the last is the assistant's.
+    messages: at least one message is trained; the last one is the assistant's.
   """
 
   line: int
@@ -48,14 +47,14 @@ class Conversation:
 
 
 def read(path: str, field: str = 'sft.data') -> list[Conversation]:
-  """The conversations of a file; empty lines are skipped, and so is what comes after the assistant's last word.
+  """The conversations of a file, without empty lines and without the messages after the last trained one.
 
   Args:
     path: of the file, in UTF-8.
-    field: where it comes from, for the errors.
+    field: the config's field with this path, for errors.
 
   Raises:
-    UserError: the file cannot be read, or a line is no conversation; it names the line and what is wrong.
+    UserError: the file cannot be read, or a line is not a conversation; the message names the line.
   """
   try:
     with open(path, encoding='utf-8-sig') as file:
@@ -76,7 +75,7 @@ def read(path: str, field: str = 'sft.data') -> list[Conversation]:
 
 
 def _messages(line: str) -> tuple[Message, ...]:
-  """Raises ValueError with what is wrong."""
+  """The messages of a line; raises ValueError if it is not a conversation."""
   try:
     raw = json.loads(line)
   except ValueError as e:
@@ -115,21 +114,21 @@ def tokenize(
   max_context: int,
   source: str,
 ) -> tuple[Trajectory, int]:
-  """Conversations as rows, as a rollout would have made them: one segment a reply, and one before it.
+  """Conversations as the rows that a rollout would give: a segment for each reply, and one before it.
 
-  A reply that begins with `reply_prefix` has it in the segment before, without loss, as the sampler is given it; other
-  replies are learnt whole.
+  If a reply begins with `reply_prefix`, the prefix is part of the segment before and has no loss, because the sampler
+  is given it. Other replies are in the loss as a whole.
 
   Args:
     conversations: from `read`.
     tokenizer: with its chat format.
-    reply_prefix: what is put there for the policy; may be ''.
+    reply_prefix: the beginning of a reply that is given to the policy; may be ''.
     max_context: tokens that a row may have.
-    source: the field and file, for the errors.
+    source: the field and its file, for errors.
 
   Returns:
-    The rows, `loss_mask` on the replies that are trained and their stop tokens, each row a group of its own; and how
-    many conversations were longer than `max_context`, which are left out.
+    The rows, each a group of its own, with `loss_mask` on the trained replies and their stop tokens; and the number of
+    conversations that were left out because they are longer than `max_context`.
 
   Raises:
     UserError: a text holds a special token of the chat format, or no conversation is short enough.
@@ -163,7 +162,7 @@ def tokenize(
 def _encode(
   conversation: Conversation, tokenizer: ChatTokenizer, reply_prefix: str, source: str
 ) -> tuple[list[int], list[bool]]:
-  """The ids, and which of them are trained."""
+  """The token ids, and for each whether it is trained."""
   ids: list[int] = []
   trained: list[bool] = []
   between: list[tuple[str, str]] = []
@@ -186,32 +185,26 @@ def _encode(
 
 
 def write(path: str, trajectories: list[Trajectory], tokenizer: ChatTokenizer, field: str = 'sft.save_data') -> int:
-  """Writes rows as a file that `read` reads; it takes its place when it is whole.
+  """Writes rows as a file that `read` reads.
 
   Args:
     path: of the file; its directory is made.
-    trajectories: rows that hold a whole conversation each; those without a reply are left out.
-    tokenizer: that they were made with.
-    field: where the path comes from, for the error.
+    trajectories: rows with a whole conversation each; rows without a reply are left out.
+    tokenizer: the rows' own.
+    field: the config's field with this path, for the error.
 
   Returns:
-    How many conversations were written.
+    The number of conversations written.
 
   Raises:
     UserError: the disk is full or not writable.
   """
-  temporary, count = f'{path}.tmp', 0
-  try:
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(temporary, 'w', encoding='utf-8') as file:
-      for trajectory in trajectories:
-        spoken = np.flatnonzero(trajectory.loss_mask.any(axis=1))
-        rows = [trajectory.tokens[row, : trajectory.length[row]].tolist() for row in spoken]
-        for text in tokenizer.decode_batch(rows):
-          messages = [{'role': role, 'content': content} for role, content in tokenizer.messages(text)]
-          file.write(json.dumps({'messages': messages}, ensure_ascii=False) + '\n')
-          count += 1
-    os.replace(temporary, path)
-  except OSError as e:
-    raise UserError(f'{field}={path!r}: cannot be written: {e.strerror or e}') from e
-  return count
+  lines = []
+  for trajectory in trajectories:
+    spoken = np.flatnonzero(trajectory.loss_mask.any(axis=1))
+    rows = [trajectory.tokens[row, : trajectory.length[row]].tolist() for row in spoken]
+    for text in tokenizer.decode_batch(rows):
+      messages = [{'role': role, 'content': content} for role, content in tokenizer.messages(text)]
+      lines.append(json.dumps({'messages': messages}, ensure_ascii=False) + '\n')
+  replace_file(path, ''.join(lines), f'{field}={path!r}: cannot be written')
+  return len(lines)

@@ -1,15 +1,17 @@
-"""Episodes played by an environment's exact solver, with noise: what the warm start learns from."""
+"""The demonstrator of the warm start: a speaker that plays by an exact solver, with noise, and writes token rows."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ragen_jax.agent.context_manager import ContextManager, reply_after_prefix
-from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.trajectory import Episode, Status, Timeline, Trajectory, Turn, status_after_turn
-from ragen_jax.envs.base import Budget
+from ragen_jax.agent.episode import Status, TextReply
+from ragen_jax.agent.episode_log import EpisodeLog
+from ragen_jax.agent.pools import JaxPool
+from ragen_jax.agent.speakers import written_reply
+from ragen_jax.envs.base import Budget, Solution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,25 +19,30 @@ class DemonstrationStyle:
   """How well the demonstrator plays.
 
   Attributes:
-    discount: what a success is worth after each further action; below 1 the expert does not wander.
+    discount: factor of a success for each further action; below 1 the expert takes the shortest way.
     noise: probability that a turn's actions are random ones, as many as the expert would take.
     hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
       would take.
     beginner: probability that a turn follows the plan of a beginner, see `Environment.naive_view`.
-    timid: probability that of a turn's actions only the first is played.
+    timid: probability that only the first of a turn's actions is played.
     actions_per_turn: the demonstrator's own limit, below that of the environment; 0 is none.
   """
 
-  discount: float = 0.97
-  noise: float = 0.5
-  hurry: float = 0.5
-  beginner: float = 0.0
-  timid: float = 0.0
-  actions_per_turn: int = 0
+  discount: float
+  noise: float
+  hurry: float
+  beginner: float
+  timid: float
+  actions_per_turn: int
 
 
-def _random_actions(rng: np.random.Generator, legal: list[int], count: int) -> list[int]:
-  return [legal[i] for i in rng.integers(len(legal), size=count)]
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """A demonstrated turn: the actions, the thought before them, and the best that is still to come."""
+
+  actions: list[Any]
+  thought: str
+  value: float
 
 
 def _own_budget(budget: Budget, style: DemonstrationStyle) -> Budget:
@@ -45,112 +52,91 @@ def _own_budget(budget: Budget, style: DemonstrationStyle) -> Budget:
   return dataclasses.replace(budget, max_actions_per_turn=most)
 
 
-def demonstrate(
-  envs: EnvStateManager,
-  context: ContextManager,
-  first_seed: int,
-  rng: np.random.Generator,
-  style: DemonstrationStyle,
-  max_context: int,
-) -> tuple[Trajectory, list[Episode]]:
-  """Plays one episode a row.
+class Demonstrator:
+  """Plays environments in JAX that have a solver.
 
-  Args:
-    envs: the batch of environments.
-    context: writes the prompts.
-    first_seed: of the levels.
-    rng: for the noise.
-    style: how well the demonstrator plays.
-    max_context: columns that a row may use; an episode that would need more ends before.
-
-  Returns:
-    The timeline, its loss mask on the replies and their stop tokens and its values what the best play within the
-    demonstrator's own limits would still bring from each turn on, and the episodes.
+  Its rows show the whole conversation, whatever the context policy. The loss mask is on replies and their stop tokens,
+  and `values` are the expected rewards of the best play from the turn on, within the demonstrator's own limits.
   """
-  rows = envs.rows
-  observations = envs.reset(first_seed)
-  starts = np.searchsorted(envs.row_env, np.arange(len(envs.specs)))
-  solutions = [
-    s.env.solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount) for i, s in enumerate(envs.specs)
-  ]
-  naive = [
-    s.env.naive_view().solve(envs.pool_states(i), _own_budget(s.budget, style), style.discount)
-    for i, s in enumerate(envs.specs)
-  ]
-  timeline = Timeline(rows, max_context)
-  episodes = [
-    Episode(envs.specs[e].tag, int(g), int(s), [])
-    for e, g, s in zip(envs.row_env, envs.row_group, envs.level_seeds, strict=True)
-  ]
-  status = np.full((rows,), Status.RUNNING, np.int32)
-  reward = np.zeros((rows,), np.float32)
-  stop = context.tokenizer.stop_ids[0]
 
-  for turn in range(max(s.budget.max_turns for s in envs.specs)):
-    if not np.any(status == Status.RUNNING):
-      break
-    left = envs.actions_left()
-    chosen: list[list[int]] = [[] for _ in range(rows)]
-    for e, spec in enumerate(envs.specs):
-      states = envs.pool_states(e)
-      count = len(np.asarray(states.done))
-      members = slice(starts[e], starts[e] + count)
-      turns_left = np.full((count,), spec.budget.max_turns - turn, np.int32)
-      turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(turns_left, 1))
-      values = solutions[e].value(states, max(spec.budget.max_turns - turn, 0), left[members])
-      plans = solutions[e].plan(states, turns_left, left[members])
-      naive_plans = naive[e].plan(states, turns_left, left[members])
-      kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
-      timid = rng.random(count) < style.timid
-      thoughts, legal = spec.env.rationale(states), spec.env.legal_actions(states)
-      for i, (row, plan) in enumerate(zip(range(members.start, members.stop), plans, strict=True)):
-        if status[row] != Status.RUNNING:
-          continue
-        if kind[i] == 1:
-          plan = naive_plans[i]
-        if not plan or kind[i] == 0:
-          plan = _random_actions(rng, legal[i], max(len(plan), 1))
-        if timid[i]:
-          plan = plan[:1]
-        names = [spec.env.format_action(a) for a in plan]
-        text = reply_after_prefix(context, thoughts[i], names)
-        if turn == 0:
-          ids = context.first_segment(e, observations[row], int(left[row]))
-        else:
-          ids = context.next_segment(e, turn, float(reward[row]), observations[row], int(left[row]), closed=True)
-        reply = (*context.tokenizer.encode(text), stop)
-        if timeline.length[row] + len(ids) + len(reply) > max_context:
-          status[row] = Status.OUT_OF_CONTEXT
-          continue
-        timeline.append_context(row, ids, turn)
-        start = timeline.length[row]
-        timeline.append_context(row, reply, turn)
-        timeline.loss_mask[row, start : timeline.length[row]] = True
-        timeline.values[row, start : timeline.length[row]] = values[i]
-        chosen[row] = plan
-        episodes[row].turns.append(Turn(observations[row], context.reply_prefix + text, names, 0.0, 0.0, True, 0))
-    result = envs.step(chosen)
-    observations = envs.render()
-    left = envs.actions_left()
-    reward = result.reward
-    for row in np.flatnonzero(status == Status.RUNNING):
-      timeline.reward_last_token(row, float(reward[row]))
-      episodes[row].turns[-1].reward = float(reward[row])
-      episodes[row].turns[-1].effective = int(result.effective[row])
-      status[row] = status_after_turn(
-        done=result.done[row], success=result.success[row], actions_left=left[row],
-        last_turn=turn + 1 >= envs.specs[envs.row_env[row]].budget.max_turns,
-      )  # fmt: skip
+  writes_tokens: ClassVar[bool] = True
 
-  for row, episode in enumerate(episodes):
-    episode.status = Status(int(status[row]))
-    episode.final_observation = observations[row]
-  trajectory = timeline.trajectory(
-    group=envs.row_group,
-    episode=np.arange(rows),
-    env=envs.row_env,
-    status=status,
-    policy_version=0,
-    pad_id=context.tokenizer.pad_id,
-  )
-  return trajectory, episodes
+  def __init__(self, rng: np.random.Generator, style: DemonstrationStyle):
+    """The solvers run in the first turn.
+
+    Args:
+      rng: for the noise; drawn from in the order of turns, environments and rows.
+      style: how well it plays.
+    """
+    self._rng = rng
+    self._style = style
+    self._solutions: dict[int, tuple[Solution, Solution]] = {}  # by environment: the expert's, the beginner's
+
+  def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
+    """See `agent.speakers.Speaker`. An episode that would outgrow the context ends before the turn."""
+    live = log.live
+    if not live:
+      return None
+    if log.turn == 0:
+      self._solutions = {i: self._solve(pool) for i, pool in log.envs.pools.items()}
+    replies = {}
+    for index, pool in log.envs.pools.items():
+      rows = log.envs.rows_of(index)
+      running = [row - rows.start for row in live if rows.start <= row < rows.stop]
+      plans = self._plans(pool, self._solutions[index], log.turn, log.actions_left[rows], running)
+      for local, plan in plans.items():
+        reply = self._write(log, index, rows.start + local, plan)
+        if reply is not None:
+          replies[rows.start + local] = reply
+    return replies
+
+  def _solve(self, pool: JaxPool) -> tuple[Solution, Solution]:
+    """The best play on the fresh levels, and the best in the eyes of a beginner."""
+    env, budget = pool.spec.env, _own_budget(pool.spec.budget, self._style)
+    views = (env, env.naive_view())
+    return tuple(view.solve(pool.fresh_states, budget, self._style.discount) for view in views)
+
+  def _plans(
+    self, pool: JaxPool, solutions: tuple[Solution, Solution], turn: int, left: np.ndarray, running: list[int]
+  ) -> dict[int, _Plan]:
+    """The turns of the running rows.
+
+    Args:
+      pool: the environment's rows.
+      solutions: of its expert and its beginner.
+      turn: index of the turn.
+      left: i32[rows], actions that each episode still has.
+      running: the rows to plan for, ascending.
+    """
+    style, rng = self._style, self._rng
+    expert, beginner = solutions
+    env, states, count = pool.spec.env, pool.states, pool.rows
+    remaining = pool.spec.budget.max_turns - turn
+    # All rows draw, so that a row's luck does not depend on which others are over.
+    turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(np.full((count,), remaining, np.int32), 1))
+    values = expert.value(states, max(remaining, 0), left)
+    plans = expert.plan(states, turns_left, left)
+    naive_plans = beginner.plan(states, turns_left, left)
+    kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
+    timid = rng.random(count) < style.timid
+    thoughts, legal = env.rationale(states), env.legal_actions(states)
+    chosen = {}
+    for row in running:
+      plan = naive_plans[row] if kind[row] == 1 else plans[row]
+      if not plan or kind[row] == 0:
+        plan = [legal[row][i] for i in rng.integers(len(legal[row]), size=max(len(plan), 1))]
+      chosen[row] = _Plan(plan[:1] if timid[row] else plan, thoughts[row], values[row])
+    return chosen
+
+  def _write(self, log: EpisodeLog, env: int, row: int, plan: _Plan) -> TextReply | None:
+    """Writes a turn's prompt and reply to the row; None, and the end of the episode, where they do not fit."""
+    context, timeline = log.context, log.timeline
+    prompt = context.next_prompt(env, log.past(row), log.observations[row], int(log.actions_left[row]))
+    names = [log.envs.specs[env].env.format_action(action) for action in plan.actions]
+    reply = written_reply(context, names, plan.thought)
+    if timeline.length[row] + len(prompt.ids) + len(reply.ids) > log.limits.max_context:
+      log.leave(row, Status.OUT_OF_CONTEXT)
+      return None
+    timeline.append_context(row, prompt.ids, log.turn)
+    timeline.append_reply(row, reply.ids, log.turn, values=plan.value)
+    return reply

@@ -1,17 +1,23 @@
-"""The tokenizer of the built-in model: whole stretches of the prompts are one token, board squares one each.
+"""The tokenizer and the fresh model of a warm start from scratch.
 
-A byte-level base makes every text representable and readable back (in NFC, like Qwen's); on top of it stand added
-tokens for the fixed stretches of text between what varies, so that boilerplate costs a token where a word-piece
-vocabulary would spend thirty.
+Byte-level tokens represent any text (in NFC, like Qwen's). Added tokens stand for the fixed pieces of prompts and
+replies, so that boilerplate costs one token instead of some thirty word pieces; a board square is one token.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from flax import nnx
+from jax.sharding import Mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ActorCritic
 
 PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
 
@@ -22,10 +28,10 @@ _CHAT_TEMPLATE = (
 
 
 def build(pieces: Iterable[str]) -> Tokenizer:
-  """A tokenizer with one token for each piece, wherever it stands; the longest piece wins.
+  """A tokenizer with one token for each piece; where several pieces match, the longest wins.
 
   Args:
-    pieces: texts without the chat format's special tokens in them; order gives the ids.
+    pieces: texts without special tokens of the chat format, in the order of their ids.
 
   Returns:
     The tokenizer: special tokens first, then bytes, then pieces.
@@ -34,19 +40,19 @@ def build(pieces: Iterable[str]) -> Tokenizer:
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocab = {token: i for i, token in enumerate(specials + alphabet)}
   tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-  # As Qwen's own; `transformers` puts it there for every checkpoint of this architecture.
+  # As in Qwen's tokenizer; `transformers` adds it to every checkpoint of this architecture.
   tokenizer.normalizer = normalizers.NFC()
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
-  # A piece of one byte is in the base already.
+  # Pieces of one byte are in the base already.
   wanted = [p for p in dict.fromkeys(pieces) if len(p.encode()) > 1]
   tokenizer.add_tokens([AddedToken(p, special=False, normalized=False) for p in wanted])
   return tokenizer
 
 
 def save(tokenizer: Tokenizer, directory: str) -> None:
-  """Writes tokenizer.json and tokenizer_config.json, as `transformers` reads them."""
+  """Writes tokenizer.json and tokenizer_config.json in the format of `transformers`."""
   tokenizer.save(os.path.join(directory, 'tokenizer.json'), pretty=False)
   config = {
     'tokenizer_class': 'PreTrainedTokenizerFast',
@@ -59,3 +65,35 @@ def save(tokenizer: Tokenizer, directory: str) -> None:
   with open(os.path.join(directory, 'tokenizer_config.json'), 'w', encoding='utf-8') as f:
     json.dump(config, f, indent=2, ensure_ascii=False)
     f.write('\n')
+
+
+def make_model(
+  shape: Sequence[int], num_tokens: int, *, dtype: Any, attend_by_row: bool, seed: int, mesh: Mesh
+) -> ActorCritic:
+  """A policy with fresh weights and a value head, divided over the devices.
+
+  Args:
+    shape: model width, layers, query heads, key/value heads, head width, MLP width.
+    num_tokens: size of the tokenizer; the embedding is padded to a multiple of 8.
+    dtype: of computations.
+    attend_by_row: see `Qwen`.
+    seed: of the weights.
+    mesh: the devices.
+  """
+  width, layers, heads, kv_heads, head_dim, mlp = shape
+  cfg = QwenConfig(
+    vocab_size=-(-num_tokens // 8) * 8,
+    hidden_size=width,
+    intermediate_size=mlp,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=head_dim,
+    rope_theta=10_000.0,
+  )
+  model = ActorCritic(Qwen(cfg, dtype=dtype, attend_by_row=attend_by_row, rngs=nnx.Rngs(seed)))
+  if mesh.size > 1:
+    model.policy.activation_sharding = row_sharding(mesh)
+    params = nnx.split(model)[1]
+    nnx.update(model, place(params, tree_shardings(params, mesh)))
+  return model

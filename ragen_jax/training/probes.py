@@ -1,98 +1,198 @@
-"""Diagnostics that cost forward or backward passes of their own, every so many iterations; they change nothing."""
+"""Diagnostics that cost forward or backward passes of their own, every so many iterations; they change no state."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
-from ragen_jax.agent.agent_proxy import Rollout
-from ragen_jax.algorithms.diagnostics import mutual_information
-from ragen_jax.training.learner import TokenBatch, plan_micro_batches, sampled_columns
-from ragen_jax.training.trainer import Selection, Trainer
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.algorithms import filters
+from ragen_jax.algorithms.diagnostics import mutual_information, reward_std_buckets
+from ragen_jax.models import lora
+from ragen_jax.training import objective
+from ragen_jax.training.batches import TokenRows, TrainBatch, plan_micro_batches, sampled_columns
+from ragen_jax.training.learner import zeros_like
+from ragen_jax.training.selection import Selection
+from ragen_jax.training.state import TrainState
+from ragen_jax.training.trainer import Trainer
 
 # Ends a thought.
 _END = '</think>'
 
 
-def probe(
-  trainer: Trainer, params: Any, batch: TokenBatch, rollout: Rollout, selection: Selection, iteration: int
-) -> dict[str, float]:
-  """The probes that are due in this iteration, on its rollout and before its update.
+@dataclasses.dataclass(frozen=True)
+class ProbeSettings:
+  """Which probes run, and when. Fields are those of `config.monitor`, except for the last.
 
-  Returns:
-    `grad_norm/bucket_<i>/...` (`Trainer.gradient_metrics`) and `collapse_first_turn_sample/...`,
-    `collapse_trajectory_sample/...` (`thought_information`), or nothing.
+  Attributes:
+    information_every: iterations between two measurements of mutual information; 0 is off.
+    information_samples: number of thoughts that are scored under one another's prompts.
+    gradients_every: iterations between two measurements of gradient norms; 0 is off.
+    gradient_buckets: number of buckets of groups.
+    bucket_mode: how groups are dealt to buckets, see `diagnostics.reward_std_buckets`.
+    think: replies hold thoughts (`config.agent`).
   """
-  monitor, metrics = trainer.config.monitor, {}
-  if monitor.gradients_every and iteration % monitor.gradients_every == 0 and selection.keep.any():
-    metrics |= trainer.gradient_metrics(params, batch, selection)
-  if monitor.information_every and iteration % monitor.information_every == 0:
-    rng = np.random.default_rng((trainer.config.seed, iteration))
-    for name, first_only in (('collapse_first_turn_sample', True), ('collapse_trajectory_sample', False)):
-      found = thought_information(trainer, params, rollout, rng, first_only=first_only)
-      metrics |= {f'{name}/{key}': value for key, value in found.items()}
-  return metrics
+
+  information_every: int
+  information_samples: int
+  gradients_every: int
+  gradient_buckets: int
+  bucket_mode: str
+  think: bool
 
 
-def thought_information(
-  trainer: Trainer, params: Any, rollout: Rollout, rng: np.random.Generator, *, first_only: bool
-) -> dict[str, float]:
-  """How much thoughts depend on what they were thought about: RAGEN-2's cross scores, in one batched pass.
+class Probes:
+  """The probes of a run."""
 
-  Args:
-    trainer: reads `monitor.information_samples`, the number of thoughts.
-    params: weights to score with.
-    rollout: where thoughts are drawn from, each from another episode.
-    rng: draws them.
-    first_only: thoughts of first turns under first prompts; otherwise of any turn, each under the whole conversation
-      before it.
+  def __init__(self, settings: ProbeSettings, trainer: Trainer):
+    """Nothing is compiled before the first probe that is due.
 
-  Returns:
-    `valid_thinking_rate`, the share of drawn replies that close their thought, and what
-    `diagnostics.mutual_information` gives for those.
-  """
-  config, t = trainer.config, rollout.trajectory
-  rows = rng.permutation(np.flatnonzero(t.loss_mask.any(axis=1)))
-  if first_only:
-    rows = rows[[0 in t.turn[row][t.loss_mask[row]] for row in rows]]
-  rows = rows[np.unique(t.episode[rows], return_index=True)[1]]  # one of each episode
-  rows = rng.permutation(rows)[: config.monitor.information_samples]
-  prompts, thoughts, drawn = [], [], 0
-  for row in rows:
-    turns = np.unique(t.turn[row][t.loss_mask[row]])
-    turn = turns[0] if first_only else rng.choice(turns)
-    columns = np.flatnonzero(t.loss_mask[row] & (t.turn[row] == turn))
-    length = _thought_length(trainer, t.tokens[row, columns])
-    drawn += 1
-    if length:
-      prompts.append(t.tokens[row, : columns[0]])
-      thoughts.append(t.tokens[row, columns[:length]])
-  metrics = {'valid_thinking_rate': len(thoughts) / max(drawn, 1)}
-  # A prompt that several thoughts have is scored once.
-  distinct = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
-  order = {key: i for i, key in enumerate(distinct)}
-  if len(order) < 2:
+    Args:
+      settings: see `ProbeSettings`.
+      trainer: whose batches, scorer and tokenizer are used.
+    """
+    self._settings = settings
+    self._trainer = trainer
+    graphdef = nnx.split(trainer.model.model)[0]
+    parts = objective.loss_parts(trainer.settings.loss)
+    self._gradient_programs = {name: _gradient_program(graphdef, part) for name, part in parts.items()}
+
+  def __call__(self, state: TrainState, rollout: Rollout, selection: Selection, batch: TrainBatch) -> dict[str, float]:
+    """The metrics of the probes that are due in this iteration, before its update.
+
+    Args:
+      state: read only.
+      rollout: the fresh rollout.
+      selection: of the rollout.
+      batch: of the selection.
+
+    Returns:
+      `grad_norm/bucket_<i>/...` (`gradient_norms`), and `collapse_first_turn_sample/...` and
+      `collapse_trajectory_sample/...` (`thought_information`); {} if none is due.
+    """
+    s, metrics = self._settings, {}
+    if s.gradients_every and state.iteration % s.gradients_every == 0 and selection.keep.any():
+      metrics |= self.gradient_norms(state, selection, batch)
+    if s.information_every and state.iteration % s.information_every == 0:
+      rng = np.random.default_rng((self._trainer.settings.seed, state.iteration))
+      for name, first_only in (('collapse_first_turn_sample', True), ('collapse_trajectory_sample', False)):
+        found = self.thought_information(state, rollout, rng, first_only=first_only)
+        metrics |= {f'{name}/{key}': value for key, value in found.items()}
     return metrics
-  own = np.asarray([order[tuple(p)] for p in prompts])
-  scores = _cross_scores(trainer, params, [prompts[i] for i in distinct.values()], thoughts)
-  return metrics | mutual_information(scores, own, lengths=np.asarray([len(z) for z in thoughts]))
+
+  def gradient_norms(self, state: TrainState, selection: Selection, batch: TrainBatch) -> dict[str, float]:
+    """Gradient norms of the parts of the loss, by bucket of the groups' reward deviation (RAGEN-2).
+
+    Returns:
+      For each bucket with rows: 'grad_norm/bucket_<i>/task', '/entropy' and '/kl' (see `objective.loss_parts`), the
+      mean deviation '/reward_std', and the number of '/rows'.
+    """
+    s, rollout = self._settings, selection.rollout
+    t = rollout.trajectory
+    groups, std = filters.group_scores('reward_std', t.group, selection.keep, scores=rollout.scores, episode=t.episode)
+    buckets = reward_std_buckets(std, mode=s.bucket_mode, count=s.gradient_buckets)
+    metrics = {}
+    for bucket in range(s.gradient_buckets):
+      rows = np.flatnonzero(selection.keep & np.isin(t.group, groups[buckets == bucket]))
+      if len(rows):
+        for part, add_gradients in self._gradient_programs.items():
+          gradients = zeros_like(state.trained)
+          for micro_batch in self._trainer.micro_batches(batch, selection, rows):
+            gradients = add_gradients(state.trained, state.frozen, gradients, micro_batch)
+          metrics[f'grad_norm/bucket_{bucket}/{part}'] = float(optax.tree.norm(gradients))
+        metrics[f'grad_norm/bucket_{bucket}/reward_std'] = float(std[buckets == bucket].mean())
+        metrics[f'grad_norm/bucket_{bucket}/rows'] = len(rows)
+    return metrics
+
+  def thought_information(
+    self, state: TrainState, rollout: Rollout, rng: np.random.Generator, *, first_only: bool
+  ) -> dict[str, float]:
+    """How much thoughts depend on their prompts: RAGEN-2's cross scores, in one batched pass.
+
+    Args:
+      state: read only.
+      rollout: `information_samples` thoughts are drawn from it, each from another episode.
+      rng: draws them.
+      first_only: thoughts of first turns, under first prompts; otherwise of any turn, each under the conversation
+        before it.
+
+    Returns:
+      `valid_thinking_rate`, the share of drawn replies that close their thought, and what
+      `diagnostics.mutual_information` gives for those.
+    """
+    t = rollout.trajectory
+    drawn = self.draw_thoughts(rollout, rng, first_only=first_only)
+    closed = [(row, columns) for row, columns in drawn if len(columns)]
+    prompts = [t.tokens[row, : columns[0]] for row, columns in closed]
+    thoughts = [t.tokens[row, columns] for row, columns in closed]
+    metrics = {'valid_thinking_rate': len(thoughts) / max(len(drawn), 1)}
+    # A prompt that several thoughts have is scored once.
+    distinct = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
+    order = {key: i for i, key in enumerate(distinct)}
+    if len(order) < 2:
+      return metrics
+    own = np.asarray([order[tuple(p)] for p in prompts])
+    scores = self.cross_scores(state.params, [prompts[i] for i in distinct.values()], thoughts)
+    return metrics | mutual_information(scores, own, lengths=np.asarray([len(z) for z in thoughts]))
+
+  def draw_thoughts(
+    self, rollout: Rollout, rng: np.random.Generator, *, first_only: bool
+  ) -> list[tuple[int, np.ndarray]]:
+    """Draws thoughts of different episodes; arguments as for `thought_information`.
+
+    Returns:
+      (row, columns i32[n]) of up to `information_samples` replies: their tokens up to the end of the thought, none if
+      the reply closes no thought.
+    """
+    t = rollout.trajectory
+    rows = rng.permutation(np.flatnonzero(t.loss_mask.any(axis=1)))
+    if first_only:
+      rows = rows[[0 in t.turn[row][t.loss_mask[row]] for row in rows]]
+    rows = rows[np.unique(t.episode[rows], return_index=True)[1]]  # one of each episode
+    drawn = []
+    for row in rng.permutation(rows)[: self._settings.information_samples]:
+      turns = np.unique(t.turn[row][t.loss_mask[row]])
+      turn = turns[0] if first_only else rng.choice(turns)
+      columns = np.flatnonzero(t.loss_mask[row] & (t.turn[row] == turn))
+      drawn.append((int(row), columns[: self._thought_length(t.tokens[row, columns])]))
+    return drawn
+
+  def _thought_length(self, ids: np.ndarray) -> int:
+    """Tokens of a reply up to the end of its thought; 0 if it closes none."""
+    decode = self._trainer.model.tokenizer.decode_batch
+    if not self._settings.think or _END not in decode([ids.tolist()])[0]:
+      return 0
+    low, high = 1, len(ids)  # the shortest prefix whose text holds the end
+    while low < high:
+      middle = (low + high) // 2
+      low, high = (low, middle) if _END in decode([ids[:middle].tolist()])[0] else (middle + 1, high)
+    return low
+
+  def cross_scores(self, params: Any, prompts: list[np.ndarray], thoughts: list[np.ndarray]) -> np.ndarray:
+    """f64[N, M]: the log-prob in nats of each of N thoughts after each of M prompts, i32[length] each."""
+    rows, length = _cross_rows(prompts, thoughts)
+    batching = self._trainer.settings.estimate.batching
+    plans = plan_micro_batches(
+      np.arange(len(length), dtype=np.int32),
+      length,
+      rows.mask.sum(axis=1),
+      size=batching.micro_batch_size,
+      length_step=batching.length_step,
+    )
+    logprobs = self._trainer.scorer.logprobs(params, rows, plans)
+    return logprobs.astype(np.float64).sum(axis=1).reshape(len(thoughts), len(prompts))
 
 
-def _thought_length(trainer: Trainer, ids: np.ndarray) -> int:
-  """Tokens of a reply up to its thought's end; 0 where it has none."""
-  decode = trainer.policy.tokenizer.decode_batch
-  if not trainer.config.agent.think or _END not in decode([ids.tolist()])[0]:
-    return 0
-  low, high = 1, len(ids)  # the least prefix whose text has the end
-  while low < high:
-    middle = (low + high) // 2
-    low, high = (low, middle) if _END in decode([ids[:middle].tolist()])[0] else (middle + 1, high)
-  return low
-
-
-def _cross_scores(trainer: Trainer, params: Any, prompts: list[np.ndarray], thoughts: list[np.ndarray]) -> np.ndarray:
-  """f64[N, M]: the log-prob in nats of each of N thoughts behind each of M prompts."""
+def _cross_rows(prompts: list[np.ndarray], thoughts: list[np.ndarray]) -> tuple[TokenRows, np.ndarray]:
+  """Every thought after every prompt, N * M rows, and their lengths i32[N * M]."""
   pairs = [(x, z) for z in thoughts for x in prompts]
   length = np.asarray([len(x) + len(z) for x, z in pairs])
   tokens = np.zeros((len(pairs), int(length.max())), np.int32)
@@ -100,18 +200,17 @@ def _cross_scores(trainer: Trainer, params: Any, prompts: list[np.ndarray], thou
   for i, (x, z) in enumerate(pairs):
     tokens[i, : len(x)], tokens[i, len(x) : length[i]] = x, z
     thought[i, len(x) : length[i]] = True
-  columns, mask = sampled_columns(thought)
-  zeros = np.zeros(mask.shape, np.float32)
-  batch = TokenBatch(
-    tokens=tokens, columns=columns, mask=mask, turn=zeros.astype(np.int32), old_logprobs=zeros, old_values=zeros,
-    advantages=zeros, returns=zeros, weights=zeros, value_weights=zeros, ref_logprobs=zeros, importance=zeros,
-  )  # fmt: skip
-  plans = plan_micro_batches(
-    np.arange(len(pairs), dtype=np.int32),
-    length,
-    mask.sum(axis=1),
-    size=trainer.config.optimizer.micro_batch_size,
-    length_step=trainer.config.length_step,
-  )
-  logprobs = trainer.learner.logprobs(params, batch, plans)
-  return logprobs.astype(np.float64).sum(axis=1).reshape(len(thoughts), len(prompts))
+  return TokenRows(tokens, *sampled_columns(thought)), length
+
+
+def _gradient_program(graphdef: Any, part: objective.LossSettings) -> Callable[..., Any]:
+  """A program that adds the gradients of a part of the loss on one micro-batch."""
+
+  @functools.partial(jax.jit, donate_argnums=2)
+  def add_gradients(trained, frozen, gradients, batch):
+    def loss(trained):
+      return objective.policy_and_value_loss(lora.merge(graphdef, trained, frozen), batch, part)[0]
+
+    return jax.tree.map(jnp.add, gradients, jax.grad(loss)(trained))
+
+  return add_gradients

@@ -1,7 +1,7 @@
-"""A buffer of earlier rollouts, from which whole prompt groups are learnt from again.
+"""A buffer of the rollouts of earlier iterations, whose prompt groups an update may learn from again.
 
-What is drawn was sampled by an older policy, so its tokens are weighed with truncated importance weights
-(`algorithm.tis_cap`), and nothing older than the bound is drawn.
+Replayed tokens were sampled by an older policy, so they get truncated importance weights (`algorithm.tis_cap`), and
+rollouts older than a bound are dropped.
 """
 
 from __future__ import annotations
@@ -12,46 +12,60 @@ from typing import Any
 import jax
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout, take_rows
+from ragen_jax.agent.rollout import Rollout, take_rows
 from ragen_jax.agent.trajectory import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaySettings:
+  """The buffer. Fields are those of `config.replay`.
+
+  Attributes:
+    groups: prompt groups that are drawn in addition to the fresh ones; 0 is off.
+    max_age: iterations after its own in which a rollout may still be drawn from.
+  """
+
+  groups: int
+  max_age: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
   iteration: int
-  rollout: Rollout  # without its texts
+  rollout: Rollout  # without its episodes
   scale: np.ndarray  # f32[B], factors of the rows' advantages
 
 
 class ReplayBuffer:
   """The rollouts of the last iterations."""
 
-  def __init__(self, max_age: int):
-    """Empty.
-
-    Args:
-      max_age: iterations after its own in which a rollout may still be drawn from.
-    """
-    self._max_age = max_age
+  def __init__(self, settings: ReplaySettings):
+    """An empty buffer."""
+    self._max_age = settings.max_age
     self._entries: list[_Entry] = []
 
   def add(self, rollout: Rollout, rows: np.ndarray, scale: np.ndarray, iteration: int) -> None:
-    """Keeps what an iteration learns from.
+    """Keeps the selected rows of an iteration.
 
     Args:
-      rollout: the iteration's.
-      rows: i32[b], those of its rows that are learnt from.
-      scale: f32[B], factors of the advantages of all its rows.
-      iteration: which one it is.
+      rollout: the iteration's fresh rollout, of B rows.
+      rows: i32[b], the selected rows.
+      scale: f32[B], factors of the rows' advantages.
+      iteration: index of the iteration.
     """
     if len(rows):
       self._entries.append(_Entry(iteration, take_rows(rollout, rows), scale[rows]))
 
   def draw(self, groups: int, rng: np.random.Generator, iteration: int) -> list[tuple[Rollout, np.ndarray]]:
-    """Up to `groups` different groups of rollouts that are not too old; older ones are forgotten.
+    """Draws prompt groups at random, and drops the rollouts that are too old.
+
+    Args:
+      groups: number of groups; fewer are drawn if the buffer holds fewer.
+      rng: draws them, without replacement.
+      iteration: index of the present iteration.
 
     Returns:
-      For each rollout that some come from: their rows, and their factors.
+      (rows, f32[b] factors of their advantages) for each rollout that a drawn group comes from, oldest first.
     """
     self._entries = [e for e in self._entries if iteration - e.iteration <= self._max_age]
     every = [(i, g) for i, e in enumerate(self._entries) for g in np.unique(e.rollout.trajectory.group).tolist()]
@@ -64,11 +78,11 @@ class ReplayBuffer:
     return drawn
 
   def clear(self) -> None:
-    """Forgets everything."""
+    """Drops all rollouts."""
     self._entries = []
 
   def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(arrays, a JSON description of them), for a checkpoint."""
+    """The content for a checkpoint: arrays, and a JSON description of their shapes."""
     arrays, described = {}, []
     for i, e in enumerate(self._entries):
       own = {f.name: getattr(e.rollout.trajectory, f.name) for f in dataclasses.fields(Trajectory)}
@@ -85,14 +99,14 @@ class ReplayBuffer:
 
   @staticmethod
   def empty_state(described: list[dict[str, Any]]) -> dict[str, Any]:
-    """Arrays of the shapes that are described, to restore a checkpoint into."""
+    """Arrays of zeros of the described shapes, to restore a checkpoint into."""
     return {
       str(i): {name: np.zeros(shape, dtype) for name, (shape, dtype) in d['arrays'].items()}
       for i, d in enumerate(described)
     }
 
   def load_state(self, arrays: dict[str, Any], described: list[dict[str, Any]]) -> None:
-    """Goes on where `state` was taken."""
+    """Puts back the content that `state` gave."""
     self._entries = []
     for i, d in enumerate(described):
       own = jax.tree.map(np.asarray, arrays[str(i)])

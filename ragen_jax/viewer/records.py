@@ -1,4 +1,4 @@
-"""Episodes written down token by token, for people who want to see what the policy did and what it was taught."""
+"""Records of episodes for the trajectory viewer: prompts, replies token by token, boards and rewards."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import Rollout
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.env_manager import EnvGroup
-from ragen_jax.agent.text_policy import Played
-from ragen_jax.agent.trajectory import Episode, Turn
+from ragen_jax.agent.episode import Episode, Turn
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.viewer.schema import EpisodeRecord, EpisodeSummary
 
-# Significant digits of what is kept of a number: enough to look at.
+# Significant digits of the numbers in a record.
 _DIGITS = 4
 
 
-def first_rows(specs: list[EnvGroup], group_size: int, count: int, *, one_a_level: bool) -> list[int]:
-  """Rows of a batch to look at, the first of each environment.
+def first_rows(specs: list[EnvSpec], group_size: int, count: int, *, one_a_level: bool) -> list[int]:
+  """The first rows of each environment in a batch, for the viewer.
 
   Args:
     specs: the environments of the batch, in the order of its rows.
@@ -32,7 +32,7 @@ def first_rows(specs: list[EnvGroup], group_size: int, count: int, *, one_a_leve
   """
   rows, start = [], 0
   for spec in specs:
-    end = start + spec.groups * group_size
+    end = start + spec.num_groups * group_size
     rows += list(range(start, end, group_size if one_a_level else 1))[:count]
     start = end
   return rows
@@ -51,27 +51,26 @@ def episode_records(
   learnt: np.ndarray | None = None,
   prompts_trained: bool = False,
   values: np.ndarray | None = None,
-) -> list[dict[str, Any]]:
-  """Some episodes of a rollout as JSON, but for their pictures.
+) -> list[EpisodeRecord]:
+  """Records of some episodes of a speaker with tokens; JSON but for the pictures.
 
   Args:
-    rollout: with its texts.
-    rows: which of its episodes.
-    tokenizer: that the rollout was played with.
-    step: iterations behind the weights that played.
+    rollout: with its episodes in words.
+    rows: indices of the episodes.
+    tokenizer: of the rollout.
+    step: number of iterations behind the weights that played.
     split: 'train', 'val' or 'val-greedy'.
     group_size: G.
-    reply_prefix: what was put there for the policy before each reply.
+    reply_prefix: the forced prefix of each reply.
     advantages: f32[B, T], on the trajectory's columns; None in evaluations.
     learnt: bool[B], the rows that the update learnt from; None in evaluations.
     prompts_trained: the loss is on all tokens, not on the sampled ones alone.
-    values: f32[B, T], the critic's, on the trajectory's columns; None where there are none. Those that are not the
-      sampler's own (`trajectory.values`) are known of `learnt` rows only.
+    values: f32[B, T], the critic's, on the trajectory's columns; None where there are none. Values other than the
+      sampler's own (`trajectory.values`) are valid in `learnt` rows only.
 
   Returns:
-    For each episode a dict: what `utils.episodes.SUMMARY` lists, `turns` (prompt as fed, the reply's tokens as `pieces`
-    with numbers for each, board, actions, reward), and `final_observation`, `final_picture`. Pictures are u8[H, W, 3],
-    or None where none was drawn. The pieces of a reply, joined, are the reply as sampled, its stop token included.
+    A record of each episode, see `viewer.schema`. The pieces of a reply, joined, are the reply as sampled, its stop
+    token included.
   """
   t, records = rollout.trajectory, []
   for index in rows:
@@ -99,7 +98,7 @@ def episode_records(
           'pieces': token_pieces(tokenizer, ids),
           **{name: _short(x[row, sampled]) for name, x in numbers.items()},
           'closed': ids[-1] in tokenizer.stop_ids,
-          **_played(turn),
+          **_outcome(turn),
         }
       )
     summary = _summary(episode, step, split, index % group_size)
@@ -111,24 +110,32 @@ def episode_records(
 
 
 def text_records(
-  played: Played, *, step: int, split: str, group_size: int, tokenizer: ChatTokenizer, whole: bool
-) -> list[dict[str, Any]]:
-  """As `episode_records`, for episodes of a text policy that were pictured; of their tokens only the number is known.
+  rollout: Rollout,
+  rows: Collection[int],
+  tokenizer: ChatTokenizer,
+  *,
+  step: int,
+  split: str,
+  group_size: int,
+  whole: bool,
+) -> list[EpisodeRecord]:
+  """Records of some episodes of a speaker without tokens, see `episode_records`.
 
   Args:
-    played: the episodes.
-    step: that they are listed under.
+    rollout: with its episodes in words.
+    rows: indices of the episodes, which were pictured.
+    tokenizer: counts the tokens of prompts.
+    step: the iteration that the records are listed under.
     split: 'random', 'solver' or 'endpoint'.
     group_size: G.
-    tokenizer: counts the tokens of prompts.
     whole: each prompt continues the one before (full context), so that only the last message is new.
   """
   records = []
-  for row, chats in played.chats.items():
-    episode, turns = played.episodes[row], []
-    for i, (turn, chat) in enumerate(zip(episode.turns, chats, strict=True)):
+  for row in rows:
+    episode, turns = rollout.episodes[row], []
+    for i, turn in enumerate(episode.turns):
       fresh = not whole or i == 0
-      new = chat if fresh else chat[-1:]
+      new = turn.chat if fresh else turn.chat[-1:]
       turns.append(
         {
           'prompt': '\n\n'.join(f'[{message["role"]}]\n{message["content"]}' for message in new),
@@ -139,7 +146,7 @@ def text_records(
           'pieces': [piece for piece in re.split('(?<=</think>)', turn.reply) if piece],
           'tokens': turn.tokens,
           'closed': None,
-          **_played(turn),
+          **_outcome(turn),
         }
       )
     end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
@@ -147,8 +154,8 @@ def text_records(
   return records
 
 
-def _played(turn: Turn) -> dict[str, Any]:
-  """What happened in a turn, whoever spoke."""
+def _outcome(turn: Turn) -> dict[str, Any]:
+  """The part of a turn's record that all speakers share: the board, and the outcome of the actions."""
   return {
     'observation': turn.observation,
     'picture': turn.picture,
@@ -160,7 +167,7 @@ def _played(turn: Turn) -> dict[str, Any]:
   }
 
 
-def _summary(episode: Episode, step: int, split: str, member: int) -> dict[str, Any]:
+def _summary(episode: Episode, step: int, split: str, member: int) -> EpisodeSummary:
   return {
     'step': step,
     'split': split,
@@ -176,12 +183,12 @@ def _summary(episode: Episode, step: int, split: str, member: int) -> dict[str, 
 
 
 def on_timeline(values: np.ndarray, columns: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
-  """Numbers of gathered columns back on the columns that they came from: the inverse of `learner.gather`.
+  """Scatters values of gathered columns back to their columns: the inverse of `training.batches.at_columns`.
 
   Args:
     values: f32[B, R].
-    columns: i32[B, R], where each belongs.
-    mask: bool[B, R], False where there is nothing.
+    columns: i32[B, R], the column of each value.
+    mask: bool[B, R], False in unused entries.
     width: T.
 
   Returns:
@@ -202,16 +209,16 @@ def token_pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str]:
   pieces = tokenizer.decode_batch([[i] for i in ids])
   if ''.join(pieces) == whole:
     return pieces
-  told, pieces = '', []
+  written, pieces = '', []
   for end in range(1, len(ids) + 1):
-    # What is not yet a whole character decodes to the replacement sign.
+    # An incomplete character decodes to the replacement sign.
     text = whole if end == len(ids) else tokenizer.decode(ids[:end]).rstrip('\ufffd')
-    piece = text[len(told) :] if text.startswith(told) and whole.startswith(text) else ''
+    piece = text[len(written) :] if text.startswith(written) and whole.startswith(text) else ''
     pieces.append(piece)
-    told += piece
+    written += piece
   return pieces
 
 
 def _short(x: np.ndarray) -> list[float | None]:
-  """Numbers of few digits; None for those that are not finite, which JSON does not have."""
+  """The numbers with few digits; None for numbers that are not finite, which JSON does not have."""
   return [float(f'{v:.{_DIGITS}g}') if np.isfinite(v) else None for v in x.tolist()]

@@ -3,11 +3,11 @@
   <workdir>/episodes/train-00000005.jsonl.gz    the episodes that iteration 5 sampled
   <workdir>/episodes/eval-00000010.jsonl.gz     those of the evaluation after iteration 10
 
-The first line of a file has a short summary of each episode, and the pictures, each once; then comes a line for each
-episode, in the same order. The first line is a gzip member of its own: a list of all episodes is made without reading
-the rest, and the rest goes into a web page as it is (gunzip reads both as one).
+The first line of a file holds a summary of each episode, and every picture once. A line for each episode follows, in
+the same order; `viewer.schema` defines the keys. The first line is a gzip member of its own: all episodes can be listed
+without reading the rest, and the rest is copied into a web page as it is (gunzip reads both members as one).
 
-A run that is stopped and resumed leaves the files of the run that was never stopped.
+A run that was stopped and resumed has the same files as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -27,29 +27,25 @@ from typing import Any
 import numpy as np
 
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.files import encode_png
+from ragen_jax.utils.files import encode_png, replace_file
+from ragen_jax.viewer.schema import SUMMARY_KEYS, EpisodeRecord
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 1
-# Fields of a record that the first line has; the others are in its own line.
-SUMMARY = (
-  'step', 'split', 'tag', 'level', 'group', 'member', 'status', 'score', 'actions', 'error', 'learnt',
-  'prompts_trained',
-)  # fmt: skip
 _NAME = re.compile(r'(train|eval)-(\d+)\.jsonl\.gz(\.tmp)?')
 
 
 class EpisodeWriter:
-  """Writes the episodes of a run; one process of a run has one, the others have it disabled.
+  """Writes the episodes of a run; only the first process has it enabled.
 
   Attributes:
     workdir: the run's directory.
-    enabled: something is written.
+    enabled: whether files are written.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], start_step: int = 0, enabled: bool = True):
-    """Forgets the episodes of `start_step` and later steps, which will be played again.
+    """Removes the episodes of `start_step` and later steps, which will be played again.
 
     Args:
       workdir: the run's directory.
@@ -71,13 +67,13 @@ class EpisodeWriter:
         except OSError as e:
           raise UserError(f'{path} was not removed: {e.strerror or e}') from e
 
-  def write(self, kind: str, step: int, records: list[dict[str, Any]]) -> None:
-    """Writes the file of a step, in place of the one that may be there; none where there are no records.
+  def write(self, kind: str, step: int, records: list[EpisodeRecord]) -> None:
+    """Writes the file of a step, or replaces it; without records no file is written.
 
     Args:
       kind: 'train' or 'eval'.
       step: the iteration.
-      records: as `agent.record.episode_records` gives them.
+      records: of episodes, see `viewer.schema`.
 
     Raises:
       UserError: the disk is full or not writable.
@@ -85,18 +81,13 @@ class EpisodeWriter:
     if not self.enabled or not records:
       return
     path = self._directory / f'{kind}-{step:08d}.jsonl.gz'
-    temporary = path.with_name(path.name + '.tmp')
     head, body = _encode(records)
-    try:
-      self._directory.mkdir(parents=True, exist_ok=True)
-      temporary.write_bytes(gzip.compress(head, 6, mtime=0) + gzip.compress(body, 6, mtime=0))
-      os.replace(temporary, path)
-    except OSError as e:
-      raise UserError(f'episodes were not written to {path}: {e.strerror or e}') from e
+    content = gzip.compress(head, 6, mtime=0) + gzip.compress(body, 6, mtime=0)
+    replace_file(path, content, f'episodes were not written to {path}')
 
 
-def _encode(records: list[dict[str, Any]]) -> tuple[bytes, bytes]:
-  """The file's first line, and the others."""
+def _encode(records: list[EpisodeRecord]) -> tuple[bytes, bytes]:
+  """The file's first line, and the other lines."""
   pictures: dict[bytes, int] = {}
 
   def number(picture: np.ndarray | None) -> int | None:
@@ -107,9 +98,9 @@ def _encode(records: list[dict[str, Any]]) -> tuple[bytes, bytes]:
     turns = [turn | {'picture': number(turn['picture'])} for turn in record['turns']]
     last = number(record['final_picture'])
     first = turns[0]['picture'] if turns else last
-    summary = {name: record[name] for name in SUMMARY if name in record}
+    summary = {name: record[name] for name in SUMMARY_KEYS if name in record}
     summaries.append(summary | {'turns': len(turns), 'picture': first})
-    rest = {name: x for name, x in record.items() if name not in SUMMARY}
+    rest = {name: x for name, x in record.items() if name not in SUMMARY_KEYS}
     lines.append(_line(rest | {'turns': turns, 'final_picture': last}))
   images = [base64.b64encode(png).decode() for png in pictures]
   return _line({'format': FORMAT, 'episodes': summaries, 'pictures': images}), b''.join(lines)
@@ -124,10 +115,11 @@ class EpisodeFile:
   """A file of episodes.
 
   Attributes:
-    path: where it is.
-    episodes: a summary of each: `SUMMARY`, the number of its turns, and the index of its first picture or None.
+    path: of the file.
+    episodes: a summary of each episode: an `EpisodeSummary` with the number of its `turns` and its first `picture`, an
+      index or None.
     pictures: PNG files as base64.
-    details: a gzip of one JSON line an episode, in the same order.
+    details: gzip of one JSON line for each episode, in the same order.
   """
 
   path: pathlib.Path
@@ -136,13 +128,13 @@ class EpisodeFile:
   details: bytes
 
   def records(self) -> list[dict[str, Any]]:
-    """The episodes as a whole; pictures are indices."""
+    """The complete records; pictures are indices."""
     lines = gzip.decompress(self.details).decode().rstrip('\n').split('\n')
     return [summary | json.loads(line) for summary, line in zip(self.episodes, lines, strict=True)]
 
 
 def read_episodes(workdir: str | os.PathLike[str]) -> Iterator[EpisodeFile]:
-  """The files of a run, by step; one that cannot be read is left out with a warning."""
+  """The files of a run in the order of steps; a file that cannot be read is left out with a warning."""
   directory = pathlib.Path(workdir) / 'episodes'
   found = [(int(m[2]), path) for path in directory.glob('*') if (m := _NAME.fullmatch(path.name)) and not m[3]]
   for _, path in sorted(found):

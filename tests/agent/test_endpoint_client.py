@@ -1,202 +1,34 @@
-"""The endpoint policy against a server on this machine that answers well, badly, late, or not at all."""
+"""Answers of a server, and the waits that it asks for."""
 
 from __future__ import annotations
 
 import email.utils
-import json
-import socket
 import time
-import types
 
 import pytest
 
-from ragen_jax.agent.endpoint_client import EndpointPolicy, _Failed
-from ragen_jax.agent.text_policy import Said
-from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.utils.errors import UserError
-from tests.support.chat_server import good, server
-
-ENVS = types.SimpleNamespace(specs=[types.SimpleNamespace(tag='Game')])
-KEY = 'sk-secret-0123'
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-  monkeypatch.setenv('NO_PROXY', '*')
-  monkeypatch.setenv('OPENAI_API_KEY', KEY)
-
-
-def _policy(url, **changes):
-  settings = dict(max_tokens=64, timeout_s=5.0, workers=4, tries=3, backoff_s=0.01) | changes
-  return EndpointPolicy(url, 'some-model', Sampling(temperature=0.5), **settings)
-
-
-def _chats(count):
-  return [[{'role': 'system', 'content': 'Play.'}, {'role': 'user', 'content': f'board {i}'}] for i in range(count)]
-
-
-def _speak(policy, count):
-  return policy.speak(ENVS, list(range(count)), _chats(count), 0)
-
-
-def test_requests_are_chat_completions_and_replies_come_in_order():
-  with server([]) as (url, asked):
-    policy = _policy(url + '/')
-    assert _speak(policy, 9) == [Said('Up', 3)] * 9
-  assert sorted(body['messages'][1]['content'] for _, _, body in asked) == [f'board {i}' for i in range(9)]
-  path, headers, body = asked[0]
-  assert path == '/v1/chat/completions' and headers['Authorization'] == f'Bearer {KEY}'
-  assert body == {'model': 'some-model', 'messages': _chats(1)[0], 'temperature': 0.5, 'max_tokens': 64}
-  assert (policy.asked, policy.lost.total()) == (9, 0)
-
-
-def test_every_reply_goes_to_the_one_who_asked():
-  with server([]) as (url, _):
-    policy = _policy(url)
-    original = policy._ask
-    policy._ask = lambda chat: (original(chat), Said(chat[1]['content'].upper()))[1]
-    assert [said.text for said in _speak(policy, 20)] == [f'BOARD {i}' for i in range(20)]
-
-
-def test_without_a_key_and_with_other_settings(monkeypatch):
-  monkeypatch.delenv('OPENAI_API_KEY')
-  with server([]) as (url, asked):
-    sampling = Sampling(temperature=1.0, top_p=0.9, top_k=20)
-    _speak(EndpointPolicy(url, 'm', sampling, max_tokens=0, timeout_s=5.0, workers=1, tries=1), 1)
-  _, headers, body = asked[0]
-  assert 'Authorization' not in headers
-  assert {k: v for k, v in body.items() if k != 'messages'} == {
-    'model': 'm', 'temperature': 1.0, 'top_p': 0.9, 'top_k': 20
-  }  # fmt: skip
-
-
-def test_a_rate_limit_is_waited_for_by_all():
-  with server([good(), (429, {'Retry-After': '1'}, '{"error": {"message": "slow down"}}')]) as (url, asked):
-    policy, begun, limited = _policy(url, workers=2), [], []
-    ask = policy._ask
-
-    def timed(chat):
-      begun.append(time.monotonic())
-      try:
-        return ask(chat)
-      except _Failed:
-        limited.append(time.monotonic())
-        raise
-
-    policy._ask = timed
-    assert _speak(policy, 20) == [Said('Up', 3)] * 20
-  # But for what was on its way, also the other worker's come a second later.
-  assert len(limited) == 1 and sum(t > limited[0] + 0.9 for t in begun) >= 15
-  assert len(asked) == 21 and not policy.lost
-
-
-def test_retry_after_may_be_a_date_and_more_than_ten_minutes_is_not_waited_for():
-  until = int(time.time() + 1.5)  # to the second
-  date = email.utils.formatdate(until, usegmt=True)
-  with server([(503, {'Retry-After': date}, ''), (429, {'Retry-After': '3600'}, '')]) as (url, asked):
-    policy = _policy(url, backoff_s=0.0)
-    assert _speak(policy, 1)[0].answered is False  # the first try waits for the date, the second has no patience
-  assert until - 0.01 <= time.time() < until + 60
-  assert len(asked) == 2 and 'status 429' in next(iter(policy.lost))
-
-
-@pytest.mark.parametrize(
-  'bad',
-  [
-    (500, {}, 'oops'), (529, {}, ''), (200, {}, '<html>'), (200, {}, '{}'), (200, {}, '[]'), (200, {}, '[' * 100_000),
-    (200, {}, '{"choices": []}'), (200, {}, '{"choices": [{"message": {"content": 5}}]}'), (200, {}, b'\xff\xfe'),
-    (200, {'Content-Length': '9999'}, '{'), (200, {}, '{"error": {"message": "busy"}}'), (200, {}, ' ' * (2 << 20)),
-    None, 0.6,
-  ],
-  ids=str,
-)  # fmt: skip
-def test_a_bad_answer_is_asked_for_again(bad):
-  with server([bad]) as (url, asked):
-    policy = _policy(url, timeout_s=0.3)
-    assert _speak(policy, 1) == [Said('Up', 3)]
-  assert len(asked) == 2 and not policy.lost
-
-
-def test_a_reply_that_never_comes_is_lost_and_counted(caplog):
-  with server([good(), *[(500, {}, 'oops')] * 3]) as (url, asked), caplog.at_level('INFO', 'ragen_jax'):
-    policy = _policy(url, workers=1)
-    said = _speak(policy, 3)
-  assert said == [Said('Up', 3), Said('', 0, answered=False), Said('Up', 3)]
-  assert len(asked) == 5 and policy.lost == {'status 500 Internal Server Error: oops': 1} and policy.asked == 3
-  assert 'a reply never came (status 500' in caplog.text
-
-
-def test_a_request_that_is_wrong_later_on_is_not_repeated():
-  with server([good(), (400, {}, '{"error": {"message": "too long"}}')]) as (url, asked):
-    policy = _policy(url, workers=1)
-    assert [said.answered for said in _speak(policy, 3)] == [True, False, True]
-  assert len(asked) == 3 and 'too long' in next(iter(policy.lost))
-
-
-def test_a_server_that_dies_costs_its_tries_a_few_times_only():
-  with server([]) as (url, _):
-    policy = _policy(url, tries=2, backoff_s=0.001)
-    assert _speak(policy, 2) == [Said('Up', 3)] * 2
-  said = _speak(policy, 200)
-  assert not any(s.answered for s in said) and policy.lost.total() == 200
-  assert policy.lost['not asked for any more'] >= 200 - 32 - 4
-
-
-@pytest.mark.parametrize('status', [400, 401, 403, 404, 302])
-def test_what_no_waiting_mends_is_told_at_the_first_request(status, caplog):
-  said = json.dumps({'error': {'message': f'no,\nnot with {KEY}'}})
-  with (
-    server([]) as (other, elsewhere),
-    server([(status, {'Location': other}, said)]) as (url, asked),
-    pytest.raises(UserError) as e,
-    caplog.at_level('INFO', 'ragen_jax'),
-  ):
-    _speak(_policy(url), 5)
-  assert str(e.value).startswith(f"eval.endpoint='{url}': {url}/chat/completions answers status {status} ")
-  assert str(e.value).endswith(': no, not with ***')
-  assert len(asked) == 1 and not elsewhere
-  assert KEY not in str(e.value) + caplog.text
-
-
-@pytest.mark.parametrize('before', [180, 190, 230, 240])
-def test_no_part_of_the_key_is_told_where_a_message_is_cut(before, caplog):
-  said = json.dumps({'error': {'message': 'x' * before + f' {KEY} is wrong'}})
-  with server([good(), (400, {}, said)]) as (url, _), caplog.at_level('INFO', 'ragen_jax'):
-    policy = _policy(url, workers=1)
-    _speak(policy, 2)
-  (reason,) = policy.lost
-  assert KEY[:4] not in reason + caplog.text
-
-
-def test_a_server_that_is_not_there_is_told_in_one_line():
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    url = f'http://127.0.0.1:{free.getsockname()[1]}/v1'
-  for address in (url, 'http://no-such-host.invalid/v1'):
-    with pytest.raises(UserError, match=r'cannot be reached \(.+\)') as e:
-      _speak(_policy(address), 2)
-    assert '\n' not in str(e.value) and address in str(e.value)
-
-
-def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch):
-  monkeypatch.setenv('OPENAI_API_KEY', 'sk-a\nsk-b')
-  with pytest.raises(UserError, match='OPENAI_API_KEY') as e:
-    _policy('http://127.0.0.1:1/v1')
-  assert 'sk-a' not in str(e.value)
+from ragen_jax.agent.endpoint_client import read_reply, retry_after
+from ragen_jax.agent.episode import TextReply
+from tests.support.chat_server import good
 
 
 @pytest.mark.parametrize(
   ('answer', 'said'),
   [
-    (good('<answer>Up</answer>', reasoning_content='hm'), Said('<think>hm</think><answer>Up</answer>', 3)),
-    (good('<think>a</think>b', reasoning='hm'), Said('<think>a</think>b', 3)),
-    (good(None), Said('', 3)),
-    (good('Up', usage=None), Said('Up', None)),
-    (good('Up', usage={'completion_tokens': -1}), Said('Up', None)),
-    (good('Up', usage={'completion_tokens': 10**400}), Said('Up', None)),
-    (good('\ud800'), Said('?', 3)),
+    (good('<answer>Up</answer>', reasoning_content='hm'), TextReply('<think>hm</think><answer>Up</answer>', 3)),
+    (good('<think>a</think>b', reasoning='hm'), TextReply('<think>a</think>b', 3)),
+    (good(None), TextReply('', 3)),
+    (good('Up', usage=None), TextReply('Up', None)),
+    (good('Up', usage={'completion_tokens': -1}), TextReply('Up', None)),
+    (good('Up', usage={'completion_tokens': 10**400}), TextReply('Up', None)),
+    (good('\ud800'), TextReply('?', 3)),
   ],
 )
 def test_what_replies_look_like(answer, said):
-  with server([answer]) as (url, _):
-    assert _speak(_policy(url, tries=1), 1) == [said]
+  assert read_reply(answer[2].encode()) == said
+
+
+def test_retry_after_is_a_number_of_seconds_or_a_date():
+  for value, seconds in ((None, 0), ('', 0), ('2.5', 2.5), ('-1', 0), ('inf', 0), ('nan', 0), ('soon', 0)):
+    assert retry_after(value) == seconds
+  assert 58 < retry_after(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 60

@@ -10,49 +10,51 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build
-from ragen_jax.agent.trajectory import Status
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.language_model import make_sampler
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.models import presets
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.training.learner import LossConfig, sampled_columns, score_tokens
-from tests.support import builders
+from ragen_jax.training.batches import sampled_columns
+from ragen_jax.training.scoring import score_tokens
+from tests.support import builders, learning
 
 
 class Recorder:
-  """Stands between the agent and the sampler and writes down, row by row, every id that passes."""
+  """Stands between the speaker and the sampler and writes down, row by row, every id that passes."""
 
-  def __init__(self, proxy):
-    self.timelines = {r: [] for r in range(proxy.envs.rows)}
-    self.sampled = {r: [] for r in range(proxy.envs.rows)}
-    self.turn_ends = {r: [] for r in range(proxy.envs.rows)}
+  def __init__(self, sampler, rows):
+    self.timelines = {r: [] for r in range(rows)}
+    self.sampled = {r: [] for r in range(rows)}
+    self.turn_ends = {r: [] for r in range(rows)}
     self.batch_sizes = []
-    self._batch = None
-    sampler, speak = proxy.sampler, proxy._speak
+    self._sampler = sampler
+    self._rows = None
 
-    def spy_speak(params, state, batch, segments, row_keys, sampling):
-      self._batch = np.asarray(batch)
-      self.batch_sizes.append(len(batch))
-      return speak(params, state, batch, segments, row_keys, sampling)
+  def __getattr__(self, name):
+    return getattr(self._sampler, name)
 
-    extend, decode = sampler.extend, sampler.decode
+  def observe(self, fed):
+    """The rows that the next calls are about."""
+    self._rows = np.asarray(fed.rows)
+    self.batch_sizes.append(len(fed.rows))
 
-    def spy_extend(params, state, tokens, count):
-      for row, ids, n in zip(self._batch, np.asarray(tokens), np.asarray(count), strict=True):
-        if n:
-          self.timelines[int(row)] += ids[:n].tolist()
-          self.sampled[int(row)] += [False] * int(n)
-      return extend(params, state, tokens, count)
+  def extend(self, params, state, tokens, count):
+    for row, ids, n in zip(self._rows, np.asarray(tokens), np.asarray(count), strict=True):
+      if n:
+        self.timelines[int(row)] += ids[:n].tolist()
+        self.sampled[int(row)] += [False] * int(n)
+    return self._sampler.extend(params, state, tokens, count)
 
-    def spy_decode(*args, **kwargs):
-      state, reply = decode(*args, **kwargs)
-      host = jax.device_get(reply)
-      for row, ids, n in zip(self._batch, host.tokens, host.count, strict=True):
-        if n:
-          self.timelines[int(row)] += ids[:n].tolist()
-          self.sampled[int(row)] += [True] * int(n)
-          self.turn_ends[int(row)].append(len(self.timelines[int(row)]) - 1)
-      return state, reply
-
-    proxy._speak, sampler.extend, sampler.decode = spy_speak, spy_extend, spy_decode
+  def decode(self, *args, **kwargs):
+    state, reply = self._sampler.decode(*args, **kwargs)
+    host = jax.device_get(reply)
+    for row, ids, n in zip(self._rows, host.tokens, host.count, strict=True):
+      if n:
+        self.timelines[int(row)] += ids[:n].tolist()
+        self.sampled[int(row)] += [True] * int(n)
+        self.turn_ends[int(row)].append(len(self.timelines[int(row)]) - 1)
+    return state, reply
 
 
 def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
@@ -60,9 +62,12 @@ def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
   tags = tuple(config.train.tags)
   specs = build.env_groups(config, tags, build.group_counts(config.train, 'train'))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
-  recorder = Recorder(proxy)
+  recorder = Recorder(policy.sampler, proxy.envs.rows)
   params = nnx.split(policy.model)[1]
-  rollout = proxy.rollout(params, 10_000, jax.random.key(seed), Sampling(temperature=temperature))
+  speaker = SamplerSpeaker(
+    recorder, params, jax.random.key(seed), Sampling(temperature=temperature), observer=recorder.observe
+  )
+  rollout = proxy.rollout(speaker, 10_000)
   return policy, params, rollout, recorder, proxy
 
 
@@ -139,7 +144,10 @@ def test_sampler_s_logprobs_and_values_equal_a_full_forward_pass_on_the_timeline
   t = rollout.trajectory
   columns, mask = sampled_columns(t.loss_mask)
   logprobs, entropies, values = score_tokens(
-    nnx.merge(nnx.split(policy.model)[0], params), t.tokens, columns, LossConfig(vocab_limit=policy.tokenizer.size)
+    nnx.merge(nnx.split(policy.model)[0], params),
+    t.tokens,
+    columns,
+    learning.scoring(vocab_limit=policy.tokenizer.size),
   )
   for recorded, recomputed in ((t.logprobs, logprobs), (t.values, values), (t.entropies, entropies)):
     at = np.take_along_axis(recorded, columns, axis=1)
@@ -167,7 +175,7 @@ def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
       envs__FrozenLake__max_actions=4,
       envs__FrozenLake__max_turns=5,
     )
-    fresh = dataclasses.replace(policy, sampler=build.make_sampler(policy.model, policy.tokenizer))
+    fresh = dataclasses.replace(policy, sampler=make_sampler(policy.model, policy.tokenizer))
     runs.append(_rollout(tmp_path, config, policy=fresh))
   assert min(runs[0][3].batch_sizes) < 64 and min(runs[1][3].batch_sizes) == 64
   a, b = runs[0][2].trajectory, runs[1][2].trajectory
@@ -196,7 +204,7 @@ def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tm
   params = nnx.split(policy.model)[1]
   lengths = set()
   for i in range(6):
-    rollout = proxy.rollout(params, 10_000 + 8 * i, jax.random.key(i), Sampling())
+    rollout = proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(i), Sampling()), 10_000 + 8 * i)
     lengths |= set(rollout.trajectory.length.tolist())
   assert len(lengths) > 20  # they are ragged
   # Sizes: at most (longest timeline / step) caches for each of four batch sizes, and in fact far fewer.

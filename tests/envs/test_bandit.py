@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.envs import bandit, base
+from ragen_jax.envs import bandit
 from ragen_jax.envs.bandit import HIGH, LOW, Bandit
+from ragen_jax.envs.base import Budget
+from tests.support.environments import batch, check_text_round_trip, make_levels, raises_one_line, step
 
 PRESETS = (
   'PHOENIX_DRAGON',
@@ -25,30 +24,6 @@ PRESETS = (
 QUESTION = 'Think about which name suggests low risk and which high risk, then pull one arm.'
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def reset(env, seeds):
-  return jax.vmap(lambda seed: env.reset(jax.random.key(seed)))(seeds)
-
-
-def make_levels(env, n, first=0):
-  """Levels of the keys first, first + 1, ..., in blocks of 256 so that an environment's reset compiles once."""
-  blocks = [jax.tree.map(np.asarray, reset(env, np.arange(i, i + 256))) for i in range(first, first + n, 256)]
-  return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:n], *blocks)
-
-
-def batch(state):
-  return jax.tree.map(lambda leaf: np.asarray(leaf)[None], state)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def step(env, states, actions, seed):
-  return jax.vmap(env.step)(states, actions, jax.random.split(jax.random.key(seed), len(actions)))
-
-
-def pull(env, states, actions, seed=0):
-  return jax.tree.map(np.asarray, step(env, states, jnp.asarray(actions, jnp.int32), seed))
-
-
 # -- dynamics ----------------------------------------------------------------------------------------------------------
 
 
@@ -58,11 +33,11 @@ def test_what_the_arms_pay(options):
   levels = make_levels(env, n)
   low, high = (env.parse_action(name) for name in env.arms[0])
 
-  after, out = pull(env, levels, np.full(n, low))
+  after, out = step(env, levels, np.full(n, low))
   np.testing.assert_array_equal(out.reward, np.float32(env.low_reward))
   assert after.done.all() and not after.success.any() and out.effective.all()
 
-  after, out = pull(env, levels, np.full(n, high))
+  after, out = step(env, levels, np.full(n, high))
   paid = out.reward == env.high_reward
   assert (paid | (out.reward == 0)).all()
   error = np.sqrt(env.high_probability * (1 - env.high_probability) / n)
@@ -74,7 +49,7 @@ def test_what_the_arms_pay(options):
 def test_the_order_of_the_names_does_not_change_the_odds():
   env, n = Bandit(), 20_000
   levels = make_levels(env, n)
-  paid = pull(env, levels, np.full(n, env.parse_action('dragon')))[1].reward
+  paid = step(env, levels, np.full(n, env.parse_action('dragon')))[1].reward
   error = np.sqrt(0.25 * 0.75 / (n / 2))
   for first in (True, False):
     assert abs(paid[levels.high_first == first].mean() - 0.25) < 4 * error
@@ -83,8 +58,8 @@ def test_the_order_of_the_names_does_not_change_the_odds():
 def test_one_pull_ends_the_game():
   env = Bandit()
   levels = make_levels(env, 200)
-  after, _ = pull(env, levels, np.arange(200) % 2)
-  again, out = pull(env, after, (np.arange(200) + 1) % 2, seed=1)
+  after, _ = step(env, levels, np.arange(200) % 2)
+  again, out = step(env, after, (np.arange(200) + 1) % 2, seed=1)
   jax.tree.map(np.testing.assert_array_equal, again, after)
   assert not out.reward.any() and not out.effective.any()
 
@@ -93,7 +68,7 @@ def test_an_arm_that_is_not_on_offer_does_nothing():
   env = Bandit(arms=bandit.RAGEN2_TRAIN)
   levels = make_levels(env, 300)
   for action in (env.parse_action('Nurse'), env.parse_action('Cryptominer'), -1, len(env.names)):
-    after, out = pull(env, levels, np.full(300, action))
+    after, out = step(env, levels, np.full(300, action))
     offered = np.array([0 <= action < len(env.names) and env.names[action] in env.arms[p] for p in levels.pair])
     np.testing.assert_array_equal(after.done, offered)
     np.testing.assert_array_equal(out.effective, offered)
@@ -135,7 +110,7 @@ def test_every_name_has_one_id():
   assert [env.parse_action(env.format_action(i)) for i in range(4)] == [0, 1, 2, 3]
   assert env.parse_action('Gardener') is None and env.parse_action('') is None
   levels = make_levels(env, 100)
-  after, _ = pull(env, levels, np.full(100, env.parse_action('pilot')))
+  after, _ = step(env, levels, np.full(100, env.parse_action('pilot')))
   # The same name is the high arm of two pairs and the low arm of the third.
   np.testing.assert_array_equal(after.pulled, np.where(levels.pair == 2, LOW, HIGH))
 
@@ -170,7 +145,7 @@ def test_text():
   for high_first, names in ((False, 'Phoenix\nDragon'), (True, 'Dragon\nPhoenix')):
     state = state.replace(high_first=np.array([high_first]))
     assert env.render(state) == [f'Arms on offer:\n{names}\n{QUESTION}']
-  after, _ = pull(env, state, [0])
+  after, _ = step(env, state, [0])
   assert env.render(after) == ['Arms on offer:\nDragon\nPhoenix\nPhoenix: 0.1 points']
   won = state.replace(pulled=np.array([HIGH]), points=np.ones(1, np.float32))
   assert env.render(won) == ['Arms on offer:\nDragon\nPhoenix\nDragon: 1 points']
@@ -181,12 +156,9 @@ def test_text():
 def test_text_round_trip():
   env = Bandit(arms=bandit.RAGEN2_TEST, low_reward=0.15)
   levels = make_levels(env, 200)
-  after, _ = pull(env, levels, env._ids[levels.pair, np.arange(200) % 2])
+  after, _ = step(env, levels, env._ids[levels.pair, np.arange(200) % 2])
   for states in (levels, after):
-    for i, text in enumerate(env.render(states)):
-      read = env.from_text(text)
-      jax.tree.map(np.testing.assert_array_equal, read, jax.tree.map(lambda leaf, i=i: leaf[i], states))
-      assert jax.tree.map(lambda a: a.dtype, read) == jax.tree.map(lambda a: a.dtype, states)
+    check_text_round_trip(env, states)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +170,7 @@ def test_text_round_trip():
   ],
 )
 def test_bad_text(text, message):
-  with pytest.raises(ValueError, match=message):
+  with raises_one_line(message):
     Bandit().from_text(text)
 
 
@@ -221,12 +193,12 @@ def test_picture():
 def test_solution():
   env = Bandit(arms=bandit.RAGEN2_TRAIN)
   levels = make_levels(env, 50)
-  budget = base.Budget(1, 1, 1)
+  budget = Budget(1, 1, 1)
   solution = env.solve(levels, budget)
   assert (solution.success == 1).all() and solution.success.dtype == np.float32
   plans = solution.plan(levels, np.full(50, 1), np.full(50, 1))
   assert [env.format_action(plan[0]) for plan in plans] == [env.arms[p][HIGH] for p in levels.pair]
-  after, _ = pull(env, levels, [plan[0] for plan in plans])
+  after, _ = step(env, levels, [plan[0] for plan in plans])
   assert after.success.all()
   assert solution.plan(after, np.full(50, 1), np.full(50, 1)) == [[]] * 50
   assert solution.plan(levels, np.full(50, 0), np.full(50, 1)) == [[]] * 50
@@ -261,6 +233,6 @@ def test_environments_of_lists_are_hashable():
   ],
 )
 def test_bad_options_are_named(options, message):
-  with pytest.raises(ValueError, match=message) as error:
+  with raises_one_line(message) as error:
     Bandit(**options)
-  assert '\n' not in str(error.value) and 'allowed: ' in str(error.value)
+  assert 'allowed: ' in str(error.value)

@@ -1,4 +1,4 @@
-"""2048 against its rules written down a second time in plain Python, and the odds of its new tiles."""
+"""2048 against its rules written a second time in plain Python, and the odds of its new tiles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.envs import base, game_2048
+from ragen_jax.envs import game_2048
+from ragen_jax.envs.base import Budget
 from ragen_jax.envs.game_2048 import DOWN, LEFT, RIGHT, UP, Game2048
+from tests.support.environments import batch, check_text_round_trip, make_levels, one, raises_one_line
 
 BLOCK = 2048  # States of one call: every call of a test has this many, so that a program is compiled once.
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def reset(env, seeds):
-  return jax.vmap(lambda seed: env.reset(jax.random.key(seed)))(seeds)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -33,10 +30,6 @@ def play(env, states, actions, seeds=None):
   return jax.tree.map(np.asarray, step(env, states, actions, seeds))
 
 
-def make_levels(env):
-  return jax.tree.map(np.asarray, reset(env, np.arange(BLOCK)))
-
-
 def states_of(tiles):
   """States [BLOCK] with boards of tiles [n, 4, 4], repeated until there are enough."""
   boards = np.resize(np.round(np.log2(np.maximum(tiles, 1))).astype(np.int32), (BLOCK, 4, 4))
@@ -46,14 +39,6 @@ def states_of(tiles):
 
 def tiles_of(states):
   return np.where(states.board > 0, 2**states.board, 0)
-
-
-def one(states, i=0):
-  return jax.tree.map(lambda leaf: leaf[i], states)
-
-
-def batch(state):
-  return jax.tree.map(lambda leaf: np.asarray(leaf)[None], state)
 
 
 # -- the rules, a second time ------------------------------------------------------------------------------------------
@@ -203,7 +188,7 @@ def test_new_tiles_are_anywhere_and_seldom_a_4():
 
 
 def test_levels():
-  levels = make_levels(Game2048())
+  levels = make_levels(Game2048(), BLOCK)
   tiles = tiles_of(levels)
   assert ((tiles > 0).sum((1, 2)) == 2).all() and set(np.unique(tiles)) == {0, 2, 4}
   assert not levels.done.any() and not levels.success.any() and not levels.score.any()
@@ -211,14 +196,14 @@ def test_levels():
   share = (tiles > 0).mean(0)
   assert (np.abs(share - 1 / 8) < 4.5 * math.sqrt(1 / 8 * 7 / 8 / BLOCK)).all()
   assert abs((tiles == 4).sum() / (2 * BLOCK) - 0.1) < 4 * math.sqrt(0.1 * 0.9 / (2 * BLOCK))
-  again = make_levels(Game2048())
+  again = make_levels(Game2048(), BLOCK)
   jax.tree.map(np.testing.assert_array_equal, again, levels)
   assert len(set(Game2048().render(levels))) > 300
 
 
 def test_jit_and_vmap_change_nothing():
   env = Game2048()
-  levels = make_levels(env)
+  levels = make_levels(env, BLOCK)
   after, out = play(env, levels, np.arange(BLOCK) % 4)
   for i in (0, 5, 1030, 2047):
     alone = env.reset(jax.random.key(i))
@@ -238,7 +223,7 @@ def test_games_to_the_end(options):
   """Random games are those of the plain rules, action by action, and stay as they ended."""
   env = Game2048(**options)
   rng = np.random.default_rng(0)
-  states = make_levels(env)
+  states = make_levels(env, BLOCK)
   total, longest = np.zeros(BLOCK), 40 if env.goal == 32 else 120
   for turn in range(longest):
     actions = rng.integers(4, size=BLOCK)
@@ -282,15 +267,16 @@ def test_the_goal_wins():
 
 def test_nobody_knows_the_best_play():
   env = Game2048()
-  levels = jax.tree.map(lambda leaf: leaf[:3], make_levels(env))
+  levels = jax.tree.map(lambda leaf: leaf[:3], make_levels(env, BLOCK))
   assert not env.has_solver
-  best = env.optimal(levels, base.Budget())
+  best = env.optimal(levels, Budget())
   assert best.shape == (3,) and np.isnan(best).all()
-  with pytest.raises(ValueError, match='game_2048 has no solver'):
-    env.solve(levels, base.Budget())
+  with raises_one_line('game_2048 has no solver'):
+    env.solve(levels, Budget())
 
 
 # -- text and pictures -------------------------------------------------------------------------------------------------
+
 
 TEXT = '2 0 0 4\n0 0 8 0\n0 0 16 0\n0 0 0 1024\nLegal moves: Up, Right, Down, Left\nScore: 1234'
 
@@ -310,14 +296,11 @@ def test_text():
 
 def test_text_round_trip():
   env, rng = Game2048(goal=64), np.random.default_rng(2)
-  states = make_levels(env)
+  states = make_levels(env, BLOCK)
   for turn in range(60):
     states, _ = play(env, states, rng.integers(4, size=BLOCK), np.arange(BLOCK) + turn)
   assert states.success.any() and states.done.any() and not states.done.all()
-  for i, text in enumerate(env.render(states)[:300]):
-    read = env.from_text(text)
-    jax.tree.map(np.testing.assert_array_equal, read, one(states, i))
-    assert jax.tree.map(lambda a: a.dtype, read) == jax.tree.map(lambda a: a.dtype, states)
+  check_text_round_trip(env, one(states, np.s_[:300]))
 
 
 @pytest.mark.parametrize(
@@ -335,7 +318,7 @@ def test_text_round_trip():
 )
 def test_bad_text(old, new, message):
   assert old in TEXT
-  with pytest.raises(ValueError, match=message):
+  with raises_one_line(message):
     Game2048().from_text(TEXT.replace(old, new))
 
 
@@ -367,6 +350,5 @@ def test_picture():
   [('goal', 4), ('goal', 100), ('goal', 2**18), ('goal', 64.0), ('goal', True), ('reward', 'linear')],
 )
 def test_bad_options_are_named(field, value):
-  with pytest.raises(ValueError, match=rf'game_2048: {field}=.*; allowed: ') as error:
+  with raises_one_line(rf'game_2048: {field}=.*; allowed: '):
     Game2048(**{field: value})
-  assert '\n' not in str(error.value)

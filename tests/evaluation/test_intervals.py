@@ -1,16 +1,15 @@
-"""Intervals against a simulation whose truth is known, and pass@k against counting."""
+"""Intervals against a simulation whose truth is known."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 
+from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.agent.trajectory import Episode, Status, Turn
-from ragen_jax.evaluation.intervals import bootstrap, level_intervals, pass_at_k, sizes_of_k
+from ragen_jax.evaluation.intervals import bootstrap, level_intervals
 
 
 def _episode(rng, group, status):
@@ -28,20 +27,6 @@ def _episodes(successes: np.ndarray, size: int) -> list[Episode]:
     for g, c in enumerate(successes)
     for i in range(size)
   ]
-
-
-@pytest.mark.parametrize('n', [1, 3, 4, 6])
-def test_pass_at_k_is_the_share_of_all_choices_of_k_episodes_that_have_a_success(n):
-  for k in range(1, n + 1):
-    counted = [
-      np.mean([any(chosen) for chosen in itertools.combinations([True] * c + [False] * (n - c), k)])
-      for c in range(n + 1)
-    ]
-    np.testing.assert_allclose(pass_at_k(np.arange(n + 1), n, k), counted, rtol=1e-12)
-
-
-def test_k_goes_up_to_the_group():
-  assert [sizes_of_k(g) for g in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
 
 
 def test_the_bootstrap_is_that_of_resampling_levels_one_by_one():

@@ -15,7 +15,8 @@ from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
-from ragen_jax.training.learner import LossConfig, score_tokens
+from ragen_jax.training.scoring import score_tokens
+from tests.support import learning
 
 TOKENS = 90  # of the tokenizer; a vocabulary may be larger
 
@@ -153,7 +154,7 @@ def test_gradients_are_those_of_transformers(pair):
   @nnx.jit
   @nnx.grad
   def gradient(model):
-    log_probs, _, _ = score_tokens(ActorCritic(model), jnp.asarray(tokens), jnp.asarray(columns), LossConfig())
+    log_probs, _, _ = score_tokens(ActorCritic(model), jnp.asarray(tokens), jnp.asarray(columns), learning.scoring())
     return -jnp.sum(log_probs * weight[:, 1:]) / valid[:, 1:].sum()
 
   ours_by_path = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient(ours))}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import re
 import shutil
-import struct
 import subprocess
 import sys
 
@@ -15,21 +13,20 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tensorboardX.proto.event_pb2 import Event
 
-from ragen_jax import build, train
-from ragen_jax.evaluation.evaluator import Evaluator
-from ragen_jax.evaluation.intervals import Interval
+from ragen_jax import build
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.models import lora
-from ragen_jax.modes import evaluate as evaluation
-from ragen_jax.modes import export
+from ragen_jax.modes import evaluate, export
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_training
 from ragen_jax.runs.workdir import record_config
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import read_episodes
 from tests.support import builders
 from tests.support.chat_server import server
+from tests.support.events import read_events
 from tests.support.paths import ROOT
 
 # Few turns and one number of rows: few programs.
@@ -49,13 +46,13 @@ def _run(workdir, amount=0.02, **fields):
   """
   config = builders.small_config(**FIELDS | fields)
   policy = build.load_policy(config)
-  trained, frozen = lora.partition(build.param_state(policy.model))
+  trained, frozen = lora.partition(param_state(policy.model))
   record_config(workdir, config.to_dict())
-  with Checkpointer(workdir, keep=2, save_best=train.BEST) as checkpointer:
+  with Checkpointer(workdir, keep=2, save_best=BEST) as checkpointer:
     for step, score in ((1, 0.4), (2, 0.3)):
       rng = np.random.default_rng(step)
       moved = jax.tree.map(lambda x, rng=rng: x + amount * rng.normal(size=x.shape).astype(np.float32), trained)
-      checkpointer.save(step, {'params': moved}, metrics={train.BEST: score})
+      checkpointer.save(step, {'params': moved}, metrics={BEST: score})
   nnx.update(policy.model, lora.join(moved, frozen))
   return config, policy
 
@@ -65,13 +62,8 @@ def _files(directory) -> dict[str, bytes]:
 
 
 def _events(path) -> list[tuple[int, str, float]]:
-  data, found = path.read_bytes(), []
-  while data:
-    size = struct.unpack('<Q', data[:8])[0]
-    event = Event.FromString(data[12 : 12 + size])
-    found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-    data = data[12 + size + 4 :]
-  return found
+  events = read_events(path)
+  return [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
 
 
 @pytest.fixture(scope='module')
@@ -89,14 +81,14 @@ def evaluated(full_run, tmp_path_factory):
   config.eval.tags = ('FrozenLake', 'Bandit')
   config.num_iterations, config.algorithm.gamma = 7, 0.5  # no business of the weights
   before = _files(workdir)
-  found = evaluation.evaluate(config, str(workdir), given=True)
+  found = evaluate.evaluate(config, str(workdir), given=True)
   assert {name: x for name, x in _files(workdir).items() if name in before} == before
   return workdir, config, policy, found
 
 
 def test_the_models_numbers_are_those_of_the_evaluator(evaluated):
   _, config, policy, found = evaluated
-  metrics = Evaluator(config, policy)(build.param_state(policy.model)).metrics
+  metrics = build.make_evaluator(config, policy)(param_state(policy.model)).metrics
   compared = 0
   for row in found['rows']:
     if row['kind'] == 'model':
@@ -178,13 +170,13 @@ def test_the_same_again_takes_its_place_and_another_does_not(evaluated):
   workdir, config, _, found = evaluated
   config = config.copy_and_resolve_references()
   config.eval.step, config.eval.baselines, config.eval.tags = 'none', ('random',), ('Bandit',)
-  first = evaluation.evaluate(config, str(workdir))
-  again = evaluation.evaluate(config, str(workdir))
+  first = evaluate.evaluate(config, str(workdir))
+  again = evaluate.evaluate(config, str(workdir))
   assert first == again and (first['model'], first['checkpoint'], first['trained_on']) == ('', None, [])
   events = list((workdir / 'tb' / 'evaluation' / 'random').iterdir())
   assert len(events) == 2  # this one's, and the one of the whole run
   config.agent.format_penalty = -0.5
-  assert evaluation.evaluate(config, str(workdir))['path'].endswith('/baselines_Bandit_2.json')
+  assert evaluate.evaluate(config, str(workdir))['path'].endswith('/baselines_Bandit_2.json')
   assert json.loads(pathlib.Path(first['path']).read_text())['agent']['format_penalty'] == -0.1
   assert json.loads(pathlib.Path(found['path']).read_text())['rows'] == found['rows']
 
@@ -195,7 +187,7 @@ def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
   fields = dict(lora__rank=4, lora__alpha=8)
   own = dict(eval__tags=('Bandit',), eval__baselines=(), eval__greedy_too=False, eval__groups=32, logging__episodes=0)
   config, _ = _run(tmp_path / 'run', amount=0.1, **own, logging__trajectories=0, **fields)
-  there = evaluation.evaluate(config, str(tmp_path / 'run'), given=True)
+  there = evaluate.evaluate(config, str(tmp_path / 'run'), given=True)
   assert there['checkpoint'] == 2 and there['trained_on'] == ['FrozenLake']
   # Weights that were moved so far do not keep to the form, as those that they began with do.
   assert there['rows'][0]['metrics']['action_is_valid']['mean'] < 0.95
@@ -204,7 +196,7 @@ def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
   other = dict(model__path=config.export.output) if form == 'merged' else fields | {'lora__path': config.export.output}
   other = builders.small_config(**other)
   other.eval, other.logging = config.eval, config.logging
-  found = evaluation.evaluate(other, str(tmp_path / 'out'), given=True)
+  found = evaluate.evaluate(other, str(tmp_path / 'out'), given=True)
   assert (found['checkpoint'], found['trained_on']) == (None, [])
   assert config.export.output in found['model'] and found['rows'][0]['policy'] == f'model {found["model"]}'
   assert not (tmp_path / 'out' / 'config.json').exists()
@@ -213,11 +205,11 @@ def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
 
 def test_the_best_checkpoint_is_found(full_run):
   workdir, config, _ = full_run
-  with Checkpointer(workdir, save_best=train.BEST) as checkpointer:
+  with Checkpointer(workdir, save_best=BEST) as checkpointer:
     for step, found in (('latest', 2), ('best', 1), ('1', 1), ('base', None), ('none', None)):
       config = config.copy_and_resolve_references()
       config.eval.step = step
-      assert evaluation._find_step(config, str(workdir), checkpointer, given=True) == found
+      assert evaluate._find_step(config, str(workdir), checkpointer, given=True) == found
 
 
 def test_what_others_do_meanwhile_costs_no_results(full_run, tmp_path, monkeypatch):
@@ -226,15 +218,15 @@ def test_what_others_do_meanwhile_costs_no_results(full_run, tmp_path, monkeypat
   workdir = pathlib.Path(shutil.copytree(workdir, tmp_path / 'run'))
   config = config.copy_and_resolve_references()
   config.eval.tags, config.eval.baselines, config.eval.greedy_too = ('Bandit',), ('random',), False
-  play = evaluation._play_text
+  play = evaluate.play_baseline
 
-  def meanwhile(*arguments):
+  def meanwhile(*arguments, **options):
     shutil.rmtree(workdir / 'checkpoints')
     (workdir / 'evaluation' / 'step_2_Bandit.json').write_text('{}')
-    return play(*arguments)
+    return play(*arguments, **options)
 
-  monkeypatch.setattr(evaluation, '_play_text', meanwhile)
-  found = evaluation.evaluate(config, str(workdir), given=True)
+  monkeypatch.setattr(evaluate, 'play_baseline', meanwhile)
+  found = evaluate.evaluate(config, str(workdir), given=True)
   assert found['path'].endswith('/step_2_Bandit_2.json') and len(found['rows']) == 2
   assert (workdir / 'evaluation' / 'step_2_Bandit.json').read_text() == '{}'
 
@@ -249,7 +241,7 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
   )  # fmt: skip
   with server(answers) as (url, asked):
     config.eval.endpoint = url
-    found = evaluation.evaluate(config, str(tmp_path / 'out'), given=True)
+    found = evaluate.evaluate(config, str(tmp_path / 'out'), given=True)
   solver, endpoint = found['rows']
   assert (endpoint['policy'], endpoint['kind'], endpoint['sampling']) == (
     'endpoint some-long-model-name', 'endpoint', 'temperature 0.5'
@@ -261,48 +253,6 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
   assert {r['split'] for r in file.records()} == {'solver', 'endpoint'}
   shown = capsys.readouterr().out
   assert 'some-long-mode…' in shown and 'no reply' in shown and '/evaluation/baselines_Bandit.json' in shown
-
-
-def _rows():
-  def of(policy, kind, sampling, tag='FrozenLake', **means):
-    metrics = {name: Interval(x, x - 0.025, x + 0.031) for name, x in means.items()}
-    return evaluation.Row(policy, kind, tag, sampling, 256, 1024, metrics)
-
-  known = {'optimal': 0.491, 'fraction_of_optimal': 0.5, 'pass@2': 0.6, 'pass@4': 0.7}
-  return [
-    of('checkpoint 40', 'model', 'temperature 0.5', success=0.439, response_length=1234.5, **known),
-    of('checkpoint 40', 'model', 'greedy', success=0.433, response_length=math.nan, **known),
-    of('random', 'random', '', success=0.1, **known),
-    of('solver', 'solver', '', success=0.49, **known),
-    of('endpoint an-endpoints-model', 'endpoint', 'temperature 0.5', success=0.2, no_reply=0.01, **known),
-    of('model /a/long/path', 'model', 'greedy', 'Bandit', success=-0.5, score=12.25),
-  ]
-
-
-def test_the_table():
-  first, second = evaluation.tables(_rows(), 4)
-  assert '\n'.join([first, '', second]).split('\n') == [
-    'FrozenLake: 256 levels, 4 episodes each, best possible success 0.491',
-    '-------------------------------------------------------------------------------------------',
-    '              checkpoint 40    checkpoint 40  random         solver         an-endpoints-m…',
-    '-------------------------------------------------------------------------------------------',
-    '              temperature 0.5  greedy                                       temperature 0.5',
-    'success       0.439 ± 0.028    0.433 ± 0.028  0.100 ± 0.028  0.490 ± 0.028  0.200 ± 0.028',
-    'of the best   0.500 ± 0.028    0.500 ± 0.028  0.500 ± 0.028  0.500 ± 0.028  0.500 ± 0.028',
-    'pass@2        0.600 ± 0.028    0.600 ± 0.028  0.600 ± 0.028  0.600 ± 0.028  0.600 ± 0.028',
-    'pass@4        0.700 ± 0.028    0.700 ± 0.028  0.700 ± 0.028  0.700 ± 0.028  0.700 ± 0.028',
-    'reply tokens  1234.5 ± 0.0     -              -              -              -',
-    'no reply      -                -              -              -              0.010 ± 0.028',
-    '',
-    'Bandit: 256 levels, 4 episodes each',
-    '-----------------------------------',
-    '              model',
-    '-----------------------------------',
-    '              greedy',
-    'success       -0.500 ± 0.028',
-    'with penalty  12.2 ± 0.0',
-  ]
-  assert max(map(len, first.split('\n'))) <= 100
 
 
 @pytest.mark.parametrize(
@@ -337,7 +287,7 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(full_run, monkeypatch, fie
   config.update_from_flattened_dict(fields)
   before = sorted(p for p in workdir.rglob('*') if p.is_file())
   with pytest.raises(UserError, match=message) as e:
-    evaluation.evaluate(config, str(workdir), given=True)
+    evaluate.evaluate(config, str(workdir), given=True)
   assert '\n' not in str(e.value)
   assert sorted(p for p in workdir.rglob('*') if p.is_file()) == before
 
@@ -345,12 +295,12 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(full_run, monkeypatch, fie
 def test_a_workdir_that_was_named_and_has_no_checkpoint_does_not_pass_for_a_model(tmp_path):
   workdir = tmp_path / 'run'
   with pytest.raises(UserError, match=r'--workdir=.*/run: there is no checkpoint in it; --config\.eval\.step=base ev'):
-    evaluation.evaluate(builders.small_config(), str(workdir), given=True)
+    evaluate.evaluate(builders.small_config(), str(workdir), given=True)
   assert not workdir.exists()
   record_config(workdir, builders.small_config().to_dict())  # a run that has not come to its first checkpoint
   for fields in ({}, {'eval__step': 'best'}, {'model__path': str(ROOT / 'ragen_jax/models/tiny')}):
     with pytest.raises(UserError, match='there is no checkpoint in it'):
-      evaluation.evaluate(builders.small_config(**fields), str(workdir))
+      evaluate.evaluate(builders.small_config(**fields), str(workdir))
 
 
 def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, caplog):
@@ -363,7 +313,7 @@ def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, capl
   record_config(workdir, config.to_dict(), *free_in_training(config.to_dict()))  # training goes on
   config.agent.think, config.envs.FrozenLake.size = False, 5
   with caplog.at_level('INFO', 'ragen_jax'):
-    assert evaluation._compare_with_run(config, str(workdir)) == ['FrozenLake']
+    assert evaluate._compare_with_run(config, str(workdir)) == ['FrozenLake']
   assert 'not as in training: agent.think was true and is false' in caplog.text
   assert 'not as in training: envs.FrozenLake.size was 4 and is 5' in caplog.text
 
@@ -374,22 +324,22 @@ def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
   config.sft.tags, config.sft.levels, config.eval.step, config.eval.baselines = ('Bandit',), (8,), '3', ()
   workdir = shutil.copytree(workdir, tmp_path / 'run')
   with Checkpointer(workdir, keep=3) as checkpointer:
-    params = lora.partition(build.param_state(build.load_policy(config).model))[0]
+    params = lora.partition(param_state(build.load_policy(config).model))[0]
     checkpointer.save(3, {'params': params}, {'data': 'checksum'})
   for fields, trained_on in (({}, ['Bandit']), ({'sft.data': 'play.jsonl'}, []), ({'sft.from_scratch': True}, None)):
     config.update_from_flattened_dict(fields)
     (workdir / 'config.json').write_text(json.dumps(config.to_dict()))
     if trained_on is None:
       with pytest.raises(UserError, match=r'--workdir=.* a tokenizer of its own; .*--config\.model\.path=runs/sft/ch'):
-        evaluation.evaluate(config, str(workdir), given=True)
+        evaluate.evaluate(config, str(workdir), given=True)
     else:
-      assert evaluation.evaluate(config, str(workdir), given=True)['trained_on'] == trained_on
+      assert evaluate.evaluate(config, str(workdir), given=True)['trained_on'] == trained_on
 
 
 def test_several_processes_are_refused(monkeypatch, tmp_path):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   with pytest.raises(UserError, match=r'--mode=eval runs in one process, there are 2'):
-    evaluation.evaluate(builders.small_config(), str(tmp_path))
+    evaluate.evaluate(builders.small_config(), str(tmp_path))
 
 
 def test_the_command_line_reaches_the_mode(tmp_path):

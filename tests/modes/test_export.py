@@ -14,13 +14,14 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.config.checks import check_config
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint.export import restore_params
 from ragen_jax.modes import export
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
-from ragen_jax.train import BEST
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 from tests.support.paths import ROOT
@@ -44,7 +45,7 @@ def _run(workdir, **fields):
   """A workdir with two checkpoints, the first of them the best. The policy gets the weights of the second."""
   config = builders.small_config(**fields)
   policy = build.load_policy(config)
-  params = build.param_state(policy.model)
+  params = param_state(policy.model)
   record_config(workdir, config.to_dict())
   with Checkpointer(workdir, keep=2, save_best=BEST) as checkpointer:
     for step, score in ((1, 0.4), (2, 0.3)):
@@ -85,8 +86,8 @@ def test_restored_weights_take_the_place_of_those_that_were_loaded(run, request)
   fresh = build.load_policy(config)
   with Checkpointer(workdir) as checkpointer:
     params = restore_params(checkpointer, fresh.model, fresh.mesh, 2)
-  assert all(x.is_deleted() for x in jax.tree.leaves(lora.partition(build.param_state(fresh.model))[0]))
-  jax.tree.map(np.testing.assert_array_equal, params, build.param_state(policy.model))
+  assert all(x.is_deleted() for x in jax.tree.leaves(lora.partition(param_state(fresh.model))[0]))
+  jax.tree.map(np.testing.assert_array_equal, params, param_state(policy.model))
 
 
 @pytest.mark.parametrize('run', ['full_run', 'lora_run'])

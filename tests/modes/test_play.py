@@ -10,17 +10,16 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax import envs as registry
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.trajectory import Status
-from ragen_jax.distributed.processes import RowShare
+from ragen_jax.agent.episode import Episode, Status
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.models import presets
-from ragen_jax.modes.play import Level, play
-from ragen_jax.sampling.sampler import Reply, Sampling
+from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
+from tests.support.speakers import limits, scripted_tokens
 
 TAGS = ('FrozenLake', 'SimpleSokoban', 'Bandit')
 # Turns of mixed length: beyond a turn's limit, and beyond the episode's.
@@ -31,53 +30,52 @@ TURNS = {
 }
 
 
-class ScriptedSampler:
-  """In a sampler's place: row by row, replies that were written before."""
-
-  def __init__(self, tokenizer: ChatTokenizer, replies: list[list[str]]):
-    self.share = RowShare()
-    self.stop_ids = tokenizer.stop_ids
-    self._replies = [[(*tokenizer.encode(r), tokenizer.stop_ids[0]) for r in row] for row in replies]
-    self._turn = 0
-
-  def init(self, rows, size):
-    del size
-    return np.arange(rows)
-
-  def arrange(self, state, rows, size, live):
-    del size, live
-    return state[rows]
-
-  def extend(self, params, state, tokens, count):
-    del params, tokens, count
-    return state
-
-  def decode(self, params, state, keys, active, *, max_new, sampling):
-    del params, keys, sampling
-    tokens = np.zeros((len(state), max_new), np.int32)
-    count = np.zeros((len(state),), np.int32)
-    for i, row in enumerate(state):
-      if active[i]:
-        ids = self._replies[row][self._turn]
-        tokens[i, : len(ids)], count[i] = ids, len(ids)
-    self._turn += 1
-    nothing = np.zeros(tokens.shape, np.float32)
-    fields = (tokens, nothing, nothing, nothing, count)
-    return state, Reply(*(jax.numpy.asarray(x) for x in fields))
-
-
 def _config(*tags, **fields):
   return builders.small_config(train__tags=tags, envs__FrozenLake__max_turns=5, **fields)
 
 
-def _levels(tag, count):
-  """The first levels of one tag, one after another, as `play` makes them."""
-  config = _config(tag)
+def _proxy(config, tag) -> AgentProxy:
+  """Plays one tag as `play` does."""
   specs = build.env_groups(config, (tag,), (1,))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
-  manager = EnvStateManager(specs, 1)
-  for number in range(count):
-    yield Level(0, manager, context, config.train.first_level + number)
+  return AgentProxy(EnvStateManager(specs, 1), context, build.episode_limits(config, specs))
+
+
+class Typist:
+  """Types the actions of turns; notes the conversation before each."""
+
+  def __init__(self, turns):
+    self.conversations: list[list[int]] = []
+    self.person: Person | None = None
+    self._lines = iter(['||'.join(names) + '\n' for names in turns])
+
+  def readline(self) -> str:
+    self.conversations.append(list(self.person.conversation))
+    return next(self._lines, '')
+
+
+def _typed_level(proxy, seed, turns) -> tuple[Episode, list[list[int]]]:
+  """A level in which turns are typed: the episode, and the conversation before each reply and at the end."""
+  typist = Typist(turns)
+  typist.person = Person(proxy, typist, io.StringIO())
+  (episode,) = proxy.rollout(typist.person, seed).episodes
+  return episode, [*typist.conversations, typist.person.conversation]
+
+
+class Follower:
+  """Asks for a hint in each turn, and types it."""
+
+  def __init__(self, screen: io.StringIO):
+    self.hints: list[list[str]] = []
+    self._screen, self._asked = screen, False
+
+  def readline(self) -> str:
+    self._asked = not self._asked
+    if self._asked:
+      return 'hint\n'
+    hint = self._screen.getvalue().removesuffix('\n> ').rpartition('\n')[2].removeprefix('> ')
+    self.hints.append(hint.split(' || '))
+    return hint + '\n'
 
 
 class Keyboard:
@@ -117,32 +115,27 @@ def test_prompts_rewards_and_ends_are_those_of_a_rollout_with_the_same_actions(t
     [(opening + ' || '.join(names) + '</answer>').removeprefix(context.reply_prefix) for names in TURNS[tag]]
     for tag in TAGS
   ]
-  limits = Limits(
-    max_turns=5, max_response_tokens=64, max_context=1024, format_penalty=-0.1, size_step=256, drop_finished=False
-  )
-  envs = EnvStateManager(specs, 1)
-  managers = [EnvStateManager([spec], 1) for spec in specs]
+  together = AgentProxy(EnvStateManager(specs, 1), context, limits())
+  alone = [_proxy(config, tag) for tag in TAGS]
   ends = set()
   for first in range(10_000, 10_024, 3):
-    proxy = AgentProxy(envs, context, ScriptedSampler(tokenizer, replies), limits)
-    rollout = proxy.rollout(None, first, jax.random.key(0), Sampling())
-    for row, episode in enumerate(rollout.episodes):
-      level = Level(row, managers[row], context, first + row)
+    rollout = together.rollout(scripted_tokens(tokenizer, replies), first)
+    for row, there in enumerate(rollout.episodes):
+      here, conversations = _typed_level(alone[row], first + row, TURNS[there.tag])
       used = slice(int(rollout.trajectory.length[row]))
       ids, turns = rollout.trajectory.tokens[row, used], rollout.trajectory.turn[row, used]
       sampled = rollout.trajectory.loss_mask[row, used]
-      for number, turn in enumerate(episode.turns):
-        assert level.status == Status.RUNNING and level.observation == turn.observation
+      assert len(conversations) == len(there.turns) + 1 and conversations[-1] == ids.tolist()
+      for number, conversation in enumerate(conversations[:-1]):
         fed = (turns < number) | ((turns == number) & ~sampled)
-        assert level.conversation == ids[fed].tolist()
-        reward, executed = level.act(TURNS[episode.tag][number])
-        assert (reward, executed) == (pytest.approx(turn.reward, abs=1e-6), len(turn.actions))
-      assert level.conversation == ids.tolist()
-      assert level.status == episode.status
-      assert level.observation == episode.final_observation
-      assert level.reward == pytest.approx(episode.env_return, abs=1e-5)
-      assert level.turn == len(episode.turns)
-      ends.add(level.status)
+        assert conversation == ids[fed].tolist()
+      assert [(t.observation, t.reply, t.actions, t.reward, t.penalty) for t in here.turns] == [
+        (t.observation, t.reply, t.actions, t.reward, t.penalty) for t in there.turns
+      ]
+      assert (here.status, here.final_observation, here.level_seed) == (
+        there.status, there.final_observation, there.level_seed
+      )  # fmt: skip
+      ends.add(here.status)
   assert ends >= {Status.SUCCESS, Status.FAILURE, Status.OUT_OF_ACTIONS}
 
 
@@ -150,13 +143,13 @@ def test_prompts_rewards_and_ends_are_those_of_a_rollout_with_the_same_actions(t
 def test_the_prompt_that_is_shown_is_the_conversation_in_the_chat_format(tag):
   config = _config(tag)
   words = TURNS[tag][0]
-  level = next(_levels(tag, 1))
-  first = level.context.tokenizer.decode(level.conversation)
+  proxy = _proxy(config, tag)
+  _, conversations = _typed_level(proxy, config.train.first_level, [words])
+  first, after = (proxy.context.tokenizer.decode(conversation) for conversation in conversations[:2])
   shown = _typed(config, 'prompt', '||'.join(words).lower(), 'PROMPT')
   assert shown[1] == first + '\n'
   assert first.startswith('<|im_start|>system\n') and first.endswith('<|im_start|>assistant\n<think>')
-  level.act(words)
-  assert shown[3] == level.context.tokenizer.decode(level.conversation) + '\n'
+  assert shown[3] == after + '\n'
   assert f'<think></think><answer>{" || ".join(words)}</answer><|im_end|>' in shown[3]
 
 
@@ -192,15 +185,19 @@ def test_levels_go_on_from_the_first_and_tags_take_turns():
 @pytest.mark.parametrize('tag', TAGS)
 def test_hints_lead_to_the_success_that_is_stated(tag):
   won, best = [], []
-  for level in _levels(tag, 40 if tag == 'FrozenLake' else 8):
-    assert 0 < level.best <= 1
-    while level.status == Status.RUNNING:
-      plan = level.hint()
-      assert 1 <= len(plan) <= level.spec.budget.max_actions_per_turn
-      level.act(plan)
-    won.append(level.status == Status.SUCCESS)
-    best.append(level.best)
-  best = np.asarray(best)
+  config = _config(tag)
+  proxy = _proxy(config, tag)
+  (spec,) = proxy.envs.specs
+  for number in range(40 if tag == 'FrozenLake' else 8):
+    screen = io.StringIO()
+    follower = Follower(screen)
+    (episode,) = proxy.rollout(Person(proxy, follower, screen), config.train.first_level + number).episodes
+    assert len(follower.hints) == len(episode.turns) > 0 and episode.status != Status.ABANDONED
+    assert all(1 <= len(hint) <= spec.budget.max_actions_per_turn for hint in follower.hints)
+    won.append(episode.success)
+    best.append(proxy.envs.optimal()[0])
+  best = np.asarray(best, float)
+  assert ((best > 0) & (best <= 1)).all()
   # Four standard deviations of a sum of coins with these chances; none where the game has no chance in it.
   assert abs(np.sum(won) - best.sum()) <= 4 * np.sqrt(np.sum(best * (1 - best))) + 1e-6
   assert tag == 'FrozenLake' or all(won)
@@ -210,9 +207,8 @@ def test_a_hint_is_typed_as_it_is_shown_and_the_end_tells_what_was_reached():
   config = _config('SimpleSokoban')
   hint = _typed(config, 'hint')[1].strip()
   shown = _typed(config, hint, 'hint', hint, 'new')
-  level = next(_levels('SimpleSokoban', 1))
-  level.act(hint.split(' || '))
-  assert level.status == Status.SUCCESS
+  episode, _ = _typed_level(_proxy(config, 'SimpleSokoban'), config.train.first_level, [hint.split(' || ')])
+  assert episode.success and len(episode.turns) == 1
   moves = len(hint.split(' || '))
   assert f'Reward: {11 - 0.1 * moves:.1f}\n' in shown[1]
   assert 'Won. Success: 1, best possible: 1.000, ' in shown[1]
@@ -300,3 +296,11 @@ def test_fields_that_cannot_be_played_with_are_named(fields, message):
   with pytest.raises(UserError) as e:
     play(builders.small_config(**fields), io.StringIO(), io.StringIO())
   assert message in str(e.value) and '\n' not in str(e.value)
+
+
+def test_a_level_that_is_left_is_no_level_that_was_played():
+  config = _config('SimpleSokoban')
+  proxy = _proxy(config, 'SimpleSokoban')
+  episode, conversations = _typed_level(proxy, config.train.first_level, [['Up'], ['Left']])
+  assert episode.status == Status.ABANDONED and len(episode.turns) == 2 and len(conversations) == 4
+  assert 'Levels won: 0 of 0 ' in _typed(config, 'Up', 'new', 'Up', 'new')[-1]

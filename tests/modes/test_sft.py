@@ -8,71 +8,26 @@ import re
 import shutil
 import signal
 
-import jax
 import numpy as np
 import pytest
 
 from configs import sft_frozenlake, sft_sokoban
 from ragen_jax import build, train
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.config import sft_checks
+from ragen_jax.agent.language_model import param_state
+from ragen_jax.config import checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.sft import data as sft_data
-from ragen_jax.sft.demonstrations import DemonstrationStyle, demonstrate
-from ragen_jax.training import learner
+from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
+from ragen_jax.training.batches import at_columns, sampled_columns
+from ragen_jax.training.scoring import ScoringSettings, score_tokens
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 from tests.support.paths import ROOT
-
-
-def _demonstrations(style, tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), groups=64, seed=0):
-  config = builders.small_config()
-  specs = build.env_groups(config, tags, (groups,) * len(tags))
-  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
-  envs = EnvStateManager(specs, 1)
-  context = build.context_manager(config, tokenizer, specs)
-  trajectory, episodes = demonstrate(envs, context, 77, np.random.default_rng(seed), style, 512)
-  envs.reset(77)
-  return trajectory, episodes, envs.optimal(), tokenizer, context
-
-
-def test_an_expert_without_noise_reaches_the_optimum_and_noise_costs():
-  expert = DemonstrationStyle(discount=1.0, noise=0.0, hurry=0.0)
-  _, episodes, optimal, _, _ = _demonstrations(expert, groups=256)
-  tags = np.asarray([e.tag for e in episodes])
-  success = np.asarray([e.success for e in episodes])
-  for tag in ('FrozenLake', 'SimpleSokoban', 'Bandit'):
-    best, reached = optimal[tags == tag].mean(), success[tags == tag].mean()
-    assert abs(reached - best) < 4 * np.sqrt(best * (1 - best) / 256) + 1e-6, tag
-  _, noisy, _, _, _ = _demonstrations(DemonstrationStyle(noise=0.8), groups=256)
-  assert np.mean([e.success for e in noisy]) < success.mean() - 0.2
-
-
-def test_the_loss_mask_of_demonstrations_is_on_replies_and_their_stop_tokens():
-  trajectory, episodes, _, tokenizer, context = _demonstrations(DemonstrationStyle())
-  for row, episode in enumerate(episodes):
-    mask, tokens = trajectory.loss_mask[row], trajectory.tokens[row]
-    starts = np.flatnonzero(mask & ~np.roll(mask, 1))
-    ends = np.flatnonzero(mask & ~np.roll(mask, -1))
-    assert len(starts) == len(episode.turns)
-    for start, end, turn in zip(starts, ends, episode.turns, strict=True):
-      assert tokens[end] == tokenizer.stop_ids[0]
-      assert context.reply_prefix + tokenizer.decode(tokens[start:end]) == turn.reply
-      parsed = context.parse(int(trajectory.env[row]), turn.reply)
-      assert parsed.valid and list(parsed.names) == turn.actions[: len(parsed.names)]
-
-
-def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
-  trajectory, episodes, _, tokenizer, _ = _demonstrations(DemonstrationStyle(noise=0.2))
-  ends = trajectory.loss_mask & (trajectory.tokens == tokenizer.stop_ids[0])
-  assert (trajectory.rewards[~ends] == 0).all()
-  for row, episode in enumerate(episodes):
-    np.testing.assert_allclose(trajectory.rewards[row][ends[row]], [t.reward for t in episode.turns], atol=1e-6)
-  assert {e.tag for e in episodes if e.env_return > 0} == {'FrozenLake', 'SimpleSokoban', 'Bandit'}
 
 
 @pytest.mark.slow
@@ -85,9 +40,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
   sft.train_sft(config, str(tmp_path / 'sft'))
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
-  from ragen_jax.evaluation.evaluator import Evaluator
-
-  metrics = Evaluator(config, policy)(build.param_state(policy.model)).metrics
+  metrics = build.make_evaluator(config, policy)(param_state(policy.model)).metrics
   assert metrics['val-env/Bandit/action_is_valid'] > 0.95  # a random model writes no valid reply in a thousand
   assert metrics['val-greedy/Bandit/success'] > 0.95
 
@@ -104,11 +57,14 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
   specs = build.env_groups(config, ('FrozenLake',), (256,))
-  envs, context = EnvStateManager(specs, 1), build.context_manager(config, policy.tokenizer, specs)
-  trajectory, _ = demonstrate(envs, context, 5000, np.random.default_rng(9), DemonstrationStyle(), 512)
-  columns, mask = learner.sampled_columns(trajectory.loss_mask)
-  best = learner.gather(trajectory.values, columns, mask)[mask]
-  _, _, values = learner.score_tokens(policy.model, trajectory.tokens, columns, learner.LossConfig())
+  context, limits = build.context_manager(config, policy.tokenizer, specs), build.episode_limits(config, specs)
+  style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=0.5, hurry=0.5)
+  demonstrator = Demonstrator(np.random.default_rng(9), style)
+  trajectory = AgentProxy(EnvStateManager(specs, 1), context, limits).rollout(demonstrator, 5000).trajectory
+  scoring = build.fill(ScoringSettings, config.model, temperature=1.0, vocab_limit=0)
+  columns, mask = sampled_columns(trajectory.loss_mask)
+  best = at_columns(trajectory.values, columns, mask)[mask]
+  _, _, values = score_tokens(policy.model, trajectory.tokens, columns, scoring)
   assert best.std() > 0.1  # the goal is beside the player, where two of three slips may reach it, or out of reach
   assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.7
   assert abs(np.asarray(values)[mask].mean() - best.mean()) < 0.1
@@ -118,88 +74,6 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   for name in ('out', 'again'):
     config.model.path = str(tmp_path / name)
     assert float(build.load_policy(config).model.value_head.bias[...]) == float(policy.model.value_head.bias[...])
-
-
-def test_the_built_in_model_is_small_and_opens_in_transformers():
-  directory = pathlib.Path(presets.resolve('tiny', ''))
-  assert sum(f.stat().st_size for f in directory.iterdir()) < 3e6
-  pytest.importorskip('torch', reason='transformers needs PyTorch to run a model')
-  import torch
-  from transformers import AutoModelForCausalLM, AutoTokenizer
-
-  tokenizer = AutoTokenizer.from_pretrained(str(directory))
-  ids = tokenizer('Actions: Left, Down <think>I am at (1, 2)')['input_ids']
-  theirs = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-  policy = build.load_policy(builders.small_config())
-  assert tuple(ids) == policy.tokenizer.encode('Actions: Left, Down <think>I am at (1, 2)')
-  with torch.no_grad():
-    expected = theirs(torch.tensor([ids])).logits[0].numpy()
-  qwen = policy.model.policy
-  hidden, _ = qwen(qwen.embed(jax.numpy.asarray([ids])))
-  np.testing.assert_allclose(np.asarray(qwen.logits(hidden))[0], expected, atol=1e-4)
-
-
-# -- packing -----------------------------------------------------------------------------------------------------------
-
-
-def test_packing_finds_few_bins_and_loses_nothing():
-  assert sft_data.pack(np.asarray([3, 5, 2, 4]), 7) == [[1, 2], [3, 0]]
-  rng = np.random.default_rng(0)
-  for _ in range(20):
-    lengths = rng.integers(1, 101, size=rng.integers(1, 60))
-    bins = sft_data.pack(lengths, 100)
-    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-    assert max(lengths[b].sum() for b in bins) <= 100
-    assert len(bins) <= 11 / 9 * (-(-lengths.sum() // 100)) + 0.5 * len(lengths)  # never one each where halves fit
-    assert sum(lengths[b].sum() <= 50 for b in bins) <= 1
-
-
-def _conversations(lengths=(100, 37, 60, 22, 51, 90, 12, 33)):
-  """Made-up rows of several replies, with values."""
-  rng = np.random.default_rng(3)
-  n, width = len(lengths), max(lengths)
-  mask = (rng.random((n, width)) < 0.3) & (np.arange(width) < np.asarray(lengths)[:, None])
-  mask[:, 0] = False
-  mask[:, 5] = True
-  columns, present = learner.sampled_columns(mask)
-  return sft_data.Conversations(
-    tokens=rng.integers(3, 40, size=(n, width)).astype(np.int32),
-    length=np.asarray(lengths, np.int32),
-    columns=columns,
-    mask=present,
-    values=np.where(present, rng.normal(size=present.shape), 0).astype(np.float32),
-    value_scale=rng.uniform(0.5, 2, size=n).astype(np.float32),
-    level=np.arange(n, dtype=np.int32),
-  )
-
-
-def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
-  data, rows = _conversations(), np.asarray([6, 0, 1, 3, 2, 5, 4])
-  config = builders.small_config(sft__value_coef=0.5)
-  model = builders.random_model(40)
-  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
-  policy = build.Policy('', model, tokenizer, None, jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
-  trainer = sft.SftTrainer(config, policy)
-  found, used = [], []
-  for packing in (False, True):
-    batches = list(sft_data.batches(data, rows, batch_size=7, length_step=16, packing=packing, shards=1))
-    used.append(sum(b.tokens.size for b in batches))
-    assert sum(int((b.weights > 0).sum()) for b in batches) == int(data.sampled[rows].sum())
-    found.append(trainer.gradients(batches))
-  assert used[1] < 0.8 * used[0]  # 7 conversations in 4 rows
-  (one_each, parts), (packed, packed_parts) = found
-  np.testing.assert_allclose(packed_parts, parts, rtol=1e-6)
-  for (path, x), want in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(one_each), strict=True):
-    assert np.linalg.norm(x - want) <= 1e-5 * np.linalg.norm(want), path  # rounding, as of blocks of queries
-
-
-def test_levels_are_kept_back_whole():
-  data = _conversations()
-  data.level = np.asarray([0, 0, 1, 1, 2, 2, 3, 3], np.int32)
-  shown, withheld = sft_data.split(data, 0.3, seed=5)
-  assert len(withheld) == 4 and not set(data.level[shown]) & set(data.level[withheld])
-  assert sorted([*shown, *withheld]) == list(range(8))
-  assert [x.tolist() for x in sft_data.split(data, 0.0, seed=5)] == [list(range(8)), []]
 
 
 # -- a whole warm start ------------------------------------------------------------------------------------------------
@@ -309,7 +183,7 @@ def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
     shown.append([tokenizer.decode(row[:n]) for row, n in zip(parts[0].tokens, parts[0].length, strict=True)])
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(sft_data, 'join', join)
+  monkeypatch.setattr(sft, 'join', join)
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   # Of few boards, some come up in any 32.
   fields = {'tags': ('FrozenLake',), 'levels': (32,), 'batch_size': 8, 'output': str(tmp_path / 'model')}
@@ -356,15 +230,12 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
 
 
 def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
-  monkeypatch.setattr(sft_checks, 'row_shards', lambda mesh: 8)
+  monkeypatch.setattr(checks, 'row_shards', lambda mesh: 8)
   check_sft(builders.small_config())
   check_sft(builders.small_config(sft__batch_size=24, sft__packing=True))
   message = r'sft\.batch_size=24: half of it, 12, goes through the model at once and must be a multiple of 8 row shards'
   with pytest.raises(UserError, match=message):
     check_sft(builders.small_config(sft__batch_size=24))
-  data = _conversations()
-  for batch in sft_data.batches(data, np.arange(8), batch_size=8, length_step=16, packing=True, shards=8):
-    assert len(batch.tokens) == 8
 
 
 def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):

@@ -23,7 +23,7 @@ from ragen_jax.runs import checkpoints as checkpoint_lib
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import UserError
-from tests.support.paths import ROOT
+from tests.support.processes import environment
 
 
 class Moments(NamedTuple):
@@ -73,9 +73,10 @@ def one_line(error) -> str:
   return message
 
 
-def run_child(code: str, *arguments: str, **environment: str) -> subprocess.Popen:
-  header = f'import sys; sys.path[:0] = [{str(ROOT)!r}, {str(pathlib.Path(__file__).parent)!r}]\n'
-  return subprocess.Popen([sys.executable, '-c', header + code, *arguments], env={**os.environ, **environment})
+def start_child(function: str, workdir: pathlib.Path, devices: int | None = None) -> subprocess.Popen:
+  """Calls a function of this file with a workdir, in a process of its own."""
+  code = f'import sys; from tests.runs import test_checkpoints; test_checkpoints.{function}(sys.argv[1])'
+  return subprocess.Popen([sys.executable, '-c', code, str(workdir)], env=environment(devices))
 
 
 # -- round trips -------------------------------------------------------------------------------------------------------
@@ -129,12 +130,7 @@ def test_another_mesh(tmp_path):
   state = {'w': jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), 'b': jnp.arange(8.0)}
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, state)
-  child = run_child(
-    'from test_checkpoints import eight_devices; eight_devices(sys.argv[1])',
-    str(tmp_path),
-    XLA_FLAGS='--xla_force_host_platform_device_count=8',
-    JAX_PLATFORMS='cpu',
-  )
+  child = start_child('eight_devices', tmp_path, devices=8)
   assert child.wait(120) == 0
   with Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.latest_step() == 2
@@ -287,7 +283,7 @@ def save_until_a_file_is_too_large(workdir: str) -> None:
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path):
-  child = run_child('from test_checkpoints import *; save_until_a_file_is_too_large(sys.argv[1])', str(tmp_path))
+  child = start_child('save_until_a_file_is_too_large', tmp_path)
   assert child.wait(120) == -signal.SIGXFSZ
   unfinished = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
   assert any(path.is_file() and path.stat().st_size == 2**20 for path in unfinished.rglob('*'))
@@ -310,7 +306,7 @@ def save_for_ever(workdir: str) -> None:
 @pytest.mark.parametrize('milliseconds', [0, 17])
 def test_killed_at_any_moment(tmp_path, milliseconds):
   """Saving and deleting all the time: whenever the process dies, a whole checkpoint is left, and it is the last."""
-  child = run_child('from test_checkpoints import *; save_for_ever(sys.argv[1])', str(tmp_path))
+  child = start_child('save_for_ever', tmp_path)
   try:
     deadline = time.monotonic() + 120
     while not any((tmp_path / 'checkpoints').glob('[3-9]')):

@@ -8,8 +8,6 @@ import os
 import pathlib
 import signal
 import struct
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +21,7 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from ragen_jax.runs.metrics import Counts, MetricWriter, read_metrics
 from ragen_jax.utils.errors import UserError
 from tests.support.events import read_events
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 
 def values_of(step: int) -> dict[str, float]:
@@ -148,10 +146,9 @@ def test_resumed_equals_uninterrupted(tmp_path, start):
 
 
 KILLED = """
-import os, pathlib, signal, sys
-sys.path[:0] = sys.argv[2:]
+import os, signal, sys
 from ragen_jax.runs.metrics import MetricWriter
-from test_metrics import values_of
+from tests.runs.test_metrics import values_of
 writer = MetricWriter(sys.argv[1])
 for step in range(5):
   writer.scalars(step, values_of(step))
@@ -171,8 +168,7 @@ def test_killed_then_resumed(tmp_path, rubbish):
   if rubbish:  # the process is slow to start: one kill is enough, the other cases are what it may leave
     write_steps(killed, 0, 5)
   else:
-    child = subprocess.run([sys.executable, '-c', KILLED, str(killed), str(ROOT), str(pathlib.Path(__file__).parent)])
-    assert child.returncode == -signal.SIGKILL
+    assert run_python(KILLED, str(killed)).returncode == -signal.SIGKILL
   with (killed / 'metrics.jsonl').open('a') as file:
     file.write(rubbish)
   assert [row['step'] for row in read_metrics(killed)][:5] == list(range(5))

@@ -1,4 +1,4 @@
-"""The live line on a real terminal, plain lines elsewhere, aligned tables."""
+"""The live line on a real terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from ragen_jax.runs.progress import Progress, table
+from ragen_jax.runs.progress import Progress
 
 _END = '\N{SYMBOL FOR END OF TEXT}'
 
@@ -59,7 +59,7 @@ def screen(written: str) -> list[str]:
     else:
       lines[-1] = lines[-1][:column] + sign + lines[-1][column + 1 :]
       column += 1
-  return lines
+  return [line.rstrip() for line in lines]
 
 
 def test_plain_lines_every_ten_seconds():
@@ -153,32 +153,3 @@ def test_dumb_terminals_get_lines(terminal, monkeypatch):
   with Progress(3, 0, stream) as progress:
     progress.update(1)
   assert '\x1b' not in read()
-
-
-def test_table():
-  rows = [('success before', 0.24), ('success after', 0.4567), ('turns', 5)]
-  assert table(rows, 'FrozenLake 4x4') == '\n'.join(
-    [
-      'FrozenLake 4x4',
-      '---------------------',
-      'success before  0.240',
-      'success after   0.457',
-      'turns               5',
-    ]
-  )
-
-
-def test_table_with_a_header_and_text_cells():
-  rows = [('rollout', 61.25, '51 %'), ('update', 8.0, '7 %'), ('rest',)]
-  assert table(rows, 'Time', header=('phase', 'seconds', 'share')) == '\n'.join(
-    [
-      'Time',
-      '-----------------------',
-      'phase    seconds  share',
-      '-----------------------',
-      'rollout   61.250  51 %',
-      'update     8.000  7 %',
-      'rest',
-    ]
-  )
-  assert table([], 'Nothing') == 'Nothing\n-------'

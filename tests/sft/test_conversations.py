@@ -11,7 +11,8 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.models import presets
 from ragen_jax.sft import conversations
-from ragen_jax.sft import data as sft_data
+from ragen_jax.sft.data import DemonstrationSettings, collect_demonstrations
+from ragen_jax.sft.demonstrations import DemonstrationStyle
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 
@@ -37,7 +38,10 @@ def _rows(path, tokenizer, prefix='<think>', limit=512):
 def test_demonstrations_that_were_written_are_read_back_token_by_token(tmp_path, tiny):
   config = builders.small_config(sft__noise=0.3)
   specs = build.env_groups(config, ('FrozenLake', 'Bandit'), (24, 8))
-  played = sft_data.play(config, specs, tiny, frozenset())
+  contexts = [build.context_manager(config, tiny, [spec]) for spec in specs]
+  style = build.fill(DemonstrationStyle, config.sft)
+  settings = build.fill(DemonstrationSettings, config.sft, seed=0, max_context=config.agent.max_context)
+  played = collect_demonstrations(specs, contexts, style, settings, frozenset())
   path = str(tmp_path / 'new' / 'data.jsonl')
   assert conversations.write(path, played, tiny) == 32
   again, left_out = _rows(path, tiny)

@@ -22,10 +22,11 @@ def server(answers):
 
   Args:
     answers: what each request gets, in the order in which they come; behind the last, a good answer. Each is (status,
-      headers, body), or a number of seconds to wait before a good one, or None, to hang up.
+      headers, body), the body whole or in parts that trickle in; or a number of seconds to wait before a good one; or
+      None, to hang up; or a function from the request's body to one of these.
 
   Yields:
-    (base address, list of the requests as (path, headers, body)).
+    (base address, list of the requests as (path, headers, body)), names of headers as in 'Content-Type'.
   """
   asked, lock, left = [], threading.Lock(), list(answers)
 
@@ -33,8 +34,9 @@ def server(answers):
     def do_POST(self):
       body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
       with lock:
-        asked.append((self.path, dict(self.headers), body))
+        asked.append((self.path, {name.title(): value for name, value in self.headers.items()}, body))
         answer = left.pop(0) if left else good()
+      answer = answer(body) if callable(answer) else answer
       if answer is None:
         return
       if isinstance(answer, float):
@@ -46,7 +48,10 @@ def server(answers):
         for name, value in headers.items():
           self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text if isinstance(text, bytes) else text.encode())
+        for part in [text] if isinstance(text, str | bytes) else text:
+          self.wfile.write(part.encode() if isinstance(part, str) else part)
+          if part is not text:
+            time.sleep(0.05)
 
     def log_message(self, *arguments):
       pass

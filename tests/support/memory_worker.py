@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import jax
@@ -17,18 +16,16 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
 from ragen_jax.sampling.sampler import Sampler, Sampling
-from ragen_jax.training.learner import Learner, LossConfig, TokenBatch, make_optimizer
-from ragen_jax.training.trainer import Trainer
-from tests.support import builders
+from ragen_jax.training.batches import abstract_mini_batch
+from ragen_jax.training.scoring import Scorer
+from ragen_jax.training.state import TrainState
+from tests.support import builders, learning
 
 VOCAB, ROWS, WIDTH, REPLIES = 16384, 8, 256, 128
 
 
 def optimizer():
-  return make_optimizer(
-    actor_lr=1e-3, critic_lr=1e-3, warmup_steps=0, decay_steps=1, final_lr_fraction=1.0, b1=0.9, b2=0.99,
-    weight_decay=0.0, grad_clip=1.0,
-  )  # fmt: skip
+  return learning.optimizer(actor_lr=1e-3, critic_lr=1e-3, decay_steps=1, b2=0.99)
 
 
 def model(vocab=VOCAB, mesh=None, **shape):
@@ -46,29 +43,23 @@ def model(vocab=VOCAB, mesh=None, **shape):
 
 
 def batch(replies=REPLIES, sharding=None):
-  types = {'tokens': jnp.int32, 'columns': jnp.int32, 'turn': jnp.int32, 'mask': bool}
-  return TokenBatch(
-    **{
-      f.name: jax.ShapeDtypeStruct(
-        (ROWS, WIDTH if f.name == 'tokens' else replies), types.get(f.name, jnp.float32), sharding=sharding
-      )
-      for f in dataclasses.fields(TokenBatch)
-    }
-  )
+  return abstract_mini_batch(ROWS, WIDTH, replies, reference=True, importance=True, sharding=sharding)
 
 
 def update(made, mesh=None, replies=REPLIES, score=False, **loss):
   """Temporary bytes of the update's gradient program, and of the one that only scores."""
   graphdef, params = nnx.split(made)
-  learner = Learner(graphdef, optimizer(), LossConfig(**loss), mesh)
+  learner = learning.learner(made, optimizer(), mesh, **loss)
   sharding = None
   if mesh is not None:
     sharding = row_sharding(mesh)
     params = plan._laid_out(params, tree_shardings(params, mesh))
   abstract = batch(replies, sharding)
-  found = {'accumulate': plan.temporary_bytes(learner._accumulate.lower(params, nnx.State({}), params, abstract))}
+  state = TrainState(params, nnx.State({}), jax.eval_shape(learner.optimizer.init, params))
+  found = {'accumulate': plan.temporary_bytes(learner.lower(state, abstract)['accumulate'])}
   if score:
-    found['score'] = plan.temporary_bytes(learner._score.lower(params, abstract.tokens, abstract.columns))
+    scorer = Scorer(graphdef, learning.loss(**loss).scoring, mesh)
+    found['score'] = plan.temporary_bytes(scorer.lower(params, abstract))
   return found
 
 
@@ -111,19 +102,19 @@ def real():
   )  # fmt: skip
   config.plan.devices, config.model.dtype = 8, 'float32'
   policy = build.load_policy(config)
-  trainer = Trainer(config, policy)
-  params, opt_state, _ = trainer.init()
+  trainer = build.make_trainer(config, policy)
+  state = trainer.init()
   live = held()
-  state = policy.sampler.init(config.train.groups * config.train.group_size, plan.cache_columns(config))
-  lowered = trainer.learner.lower(params, opt_state, plan.abstract_batch(trainer, config.optimizer.micro_batch_size))
+  rows = policy.sampler.init(config.train.groups * config.train.group_size, plan.cache_columns(config))
+  lowered = trainer.learner.lower(state, plan.abstract_batch(config, trainer, config.optimizer.micro_batch_size))
   found = plan.estimate(config, {plan._shaped_by(config, 'rollout'): 0})
   return {
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
     'live': live,
-    'params': on_device(params),
-    'opt_state': on_device(opt_state),
-    'reference': on_device(trainer._reference),
-    'cache': on_device(state.cache),
+    'params': on_device(state.params),
+    'opt_state': on_device(state.opt_state),
+    'reference': on_device(state.reference),
+    'cache': on_device(rows.cache),
     'activations': max(plan.temporary_bytes(x) for x in lowered.values()),
   }
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from ragen_jax import build
 from ragen_jax.distributed import processes
-from ragen_jax.training.trainer import Trainer
 from tests.support import builders
 
 
@@ -28,15 +27,16 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
   policy = build.load_policy(config)
   embedding = policy.model.policy.embed_tokens[...]
   shards = len({str(index) for index in embedding.sharding.devices_indices_map(embedding.shape).values()})
-  trainer = Trainer(config, policy)
-  params, opt_state, _ = trainer.init()
-  before = [x.sharding for x in jax.tree.leaves((params, opt_state))]
-  rollout, selection = trainer.collect(params, 0)
-  batch, metrics = trainer.make_batch(params, selection)
-  params, opt_state, more = trainer.update(params, opt_state, batch, selection, 0)
-  after = jax.tree.leaves((params, opt_state))
+  trainer = build.make_trainer(config, policy)
+  state = trainer.init()
+  before = [x.sharding for x in jax.tree.leaves((state.params, state.opt_state))]
+  rollout, selection = trainer.collect(state)
+  batch, metrics = trainer.estimate(state, selection)
+  state, more = trainer.update(state, batch, selection)
+  after = jax.tree.leaves((state.params, state.opt_state))
+  more = {name: x for name, x in more.items() if name != 'actor/ratio'}  # a histogram
   moved = sum(not x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(after, before, strict=True))
-  weights = processes.all_rows(jax.tree.leaves(params))
+  weights = processes.all_rows(jax.tree.leaves(state.params))
   return {
     'tokens': rollout.trajectory.tokens,
     'logprobs': rollout.trajectory.logprobs,

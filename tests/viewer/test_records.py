@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+
 import numpy as np
 import pytest
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.metrics import boards
 from ragen_jax.models import presets
-from ragen_jax.training.learner import gather
-from ragen_jax.training.trainer import Trainer
+from ragen_jax.training.batches import at_columns
+from ragen_jax.training.records import Recorder
 from ragen_jax.viewer.records import episode_records, first_rows, on_timeline, token_pieces
+from ragen_jax.viewer.tensorboard import boards
 from tests.support import builders
 
 
@@ -22,11 +22,11 @@ def _iteration(**fields):
   config = builders.small_config(
     train__tags=('FrozenLake', 'Bandit'), train__groups=4, agent__max_response_tokens=32, logging__episodes=6, **fields
   )
-  trainer = Trainer(config, build.load_policy(config))
-  params = jax.tree.map(jnp.copy, trainer.init()[0])
-  rollout, selection = trainer.collect(params, 0)
-  batch, _ = trainer.make_batch(params, selection)
-  return trainer, rollout, selection, batch, *trainer.records(rollout, selection, batch, 0)
+  trainer = build.make_trainer(config, build.load_policy(config))
+  state = trainer.init()
+  rollout, selection = trainer.collect(state)
+  batch, _ = trainer.estimate(state, selection)
+  return trainer, rollout, selection, batch, *trainer.recorder.records(rollout, selection, batch, 0)
 
 
 @pytest.fixture(scope='module')
@@ -66,7 +66,7 @@ def test_the_first_episodes_of_each_environment_are_kept(iteration):
 @pytest.mark.parametrize('which', ['iteration', 'iteration_in_windows'])
 def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request):
   trainer, rollout, _, _, episodes, records = request.getfixturevalue(which)
-  t, tokenizer = rollout.trajectory, trainer.policy.tokenizer
+  t, tokenizer = rollout.trajectory, trainer.model.tokenizer
   for episode, record in zip(episodes, records, strict=True):
     index = next(i for i, e in enumerate(rollout.episodes) if e is episode)
     assert len(record['turns']) == len(episode.turns) > 0
@@ -89,7 +89,7 @@ def test_prompts_and_replies_add_up_to_what_the_model_was_fed(iteration):
   for episode, record in zip(episodes, records, strict=True):
     row = next(i for i, e in enumerate(rollout.episodes) if e is episode)
     told = ''.join(turn['prompt'] + turn['forced'] + ''.join(turn['pieces']) for turn in record['turns'])
-    assert told == trainer.policy.tokenizer.decode(t.tokens[row, : t.length[row]])
+    assert told == trainer.model.tokenizer.decode(t.tokens[row, : t.length[row]])
     counts = sum(turn['prompt_tokens'] + len(turn['pieces']) for turn in record['turns'])
     assert counts == t.length[row]
     assert [turn['fresh'] for turn in record['turns']] == [i == 0 for i in range(len(record['turns']))]
@@ -138,13 +138,12 @@ def test_only_what_is_kept_is_drawn_and_most_iterations_keep_nothing(iteration):
   trainer, rollout, selection, batch, _, _ = iteration
   drawn = [i for i, e in enumerate(rollout.episodes) if e.final_picture is not None]
   assert drawn == [*range(6), *range(8, 14)]
-  every = trainer.config.logging.episodes_every
-  kept = [i for i in range(12) if trainer.records(rollout, selection, batch, i)[1]]
+  settings = trainer.settings.records
+  every = settings.episodes_every
+  kept = [i for i in range(12) if trainer.recorder.records(rollout, selection, batch, i)[1]]
   assert kept == [0, every - 1, 2 * every - 1]
-  with trainer.config.unlocked():
-    trainer.config.logging.episodes_every = 0
-  assert not trainer.records(rollout, selection, batch, 0)[1]
-  trainer.config.logging.episodes_every = every
+  off = Recorder(dataclasses.replace(settings, episodes_every=0), trainer.proxy, trainer.model.tokenizer)
+  assert not off.records(rollout, selection, batch, 0)[1]
 
 
 def test_one_member_a_level_or_whole_groups(iteration):
@@ -160,7 +159,7 @@ def test_on_timeline_is_the_inverse_of_gather():
   columns = np.array([[1, 4, 5], [2, 1, 1], [1, 1, 1]], np.int32)
   values = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
   line = on_timeline(values, columns, mask, 7)
-  np.testing.assert_array_equal(gather(line, columns, mask), values)
+  np.testing.assert_array_equal(at_columns(line, columns, mask), values)
   assert (line != 0).sum() == mask.sum()
 
 
@@ -186,6 +185,6 @@ def test_numbers_that_are_not_finite_are_left_empty(iteration):
   t = rollout.trajectory
   broken = np.where(t.loss_mask, np.nan, t.logprobs)
   rollout.trajectory = t.replace(logprobs=broken)
-  (record,) = episode_records(rollout, [0], trainer.policy.tokenizer, step=1, split='val', group_size=4)
+  (record,) = episode_records(rollout, [0], trainer.model.tokenizer, step=1, split='val', group_size=4)
   rollout.trajectory = t
   assert all(x is None for turn in record['turns'] for x in turn['logprob'])

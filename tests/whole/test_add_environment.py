@@ -16,11 +16,12 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build, train
-from ragen_jax.agent.trajectory import Status
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.training.trainer import Trainer
+from ragen_jax.training.rollout_metrics import rollout_metrics
 from tests.support import builders
 from tests.support.paths import ROOT
 
@@ -88,7 +89,8 @@ def test_each_of_the_page_s_environments_plays_whole_episodes(server):
   policy = build.load_policy(config)
   specs = build.env_groups(config, TAGS, (1, 1, 1, 1))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 4)
-  rollout = proxy.rollout(nnx.split(policy.model)[1], 10_000, jax.random.key(0), Sampling())
+  speaker = SamplerSpeaker(policy.sampler, nnx.split(policy.model)[1], jax.random.key(0), Sampling())
+  rollout = proxy.rollout(speaker, 10_000)
   assert [e.tag for e in rollout.episodes] == [tag for tag in TAGS for _ in range(4)]
   t = rollout.trajectory
   for row, episode in enumerate(rollout.episodes):
@@ -177,17 +179,17 @@ def test_an_iteration_of_which_nothing_could_be_reset_changes_nothing(server):
     envs__Elevator__url='http://127.0.0.1:9/closed',
     envs__Elevator__retries=0,
   )
-  trainer = Trainer(config, build.load_policy(config))
-  params, opt_state, _ = trainer.init()
-  before = jax.tree.map(np.array, params)
-  rollout, selection = trainer.collect(params, 0)
+  trainer = build.make_trainer(config, build.load_policy(config))
+  state = trainer.init()
+  before = jax.tree.map(np.array, state.params)
+  rollout, selection = trainer.collect(state)
   assert rollout.trajectory.status.tolist() == [Status.ENV_ERROR] * 4
   assert rollout.trajectory.tokens.shape == (4, 2) and not rollout.trajectory.loss_mask.any()
   assert [len(e.turns) for e in rollout.episodes] == [0] * 4
   assert all('got no answer' in e.error for e in rollout.episodes)
   assert not selection.keep.any()
-  batch, _ = trainer.make_batch(params, selection)
-  params, opt_state, metrics = trainer.update(params, opt_state, batch, selection, 0)
+  batch, _ = trainer.estimate(state, selection)
+  state, metrics = trainer.update(state, batch, selection)
   assert metrics['train/num_mini_batches'] == 0
-  assert jax.tree.all(jax.tree.map(np.array_equal, before, params))
-  assert trainer.rollout_metrics(rollout)['train/Elevator/env_errors'] == 1.0
+  assert jax.tree.all(jax.tree.map(np.array_equal, before, state.params))
+  assert rollout_metrics(rollout, 2)['train/Elevator/env_errors'] == 1.0

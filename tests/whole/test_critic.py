@@ -7,27 +7,19 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from ragen_jax import build, train
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.training.learner import (
-  Learner,
-  LossConfig,
-  TokenBatch,
-  loss_and_stats,
-  make_optimizer,
-  of_critic,
-  plan_micro_batches,
-  sampled_columns,
-)
-from ragen_jax.training.trainer import Trainer
+from ragen_jax.training import objective
+from ragen_jax.training.batches import MiniBatch
+from ragen_jax.training.optimizer import is_critic_weight
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support import builders, learning
 
 _ROWS, _WIDTH, _VOCAB = 6, 24, 30
 
@@ -40,38 +32,27 @@ def _separate() -> ActorCritic:
   return model
 
 
-def _batch() -> tuple[TokenBatch, list]:
-  rng = np.random.default_rng(0)
-  loss_mask = rng.random((_ROWS, _WIDTH)) < 0.3
+def _batch() -> tuple[MiniBatch, list]:
+  """A batch and its two micro-batches."""
+  loss_mask = np.random.default_rng(0).random((_ROWS, _WIDTH)) < 0.3
   loss_mask[:, 0] = False
-  columns, mask = sampled_columns(loss_mask)
-  noise = lambda: np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)  # noqa: E731
-  mean = (mask / mask.sum()).astype(np.float32)
-  batch = TokenBatch(
-    tokens=rng.integers(0, _VOCAB, size=(_ROWS, _WIDTH)).astype(np.int32), columns=columns, mask=mask,
-    turn=np.zeros(mask.shape, np.int32), old_logprobs=noise() - 3, old_values=noise(), advantages=noise(),
-    returns=noise(), weights=mean, value_weights=mean, ref_logprobs=noise() - 3, importance=np.ones_like(mean),
-  )  # fmt: skip
-  plans = plan_micro_batches(
-    np.arange(_ROWS), np.full(_ROWS, _WIDTH), mask.sum(axis=1), size=3, length_step=_WIDTH
-  )  # two micro-batches
-  return batch, plans
+  batch = learning.mini_batch(loss_mask, _VOCAB)
+  return batch, learning.plans(batch, 3)
 
 
 def _step(model, *, separate, critic_only=False, actor_lr=1e-2, critic_lr=3e-2, grad_clip=0.1, **loss):
   """One optimiser step; weights, the optimiser's state and metrics after it, on the host."""
-  optimizer = make_optimizer(
-    actor_lr=actor_lr, critic_lr=critic_lr, warmup_steps=0, decay_steps=10, final_lr_fraction=1.0, b1=0.9, b2=0.999,
-    weight_decay=0.1, grad_clip=grad_clip, separate_critic=separate,
-  )  # fmt: skip
-  graphdef, params = nnx.split(model)
-  params = jax.tree.map(np.array, params)
-  learner = Learner(graphdef, optimizer, LossConfig(**loss))
-  return jax.device_get(learner.step(params, learner.init(params), *_batch(), critic_only=critic_only))
+  optimizer = learning.optimizer(
+    actor_lr=actor_lr, critic_lr=critic_lr, weight_decay=0.1, grad_clip=grad_clip, separate_critic=separate
+  )
+  learner = learning.learner(model, optimizer, **loss)
+  state = learning.state_of(learner, learning.copied(nnx.split(model)[1]))
+  state, metrics = learning.step(learner, state, *_batch(), critic_only=critic_only)
+  return jax.device_get((state.params, state.opt_state, metrics))
 
 
 def _leaves(tree):
-  return [(of_critic(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+  return [(is_critic_weight(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _equal(ours, theirs, **tolerance):
@@ -84,29 +65,16 @@ def test_neither_loss_reaches_the_other_model():
   batch, _ = _batch()
 
   def norms(**loss):
-    gradient = jax.grad(lambda p: loss_and_stats(nnx.merge(graphdef, p), batch, LossConfig(**loss))[0])
+    settings = learning.loss(**loss)
+    gradient = jax.grad(lambda p: objective.policy_and_value_loss(nnx.merge(graphdef, p), batch, settings)[0])
     leaves = _leaves(jax.jit(gradient)(params))
     assert sum(own for own, _ in leaves) > 2  # a trunk and the head
     return [np.max([np.abs(x).max() for own, x in leaves if own == critic]) for critic in (False, True)]
 
-  policy, critic = norms(entropy_coef=0.1, kl_coef=0.1, value_coef=0.0)
+  policy, critic = norms(entropy_coef=0.1, kl_loss_coef=0.1, value_coef=0.0)
   assert policy > 0 and critic == 0
   policy, critic = norms(pg_coef=0.0, entropy_coef=0.0, value_coef=0.5)
   assert policy == 0 and critic > 0
-
-
-def test_values_are_those_of_the_critic_run_by_itself():
-  model = _separate()
-  graphdef, params = nnx.split(model)
-  batch, plans = _batch()
-  learner = Learner(graphdef, optax.identity(), LossConfig())
-  logprobs, values = learner.score(params, batch, plans)
-  np.testing.assert_array_equal(learner.values(params, batch, plans), values)
-  np.testing.assert_array_equal(learner.logprobs(params, batch, plans), logprobs)
-  hidden = np.asarray(jax.jit(lambda tokens: model.critic(model.critic.embed(tokens))[0])(batch.tokens))
-  everywhere = hidden @ np.asarray(model.value_head.kernel[...]) + float(model.value_head.bias[...])
-  for row, i in zip(*np.nonzero(batch.mask), strict=True):
-    np.testing.assert_allclose(values[row, i], everywhere[row, batch.columns[row, i] - 1], atol=1e-5)
 
 
 def test_an_update_is_that_of_two_models_each_with_its_own_clip():
@@ -152,19 +120,6 @@ def test_the_critic_can_learn_alone(separate):
   assert metrics['critic/grad_norm'] == pytest.approx(np.linalg.norm(gradient), rel=1e-4)
 
 
-def test_the_policy_s_schedule_begins_after_the_critic_s_steps():
-  params = {'policy': {'kernel': jnp.zeros(1)}, 'value_head': {'kernel': jnp.zeros(1)}}
-  optimizer = make_optimizer(
-    actor_lr=1.0, critic_lr=1.0, warmup_steps=0, decay_steps=4, final_lr_fraction=0.0, b1=0.9, b2=0.999,
-    weight_decay=0.0, grad_clip=1.0, critic_steps=2,
-  )  # fmt: skip
-  state, moved = optimizer.init(params), []
-  for _ in range(2):
-    updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
-    moved.append([-float(updates[name]['kernel'][0]) for name in ('policy', 'value_head')])
-  np.testing.assert_allclose(moved, [[1, 1], [0.5, 0.75]], rtol=1e-4)  # halfway of two steps, and of four
-
-
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,11 +138,13 @@ def test_a_separate_critic_begins_with_the_values_that_the_shared_one_has():
   made, shown = [], []
   for separate in (False, True):
     config = _lake(model__separate_critic=separate, algorithm__bootstrap_truncated=True, algorithm__kl_loss_coef=0.01)
-    trainer = Trainer(config, build.load_policy(config))
-    params, opt_state, _ = trainer.init()
-    rollout, selection = trainer.collect(params, 0)
-    made.append((rollout.trajectory, trainer.make_batch(params, selection)[0], trainer._bootstrap(params, rollout)))
-    shown.append([turn['value'] for r in trainer.records(rollout, selection, made[-1][1], 0)[1] for turn in r['turns']])
+    trainer = build.make_trainer(config, build.load_policy(config))
+    state = trainer.init()
+    rollout, selection = trainer.collect(state)
+    batch, _ = trainer.estimate(state, selection)
+    made.append((rollout.trajectory, batch, trainer.estimator.bootstrap(state.params, rollout)))
+    records = trainer.recorder.records(rollout, selection, batch, 0)[1]
+    shown.append([turn['value'] for record in records for turn in record['turns']])
   (shared, batch, behind), (separate, own, own_behind) = made
   np.testing.assert_array_equal(shared.tokens, separate.tokens)
   assert np.abs(shared.values).max() > 0 and not separate.values.any()
@@ -199,18 +156,20 @@ def test_a_separate_critic_begins_with_the_values_that_the_shared_one_has():
   assert any(map(any, shown[1]))
   np.testing.assert_allclose(own.advantages, batch.advantages, atol=1e-3)
   # Other weights of the critic: the same play, other values.
-  params['critic'] = jax.tree.map(lambda x: 1.1 * x, params['critic'])
-  again, selection = trainer.collect(params, 0)
+  state.trained['critic'] = jax.tree.map(lambda x: 1.1 * x, state.trained['critic'])
+  again, selection = trainer.collect(state)
   np.testing.assert_array_equal(again.trajectory.tokens, separate.tokens)
-  other = trainer.make_batch(params, selection)[0]
+  other = trainer.estimate(state, selection)[0]
   assert np.abs(other.old_values - own.old_values).max() > 1e-2
   np.testing.assert_array_equal(other.ref_logprobs, own.ref_logprobs)
   np.testing.assert_allclose(other.ref_logprobs, other.old_logprobs, atol=1e-4)
   # And an update that leaves none of the models as it was.
-  before = jax.device_get(params)
-  params, _, metrics = trainer.update(params, opt_state, own, selection, 0)
+  before = jax.device_get(state.params)
+  state, metrics = trainer.update(state, own, selection)
   for name in ('policy', 'critic', 'value_head'):
-    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (before[name], params[name])), strict=True)), name
+    assert any(
+      (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before[name], state.params[name])), strict=True)
+    ), name
   assert metrics['critic/grad_norm'] > 0 and metrics['rollout/logprob_gap_max'] < 1e-3
 
 
@@ -246,19 +205,20 @@ def test_success_and_explained_variance_rise(tmp_path, separate):
     algorithm__whiten_advantages=False,  # what is solved leaves no advantage to learn from
   )  # fmt: skip
   check_config(config)
-  trainer = Trainer(config, build.load_policy(config))
-  params, opt_state, _ = trainer.init()
-  params['value_head'] = jax.tree.map(jnp.zeros_like, params['value_head'])  # a critic that knows nothing yet
+  trainer = build.make_trainer(config, build.load_policy(config))
+  state = trainer.init()
+  head = state.trained['value_head']
+  state.trained['value_head'] = jax.tree.map(jnp.zeros_like, head)  # a critic that knows nothing yet
   success, explained = [], []
-  for i in range(config.num_iterations):
-    rollout, selection = trainer.collect(params, i)
-    batch, metrics = trainer.make_batch(params, selection)
-    params, opt_state, _ = trainer.update(params, opt_state, batch, selection, i)
+  for _ in range(config.num_iterations):
+    rollout, selection = trainer.collect(state)
+    batch, metrics = trainer.estimate(state, selection)
+    state, _ = trainer.update(state, batch, selection)
     success.append(np.mean([e.success for e in rollout.episodes if e.tag == 'Bandit']))
     explained.append(metrics['critic/vf_explained_var'])
   assert explained[0] == pytest.approx(0, abs=1e-6) and np.mean(explained[-2:]) > 0.5
   assert success[0] < 0.3 and np.mean(success[-2:]) > 0.8
-  assert trainer.learner.traces <= 6 and trainer.learner._values._cache_size() <= 6
+  assert trainer.learner.traces <= 6 and trainer.scorer.traces['values'] <= 6
 
 
 @pytest.mark.parametrize(
@@ -301,7 +261,7 @@ def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path):
   )  # fmt: skip
   config.model.path = str(tmp_path / 'out')
   again = build.load_policy(config)
-  _equal(build.param_state(again.model), build.param_state(model), rtol=0)
+  _equal(param_state(again.model), param_state(model), rtol=0)
   assert '123k parameters, 123k of the critic' in again.describe()
   # The shared form does not take a head that reads another trunk.
   config.model.separate_critic = False

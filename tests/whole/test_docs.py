@@ -1,4 +1,4 @@
-"""Docs say what is so: links lead somewhere, fields and commands exist, the reference is fresh, errors are quoted."""
+"""Docs agree with the program: links, modules, fields, commands, quoted errors and the configuration reference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 import sys
+import tomllib
 import types
 
 import pytest
@@ -15,15 +16,15 @@ from ml_collections import ConfigDict, config_flags
 from configs import default, frozenlake_ppo
 from docs import make_configuration
 from ragen_jax import build, train
-from ragen_jax.agent import env_manager
-from ragen_jax.agent.agent_proxy import AgentProxy, Limits
+from ragen_jax.agent import pools
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.episode import Limits
 from ragen_jax.config import checks, command_line
 from ragen_jax.distributed import processes, sharding
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
-from ragen_jax.training.monitor import Monitor
+from ragen_jax.training import run
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import Fault
 from tests.support import builders
@@ -68,6 +69,35 @@ def test_relative_links_lead_somewhere(page):
 def test_readme_leads_to_every_page():
   readme = _text(ROOT / 'README.md')
   assert [page.name for page in PAGES[2:] if f'(docs/{page.name})' not in readme] == []
+
+
+@each_page
+def test_modules_that_a_page_names_exist(page):
+  named = re.findall(r'(?<![\w./-])((?:\w+/)+[a-z]\w*\.py)', _text(page))
+  roots = (ROOT, ROOT / 'ragen_jax')
+  # Other folders are a reader's own or RAGEN's.
+  ours = [name for name in named if any((root / name.split('/')[0]).is_dir() for root in roots)]
+  assert [name for name in ours if not any((root / name).is_file() for root in roots)] == []
+
+
+def _block(page: str, text: str) -> list[str]:
+  """The lines of the fenced block of a page of docs/ that contains a text."""
+  blocks = [block for _, block in _FENCE.findall(_text(ROOT / 'docs' / page)) if text in block]
+  assert len(blocks) == 1, text
+  return blocks[0].splitlines()
+
+
+def test_the_design_page_lists_the_package():
+  listed = re.findall(r'^  (\w+)(?:/|\.py) ', '\n'.join(_block('design.md', 'ragen_jax/\n')), re.MULTILINE)
+  there = [p for p in (ROOT / 'ragen_jax').iterdir() if (p / '__init__.py').is_file() or p.suffix == '.py']
+  assert sorted(listed) == sorted(p.stem for p in there if p.stem != '__init__')
+
+
+def test_the_design_page_has_the_layers_of_the_import_contract():
+  contracts = tomllib.loads(_text(ROOT / 'pyproject.toml'))['tool']['importlinter']['contracts']
+  layers = next(c['layers'] for c in contracts if c['type'] == 'layers')
+  drawn = [line.split() for line in _block('design.md', 'algorithms envs')]
+  assert [sorted(line) for line in drawn] == [sorted(re.split(r' [:|] ', layer)) for layer in layers]
 
 
 def test_the_configuration_reference_is_fresh():
@@ -199,8 +229,7 @@ def _too_long_a_prompt() -> str:
   specs = build.env_groups(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
   limits = Limits(1, 32, 128, -0.1, 64, False)
-  proxy = AgentProxy(types.SimpleNamespace(specs=specs), context, None, limits)
-  return _error(proxy._check_first_prompt, 0, 0, 'Target: 24\nNumbers: 1, 2, 3', 1)
+  return _error(context.check_first_prompt, 0, 'Target: 24\nNumbers: 1, 2, 3', 1, limits)
 
 
 def _without_a_hub(monkeypatch) -> str:
@@ -247,20 +276,17 @@ def _row_shards(monkeypatch) -> str:
 
 
 def _different_checkpoints() -> str:
-  source = (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
+  source = (ROOT / 'ragen_jax' / 'training' / 'run.py').read_text(encoding='utf-8')
   message = re.search(r"f'(--workdir=\{workdir\}: the processes see different checkpoints.*)'", source).group(1)
   return 'error: ' + message.format(workdir='runs/two', steps=[10, None])
 
 
 def _stopped() -> str:
-  config = frozenlake_ppo.get_config()
-  return train._greeting(config, None, 'runs/frozenlake_ppo', 45, 'empty_filtered_steps')
+  return run.greeting('runs/frozenlake_ppo', '', 45, frozenlake_ppo.get_config().num_iterations, 'empty_filtered_steps')
 
 
 def _on_a_cpu() -> str:
-  config = frozenlake_ppo.get_config()
-  policy = types.SimpleNamespace(describe=lambda: '123k parameters, float32, 1 device (cpu)')
-  return train._greeting(config, policy, 'runs/frozenlake_ppo', 0, '')
+  return run.greeting('runs/frozenlake_ppo', 'tiny: 123k parameters, float32, 1 device (cpu)', 0, 100, '')
 
 
 def _lost_partner(monkeypatch, capsys) -> str:
@@ -271,11 +297,11 @@ def _lost_partner(monkeypatch, capsys) -> str:
 
 def _a_fault() -> str:
   fault = Fault('step raised ZeroDivisionError', 'division by zero (guess.py:25)')
-  return env_manager._FAULT_TOLD % ('Guess', 10003, fault, 'Guess')
+  return pools.FAULT_MESSAGE % ('Guess', 10003, fault, 'Guess')
 
 
 def _echo_trap() -> str:
-  monitor = Monitor(builders.small_config())
+  monitor = build.make_monitor(builders.small_config())
   for step in range(60):
     sick = step >= 10
     metrics = {
@@ -284,7 +310,7 @@ def _echo_trap() -> str:
     }  # fmt: skip
     _, verdict = monitor.after_iteration(metrics, empty=False)
     if verdict.action != 'go_on':
-      return f'iteration 37: {verdict.reason}; {train._TOLD[verdict.action]}'
+      return f'iteration 37: {verdict.reason}; {run.CONSEQUENCES[verdict.action]}'
   return ''
 
 
@@ -320,4 +346,4 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
   for text in ('evaluating before training; most of the first minute is compilation',):
     assert text in page and text in (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
   interrupted = 'interrupted; the same command goes on from the last checkpoint, if there is one'
-  assert interrupted in page and interrupted in (ROOT / 'main.py').read_text(encoding='utf-8')
+  assert interrupted in page and interrupted in (ROOT / 'ragen_jax' / '__main__.py').read_text(encoding='utf-8')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -14,7 +13,9 @@ import time
 import pytest
 
 from ragen_jax.runs.metrics import read_metrics
+from tests.support.metrics import comparable_metrics
 from tests.support.paths import ROOT
+from tests.support.processes import environment, run_main, start_main
 
 FLAGS = [
   '--config=configs/frozenlake_ppo.py',
@@ -32,19 +33,10 @@ FLAGS = [
 ]
 
 
-def _environment():
-  return os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'PYTHON': sys.executable}
-
-
 def _start(workdir, processes, *flags):
-  return subprocess.Popen(
-    ['launch/local.sh', str(processes), *FLAGS, f'--workdir={workdir}', *flags],
-    cwd=ROOT,
-    env=_environment(),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
+  command = ['launch/local.sh', str(processes), *FLAGS, f'--workdir={workdir}', *flags]
+  variables = environment(XLA_FLAGS='', PYTHON=sys.executable)
+  return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def _start_pair(workdir, log, *flags):
@@ -52,12 +44,9 @@ def _start_pair(workdir, log, *flags):
   with socket.socket() as s:
     s.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{s.getsockname()[1]}'
-  command = [sys.executable, 'main.py', *FLAGS, f'--workdir={workdir}', *flags]
-  command += [f'--coordinator={address}', '--num_processes=2']
-  return [
-    subprocess.Popen([*command, f'--process_id={i}'], cwd=ROOT, env=_environment(), stdout=log, stderr=log)
-    for i in range(2)
-  ]
+  flags = [*FLAGS, f'--workdir={workdir}', *flags, f'--coordinator={address}', '--num_processes=2']
+  variables = environment(XLA_FLAGS='')
+  return [start_main(*flags, f'--process_id={i}', env=variables, stdout=log, stderr=log) for i in range(2)]
 
 
 @pytest.mark.slow
@@ -94,17 +83,15 @@ def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path)
 
 
 def _assert_same_metrics(run, other):
-  for ours, theirs in zip(read_metrics(run), read_metrics(other), strict=True):
-    assert ours['step'] == theirs['step']
-    names = [n for n in theirs if not n.startswith(('timing_s/', 'perf/', 'rollout/logprob_gap'))]
-    for name in names:
-      assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-4), (theirs['step'], name)
+  ours, theirs = (comparable_metrics(workdir, without=('rollout/logprob_gap',)) for workdir in (run, other))
+  for line, expected in zip(ours, theirs, strict=True):
+    assert line['step'] == expected['step']
+    for name in expected:
+      assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-4), (expected['step'], name)
 
 
 def _train(workdir, devices, *flags):
-  environment = _environment() | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
-  command = [sys.executable, 'main.py', *FLAGS, f'--workdir={workdir}', *flags]
-  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+  return run_main(*FLAGS, f'--workdir={workdir}', *flags, devices=devices, check=True)
 
 
 @pytest.mark.slow

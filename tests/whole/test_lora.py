@@ -15,6 +15,7 @@ from flax import nnx
 
 from configs import frozenlake_ppo
 from ragen_jax import build, train
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint import peft as adapter_files
@@ -24,17 +25,11 @@ from ragen_jax.models.checkpoint.load import load_params
 from ragen_jax.modes import sft
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.training.learner import (
-  Learner,
-  LossConfig,
-  TokenBatch,
-  make_optimizer,
-  plan_micro_batches,
-  sampled_columns,
-)
+from ragen_jax.training.batches import MiniBatch, micro_batches
+from ragen_jax.training.learner import Learner
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support import builders, learning
 from tests.support.paths import ROOT
 
 
@@ -51,53 +46,33 @@ def _model(vocab: int = 30):
   return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.2, x.dtype), params))
 
 
-def _batch(rows: int = 16, width: int = 24, vocab: int = 30) -> tuple[TokenBatch, list]:
-  rng = np.random.default_rng(0)
+def _batch(rows: int = 16, width: int = 24, vocab: int = 30) -> tuple[MiniBatch, list]:
   loss_mask = np.zeros((rows, width), bool)
   loss_mask[:, 5:9] = True
-  columns, mask = sampled_columns(loss_mask)
-  noise = lambda: rng.normal(size=mask.shape).astype(np.float32)  # noqa: E731
-  batch = TokenBatch(
-    tokens=rng.integers(0, vocab, size=(rows, width)).astype(np.int32), columns=columns, mask=mask,
-    turn=np.zeros(mask.shape, np.int32), old_logprobs=noise() - 3, old_values=noise(), advantages=noise(),
-    returns=noise(), weights=(mask / mask.sum()).astype(np.float32),
-    value_weights=(mask / mask.sum()).astype(np.float32), ref_logprobs=noise() - 3,
-    importance=np.ones(mask.shape, np.float32),
-  )  # fmt: skip
-  length = np.full((rows,), width)
-  plans = plan_micro_batches(np.arange(rows, dtype=np.int32), length, mask.sum(axis=1), size=8, length_step=width)
-  return batch, plans
+  batch = learning.mini_batch(loss_mask, vocab)
+  return batch, learning.plans(batch, 8)
 
 
 def _learner(model, mesh=None, remat=False) -> Learner:
-  optimizer = make_optimizer(
-    actor_lr=1e-2, critic_lr=1e-2, warmup_steps=0, decay_steps=10, final_lr_fraction=1.0, b1=0.9, b2=0.999,
-    weight_decay=0.01, grad_clip=1.0,
-  )  # fmt: skip
-  return Learner(nnx.split(model)[0], optimizer, LossConfig(remat=remat), mesh)
+  return learning.learner(model, learning.optimizer(weight_decay=0.01), mesh, remat=remat)
 
 
 def test_only_what_is_trained_has_gradients_and_optimiser_state_and_the_base_stays_where_it_is():
   model = _model()
-  learner, params = _learner(model), nnx.split(model)[1]
-  trained, frozen = lora.partition(params)
+  learner = _learner(model)
+  state = learning.state_of(learner, nnx.split(model)[1])
+  trained, frozen = state.trained, state.frozen
   count = sum(x.size for x in jax.tree.leaves(trained))
-  opt_state = learner.init(params)
-  moments = [x for x in jax.tree.leaves(opt_state) if x.ndim]
+  moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
   assert sum(x.size for x in moments) + sum(x.ndim == 0 for x in jax.tree.leaves(trained)) * 2 == 2 * count
-  gradients, apply = [], learner._apply
-
-  def spy(trained, opt_state, new, lr_scale):
-    gradients.append(jax.tree.map(jnp.shape, new))
-    return apply(trained, opt_state, new, lr_scale)
-
-  learner._apply = spy
+  gradients, _ = learner.gradients(state, micro_batches(*_batch()))
+  assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, trained)
   before = jax.device_get((trained, frozen))
   buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(frozen)]
-  new, opt_state, metrics = learner.step(params, opt_state, *_batch())
-  new, _, _ = learner.step(new, opt_state, *_batch())
-  assert gradients[0] == jax.tree.map(jnp.shape, trained) and metrics['actor/grad_norm'] > 0
-  after_trained, after_frozen = lora.partition(new)
+  new, metrics = learning.step(learner, state, *_batch())
+  new, _ = learning.step(learner, new, *_batch())
+  assert metrics['actor/grad_norm'] > 0
+  after_trained, after_frozen = lora.partition(new.params)
   assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(after_frozen)] == buffers
   for a, b in zip(jax.tree.leaves(after_frozen), jax.tree.leaves(before[1]), strict=True):
     np.testing.assert_array_equal(a, b)
@@ -109,8 +84,9 @@ def test_recomputing_layers_changes_nothing():
   stepped = []
   for remat in (False, True):
     model = _model()
-    learner, params = _learner(model, remat=remat), nnx.split(model)[1]
-    stepped.append(learner.step(params, learner.init(params), *_batch())[0])
+    learner = _learner(model, remat=remat)
+    state = learning.state_of(learner, nnx.split(model)[1])
+    stepped.append(learning.step(learner, state, *_batch())[0].params)
   for a, b in zip(*map(jax.tree.leaves, stepped), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -135,7 +111,7 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
 
   def spy(self):
     result = init(self)
-    seen.update(base=lora.partition(result[0])[1], reference=self._reference)
+    seen.update(base=result.frozen, reference=result.reference)
     return result
 
   monkeypatch.setattr(Trainer, 'init', spy)
@@ -158,7 +134,7 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
   # What the KL is measured from: the first adapters, and the same base, not a copy of it.
   first, shared = lora.partition(nnx.State({'policy': seen['reference']}))
   assert all(a is b for a, b in zip(jax.tree.leaves(shared), jax.tree.leaves(seen['base']), strict=True))
-  adapters = lora.partition(build.param_state(fresh.model))[0]['policy']
+  adapters = lora.partition(param_state(fresh.model))[0]['policy']
   for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(adapters), strict=True):
     np.testing.assert_array_equal(a, b)
   # Checkpoints hold what is trained, and Adam's two moments of it.
@@ -176,7 +152,7 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
     for run in ('run', 'again')
   )
   assert ours == theirs and ours['step'] == 10  # floats, to the last bit
-  like = {'params': lora.partition(build.param_state(fresh.model))[0]}
+  like = {'params': lora.partition(param_state(fresh.model))[0]}
   with Checkpointer(tmp_path / 'run') as a, Checkpointer(tmp_path / 'again') as b:
     first, second = (c.restore(like, partial=True)[0] for c in (a, b))
   for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
@@ -199,7 +175,7 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
     sft__output=str(tmp_path / 'adapter'), sft__value_coef=0.1, eval__tags=('BanditTest',), eval__greedy_too=False,
     length_step=256, lora__rank=8, export__lora='adapter',
   )  # fmt: skip
-  before = build.param_state(build.load_policy(config).model)
+  before = param_state(build.load_policy(config).model)
   sft.train_sft(config, str(tmp_path / 'sft'))
   assert losses[-1] < 0.5 * losses[0]
   assert adapter_files.read_config(str(tmp_path / 'adapter')).rank == 8
@@ -207,7 +183,7 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
   config.lora.path = str(tmp_path / 'adapter')
   check_config(config)
   policy = build.load_policy(config)
-  frozen = lora.partition(build.param_state(policy.model))[1]
+  frozen = lora.partition(param_state(policy.model))[1]
   assert float(policy.model.value_head.bias[...]) != float(before['value_head']['bias'][...])
   assert all(np.abs(a.lora_b[...]).max() > 0 for a in lora.adapters(policy.model.policy).values())
   for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(lora.partition(before)[1]), strict=True):
@@ -232,6 +208,7 @@ from flax import nnx
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.models import lora
+from tests.support import learning
 from tests.whole import test_lora
 
 results = []
@@ -244,8 +221,9 @@ for mesh in (None, make_mesh(2, 2, 2)):
       divided = path[-1] == 'lora_a' or path[-2:] == ('adapter', 'lora_b')
       assert leaf[...].sharding.is_fully_replicated != divided, path
   learner = test_lora._learner(model, mesh)
-  new, _, metrics = learner.step(params, learner.init(params), *test_lora._batch(vocab=32))
-  results.append((jax.device_get(new), {name: float(np.sum(x)) for name, x in metrics.items()}))
+  state = learning.state_of(learner, params)
+  new, metrics = learning.step(learner, state, *test_lora._batch(vocab=32))
+  results.append((jax.device_get(new.params), {name: float(np.sum(x)) for name, x in metrics.items()}))
 (one, one_metrics), (many, many_metrics) = results
 for name, x in one_metrics.items():
   np.testing.assert_allclose(many_metrics[name], x, rtol=1e-3, atol=1e-5, err_msg=name)

@@ -20,16 +20,17 @@ from flax import nnx
 from ragen_jax import build, train
 from ragen_jax.algorithms import losses
 from ragen_jax.config.checks import check_plan
-from ragen_jax.models import lora, presets
+from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
 from ragen_jax.sampling.sampler import Sampler, Sampling
-from ragen_jax.training.learner import Learner, LossConfig, TokenBatch, plan_micro_batches, score_tokens
+from ragen_jax.training.batches import MiniBatch
+from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
-from tests.support import builders, memory_worker
+from tests.support import builders, learning, memory_worker
 from tests.support.paths import ROOT
 
 # Of the programs that memory_worker.py compiles: float32 logits of all sampled tokens, four times those of the larger
@@ -100,8 +101,9 @@ def _config(**fields):
 def test_the_plan_is_what_one_device_really_holds():
   config = _config()
   policy = build.load_policy(config)
-  trainer = Trainer(config, policy)
-  params, opt_state, _ = trainer.init()
+  trainer = build.make_trainer(config, policy)
+  state = trainer.init()
+  params, opt_state = state.params, state.opt_state
   # The update's programs are those of the mesh's test.
   found = plan.estimate(config, {plan._shaped_by(config, 'update'): 0}).phases
   live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('o', opt_state))}
@@ -109,7 +111,7 @@ def test_the_plan_is_what_one_device_really_holds():
   assert found['update']['weights (float32)'] == found['update']['gradients'] == live['p']
   assert found['rollout']["optimiser's state"] == live['o']
   assert found['rollout']['key/value cache'] == sum(x.nbytes for x in jax.tree.leaves(cache))
-  assert 'reference weights' not in found['update'] and trainer._reference is None
+  assert 'reference weights' not in found['update'] and state.reference is None
   # On one CPU device attention goes by row, so of the real programs only the sampler's are the planned ones.
   lowered = policy.sampler.lower(
     params, policy.sampler.init(8, plan.cache_columns(config)), width=64, max_new=32, sampling=Sampling()
@@ -120,11 +122,10 @@ def test_the_plan_is_what_one_device_really_holds():
 
 def test_the_reference_is_held_only_while_the_kl_is_on():
   config = _config(algorithm__kl_reward_coef=0.1, plan__memory_gb=1e-6)  # too small for anything to be compiled
-  trainer = Trainer(config, build.load_policy(config))
-  params, _, _ = trainer.init()
+  state = build.make_trainer(config, build.load_policy(config)).init()
   phases = plan.estimate(config, {}).phases
-  held = sum(x.nbytes for x in jax.tree.leaves(trainer._reference))
-  assert held == sum(x.nbytes for x in jax.tree.leaves(params['policy']))
+  held = sum(x.nbytes for x in jax.tree.leaves(state.reference))
+  assert held == sum(x.nbytes for x in jax.tree.leaves(state.params['policy']))
   assert all(kinds['reference weights'] == held for kinds in phases.values())
 
 
@@ -133,9 +134,8 @@ def test_adapters_and_a_separate_critic_are_counted():
     lora__rank=4, model__param_dtype='bfloat16', model__separate_critic=True, algorithm__kl_loss_coef=0.1,
     plan__memory_gb=1e-6,
   )  # fmt: skip
-  trainer = Trainer(config, build.load_policy(config))
-  params, opt_state, _ = trainer.init()
-  trained = lora.partition(params)[0]
+  state = build.make_trainer(config, build.load_policy(config)).init()
+  params, opt_state, trained = state.params, state.opt_state, state.trained
   kinds = plan.estimate(config, {}).phases['update']
   live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('t', trained))}
   assert live['t'] < live['p']
@@ -276,38 +276,38 @@ def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
 
 def _random_batch(rows=8, width=24, replies=12):
   rng = np.random.default_rng(0)
-  f32 = {f.name: rng.normal(size=(rows, replies)).astype(np.float32) for f in dataclasses.fields(TokenBatch)}
+  f32 = {f.name: rng.normal(size=(rows, replies)).astype(np.float32) for f in dataclasses.fields(MiniBatch)}
   columns = np.sort(rng.permuted(np.tile(np.arange(1, width), (rows, 1)), axis=1)[:, :replies], axis=1)
   mask = np.arange(replies)[None] < rng.integers(3, replies + 1, size=(rows, 1))
-  return TokenBatch(
+  return MiniBatch(
     **f32 | {
       'tokens': rng.integers(0, 40, size=(rows, width)).astype(np.int32), 'columns': columns.astype(np.int32),
-      'mask': mask, 'turn': np.zeros((rows, replies), np.int32), 'importance': np.ones((rows, replies), np.float32),
-      'old_logprobs': f32['old_logprobs'] - 4,
+      'mask': mask, 'trained': mask, 'valued': mask, 'turn': np.zeros((rows, replies), np.int32),
+      'importance': np.ones((rows, replies), np.float32), 'old_logprobs': f32['old_logprobs'] - 4,
     }
   )  # fmt: skip
 
 
 def _learner(made, **loss):
-  return Learner(nnx.split(made)[0], memory_worker.optimizer(), LossConfig(**loss))
+  return learning.learner(made, memory_worker.optimizer(), **loss)
 
 
 def test_the_update_reuses_what_it_is_given():
   made = builders.random_model(40)
   learner, batch = _learner(made), _random_batch()
   batch = batch.replace(weights=batch.mask / batch.mask.sum(), value_weights=batch.mask / batch.mask.sum())
-  params = nnx.split(made)[1]
-  opt_state = learner.init(params)
-  sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (params, opt_state)]
-  lowered = learner.lower(params, opt_state, batch)
+  state = learning.state_of(learner, nnx.split(made)[1])
+  donated = (state.trained, state.opt_state)
+  sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in donated]
+  lowered = learner.lower(state, batch)
   aliased = {name: x.compile().memory_analysis().alias_size_in_bytes for name, x in lowered.items()}
   assert aliased['accumulate'] == sizes[0]  # the gradients
   assert aliased['apply'] == sum(sizes)
-  plans = plan_micro_batches(np.arange(8), np.full(8, 24), batch.mask.sum(axis=1), size=4, length_step=8)
+  plans = learning.plans(batch, 4, length_step=8)
   with warnings.catch_warnings():
     warnings.simplefilter('error')  # also 'Some donated buffers were not usable'
-    learner.step(params, opt_state, batch, plans)
-  assert all(x.is_deleted() for x in jax.tree.leaves((params, opt_state)) if x.size)
+    learning.step(learner, state, batch, plans)
+  assert all(x.is_deleted() for x in jax.tree.leaves(donated) if x.size)
 
 
 def test_the_sampler_reuses_its_cache():
@@ -334,7 +334,7 @@ def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
   monkeypatch.setattr(Trainer, 'init', lambda self: given.append(init(self)) or given[-1])
   for _ in range(2):
     train.train_and_evaluate(config, str(tmp_path / 'run'))
-  assert len(given) == 2 and all(x.is_deleted() for x in jax.tree.leaves(given[1][:2]) if x.size)
+  assert len(given) == 2 and all(x.is_deleted() for x in jax.tree.leaves(given[1].saved()) if x.size)
 
 
 # -- Types -------------------------------------------------------------------------------------------------------------
@@ -349,10 +349,10 @@ def test_weights_are_float32_activations_bfloat16_and_logits_float32():
   assert hidden.dtype == jnp.bfloat16
   assert made.policy.logits(hidden).dtype == made.value_head(hidden).dtype == np.float32
   assert {x.dtype for x in jax.tree.leaves(made.policy.init_cache(2, 8))} == {np.dtype(jnp.bfloat16)}
-  learner = Learner(nnx.split(made)[0], memory_worker.optimizer(), LossConfig())
-  params = nnx.split(made)[1]
-  new, _ = jax.eval_shape(learner._accumulate, params, nnx.State({}), params, _random_batch())
-  assert {x.dtype for x in jax.tree.leaves((new, learner.init(nnx.split(made)[1]))) if x.ndim} == {np.dtype(np.float32)}
+  learner = learning.learner(made, memory_worker.optimizer())
+  state = learning.state_of(learner, nnx.split(made)[1])
+  gradients, _ = jax.eval_shape(lambda batch: learner.gradients(state, [batch]), _random_batch())
+  assert {x.dtype for x in jax.tree.leaves((gradients, state.opt_state)) if x.ndim} == {np.dtype(np.float32)}
 
 
 def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_without_remat():
@@ -364,7 +364,7 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
 
   def kept(remat):
     def forward(params):
-      return score_tokens(nnx.merge(graphdef, params), tokens, columns, LossConfig(remat=remat))[0]
+      return score_tokens(nnx.merge(graphdef, params), tokens, columns, learning.scoring(remat=remat))[0]
 
     residuals = jax.eval_shape(lambda p: jax.vjp(forward, p)[1], params)
     shapes = [x.shape for x in jax.tree.leaves(residuals) if x.dtype == jnp.bfloat16]
@@ -389,10 +389,9 @@ def test_micro_batches_and_chunks_change_no_step():
     batch = batch.replace(weights=weights, value_weights=value_weights)
     found = []
     for size, learner in learners:
-      params = jax.tree.map(jnp.copy, nnx.split(made)[1])
-      plans = plan_micro_batches(np.arange(8), np.full(8, 24), batch.mask.sum(axis=1), size=size, length_step=24)
-      new, _, metrics = learner.step(params, learner.init(params), batch, plans)
-      found.append((jax.tree.leaves(new), metrics))
+      state = learning.state_of(learner, learning.copied(nnx.split(made)[1]))
+      new, metrics = learning.step(learner, state, batch, learning.plans(batch, size))
+      found.append((jax.tree.leaves(new.trained), metrics))
     for ours, theirs in zip(*(x[0] for x in found), strict=True):
       # The first step of Adam is the gradient's sign; what is only rounding may fall to either side.
       assert np.quantile(np.abs(ours - theirs), 0.99) < 1e-5, mode

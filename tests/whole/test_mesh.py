@@ -18,9 +18,8 @@ import pytest
 from flax import nnx
 
 from ragen_jax.config import checks
-from ragen_jax.distributed.mesh import AXES, make_mesh
+from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.processes import RowShare
-from ragen_jax.distributed.sharding import weight_spec
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.load import load_params, load_value_head
@@ -144,16 +143,6 @@ def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
   _assert_same(_run(model, tmp_path / 'eight', ['2x2x2'], model__separate_critic=True)['2x2x2'], one)
 
 
-def test_a_dimension_that_does_not_divide_is_named():
-  mesh = jax.sharding.AbstractMesh((1, 1, 4), ('data', 'fsdp', 'tensor'))
-  with pytest.raises(UserError, match=r'mesh\.tensor=4: does not divide the 2 of .*k_proj.*1, 2 would') as e:
-    weight_spec('policy/layers/0/self_attn/k_proj/kernel', (64, 2, 16), mesh)
-  assert '\n' not in str(e.value)
-  assert weight_spec('policy/layers/0/self_attn/q_proj/kernel', (64, 4, 16), mesh) == jax.sharding.PartitionSpec(
-    'fsdp', 'tensor', None
-  )
-
-
 def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_read(monkeypatch):
   monkeypatch.setattr(checks, 'make_mesh', lambda **_: jax.sharding.AbstractMesh((1, 1, 4), AXES))
   monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare())
@@ -162,9 +151,3 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_rea
     UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
   ):
     checks.check_config(builders.small_config(mesh__tensor=4))
-
-
-def test_axes_must_multiply_to_the_devices():
-  with pytest.raises(UserError, match=r'mesh\.fsdp=2.*number of devices, 1'):
-    make_mesh(1, 2, 1)
-  assert dict(make_mesh(-1, 1, 1).shape) == {'data': 1, 'fsdp': 1, 'tensor': 1}

@@ -11,9 +11,10 @@ from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.evaluation.evaluator import Evaluator, mean_success
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.training.trainer import Trainer
+from ragen_jax.training.rollout_metrics import rollout_metrics
+from ragen_jax.training.run_log import mean_success
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
 
@@ -86,9 +87,11 @@ def test_wrong_counts_are_told_in_one_line(fields, message):
 
 def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
   config = mixed_config()
-  trainer = Trainer(config, policy)
+  trainer = build.make_trainer(config, policy)
   params = nnx.split(policy.model)[1]
-  rollout = trainer.proxy.rollout(params, 10_000, jax.random.key(0), Sampling(temperature=1.0))
+  rollout = trainer.proxy.rollout(
+    SamplerSpeaker(trainer.policy.sampler, params, jax.random.key(0), Sampling(temperature=1.0)), 10_000
+  )
 
   tags = ['SimpleSokoban'] * 2 + ['BanditPairs'] * 6 + ['FrozenLake'] * 4
   assert [e.tag for e in rollout.episodes] == tags
@@ -111,7 +114,7 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
     named = {'SimpleSokoban': 'Sokoban', 'BanditPairs': 'two arms', 'FrozenLake': 'frozen lake'}
     assert [tag for tag, words in named.items() if words in text] == [episode.tag]
 
-  metrics = trainer.rollout_metrics(rollout)
+  metrics = rollout_metrics(rollout, config.train.group_size)
   for tag in TRAIN:
     own = [e for e in rollout.episodes if e.tag == tag]
     assert metrics[f'train/{tag}/success'] == np.mean([e.success for e in own])
@@ -122,7 +125,7 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
 
 def test_an_evaluation_on_other_games_has_metrics_for_each(policy):
   config = mixed_config()
-  evaluator = Evaluator(config, policy)
+  evaluator = build.make_evaluator(config, policy)
   evaluation = evaluator(nnx.split(policy.model)[1])
   counts = dict(zip(EVAL, (2, 5, 1, 4), strict=True))
   assert [e.tag for e in evaluation.episodes] == [tag for tag, count in counts.items() for _ in range(count)]

@@ -222,6 +222,8 @@ import json, pathlib, sys
 import jax
 from safetensors.numpy import load_file
 from ragen_jax import build
+from ragen_jax import build
+from ragen_jax.agent.language_model import weight_shardings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.config import critic_directory, read_config, trunk_config
 from ragen_jax.models.checkpoint.load import load_model, load_params, load_value_head
@@ -234,7 +236,7 @@ def memory(field):  # not getrusage, whose maximum a child inherits from the pro
 
 def load(directory):
   cfg = read_config(directory)
-  shardings = build.weight_shardings(cfg, make_mesh(1, 4, 2))
+  shardings = weight_shardings(cfg, make_mesh(1, 4, 2))
   return jax.tree.leaves(load_params(directory, cfg, 'float32', shardings.__getitem__))
 
 def load_naively(directory):
@@ -242,7 +244,7 @@ def load_naively(directory):
   for file in sorted(pathlib.Path(directory).glob('*.safetensors')):
     tensors |= load_file(file)
   cfg = read_config(directory)
-  shardings = build.weight_shardings(cfg, make_mesh(1, 4, 2))
+  shardings = weight_shardings(cfg, make_mesh(1, 4, 2))
   return [jax.device_put(w.from_hf(tensors[w.name]).astype('float32'), shardings[w.path]) for w in weights(cfg)]
 
 how, small, large = sys.argv[1:]

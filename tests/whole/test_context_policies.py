@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -10,10 +11,12 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build
-from ragen_jax.agent.trajectory import Status
-from ragen_jax.training.learner import LossConfig, sampled_columns, score_tokens
-from ragen_jax.training.trainer import Trainer
-from tests.support import builders
+from ragen_jax.agent.episode import Status
+from ragen_jax.training.batches import mini_batches, sampled_columns
+from ragen_jax.training.estimate import TargetEstimator
+from ragen_jax.training.rollout_metrics import rollout_metrics
+from ragen_jax.training.scoring import score_tokens
+from tests.support import builders, learning
 
 MODES = {
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
@@ -28,10 +31,9 @@ def played(request):
     train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param]
   )
   policy = build.load_policy(config)
-  trainer = Trainer(config, policy)
-  params, opt_state, _ = trainer.init()
-  params = jax.tree.map(jax.numpy.copy, params)
-  return request.param, trainer, params, opt_state, trainer.rollout(params, 0)
+  trainer = build.make_trainer(config, policy)
+  state = learning.copied(trainer.init())
+  return request.param, trainer, state, trainer.rollout(state)
 
 
 def _rows(t):
@@ -40,8 +42,8 @@ def _rows(t):
 
 
 def test_every_turn_is_trained_once_and_in_order(played):
-  mode, trainer, _, _, rollout = played
-  t, stop = rollout.trajectory, trainer.policy.tokenizer.stop_ids[0]
+  mode, trainer, _, rollout = played
+  t, stop = rollout.trajectory, trainer.model.tokenizer.stop_ids[0]
   seen = {i: [] for i in range(len(rollout.episodes))}
   for row in _rows(t):
     of_turns = t.turn[row][t.loss_mask[row]]
@@ -59,7 +61,7 @@ def test_every_turn_is_trained_once_and_in_order(played):
 
 
 def test_rows_belong_to_their_episodes(played):
-  _, trainer, _, _, rollout = played
+  _, trainer, _, rollout = played
   t, rows = rollout.trajectory, _rows(rollout.trajectory)
   assert len(rows) > len(rollout.episodes) == trainer.rows
   assert len(t.length) % (trainer.rows // 4) == 0 and not t.length[np.setdiff1d(np.arange(len(t.length)), rows)].any()
@@ -72,19 +74,20 @@ def test_rows_belong_to_their_episodes(played):
 
 def test_logprobs_are_those_of_a_forward_pass_over_the_row_alone(played):
   """So the cache of what is no longer seen is really gone."""
-  _, trainer, params, _, rollout = played
+  _, trainer, state, rollout = played
   t = rollout.trajectory
   columns, mask = sampled_columns(t.loss_mask)
-  model = nnx.merge(nnx.split(trainer.policy.model)[0], params)
-  logprobs, _, values = score_tokens(model, t.tokens, columns, LossConfig(vocab_limit=trainer.policy.tokenizer.size))
+  model = nnx.merge(nnx.split(trainer.model.model)[0], state.params)
+  settings = learning.scoring(vocab_limit=trainer.model.tokenizer.size)
+  logprobs, _, values = score_tokens(model, t.tokens, columns, settings)
   for recorded, recomputed in ((t.logprobs, logprobs), (t.values, values)):
     at = np.take_along_axis(recorded, columns, axis=1)
     np.testing.assert_allclose(at[mask], np.asarray(recomputed)[mask], atol=1e-4)
 
 
 def test_the_prompt_shows_what_the_policy_says_it_shows(played):
-  mode, trainer, _, _, rollout = played
-  t, tokenizer = rollout.trajectory, trainer.policy.tokenizer
+  mode, trainer, _, rollout = played
+  t, tokenizer = rollout.trajectory, trainer.model.tokenizer
   window = {'limited': 2, 'single': 1, 'drop_oldest': 5}[mode]
   for row in _rows(t):
     episode = rollout.episodes[t.episode[row]]
@@ -107,9 +110,9 @@ def test_the_prompt_shows_what_the_policy_says_it_shows(played):
 
 
 def test_overlong_contexts_drop_turns_and_never_outgrow_their_columns(played):
-  mode, trainer, _, _, rollout = played
+  mode, trainer, _, rollout = played
   t = rollout.trajectory
-  assert t.length.max() <= trainer.config.agent.max_context
+  assert t.length.max() <= trainer.proxy.limits.max_context
   assert (t.status != Status.OUT_OF_CONTEXT).all()
   if mode == 'drop_oldest':
     assert t.length.max() > 150  # it really was at the limit
@@ -121,17 +124,15 @@ def test_a_context_too_short_for_its_window_ends_or_drops(tmp_path):
       agent__context='limited_multi_turn', agent__context_turns=5, agent__max_context=170, agent__overlong=overlong
     )
     policy = build.load_policy(config)
-    trainer = Trainer(config, policy)
-    rollout = trainer.rollout(build.param_state(policy.model), 0)
+    trainer = build.make_trainer(config, policy)
+    rollout = trainer.rollout(trainer.init())
     assert (rollout.trajectory.status == Status.OUT_OF_CONTEXT).any() == ended
 
 
 def test_an_episode_has_one_advantage_whatever_its_number_of_rows(played):
-  _, trainer, params, _, rollout = played
-  with trainer.config.unlocked():
-    trainer.config.algorithm.adv_estimator = 'grpo'
-  batch, _ = trainer.make_batch(params, trainer.select(rollout))
-  trainer.config.algorithm.adv_estimator = 'gae'
+  _, trainer, state, rollout = played
+  settings = dataclasses.replace(trainer.settings.estimate, adv_estimator='grpo')
+  batch, _ = TargetEstimator(settings, trainer.scorer)(state, trainer.select(rollout))
   t = rollout.trajectory
   scores, group = np.asarray([e.score for e in rollout.episodes]), np.asarray([e.group for e in rollout.episodes])
   for row in _rows(t):
@@ -142,11 +143,9 @@ def test_an_episode_has_one_advantage_whatever_its_number_of_rows(played):
 
 def test_gae_runs_through_the_rows_of_an_episode(played):
   """With lambda = gamma = 1 an advantage is all that the episode still brings, in later rows too, less the value."""
-  _, trainer, params, _, rollout = played
-  with trainer.config.unlocked():
-    trainer.config.algorithm.whiten_advantages = False
-  batch, _ = trainer.make_batch(params, trainer.select(rollout))
-  trainer.config.algorithm.whiten_advantages = True
+  _, trainer, state, rollout = played
+  settings = dataclasses.replace(trainer.settings.estimate, whiten_advantages=False)
+  batch, _ = TargetEstimator(settings, trainer.scorer)(state, trainer.select(rollout))
   t = rollout.trajectory
   for row in _rows(t):
     episode = rollout.episodes[t.episode[row]]
@@ -156,18 +155,32 @@ def test_gae_runs_through_the_rows_of_an_episode(played):
 
 
 def test_an_update_takes_whole_episodes(played):
-  _, trainer, params, opt_state, rollout = played
+  _, trainer, state, rollout = played
   selection = trainer.select(rollout)
   kept = np.flatnonzero(selection.keep)
-  parts = trainer._mini_batches(kept, rollout.trajectory.episode, 0, 0)
+  parts = mini_batches(kept, rollout.trajectory.episode, np.random.default_rng(0), size=8, parts=4)
   assert len(parts) == 4 and sorted(np.concatenate(parts).tolist()) == kept.tolist()
   assert sum(len(np.unique(rollout.trajectory.episode[p])) for p in parts) == trainer.rows
-  batch, _ = trainer.make_batch(params, selection)
-  copies = jax.tree.map(jax.numpy.copy, (params, opt_state))
-  _, _, metrics = trainer.update(*copies, batch, selection, 0)
+  batch, _ = trainer.estimate(state, selection)
+  _, metrics = trainer.update(learning.copied(state), batch, selection)
   assert metrics['train/num_mini_batches'] == 4 and np.isfinite(metrics['actor/pg_loss'])
   assert metrics['rollout/logprob_gap_max'] < 1e-3
-  assert trainer.rollout_metrics(rollout)['train/batch_size'] == trainer.rows
+  assert rollout_metrics(rollout, 4)['train/batch_size'] == trainer.rows
+
+
+class KeyRecorder:
+  """A sampler that notes the keys of the rows that take part, turn by turn."""
+
+  def __init__(self, sampler):
+    self._sampler = sampler
+    self.drawn = []
+
+  def __getattr__(self, name):
+    return getattr(self._sampler, name)
+
+  def decode(self, params, state, keys, active, **options):
+    self.drawn.append([tuple(key) for key in jax.random.key_data(keys)[np.asarray(active)].tolist()])
+    return self._sampler.decode(params, state, keys, active, **options)
 
 
 def test_draws_of_different_turns_are_independent():
@@ -176,16 +189,9 @@ def test_draws_of_different_turns_are_independent():
     train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0
   )
   policy = build.load_policy(config)
-  trainer = Trainer(config, policy)
-  drawn = []
-  speak = trainer.proxy._speak
-
-  def spy(params, state, batch, segments, keys, sampling):
-    drawn.append({row: tuple(jax.random.key_data(keys[row]).tolist()) for row in segments})
-    return speak(params, state, batch, segments, keys, sampling)
-
-  trainer.proxy._speak = spy
-  trainer.rollout(build.param_state(policy.model), 0)
-  assert len(drawn) > 2
-  every = [(row, key) for turn in drawn for row, key in turn.items()]
-  assert len({key for _, key in every}) == len(every)
+  sampler = KeyRecorder(policy.sampler)
+  trainer = build.make_trainer(config, dataclasses.replace(policy, sampler=sampler))
+  trainer.rollout(trainer.init())
+  assert len(sampler.drawn) > 2
+  every = [key for turn in sampler.drawn for key in turn]
+  assert len(set(every)) == len(every) > 32  # all rows draw in the first turn, and some go on

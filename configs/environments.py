@@ -1,0 +1,182 @@
+"""The environments by tag, with their budgets and options; `config.envs` in default.py.
+
+A tag names an environment and its settings. `train.tags` and `eval.tags` choose among them.
+"""
+
+from ml_collections import ConfigDict
+
+from ragen_jax.envs import bandit
+
+
+def by_tag() -> ConfigDict:
+  """Tag -> its class, budget and options."""
+  envs = ConfigDict()
+  envs.FrozenLake = ConfigDict(
+    {
+      'type': 'frozen_lake',
+      # Rows and columns.
+      'size': 4,
+      # Probability that a square is ice; RAGEN-2 has 0.9.
+      'p': 0.8,
+      # Whether a move can slide sideways.
+      'is_slippery': True,
+      # On slippery ice, probability of moving in the chosen direction; the two at right angles share the rest. RAGEN-2
+      # has 0.8 or 1.
+      'success_rate': 1 / 3,
+      # How the prompt shows the state: 'grid', 'coord' or 'grid_coord'.
+      'observation': 'grid',
+      # Symbols for player, ice, hole, goal, player in a hole, player on the goal.
+      'symbols': 'P_OGX√',
+      'max_turns': 5,
+      'max_actions': 10,
+      'max_actions_per_turn': 5,
+      'max_words': 100,
+    }
+  )
+  # FrozenLake with coordinates in addition to the grid.
+  envs.CoordFrozenLake = _like(envs.FrozenLake, observation='grid_coord', max_words=120)
+  envs.SimpleSokoban = ConfigDict(
+    {
+      'type': 'sokoban',
+      # Rows and columns, including the outer walls.
+      'dim': (6, 6),
+      # Number of boxes and of targets.
+      'num_boxes': 1,
+      # Actions after which the game itself ends; at least max_actions.
+      'max_steps': 100,
+      # Maximum moves of the reverse play that generates a level.
+      'search_depth': 300,
+      # Minimum moves of a level's shortest solution; 0 for no bound.
+      'min_solution': 0,
+      # Maximum moves of a level's shortest solution; 0 for no bound. Both bounds set the difficulty.
+      'max_solution': 0,
+      # File of levels in Boxoban's format, played in place of generated levels (set dim and num_boxes to match); empty
+      # for none.
+      'levels': '',
+      # How the prompt shows the state: 'grid', 'coord' or 'grid_coord'.
+      'observation': 'grid',
+      # Symbols for wall, floor, target, box on target, box, player, player on target.
+      'symbols': ('#', '_', 'O', '√', 'X', 'P', 'S'),
+      'max_turns': 5,
+      'max_actions': 10,
+      'max_actions_per_turn': 5,
+      'max_words': 100,
+    }
+  )
+  # Sokoban on a larger board with two boxes.
+  envs.LargerSokoban = _like(envs.SimpleSokoban, dim=(8, 8), num_boxes=2, search_depth=10)
+  # The same game in other symbols: tests whether the policy memorised the usual ones.
+  envs.SokobanDifferentGridVocab = _like(
+    envs.SimpleSokoban, search_depth=30, symbols=('W', '.', 'G', 'C', 'B', 'A', '@')
+  )
+  # Sokoban with coordinates in addition to the grid, RAGEN-2's default.
+  envs.CoordSokoban = _like(envs.SimpleSokoban, observation='grid_coord', max_words=120)
+  envs.Bandit = ConfigDict(
+    {
+      'type': 'bandit',
+      # Pairs of (safe arm, risky arm); a level shows one pair.
+      'arms': bandit.PHOENIX_DRAGON,
+      # Reward of the safe arm; 0.15 in the paper's text.
+      'low_reward': 0.1,
+      # Reward of the risky arm when it pays.
+      'high_reward': 1.0,
+      # Probability that the risky arm pays.
+      'high_probability': 0.25,
+      'max_turns': 1,
+      'max_actions': 1,
+      'max_actions_per_turn': 1,
+      'max_words': 100,
+    }
+  )
+  # RAGEN's test of a policy that was trained on Bandit.
+  envs.BanditTest = _like(envs.Bandit, arms=bandit.TRADER_LIBRARIAN)
+  # The paper's test of generalisation: a training pair in which the risky arm is the profession that sounds risky.
+  envs.BanditProfessions = _like(envs.Bandit, arms=bandit.PROFESSIONS_TRAIN)
+  # The evaluation pair for BanditProfessions.
+  envs.BanditProfessionsTest = _like(envs.Bandit, arms=bandit.PROFESSIONS_TEST)
+  # The reverse: a training pair in which the risky arm is the profession that sounds safe.
+  envs.BanditRev = _like(envs.Bandit, arms=bandit.REVERSED_TRAIN)
+  # The evaluation pair for BanditRev.
+  envs.BanditRevTest = _like(envs.Bandit, arms=bandit.REVERSED_TEST)
+  # RAGEN-2's twelve training pairs of professions.
+  envs.BanditPairs = _like(envs.Bandit, arms=bandit.RAGEN2_TRAIN)
+  # RAGEN-2's eight evaluation pairs.
+  envs.BanditPairsTest = _like(envs.Bandit, arms=bandit.RAGEN2_TEST)
+  # Arithmetic: write an expression that uses every given number once and equals the target.
+  envs.Countdown = ConfigDict(
+    {
+      'type': 'countdown',
+      # Minimum count of given numbers, 2 to 5.
+      'min_numbers': 3,
+      # Maximum count of given numbers, up to 5.
+      'max_numbers': 4,
+      # Largest given number; at most 999, 812, 127, 42 for max_numbers = 2, 3, 4, 5.
+      'largest_number': 99,
+      # Largest target.
+      'largest_target': 99,
+      # Operators from which levels are generated: '+-' (RAGEN's levels; signs alone solve them), '+-*' or '+-*/'.
+      'level_operators': '+-*/',
+      # Reward for an expression with the right numbers and a wrong value.
+      'numbers_reward': 0.1,
+      'max_turns': 1,
+      'max_actions': 1,
+      'max_actions_per_turn': 1,
+      'max_words': 100,
+    }
+  )
+  # Sliding tiles that double. RAGEN-2 plays up to the tile 2048 with 700 actions in 800 turns.
+  envs.Game2048 = ConfigDict(
+    {
+      'type': 'game_2048',
+      # The tile that wins, a power of two from 8 to 131072.
+      'goal': 64,
+      # Reward of a move whose merged tiles have the sum m: 'log' is 0.1 * log2(1 + m), 'raw' is m.
+      'reward': 'log',
+      'max_turns': 20,
+      'max_actions': 60,
+      'max_actions_per_turn': 5,
+      'max_words': 100,
+    }
+  )
+  # Rubik's cube of 2 x 2 x 2.
+  envs.Rubik2x2 = ConfigDict(
+    {
+      'type': 'rubik_2x2',
+      # Random quarter turns of a level, 1 to 14; no turn undoes the one before.
+      'scramble_depth': 1,
+      # Whether a level is exactly scramble_depth turns from solved (uniform over all such positions).
+      'exact_distance': False,
+      'max_turns': 5,
+      'max_actions': 20,
+      'max_actions_per_turn': 4,
+      'max_words': 100,
+    }
+  )
+  envs.Sudoku = ConfigDict(
+    {
+      'type': 'sudoku',
+      # Cells in a row: 4 or 9.
+      'side': 4,
+      # Empty cells of a level, 1 to 12 (side 4) or 64 (side 9); the budget must be able to fill them.
+      'empty_cells': 6,
+      # Reward of a wrong digit that breaks no rule, once for each cell and digit: from -0.1, the reward of other wrong
+      # digits, to below 1; RAGEN's is 0.5.
+      'legal_reward': -0.1,
+      # Whether the prompt lists the possible digits of each empty cell, if at most 10 are empty; as in RAGEN-2.
+      'hints': True,
+      'max_turns': 5,
+      'max_actions': 10,
+      'max_actions_per_turn': 5,
+      'max_words': 100,
+    }
+  )
+  # Sudoku on the usual board of 9 x 9 cells; its prompt and ten turns need a long agent.max_context.
+  envs.Sudoku9x9 = _like(envs.Sudoku, side=9, empty_cells=40, max_turns=10, max_actions=50)
+  return envs
+
+
+def _like(env: ConfigDict, **changes) -> ConfigDict:
+  """An environment with some fields changed."""
+  env = env.copy_and_resolve_references()
+  env.update(changes)
+  return env

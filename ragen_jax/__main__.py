@@ -1,0 +1,143 @@
+"""The command line: `python main.py` in the repository, `ragen-jax` or `python -m ragen_jax` where it is installed.
+
+python main.py --config=configs/frozenlake_ppo.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags
+from absl import logging as absl_logging
+from ml_collections import ConfigDict, config_flags
+
+from ragen_jax.config import command_line
+from ragen_jax.distributed import processes
+from ragen_jax.utils.errors import UserError
+
+# -- Modes. Each imports its module when it starts, so that --help and a misspelt flag answer at once. -----------------
+
+
+def _train(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.train import train_and_evaluate
+
+  train_and_evaluate(config, workdirs[0])
+
+
+def _evaluate(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.evaluate import evaluate
+
+  evaluate(config, workdirs[0], given=bool(_WORKDIR.value))
+
+
+def _warm_start(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.sft import train_sft
+
+  train_sft(config, workdirs[0])
+
+
+def _play(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.play import play
+
+  play(config, sys.stdin, sys.stdout)
+
+
+def _view(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.view import view
+
+  view(workdirs[0])
+
+
+def _export(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.export import export
+
+  export(config, workdirs[0])
+
+
+def _plan(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.plan import plan
+
+  plan(config, sys.stdout)
+
+
+def _plot(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.plot import plot
+
+  plot(workdirs, _OUTPUT.value)
+
+
+# Name -> function of the config and the workdirs, and what --help says.
+MODES: dict[str, tuple[Callable[[ConfigDict, Sequence[str]], None], str]] = {
+  'train': (_train, 'train a policy, or resume the run in --workdir'),
+  'eval': (_evaluate, 'evaluate a checkpoint and baselines'),
+  'sft': (_warm_start, 'supervised warm start'),
+  'play': (_play, 'play the training levels yourself'),
+  'view': (_view, 'write a web page of the episodes in --workdir'),
+  'export': (_export, 'write a checkpoint in Hugging Face format'),
+  'plan': (_plan, 'estimate the memory per device'),
+  'plot': (_plot, 'draw the curves of runs'),
+}
+_WITHOUT_WORKDIR = ('play', 'plan')
+_ONE_PROCESS = ('play', 'plan', 'view', 'plot')
+_RESUMABLE = ('train', 'sft')
+
+# -- Flags. ------------------------------------------------------------------------------------------------------------
+
+_CONFIG = config_flags.DEFINE_config_file(
+  'config', None, "A config file, or the name of a shipped config such as frozenlake_ppo. ':MODEL' behind it chooses "
+  'another model: frozenlake_ppo:qwen2.5-0.5b.', lock_config=True,
+)  # fmt: skip
+_MODE = flags.DEFINE_enum(
+  'mode', 'train', list(MODES), '; '.join(f'{name}: {about}' for name, (_, about) in MODES.items()) + '.'
+)
+_WORKDIR = flags.DEFINE_multi_string(
+  'workdir', None, 'Directory of the run. The default is runs/<name of the config>, and runs/<name>-sft for sft. plot '
+  'takes several.',
+)  # fmt: skip
+_OUTPUT = flags.DEFINE_string(
+  'output',
+  None,
+  'Directory of the figures, for plot. The default is plots/ in the run, or beside the first of several.',
+)
+_COORDINATOR = flags.DEFINE_string(
+  'coordinator', None, "HOST:PORT of the first process of several, or 'auto' on TPU pods and under Slurm."
+)
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes; not with --coordinator=auto.')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Index of this process, from 0; not with --coordinator=auto.')
+
+
+def main(argv: list[str]) -> None:
+  """Connects the processes and starts the mode, after the flags are parsed."""
+  if len(argv) > 1:
+    raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
+  if not flags.FLAGS['verbosity'].present:
+    absl_logging.set_verbosity(absl_logging.WARNING)  # libraries log through absl
+  mode = _MODE.value
+  if mode in _ONE_PROCESS and _COORDINATOR.value:
+    raise UserError(f'--coordinator has no effect with --mode={mode}')
+  processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  if mode in _WITHOUT_WORKDIR and _WORKDIR.value:
+    raise UserError(f'--workdir has no effect with --mode={mode}')
+  start, _ = MODES[mode]
+  start(_CONFIG.value, command_line.workdirs(flags.FLAGS))
+
+
+def run() -> None:
+  """Runs `main`. An error of the user is one line and exit status 2; a signal is status 130 or 143."""
+  command_line.set_up_logging()
+  command_line.show_in_help(_CONFIG, _MODE, _WORKDIR, _OUTPUT, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
+  try:
+    app.run(main, flags_parser=command_line.parse)
+  except UserError as e:
+    if not e.everywhere or processes.is_first():
+      sys.stderr.write(f'error: {e}\n')
+    processes.leave(2, together=e.everywhere)
+  except KeyboardInterrupt as e:
+    resumable = 'interrupted; the same command goes on from the last checkpoint, if there is one'
+    sys.stderr.write((resumable if _MODE.value in _RESUMABLE else 'interrupted') + '\n')
+    processes.leave(getattr(e, 'status', 130))
+
+
+if __name__ == '__main__':
+  run()

@@ -1,0 +1,169 @@
+"""A model behind an OpenAI-compatible server as the policy: time-outs, rate limits and bad answers are contained.
+
+A reply that never comes is a turn that is not valid; it is counted, and the evaluation goes on. A wrong address or key,
+which more tries cannot mend, is an error at the first request.
+
+The `openai` package could repeat requests itself. It is not used for that, as it repeats none whose answer has no reply
+in it, waits for each request by itself after a rate limit, and for two minutes at most.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import random
+import threading
+import time
+
+from ragen_jax.agent.endpoint_client import EndpointClient, EndpointSettings, RequestError
+from ragen_jax.agent.episode import Chat, TextReply
+from ragen_jax.agent.episode_log import EpisodeLog
+from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import run_calls
+
+_LONGEST_BACKOFF_S = 30.0
+# A reply is lost if the server asks for a longer wait than this.
+_LONGEST_RETRY_AFTER_S = 600.0
+# The circuit breaker: after so many lost replies in a row (at least twice the workers), no more are requested.
+_GONE_AFTER = 32
+
+_log = logging.getLogger(__name__)
+
+
+class EndpointSpeaker:
+  """Requests the replies of a turn, several at the same time; it may speak in many rollouts.
+
+  Attributes:
+    writes_tokens: False, see `Speaker`.
+    lost: reason -> number of replies that never came.
+    asked: number of replies requested.
+  """
+
+  writes_tokens = False
+
+  def __init__(self, settings: EndpointSettings, sampling: Sampling, backoff_s: float = 1.0):
+    """Sends nothing.
+
+    Args:
+      settings: the endpoint.
+      sampling: how tokens are drawn.
+      backoff_s: seconds before the second try, doubled for each further one up to 30, times a random factor.
+
+    Raises:
+      UserError: the openai package is missing, or the key cannot be sent.
+    """
+    self._settings, self._backoff_s = settings, backoff_s
+    self._client = EndpointClient(settings, sampling)
+    self._gone_after = max(_GONE_AFTER, 2 * settings.endpoint_workers)
+    self._lock = threading.Lock()
+    self._not_before = 0.0  # time.monotonic() until which a rate limit holds all requests back
+    self._reached, self._lost_in_a_row, self._warned = False, 0, False
+    self.lost: collections.Counter[str] = collections.Counter()
+    self.asked = 0
+
+  def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
+    """See `Speaker`.
+
+    Raises:
+      UserError: the server cannot be reached, or rejects the very first request.
+    """
+    rows = log.live
+    if not rows:
+      return None
+    tags = ', '.join(spec.tag for spec in log.envs.specs)
+    _log.info('%s: turn %d of %s, %d replies', self._settings.endpoint_model, log.turn + 1, tags, len(rows))
+    return dict(zip(rows, self.replies([log.chat(row) for row in rows]), strict=True))
+
+  def replies(self, chats: list[Chat]) -> list[TextReply]:
+    """The replies to conversations, in their order.
+
+    Raises:
+      UserError: the server cannot be reached, or rejects the very first request.
+    """
+    s = self._settings
+    first = []
+    if not self._reached:
+      try:
+        first = [self._reply(chats[0])]
+      except RequestError as e:
+        raise UserError(f'eval.endpoint={s.endpoint!r}: {e}') from e
+      self._reached = True
+    calls = [functools.partial(self._reply_or_loss, chat) for chat in chats[len(first) :]]
+    # Requests and waits have limits of their own; this one is for calls without a limit, such as a name look-up.
+    limit = s.endpoint_tries * (2 * s.endpoint_timeout + _LONGEST_RETRY_AFTER_S)
+    answers = run_calls(calls, what='reply', workers=s.endpoint_workers, timeout_s=limit)
+    return [*first, *(said if fault is None else self._lose(str(fault)) for said, fault in answers)]
+
+  def warn_of_losses(self) -> None:
+    """Logs how many replies never came, with the most frequent reasons; nothing if all came."""
+    if self.lost:
+      reasons = ', '.join(f'{count} x {reason}' for reason, count in self.lost.most_common(3))
+      url = self._settings.endpoint
+      _log.warning('%d of the %d replies of %s never came: %s', self.lost.total(), self.asked, url, reasons)
+
+  def _reply_or_loss(self, chat: Chat) -> TextReply:
+    try:
+      return self._reply(chat)
+    except RequestError as e:
+      return self._lose(str(e))
+
+  def _reply(self, chat: Chat) -> TextReply:
+    """One reply, after as many tries as it needs, or the substitute for a lost one.
+
+    Raises:
+      RequestError: more tries are of no use.
+    """
+    tries, reason = self._settings.endpoint_tries, ''
+    for i in range(tries):
+      with self._lock:
+        gone, wait = self._lost_in_a_row >= self._gone_after, self._not_before - time.monotonic()
+      if gone:
+        return self._lose('not asked for any more')
+      time.sleep(max(wait, 0.0))
+      try:
+        said = self._client.request(chat)
+      except RequestError as e:
+        if not e.retry or (e.unreachable and not self._reached):
+          raise
+        reason = str(e)
+        self._log_first_failure(reason)
+        if e.wait_s > _LONGEST_RETRY_AFTER_S:
+          break
+        self._back_off(e, i, last=i + 1 == tries)
+        continue
+      with self._lock:
+        self._lost_in_a_row = 0
+        self.asked += 1
+      return said
+    return self._lose(reason)
+
+  def _back_off(self, error: RequestError, tried: int, *, last: bool) -> None:
+    """Waits before the next try; after a rate limit, all requests wait."""
+    wait = error.wait_s or min(self._backoff_s * 2**tried, _LONGEST_BACKOFF_S) * random.uniform(0.5, 1)
+    if error.rate_limit:
+      with self._lock:
+        self._not_before = max(self._not_before, time.monotonic() + wait)
+    elif not last:
+      time.sleep(wait)
+
+  def _log_first_failure(self, reason: str) -> None:
+    with self._lock:
+      first, self._warned = not self._warned, True
+    if first:
+      url = self._settings.endpoint
+      _log.info('%s: %s; the request is repeated, later ones like it without a message', url, reason)
+
+  def _lose(self, reason: str) -> TextReply:
+    """Counts a lost reply."""
+    model, url = self._settings.endpoint_model, self._settings.endpoint
+    with self._lock:
+      self.asked += 1
+      self._lost_in_a_row += 1
+      if not self.lost:
+        _log.warning('%s: a reply never came (%s); others like it are only counted', model, reason)
+      if self._lost_in_a_row == self._gone_after:
+        _log.warning('%s: %d replies in a row never came, no more are asked for', url, self._lost_in_a_row)
+      self.lost[reason] += 1
+    return TextReply('', 0, answered=False)

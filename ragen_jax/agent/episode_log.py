@@ -1,0 +1,178 @@
+"""The episodes of a rollout while they are played: how they begin, are recorded, are rewarded and end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from ragen_jax.agent.context_manager import ContextManager, ParsedReply, Prompt
+from ragen_jax.agent.env_manager import EnvStateManager, StepResult
+from ragen_jax.agent.episode import Chat, Episode, Limits, Status, TextReply, Turn, status_after_turn
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.trajectory import Timeline
+
+
+class EpisodeLog:
+  """One episode a row. Speakers read it; `AgentProxy.rollout` alone writes to it, but for what `leave` ends.
+
+  Attributes:
+    envs: the environments.
+    context: writes the prompts.
+    limits: of the rollout.
+    timeline: the token rows, which speakers with tokens write.
+    turn: index of the present turn.
+    observations: the environments' texts now, one a row.
+    actions_left: i32[B], actions that each episode still has.
+    status: i32[B], a `Status` a row.
+    episodes: the turns so far, one episode a row.
+  """
+
+  def __init__(
+    self,
+    envs: EnvStateManager,
+    context: ContextManager,
+    limits: Limits,
+    observations: list[str],
+    *,
+    writes_tokens: bool,
+    pictured: Collection[int] = (),
+  ):
+    """Begins an episode in each row.
+
+    Args:
+      envs: which were just reset.
+      context: with the same environments.
+      limits: of the rollout.
+      observations: the result of the reset.
+      writes_tokens: whether the speaker writes token rows.
+      pictured: rows of the whole batch whose boards are drawn and, of speakers without tokens, conversations kept.
+    """
+    rows = envs.rows
+    self.envs, self.context, self.limits = envs, context, limits
+    self.timeline = Timeline(rows, limits.max_context if writes_tokens else 0)
+    self.turn = 0
+    self.observations, self.actions_left = observations, envs.actions_left()
+    self.episodes = [
+      Episode(envs.specs[e].tag, int(g), int(s), [], outside=envs.pools[e].outside)
+      for e, g, s in zip(envs.row_env.tolist(), envs.row_group, envs.level_seeds, strict=True)
+    ]
+    self.status = np.full((rows,), Status.RUNNING, np.int32)
+    self.status[list(envs.faults)] = Status.ENV_ERROR
+    self._turns_allowed = np.asarray([min(limits.max_turns, s.budget.max_turns) for s in envs.specs])[envs.row_env]
+    own = [row - envs.first_row for row in pictured if 0 <= row - envs.first_row < rows]
+    self._pictures = {row: envs.picture(row) for row in own}
+    self._keeps_chats = not writes_tokens
+    self._anchors = np.full((rows, limits.max_turns), -1, np.int32)
+    self._anchor_ids: dict[tuple[int, str], int] = {}
+
+  @property
+  def live(self) -> list[int]:
+    """Rows whose episodes go on, ascending."""
+    return np.flatnonzero(self.status == Status.RUNNING).tolist()
+
+  def past(self, row: int) -> list[Turn]:
+    """The turns of a row so far."""
+    return self.episodes[row].turns
+
+  def prompts(self, room: int) -> dict[int, Prompt]:
+    """The token prompts of the live rows. An episode whose prompt does not fit ends.
+
+    Args:
+      room: the most columns that a row may have before its reply.
+
+    Raises:
+      UserError: a first prompt does not fit. Where the environment is outside JAX its text was not known before, and
+        only the episode ends.
+    """
+    prompts = {}
+    for row in self.live:
+      env, left = int(self.envs.row_env[row]), int(self.actions_left[row])
+      used = int(self.timeline.length[row])
+      prompt = self.context.prompt(env, self.past(row), self.observations[row], left, used=used, room=room)
+      if prompt is not None:
+        prompts[row] = prompt
+        continue
+      if self.turn == 0 and not self.envs.pools[env].outside:
+        self.context.check_first_prompt(env, self.observations[row], left, self.limits)
+      self.leave(row, Status.OUT_OF_CONTEXT)
+    return prompts
+
+  def chat(self, row: int) -> Chat:
+    """The conversation of a row up to the next reply, as messages."""
+    env, left = int(self.envs.row_env[row]), int(self.actions_left[row])
+    return self.context.messages(env, self.past(row), self.observations[row], left)
+
+  def leave(self, row: int, status: Status) -> None:
+    """Ends an episode before its present turn, which is not recorded."""
+    self.status[row] = status
+
+  def record(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply], result: StepResult) -> None:
+    """Records the present turn of the rows that replied, rewards it, and ends episodes that are over.
+
+    Args:
+      replies: by row.
+      parsed: the same replies, read.
+      result: the outcome of their actions.
+    """
+    envs, before, left = self.envs, self.observations, self.actions_left
+    chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}
+    self.observations, self.actions_left, faults = envs.render(), envs.actions_left(), envs.faults
+    for row in sorted(replies):
+      reply, read = replies[row], parsed[row]
+      tokens = len(self.context.tokenizer.encode(reply.text)) if reply.tokens is None else reply.tokens
+      turn = Turn(
+        observation=before[row],
+        reply=reply.text,
+        actions=list(read.names[: result.executed[row]]),
+        reward=float(result.reward[row]),
+        penalty=0.0 if read.valid else self.limits.format_penalty,
+        valid=read.valid,
+        effective=int(result.effective[row]),
+        picture=self._pictures.get(row),
+        tokens=tokens,
+        answered=reply.answered,
+        actions_left=int(left[row]),
+        ids=reply.ids,
+        closed=reply.closed,
+        chat=chats.get(row),
+      )
+      self.episodes[row].turns.append(turn)
+      if self.timeline.length[row]:
+        self.timeline.reward_last_token(row, turn.reward + turn.penalty)
+      anchor = int(envs.row_group[row]), before[row]
+      self._anchors[row, self.turn] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
+      self.status[row] = Status.ENV_ERROR if row in faults else status_after_turn(
+        done=result.done[row],
+        success=result.success[row],
+        actions_left=self.actions_left[row],
+        last_turn=self.turn + 1 >= self._turns_allowed[row],
+      )  # fmt: skip
+      if row in self._pictures:
+        self._pictures[row] = envs.picture(row)
+    self.turn += 1
+
+  def end(self, policy_version: int = 0) -> Rollout:
+    """Ends the rollout.
+
+    Args:
+      policy_version: number of updates behind the weights that sampled.
+    """
+    envs, faults = self.envs, self.envs.faults
+    for row, episode in enumerate(self.episodes):
+      episode.status = Status(int(self.status[row]))
+      episode.final_observation = self.observations[row]
+      episode.error = str(faults.get(row, ''))
+      episode.final_picture = self._pictures.get(row)
+    pad_id = self.context.tokenizer.pad_id
+    trajectory = self.timeline.trajectory(
+      group=envs.row_group,
+      episode=envs.first_row + np.arange(envs.rows),
+      env=envs.row_env,
+      status=self.status,
+      policy_version=policy_version,
+      pad_id=pad_id,
+    )
+    anchors = self._anchors[trajectory.episode - envs.first_row]
+    scores = np.asarray([e.score for e in self.episodes], np.float32)
+    return Rollout(trajectory, self.episodes, anchors, scores, int(trajectory.loss_mask.sum()), pad_id)

@@ -1,0 +1,181 @@
+"""A language model with everything that playing and training need: weights, tokenizer, sampler and mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
+from ragen_jax.models import lora, presets
+from ragen_jax.models.checkpoint import peft
+from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.models.checkpoint.load import load_model, load_value_head
+from ragen_jax.models.checkpoint.names import weights
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sampling.sampler import Sampler
+from ragen_jax.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class LanguageModel:
+  """A model and what belongs to it.
+
+  Attributes:
+    directory: the checkpoint that it was loaded from.
+    model: policy and critic.
+    tokenizer: of the checkpoint.
+    sampler: for the model's structure.
+    mesh: the devices that it is laid out on.
+  """
+
+  directory: str
+  model: ActorCritic
+  tokenizer: ChatTokenizer
+  sampler: Sampler
+  mesh: Mesh
+
+  def describe(self) -> str:
+    """Size, precision and devices in a few words: '123k parameters, float32, 1 device (cpu)'."""
+    params = param_state(self.model)
+    trained, frozen = lora.partition(params)
+    count = f'{_count(trained["policy"])} parameters'
+    if frozen:
+      count = f'{_count(frozen)} frozen parameters and {_count(trained["policy"])} in adapters'
+    if self.model.critic is not None:
+      count += f', {_count(params["critic"])} of the critic'
+    devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'
+    return f'{count}, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+  """Which model is loaded, and how. Fields are those of `config.model`, except for the last four.
+
+  Attributes:
+    preset: a name of `presets`, whose checkpoint is loaded if `path` is empty.
+    path: directory of a Hugging Face checkpoint.
+    param_dtype: type of the policy's weights.
+    separate_critic: load a second trunk for the critic, in float32.
+    dtype: type of computations.
+    adapters: LoRA adapters; None for none.
+    adapter_path: directory of adapters to begin with; '' for fresh ones.
+    seed: of fresh adapters.
+    records_values: the sampler records values.
+  """
+
+  preset: str
+  path: str
+  param_dtype: str
+  separate_critic: bool
+  dtype: Any
+  adapters: lora.LoraConfig | None
+  adapter_path: str
+  seed: int
+  records_values: bool
+
+
+def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
+  """Loads a checkpoint with its adapters; weights missing from it (value head, adapters) are initialised.
+
+  Each weight goes from the file directly to its devices, so a model may be larger than any of them.
+
+  Raises:
+    UserError: there is no such checkpoint, it cannot be used, or the mesh does not divide it.
+  """
+  directory = presets.resolve(settings.preset, settings.path)
+  tokenizer = ChatTokenizer(directory)
+  critic, home = None, directory
+  param_dtype = jnp.dtype(settings.param_dtype)
+  qwen = _load_trunk(directory, tokenizer, mesh, dtype=settings.dtype, param_dtype=param_dtype)
+  if settings.adapters is not None:
+    lora.attach(qwen, settings.adapters, nnx.Rngs(settings.seed))
+  if settings.adapter_path:
+    peft.load(settings.adapter_path, qwen)
+  if settings.separate_critic:
+    home = critic_directory(directory)
+    critic = _load_trunk(home, tokenizer, mesh, dtype=settings.dtype, param_dtype=jnp.float32, trunk_only=True)
+  elif critic_directory(directory) != directory:
+    _log.info('%s is left unused: model.separate_critic is off', critic_directory(directory))
+  model = ActorCritic(qwen, critic)
+  # A value head saved with adapters belongs to the adapted trunk, so a separate critic must not load it.
+  beside = '' if critic is not None else settings.adapter_path
+  if not (beside and load_value_head(beside, model.value_head)):
+    load_value_head(home, model.value_head)
+  # The weights that no loader has placed yet.
+  _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
+  nnx.update(model, place(rest, tree_shardings(rest, mesh)))
+  sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values)
+  return LanguageModel(directory, model, tokenizer, sampler, mesh)
+
+
+def make_sampler(
+  model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None, *, values: bool = True
+) -> Sampler:
+  """A sampler that ends replies at the stop tokens of the tokenizer's chat format.
+
+  Args:
+    model: whose structure it compiles for.
+    tokenizer: of the model.
+    mesh: rows are divided over it.
+    values: record the critic's values.
+  """
+  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh)
+
+
+def param_state(model: ActorCritic) -> nnx.State:
+  """All weights of a model."""
+  return nnx.split(model)[1]
+
+
+def attend_by_row() -> bool:
+  """Whether attention may loop over rows: on one CPU device, where it is faster."""
+  return jax.default_backend() == 'cpu' and jax.device_count() == 1
+
+
+def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...], NamedSharding]:
+  """The layout of each weight of a trunk, by its path.
+
+  Raises:
+    UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
+  """
+  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
+
+
+def _load_trunk(
+  directory: str, tokenizer: ChatTokenizer, mesh: Mesh, *, dtype: Any, param_dtype: Any, trunk_only: bool = False
+) -> Qwen:
+  qwen = load_model(
+    directory,
+    dtype=dtype,
+    param_dtype=param_dtype,
+    attend_by_row=attend_by_row(),
+    trunk_only=trunk_only,
+    sharding_fn=weight_shardings(read_config(directory), mesh).__getitem__,
+  )
+  if tokenizer.size > qwen.cfg.vocab_size:
+    raise UserError(
+      f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
+    )
+  if mesh.size > 1:
+    qwen.activation_sharding = row_sharding(mesh)
+  return qwen
+
+
+def _is_loaded(path: tuple[str | int, ...], _: Any) -> bool:
+  """Whether a weight comes from a trunk's checkpoint, and so lies on its devices already."""
+  return path[0] != 'value_head' and 'adapter' not in path
+
+
+def _count(params: Any) -> str:
+  size = sum(x.size for x in jax.tree.leaves(params))
+  return f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'

@@ -1,0 +1,385 @@
+"""The rows of one environment in a batch, for each kind of environment: in JAX, or outside it.
+
+This is the only module that tells the kinds apart. A pool answers for its environment: whether it lives outside, which
+actions are legal, the best possible success; `is_outside`, `lists_actions` and `read_action` need no rows.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ragen_jax.envs.base import Environment
+from ragen_jax.envs.outside.base import TextEnvironment, read_observation, read_reward, read_step
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.threads import Fault
+
+_log = logging.getLogger(__name__)
+FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Others like it are only counted, in %s/env_errors'
+
+
+def is_outside(env: Environment | TextEnvironment) -> bool:
+  """Whether an environment lives outside JAX."""
+  return isinstance(env, TextEnvironment)
+
+
+def lists_actions(env: Environment | TextEnvironment) -> bool:
+  """Whether the legal actions of a state can be listed; outside JAX only where actions are words."""
+  return not is_outside(env) or bool(env.action_words)
+
+
+def read_action(env: Environment | TextEnvironment, text: str) -> tuple[Any, str] | None:
+  """Reads one action of an answer.
+
+  Args:
+    env: of any kind.
+    text: a piece of the answer.
+
+  Returns:
+    The action as `step` takes it and its name; None where the text names none, or where code outside JAX fails on it.
+  """
+  if is_outside(env):
+    return env.read_action(text)
+  action = env.parse_action(text)
+  return None if action is None else (action, env.format_action(action))
+
+
+def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
+  """The pool for the kind of environment.
+
+  Args:
+    spec: the environment.
+    rows: how many, a multiple of `group_size`.
+    group_size: G.
+  """
+  kind = OutsidePool if is_outside(spec.env) else JaxPool
+  return kind(spec, rows, group_size)
+
+
+class Pool(abc.ABC):
+  """The rows of one environment. Rows are numbers from 0; group g has rows g*G .. g*G+G-1.
+
+  Attributes:
+    spec: the environment.
+    rows: how many.
+    group_size: G.
+    outside: whether the environment lives outside JAX. Its resets may have effects, so it is reset for episodes only;
+      its first prompts are not known before, and its levels not compared with held-out ones.
+    traces: how often a step has been compiled.
+    faults: by row, the fault that ended its episode since `reset`.
+    done: bool[rows], the game is over, also where the environment failed.
+    success: bool[rows], and won.
+    used: i32[rows], actions carried out since `reset`.
+  """
+
+  outside: bool
+  traces = 0
+
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int):
+    self.spec = spec
+    self.rows = rows
+    self.group_size = group_size
+    self.faults: dict[int, Fault] = {}
+    self.used = np.zeros((rows,), np.int32)
+
+  @property
+  @abc.abstractmethod
+  def done(self) -> np.ndarray:
+    """See the attributes."""
+
+  @property
+  @abc.abstractmethod
+  def success(self) -> np.ndarray:
+    """See the attributes."""
+
+  @abc.abstractmethod
+  def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
+    """Starts fresh episodes.
+
+    Args:
+      seeds: i64[rows], of their levels.
+      members: i64[rows], number of each row in its group.
+    """
+
+  @abc.abstractmethod
+  def step(self, actions: list[list[Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Carries out a turn's actions of each row.
+
+    Returns:
+      f32[rows] rewards, i32[rows] actions carried out, i32[rows] those that changed the state.
+    """
+
+  @abc.abstractmethod
+  def render(self) -> list[str]:
+    """The observations as they are now."""
+
+  def picture(self, row: int) -> np.ndarray | None:
+    """u8[H, W, 3], the board of a row as it is now; None where the environment draws none."""
+    del row
+    return None
+
+  def levels(self) -> list[bytes]:
+    """The fresh level of each group, equal bytes for equal boards of any seed or tag; empty outside JAX."""
+    return []
+
+  @abc.abstractmethod
+  def legal_actions(self) -> list[list[str]]:
+    """For each row the names of the actions that are legal now; only where `lists_actions`."""
+
+  def optimal(self) -> np.ndarray:
+    """f32[rows], the best success probability on the levels of the last `reset`; NaN where it is not known.
+
+    Raises:
+      ValueError: the solver cannot do a game or a budget of this size.
+    """
+    return np.full((self.rows,), np.nan, np.float32)
+
+  def end(self) -> None:
+    """The rollout is over: episodes outside may be let go of. `step` needs a `reset` after it."""
+    return
+
+
+class JaxPool(Pool):
+  """The rows of one environment in JAX.
+
+  Attributes:
+    states: the states of the rows, with NumPy leaves [rows, ...].
+    fresh_states: the states right after `reset`.
+  """
+
+  outside = False
+
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int):
+    """Nothing is compiled before `reset`."""
+    super().__init__(spec, rows, group_size)
+    self._warned = False
+    self._reset = jax.jit(self._reset_rows)
+    self._step = jax.jit(self._step_rows)
+
+  @property
+  def done(self) -> np.ndarray:
+    """See `Pool`."""
+    return np.asarray(self.states.done)
+
+  @property
+  def success(self) -> np.ndarray:
+    """See `Pool`."""
+    return np.asarray(self.states.success)
+
+  def _reset_rows(self, seeds, members):
+    keys = jax.vmap(jax.random.key)(seeds)
+    # The level depends on the group's seed alone; the environment's luck on the member too.
+    luck = jax.vmap(lambda key, member: jax.random.fold_in(jax.random.fold_in(key, 1), member))(keys, members)
+    return jax.vmap(self.spec.env.reset)(keys), luck
+
+  def _step_rows(self, states, actions, count, used, luck):
+    """actions: i32[rows, A, *action_shape]; count, used: i32[rows]."""
+    self.traces += 1
+    env, limit = self.spec.env, self.spec.budget.max_actions
+
+    def one_row(state, actions, count, used, key):
+      def one_action(carry, xs):
+        state, executed = carry
+        action, i = xs
+        run = (i < count) & (used + executed < limit) & ~state.done
+        after, out = env.step(state, action, jax.random.fold_in(key, used + executed))
+        state = jax.tree.map(lambda new, old: jnp.where(run, new, old), after, state)
+        return (state, executed + run), (jnp.where(run, out.reward, 0.0), out.effective & run)
+
+      (state, executed), (rewards, effective) = jax.lax.scan(
+        one_action, (state, jnp.zeros((), jnp.int32)), (actions, jnp.arange(actions.shape[0]))
+      )
+      return state, jnp.sum(rewards), executed, jnp.sum(effective)
+
+    return jax.vmap(one_row)(states, actions, count, used, luck)
+
+  def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
+    """See `Pool`."""
+    self._device_states, self._luck = self._reset(jnp.asarray(seeds, jnp.uint32), jnp.asarray(members, jnp.uint32))
+    self.used = np.zeros((self.rows,), np.int32)
+    self._seeds, self.faults = seeds, {}
+    self.states = self.fresh_states = jax.device_get(self._device_states)
+
+  def step(self, actions: list[list[Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `Pool`."""
+    width = self.spec.budget.max_actions_per_turn
+    table = np.zeros((self.rows, width, *self.spec.env.action_shape), np.int32)
+    count = np.zeros((self.rows,), np.int32)
+    for i, row_actions in enumerate(actions):
+      if i in self.faults:
+        continue
+      count[i] = min(len(row_actions), width)
+      for j, action in enumerate(row_actions[:width]):
+        table[i, j] = action
+    results = self._step(self._device_states, table, count, self.used, self._luck)
+    self._device_states = results[0]
+    self.states, reward, executed, effective = jax.device_get(results)
+    self.used = self.used + executed
+    return self._contain(reward), executed, effective
+
+  def _contain(self, reward: np.ndarray) -> np.ndarray:
+    """The rewards that are usable numbers, 0 in place of others; these end their episodes."""
+    reward = np.array(reward)
+    for row, number in enumerate(reward.tolist()):
+      fault = read_reward(number)
+      if isinstance(fault, Fault):
+        self.faults[row], reward[row] = fault, 0.0
+        if not self._warned:
+          self._warned = True
+          _log.warning(FAULT_MESSAGE, self.spec.tag, self._seeds[row], fault, self.spec.tag)
+    if self.faults:
+      failed = np.isin(np.arange(self.rows), list(self.faults))
+      self.states = self.states.replace(done=self.done | failed, success=self.success & ~failed)
+    return reward
+
+  def render(self) -> list[str]:
+    """See `Pool`."""
+    return self.spec.env.render(self.states)
+
+  def picture(self, row: int) -> np.ndarray | None:
+    """See `Pool`."""
+    try:
+      return self.spec.env.render_rgb(jax.tree.map(lambda x: np.asarray(x)[row], self.states))
+    except NotImplementedError:  # a user's own that has text only
+      return None
+
+  def levels(self) -> list[bytes]:
+    """See `Pool`."""
+    leaves = [np.asarray(x)[:: self.group_size] for x in jax.tree.leaves(self.fresh_states)]
+    name = self.spec.env.name.encode()
+    return [b'|'.join([name, *(x[i].tobytes() for x in leaves)]) for i in range(self.rows // self.group_size)]
+
+  def legal_actions(self) -> list[list[str]]:
+    """See `Pool`."""
+    env = self.spec.env
+    return [[env.format_action(action) for action in own] for own in env.legal_actions(self.states)]
+
+  def members(self, number: int, states: Any) -> Any:
+    """The states of one member of each group, by its number in the group, from states [rows, ...]."""
+    return jax.tree.map(lambda x: np.asarray(x)[number :: self.group_size], states)
+
+  def optimal(self) -> np.ndarray:
+    """See `Pool`. A level is solved once, for all members of its group."""
+    best = self.spec.env.optimal(self.members(0, self.fresh_states), self.spec.budget)
+    return np.repeat(np.asarray(best, np.float32), self.group_size)
+
+
+class OutsidePool(Pool):
+  """The rows of one environment outside JAX. Its exceptions, hangs and wrong answers become faults of its rows."""
+
+  outside = True
+
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int):
+    """The session is opened at the first `reset`."""
+    super().__init__(spec, rows, group_size)
+    self._warned: set[str] = set()
+    self._done, self._success = np.zeros((rows,), bool), np.zeros((rows,), bool)
+
+  @property
+  def done(self) -> np.ndarray:
+    """See `Pool`."""
+    return self._done
+
+  @property
+  def success(self) -> np.ndarray:
+    """See `Pool`."""
+    return self._success
+
+  @functools.cached_property
+  def _session(self):
+    return self.spec.env.open(self.rows)
+
+  def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
+    """See `Pool`."""
+    self.faults = {}
+    self._done, self._success = np.zeros((self.rows,), bool), np.zeros((self.rows,), bool)
+    self.used = np.zeros((self.rows,), np.int32)
+    self._texts = [''] * self.rows
+    self._seeds = seeds
+    rows = range(self.rows)
+    results = self._ask('reset', lambda: self._session.reset(rows, seeds.tolist(), members.tolist()), self.rows)
+    for row, result in zip(rows, map(read_observation, results), strict=True):
+      if isinstance(result, Fault):
+        self._fail(row, result)
+      else:
+        self._texts[row] = result
+    for row in rows:
+      first = row - row % self.group_size
+      if self._texts[row] != self._texts[first] and not {row, first} & set(self.faults):
+        message = (
+          'envs.%s, level %d: the members of a group begin differently: reset must give equal text for equal seeds'
+        )
+        self._warn('members', message, self.spec.tag, seeds[row])
+
+  def step(self, actions: list[list[Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `Pool`."""
+    reward = np.zeros((self.rows,), np.float32)
+    executed, effective = np.zeros((self.rows,), np.int32), np.zeros((self.rows,), np.int32)
+    # The rows play their first actions, then their second, and so on.
+    for i in range(self.spec.budget.max_actions_per_turn):
+      rows = [
+        row
+        for row, own in enumerate(actions)
+        if i < len(own) and not self._done[row] and self.used[row] < self.spec.budget.max_actions
+      ]
+      if not rows:
+        break
+      chosen = [actions[row][i] for row in rows]
+      results = self._ask('step', functools.partial(self._session.step, rows, chosen), len(rows))
+      for row, result in zip(rows, map(read_step, results), strict=True):
+        if isinstance(result, Fault):
+          self._fail(row, result)
+          continue
+        changed = result.observation != self._texts[row]
+        reward[row] += result.reward
+        executed[row] += 1
+        effective[row] += changed if result.effective is None else result.effective
+        self._texts[row] = result.observation
+        self._done[row], self._success[row] = result.done, result.success
+        self.used[row] += 1
+    return reward, executed, effective
+
+  def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
+    """The session's answers; faults where it gives none."""
+    try:
+      results = call()
+    except KeyboardInterrupt:
+      raise
+    except BaseException as e:  # noqa: BLE001, whatever foreign code raises becomes a fault that is reported
+      return [Fault(f'{what} raised {type(e).__name__}', one_line(e, str))] * count
+    if not isinstance(results, list) or len(results) != count:
+      return [Fault(f'{what} did not answer for every row')] * count
+    return results
+
+  def _fail(self, row: int, fault: Fault) -> None:
+    self.faults[row] = fault
+    self._done[row], self._success[row] = True, False
+    self._warn(fault.kind, FAULT_MESSAGE, self.spec.tag, self._seeds[row], fault, self.spec.tag)
+
+  def _warn(self, kind: str, message: str, *arguments: Any) -> None:
+    """Logs the first warning of each kind."""
+    if kind not in self._warned:
+      self._warned.add(kind)
+      _log.warning(message, *arguments)
+
+  def render(self) -> list[str]:
+    """See `Pool`."""
+    return list(self._texts)
+
+  def legal_actions(self) -> list[list[str]]:
+    """See `Pool`."""
+    return [list(self.spec.env.action_words)] * self.rows
+
+  def end(self) -> None:
+    """See `Pool`."""
+    fault = self._ask('end', lambda: [self._session.end()], 1)[0]
+    if isinstance(fault, Fault):
+      self._warn(fault.kind, 'envs.%s: %s; the episodes are over, but may not be let go of', self.spec.tag, fault)

@@ -1,0 +1,130 @@
+"""Speakers: whoever replies in an episode. This module has those of text, `sampler_speaker` the one of
+tokens, and `endpoint_speaker` the model behind a server.
+
+The demonstrator of the warm start is in `sft.demonstrations`, a person at a terminal in `modes.play`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import TextReply
+from ragen_jax.agent.episode_log import EpisodeLog
+from ragen_jax.agent.pools import JaxPool, lists_actions
+from ragen_jax.envs.base import Solution
+
+
+class Speaker(Protocol):
+  """Gives the replies of a rollout; one object for one rollout, unless its class says otherwise.
+
+  Attributes:
+    writes_tokens: it writes the token rows of the log's timeline, and the limits in tokens bind it.
+  """
+
+  writes_tokens: ClassVar[bool]
+
+  def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
+    """The replies of the present turn.
+
+    Args:
+      log: the episodes so far; `log.live` are the rows to reply in, `log.prompts` and `log.chat` what they show. A row
+        that cannot reply is ended by `log.leave`.
+
+    Returns:
+      The replies by row. None where no episode goes on, here or in any other process: the rollout is over.
+    """
+
+
+def written_reply(context: ContextManager, actions: list[str], thought: str = '') -> TextReply:
+  """A reply of the right form, with the tokens that the context's own policy would sample for it.
+
+  Args:
+    context: gives the form and the tokenizer.
+    actions: names of the actions.
+    thought: left out where replies have none.
+  """
+  text, tokenizer = context.format_reply(actions, thought), context.tokenizer
+  ids = (*tokenizer.encode(text), tokenizer.stop_ids[0])
+  return TextReply(context.reply_prefix + text, len(ids), ids=ids)
+
+
+class RandomSpeaker:
+  """Legal actions at random, in the right form: from 1 to as many as a turn may have, each number as likely."""
+
+  writes_tokens = False
+
+  def __init__(self, rng: np.random.Generator):
+    """`rng` is drawn from in the order of turns and rows."""
+    self._rng = rng
+
+  @staticmethod
+  def can_play(envs: EnvStateManager) -> bool:
+    """Whether the actions of all environments can be listed."""
+    return all(lists_actions(spec.env) for spec in envs.specs)
+
+  def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
+    """See `Speaker`."""
+    rows, envs = log.live, log.envs
+    if not rows:
+      return None
+    legal = [names for pool in envs.pools.values() for names in pool.legal_actions()]
+    replies = {}
+    for row in rows:
+      most = envs.pool_of(row).spec.budget.max_actions_per_turn
+      count = int(self._rng.integers(1, most, endpoint=True))
+      chosen = self._rng.integers(len(legal[row]), size=count) if legal[row] else []
+      replies[row] = written_reply(log.context, [legal[row][i] for i in chosen])
+    return replies
+
+
+class SolverSpeaker:
+  """The best play on each level, by the environment's exact solver."""
+
+  writes_tokens = False
+
+  def __init__(self):
+    """The solver runs when a plan is first asked for."""
+    self._solutions: dict[int, Solution] = {}
+
+  def plans(self, log: EpisodeLog) -> list[list[str]]:
+    """The best next turn of every row, as names of actions; of finished rows it means nothing.
+
+    Raises:
+      ValueError: there is no solver for a game, or not for one of its size.
+    """
+    envs, plans = log.envs, []
+    for index, pool in envs.pools.items():
+      if index not in self._solutions:
+        self._solutions[index] = _solve(pool)
+      rows, size = envs.rows_of(index), pool.group_size
+      turns_left = np.full((pool.rows // size,), pool.spec.budget.max_turns - log.turn, np.int32)
+      left = log.actions_left[rows].astype(np.int32)
+      # A group's members are of one level, which is solved once.
+      by_member = [
+        self._solutions[index].plan(pool.members(i, pool.states), turns_left, left[i::size]) for i in range(size)
+      ]
+      own = [by_member[row % size][row // size] for row in range(pool.rows)]
+      plans += [[pool.spec.env.format_action(action) for action in plan] for plan in own]
+    return plans
+
+  def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
+    """See `Speaker`.
+
+    Raises:
+      ValueError: see `plans`.
+    """
+    if not log.live:
+      return None
+    plans = self.plans(log)
+    return {row: written_reply(log.context, plans[row]) for row in log.live}
+
+
+def _solve(pool: JaxPool) -> Solution:
+  """The best play on the levels of the last reset, one a group."""
+  if not pool.spec.env.has_solver:
+    raise ValueError(f'{pool.spec.env.name} has no solver')
+  return pool.spec.env.solve(pool.members(0, pool.fresh_states), pool.spec.budget)

@@ -1,0 +1,162 @@
+"""Every string of the prompts and of a reply's form, and the pieces that the built-in tokenizer is made of.
+
+The built-in model was trained on exactly these texts, and its tokenizer has one token for each fixed stretch of them
+(`prompt_pieces`). A change of wording therefore needs a new built-in model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ragen_jax.envs.spec import EnvSpec
+
+SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'
+
+# A turn: _TURN n _STATE observation _ACTIONS_LEFT n, then the form of the reply, its words, and _WORDS.
+_TURN = 'Turn '
+_STATE = ':\nState:\n'
+_ACTIONS_LEFT = '\nActions left: '
+_WORDS = ' words.'
+_REWARD = 'Reward: '
+PARAGRAPH = '\n\n'
+# The summary of past turns, for prompts of one message.
+MEMORY = 'What you did before:\n'
+
+_THINK, _END_THINK, _ANSWER, _END_ANSWER = '<think>', '</think>', '<answer>', '</answer>'
+_WITH_THOUGHT = re.compile(rf'\s*{_THINK}(.*?){_END_THINK}\s*{_ANSWER}(.*?){_END_ANSWER}', re.DOTALL)
+_ANSWER_ONLY = re.compile(rf'\s*{_ANSWER}(.*?){_END_ANSWER}', re.DOTALL)
+
+# Levels of each environment whose texts the pieces are cut from.
+_SAMPLE_LEVELS = 64
+_NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
+
+
+def describe_task(spec: EnvSpec, action_sep: str) -> str:
+  """The opening of the first user message: rules, legend, actions and limits.
+
+  Args:
+    spec: the environment and its budget.
+    action_sep: the separator between the actions of a turn.
+  """
+  env, budget = spec.env, spec.budget
+  lines = [env.rules()]
+  if env.legend():
+    lines.append('Symbols: ' + ', '.join(f'{symbol} {meaning}' for symbol, meaning in env.legend().items()) + '.')
+  if env.action_names:
+    lines.append('Actions: ' + ', '.join(env.action_names) + '.')
+  if env.action_help:
+    lines.append(env.action_help)
+  lines.append(
+    f'At most: {budget.max_turns} in number of turns, {budget.max_actions} of actions, {budget.max_actions_per_turn} '
+    f'of actions in one turn, separated by {action_sep}.'
+  )
+  return '\n'.join(lines)
+
+
+def _form(think: bool) -> str:
+  """The request for a reply, up to the number of words."""
+  thought = f'{_THINK}your thoughts{_END_THINK}' if think else ''
+  return f'\nAnswer as {thought}{_ANSWER}your actions{_END_ANSWER} and nothing else, in at most '
+
+
+def turn_frame(turn: int, actions_left: int, *, think: bool, max_words: int) -> tuple[str, str]:
+  """The text before and behind the observation of a turn.
+
+  Args:
+    turn: index of the turn, from 0.
+    actions_left: actions that the episode still has.
+    think: whether replies have a thought before the answer.
+    max_words: the longest reply, in words.
+  """
+  return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}{_form(think)}{max_words}{_WORDS}'
+
+
+def reward_line(reward: float) -> str:
+  """The reward of the turn before, with the blank line that follows it."""
+  return f'{_REWARD}{format_reward(reward)}{PARAGRAPH}'
+
+
+def memory_frame(turn: int, actions: Sequence[str], reward: float, action_sep: str) -> tuple[str, str]:
+  """The text before and behind the observation of a past turn in a summary.
+
+  Args:
+    turn: index of the turn, from 0.
+    actions: names of the actions that were carried out.
+    reward: of the turn, from the environment.
+    action_sep: the separator between actions.
+  """
+  done = plain(f' {action_sep} '.join(actions)) or 'nothing'
+  return f'{_TURN}{turn + 1}: {done} in\n', f'\nbrought reward {format_reward(reward)}.'
+
+
+def format_reward(reward: float) -> str:
+  """A reward as the prompt shows it: no trailing zeros, at most two decimals."""
+  text = f'{reward:.2f}'.rstrip('0').rstrip('.')
+  return '0' if text in ('-0', '') else text
+
+
+def plain(text: str) -> str:
+  """Text of a game or an action, made safe: no stretch of it is a special token such as <|im_end|>."""
+  return text.replace('<|', '< |')
+
+
+def first_tag(think: bool) -> str:
+  """The tag that a reply begins with."""
+  return _THINK if think else _ANSWER
+
+
+def format_reply(thought: str, actions: Sequence[str], *, think: bool, action_sep: str) -> str:
+  """A reply of the right form.
+
+  Args:
+    thought: left out unless `think`.
+    actions: names of the actions.
+    think: whether replies have a thought before the answer.
+    action_sep: the separator between actions.
+  """
+  answer = f'{_ANSWER}{f" {action_sep} ".join(actions)}{_END_ANSWER}'
+  return f'{_THINK}{thought}{_END_THINK}{answer}' if think else answer
+
+
+def read_answer(reply: str, *, think: bool) -> str | None:
+  """The text of a reply's answer; None where the reply does not begin in the right form."""
+  match = (_WITH_THOUGHT if think else _ANSWER_ONLY).match(reply)
+  return None if match is None else match.group(match.lastindex)
+
+
+def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list[str]:
+  """The fixed stretches of the texts of prompts and demonstrations, in which a tokenizer has a token for each.
+
+  What varies is cut out: boards, numbers, coordinates and the names of actions, which are pieces of their own.
+
+  Args:
+    specs: the environments.
+    think: whether replies have a thought before the answer.
+    action_sep: the separator between the actions of a turn.
+
+  Returns:
+    Different, non-empty texts; their order gives the tokens' ids.
+  """
+  pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, _THINK, _END_THINK, _ANSWER, _END_ANSWER]
+  pieces += [_END_THINK + _ANSWER, f' {action_sep} ', '10', '100', PARAGRAPH]
+  pieces += [f'({r}, {c})' for r in range(8) for c in range(8)]
+  for spec in specs:
+    env = spec.env
+    keys = jax.vmap(jax.random.key)(jnp.arange(_SAMPLE_LEVELS, dtype=jnp.uint32))
+    states = jax.device_get(jax.vmap(env.reset)(keys))
+    names = sorted(env.action_words, key=len, reverse=True)
+    symbols = list(env.legend())
+    pieces += names + [s for s in symbols if len(s.encode()) > 1]
+    cut = re.compile('|'.join([_NUMBER, *(re.escape(n) for n in names)]))
+    task = describe_task(spec, action_sep)
+    # Decimals of the rules (probabilities, rewards) are one token; whole numbers are digits, which limits can change.
+    pieces += re.findall(r'\d+\.\d+', task) + re.split(_NUMBER, task)
+    texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)
+    for text in texts:
+      pieces += cut.split(text)
+    pieces += [_REWARD, PARAGRAPH + _TURN, _STATE, _ACTIONS_LEFT, _WORDS, _form(think)]
+  return [p for p in dict.fromkeys(pieces) if p]

@@ -1,0 +1,26 @@
+"""An environment under the name that it has in the config, with its budget and its share of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ragen_jax.envs import Budget, Environment, TextEnvironment
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvSpec:
+  """The prompt groups of a batch that play one environment.
+
+  Attributes:
+    tag: the environment's name in the config.
+    env: the environment, in JAX or outside.
+    budget: turns and actions of an episode.
+    max_words: the longest reply that the prompt asks for, in words.
+    num_groups: prompt groups that play it.
+  """
+
+  tag: str
+  env: Environment | TextEnvironment
+  budget: Budget
+  max_words: int
+  num_groups: int

@@ -1,0 +1,109 @@
+"""Random play, exact solvers and endpoints on the levels of an evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Episode, Limits
+from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker, Speaker
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.evaluation.evaluator import EvaluationSettings
+from ragen_jax.viewer.records import first_rows, text_records
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class EvaluationLevels:
+  """The levels of one environment in an evaluation.
+
+  Attributes:
+    spec: the environment.
+    first: seed of the first level.
+    envs: plays the levels, for policies that speak text.
+    best: f32[levels], the best possible success probability on each; None if unknown.
+  """
+
+  spec: EnvSpec
+  first: int
+  envs: EnvStateManager
+  best: np.ndarray | None
+
+
+def evaluation_levels(specs: list[EnvSpec], settings: EvaluationSettings) -> list[EvaluationLevels]:
+  """The levels of each environment, with the seeds that they have in the batch of all environments."""
+  parts, first = [], settings.first_level
+  for spec in specs:
+    envs = EnvStateManager([spec], settings.group_size)
+    if not envs.has_outside:
+      envs.reset(first)
+    best = envs.optimal()[:: settings.group_size]
+    parts.append(EvaluationLevels(spec, first, envs, None if np.isnan(best).any() else best))
+    first += spec.num_groups
+  return parts
+
+
+def play_baseline(
+  kind: str,
+  levels: EvaluationLevels,
+  context: ContextManager,
+  settings: EvaluationSettings,
+  *,
+  endpoint: EndpointSpeaker | None = None,
+  limits: Limits,
+  step: int,
+) -> tuple[list[Episode], list[dict[str, Any]]]:
+  """Plays the levels of one environment with a speaker of text.
+
+  Args:
+    kind: 'random', 'solver' or 'endpoint'.
+    levels: with the environment of `context`.
+    context: writes the prompts.
+    settings: how levels are played.
+    endpoint: the speaker of kind 'endpoint'.
+    limits: of the episodes; those in tokens do not bind speakers of text.
+    step: iteration under which the viewer lists the records.
+
+  Returns:
+    The episodes, and records of some for the trajectory viewer; none if the speaker cannot play this environment.
+  """
+  spec, speaker = levels.spec, _speaker(kind, levels, endpoint)
+  if speaker is None:
+    return [], []
+  recorded = first_rows([spec], settings.group_size, settings.episodes, one_a_level=True)
+  try:
+    rollout = AgentProxy(levels.envs, context, limits).rollout(speaker, levels.first, pictured=recorded)
+  except ValueError as error:
+    if kind != 'solver':
+      raise
+    _log.info('%s: the solver is left out (%s)', spec.tag, error)
+    return [], []
+  records = text_records(
+    rollout, recorded, context.tokenizer, step=step, split=kind, group_size=settings.group_size,
+    whole=context.settings.context == 'full',
+  )  # fmt: skip
+  return rollout.episodes, records
+
+
+def _speaker(kind: str, levels: EvaluationLevels, endpoint: EndpointSpeaker | None) -> Speaker | None:
+  """The speaker of a kind; None if it cannot play the environment."""
+  env, tag = levels.spec.env, levels.spec.tag
+  if kind == 'random':
+    if not RandomSpeaker.can_play(levels.envs):
+      _log.info('%s: actions are free text, so there is no random play', tag)
+      return None
+    return RandomSpeaker(np.random.default_rng(levels.first))
+  if kind == 'solver':
+    if not env.has_solver:
+      _log.info('%s: has no solver', tag)
+      return None
+    return SolverSpeaker()
+  return endpoint

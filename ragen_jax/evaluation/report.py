@@ -1,0 +1,201 @@
+"""The results of `--mode=eval`: tables, JSON, TensorBoard events."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.metrics import k_values
+from ragen_jax.evaluation.intervals import Interval, level_intervals
+from ragen_jax.runs.metrics import write_events
+from ragen_jax.runs.table import table
+from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.utils.files import replace_file
+
+VERSION = 1
+# Longest name at the head of a column: a table of five columns is at most 100 characters wide.
+_COLUMN_WIDTH = 15
+
+# Metric -> its label in the tables; other metrics are in the JSON only.
+_LABELS = {
+  'success': 'success',
+  'fraction_of_optimal': 'of the best',
+  'pass@': 'pass@',
+  'episodic_return': 'reward',
+  'score': 'with penalty',
+  'num_turns': 'turns',
+  'num_actions': 'actions',
+  'action_is_valid': 'valid replies',
+  'truncated': 'cut off',
+  'response_length': 'reply tokens',
+  'no_reply': 'no reply',
+  'env_errors': 'env errors',
+}
+
+
+@dataclasses.dataclass
+class EvaluationRow:
+  """One policy on one environment.
+
+  Attributes:
+    policy: its name.
+    kind: 'model', 'random', 'solver' or 'endpoint'.
+    tag: the environment.
+    sampling: how tokens are drawn, see `describe_sampling`; empty for random play and solvers.
+    levels: number of levels.
+    episodes: number of episodes on all levels.
+    metrics: by name, see `level_intervals`.
+  """
+
+  policy: str
+  kind: str
+  tag: str
+  sampling: str
+  levels: int
+  episodes: int
+  metrics: dict[str, Interval]
+
+  def to_json(self) -> dict[str, Any]:
+    """The row as JSON; numbers that are not finite become None."""
+    numbers = {
+      name: {end: x if math.isfinite(x) else None for end, x in dataclasses.asdict(interval).items()}
+      for name, interval in self.metrics.items()
+    }
+    return dataclasses.asdict(self) | {'metrics': numbers}
+
+
+def make_row(
+  policy: str, kind: str, tag: str, sampling: str, episodes: list[Episode], group_size: int, best: np.ndarray | None
+) -> EvaluationRow:
+  """A row from the episodes of one policy.
+
+  Args:
+    policy, kind, tag, sampling: see `EvaluationRow`.
+    episodes: groups contiguous; those of other environments are ignored.
+    group_size: G.
+    best: f32[levels], the best possible success probability on each level; None if unknown.
+  """
+  own = [e for e in episodes if e.tag == tag]
+  metrics = level_intervals(own, group_size, best, network=kind == 'endpoint')
+  return EvaluationRow(policy, kind, tag, sampling, len(own) // group_size, len(own), metrics)
+
+
+def describe_sampling(sampling: Sampling) -> str:
+  """'temperature 0.5', 'greedy', 'temperature 1, top-p 0.9'."""
+  if sampling.temperature == 0:
+    return 'greedy'
+  parts = [f'temperature {sampling.temperature:g}']
+  parts += [f'top-p {sampling.top_p:g}'] if sampling.top_p < 1 else []
+  parts += [f'top-k {sampling.top_k}'] if sampling.top_k else []
+  return ', '.join(parts)
+
+
+# -- Files -------------------------------------------------------------------------------------------------------------
+
+
+def free_name(directory: pathlib.Path, head: dict[str, Any]) -> str:
+  """A name for the files of an evaluation that no other evaluation in `directory` has.
+
+  The same evaluation as before gets the same name, so that its files are replaced.
+
+  Args:
+    directory: of the JSON files.
+    head: the evaluation's JSON without its rows; it identifies the evaluation.
+  """
+  tags = head['eval']['tags']
+  kind = 'baselines' if head['eval']['step'] == 'none' else 'base'
+  kind = kind if head['checkpoint'] is None else f'step_{head["checkpoint"]}'
+  name = '_'.join([kind, *(tags if len(tags) <= 3 else [*tags[:2], f'and_{len(tags) - 2}_more'])])
+  number, candidate = 1, name
+  while (path := directory / f'{candidate}.json').exists():
+    try:
+      old = json.loads(path.read_text())
+      if {key: x for key, x in old.items() if key != 'rows'} == head:
+        break
+    except (OSError, ValueError, AttributeError):
+      pass  # another program's file, or a damaged one: it stays
+    number += 1
+    candidate = f'{name}_{number}'
+  return candidate
+
+
+def write_json(path: pathlib.Path, head: dict[str, Any], rows: list[EvaluationRow]) -> dict[str, Any]:
+  """Writes the JSON of an evaluation and returns its content.
+
+  Raises:
+    UserError: the disk is full or not writable.
+  """
+  content = head | {'rows': [row.to_json() for row in rows]}
+  replace_file(path, json.dumps(content, indent=1, allow_nan=False) + '\n')
+  return content
+
+
+def write_row_events(workdir: str, name: str, step: int, rows: list[EvaluationRow]) -> None:
+  """Writes a TensorBoard run for each kind of policy below `<workdir>/tb/evaluation`, so that they share their charts.
+
+  Args:
+    workdir: the run's directory.
+    name: of the evaluation; its earlier events are replaced.
+    step: iteration.
+    rows: of the evaluation.
+
+  Raises:
+    UserError: the disk is full or not writable.
+  """
+  runs: dict[str, dict[str, float]] = {}
+  for row in rows:
+    run = ('greedy' if row.sampling == 'greedy' else 'sampled') if row.kind == 'model' else row.kind
+    for metric, interval in row.metrics.items():
+      ends = {'': interval.mean, '/low': interval.low, '/high': interval.high}
+      own = {f'eval/{row.tag}/{metric}{end}': x for end, x in ends.items() if math.isfinite(x)}
+      runs.setdefault(run, {}).update(own)
+  for run, scalars in runs.items():
+    write_events(os.path.join(workdir, 'tb', 'evaluation', run), name, step, scalars)
+
+
+# -- Tables ------------------------------------------------------------------------------------------------------------
+
+
+def tables(rows: list[EvaluationRow], group_size: int) -> list[str]:
+  """One table for each environment, with a column for each policy; at most 100 characters wide for five columns."""
+  out = []
+  for tag in dict.fromkeys(row.tag for row in rows):
+    own = [row for row in rows if row.tag == tag]
+    best = own[0].metrics.get('optimal')
+    possible = f', best possible success {best.mean:.3f}' if best else ''
+    title = f'{tag}: {own[0].levels} levels, {group_size} episode{"s" * (group_size > 1)} each{possible}'
+    names = []
+    for metric in _LABELS:
+      each = [f'pass@{k}' for k in k_values(group_size)[1:]] if metric == 'pass@' else [metric]
+      names += [(m, m if metric == 'pass@' else _LABELS[m]) for m in each if any(m in row.metrics for row in own)]
+    cells = [[label, *(_cell(row.metrics.get(name)) for row in own)] for name, label in names]
+    header = ['', *(_shorten(_column_name(row)) for row in own)]
+    out.append(table([['', *(_shorten(row.sampling) for row in own)], *cells], title, header=header))
+  return out
+
+
+def _column_name(row: EvaluationRow) -> str:
+  """A policy's name at the head of a column; a model without a checkpoint is named above all tables."""
+  if row.kind == 'model' and not row.policy.startswith('checkpoint'):
+    return 'model'
+  return row.policy.removeprefix('endpoint ')
+
+
+def _cell(interval: Interval | None) -> str:
+  """'0.439 ± 0.028': the mean and half of its interval."""
+  if interval is None or math.isnan(interval.mean):
+    return '-'
+  digits = 3 if abs(interval.mean) < 10 else 1
+  half = (interval.high - interval.low) / 2
+  return f'{interval.mean:.{digits}f}' + ('' if math.isnan(half) else f' ± {half:.{digits}f}')
+
+
+def _shorten(name: str) -> str:
+  return name if len(name) <= _COLUMN_WIDTH else name[: _COLUMN_WIDTH - 1] + '…'

@@ -1,0 +1,32 @@
+"""`--mode=view`: writes the page that shows the episodes of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from ragen_jax.utils.errors import UserError
+from ragen_jax.viewer.page import write_page
+
+_log = logging.getLogger(__name__)
+
+
+def view(workdir: str) -> str:
+  """Writes the page of a run and logs its path.
+
+  Args:
+    workdir: the run's directory; the run may be in progress.
+
+  Returns:
+    The page's path.
+
+  Raises:
+    UserError: there are no episodes in the directory, or the page cannot be written.
+  """
+  if not os.path.isdir(workdir):
+    raise UserError(f'--workdir={workdir}: there is no such directory')
+  page = write_page(workdir)
+  if page is None:
+    raise UserError(f'--workdir={workdir}: has no episodes; a run keeps some where config.logging.episodes is above 0')
+  _log.info('%s (%.1f MB): open it in a browser', page, os.path.getsize(page) / 1e6)
+  return page

@@ -1,0 +1,56 @@
+"""How figures look, and how they are saved."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from ragen_jax.utils.errors import UserError
+
+STYLE = {
+  'font.size': 8,
+  'axes.titlesize': 8,
+  'axes.titlelocation': 'left',
+  'axes.spines.top': False,
+  'axes.spines.right': False,
+  'axes.grid': True,
+  'grid.alpha': 0.3,
+  'grid.linewidth': 0.5,
+  'axes.axisbelow': True,
+  'legend.frameon': False,
+  'legend.fontsize': 7,
+  'legend.labelspacing': 0.35,
+  'savefig.dpi': 200,
+  'svg.fonttype': 'none',  # text stays text: it can be searched and restyled
+  'svg.hashsalt': 'ragen-jax',  # the same figure is the same file
+}
+
+
+@contextlib.contextmanager
+def figure_style() -> Iterator[None]:
+  """Draws figures with our settings of matplotlib only, whatever the user's own are."""
+  import matplotlib
+
+  with matplotlib.rc_context():
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(STYLE)
+    yield
+
+
+def save_figure(figure: Any, path: pathlib.Path) -> list[str]:
+  """Writes a figure as PATH.png and PATH.svg; returns both paths.
+
+  Raises:
+    UserError: the disk is full or not writable.
+  """
+  paths = [f'{path}.png', f'{path}.svg']
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(paths[0], bbox_inches='tight')
+    figure.set_layout_engine('none')  # the layout is done, and would take longer than drawing
+    figure.savefig(paths[1], bbox_inches='tight', metadata={'Date': None})
+  except OSError as e:
+    raise UserError(f'{path}.png and .svg were not written: {e.strerror or e}; --output names another place') from e
+  return paths

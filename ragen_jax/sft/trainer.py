@@ -1,0 +1,123 @@
+"""The optimiser and the compiled programs of supervised training on replies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from ragen_jax.distributed.sharding import place_rows
+from ragen_jax.models import lora
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sft.packing import SftBatch
+from ragen_jax.training.learner import Learner, Loss
+from ragen_jax.training.optimizer import weight_decay_mask
+from ragen_jax.training.scoring import ScoringSettings, score_tokens
+from ragen_jax.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class SftSettings:
+  """The optimiser and the loss.
+
+  Attributes:
+    steps: optimiser steps of the whole training.
+    learning_rate: the highest one, after the warm-up over a twentieth of the steps; a cosine falls to a tenth of it.
+    value_coef: weight of the value loss.
+    b1, b2, weight_decay: of AdamW.
+    grad_clip: largest norm of the gradient.
+  """
+
+  steps: int
+  learning_rate: float
+  value_coef: float
+  b1: float
+  b2: float
+  weight_decay: float
+  grad_clip: float
+
+
+def make_schedule(settings: SftSettings) -> optax.Schedule:
+  """The learning rate of each step: linear warm-up, then a cosine."""
+  warmup = max(settings.steps // 20, 1)
+  rate = settings.learning_rate
+  return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(settings.steps, warmup + 1), 0.1 * rate)
+
+
+def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
+  """The loss of a micro-batch: the negative log-likelihood of the trained tokens, and the value loss.
+
+  The weights of the tokens sum to 1 over a step, so the losses and gradients of its micro-batches are added.
+
+  Args:
+    scoring: how tokens are scored.
+    value_coef: weight of the value loss.
+
+  Returns:
+    A loss of (module, `SftBatch`) for a `Learner`, with the sums 'loss' and 'value_loss'.
+  """
+
+  def loss(module: ActorCritic, batch: SftBatch) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
+    logprobs, _, values = score_tokens(module, batch.tokens, batch.columns, scoring, batch.segments)
+    nll = -jnp.sum(logprobs * batch.weights)
+    vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
+    return nll + value_coef * vf_loss, ({'loss': nll, 'value_loss': vf_loss}, {})
+
+  return loss
+
+
+class SftTrainer:
+  """Trains a model on batches of replies; with LoRA, only adapters and the value head.
+
+  Attributes:
+    state: weights and optimiser state; its arrays are donated by a step.
+    learner: takes the optimiser steps.
+    schedule: the learning rate of each step.
+  """
+
+  def __init__(self, settings: SftSettings, scoring: ScoringSettings, model: ActorCritic, mesh: Mesh):
+    """Compiles nothing before the first call.
+
+    Args:
+      settings: the optimiser and the loss.
+      scoring: how tokens are scored.
+      model: training begins with its weights; the first step donates those that are trained.
+      mesh: the devices over which rows and weights are divided.
+    """
+    self._mesh = mesh if mesh.size > 1 else None
+    self.schedule = make_schedule(settings)
+    adamw = optax.adamw(
+      self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=weight_decay_mask
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(settings.grad_clip), adamw)
+    graphdef, params = nnx.split(model)
+    self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), self._mesh)
+    trained, frozen = lora.partition(params)
+    self.state = TrainState(trained, frozen, self.learner.init(trained))
+
+  def _placed(self, batches: list[SftBatch]) -> list[SftBatch]:
+    return batches if self._mesh is None else [place_rows(batch, self._mesh) for batch in batches]
+
+  def gradients(self, batches: list[SftBatch]) -> tuple[Any, jax.Array]:
+    """The gradients of a step from its micro-batches, and f32[2]: its loss and value loss."""
+    gradients, found = self.learner.gradients(self.state, self._placed(batches))
+    return gradients, _parts(found)
+
+  def step(self, batches: list[SftBatch]) -> jax.Array:
+    """Takes one optimiser step; returns f32[2], loss and value loss before it."""
+    self.state, found = self.learner.step(self.state, self._placed(batches))
+    self.state = self.state.replace(iteration=self.state.iteration + 1)
+    return _parts(found)
+
+  def losses(self, batches: list[SftBatch]) -> jax.Array:
+    """f32[2], loss and value loss; the weights do not change."""
+    return _parts(self.learner.evaluate(self.state, self._placed(batches)))
+
+
+def _parts(found: dict[str, jax.Array]) -> jax.Array:
+  return jnp.stack([found['loss'], found['value_loss']])

@@ -1,0 +1,246 @@
+"""Batches of the update: sampled tokens by column, and mini-batches cut into micro-batches of similar length.
+
+A mini-batch is what one optimiser step learns from, a micro-batch what goes through the model at once. The rows of a
+mini-batch are sorted by length and cut into micro-batches, each only as wide as its longest row, so that a few long
+episodes do not widen all the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+
+from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.distributed.sharding import place_rows
+
+
+@struct.dataclass
+class TokenRows:
+  """Rows for the model, and the columns of up to R tokens of each row.
+
+  Attributes:
+    tokens: i32[B, T].
+    columns: i32[B, R], the columns of the tokens that are scored, ascending; 1 where there is none.
+    mask: bool[B, R], True where there is a token.
+  """
+
+  tokens: np.ndarray
+  columns: np.ndarray
+  mask: np.ndarray
+
+
+@struct.dataclass
+class TrainBatch(TokenRows):
+  """The tokens of a rollout with all that the loss needs but their weights.
+
+  Attributes:
+    turn: i32[B, R], index of the token's turn, -1 where there is no token.
+    trained: bool[B, R], tokens in the policy loss.
+    valued: bool[B, R], tokens in the value loss.
+    old_logprobs: f32[B, R], log-probs that probability ratios are taken to.
+    old_values: f32[B, R], the critic's values when the batch was made.
+    advantages: f32[B, R].
+    returns: f32[B, R], targets of the critic.
+    ref_logprobs: f32[B, R], log-probs under the reference; None if no KL term is on.
+    importance: f32[B, R], truncated importance weights, factors of the policy loss; None if they are off.
+  """
+
+  turn: np.ndarray
+  trained: np.ndarray
+  valued: np.ndarray
+  old_logprobs: np.ndarray
+  old_values: np.ndarray
+  advantages: np.ndarray
+  returns: np.ndarray
+  ref_logprobs: np.ndarray | None
+  importance: np.ndarray | None
+
+
+@struct.dataclass
+class MiniBatch(TrainBatch):
+  """A `TrainBatch` with the weights of one optimiser step's tokens.
+
+  Attributes:
+    weights: f32[B, R], of the policy loss; 0 outside the mini-batch. They sum to 1 under 'token-mean'.
+    value_weights: f32[B, R], of the value loss; they sum to 1.
+  """
+
+  weights: np.ndarray
+  value_weights: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchingSettings:
+  """Sizes of micro-batches.
+
+  Attributes:
+    micro_batch_size: rows of a micro-batch.
+    length_step: T is rounded up to a multiple of this, R to a multiple of half of it.
+    whole_rows: any column may be a scored token, not only the sampled ones.
+  """
+
+  micro_batch_size: int
+  length_step: int
+  whole_rows: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+  """The rows and the width of a micro-batch.
+
+  Attributes:
+    rows: i32[micro_batch_size], indices of rows, -1 where there is none.
+    width: T.
+    replies: R.
+  """
+
+  rows: np.ndarray
+  width: int
+  replies: int
+
+
+def sampled_columns(loss_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The columns of each row's sampled tokens.
+
+      loss_mask  0 0 1 1 0 1   ->  columns  2 3 5    mask  1 1 1
+                 0 1 0 0 0 0                1 1 1          1 0 0
+
+  Args:
+    loss_mask: bool[B, T]; column 0 is never sampled.
+
+  Returns:
+    columns i32[B, R] and mask bool[B, R], where R is the largest number of sampled tokens of a row, at least 1.
+  """
+  counts = loss_mask.sum(axis=1)
+  mask = np.arange(max(int(counts.max(initial=0)), 1))[None, :] < counts[:, None]
+  columns = np.ones(mask.shape, np.int32)
+  columns[mask] = np.nonzero(loss_mask)[1]
+  return columns, mask
+
+
+def at_columns(x: np.ndarray, columns: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """[B, T] -> [B, R]: the values of a timeline's array at `columns`, 0 off the mask."""
+  return np.where(mask, np.take_along_axis(x, columns, axis=1), 0).astype(x.dtype)
+
+
+def mini_batches(
+  kept: np.ndarray, episode: np.ndarray, rng: np.random.Generator, *, size: int, parts: int | None
+) -> list[np.ndarray]:
+  """Divides the kept episodes in random order over optimiser steps.
+
+  Args:
+    kept: i32[K], rows to learn from.
+    episode: i32[B], the episode of each row; an episode's rows stay together.
+    rng: shuffles the episodes.
+    size: episodes of a mini-batch, unless `parts` is given.
+    parts: number of mini-batches, of almost equal size; None for mini-batches of `size` episodes.
+
+  Returns:
+    Row indices i32[M] of each mini-batch; none is empty.
+  """
+  episodes = np.unique(episode[kept])
+  order = rng.permutation(episodes)
+  if parts is not None:
+    cut = np.array_split(order, parts)
+  else:
+    cut = [order[start : start + size] for start in range(0, len(order), size)]
+  rows = {e: kept[episode[kept] == e] for e in episodes.tolist()}
+  return [np.concatenate([rows[e] for e in part.tolist()]).astype(np.int32) for part in cut if len(part)]
+
+
+def plan_micro_batches(
+  rows: np.ndarray, length: np.ndarray, sampled: np.ndarray, *, size: int, length_step: int
+) -> list[MicroBatch]:
+  """Cuts a mini-batch into micro-batches of rows of similar length.
+
+  Args:
+    rows: i32[M], the mini-batch.
+    length: i32[B], used columns of each row of the rollout.
+    sampled: i32[B], scored tokens of each row.
+    size: rows of a micro-batch.
+    length_step: T is rounded up to a multiple of this, R to a multiple of half of it.
+
+  Returns:
+    The micro-batches, longest last. Every row is in exactly one.
+  """
+  rows = rows[np.argsort(length[rows], kind='stable')]
+  half = max(length_step // 2, 1)
+  plans = []
+  for start in range(0, len(rows), size):
+    part = rows[start : start + size]
+    width = -(-int(length[part].max()) // length_step) * length_step
+    replies = -(-max(int(sampled[part].max()), 1) // half) * half
+    padded = np.concatenate([part, np.full(size - len(part), -1, part.dtype)])
+    plans.append(MicroBatch(padded, width, replies))
+  return plans
+
+
+def plan_rows(rows: np.ndarray, trajectory: Trajectory, settings: BatchingSettings) -> list[MicroBatch]:
+  """The micro-batches of some rows of a trajectory, see `plan_micro_batches`."""
+  tokens = trajectory.length if settings.whole_rows else trajectory.loss_mask.sum(axis=1)
+  return plan_micro_batches(
+    rows, trajectory.length, tokens, size=settings.micro_batch_size, length_step=settings.length_step
+  )
+
+
+# Values in rows and columns that do not exist, where not 0.
+_FILL = {'columns': 1, 'turn': -1}
+
+_Rows = TypeVar('_Rows', bound=TokenRows)
+
+
+def slice_rows(batch: _Rows, plan: MicroBatch) -> _Rows:
+  """The rows and columns of one micro-batch; rows of index -1 become rows without tokens."""
+  present = (plan.rows >= 0)[:, None]
+  rows = np.maximum(plan.rows, 0)
+
+  def cut(path, x):
+    name = path[-1].name
+    width, fill = plan.width if name == 'tokens' else plan.replies, _FILL.get(name, 0)
+    x = x[rows, :width]
+    x = np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
+    return np.where(present, x, fill).astype(x.dtype)
+
+  return jax.tree_util.tree_map_with_path(cut, batch)
+
+
+def micro_batches(batch: _Rows, plans: list[MicroBatch], mesh: Mesh | None = None) -> Iterator[_Rows]:
+  """The micro-batches of a batch, one after the other.
+
+  Args:
+    batch: on the host.
+    plans: which rows go together.
+    mesh: places the rows of each micro-batch on it; None leaves them on the host.
+  """
+  for plan in plans:
+    part = slice_rows(batch, plan)
+    yield part if mesh is None else place_rows(part, mesh)
+
+
+def abstract_mini_batch(
+  rows: int, width: int, replies: int, *, reference: bool, importance: bool, sharding: Any = None
+) -> MiniBatch:
+  """The shapes and types of a micro-batch of `rows` rows, T = `width` and R = `replies`, to compile programs for.
+
+  Args:
+    rows, width, replies: the sizes.
+    reference: `ref_logprobs` exist.
+    importance: `importance` exists.
+    sharding: the layout of the rows.
+  """
+  types = {'tokens': np.int32, 'columns': np.int32, 'turn': np.int32, 'mask': bool, 'trained': bool, 'valued': bool}
+  absent = {name for name, exists in (('ref_logprobs', reference), ('importance', importance)) if not exists}
+
+  def leaf(name):
+    if name in absent:
+      return None
+    shape = (rows, width if name == 'tokens' else replies)
+    return jax.ShapeDtypeStruct(shape, types.get(name, np.float32), sharding=sharding)
+
+  return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)})

@@ -1,0 +1,283 @@
+"""Estimation: from the rewards of a selection to the advantages and returns of its sampled tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from ragen_jax.agent.episode import TRUNCATED
+from ragen_jax.agent.rollout import Rollout, round_up
+from ragen_jax.algorithms import losses, masks, rewards
+from ragen_jax.algorithms.advantages import Advantages, compute_advantages
+from ragen_jax.algorithms.diagnostics import logprob_gap
+from ragen_jax.training.batches import (
+  BatchingSettings,
+  TokenRows,
+  TrainBatch,
+  at_columns,
+  plan_micro_batches,
+  plan_rows,
+  sampled_columns,
+)
+from ragen_jax.training.objective import shared_episodes
+from ragen_jax.training.rollout_metrics import mean, mean_max_min
+from ragen_jax.training.scoring import Scorer
+from ragen_jax.training.selection import Selection
+from ragen_jax.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSettings:
+  """From the environment's rewards to those that estimators read. Fields are those of `config.reward`.
+
+  Attributes:
+    credit: where rewards lie, one of `rewards.CREDITS`.
+    grouping: among which episodes scores are normalised, one of `rewards.GROUPINGS`.
+    method: how scores are normalised, one of `rewards.METHODS`.
+  """
+
+  credit: str
+  grouping: str
+  method: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateSettings:
+  """The estimation. Fields are those of `config.algorithm`, except for the last four.
+
+  Attributes:
+    adv_estimator: one of `advantages.ESTIMATORS`.
+    mask_loss: the policy loss is on sampled tokens only.
+    mask_advantages: advantages run through sampled tokens only.
+    gamma, lam: discount and decay for each token.
+    high_level_gamma, high_level_lam: discount and decay for each turn; a decay of None is `lam`.
+    bootstrap_truncated: episodes cut off by a limit are worth the critic's value after their last token.
+    length_weight: divide by the relative length, in 'grpo' and 'dr_grpo'.
+    step_gamma, step_weight, step_std: of 'gigpo'.
+    whiten_advantages: whiten the advantages of the estimators that do so.
+    kl_reward_coef: weight of the KL to the reference in the reward of each token; 0 is off.
+    kl_kind: estimator of that KL.
+    old_logprobs: 'sampler' or 'trainer', where the old log-probs and values come from.
+    tis_cap: cap of the truncated importance weights; 0 is off.
+    reward: see `RewardSettings`.
+    batching: sizes of micro-batches.
+    needs_critic: the estimator reads values.
+    records_values: the sampler records values.
+  """
+
+  adv_estimator: str
+  mask_loss: bool
+  mask_advantages: bool
+  gamma: float
+  lam: float
+  high_level_gamma: float
+  high_level_lam: float | None
+  bootstrap_truncated: bool
+  length_weight: bool
+  step_gamma: float
+  step_weight: float
+  step_std: bool
+  whiten_advantages: bool
+  kl_reward_coef: float
+  kl_kind: str
+  old_logprobs: str
+  tis_cap: float
+  reward: RewardSettings
+  batching: BatchingSettings
+  needs_critic: bool
+  records_values: bool
+
+
+# Options of `compute_advantages` that are numbers and names of the config.
+_SCALARS = (
+  'name', 'gamma', 'lam', 'high_level_gamma', 'high_level_lam', 'length_weight', 'whitening', 'step_gamma',
+  'step_weight', 'step_std',
+)  # fmt: skip
+_advantages = jax.jit(compute_advantages, static_argnames=_SCALARS)
+_shape_rewards = jax.jit(rewards.shape_rewards, static_argnames=('credit', 'grouping', 'method'))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+  """The columns of a selection that the update reads.
+
+  Attributes:
+    rows: the columns in the loss or in the recursion of the advantages.
+    turn: i32[B, R], -1 off the mask.
+    trained: bool[B, R], in the policy loss.
+    through: bool[B, R], in the recursion of the advantages.
+    sampled: bool[B, R], sampled by the policy.
+  """
+
+  rows: TokenRows
+  turn: np.ndarray
+  trained: np.ndarray
+  through: np.ndarray
+  sampled: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+  """What the models say of these tokens, f32[B, R] each, as in `TrainBatch`."""
+
+  old_logprobs: np.ndarray
+  old_values: np.ndarray
+  ref_logprobs: np.ndarray | None
+  importance: np.ndarray | None
+
+
+class TargetEstimator:
+  """Makes the `TrainBatch` of a selection."""
+
+  def __init__(self, settings: EstimateSettings, scorer: Scorer):
+    """Nothing is compiled before the first call.
+
+    Args:
+      settings: see `EstimateSettings`.
+      scorer: scores tokens under the present weights.
+    """
+    self._settings = settings
+    self._scorer = scorer
+
+  def __call__(self, state: TrainState, selection: Selection) -> tuple[TrainBatch, dict[str, float]]:
+    """Advantages and returns of the kept rows.
+
+    Args:
+      state: read only.
+      selection: the rows of a rollout to learn from.
+
+    Returns:
+      The batch, with one row for each row of `selection.rollout`, and metrics.
+    """
+    tokens = self._tokens(selection)
+    scores, metrics = self._scores(state, selection, tokens)
+    reward, kl_metrics = self._rewards(selection, tokens, scores)
+    estimate = self._advantages(state, selection, tokens, scores, reward)
+    batch = TrainBatch(
+      **{f.name: getattr(tokens.rows, f.name) for f in dataclasses.fields(TokenRows)},
+      turn=tokens.turn,
+      trained=tokens.trained,
+      valued=np.asarray(estimate.value_mask),
+      old_logprobs=scores.old_logprobs,
+      old_values=scores.old_values,
+      advantages=estimate.advantages * selection.scale[:, None],
+      returns=estimate.returns,
+      ref_logprobs=scores.ref_logprobs,
+      importance=scores.importance,
+    )
+    metrics = selection.metrics | metrics | kl_metrics
+    metrics |= mean_max_min('critic/rewards', np.asarray(reward).sum(axis=1)[selection.keep])
+    metrics |= mean_max_min('critic/advantages', batch.advantages[tokens.sampled])
+    if self._settings.needs_critic:
+      metrics |= mean_max_min('critic/returns', batch.returns[tokens.sampled])
+      metrics |= mean_max_min('critic/values', batch.old_values[tokens.sampled])
+      metrics['critic/vf_explained_var'] = float(
+        losses.explained_variance(batch.old_values, batch.returns, batch.valued)
+      )
+    return batch, metrics
+
+  def _tokens(self, selection: Selection) -> _Tokens:
+    s, t, keep = self._settings, selection.rollout.trajectory, selection.keep
+    trained, through = (
+      np.asarray(x)
+      for x in masks.selective_masks(t.loss_mask, t.length, mask_loss=s.mask_loss, mask_advantages=s.mask_advantages)
+    )
+    columns, mask = sampled_columns(trained | through)
+    width = round_up(mask.shape[1], max(s.batching.length_step // 2, 1))
+    columns = np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=1)
+    mask = np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) & keep[:, None]
+    turn = np.where(mask, at_columns(t.turn, columns, mask), -1).astype(np.int32)
+    trained, through, sampled = (at_columns(x, columns, mask) for x in (trained, through, t.loss_mask))
+    return _Tokens(TokenRows(t.tokens, columns, mask), turn, trained, through, sampled)
+
+  def _scores(self, state: TrainState, selection: Selection, tokens: _Tokens) -> tuple[_Scores, dict[str, float]]:
+    """Old log-probs and values, importance weights, and log-probs under the reference."""
+    s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
+    logprobs, values = (at_columns(x, rows.columns, rows.mask) for x in (t.logprobs, t.values))
+    plans = plan_rows(np.flatnonzero(selection.keep), t, s.batching)
+    metrics, importance, reference = {}, None, None
+    if s.old_logprobs == 'trainer':
+      recorded = logprobs
+      logprobs, values = self._scorer.score(state.params, rows, plans)
+      fresh = sampled & (np.arange(len(sampled)) < selection.fresh)[:, None]  # replayed rows are of older weights
+      metrics |= logprob_gap(logprobs, recorded, fresh)
+      if s.tis_cap > 0:
+        importance = losses.truncated_importance_weights(logprobs, recorded, sampled, s.tis_cap)
+        importance = np.where(sampled, importance, 1).astype(np.float32)
+        metrics['rollout/importance_mean'] = mean(importance[fresh])
+    elif s.needs_critic and not s.records_values:
+      values = self._scorer.values(state.params, rows, plans)
+    if state.reference is not None:
+      reference = self._scorer.logprobs(state.reference_params, rows, plans)
+    return _Scores(logprobs, values, reference, importance), metrics
+
+  def _rewards(
+    self, selection: Selection, tokens: _Tokens, scores: _Scores
+  ) -> tuple[jax.Array | np.ndarray, dict[str, float]]:
+    """f32[B, R], the rewards that the estimator reads, and metrics."""
+    s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
+    reward = _shape_rewards(
+      at_columns(t.rewards, rows.columns, rows.mask),
+      sampled,
+      tokens.turn,
+      t.group,
+      t.env,
+      credit=s.reward.credit,
+      grouping=s.reward.grouping,
+      method=s.reward.method,
+      episode=shared_episodes(t.episode),
+    )
+    if s.kl_reward_coef <= 0:
+      return reward, {}
+    kl = losses.kl_penalty(scores.old_logprobs, scores.ref_logprobs, sampled, s.kl_kind)
+    reward = rewards.kl_in_reward(reward, kl, sampled, s.kl_reward_coef)
+    return reward, {'actor/reward_kl_penalty': mean(np.asarray(kl)[sampled])}
+
+  def _advantages(
+    self, state: TrainState, selection: Selection, tokens: _Tokens, scores: _Scores, reward: Any
+  ) -> Advantages:
+    """What the estimator gives, on the host."""
+    s, t = self._settings, selection.rollout.trajectory
+    return jax.device_get(
+      _advantages(
+        s.adv_estimator,
+        rewards=reward,
+        loss_mask=tokens.sampled,
+        turn=tokens.turn,
+        group=t.group,
+        values=scores.old_values,
+        bootstrap=self.bootstrap(state.params, selection.rollout) if s.bootstrap_truncated else None,
+        episode=shared_episodes(t.episode),
+        adv_mask=None if s.mask_advantages else tokens.through,
+        anchors=selection.rollout.anchors,
+        gamma=s.gamma,
+        lam=s.lam,
+        high_level_gamma=s.high_level_gamma,
+        high_level_lam=s.high_level_lam,
+        length_weight=s.length_weight,
+        whitening=s.whiten_advantages,
+        step_gamma=s.step_gamma,
+        step_weight=s.step_weight,
+        step_std=s.step_std,
+      )
+    )
+
+  def bootstrap(self, params: Any, rollout: Rollout) -> np.ndarray:
+    """f32[B]: the critic's value after the last sampled token of rows that a limit cut off, 0 for the others."""
+    t, batching = rollout.trajectory, self._settings.batching
+    cut = np.isin(t.status, TRUNCATED)
+    last = np.where(t.loss_mask, np.arange(t.loss_mask.shape[1]), 0).max(axis=1)
+    # The value of a column is that of the state before it.
+    columns = (last + 1)[:, None].astype(np.int32)
+    rows = TokenRows(np.pad(t.tokens, ((0, 0), (0, 1))), columns, cut[:, None])
+    plans = plan_micro_batches(
+      np.flatnonzero(cut),
+      last + 2,
+      np.ones_like(last),
+      size=batching.micro_batch_size,
+      length_step=batching.length_step,
+    )
+    return self._scorer.values(params, rows, plans)[:, 0]

@@ -1,0 +1,80 @@
+"""AdamW with one learning rate for the policy and one for the critic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+  """The optimiser of a run.
+
+  Attributes:
+    actor_lr: learning rate of the policy.
+    critic_lr: learning rate of the value head, and of the trunk of a separate critic.
+    warmup_steps: optimiser steps over which both learning rates rise from 0.
+    decay_steps: optimiser steps after which `final_lr_fraction` of the learning rates is left.
+    final_lr_fraction: 1 keeps them constant.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    weight_decay: of matrices; norms and biases are not decayed.
+    grad_clip: largest global norm: of all gradients together, or of the policy's and of a separate critic's each.
+    critic_steps: first optimiser steps, which train the critic alone; the policy's decay begins after them.
+    separate_critic: the critic has a trunk of its own.
+  """
+
+  actor_lr: float
+  critic_lr: float
+  warmup_steps: int
+  decay_steps: int
+  final_lr_fraction: float
+  b1: float
+  b2: float
+  weight_decay: float
+  grad_clip: float
+  critic_steps: int
+  separate_critic: bool
+
+
+def is_critic_weight(path: tuple[Any, ...]) -> bool:
+  """Whether a leaf of the weights or of the optimiser's state belongs to the critic: its trunk or the value head."""
+  return not {str(getattr(p, 'key', '')) for p in path}.isdisjoint(('critic', 'value_head'))
+
+
+def weight_decay_mask(params: Any) -> Any:
+  """True for the weights that AdamW decays: matrices, not norms, and not biases (a bias of heads has two axes too)."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x.ndim >= 2 and 'bias' not in jax.tree_util.keystr(path[-2:]), params
+  )
+
+
+def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
+  """AdamW, with the gradient clipped by its global norm and the critic's own learning rate."""
+  s = settings
+
+  def schedule(lr, steps):
+    """lr * min(1, (step + 1) / warmup_steps) * (1 - (1 - final_lr_fraction) * min(1, step / steps))."""
+
+    def at(step):
+      warm = jnp.minimum(1.0, (step + 1) / s.warmup_steps) if s.warmup_steps else 1.0
+      left = 1.0 - (1.0 - s.final_lr_fraction) * jnp.minimum(step / max(steps, 1), 1.0)
+      return lr * warm * left
+
+    return at
+
+  clip = optax.clip_by_global_norm(s.grad_clip)
+
+  def adamw(lr, steps):
+    update = optax.adamw(schedule(lr, steps), b1=s.b1, b2=s.b2, weight_decay=s.weight_decay, mask=weight_decay_mask)
+    return optax.chain(clip, update) if s.separate_critic else update
+
+  def label(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: 'critic' if is_critic_weight(path) else 'actor', params)
+
+  models = {'actor': adamw(s.actor_lr, s.decay_steps - s.critic_steps), 'critic': adamw(s.critic_lr, s.decay_steps)}
+  return optax.chain(optax.identity() if s.separate_critic else clip, optax.multi_transform(models, label))

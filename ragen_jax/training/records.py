@@ -1,0 +1,94 @@
+"""Training episodes kept for the trajectory viewer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.training.batches import TrainBatch
+from ragen_jax.training.selection import Selection
+from ragen_jax.viewer.records import episode_records, first_rows, on_timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSettings:
+  """Which episodes are kept, and which of their numbers.
+
+  Attributes:
+    episodes: episodes of each environment (`config.logging`).
+    episodes_every: iterations between two that keep episodes, besides the first; 0 keeps none (`config.logging`).
+    prompts_trained: the loss is on all tokens, not on the sampled ones alone.
+    records_values: the sampler records values.
+    needs_critic: the estimator reads values.
+  """
+
+  episodes: int
+  episodes_every: int
+  prompts_trained: bool
+  records_values: bool
+  needs_critic: bool
+
+
+class Recorder:
+  """Chooses episodes of training rollouts and writes down what happened in them, token by token."""
+
+  def __init__(self, settings: RecordSettings, proxy: AgentProxy, tokenizer: ChatTokenizer):
+    """Remembers its arguments.
+
+    Args:
+      settings: see `RecordSettings`.
+      proxy: plays the rollouts.
+      tokenizer: gives the text of each token.
+    """
+    self._settings = settings
+    self._proxy = proxy
+    self._tokenizer = tokenizer
+
+  def rows(self, iteration: int) -> list[int]:
+    """The rows of an iteration's first rollout whose episodes are kept; [] in most iterations."""
+    every = self._settings.episodes_every
+    if not every or (iteration > 0 and (iteration + 1) % every):
+      return []
+    envs = self._proxy.envs
+    return first_rows(envs.specs, envs.group_size, self._settings.episodes, one_a_level=False)
+
+  def records(
+    self, rollout: Rollout, selection: Selection, batch: TrainBatch, iteration: int
+  ) -> tuple[list[Episode], list[dict[str, Any]]]:
+    """The kept episodes of an iteration and their records.
+
+    Args:
+      rollout: the fresh rollout of the iteration.
+      selection: what the update learnt from.
+      batch: of the selection.
+      iteration: index of the iteration, from 0.
+
+    Returns:
+      Episodes, and for each what `viewer.records.episode_records` gives.
+    """
+    s, rows = self._settings, self.rows(iteration)
+    t, fresh = rollout.trajectory, selection.fresh
+    columns, mask, width = batch.columns[:fresh], batch.mask[:fresh], t.tokens.shape[1]
+    values = t.values if s.records_values else None
+    if values is None and s.needs_critic:
+      values = on_timeline(np.asarray(batch.old_values)[:fresh], columns, mask, width)
+    records = episode_records(
+      rollout,
+      rows,
+      self._tokenizer,
+      step=iteration + 1,
+      split='train',
+      group_size=self._proxy.envs.group_size,
+      reply_prefix=self._proxy.context.reply_prefix,
+      advantages=on_timeline(np.asarray(batch.advantages)[:fresh], columns, mask, width),
+      learnt=selection.keep[:fresh],
+      prompts_trained=s.prompts_trained,
+      values=values,
+    )
+    return [rollout.episodes[row] for row in rows], records

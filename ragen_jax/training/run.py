@@ -1,0 +1,302 @@
+"""A training run on disk: opened and restored, logged and saved after each iteration, rolled back or stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.distributed import processes
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.interrupt import Interrupt, Stopped
+from ragen_jax.runs.metrics import Counts, MetricWriter
+from ragen_jax.runs.progress import Progress
+from ragen_jax.runs.timing import Timer, memory
+from ragen_jax.training.batches import TrainBatch
+from ragen_jax.training.monitor import Monitor, Verdict
+from ragen_jax.training.replay import ReplayBuffer
+from ragen_jax.training.run_log import BEST, Evaluation, LogSettings, RunLog, success_by_tag
+from ragen_jax.training.state import TrainState
+from ragen_jax.utils.errors import UserError
+from ragen_jax.viewer.store import EpisodeWriter
+
+_log = logging.getLogger(__name__)
+
+# What a verdict leads to if the run is not rolled back, by its action.
+CONSEQUENCES = {
+  'warn': 'a warning only (monitor.echo_trap)',
+  'stop': 'the run ends here',
+  'rollback': 'there is no evaluated checkpoint to roll back to, or nothing left to train',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+  """The course of a run.
+
+  Attributes:
+    num_iterations: iterations of the whole run.
+    online_k: iterations that learn from one rollout (`config.train`).
+    eval_every: evaluate after every so many iterations, and after the last; 0 after the last only.
+    checkpoint_every: save after every so many iterations, and after the last; 0 after the last only.
+    keep: newest checkpoints that are kept, besides the best (`config.checkpoint`).
+    rollback_lr: factor of the learning rates at a rollback (`config.monitor`).
+    log: what is shown of episodes and evaluations.
+    hparams: the run's row of TensorBoard's table: config fields by name, nested.
+    compared: metrics that the table shows.
+  """
+
+  num_iterations: int
+  online_k: int
+  eval_every: int
+  checkpoint_every: int
+  keep: int
+  rollback_lr: float
+  log: LogSettings
+  hparams: Mapping[str, Any]
+  compared: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def open_run(
+  settings: RunSettings, workdir: str, model: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
+) -> Iterator[tuple[Run, TrainState]]:
+  """Opens the checkpoints and logs of a run, and goes on from its last checkpoint.
+
+  Args:
+    settings: see `RunSettings`.
+    workdir: the run's directory.
+    model: the model in a few words, for the first line.
+    state: a fresh run's; its arrays are deleted if there is a checkpoint to go on from.
+    replay: an empty buffer, filled from the checkpoint.
+    monitor: a fresh one, restored from the checkpoint.
+
+  Yields:
+    The run, and the state to go on with.
+
+  Raises:
+    UserError: the checkpoints are those of a warm start or of another model, or processes see different ones.
+  """
+  first = processes.is_first()
+  with Checkpointer(workdir, keep=settings.keep, save_best=BEST) as checkpointer:
+    state, stopped = restore(checkpointer, workdir, state, replay, monitor)
+    done = state.iteration
+    _log.info(greeting(workdir, model, done, settings.num_iterations, stopped))
+    start_step = done + 1 if done else 0
+    episodes = EpisodeWriter(workdir, start_step=start_step, enabled=first)
+    with (
+      Interrupt() as interrupt,
+      MetricWriter(workdir, start_step=start_step, enabled=first) as writer,
+      Progress(settings.num_iterations, start=done, enabled=first) as progress,
+    ):
+      writer.hparams(settings.hparams, list(settings.compared))
+      log = RunLog(settings.log, writer, episodes, progress)
+      yield Run(settings, checkpointer, log, interrupt, replay, monitor, stopped), state
+
+
+def restore(
+  checkpointer: Checkpointer, workdir: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
+) -> tuple[TrainState, str]:
+  """Restores the last checkpoint, if there is one.
+
+  Args:
+    checkpointer: of `workdir`.
+    workdir: for the errors.
+    state: a fresh run's; its arrays are deleted if there is a checkpoint.
+    replay: filled from the checkpoint.
+    monitor: restored from the checkpoint.
+
+  Returns:
+    The state, and why the run was stopped, '' if it was not.
+  """
+  steps = processes.gather(checkpointer.latest_step())
+  if len(set(steps)) > 1:
+    raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
+  if checkpointer.latest_step() is None:
+    return state, ''
+  described = checkpointer.meta().get('replay')
+  if described is None:
+    raise UserError(f'--workdir={workdir}: its checkpoints are those of a warm start; choose another --workdir')
+  like = state.saved()
+  arrays, meta = checkpointer.restore(like | {'replay': replay.empty_state(described)})
+  # The fresh arrays would stay on the devices beside the restored ones.
+  jax.tree.map(lambda x: x.delete(), like)
+  replay.load_state(arrays['replay'], described)
+  monitor.load_state_dict(meta['monitor'])
+  state = state.with_saved(arrays, iteration=meta['iteration'], lr_scale=meta['monitor']['lr_scale'])
+  return state, meta['stopped']
+
+
+def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: str) -> str:
+  """The first line of a run.
+
+  Args:
+    workdir: the run's directory.
+    model: the model in a few words.
+    done: finished iterations.
+    num_iterations: of the whole run.
+    stopped: why it was stopped, '' if it was not.
+  """
+  if stopped:
+    return f'{workdir} was stopped after iteration {done}: {stopped}'
+  if done:
+    finished = done >= num_iterations
+    return f'{workdir} is finished: {done} iterations' if finished else f'going on in {workdir} after iteration {done}'
+  return f'model {model}; the run is kept in {workdir}'
+
+
+class Run:
+  """An open run; `open_run` makes one.
+
+  Attributes:
+    timer: seconds of the phases of an iteration.
+  """
+
+  def __init__(
+    self,
+    settings: RunSettings,
+    checkpointer: Checkpointer,
+    log: RunLog,
+    interrupt: Interrupt,
+    replay: ReplayBuffer,
+    monitor: Monitor,
+    stopped: str,
+  ):
+    """Takes parts that are open; `stopped` says why the run was stopped before, '' if it was not."""
+    self._settings = settings
+    self._checkpointer = checkpointer
+    self._log = log
+    self._interrupt = interrupt
+    self._replay = replay
+    self._monitor = monitor
+    self._stopped = stopped
+    self.timer = Timer()
+
+  def goes_on(self, state: TrainState) -> bool:
+    """Whether there is another iteration."""
+    return state.iteration < self._settings.num_iterations and not self._stopped
+
+  def evaluation_due(self, state: TrainState, verdict: Verdict) -> bool:
+    """Whether the weights are evaluated after this iteration: on schedule, or because the run ends."""
+    return self._due(state, self._settings.eval_every) or verdict.action == 'stop'
+
+  def log_first_evaluation(self, evaluation: Evaluation) -> None:
+    """Writes the evaluation before training; raises `Stopped` if a signal came meanwhile."""
+    self._log.evaluation(0, evaluation)
+    self._log.metrics.scalars(0, self.timer.pop())
+    if interrupted := self._interrupted():
+      raise Stopped(interrupted)  # there is nothing to save yet
+
+  def log_iteration(
+    self, state: TrainState, metrics: Mapping[str, float | Counts], batch: TrainBatch, *, fresh: bool, empty: bool
+  ) -> Verdict:
+    """Writes the metrics and histograms of an iteration.
+
+    Args:
+      state: after its update.
+      metrics: of the iteration.
+      batch: that it learnt from.
+      fresh: the iteration played a rollout.
+      empty: the filter kept nothing of the rollout.
+
+    Returns:
+      The monitor's verdict; 'go_on' for iterations that reuse a rollout.
+    """
+    scalars = {name: x for name, x in metrics.items() if not isinstance(x, Counts)}
+    watched, verdict = self._monitor.after_iteration(scalars, empty=empty) if fresh else ({}, Verdict())
+    self._log.metrics.scalars(state.iteration, scalars | watched)
+    histograms = {name: x for name, x in metrics.items() if isinstance(x, Counts)}
+    self._log.metrics.histograms(state.iteration, {'critic/advantages': batch.advantages[batch.trained]} | histograms)
+    return verdict
+
+  def log_episodes(self, state: TrainState, episodes: list[Episode], records: list[dict[str, Any]]) -> None:
+    """Writes the kept episodes of an iteration, see `Recorder.records`; `state` is that after its update."""
+    self._log.training_episodes(state.iteration, episodes, records)
+
+  def finish_iteration(
+    self, state: TrainState, rollout: Rollout, evaluation: Evaluation | None, verdict: Verdict
+  ) -> tuple[TrainState, bool]:
+    """Writes the evaluation, rolls back or notes the end, saves, and writes the times of an iteration.
+
+    Args:
+      state: after the iteration's update.
+      rollout: that it learnt from.
+      evaluation: of this state; None if it was not due.
+      verdict: of `log_iteration`.
+
+    Returns:
+      The state to go on with, and whether it was rolled back, so that a fresh rollout is needed.
+
+    Raises:
+      Stopped: a signal asked for it.
+    """
+    step, scores, rolled_back = state.iteration, {}, False
+    if evaluation is not None:
+      scores[BEST] = self._log.evaluation(step, evaluation)
+      tags = self._settings.log.eval_tags
+      watched, hopeless = self._monitor.after_evaluation(success_by_tag(evaluation.metrics, tags))
+      self._log.metrics.scalars(step, watched)
+      verdict = hopeless if hopeless.action == 'stop' else verdict
+    best = self._checkpointer.best_step()
+    if verdict.action == 'rollback' and best is not None and step < self._settings.num_iterations:
+      state, scores, rolled_back = self._roll_back(state, best, verdict), {}, True
+    elif verdict.action != 'go_on':
+      self._log.progress.write(f'iteration {step}: {verdict.reason}; {CONSEQUENCES[verdict.action]}')
+    self._stopped = verdict.reason if verdict.action == 'stop' else ''
+    interrupted = self._interrupted()
+    # A run that goes on between two iterations of one rollout would not have that rollout.
+    save_now = self._stopped or (interrupted and step % self._settings.online_k == 0)
+    if self._due(state, self._settings.checkpoint_every) or save_now:
+      self._save(state, scores)
+    self._log_times(state, rollout)
+    if interrupted:
+      raise Stopped(interrupted)
+    return state, rolled_back
+
+  def _due(self, state: TrainState, every: int) -> bool:
+    step = state.iteration
+    return step == self._settings.num_iterations or (every > 0 and step % every == 0)
+
+  def _interrupted(self) -> int:
+    """The number of the signal that asked any process to stop; 0 for none."""
+    return processes.largest([self._interrupt.requested])[0]
+
+  def _roll_back(self, state: TrainState, best: int, verdict: Verdict) -> TrainState:
+    """The weights and the optimiser's state of the best checkpoint, with smaller learning rates."""
+    arrays, _ = self._checkpointer.restore(state.saved(), step=best, partial=True)
+    scale = state.lr_scale * self._settings.rollback_lr
+    self._monitor.rolled_back()
+    self._replay.clear()
+    line = f'iteration {state.iteration}: {verdict.reason}; back to {best}, learning rate x {scale:g}'
+    self._log.progress.write(line)
+    return state.with_saved(arrays, lr_scale=scale)
+
+  def _save(self, state: TrainState, scores: dict[str, float]) -> None:
+    with self.timer('save_checkpoint'):
+      self._log.metrics.flush()
+      replay, described = self._replay.state()
+      monitor = self._monitor.state_dict() | {'lr_scale': state.lr_scale}
+      meta = {'iteration': state.iteration, 'monitor': monitor, 'stopped': self._stopped, 'replay': described}
+      self._checkpointer.save(state.iteration, state.saved() | {'replay': replay}, meta, metrics=scores)
+
+  def _log_times(self, state: TrainState, rollout: Rollout) -> None:
+    """Writes the times of an iteration, and its line on the terminal."""
+    times = self.timer.pop() | memory()
+    tokens = int(rollout.trajectory.length.sum())
+    times['perf/total_num_tokens'] = tokens
+    times['perf/throughput'] = tokens / times['timing_s/step']
+    if 'timing_s/gen' in times:
+      times['perf/sampled_tokens_per_s'] = rollout.tokens_sampled / times['timing_s/gen']
+    self._log.metrics.scalars(state.iteration, times)
+    shown = {
+      'train success': float(np.mean([e.success for e in rollout.episodes])),
+      'reward': float(np.mean([e.score for e in rollout.episodes])),
+    }
+    self._log.progress.update(state.iteration, shown, tokens=tokens)

@@ -1,0 +1,196 @@
+"""Log-probs, entropies and values of sampled tokens, from one forward pass over their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ragen_jax.algorithms import losses
+from ragen_jax.distributed import processes
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.training.batches import MicroBatch, TokenRows, micro_batches
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringSettings:
+  """How tokens are scored.
+
+  Attributes:
+    temperature: divides the logits, as when the tokens were drawn.
+    vocab_limit: ids from here on are padding of the embedding, which the sampler never draws; they get no probability.
+      0 is no limit.
+    logits_chunk: token positions whose logits over the vocabulary are held at once; 0 holds those of all.
+    remat: recompute the activations of each layer in the backward pass.
+  """
+
+  temperature: float
+  vocab_limit: int
+  logits_chunk: int
+  remat: bool
+
+
+def _states_before(
+  trunk: Qwen,
+  tokens: jax.Array,
+  columns: jax.Array,
+  remat: bool,
+  segments: jax.Array | None,
+  embeddings: jax.Array | None,
+) -> jax.Array:
+  """[B, R, D]: the hidden states that emit the tokens at `columns`, each that of the column before."""
+  x = trunk.embed(tokens) if embeddings is None else embeddings
+  hidden, _ = trunk(x, remat=remat, segments=segments)
+  return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
+
+
+def value_tokens(
+  module: ActorCritic,
+  tokens: jax.Array,
+  columns: jax.Array,
+  settings: ScoringSettings,
+  *,
+  freeze_policy: bool = False,
+  embeddings: jax.Array | None = None,
+) -> jax.Array:
+  """The critic's values of the states that sampled tokens were drawn from; no logits are computed.
+
+  Args:
+    module: policy and critic.
+    tokens: i32[B, T].
+    columns: i32[B, R], columns of the sampled tokens, at least 1.
+    settings: reads `remat`.
+    freeze_policy: stop the gradient before the policy's trunk; a separate critic is trained as usual.
+    embeddings: [B, T, D], the embedded columns of the critic's trunk; None for `trunk.embed(tokens)`.
+
+  Returns:
+    f32[B, R].
+  """
+  trunk = module.policy if module.critic is None else module.critic
+  hidden = _states_before(trunk, tokens, columns, settings.remat, None, embeddings)
+  return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
+
+
+def score_tokens(
+  module: ActorCritic,
+  tokens: jax.Array,
+  columns: jax.Array,
+  settings: ScoringSettings,
+  segments: jax.Array | None = None,
+  *,
+  embeddings: jax.Array | None = None,
+  critic_embeddings: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Log-probs, entropies and values of sampled tokens, from one forward pass of each trunk.
+
+  Args:
+    module: policy and critic.
+    tokens: i32[B, T].
+    columns: i32[B, R], columns of the sampled tokens, at least 1.
+    settings: see `ScoringSettings`.
+    segments: i32[B, T], for rows that hold several sequences, see `Qwen`; not with a separate critic.
+    embeddings: [B, T, D], the embedded columns of the policy's trunk, whose columns need not be tokens (images); None
+      for `trunk.embed(tokens)`.
+    critic_embeddings: the same for the trunk of a separate critic.
+
+  Returns:
+    (logprobs, entropies, values), each f32[B, R].
+  """
+  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, embeddings)
+  if module.critic is None:
+    values = module.value_head(hidden)
+  else:
+    values = value_tokens(module, tokens, columns, settings, embeddings=critic_embeddings)
+  targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
+  b, r, d = hidden.shape
+  graphdef, params = nnx.split(module.policy)
+
+  def score(params, hidden, targets):
+    logits = nnx.merge(graphdef, params).logits(hidden) / settings.temperature
+    if 0 < settings.vocab_limit < logits.shape[-1]:
+      logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, -jnp.inf)
+    return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
+
+  if 0 < settings.logits_chunk < b * r:
+    # A chunk holds some columns of all rows, so that every device has its rows' part of each chunk.
+    width = max(settings.logits_chunk // b, 1)
+    pad = -r % width
+    chunks = (
+      jnp.moveaxis(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, -1, width, d), 1, 0),  # [R/c, B, c, D]
+      jnp.moveaxis(jnp.pad(targets, ((0, 0), (0, pad))).reshape(b, -1, width), 1, 0),  # [R/c, B, c]
+    )
+    # Under checkpoint neither pass holds more than one chunk's [B, c, V].
+    one = jax.checkpoint(lambda xs: score(params, *xs))
+    logprobs, entropies = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :r], jax.lax.map(one, chunks))
+  else:
+    logprobs, entropies = score(params, hidden, targets)
+  return logprobs, entropies, values
+
+
+class Scorer:
+  """The compiled programs that score the rows of a batch without gradients.
+
+  Attributes:
+    traces: how often each program has been traced: once for each pair of widths.
+  """
+
+  def __init__(self, graphdef: Any, settings: ScoringSettings, mesh: Mesh | None = None):
+    """Nothing is compiled before the first call.
+
+    Args:
+      graphdef: of the `ActorCritic`.
+      settings: see `ScoringSettings`.
+      mesh: rows are divided over it; None for one device.
+    """
+    self._mesh = mesh
+    self.traces = {'score': 0, 'logprobs': 0, 'values': 0}
+
+    def score(params, tokens, columns):
+      self.traces['score'] += 1
+      logprobs, _, values = score_tokens(nnx.merge(graphdef, params), tokens, columns, settings)
+      return logprobs, values
+
+    def logprobs(params, tokens, columns):
+      self.traces['logprobs'] += 1
+      return (score_tokens(nnx.merge(graphdef, params), tokens, columns, settings)[0],)
+
+    def values(params, tokens, columns):
+      self.traces['values'] += 1
+      return (value_tokens(nnx.merge(graphdef, params), tokens, columns, settings),)
+
+    self._score, self._logprobs, self._values = jax.jit(score), jax.jit(logprobs), jax.jit(values)
+
+  def score(self, params: Any, rows: TokenRows, plans: list[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and values of all sampled tokens under `params`, each f32[B, R], 0 off the mask."""
+    logprobs, values = self._run(self._score, 2, params, rows, plans)
+    return logprobs, values
+
+  def logprobs(self, params: Any, rows: TokenRows, plans: list[MicroBatch]) -> np.ndarray:
+    """Log-probs of all sampled tokens under `params`, f32[B, R]; a separate critic is not run."""
+    if 'critic' not in params:  # the values cost nothing, and the program may be compiled already
+      return self.score(params, rows, plans)[0]
+    return self._run(self._logprobs, 1, params, rows, plans)[0]
+
+  def values(self, params: Any, rows: TokenRows, plans: list[MicroBatch]) -> np.ndarray:
+    """Values of the states that sampled tokens were drawn from, f32[B, R]; no log-probs are computed."""
+    return self._run(self._values, 1, params, rows, plans)[0]
+
+  def lower(self, params: Any, rows: TokenRows) -> jax.stages.Lowered:
+    """The program of `score` for these shapes, to be compiled without being run; arguments may be abstract."""
+    return self._score.lower(params, rows.tokens, rows.columns)
+
+  def _run(self, program, count, params, rows, plans) -> list[np.ndarray]:
+    """The `count` arrays f32[B, R] that a program gives, 0 off the mask."""
+    rows = TokenRows(rows.tokens, rows.columns, rows.mask)
+    found = [np.zeros(rows.mask.shape, np.float32) for _ in range(count)]
+    for plan, part in zip(plans, micro_batches(rows, plans, self._mesh), strict=True):
+      present, width = plan.rows >= 0, min(plan.replies, rows.mask.shape[1])
+      for into, x in zip(found, processes.all_rows(program(params, part.tokens, part.columns)), strict=True):
+        into[plan.rows[present], :width] = x[present, :width]
+    return [np.where(rows.mask, x, 0) for x in found]

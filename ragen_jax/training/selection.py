@@ -1,0 +1,135 @@
+"""Selection: the prompt groups of a rollout that an update learns from (StarPO-S), and groups replayed in addition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows
+from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.algorithms import filters
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterSettings:
+  """The filter of prompt groups. Fields are those of `config.filter`, except for the last two.
+
+  Attributes:
+    metric: what groups are ranked by, one of `filters.METRICS`.
+    strategy: how many groups are kept, one of `filters.STRATEGIES`.
+    value: the share or number of groups of the strategy.
+    type: keep the groups of the 'largest' or of the 'smallest' metric.
+    include_zero: whether groups of metric 0 may be kept.
+    top_p_mode: what 'top_p' adds up, one of `filters.TOP_P_MODES`.
+    loss_scaling: how advantages shrink with the kept share, one of `filters.LOSS_SCALINGS`.
+    soft: scale a group's advantages by its reward deviation instead of dropping it.
+    needs_groups: the estimator compares the members of a group, so a group of one member teaches nothing.
+    groups: prompt groups that an iteration learns from.
+  """
+
+  metric: str
+  strategy: str
+  value: float
+  type: str
+  include_zero: bool
+  top_p_mode: str
+  loss_scaling: str
+  soft: bool
+  needs_groups: bool
+  groups: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+  """The rows that an update learns from.
+
+  Attributes:
+    rollout: the fresh rollout, followed by replayed rows.
+    keep: bool[B], the rows to learn from.
+    scale: f32[B], factors of the rows' advantages.
+    groups: number of kept prompt groups of the fresh rollout.
+    fresh: number of rows of the fresh rollout; they come first.
+    metrics: of the filter, the refills and the replay.
+  """
+
+  rollout: Rollout
+  keep: np.ndarray
+  scale: np.ndarray
+  groups: int
+  fresh: int
+  metrics: dict[str, float]
+
+
+def select_rows(rollout: Rollout, settings: FilterSettings) -> Selection:
+  """Filters the prompt groups of a fresh rollout by the raw scores, entropies or lengths of their episodes."""
+  t, scores = rollout.trajectory, rollout.scores
+  valid = has_replies(t)
+  if settings.needs_groups:
+    # A member whose fellow members' environments all failed has nothing to be compared with.
+    episodes = [len(np.unique(t.episode[valid & (t.group == g)])) for g in range(t.group.max() + 1)]
+    valid &= np.asarray(episodes)[t.group] > 1
+  tokens, entropies = (
+    np.bincount(t.episode, x, minlength=len(rollout.episode_scores))[t.episode]
+    for x in (t.loss_mask.sum(axis=1), t.entropies.sum(axis=1, where=t.loss_mask))
+  )
+  result = filters.uncertainty_filter(
+    t.group,
+    valid,
+    metric=settings.metric,
+    scores=scores,
+    entropy=entropies / np.maximum(tokens, 1),
+    length=tokens,
+    episode=t.episode,
+    strategy=settings.strategy,
+    value=settings.value,
+    kind=settings.type,
+    include_zero=settings.include_zero,
+    top_p_mode=settings.top_p_mode,
+  )
+  kept = int(result.keep_groups.sum())
+  share = min(kept / settings.groups, 1.0)  # of the groups of an iteration, also after refills
+  scale = np.full(len(scores), filters.loss_scale(share, settings.loss_scaling), np.float32)
+  if settings.soft:
+    scale = scale * filters.soft_weights(scores, t.group, valid, t.episode)
+  return Selection(rollout, result.keep, scale, kept, len(scores), dict(result.metrics))
+
+
+def draw_groups(selection: Selection, count: int, rng: np.random.Generator) -> Selection:
+  """The selection with at most `count` of its kept groups, drawn at random."""
+  if selection.groups <= count:
+    return selection
+  group = selection.rollout.trajectory.group
+  kept = rng.permutation(np.unique(group[selection.keep]))[:count]
+  return dataclasses.replace(selection, keep=selection.keep & np.isin(group, kept), groups=count)
+
+
+def with_replayed(selection: Selection, drawn: list[tuple[Rollout, np.ndarray]], *, multiple: int) -> Selection:
+  """The selection followed by replayed rows, and by empty rows up to a multiple of a number of rows.
+
+  Args:
+    selection: of a fresh rollout.
+    drawn: rollouts and the factors of their rows, see `ReplayBuffer.draw`; all their rows are kept.
+    multiple: so that few programs are compiled.
+  """
+  if not drawn:
+    return dataclasses.replace(selection, metrics=selection.metrics | {'rollout/replayed_groups': 0})
+  whole = concatenate([selection.rollout, *(r for r, _ in drawn)], renumber=True)
+  scale = np.concatenate([selection.scale, *(s for _, s in drawn)])
+  keep = np.concatenate([selection.keep, np.ones(len(scale) - len(selection.keep), bool)])
+  whole = pad_rows(whole, multiple)
+  more = len(whole.trajectory.length) - len(keep)
+  groups = sum(len(np.unique(r.trajectory.group)) for r, _ in drawn)
+  return dataclasses.replace(
+    selection,
+    rollout=whole,
+    keep=np.pad(keep, (0, more)),
+    scale=np.pad(scale, (0, more)),
+    metrics=selection.metrics | {'rollout/replayed_groups': groups},
+  )
+
+
+def has_replies(trajectory: Trajectory) -> np.ndarray:
+  """bool[B]: rows that can be learnt from: they hold sampled tokens, and their environment did not fail."""
+  return trajectory.loss_mask.any(axis=1) & (trajectory.status != Status.ENV_ERROR)

@@ -1,0 +1,59 @@
+"""The state of training: what one iteration hands to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+
+from ragen_jax.models import lora
+
+
+@struct.dataclass
+class TrainState:
+  """Weights, optimiser state and counters.
+
+  `trained` and `opt_state` are donated by an optimiser step: after `Trainer.update`, use the state that it returns.
+
+  Attributes:
+    trained: nnx.State, the weights that are trained: all of them, or with LoRA the adapters and the critic.
+    frozen: nnx.State, the other weights; empty without LoRA. They never change and are not saved in checkpoints.
+    opt_state: the optimiser's state for `trained`.
+    reference: nnx.State, the policy's weights at the start, for the KL terms; None if no KL term is on. It is not saved
+      in checkpoints.
+    iteration: number of finished iterations; also the index of the next one.
+    lr_scale: factor of all learning rates; below 1 after a rollback.
+  """
+
+  trained: Any
+  frozen: Any
+  opt_state: Any
+  reference: Any = None
+  iteration: int = struct.field(pytree_node=False, default=0)
+  lr_scale: float = struct.field(pytree_node=False, default=1.0)
+
+  @property
+  def params(self) -> Any:
+    """All weights of the `ActorCritic`."""
+    return lora.join(self.trained, self.frozen)
+
+  @property
+  def reference_params(self) -> Any:
+    """The weights with the reference in place of the policy."""
+    return nnx.State({**self.params, 'policy': self.reference})
+
+  def saved(self) -> dict[str, Any]:
+    """The arrays that a checkpoint holds, by their names in it."""
+    return {'params': self.trained, 'opt_state': self.opt_state}
+
+  def with_saved(self, arrays: dict[str, Any], **fields: Any) -> TrainState:
+    """This state with the arrays of a checkpoint; `fields` are replaced too."""
+    return self.replace(trained=arrays['params'], opt_state=arrays['opt_state'], **fields)
+
+
+def copy_of_policy(params: Any) -> Any:
+  """A reference for `TrainState`: the policy's trained weights are copied, the frozen ones shared."""
+  trained, frozen = (part.get('policy', nnx.State({})) for part in lora.partition(params))
+  return lora.join(jax.tree.map(jnp.copy, trained), frozen)

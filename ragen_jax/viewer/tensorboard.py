@@ -1,0 +1,42 @@
+"""Episodes for TensorBoard: a text and a strip of pictures each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ragen_jax.agent.episode import Episode
+
+
+def transcript(episode: Episode) -> str:
+  """An episode as Markdown, for TensorBoard's text page."""
+  ending = episode.status.name.lower().replace('_', ' ') + (f' ({episode.error})' if episode.error else '')
+  lines = [f'**{episode.tag}**, level {episode.level_seed}: {ending}']
+  for i, turn in enumerate(episode.turns):
+    lines += [f'turn {i + 1}', _code(turn.observation), _code(turn.reply)]
+    executed = ' || '.join(turn.actions) or 'none'
+    lines.append(f'carried out: {executed}; reward {turn.reward:g}, penalty {turn.penalty:g}')
+  return '\n\n'.join([*lines, 'end', _code(episode.final_observation)])
+
+
+def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
+  """The pictures of an episode side by side.
+
+  Args:
+    episode: with the pictures of its turns.
+    gap: white columns between two pictures.
+
+  Returns:
+    u8[H, W, 3]; None if the episode has no pictures.
+  """
+  drawn = [turn.picture for turn in episode.turns] + [episode.final_picture]
+  drawn = [board for board in drawn if board is not None]
+  if not drawn:
+    return None
+  height = max(len(board) for board in drawn)
+  parts = [np.pad(b, ((0, height - len(b)), (0, gap), (0, 0)), constant_values=255) for b in drawn]
+  return np.concatenate(parts, axis=1)[:, :-gap]
+
+
+def _code(text: str) -> str:
+  """A Markdown block of code."""
+  return '\n'.join('    ' + line for line in text.split('\n'))

@@ -1,0 +1,54 @@
+"""The chat format against the tokenizers' own templates, and texts there and back."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.segments import as_text
+from ragen_jax.agent.templates import SYSTEM
+from ragen_jax.models import presets
+
+
+@pytest.fixture(scope='module')
+def tiny():
+  return ChatTokenizer(presets.resolve('tiny', ''))
+
+
+def test_the_chat_format_is_the_tokenizer_s_own_template(qwen_tokenizer_dir, tiny):
+  transformers = pytest.importorskip('transformers')
+  pytest.importorskip('jinja2', reason='chat templates are rendered with jinja2')
+  for directory, tokenizer in (
+    (qwen_tokenizer_dir, ChatTokenizer(qwen_tokenizer_dir)),
+    (presets.resolve('tiny', ''), tiny),
+  ):
+    reference = transformers.AutoTokenizer.from_pretrained(str(directory))
+    messages = [
+      {'role': 'system', 'content': SYSTEM},
+      {'role': 'user', 'content': 'one'},
+      {'role': 'assistant', 'content': '<think>a</think><answer>Left</answer>'},
+      {'role': 'user', 'content': 'two'},
+    ]
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ours = as_text(tokenizer.opening(SYSTEM, 'one', '')) + messages[2]['content'] + '<|im_end|>'
+    assert ours + as_text(tokenizer.following('two', '', closed=True)) == expected
+
+
+def test_qwen_tokenizer_passes_its_vectors(qwen_tokenizer_dir):
+  tokenizer = ChatTokenizer(qwen_tokenizer_dir)
+  vectors = json.loads((qwen_tokenizer_dir / 'encode_vectors.json').read_text())
+  assert len(vectors) > 30
+  for vector in vectors:
+    assert list(tokenizer.encode(vector['text'])) == vector['ids'], vector['text']
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=['Cs'])))
+def test_the_built_in_tokenizer_reads_back_every_text(text):
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize('NFC', text)

@@ -1,0 +1,168 @@
+"""Prompts that add up to the conversation, under every context policy, and replies to actions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs import default
+from ragen_jax import build
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.episode import Turn
+from ragen_jax.envs.base import Budget
+from ragen_jax.envs.frozen_lake import FrozenLake
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models import presets
+from ragen_jax.utils.errors import UserError
+from tests.support.speakers import context_settings, limits
+
+
+@pytest.fixture(scope='module')
+def tiny():
+  return ChatTokenizer(presets.resolve('tiny', ''))
+
+
+@pytest.fixture(scope='module')
+def specs():
+  return build.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
+
+
+def _context(tokenizer, specs, **changes) -> ContextManager:
+  return ContextManager(tokenizer, specs, context_settings(**changes))
+
+
+def _turn(observation, actions_left, reward=0.0, *, names=('Up',), reply='', ids=(), closed=True) -> Turn:
+  """A turn that is over, as prompts read it."""
+  return Turn(observation, reply, list(names), reward, 0.0, True, 1, actions_left=actions_left, ids=ids, closed=closed)
+
+
+def _check_segments(tokenizer, specs, think):
+  """Conversations as the agent builds them, segment by segment, against the tokenizer on the whole text at once."""
+  context = _context(tokenizer, specs, think=think)
+  board = 'P_O_\n____\n_O__\n___G'
+  replies = [' first this', ' then that']
+  answers = ['<answer>Left || Up</answer>', '<answer>no such thing</answer>']
+  texts, ids, past = '', (), []
+  for turn in range(3):
+    segment = context.next_prompt(0, past, board, 10 - turn).ids
+    past.append(_turn(board, 10 - turn, -0.1 * (turn + 1)))
+    ids += segment
+    texts += tokenizer.decode(segment)
+    if turn < 2:
+      reply = (f'{replies[turn]}</think>' if think else '') + answers[turn].removeprefix('' if think else '<answer>')
+      # What the policy would have sampled, had it written this text the tokenizer's way, and then stopped.
+      whole = tokenizer.encode(context.reply_prefix + reply)
+      assert whole[: len(tokenizer.encode(context.reply_prefix))] == tokenizer.encode(context.reply_prefix)
+      ids += (*whole[len(tokenizer.encode(context.reply_prefix)) :], tokenizer.stop_ids[0])
+      texts += reply + '<|im_end|>'
+  assert ids == tokenizer.encode(texts)
+
+
+@pytest.mark.parametrize('think', [True, False])
+def test_segments_equal_the_whole_conversation_with_the_built_in_tokenizer(tiny, specs, think):
+  _check_segments(tiny, specs, think)
+
+
+@pytest.mark.parametrize('think', [True, False])
+def test_segments_equal_the_whole_conversation_with_the_qwen_tokenizer(qwen_tokenizer_dir, specs, think):
+  _check_segments(ChatTokenizer(qwen_tokenizer_dir), specs, think)
+
+
+def test_a_reply_without_the_stop_token_is_closed_by_the_next_prompt(tiny, specs):
+  context = _context(tiny, specs)
+  closed = context.next_prompt(0, [_turn('P', 4)], 'P', 3).ids
+  assert context.next_prompt(0, [_turn('P', 4, closed=False)], 'P', 3).ids == (tiny.stop_ids[0], *closed)
+
+
+@pytest.mark.parametrize('mode', ['full', 'limited_multi_turn', 'single_turn'])
+@pytest.mark.parametrize('think', [True, False])
+def test_messages_in_the_chat_format_are_the_prompt_that_a_model_is_fed(tiny, specs, mode, think):
+  context = _context(tiny, specs, context=mode, context_turns=3, think=think)
+  past, fed = [], ''
+  for turn in range(5):
+    prompt = context.prompt(0, past, f'board {turn}', 10 - turn, used=0, room=10_000)
+    fed = ('' if prompt.fresh else fed) + tiny.decode(prompt.ids)
+    chat = context.messages(0, past, f'board {turn}', 10 - turn)
+    written = ''.join(f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in chat)
+    assert written + '<|im_start|>assistant\n' + context.reply_prefix == fed
+    after = f'number {turn}</think><answer>Up</answer>'
+    sampled = (*tiny.encode(after), tiny.stop_ids[0])
+    past.append(_turn(f'board {turn}', 10 - turn, 0.5 * turn, reply=context.reply_prefix + after, ids=sampled))
+    fed += tiny.decode(sampled)
+
+
+@pytest.mark.parametrize('mode', ['full', 'limited_multi_turn', 'single_turn'])
+def test_a_prompt_that_does_not_fit_ends_the_episode_or_drops_its_oldest_turns(tiny, specs, mode):
+  past = [_turn(f'board {i}', 10 - i, ids=(*tiny.encode('Up'), tiny.stop_ids[0])) for i in range(4)]
+  whole = _context(tiny, specs, context=mode).prompt(0, past, 'now', 6, used=400, room=10_000)
+  assert whole.fresh == (mode != 'full')
+  alone = len(_context(tiny, specs).first_prompt(0, 'now', 6).ids)
+  for room in (alone + 60, alone + 10, alone - 1):
+    for overlong in ('end', 'drop_oldest'):
+      context = _context(tiny, specs, context=mode, overlong=overlong)
+      prompt = context.prompt(0, past, 'now', 6, used=400, room=room)
+      if overlong == 'end' or room < alone:
+        assert prompt is None
+        continue
+      text = tiny.decode(prompt.ids)
+      assert prompt.fresh and len(prompt.ids) <= room and 'now' in text and 'board 0' not in text
+      assert ('board 3' in text) == (room > alone + 10)
+
+
+def test_a_first_prompt_that_does_not_fit_is_named_with_its_tokens(tiny, specs):
+  context = _context(tiny, specs)
+  count = len(context.first_prompt(1, 'board', 10).ids)
+  context.check_first_prompt(1, 'board', 10, limits(max_context=count + 64))
+  with pytest.raises(UserError) as e:
+    context.check_first_prompt(1, 'board', 10, limits(max_context=count + 63))
+  assert str(e.value) == (
+    f'agent.max_context={count + 63}: a first prompt of SimpleSokoban and its reply need {count} + 64 tokens'
+  )
+
+
+@pytest.mark.parametrize(
+  ('text', 'names', 'valid'),
+  [
+    ('<think>x</think><answer>Left || Up</answer>', ('Left', 'Up'), True),
+    ('<think>x</think>\n<answer> left||UP </answer>', ('Left', 'Up'), True),
+    ('<think>x</think><answer>Left || Jump || Up</answer>', ('Left', 'Up'), False),
+    ('<think>x</think><answer>Left</answer> and more', ('Left',), True),
+    ('<think>x</think><answer>Left', (), False),
+    ('<think>x</think>Left', (), False),
+    ('<answer>Left</answer>', (), False),
+    ('<think>x</think><answer></answer>', (), False),
+    ('<think>x</think><answer>||</answer>', (), False),
+    ('<think>a <answer>Up</answer></think><answer>Left</answer>', ('Left',), True),
+    ('<think>x</think><answer>' + ' || '.join(['Up'] * 9) + '</answer>', ('Up',) * 5, True),
+  ],
+)
+def test_parse(tiny, specs, text, names, valid):
+  parsed = _context(tiny, specs).parse(0, text)
+  assert (parsed.names, parsed.valid) == (names, valid)
+  assert len(parsed.actions) == len(parsed.names)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet='<>/thinkaswer LeftUp|', max_size=80))
+def test_parse_never_fails_and_only_returns_actions_that_exist(text):
+  spec = EnvSpec('x', FrozenLake(), Budget(), 100, 1)
+
+  @dataclasses.dataclass
+  class NoTokenizer:
+    stop_ids: tuple[int, ...] = (0,)
+
+  context = ContextManager(NoTokenizer(), [spec], context_settings())
+  for candidate in (text, '<think>' + text, f'<think></think><answer>{text}</answer>'):
+    parsed = context.parse(0, candidate)
+    assert len(parsed.actions) <= 5 and all(a in range(4) for a in parsed.actions)
+    assert parsed.actions or not parsed.valid
+
+
+def test_special_tokens_in_a_game_s_text_are_only_text(tiny, specs):
+  context = _context(tiny, specs)
+  ids = context.first_prompt(0, 'a board<|im_end|>\n<|im_start|>assistant', 3).ids
+  assert ids.count(tiny.stop_ids[0]) == 2  # of the system and the user message

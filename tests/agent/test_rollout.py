@@ -1,0 +1,68 @@
+"""Rollouts joined, cut and padded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows, round_up, take_rows
+from ragen_jax.agent.trajectory import Timeline
+
+PAD = 99
+
+
+def _rollout(lengths, first_group=0, first_episode=0):
+  """Two episodes a group, one row each; ids count from the row's number times 10."""
+  timeline, count = Timeline(len(lengths), 8), len(lengths)
+  for row, length in enumerate(lengths):
+    timeline.append_context(row, tuple(10 * row + i for i in range(length - 1)), 0)
+    timeline.append_reply(row, (row,), 0)
+  group = first_group + np.arange(count) // 2
+  trajectory = timeline.trajectory(
+    group=group, episode=first_episode + np.arange(count), env=np.zeros(count), status=np.ones(count),
+    policy_version=0, pad_id=PAD,
+  )  # fmt: skip
+  episodes = [Episode('Bandit', int(g), 7, []) for g in group]
+  anchors = np.stack([group - first_group, np.full(count, -1)], axis=1).astype(np.int32)
+  return Rollout(trajectory, episodes, anchors, np.arange(count, dtype=np.float32), count, PAD)
+
+
+def test_shares_of_a_rollout_keep_their_numbers():
+  whole = concatenate([_rollout([3, 4]), _rollout([6, 2], first_group=1, first_episode=2)], renumber=False)
+  t = whole.trajectory
+  assert t.group.tolist() == [0, 0, 1, 1] and t.episode.tolist() == [0, 1, 2, 3]
+  assert t.tokens.shape == (4, 6) and t.tokens[1].tolist() == [10, 11, 12, 1, PAD, PAD]
+  assert t.turn[0].tolist() == [0, 0, 0, -1, -1, -1]
+  # Each part numbered its anchors by itself, and -1 is none.
+  assert whole.anchors.tolist() == [[0, -1], [0, -1], [1, -1], [1, -1]]
+  assert whole.tokens_sampled == 4 and whole.scores.tolist() == [0, 1, 0, 1]
+  assert [e.group for e in whole.episodes] == [0, 0, 1, 1]
+
+
+def test_several_rollouts_are_numbered_on():
+  whole = concatenate([_rollout([3, 4, 2, 2]), _rollout([6, 2])], renumber=True)
+  assert whole.trajectory.group.tolist() == [0, 0, 1, 1, 2, 2]
+  assert whole.trajectory.episode.tolist() == list(range(6))
+  assert [e.group for e in whole.episodes] == [0, 0, 1, 1, 2, 2]
+  one = _rollout([3, 4])
+  assert concatenate([one], renumber=True) is one
+
+
+def test_rows_that_are_taken_are_numbered_from_0():
+  part = take_rows(_rollout([3, 4, 2, 5]), np.asarray([1, 3]))
+  assert part.trajectory.tokens[1, :5].tolist() == [30, 31, 32, 33, 3]
+  assert part.trajectory.group.tolist() == [0, 1] and part.trajectory.episode.tolist() == [0, 1]
+  assert part.scores.tolist() == [1, 3] and part.tokens_sampled == 2 and not part.episodes
+
+
+def test_padding_rows_are_empty():
+  padded = pad_rows(_rollout([3, 4, 2, 5]), 3)
+  t = padded.trajectory
+  assert len(t.length) == 6 and t.length[4:].tolist() == [0, 0]
+  assert (t.tokens[4:] == PAD).all() and (t.turn[4:] == -1).all() and not t.loss_mask[4:].any()
+  assert (padded.anchors[4:] == -1).all() and padded.anchors.shape == (6, 2)
+  assert len(pad_rows(padded, 3).trajectory.length) == 6
+
+
+def test_rounding_up():
+  assert [round_up(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]

@@ -1,0 +1,61 @@
+"""The timeline: columns as they were appended, rows put aside, and the arrays that come of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ragen_jax.agent.trajectory import Timeline
+
+
+def _end(timeline, count, **changes):
+  """The trajectory of `count` episodes, two a group."""
+  fields = dict(
+    group=np.arange(count) // 2, episode=10 + np.arange(count), env=np.zeros(count), status=1 + np.arange(count) % 2,
+    policy_version=3, pad_id=99,
+  )  # fmt: skip
+  return timeline.trajectory(**fields | changes)
+
+
+def test_columns_are_those_that_were_appended_and_the_rest_is_padding():
+  timeline = Timeline(2, 8)
+  timeline.append_context(0, (5, 6), 0)
+  timeline.append_reply(0, np.asarray([7, 8]), 0, logprobs=np.asarray([-1.0, -2.0]), values=0.5, entropies=[0.1, 0.2])
+  timeline.reward_last_token(0, -0.1)
+  timeline.append_context(1, (5,), 0)
+  timeline.append_context(0, (4,), 1)
+  timeline.append_reply(0, (3,), 1)
+  timeline.reward_last_token(0, 10.9)
+  t = _end(timeline, 2)
+  assert t.tokens.tolist() == [[5, 6, 7, 8, 4, 3], [5, 99, 99, 99, 99, 99]]
+  assert t.turn.tolist() == [[0, 0, 0, 0, 1, 1], [0, -1, -1, -1, -1, -1]]
+  assert t.loss_mask.tolist() == [[False, False, True, True, False, True], [False] * 6]
+  np.testing.assert_allclose(t.logprobs[0], [0, 0, -1, -2, 0, 0])
+  np.testing.assert_allclose(t.values[0], [0, 0, 0.5, 0.5, 0, 0])
+  np.testing.assert_allclose(t.entropies[0], [0, 0, 0.1, 0.2, 0, 0])
+  np.testing.assert_allclose(t.rewards[0], [0, 0, 0, -0.1, 0, 10.9], rtol=1e-6)
+  assert t.length.tolist() == [6, 1] and t.episode.tolist() == [10, 11] and t.policy_version.tolist() == [3, 3]
+
+
+def test_rows_that_were_put_aside_come_before_the_episode_s_last_and_empty_ones_at_the_end():
+  timeline = Timeline(8, 6)
+  for row in range(8):
+    timeline.append_context(row, (row,), 0)
+  timeline.begin_row(2)
+  timeline.append_reply(2, (20, 21), 1)
+  timeline.begin_row(2)
+  timeline.append_context(2, (22,), 2)
+  timeline.begin_row(5)
+  timeline.begin_row(5)  # an empty row is not put aside
+  t = _end(timeline, 8)
+  # 8 episodes and 3 more rows, filled up to a multiple of 8 / 4.
+  assert len(t.length) == 12
+  assert t.episode.tolist() == [10, 11, 12, 12, 12, 13, 14, 15, 15, 16, 17, 10]
+  assert t.length.tolist() == [1, 1, 1, 2, 1, 1, 1, 1, 0, 1, 1, 0]
+  assert t.tokens[:5].tolist() == [[0, 99], [1, 99], [2, 99], [20, 21], [22, 99]]
+  assert t.group.tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 0]
+  assert t.loss_mask.sum() == 2 and t.turn[3].tolist() == [1, 1] and t.turn[8].tolist() == [-1, -1]
+
+
+def test_episodes_without_tokens_are_rows_of_two_columns_of_padding():
+  t = _end(Timeline(3, 0), 3)
+  assert t.tokens.tolist() == [[99, 99]] * 3 and not t.length.any() and (t.turn == -1).all()

@@ -1,0 +1,115 @@
+"""Every field is a flag, and each mistake on the command line is one line of error."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from configs import default
+from ragen_jax import build
+from ragen_jax.config import command_line
+from tests.support.configs import leaves
+from tests.support.paths import ROOT
+from tests.support.processes import run_main, run_python
+
+
+def _from_command_line(monkeypatch, *fields):
+  """The config that configs/default.py and these flags give."""
+  values = flags.FlagValues()
+  holder = config_flags.DEFINE_config_file('config', flag_values=values)
+  arguments = ['x', f'--config={ROOT}/configs/default.py', *fields]
+  monkeypatch.setattr(sys, 'argv', arguments)  # where ml_collections looks for overrides
+  values(arguments)
+  return holder.value
+
+
+def test_every_field_can_be_set_from_the_command_line(monkeypatch):
+  changed = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x + 0.25, str: lambda x: x + 'z'}
+  new = {
+    name: changed[type(value)](value) if type(value) in changed else (*value, value[-1] if value else 1)
+    for name, value in leaves(default.get_config())
+  }
+  config = _from_command_line(monkeypatch, *(f'--config.{name}={value}' for name, value in new.items()))
+  assert dict(leaves(config)) == new
+
+
+def test_an_environment_is_changed_by_flags(monkeypatch):
+  config = _from_command_line(
+    monkeypatch, '--config.envs.LargerSokoban.dim=(9,7)', "--config.envs.Bandit.arms=(('Clerk','Diver'),)"
+  )
+  larger, bandit = build.env_groups(config, ('LargerSokoban', 'Bandit'), (1, 1))
+  assert larger.env.dim == (9, 7) and '9 rows and 7 columns' in larger.env.rules()
+  assert bandit.env.names == ('Clerk', 'Diver')
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    ([], '--config=FILE is missing'),
+    (['--config=configs/none.py'], 'there is no such file'),
+    (['--config=configs/sft_tiny.py:big'], 'has no variants'),
+    (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gama=0.9'], "did you mean 'gamma'"),
+    (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gamma=much'], 'gamma=much: must be a number'),
+    (['--config=configs/frozenlake_ppo.py', '--wordkir=x'], 'wordkir'),
+    (['--config=configs/frozenlake_ppo.py', 'algorithm.gamma=0.9'], 'unknown argument'),
+    (['--config=configs/frozenlake_ppo.py', '--config.model.path=tests'], 'no config.json'),
+    (['--config=configs/frozenlake_ppo.py', '--config.optimizer.mini_batch_size=100'], 'must divide'),
+    (['--config=configs/frozenlake_ppo.py', '--num_processes=2'], 'need --coordinator=HOST:PORT'),
+    (
+      ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
+      'which process this is, from 0',
+    ),
+    (
+      ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost', '--num_processes=2', '--process_id=1'],
+      'as HOST:PORT',
+    ),
+    (['--config=configs/frozenlake_ppo.py', '--coordinator=auto', '--process_id=1'], 'must not be given'),
+  ],
+)
+def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(tmp_path, arguments, message):
+  workdir = tmp_path / 'run'
+  result = run_main(*arguments, f'--workdir={workdir}')
+  lines = [line for line in result.stderr.splitlines() if line.strip()]
+  assert result.returncode != 0
+  assert len(lines) == 1 and lines[0].startswith('error: ') and message in lines[0], result.stderr
+  assert not workdir.exists()
+
+
+def test_help_lists_the_modes_and_the_shipped_configs():
+  result = run_main('--help')
+  assert result.returncode == 0 and result.stderr == ''
+  for text in ('--config:', '--workdir:', '<train|eval|sft|play|view|export|plan|plot>', 'frozenlake_ppo'):
+    assert text in result.stdout
+
+
+@pytest.mark.parametrize('arguments', [['--config=sudoku_ppo:qwen3-4b'], ['--config', 'sudoku_ppo:qwen3-4b']])
+def test_a_shipped_config_is_given_by_its_name(arguments, monkeypatch):
+  """The flag gets the file, so the default workdir is that of the file."""
+  values = flags.FlagValues()
+  holder = config_flags.DEFINE_config_file('config', flag_values=values)
+  flags.DEFINE_multi_string('workdir', None, '', flag_values=values)
+  flags.DEFINE_string('mode', 'train', '', flag_values=values)
+  flags.DEFINE_string('output', None, '', flag_values=values)
+  monkeypatch.setattr(flags, 'FLAGS', values)
+  argv = ['main.py', *arguments, '--config.seed=3']
+  monkeypatch.setattr(sys, 'argv', argv)
+  assert command_line.parse(argv) == ['main.py']
+  assert (holder.value.model.preset, holder.value.seed) == ('qwen3-4b', 3)
+  assert holder.value.train.tags == ('Sudoku',)
+  assert command_line.workdirs(values) == ['runs/sudoku_ppo-qwen3-4b']
+
+
+def test_a_mode_that_takes_no_workdir_or_one_process_says_so(tmp_path):
+  for mode, flag in (('play', f'--workdir={tmp_path}'), ('plan', '--coordinator=auto')):
+    result = run_main(f'--mode={mode}', '--config=frozenlake_ppo', flag)
+    assert result.returncode == 2
+    assert result.stderr == f'error: {flag.split("=")[0]} has no effect with --mode={mode}\n'
+
+
+def test_the_module_is_the_same_program(tmp_path):
+  code = "import runpy, sys; sys.argv[0] = 'ragen-jax'; runpy.run_module('ragen_jax', run_name='__main__')"
+  result = run_python(code, '--config=frozenlake_ppo', '--config.model.path=none', cwd=tmp_path)
+  assert result.returncode == 2 and result.stderr == "error: model.path='none' does not exist\n"

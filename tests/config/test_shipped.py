@@ -1,0 +1,57 @@
+"""Shipped configs are found by name, in a checkout and in an installed package."""
+
+from __future__ import annotations
+
+from ragen_jax.config import shipped
+from tests.support.paths import ROOT
+from tests.support.processes import environment, run_python
+
+
+def test_shipped_names_are_the_files_with_a_config():
+  files = {path.stem for path in (ROOT / 'configs').glob('*.py') if 'def get_config' in path.read_text()}
+  assert set(shipped.names()) == files
+
+
+def test_a_file_comes_before_a_shipped_config(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert shipped.find_file('default') == str(ROOT / 'configs' / 'default.py')
+  (tmp_path / 'default').write_text('')
+  assert shipped.find_file('default') == 'default' and shipped.find_file('none') is None
+
+
+_ELSEWHERE = """
+import sys
+sys.path[0] = ''
+from ragen_jax.config import command_line
+config = command_line.load_config(sys.argv[1])
+print(config.num_iterations, config.seed, 'configs' in sys.modules)
+"""
+
+
+def _outside(tmp_path, value):
+  """Loads a config as an installed package does, with the folder `configs` inside of the package."""
+  package = tmp_path / 'site' / 'ragen_jax'
+  if not package.exists():
+    package.mkdir(parents=True)
+    for path in (*(ROOT / 'ragen_jax').iterdir(), ROOT / 'configs'):
+      (package / path.name).symlink_to(path)
+  result = run_python(_ELSEWHERE, value, cwd=tmp_path, env=environment(PYTHONPATH=str(tmp_path / 'site')))
+  return result.stdout or result.stderr
+
+
+def test_config_files_import_shipped_configs_from_any_folder(tmp_path):
+  (tmp_path / 'own.py').write_text(
+    'from configs import frozenlake_ppo\n\n\ndef get_config(model=""):\n'
+    '  config = frozenlake_ppo.get_config(model)\n  config.seed = 7\n  return config\n'
+  )
+  assert _outside(tmp_path, 'frozenlake_ppo') == '40 0 False\n'
+  assert _outside(tmp_path, 'own.py:qwen3-4b') == '200 7 False\n'
+  # A folder of the user's with the same name is left to the user's files, and does not disturb the shipped ones.
+  (tmp_path / 'configs').mkdir()
+  (tmp_path / 'configs' / '__init__.py').touch()
+  (tmp_path / 'configs' / 'default.py').write_text('raise RuntimeError')
+  (tmp_path / 'configs' / 'frozenlake_ppo.py').write_text(
+    'from types import SimpleNamespace\n\n\ndef get_config(model=""):\n  return SimpleNamespace(num_iterations=1)\n'
+  )
+  assert _outside(tmp_path, 'frozenlake_ppo') == '40 0 False\n'
+  assert _outside(tmp_path, 'own.py') == '1 7 True\n'

@@ -1,0 +1,159 @@
+"""Every field is explained and read; the shipped configs can run, and the tags are RAGEN's."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import default, frozenlake_ppo
+from ragen_jax import build, train
+from ragen_jax import envs as registry
+from ragen_jax.config import checks, shipped
+from ragen_jax.config.checks import check_config
+from ragen_jax.envs import base
+from ragen_jax.modes import export, sft
+from tests.support.configs import leaves, small_config
+from tests.support.paths import ROOT
+
+
+def test_every_field_has_a_comment_line_above_it():
+  lines = (ROOT / 'configs' / 'default.py').read_text().splitlines()
+  assigned = [i for i, line in enumerate(lines) if re.match(r'  config\.[\w.]+ = (?!ConfigDict)', line)]
+  assigned = [i for i in assigned if not any('def _real_model' in before for before in lines[:i])]
+  assert len(assigned) > 150
+  for i in assigned:
+    assert lines[i - 1].strip().startswith('#'), f'configs/default.py:{i + 1}: {lines[i].strip()} is not explained'
+
+
+def test_every_option_of_an_environment_has_a_comment_line_above_it():
+  """Those that all environments have are explained once, in default.py."""
+  lines = (ROOT / 'configs' / 'environments.py').read_text().splitlines()
+  common = {'type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words'}
+  for i, line in enumerate(lines):
+    option = re.match(r"      '(\w+)': ", line)
+    if option and option.group(1) not in common:
+      assert lines[i - 1].strip().startswith('#'), f'configs/environments.py:{i + 1}: {line.strip()} is not explained'
+
+
+def test_options_of_environments_are_those_of_their_classes():
+  common = {'type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words'}
+  for tag, options in default.get_config().envs.items():
+    own = {field.name for field in dataclasses.fields(registry.TYPES[options.type])}
+    assert set(options) == common | own, tag
+
+
+def test_tags_are_ragens():
+  """Against a second listing, from RAGEN's paper and its first version's configs."""
+  config = default.get_config()
+  tags = tuple(config.envs)
+  envs = {spec.tag: spec for spec in build.env_groups(config, tags, (1,) * len(tags))}
+  grid = base.Budget(max_turns=5, max_actions=10, max_actions_per_turn=5)
+  for tag, dim, boxes, depth, told, words in (
+    ('SimpleSokoban', (6, 6), 1, 300, 'grid', 100),
+    ('LargerSokoban', (8, 8), 2, 10, 'grid', 100),
+    ('SokobanDifferentGridVocab', (6, 6), 1, 30, 'grid', 100),
+    ('CoordSokoban', (6, 6), 1, 300, 'grid_coord', 120),
+  ):
+    env = envs[tag].env
+    assert (env.dim, env.num_boxes, env.search_depth, env.observation, envs[tag].max_words) == (
+      dim, boxes, depth, told, words,
+    )  # fmt: skip
+    assert envs[tag].budget == grid
+    legend = 'W.GCBA@' if tag == 'SokobanDifferentGridVocab' else '#_O√XPS'
+    assert ''.join(env.legend()) == legend
+  for tag, told in (('FrozenLake', 'grid'), ('CoordFrozenLake', 'grid_coord')):
+    env = envs[tag].env
+    assert (env.size, env.p, env.observation) == (4, 0.8, told)
+    assert env.slip == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert envs[tag].budget == grid
+  for tag, low, high in (
+    ('Bandit', 'Phoenix', 'Dragon'),
+    ('BanditTest', 'Trader', 'Librarian'),
+    ('BanditProfessions', 'Teacher', 'Engineer'),
+    ('BanditProfessionsTest', 'Librarian', 'Trader'),
+    ('BanditRev', 'Engineer', 'Teacher'),
+    ('BanditRevTest', 'Trader', 'Librarian'),
+  ):
+    env = envs[tag].env
+    assert env.arms == ((low, high),) and envs[tag].budget == base.Budget(1, 1, 1)
+    assert (env.low_reward, env.high_reward, env.high_probability) == (0.1, 1.0, 0.25)
+  assert (len(envs['BanditPairs'].env.arms), len(envs['BanditPairsTest'].env.arms)) == (12, 8)
+
+
+def test_the_large_sudoku_can_be_filled():
+  spec = build.env_groups(default.get_config(), ('Sudoku9x9',), (1,))[0]
+  assert (spec.env.side, spec.env.empty_cells) == (9, 40)
+  assert min(spec.budget.max_actions, spec.budget.max_turns * spec.budget.max_actions_per_turn) >= 40
+
+
+@pytest.mark.parametrize('name', shipped.names())
+def test_the_shipped_configs_can_run(name):
+  config = importlib.import_module(f'configs.{name}').get_config()
+  check_config(config)
+  words = name.split('_')
+  if name.endswith(('_ppo', '_grpo')):
+    assert config.algorithm.adv_estimator == {'ppo': 'gae', 'grpo': 'grpo'}[words[-1]]
+    tag = {'frozenlake': 'FrozenLake', 'sokoban': 'SimpleSokoban', 'bandit': 'Bandit'}.get(words[0])
+    assert tag is None or (config.train.tags == (tag,) and tag in config.eval.tags)
+
+
+def test_three_games_have_ppo_and_grpo():
+  for game in ('frozenlake', 'sokoban', 'bandit'):
+    ppo, grpo = (importlib.import_module(f'configs.{game}_{x}').get_config('qwen2.5-0.5b') for x in ('ppo', 'grpo'))
+    # For real models nothing else differs.
+    theirs = dict(leaves(grpo))
+    assert {name for name, value in leaves(ppo) if theirs[name] != value} == {'algorithm.adv_estimator'}
+    assert ppo.agent.max_response_tokens == (500 if game == 'bandit' else 400)
+
+
+def test_a_variant_brings_the_settings_of_its_size():
+  config = frozenlake_ppo.get_config('qwen2.5-0.5b')
+  assert config.model.preset == 'qwen2.5-0.5b'
+  assert (config.optimizer.actor_lr, config.optimizer.critic_lr) == (1e-6, 1e-5)
+  assert (config.train.groups, config.train.group_size, config.agent.max_context) == (8, 16, 3600)
+
+
+@pytest.mark.slow
+def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
+  """A short training run and a short warm start, with every access to the config written down."""
+  read = set()
+  original = ConfigDict.__getitem__
+
+  def spy(self, key):
+    read.add((id(self), key))
+    return original(self, key)
+
+  fields = dict(agent__max_response_tokens=8, eval__greedy_too=False, num_iterations=1, train__group_size=2)
+  config = small_config(
+    **fields, optimizer__mini_batch_size=8, train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=4,
+    eval__tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), eval__groups=3,
+  )  # fmt: skip
+  config.sft.steps, config.sft.batch_size, config.sft.levels = 1, 4, (8,)
+  config.sft.output = str(tmp_path / 'out')
+  monkeypatch.setattr(train, 'record_config', lambda *a, **k: None)
+  monkeypatch.setattr(sft, 'record_config', lambda *a, **k: None)
+  monkeypatch.setattr(export, 'compare_config', lambda *a, **k: None)
+  monkeypatch.setattr(ConfigDict, '__getitem__', spy)
+  train.train_and_evaluate(config, str(tmp_path / 'run'))
+  sft.train_sft(config, str(tmp_path / 'sft'))
+  config.sft.from_scratch, config.sft.output = True, str(tmp_path / 'fresh')
+  sft.train_sft(config, str(tmp_path / 'sft_fresh'))
+  export.export(config, str(tmp_path / 'run'))
+  # Environments that no tag of these runs chose.
+  build.env_groups(config, tuple(config.envs), (1,) * len(config.envs))
+  checks.check_plan(config)
+  checks.check_eval(config)
+  monkeypatch.undo()
+
+  def unread(part, prefix=''):
+    for name, value in part.items():
+      if isinstance(value, ConfigDict):
+        yield from unread(value, f'{prefix}{name}.')
+      elif (id(part), name) not in read:
+        yield f'{prefix}{name}'
+
+  assert not list(unread(config))

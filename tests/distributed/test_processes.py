@@ -1,0 +1,77 @@
+"""Which rows a process owns, and that functions across processes pass values through in a run of one process."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragen_jax.distributed import processes
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.processes import RowShare, shares_of
+from ragen_jax.utils.errors import UserError
+
+
+@pytest.mark.parametrize(
+  ('process', 'shares'),
+  [
+    # One process with all four shards.
+    ([[0], [0], [0], [0]], {0: RowShare(4, 0, 4)}),
+    # Two processes with two shards each.
+    ([[0], [0], [1], [1]], {0: RowShare(4, 0, 2), 1: RowShare(4, 2, 2)}),
+    # `tensor` spans two processes: both own all rows.
+    ([[0, 1], [0, 1]], {0: RowShare(2, 0, 2), 1: RowShare(2, 0, 2)}),
+    # Four processes, pairs of which own the same rows.
+    ([[0, 1], [2, 3]], {0: RowShare(2, 0, 1), 1: RowShare(2, 0, 1), 2: RowShare(2, 1, 1), 3: RowShare(2, 1, 1)}),
+    # Shares that are not contiguous, differ in size, or overlap partially.
+    ([[0], [1], [0], [1]], None),
+    ([[0], [0], [0], [1]], None),
+    ([[0, 0], [0, 1], [1, 1], [1, 1]], None),
+  ],
+)
+def test_shares_are_equal_contiguous_ranges_or_there_are_none(process, shares):
+  assert shares_of(np.asarray(process)) == shares
+
+
+def test_a_share_knows_its_place_among_the_shares():
+  share = RowShare(shards=8, first=4, own=2)
+  assert (share.parts, share.index) == (4, 2)
+  assert processes.row_share(None) == processes.row_share(make_mesh(1, 1, 1)) == RowShare()
+
+
+def test_one_process_is_first_and_passes_everything_through():
+  tree = {'rows': np.arange(6.0).reshape(3, 2)}
+  mesh = make_mesh(1, 1, 1)
+  assert processes.is_first()
+  assert processes.largest([3, 1]) == [3, 1]
+  assert processes.gather('x') == ['x'] and processes.gather_shares('x', RowShare()) == ['x']
+  placed = processes.place_own_rows(tree, mesh, RowShare())
+  assert isinstance(placed['rows'], jnp.ndarray)
+  for back in (processes.own_rows(placed), processes.all_rows(placed)):
+    np.testing.assert_array_equal(back['rows'], tree['rows'])
+
+
+def test_an_error_of_one_process_is_raised_as_it_is():
+  with pytest.raises(UserError, match='wrong') as e, processes.same_errors():
+    raise UserError('wrong')
+  assert not e.value.everywhere
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    ((None, 2, None), 'need --coordinator'),
+    (('auto', None, 1), r'--process_id=1: .*must not be given'),
+    (('localhost', 2, 0), 'as HOST:PORT'),
+    (('localhost:1', None, 0), r'--num_processes=None: must say'),
+    (('localhost:1', 2, 2), 'from 0 to 1'),
+  ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, message):
+  with pytest.raises(UserError, match=message):
+    processes.connect(*arguments)
+
+
+def test_no_coordinator_means_a_run_of_one_process():
+  processes.connect(None, None, None)
+  assert processes.is_first()

@@ -1,0 +1,58 @@
+"""Layouts of weights and rows on meshes that need no devices."""
+
+from __future__ import annotations
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from ragen_jax.distributed.mesh import AXES
+from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings, weight_spec
+from ragen_jax.utils.errors import UserError
+from tests.support import adapters
+
+MESH = AbstractMesh((2, 2, 2), AXES)
+
+
+def test_a_dimension_that_does_not_divide_is_named():
+  mesh = AbstractMesh((1, 1, 4), AXES)
+  with pytest.raises(UserError, match=r'mesh\.tensor=4: does not divide the 2 of .*k_proj.*1, 2 would') as e:
+    weight_spec('policy/layers/0/self_attn/k_proj/kernel', (64, 2, 16), mesh)
+  assert '\n' not in str(e.value)
+  assert weight_spec('policy/layers/0/self_attn/q_proj/kernel', (64, 4, 16), mesh) == PartitionSpec(
+    'fsdp', 'tensor', None
+  )
+
+
+@pytest.mark.parametrize(
+  ('path', 'shape', 'axes'),
+  [
+    ('policy/embed_tokens', (96, 64), ('tensor', 'fsdp')),
+    ('policy/layers/3/self_attn/k_proj/bias', (2, 16), ('tensor', None)),
+    ('policy/layers/3/self_attn/o_proj/kernel', (4, 16, 64), ('tensor', None, 'fsdp')),
+    ('policy/layers/3/mlp/down_proj/kernel', (128, 64), ('tensor', 'fsdp')),
+    ('policy/layers/3/self_attn/q_proj/adapter/lora_b', (4, 4, 16), (None, 'tensor', None)),
+    ('policy/layers/3/input_layernorm/weight', (64,), ()),
+    ('value_head/kernel', (64,), ()),
+  ],
+)
+def test_every_kind_of_weight_has_its_axes(path, shape, axes):
+  assert weight_spec(path, shape, MESH) == PartitionSpec(*axes)
+
+
+def test_heads_of_adapters_and_their_moments_are_divided_like_the_heads_of_the_model():
+  params = nnx.state(adapters.adapted())
+  shardings = tree_shardings(params, MESH)
+  q_proj = shardings['layers'][0]['self_attn']['q_proj']
+  assert q_proj['kernel'].get_value().spec == PartitionSpec('fsdp', 'tensor', None)
+  assert q_proj['adapter']['lora_b'].get_value().spec == PartitionSpec(None, 'tensor', None)
+  moments = jax.eval_shape(optax.adam(1e-3).init, params)
+  found = [x.spec for x in jax.tree.leaves(tree_shardings(moments, MESH)[0].mu)]
+  assert found == [x.spec for x in jax.tree.leaves(shardings)]
+
+
+def test_rows_are_divided_over_two_axes():
+  assert row_shards(MESH) == 4
+  assert row_sharding(MESH).shard_shape((16, 5)) == (4, 5)

@@ -1,0 +1,75 @@
+"""Sessions of objects in this process: objects that fail are replaced, and closed if they can be."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
+from ragen_jax.envs.outside.local import LocalSession, close_all
+from ragen_jax.utils.threads import Fault
+from tests.support.text_games import Broken, make
+
+
+def test_a_game_that_failed_is_replaced_and_closed_unless_it_may_still_run(monkeypatch):
+  for counter in ('made', 'closed'):
+    monkeypatch.setattr(Broken, counter, 0)
+  env = make('Broken', step_timeout_s=0.3)
+  assert (Broken.made, Broken.closed) == (1, 1)  # the object whose rules were read
+  session = env.open(4)
+  texts = session.reset(range(4), [1, 2, 13, 14], [0] * 4)
+  assert texts[:2] == ['level 1', 'level 2']
+  assert str(texts[2]).startswith('reset raised RuntimeError: no such level (text_games.py:')
+  assert read_observation(texts[3]) == Fault('observation is not a string', '5')
+  assert (Broken.made, Broken.closed) == (5, 2)
+  results = session.step([0, 1, 3], ['raise', 'sleep 1', 'walk'])
+  assert results[0].kind == 'step raised KeyError' and results[1].hung
+  assert read_step(results[2]) == TextStep('next', 1.0, False, False)
+  assert (Broken.made, Broken.closed) == (5, 3)
+  assert session.reset(range(4), [1, 2, 3, 4], [0] * 4) == ['level 1', 'level 2', 'level 3', 'level 4']
+  assert (Broken.made, Broken.closed) == (8, 3)
+  assert session.step([0], ['exit'])[0].kind == 'step raised SystemExit'
+  del session  # and with it the three games that are left
+  assert (Broken.made, Broken.closed) == (8, 7)
+
+
+def test_a_close_that_hangs_or_fails_ends_nothing(caplog):
+  release, closed = threading.Event(), []
+
+  class Stuck:
+    def close(self):
+      release.wait(60)
+
+  class Strange:
+    @property
+    def close(self):
+      raise GeneratorExit
+
+  class Good:
+    def close(self):
+      closed.append(self)
+
+  class Game(Stuck):
+    def reset(self, seed, member):
+      return 'x'
+
+    def step(self, action):
+      raise KeyError(action)
+
+  start = time.monotonic()
+  with caplog.at_level(logging.WARNING):
+    games = [Good(), Strange(), None, object(), Stuck(), *(Good() for _ in range(3))]
+    close_all(games, workers=1, timeout_s=0.2)
+    assert len(closed) == 4
+    session = LocalSession(Game, 50, workers=1, step_timeout_s=0.2)
+    session.reset(range(50), [0] * 50, [0] * 50)
+    assert session.step(range(40), ['a'] * 40)[39].kind == 'step raised KeyError'
+    del session  # which closes the ten games that are left
+  assert time.monotonic() - start < 10
+  release.set()
+  messages = [r.getMessage() for r in caplog.records]
+  assert [m.split(' (')[0] for m in messages[:2]] == [
+    'Strange: close raised GeneratorExit:', 'Stuck: close took longer than 0.2 s',
+  ]  # fmt: skip
+  assert len(messages) == 4 and messages[2].endswith('; 40 like it') and messages[3].endswith('; 10 like it')

@@ -1,0 +1,45 @@
+"""`--mode=view`: the page of a run, and what cannot be shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ragen_jax.config import command_line
+from ragen_jax.modes import view
+from ragen_jax.utils.errors import UserError
+from ragen_jax.viewer.page import PAGE, write_page
+from ragen_jax.viewer.store import EpisodeWriter
+from tests.support.made_up_episodes import episode_record
+from tests.support.paths import ROOT
+
+
+def test_the_mode_writes_the_page_and_names_it(tmp_path):
+  EpisodeWriter(tmp_path).write('eval', 0, [episode_record()])
+  command = [sys.executable, 'main.py', '--mode=view', f'--workdir={tmp_path}']
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+  assert result.stderr.startswith(f'{tmp_path / "trajectories.html"} (0.') and result.stderr.count('\n') == 1
+  data = re.search(r'id="data">(.*?)</script>', (tmp_path / PAGE).read_text(), re.DOTALL)[1]
+  listed = json.loads(data)['episodes']
+  assert len(listed) == 1
+
+
+def test_what_cannot_be_shown_is_told_in_one_line(tmp_path):
+  assert write_page(tmp_path) is None and not list(tmp_path.iterdir())
+  for workdir, message in ((tmp_path, 'has no episodes'), (tmp_path / 'none', 'no such directory')):
+    with pytest.raises(UserError, match=f'--workdir={workdir}: .*{message}') as e:
+      view.view(str(workdir))
+    assert '\n' not in str(e.value)
+
+
+def test_a_config_is_needed_only_where_it_names_the_workdir():
+  for arguments, message in (
+    (['--workdir=x', '--config.seed=1'], r'--config\.seed=1 has no effect with --mode=view'),
+    ([], '--config=FILE is missing'),
+  ):
+    with pytest.raises(UserError, match=message):
+      command_line.parse(['main.py', '--mode=view', *arguments])

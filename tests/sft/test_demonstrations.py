@@ -1,0 +1,91 @@
+"""Demonstrations: how well the demonstrator plays, and the rows that it writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragen_jax import build
+from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Status
+from ragen_jax.models import presets
+from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
+from tests.support import builders
+
+
+def _style(**changes) -> DemonstrationStyle:
+  """Half of the turns random, half of them in a hurry, with changes."""
+  fields = dict(discount=0.97, noise=0.5, hurry=0.5, beginner=0.0, timid=0.0, actions_per_turn=0)
+  return DemonstrationStyle(**fields | changes)
+
+
+def _demonstrations(style, tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), groups=64, seed=0, **fields):
+  config = builders.small_config(agent__max_context=512, **fields)
+  specs = build.env_groups(config, tags, (groups,) * len(tags))
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  context = build.context_manager(config, tokenizer, specs)
+  proxy = AgentProxy(EnvStateManager(specs, 1), context, build.episode_limits(config, specs))
+  rollout = proxy.rollout(Demonstrator(np.random.default_rng(seed), style), 77)
+  return rollout.trajectory, rollout.episodes, proxy.envs.optimal(), tokenizer, context
+
+
+def test_an_expert_without_noise_reaches_the_optimum_and_noise_costs():
+  expert = _style(discount=1.0, noise=0.0, hurry=0.0)
+  _, episodes, optimal, _, _ = _demonstrations(expert, groups=256)
+  tags = np.asarray([e.tag for e in episodes])
+  success = np.asarray([e.success for e in episodes])
+  for tag in ('FrozenLake', 'SimpleSokoban', 'Bandit'):
+    best, reached = optimal[tags == tag].mean(), success[tags == tag].mean()
+    assert abs(reached - best) < 4 * np.sqrt(best * (1 - best) / 256) + 1e-6, tag
+  _, noisy, _, _, _ = _demonstrations(_style(noise=0.8), groups=256)
+  assert np.mean([e.success for e in noisy]) < success.mean() - 0.2
+
+
+def test_the_loss_mask_of_demonstrations_is_on_replies_and_their_stop_tokens():
+  trajectory, episodes, _, tokenizer, context = _demonstrations(_style())
+  for row, episode in enumerate(episodes):
+    mask, tokens = trajectory.loss_mask[row], trajectory.tokens[row]
+    starts = np.flatnonzero(mask & ~np.roll(mask, 1))
+    ends = np.flatnonzero(mask & ~np.roll(mask, -1))
+    assert len(starts) == len(episode.turns)
+    for start, end, turn in zip(starts, ends, episode.turns, strict=True):
+      assert tokens[end] == tokenizer.stop_ids[0]
+      assert context.reply_prefix + tokenizer.decode(tokens[start:end]) == turn.reply
+      parsed = context.parse(int(trajectory.env[row]), turn.reply)
+      assert parsed.valid and turn.valid and not turn.penalty
+      assert turn.actions == list(parsed.names)[: len(turn.actions)] and turn.actions
+
+
+def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
+  trajectory, episodes, _, tokenizer, _ = _demonstrations(_style(noise=0.2))
+  ends = trajectory.loss_mask & (trajectory.tokens == tokenizer.stop_ids[0])
+  assert (trajectory.rewards[~ends] == 0).all()
+  for row, episode in enumerate(episodes):
+    np.testing.assert_allclose(trajectory.rewards[row][ends[row]], [t.reward for t in episode.turns], atol=1e-6)
+  assert {e.tag for e in episodes if e.env_return > 0} == {'FrozenLake', 'SimpleSokoban', 'Bandit'}
+
+
+def test_rows_are_the_whole_conversation_whatever_the_context_policy_and_end_where_it_does_not_fit():
+  whole, *_ = _demonstrations(_style(), groups=16)
+  windowed, *_ = _demonstrations(_style(), groups=16, agent__context='single_turn', agent__context_turns=1)
+  np.testing.assert_array_equal(windowed.tokens, whole.tokens)
+  np.testing.assert_array_equal(windowed.values, whole.values)
+  short = builders.small_config(agent__max_context=160)
+  specs = build.env_groups(short, ('SimpleSokoban',), (16,))
+  context = build.context_manager(short, ChatTokenizer(presets.resolve('tiny', '')), specs)
+  proxy = AgentProxy(EnvStateManager(specs, 1), context, build.episode_limits(short, specs))
+  rollout = proxy.rollout(Demonstrator(np.random.default_rng(0), _style(noise=1.0)), 77)
+  assert rollout.trajectory.length.max() <= 160
+  cut = [e for e in rollout.episodes if e.status == Status.OUT_OF_CONTEXT]
+  assert cut and all(e.turns for e in cut)
+
+
+def test_values_are_the_best_that_is_still_to_come():
+  trajectory, episodes, optimal, *_ = _demonstrations(_style(discount=1.0), ('FrozenLake',), groups=32)
+  for row, best in enumerate(optimal):
+    first = np.flatnonzero(trajectory.loss_mask[row])[0]
+    # A win pays 1 and nothing else pays, so before the first turn the value is the best chance to win.
+    assert trajectory.values[row, first] == pytest.approx(best, abs=1e-5)
+  assert (trajectory.values[~trajectory.loss_mask] == 0).all() and len(episodes) == 32

@@ -1,0 +1,91 @@
+"""Speakers that say what a test wrote before, in tokens and in text."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.context_manager import ContextSettings
+from ragen_jax.agent.episode import Limits, TextReply
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.distributed.processes import RowShare
+from ragen_jax.sampling.sampler import Reply, Sampling
+
+# Of the right form and not; too many actions; unknown ones. Without the forced '<think>'.
+REPLIES = [
+  'hm</think><answer>Down</answer>',
+  'Left',
+  '</think><answer>Right || Jump || Left || Up || Left</answer>',
+  '</think><answer>Down || Down || Right || Right || Down || Right</answer>',
+  '</think><answer>Up</answer>',
+]
+
+
+def limits(**changes) -> Limits:
+  """Limits in which 5 turns of short texts fit."""
+  fields = dict(
+    max_turns=5, max_response_tokens=64, max_context=1024, format_penalty=-0.1, length_step=256, drop_finished=False
+  )
+  return Limits(**fields | changes)
+
+
+def context_settings(**changes) -> ContextSettings:
+  """The settings of the default config, with changes."""
+  fields = dict(think=True, force_prefix=True, action_sep='||', context='full', context_turns=5, overlong='end')
+  return ContextSettings(**fields | changes)
+
+
+class ScriptedSampler:
+  """In a sampler's place: row by row, replies that were written before, each with the stop token."""
+
+  def __init__(self, tokenizer: ChatTokenizer, replies: list[list[str]]):
+    self.share = RowShare()
+    self.stop_ids = tokenizer.stop_ids
+    self._replies = [[(*tokenizer.encode(r), tokenizer.stop_ids[0]) for r in row] for row in replies]
+    self._turn = 0
+
+  def init(self, rows, size):
+    del size
+    return np.arange(rows)
+
+  def arrange(self, state, rows, size, live):
+    del size, live
+    return state[rows]
+
+  def extend(self, params, state, tokens, count):
+    del params, tokens, count
+    return state
+
+  def decode(self, params, state, keys, active, *, max_new, sampling):
+    del params, keys, sampling
+    tokens = np.zeros((len(state), max_new), np.int32)
+    count = np.zeros((len(state),), np.int32)
+    for i, row in enumerate(state):
+      if active[i]:
+        ids = self._replies[row][self._turn]
+        tokens[i, : len(ids)], count[i] = ids, len(ids)
+    self._turn += 1
+    nothing = np.zeros(tokens.shape, np.float32)
+    fields = (tokens, nothing, nothing, nothing, count)
+    return state, Reply(*(jax.numpy.asarray(x) for x in fields))
+
+
+def scripted_tokens(tokenizer: ChatTokenizer, replies: list[list[str]]) -> SamplerSpeaker:
+  """A speaker in tokens: for each row its replies, without the forced prefix."""
+  return SamplerSpeaker(ScriptedSampler(tokenizer, replies), None, jax.random.key(0), Sampling())
+
+
+class ScriptedText:
+  """A speaker in text: in each turn the same reply in all rows, forced prefix included; none in `lost` turns."""
+
+  writes_tokens = False
+
+  def __init__(self, replies: list[str], lost: tuple[int, ...] = ()):
+    self._replies, self._lost = replies, lost
+
+  def reply(self, log):
+    if not log.live:
+      return None
+    lost = log.turn in self._lost
+    return {row: TextReply('' if lost else self._replies[log.turn], answered=not lost) for row in log.live}

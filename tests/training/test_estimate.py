@@ -1,0 +1,117 @@
+"""Advantages and returns of a selection: rewards, KL, importance weights, masks, bootstraps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ragen_jax.agent.episode import Status
+from tests.support import learning
+
+
+def test_dropped_rows_do_not_touch_the_advantages_of_others(policy, played):
+  """Whitening is over what is kept: the advantages are those of a rollout that never had the other rows."""
+  rollout, _ = played
+  trainer, state = learning.make_trainer(policy)
+  selection = trainer.select(rollout)
+  keep = rollout.trajectory.group < 5
+  batch, _ = trainer.estimate(state, dataclasses.replace(selection, keep=keep))
+  changed = rollout.trajectory.replace(rewards=np.where(keep[:, None], rollout.trajectory.rewards, 7.0))
+  other = dataclasses.replace(rollout, trajectory=changed)
+  again, _ = trainer.estimate(state, dataclasses.replace(selection, rollout=other, keep=keep))
+  np.testing.assert_array_equal(batch.advantages, again.advantages)
+  assert not batch.mask[~keep].any() and abs(float(batch.advantages[batch.mask].mean())) < 1e-5
+
+
+def test_reward_normalisation_reaches_the_estimator_and_leaves_raw_scores(policy, played):
+  rollout, _ = played
+  trainer, state = learning.make_trainer(
+    policy, algorithm__adv_estimator='arpo', reward__credit='trajectory', reward__method='mean_std',
+    algorithm__whiten_advantages=False,
+  )  # fmt: skip
+  raw = rollout.scores.copy()
+  batch, _ = trainer.estimate(state, trainer.select(rollout))
+  expected = np.zeros_like(raw)
+  for g in range(8):
+    own = rollout.trajectory.group == g
+    std = raw[own].std(ddof=1)
+    expected[own] = (raw[own] - raw[own].mean()) / (std + 1e-6) if std > 1e-6 else 0
+  first = [batch.advantages[b][batch.mask[b]][0] for b in range(len(raw))]
+  np.testing.assert_allclose(first, expected, atol=1e-4)
+  np.testing.assert_array_equal(rollout.scores, raw)
+
+
+def _nudge(state, by=0.02):
+  rng = np.random.default_rng(0)
+  return state.replace(
+    trained=jax.tree.map(lambda x: x + by * rng.normal(size=x.shape).astype(np.float32), state.trained)
+  )
+
+
+def test_kl_to_the_first_weights_enters_loss_and_reward(policy):
+  trainer, state = learning.make_trainer(
+    policy, algorithm__kl_loss_coef=0.5, algorithm__kl_reward_coef=0.1, algorithm__kl_kind='k1',
+    optimizer__mini_batch_size=32,
+  )  # fmt: skip
+  rollout, selection = trainer.collect(state)
+  batch, metrics = trainer.estimate(state, selection)
+  # The policy is the reference still.
+  np.testing.assert_allclose(batch.ref_logprobs[batch.mask], batch.old_logprobs[batch.mask], atol=1e-4)
+  assert abs(metrics['actor/reward_kl_penalty']) < 1e-5
+
+  moved = _nudge(state)
+  rollout, selection = trainer.collect(moved)
+  batch, metrics = trainer.estimate(moved, selection)
+  kl = batch.old_logprobs - batch.ref_logprobs
+  assert metrics['actor/reward_kl_penalty'] == pytest.approx(kl[batch.mask].mean(), rel=1e-4)
+  np.testing.assert_allclose(
+    metrics['critic/rewards/mean'], np.mean(rollout.scores - 0.1 * np.where(batch.mask, kl, 0).sum(axis=1)), atol=1e-4
+  )
+  _, metrics = trainer.update(moved, batch, selection)
+  assert metrics['actor/kl_loss'] == pytest.approx(kl[batch.mask].mean(), rel=1e-2)  # before the only step
+
+
+def test_importance_weights_are_one_where_both_programs_agree_and_capped_where_not(policy):
+  trainer, state = learning.make_trainer(policy, algorithm__old_logprobs='trainer', algorithm__tis_cap=1.5)
+  rollout, selection = trainer.collect(state)
+  batch, metrics = trainer.estimate(state, selection)
+  np.testing.assert_allclose(batch.importance[batch.mask], 1, atol=1e-3)
+  assert metrics['rollout/importance_mean'] == pytest.approx(1, abs=1e-4)
+  # As if the sampler had thought each token half as likely as the trainer does.
+  halved = rollout.trajectory.replace(logprobs=rollout.trajectory.logprobs - np.log(2).astype(np.float32))
+  other = dataclasses.replace(rollout, trajectory=halved)
+  batch, _ = trainer.estimate(state, dataclasses.replace(selection, rollout=other))
+  np.testing.assert_allclose(batch.importance[batch.mask], 1.5, atol=1e-3)
+
+
+def test_masks_that_are_off_train_every_token(policy, played):
+  rollout, _ = played
+  t = rollout.trajectory
+  trainer, state = learning.make_trainer(policy, algorithm__mask_loss=False, algorithm__old_logprobs='trainer')
+  selection = trainer.select(rollout)
+  batch, _ = trainer.estimate(state, selection)
+  assert (batch.mask.sum(axis=1) == t.length - 1).all() and (batch.trained == batch.mask).all()
+  # Advantages still run through sampled tokens only.
+  for row in range(4):
+    columns = batch.columns[row][batch.mask[row]]
+    assert not batch.advantages[row][batch.mask[row]][~t.loss_mask[row, columns]].any()
+  _, metrics = trainer.update(state, batch, selection)
+  assert metrics['train/num_mini_batches'] == 4
+
+
+def test_only_episodes_that_a_budget_cut_off_are_bootstrapped(policy, played):
+  rollout, _ = played
+  t = rollout.trajectory
+  trainer, state = learning.make_trainer(policy, algorithm__bootstrap_truncated=True)
+  bootstrap = trainer.estimator.bootstrap(state.params, rollout)
+  cut = t.status >= Status.OUT_OF_TURNS
+  assert 0 < cut.sum() < len(cut)
+  assert not bootstrap[~cut].any() and bootstrap[cut].all()
+  # It is the value that the sampler would record for a token right behind: that of a longer episode's own forward pass.
+  row = int(np.flatnonzero(cut)[0])
+  end = int(np.flatnonzero(t.loss_mask[row])[-1]) + 1
+  hidden, _ = policy.model.policy(policy.model.policy.embed(t.tokens[row : row + 1, :end]))
+  np.testing.assert_allclose(bootstrap[row], policy.model.value_head(hidden)[0, -1], atol=1e-4)

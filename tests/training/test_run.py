@@ -1,0 +1,216 @@
+"""A run on disk: what it saves and restores, when it evaluates, stops and rolls back; by hand, and in whole runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax import build, train
+from ragen_jax.agent.episode import Episode, Turn
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.trajectory import Timeline
+from ragen_jax.evaluation.evaluator import Evaluation
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.interrupt import Stopped
+from ragen_jax.runs.metrics import read_metrics
+from ragen_jax.training.monitor import Verdict
+from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
+from ragen_jax.training.run import greeting, open_run
+from ragen_jax.training.run_log import one_line
+from ragen_jax.training.state import TrainState
+from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils.errors import UserError
+from tests.support import builders
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def _state(value=0.0, **fields):
+  """A state of two numbers."""
+  trained = nnx.State({'policy': {'kernel': jnp.full(2, value, jnp.float32)}})
+  return TrainState(trained, nnx.State({}), {'mu': jnp.full(2, 10 * value, jnp.float32)}, **fields)
+
+
+def _rollout():
+  timeline = Timeline(1, 4)
+  timeline.append_context(0, (5, 6, 7), 0)
+  zero = np.zeros(1, np.int32)
+  trajectory = timeline.trajectory(group=zero, episode=zero, env=zero, status=zero, policy_version=0, pad_id=0)
+  episode = Episode('FrozenLake', 0, 0, [Turn('', '', [], 1.0, 0.0, True, 0)])
+  return Rollout(trajectory, [episode], np.zeros((1, 1), np.int32), np.zeros(1, np.float32), 0, 0)
+
+
+def _evaluation(success):
+  return Evaluation({'val-env/FrozenLake/success': success}, [], [])
+
+
+@contextlib.contextmanager
+def _open(workdir, state=None, replay=None, **fields):
+  config = builders.small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
+  settings, monitor = build.run_settings(config), build.make_monitor(config)
+  replay = replay or ReplayBuffer(ReplaySettings(groups=0, max_age=1))
+  with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor) as (run, state):
+    yield run, state
+
+
+def _finish(run, state, evaluation=None, verdict=None):
+  with run.timer('step'):
+    pass
+  return run.finish_iteration(state, _rollout(), evaluation, verdict or Verdict())
+
+
+def _steps(workdir):
+  return sorted(int(p.name) for p in (workdir / 'checkpoints').iterdir() if p.name.isdigit())
+
+
+def test_a_run_saves_on_schedule_and_goes_on_from_the_last_checkpoint(tmp_path):
+  with _open(tmp_path) as (run, state):
+    assert state.iteration == 0 and run.goes_on(state)
+    for i in range(1, 4):
+      state, rolled_back = _finish(run, _state(i, iteration=i))
+      assert not rolled_back
+  assert _steps(tmp_path) == [2]
+  fresh = _state(9.0)
+  with _open(tmp_path, fresh) as (run, state):
+    assert state.iteration == 2 and run.goes_on(state) and state.lr_scale == 1.0
+    np.testing.assert_array_equal(state.trained['policy']['kernel'], [2, 2])
+    np.testing.assert_array_equal(state.opt_state['mu'], [20, 20])
+  assert all(x.is_deleted() for x in jax.tree.leaves(fresh.saved()))  # they would lie beside the restored ones
+  assert [line['step'] for line in read_metrics(tmp_path)] == [1, 2]  # and the third iteration is forgotten
+
+
+def test_evaluations_are_due_on_schedule_at_the_end_and_when_the_run_stops(tmp_path):
+  with _open(tmp_path, num_iterations=5) as (run, _):
+    due = [run.evaluation_due(_state(iteration=i), Verdict()) for i in range(1, 6)]
+    assert due == [False, True, False, True, True]
+    assert run.evaluation_due(_state(iteration=1), Verdict('stop', 'why'))
+    assert [run.goes_on(_state(iteration=i)) for i in (4, 5)] == [True, False]
+
+
+def test_a_rollback_gives_the_best_checkpoint_smaller_steps_and_an_empty_buffer(tmp_path, capsys):
+  with _open(tmp_path, monitor__rollback_lr=0.5) as (run, _):
+    assert (
+      _finish(run, _state(1, iteration=1), verdict=Verdict('rollback', 'sick'))[1] is False
+    )  # nothing to go back to
+    _finish(run, _state(2, iteration=2), _evaluation(0.9))
+    _finish(run, _state(4, iteration=4), _evaluation(0.3))
+    state, rolled_back = _finish(run, _state(5, iteration=5), verdict=Verdict('rollback', 'sick'))
+    assert rolled_back and (state.iteration, state.lr_scale) == (5, 0.5) and run.goes_on(state)
+    np.testing.assert_array_equal(state.trained['policy']['kernel'], [2, 2])
+    np.testing.assert_array_equal(state.opt_state['mu'], [20, 20])
+    # Not at the end: the last iteration is kept as it is.
+    assert not _finish(run, state.replace(iteration=6), verdict=Verdict('rollback', 'sick'))[1]
+  told = capsys.readouterr().err
+  assert 'iteration 1: sick; there is no evaluated checkpoint to roll back to' in told
+  assert 'iteration 5: sick; back to 2, learning rate x 0.5' in told
+  with _open(tmp_path) as (_, state):
+    assert state.lr_scale == 0.5 and state.iteration == 6
+
+
+def test_a_stopped_run_is_saved_and_stays_stopped(tmp_path):
+  with _open(tmp_path) as (run, _):
+    state, _ = _finish(run, _state(1, iteration=1), _evaluation(0.5), Verdict('stop', 'flat'))
+    assert not run.goes_on(state)
+  assert _steps(tmp_path) == [1]
+  with _open(tmp_path) as (run, state):
+    assert state.iteration == 1 and not run.goes_on(state)
+
+
+@pytest.mark.parametrize(('step', 'saved'), [(2, [2]), (3, [])])
+def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, request, step, saved):
+  before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+  with pytest.raises(Stopped) as stopped, _open(tmp_path, train__online_k=2, checkpoint__every=0) as (run, _):
+    os.kill(os.getpid(), signal.SIGTERM)
+    _finish(run, _state(iteration=step))
+  assert stopped.value.status == 143
+  assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
+
+
+def test_checkpoints_of_a_warm_start_are_refused(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, _state().saved(), {'data': 7})
+  message = r'its checkpoints are those of a warm start; choose another --workdir'
+  with pytest.raises(UserError, match=message), _open(tmp_path):
+    pass
+
+
+def test_the_first_line_says_where_a_run_stands():
+  assert greeting('w', 'tiny: small', 0, 9, '') == 'model tiny: small; the run is kept in w'
+  assert greeting('w', '', 3, 9, '') == 'going on in w after iteration 3'
+  assert greeting('w', '', 9, 9, '') == 'w is finished: 9 iterations'
+  assert greeting('w', '', 3, 9, 'flat') == 'w was stopped after iteration 3: flat'
+
+
+def test_an_evaluation_in_one_line():
+  metrics = {
+    'val-env/A/success': 0.5,
+    'val-greedy/A/success': 0.25,
+    'val-env/A/optimal': 0.75,
+    'val-env/B/success': 1.0,
+  }
+  assert one_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def _sick(monkeypatch, when):
+  """Makes the metrics of a real run look like a collapse from iteration `when` on."""
+  healthy = train.rollout_metrics
+  seen = []
+
+  def rollout_metrics(rollout, group_size):
+    metrics = healthy(rollout, group_size)
+    seen.append(1)
+    sick = {'rollout/in_group_reward_std': 0.0, 'rollout/repeated_replies': 1.0}
+    return metrics | (
+      sick if len(seen) > when else {'rollout/in_group_reward_std': 0.5, 'rollout/repeated_replies': 0.0}
+    )
+
+  monkeypatch.setattr(train, 'rollout_metrics', rollout_metrics)
+
+
+def _run_config(action):
+  return builders.small_config(
+    num_iterations=6, eval__every=2, eval__greedy_too=False, eval__groups=4, monitor__echo_trap=action,
+    monitor__baseline_steps=2, monitor__patience=1, monitor__ema_decay=0.0, checkpoint__every=2,
+  )  # fmt: skip
+
+
+def test_a_run_that_stops_is_evaluated_saved_and_stays_stopped(tmp_path, monkeypatch, capsys):
+  _sick(monkeypatch, when=2)
+  train.train_and_evaluate(_run_config('stop'), str(tmp_path))
+  lines = read_metrics(tmp_path)
+  assert [line['step'] for line in lines] == [0, 1, 2, 3]
+  assert 'val-env/success' in lines[-1] and lines[-1]['echo_trap/warning'] == 1
+  assert 'the Echo Trap shows in reward_std, repeats; the run ends here' in capsys.readouterr().err
+  before = (tmp_path / 'metrics.jsonl').read_text()
+  train.train_and_evaluate(_run_config('stop'), str(tmp_path))
+  assert (tmp_path / 'metrics.jsonl').read_text() == before
+
+
+def test_a_rollback_goes_on_from_the_best_checkpoint_with_a_smaller_step(tmp_path, monkeypatch, capsys):
+  _sick(monkeypatch, when=2)
+  updated = []
+  update = Trainer.update
+
+  def spy(self, state, *rest):
+    updated.append(np.array(state.params['policy']['embed_tokens'][...]))
+    return update(self, state, *rest)
+
+  monkeypatch.setattr(Trainer, 'update', spy)
+  train.train_and_evaluate(_run_config('rollback'), str(tmp_path))
+  lines = read_metrics(tmp_path)
+  assert [line.get('train/lr_scale') for line in lines] == [None, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
+  # Iteration 3 collapsed: the fourth update begins, as the third did, with the weights of step 2.
+  np.testing.assert_array_equal(updated[3], updated[2])
+  assert (updated[4] != updated[3]).any()
+  assert 'back to 2, learning rate x 0.5' in capsys.readouterr().err

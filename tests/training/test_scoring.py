@@ -1,0 +1,86 @@
+"""Scores of sampled tokens: of embeddings that are given, and of both forms of the critic."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.training.scoring import Scorer, score_tokens, value_tokens
+from tests.support import builders, learning
+
+_VOCAB = 30
+
+
+def _separate() -> ActorCritic:
+  """A random policy, and a critic with other random weights."""
+  policy, critic = builders.random_model(_VOCAB), builders.random_model(_VOCAB, seed=5)
+  model = ActorCritic(policy.policy, critic.policy)
+  model.value_head = critic.value_head
+  return model
+
+
+def _batch():
+  loss_mask = np.random.default_rng(0).random((6, 24)) < 0.3
+  loss_mask[:, 0] = False
+  return learning.mini_batch(loss_mask, _VOCAB)
+
+
+@pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.parametrize('remat', [False, True])
+def test_embeddings_of_the_tokens_give_their_scores_and_gradients(separate, remat):
+  """What `trunk.embed` makes may be made outside: the same numbers, and the same gradients, the embedding's too."""
+  model = _separate() if separate else builders.random_model(_VOCAB)
+  graphdef, params = nnx.split(model)
+  batch, settings = _batch(), learning.scoring(temperature=1.3, remat=remat)
+  weights = np.random.default_rng(1).normal(size=(3, *batch.mask.shape)).astype(np.float32)
+
+  def total(params, given):
+    module = nnx.merge(graphdef, params)
+    inputs, own = {}, {}
+    if given:
+      inputs = {'embeddings': module.policy.embed(batch.tokens)}
+      own = inputs
+      if separate:
+        own = {'embeddings': module.critic.embed(batch.tokens)}
+        inputs['critic_embeddings'] = own['embeddings']
+    scores = score_tokens(module, batch.tokens, batch.columns, settings, **inputs)
+    values = value_tokens(module, batch.tokens, batch.columns, settings, **own)
+    return sum(jnp.sum(w * x) for w, x in zip(weights, scores, strict=True)) + jnp.sum(values**2), (scores, values)
+
+  program = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+  (own, own_scores), (given, given_scores) = (program(params, given) for given in (False, True))
+  jax.tree.map(np.testing.assert_array_equal, own_scores, given_scores)
+  for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(given), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(np.abs(a).max())))
+  assert np.abs(own['policy']['embed_tokens'][...]).max() > 0
+
+
+def test_other_embeddings_give_other_scores():
+  """Columns that are no tokens: what stands in a column before a token changes it, and what comes behind does not."""
+  model, batch, settings = builders.random_model(_VOCAB), _batch(), learning.scoring()
+  plain = score_tokens(model, batch.tokens, batch.columns, settings)[0]
+  embeddings = model.policy.embed(batch.tokens).at[:, 5].add(1.0)
+  changed = score_tokens(model, batch.tokens, batch.columns, settings, embeddings=embeddings)[0]
+  differs = np.asarray(plain != changed) & batch.mask
+  before = batch.columns <= 5
+  assert differs[~before & batch.mask].all() and not differs[before].any()
+
+
+def test_values_are_those_of_the_critic_run_by_itself():
+  model = _separate()
+  graphdef, params = nnx.split(model)
+  batch = _batch()
+  scorer, plans = Scorer(graphdef, learning.scoring()), learning.plans(batch, 3)
+  logprobs, values = scorer.score(params, batch, plans)
+  np.testing.assert_array_equal(scorer.values(params, batch, plans), values)
+  np.testing.assert_array_equal(scorer.logprobs(params, batch, plans), logprobs)
+  assert scorer.traces == {'score': 1, 'logprobs': 1, 'values': 1}
+  hidden = np.asarray(jax.jit(lambda tokens: model.critic(model.critic.embed(tokens))[0])(batch.tokens))
+  everywhere = hidden @ np.asarray(model.value_head.kernel[...]) + float(model.value_head.bias[...])
+  for row, i in zip(*np.nonzero(batch.mask), strict=True):
+    np.testing.assert_allclose(values[row, i], everywhere[row, batch.columns[row, i] - 1], atol=1e-5)
+  assert not values[~batch.mask].any()
