@@ -462,6 +462,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.first_level = 1_000_000_000
   # Demonstrate another level in place of one whose board is among the held-out ones of `eval`.
   config.sft.skip_held_out = True
+  # Other shipped configs, by name, whose held-out levels are skipped as well.
+  config.sft.skip_held_out_of = ()
   # Probability that a turn of a demonstration plays random actions, as many as the expert would.
   config.sft.noise = 0.0
   # Probability that a turn follows the plan of a beginner, who for instance does not know that ice is slippery.
@@ -578,7 +580,10 @@ def get_config(model: str = '') -> ConfigDict:
   # Directory of compiled programs that later runs start faster with; empty for none, 'auto' for <workdir>/xla_cache.
   config.compilation_cache = 'auto'
 
-  if config.model.preset != 'tiny':
+  if config.model.preset == 'tiny':
+    for env in config.envs.values():
+      env.max_words = 25  # its replies have at most 32 tokens
+  else:
     _real_model(config)
   if adapters:
     _lora(config)

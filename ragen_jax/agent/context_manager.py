@@ -74,6 +74,10 @@ class PastTurn:
   closed: bool
 
 
+def _count(n: int, noun: str) -> str:
+  return f'{n} {noun}' if n == 1 else f'{n} {noun}s'
+
+
 def describe_task(spec: EnvGroup, action_sep: str) -> str:
   """The opening of the first user message: rules, legend, actions and limits.
 
@@ -89,10 +93,12 @@ def describe_task(spec: EnvGroup, action_sep: str) -> str:
     lines.append('Actions: ' + ', '.join(env.action_names) + '.')
   if env.action_help:
     lines.append(env.action_help)
-  lines.append(
-    f'At most: {budget.max_turns} in number of turns, {budget.max_actions} of actions, {budget.max_actions_per_turn} '
-    f'of actions in one turn, separated by {action_sep}.'
-  )
+  limits = f'The episode has at most {_count(budget.max_turns, "turn")} and {_count(budget.max_actions, "action")}. '
+  if budget.max_actions_per_turn == 1:
+    limits += 'Give one action in each turn.'
+  else:
+    limits += f'Give at most {budget.max_actions_per_turn} actions in one turn, separated by {action_sep}.'
+  lines.append(limits)
   return '\n'.join(lines)
 
 

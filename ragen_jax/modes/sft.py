@@ -20,7 +20,8 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import SYSTEM, describe_task
-from ragen_jax.agent.env_manager import EnvGroup
+from ragen_jax.agent.env_manager import EnvGroup, EnvStateManager
+from ragen_jax.config import command_line
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, place_rows, row_sharding, row_shards, tree_shardings
@@ -66,7 +67,7 @@ def prompt_pieces(specs: list[EnvGroup], config: ConfigDict) -> list[str]:
   """
   sep = f' {config.agent.action_sep} '
   pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, '<think>', '</think>', '<answer>', '</answer>']
-  pieces += ['</think><answer>', sep, '10', '100', '\n\n']
+  pieces += ['</think><answer>', sep, '10', *(str(spec.max_words) for spec in specs), '\n\n']
   pieces += [f'({r}, {c})' for r in range(8) for c in range(8)]
   for spec in specs:
     env = spec.env
@@ -151,13 +152,25 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     if found:
       data = sft_data.join([sft_data.from_file(config, found, policy.tokenizer)])
     else:
-      held_out = evaluator.held_out() if config.sft.skip_held_out else frozenset()
+      held_out = _held_out(config, evaluator)
       played = sft_data.play(config, specs, policy.tokenizer, held_out)
       if config.sft.save_data:
         count = conversations.write(config.sft.save_data, played, policy.tokenizer)
         _log.info('%d conversations written to %s', count, config.sft.save_data)
       data = sft_data.join(played)
     _run(config, workdir, policy, evaluator, data)
+
+
+def _held_out(config, evaluator) -> frozenset[bytes]:
+  """Levels that must not be demonstrated: those of `eval`, and those of the configs in `sft.skip_held_out_of`."""
+  if not config.sft.skip_held_out:
+    return frozenset()
+  levels = set(evaluator.held_out())
+  for name in config.sft.skip_held_out_of:
+    other = command_line.load_config(f'configs/{name}.py', flag='')
+    specs = build.env_groups(other, tuple(other.eval.tags), build.group_counts(other.eval, 'eval'))
+    levels |= EnvStateManager(specs, 1).levels_from(other.eval.first_level)
+  return frozenset(levels)
 
 
 class SftTrainer:
