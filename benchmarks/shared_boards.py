@@ -1,4 +1,4 @@
-"""How many held-out boards other seeds give too, of training (which draws them again) and of demonstrations.
+"""Counts the boards that the built-in model's demonstrations, or training, share with any shipped config's evaluation.
 
 python benchmarks/shared_boards.py
 """
@@ -8,29 +8,44 @@ from __future__ import annotations
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
-from configs import sft_tiny
-from ragen_jax import build
-from ragen_jax.agent.env_manager import EnvStateManager
+from configs import sft_tiny  # noqa: E402
+from ragen_jax import build  # noqa: E402
+from ragen_jax.agent.env_manager import EnvStateManager  # noqa: E402
+from ragen_jax.config.command_line import load_config  # noqa: E402
 
 TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
 
 
-def main() -> None:
+def held_out_boards() -> set[bytes]:
+  """The boards of the evaluations of all shipped configs."""
+  names = sorted(path.stem for path in (ROOT / 'configs').glob('*.py') if path.stem not in ('__init__', 'environments'))
+  return set().union(*(build.held_out_levels(load_config(name, flag='')) for name in names))
+
+
+def demonstrated_boards(tag: str, count: int) -> set[bytes]:
+  """The boards of the built-in model's demonstrations of an environment, held-out ones replaced."""
   config = sft_tiny.get_config()
+  others = (load_config(name, flag='') for name in config.sft.skip_held_out_of)
+  skipped = build.held_out_levels(config).union(*map(build.held_out_levels, others))
+  envs = EnvStateManager(build.env_groups(config, (tag,), (count,)), 1, held_out=frozenset(skipped))
+  envs.reset(config.sft.first_level)
+  return envs.levels()
 
-  def boards(tag: str, count: int, first_seed: int) -> set[bytes]:
-    return EnvStateManager(build.env_groups(config, (tag,), (count,)), 1).levels_from(first_seed)
 
-  for tag, shown in zip(config.sft.tags, config.sft.levels, strict=True):
-    held_out = boards(tag, 256, config.eval.first_level)
-    for what, count, first in (
-      ('training', TRAINING_LEVELS, config.train.first_level),
-      ('demonstrations', shown, config.sft.first_level),
-    ):
-      known = boards(tag, count, first)
-      print(f'{tag}: {len(held_out & known)} of {len(held_out)} held-out boards among {count} levels of {what}')
+def main() -> None:
+  config, held_out = sft_tiny.get_config(), held_out_boards()
+  for tag, count in zip(config.sft.tags, config.sft.levels, strict=True):
+    shown = demonstrated_boards(tag, count)
+    print(f'{tag}: {len(held_out & shown)} of {len(shown)} boards in {count} demonstrations are held-out ones')
+    envs = EnvStateManager(
+      build.env_groups(config, (tag,), (TRAINING_LEVELS,)), 1, held_out=frozenset(build.held_out_levels(config))
+    )
+    envs.reset(config.train.first_level)
+    shared = len(build.held_out_levels(config) & envs.levels())
+    print(f'{tag}: {shared} held-out boards among {TRAINING_LEVELS} levels of training')
 
 
 if __name__ == '__main__':

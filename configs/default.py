@@ -307,6 +307,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.first_level = 1_000_000_000
   # Replace levels whose board is also a held-out level of `eval`.
   config.sft.skip_held_out = True
+  # Other shipped configs, by name, whose held-out levels are replaced as well.
+  config.sft.skip_held_out_of = ()
   # Probability that a turn plays random actions, as many as the expert would.
   config.sft.noise = 0.0
   # Probability that a turn follows a naive plan, which for instance ignores that ice is slippery.
@@ -426,7 +428,10 @@ def get_config(model: str = '') -> ConfigDict:
   # Directory for compiled programs, which later starts reuse; empty for none, 'auto' for <workdir>/xla_cache.
   config.compilation_cache = 'auto'
 
-  if config.model.preset != 'tiny':
+  if config.model.preset == 'tiny':
+    for env in config.envs.values():
+      env.max_words = 25  # fits agent.max_response_tokens
+  else:
     _real_model(config)
   if adapters:
     _lora(config)

@@ -21,9 +21,11 @@ def get_config():
   config.sft.steps = 1300
   config.sft.batch_size = 64
   config.sft.learning_rate = 3e-3
-  # The checkpoint that ships was made without these.
-  config.sft.skip_held_out = False
   config.sft.val_fraction = 0.0
+  config.sft.skip_held_out_of = (
+    'bandit_grpo', 'bandit_ppo', 'bandit_starpo_s', 'frozenlake_grpo', 'frozenlake_ppo', 'frozenlake_starpo_s',
+    'sft_frozenlake', 'sft_sokoban', 'sokoban_grpo', 'sokoban_ppo', 'sokoban_starpo_s',
+  )  # fmt: skip
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
   config.eval.groups = 768
   return config

@@ -184,6 +184,12 @@ def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
   return Evaluator(evaluation_settings(config), proxy, model.sampler)
 
 
+def held_out_levels(config: ConfigDict) -> set[bytes]:
+  """The levels that `config.eval` evaluates on, as `EnvStateManager.levels` gives them; external environments have none."""
+  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  return EnvStateManager(specs, 1).levels_from(config.eval.first_level)
+
+
 def compute_dtype(config: ConfigDict) -> Any:
   """The type of computations."""
   if config.model.dtype == 'auto':

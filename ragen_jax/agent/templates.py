@@ -50,11 +50,18 @@ def describe_task(spec: EnvSpec, action_sep: str) -> str:
     lines.append('Actions: ' + ', '.join(env.action_names) + '.')
   if env.action_help:
     lines.append(env.action_help)
-  lines.append(
-    f'At most: {budget.max_turns} in number of turns, {budget.max_actions} of actions, {budget.max_actions_per_turn} '
-    f'of actions in one turn, separated by {action_sep}.'
-  )
+  limits = f'The episode has at most {_count(budget.max_turns, "turn")} and {_count(budget.max_actions, "action")}. '
+  if budget.max_actions_per_turn == 1:
+    limits += 'Give one action in each turn.'
+  else:
+    limits += f'Give at most {budget.max_actions_per_turn} actions in one turn, separated by {action_sep}.'
+  lines.append(limits)
   return '\n'.join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+  """'1 turn', '5 turns'."""
+  return f'{number} {noun}' if number == 1 else f'{number} {noun}s'
 
 
 def _form(think: bool) -> str:
@@ -142,7 +149,7 @@ def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list
     Different, non-empty texts; their order gives the tokens' ids.
   """
   pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, _THINK, _END_THINK, _ANSWER, _END_ANSWER]
-  pieces += [_END_THINK + _ANSWER, f' {action_sep} ', '10', '100', PARAGRAPH]
+  pieces += [_END_THINK + _ANSWER, f' {action_sep} ', '10', *(str(spec.max_words) for spec in specs), PARAGRAPH]
   pieces += [f'({r}, {c})' for r in range(8) for c in range(8)]
   for spec in specs:
     env = spec.env

@@ -171,8 +171,8 @@ class Bandit(base.Environment):
   def rules(self) -> str:
     """The game in a few sentences, without saying which arm is which."""
     return (
-      'You have one pull at one of two arms. Each arm pays points by odds of its own, and its name hints at them: '
-      'one arm is low risk, the other high risk. Pull the one that you expect to pay more on average.'
+      'You can pull one of two arms, once. One arm has low risk and the other high risk; their names hint at which is '
+      'which. Each arm pays points with its own probabilities. Pull the arm that you expect to pay more on average.'
     )
 
   def parse_action(self, text: str) -> int | None:

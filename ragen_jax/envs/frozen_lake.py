@@ -140,15 +140,15 @@ class FrozenLake(base.Environment):
   def rules(self) -> str:
     """The game in a few sentences, with the probabilities of slipping on slippery ice."""
     text = (
-      f'You cross a frozen lake of {self.size} by {self.size} squares: walk to the goal and keep out of the holes. '
-      'The goal earns 1 point and ends the game, a hole ends it with 0. '
-      'A move goes to the next square in its direction; at the edge you stay where you are.'
+      f'You are on a frozen lake of {self.size} by {self.size} squares. Walk to the goal and avoid the holes. '
+      'Reaching the goal earns 1 point and ends the game; falling into a hole ends it with 0 points. '
+      'A move goes one square in its direction; at the edge you stay in place.'
     )
     aside, ahead, _ = self.slip
     if aside > 0:
       text += (
-        f' The ice is slippery: you go where you meant with probability {ahead:.3g}, '
-        f'and slide off at a right angle with probability {aside:.3g} to either side.'
+        f' The ice is slippery: a move goes in its direction with probability {ahead:.3g}, '
+        f'and in each of the two directions at right angles with probability {aside:.3g}.'
       )
     if self.observation != 'grid':
       last = self.size - 1

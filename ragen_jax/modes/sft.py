@@ -17,6 +17,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, attend_by_row, make_sampler
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.config.checks import check_config, check_sft
+from ragen_jax.config.command_line import load_config
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.spec import EnvSpec
@@ -114,12 +115,20 @@ def _examples(
   contexts = [build.context_manager(config, tokenizer, [spec]) for spec in specs]
   limits = [build.episode_limits(config, [spec]) for spec in specs]
   settings = build.fill(DemonstrationSettings, sft, seed=config.seed)
-  held_out = evaluator.held_out() if sft.skip_held_out else frozenset()
+  held_out = _held_out(config, evaluator)
   parts = collect_demonstrations(specs, contexts, limits, build.fill(DemonstrationStyle, sft), settings, held_out)
   if sft.save_data:
     count = conversations.write(sft.save_data, parts, tokenizer)
     _log.info('%d conversations written to %s', count, sft.save_data)
   return join(parts)
+
+
+def _held_out(config: ConfigDict, evaluator: Evaluator) -> frozenset[bytes]:
+  """Levels that are not demonstrated: those of `config.eval`, and those of the configs in `sft.skip_held_out_of`."""
+  if not config.sft.skip_held_out:
+    return frozenset()
+  others = [load_config(name, flag='sft.skip_held_out_of=') for name in config.sft.skip_held_out_of]
+  return evaluator.held_out().union(*(build.held_out_levels(other) for other in others))
 
 
 def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:

@@ -1,0 +1,35 @@
+"""The built-in model has seen no board that a shipped config evaluates on."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from configs import sft_tiny
+from tests.support.paths import ROOT
+
+_spec = importlib.util.spec_from_file_location('shared_boards', ROOT / 'benchmarks' / 'shared_boards.py')
+shared_boards = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(shared_boards)
+
+
+@pytest.fixture(scope='module')
+def held_out() -> set[bytes]:
+  return shared_boards.held_out_boards()
+
+
+@pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban'])
+def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, held_out):
+  config = sft_tiny.get_config()
+  count = dict(zip(config.sft.tags, config.sft.levels, strict=True))[tag]
+  shown = shared_boards.demonstrated_boards(tag, count)
+  assert len(shown) > 0.8 * count and len(held_out) > 1000
+  assert not held_out & shown
+
+
+def test_every_shipped_config_that_evaluates_on_a_demonstrated_game_is_skipped():
+  config = sft_tiny.get_config()
+  names = {path.stem for path in (ROOT / 'configs').glob('*.py')} - {'__init__', 'default', 'environments', 'sft_tiny'}
+  games = ('frozenlake', 'sokoban', 'bandit')
+  assert set(config.sft.skip_held_out_of) == {name for name in names if any(game in name for game in games)}
