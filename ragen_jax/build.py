@@ -185,7 +185,7 @@ def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
 
 
 def held_out_levels(config: ConfigDict) -> set[bytes]:
-  """The levels that `config.eval` evaluates on, as `EnvStateManager.levels` gives them; external environments have none."""
+  """The levels of `config.eval`, as `EnvStateManager.levels` gives them; external environments have none."""
   specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
   return EnvStateManager(specs, 1).levels_from(config.eval.first_level)
 

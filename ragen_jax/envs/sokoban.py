@@ -237,8 +237,8 @@ class Sokoban(base.Environment):
       lines[3] = 'The box can only be pushed, never pulled, and nothing passes through a wall.'
     step, success = sokoban_solver.STEP_REWARD, sokoban_solver.SUCCESS_REWARD
     lines.append(
-      f'Each action costs {-step:g} points. A box pushed onto a target earns 1 point, a box pushed off one costs 1 point, '
-      f'and {"the box" if one else "the last box"} on its target ends the game and earns {success:g} more.'
+      f'Each action costs {-step:g} points. A box pushed onto a target earns 1 point, a box pushed off one costs 1 '
+      f'point, and {"the box" if one else "the last box"} on its target ends the game and earns {success:g} more.'
     )
     if self.observation != 'grid':
       lines.append(

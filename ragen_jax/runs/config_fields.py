@@ -69,7 +69,8 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   },
   'warm_start': {
     'sft': (
-      'data', 'tags', 'levels', 'group_size', 'first_level', 'skip_held_out', 'skip_held_out_of', 'noise', 'beginner', 'timid', 'hurry',
+      'data', 'tags', 'levels', 'group_size', 'first_level', 'skip_held_out', 'skip_held_out_of',
+      'noise', 'beginner', 'timid', 'hurry',
       'actions_per_turn', 'discount', 'steps', 'batch_size', 'packing', 'val_fraction', 'learning_rate', 'value_coef',
       'from_scratch', 'shape',
     ),
