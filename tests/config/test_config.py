@@ -268,7 +268,7 @@ def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, c
   evaluator = evaluate.Evaluator(config, builders.random_policy(config, tmp_path))
   optimal = evaluator.optimal()
   assert math.isnan(optimal['FrozenLake']) and 0 < optimal['CoordFrozenLake'] < 1 and optimal['Bandit'] == 1
-  messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.evaluation.evaluator']
+  messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.agent.env_manager']
   assert len(messages) == 1 and '\n' not in messages[0]
   assert messages[0].startswith('envs.FrozenLake: the best possible success is not known (frozen_lake: budget.max_act')
 
