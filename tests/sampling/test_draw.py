@@ -38,6 +38,11 @@ def test_draw_takes_the_first_and_the_last_possible_token_at_the_ends_of_the_uni
   p[:, 3], p[:, 1400] = 0.5, 0.5
   u = jnp.asarray([0.0, np.nextafter(np.float32(1), np.float32(0))])
   assert draw(jnp.asarray(p), u).tolist() == [3, 1400]
+  # Also where a whole block of tokens before the first one, or behind the last one, is impossible.
+  p = np.zeros((2, 3000), np.float32)
+  p[:, 700], p[:, 1400] = 0.5, 0.5
+  assert draw(jnp.asarray(p), u).tolist() == [700, 1400]
+  assert draw(jnp.asarray(p[:, 600:800]), u).tolist() == [100, 100]
 
 
 def test_top_k_and_top_p_keep_the_right_tokens():
@@ -48,6 +53,7 @@ def test_top_k_and_top_p_keep_the_right_tokens():
   assert kept(0, 0.71) == [False, True, True, True]
   assert kept(0, 1e-6) == [False, True, False, False]
   assert kept(3, 0.5) == [False, True, False, True]  # of what k leaves, 0.4 / 0.9 < 0.5
+  assert kept(2, 0.5) == [False, True, False, False]  # and 0.4 / 0.7 > 0.5
   assert kept(9, 1.0) == [True] * 4
 
 

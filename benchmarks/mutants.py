@@ -1,0 +1,400 @@
+"""Breaks the program on purpose, one place at a time, and shows that each break fails a test.
+
+  python benchmarks/mutants.py                        # all; about 20 minutes on 2 cores
+  python benchmarks/mutants.py --only=losses --jobs=1 # those whose file's name has 'losses'
+  python benchmarks/mutants.py --check                # only that every break can still be made
+
+A break (a mutation, as in mutation testing) replaces one piece of text of a module by another: a sign, a bound, a mask,
+an argument. Each is made in a copy of the repository, where the named tests then run. The break is 'killed' if a test
+fails; one that survives shows that no test would notice such a mistake, and needs a new test. A break whose text is not
+found exactly once is refused, so that a change of the code cannot leave it behind without notice.
+
+The exit status is 1 if a break survives, or if a test fails without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / 'ragen_jax'
+RESULT = ROOT / 'benchmarks' / 'results' / 'mutants.json'
+COPIED = ('ragen_jax', 'tests', 'configs', 'pyproject.toml', 'main.py')
+SECONDS = 900  # for the tests of one break; a break may also make a program run forever
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+  """A break.
+
+  Attributes:
+    file: below `ragen_jax`.
+    old: the text that is replaced, which the file has exactly once.
+    new: the text in its place.
+    tests: what should fail, as arguments of pytest below `tests`.
+  """
+
+  file: str
+  old: str
+  new: str
+  tests: tuple[str, ...]
+
+  @property
+  def name(self) -> str:
+    """The file and the replacement, in one line."""
+    old, new = (re.sub(r'\s+', ' ', x) for x in (self.old, self.new))
+    return f'{self.file}: {old} -> {new or "(nothing)"}'
+
+  def applied(self) -> str:
+    """The text of the broken file.
+
+    Raises:
+      ValueError: the old text is not there exactly once.
+    """
+    text = (PACKAGE / self.file).read_text()
+    if text.count(self.old) != 1:
+      raise ValueError(f'{self.name}: the text to replace is found {text.count(self.old)} times; it must be once')
+    if self.old == self.new:
+      raise ValueError(f'{self.name}: nothing would change')
+    return text.replace(self.old, self.new)
+
+
+def _of(file: str, tests: str, *breaks: tuple[str, str] | tuple[str, str, str]) -> list[Mutation]:
+  """The breaks (old, new) of a file, killed by `tests`; a third entry names other tests."""
+  return [Mutation(file, old, new, tuple((other[0] if other else tests).split())) for old, new, *other in breaks]
+
+
+_OBJECTIVE = 'training/test_objective.py'
+_GRADIENT = f'{_OBJECTIVE}::test_loss_metrics_and_gradient_are_those_of_the_plain_form'
+_STEPS = f'{_OBJECTIVE}::test_steps_are_adamw_with_two_schedules'
+_WARM_UP = f'{_OBJECTIVE}::test_the_critic_s_warm_up_has_no_gradient_in_the_policy'
+
+MUTATIONS = [
+  *_of(
+    'training/objective.py', _GRADIENT,
+    ('loss = loss + s.kl_loss_coef * kl', 'loss = loss - s.kl_loss_coef * kl'),
+    ('importance_weights=batch.importance,', 'importance_weights=None,'),
+    ('losses.aggregate(value, batch.value_weights)', 'losses.aggregate(value, batch.weights)'),
+    ('ratio_level=s.ratio_level,', "ratio_level='token',"),
+    ('- s.entropy_coef * entropy', '+ s.entropy_coef * entropy'),
+    ('    batch.trained,\n    clip_ratio_low', '    batch.mask,\n    clip_ratio_low'),
+    ('clip_ratio_low=s.clip_ratio_low', 'clip_ratio_low=s.clip_ratio_high'),
+    ('clip=settings.value_clip)', 'clip=None)'),
+    ('loss = loss + s.value_coef * vf_loss', 'loss = loss + vf_loss'),
+    ("_token_weights(valued, mode='token-mean')", "_token_weights(trained, mode='token-mean')"),
+    ("several = settings.loss_agg_mode != 'token-mean' and", 'several = False and'),
+    ('means[name] / whole for name in', 'means[name] for name in'),
+    ('freeze_policy=True)', 'freeze_policy=False)', _WARM_UP),
+    ('return settings.value_coef * vf_loss', 'return vf_loss', _WARM_UP),
+  ),
+  *_of(
+    'training/scoring.py', _GRADIENT,
+    (' / settings.temperature\n', '\n'),
+    ('(columns - 1)[:, :, None]', 'columns[:, :, None]'),
+    ('jnp.arange(logits.shape[-1]) < settings.vocab_limit', 'jnp.arange(logits.shape[-1]) <= settings.vocab_limit'),
+    ('jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :r]', 'x.reshape(b, -1)[:, :r]'),
+    ('trunk = module.policy if module.critic is None else module.critic', 'trunk = module.policy', _WARM_UP),
+    ('jax.lax.stop_gradient(hidden) if freeze_policy', 'hidden if freeze_policy', _WARM_UP),
+  ),
+  *_of(
+    'training/optimizer.py', _STEPS,
+    ('(step + 1) / s.warmup_steps', 'step / s.warmup_steps'),
+    ('1.0 - (1.0 - s.final_lr_fraction) *', '1.0 -'),
+    ("x.ndim >= 2 and 'bias'", "x.ndim >= 1 and 'bias'"),
+    ("x.ndim >= 2 and 'bias' not in jax.tree_util.keystr(path[-2:])", 'x.ndim >= 2'),
+    ('optax.chain(clip, update) if s.separate_critic else update', 'update'),
+    ('optax.identity() if s.separate_critic else clip', 'clip'),
+    ('s.decay_steps - s.critic_steps', 's.decay_steps'),
+    ('adamw(s.critic_lr, s.decay_steps)', 'adamw(s.actor_lr, s.decay_steps)'),
+    ('weight_decay=s.weight_decay', 'weight_decay=0.0'),
+    ('b1=s.b1, b2=s.b2', 'b1=s.b2, b2=s.b1'),
+  ),
+  *_of(
+    'training/learner.py', _STEPS,
+    ('lr_scale * u', 'u'),
+    ('jax.tree.map(jnp.add, gradients, new)', 'new', _GRADIENT),
+    ('found[name] + x if name in found else x', 'x', _GRADIENT),
+    ('jnp.maximum(found[name], x)', 'jnp.minimum(found[name], x)', _GRADIENT),
+    ('return new if is_critic_weight(path) else old', 'return new'),
+    ('select, new_state, opt_state)', 'lambda path, new, old: new, new_state, opt_state)'),
+    ("if 'critic' not in gradients or not is_critic_weight(path)", 'if not is_critic_weight(path)'),
+  ),
+  *_of(
+    'training/batches.py', 'training/test_batches.py',
+    ('return np.where(present, x, fill).astype(x.dtype)', 'return x.astype(x.dtype)'),
+    ('width = -(-int(length[part].max()) // length_step)', 'width = (int(length[part].max()) // length_step)'),
+    ('columns = np.ones(mask.shape, np.int32)', 'columns = np.zeros(mask.shape, np.int32)'),
+    ('kept[episode[kept] == e]', 'kept[kept == e]'),
+    ("_FILL = {'columns': 1, 'turn': -1}", "_FILL = {'columns': 1}"),
+  ),
+  *_of(
+    'training/selection.py', 'training/test_selection.py',
+    ('.any(axis=1) & (trajectory.status', '.any(axis=1) | (trajectory.status'),
+    ('np.asarray(episodes)[t.group] > 1', 'np.asarray(episodes)[t.group] >= 1'),
+    ('share = min(kept / settings.groups, 1.0)', 'share = 1.0'),
+    ('scale = scale * filters.soft_weights', 'scale = filters.soft_weights'),
+    ('np.ones(len(scale) - len(selection.keep), bool)', 'np.zeros(len(scale) - len(selection.keep), bool)'),
+    ('entropy=entropies / np.maximum(tokens, 1)', 'entropy=entropies'),
+  ),
+  *_of(
+    'training/estimate.py', 'training/test_estimate.py',
+    ('cut = np.isin(t.status, TRUNCATED)', 'cut = np.isin(t.status, TRUNCATED[:1])'),
+    ('columns = (last + 1)[:, None]', 'columns = last[:, None]'),
+    ('valued=np.asarray(estimate.value_mask)', 'valued=tokens.trained'),
+    ('< selection.fresh)', '>= selection.fresh)'),
+    ('kl_penalty(scores.old_logprobs, scores.ref_logprobs', 'kl_penalty(scores.ref_logprobs, scores.old_logprobs'),
+    ('truncated_importance_weights(logprobs, recorded', 'truncated_importance_weights(recorded, logprobs'),
+    ('gamma=s.gamma,\n        lam=s.lam', 'gamma=s.lam,\n        lam=s.gamma'),
+    ('if s.bootstrap_truncated else None', 'if False else None'),
+    ('adv_mask=None if s.mask_advantages else tokens.through', 'adv_mask=None'),
+    ('estimate.advantages * selection.scale[:, None]', 'estimate.advantages', 'training/test_selection.py'),
+  ),
+  *_of(
+    'training/replay.py', 'training/test_replay.py',
+    ('iteration - e.iteration <= self._max_age', 'iteration - e.iteration < self._max_age'),
+    ('take_rows(rollout, rows), scale[rows]', 'take_rows(rollout, rows), scale[: len(rows)]'),
+    ('[g for k, g in chosen if k == i]', '[g for _, g in chosen]'),
+  ),
+  *_of(
+    'training/state.py', 'training/test_state.py',
+    ("'policy': self.reference}", "'policy': self.params['policy']}"),
+    ('jax.tree.map(jnp.copy, trained)', 'trained'),
+  ),
+  *_of(
+    'algorithms/filters.py', 'algorithms/test_filters.py',
+    ('candidates &= np.abs(scores) > ZERO', 'candidates &= scores > ZERO'),
+    ('np.std(x - x.min(), ddof=1)', 'np.std(x - x.min())'),
+    ('above >= bound - slack', 'above > bound'),
+    ("-of if kind == 'largest' else of, kind", 'of, kind'),
+    ('np.floor(value * len(scores) + 1e-9)', 'np.floor(value * len(index) + 1e-9)'),
+    ('float(np.sqrt(kept_ratio))', 'float(kept_ratio) ** 2'),
+    ('std / greatest if', 'std if'),
+  ),
+  *_of(
+    'algorithms/losses.py', 'algorithms/test_losses.py',
+    ('logprobs - jax.lax.stop_gradient(old_logprobs)', 'jax.lax.stop_gradient(old_logprobs) - logprobs'),
+    ('jnp.minimum(loss, bound)', 'jnp.maximum(loss, bound)'),
+    ('loss = jnp.maximum(plain, clipped)', 'loss = jnp.minimum(plain, clipped)'),
+    ('1.0 - clip_ratio_low, 1.0 + clip_ratio_high', '1.0 - clip_ratio_high, 1.0 + clip_ratio_low'),
+    ('jnp.expm1(-d) + d', 'jnp.expm1(d) - d'),
+    ('0.5 * jnp.maximum(plain, clipped)', '0.5 * jnp.minimum(plain, clipped)'),
+    ('mask / (sequences * lengths)', 'mask / lengths'),
+    ('jnp.minimum(weights, cap)', 'jnp.maximum(weights, cap)'),
+  ),
+  *_of(
+    'algorithms/rewards.py', 'algorithms/test_rewards.py',
+    ('return rewards - coef', 'return rewards + coef'),
+    ('ASYM_CLIP = (-1.0, 3.0)', 'ASYM_CLIP = (-3.0, 1.0)'),
+    ('jnp.where(std < EPSILON, 0.0, normalized / (std + EPSILON))', 'normalized / (std + EPSILON)'),
+    ("'state': group, 'inductive': env", "'state': env, 'inductive': group"),
+    ('final[None, :] > final[:, None]', 'final[None, :] < final[:, None]'),
+  ),
+  *_of(
+    'algorithms/group_relative.py', 'algorithms/test_group_relative.py',
+    ('others = count / jnp.maximum(count - 1.0, 1.0)', 'others = 1.0'),
+    ('scores - jnp.where(single, 0.0, mean)', 'scores - mean'),
+    ('weights * deviations**2) / jnp.maximum(count - 1.0, 1.0)', 'weights * deviations**2) / jnp.maximum(count, 1.0)'),
+    ('of_episode + step_weight * at_tokens', 'of_episode + at_tokens'),
+    ('return valid / jnp.maximum(sum_over(episode, valid), 1.0)', 'return valid'),
+    ('* mean_length / jnp.maximum(lengths, 1.0)', '* jnp.maximum(lengths, 1.0) / mean_length'),
+  ),
+  *_of(
+    'algorithms/gae.py', 'algorithms/test_gae.py',
+    ('jnp.where(ends, 0.0, gamma * lam)', 'jnp.where(ends, 0.0, lam)'),
+    ('jnp.where(ends, end_values, next_values)', 'next_values'),
+    ('jnp.where(turn_ends, targets, rewards)', 'jnp.where(turn_ends, targets + rewards, rewards)'),
+    ('jnp.lexsort((first_turn, episode))', 'jnp.argsort(episode, stable=True)'),
+    ('high_level_lam = lam if high_level_lam is None else high_level_lam', 'high_level_lam = lam'),
+  ),
+  *_of(
+    'algorithms/masks.py', 'algorithms/test_masks.py',
+    ('(columns[None] > 0)', '(columns[None] >= 0)'),
+    ('columns[None] < length[:, None]', 'columns[None] <= length[:, None]'),
+    ('(following == columns) | (next_turn != turn)', 'next_turn != turn'),
+    ('jnp.maximum(jnp.sum(mask) - 1, 1)', 'jnp.maximum(jnp.sum(mask), 1)'),
+  ),
+  *_of(
+    'agent/trajectory.py', 'agent/test_trajectory.py',
+    ('self.rewards[row, self.length[row] - 1]', 'self.rewards[row, self.length[row] - 2]'),
+    ('columns = slice(start, self.length[row])', 'columns = slice(start + 1, self.length[row])'),
+    ("parts['turn'] -= 1\n", "parts['turn'] -= 0\n"),
+    ('rows += [(e, len(rows),', 'rows += [(e, -1,'),
+  ),
+  *_of(
+    'agent/episode.py', 'agent/test_episode.py',
+    ('(Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS,', '(Status.OUT_OF_TURNS,'),
+    ('if actions_left <= 0', 'if actions_left < 0'),
+    ('self.env_return + sum(', 'self.env_return - sum('),
+  ),
+  *_of(
+    'agent/episode_log.py', 'agent/test_agent_proxy.py',
+    ('self.turn + 1 >= self._turns_allowed[row]', 'self.turn + 1 > self._turns_allowed[row]'),
+    ('turn.reward + turn.penalty)', 'turn.reward)'),
+    ('anchor = int(envs.row_group[row]), before[row]', 'anchor = int(envs.row_group[row]), self.observations[row]'),
+    ('penalty=0.0 if read.valid', 'penalty=0.0 if not read.valid'),
+    ('actions_left=int(left[row])', 'actions_left=int(self.actions_left[row])'),
+    ('min(limits.max_turns, s.budget.max_turns)', 's.budget.max_turns'),
+  ),
+  *_of(
+    'agent/rollout.py', 'agent/test_rollout.py',
+    ('int(p.anchors.max(initial=-1)) + 1', 'int(p.anchors.max(initial=-1))'),
+    ('np.where(p.anchors < 0, -1, p.anchors + o)', 'p.anchors + o'),
+    ('rollout.episode_scores[kept]', 'rollout.episode_scores[: len(kept)]'),
+    ('int(t.group.max()) + 1', 'int(t.group.max())'),
+  ),
+  *_of(
+    'sampling/draw.py', 'sampling/test_draw.py',
+    ('keepdims=True) - 1\n', 'keepdims=True)\n'),
+    ('min(top_k, logits.shape[-1])', 'min(top_k + 1, logits.shape[-1])'),
+    ('before = jnp.cumsum(probs, axis=-1) - probs', 'before = jnp.cumsum(probs, axis=-1)'),
+    ('jnp.sum(upto <= target[:, None], axis=-1)', 'jnp.sum(upto < target[:, None], axis=-1)'),
+    ('jax.random.fold_in(key, position)', 'key'),
+    ('probs = jax.nn.softmax(ordered, axis=-1)', 'probs = jnp.exp(ordered)'),
+  ),
+  *_of(
+    'sampling/decode.py', 'sampling/test_decode.py',
+    ('draw_position=state.draw_position + count', 'draw_position=state.draw_position + width'),
+    ('<= at[None, :, None]', '< at[None, :, None]'),
+    ('jnp.where(new, largest + 1, 0)', 'jnp.where(new, largest, 0)'),
+    ('jnp.where((count > 0)[:, None], last, state.hidden)', 'last'),
+    ('live & ~jnp.any(token', 'live | jnp.any(token', 'sampling/test_sampler.py'),
+    ('.shape[-1]) < vocab_limit', '.shape[-1]) <= vocab_limit', 'sampling/test_sampler.py'),
+    ('logits if greedy else logits / temperature', 'logits', 'sampling/test_sampler.py'),
+  ),
+  *_of(
+    'sampling/kv_cache.py', 'sampling/test_kv_cache.py',
+    ('jnp.where(live, state.count[rows], 0)', 'state.count[rows]'),
+    ('jnp.argsort(~valid', 'jnp.argsort(valid'),
+    ('jnp.where(live, state.rotary[rows], 0)', 'state.rotary[rows]'),
+    ('hidden=state.hidden[rows],', 'hidden=state.hidden[: len(rows)],'),
+    ('v=layer.v[rows[:, None], columns]', 'v=layer.k[rows[:, None], columns]'),
+  ),
+]  # fmt: skip
+
+
+def _copy(to: pathlib.Path) -> None:
+  for name in COPIED:
+    if (ROOT / name).is_dir():
+      shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns('__pycache__'))
+    else:
+      shutil.copy(ROOT / name, to / name)
+
+
+def _pytest(copy: pathlib.Path, cache: str, tests: tuple[str, ...]) -> tuple[int, str]:
+  """(exit status, output) of tests of a copy; status -1 is a timeout. Compiled programs are kept in `cache`."""
+  paths = [f'tests/{test}' for test in tests]
+  command = [sys.executable, '-m', 'pytest', '-x', '-q', '-n', '0', '-p', 'no:cacheprovider', '--tb=line', *paths]
+  # As a worker's, which takes the cache of its parent: most programs are the same with and without the break.
+  environment = os.environ | {
+    'PYTEST_XDIST_WORKER': 'gw0', 'JAX_COMPILATION_CACHE_DIR': cache, 'PYTHONPATH': str(copy),
+    'PYTHONDONTWRITEBYTECODE': '1',
+  }  # fmt: skip
+  try:
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS)
+  except subprocess.TimeoutExpired:
+    return -1, ''
+  return done.returncode, done.stdout + done.stderr
+
+
+def run(mutation: Mutation, cache: str) -> dict[str, Any]:
+  """Makes a break in a copy of the repository and runs its tests.
+
+  Args:
+    mutation: the break.
+    cache: a directory for compiled programs.
+
+  Returns:
+    The break, its 'result' ('killed', 'survived', or 'broken' where the tests could not be collected or the program did
+    not end), and the test that failed first.
+  """
+  start = time.monotonic()
+  with tempfile.TemporaryDirectory(prefix='mutant-') as directory:
+    copy = pathlib.Path(directory)
+    _copy(copy)
+    (copy / 'ragen_jax' / mutation.file).write_text(mutation.applied())
+    status, output = _pytest(copy, cache, mutation.tests)
+  failed = re.findall(r'^FAILED tests/(\S+)', output, re.MULTILINE)
+  result = {0: 'survived', 1: 'killed'}.get(status, 'broken')
+  if result == 'killed' and not failed:  # an error in a fixture is no failed test
+    result = 'broken'
+  if result == 'broken':
+    print(output[-2000:], file=sys.stderr)
+  return {
+    'file': mutation.file, 'old': mutation.old, 'new': mutation.new, 'result': result,
+    'killed_by': failed[0] if failed else '', 'seconds': round(time.monotonic() - start, 1),
+    'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
+  }  # fmt: skip
+
+
+def baseline(tests: list[str], cache: str) -> bool:
+  """Whether the tests pass without a break, in a copy like those of the breaks."""
+  with tempfile.TemporaryDirectory(prefix='mutant-') as directory:
+    _copy(pathlib.Path(directory))
+    status, output = _pytest(pathlib.Path(directory), cache, tuple(tests))
+  if status:
+    print(output[-4000:])
+  return status == 0
+
+
+def write(path: pathlib.Path, results: list[dict[str, Any]]) -> None:
+  """Writes results in the order of the breaks. Those of breaks that were not run stay as they are in the file."""
+
+  def key(x):
+    return x['file'], x['old'], x['new']
+
+  before = json.loads(path.read_text())['results'] if path.is_file() else []
+  found = {key(r): r for r in before + results}
+  every = [found[key(vars(m))] for m in MUTATIONS if key(vars(m)) in found]
+  killed = sum(r['result'] == 'killed' for r in every)
+  command = f'python benchmarks/mutants.py --out={RESULT.relative_to(ROOT)}'
+  path.write_text(
+    json.dumps({'command': command, 'mutations': len(every), 'killed': killed, 'results': every}, indent=1) + '\n'
+  )
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--only', default='', help='breaks whose file or text has one of these, divided by commas')
+  parser.add_argument('--jobs', type=int, default=2, help='breaks at a time')
+  parser.add_argument('--check', action='store_true', help='only check that every break can be made')
+  parser.add_argument('--no-baseline', action='store_true', help='do not run the tests without a break first')
+  parser.add_argument('--out', default='', help='JSON file that gets the results; those of other breaks stay')
+  args = parser.parse_args()
+  chosen = [m for m in MUTATIONS if any(part in m.name for part in args.only.split(','))]
+  for mutation in chosen:
+    mutation.applied()
+  if args.check:
+    print(f'{len(chosen)} breaks can be made')
+    return 0
+  results = []
+  with tempfile.TemporaryDirectory(prefix='mutants-cache-') as cache:
+    files = sorted({test.split('::')[0] for m in chosen for test in m.tests})
+    if not args.no_baseline and not baseline(files, cache):
+      print('tests fail without any break')
+      return 1
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+      for mutation, result in zip(chosen, pool.map(lambda m: run(m, cache), chosen), strict=True):
+        results.append(result)
+        print(f'{result["result"]:8} {result["seconds"]:6.1f} s  {mutation.name}  {result["killed_by"]}', flush=True)
+  killed = sum(r['result'] == 'killed' for r in results)
+  print(f'{killed} of {len(results)} killed')
+  if args.out:
+    write(pathlib.Path(args.out), results)
+  return 0 if killed == len(results) else 1
+
+
+if __name__ == '__main__':
+  sys.exit(main())
