@@ -38,29 +38,30 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.param_dtype = 'float32'
   # Recompute each layer's activations in the backward pass: less memory, about a third more work.
   config.model.remat = False
-  # Whether the critic is a second model that begins with the same weights (RAGEN's choice), or a value head on the
-  # policy's trunk. A second model needs the memory of another policy and its optimiser's state, and a forward pass over
-  # the rollout.
+  # Whether the critic is a second model that starts from the same weights (RAGEN's choice), or a value head on the
+  # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over
+  # each rollout.
   config.model.separate_critic = False
   # Token positions whose log-probs over the vocabulary are computed at once in the update; 0: a whole micro-batch.
   config.model.logits_chunk = 0
 
   # -- LoRA: low-rank adapters are trained, the policy's own weights are frozen. ---------------------------------------
   config.lora = ConfigDict()
-  # Rank of the adapters; 0 trains all weights. A variant that ends in '-lora' sets RAGEN's preset, 64. A separate
-  # critic has no adapters: all of its weights are trained, with a tenth of the variant's optimizer.critic_lr.
+  # Rank of the adapters; 0 trains all weights. A variant that ends in '-lora' sets RAGEN's rank, 64. All weights of a
+  # separate critic are trained; set optimizer.critic_lr to a tenth of the variant's value then.
   config.lora.rank = 0
   # The output of an adapter is multiplied with alpha / rank.
   config.lora.alpha = 64
   # Projections with an adapter: 'all-linear', or names separated by commas, such as 'q_proj,v_proj'.
   config.lora.targets = 'all-linear'
-  # Directory of adapters to begin with, in PEFT's format; empty for fresh ones, whose output is 0 at first.
+  # Directory of initial adapters in PEFT's format; empty for fresh ones, whose output is 0 at first.
   config.lora.path = ''
 
   # -- Environments, by RAGEN's tags; `train.tags` and `eval.tags` choose among them. ---------------------------------
-  # In each: `type` is the class (ragen_jax/envs), `max_turns` replies per episode, `max_actions` actions per episode,
-  # `max_actions_per_turn` actions of one reply that are carried out, `max_words` the length that the prompt asks for.
-  # The other fields are the options of the class. Values are those of RAGEN's first version, where it has the tag.
+  # Common fields: `type` is the class (ragen_jax/envs); `max_turns` limits the replies of an episode, `max_actions` its
+  # actions, and `max_actions_per_turn` the executed actions of one reply; `max_words` is the reply length that the
+  # prompt requests. The other fields are options of the class. Values are those of RAGEN's first version if it has the
+  # tag.
   config.envs = environments.by_tag()
 
   # -- Training rollouts. ---------------------------------------------------------------------------------------------
@@ -73,11 +74,11 @@ def get_config(model: str = '') -> ConfigDict:
   config.train.tag_groups = ()
   # Episodes per group: they share the level, and differ in tokens and in the environment's randomness.
   config.train.group_size = 8
-  # Iterations that learn from one rollout, RAGEN's Online-k: 1 is on-policy, more saves rollouts and learns from those
-  # of an older policy. It must divide num_iterations and checkpoint.every.
+  # Iterations that learn from one rollout (RAGEN's Online-k): 1 is on-policy; more saves rollouts, but learns from an
+  # older policy's episodes. It must divide num_iterations and checkpoint.every.
   config.train.online_k = 1
-  # Seed of the first training level. Group g of rollout i has this seed + i * groups + g; each `config.seed` has a
-  # range of 10 million. A board that is also a held-out level is drawn again from another seed.
+  # Seed of the first training level. Group g of rollout i has the seed first_level + i * groups + g; each `config.seed`
+  # has its own range of 10 million. A board that equals a held-out board is replaced.
   config.train.first_level = 10_000
   # Temperature of sampling, and of the log-probs in the loss.
   config.train.temperature = 1.0
@@ -100,7 +101,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.eval.group_size = 4
   # Seed of the first held-out level; the seeds must not overlap with those of training.
   config.eval.first_level = 123
-  # Iterations between two evaluations. There is one before training and after the last iteration too; 0: only these.
+  # Iterations between two evaluations, in addition to those before training and after the last iteration; 0 for no
+  # others.
   config.eval.every = 10
   # Temperature of sampling; 0 takes the likeliest token.
   config.eval.temperature = 0.5
@@ -113,7 +115,8 @@ def get_config(model: str = '') -> ConfigDict:
   # This field and the following ones are for --mode=eval only. Checkpoint: 'latest', 'best' by held-out success, or the
   # number of an iteration; 'base' is the config's model without a checkpoint, and 'none' evaluates no model.
   config.eval.step = 'latest'
-  # Baselines on the same levels: 'random' (legal actions, valid replies) and 'solver' (the best play, where known).
+  # Baselines on the same levels: 'random' (legal actions, valid replies) and 'solver' (optimal play, if the environment
+  # has a solver).
   config.eval.baselines = ('random', 'solver')
   # Base address of an OpenAI-compatible server to evaluate, such as 'http://localhost:8000/v1'; empty for none. An API
   # key is read from the environment variable OPENAI_API_KEY.
@@ -129,7 +132,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Maximum tokens of one reply, as the server counts them; 0 uses the server's limit.
   config.eval.endpoint_max_tokens = 512
 
-  # -- How an episode goes. -------------------------------------------------------------------------------------------
+  # -- Prompts, replies and limits in tokens. -------------------------------------------------------------------------
   config.agent = ConfigDict()
   # Format of replies: <think>...</think><answer>...</answer>, or (False) <answer>...</answer>.
   config.agent.think = True
@@ -171,10 +174,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.high_level_gamma = 0.95
   # GAE's lambda per turn, in 'bi_level_gae' and 'turn_wise_gae'; negative for the same as `lam`.
   config.algorithm.high_level_lam = -1.0
-  # Bootstrap with the critic's value after the last token of an episode that a budget cut off. Otherwise that value is
-  # 0, since the prompt states the budget as part of the task. For estimators with a critic.
+  # Bootstrap with the critic's value after the last token of an episode that reached a limit of its budget. Otherwise
+  # this value is 0, because the budget is part of the task that the prompt states. For estimators with a critic.
   config.algorithm.bootstrap_truncated = False
-  # Divide the advantage by the episode's length over the mean length, in 'grpo' and 'dr_grpo'.
+  # Divide the advantage by the episode's length relative to the mean length, in 'grpo' and 'dr_grpo'.
   config.algorithm.length_weight = False
   # Discount per turn in the step part of 'gigpo'.
   config.algorithm.step_gamma = 0.95
@@ -213,15 +216,16 @@ def get_config(model: str = '') -> ConfigDict:
   # Source of the old log-probs and values: 'sampler', recorded while sampling, or 'trainer', computed again by the
   # update's forward pass.
   config.algorithm.old_logprobs = 'sampler'
-  # Truncated importance sampling: weigh each token's loss with the trainer's probability over the sampler's, at most
-  # this; 0 is off. Needs old_logprobs='trainer'.
+  # Truncated importance sampling: cap of the weights (the trainer's probability divided by the sampler's); 0 is off.
+  # Needs old_logprobs='trainer'.
   config.algorithm.tis_cap = 0.0
   # Passes over the rollout per iteration.
   config.algorithm.ppo_epochs = 1
 
   # -- From the environment's rewards to those of the estimators. -----------------------------------------------------
   config.reward = ConfigDict()
-  # Tokens that get the rewards: 'turn', the last token of each turn, or 'trajectory', the last token of the episode.
+  # Reward placement: 'turn', on the last sampled token of each turn, or 'trajectory', the sum on the last sampled token
+  # of the episode.
   config.reward.credit = 'turn'
   # Scores are normalised over the 'state' (prompt group), 'inductive' (environment) or the whole 'batch'.
   config.reward.grouping = 'state'
@@ -244,9 +248,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.filter.include_zero = True
   # Terms of the sum in 'top_p': the scores ('linear') or their 'softmax'.
   config.filter.top_p_mode = 'linear'
-  # Scale advantages with the kept share of groups: 'none', 'linear' or 'sqrt'.
+  # Factor on the advantages: 'none', the kept share of groups ('linear') or its square root ('sqrt').
   config.filter.loss_scaling = 'none'
-  # Instead of dropping groups, weigh the advantages of each with its reward deviation over the greatest one.
+  # Instead of dropping groups, weight the advantages of each by its reward deviation relative to the largest one.
   config.filter.soft = False
   # Divide the kept groups over as many optimiser steps as without a filter, instead of fewer.
   config.filter.fixed_steps = True
@@ -265,12 +269,12 @@ def get_config(model: str = '') -> ConfigDict:
   config.optimizer.actor_lr = 1e-3
   # Learning rate of the value head, or of the whole separate critic.
   config.optimizer.critic_lr = 1e-3
-  # First iterations in which only the critic learns; with a shared trunk, only the value head.
+  # Number of initial iterations that train only the critic; with a shared trunk, only the value head.
   config.optimizer.critic_warmup = 0
   # Optimiser steps over which both learning rates rise from 0.
   config.optimizer.warmup_steps = 0
-  # Final share of the learning rates, reached linearly over all optimiser steps of the run; 1 keeps them constant. A
-  # filter with fewer steps ends at a larger share.
+  # Final fraction of the learning rates, reached linearly over all optimiser steps of the run; 1 keeps them constant.
+  # If a filter reduces the number of steps, the decay does not reach it.
   config.optimizer.final_lr_fraction = 1.0
   # AdamW's decay rate of the mean of gradients.
   config.optimizer.b1 = 0.9
@@ -313,7 +317,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.hurry = 0.5
   # Maximum actions of the expert per turn; 0 is the environment's limit.
   config.sft.actions_per_turn = 0
-  # The expert's discount per action; below 1 it takes short ways.
+  # The expert's discount per action; below 1 it avoids detours.
   config.sft.discount = 0.97
   # Optimiser steps.
   config.sft.steps = 1000
@@ -323,14 +327,14 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.packing = False
   # Share of the levels, or of the conversations, that is held out to measure the validation loss.
   config.sft.val_fraction = 0.05
-  # Steps between two evaluations; there is one after the last step too. 0: only this one.
+  # Steps between two evaluations, in addition to the one after the last step; 0 for no others.
   config.sft.eval_every = 0
-  # Steps between two checkpoints; there is one after the last step too. 0: only this one.
+  # Steps between two checkpoints, in addition to the one after the last step; 0 for no others.
   config.sft.checkpoint_every = 200
   # Peak learning rate; it rises over the first twentieth of the steps and falls to a tenth along a cosine.
   config.sft.learning_rate = 1e-4
-  # Weight of the value head's loss: half the squared error against the return of the best play, over the mean square of
-  # this return in the environment. 0 does not train the head.
+  # Weight of the value head's loss: half the squared error against the return of optimal play, divided by the mean
+  # square of this return in the environment. 0 does not train the head.
   config.sft.value_coef = 0.0
   # Begin with fresh weights and a tokenizer made from the prompts of `tags`, instead of `model`.
   config.sft.from_scratch = False
@@ -370,10 +374,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.monitor = ConfigDict()
   # Decay of the moving averages, which are logged as `<metric>_ema`.
   config.monitor.ema_decay = 0.9
-  # Action on an Echo-Trap warning (docs/algorithms.md has the rule): 'warn', 'stop', or 'rollback' to the best
+  # Response to an Echo-Trap warning (docs/algorithms.md has the rule): 'warn', 'stop', or 'rollback' to the best
   # checkpoint with a smaller learning rate.
   config.monitor.echo_trap = 'warn'
-  # First iterations, whose means are the baselines of all rules.
+  # Number of initial iterations whose means are the baselines of all rules.
   config.monitor.baseline_steps = 10
   # Signals needed for a warning, of reward deviation, entropy, gradient norm and repeated replies.
   config.monitor.min_signals = 2
@@ -403,7 +407,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.monitor.bucket_mode = 'quantile'
 
   config.checkpoint = ConfigDict()
-  # Iterations between two checkpoints; there is one after the last iteration too. 0: only this one.
+  # Iterations between two checkpoints, in addition to the one after the last iteration; 0 for no others.
   config.checkpoint.every = 10
   # Newest checkpoints to keep, in addition to the one with the best held-out success (of those saved at an evaluation).
   config.checkpoint.keep = 2
@@ -411,7 +415,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.logging = ConfigDict()
   # Episodes per environment that an evaluation, or an iteration, keeps for the trajectory viewer (--mode=view).
   config.logging.episodes = 16
-  # Iterations between two that keep training episodes; the first does too. 0: keep evaluation episodes only.
+  # Keep training episodes of the first iteration and of every iteration that is a multiple of this; 0 keeps evaluation
+  # episodes only.
   config.logging.episodes_every = 5
   # Kept episodes per environment that are also written to TensorBoard, as text and pictures.
   config.logging.trajectories = 4

@@ -25,7 +25,7 @@ def by_tag() -> ConfigDict:
       'success_rate': 1 / 3,
       # How the prompt shows the state: 'grid', 'coord' or 'grid_coord'.
       'observation': 'grid',
-      # What the grid shows for player, ice, hole, goal, player in a hole, player on the goal.
+      # Symbols for player, ice, hole, goal, player in a hole, player on the goal.
       'symbols': 'P_OGX√',
       'max_turns': 5,
       'max_actions': 10,
@@ -33,29 +33,29 @@ def by_tag() -> ConfigDict:
       'max_words': 100,
     }
   )
-  # FrozenLake with the coordinates of the squares beside the grid.
+  # FrozenLake with coordinates in addition to the grid.
   envs.CoordFrozenLake = _like(envs.FrozenLake, observation='grid_coord', max_words=120)
   envs.SimpleSokoban = ConfigDict(
     {
       'type': 'sokoban',
-      # Rows and columns, the outer walls included.
+      # Rows and columns, including the outer walls.
       'dim': (6, 6),
-      # Boxes, and targets.
+      # Number of boxes and of targets.
       'num_boxes': 1,
       # Actions after which the game itself ends; at least max_actions.
       'max_steps': 100,
-      # Moves, at most, of the reverse play that makes a level.
+      # Maximum moves of the reverse play that generates a level.
       'search_depth': 300,
-      # Lower bound for the moves of a level's shortest solution; 0 for none.
+      # Minimum moves of a level's shortest solution; 0 for no bound.
       'min_solution': 0,
-      # Upper bound for the moves of a level's shortest solution; 0 for none. Both bounds choose the difficulty.
+      # Maximum moves of a level's shortest solution; 0 for no bound. Both bounds set the difficulty.
       'max_solution': 0,
       # File of levels in Boxoban's format, played in place of generated levels (set dim and num_boxes to match); empty
       # for none.
       'levels': '',
       # How the prompt shows the state: 'grid', 'coord' or 'grid_coord'.
       'observation': 'grid',
-      # What the grid shows for wall, floor, target, box on target, box, player, player on target.
+      # Symbols for wall, floor, target, box on target, box, player, player on target.
       'symbols': ('#', '_', 'O', '√', 'X', 'P', 'S'),
       'max_turns': 5,
       'max_actions': 10,
@@ -69,7 +69,7 @@ def by_tag() -> ConfigDict:
   envs.SokobanDifferentGridVocab = _like(
     envs.SimpleSokoban, search_depth=30, symbols=('W', '.', 'G', 'C', 'B', 'A', '@')
   )
-  # Sokoban with the coordinates of the cells beside the grid, RAGEN-2's default.
+  # Sokoban with coordinates in addition to the grid, RAGEN-2's default.
   envs.CoordSokoban = _like(envs.SimpleSokoban, observation='grid_coord', max_words=120)
   envs.Bandit = ConfigDict(
     {
@@ -106,13 +106,13 @@ def by_tag() -> ConfigDict:
   envs.Countdown = ConfigDict(
     {
       'type': 'countdown',
-      # Fewest given numbers, 2 to 5.
+      # Minimum count of given numbers, 2 to 5.
       'min_numbers': 3,
-      # Most given numbers, up to 5.
+      # Maximum count of given numbers, up to 5.
       'max_numbers': 4,
-      # Given numbers are 1 to this; at most 999, 812, 127, 42 where max_numbers is 2, 3, 4, 5.
+      # Largest given number; at most 999, 812, 127, 42 for max_numbers = 2, 3, 4, 5.
       'largest_number': 99,
-      # Targets are 1 to this.
+      # Largest target.
       'largest_target': 99,
       # Operators from which levels are generated: '+-' (RAGEN's levels; signs alone solve them), '+-*' or '+-*/'.
       'level_operators': '+-*/',
@@ -130,7 +130,7 @@ def by_tag() -> ConfigDict:
       'type': 'game_2048',
       # The tile that wins, a power of two from 8 to 131072.
       'goal': 64,
-      # Reward of a move, from the sum m of the tiles that it makes: 'log' is 0.1 * log2(1 + m), 'raw' is m.
+      # Reward of a move whose merged tiles have the sum m: 'log' is 0.1 * log2(1 + m), 'raw' is m.
       'reward': 'log',
       'max_turns': 20,
       'max_actions': 60,

@@ -42,9 +42,10 @@ python main.py --config=configs/frozenlake_ppo.py --config.algorithm.clip_ratio_
 python main.py --config=configs/frozenlake_ppo.py --config.train.tags="('FrozenLake','Bandit')" --workdir=runs/two
 ```
 
-A value that cannot be run with is refused in one line, before anything is compiled. The other files of
-[configs](../configs) change some fields; the last column says which, for `configs/NAME.py`, and to what. A word behind
-the file's name takes another model than the built-in one, and with it the values that are listed for pretrained models:
+A value that is not allowed is refused with an error of one line, before anything is compiled. The other files of
+[configs](../configs) change some fields; the last column lists the new values and the configs that set them, by the
+NAME of `configs/NAME.py`. A suffix of the file's name selects another model than the built-in one, and sets the values
+that are listed for pretrained models:
 
 ```
 python main.py --config=configs/frozenlake_ppo.py:qwen2.5-0.5b
@@ -78,7 +79,7 @@ def render() -> str:
       rows = sections[section if name else '']['rows']
       rows.append((field, _value(_get(config, target), node.value), comment, changes.get(target, '')))
   words = ', '.join(f'`{name}`' for name in presets.PRESETS)
-  parts.append(f'The words are {words}, each also with `-lora` behind it.\n')
+  parts.append(f'The models are {words}, each also with the suffix `-lora`.\n')
   links = ', '.join(f'[{name}](#{name})' for name in sections if name)
   parts.append(f'Sections: [the run](#the-run), {links}.\n')
   for name, section in sections.items():
@@ -200,7 +201,7 @@ def _get(config: ConfigDict, field: str) -> Any:
 
 
 def changed_values() -> dict[str, str]:
-  """Dotted field -> what other configs, pretrained models and LoRA set it to, in words."""
+  """Dotted field -> the values that other configs, pretrained models and LoRA set, as text."""
   tiny, real = (dict(_leaves(default.get_config(model))) for model in ('', PRETRAINED))
   lora, real_lora = (dict(_leaves(default.get_config(f'{model}-lora'))) for model in ('tiny', PRETRAINED))
   names = sorted(p.stem for p in (ROOT / 'configs').glob('[a-z]*.py') if p.stem not in ('default', 'environments'))
@@ -208,7 +209,7 @@ def changed_values() -> dict[str, str]:
   games = [name for name in names if inspect.signature(shipped[name]).parameters]
   small = {name: dict(_leaves(shipped[name]())) for name in names}
   large = {name: dict(_leaves(shipped[name](PRETRAINED))) for name in games}
-  told = {}
+  found_changes = {}
   for field in tiny.keys() - {'model.preset'}:
     found: dict[tuple[str, str], list[str]] = {}
     for name in names:
@@ -229,8 +230,8 @@ def changed_values() -> dict[str, str]:
     elif real_lora[field] != real[field]:
       words.append(f'`{real_lora[field]!r}`: `-lora`, pretrained')
     if words:
-      told[field] = '; '.join(words)
-  return told
+      found_changes[field] = '; '.join(words)
+  return found_changes
 
 
 def _patterns(names: list[str], games: list[str]) -> str:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs main.py in N processes on this machine's CPU, as a cluster of N machines would:
+# Runs main.py in N processes on the CPU of this machine, as on a cluster of N machines:
 #
 #   launch/local.sh 2 --config=configs/frozenlake_ppo.py --workdir=runs/two
 #
-# For trying out what runs on many machines: one process drives all accelerators of a machine, so there one is enough.
-# When a process fails, the others are stopped, and its status is that of the script. Ctrl-C, or SIGTERM to the script,
-# lets all of them finish the iteration and save a checkpoint. PYTHON names the interpreter.
+# This is for trials: one process drives all accelerators of a machine, so on one machine a single process is enough.
+# If a process fails, the script stops the others and exits with the same status. On Ctrl-C, or SIGTERM to the script, all
+# processes finish the iteration and save a checkpoint. PYTHON names the interpreter.
 set -euo pipefail
 
 if ! [[ ${1-} =~ ^[1-9][0-9]*$ ]]; then
@@ -34,7 +34,7 @@ for _ in "${pids[@]}"; do
     wait # all stop together, with a checkpoint
     exit "$status"
   elif ((status)); then
-    sleep 1 # they may have heard of it, and have something to say
+    sleep 1 # the others may report the failure too
     exit "$status"
   fi
 done

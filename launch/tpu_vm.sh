@@ -4,8 +4,8 @@
 #   launch/tpu_vm.sh [--dry-run] NAME ZONE --config=configs/frozenlake_ppo.py:qwen2.5-0.5b \
 #     --config.mesh.fsdp=16 --config.optimizer.micro_batch_size=16 --workdir=/mnt/shared/runs/slice
 #
-# It copies the last commit to all hosts, installs what it needs there, and starts one process a host, which find one
-# another (--coordinator=auto). The workdir must be on a disk that all hosts have mounted, such as Filestore.
+# It copies the last commit to all hosts, installs the requirements, and starts one process per host. The processes find
+# each other (--coordinator=auto). The workdir must be on a disk that all hosts have mounted, such as Filestore.
 # --dry-run prints the commands instead. PYTHON names the hosts' interpreter, 3.11 or newer (by default `python3`).
 set -euo pipefail
 

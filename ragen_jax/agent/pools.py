@@ -26,6 +26,16 @@ _log = logging.getLogger(__name__)
 FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Others like it are only counted, in %s/env_errors'
 
 
+def is_outside(env: Environment | TextEnvironment) -> bool:
+  """Whether an environment lives outside JAX."""
+  return isinstance(env, TextEnvironment)
+
+
+def lists_actions(env: Environment | TextEnvironment) -> bool:
+  """Whether the legal actions of a state can be listed; outside JAX only where actions are words."""
+  return not is_outside(env) or bool(env.action_words)
+
+
 def read_action(env: Environment | TextEnvironment, text: str) -> tuple[Any, str] | None:
   """Reads one action of an answer.
 
@@ -36,20 +46,10 @@ def read_action(env: Environment | TextEnvironment, text: str) -> tuple[Any, str
   Returns:
     The action as `step` takes it and its name; None where the text names none, or where code outside JAX fails on it.
   """
-  if isinstance(env, TextEnvironment):
+  if is_outside(env):
     return env.read_action(text)
   action = env.parse_action(text)
   return None if action is None else (action, env.format_action(action))
-
-
-def is_outside(env: Environment | TextEnvironment) -> bool:
-  """Whether an environment lives outside JAX."""
-  return isinstance(env, TextEnvironment)
-
-
-def lists_actions(env: Environment | TextEnvironment) -> bool:
-  """Whether the legal actions of a state can be listed; outside JAX only where actions are words."""
-  return not is_outside(env) or bool(env.action_words)
 
 
 def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:

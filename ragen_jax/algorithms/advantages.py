@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 from flax import struct
 
@@ -126,6 +127,9 @@ def compute_advantages(
   if estimator.needs_anchors and anchors is None:
     raise ValueError(f'algorithm.adv_estimator {name!r} needs anchor states of the turns')
   mask = loss_mask if adv_mask is None else adv_mask
+  chex.assert_rank(rewards, 2)
+  chex.assert_equal_shape((rewards, loss_mask, turn, mask))
+  chex.assert_shape(group, rewards.shape[:1])
   whitening = whitening and estimator.whitens
 
   if name == 'turn_wise_gae':  # the mean and deviation are those of turns, not of tokens

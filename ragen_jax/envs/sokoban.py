@@ -161,15 +161,15 @@ class Sokoban(base.Environment):
     kept = (length >= max(self.min_solution, 1)) & (length <= (self.max_solution or length.max()))
     if not kept.any():
       bounds = f'min_solution={self.min_solution} and max_solution={self.max_solution}'
-      raise ValueError(f'{where}; allowed: a file with levels within {bounds}, but its shortest take {_span(length)}')
+      raise ValueError(f'{where}; allowed: a file with levels within {bounds}, but {_describe_lengths(length)}')
     return jax.tree.map(lambda leaf: leaf[kept], states)
 
   def check_budget(self, budget: base.Budget) -> None:
     """Raises ValueError if the game can end before the budget of actions, which the prompt states, is used up."""
     if self.max_steps < budget.max_actions:
       raise ValueError(
-        f'max_steps={self.max_steps}; allowed: at least max_actions={budget.max_actions}, since the prompt tells only '
-        'that limit'
+        f'max_steps={self.max_steps}; allowed: at least max_actions={budget.max_actions}, since the prompt states '
+        'only that limit'
       )
 
   # -- traced --------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Sokoban(base.Environment):
     lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
     if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
       raise ValueError(
-        f'{self.name}: coordinates alone are no level, since they do not tell the walls; allowed: a text with a grid'
+        f'{self.name}: coordinates alone are no level, since they do not show the walls; allowed: a text with a grid'
       )
     return _fresh(parse_board(lines, self.dim, self.dim, self.num_boxes, self.symbols, 'level'))
 
@@ -377,9 +377,9 @@ def _contents(states: State) -> np.ndarray:
   return encode_boards(*(np.asarray(x) for x in (states.walls, states.targets, states.boxes, states.player)))
 
 
-def _span(length: np.ndarray) -> str:
+def _describe_lengths(length: np.ndarray) -> str:
   known = length[length > 0]
-  return f'{known.min()} to {known.max()} moves' if len(known) else 'for ever'
+  return f'its shortest solutions take {known.min()} to {known.max()} moves' if len(known) else 'none can be solved'
 
 
 def _and(words: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""LoRA (arXiv 2106.09685): low-rank adapters beside frozen projections, as PEFT has them.
+"""LoRA (arXiv 2106.09685): low-rank adapters beside frozen projections, compatible with PEFT.
 
-A projection with an adapter gives x W + (x A) B * alpha / rank; the sum of W and A B is made only where a merged
-checkpoint is written. `partition` says which weights of a model are trained: with adapters, these and all that is not
-part of the policy (the value head); without, all.
+A projection with an adapter computes x W + (x A) B * alpha / rank; W and A B are only added when a merged checkpoint is
+written. `partition` splits the weights of a model into trained and frozen ones. With adapters, the adapters and all
+weights outside of the policy (the critic) are trained; without adapters, all weights are.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LEAVES = ('lora_a', 'lora_b')
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-  """Adapters of a model.
+  """The adapters of a model.
 
   Attributes:
     rank: r, columns of A and rows of B.
-    alpha: what the adapter adds is multiplied with alpha / rank.
-    targets: names of `TARGETS`, in their order.
+    alpha: the output of an adapter is scaled by alpha / rank.
+    targets: names of the projections with adapters, in the order of `TARGETS`.
   """
 
   rank: int
@@ -41,11 +41,18 @@ class LoraConfig:
 
   @property
   def scale(self) -> float:
+    """Factor of the adapters' output."""
     return self.alpha / self.rank
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-  """'all-linear' (every projection of the layers, as in PEFT) or 'q_proj,v_proj' -> names in the order of `TARGETS`.
+  """Parses the field `lora.targets`.
+
+  Args:
+    text: 'all-linear' (every projection of the layers, as in PEFT), or names such as 'q_proj,v_proj'.
+
+  Returns:
+    Names in the order of `TARGETS`.
 
   Raises:
     ValueError: a name is unknown, or there is none.
@@ -57,10 +64,10 @@ def parse_targets(text: str) -> tuple[str, ...]:
 
 
 class Adapter(nnx.Module):
-  """What is added to one projection: (x A) B * scale. Its weights are fp32, whatever those of the projection are."""
+  """The adapter of one projection, (x A) B * scale. Its weights are fp32, independent of the projection's type."""
 
   def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], config: LoraConfig, rngs: nnx.Rngs):
-    """A is uniform within 1/sqrt(fan-in), as PEFT draws it (Kaiming with a = sqrt(5)); B is zero."""
+    """Initialises A uniformly in +-1/sqrt(fan-in), like PEFT (Kaiming with a = sqrt(5)), and B with zeros."""
     bound = math.prod(inputs) ** -0.5
     shape = (*inputs, config.rank)
     self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound))
@@ -68,21 +75,21 @@ class Adapter(nnx.Module):
     self.scale = config.scale
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """[n, inputs] -> [n, outputs], both flattened."""
+    """[n, prod(inputs)] -> [n, prod(outputs)]."""
     a = self.lora_a[...].astype(x.dtype).reshape(x.shape[-1], -1)
     b = self.lora_b[...].astype(x.dtype).reshape(a.shape[-1], -1)
     return ((x @ a) * jnp.asarray(self.scale, x.dtype)) @ b
 
 
 def attach(model: Qwen, config: LoraConfig, rngs: nnx.Rngs) -> None:
-  """Puts a fresh adapter beside every target; what the model computes stays the same until one is trained."""
+  """Adds a new adapter to every target. The output of the model does not change until an adapter is trained."""
   for name, projection in _projections(model):
     if name[-1] in config.targets:
       projection.adapter = nnx.data(Adapter(projection.inputs, projection.outputs, config, rngs))
 
 
 def _projections(model: Qwen) -> Iterator[tuple[tuple[Any, ...], Projection]]:
-  """(path, projection) of all layers, e.g. ('layers', 0, 'self_attn', 'q_proj')."""
+  """Yields (path, projection) of all layers; a path is such as ('layers', 0, 'self_attn', 'q_proj')."""
   for i, layer in enumerate(model.layers):
     for block, module in (('self_attn', layer.self_attn), ('mlp', layer.mlp)):
       for name in TARGETS:
@@ -91,35 +98,41 @@ def _projections(model: Qwen) -> Iterator[tuple[tuple[Any, ...], Projection]]:
 
 
 def adapters(model: Qwen) -> dict[tuple[Any, ...], Adapter]:
-  """The adapters of a model by the path of their projection; none without LoRA."""
+  """The adapters of a model by the path of their projection; empty without LoRA."""
   return {path: p.adapter for path, p in _projections(model) if p.adapter is not None}
 
 
 def merged(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-  """W + A B * scale in fp32, on the host.
+  """Adds an adapter to its kernel: W + A B * scale in fp32, on the host.
 
   Args:
-    kernel: [*inputs, *outputs].
-    a: [*inputs, r].
-    b: [r, *outputs].
+    kernel: W [*inputs, *outputs].
+    a: A [*inputs, r].
+    b: B [r, *outputs].
     scale: alpha / rank.
+
+  Returns:
+    f32[*inputs, *outputs].
   """
   product = a.reshape(-1, a.shape[-1]).astype(np.float32) @ b.reshape(b.shape[0], -1).astype(np.float32)
   return kernel.astype(np.float32) + np.float32(scale) * product.reshape(kernel.shape)
 
 
 def partition(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-  """(trained, frozen) weights of an `ActorCritic`: without adapters all are trained and the second state is empty."""
+  """Splits the weights of an `ActorCritic` into (trained, frozen). Without adapters, `frozen` is empty."""
   if not any(path[-1] in _LEAVES for path, _ in nnx.to_flat_state(params)):
     return params, nnx.State({})
   return nnx.split_state(params, lambda path, _: path[0] != 'policy' or path[-1] in _LEAVES, ...)
 
 
 def join(trained: nnx.State, frozen: nnx.State) -> nnx.State:
-  """The inverse of `partition`."""
+  """All weights; the inverse of `partition`."""
   return nnx.merge_state(trained, frozen) if frozen else trained
 
 
 def merge(graphdef: Any, trained: Any, frozen: Any) -> Any:
-  """The model, while `trained` is differentiated: its variables are all of this trace, as `nnx.remat` wants them."""
+  """Rebuilds the model inside a gradient trace.
+
+  Frozen weights are copied, so that `nnx.remat` sees variables of this trace only.
+  """
   return nnx.merge(graphdef, trained, jax.tree.map(lambda x: x, frozen))

@@ -1,4 +1,4 @@
-"""Models by name: the built-in checkpoint and those of the Hugging Face hub that are known to work."""
+"""Models by name: the built-in checkpoint, and checkpoints of the Hugging Face hub that are known to work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRESETS = {
   'qwen3-8b': 'Qwen/Qwen3-8B',
 }
 
-# Name -> what its config.json says of the shape. Embeddings are padded past the tokenizer's 151,665 or 151,669 tokens.
+# Name -> shape as in its config.json. Embeddings are padded beyond the tokenizer's 151,665 or 151,669 tokens.
 _QWEN2_0_5B = QwenConfig()
 _QWEN2_1_5B = QwenConfig(hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12, head_dim=128)
 _QWEN2_3B = QwenConfig(hidden_size=2048, intermediate_size=11008, num_layers=36, num_heads=16, head_dim=128)
@@ -55,24 +55,24 @@ _SHAPES = {
   ),
 }
 
-# Weights, configs and tokenizers; never code.
+# Patterns of files to download: weights, configs and tokenizers, no code.
 _DOWNLOADED = ('*.json', '*.safetensors', '*.txt')
 
 
 def names() -> tuple[str, ...]:
-  """Every preset, the built-in checkpoint first."""
+  """The names of all presets, the built-in checkpoint first."""
   return (TINY, *PRESETS)
 
 
 def shape(preset: str, path: str) -> QwenConfig:
-  """The shape of a model, without its weights and without the hub.
+  """The shape of a model. Needs neither its weights nor a download.
 
   Args:
-    preset: one of `names()`; not looked at where a path is given.
-    path: a directory with a config.json, or '' for the preset's.
+    preset: one of `names()`; ignored if a path is given.
+    path: a directory with a config.json, or '' to use the preset.
 
   Raises:
-    UserError: no such preset, or `path` has no config.json that can be used.
+    UserError: the preset is unknown, or `path` has no config.json of a supported model.
   """
   if path:
     return read_config(path)
@@ -84,14 +84,14 @@ def shape(preset: str, path: str) -> QwenConfig:
 
 
 def resolve(preset: str, path: str) -> str:
-  """The local directory of a model's checkpoint; a hub model is downloaded on first use.
+  """The local directory of a model's checkpoint. A model of the hub is downloaded on first use.
 
   Args:
-    preset: one of `names()`; not looked at where a path is given.
-    path: a local checkpoint directory, or '' for the preset's.
+    preset: one of `names()`; ignored if a path is given.
+    path: a local checkpoint directory, or '' to use the preset.
 
   Raises:
-    UserError: no such preset, `path` is no checkpoint, or the hub cannot be reached and has nothing cached.
+    UserError: the preset is unknown, `path` is no checkpoint, or the model is neither cached nor can be downloaded.
   """
   if path:
     _check_checkpoint(path, f'model.path={path!r}')
@@ -120,12 +120,12 @@ def _check_checkpoint(directory: str, what: str) -> None:
 
 
 def _download(preset: str, repository: str) -> str:
-  # Imported here: only these presets need it, and it is slow to import.
+  # Imported here because it is slow to import and only these presets need it.
   from huggingface_hub import snapshot_download
 
   try:
     return snapshot_download(repository, allow_patterns=list(_DOWNLOADED))
-  except Exception as e:  # what the transport raises differs from version to version
+  except Exception as e:  # the exceptions of the transport differ between versions
     reason = ' '.join(f'{type(e).__name__}: {e}'.split())[:200]
     raise UserError(
       f'model.preset={preset!r}: {repository} cannot be downloaded ({reason}); with the weights in a directory, '

@@ -1,4 +1,4 @@
-"""The critic, on the policy's trunk or on one of its own, and the two together."""
+"""The value head of the critic, and the pair of policy and critic."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ragen_jax.models.qwen import Qwen
 
 
 class ValueHead(nnx.Module):
-  """One linear layer from a hidden state to the expected return from there; zero at first, always in fp32."""
+  """A linear layer from a hidden state to the expected return from that state. Initially zero, always in fp32."""
 
   def __init__(self, hidden_size: int):
     self.kernel = nnx.Param(jnp.zeros((hidden_size,), jnp.float32))
     self.bias = nnx.Param(jnp.zeros((), jnp.float32))
 
   def __call__(self, hidden: jax.Array) -> jax.Array:
-    """[..., D] -> f32[...]."""
+    """Hidden states [..., D] -> values f32[...]."""
     return jnp.einsum('...D,D->...', hidden.astype(jnp.float32), self.kernel[...]) + self.bias[...]
 
 
 class ActorCritic(nnx.Module):
-  """A policy and its critic. The value of column t is read from the hidden state of column t-1, which emits token t.
+  """A policy and its critic. The value of column t is read from the hidden state of column t-1, which predicts token t.
 
   Attributes:
-    policy: emits tokens.
-    critic: the trunk that values are read from; None where that is the policy's.
-    value_head: reads them.
+    policy: the model that tokens are sampled from.
+    critic: the trunk that values are read from; None if they are read from the policy's trunk.
+    value_head: the layer that reads values.
   """
 
   def __init__(self, policy: Qwen, critic: Qwen | None = None):

@@ -150,7 +150,6 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
       MetricWriter(workdir, start_step=start_step) as writer,
       Progress(sft.steps, start=done, noun='step') as progress,
     ):
-      run_log = RunLog(build.log_settings(config), writer, kept, progress)
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
       run_log = RunLog(build.log_settings(config), writer, kept, progress)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)

@@ -137,7 +137,7 @@ class Checkpointer:
       if step in self.steps():
         _log.warning('step %d is saved, but older checkpoints in %s stay: %s', step, self.directory, reason)
         return
-      self._remove_unfinished()
+      _remove_unfinished(self.directory)
       intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
       raise UserError(f'checkpoint of step {step} was not saved in {self.directory}: {reason}; {intact}') from e
 
@@ -228,17 +228,8 @@ class Checkpointer:
     """Creates the directory before the first save, and removes unfinished checkpoints of earlier processes."""
     if not self._prepared and jax.process_index() == 0:
       self.directory.mkdir(parents=True, exist_ok=True)
-      self._remove_unfinished()
+      _remove_unfinished(self.directory)
     self._prepared = True
-
-  def _remove_unfinished(self) -> None:
-    """Deletes the files of interrupted saves."""
-    if jax.process_index() == 0:
-      try:
-        for path in self.directory.glob(_UNFINISHED):
-          path.rmtree()
-      except OSError as e:
-        _log.warning('unfinished checkpoints in %s could not be removed: %s', self.directory, e)
 
 
 class _KeepLastAndBest:
@@ -256,6 +247,16 @@ class _KeepLastAndBest:
     steps = sorted(info.step for info in checkpoints)
     kept = {*steps[-self._keep :], self._best_step()}
     return [info.step in kept for info in checkpoints]
+
+
+def _remove_unfinished(directory: Any) -> None:
+  """Deletes the files of interrupted saves; only the first process of a run does."""
+  if jax.process_index() == 0:
+    try:
+      for path in directory.glob(_UNFINISHED):
+        path.rmtree()
+    except OSError as e:
+      _log.warning('unfinished checkpoints in %s could not be removed: %s', directory, e)
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
+from ragen_jax.distributed.sharding import ROW_AXES
 from ragen_jax.models.qwen import LayerCache, Qwen
 
 
@@ -52,6 +54,20 @@ def init_state(model: Qwen, rows: int, size: int) -> SamplerState:
     draw_position=jnp.zeros((rows,), jnp.int32),
     rotary=jnp.zeros((rows,), jnp.int32),
     hidden=jnp.zeros((rows, model.cfg.hidden_size), model.dtype),
+  )
+
+
+def state_specs(num_layers: int) -> SamplerState:
+  """The layout of a state on the mesh: rows divided, and the heads of the cache."""
+  rows, cache = PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES, None, 'tensor', None)
+  return SamplerState(
+    cache=tuple(LayerCache(k=cache, v=cache) for _ in range(num_layers)),
+    valid=rows,
+    column=PartitionSpec(),
+    count=rows,
+    draw_position=rows,
+    rotary=rows,
+    hidden=rows,
   )
 
 

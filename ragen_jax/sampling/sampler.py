@@ -70,6 +70,7 @@ class Sampler:
     self.values = values and model.critic is None
     self.traces = {'arrange': 0, 'extend': 0, 'decode': 0}
     self._policy = model.policy
+    self._state_specs = kv_cache.state_specs(self.cfg.num_layers)
     self._mesh = mesh
     self.share = processes.row_share(mesh)
     self._compact = jax.jit(self._counted('arrange', self._compact_rows), static_argnames='size')
@@ -89,14 +90,6 @@ class Sampler:
 
     return traced
 
-  def _state_specs(self) -> SamplerState:
-    """The layout of the state on the mesh: rows divided, and the heads of the cache."""
-    rows, cache = PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES, None, 'tensor', None)
-    layers = tuple(LayerCache(k=cache, v=cache) for _ in range(self.cfg.num_layers))
-    return SamplerState(
-      cache=layers, valid=rows, column=PartitionSpec(), count=rows, draw_position=rows, rotary=rows, hidden=rows
-    )
-
   def _layout(self, tree: Any, specs: Any) -> Any:
     """Constrains the layout of a tree inside a program; without a mesh it is returned unchanged."""
     if self._mesh is None:
@@ -107,7 +100,7 @@ class Sampler:
   def _compact_rows(self, state: SamplerState, rows: jax.Array, live: jax.Array, size: int):
     if self._mesh is None:
       return kv_cache.compaction(state, rows, live, size)
-    specs = self._state_specs().replace(cache=())
+    specs = self._state_specs.replace(cache=())
     of_rows = PartitionSpec(ROW_AXES)
     return jax.shard_map(
       functools.partial(kv_cache.compaction, size=size, mesh_axes=ROW_AXES),
@@ -120,13 +113,13 @@ class Sampler:
   def _gather_rows(self, layer: LayerCache, rows: jax.Array, columns: jax.Array) -> LayerCache:
     if self._mesh is None:
       return kv_cache.gather_layer(layer, rows, columns)
-    cache, of_rows = self._state_specs().cache[0], PartitionSpec(ROW_AXES)
+    cache, of_rows = self._state_specs.cache[0], PartitionSpec(ROW_AXES)
     return jax.shard_map(
       kv_cache.gather_layer, mesh=self._mesh, in_specs=(cache, of_rows, of_rows), out_specs=cache, check_vma=False
     )(layer, rows, columns)
 
   def _extend_rows(self, params, state, tokens, count, **columns):
-    return self._layout(extend(self.graphdef, params, state, tokens, count, **columns), self._state_specs())
+    return self._layout(extend(self.graphdef, params, state, tokens, count, **columns), self._state_specs)
 
   def _decode_rows(self, params, state, key_data, active, temperature, *, max_new, sampling):
     state, reply = decode(
@@ -143,7 +136,7 @@ class Sampler:
       with_values=self.values,
     )
     reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
-    return self._layout(state, self._state_specs()), reply
+    return self._layout(state, self._state_specs), reply
 
   def _place(self, x):
     return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
@@ -151,7 +144,7 @@ class Sampler:
   def init(self, rows: int, size: int) -> SamplerState:
     """An empty state of `rows` rows of this process and `size` columns."""
     rows *= self.share.parts
-    return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs()))()
+    return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs))()
 
   def abstract_state(self, rows: int, size: int) -> SamplerState:
     """Shapes, types and layout of the state that `init` returns, for `rows` rows of all processes together."""
@@ -161,7 +154,7 @@ class Sampler:
     return jax.tree.map(
       lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)),
       state,
-      self._state_specs(),
+      self._state_specs,
     )
 
   def lower(

@@ -11,6 +11,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import TRUNCATED, Status, TextReply
+from ragen_jax.agent.rollout import concatenate
 from ragen_jax.envs import make
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.spec import EnvSpec
@@ -57,6 +58,26 @@ def test_the_same_replies_are_the_same_episodes_in_tokens_and_in_text(tokenizer,
   # The rewards and penalties of an episode stand on its rows.
   t = in_tokens.trajectory
   np.testing.assert_allclose(np.bincount(t.episode, t.rewards.sum(axis=1)), in_tokens.episode_scores, atol=1e-5)
+
+
+def test_shares_of_a_rollout_put_together_are_the_whole(tokenizer):
+  whole = _proxy(tokenizer, ('FrozenLake', 'SimpleSokoban'), 3, 2)
+  script = ['<think>' + reply for reply in REPLIES]
+  expected = whole.rollout(ScriptedText(script), 500, pictured=[1, 5, 6])
+  parts = []
+  for share in range(3):
+    envs = EnvStateManager(whole.envs.specs, 2, share=share, shares=3)
+    parts.append(AgentProxy(envs, whole.context, whole.limits).rollout(ScriptedText(script), 500, pictured=[1, 5, 6]))
+  joined = concatenate(parts, renumber=False)
+  assert [_facts(e) for e in joined.episodes] == [_facts(e) for e in expected.episodes]
+  assert [e.final_picture is not None for e in joined.episodes] == [row in (1, 5, 6) for row in range(12)]
+  assert joined.trajectory.episode.tolist() == list(range(12))
+  np.testing.assert_array_equal(joined.trajectory.group, expected.trajectory.group)
+  # Anchors are numbered by each part, but equal where the whole's are.
+  np.testing.assert_array_equal(
+    joined.anchors[:, None, :, None] == joined.anchors[None, :, None, :],
+    expected.anchors[:, None, :, None] == expected.anchors[None, :, None, :],
+  )
 
 
 def test_sokoban_pays_a_tenth_for_each_step_and_replies_without_form_their_penalty(tokenizer):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from ragen_jax import build
 from ragen_jax.config import checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
 from tests.support.configs import small_config
 
 
@@ -86,21 +82,6 @@ def test_a_limit_of_sokoban_that_the_prompt_does_not_tell_is_refused():
   with pytest.raises(UserError, match=r'envs\.SimpleSokoban: max_steps=9; allowed: at least max_actions=10') as e:
     check_config(config)
   assert '\n' not in str(e.value)
-
-
-def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, caplog):
-  tags = ('FrozenLake', 'CoordFrozenLake', 'Bandit')
-  config = small_config(
-    train__tags=tags, train__groups=6, eval__tags=tags, eval__groups=6, eval__group_size=2,
-    envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16,
-  )  # fmt: skip
-  check_config(config)
-  evaluator = build.make_evaluator(config, builders.random_policy(config, tmp_path))
-  optimal = evaluator.optimal()
-  assert math.isnan(optimal['FrozenLake']) and 0 < optimal['CoordFrozenLake'] < 1 and optimal['Bandit'] == 1
-  messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.agent.env_manager']
-  assert len(messages) == 1 and '\n' not in messages[0]
-  assert messages[0].startswith('envs.FrozenLake: the best possible success is not known (frozen_lake: budget.max_act')
 
 
 def test_held_out_levels_of_a_file_are_not_trained_on(tmp_path):

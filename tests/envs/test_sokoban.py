@@ -163,7 +163,7 @@ def test_text_round_trips(env, observation, symbols):
 def test_coordinates_alone_are_no_level():
   env = dataclasses.replace(TWO, observation='coord')
   for text in (env.render(batch(TWO.from_text(TWO_BOXES)))[0], 'Board size: 6 rows, 7 columns'):
-    with raises_one_line('do not tell the walls'):
+    with raises_one_line('do not show the walls'):
       env.from_text(text)
 
 
@@ -372,7 +372,7 @@ def test_levels_of_a_file_in_other_symbols(tmp_path):
     (lambda text: text, {'min_solution': 50}, r'within min_solution=50 and max_solution=0, but .* 1 to \d+ moves'),
   ],
 )
-def test_wrong_files_are_told_in_one_line(tmp_path, change, options, message):
+def test_wrong_files_are_named_in_one_line(tmp_path, change, options, message):
   path = write(tmp_path, change(BOXOBAN_FILE)) if change else str(tmp_path / 'none.txt')
   with raises_one_line(message) as error:
     Sokoban(levels=path, **options)

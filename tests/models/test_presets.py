@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from ragen_jax.models import presets
+from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.utils.errors import UserError
 
 
@@ -61,3 +62,22 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch, tm
   message = str(error.value)
   assert '\n' not in message
   assert 'Qwen/Qwen3-0.6B' in message and 'no route to host' in message and '--config.model.path=DIR' in message
+
+
+@pytest.mark.parametrize(
+  ('preset', 'millions'),
+  [
+    # As the model cards have them, in millions; the heads' own embedding counted where it is not tied.
+    ('qwen2.5-0.5b', 494), ('qwen2.5-1.5b', 1544), ('qwen2.5-3b', 3086), ('qwen2.5-7b-instruct', 7616),
+    ('r1-distill-qwen-1.5b', 1777), ('qwen3-0.6b', 596), ('qwen3-1.7b', 1721), ('qwen3-4b', 4022), ('qwen3-8b', 8191),
+  ],
+)  # fmt: skip
+def test_presets_have_the_size_that_is_published(preset, millions):
+  size = sum(weight.size for weight in weights(presets.shape(preset, '')))
+  assert size / 1e6 == pytest.approx(millions, abs=0.6)
+
+
+def test_every_preset_has_a_shape():
+  assert all(presets.shape(name, '').hidden_size for name in presets.names())
+  with pytest.raises(UserError, match=r"model\.preset='gpt'"):
+    presets.shape('gpt', '')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ragen_jax.sft.data import SftExamples
-from ragen_jax.training import learner
+from ragen_jax.training.batches import sampled_columns
 
 
 def made_up_examples(lengths=(100, 37, 60, 22, 51, 90, 12, 33)):
@@ -15,7 +15,7 @@ def made_up_examples(lengths=(100, 37, 60, 22, 51, 90, 12, 33)):
   mask = (rng.random((n, width)) < 0.3) & (np.arange(width) < np.asarray(lengths)[:, None])
   mask[:, 0] = False
   mask[:, 5] = True
-  columns, present = learner.sampled_columns(mask)
+  columns, present = sampled_columns(mask)
   return SftExamples(
     tokens=rng.integers(3, 40, size=(n, width)).astype(np.int32),
     length=np.asarray(lengths, np.int32),

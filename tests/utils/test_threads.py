@@ -13,7 +13,7 @@ from tests.support.text_games import (
 )
 
 
-def test_a_fault_is_told_in_one_short_line():
+def test_a_fault_is_written_in_one_short_line():
   assert str(Fault('a', 'b\n  c')) == 'a: b c'
   assert len(str(Fault('a', 'b' * 1000))) == 300
 
@@ -64,7 +64,7 @@ def test_exceptions_of_any_kind_become_faults(workers):
     raise error
 
   errors = [Nameless(), GeneratorExit(), SystemExit(1), UnicodeError('\ud800')]
-  errors += [KeyboardInterrupt()] * workers  # in a thread it is not the user's
+  errors += [KeyboardInterrupt()] * workers  # in a thread, it does not come from the user
   start = time.monotonic()
   results = run_calls([lambda e=e: fail(e) for e in errors], what='step', workers=workers, timeout_s=20)
   assert time.monotonic() - start < 10

@@ -1,4 +1,4 @@
-"""Docs say what is so: links lead somewhere, fields and commands exist, the reference is fresh, errors are quoted."""
+"""Docs agree with the program: links, modules, fields, commands, quoted errors and the configuration reference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 import sys
+import tomllib
 import types
 
 import pytest
@@ -68,6 +69,35 @@ def test_relative_links_lead_somewhere(page):
 def test_readme_leads_to_every_page():
   readme = _text(ROOT / 'README.md')
   assert [page.name for page in PAGES[2:] if f'(docs/{page.name})' not in readme] == []
+
+
+@each_page
+def test_modules_that_a_page_names_exist(page):
+  named = re.findall(r'(?<![\w./-])((?:\w+/)+[a-z]\w*\.py)', _text(page))
+  roots = (ROOT, ROOT / 'ragen_jax')
+  # Other folders are a reader's own or RAGEN's.
+  ours = [name for name in named if any((root / name.split('/')[0]).is_dir() for root in roots)]
+  assert [name for name in ours if not any((root / name).is_file() for root in roots)] == []
+
+
+def _block(page: str, text: str) -> list[str]:
+  """The lines of the fenced block of a page of docs/ that contains a text."""
+  blocks = [block for _, block in _FENCE.findall(_text(ROOT / 'docs' / page)) if text in block]
+  assert len(blocks) == 1, text
+  return blocks[0].splitlines()
+
+
+def test_the_design_page_lists_the_package():
+  listed = re.findall(r'^  (\w+)(?:/|\.py) ', '\n'.join(_block('design.md', 'ragen_jax/\n')), re.MULTILINE)
+  there = [p for p in (ROOT / 'ragen_jax').iterdir() if (p / '__init__.py').is_file() or p.suffix == '.py']
+  assert sorted(listed) == sorted(p.stem for p in there if p.stem != '__init__')
+
+
+def test_the_design_page_has_the_layers_of_the_import_contract():
+  contracts = tomllib.loads(_text(ROOT / 'pyproject.toml'))['tool']['importlinter']['contracts']
+  layers = next(c['layers'] for c in contracts if c['type'] == 'layers')
+  drawn = [line.split() for line in _block('design.md', 'algorithms envs')]
+  assert [sorted(line) for line in drawn] == [sorted(re.split(r' [:|] ', layer)) for layer in layers]
 
 
 def test_the_configuration_reference_is_fresh():

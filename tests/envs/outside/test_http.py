@@ -214,7 +214,7 @@ def test_an_answer_that_is_too_large_is_not_read_to_its_end(server, monkeypatch)
   assert str(fault).endswith('/reset: the answer is larger than 1 MiB') and len(server.requests) == 1
 
 
-def test_episodes_that_cannot_be_closed_are_told_of_once(server, caplog):
+def test_episodes_that_cannot_be_closed_are_logged_once(server, caplog):
   server.trouble = lambda now, path, number: (404, b'') if now == 'before' and path.endswith('close') else None
   session = connect(server).open(2)
   with caplog.at_level(logging.WARNING):

@@ -12,9 +12,11 @@ from ragen_jax.utils.threads import Fault
 from tests.support.text_games import Broken, make
 
 
-def test_a_game_that_failed_is_replaced_and_closed_unless_it_may_still_run():
+def test_a_game_that_failed_is_replaced_and_closed_unless_it_may_still_run(monkeypatch):
+  for counter in ('made', 'closed'):
+    monkeypatch.setattr(Broken, counter, 0)
   env = make('Broken', step_timeout_s=0.3)
-  assert (Broken.made, Broken.closed) == (1, 1)  # the one that was asked for its rules
+  assert (Broken.made, Broken.closed) == (1, 1)  # the object whose rules were read
   session = env.open(4)
   texts = session.reset(range(4), [1, 2, 13, 14], [0] * 4)
   assert texts[:2] == ['level 1', 'level 2']

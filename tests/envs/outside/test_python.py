@@ -21,7 +21,7 @@ def test_a_python_class_plays_as_it_does_by_hand_again_and_again(workers):
   assert len({row[0] for row in by_hand(6, seeds, members)}) == 2
 
 
-def test_what_a_class_tells_the_prompt():
+def test_what_a_class_gives_to_the_prompt():
   env = make('Climb', options={'rungs': 9})
   assert env.rules() == 'A ladder of 9 rungs.' and env.legend() == {'#': 'you'} and env.action_help == ''
   assert [env.parse_action(t) for t in ('up', ' Down ', 'Left', '')] == ['Up', 'Down', None, None]
@@ -62,7 +62,7 @@ def test_wrong_options_are_named_in_one_line(options, message):
     registry.make('python', options)
 
 
-def test_an_object_that_tells_nothing_is_closed():
+def test_an_object_that_cannot_be_read_is_closed():
   closed = NoNames.closed
   with pytest.raises(ValueError, match='action_names'):
     make('NoNames')

@@ -1,0 +1,33 @@
+"""Episodes as Markdown and as strips of pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ragen_jax.agent.episode import Episode, Status, Turn
+from ragen_jax.viewer.tensorboard import boards, transcript
+
+
+def _episode(*heights, status=Status.SUCCESS, **more):
+  pictures = [np.full((height, 3, 3), 10 * i, np.uint8) for i, height in enumerate(heights)]
+  turns = [
+    Turn(f'board {i}', 'go', ['Up', 'Up'], 0.5, -0.1, True, 2, picture) for i, picture in enumerate(pictures[:-1])
+  ]
+  return Episode('A', 0, 7, turns, 'the end', status, final_picture=pictures[-1] if pictures else None, **more)
+
+
+def test_a_transcript_has_each_turn_and_the_end():
+  assert transcript(_episode(2, 2)).split('\n\n') == [
+    '**A**, level 7: success', 'turn 1', '    board 0', '    go', 'carried out: Up || Up; reward 0.5, penalty -0.1',
+    'end', '    the end',
+  ]  # fmt: skip
+  failed = transcript(_episode(status=Status.ENV_ERROR, error='step raised KeyError'))
+  assert failed.startswith('**A**, level 7: env error (step raised KeyError)\n\nend')
+
+
+def test_pictures_stand_side_by_side_with_white_between_and_below():
+  strip = boards(_episode(2, 4, 3), gap=1)
+  assert strip.shape == (4, 11, 3)
+  assert (strip[:2, :3] == 0).all() and (strip[2:, :3] == 255).all() and (strip[:, 3] == 255).all()
+  assert (strip[:, 4:7] == 10).all() and (strip[:3, 8:] == 20).all()
+  assert boards(_episode()) is None
