@@ -98,7 +98,7 @@ class SftTrainer:
     graphdef, params = nnx.split(model)
     self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), self._mesh)
     trained, frozen = lora.partition(params)
-    self.state = TrainState(trained, frozen, self.learner.init(trained))
+    self.state = TrainState(trained, frozen, self.learner.init(trained), lr_scale=None)
 
   def _placed(self, batches: list[SftBatch]) -> list[SftBatch]:
     return batches if self._mesh is None else [place_rows(batch, self._mesh) for batch in batches]

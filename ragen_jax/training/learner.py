@@ -66,7 +66,8 @@ class Learner:
 
     def apply(trained, opt_state, gradients, lr_scale):
       updates, opt_state = optimizer.update(gradients, opt_state, trained)
-      updates = jax.tree.map(lambda u: lr_scale * u, updates)
+      if lr_scale is not None:  # a product with 1 would round the sum with the weights otherwise
+        updates = jax.tree.map(lambda u: lr_scale * u, updates)
       new = optax.apply_updates(trained, updates)
       return self._as_weights(new), self._as_weights(opt_state), _norms(gradients)
 
@@ -135,7 +136,8 @@ class Learner:
     """
     gradients, found = self.gradients(state, micro_batches, critic_only=critic_only)
     apply = self._apply_critic if critic_only else self._apply
-    trained, opt_state, norms = apply(state.trained, state.opt_state, gradients, np.float32(state.lr_scale))
+    scale = None if state.lr_scale is None else np.float32(state.lr_scale)
+    trained, opt_state, norms = apply(state.trained, state.opt_state, gradients, scale)
     return state.replace(trained=trained, opt_state=opt_state), found | norms
 
   def evaluate(self, state: TrainState, micro_batches: Iterable[Any]) -> dict[str, jax.Array]:
