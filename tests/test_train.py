@@ -19,6 +19,7 @@ from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
+from tests.support.damage import flip_bytes
 from tests.support.events import read_events
 from tests.support.paths import ROOT
 
@@ -45,6 +46,20 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
     'eval-00000000.jsonl.gz', 'eval-00000001.jsonl.gz', 'eval-00000002.jsonl.gz', 'train-00000001.jsonl.gz'
   ]  # fmt: skip
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path, caplog):
+  fields = {'eval__greedy_too': False, 'eval__every': 1}
+  train.train_and_evaluate(builders.small_config(num_iterations=3, **fields), str(tmp_path / 'whole'))
+  damaged = tmp_path / 'damaged'
+  train.train_and_evaluate(builders.small_config(num_iterations=2, **fields), str(damaged))
+  flip_bytes(damaged, 2)
+  with caplog.at_level('WARNING'):
+    train.train_and_evaluate(builders.small_config(num_iterations=3, **fields), str(damaged))
+  (warning,) = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
+  assert warning.startswith('checkpoint of step 2 is damaged (') and warning.endswith('going on from step 1')
+  assert (damaged / 'damaged_checkpoints' / '2').is_dir()
+  assert _comparable(damaged) == _comparable(tmp_path / 'whole')  # floats, to the last bit
 
 
 def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, request):

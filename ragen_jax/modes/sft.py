@@ -189,11 +189,12 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
 
 
 def _restore(trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples, workdir: str, steps: int) -> int:
-  """Restores the trainer from the last checkpoint, if there is one; returns the number of steps done.
+  """Restores the trainer from the last undamaged checkpoint, if there is one; returns the number of steps done.
 
   Raises:
     UserError: the checkpoint was trained on other data.
   """
+  checkpointer.set_damaged_aside()
   done = checkpointer.latest_step() or 0
   if done:
     arrays, meta = checkpointer.restore(trainer.state.saved())

@@ -104,7 +104,7 @@ def open_run(
 def restore(
   checkpointer: Checkpointer, workdir: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
 ) -> tuple[TrainState, str]:
-  """Restores the last checkpoint, if there is one.
+  """Restores the last checkpoint that is not damaged, if there is one.
 
   Args:
     checkpointer: of `workdir`.
@@ -116,6 +116,10 @@ def restore(
   Returns:
     The state, and why the run was stopped, '' if it was not.
   """
+  with processes.same_errors():
+    if processes.is_first():
+      checkpointer.set_damaged_aside()
+  checkpointer.reload()
   steps = processes.gather(checkpointer.latest_step())
   if len(set(steps)) > 1:
     raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
@@ -270,6 +274,8 @@ class Run:
 
   def _roll_back(self, state: TrainState, best: int, verdict: Verdict) -> TrainState:
     """The weights and the optimiser's state of the best checkpoint, with smaller learning rates."""
+    with processes.same_errors():
+      self._checkpointer.verify(best)
     arrays, _ = self._checkpointer.restore(state.saved(), step=best, partial=True)
     scale = state.lr_scale * self._settings.rollback_lr
     self._monitor.rolled_back()

@@ -426,18 +426,6 @@ def test_disk_errors_are_found_in_the_chain():
   assert checkpoint_lib._disk_error(ValueError('no file in this')) is None
 
 
-def flip_bytes(workdir: pathlib.Path, step: int, count: int = 512) -> pathlib.Path:
-  """Inverts bytes in the middle of the largest file of a checkpoint."""
-  files = [path for path in (workdir / 'checkpoints' / str(step)).rglob('*') if path.is_file()]
-  files = [path for path in files if path.name != 'checksums.json']
-  path = max(files, key=lambda path: path.stat().st_size)
-  data = bytearray(path.read_bytes())
-  middle = max(len(data) - count, 0) // 2
-  data[middle : middle + count] = bytes(255 - x for x in data[middle : middle + count])
-  path.write_bytes(data)
-  return path
-
-
 def test_a_checkpoint_with_flipped_bytes_is_refused_by_name(tmp_path):
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, make_state(1))
