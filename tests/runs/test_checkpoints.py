@@ -23,6 +23,7 @@ from ragen_jax.runs import checkpoints as checkpoint_lib
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import UserError
+from tests.support.damage import flip_bytes
 from tests.support.processes import environment
 
 
