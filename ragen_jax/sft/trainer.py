@@ -96,7 +96,8 @@ class SftTrainer:
     )
     optimizer = optax.chain(optax.clip_by_global_norm(settings.grad_clip), adamw)
     graphdef, params = nnx.split(model)
-    self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), self._mesh)
+    loss = make_loss(scoring, settings.value_coef)
+    self.learner = Learner(graphdef, optimizer, loss, self._mesh, scales_lr=False)
     trained, frozen = lora.partition(params)
     self.state = TrainState(trained, frozen, self.learner.init(trained))
 

@@ -41,6 +41,7 @@ class Learner:
     mesh: Mesh | None = None,
     *,
     critic_loss: Loss | None = None,
+    scales_lr: bool = True,
   ):
     """Nothing is compiled before the first call.
 
@@ -50,6 +51,8 @@ class Learner:
       loss: of a micro-batch.
       mesh: the weights' layout; None for one device.
       critic_loss: the loss of steps that train the critic alone.
+      scales_lr: updates are multiplied by `state.lr_scale`. Even a factor of 1 changes the last bit of new weights, as
+        the compiler no longer fuses the learning rate's product with the sum.
     """
     self.mesh = mesh
     self.optimizer = optimizer
@@ -66,7 +69,8 @@ class Learner:
 
     def apply(trained, opt_state, gradients, lr_scale):
       updates, opt_state = optimizer.update(gradients, opt_state, trained)
-      updates = jax.tree.map(lambda u: lr_scale * u, updates)
+      if scales_lr:
+        updates = jax.tree.map(lambda u: lr_scale * u, updates)
       new = optax.apply_updates(trained, updates)
       return self._as_weights(new), self._as_weights(opt_state), _norms(gradients)
 
@@ -124,7 +128,7 @@ class Learner:
     """One optimiser step over a mini-batch.
 
     Args:
-      state: its `trained` and `opt_state` are donated; `lr_scale` multiplies the update.
+      state: its `trained` and `opt_state` are donated; `lr_scale` multiplies the update (see `scales_lr`).
       micro_batches: what the loss takes, one after the other.
       critic_only: leave the policy and its part of the optimiser's state as they are; with a shared trunk the value
         head alone is trained.
