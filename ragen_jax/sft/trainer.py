@@ -96,10 +96,9 @@ class SftTrainer:
     )
     optimizer = optax.chain(optax.clip_by_global_norm(settings.grad_clip), adamw)
     graphdef, params = nnx.split(model)
-    loss = make_loss(scoring, settings.value_coef)
-    self.learner = Learner(graphdef, optimizer, loss, self._mesh, scales_lr=False)
+    self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), self._mesh)
     trained, frozen = lora.partition(params)
-    self.state = TrainState(trained, frozen, self.learner.init(trained))
+    self.state = TrainState(trained, frozen, self.learner.init(trained), lr_scale=None)
 
   def _placed(self, batches: list[SftBatch]) -> list[SftBatch]:
     return batches if self._mesh is None else [place_rows(batch, self._mesh) for batch in batches]

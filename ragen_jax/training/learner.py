@@ -41,7 +41,6 @@ class Learner:
     mesh: Mesh | None = None,
     *,
     critic_loss: Loss | None = None,
-    scales_lr: bool = True,
   ):
     """Nothing is compiled before the first call.
 
@@ -51,8 +50,6 @@ class Learner:
       loss: of a micro-batch.
       mesh: the weights' layout; None for one device.
       critic_loss: the loss of steps that train the critic alone.
-      scales_lr: updates are multiplied by `state.lr_scale`. Even a factor of 1 changes the last bit of new weights, as
-        the compiler no longer fuses the learning rate's product with the sum.
     """
     self.mesh = mesh
     self.optimizer = optimizer
@@ -69,7 +66,7 @@ class Learner:
 
     def apply(trained, opt_state, gradients, lr_scale):
       updates, opt_state = optimizer.update(gradients, opt_state, trained)
-      if scales_lr:
+      if lr_scale is not None:  # a product with 1 would round the sum with the weights otherwise
         updates = jax.tree.map(lambda u: lr_scale * u, updates)
       new = optax.apply_updates(trained, updates)
       return self._as_weights(new), self._as_weights(opt_state), _norms(gradients)
@@ -128,7 +125,7 @@ class Learner:
     """One optimiser step over a mini-batch.
 
     Args:
-      state: its `trained` and `opt_state` are donated; `lr_scale` multiplies the update (see `scales_lr`).
+      state: its `trained` and `opt_state` are donated; `lr_scale` multiplies the update.
       micro_batches: what the loss takes, one after the other.
       critic_only: leave the policy and its part of the optimiser's state as they are; with a shared trunk the value
         head alone is trained.
@@ -139,7 +136,8 @@ class Learner:
     """
     gradients, found = self.gradients(state, micro_batches, critic_only=critic_only)
     apply = self._apply_critic if critic_only else self._apply
-    trained, opt_state, norms = apply(state.trained, state.opt_state, gradients, np.float32(state.lr_scale))
+    scale = None if state.lr_scale is None else np.float32(state.lr_scale)
+    trained, opt_state, norms = apply(state.trained, state.opt_state, gradients, scale)
     return state.replace(trained=trained, opt_state=opt_state), found | norms
 
   def evaluate(self, state: TrainState, micro_batches: Iterable[Any]) -> dict[str, jax.Array]:
