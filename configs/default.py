@@ -24,7 +24,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Seed of token sampling, of the order of mini-batches and of fresh weights, 0 to 428. Each seed trains on levels of
   # its own; the held-out levels are the same for all.
   config.seed = 0
-  # Iterations; each plays one rollout and updates the policy on it.
+  # Iterations; each updates the policy. Every `train.online_k`-th iteration plays a new rollout.
   config.num_iterations = 100
 
   config.model = ConfigDict()

@@ -161,7 +161,7 @@ def agent_proxy(
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
-  """The rollout loop over a batch of environments, which are never reset to a level that is held out."""
+  """The rollout loop over a batch of environments. Levels in `held_out` are replaced, if the game has enough levels."""
   share = sampler.share
   envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
   return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)

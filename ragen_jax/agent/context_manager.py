@@ -41,8 +41,8 @@ class ContextSettings:
     context: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last
       turns, one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
     context_turns: turns that the latter two show, the present one included.
-    overlong: the rule for a prompt that does not fit: the episode ends ('end'), or its oldest turns are left out
-      ('drop_oldest'), under 'full' in a new row that begins there.
+    overlong: the rule for a prompt that does not fit: 'end' ends the episode; 'drop_oldest' drops its oldest turns, and
+      with 'full' begins a new row.
   """
 
   think: bool

@@ -3,8 +3,8 @@
 A reply that never comes is a turn that is not valid; it is counted, and the evaluation goes on. A wrong address or key,
 which more tries cannot mend, is an error at the first request.
 
-The `openai` package could repeat requests itself. It is not used for that, as it repeats none whose answer has no reply
-in it, waits for each request by itself after a rate limit, and for two minutes at most.
+This module repeats requests itself. The `openai` package can also repeat them, but not if an answer contains no reply;
+after a rate limit, it delays only the rejected request, and for at most two minutes.
 """
 
 from __future__ import annotations

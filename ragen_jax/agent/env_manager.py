@@ -1,4 +1,4 @@
-"""The batch of environments behind a rollout: groups that share a level, members with their own luck."""
+"""The batch of environments behind a rollout: a group shares its level, and each member has its own randomness."""
 
 from __future__ import annotations
 
@@ -205,8 +205,8 @@ class EnvStateManager:
   def optimal(self) -> np.ndarray:
     """f32[B], the best success probability on each row's level of the last `reset`; NaN where it is not known.
 
-    It is not known where an environment has no solver, or its solver cannot do a game or a budget of this size; the
-    latter is warned of, once for each environment.
+    It is NaN if the environment has no solver, or if the solver does not support this size or budget. The second case
+    logs a warning, once for each environment.
     """
     best = np.full((self.rows,), np.nan, np.float32)
     for i, pool in self.pools.items():

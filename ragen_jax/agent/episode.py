@@ -28,7 +28,7 @@ TRUNCATED = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
 
 
 def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn: bool) -> Status:
-  """The status behind a turn that the environment played; the game's own end comes before the limits.
+  """The status after a turn. If the game is over, the limits have no effect.
 
   Args:
     done: the game is over.
@@ -104,7 +104,7 @@ class Turn:
     effective: how many of the actions changed the state.
     picture: u8[H, W, 3], the board at the turn's start, in pictured rows of environments that draw one.
     tokens: the reply's number of tokens, its stop token included; 0 where no reply came.
-    answered: a reply came; only one over a network may not.
+    answered: a reply arrived; False only for a reply that was lost on a network.
     actions_left: actions that the episode had before the turn.
     ids: the reply as it was sampled, see `TextReply`.
     closed: the reply ended with the chat format's stop token.

@@ -1,7 +1,7 @@
 """The rows of one environment in a batch, for each kind of environment: in JAX, or outside it.
 
-This is the only module that tells the kinds apart. A pool answers for its environment: whether it lives outside, which
-actions are legal, the best possible success; `is_outside`, `lists_actions` and `read_action` need no rows.
+Only this module distinguishes the two kinds. A pool gives the properties of its environment: whether it is outside JAX,
+the legal actions, the best possible success. `is_outside`, `lists_actions` and `read_action` need no pool.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Pool(abc.ABC):
     spec: the environment.
     rows: how many.
     group_size: G.
-    outside: whether the environment lives outside JAX. Its resets may have effects, so it is reset for episodes only;
-      its first prompts are not known before, and its levels not compared with held-out ones.
+    outside: whether the environment is outside JAX. Its reset may have side effects, so it is called only to begin an
+      episode: first prompts are not checked in advance, and levels are not compared with held-out levels.
     traces: how often a step has been compiled.
     faults: by row, the fault that ended its episode since `reset`.
     done: bool[rows], the game is over, also where the environment failed.

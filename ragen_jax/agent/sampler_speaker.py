@@ -141,9 +141,9 @@ class SamplerSpeaker:
     }
 
   def _row_keys(self, first_row: int, rows: int, began: np.ndarray) -> jax.Array:
-    """The keys [B] of this process's episodes, with the turn folded in where a row does not begin with the first.
+    """The keys [B] of this process's episodes. If a row begins in a later turn, the turn is folded into its key.
 
-    A draw's randomness comes from its key and its position, which restarts with a row.
+    A draw depends on its key and its position in the row; a new row restarts the positions, so it needs a new key.
     """
     keys = jax.random.split(self._key, rows * self._sampler.share.parts)[first_row : first_row + rows]
     if not began.any():

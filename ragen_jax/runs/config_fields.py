@@ -186,7 +186,7 @@ def free_in_warm_start() -> frozenset[str]:
 
 
 def free_in_export(config: Mapping[str, Any]) -> frozenset[str]:
-  """The fields that need not be the run's when a checkpoint of it is exported."""
+  """The fields that may differ from the run's config when its checkpoint is exported."""
   return free_in_training(config)[0] | fields_of('length')
 
 

@@ -31,7 +31,7 @@ from ragen_jax.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-  """From the environment's rewards to those that estimators read. Fields are those of `config.reward`.
+  """How the rewards of the environment become the rewards of the estimators. Fields are those of `config.reward`.
 
   Attributes:
     credit: where rewards lie, one of `rewards.CREDITS`.
@@ -121,7 +121,7 @@ class _Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-  """What the models say of these tokens, f32[B, R] each, as in `TrainBatch`."""
+  """The models' log-probs and values of these tokens, and importance weights; f32[B, R] each, as in `TrainBatch`."""
 
   old_logprobs: np.ndarray
   old_values: np.ndarray

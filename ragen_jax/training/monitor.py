@@ -83,8 +83,8 @@ class Monitor:
       empty: the filter kept nothing of the fresh rollout.
 
     Returns:
-      The monitor's own metrics, and the verdict. A warning is given when the rule is first met, and again only after it
-      was not met in between.
+      The monitor's own metrics, and the verdict. A warning is given when the rule becomes true; while it stays true,
+      the warning is not repeated.
     """
     curves = _CURVES + tuple(name for name in metrics if name.startswith('train/') and name.endswith('/success'))
     self._emas, own = update_emas(self._emas, {n: metrics[n] for n in curves if n in metrics}, self._settings.ema_decay)

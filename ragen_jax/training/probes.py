@@ -121,8 +121,8 @@ class Probes:
       state: read only.
       rollout: `information_samples` thoughts are drawn from it, each from another episode.
       rng: draws them.
-      first_only: thoughts of first turns, under first prompts; otherwise of any turn, each under the conversation
-        before it.
+      first_only: draw thoughts of first turns only, and score them after first prompts; otherwise draw from all turns,
+        and score each thought after the conversation before it.
 
     Returns:
       `valid_thinking_rate`, the share of drawn replies that close their thought, and what

@@ -255,7 +255,7 @@ class Run:
       self._log.progress.write(f'iteration {step}: {verdict.reason}; {CONSEQUENCES[verdict.action]}')
     self._stopped = verdict.reason if verdict.action == 'stop' else ''
     interrupted = self._interrupted()
-    # A run that goes on between two iterations of one rollout would not have that rollout.
+    # Checkpoints do not contain the rollout, so a run cannot resume between two iterations of one rollout.
     save_now = self._stopped or (interrupted and step % self._settings.online_k == 0)
     if self._due(state, self._settings.checkpoint_every) or save_now:
       self._save(state, scores)
