@@ -1,7 +1,7 @@
-"""From a config to the parts of a run: the only module that reads a config to make something.
+"""From a config to the parts of a run.
 
 Settings dataclasses stand beside the classes that take them and have no defaults; `fill` fills them by name from a
-section of the config. Nothing below this module sees a `ConfigDict`.
+section of the config. Nothing below this module sees a `ConfigDict`; above it, only checks and modes do.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def agent_proxy(
 
 def sampling(section: ConfigDict) -> Sampling:
   """How `config.train` or `config.eval` draws tokens."""
-  return fill(Sampling, section)
+  return Sampling(section.temperature, section.top_p, section.top_k)
 
 
 def evaluation_settings(config: ConfigDict) -> EvaluationSettings:

@@ -10,7 +10,6 @@ from typing import Any
 from ragen_jax.agent import templates
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Chat, Limits, Turn
-from ragen_jax.agent.pools import read_action
 from ragen_jax.agent.segments import (
   Encoded,
   ImageSpan,
@@ -237,7 +236,7 @@ class ContextManager:
     spec = self._specs[env]
     limit = spec.budget.max_actions_per_turn
     pieces = [p.strip() for p in answer.split(self.settings.action_sep)]
-    parsed = [read_action(spec.env, p) for p in pieces if p]
+    parsed = [spec.env.read_action(p) for p in pieces if p]
     known = [x for x in parsed if x is not None]
     valid = bool(known) and len(known) == len(parsed)
     return ParsedReply(tuple(action for action, _ in known[:limit]), tuple(name for _, name in known[:limit]), valid)

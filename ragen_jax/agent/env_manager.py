@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.agent.pools import Pool, is_outside, make_pool
+from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.envs.spec import EnvSpec
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class EnvStateManager:
   @property
   def has_outside(self) -> bool:
     """Whether any environment of the whole lives outside JAX."""
-    return any(is_outside(spec.env) for spec in self.specs)
+    return any(spec.env.is_outside for spec in self.specs)
 
   def rows_of(self, index: int) -> slice:
     """The rows of the environment `specs[index]`, which is one of `pools`."""

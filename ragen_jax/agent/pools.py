@@ -1,7 +1,7 @@
 """The rows of one environment in a batch, for each kind of environment: in JAX, or outside it.
 
 Only this module distinguishes the two kinds. A pool gives the properties of its environment: whether it is outside JAX,
-the legal actions, the best possible success. `is_outside`, `lists_actions` and `read_action` need no pool.
+the legal actions, the best possible success.
 """
 
 from __future__ import annotations
@@ -16,40 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragen_jax.envs.base import Environment
-from ragen_jax.envs.outside.base import TextEnvironment, read_observation, read_reward, read_step
+from ragen_jax.envs.outside.base import read_observation, read_reward, read_step
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
 FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Others like it are only counted, in %s/env_errors'
-
-
-def is_outside(env: Environment | TextEnvironment) -> bool:
-  """Whether an environment lives outside JAX."""
-  return isinstance(env, TextEnvironment)
-
-
-def lists_actions(env: Environment | TextEnvironment) -> bool:
-  """Whether the legal actions of a state can be listed; outside JAX only where actions are words."""
-  return not is_outside(env) or bool(env.action_words)
-
-
-def read_action(env: Environment | TextEnvironment, text: str) -> tuple[Any, str] | None:
-  """Reads one action of an answer.
-
-  Args:
-    env: of any kind.
-    text: a piece of the answer.
-
-  Returns:
-    The action as `step` takes it and its name; None where the text names none, or where code outside JAX fails on it.
-  """
-  if is_outside(env):
-    return env.read_action(text)
-  action = env.parse_action(text)
-  return None if action is None else (action, env.format_action(action))
 
 
 def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
@@ -60,7 +33,7 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
     rows: how many, a multiple of `group_size`.
     group_size: G.
   """
-  kind = OutsidePool if is_outside(spec.env) else JaxPool
+  kind = OutsidePool if spec.env.is_outside else JaxPool
   return kind(spec, rows, group_size)
 
 
@@ -132,7 +105,7 @@ class Pool(abc.ABC):
 
   @abc.abstractmethod
   def legal_actions(self) -> list[list[str]]:
-    """For each row the names of the actions that are legal now; only where `lists_actions`."""
+    """For each row the names of the actions that are legal now; only where the environment `has_legal_actions`."""
 
   def optimal(self) -> np.ndarray:
     """f32[rows], the best success probability on the levels of the last `reset`; NaN where it is not known.

@@ -19,6 +19,7 @@ from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.distributed import processes
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
+from ragen_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +212,8 @@ class SamplerSpeaker:
     for i, row in enumerate(device.rows):
       prompt = prompts.get(int(row))
       if prompt is not None:
+        if prompt.images:
+          raise UserError(f'{log.envs.specs[log.envs.row_env[row]].tag}: the policy reads no images')
         tokens[i, : len(prompt.ids)] = prompt.ids
         count[i] = len(prompt.ids)
     keys = row_keys[jnp.asarray(np.maximum(device.rows, 0))]

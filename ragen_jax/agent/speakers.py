@@ -14,7 +14,7 @@ from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
-from ragen_jax.agent.pools import JaxPool, lists_actions
+from ragen_jax.agent.pools import JaxPool
 from ragen_jax.envs.base import Solution
 
 
@@ -64,7 +64,7 @@ class RandomSpeaker:
   @staticmethod
   def can_play(envs: EnvStateManager) -> bool:
     """Whether the actions of all environments can be listed."""
-    return all(lists_actions(spec.env) for spec in envs.specs)
+    return all(spec.env.has_legal_actions for spec in envs.specs)
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """See `Speaker`."""

@@ -174,4 +174,6 @@ def _from_scores(
     return arpo(scores, mask)
   if name == 'reinforce_plus_plus_baseline':  # the group's mean is the baseline; whitening gives the scale
     return grpo(scores, group, mask, episode=episode, scale_by_std=False)
-  return grpo(scores, group, mask, episode=episode, scale_by_std=name == 'grpo', length_weight=length_weight)
+  if name in ('grpo', 'dr_grpo'):
+    return grpo(scores, group, mask, episode=episode, scale_by_std=name == 'grpo', length_weight=length_weight)
+  raise ValueError(f'algorithm.adv_estimator {name!r} has a row in ESTIMATORS and no function here')
