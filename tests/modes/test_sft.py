@@ -17,7 +17,7 @@ from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.language_model import param_state
-from ragen_jax.config import checks
+from ragen_jax.config import sft_checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
@@ -230,7 +230,7 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
 
 
 def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
-  monkeypatch.setattr(checks, 'row_shards', lambda mesh: 8)
+  monkeypatch.setattr(sft_checks, 'row_shards', lambda mesh: 8)
   check_sft(builders.small_config())
   check_sft(builders.small_config(sft__batch_size=24, sft__packing=True))
   message = r'sft\.batch_size=24: half of it, 12, goes through the model at once and must be a multiple of 8 row shards'
