@@ -45,7 +45,9 @@ def test_numbers_of_statuses_are_those_of_saved_rollouts():
 
 
 def test_the_score_is_the_return_with_penalties():
-  turns = [Turn('x', 'y', [], reward, penalty, True, 0) for reward, penalty in ((-0.1, 0.0), (0.0, -0.25), (10.9, 0.0))]
+  turns = [
+    Turn('x', 'y', [], (reward,), penalty, True, 0) for reward, penalty in ((-0.1, 0.0), (0.0, -0.25), (10.9, 0.0))
+  ]
   episode = Episode('Sokoban', 0, 7, turns, status=Status.SUCCESS)
   assert episode.success
   assert episode.env_return == pytest.approx(10.8) and episode.score == pytest.approx(10.55)
