@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -37,18 +38,23 @@ class StepResult:
   """The outcome of a turn's actions, for every row of the batch.
 
   Attributes:
-    reward: f32[B], summed over the actions.
+    rewards: of the actions that were carried out, one tuple a row.
     executed: i32[B], actions carried out; fewer than asked where the episode ended or the budget ran out.
     effective: i32[B], how many of them changed the state.
     done: bool[B], the game is over, also where its environment failed.
     success: bool[B], and won.
   """
 
-  reward: np.ndarray
+  rewards: list[tuple[float, ...]]
   executed: np.ndarray
   effective: np.ndarray
   done: np.ndarray
   success: np.ndarray
+
+  @property
+  def reward(self) -> np.ndarray:
+    """f64[B], the exact sums of `rewards`, each rounded once."""
+    return np.asarray([math.fsum(own) for own in self.rewards])
 
 
 class EnvStateManager:
@@ -181,11 +187,11 @@ class EnvStateManager:
   def step(self, actions: list[list[Any]]) -> StepResult:
     """Carries out a turn's parsed actions, an empty list for rows that do nothing."""
     parts = [pool.step(actions[self._slices[i]]) for i, pool in self.pools.items()]
-    reward, executed, effective = (np.concatenate(x) for x in zip(*parts, strict=True))
+    rewards, executed, effective = zip(*parts, strict=True)
     return StepResult(
-      reward=reward,
-      executed=executed,
-      effective=effective,
+      rewards=[own for part in rewards for own in part],
+      executed=np.concatenate(executed),
+      effective=np.concatenate(effective),
       done=np.concatenate([p.done for p in self.pools.values()]),
       success=np.concatenate([p.success for p in self.pools.values()]),
     )

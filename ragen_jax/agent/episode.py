@@ -1,9 +1,14 @@
-"""What an episode is: its turns, how it may end, and the rule that decides when it does."""
+"""What an episode is: its turns, what they earn, how it may end, and the rule that decides when it does.
+
+Rewards are kept action by action, and sums of them are exact (`math.fsum`), rounded once. So episodes with the same
+rewards have the same score, in whatever order the rewards came and however the actions were cut into turns.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 
 import numpy as np
 
@@ -98,7 +103,7 @@ class Turn:
     observation: the environment's text at the turn's start.
     reply: the whole reply, forced prefix included, stop token not.
     actions: the names of the actions that were carried out.
-    reward: from the environment, the format penalty not included.
+    rewards: from the environment, one for each of these actions, the format penalty not included.
     penalty: the format penalty, 0 or negative.
     valid: the reply had the right form and every action in it exists.
     effective: how many of the actions changed the state.
@@ -114,7 +119,7 @@ class Turn:
   observation: str
   reply: str
   actions: list[str]
-  reward: float
+  rewards: tuple[float, ...]
   penalty: float
   valid: bool
   effective: int
@@ -125,6 +130,16 @@ class Turn:
   ids: tuple[int, ...] = ()
   closed: bool = True
   chat: Chat | None = None
+
+  @property
+  def reward(self) -> float:
+    """Sum of the environment's rewards."""
+    return math.fsum(self.rewards)
+
+  @property
+  def score(self) -> float:
+    """Sum of the environment's rewards and the format penalty: the reward of the turn's last token."""
+    return math.fsum((*self.rewards, self.penalty))
 
 
 @dataclasses.dataclass
@@ -160,9 +175,9 @@ class Episode:
   @property
   def env_return(self) -> float:
     """Sum of the environment's rewards."""
-    return sum(t.reward for t in self.turns)
+    return math.fsum(reward for t in self.turns for reward in t.rewards)
 
   @property
   def score(self) -> float:
     """Sum of the environment's rewards and of the format penalties: the score that is trained on."""
-    return self.env_return + sum(t.penalty for t in self.turns)
+    return math.fsum(x for t in self.turns for x in (*t.rewards, t.penalty))

@@ -126,7 +126,7 @@ class EpisodeLog:
         observation=before[row],
         reply=reply.text,
         actions=list(read.names[: result.executed[row]]),
-        reward=float(result.reward[row]),
+        rewards=result.rewards[row],
         penalty=0.0 if read.valid else self.limits.format_penalty,
         valid=read.valid,
         effective=int(result.effective[row]),
@@ -140,7 +140,7 @@ class EpisodeLog:
       )
       self.episodes[row].turns.append(turn)
       if self.timeline.length[row]:
-        self.timeline.reward_last_token(row, turn.reward + turn.penalty)
+        self.timeline.reward_last_token(row, turn.score)
       anchor = int(envs.row_group[row]), before[row]
       self._anchors[row, self.turn] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
       self.status[row] = Status.ENV_ERROR if row in faults else status_after_turn(

@@ -129,6 +129,19 @@ class _Scores:
   importance: np.ndarray | None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rewards:
+  """What the estimator reads.
+
+  Attributes:
+    of_tokens: f32[B, R], for estimators that run along the row.
+    of_episodes: f32[B], the sum over each row's episode, not added up in float32, for estimators that compare episodes.
+  """
+
+  of_tokens: jax.Array
+  of_episodes: jax.Array
+
+
 class TargetEstimator:
   """Makes the `TrainBatch` of a selection."""
 
@@ -169,7 +182,7 @@ class TargetEstimator:
       importance=scores.importance,
     )
     metrics = selection.metrics | metrics | kl_metrics
-    metrics |= mean_max_min('critic/rewards', np.asarray(reward).sum(axis=1)[selection.keep])
+    metrics |= mean_max_min('critic/rewards', np.asarray(reward.of_tokens, np.float64).sum(axis=1)[selection.keep])
     metrics |= mean_max_min('critic/advantages', batch.advantages[tokens.sampled])
     if self._settings.needs_critic:
       metrics |= mean_max_min('critic/returns', batch.returns[tokens.sampled])
@@ -214,12 +227,11 @@ class TargetEstimator:
       reference = self._scorer.logprobs(state.reference_params, rows, plans)
     return _Scores(logprobs, values, reference, importance), metrics
 
-  def _rewards(
-    self, selection: Selection, tokens: _Tokens, scores: _Scores
-  ) -> tuple[jax.Array | np.ndarray, dict[str, float]]:
-    """f32[B, R], the rewards that the estimator reads, and metrics."""
+  def _rewards(self, selection: Selection, tokens: _Tokens, scores: _Scores) -> tuple[_Rewards, dict[str, float]]:
+    """The rewards that the estimator reads, and metrics."""
     s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
-    reward = _shape_rewards(
+    episode = shared_episodes(t.episode)
+    of_tokens, of_episodes = _shape_rewards(
       at_columns(t.rewards, rows.columns, rows.mask),
       sampled,
       tokens.turn,
@@ -228,23 +240,25 @@ class TargetEstimator:
       credit=s.reward.credit,
       grouping=s.reward.grouping,
       method=s.reward.method,
-      episode=shared_episodes(t.episode),
+      episode=episode,
+      scores=selection.rollout.scores,
     )
     if s.kl_reward_coef <= 0:
-      return reward, {}
+      return _Rewards(of_tokens, of_episodes), {}
     kl = losses.kl_penalty(scores.old_logprobs, scores.ref_logprobs, sampled, s.kl_kind)
-    reward = rewards.kl_in_reward(reward, kl, sampled, s.kl_reward_coef)
+    reward = _Rewards(*rewards.kl_in_reward(of_tokens, of_episodes, kl, sampled, s.kl_reward_coef, episode=episode))
     return reward, {'actor/reward_kl_penalty': mean(np.asarray(kl)[sampled])}
 
   def _advantages(
-    self, state: TrainState, selection: Selection, tokens: _Tokens, scores: _Scores, reward: Any
+    self, state: TrainState, selection: Selection, tokens: _Tokens, scores: _Scores, reward: _Rewards
   ) -> Advantages:
     """What the estimator gives, on the host."""
     s, t = self._settings, selection.rollout.trajectory
     return jax.device_get(
       _advantages(
         s.adv_estimator,
-        rewards=reward,
+        rewards=reward.of_tokens,
+        scores=reward.of_episodes,
         loss_mask=tokens.sampled,
         turn=tokens.turn,
         group=t.group,

@@ -43,7 +43,7 @@ def _rollout():
   timeline.append_context(0, (5, 6, 7), 0)
   zero = np.zeros(1, np.int32)
   trajectory = timeline.trajectory(group=zero, episode=zero, env=zero, status=zero, policy_version=0, pad_id=0)
-  episode = Episode('FrozenLake', 0, 0, [Turn('', '', [], 1.0, 0.0, True, 0)])
+  episode = Episode('FrozenLake', 0, 0, [Turn('', '', [], (1.0,), 0.0, True, 0)])
   return Rollout(trajectory, [episode], np.zeros((1, 1), np.int32), np.zeros(1, np.float32), 0, 0)
 
 
