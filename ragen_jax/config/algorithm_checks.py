@@ -32,7 +32,7 @@ _CHOICES = {
 }
 _AT_LEAST_ONE = (
   'agent.context_turns', 'train.online_k', 'filter.max_rollouts', 'monitor.baseline_steps', 'monitor.min_signals',
-  'monitor.patience', 'monitor.gradient_buckets',
+  'monitor.patience', 'monitor.gradient_buckets', 'monitor.max_bad_iterations',
 )  # fmt: skip
 _NOT_NEGATIVE = (
   'algorithm.kl_loss_coef', 'algorithm.kl_reward_coef', 'algorithm.tis_cap', 'algorithm.loss_norm_length',

@@ -60,10 +60,10 @@ def _open(workdir, state=None, replay=None, **fields):
     yield run, state
 
 
-def _finish(run, state, evaluation=None, verdict=None):
+def _finish(run, state, evaluation=None, verdict=None, found=None):
   with run.timer('step'):
     pass
-  return run.finish_iteration(state, _rollout(), evaluation, verdict or Verdict())
+  return run.finish_iteration(state, _rollout(), evaluation, verdict or Verdict(), lambda: found or {})
 
 
 def _steps(workdir):
