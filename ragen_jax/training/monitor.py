@@ -24,7 +24,7 @@ _CURVES = (
   'response_length/mean',
   'critic/score/mean',
 )
-_SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_norm', 'repeats'))
+SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_norm', 'repeats'))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Monitor:
     fresh, self._warned = warning and not self._warned, warning
     if not fresh:
       return own, Verdict()
-    signals = ', '.join(n.removeprefix('echo_trap/') for n in _SIGNALS if own[n])
+    signals = ', '.join(n.removeprefix('echo_trap/') for n in SIGNALS if own[n])
     return own, self._respond(f'the Echo Trap shows in {signals}')
 
   def _respond(self, reason: str) -> Verdict:

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 CONSEQUENCES = {
   'warn': 'a warning only (monitor.echo_trap)',
   'stop': 'the run ends here',
-  'bad': 'nothing of it is learnt from or saved',
+  'bad': 'it is not learnt from, and no checkpoint is saved',
   'rollback': 'there is no evaluated checkpoint to roll back to, or nothing left to train',
 }
 
@@ -165,9 +165,7 @@ def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
     good: the newest checkpoint; None without any.
   """
   since = f'iteration {last}' if first == last else f'iterations {first} to {last}'
-  left = (
-    f'checkpoint {good} is from before, start another run from it' if good is not None else 'there is no checkpoint'
-  )
+  left = 'there is no checkpoint' if good is None else f'checkpoint {good} is from before, start another run from it'
   return (
     f'{since}: numbers are not finite, at last {not_finite}; {left}; try a smaller optimizer.actor_lr, '
     'optimizer.critic_lr or optimizer.grad_clip'
