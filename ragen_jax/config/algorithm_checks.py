@@ -140,7 +140,7 @@ def _check_filter(config: ConfigDict) -> None:
     above = f.value >= 0 if all_at_0 else f.value > 0
     rules.check(
       config, 'filter.value', above and f.value <= 1,
-      f'must be {"at least" if all_at_0 else "above"} 0 and at most 1 with filter.strategy={f.strategy!r}, or no group would be kept',
+      f'must be {"at least" if all_at_0 else "above"} 0 and at most 1 with filter.strategy={f.strategy!r}',
     )  # fmt: skip
   rules.check(
     config, 'filter.value', f.strategy != 'top_k' or int(f.value * config.train.groups + 1e-9) > 0,
