@@ -40,13 +40,13 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
   weights = processes.all_rows(jax.tree.leaves(state.params))
   # A step with a NaN keeps all, in the same program.
   bad = batch.replace(advantages=np.where(batch.mask, np.nan, 0).astype(np.float32))
-  rows = np.flatnonzero(selection.keep)[:8]
+  rows, programs = np.flatnonzero(selection.keep)[:8], trainer.learner._apply._cache_size()
   state, sums = trainer.learner.step(state, trainer.micro_batches(bad, selection, rows))
   kept = processes.all_rows(jax.tree.leaves(state.params))
   same = all(np.array_equal(x, y) for x, y in zip(weights, kept, strict=True))
   skipped = int(jax.device_get(sums[SKIPPED])) == 1
   return {
-    'bad_step': np.asarray([skipped, same, trainer.learner._apply._cache_size() == 1]),
+    'bad_step': np.asarray([skipped, same, trainer.learner._apply._cache_size() == programs]),
     'tokens': rollout.trajectory.tokens,
     'logprobs': rollout.trajectory.logprobs,
     'advantages': batch.advantages,
