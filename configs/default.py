@@ -389,6 +389,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.monitor.rollback_lr = 0.5
   # Maximum rollbacks of a run; the next warning stops it.
   config.monitor.max_rollbacks = 3
+  # Consecutive iterations with numbers that are not finite (NaN, infinity) after which the run ends with exit status 1,
+  # or is rolled back if `echo_trap` is 'rollback'. In --mode=sft, consecutive skipped optimiser steps.
+  config.monitor.max_bad_iterations = 3
   # Stop after this many consecutive iterations with an in-group reward deviation below a tenth of its baseline; 0 is
   # off.
   config.monitor.flat_reward_patience = 0

@@ -124,7 +124,11 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-  """Runs `main`. An error of the user is one line and exit status 2; a signal is status 130 or 143."""
+  """Runs `main`.
+
+  An error of the user is one line and exit status 2, numbers that are not finite one line and status 1; a signal is
+  status 130 or 143.
+  """
   command_line.set_up_logging()
   command_line.show_in_help(_CONFIG, _MODE, _WORKDIR, _OUTPUT, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
   try:
@@ -132,7 +136,7 @@ def run() -> None:
   except UserError as e:
     if not e.everywhere or processes.is_first():
       sys.stderr.write(f'error: {e}\n')
-    processes.leave(2, together=e.everywhere)
+    processes.leave(e.status, together=e.everywhere)
   except KeyboardInterrupt as e:
     resumable = 'interrupted; the same command goes on from the last checkpoint, if there is one'
     sys.stderr.write((resumable if _MODE.value in _RESUMABLE else 'interrupted') + '\n')

@@ -13,6 +13,7 @@ Each step stands in a module of its own:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 
@@ -44,6 +45,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
   Raises:
     UserError: the config cannot be run, or the workdir belongs to another run.
+    Diverged: the run's numbers are not finite.
   """
   with _claim(config, workdir):
     use_compilation_cache(config.compilation_cache, workdir)
@@ -97,7 +99,8 @@ def _train(config: ConfigDict, workdir: str) -> None:
         with run.timer('testing'):
           evaluation = evaluator(state.params, state.iteration)
 
-      state, rolled_back = run.finish_iteration(state, rollout, evaluation, verdict)
+      try_weights = functools.partial(trainer.try_weights, state, batch, selection)
+      state, rolled_back = run.finish_iteration(state, rollout, evaluation, verdict, try_weights)
       # After a rollback, the rollout of the discarded weights is not used again.
       fresh = rolled_back or state.iteration % config.train.online_k == 0
 

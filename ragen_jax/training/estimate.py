@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ragen_jax.agent.episode import TRUNCATED
+from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout, round_up
 from ragen_jax.algorithms import losses, masks, rewards
 from ragen_jax.algorithms.advantages import Advantages, compute_advantages
@@ -155,7 +156,7 @@ class TargetEstimator:
     self._settings = settings
     self._scorer = scorer
 
-  def __call__(self, state: TrainState, selection: Selection) -> tuple[TrainBatch, dict[str, float]]:
+  def __call__(self, state: TrainState, selection: Selection) -> tuple[TrainBatch, dict[str, float | NotFinite]]:
     """Advantages and returns of the kept rows.
 
     Args:
@@ -163,7 +164,7 @@ class TargetEstimator:
       selection: the rows of a rollout to learn from.
 
     Returns:
-      The batch, with one row for each row of `selection.rollout`, and metrics.
+      The batch, with one row for each row of `selection.rollout`, and metrics, those of the selection among them.
     """
     tokens = self._tokens(selection)
     scores, metrics = self._scores(state, selection, tokens)

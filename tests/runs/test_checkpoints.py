@@ -474,8 +474,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tm
 def test_damage_to_meta_is_found_too(tmp_path):
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, make_state(1), {'iteration': 1111})
-  (path,) = (p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and b'1111' in p.read_bytes())
-  path.write_bytes(path.read_bytes().replace(b'1111', b'2222'))
+  (path,) = (p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and b': 1111' in p.read_bytes())
+  path.write_bytes(path.read_bytes().replace(b': 1111', b': 2222'))
   with Checkpointer(tmp_path) as checkpointer, pytest.raises(UserError, match='differs from its checksum'):
     checkpointer.restore(make_state(0))
 
