@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ragen_jax.agent.episode import TRUNCATED, Episode, Status, Turn
+from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.metrics import METRICS, episode_metrics, is_share, k_values, metric_rows, pass_at_k
 
 
@@ -46,6 +46,7 @@ def _episodes(tag, count, seed=0, *, outside=False):
 def test_each_metric_is_what_counting_gives():
   episodes = _episodes('A', 24) + _episodes('B', 12, 1)
   found = episode_metrics(episodes, 4, 'train')
+  assert {e.status for e in episodes} >= {Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT}
   for tag in ('A', 'B'):
     own = [e for e in episodes if e.tag == tag]
     turns = [t for e in own for t in e.turns]
@@ -60,7 +61,7 @@ def test_each_metric_is_what_counting_gives():
       'num_turns': len(turns) / len(own),
       'action_is_valid': np.mean([t.valid for t in turns]),
       'action_is_effective': sum(t.effective for t in turns) / actions,
-      'truncated': np.mean([e.status in TRUNCATED for e in own]),
+      'truncated': np.mean([e.status.name in ('OUT_OF_TURNS', 'OUT_OF_ACTIONS', 'OUT_OF_CONTEXT') for e in own]),
     }
     assert {n.removeprefix(f'train/{tag}/') for n in found if n.startswith(f'train/{tag}/')} == set(expected)
     for name, value in expected.items():

@@ -139,6 +139,12 @@ def test_negative_scores():
   assert kept(scores, strategy='min_p', value=0.5) == [1, 2]
 
 
+@pytest.mark.parametrize('strategy', ['top_k', 'top_p'])
+def test_a_negative_score_is_not_a_zero(strategy):
+  """Ranked by their mean reward, groups that lost are not those in which nothing happened."""
+  assert kept([-1.0, 0.0, 0.5, -1e-9, 1e-11], strategy=strategy, value=1.0, include_zero=False) == [0, 2, 3]
+
+
 def test_ties_go_to_the_first_in_large_batches_too():
   scores = np.random.default_rng(0).integers(0, 2, size=200).astype(float)
   for kind, best in (('largest', 1.0), ('smallest', 0.0)):

@@ -120,13 +120,61 @@ def test_masks_that_are_off_train_every_token(policy, played):
 def test_only_episodes_that_a_budget_cut_off_are_bootstrapped(policy, played):
   rollout, _ = played
   t = rollout.trajectory
-  trainer, state = learning.make_trainer(policy, algorithm__bootstrap_truncated=True)
+  trainer, state = learning.make_trainer(policy, algorithm__bootstrap_truncated=True, algorithm__gamma=0.9)
   bootstrap = trainer.estimator.bootstrap(state.params, rollout)
   cut = t.status >= Status.OUT_OF_TURNS
   assert 0 < cut.sum() < len(cut)
   assert not bootstrap[~cut].any() and bootstrap[cut].all()
+  # Every way to be cut off counts: the same rows, had they ended otherwise.
+  status = np.arange(len(t.status), dtype=np.int32) % len(Status)
+  bootstrap_of = trainer.estimator.bootstrap(
+    state.params, dataclasses.replace(rollout, trajectory=t.replace(status=status))
+  )
+  cut_off = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
+  np.testing.assert_array_equal(bootstrap_of != 0, np.isin(status, cut_off))
+  # And it reaches the returns: at the last token they are the reward and the discounted value behind it.
+  selection = trainer.select(rollout)
+  batch, _ = trainer.estimate(state, selection)
+  last = batch.mask.sum(axis=1) - 1
+  rows = np.arange(len(last))
+  reward = np.where(t.loss_mask, t.rewards, 0)[rows, batch.columns[rows, last]]
+  gamma = trainer.settings.estimate.gamma
+  np.testing.assert_allclose(batch.returns[rows, last], reward + gamma * bootstrap, atol=1e-4)
   # It is the value that the sampler would record for a token right behind: that of a longer episode's own forward pass.
   row = int(np.flatnonzero(cut)[0])
   end = int(np.flatnonzero(t.loss_mask[row])[-1]) + 1
   hidden, _ = policy.model.policy(policy.model.policy.embed(t.tokens[row : row + 1, :end]))
   np.testing.assert_allclose(bootstrap[row], policy.model.value_head(hidden)[0, -1], atol=1e-4)
+
+
+def test_the_critic_learns_where_the_estimator_has_returns(policy, played):
+  """Turn-wise GAE has one return a turn, at its end: elsewhere the critic would learn that all states are worth 0."""
+  rollout, _ = played
+  trainer, state = learning.make_trainer(policy, algorithm__adv_estimator='turn_wise_gae')
+  batch, _ = trainer.estimate(state, trainer.select(rollout))
+  following = np.pad(batch.turn[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+  np.testing.assert_array_equal(batch.valued, batch.mask & (batch.turn != following))
+  assert batch.valued.sum() < batch.trained.sum() == rollout.trajectory.loss_mask.sum()
+
+
+def test_discounts_and_masks_of_the_config_reach_their_places(policy, played):
+  """Advantages of a row by a loop, with a discount and a decay that differ."""
+  rollout, _ = played
+  t = rollout.trajectory
+  for everywhere in (False, True):
+    trainer, state = learning.make_trainer(
+      policy, algorithm__gamma=0.9, algorithm__lam=0.5, algorithm__whiten_advantages=False,
+      algorithm__mask_advantages=not everywhere, algorithm__old_logprobs='trainer',
+    )  # fmt: skip
+    batch, _ = trainer.estimate(state, trainer.select(rollout))
+    for row in range(3):
+      through = batch.mask[row]
+      rewards = np.where(t.loss_mask[row], t.rewards[row], 0)[batch.columns[row][through]]
+      assert len(rewards) == (t.length[row] - 1 if everywhere else t.loss_mask[row].sum())
+      values, following, advantage = batch.old_values[row][through], 0.0, 0.0
+      expected = []
+      for reward, value in zip(rewards[::-1], values[::-1], strict=True):
+        advantage = reward + 0.9 * following - value + 0.9 * 0.5 * advantage
+        following = value
+        expected.append(advantage)
+      np.testing.assert_allclose(batch.advantages[row][through], expected[::-1], atol=1e-4)

@@ -31,12 +31,27 @@ def test_starpo_s_keeps_the_groups_whose_rewards_vary_most(policy, played):
   np.testing.assert_allclose(selection.scale, 0.25**0.5)
 
 
+@pytest.mark.parametrize('metric', ['entropy', 'length'])
+def test_groups_are_ranked_by_their_episodes_entropies_or_lengths(policy, played, metric):
+  rollout, _ = played
+  t = rollout.trajectory
+  tokens = t.loss_mask.sum(axis=1)
+  of_episodes = {'entropy': np.where(t.loss_mask, t.entropies, 0).sum(axis=1) / tokens, 'length': tokens}[metric]
+  ranked = np.argsort([-of_episodes[t.group == g].mean() for g in range(8)], kind='stable')
+  trainer, _ = learning.make_trainer(policy, filter__metric=metric, filter__strategy='top_k', filter__value=0.5)
+  assert _groups(trainer.select(rollout)) == sorted(ranked[:4].tolist())
+
+
 def test_soft_reweighting_drops_nothing_and_weighs_by_deviation(policy, played):
   rollout, std = played
   trainer, state = learning.make_trainer(policy, filter__soft=True)
   selection = trainer.select(rollout)
   assert selection.keep.all()
   np.testing.assert_allclose(selection.scale, (std / std.max())[rollout.trajectory.group], rtol=1e-5)
+  both, _ = learning.make_trainer(
+    policy, filter__soft=True, filter__strategy='top_k', filter__value=0.5, filter__loss_scaling='linear'
+  )
+  np.testing.assert_allclose(both.select(rollout).scale, 0.5 * selection.scale, rtol=1e-5)
   plain, _ = trainer.estimate(state, dataclasses.replace(selection, scale=np.ones_like(selection.scale)))
   scaled, _ = trainer.estimate(state, selection)
   np.testing.assert_allclose(scaled.advantages, plain.advantages * selection.scale[:, None], rtol=1e-5)

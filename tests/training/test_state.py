@@ -49,6 +49,10 @@ def test_the_reference_outlives_the_weights_that_it_copies():
   before = jax.device_get(params['policy'])
   jax.tree.map(lambda x: x.delete(), trained)  # as an optimiser step does
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.reference), before)
+  # With the state's own value head it scores as the policy did at the start.
+  state = state.replace(trained=jax.tree.map(lambda x: jnp.ones_like(x), _params(True)), frozen=nnx.State({}))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.reference_params['policy']), before)
+  assert (state.reference_params['value_head']['kernel'][...] == 1).all()
   # The frozen weights are shared, not copied.
   own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.reference)}
   assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(frozen)} < own

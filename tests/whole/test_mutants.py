@@ -1,0 +1,44 @@
+"""benchmarks/mutants.py: each of its breaks can still be made, and its results are of the breaks that it has."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+
+@pytest.fixture(scope='module')
+def mutants():
+  spec = importlib.util.spec_from_file_location('mutants', ROOT / 'benchmarks' / 'mutants.py')
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module  # dataclasses look their module up
+  spec.loader.exec_module(module)
+  yield module
+  del sys.modules[spec.name]
+
+
+def test_every_break_can_be_made(mutants):
+  """Where this fails, the code of a break has changed: make the break in the new code, and run it."""
+  assert len({m.name for m in mutants.MUTATIONS}) == len(mutants.MUTATIONS) >= 30
+  for mutation in mutants.MUTATIONS:
+    compile(mutation.applied(), mutation.file, 'exec')
+    for test in mutation.tests:
+      assert (ROOT / 'tests' / test.split('::')[0]).is_file(), test
+
+
+def test_a_break_whose_text_is_not_there_once_is_refused(mutants):
+  for old, times in (('no such text', 0), ('import', 'times')):
+    with pytest.raises(ValueError, match='found 0 times' if times == 0 else 'it must be once'):
+      mutants.Mutation('training/learner.py', old, '', ()).applied()
+  with pytest.raises(ValueError, match='nothing would change'):
+    mutants.Mutation('training/learner.py', 'lr_scale * u', 'lr_scale * u', ()).applied()
+
+
+def test_every_break_was_killed_when_the_results_were_written():
+  results = json.loads((ROOT / 'benchmarks' / 'results' / 'mutants.json').read_text())
+  assert results['killed'] == results['mutations'] == len(results['results'])
+  assert all(r['result'] == 'killed' and r['killed_by'] for r in results['results'])
