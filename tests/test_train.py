@@ -121,7 +121,8 @@ def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(t
 @pytest.mark.parametrize('mode', ['train', 'sft'])
 def test_the_exit_status_of_a_run_whose_numbers_are_not_finite_is_1(tmp_path, mode):
   fields = [
-    'train.groups=16', 'eval.groups=16', 'eval.group_size=1', 'optimizer.actor_lr=1e30', 'sft.learning_rate=1e30',
+    'train.groups=16', 'eval.groups=16', 'eval.group_size=1', 'optimizer.mini_batch_size=64',
+    'optimizer.actor_lr=1e30', 'sft.learning_rate=1e30',
     'sft.levels=(64,)', 'sft.batch_size=16', f'sft.output={tmp_path}/out',
   ]  # fmt: skip
   command = [
