@@ -48,7 +48,8 @@ def test_options_of_environments_are_those_of_their_classes():
 
 def test_tags_are_ragens():
   """Against a second listing, from RAGEN's paper and its first version's configs."""
-  config = default.get_config()
+  config = default.get_config('qwen2.5-0.5b')
+  assert {env.max_words for env in default.get_config().envs.values()} == {25}  # the built-in model replies in fewer
   tags = tuple(config.envs)
   envs = {spec.tag: spec for spec in build.env_groups(config, tags, (1,) * len(tags))}
   grid = base.Budget(max_turns=5, max_actions=10, max_actions_per_turn=5)
