@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 import threading
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -75,7 +76,7 @@ class OneWord:
   """Says the same word of each game in every turn."""
 
   writes_tokens = False
-  words = dict(zip(TAGS, ('Right', '3', 'Down', 'Up'), strict=True))
+  words: ClassVar = dict(zip(TAGS, ('Right', '3', 'Down', 'Up'), strict=True))
 
   def reply(self, log):
     tags = {row: log.envs.specs[log.envs.row_env[row]].tag for row in log.live}
