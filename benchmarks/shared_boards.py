@@ -20,9 +20,12 @@ TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
 
 
 def held_out_boards() -> set[bytes]:
-  """The boards of the evaluations of all shipped configs."""
+  """The boards of the evaluations of all shipped configs that evaluate on a demonstrated game."""
+  config = sft_tiny.get_config()
+  games = {config.envs[tag].type for tag in config.sft.tags}
   names = sorted(path.stem for path in (ROOT / 'configs').glob('*.py') if path.stem not in ('__init__', 'environments'))
-  return set().union(*(build.held_out_levels(load_config(name, flag='')) for name in names))
+  configs = [load_config(name, flag='') for name in names]
+  return set().union(*(build.held_out_levels(c) for c in configs if games & {c.envs[tag].type for tag in c.eval.tags}))
 
 
 def demonstrated_boards(tag: str, count: int) -> set[bytes]:

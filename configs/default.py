@@ -24,7 +24,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Seed of token sampling, of the order of mini-batches and of fresh weights, 0 to 428. Each seed trains on levels of
   # its own; the held-out levels are the same for all.
   config.seed = 0
-  # Iterations; each plays one rollout and updates the policy on it.
+  # Iterations; each updates the policy. Every `train.online_k`-th iteration plays a new rollout.
   config.num_iterations = 100
 
   config.model = ConfigDict()
@@ -389,6 +389,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.monitor.rollback_lr = 0.5
   # Maximum rollbacks of a run; the next warning stops it.
   config.monitor.max_rollbacks = 3
+  # Consecutive iterations with numbers that are not finite (NaN, infinity) after which the run ends with exit status 1,
+  # or is rolled back if `echo_trap` is 'rollback'. In --mode=sft, consecutive skipped optimiser steps.
+  config.monitor.max_bad_iterations = 3
   # Stop after this many consecutive iterations with an in-group reward deviation below a tenth of its baseline; 0 is
   # off.
   config.monitor.flat_reward_patience = 0

@@ -85,23 +85,23 @@ _RESUMABLE = ('train', 'sft')
 # -- Flags. ------------------------------------------------------------------------------------------------------------
 
 _CONFIG = config_flags.DEFINE_config_file(
-  'config', None, "A config file, or the name of a shipped config such as frozenlake_ppo. ':MODEL' behind it chooses "
+  'config', None, "A config file, or the name of a shipped config such as frozenlake_ppo. Add ':MODEL' to choose "
   'another model: frozenlake_ppo:qwen2.5-0.5b.', lock_config=True,
 )  # fmt: skip
 _MODE = flags.DEFINE_enum(
   'mode', 'train', list(MODES), '; '.join(f'{name}: {about}' for name, (_, about) in MODES.items()) + '.'
 )
 _WORKDIR = flags.DEFINE_multi_string(
-  'workdir', None, 'Directory of the run. The default is runs/<name of the config>, and runs/<name>-sft for sft. plot '
-  'takes several.',
+  'workdir', None, 'Directory of the run. The default is runs/<name of the config>; for sft, runs/<name>-sft. '
+  '--mode=plot accepts several.',
 )  # fmt: skip
 _OUTPUT = flags.DEFINE_string(
   'output',
   None,
-  'Directory of the figures, for plot. The default is plots/ in the run, or beside the first of several.',
+  'Directory of the figures (--mode=plot). The default is plots/ in the workdir; for several runs, next to the first.',
 )
 _COORDINATOR = flags.DEFINE_string(
-  'coordinator', None, "HOST:PORT of the first process of several, or 'auto' on TPU pods and under Slurm."
+  'coordinator', None, "HOST:PORT of the first process, for a run of several; 'auto' on TPU pods and Slurm."
 )
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes; not with --coordinator=auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Index of this process, from 0; not with --coordinator=auto.')
@@ -124,7 +124,11 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-  """Runs `main`. An error of the user is one line and exit status 2; a signal is status 130 or 143."""
+  """Runs `main`.
+
+  An error of the user is one line and exit status 2, numbers that are not finite one line and status 1; a signal is
+  status 130 or 143.
+  """
   command_line.set_up_logging()
   command_line.show_in_help(_CONFIG, _MODE, _WORKDIR, _OUTPUT, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
   try:
@@ -132,7 +136,7 @@ def run() -> None:
   except UserError as e:
     if not e.everywhere or processes.is_first():
       sys.stderr.write(f'error: {e}\n')
-    processes.leave(2, together=e.everywhere)
+    processes.leave(e.status, together=e.everywhere)
   except KeyboardInterrupt as e:
     resumable = 'interrupted; the same command goes on from the last checkpoint, if there is one'
     sys.stderr.write((resumable if _MODE.value in _RESUMABLE else 'interrupted') + '\n')

@@ -1,7 +1,7 @@
-"""From a config to the parts of a run: the only module that reads a config to make something.
+"""From a config to the parts of a run.
 
 Settings dataclasses stand beside the classes that take them and have no defaults; `fill` fills them by name from a
-section of the config. Nothing below this module sees a `ConfigDict`.
+section of the config. Nothing below this module sees a `ConfigDict`; above it, only checks and modes do.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def agent_proxy(
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
-  """The rollout loop over a batch of environments, which are never reset to a level that is held out."""
+  """The rollout loop over a batch of environments. Levels in `held_out` are replaced, if the game has enough levels."""
   share = sampler.share
   envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
   return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)
@@ -169,7 +169,7 @@ def agent_proxy(
 
 def sampling(section: ConfigDict) -> Sampling:
   """How `config.train` or `config.eval` draws tokens."""
-  return fill(Sampling, section)
+  return Sampling(section.temperature, section.top_p, section.top_k)
 
 
 def evaluation_settings(config: ConfigDict) -> EvaluationSettings:

@@ -3,9 +3,9 @@
 Each step stands in a module of its own:
 
   roll out    agent/agent_proxy.py       episodes in the environments, played by the policy
-  select      training/selection.py      the prompt groups whose rewards vary
+  select      training/selection.py      the prompt groups that the filter keeps
   estimate    training/estimate.py       from rewards to advantages and returns
-  update      training/trainer.py        optimiser steps on mini-batches; the loss is training/objective.py
+  update      training/learner.py        optimiser steps on mini-batches; the loss is training/objective.py
   evaluate    evaluation/evaluator.py    success on held-out levels
   save        training/run.py            logs, checkpoints, rollbacks and the end of a run
 """
@@ -13,6 +13,7 @@ Each step stands in a module of its own:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 
@@ -44,6 +45,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
   Raises:
     UserError: the config cannot be run, or the workdir belongs to another run.
+    Diverged: the run's numbers are not finite.
   """
   with _claim(config, workdir):
     use_compilation_cache(config.compilation_cache, workdir)
@@ -97,8 +99,9 @@ def _train(config: ConfigDict, workdir: str) -> None:
         with run.timer('testing'):
           evaluation = evaluator(state.params, state.iteration)
 
-      state, rolled_back = run.finish_iteration(state, rollout, evaluation, verdict)
-      # What the abandoned weights sampled is not learnt from.
+      try_weights = functools.partial(trainer.try_weights, state, batch, selection)
+      state, rolled_back = run.finish_iteration(state, rollout, evaluation, verdict, try_weights)
+      # After a rollback, the rollout of the discarded weights is not used again.
       fresh = rolled_back or state.iteration % config.train.online_k == 0
 
 
@@ -110,7 +113,7 @@ def _claim(config: ConfigDict, workdir: str) -> Iterator[None]:
       check_config(config)
       if not set(config.train.tags) & set(config.eval.tags):
         _log.info(
-          'train.tags=%s, eval.tags=%s: what is trained on is not evaluated', config.train.tags, config.eval.tags
+          'train.tags=%s, eval.tags=%s: no training environment is evaluated', config.train.tags, config.eval.tags
         )
       if processes.is_first():
         stack.enter_context(workdir_lock(workdir))

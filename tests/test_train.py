@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.trainer import Trainer
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import Diverged, UserError
 from tests.support import builders
+from tests.support.damage import flip_bytes
 from tests.support.events import read_events
 from tests.support.paths import ROOT
 
@@ -47,6 +50,20 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path, caplog):
+  fields = {'eval__greedy_too': False, 'eval__every': 1}
+  train.train_and_evaluate(builders.small_config(num_iterations=3, **fields), str(tmp_path / 'whole'))
+  damaged = tmp_path / 'damaged'
+  train.train_and_evaluate(builders.small_config(num_iterations=2, **fields), str(damaged))
+  flip_bytes(damaged, 2)
+  with caplog.at_level('WARNING'):
+    train.train_and_evaluate(builders.small_config(num_iterations=3, **fields), str(damaged))
+  (warning,) = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
+  assert warning.startswith('checkpoint of step 2 is damaged (') and warning.endswith('going on from step 1')
+  assert (damaged / 'damaged_checkpoints' / '2').is_dir()
+  assert _comparable(damaged) == _comparable(tmp_path / 'whole')  # floats, to the last bit
+
+
 def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, request):
   # Ignored where the tests themselves were started in the background.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,6 +86,54 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   assert _comparable(tmp_path / 'whole') == _comparable(tmp_path / 'parts')
+
+
+@pytest.mark.parametrize(
+  ('fields', 'words'),
+  [
+    ({'optimizer__actor_lr': 1e30}, r'the updates of the weights in 2 of 2 optimiser steps'),
+    # One step makes weights that are finite, and of no use.
+    pytest.param(
+      {'optimizer__actor_lr': 1e15, 'optimizer__mini_batch_size': 16, 'eval__every': 0},
+      r'sampled log-probs \(all 16 rows\)', marks=pytest.mark.slow,
+    ),
+  ],
+)  # fmt: skip
+def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(tmp_path, capsys, fields, words):
+  config = builders.small_config(num_iterations=9, eval__greedy_too=False, **fields)
+  with pytest.raises(Diverged, match=rf'^iterations 1 to 3: numbers are not finite, .*{words}') as e:
+    train.train_and_evaluate(config, str(tmp_path))
+  assert e.value.status == 1 and '\n' not in str(e.value)
+  assert not list(tmp_path.glob('checkpoints/*'))
+  told = [line for line in capsys.readouterr().err.splitlines() if ': not finite: ' in line]
+  assert [line.split(':')[0] for line in told] == [f'iteration {i}' for i in (1, 2, 3)]
+  lines = read_metrics(tmp_path)
+  assert [line['step'] for line in lines] == [0, 1, 2, 3]
+  if 'eval__every' not in fields:
+    assert [line['train/skipped_steps'] for line in lines[1:]] == [2, 2, 2]
+    # The weights are those before the first step.
+    assert lines[2]['val-env/success'] == lines[0]['val-env/success']
+  else:
+    assert lines[2]['not_finite/sampled_logprobs'] > 0 and lines[2]['train/num_mini_batches'] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', ['train', 'sft'])
+def test_the_exit_status_of_a_run_whose_numbers_are_not_finite_is_1(tmp_path, mode):
+  fields = [
+    'train.groups=16', 'eval.groups=16', 'eval.group_size=1', 'optimizer.mini_batch_size=64',
+    'optimizer.actor_lr=1e30', 'sft.learning_rate=1e30',
+    'sft.levels=(64,)', 'sft.batch_size=16', f'sft.output={tmp_path}/out',
+  ]  # fmt: skip
+  command = [
+    sys.executable, 'main.py', f'--mode={mode}', f'--workdir={tmp_path}/run', '--config=configs/frozenlake_ppo.py',
+    *(f'--config.{field}' for field in fields),
+  ]  # fmt: skip
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+  assert done.returncode == 1, done.stderr[-2000:]
+  assert re.search(r'^error: .*not finite.*there is no checkpoint', done.stderr, re.MULTILINE)
+  assert 'Traceback' not in done.stderr
+  assert not (tmp_path / 'out').exists() and not list((tmp_path / 'run').glob('checkpoints/*'))
 
 
 def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tmp_path, monkeypatch):

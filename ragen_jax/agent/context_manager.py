@@ -10,7 +10,6 @@ from typing import Any
 from ragen_jax.agent import templates
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Chat, Limits, Turn
-from ragen_jax.agent.pools import read_action
 from ragen_jax.agent.segments import (
   Encoded,
   ImageSpan,
@@ -41,8 +40,8 @@ class ContextSettings:
     context: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last
       turns, one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
     context_turns: turns that the latter two show, the present one included.
-    overlong: the rule for a prompt that does not fit: the episode ends ('end'), or its oldest turns are left out
-      ('drop_oldest'), under 'full' in a new row that begins there.
+    overlong: the rule for a prompt that does not fit: 'end' ends the episode; 'drop_oldest' drops its oldest turns, and
+      with 'full' begins a new row.
   """
 
   think: bool
@@ -237,7 +236,7 @@ class ContextManager:
     spec = self._specs[env]
     limit = spec.budget.max_actions_per_turn
     pieces = [p.strip() for p in answer.split(self.settings.action_sep)]
-    parsed = [read_action(spec.env, p) for p in pieces if p]
+    parsed = [spec.env.read_action(p) for p in pieces if p]
     known = [x for x in parsed if x is not None]
     valid = bool(known) and len(known) == len(parsed)
     return ParsedReply(tuple(action for action, _ in known[:limit]), tuple(name for _, name in known[:limit]), valid)

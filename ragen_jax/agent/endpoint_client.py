@@ -88,7 +88,9 @@ class EndpointClient:
     try:
       import openai
     except ImportError as e:
-      raise UserError("eval.endpoint needs the openai package; install it with 'pip install openai'") from e
+      raise UserError(
+        "eval.endpoint needs the openai package; install it with 'pip install -r requirements-endpoint.txt'"
+      ) from e
     self._openai, omit = openai, openai.Omit()
     # Given explicitly with each request: otherwise the package sends what other environment variables hold.
     self._headers = {'Authorization': f'Bearer {self._key}' if self._key else omit}

@@ -3,8 +3,8 @@
 A reply that never comes is a turn that is not valid; it is counted, and the evaluation goes on. A wrong address or key,
 which more tries cannot mend, is an error at the first request.
 
-The `openai` package could repeat requests itself. It is not used for that, as it repeats none whose answer has no reply
-in it, waits for each request by itself after a rate limit, and for two minutes at most.
+This module repeats requests itself. The `openai` package can also repeat them, but not if an answer contains no reply;
+after a rate limit, it delays only the rejected request, and for at most two minutes.
 """
 
 from __future__ import annotations
@@ -83,16 +83,20 @@ class EndpointSpeaker:
       UserError: the server cannot be reached, or rejects the very first request.
     """
     s = self._settings
+    # Requests and waits have limits of their own; this one is for calls without a limit, such as a name look-up or the
+    # body of an error.
+    limit = s.endpoint_tries * (2 * s.endpoint_timeout + _LONGEST_RETRY_AFTER_S)
     first = []
     if not self._reached:
-      try:
-        first = [self._reply(chats[0])]
-      except RequestError as e:
-        raise UserError(f'eval.endpoint={s.endpoint!r}: {e}') from e
-      self._reached = True
+      ((reply, fault),) = run_calls(
+        [functools.partial(self._first_reply, chats[0])], what='reply', workers=1, timeout_s=limit
+      )
+      if isinstance(reply, RequestError):
+        raise UserError(f'eval.endpoint={s.endpoint!r}: {reply}') from reply
+      if fault is not None:
+        raise UserError(f'eval.endpoint={s.endpoint!r}: {fault}')
+      first, self._reached = [reply], True
     calls = [functools.partial(self._reply_or_loss, chat) for chat in chats[len(first) :]]
-    # Requests and waits have limits of their own; this one is for calls without a limit, such as a name look-up.
-    limit = s.endpoint_tries * (2 * s.endpoint_timeout + _LONGEST_RETRY_AFTER_S)
     answers = run_calls(calls, what='reply', workers=s.endpoint_workers, timeout_s=limit)
     return [*first, *(said if fault is None else self._lose(str(fault)) for said, fault in answers)]
 
@@ -102,6 +106,13 @@ class EndpointSpeaker:
       reasons = ', '.join(f'{count} x {reason}' for reason, count in self.lost.most_common(3))
       url = self._settings.endpoint
       _log.warning('%d of the %d replies of %s never came: %s', self.lost.total(), self.asked, url, reasons)
+
+  def _first_reply(self, chat: Chat) -> TextReply | RequestError:
+    """The first reply, or the error that shows that no request can succeed."""
+    try:
+      return self._reply(chat)
+    except RequestError as e:
+      return e
 
   def _reply_or_loss(self, chat: Chat) -> TextReply:
     try:

@@ -1,14 +1,15 @@
-"""The batch of environments behind a rollout: groups that share a level, members with their own luck."""
+"""The batch of environments behind a rollout: a group shares its level, and each member has its own randomness."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import numpy as np
 
-from ragen_jax.agent.pools import Pool, is_outside, make_pool
+from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.envs.spec import EnvSpec
 
 _log = logging.getLogger(__name__)
@@ -37,18 +38,23 @@ class StepResult:
   """The outcome of a turn's actions, for every row of the batch.
 
   Attributes:
-    reward: f32[B], summed over the actions.
+    rewards: of the actions that were carried out, one tuple a row.
     executed: i32[B], actions carried out; fewer than asked where the episode ended or the budget ran out.
     effective: i32[B], how many of them changed the state.
     done: bool[B], the game is over, also where its environment failed.
     success: bool[B], and won.
   """
 
-  reward: np.ndarray
+  rewards: list[tuple[float, ...]]
   executed: np.ndarray
   effective: np.ndarray
   done: np.ndarray
   success: np.ndarray
+
+  @property
+  def reward(self) -> np.ndarray:
+    """f64[B], the exact sums of `rewards`, each rounded once."""
+    return np.asarray([math.fsum(own) for own in self.rewards])
 
 
 class EnvStateManager:
@@ -114,7 +120,7 @@ class EnvStateManager:
   @property
   def has_outside(self) -> bool:
     """Whether any environment of the whole lives outside JAX."""
-    return any(is_outside(spec.env) for spec in self.specs)
+    return any(spec.env.is_outside for spec in self.specs)
 
   def rows_of(self, index: int) -> slice:
     """The rows of the environment `specs[index]`, which is one of `pools`."""
@@ -181,11 +187,11 @@ class EnvStateManager:
   def step(self, actions: list[list[Any]]) -> StepResult:
     """Carries out a turn's parsed actions, an empty list for rows that do nothing."""
     parts = [pool.step(actions[self._slices[i]]) for i, pool in self.pools.items()]
-    reward, executed, effective = (np.concatenate(x) for x in zip(*parts, strict=True))
+    rewards, executed, effective = zip(*parts, strict=True)
     return StepResult(
-      reward=reward,
-      executed=executed,
-      effective=effective,
+      rewards=[own for part in rewards for own in part],
+      executed=np.concatenate(executed),
+      effective=np.concatenate(effective),
       done=np.concatenate([p.done for p in self.pools.values()]),
       success=np.concatenate([p.success for p in self.pools.values()]),
     )
@@ -205,8 +211,8 @@ class EnvStateManager:
   def optimal(self) -> np.ndarray:
     """f32[B], the best success probability on each row's level of the last `reset`; NaN where it is not known.
 
-    It is not known where an environment has no solver, or its solver cannot do a game or a budget of this size; the
-    latter is warned of, once for each environment.
+    It is NaN if the environment has no solver, or if the solver does not support this size or budget. The second case
+    logs a warning, once for each environment.
     """
     best = np.full((self.rows,), np.nan, np.float32)
     for i, pool in self.pools.items():

@@ -1,9 +1,14 @@
-"""What an episode is: its turns, how it may end, and the rule that decides when it does."""
+"""What an episode is: its turns, what they earn, how it may end, and the rule that decides when it does.
+
+Rewards are kept action by action, and sums of them are exact (`math.fsum`), rounded once. So episodes with the same
+rewards have the same score, in whatever order the rewards came and however the actions were cut into turns.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 
 import numpy as np
 
@@ -28,7 +33,7 @@ TRUNCATED = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
 
 
 def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn: bool) -> Status:
-  """The status behind a turn that the environment played; the game's own end comes before the limits.
+  """The status after a turn. If the game is over, the limits have no effect.
 
   Args:
     done: the game is over.
@@ -98,13 +103,13 @@ class Turn:
     observation: the environment's text at the turn's start.
     reply: the whole reply, forced prefix included, stop token not.
     actions: the names of the actions that were carried out.
-    reward: from the environment, the format penalty not included.
+    rewards: from the environment, one for each of these actions, the format penalty not included.
     penalty: the format penalty, 0 or negative.
     valid: the reply had the right form and every action in it exists.
     effective: how many of the actions changed the state.
     picture: u8[H, W, 3], the board at the turn's start, in pictured rows of environments that draw one.
     tokens: the reply's number of tokens, its stop token included; 0 where no reply came.
-    answered: a reply came; only one over a network may not.
+    answered: a reply arrived; False only for a reply that was lost on a network.
     actions_left: actions that the episode had before the turn.
     ids: the reply as it was sampled, see `TextReply`.
     closed: the reply ended with the chat format's stop token.
@@ -114,7 +119,7 @@ class Turn:
   observation: str
   reply: str
   actions: list[str]
-  reward: float
+  rewards: tuple[float, ...]
   penalty: float
   valid: bool
   effective: int
@@ -125,6 +130,16 @@ class Turn:
   ids: tuple[int, ...] = ()
   closed: bool = True
   chat: Chat | None = None
+
+  @property
+  def reward(self) -> float:
+    """Sum of the environment's rewards."""
+    return math.fsum(self.rewards)
+
+  @property
+  def score(self) -> float:
+    """Sum of the environment's rewards and the format penalty: the reward of the turn's last token."""
+    return math.fsum((*self.rewards, self.penalty))
 
 
 @dataclasses.dataclass
@@ -160,9 +175,9 @@ class Episode:
   @property
   def env_return(self) -> float:
     """Sum of the environment's rewards."""
-    return sum(t.reward for t in self.turns)
+    return math.fsum(reward for t in self.turns for reward in t.rewards)
 
   @property
   def score(self) -> float:
     """Sum of the environment's rewards and of the format penalties: the score that is trained on."""
-    return self.env_return + sum(t.penalty for t in self.turns)
+    return math.fsum(x for t in self.turns for x in (*t.rewards, t.penalty))

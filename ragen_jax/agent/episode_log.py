@@ -14,7 +14,7 @@ from ragen_jax.agent.trajectory import Timeline
 
 
 class EpisodeLog:
-  """One episode a row. Speakers read it; `AgentProxy.rollout` alone writes to it, but for what `leave` ends.
+  """One episode a row. Only `AgentProxy.rollout` writes to it; a speaker reads it, and ends episodes with `leave`.
 
   Attributes:
     envs: the environments.
@@ -46,7 +46,8 @@ class EpisodeLog:
       limits: of the rollout.
       observations: the result of the reset.
       writes_tokens: whether the speaker writes token rows.
-      pictured: rows of the whole batch whose boards are drawn and, of speakers without tokens, conversations kept.
+      pictured: rows of the whole batch whose boards are drawn. If the speaker writes no tokens, their conversations are
+        kept too.
     """
     rows = envs.rows
     self.envs, self.context, self.limits = envs, context, limits
@@ -82,8 +83,8 @@ class EpisodeLog:
       room: the most columns that a row may have before its reply.
 
     Raises:
-      UserError: a first prompt does not fit. Where the environment is outside JAX its text was not known before, and
-        only the episode ends.
+      UserError: a first prompt does not fit. For an environment outside JAX only the episode ends, because its prompts
+        cannot be checked in advance.
     """
     prompts = {}
     for row in self.live:
@@ -125,7 +126,7 @@ class EpisodeLog:
         observation=before[row],
         reply=reply.text,
         actions=list(read.names[: result.executed[row]]),
-        reward=float(result.reward[row]),
+        rewards=result.rewards[row],
         penalty=0.0 if read.valid else self.limits.format_penalty,
         valid=read.valid,
         effective=int(result.effective[row]),
@@ -139,7 +140,7 @@ class EpisodeLog:
       )
       self.episodes[row].turns.append(turn)
       if self.timeline.length[row]:
-        self.timeline.reward_last_token(row, turn.reward + turn.penalty)
+        self.timeline.reward_last_token(row, turn.score)
       anchor = int(envs.row_group[row]), before[row]
       self._anchors[row, self.turn] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
       self.status[row] = Status.ENV_ERROR if row in faults else status_after_turn(

@@ -1,7 +1,7 @@
 """The rows of one environment in a batch, for each kind of environment: in JAX, or outside it.
 
-This is the only module that tells the kinds apart. A pool answers for its environment: whether it lives outside, which
-actions are legal, the best possible success; `is_outside`, `lists_actions` and `read_action` need no rows.
+Only this module distinguishes the two kinds. A pool gives the properties of its environment: whether it is outside JAX,
+the legal actions, the best possible success.
 """
 
 from __future__ import annotations
@@ -16,40 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragen_jax.envs.base import Environment
-from ragen_jax.envs.outside.base import TextEnvironment, read_observation, read_reward, read_step
+from ragen_jax.envs.outside.base import read_observation, read_reward, read_step
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
 FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Others like it are only counted, in %s/env_errors'
-
-
-def is_outside(env: Environment | TextEnvironment) -> bool:
-  """Whether an environment lives outside JAX."""
-  return isinstance(env, TextEnvironment)
-
-
-def lists_actions(env: Environment | TextEnvironment) -> bool:
-  """Whether the legal actions of a state can be listed; outside JAX only where actions are words."""
-  return not is_outside(env) or bool(env.action_words)
-
-
-def read_action(env: Environment | TextEnvironment, text: str) -> tuple[Any, str] | None:
-  """Reads one action of an answer.
-
-  Args:
-    env: of any kind.
-    text: a piece of the answer.
-
-  Returns:
-    The action as `step` takes it and its name; None where the text names none, or where code outside JAX fails on it.
-  """
-  if is_outside(env):
-    return env.read_action(text)
-  action = env.parse_action(text)
-  return None if action is None else (action, env.format_action(action))
 
 
 def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
@@ -60,7 +33,7 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
     rows: how many, a multiple of `group_size`.
     group_size: G.
   """
-  kind = OutsidePool if is_outside(spec.env) else JaxPool
+  kind = OutsidePool if spec.env.is_outside else JaxPool
   return kind(spec, rows, group_size)
 
 
@@ -71,8 +44,8 @@ class Pool(abc.ABC):
     spec: the environment.
     rows: how many.
     group_size: G.
-    outside: whether the environment lives outside JAX. Its resets may have effects, so it is reset for episodes only;
-      its first prompts are not known before, and its levels not compared with held-out ones.
+    outside: whether the environment is outside JAX. Its reset may have side effects, so it is called only to begin an
+      episode: first prompts are not checked in advance, and levels are not compared with held-out levels.
     traces: how often a step has been compiled.
     faults: by row, the fault that ended its episode since `reset`.
     done: bool[rows], the game is over, also where the environment failed.
@@ -110,11 +83,12 @@ class Pool(abc.ABC):
     """
 
   @abc.abstractmethod
-  def step(self, actions: list[list[Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
     """Carries out a turn's actions of each row.
 
     Returns:
-      f32[rows] rewards, i32[rows] actions carried out, i32[rows] those that changed the state.
+      The rewards of the actions that were carried out, one tuple a row; i32[rows], the number of these actions;
+      i32[rows], how many of them changed the state.
     """
 
   @abc.abstractmethod
@@ -132,7 +106,7 @@ class Pool(abc.ABC):
 
   @abc.abstractmethod
   def legal_actions(self) -> list[list[str]]:
-    """For each row the names of the actions that are legal now; only where `lists_actions`."""
+    """For each row the names of the actions that are legal now; only where the environment `has_legal_actions`."""
 
   def optimal(self) -> np.ndarray:
     """f32[rows], the best success probability on the levels of the last `reset`; NaN where it is not known.
@@ -181,7 +155,15 @@ class JaxPool(Pool):
     return jax.vmap(self.spec.env.reset)(keys), luck
 
   def _step_rows(self, states, actions, count, used, luck):
-    """actions: i32[rows, A, *action_shape]; count, used: i32[rows]."""
+    """The states, rewards f32[rows, A], actions carried out i32[rows] and effective ones i32[rows].
+
+    Args:
+      states: of the rows.
+      actions: i32[rows, A, *action_shape].
+      count: i32[rows], actions to carry out.
+      used: i32[rows], actions carried out before.
+      luck: [rows], keys.
+    """
     self.traces += 1
     env, limit = self.spec.env, self.spec.budget.max_actions
 
@@ -197,7 +179,7 @@ class JaxPool(Pool):
       (state, executed), (rewards, effective) = jax.lax.scan(
         one_action, (state, jnp.zeros((), jnp.int32)), (actions, jnp.arange(actions.shape[0]))
       )
-      return state, jnp.sum(rewards), executed, jnp.sum(effective)
+      return state, rewards, executed, jnp.sum(effective)  # rewards are added on the host: `Episode.score`
 
     return jax.vmap(one_row)(states, actions, count, used, luck)
 
@@ -208,7 +190,7 @@ class JaxPool(Pool):
     self._seeds, self.faults = seeds, {}
     self.states = self.fresh_states = jax.device_get(self._device_states)
 
-  def step(self, actions: list[list[Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
     """See `Pool`."""
     width = self.spec.budget.max_actions_per_turn
     table = np.zeros((self.rows, width, *self.spec.env.action_shape), np.int32)
@@ -221,24 +203,25 @@ class JaxPool(Pool):
         table[i, j] = action
     results = self._step(self._device_states, table, count, self.used, self._luck)
     self._device_states = results[0]
-    self.states, reward, executed, effective = jax.device_get(results)
+    self.states, table, executed, effective = jax.device_get(results)
     self.used = self.used + executed
-    return self._contain(reward), executed, effective
+    rewards = [tuple(own[:n]) for own, n in zip(table.tolist(), executed.tolist(), strict=True)]
+    return self._contain(rewards), executed, effective
 
-  def _contain(self, reward: np.ndarray) -> np.ndarray:
-    """The rewards that are usable numbers, 0 in place of others; these end their episodes."""
-    reward = np.array(reward)
-    for row, number in enumerate(reward.tolist()):
-      fault = read_reward(number)
-      if isinstance(fault, Fault):
-        self.faults[row], reward[row] = fault, 0.0
+  def _contain(self, rewards: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """The rewards of turns of usable numbers, zeros in place of those of other turns; these end their episodes."""
+    contained = list(rewards)
+    for row, own in enumerate(rewards):
+      fault = next((x for x in map(read_reward, own) if isinstance(x, Fault)), None)
+      if fault is not None:
+        self.faults[row], contained[row] = fault, (0.0,) * len(own)
         if not self._warned:
           self._warned = True
           _log.warning(FAULT_MESSAGE, self.spec.tag, self._seeds[row], fault, self.spec.tag)
     if self.faults:
       failed = np.isin(np.arange(self.rows), list(self.faults))
       self.states = self.states.replace(done=self.done | failed, success=self.success & ~failed)
-    return reward
+    return contained
 
   def render(self) -> list[str]:
     """See `Pool`."""
@@ -319,10 +302,10 @@ class OutsidePool(Pool):
         )
         self._warn('members', message, self.spec.tag, seeds[row])
 
-  def step(self, actions: list[list[Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
     """See `Pool`."""
-    reward = np.zeros((self.rows,), np.float32)
-    executed, effective = np.zeros((self.rows,), np.int32), np.zeros((self.rows,), np.int32)
+    rewards: list[list[float]] = [[] for _ in range(self.rows)]
+    effective = np.zeros((self.rows,), np.int32)
     # The rows play their first actions, then their second, and so on.
     for i in range(self.spec.budget.max_actions_per_turn):
       rows = [
@@ -339,13 +322,12 @@ class OutsidePool(Pool):
           self._fail(row, result)
           continue
         changed = result.observation != self._texts[row]
-        reward[row] += result.reward
-        executed[row] += 1
+        rewards[row].append(result.reward)
         effective[row] += changed if result.effective is None else result.effective
         self._texts[row] = result.observation
         self._done[row], self._success[row] = result.done, result.success
         self.used[row] += 1
-    return reward, executed, effective
+    return [tuple(own) for own in rewards], np.asarray([len(own) for own in rewards], np.int32), effective
 
   def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
     """The session's answers; faults where it gives none."""

@@ -20,7 +20,8 @@ class Rollout:
     episodes: in words; empty in rollouts from a replay buffer.
     anchors: i32[B, max_turns], equal where two turns began from the same observation of the same level; -1 where the
       episode did not get there.
-    episode_scores: f32[episodes], their raw scores, penalties included.
+    episode_scores: f32[episodes], their raw scores, penalties included; each is `Episode.score`, rounded once. What
+      compares episodes reads these, never the float32 sum of a row's rewards.
     tokens_sampled: number of tokens with loss.
     pad_id: the token behind a row's last.
   """

@@ -19,6 +19,7 @@ from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.distributed import processes
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
+from ragen_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +142,9 @@ class SamplerSpeaker:
     }
 
   def _row_keys(self, first_row: int, rows: int, began: np.ndarray) -> jax.Array:
-    """The keys [B] of this process's episodes, with the turn folded in where a row does not begin with the first.
+    """The keys [B] of this process's episodes. If a row begins in a later turn, the turn is folded into its key.
 
-    A draw's randomness comes from its key and its position, which restarts with a row.
+    A draw depends on its key and its position in the row; a new row restarts the positions, so it needs a new key.
     """
     keys = jax.random.split(self._key, rows * self._sampler.share.parts)[first_row : first_row + rows]
     if not began.any():
@@ -211,6 +212,8 @@ class SamplerSpeaker:
     for i, row in enumerate(device.rows):
       prompt = prompts.get(int(row))
       if prompt is not None:
+        if prompt.images:
+          raise UserError(f'{log.envs.specs[log.envs.row_env[row]].tag}: the policy reads no images')
         tokens[i, : len(prompt.ids)] = prompt.ids
         count[i] = len(prompt.ids)
     keys = row_keys[jnp.asarray(np.maximum(device.rows, 0))]

@@ -22,7 +22,7 @@ class ImageSegment:
   """An image, which takes the place of tokens.
 
   Attributes:
-    image: u8[H, W, 3], or a reference to such an array, which whoever embeds it resolves.
+    image: u8[H, W, 3], or a reference to such an array, which the embedding code resolves.
     columns: placeholder tokens, one for each embedding that the image becomes.
   """
 

@@ -1,7 +1,7 @@
-"""Speakers: whoever replies in an episode. This module has those of text, `sampler_speaker` the one of
-tokens, and `endpoint_speaker` the model behind a server.
+"""Speakers, which reply in episodes: the interface, random play and the exact solver.
 
-The demonstrator of the warm start is in `sft.demonstrations`, a person at a terminal in `modes.play`.
+Other speakers: the policy (`sampler_speaker`), a model behind a server (`endpoint_speaker`), the demonstrator of the
+warm start (`sft.demonstrations`), a person at a terminal (`modes.play`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
-from ragen_jax.agent.pools import JaxPool, lists_actions
+from ragen_jax.agent.pools import JaxPool
 from ragen_jax.envs.base import Solution
 
 
@@ -31,11 +31,11 @@ class Speaker(Protocol):
     """The replies of the present turn.
 
     Args:
-      log: the episodes so far; `log.live` are the rows to reply in, `log.prompts` and `log.chat` what they show. A row
-        that cannot reply is ended by `log.leave`.
+      log: the episodes so far. `log.live` lists the rows that need a reply; `log.prompts` and `log.chat` give their
+        prompts. Call `log.leave` to end a row that cannot reply.
 
     Returns:
-      The replies by row. None where no episode goes on, here or in any other process: the rollout is over.
+      The replies by row; None if all episodes of all processes are over.
     """
 
 
@@ -64,7 +64,7 @@ class RandomSpeaker:
   @staticmethod
   def can_play(envs: EnvStateManager) -> bool:
     """Whether the actions of all environments can be listed."""
-    return all(lists_actions(spec.env) for spec in envs.specs)
+    return all(spec.env.has_legal_actions for spec in envs.specs)
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """See `Speaker`."""
@@ -91,7 +91,7 @@ class SolverSpeaker:
     self._solutions: dict[int, Solution] = {}
 
   def plans(self, log: EpisodeLog) -> list[list[str]]:
-    """The best next turn of every row, as names of actions; of finished rows it means nothing.
+    """The best next turn of every row, as names of actions; the values of finished rows have no meaning.
 
     Raises:
       ValueError: there is no solver for a game, or not for one of its size.

@@ -21,8 +21,8 @@ class Trajectory:
     turn: i32[B, T], index of the turn (its observation and its reply), -1 in padding.
     length: i32[B], used columns.
     group: i32[B], rows of one group share the level, and so the prompt.
-    episode: i32[B], rows of one episode share it; one row an episode under full history. Other context policies give
-      several, one after the other, and rows of length 0 at the end that belong to none.
+    episode: i32[B], the episode of each row. With full context an episode has one row; with other context policies it
+      can have several consecutive rows. Rows of length 0 at the end belong to no episode.
     env: i32[B], index of the environment among those of the rollout.
     status: i32[B], an `episode.Status`.
     policy_version: i32[B], the number of updates that the sampling weights had seen.
@@ -124,8 +124,8 @@ class Timeline:
       pad_id: the token behind a row's last.
 
     Returns:
-      B rows in the order of the episodes, and where there are more, an episode's rows one after the other, and rows
-      without any token at the end, up to a multiple of B / 4: so there are few numbers of rows.
+      Rows in the order of the episodes; the rows of one episode are consecutive. If there are more than B rows, empty
+      rows are added up to a multiple of B / 4, so that few different row counts occur.
     """
     count = len(self.length)
     owner, parts = np.arange(count), {name: getattr(self, name) for name in _COLUMNS}

@@ -74,6 +74,7 @@ def compute_advantages(
   loss_mask: jax.Array,
   turn: jax.Array,
   group: jax.Array,
+  scores: jax.Array | None = None,
   values: jax.Array | None = None,
   bootstrap: jax.Array | None = None,
   episode: jax.Array | None = None,
@@ -99,6 +100,8 @@ def compute_advantages(
     loss_mask: bool[B, T], sampled tokens; rows without any are padding.
     turn: i32[B, T], turn index, -1 outside of turns.
     group: i32[B], prompt group, any integers.
+    scores: f32[B], score of each row's episode, for estimators that compare episodes. None means the sum of `rewards`,
+      whose rounding makes a small difference between episodes that earned the same in different turns.
     values: f32[B, T], the critic's values of the states from which tokens are sampled; for estimators with a critic.
     bootstrap: f32[B], value after the last sampled token of truncated episodes, 0 for those that terminated.
     episode: i32[B], the episode of each row; None if every row is its own episode.
@@ -152,11 +155,13 @@ def compute_advantages(
   elif name == 'reinforce_plus_plus':
     advantages = returns = discounted_returns(rewards, mask, gamma, episode=episode, turn=turn)
   else:
-    scores = episode_scores(rewards, loss_mask, episode)
+    if scores is None:
+      scores = episode_scores(rewards, loss_mask, episode)
     returns = to_tokens(scores, mask)
     if name == 'gigpo':
       steps = {'step_gamma': step_gamma, 'step_weight': step_weight, 'scale_by_std': step_std}
-      advantages = gigpo(rewards, group, mask, turn, anchors, **steps, loss_mask=loss_mask, episode=episode)
+      rows = {'scores': scores, 'loss_mask': loss_mask, 'episode': episode}
+      advantages = gigpo(rewards, group, mask, turn, anchors, **steps, **rows)
     else:
       advantages = _from_scores(name, scores, group, mask, episode, length_weight)
   return Advantages(whiten(advantages, mask) if whitening else advantages, returns, mask)
@@ -174,4 +179,6 @@ def _from_scores(
     return arpo(scores, mask)
   if name == 'reinforce_plus_plus_baseline':  # the group's mean is the baseline; whitening gives the scale
     return grpo(scores, group, mask, episode=episode, scale_by_std=False)
-  return grpo(scores, group, mask, episode=episode, scale_by_std=name == 'grpo', length_weight=length_weight)
+  if name in ('grpo', 'dr_grpo'):
+    return grpo(scores, group, mask, episode=episode, scale_by_std=name == 'grpo', length_weight=length_weight)
+  raise ValueError(f'algorithm.adv_estimator {name!r} has a row in ESTIMATORS and no function here')

@@ -98,10 +98,13 @@ def _episode_rows(valid: np.ndarray, episode: np.ndarray | None) -> np.ndarray:
 
 
 def _std(x: np.ndarray) -> float:
-  """The unbiased standard deviation, exactly 0 for one member and for members that are equal up to rounding."""
+  """The unbiased standard deviation, exactly 0 for one member and for members that are equal up to rounding.
+
+  The order of the members does not matter, so that groups of equal members tie.
+  """
   if len(x) < 2 or rounding.is_constant(x.min(), x.max()):
     return 0.0
-  return float(np.std(x - x.min(), ddof=1))
+  return float(np.std(np.sort(x) - x.min(), ddof=1))
 
 
 def select_groups(

@@ -15,7 +15,9 @@ EPSILON = 1e-6  # added to a standard deviation before it divides
 
 
 def episode_scores(rewards: jax.Array, mask: jax.Array, episode: jax.Array | None = None) -> jax.Array:
-  """The undiscounted return of each row's episode, summed over all rows of the episode.
+  """The undiscounted return of each row's episode, summed over all rows of the episode, in float32.
+
+  `Rollout.scores` are the same sums without the error of rounding each addition.
 
   Args:
     rewards: f32[B, T], not read off the mask.
@@ -107,6 +109,7 @@ def gigpo(
   step_gamma: float = 0.95,
   step_weight: float = 1.0,
   scale_by_std: bool = False,
+  scores: jax.Array | None = None,
   loss_mask: jax.Array | None = None,
   episode: jax.Array | None = None,
 ) -> jax.Array:
@@ -126,6 +129,7 @@ def gigpo(
     step_gamma: discount per turn.
     step_weight: weight of A_step.
     scale_by_std: also divide both parts by the standard deviation of their set + 1e-6 ("mean_std_norm").
+    scores: f32[B], total return of each row's episode; None means the sum of `rewards`.
     loss_mask: bool[B, T], sampled tokens, which determine the ends of turns; None means `mask`.
     episode: i32[B], the episode of each row; None if every row is its own episode.
 
@@ -135,7 +139,7 @@ def gigpo(
   Source: Feng et al. 2025, arXiv 2505.10978, section 4.
   """
   loss_mask = mask if loss_mask is None else loss_mask
-  scores = episode_scores(rewards, loss_mask, episode)
+  scores = episode_scores(rewards, loss_mask, episode) if scores is None else scores
   of_episode = grpo(scores, group, mask, episode=episode, scale_by_std=scale_by_std)
   ends = masks.turn_ends(loss_mask, turn)
   of_turns = _turn_rewards(rewards, loss_mask, ends)

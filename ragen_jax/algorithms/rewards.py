@@ -1,8 +1,9 @@
 """Reward shaping: credit assignment, normalisation and a KL penalty.
 
-The input are the rewards of turns with format penalties included, as the rollout records them. `shape_rewards` assigns
-credit and normalises; `kl_in_reward` is applied after it if a KL penalty is configured. Filters and metrics read the
-raw scores, never the shaped rewards.
+The input are the rewards of turns and the scores of episodes with format penalties included, as the rollout records
+them. `shape_rewards` assigns credit and normalises; `kl_in_reward` is applied after it if a KL penalty is configured.
+Both return the rewards of tokens, for estimators that run along the row, and the scores of episodes, for those that
+compare episodes. Filters and metrics read the raw scores, never the shaped rewards.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def shape_rewards(
   grouping: str = 'state',
   method: str = 'identity',
   episode: jax.Array | None = None,
-) -> jax.Array:
+  scores: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Assigns credit and normalises.
 
   Args:
@@ -110,9 +112,10 @@ def shape_rewards(
     group, env, grouping, method, episode: see `normalize_scores`.
     credit: 'trajectory' puts the normalised score of the episode on its last sampled token; 'turn' keeps each turn's
       reward in its place and requires the method 'identity'.
+    scores: f32[B], score of each row's episode, without the rounding of a float32 sum. None means the sum of `rewards`.
 
   Returns:
-    f32[B, T], 0 off the mask.
+    f32[B, T], the rewards, 0 off the mask; f32[B], the normalised score of each row's episode, 0 for padding rows.
 
   Raises:
     ValueError: an option is unknown, or credit 'turn' is combined with a normalisation.
@@ -122,25 +125,37 @@ def shape_rewards(
     raise ValueError(f'reward.credit is {credit!r}; it may be one of {", ".join(CREDITS)}')
   if credit == 'turn' and method != 'identity':
     raise ValueError(f"reward.method is {method!r}; with reward.credit 'turn' it may be identity only")
-  if credit == 'turn':
-    return jnp.where(loss_mask, rewards, 0.0)
-  scores = episode_scores(rewards, loss_mask, episode)
+  if scores is None:
+    scores = episode_scores(rewards, loss_mask, episode)
   scores = normalize_scores(scores, loss_mask, group, env, grouping=grouping, method=method, episode=episode)
-  return _place(scores, loss_mask, turn, episode)
+  if credit == 'turn':
+    return jnp.where(loss_mask, rewards, 0.0), scores
+  return _place(scores, loss_mask, turn, episode), scores
 
 
-def kl_in_reward(rewards: jax.Array, kl: jax.Array, loss_mask: jax.Array, coef: float) -> jax.Array:
-  """Subtracts coef * kl from the reward of every sampled token.
+def kl_in_reward(
+  rewards: jax.Array,
+  scores: jax.Array,
+  kl: jax.Array,
+  loss_mask: jax.Array,
+  coef: float,
+  *,
+  episode: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Subtracts coef * kl from the reward of every sampled token, and from the score of its episode.
 
   Args:
     rewards: f32[B, T].
+    scores: f32[B], score of each row's episode.
     kl: f32[B, T], KL estimate of each token in nats (`losses.kl_penalty`). Not read off the mask.
     loss_mask: bool[B, T], sampled tokens.
     coef: penalty in units of reward per nat.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
-    f32[B, T].
+    f32[B, T] and f32[B].
 
   Source: Ouyang et al. 2022, arXiv 2203.02155, eq. 2; Ziegler et al. 2019, arXiv 1909.08593.
   """
-  return rewards - coef * jnp.where(loss_mask, kl, 0.0)
+  penalty = coef * jnp.where(loss_mask, kl, 0.0)
+  return rewards - penalty, scores - episode_scores(penalty, loss_mask, episode)

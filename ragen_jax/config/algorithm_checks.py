@@ -8,7 +8,7 @@ from ragen_jax.agent.context_manager import CONTEXTS, OVERLONG
 from ragen_jax.algorithms import filters, losses, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.config import rules
-from ragen_jax.training.monitor import ECHO_TRAP_ACTIONS
+from ragen_jax.training.monitor import ECHO_TRAP_ACTIONS, SIGNALS
 
 # Field -> allowed values.
 _CHOICES = {
@@ -32,11 +32,11 @@ _CHOICES = {
 }
 _AT_LEAST_ONE = (
   'agent.context_turns', 'train.online_k', 'filter.max_rollouts', 'monitor.baseline_steps', 'monitor.min_signals',
-  'monitor.patience', 'monitor.gradient_buckets',
+  'monitor.patience', 'monitor.gradient_buckets', 'monitor.max_bad_iterations',
 )  # fmt: skip
 _NOT_NEGATIVE = (
   'algorithm.kl_loss_coef', 'algorithm.kl_reward_coef', 'algorithm.tis_cap', 'algorithm.loss_norm_length',
-  'algorithm.step_weight', 'filter.value', 'monitor.max_rollbacks', 'monitor.flat_reward_patience',
+  'algorithm.step_weight', 'monitor.max_rollbacks', 'monitor.flat_reward_patience',
   'monitor.hopeless_patience', 'monitor.empty_patience', 'monitor.information_every', 'monitor.gradients_every',
 )  # fmt: skip
 # Estimators that read rewards at the last token of a turn only.
@@ -58,6 +58,8 @@ def check_algorithm(config: ConfigDict) -> None:
   high_level_lam = config.algorithm.high_level_lam
   rules.check(config, 'algorithm.high_level_lam', high_level_lam <= 1, 'must be at most 1; negative is the same as lam')
   rules.below_one(config, 'monitor.ema_decay')
+  signals = config.monitor.min_signals
+  rules.check(config, 'monitor.min_signals', signals <= len(SIGNALS), f'there are only {len(SIGNALS)} signals')
   rules.positive_fraction(config, 'monitor.rollback_lr')
   rules.check(
     config, 'reward.method', config.reward.credit == 'trajectory' or config.reward.method == 'identity',
@@ -130,6 +132,16 @@ def _check_critic(config: ConfigDict) -> None:
 def _check_filter(config: ConfigDict) -> None:
   """The filter keeps some group, and compares groups of several members only."""
   f = config.filter
+  if f.strategy == 'top_k_abs':
+    rules.check(config, 'filter.value', f.value >= 1 and f.value % 1 == 0, 'must be a whole number of at least 1')
+  else:
+    # 'min_p' keeps scores of at least `value` times the greatest: at 0 all, unless it looks for the smallest.
+    all_at_0 = f.strategy == 'min_p' and f.type == 'largest'
+    above = f.value >= 0 if all_at_0 else f.value > 0
+    rules.check(
+      config, 'filter.value', above and f.value <= 1,
+      f'must be {"at least" if all_at_0 else "above"} 0 and at most 1 with filter.strategy={f.strategy!r}',
+    )  # fmt: skip
   rules.check(
     config, 'filter.value', f.strategy != 'top_k' or int(f.value * config.train.groups + 1e-9) > 0,
     f'of train.groups={config.train.groups} no group would be kept',

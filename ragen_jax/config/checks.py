@@ -53,6 +53,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   Raises:
     UserError: for the first field that cannot be used.
   """
+  rules.plain_numbers(config)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
   _check_adapters(config)
   check_algorithm(config)

@@ -69,6 +69,8 @@ def parse(argv: list[str]) -> list[str]:
   # view and plot read the workdir, and no config.
   mode = _find_value(argv, 'mode')
   needless = mode in ('view', 'plot') and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
+  if not needless and not _find_value(argv, 'config'):
+    _check_flags(argv)
   path = '' if needless else _value_of(argv, 'config')
   config = ConfigDict() if needless else load_config(path)
   argv = argv if needless else [argv[0], *_with_files(argv[1:])]
@@ -89,6 +91,18 @@ def parse(argv: list[str]) -> list[str]:
     raise UserError(_wrong_value(config, argv, str(e))) from e
   except flags.Error as e:
     raise UserError(' '.join(str(e).split())) from e
+
+
+def _check_flags(argv: list[str]) -> None:
+  """Raises UserError for the first flag that does not exist, with the nearest one that does."""
+  if 'config' not in flags.FLAGS:  # the program's flags are not defined, as in a test of this module
+    return
+  for argument in argv[1:]:
+    name = argument.split('=', 1)[0].lstrip('-')
+    negated = name.startswith('no') and name[2:] in flags.FLAGS
+    if argument.startswith('--') and name and not (name in flags.FLAGS or negated or name.startswith('config.')):
+      near = difflib.get_close_matches(name, list(flags.FLAGS), 1)
+      raise UserError(f'unknown flag --{name}' + (f'; did you mean --{near[0]}?' if near else ''))
 
 
 def _with_files(arguments: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ragen_jax.agent import finite
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.metrics import episode_metrics
@@ -54,11 +55,13 @@ class Evaluation:
       `val-env/<tag>/fraction_of_optimal`, the sampled success divided by it.
     episodes: the sampled ones.
     records: of sampled and greedy episodes, for the trajectory viewer; see `viewer.schema`.
+    not_finite: what of the policy's log-probs, entropies and values is not finite, in words; '' for nothing.
   """
 
   metrics: dict[str, float]
   episodes: list[Episode]
   records: list[dict[str, Any]]
+  not_finite: str = ''
 
 
 class Evaluator:
@@ -110,7 +113,7 @@ class Evaluator:
       values=rollout.trajectory.values if self._has_values else None,
     )
 
-  def episodes(self, params: Any, step: int = 0) -> tuple[list[Episode], list[Episode], list[dict[str, Any]]]:
+  def episodes(self, params: Any, step: int = 0) -> tuple[list[Episode], list[Episode], list[dict[str, Any]], str]:
     """Plays the levels.
 
     Args:
@@ -118,7 +121,8 @@ class Evaluator:
       step: iterations behind the weights, for the records.
 
     Returns:
-      The sampled episodes, the greedy ones (none without `greedy_too`), and the records of both.
+      The sampled episodes, the greedy ones (none without `greedy_too`), the records of both, and what is not finite in
+      the sampled ones, in words.
     """
     sampled = self._play(params, self._settings.sampling)
     records, greedy = self._records(sampled, step, 'val'), []
@@ -126,15 +130,16 @@ class Evaluator:
       rollout = self._play(params, Sampling(temperature=0.0))
       greedy = rollout.episodes
       records += self._records(rollout, step, 'val-greedy')
-    return sampled.episodes, greedy, records
+    return sampled.episodes, greedy, records, finite.describe(finite.of_rollout(sampled).values())
 
   def __call__(self, params: Any, step: int = 0) -> Evaluation:
     """Evaluates weights; arguments as for `episodes`."""
     size = self._settings.group_size
-    sampled, greedy, records = self.episodes(params, step)
+    sampled, greedy, records, not_finite = self.episodes(params, step)
     metrics = episode_metrics(sampled, size, 'val-env')
     for tag, best in self.optimal().items():
       if not np.isnan(best):
         metrics[f'val-env/{tag}/optimal'] = best
         metrics[f'val-env/{tag}/fraction_of_optimal'] = metrics[f'val-env/{tag}/success'] / best if best else 0.0
-    return Evaluation(metrics | episode_metrics(greedy, size, 'val-greedy'), sampled, records)
+    metrics |= episode_metrics(greedy, size, 'val-greedy')
+    return Evaluation(metrics, sampled, records, not_finite)

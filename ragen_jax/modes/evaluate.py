@@ -190,7 +190,9 @@ def _play_model(
     config.eval.greedy_too = False  # the sampled episodes are greedy already
   name = f'checkpoint {step}' if step is not None else f'model {_model_name(config)}'
   _log.info('%s: %s', name, policy.describe())
-  sampled, greedy, records = build.make_evaluator(config, policy).episodes(params, step or 0)
+  sampled, greedy, records, not_finite = build.make_evaluator(config, policy).episodes(params, step or 0)
+  if not_finite:
+    _log.warning('%s: not finite: %s', name, not_finite)
   splits = [(describe_sampling(build.sampling(config.eval)), sampled), ('greedy', greedy)]
   size = config.eval.group_size
   rows = [

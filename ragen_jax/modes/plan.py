@@ -175,9 +175,9 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
       )
   columns, rows = cache_columns(config), {}
   for phase in ('rollout', 'evaluation'):
-    state = policy.sampler.abstract_state(_rows(config, phase), columns)
+    sampler_state = policy.sampler.abstract_state(_rows(config, phase), columns)
     rows[phase] = _rows(config, phase) // row_shards(mesh)
-    phases[phase]['key/value cache'] = cache = bytes_per_device(state.cache) * low // 4
+    phases[phase]['key/value cache'] = cache = bytes_per_device(sampler_state.cache) * low // 4
     # Between turns, the old and the new cache of one layer are held at the same time.
     phases[phase]['one layer of it twice'] = cache // policy.sampler.cfg.num_layers
   found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns)

@@ -45,6 +45,7 @@ from ragen_jax.sft.data import (
 from ragen_jax.sft.demonstrations import DemonstrationStyle
 from ragen_jax.sft.log import SftLog
 from ragen_jax.sft.packing import batches
+from ragen_jax.sft.skipped import SkippedSteps, diverged
 from ragen_jax.sft.trainer import SftSettings, SftTrainer
 from ragen_jax.training.run_log import RunLog
 from ragen_jax.training.scoring import ScoringSettings
@@ -66,6 +67,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
 
   Raises:
     UserError: the config cannot be run, the data cannot be learnt from, or the workdir belongs to another config.
+    Diverged: the loss, its gradient or the weights are not finite; `sft.output` is not written.
   """
   check_config(config)
   check_sft(config)
@@ -161,16 +163,27 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
     ):
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
       run_log = RunLog(build.log_settings(config), writer, kept, progress)
+      skipped = SkippedSteps(config.monitor.max_bad_iterations)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps
         with log.timer('step'):
           rows = next(draws)
           micro_batches = list(cut(rows))
-          parts = trainer.step(micro_batches)
+          parts, flag = trainer.step(micro_batches)
           if log.due(step):
             jax.block_until_ready(parts)
+        skipped.add(step, flag)
+        save = last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0)
+        if save or log.due(step):
+          log.skipped(skipped.read())
         log.step(step, parts, micro_batches, int(data.length[rows].sum()))
+        bad = 'the loss, its gradient or the update is not finite' if skipped.in_a_row else ''
+        if save and not bad and not trainer.has_finite_loss(micro_batches):
+          bad = 'the loss under the new weights is not finite'
+        if bad and (last or skipped.too_many):
+          writer.flush()
+          raise diverged(step, bad, checkpointer.latest_step())
         if last:
           _write(config, policy, trainer)
         if last or (sft.eval_every and step % sft.eval_every == 0):
@@ -178,7 +191,10 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
             log.validation(step, trainer.losses(list(cut(withheld))))
           evaluation = evaluator(trainer.state.params, step)
           run_log.evaluation(step, evaluation)
-        if last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0):
+          if evaluation.not_finite:
+            bad = f'not finite in the evaluation: {evaluation.not_finite}'
+            progress.write(f'step {step}: {bad}')
+        if save and not bad:
           writer.flush()
           checkpointer.save(step, trainer.state.saved(), {'data': data.checksum})
         if interrupt.requested and not last:
@@ -189,11 +205,12 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
 
 
 def _restore(trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples, workdir: str, steps: int) -> int:
-  """Restores the trainer from the last checkpoint, if there is one; returns the number of steps done.
+  """Restores the trainer from the last undamaged checkpoint, if there is one; returns the number of steps done.
 
   Raises:
     UserError: the checkpoint was trained on other data.
   """
+  checkpointer.set_damaged_aside()
   done = checkpointer.latest_step() or 0
   if done:
     arrays, meta = checkpointer.restore(trainer.state.saved())

@@ -1,4 +1,4 @@
-"""What is drawn of runs: their metrics, what happened to them, and which of them differ in the seed only."""
+"""The data of the figures: metrics and events of runs, and the groups of runs that differ in the seed only."""
 
 from __future__ import annotations
 

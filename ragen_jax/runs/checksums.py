@@ -9,31 +9,30 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
-
-from etils import epath
+import pathlib
+from typing import Any
 
 NAME = 'checksums.json'
 _CHUNK = 1 << 22  # bytes
 _THREADS = 8  # hashlib releases the interpreter lock
 
 
-def write(directory: epath.PathLike) -> None:
+def write(directory: pathlib.Path | Any) -> None:
   """Writes the checksums of all files below `directory`.
 
   Args:
-    directory: a complete checkpoint, on a local disk or in an object store.
+    directory: a complete checkpoint; a path of `pathlib`, or of a library with its interface for object stores.
 
   Raises:
     OSError: a file cannot be read, or the disk is full.
   """
-  directory = epath.Path(directory)
   record = json.dumps({'algorithm': 'sha256', 'files': _digests(directory)}, indent=1)
   temporary = directory / f'{NAME}.tmp'
   temporary.write_text(record)
   temporary.replace(directory / NAME)
 
 
-def find_damage(directory: epath.PathLike) -> str | None:
+def find_damage(directory: pathlib.Path | Any) -> str | None:
   """Compares all files below `directory` with their checksums.
 
   Args:
@@ -43,7 +42,6 @@ def find_damage(directory: epath.PathLike) -> str | None:
     None where every file is as it was written, and where there are no checksums to compare with (`exist` tells);
     otherwise a phrase that names the first file that differs, such as "state/d/0f3a differs from its checksum".
   """
-  directory = epath.Path(directory)
   if not exist(directory):
     return None
   try:
@@ -60,19 +58,19 @@ def find_damage(directory: epath.PathLike) -> str | None:
   return f'{changed[0]} differs from its checksum' if changed else None
 
 
-def exist(directory: epath.PathLike) -> bool:
+def exist(directory: pathlib.Path | Any) -> bool:
   """Whether `directory` has checksums."""
-  return (epath.Path(directory) / NAME).exists()
+  return (directory / NAME).exists()
 
 
-def _digests(directory: epath.Path) -> dict[str, str]:
+def _digests(directory: pathlib.Path | Any) -> dict[str, str]:
   """SHA-256 by file name relative to `directory`, checksums left out."""
   names = sorted(_files(directory, ''))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     return dict(zip(names, pool.map(lambda name: _digest(directory / name), names), strict=True))
 
 
-def _files(directory: epath.Path, prefix: str) -> list[str]:
+def _files(directory: pathlib.Path | Any, prefix: str) -> list[str]:
   found = []
   for path in directory.iterdir():
     if path.is_dir():
@@ -82,7 +80,7 @@ def _files(directory: epath.Path, prefix: str) -> list[str]:
   return found
 
 
-def _digest(path: epath.Path) -> str:
+def _digest(path: pathlib.Path | Any) -> str:
   digest = hashlib.sha256()
   with path.open('rb') as f:
     while chunk := f.read(_CHUNK):

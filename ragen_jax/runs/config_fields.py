@@ -13,7 +13,7 @@ compared in a plot are views of it.
   diagnostics     what is measured in addition; nothing that is learnt depends on it
   memory          how the work is divided over time: numbers change by rounding only
   devices         how the work is divided over devices: numbers change by rounding only
-  logging         what is written, where, and how often
+  logging         what is written, where, and how often, and when a run whose numbers are not finite gives up
   other_modes     read by --mode=eval, --mode=export or --mode=plan only
 """
 
@@ -96,7 +96,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     '': ('compilation_cache',),
     'checkpoint': ('every', 'keep'),
     'logging': ('episodes', 'episodes_every', 'trajectories'),
-    'monitor': ('information_every', 'gradients_every'),
+    'monitor': ('information_every', 'gradients_every', 'max_bad_iterations'),
     'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),
   },
   'other_modes': {
@@ -186,7 +186,7 @@ def free_in_warm_start() -> frozenset[str]:
 
 
 def free_in_export(config: Mapping[str, Any]) -> frozenset[str]:
-  """The fields that need not be the run's when a checkpoint of it is exported."""
+  """The fields that may differ from the run's config when its checkpoint is exported."""
   return free_in_training(config)[0] | fields_of('length')
 
 

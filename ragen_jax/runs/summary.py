@@ -59,7 +59,7 @@ def _success(first: dict[str, float], last: dict[str, float], tags: Sequence[str
   return table(
     rows,
     f'Success on {levels} held-out levels, {levels * group_size} episodes',
-    header=['', 'before', f'after {int(last["step"])}', 'best possible', 'of it'],
+    header=['', 'before', f'after {int(last["step"])}', 'best possible', 'share of best'],
   )
 
 

@@ -36,8 +36,8 @@ class SftExamples:
     length: i32[N].
     columns: i32[N, R], columns of the trained tokens, see `sampled_columns`.
     mask: bool[N, R].
-    values: f32[N, R], targets of the value head: the return of the best play from each state. The sum of the rewards
-      that happened to come would be mostly chance.
+    values: f32[N, R], targets of the value head: the expected return of the best play from each state. The return of
+      the demonstrated episode would be too noisy.
     value_scale: f32[N], 1 / mean square of the environment's values, so that environments with large rewards do not
       dominate the value loss.
     level: i32[N], equal for conversations on the same level.

@@ -38,7 +38,7 @@ class DemonstrationStyle:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """A demonstrated turn: the actions, the thought before them, and the best that is still to come."""
+  """A demonstrated turn: the actions, the thought before them, and the expected return of the best play."""
 
   actions: list[Any]
   thought: str

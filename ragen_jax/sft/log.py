@@ -16,7 +16,7 @@ _LOG_EVERY = 10
 
 
 class SftLog:
-  """Writes the losses, the padding and the speed of every tenth step and of the last one.
+  """Writes the losses, the skipped steps, the padding and the speed of every tenth step and of the last one.
 
   Attributes:
     timer: its phase 'step' is a step's time.
@@ -37,11 +37,18 @@ class SftLog:
     self.timer = Timer()
     self._writer, self._progress, self._schedule, self._last_step = writer, progress, schedule, last_step
     self._names = ('loss', 'value_loss') if value_loss else ('loss',)
-    self._tokens = 0  # since the last line of metrics
+    self._tokens = self._skipped = 0  # since the last line of metrics
 
   def due(self, step: int) -> bool:
     """Whether a step is logged."""
     return step % _LOG_EVERY == 0 or step == self._last_step
+
+  def skipped(self, steps: list[int]) -> None:
+    """Counts the skipped steps since the last call, and names them in a line."""
+    self._skipped += len(steps)
+    if steps:
+      shown = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
+      self._progress.write(f'{shown}: the loss, its gradient or the update is not finite; nothing is learnt there')
 
   def step(self, step: int, parts: jax.Array, batches: list[SftBatch], tokens: int) -> None:
     """Logs a step that is due, and counts the tokens of the others.
@@ -58,13 +65,14 @@ class SftLog:
     parts = np.asarray(parts).tolist()
     metrics = {
       'sft/lr': float(self._schedule(step - 1)),
+      'sft/skipped_steps': self._skipped,
       'sft/padding': 1 - tokens / sum(batch.tokens.size for batch in batches),
       'perf/throughput': self._tokens / self.timer.pop()['timing_s/step'],
     }
     self._writer.scalars(step, self._named(parts) | metrics)
     shown = {name.replace('_', ' '): x for name, x in zip(self._names, parts, strict=False)}
     self._progress.update(step, shown, tokens=self._tokens)
-    self._tokens = 0
+    self._tokens = self._skipped = 0
 
   def validation(self, step: int, parts: jax.Array) -> None:
     """Writes the losses of the validation conversations, f32[2]."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -15,7 +16,7 @@ from ragen_jax.distributed.sharding import place_rows
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft.packing import SftBatch
-from ragen_jax.training.learner import Learner, Loss
+from ragen_jax.training.learner import SKIPPED, Learner, Loss
 from ragen_jax.training.optimizer import weight_decay_mask
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
 from ragen_jax.training.state import TrainState
@@ -98,7 +99,7 @@ class SftTrainer:
     graphdef, params = nnx.split(model)
     self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), self._mesh)
     trained, frozen = lora.partition(params)
-    self.state = TrainState(trained, frozen, self.learner.init(trained))
+    self.state = TrainState(trained, frozen, self.learner.init(trained), lr_scale=None)
 
   def _placed(self, batches: list[SftBatch]) -> list[SftBatch]:
     return batches if self._mesh is None else [place_rows(batch, self._mesh) for batch in batches]
@@ -108,11 +109,20 @@ class SftTrainer:
     gradients, found = self.learner.gradients(self.state, self._placed(batches))
     return gradients, _parts(found)
 
-  def step(self, batches: list[SftBatch]) -> jax.Array:
-    """Takes one optimiser step; returns f32[2], loss and value loss before it."""
+  def step(self, batches: list[SftBatch]) -> tuple[jax.Array, jax.Array]:
+    """Takes one optimiser step.
+
+    Returns:
+      f32[2], loss and value loss before it, and i32[], 1 if the step was skipped because they, the gradient or the
+      update were not finite.
+    """
     self.state, found = self.learner.step(self.state, self._placed(batches))
     self.state = self.state.replace(iteration=self.state.iteration + 1)
-    return _parts(found)
+    return _parts(found), found[SKIPPED]
+
+  def has_finite_loss(self, batches: list[SftBatch]) -> bool:
+    """Whether the weights give finite losses on the last of some micro-batches; compiles nothing after a step."""
+    return bool(np.all(np.isfinite(self.gradients(batches[-1:])[1])))
 
   def losses(self, batches: list[SftBatch]) -> jax.Array:
     """f32[2], loss and value loss; the weights do not change."""

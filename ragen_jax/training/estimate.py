@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ragen_jax.agent.episode import TRUNCATED
+from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout, round_up
 from ragen_jax.algorithms import losses, masks, rewards
 from ragen_jax.algorithms.advantages import Advantages, compute_advantages
@@ -31,7 +32,7 @@ from ragen_jax.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-  """From the environment's rewards to those that estimators read. Fields are those of `config.reward`.
+  """How the rewards of the environment become the rewards of the estimators. Fields are those of `config.reward`.
 
   Attributes:
     credit: where rewards lie, one of `rewards.CREDITS`.
@@ -121,12 +122,25 @@ class _Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-  """What the models say of these tokens, f32[B, R] each, as in `TrainBatch`."""
+  """The models' log-probs and values of these tokens, and importance weights; f32[B, R] each, as in `TrainBatch`."""
 
   old_logprobs: np.ndarray
   old_values: np.ndarray
   ref_logprobs: np.ndarray | None
   importance: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewards:
+  """What the estimator reads.
+
+  Attributes:
+    of_tokens: f32[B, R], for estimators that run along the row.
+    of_episodes: f32[B], the sum over each row's episode, not added up in float32, for estimators that compare episodes.
+  """
+
+  of_tokens: jax.Array
+  of_episodes: jax.Array
 
 
 class TargetEstimator:
@@ -142,7 +156,7 @@ class TargetEstimator:
     self._settings = settings
     self._scorer = scorer
 
-  def __call__(self, state: TrainState, selection: Selection) -> tuple[TrainBatch, dict[str, float]]:
+  def __call__(self, state: TrainState, selection: Selection) -> tuple[TrainBatch, dict[str, float | NotFinite]]:
     """Advantages and returns of the kept rows.
 
     Args:
@@ -150,7 +164,7 @@ class TargetEstimator:
       selection: the rows of a rollout to learn from.
 
     Returns:
-      The batch, with one row for each row of `selection.rollout`, and metrics.
+      The batch, with one row for each row of `selection.rollout`, and metrics, those of the selection among them.
     """
     tokens = self._tokens(selection)
     scores, metrics = self._scores(state, selection, tokens)
@@ -169,7 +183,7 @@ class TargetEstimator:
       importance=scores.importance,
     )
     metrics = selection.metrics | metrics | kl_metrics
-    metrics |= mean_max_min('critic/rewards', np.asarray(reward).sum(axis=1)[selection.keep])
+    metrics |= mean_max_min('critic/rewards', np.asarray(reward.of_tokens, np.float64).sum(axis=1)[selection.keep])
     metrics |= mean_max_min('critic/advantages', batch.advantages[tokens.sampled])
     if self._settings.needs_critic:
       metrics |= mean_max_min('critic/returns', batch.returns[tokens.sampled])
@@ -214,12 +228,11 @@ class TargetEstimator:
       reference = self._scorer.logprobs(state.reference_params, rows, plans)
     return _Scores(logprobs, values, reference, importance), metrics
 
-  def _rewards(
-    self, selection: Selection, tokens: _Tokens, scores: _Scores
-  ) -> tuple[jax.Array | np.ndarray, dict[str, float]]:
-    """f32[B, R], the rewards that the estimator reads, and metrics."""
+  def _rewards(self, selection: Selection, tokens: _Tokens, scores: _Scores) -> tuple[_Rewards, dict[str, float]]:
+    """The rewards that the estimator reads, and metrics."""
     s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
-    reward = _shape_rewards(
+    episode = shared_episodes(t.episode)
+    of_tokens, of_episodes = _shape_rewards(
       at_columns(t.rewards, rows.columns, rows.mask),
       sampled,
       tokens.turn,
@@ -228,23 +241,25 @@ class TargetEstimator:
       credit=s.reward.credit,
       grouping=s.reward.grouping,
       method=s.reward.method,
-      episode=shared_episodes(t.episode),
+      episode=episode,
+      scores=selection.rollout.scores,
     )
     if s.kl_reward_coef <= 0:
-      return reward, {}
+      return _Rewards(of_tokens, of_episodes), {}
     kl = losses.kl_penalty(scores.old_logprobs, scores.ref_logprobs, sampled, s.kl_kind)
-    reward = rewards.kl_in_reward(reward, kl, sampled, s.kl_reward_coef)
+    reward = _Rewards(*rewards.kl_in_reward(of_tokens, of_episodes, kl, sampled, s.kl_reward_coef, episode=episode))
     return reward, {'actor/reward_kl_penalty': mean(np.asarray(kl)[sampled])}
 
   def _advantages(
-    self, state: TrainState, selection: Selection, tokens: _Tokens, scores: _Scores, reward: Any
+    self, state: TrainState, selection: Selection, tokens: _Tokens, scores: _Scores, reward: _Rewards
   ) -> Advantages:
     """What the estimator gives, on the host."""
     s, t = self._settings, selection.rollout.trajectory
     return jax.device_get(
       _advantages(
         s.adv_estimator,
-        rewards=reward,
+        rewards=reward.of_tokens,
+        scores=reward.of_episodes,
         loss_mask=tokens.sampled,
         turn=tokens.turn,
         group=t.group,

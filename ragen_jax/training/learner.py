@@ -22,6 +22,10 @@ from ragen_jax.training.state import TrainState
 Loss = Callable[[ActorCritic, Any], tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]]
 
 
+# Metric of a step: 1 if it was skipped, 0 if it was taken.
+SKIPPED = 'train/skipped_steps'
+
+
 class Learner:
   """The compiled programs of an optimiser step.
 
@@ -60,24 +64,30 @@ class Learner:
         self.traces += 1
         gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen), batch), has_aux=True)
         new, (sums, maxima) = gradient(trained)
-        return self._as_weights(jax.tree.map(jnp.add, gradients, new)), (self._as_weights(sums), maxima)
+        # All in one layout: `apply` takes them, and another layout would compile it anew.
+        return self._as_weights(jax.tree.map(jnp.add, gradients, new)), self._as_weights((sums, maxima))
 
       return jax.jit(program, donate_argnums=2)
 
-    def apply(trained, opt_state, gradients, lr_scale):
-      updates, opt_state = optimizer.update(gradients, opt_state, trained)
-      updates = jax.tree.map(lambda u: lr_scale * u, updates)
+    def apply(trained, opt_state, gradients, found, lr_scale):
+      updates, new_state = optimizer.update(gradients, opt_state, trained)
+      if lr_scale is not None:  # a product with 1 would round the sum with the weights otherwise
+        updates = jax.tree.map(lambda u: lr_scale * u, updates)
       new = optax.apply_updates(trained, updates)
-      return self._as_weights(new), self._as_weights(opt_state), _norms(gradients)
+      norms = _norms(gradients)
+      # The weights before were finite, so those after are if the updates are.
+      finite = _all_finite((found, norms, optax.tree.norm(updates)))
+      new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
+      return self._as_weights(new), self._as_weights(new_state), norms | {SKIPPED: 1 - finite.astype(jnp.int32)}
 
-    def apply_critic(trained, opt_state, gradients, lr_scale):
+    def apply_critic(trained, opt_state, gradients, found, lr_scale):
       def select(path, new, old):
         return new if is_critic_weight(path) else old
 
-      new, new_state, norms = apply(trained, opt_state, gradients, lr_scale)
+      new, new_state, stats = apply(trained, opt_state, gradients, found, lr_scale)
       new = jax.tree_util.tree_map_with_path(select, new, trained)
       new_state = jax.tree_util.tree_map_with_path(select, new_state, opt_state)
-      return new, new_state, {'critic/grad_norm': norms['critic/grad_norm']}
+      return new, new_state, {name: stats[name] for name in ('critic/grad_norm', SKIPPED)}
 
     def stats(trained, frozen, batch):
       return loss(lora.merge(graphdef, trained, frozen), batch)[1]
@@ -123,6 +133,9 @@ class Learner:
   ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimiser step over a mini-batch.
 
+    The step is skipped, and weights and optimiser state stay as they are to the last bit, if the loss's metrics, the
+    gradient or the updates of the weights are not finite.
+
     Args:
       state: its `trained` and `opt_state` are donated; `lr_scale` multiplies the update.
       micro_batches: what the loss takes, one after the other.
@@ -131,12 +144,13 @@ class Learner:
 
     Returns:
       The state with new weights and optimiser state (its counters are the caller's), and metrics as device arrays: the
-      loss's, and the gradient norms.
+      loss's, the gradient norms, and under `SKIPPED` i32[], 1 if the step was skipped and 0 if it was taken.
     """
     gradients, found = self.gradients(state, micro_batches, critic_only=critic_only)
     apply = self._apply_critic if critic_only else self._apply
-    trained, opt_state, norms = apply(state.trained, state.opt_state, gradients, np.float32(state.lr_scale))
-    return state.replace(trained=trained, opt_state=opt_state), found | norms
+    scale = None if state.lr_scale is None else np.float32(state.lr_scale)
+    trained, opt_state, more = apply(state.trained, state.opt_state, gradients, found, scale)
+    return state.replace(trained=trained, opt_state=opt_state), found | more
 
   def evaluate(self, state: TrainState, micro_batches: Iterable[Any]) -> dict[str, jax.Array]:
     """The loss's metrics over all micro-batches, without gradients."""
@@ -148,9 +162,12 @@ class Learner:
   def lower(self, state: TrainState, batch: Any) -> dict[str, jax.stages.Lowered]:
     """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract."""
     trained = state.trained
+    accumulate = self._accumulate.lower(trained, state.frozen, trained, batch)
+    sums, maxima = accumulate.out_info[1]
+    found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sums | maxima)
     return {
-      'accumulate': self._accumulate.lower(trained, state.frozen, trained, batch),
-      'apply': self._apply.lower(trained, state.opt_state, trained, np.float32(1)),
+      'accumulate': accumulate,
+      'apply': self._apply.lower(trained, state.opt_state, trained, found, np.float32(1)),
     }
 
 
@@ -160,6 +177,11 @@ def _combine(found: dict[str, Any], stats: tuple[dict[str, Any], dict[str, Any]]
   added = {name: found[name] + x if name in found else x for name, x in sums.items()}
   largest = {name: jnp.maximum(found[name], x) if name in found else x for name, x in maxima.items()}
   return added | largest
+
+
+def _all_finite(tree: Any) -> jax.Array:
+  """bool[]: whether all numbers of a tree are finite."""
+  return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]).all()
 
 
 def _norms(gradients: Any) -> dict[str, jax.Array]:

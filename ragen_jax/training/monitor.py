@@ -24,7 +24,7 @@ _CURVES = (
   'response_length/mean',
   'critic/score/mean',
 )
-_SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_norm', 'repeats'))
+SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_norm', 'repeats'))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class MonitorSettings:
     ema_decay: decay of the moving averages that are logged as `<metric>_ema`.
     echo_trap: the answer to an Echo-Trap warning, one of `ECHO_TRAP_ACTIONS`.
     max_rollbacks: largest number of rollbacks; the next warning stops the run.
+    max_bad_iterations: iterations in a row with numbers that are not finite until the run ends, or is rolled back.
     early_stop: thresholds of the rules that stop a run.
     echo_trap_rules: thresholds of the warning.
   """
@@ -42,6 +43,7 @@ class MonitorSettings:
   ema_decay: float
   echo_trap: str
   max_rollbacks: int
+  max_bad_iterations: int
   early_stop: EarlyStopSettings
   echo_trap_rules: EchoTrapSettings
 
@@ -51,7 +53,7 @@ class Verdict:
   """What the run does after an iteration.
 
   Attributes:
-    action: 'go_on', 'warn', 'stop' or 'rollback'.
+    action: 'go_on', 'warn', 'stop', 'rollback', or 'bad' for an iteration whose numbers are not all finite.
     reason: in a few words; '' for 'go_on'.
   """
 
@@ -64,6 +66,8 @@ class Monitor:
 
   Attributes:
     rollbacks: number of rollbacks so far.
+    bad_iterations: number of bad iterations in a row. A checkpoint does not hold it, because none is saved after a bad
+      iteration.
   """
 
   def __init__(self, settings: MonitorSettings):
@@ -74,6 +78,7 @@ class Monitor:
     self._echo_trap = EchoTrap.create()
     self._warned = False
     self.rollbacks = 0
+    self.bad_iterations = 0
 
   def after_iteration(self, metrics: dict[str, float], *, empty: bool) -> tuple[dict[str, float], Verdict]:
     """Takes in an iteration that played a rollout; iterations that reuse one (`train.online_k`) are left out.
@@ -83,8 +88,8 @@ class Monitor:
       empty: the filter kept nothing of the fresh rollout.
 
     Returns:
-      The monitor's own metrics, and the verdict. A warning is given when the rule is first met, and again only after it
-      was not met in between.
+      The monitor's own metrics, and the verdict. A warning is given when the rule becomes true; while it stays true,
+      the warning is not repeated.
     """
     curves = _CURVES + tuple(name for name in metrics if name.startswith('train/') and name.endswith('/success'))
     self._emas, own = update_emas(self._emas, {n: metrics[n] for n in curves if n in metrics}, self._settings.ema_decay)
@@ -107,7 +112,7 @@ class Monitor:
     fresh, self._warned = warning and not self._warned, warning
     if not fresh:
       return own, Verdict()
-    signals = ', '.join(n.removeprefix('echo_trap/') for n in _SIGNALS if own[n])
+    signals = ', '.join(n.removeprefix('echo_trap/') for n in SIGNALS if own[n])
     return own, self._respond(f'the Echo Trap shows in {signals}')
 
   def _respond(self, reason: str) -> Verdict:
@@ -121,9 +126,25 @@ class Monitor:
     self._early_stop, own, reason = self._early_stop.after_validation(self._settings.early_stop, success)
     return own, Verdict('stop', reason) if reason else Verdict()
 
+  def after_numbers(self, not_finite: str) -> str:
+    """Takes in whether the numbers of an iteration were finite; every iteration counts.
+
+    Args:
+      not_finite: what was not, in words; '' if all were finite.
+
+    Returns:
+      'go_on', 'bad', or after `max_bad_iterations` in a row 'rollback' or 'stop'.
+    """
+    self.bad_iterations = self.bad_iterations + 1 if not_finite else 0
+    if self.bad_iterations < self._settings.max_bad_iterations:
+      return 'bad' if not_finite else 'go_on'
+    may = self._settings.echo_trap == 'rollback' and self.rollbacks < self._settings.max_rollbacks
+    return 'rollback' if may else 'stop'
+
   def rolled_back(self) -> None:
     """Counts a rollback; averages, baselines and rules begin anew."""
     self.rollbacks += 1
+    self.bad_iterations = 0
     self._emas, self._early_stop, self._echo_trap, self._warned = {}, EarlyStop(), EchoTrap.create(), False
 
   def state_dict(self) -> dict[str, Any]:

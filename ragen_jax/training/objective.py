@@ -1,7 +1,7 @@
 """The loss of a mini-batch: clipped surrogate, entropy bonus, KL term and value loss.
 
-The weight of every token is made from the whole mini-batch before that is cut (`with_loss_weights`), so the losses and
-gradients of its micro-batches are sums that add up.
+The weights of the tokens are computed from the whole mini-batch (`with_loss_weights`) before it is cut into
+micro-batches, so the losses and gradients of the micro-batches add up to those of the mini-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LossSettings:
     clip_ratio_low: how far below 1 the ratio may fall before its gradient is cut.
     clip_ratio_high: how far above 1 the ratio may rise.
     clip_ratio_c: bound of the dual clip; None is off.
-    pg_coef: weight of the clipped surrogate: 1, or 0 where another part is looked at alone.
+    pg_coef: weight of the clipped surrogate: 1, or 0 to compute another part of the loss alone.
     kl_loss_coef: weight of the KL to the reference.
     kl_kind: estimator of the KL, one of `losses.KL_KINDS`.
     value_clip: how far a value may move before its gradient is cut; None is off.

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from ragen_jax.agent import finite
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import filters
 from ragen_jax.algorithms.diagnostics import mutual_information, reward_std_buckets
@@ -76,9 +77,12 @@ class Probes:
 
     Returns:
       `grad_norm/bucket_<i>/...` (`gradient_norms`), and `collapse_first_turn_sample/...` and
-      `collapse_trajectory_sample/...` (`thought_information`); {} if none is due.
+      `collapse_trajectory_sample/...` (`thought_information`); {} if none is due, or if the rollout's numbers are not
+      finite.
     """
     s, metrics = self._settings, {}
+    if finite.findings(selection.metrics):
+      return {}
     if s.gradients_every and state.iteration % s.gradients_every == 0 and selection.keep.any():
       metrics |= self.gradient_norms(state, selection, batch)
     if s.information_every and state.iteration % s.information_every == 0:
@@ -121,8 +125,8 @@ class Probes:
       state: read only.
       rollout: `information_samples` thoughts are drawn from it, each from another episode.
       rng: draws them.
-      first_only: thoughts of first turns, under first prompts; otherwise of any turn, each under the conversation
-        before it.
+      first_only: draw thoughts of first turns only, and score them after first prompts; otherwise draw from all turns,
+        and score each thought after the conversation before it.
 
     Returns:
       `valid_thinking_rate`, the share of drawn replies that close their thought, and what

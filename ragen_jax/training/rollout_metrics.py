@@ -25,7 +25,7 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
   metrics |= in_group_reward(scores, t.group, valid, t.episode)
   std = filters.group_scores('reward_std', t.group, valid, scores=scores, episode=t.episode)[1]
   metrics['rollout/zero_std_groups'] = mean(std <= filters.ZERO)
-  metrics |= mean_max_min('critic/score', np.asarray([e.score for e in rollout.episodes], np.float32))
+  metrics |= mean_max_min('critic/score', np.asarray([e.score for e in rollout.episodes]))
   metrics |= mean_max_min('response_length', by_episode)
   metrics |= mean_max_min('rollout/length', t.length[valid].astype(np.float32))
   metrics['rollout/entropy'] = mean(t.entropies[t.loss_mask])

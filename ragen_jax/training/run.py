@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from ragen_jax.agent import finite
 from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
@@ -24,7 +26,7 @@ from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.replay import ReplayBuffer
 from ragen_jax.training.run_log import BEST, Evaluation, LogSettings, RunLog, success_by_tag
 from ragen_jax.training.state import TrainState
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import Diverged, UserError
 from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ _log = logging.getLogger(__name__)
 CONSEQUENCES = {
   'warn': 'a warning only (monitor.echo_trap)',
   'stop': 'the run ends here',
+  'bad': 'it is not learnt from, and no checkpoint is saved',
   'rollback': 'there is no evaluated checkpoint to roll back to, or nothing left to train',
 }
 
@@ -104,7 +107,7 @@ def open_run(
 def restore(
   checkpointer: Checkpointer, workdir: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
 ) -> tuple[TrainState, str]:
-  """Restores the last checkpoint, if there is one.
+  """Restores the last checkpoint that is not damaged, if there is one.
 
   Args:
     checkpointer: of `workdir`.
@@ -116,6 +119,10 @@ def restore(
   Returns:
     The state, and why the run was stopped, '' if it was not.
   """
+  with processes.same_errors():
+    if processes.is_first():
+      checkpointer.set_damaged_aside()
+  checkpointer.reload()
   steps = processes.gather(checkpointer.latest_step())
   if len(set(steps)) > 1:
     raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
@@ -150,6 +157,35 @@ def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: 
     finished = done >= num_iterations
     return f'{workdir} is finished: {done} iterations' if finished else f'going on in {workdir} after iteration {done}'
   return f'model {model}; the run is kept in {workdir}'
+
+
+def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
+  """The error of a run whose numbers are not finite.
+
+  Args:
+    first: the iteration since which they are not.
+    last: the present iteration.
+    not_finite: what is not finite in it, in words.
+    good: the newest checkpoint; None without any.
+  """
+  since = f'iteration {last}' if first == last else f'iterations {first} to {last}'
+  left = 'there is no checkpoint' if good is None else f'checkpoint {good} is from before, start another run from it'
+  return (
+    f'{since}: numbers are not finite, at last {not_finite}; {left}; try a smaller optimizer.actor_lr, '
+    'optimizer.critic_lr or optimizer.grad_clip'
+  )
+
+
+def _bad_numbers(
+  verdict: Verdict, evaluation: Evaluation | None, try_weights: Callable[[], Mapping[str, NotFinite]] | None
+) -> str:
+  """What is not finite in an iteration and its evaluation, or under its weights, in words; '' for nothing."""
+  parts = [verdict.reason] if verdict.action == 'bad' else []
+  if evaluation is not None and evaluation.not_finite:
+    parts.append(f'in the evaluation {evaluation.not_finite}')
+  if not parts and try_weights is not None:
+    parts = [x.text for x in try_weights().values()]
+  return ', '.join(parts)
 
 
 class Run:
@@ -195,7 +231,13 @@ class Run:
       raise Stopped(interrupted)  # there is nothing to save yet
 
   def log_iteration(
-    self, state: TrainState, metrics: Mapping[str, float | Counts], batch: TrainBatch, *, fresh: bool, empty: bool
+    self,
+    state: TrainState,
+    metrics: Mapping[str, float | Counts | NotFinite],
+    batch: TrainBatch,
+    *,
+    fresh: bool,
+    empty: bool,
   ) -> Verdict:
     """Writes the metrics and histograms of an iteration.
 
@@ -207,10 +249,15 @@ class Run:
       empty: the filter kept nothing of the rollout.
 
     Returns:
-      The monitor's verdict; 'go_on' for iterations that reuse a rollout.
+      'bad' if a number of the iteration is not finite, and else the monitor's verdict; 'go_on' for iterations that
+      reuse a rollout.
     """
-    scalars = {name: x for name, x in metrics.items() if not isinstance(x, Counts)}
-    watched, verdict = self._monitor.after_iteration(scalars, empty=empty) if fresh else ({}, Verdict())
+    scalars = finite.scalars({name: x for name, x in metrics.items() if not isinstance(x, Counts)})
+    watched, verdict = {}, Verdict()
+    if found := finite.findings(metrics):
+      verdict = Verdict('bad', finite.describe(found))
+    elif fresh:
+      watched, verdict = self._monitor.after_iteration(scalars, empty=empty)
     self._log.metrics.scalars(state.iteration, scalars | watched)
     histograms = {name: x for name, x in metrics.items() if isinstance(x, Counts)}
     self._log.metrics.histograms(state.iteration, {'critic/advantages': batch.advantages[batch.trained]} | histograms)
@@ -221,21 +268,30 @@ class Run:
     self._log.training_episodes(state.iteration, episodes, records)
 
   def finish_iteration(
-    self, state: TrainState, rollout: Rollout, evaluation: Evaluation | None, verdict: Verdict
+    self,
+    state: TrainState,
+    rollout: Rollout,
+    evaluation: Evaluation | None,
+    verdict: Verdict,
+    try_weights: Callable[[], Mapping[str, NotFinite]],
   ) -> tuple[TrainState, bool]:
     """Writes the evaluation, rolls back or notes the end, saves, and writes the times of an iteration.
+
+    An iteration with a number that is not finite is not saved, so every checkpoint holds finite numbers.
 
     Args:
       state: after the iteration's update.
       rollout: that it learnt from.
       evaluation: of this state; None if it was not due.
       verdict: of `log_iteration`.
+      try_weights: what is not finite under the state's weights; called before a save.
 
     Returns:
       The state to go on with, and whether it was rolled back, so that a fresh rollout is needed.
 
     Raises:
       Stopped: a signal asked for it.
+      Diverged: numbers were not finite in too many iterations in a row, or in the last one.
     """
     step, scores, rolled_back = state.iteration, {}, False
     if evaluation is not None:
@@ -244,21 +300,35 @@ class Run:
       watched, hopeless = self._monitor.after_evaluation(success_by_tag(evaluation.metrics, tags))
       self._log.metrics.scalars(step, watched)
       verdict = hopeless if hopeless.action == 'stop' else verdict
-    best = self._checkpointer.best_step()
-    if verdict.action == 'rollback' and best is not None and step < self._settings.num_iterations:
+    interrupted = self._interrupted()
+    # Checkpoints do not contain the rollout, so a run cannot resume between two iterations of one rollout.
+    save_now = verdict.action == 'stop' or (interrupted and step % self._settings.online_k == 0)
+    save = self._due(state, self._settings.checkpoint_every) or save_now
+    not_finite = _bad_numbers(verdict, evaluation, try_weights if save else None)
+    answer = self._monitor.after_numbers(not_finite)
+    if not_finite:
+      verdict = Verdict(answer, f'not finite: {not_finite}')
+    best, last = self._checkpointer.best_step(), step == self._settings.num_iterations
+    if verdict.action == 'rollback' and best is not None and not last:
       state, scores, rolled_back = self._roll_back(state, best, verdict), {}, True
     elif verdict.action != 'go_on':
-      self._log.progress.write(f'iteration {step}: {verdict.reason}; {CONSEQUENCES[verdict.action]}')
-    self._stopped = verdict.reason if verdict.action == 'stop' else ''
-    interrupted = self._interrupted()
-    # A run that goes on between two iterations of one rollout would not have that rollout.
-    save_now = self._stopped or (interrupted and step % self._settings.online_k == 0)
-    if self._due(state, self._settings.checkpoint_every) or save_now:
+      consequence = CONSEQUENCES['bad' if not_finite else verdict.action]
+      self._log.progress.write(f'iteration {step}: {verdict.reason}; {consequence}')
+    self._stopped = verdict.reason if verdict.action == 'stop' and not not_finite else ''
+    if save and (rolled_back or not not_finite):
       self._save(state, scores)
     self._log_times(state, rollout)
+    if not_finite and not rolled_back and (answer != 'bad' or last):
+      self._log.metrics.flush()
+      raise Diverged(self._farewell(step, not_finite))
     if interrupted:
       raise Stopped(interrupted)
     return state, rolled_back
+
+  def _farewell(self, step: int, not_finite: str) -> str:
+    """The error of a run that ends after bad iterations."""
+    good = self._checkpointer.latest_step()
+    return diverged(step - self._monitor.bad_iterations + 1, step, not_finite, good)
 
   def _due(self, state: TrainState, every: int) -> bool:
     step = state.iteration
@@ -270,6 +340,8 @@ class Run:
 
   def _roll_back(self, state: TrainState, best: int, verdict: Verdict) -> TrainState:
     """The weights and the optimiser's state of the best checkpoint, with smaller learning rates."""
+    with processes.same_errors():
+      self._checkpointer.verify(best)
     arrays, _ = self._checkpointer.restore(state.saved(), step=best, partial=True)
     scale = state.lr_scale * self._settings.rollback_lr
     self._monitor.rolled_back()

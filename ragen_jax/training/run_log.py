@@ -24,6 +24,7 @@ class Evaluation(Protocol):
   metrics: dict[str, float]
   episodes: list[Episode]
   records: list[dict[str, Any]]
+  not_finite: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,10 +43,11 @@ def _states_before(
   remat: bool,
   segments: jax.Array | None,
   embeddings: jax.Array | None,
+  positions: jax.Array | None,
 ) -> jax.Array:
   """[B, R, D]: the hidden states that emit the tokens at `columns`, each that of the column before."""
   x = trunk.embed(tokens) if embeddings is None else embeddings
-  hidden, _ = trunk(x, remat=remat, segments=segments)
+  hidden, _ = trunk(x, positions, remat=remat, segments=segments)
   return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
 
 
@@ -58,6 +59,7 @@ def value_tokens(
   *,
   freeze_policy: bool = False,
   embeddings: jax.Array | None = None,
+  positions: jax.Array | None = None,
 ) -> jax.Array:
   """The critic's values of the states that sampled tokens were drawn from; no logits are computed.
 
@@ -68,12 +70,13 @@ def value_tokens(
     settings: reads `remat`.
     freeze_policy: stop the gradient before the policy's trunk; a separate critic is trained as usual.
     embeddings: [B, T, D], the embedded columns of the critic's trunk; None for `trunk.embed(tokens)`.
+    positions: i32[B, T], rotary positions; None for 0, 1, ...
 
   Returns:
     f32[B, R].
   """
   trunk = module.policy if module.critic is None else module.critic
-  hidden = _states_before(trunk, tokens, columns, settings.remat, None, embeddings)
+  hidden = _states_before(trunk, tokens, columns, settings.remat, None, embeddings, positions)
   return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
 
 
@@ -86,6 +89,7 @@ def score_tokens(
   *,
   embeddings: jax.Array | None = None,
   critic_embeddings: jax.Array | None = None,
+  positions: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log-probs, entropies and values of sampled tokens, from one forward pass of each trunk.
 
@@ -98,15 +102,16 @@ def score_tokens(
     embeddings: [B, T, D], the embedded columns of the policy's trunk, whose columns need not be tokens (images); None
       for `trunk.embed(tokens)`.
     critic_embeddings: the same for the trunk of a separate critic.
+    positions: i32[B, T], rotary positions of both trunks; None for 0, 1, ..., beginning again with each segment.
 
   Returns:
     (logprobs, entropies, values), each f32[B, R].
   """
-  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, embeddings)
+  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, embeddings, positions)
   if module.critic is None:
     values = module.value_head(hidden)
   else:
-    values = value_tokens(module, tokens, columns, settings, embeddings=critic_embeddings)
+    values = value_tokens(module, tokens, columns, settings, embeddings=critic_embeddings, positions=positions)
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
   b, r, d = hidden.shape
   graphdef, params = nnx.split(module.policy)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from ragen_jax.agent.episode import Status
+from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows
 from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.algorithms import filters
@@ -51,7 +52,7 @@ class Selection:
     scale: f32[B], factors of the rows' advantages.
     groups: number of kept prompt groups of the fresh rollout.
     fresh: number of rows of the fresh rollout; they come first.
-    metrics: of the filter, the refills and the replay.
+    metrics: of the filter, the refills and the replay, and what of the rollout is not finite.
   """
 
   rollout: Rollout
@@ -59,7 +60,7 @@ class Selection:
   scale: np.ndarray
   groups: int
   fresh: int
-  metrics: dict[str, float]
+  metrics: dict[str, float | NotFinite]
 
 
 def select_rows(rollout: Rollout, settings: FilterSettings) -> Selection:
@@ -94,6 +95,12 @@ def select_rows(rollout: Rollout, settings: FilterSettings) -> Selection:
   if settings.soft:
     scale = scale * filters.soft_weights(scores, t.group, valid, t.episode)
   return Selection(rollout, result.keep, scale, kept, len(scores), dict(result.metrics))
+
+
+def without_groups(selection: Selection, found: dict[str, NotFinite]) -> Selection:
+  """The selection of a rollout whose numbers are not finite: it keeps nothing, and its metrics say what was found."""
+  keep, scale = np.zeros_like(selection.keep), np.ones_like(selection.scale)
+  return dataclasses.replace(selection, keep=keep, scale=scale, groups=0, metrics=selection.metrics | found)
 
 
 def draw_groups(selection: Selection, count: int, rng: np.random.Generator) -> Selection:

@@ -24,7 +24,7 @@ class TrainState:
     reference: nnx.State, the policy's weights at the start, for the KL terms; None if no KL term is on. It is not saved
       in checkpoints.
     iteration: number of finished iterations; also the index of the next one.
-    lr_scale: factor of all learning rates; below 1 after a rollback.
+    lr_scale: factor of all learning rates, below 1 after a rollback; None for a training without such a factor.
   """
 
   trained: Any
@@ -32,7 +32,7 @@ class TrainState:
   opt_state: Any
   reference: Any = None
   iteration: int = struct.field(pytree_node=False, default=0)
-  lr_scale: float = struct.field(pytree_node=False, default=1.0)
+  lr_scale: float | None = struct.field(pytree_node=False, default=1.0)
 
   @property
   def params(self) -> Any:

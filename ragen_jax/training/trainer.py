@@ -10,8 +10,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ragen_jax.agent import finite
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.env_manager import first_training_level
+from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.agent.rollout import Rollout, concatenate
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
@@ -23,7 +25,7 @@ from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training import objective, selection
 from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches, plan_rows
 from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
-from ragen_jax.training.learner import Learner
+from ragen_jax.training.learner import SKIPPED, Learner
 from ragen_jax.training.objective import LossSettings, WeightSettings, with_loss_weights
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
 from ragen_jax.training.records import Recorder, RecordSettings
@@ -160,13 +162,14 @@ class Trainer:
     batch, metrics = self.estimate(state, selected)
     state, update_metrics = self.update(state, batch, selected)
     metrics |= update_metrics | rollout_metrics(rollout, self.settings.rollout.group_size)
-    return state, {name: x for name, x in metrics.items() if not isinstance(x, Counts)}
+    return state, finite.scalars({name: x for name, x in metrics.items() if not isinstance(x, Counts)})
 
   def collect(self, state: TrainState) -> tuple[Rollout, Selection]:
     """Plays fresh episodes and selects the rows to learn from.
 
     If the filter keeps fewer than `train.groups` groups, fresh ones are played until there are as many, or
-    `filter.max_rollouts` is reached. With a replay buffer, groups of earlier iterations are added.
+    `filter.max_rollouts` is reached. With a replay buffer, groups of earlier iterations are added. If a number of the
+    rollout is not finite, nothing is kept or added, and the selection's metrics have a `NotFinite`.
 
     Args:
       state: read only.
@@ -177,7 +180,11 @@ class Trainer:
     s, iteration = self.settings, state.iteration
     played = [self.rollout(state)]
     rollout, selected = played[0], self.select(played[0])
-    while selected.groups < s.rollout.groups and len(played) < s.rollout.max_rollouts:
+    while (
+      not finite.findings(selected.metrics)
+      and selected.groups < s.rollout.groups
+      and len(played) < s.rollout.max_rollouts
+    ):
       played.append(self.rollout(state, attempt=len(played)))
       rollout = concatenate(played, renumber=True)
       selected = self.select(rollout)
@@ -186,6 +193,7 @@ class Trainer:
     if s.replay.groups:
       rows, scale = np.flatnonzero(selected.keep), selected.scale
       drawn = self.replay.draw(s.replay.groups, np.random.default_rng((s.seed, iteration, 1)), iteration)
+      drawn = [] if finite.findings(selected.metrics) else drawn
       selected = selection.with_replayed(selected, drawn, multiple=max(self.rows // 4, 1))
       self.replay.add(rollout, rows, scale, iteration)
     return rollout, selected
@@ -209,19 +217,22 @@ class Trainer:
     )
 
   def select(self, rollout: Rollout) -> Selection:
-    """The prompt groups of a fresh rollout that the filter keeps."""
-    return selection.select_rows(rollout, self.settings.filter)
+    """The prompt groups of a fresh rollout that the filter keeps; none if a number of the rollout is not finite."""
+    selected = selection.select_rows(rollout, self.settings.filter)
+    found = finite.of_rollout(rollout)
+    return selection.without_groups(selected, found) if found else selected
 
-  def estimate(self, state: TrainState, selected: Selection) -> tuple[TrainBatch, dict[str, float]]:
+  def estimate(self, state: TrainState, selected: Selection) -> tuple[TrainBatch, dict[str, float | NotFinite]]:
     """Advantages and returns of the selected rows, see `TargetEstimator`."""
     return self.estimator(state, selected)
 
   def update(
     self, state: TrainState, batch: TrainBatch, selected: Selection
-  ) -> tuple[TrainState, dict[str, float | Counts]]:
-    """All optimiser steps of an iteration; none if no row is kept.
+  ) -> tuple[TrainState, dict[str, float | Counts | NotFinite]]:
+    """All optimiser steps of an iteration; none if no row is kept, or if a number of the batch is not finite.
 
-    In the first `optimizer.critic_warmup` iterations they train the critic alone.
+    In the first `optimizer.critic_warmup` iterations they train the critic alone. A step whose loss, gradient or update
+    is not finite is skipped (`Learner.step`).
 
     Args:
       state: its `trained` and `opt_state` are donated.
@@ -230,19 +241,43 @@ class Trainer:
 
     Returns:
       The state of the next iteration, and metrics; 'actor/ratio' is a histogram, of the probability ratios of the
-      trained tokens over all steps.
+      trained tokens over all steps. `NotFinite` are the numbers of the batch and the skipped steps.
     """
-    s, kept, t = self.settings.update, np.flatnonzero(selected.keep), selected.rollout.trajectory
-    critic_only = state.iteration < s.critic_warmup
-    parts = max(self.rows // s.mini_batch_size, 1) if s.fixed_steps else None
-    steps = []
-    for epoch in range(s.ppo_epochs):
-      rng = np.random.default_rng((self.settings.seed, state.iteration, epoch))
-      for rows in mini_batches(kept, t.episode, rng, size=s.mini_batch_size, parts=parts):
+    found, steps = not_finite(batch), []
+    critic_only = state.iteration < self.settings.update.critic_warmup
+    for epoch in range(0 if found else self.settings.update.ppo_epochs):
+      for rows in self._mini_batches(selected, state.iteration, epoch):
         state, sums = self.learner.step(state, self.micro_batches(batch, selected, rows), critic_only=critic_only)
         steps.append(objective.token_means(sums))
     metrics = self._update_metrics(jax.device_get(steps), state)
-    return state.replace(iteration=state.iteration + 1), metrics
+    return state.replace(iteration=state.iteration + 1), metrics | found
+
+  def try_weights(self, state: TrainState, batch: TrainBatch, selected: Selection) -> dict[str, NotFinite]:
+    """What is not finite in the loss of new weights, on one micro-batch of those that they learnt from.
+
+    Weights may be finite, and of no use. This runs the gradient program of the update, so it compiles nothing.
+
+    Args:
+      state: after `update`; read only.
+      batch: that it learnt from.
+      selected: the rows of the batch.
+    """
+    iteration = state.iteration - 1
+    rows = self._mini_batches(selected, iteration, epoch=0)
+    if not rows or not_finite(batch):  # the weights are those that sampled
+      return {}
+    *_, micro_batch = self.micro_batches(batch, selected, rows[0])
+    critic_only = iteration < self.settings.update.critic_warmup
+    _, sums = self.learner.gradients(state, [micro_batch], critic_only=critic_only)
+    names = _names_of_not_finite(jax.device_get(sums))
+    return {'not_finite/new_weights': NotFinite(1, f'{names} under the new weights')} if names else {}
+
+  def _mini_batches(self, selected: Selection, iteration: int, epoch: int) -> list[np.ndarray]:
+    """The rows of each optimiser step of an epoch."""
+    s, t = self.settings.update, selected.rollout.trajectory
+    rng = np.random.default_rng((self.settings.seed, iteration, epoch))
+    parts = max(self.rows // s.mini_batch_size, 1) if s.fixed_steps else None
+    return mini_batches(np.flatnonzero(selected.keep), t.episode, rng, size=s.mini_batch_size, parts=parts)
 
   def micro_batches(self, batch: TrainBatch, selected: Selection, rows: np.ndarray) -> Any:
     """The micro-batches (`MiniBatch`) of a mini-batch of some rows, i32[M], placed on the mesh."""
@@ -252,8 +287,14 @@ class Trainer:
     )
     return micro_batches(mini_batch, plan_rows(rows, t, batching), self.model.mesh)
 
-  def _update_metrics(self, steps: list[dict[str, Any]], state: TrainState) -> dict[str, float | Counts]:
-    """Means over the optimiser steps of an iteration; `state` is that iteration's."""
+  def _update_metrics(self, steps: list[dict[str, Any]], state: TrainState) -> dict[str, float | Counts | NotFinite]:
+    """Means over the optimiser steps that were taken, or over all if none was; `state` is that iteration's."""
+    whole, first = len(steps), steps[:1]
+    flags = [bool(step.pop(SKIPPED)) for step in steps]
+    skipped = [step for step, flag in zip(steps, flags, strict=True) if flag]
+    steps = [step for step, flag in zip(steps, flags, strict=True) if not flag] or steps
+    names = ', '.join(dict.fromkeys(_names_of_not_finite(step) or 'the updates of the weights' for step in skipped))
+    text = f'{names} in {len(skipped)} of {whole} optimiser steps'
     counts = sum((step.pop('ratio_counts', 0) for step in steps), np.zeros(len(RATIO_EDGES) - 1, np.int64))
     means = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} if steps else {}
     # Before the first step the weights are those that sampled, so a gap is a difference between the two programs.
@@ -261,9 +302,31 @@ class Trainer:
     for name in ('mean', 'max'):
       gap = means.pop(f'actor/logprob_gap_{name}', None)
       if gap is not None and recorded and state.iteration % self.settings.rollout.online_k == 0:
-        means[f'rollout/logprob_gap_{name}'] = float(steps[0][f'actor/logprob_gap_{name}'])
+        means[f'rollout/logprob_gap_{name}'] = float(first[0][f'actor/logprob_gap_{name}'])
     if not self.settings.estimate.needs_critic:
       means = {name: x for name, x in means.items() if not name.startswith('critic/')}
-    means['train/num_mini_batches'] = len(steps)
+    means['train/num_mini_batches'] = whole
+    means[SKIPPED] = NotFinite(len(skipped), text) if skipped else 0
     means['train/lr_scale'] = state.lr_scale
     return means | {'actor/ratio': Counts(RATIO_EDGES, counts)}
+
+
+def not_finite(batch: TrainBatch) -> dict[str, NotFinite]:
+  """What is not finite in the numbers of a batch that the loss reads."""
+  words = {
+    'old_logprobs': 'old log-probs',
+    'old_values': 'old values',
+    'ref_logprobs': 'log-probs of the reference',
+    'importance': 'importance weights',
+    'advantages': 'advantages',
+    'returns': 'returns',
+  }
+  found: dict[str, NotFinite] = {}
+  for name, x in words.items():
+    found |= finite.find(name, x, getattr(batch, name), batch.mask)
+  return found
+
+
+def _names_of_not_finite(stats: dict[str, Any]) -> str:
+  """The names of a step's metrics that are not finite, '' without any."""
+  return ', '.join(sorted(name for name, x in stats.items() if not np.all(np.isfinite(x))))

@@ -1,9 +1,9 @@
-"""`UserError`, and how values and exceptions are written in messages of one line."""
+"""`UserError` and `Diverged`, and how values and exceptions are written in messages of one line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 
 class UserError(Exception):
@@ -13,11 +13,23 @@ class UserError(Exception):
 
   Attributes:
     everywhere: all processes of the run raise it, at the same place.
+    status: the exit status.
   """
+
+  status: ClassVar[int] = 2
 
   def __init__(self, message: str, everywhere: bool = False):
     super().__init__(message)
     self.everywhere = everywhere
+
+
+class Diverged(UserError):
+  """A run ends because its numbers are not finite; all processes raise it."""
+
+  status: ClassVar[int] = 1
+
+  def __init__(self, message: str):
+    super().__init__(message, everywhere=True)
 
 
 def one_line(value: Any, write: Callable[[Any], str] = repr) -> str:

@@ -37,7 +37,9 @@ def _context(tokenizer, specs, **changes) -> ContextManager:
 
 def _turn(observation, actions_left, reward=0.0, *, names=('Up',), reply='', ids=(), closed=True) -> Turn:
   """A turn that is over, as prompts read it."""
-  return Turn(observation, reply, list(names), reward, 0.0, True, 1, actions_left=actions_left, ids=ids, closed=closed)
+  return Turn(
+    observation, reply, list(names), (reward,), 0.0, True, 1, actions_left=actions_left, ids=ids, closed=closed
+  )
 
 
 def _check_segments(tokenizer, specs, think):

@@ -204,7 +204,6 @@ def test_nothing_but_the_key_is_sent_of_what_the_environment_holds(monkeypatch):
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, 'openai', None)
-  with pytest.raises(
-    UserError, match=r"^eval\.endpoint needs the openai package; install it with 'pip install openai'$"
-  ):
+  install = 'pip install -r requirements-endpoint.txt'
+  with pytest.raises(UserError, match=rf"^eval\.endpoint needs the openai package; install it with '{install}'$"):
     _policy('http://127.0.0.1:1/v1')

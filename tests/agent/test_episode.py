@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from ragen_jax.agent.episode import TRUNCATED, Episode, Status, Turn, status_after_turn
@@ -45,7 +47,21 @@ def test_numbers_of_statuses_are_those_of_saved_rollouts():
 
 
 def test_the_score_is_the_return_with_penalties():
-  turns = [Turn('x', 'y', [], reward, penalty, True, 0) for reward, penalty in ((-0.1, 0.0), (0.0, -0.25), (10.9, 0.0))]
+  turns = [
+    Turn('x', 'y', [], (reward,), penalty, True, 0) for reward, penalty in ((-0.1, 0.0), (0.0, -0.25), (10.9, 0.0))
+  ]
   episode = Episode('Sokoban', 0, 7, turns, status=Status.SUCCESS)
   assert episode.success
   assert episode.env_return == pytest.approx(10.8) and episode.score == pytest.approx(10.55)
+
+
+def test_sums_of_rewards_are_exact_in_any_order_and_any_turns():
+  rewards = [0.1] * 10 + [1e16, -0.3, 1 / 3, -1e16]
+  exact = float(sum(map(Fraction, rewards)))
+  for step in (1, 3, 14):
+    cut = [tuple(rewards[i : i + step]) for i in range(0, len(rewards), step)]
+    for turns in (cut, cut[::-1]):
+      episode = Episode('A', 0, 7, [Turn('x', 'y', [], own, 0.0, True, 0) for own in turns])
+      assert episode.score == episode.env_return == exact
+  turn = Turn('x', 'y', [], (0.1, 1e16, -1e16), -0.25, True, 0)
+  assert turn.reward == 0.1 and turn.score == float(Fraction(0.1) - Fraction(0.25))

@@ -31,7 +31,9 @@ def _episodes(tag, count, seed=0, *, outside=False):
   def turn():
     valid, actions = bool(rng.integers(2)), ['Up'] * int(rng.integers(3))
     effective = int(rng.integers(len(actions) + 1))
-    return Turn('', '', actions, float(rng.normal()), -0.1 * (not valid), valid, effective, tokens=int(rng.integers(9)))
+    return Turn(
+      '', '', actions, (float(rng.normal()),), -0.1 * (not valid), valid, effective, tokens=int(rng.integers(9))
+    )
 
   return [
     Episode(

@@ -16,7 +16,7 @@ from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Episode, Status
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.agent.pools import JaxPool, OutsidePool, is_outside, lists_actions, make_pool, read_action
+from ragen_jax.agent.pools import JaxPool, OutsidePool, make_pool
 from ragen_jax.envs import Fault, Session, TextEnvironment
 from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
@@ -281,11 +281,11 @@ def test_a_reader_of_replies_outside_that_fails_finds_no_action():
 def test_the_kind_of_an_environment_decides_what_can_be_asked_of_it():
   lake, tally = FrozenLake(), outside(1).env
   words = dataclasses.replace(outside(1), env=Unreadable('end'))
-  assert [is_outside(env) for env in (lake, tally, words.env)] == [False, True, True]
+  assert [env.is_outside for env in (lake, tally, words.env)] == [False, True, True]
   # Outside, actions can be listed where they are words; in JAX the environment lists them.
-  assert [lists_actions(env) for env in (lake, tally, words.env)] == [True, True, False]
-  assert read_action(lake, ' up ') == (3, 'Up') and read_action(lake, 'hop') is None
-  assert read_action(tally, 'two') == ('Two', 'Two') and read_action(tally, 'three') is None
+  assert [env.has_legal_actions for env in (lake, tally, words.env)] == [True, True, False]
+  assert lake.read_action(' up ') == (3, 'Up') and lake.read_action('hop') is None
+  assert tally.read_action('two') == ('Two', 'Two') and tally.read_action('three') is None
   inside = make_pool(EnvSpec('Lake', lake, BUDGET, 50, 2), 4, 2)
   out = make_pool(outside(2), 4, 2)
   assert isinstance(inside, JaxPool) and isinstance(out, OutsidePool)

@@ -87,7 +87,8 @@ def test_prompts_carry_the_images_of_observations(seeing):
   (pad,) = seeing.encode('<|image_pad|>')
   boards = [ImageSegment(BOARD + i, 2 + i) for i in range(3)]
   past = [
-    Turn((boards[i],), '', ['Up'], 0.0, 0.0, True, 1, actions_left=9 - i, ids=(5, seeing.stop_ids[0])) for i in range(2)
+    Turn((boards[i],), '', ['Up'], (0.0,), 0.0, True, 1, actions_left=9 - i, ids=(5, seeing.stop_ids[0]))
+    for i in range(2)
   ]
   shown = {'full': [2], 'limited_multi_turn': [0, 1, 2], 'single_turn': [0, 1, 2]}
   for mode, expected in shown.items():

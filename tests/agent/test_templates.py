@@ -49,7 +49,7 @@ def test_rewards_are_told_without_noise():
 def test_boilerplate_costs_few_tokens_and_no_text_of_the_default_prompts_falls_to_bytes(tiny, specs):
   context = ContextManager(tiny, specs, context_settings())
   board = 'P_O_\n____\n_O__\n___G'
-  before = Turn(board, '', ['Up', 'Left'], 0.0, 0.0, True, 2)
+  before = Turn(board, '', ['Up', 'Left'], (0.0, 0.0), 0.0, True, 2)
   assert len(context.first_prompt(0, board, 10).ids) < 64
   assert len(context.next_prompt(0, [before], board, 8).ids) < 40
   assert len(context.first_prompt(1, '\n'.join(['######'] * 6), 10).ids) < 90

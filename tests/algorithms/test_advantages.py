@@ -36,6 +36,19 @@ def test_names():
   }  # fmt: skip
 
 
+@pytest.mark.parametrize('name', ['grpo', 'dr_grpo', 'rloo', 'brpo', 'arpo', 'reinforce_plus_plus_baseline', 'gigpo'])
+def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, name):
+  b = batch(1)
+  given = arguments(b) | {'rewards': np.zeros_like(b.rewards)}  # so the steps of 'gigpo' add nothing
+  scores = np.where(b.loss_mask.any(-1), np.random.default_rng(0).normal(size=8), 0).astype(np.float32)
+  got = compute(name=name, **given, scores=scores)
+  last = masks.last_sampled(b.loss_mask)
+  summed = compute(name=name, **given | {'rewards': np.where(last, scores[:, None], 0)}, step_weight=0.0)
+  np.testing.assert_allclose(got.advantages, summed.advantages, atol=1e-6)
+  np.testing.assert_allclose(got.returns, summed.returns, atol=1e-6)
+  assert np.abs(got.advantages).max() > 0.1
+
+
 @pytest.mark.parametrize('name', NAMES)
 def test_each_name_is_its_function(batch, name):
   b = batch(1)

@@ -18,7 +18,8 @@ def scores_of(b):
 
 def test_trajectory_credit(batch):
   b = batch(1)
-  got = np.asarray(shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env))
+  got, scores = map(np.asarray, shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env))
+  np.testing.assert_allclose(scores, scores_of(b), atol=1e-6)
   for row in range(8):
     columns = np.flatnonzero(b.loss_mask[row])
     expected = np.zeros(32)
@@ -33,7 +34,8 @@ def test_trajectory_credit_over_rows():
   turn = np.array([[2, 2, -1], [0, 0, 0], [5, 5, 5], [1, 1, -1]])
   rewards = np.array([[0, 3, 0], [0, 0, 1], [9, 9, 9], [0, 5, 0]], np.float32)
   zeros = np.zeros(4, np.int32)
-  got = shape_rewards(rewards, mask, turn, zeros, zeros, episode=np.array([8, 8, 8, 4]))
+  got, scores = shape_rewards(rewards, mask, turn, zeros, zeros, episode=np.array([8, 8, 8, 4]))
+  np.testing.assert_array_equal(scores, [4, 4, 0, 5])
   np.testing.assert_array_equal(got, [[0, 4, 0], [0, 0, 0], [0, 0, 0], [0, 5, 0]])
 
 
@@ -63,7 +65,8 @@ def test_normalization(batch, grouping, method):
       rows = np.flatnonzero((keys == key) & b.valid)
       if len(rows):
         expected[rows] = loop_normalize(scores[rows], method)
-    got = shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, grouping=grouping, method=method)
+    got, normal = shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, grouping=grouping, method=method)
+    np.testing.assert_allclose(normal, expected, atol=1e-5)
     np.testing.assert_allclose(np.asarray(got).sum(-1), expected, atol=1e-5)
     assert ((np.asarray(got) != 0) <= b.ends).all()
 
@@ -98,21 +101,40 @@ def test_an_episode_counts_once_however_many_rows_it_has():
   turn = np.array([[0], [1], [2], [0]])
   rewards = np.array([[1.0], [0.0], [1.0], [0.0]], np.float32)  # episodes of score 2 and 0
   zeros = np.zeros(4, np.int32)
-  got = shape_rewards(rewards, mask, turn, zeros, zeros, method='mean', episode=np.array([5, 5, 5, 6]))
+  got, normal = shape_rewards(rewards, mask, turn, zeros, zeros, method='mean', episode=np.array([5, 5, 5, 6]))
+  np.testing.assert_allclose(normal, [1, 1, 1, -1])
   np.testing.assert_allclose(got, [[0], [0], [1], [-1]])
 
 
 def test_turn_credit_leaves_rewards_where_they_are(batch):
   b = batch(0)
-  got = shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, credit='turn')
+  got, scores = shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, credit='turn')
   np.testing.assert_array_equal(got, np.where(b.loss_mask, b.rewards, 0.0))
+  np.testing.assert_allclose(scores, scores_of(b), atol=1e-6)
+
+
+@pytest.mark.parametrize('credit', module.CREDITS)
+def test_scores_that_are_given_take_the_place_of_float32_sums(batch, credit):
+  b = batch(0)
+  given = np.arange(8, dtype=np.float32)
+  got, scores = shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, credit=credit, scores=given)
+  np.testing.assert_array_equal(scores, np.where(b.loss_mask.any(-1), given, 0))
+  if credit == 'trajectory':
+    np.testing.assert_array_equal(np.asarray(got).sum(-1), scores)
 
 
 def test_kl_in_reward(batch):
   b = batch(0)
-  got = np.asarray(module.kl_in_reward(b.rewards, b.values, b.loss_mask, 0.1))
-  m = b.loss_mask
-  np.testing.assert_allclose(got[m], b.rewards[m] - 0.1 * b.values[m], atol=1e-6)
+  m, given = b.loss_mask, np.arange(8, dtype=np.float32)
+  penalty = np.where(m, 0.1 * b.values, 0)
+  got, scores = module.kl_in_reward(b.rewards, given, b.values, m, 0.1)
+  np.testing.assert_allclose(got[m], b.rewards[m] - penalty[m], atol=1e-6)
+  np.testing.assert_allclose(scores, given - penalty.sum(-1), atol=1e-5)
+  # An episode of several rows pays for all of them.
+  episode = np.arange(8) // 2
+  _, scores = module.kl_in_reward(b.rewards, given, b.values, m, 0.1, episode=episode)
+  expected = given - np.where(m.any(-1), np.bincount(episode, penalty.sum(-1))[episode], 0)
+  np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

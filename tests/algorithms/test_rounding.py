@@ -82,6 +82,16 @@ def test_filters_and_metrics_see_that_the_group_does_not_vary():
   np.testing.assert_array_equal(filters.soft_weights(scores, group, valid), 1)  # no group varies
 
 
+def test_groups_with_the_same_scores_tie_in_any_order_of_their_members():
+  rng = np.random.default_rng(0)
+  for size in (4, 8, 16):
+    own = rng.choice(np.float32([10.5, -1.1, 0.9, 10.4, -0.30000001]), size=size)
+    scores, group = np.concatenate([rng.permutation(own) for _ in range(20)]), np.repeat(np.arange(20), size)
+    for metric in ('reward_std', 'reward', 'reward_sum'):
+      _, ranked = filters.group_scores(metric, group, np.ones(len(group), bool), scores=scores)
+      assert len(set(ranked.tolist())) == 1, (metric, size)
+
+
 def test_min_p_keeps_a_group_whose_score_is_the_bound_up_to_rounding():
   third = np.float64(np.float32(0.3))  # a float32 score, below 0.3 * 1.0 in float64 or above it
   for score in (third, 0.3, np.nextafter(0.3, 0), np.nextafter(0.3, 1)):

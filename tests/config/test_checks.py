@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
+
+import numpy as np
 import pytest
 
+from ragen_jax.algorithms import filters
 from ragen_jax.config import checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.utils.errors import UserError
-from tests.support.configs import small_config
+from tests.support.configs import leaves, small_config
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,17 @@ from tests.support.configs import small_config
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),
     ('model.dtype', 'int8', r"model\.dtype='int8'.*bfloat16"),
     ('seed', 500, r'seed=500.*at most 428'),
+    ('train.temperature', math.inf, r'^train\.temperature=inf: must be a finite number$'),
+    ('algorithm.entropy_coef', math.nan, r'^algorithm\.entropy_coef=nan: must be a finite number$'),
+    ('optimizer.critic_lr', math.inf, r'^optimizer\.critic_lr=inf: must be a finite number$'),
+    ('agent.format_penalty', -math.inf, r'^agent\.format_penalty=-inf: must be a finite number$'),
+    ('optimizer.weight_decay', 1e39, r'optimizer\.weight_decay=1e\+39: must be at most 3\.4e\+38 in magnitude'),
+    ('train.temperature', 1e-45, r'train\.temperature=1e-45: must be 0 or at least 1\.2e-38'),
+    ('optimizer.warmup_steps', 2**31, r'optimizer\.warmup_steps=2147483648: must be at most 2147483647'),
+    ('filter.value', 0.0, r"filter\.value=0\.0: must be above 0 and at most 1 with filter\.strategy='top_p'"),
+    ('filter.value', 1.5, r"filter\.value=1\.5: must be above 0 and at most 1 with filter\.strategy='top_p'"),
+    ('monitor.min_signals', 5, r'monitor\.min_signals=5: there are only 4 signals'),
+    ('monitor.max_bad_iterations', 0, r'monitor\.max_bad_iterations=0: must be at least 1'),
     ('train.top_p', 0.9, r"algorithm\.old_logprobs='sampler'.*'trainer'"),
   ],
 )
@@ -56,6 +72,43 @@ def test_what_cannot_run_is_refused_in_one_line(field, value, message):
   with pytest.raises(UserError, match=message) as e:
     check_config(config)
   assert '\n' not in str(e.value)
+
+
+def test_no_number_of_the_config_may_be_infinite_or_nan():
+  names = [name for name, value in leaves(small_config()) if isinstance(value, float)]
+  assert len(names) > 60 and any(name.startswith('envs.') for name in names)
+  for name in names:
+    for x in (math.inf, -math.inf, math.nan):
+      with pytest.raises(UserError, match=rf'^{re.escape(name)}={x}: must be a finite number$'):
+        check_config(small_config({name: x}), weights=False)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'strategy': 'top_k', 'value': 0.0}, r'above 0 and at most 1'),
+    ({'strategy': 'top_k', 'value': 1.5}, r'above 0 and at most 1'),
+    ({'strategy': 'top_k_abs', 'value': 0.0}, r'a whole number of at least 1'),
+    ({'strategy': 'top_k_abs', 'value': 2.5}, r'a whole number of at least 1'),
+    ({'strategy': 'top_k_abs', 'value': 2.0}, None),
+    ({'strategy': 'min_p', 'value': 2.0}, r'at least 0 and at most 1'),
+    ({'strategy': 'min_p', 'value': 0.0}, None),  # all groups
+    ({'strategy': 'min_p', 'value': 0.0, 'type': 'smallest'}, r'above 0 and at most 1'),
+    ({'strategy': 'top_p', 'value': 0.0, 'top_p_mode': 'softmax'}, r'above 0 and at most 1'),
+  ],
+)
+def test_a_filter_that_keeps_nothing_is_refused(fields, message):
+  config = small_config({f'filter.{name}': x for name, x in fields.items()})
+  scores = np.asarray([0.2, 0.5, 0.9, 0.4])
+  options = {'kind': fields.get('type', 'largest'), 'top_p_mode': fields.get('top_p_mode', 'linear')}
+  kept = filters.select_groups(scores, strategy=fields['strategy'], value=fields['value'], **options)
+  if message is None:
+    check_config(config, weights=False)
+    assert kept.any()
+    return
+  with pytest.raises(UserError, match=rf'^filter\.value={fields["value"]}: must be {message}'):
+    check_config(config, weights=False)
+  assert not kept.any() or fields['value'] > 1
 
 
 @pytest.mark.parametrize('name', ['type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words'])

@@ -48,7 +48,8 @@ def test_options_of_environments_are_those_of_their_classes():
 
 def test_tags_are_ragens():
   """Against a second listing, from RAGEN's paper and its first version's configs."""
-  config = default.get_config()
+  config = default.get_config('qwen2.5-0.5b')
+  assert {env.max_words for env in default.get_config().envs.values()} == {25}  # the built-in model replies in fewer
   tags = tuple(config.envs)
   envs = {spec.tag: spec for spec in build.env_groups(config, tags, (1,) * len(tags))}
   grid = base.Budget(max_turns=5, max_actions=10, max_actions_per_turn=5)
@@ -119,13 +120,24 @@ def test_a_variant_brings_the_settings_of_its_size():
 
 @pytest.mark.slow
 def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
-  """A short training run and a short warm start, with every access to the config written down."""
-  read = set()
-  original = ConfigDict.__getitem__
+  """A short training run and a short warm start, with every access to the config written down.
+
+  Checks, and the record of the whole config (`to_dict`), read every field and are left out.
+  """
+  read, recording = set(), [True]
+  original, to_dict = ConfigDict.__getitem__, ConfigDict.to_dict
 
   def spy(self, key):
-    read.add((id(self), key))
+    if recording[0]:
+      read.add((id(self), key))
     return original(self, key)
+
+  def whole(self, *arguments, **options):
+    before, recording[0] = recording[0], False
+    try:
+      return to_dict(self, *arguments, **options)
+    finally:
+      recording[0] = before
 
   fields = dict(agent__max_response_tokens=8, eval__greedy_too=False, num_iterations=1, train__group_size=2)
   config = small_config(
@@ -137,6 +149,9 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   monkeypatch.setattr(train, 'record_config', lambda *a, **k: None)
   monkeypatch.setattr(sft, 'record_config', lambda *a, **k: None)
   monkeypatch.setattr(export, 'compare_config', lambda *a, **k: None)
+  for mode in (train, sft):
+    monkeypatch.setattr(mode, 'check_config', lambda *a, **k: None)
+  monkeypatch.setattr(ConfigDict, 'to_dict', whole)
   monkeypatch.setattr(ConfigDict, '__getitem__', spy)
   train.train_and_evaluate(config, str(tmp_path / 'run'))
   sft.train_sft(config, str(tmp_path / 'sft'))

@@ -10,6 +10,7 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.metrics import episode_metrics
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.run_log import mean_success, success_by_tag
@@ -25,7 +26,7 @@ def evaluated():
   )  # fmt: skip
   policy = build.load_policy(config)
   evaluator = build.make_evaluator(config, policy)
-  return config, policy, evaluator, evaluator(build.param_state(policy.model), step=3)
+  return config, policy, evaluator, evaluator(param_state(policy.model), step=3)
 
 
 def test_settings_are_the_configs(evaluated):
@@ -38,7 +39,7 @@ def test_settings_are_the_configs(evaluated):
 
 def test_a_second_call_gives_the_same(evaluated):
   _, policy, evaluator, evaluation = evaluated
-  again = evaluator(build.param_state(policy.model), step=3)
+  again = evaluator(param_state(policy.model), step=3)
   assert again.metrics == evaluation.metrics
   assert [e.turns[0].reply for e in again.episodes] == [e.turns[0].reply for e in evaluation.episodes]
 

@@ -14,7 +14,7 @@ from ragen_jax.evaluation.intervals import bootstrap, level_intervals
 
 def _episode(rng, group, status):
   turns = [
-    Turn('', '', ['Up'] * rng.integers(3), float(rng.normal()), -0.1 * (not valid), bool(valid), 0, tokens=7)
+    Turn('', '', ['Up'] * rng.integers(3), (float(rng.normal()),), -0.1 * (not valid), bool(valid), 0, tokens=7)
     for valid in rng.integers(2, size=rng.integers(1, 4))
   ]
   return Episode('Game', group, group, turns, status=status)

@@ -112,3 +112,11 @@ def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
   assert 'It fits' in result.stdout.split(advice[-1])[1]
   refused = run('--config.mesh.fsdp=3')
   assert refused.returncode == 2 and refused.stderr.startswith('error: mesh.data=-1, mesh.fsdp=3')
+
+
+def test_a_plan_that_fits_compiles_every_phase():
+  """The built-in model's, with nothing in place of the compiler."""
+  config, compiled = builders.small_config(), {}
+  found = plan.estimate(config, compiled)
+  assert found.fits and all(kinds['activations'] > 0 for kinds in found.phases.values())
+  assert len(compiled) == 2  # the update, and the rollout with as many rows as the evaluation

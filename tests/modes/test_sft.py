@@ -17,7 +17,7 @@ from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.language_model import param_state
-from ragen_jax.config import checks
+from ragen_jax.config import sft_checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
@@ -25,7 +25,7 @@ from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import Diverged, UserError
 from tests.support import builders
 from tests.support.paths import ROOT
 
@@ -109,7 +109,7 @@ def test_metrics_are_written_and_explained(whole):
   assert [line['step'] for line in lines] == [10, 20]
   page = (ROOT / 'docs' / 'metrics.md').read_text()
   names = {name for line in lines for name in line if name.startswith('sft/')}
-  assert names == {'sft/loss', 'sft/lr', 'sft/padding', 'sft/val_loss'}
+  assert names == {'sft/loss', 'sft/lr', 'sft/padding', 'sft/skipped_steps', 'sft/val_loss'}
   for name in names | {'sft/value_loss', 'sft/val_value_loss'}:
     assert f'`{name}`' in page
   assert lines[1]['sft/val_loss'] < lines[0]['sft/val_loss']
@@ -147,6 +147,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_pa
   shutil.rmtree(tmp_path / 'model')
   sft.train_sft(config, str(tmp_path / 'run'))
   assert step.count == 20 and ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_path, capsys):
+  config, workdir = _quick(tmp_path, 'bad')
+  config.sft.update(learning_rate=1e30, eval_every=0, checkpoint_every=1)
+  with pytest.raises(Diverged, match=r'^step \d: .* not finite; the newest checkpoint is that of step 1') as e:
+    sft.train_sft(config, workdir)
+  assert e.value.status == 1 and '\n' not in str(e.value)
+  # The first step has a learning rate of 0; the others were skipped, and are not saved.
+  assert [p.name for p in (tmp_path / 'bad' / 'run' / 'checkpoints').iterdir()] == ['1']
+  assert not (tmp_path / 'bad' / 'model').exists()
+  assert 'the loss, its gradient or the update is not finite; nothing is learnt there' in capsys.readouterr().err
 
 
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
@@ -230,7 +242,7 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
 
 
 def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
-  monkeypatch.setattr(checks, 'row_shards', lambda mesh: 8)
+  monkeypatch.setattr(sft_checks, 'row_shards', lambda mesh: 8)
   check_sft(builders.small_config())
   check_sft(builders.small_config(sft__batch_size=24, sft__packing=True))
   message = r'sft\.batch_size=24: half of it, 12, goes through the model at once and must be a multiple of 8 row shards'

@@ -23,6 +23,7 @@ from ragen_jax.runs import checkpoints as checkpoint_lib
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import UserError
+from tests.support.damage import flip_bytes
 from tests.support.processes import environment
 
 
@@ -426,18 +427,6 @@ def test_disk_errors_are_found_in_the_chain():
   assert checkpoint_lib._disk_error(ValueError('no file in this')) is None
 
 
-def flip_bytes(workdir: pathlib.Path, step: int, count: int = 512) -> pathlib.Path:
-  """Inverts bytes in the middle of the largest file of a checkpoint."""
-  files = [path for path in (workdir / 'checkpoints' / str(step)).rglob('*') if path.is_file()]
-  files = [path for path in files if path.name != 'checksums.json']
-  path = max(files, key=lambda path: path.stat().st_size)
-  data = bytearray(path.read_bytes())
-  middle = max(len(data) - count, 0) // 2
-  data[middle : middle + count] = bytes(255 - x for x in data[middle : middle + count])
-  path.write_bytes(data)
-  return path
-
-
 def test_a_checkpoint_with_flipped_bytes_is_refused_by_name(tmp_path):
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, make_state(1))
@@ -485,8 +474,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tm
 def test_damage_to_meta_is_found_too(tmp_path):
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, make_state(1), {'iteration': 1111})
-  (path,) = (p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and b'1111' in p.read_bytes())
-  path.write_bytes(path.read_bytes().replace(b'1111', b'2222'))
+  (path,) = (p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and b': 1111' in p.read_bytes())
+  path.write_bytes(path.read_bytes().replace(b': 1111', b': 2222'))
   with Checkpointer(tmp_path) as checkpointer, pytest.raises(UserError, match='differs from its checksum'):
     checkpointer.restore(make_state(0))
 

@@ -40,8 +40,9 @@ def test_demonstrations_that_were_written_are_read_back_token_by_token(tmp_path,
   specs = build.env_groups(config, ('FrozenLake', 'Bandit'), (24, 8))
   contexts = [build.context_manager(config, tiny, [spec]) for spec in specs]
   style = build.fill(DemonstrationStyle, config.sft)
-  settings = build.fill(DemonstrationSettings, config.sft, seed=0, max_context=config.agent.max_context)
-  played = collect_demonstrations(specs, contexts, style, settings, frozenset())
+  limits = [build.episode_limits(config, [spec]) for spec in specs]
+  settings = build.fill(DemonstrationSettings, config.sft, seed=0)
+  played = collect_demonstrations(specs, contexts, limits, style, settings, frozenset())
   path = str(tmp_path / 'new' / 'data.jsonl')
   assert conversations.write(path, played, tiny) == 32
   again, left_out = _rows(path, tiny)

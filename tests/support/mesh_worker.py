@@ -14,6 +14,7 @@ import numpy as np
 
 from ragen_jax import build
 from ragen_jax.distributed import processes
+from ragen_jax.training.learner import SKIPPED
 from tests.support import builders
 
 
@@ -37,7 +38,15 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
   more = {name: x for name, x in more.items() if name != 'actor/ratio'}  # a histogram
   moved = sum(not x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(after, before, strict=True))
   weights = processes.all_rows(jax.tree.leaves(state.params))
+  # A step with a NaN keeps all, in the same program.
+  bad = batch.replace(advantages=np.where(batch.mask, np.nan, 0).astype(np.float32))
+  rows, programs = np.flatnonzero(selection.keep)[:8], trainer.learner._apply._cache_size()
+  state, sums = trainer.learner.step(state, trainer.micro_batches(bad, selection, rows))
+  kept = processes.all_rows(jax.tree.leaves(state.params))
+  same = all(np.array_equal(x, y) for x, y in zip(weights, kept, strict=True))
+  skipped = int(jax.device_get(sums[SKIPPED])) == 1
   return {
+    'bad_step': np.asarray([skipped, same, trainer.learner._apply._cache_size() == programs]),
     'tokens': rollout.trajectory.tokens,
     'logprobs': rollout.trajectory.logprobs,
     'advantages': batch.advantages,

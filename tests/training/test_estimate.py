@@ -74,6 +74,21 @@ def test_kl_to_the_first_weights_enters_loss_and_reward(policy):
   assert metrics['actor/kl_loss'] == pytest.approx(kl[batch.mask].mean(), rel=1e-2)  # before the only step
 
 
+@pytest.mark.parametrize('credit', ['turn', 'trajectory'])
+def test_kl_in_the_reward_lowers_the_scores_that_estimators_compare(policy, credit):
+  trainer, state = learning.make_trainer(
+    policy, algorithm__adv_estimator='arpo', algorithm__kl_reward_coef=0.1, algorithm__kl_kind='k1',
+    reward__credit=credit,
+  )  # fmt: skip
+  moved = _nudge(state)
+  rollout, selection = trainer.collect(moved)
+  batch, _ = trainer.estimate(moved, selection)
+  kl = np.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0).sum(axis=1)
+  assert np.abs(kl).max() > 0.1
+  expected = np.where(batch.mask, (rollout.scores - 0.1 * kl)[:, None], 0)
+  np.testing.assert_allclose(batch.advantages, expected, atol=1e-4)
+
+
 def test_importance_weights_are_one_where_both_programs_agree_and_capped_where_not(policy):
   trainer, state = learning.make_trainer(policy, algorithm__old_logprobs='trainer', algorithm__tis_cap=1.5)
   rollout, selection = trainer.collect(state)

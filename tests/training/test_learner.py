@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from ragen_jax.training.batches import micro_batches
-from ragen_jax.training.learner import Learner
+from ragen_jax.training.learner import SKIPPED, Learner
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.state import TrainState
 from tests.support import builders, learning
@@ -103,6 +103,43 @@ def test_the_value_head_has_its_own_learning_rate_and_both_are_scaled():
   for scale, found in moved.items():
     np.testing.assert_allclose(found['value_head']['kernel'], 3e-2 * scale, rtol=1e-2)
     np.testing.assert_allclose(np.median(found['policy']['embed_tokens'][batch.tokens[0, 1]]), 1e-2 * scale, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'options', 'lr'),
+  [
+    ({'advantages': np.nan}, {}, 1e-2),
+    ({'returns': np.inf}, {}, 1e-2),
+    ({'returns': np.nan}, {'critic_only': True}, 1e-2),
+    ({}, {}, 1e30),  # loss and gradient are finite, and the step is not
+  ],
+)
+def test_a_step_that_is_not_finite_leaves_weights_and_optimiser_as_they_are_to_the_last_bit(fields, options, lr):
+  model = builders.random_model(30)
+  batch, length = _batch(3)
+  bad = batch
+  for name, x in fields.items():  # in one token, so in one of three micro-batches
+    array = getattr(batch, name).copy()
+    array[0, 0] = x
+    bad = bad.replace(**{name: array})
+  plans = learning.plans(batch, 4, length)
+  learner = learning.learner(model, learning.optimizer(actor_lr=lr))
+  state = learning.state_of(learner, learning.copied(nnx.split(model)[1]))
+  if lr < 1:  # the moments and the count of steps are not 0
+    state, metrics = learning.step(learner, state, batch, plans, **options)
+    assert metrics[SKIPPED] == 0
+  before = jax.device_get(state.saved())
+  state, metrics = learning.step(learner, state, bad, plans, **options)
+  assert metrics[SKIPPED] == 1
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.saved()), before)
+  # What follows is what would have been without it.
+  again = learning.copied(state)
+  if lr < 1:
+    state, metrics = learning.step(learner, state, batch, plans, **options)
+    assert metrics[SKIPPED] == 0
+    assert any(
+      np.any(x != y) for x, y in zip(jax.tree.leaves(state.trained), jax.tree.leaves(again.trained), strict=True)
+    )
 
 
 def test_any_loss_of_a_module_and_a_batch_can_be_learnt():

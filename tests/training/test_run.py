@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 
@@ -14,6 +15,7 @@ from flax import nnx
 
 from ragen_jax import build, train
 from ragen_jax.agent.episode import Episode, Turn
+from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.evaluation.evaluator import Evaluation
@@ -22,11 +24,11 @@ from ragen_jax.runs.interrupt import Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
-from ragen_jax.training.run import greeting, open_run
+from ragen_jax.training.run import diverged, greeting, open_run
 from ragen_jax.training.run_log import one_line
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import Diverged, UserError
 from tests.support import builders
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ def _rollout():
   timeline.append_context(0, (5, 6, 7), 0)
   zero = np.zeros(1, np.int32)
   trajectory = timeline.trajectory(group=zero, episode=zero, env=zero, status=zero, policy_version=0, pad_id=0)
-  episode = Episode('FrozenLake', 0, 0, [Turn('', '', [], 1.0, 0.0, True, 0)])
+  episode = Episode('FrozenLake', 0, 0, [Turn('', '', [], (1.0,), 0.0, True, 0)])
   return Rollout(trajectory, [episode], np.zeros((1, 1), np.int32), np.zeros(1, np.float32), 0, 0)
 
 
@@ -60,10 +62,10 @@ def _open(workdir, state=None, replay=None, **fields):
     yield run, state
 
 
-def _finish(run, state, evaluation=None, verdict=None):
+def _finish(run, state, evaluation=None, verdict=None, found=None):
   with run.timer('step'):
     pass
-  return run.finish_iteration(state, _rollout(), evaluation, verdict or Verdict())
+  return run.finish_iteration(state, _rollout(), evaluation, verdict or Verdict(), lambda: found or {})
 
 
 def _steps(workdir):
@@ -121,6 +123,85 @@ def test_a_stopped_run_is_saved_and_stays_stopped(tmp_path):
   assert _steps(tmp_path) == [1]
   with _open(tmp_path) as (run, state):
     assert state.iteration == 1 and not run.goes_on(state)
+
+
+_BAD = Verdict('bad', '3 of 9 sampled log-probs (row 2)')
+
+
+def test_bad_iterations_are_named_and_not_saved_and_end_the_run_when_there_are_too_many(tmp_path, capsys):
+  with pytest.raises(Diverged) as e, _open(tmp_path, checkpoint__every=1, num_iterations=9) as (run, _):
+    _finish(run, _state(1, iteration=1))
+    for i in (2, 3):
+      _finish(run, _state(i, iteration=i), _evaluation(0.9), _BAD)
+    _finish(run, _state(4, iteration=4))  # two in a row are not three
+    for i in (5, 6):
+      assert run.goes_on(_finish(run, _state(i, iteration=i), _evaluation(0.9), _BAD)[0])
+    _finish(run, _state(7, iteration=7), None, _BAD)
+  assert _steps(tmp_path) == [1, 4]
+  assert str(e.value) == diverged(5, 7, _BAD.reason, 4) and '\n' not in str(e.value)
+  assert (e.value.status, e.value.everywhere) == (1, True)
+  lines = [line for line in capsys.readouterr().err.splitlines() if 'not finite' in line]
+  assert [int(line.split()[1].rstrip(':')) for line in lines] == [2, 3, 5, 6, 7]
+  assert lines[0] == (
+    'iteration 2: not finite: 3 of 9 sampled log-probs (row 2); it is not learnt from, and no checkpoint is saved'
+  )
+
+
+def test_a_run_that_ends_with_a_bad_iteration_has_failed(tmp_path):
+  with pytest.raises(Diverged, match=r'^iteration 6: .*; there is no checkpoint; try'), _open(tmp_path) as (run, _):
+    _finish(run, _state(6, iteration=6), _evaluation(0.9), _BAD)
+  assert not list(tmp_path.glob('checkpoints/*'))
+
+
+@pytest.mark.parametrize('by', ['evaluation', 'weights'])
+def test_an_evaluation_or_new_weights_can_make_an_iteration_bad(tmp_path, capsys, by):
+  evaluation = _evaluation(0.9)
+  found = {'not_finite/new_weights': NotFinite(1, 'actor/pg_loss under the new weights')}
+  if by == 'evaluation':
+    evaluation, found = dataclasses.replace(evaluation, not_finite='7 of 9 sampled log-probs (row 0)'), None
+  with _open(tmp_path) as (run, _):
+    _finish(
+      run, _state(1, iteration=1), found={'not_finite/new_weights': NotFinite(1, 'not asked')}
+    )  # nothing is saved
+    _finish(run, _state(2, iteration=2), evaluation, found=found)
+    assert not list(tmp_path.glob('checkpoints/*'))
+    _finish(run, _state(4, iteration=4), _evaluation(0.1))
+  assert _steps(tmp_path) == [4]
+  what = 'actor/pg_loss under the new weights' if found else 'in the evaluation 7 of 9 sampled log-probs (row 0)'
+  assert f'iteration 2: not finite: {what}; it is not' in capsys.readouterr().err
+
+
+def test_bad_iterations_lead_back_to_the_best_checkpoint_if_the_echo_trap_does(tmp_path, capsys):
+  fields = {'monitor__echo_trap': 'rollback', 'monitor__max_bad_iterations': 1, 'monitor__max_rollbacks': 1}
+  with (
+    pytest.raises(Diverged, match=r'^iteration 5: .*checkpoint 4 is from before'),
+    _open(tmp_path, **fields) as (run, _),
+  ):
+    with pytest.raises(Diverged):  # there is no checkpoint yet
+      _finish(run, _state(1, iteration=1), None, _BAD)
+    _finish(run, _state(2, iteration=2), _evaluation(0.9))
+    state, rolled_back = _finish(run, _state(3, iteration=3), None, _BAD)
+    assert rolled_back and (state.iteration, state.lr_scale) == (3, 0.5)
+    np.testing.assert_array_equal(state.trained['policy']['kernel'], [2, 2])
+    _finish(run, state.replace(iteration=4))
+    _finish(run, state.replace(iteration=5), None, _BAD)  # the second rollback is one too many
+  assert 'iteration 3: not finite: 3 of 9 sampled log-probs (row 2); back to 2' in capsys.readouterr().err
+
+
+def test_a_bad_iteration_is_no_iteration_without_groups_and_its_numbers_enter_no_average(tmp_path):
+  class Batch:
+    advantages, trained = np.zeros((1, 1), np.float32), np.zeros((1, 1), bool)
+
+  numbers = {
+    'rollout/in_group_reward_std': 0.5, 'rollout/repeated_replies': 0.0, 'train/FrozenLake/success': 0.5,
+    'critic/score/mean': 0.5, 'not_finite/sampled_logprobs': NotFinite(3, '3 of 9 sampled log-probs (row 2)'),
+  }  # fmt: skip
+  with _open(tmp_path, monitor__empty_patience=1) as (run, _):
+    verdict = run.log_iteration(_state(iteration=1), numbers, Batch(), fresh=True, empty=True)
+    assert verdict == _BAD
+    _finish(run, _state(iteration=2), None, verdict)
+  (first, _) = read_metrics(tmp_path)
+  assert first['not_finite/sampled_logprobs'] == 3 and 'critic/score/mean_ema' not in first
 
 
 @pytest.mark.parametrize(('step', 'saved'), [(2, [2]), (3, [])])

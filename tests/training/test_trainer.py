@@ -11,6 +11,7 @@ import pytest
 from ragen_jax import train
 from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import Counts, read_metrics
+from ragen_jax.training.learner import SKIPPED
 from ragen_jax.utils.errors import UserError
 from tests.support import builders, learning
 
@@ -26,6 +27,107 @@ def test_where_nothing_is_kept_nothing_is_learnt(policy, played):
   assert metrics['train/num_mini_batches'] == 0 and state.iteration == 1
   assert not np.any(metrics['actor/ratio'].counts)
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+
+
+def _with_a_number(rollout, name, x):
+  """The rollout with another number at the first sampled token of row 3."""
+  array = getattr(rollout.trajectory, name).copy()
+  array[3, np.flatnonzero(rollout.trajectory.loss_mask[3])[0]] = x
+  return dataclasses.replace(rollout, trajectory=rollout.trajectory.replace(**{name: array}))
+
+
+@pytest.mark.parametrize(
+  ('name', 'words'),
+  [
+    ('logprobs', 'sampled log-probs'), ('entropies', 'sampled entropies'), ('values', 'sampled values'),
+    ('rewards', 'rewards'),
+  ],
+)  # fmt: skip
+def test_a_rollout_with_a_number_that_is_not_finite_is_named_and_not_learnt_from(
+  policy, played, monkeypatch, name, words
+):
+  trainer, state = learning.make_trainer(policy, filter__max_rollouts=3, filter__include_zero=False)
+  plays = []
+
+  def rollout(*_, **__):
+    plays.append(1)
+    return _with_a_number(played[0], name, np.nan)
+
+  monkeypatch.setattr(trainer, 'rollout', rollout)
+  found, selection = trainer.collect(state)
+  assert len(plays) == 1 and not selection.keep.any() and selection.groups == 0
+  before = jax.device_get(state.saved())
+  batch, metrics = trainer.estimate(state, selection)
+  state, updated = trainer.update(state, batch, selection)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.saved()), before)
+  finding = metrics[f'not_finite/{"sampled_" if name != "rewards" else ""}{name}']
+  tokens = found.trajectory.loss_mask.sum()
+  assert (finding.count, finding.text) == (1, f'1 of {tokens} {words} (row 3)')
+  assert updated[SKIPPED] == 0 and updated['train/num_mini_batches'] == 0
+
+
+def test_a_bad_rollout_does_not_enter_the_replay_buffer(policy, played, monkeypatch):
+  fields = {'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0, 'replay__groups': 2}
+  trainer, state = learning.make_trainer(policy, **fields)
+  monkeypatch.setattr(trainer, 'rollout', lambda *_, **__: _with_a_number(played[0], 'logprobs', np.inf))
+  _, selection = trainer.collect(state)
+  assert not selection.keep.any() and trainer.replay.state()[1] == []
+  monkeypatch.setattr(trainer, 'rollout', lambda *_, **__: played[0])
+  trainer.collect(state)
+  assert len(trainer.replay.state()[1]) == 1
+  # Nor is anything drawn from the buffer then.
+  monkeypatch.setattr(trainer, 'rollout', lambda *_, **__: _with_a_number(played[0], 'logprobs', np.inf))
+  assert not trainer.collect(state)[1].keep.any()
+
+
+@pytest.mark.parametrize('name', ['advantages', 'returns', 'old_logprobs', 'old_values'])
+def test_a_batch_with_a_number_that_is_not_finite_is_not_learnt_from(policy, played, name):
+  trainer, state = learning.make_trainer(policy)
+  selection = trainer.select(played[0])
+  batch, _ = trainer.estimate(state, selection)
+  array = np.array(getattr(batch, name))
+  row, column = np.argwhere(batch.mask)[0]
+  array[row, column] = np.nan
+  before = jax.device_get(state.saved())
+  state, metrics = trainer.update(state, batch.replace(**{name: array}), selection)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.saved()), before)
+  assert metrics[f'not_finite/{name}'].count == 1 and f'(row {row})' in metrics[f'not_finite/{name}'].text
+  assert metrics['train/num_mini_batches'] == 0
+
+
+def test_of_several_steps_only_the_bad_one_is_skipped_and_the_metrics_are_those_of_the_others(
+  policy, played, monkeypatch
+):
+  trainer, state = learning.make_trainer(policy, optimizer__mini_batch_size=16)
+  selection = trainer.select(played[0])
+  batch, _ = trainer.estimate(state, selection)
+  original, calls = trainer.micro_batches, []
+
+  def micro_batches(*arguments):
+    calls.append(1)
+    for x in original(*arguments):
+      yield x.replace(weights=x.weights * np.nan) if len(calls) == 2 else x
+
+  monkeypatch.setattr(trainer, 'micro_batches', micro_batches)
+  before = jax.device_get(state.trained)
+  state, metrics = trainer.update(state, batch, selection)
+  assert metrics['train/num_mini_batches'] == 2 and np.isfinite(metrics['actor/pg_loss'])
+  assert metrics[SKIPPED].count == 1
+  assert 'actor/grad_norm' in metrics[SKIPPED].text and metrics[SKIPPED].text.endswith('in 1 of 2 optimiser steps')
+  assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.trained), strict=True))
+
+
+def test_weights_that_are_finite_and_of_no_use_are_found(policy, played):
+  trainer, state = learning.make_trainer(policy)
+  selection = trainer.select(played[0])
+  batch, _ = trainer.estimate(state, selection)
+  state, _ = trainer.update(state, batch, selection)
+  traces = trainer.learner.traces
+  assert trainer.try_weights(state, batch, selection) == {}
+  huge = state.replace(trained=jax.tree.map(lambda x: x * 1e20, state.trained))
+  (finding,) = trainer.try_weights(huge, batch, selection).values()
+  assert 'actor/pg_loss' in finding.text and finding.text.endswith('under the new weights')
+  assert trainer.learner.traces == traces  # it compiles nothing
 
 
 def test_ratios_are_of_the_tokens_that_were_trained(policy, played):

@@ -27,7 +27,7 @@ def test_made_up_records_and_those_of_text_policies_have_the_keys_of_the_schema(
   for split in ('train', 'val'):
     check_record(episode_record(split=split))
   turn = Turn(
-    'board', '<think>so</think><answer>Up</answer>', ['Up'], 1.0, 0.0, True, 1, np.zeros((4, 4, 3), np.uint8),
+    'board', '<think>so</think><answer>Up</answer>', ['Up'], (1.0,), 0.0, True, 1, np.zeros((4, 4, 3), np.uint8),
     chat=[{'role': 'user', 'content': 'play'}],
   )  # fmt: skip
   played = types.SimpleNamespace(episodes=[Episode('A', 0, 7, [turn], status=Status.SUCCESS)])

@@ -11,7 +11,8 @@ from ragen_jax.viewer.tensorboard import boards, transcript
 def _episode(*heights, status=Status.SUCCESS, **more):
   pictures = [np.full((height, 3, 3), 10 * i, np.uint8) for i, height in enumerate(heights)]
   turns = [
-    Turn(f'board {i}', 'go', ['Up', 'Up'], 0.5, -0.1, True, 2, picture) for i, picture in enumerate(pictures[:-1])
+    Turn(f'board {i}', 'go', ['Up', 'Up'], (0.25, 0.25), -0.1, True, 2, picture)
+    for i, picture in enumerate(pictures[:-1])
   ]
   return Episode('A', 0, 7, turns, 'the end', status, final_picture=pictures[-1] if pictures else None, **more)
 

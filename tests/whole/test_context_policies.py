@@ -94,7 +94,7 @@ def test_the_prompt_shows_what_the_policy_says_it_shows(played):
     columns = np.flatnonzero(t.loss_mask[row])
     turn = int(t.turn[row, columns[-1]])
     text = tokenizer.decode(t.tokens[row, : t.length[row]])
-    assert text.count('<|im_start|>system') == 1 and text.count('You cross a frozen lake') == 1
+    assert text.count('<|im_start|>system') == 1 and text.count('You are on a frozen lake') == 1
     shown = [int(n) - 1 for n in re.findall(r'Turn (\d+):\nState:', text)]
     assert shown[-1] == turn and shown == list(range(shown[0], turn + 1)) and len(shown) <= window
     assert mode == 'drop_oldest' or len(shown) == min(window, turn + 1)

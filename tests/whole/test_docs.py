@@ -9,6 +9,7 @@ import sys
 import tomllib
 import types
 
+import numpy as np
 import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -16,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from configs import default, frozenlake_ppo
 from docs import make_configuration
 from ragen_jax import build, train
-from ragen_jax.agent import pools
+from ragen_jax.agent import finite, pools
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Limits
 from ragen_jax.config import checks, command_line
@@ -314,6 +315,16 @@ def _echo_trap() -> str:
   return ''
 
 
+def _not_finite() -> list[str]:
+  what = finite.describe(
+    finite.find('x', 'sampled log-probs', np.full((64, 10), np.nan), np.ones((64, 10), bool)).values()
+  )
+  return [
+    f'iteration 12: not finite: {what}; {run.CONSEQUENCES["bad"]}',
+    f'error: {run.diverged(12, 14, what, 10)}',
+  ]
+
+
 def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, capsys):
   page = _text(ROOT / 'docs' / 'troubleshooting.md')
   workdir = _begun_run(tmp_path, monkeypatch)
@@ -331,6 +342,7 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
     _a_fault(),
     _echo_trap(),
     _row_shards(monkeypatch),
+    *_not_finite(),
   ]
   commands = {answer for _, answer in _commands(page)}
   quoted = [

@@ -13,8 +13,6 @@ from tests.support.paths import ROOT
 
 # Requirements that users start and the program does not import.
 STARTED_BY_USERS = {'tensorboard'}
-# Delete this with the first import of chex in the package.
-NOT_YET_IMPORTED = {'chex'}
 # Packages that are imported where a feature needs them, and come with another requirement or are installed by the user.
 OPTIONAL = {'gymnasium', 'huggingface_hub'}
 
@@ -48,9 +46,7 @@ PROGRAM = ('ragen_jax', 'configs', 'benchmarks', 'main.py')
 
 
 def test_every_requirement_is_imported():
-  unused = (
-    set(_requirements('requirements.txt')) - _distributions(_imported(*PROGRAM)) - STARTED_BY_USERS - NOT_YET_IMPORTED
-  )
+  unused = set(_requirements('requirements.txt')) - _distributions(_imported(*PROGRAM)) - STARTED_BY_USERS
   assert unused == set()
 
 

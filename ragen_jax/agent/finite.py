@@ -1,0 +1,82 @@
+"""Numbers that are not finite, in rollouts and batches: how many there are, and in which rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.agent.rollout import Rollout
+
+# Rows that a message names; the others are counted.
+_ROWS_SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class NotFinite:
+  """A finding, which stands among an iteration's metrics as its count does.
+
+  Attributes:
+    count: numbers, or optimiser steps, that it concerns.
+    text: for a message: '12 of 640 sampled log-probs (rows 0, 3)'.
+  """
+
+  count: int
+  text: str
+
+
+def find(name: str, words: str, x: np.ndarray | None, mask: np.ndarray) -> dict[str, NotFinite]:
+  """{'not_finite/<name>': finding} for the numbers under a mask; {} if all of them are finite.
+
+  Args:
+    name: of the metric.
+    words: the same for a message.
+    x: [B, ...] on the host; None for an array that does not exist.
+    mask: bool of the same shape.
+  """
+  if x is None:
+    return {}
+  bad = mask & ~np.isfinite(x)
+  if not bad.any():
+    return {}
+  rows = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1)).tolist()
+  count, whole = int(bad.sum()), int(mask.sum())
+  return {f'not_finite/{name}': NotFinite(count, f'{count} of {whole} {words} ({_in_words(rows, len(bad))})')}
+
+
+def _in_words(rows: list[int], total: int) -> str:
+  if len(rows) == total > 1:
+    return f'all {total} rows'
+  shown = ', '.join(map(str, rows[:_ROWS_SHOWN]))
+  more = len(rows) - _ROWS_SHOWN
+  return f'row{"s" if len(rows) > 1 else ""} {shown}' + (f' and {more} more' if more > 0 else '')
+
+
+def of_rollout(rollout: Rollout) -> dict[str, NotFinite]:
+  """What is not finite among the numbers that a rollout recorded: log-probs, entropies, values, rewards and scores."""
+  t = rollout.trajectory
+  scores = rollout.scores
+  return (
+    find('sampled_logprobs', 'sampled log-probs', t.logprobs, t.loss_mask)
+    | find('sampled_entropies', 'sampled entropies', t.entropies, t.loss_mask)
+    | find('sampled_values', 'sampled values', t.values, t.loss_mask)
+    | find('rewards', 'rewards', t.rewards, t.loss_mask)
+    | find('scores', 'scores', scores, np.ones(scores.shape, bool))
+  )
+
+
+def findings(metrics: Mapping[str, Any]) -> list[NotFinite]:
+  """The findings among some metrics."""
+  return [x for x in metrics.values() if isinstance(x, NotFinite)]
+
+
+def describe(found: Iterable[NotFinite]) -> str:
+  """Findings in words, '' without any."""
+  return ', '.join(x.text for x in found)
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """The metrics with the count in place of each finding."""
+  return {name: x.count if isinstance(x, NotFinite) else x for name, x in metrics.items()}
