@@ -176,7 +176,7 @@ MUTATIONS = [
   *_of(
     'algorithms/filters.py', 'algorithms/test_filters.py',
     ('candidates &= np.abs(scores) > ZERO', 'candidates &= scores > ZERO'),
-    ('np.std(x - x.min(), ddof=1)', 'np.std(x - x.min())'),
+    ('np.std(np.sort(x) - x.min(), ddof=1)', 'np.std(np.sort(x) - x.min())'),
     ('above >= bound - slack', 'above > bound'),
     ("-of if kind == 'largest' else of, kind", 'of, kind'),
     ('np.floor(value * len(scores) + 1e-9)', 'np.floor(value * len(index) + 1e-9)'),
@@ -196,7 +196,7 @@ MUTATIONS = [
   ),
   *_of(
     'algorithms/rewards.py', 'algorithms/test_rewards.py',
-    ('return rewards - coef', 'return rewards + coef'),
+    ('penalty = coef * jnp.where', 'penalty = -coef * jnp.where'),
     ('ASYM_CLIP = (-1.0, 3.0)', 'ASYM_CLIP = (-3.0, 1.0)'),
     ('jnp.where(std < EPSILON, 0.0, normalized / (std + EPSILON))', 'normalized / (std + EPSILON)'),
     ("'state': group, 'inductive': env", "'state': env, 'inductive': group"),
@@ -237,12 +237,12 @@ MUTATIONS = [
     'agent/episode.py', 'agent/test_episode.py',
     ('(Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS,', '(Status.OUT_OF_TURNS,'),
     ('if actions_left <= 0', 'if actions_left < 0'),
-    ('self.env_return + sum(', 'self.env_return - sum('),
+    ('for t in self.turns for x in (*t.rewards, t.penalty)', 'for t in self.turns for x in t.rewards'),
   ),
   *_of(
     'agent/episode_log.py', 'agent/test_agent_proxy.py',
     ('self.turn + 1 >= self._turns_allowed[row]', 'self.turn + 1 > self._turns_allowed[row]'),
-    ('turn.reward + turn.penalty)', 'turn.reward)'),
+    ('reward_last_token(row, turn.score)', 'reward_last_token(row, turn.reward)'),
     ('anchor = int(envs.row_group[row]), before[row]', 'anchor = int(envs.row_group[row]), self.observations[row]'),
     ('penalty=0.0 if read.valid', 'penalty=0.0 if not read.valid'),
     ('actions_left=int(left[row])', 'actions_left=int(self.actions_left[row])'),
