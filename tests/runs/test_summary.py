@@ -20,9 +20,9 @@ def test_success_before_and_after_and_the_times(tmp_path, capsys):
   assert capsys.readouterr().out.splitlines() == [
     '',
     'Success on 8 held-out levels, 32 episodes',
-    '-------------------------------------------------',
-    '            before  after 2  best possible  of it',
-    '-------------------------------------------------',
+    '---------------------------------------------------------',
+    '            before  after 2  best possible  share of best',
+    '---------------------------------------------------------',
     'A, sampled  0.250   0.400    0.500          80%',
     'A, greedy   0.200   0.450    0.500          90%',
     'B, sampled  0.100   0.100    not known      -',
