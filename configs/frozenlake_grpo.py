@@ -2,7 +2,7 @@
 
 python main.py --config=configs/frozenlake_grpo.py
 
-2026-11-21, seeds 0, 1, 2, with the built-in model before the present one (benchmarks/learning_curves.py): success on 256
+2026-11-21, seeds 0, 1, 2, with the previous built-in model (benchmarks/learning_curves.py): success on 256
 held-out levels from 0.312 to 0.450, 0.435, 0.445 at temperature 0.5 and from 0.273 to 0.460, 0.445, 0.451 greedy, where
 0.491 is the best possible. It took 404, 429 and 757 s on 2 cores of an AMD EPYC that other work was using as well.
 """
