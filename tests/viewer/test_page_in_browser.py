@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from ragen_jax.viewer import page as view
+from ragen_jax.viewer.page import PAGE, write_page
 from ragen_jax.viewer.store import read_episodes
 from tests.support.made_up_episodes import ATTACKS, write_run
 
@@ -30,7 +30,7 @@ def run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('run') / 'lake & <co>'
   workdir.mkdir()
   write_run(workdir, attacks=True)
-  view.view(str(workdir))
+  write_page(workdir)
   return workdir
 
 
@@ -52,7 +52,7 @@ def page(browser, run):
   """The page, freshly loaded."""
   browser.get('about:blank')
   browser.get_log('browser')
-  browser.get((run / view.PAGE).as_uri())
+  browser.get((run / PAGE).as_uri())
   yield browser
   assert [line for line in browser.get_log('browser') if line['level'] in ('SEVERE', 'WARNING')] == []
 
@@ -92,7 +92,7 @@ def test_a_thousand_episodes_load_within_two_seconds(page, run):
   seconds = []
   for _ in range(3):
     page.get('about:blank')
-    page.get((run / view.PAGE).as_uri())
+    page.get((run / PAGE).as_uri())
     # The script has run to its end before the load event: the list is drawn.
     seconds.append(page.execute_script("return performance.getEntriesByType('navigation')[0].loadEventStart / 1000"))
   assert _found(page).startswith('1,000 episodes')
