@@ -139,7 +139,9 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
     finally:
       recording[0] = before
 
-  fields = dict(agent__max_response_tokens=8, eval__greedy_too=False, num_iterations=1, train__group_size=2)
+  fields = dict(
+    agent__max_response_tokens=8, agent__max_context=1024, eval__greedy_too=False, num_iterations=1, train__group_size=2
+  )
   config = small_config(
     **fields, optimizer__mini_batch_size=8, train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=4,
     eval__tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), eval__groups=3,
