@@ -203,10 +203,10 @@ def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tm
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
   params = nnx.split(policy.model)[1]
   lengths = set()
-  for i in range(6):
+  for i in range(8):
     rollout = proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(i), Sampling()), 10_000 + 8 * i)
     lengths |= set(rollout.trajectory.length.tolist())
-  assert len(lengths) >= 20  # they are ragged
+  assert len(lengths) > 20  # they are ragged
   # Sizes: at most (longest timeline / step) caches for each of four batch sizes, and in fact far fewer.
   assert policy.sampler.traces['decode'] <= 14
   assert policy.sampler.traces['extend'] <= 14
