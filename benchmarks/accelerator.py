@@ -134,11 +134,11 @@ def decode_once(sampler: Sampler, params: nnx.State, tokens: np.ndarray, new: in
   """Reads the prompts and draws `new` tokens for each; returns (seconds of the drawing, reply)."""
   rows, width = tokens.shape
   state = sampler.init(rows, width + new)
-  state = sampler.extend(params, state, jnp.asarray(tokens), jnp.full(rows, width, jnp.int32))
+  state = sampler.extend(params, state, tokens, np.full(rows, width, np.int32))
   jax.block_until_ready(state)
-  keys, active = jax.random.split(jax.random.key(0), rows), jnp.ones(rows, bool)
+  keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, new)
   start = time.perf_counter()
-  _, reply = sampler.decode(params, state, keys, active, max_new=new, sampling=sampling)
+  _, reply, _ = sampler.decode(params, state, keys, budget, columns=new, sampling=sampling)
   jax.block_until_ready(reply)
   return time.perf_counter() - start, reply
 

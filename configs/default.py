@@ -155,6 +155,13 @@ def get_config(model: str = '') -> ConfigDict:
   config.agent.format_penalty = -0.1
   # Remove finished episodes from the batch as soon as half of the episodes on every device have finished.
   config.agent.drop_finished = True
+  # When episodes are fed and sampled: 'lockstep', all take their next turn together; 'continuous', each takes it as
+  # soon as its reply is complete. Replies are the same up to rounding.
+  config.agent.schedule = 'lockstep'
+  # Tokens of each reply that are sampled before complete replies are looked for.
+  config.agent.decode_chunk = 32
+  # Most episodes that are on the devices at a time, while the others wait; 0 is no limit.
+  config.agent.rows_in_flight = 0
 
   # -- The update. ----------------------------------------------------------------------------------------------------
   config.algorithm = ConfigDict()

@@ -1,4 +1,4 @@
-"""The loop that plays episodes: reset, reply, parse, step, record, for all rows in lockstep, until all are over."""
+"""The loop that plays episodes: reset, reply, parse, step, record, for the rows that replied, until all are over."""
 
 from __future__ import annotations
 
@@ -60,10 +60,9 @@ class AgentProxy:
     envs, context = self.envs, self.context
     observations = envs.reset(first_seed)
     log = EpisodeLog(envs, context, self.limits, observations, writes_tokens=speaker.writes_tokens, pictured=pictured)
-    for _ in range(self.limits.max_turns):
-      replies = speaker.reply(log)
-      if replies is None:
-        break
+    while (replies := speaker.reply(log)) is not None:
+      if not replies:
+        continue
       parsed = {row: context.parse(int(envs.row_env[row]), reply.text) for row, reply in replies.items()}
       result = envs.step([list(parsed[row].actions) if row in parsed else [] for row in range(envs.rows)])
       log.record(replies, parsed, result)

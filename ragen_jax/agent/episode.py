@@ -32,6 +32,10 @@ class Status(enum.IntEnum):
 TRUNCATED = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
 
 
+# When the sampler feeds rows, see `Limits.schedule`.
+SCHEDULES = ('lockstep', 'continuous')
+
+
 def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn: bool) -> Status:
   """The status after a turn. If the game is over, the limits have no effect.
 
@@ -61,6 +65,10 @@ class Limits:
     format_penalty: added to the reward of a turn whose reply is not valid; 0 or negative.
     length_step: cache sizes are rounded up to multiples of this, and observation widths to multiples of a quarter.
     drop_finished: finished rows leave the batch once half of the rows of every device are finished.
+    schedule: one of `SCHEDULES`. 'lockstep' feeds the next prompts when all replies are complete; 'continuous' feeds a
+      row when its reply is complete, while the others go on.
+    decode_chunk: the most tokens of each row that are sampled before complete replies are looked for.
+    rows_in_flight: the most episodes that are on the devices at a time, while the others wait; 0 is no limit.
   """
 
   max_turns: int
@@ -69,6 +77,9 @@ class Limits:
   format_penalty: float
   length_step: int
   drop_finished: bool
+  schedule: str
+  decode_chunk: int
+  rows_in_flight: int
 
   @property
   def room(self) -> int:

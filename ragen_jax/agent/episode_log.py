@@ -21,7 +21,6 @@ class EpisodeLog:
     context: writes the prompts.
     limits: of the rollout.
     timeline: the token rows, which speakers with tokens write.
-    turn: index of the present turn.
     observations: the environments' texts now, one a row.
     actions_left: i32[B], actions that each episode still has.
     status: i32[B], a `Status` a row.
@@ -52,7 +51,6 @@ class EpisodeLog:
     rows = envs.rows
     self.envs, self.context, self.limits = envs, context, limits
     self.timeline = Timeline(rows, limits.max_context if writes_tokens else 0)
-    self.turn = 0
     self.observations, self.actions_left = observations, envs.actions_left()
     self.episodes = [
       Episode(envs.specs[e].tag, int(g), int(s), [], outside=envs.pools[e].outside)
@@ -72,29 +70,35 @@ class EpisodeLog:
     """Rows whose episodes go on, ascending."""
     return np.flatnonzero(self.status == Status.RUNNING).tolist()
 
+  @property
+  def turn(self) -> int:
+    """Index of the present turn of an episode that has not missed one, as all live ones if replies come together."""
+    return max(len(episode.turns) for episode in self.episodes)
+
   def past(self, row: int) -> list[Turn]:
     """The turns of a row so far."""
     return self.episodes[row].turns
 
-  def prompts(self, room: int) -> dict[int, Prompt]:
-    """The token prompts of the live rows. An episode whose prompt does not fit ends.
+  def prompts(self, room: int, rows: Collection[int]) -> dict[int, Prompt]:
+    """The token prompts of some live rows. An episode whose prompt does not fit ends.
 
     Args:
       room: the most columns that a row may have before its reply.
+      rows: live rows that wait for a reply.
 
     Raises:
       UserError: a first prompt does not fit. For an environment outside JAX only the episode ends, because its prompts
         cannot be checked in advance.
     """
     prompts = {}
-    for row in self.live:
+    for row in rows:
       env, left = int(self.envs.row_env[row]), int(self.actions_left[row])
       used = int(self.timeline.length[row])
       prompt = self.context.prompt(env, self.past(row), self.observations[row], left, used=used, room=room)
       if prompt is not None:
         prompts[row] = prompt
         continue
-      if self.turn == 0 and not self.envs.pools[env].outside:
+      if not self.past(row) and not self.envs.pools[env].outside:
         self.context.check_first_prompt(env, self.observations[row], left, self.limits)
       self.leave(row, Status.OUT_OF_CONTEXT)
     return prompts
@@ -109,7 +113,7 @@ class EpisodeLog:
     self.status[row] = status
 
   def record(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply], result: StepResult) -> None:
-    """Records the present turn of the rows that replied, rewards it, and ends episodes that are over.
+    """Records a turn of the rows that replied, rewards it, and ends episodes that are over.
 
     Args:
       replies: by row.
@@ -142,16 +146,15 @@ class EpisodeLog:
       if self.timeline.length[row]:
         self.timeline.reward_last_token(row, turn.score)
       anchor = int(envs.row_group[row]), before[row]
-      self._anchors[row, self.turn] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
+      self._anchors[row, len(self.past(row)) - 1] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
       self.status[row] = Status.ENV_ERROR if row in faults else status_after_turn(
         done=result.done[row],
         success=result.success[row],
         actions_left=self.actions_left[row],
-        last_turn=self.turn + 1 >= self._turns_allowed[row],
+        last_turn=len(self.past(row)) >= self._turns_allowed[row],
       )  # fmt: skip
       if row in self._pictures:
         self._pictures[row] = envs.picture(row)
-    self.turn += 1
 
   def end(self, policy_version: int = 0) -> Rollout:
     """Ends the rollout.

@@ -1,10 +1,10 @@
-"""The policy as a speaker: live rows stay dense on the device, are fed their prompts, and draw their replies."""
+"""The policy as a speaker: rows of the device are fed prompts and draw replies, each row at its own pace or in step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragen_jax.agent.context_manager import Prompt
-from ragen_jax.agent.episode import Limits, TextReply
+from ragen_jax.agent.episode import Limits, Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.rollout import round_up
-from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.distributed import processes
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
@@ -23,41 +22,32 @@ from ragen_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceRows:
-  """The rows of the device during a turn.
+class FedRows:
+  """Prompts as they are handed to the sampler.
 
   Attributes:
-    state: the sampler's, b rows for each shard.
-    rows: i32[own shards * b], the episode that each row belongs to; -1 where it fills up the shard.
+    rows: i32[b], the episode of each row of `tokens`; -1 if none.
+    tokens: i32[b, O], the prompts, padded.
+    count: i32[b], tokens of each; 0 in rows that take no part.
+    slots: i32[B'], the episode of each row of the device; -1 if none.
+    keys: PRNG keys [B'], with which the rows of the device draw.
   """
 
-  state: SamplerState
-  rows: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class FedTurn:
-  """A turn as it is handed to the sampler; B' device rows.
-
-  Attributes:
-    turn: its index.
-    rows: i32[B'], the episode of each device row; -1 where it fills up the shard.
-    tokens: i32[B', O], the prompts, padded.
-    count: i32[B'], tokens of each; 0 in rows that take no part.
-    keys: PRNG keys [B'], of the draws.
-  """
-
-  turn: int
   rows: np.ndarray
   tokens: np.ndarray
   count: np.ndarray
+  slots: np.ndarray
   keys: jax.Array
 
 
 class SamplerSpeaker:
-  """The policy, sampling tokens for all live rows at once.
+  """The policy, which samples tokens for many rows at once.
 
-  With many processes each has a speaker for its own rows; all call `reply` together and agree on shapes.
+  With many processes each has a speaker for its own rows. All call `reply` together and agree on shapes.
+
+  Attributes:
+    row_steps: steps of decoding times the rows of this process that the device computed in them.
+    tokens: sampled tokens; the share of `row_steps` that a row used.
   """
 
   writes_tokens: ClassVar[bool] = True
@@ -69,24 +59,28 @@ class SamplerSpeaker:
     key: jax.Array,
     sampling: Sampling,
     *,
-    observer: Callable[[FedTurn], None] | None = None,
+    observer: Callable[[FedRows], None] | None = None,
   ):
-    """Nothing runs before the first turn.
+    """Nothing runs before the first reply.
 
     Args:
       sampler: the programs.
       params: weights of the `ActorCritic`.
-      key: of the draws; each episode has a key folded from it.
+      key: root of the draws; each episode's key is folded from it.
       sampling: how tokens are drawn.
-      observer: called with each turn before it is fed.
+      observer: called with prompts before they are fed.
     """
     self._sampler = sampler
     self._params = params
     self._key = key
     self._sampling = sampling
     self._observer = observer
-    self._device: DeviceRows | None = None
-    self._began: np.ndarray | None = None  # u32[B], the turn that each episode's present row began with
+    self._state: SamplerState | None = None
+    self._size = 0  # columns of the cache
+    self._slots = np.zeros((0,), np.int32)  # the episode of each row of the device, -1 if none, shard by shard
+    self._open: dict[int, list[int]] = {}  # sampled so far, for the rows whose reply is not complete
+    self._began = np.zeros((0,), np.uint32)  # the turn that each episode's present token row began with
+    self.row_steps = self.tokens = 0
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """See `Speaker`. Prompts and replies go to the log's timeline.
@@ -94,152 +88,206 @@ class SamplerSpeaker:
     Raises:
       UserError: a first prompt does not fit into the context.
     """
-    timeline, limits, share = log.timeline, log.limits, self._sampler.share
-    rows = log.envs.rows
-    if log.turn == 0:
-      self._device, self._began = None, np.zeros((rows,), np.uint32)
-    with processes.same_errors() if log.turn == 0 else contextlib.nullcontext():
-      prompts = log.prompts(limits.room)
+    first = self._state is None
+    if first:
+      self._begin(log)
+    with processes.same_errors() if first else contextlib.nullcontext():
+      prompts = self._admit(log)
     for row, prompt in prompts.items():
       if prompt.fresh:
-        timeline.begin_row(row)
-        self._began[row] = log.turn
-    live = np.asarray(list(prompts), np.int32)
+        log.timeline.begin_row(row)
+        self._began[row] = len(log.past(row))
+    if not self._feed(log, prompts):
+      return None
+    return self._in_text(log, self._sample(log))
+
+  # -- which episode has which row of the device ----------------------------------------------------------------------
+
+  def _begin(self, log: EpisodeLog) -> None:
+    """Gives the first episodes their rows; the cache is made when the first prompts are known."""
+    rows, share = log.envs.rows, self._sampler.share
+    self._began = np.zeros((rows,), np.uint32)
+    size, most = rows // share.own, log.limits.rows_in_flight // share.shards
+    while most and size > most and size % 2 == 0:
+      size //= 2
+    self._slots = np.full((share.own * size,), -1, np.int32)
+
+  def _admit(self, log: EpisodeLog) -> dict[int, Prompt]:
+    """The prompts of the episodes that wait for a reply and have a row of the device, or get one now."""
+    live = log.status == Status.RUNNING
+    self._slots[(self._slots >= 0) & ~live[self._slots]] = -1
+    held = set(self._slots.tolist())
+    waiting = [row for row in log.live if row not in held]
+    prompts = log.prompts(log.limits.room, sorted(r for r in held if r >= 0 and r not in self._open))
+    by_shard = self._slots.reshape(self._sampler.share.own, -1)
+    while waiting:
+      # Episodes go to shards in turn, so a level with long episodes is spread over all of them.
+      free = (by_shard < 0).sum(axis=1)
+      if not free.any():
+        break
+      row, shard = waiting.pop(0), int(np.argmax(free))
+      prompt = log.prompts(log.limits.room, [row])
+      if prompt:
+        by_shard[shard, np.flatnonzero(by_shard[shard] < 0)[0]] = row
+        prompts |= prompt
+    # A prompt that does not fit ends its episode.
+    self._slots[(self._slots >= 0) & (log.status[self._slots] != Status.RUNNING)] = -1
+    self._waits = bool(waiting)
+    return prompts
+
+  def _buckets(self, rows: int) -> list[int]:
+    """Numbers of rows of a shard that programs are compiled for: halves of `rows`, down to an eighth."""
+    sizes = [rows]
+    while len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] * self._sampler.share.shards > 8:
+      sizes.append(sizes[-1] // 2)
+    return sizes
+
+  def _arrange(self, limits: Limits, busiest: int, waits: bool, columns: int) -> None:
+    """Makes the cache, or drops rows without an episode and adds columns.
+
+    Args:
+      limits: of the rollout.
+      busiest: the most episodes that any shard has.
+      waits: episodes wait for a row, in any process.
+      columns: needed columns of the cache.
+    """
+    share, size = self._sampler.share, round_up(columns, limits.length_step)
+    by_shard = self._slots.reshape(share.own, -1)
+    bucket = by_shard.shape[1]
+    if self._state is None:
+      self._state, self._size, self._full = self._sampler.init(len(self._slots), size), size, bucket
+      return
+    if limits.drop_finished and not waits:
+      bucket = min(b for b in self._buckets(self._full) if b >= busiest)
+    if bucket >= by_shard.shape[1] and size <= self._size:
+      return
+    order = np.argsort(by_shard < 0, axis=1, kind='stable')[:, :bucket].astype(np.int32)
+    self._slots = np.take_along_axis(by_shard, order, axis=1).reshape(-1)
+    self._size = size
+    self._state = self._sampler.arrange(self._state, order.reshape(-1), size)
+
+  # -- prompts --------------------------------------------------------------------------------------------------------
+
+  def _feed(self, log: EpisodeLog, prompts: dict[int, Prompt]) -> bool:
+    """Feeds prompts to their rows. Returns False if no process has an episode that goes on."""
+    share, limits, length = self._sampler.share, log.limits, log.timeline.length
+    by_shard = self._slots.reshape(share.own, -1)
+    held = [row for row in self._slots.tolist() if row >= 0]
     # Processes agree on shapes, and go on until the last of them is done.
-    busiest, widest, longest = processes.largest(
+    busiest, fed, widest, longest, continued, waits = processes.largest(
       (
-        int(np.bincount(live % share.own).max(initial=0)),
+        int((by_shard >= 0).sum(axis=1).max()),
+        int(np.isin(by_shard, list(prompts)).sum(axis=1).max()),
         max((len(p.ids) for p in prompts.values()), default=0),
-        int(timeline.length[live].max(initial=0)),
+        int(length[held].max(initial=0)),
+        any(not p.fresh for p in prompts.values()),
+        self._waits,
       )
     )
     if not busiest:
-      return None
+      return False
     # Finer than the cache: every column of an observation is computed, filled or not.
     width = round_up(widest, max(limits.length_step // 4, 1))
-    # Columns are written at the longest row's end, so a row may need more of them than it has tokens.
-    size = round_up(longest + width + limits.max_response_tokens, limits.length_step)
-    if self._device is None:
-      device = self._first_rows(rows, size)
-    else:
-      continued = [row for row in prompts if not prompts[row].fresh]
-      device = self._arrange(self._device, limits, rows, live, continued, busiest, size)
-    keys = self._row_keys(log.envs.first_row, rows, self._began)
-    state, reply = self._sample(log, device, prompts, width, keys)
-    self._device = DeviceRows(state, device.rows)
-    at = np.flatnonzero(np.isin(device.rows, live) & (reply.count > 0))
+    self._longest = longest + widest
+    self._arrange(limits, busiest, bool(waits), max(longest + width, self._longest + self._columns(limits)))
+    self._keys = self._row_keys(log)
+    if fed:
+      self._extend(log, prompts, width, fed, all_begin=not continued)
     for row in prompts:
-      timeline.append_context(row, prompts[row].ids, log.turn)
-    _append_replies(timeline, device.rows[at], jax.tree.map(lambda x: x[at], reply), log.turn)
-    return self._in_text(log, device.rows[at], [reply.tokens[i, : reply.count[i]].tolist() for i in at])
+      log.timeline.append_context(row, prompts[row].ids, len(log.past(row)))
+      self._open[row] = []
+    return True
 
-  def _in_text(self, log: EpisodeLog, rows: np.ndarray, sampled: list[list[int]]) -> dict[int, TextReply]:
-    stop = self._sampler.stop_ids[0]
-    texts = log.context.reply_texts(sampled)
-    return {
-      int(row): TextReply(text, len(ids), ids=tuple(ids), closed=ids[-1] == stop)
-      for row, text, ids in zip(rows, texts, sampled, strict=True)
-    }
+  def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], width: int, fed: int, *, all_begin: bool) -> None:
+    """Feeds prompts of up to `width` tokens to at most `fed` rows of each shard."""
+    by_shard = self._slots.reshape(self._sampler.share.own, -1)
+    bucket = min(b for b in self._buckets(by_shard.shape[1]) if b >= fed)
+    own, taken = self._slots, None
+    if bucket < by_shard.shape[1]:
+      taken = np.argsort(~np.isin(by_shard, list(prompts)), axis=1, kind='stable')[:, :bucket].astype(np.int32)
+      own, taken = np.take_along_axis(by_shard, taken, axis=1).reshape(-1), taken.reshape(-1)
+    tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
+    count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
+    for i, row in enumerate(own.tolist()):
+      prompt = prompts.get(row)
+      if prompt is not None:
+        if prompt.images:
+          raise UserError(f'{log.envs.specs[log.envs.row_env[row]].tag}: the policy reads no images')
+        tokens[i, : len(prompt.ids)] = prompt.ids
+        count[i], begins[i] = len(prompt.ids), prompt.fresh
+    if self._observer is not None:
+      self._observer(FedRows(own, tokens, count, self._slots, self._keys))
+    self._state = self._sampler.extend(
+      self._params, self._state, tokens, count, begins, rows=taken, all_begin=all_begin
+    )
 
-  def _row_keys(self, first_row: int, rows: int, began: np.ndarray) -> jax.Array:
-    """The keys [B] of this process's episodes. If a row begins in a later turn, the turn is folded into its key.
+  def _row_keys(self, log: EpisodeLog) -> jax.Array:
+    """The keys of the device's rows. If a token row begins in a later turn, the turn is folded into its key.
 
     A draw depends on its key and its position in the row; a new row restarts the positions, so it needs a new key.
     """
-    keys = jax.random.split(self._key, rows * self._sampler.share.parts)[first_row : first_row + rows]
+    envs, own = log.envs, np.maximum(self._slots, 0)
+    keys = jax.random.split(self._key, envs.rows * self._sampler.share.parts)[
+      envs.first_row : envs.first_row + envs.rows
+    ]
+    keys, began = keys[jnp.asarray(own)], self._began[own]
     if not began.any():
       return keys
     folded = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, jnp.asarray(began)))
     return jax.random.wrap_key_data(jnp.where(jnp.asarray(began)[:, None] > 0, folded, jax.random.key_data(keys)))
 
-  def _first_rows(self, rows: int, size: int) -> DeviceRows:
-    """An empty state for all episodes, with `size` columns.
+  # -- replies --------------------------------------------------------------------------------------------------------
 
-    Rows go round-robin to shards, so a level with long episodes is spread over all of them.
-    """
-    order = np.arange(rows).reshape(-1, self._sampler.share.own).T.reshape(-1)
-    return DeviceRows(self._sampler.init(rows, size), order)
+  def _columns(self, limits: Limits) -> int:
+    return min(limits.decode_chunk, limits.max_response_tokens)
 
-  def _buckets(self, limits: Limits, rows: int) -> list[int]:
-    """Rows of a shard that programs are compiled for: halves of the full number, down to an eighth."""
-    share = self._sampler.share
-    sizes = [rows // share.own]
-    while limits.drop_finished and len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] * share.shards > 8:
-      sizes.append(sizes[-1] // 2)
-    return sizes
+  def _sample(self, log: EpisodeLog) -> dict[int, list[int]]:
+    """Samples until replies are complete: all of them in lockstep, else some, perhaps none. Returns their ids."""
+    limits, columns = log.limits, self._columns(log.limits)
+    complete: dict[int, list[int]] = {}
+    while True:
+      left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in self._slots.tolist()]
+      self._state, reply, goes_on = self._sampler.decode(
+        self._params,
+        self._state,
+        self._keys,
+        np.asarray(left, np.int32),
+        columns=columns,
+        sampling=self._sampling,
+      )
+      reply = processes.own_rows(reply)
+      self._take(log, reply, complete)
+      if limits.schedule != 'lockstep' or not bool(goes_on):
+        return complete
+      # The longest row of all processes is at most so long.
+      self._longest += columns
+      by_shard = self._slots.reshape(self._sampler.share.own, -1)
+      self._arrange(limits, by_shard.shape[1], True, self._longest + columns)
 
-  def _arrange(
-    self,
-    device: DeviceRows,
-    limits: Limits,
-    rows: int,
-    live: np.ndarray,
-    continued: Collection[int],
-    busiest: int,
-    size: int,
-  ) -> DeviceRows:
-    """Live rows, dense, with room for the turn.
+  def _take(self, log: EpisodeLog, reply: Reply, complete: dict[int, list[int]]) -> None:
+    """Writes sampled tokens to the timeline, and moves the replies that are complete to `complete`."""
+    self.row_steps += len(self._slots) * int(reply.count.max(initial=0))
+    for i, row in enumerate(self._slots.tolist()):
+      n = int(reply.count[i])
+      if not n:
+        continue
+      self.tokens += n
+      log.timeline.append_reply(
+        row,
+        reply.tokens[i, :n],
+        len(log.past(row)),
+        logprobs=reply.logprobs[i, :n],
+        values=reply.values[i, :n],
+        entropies=reply.entropies[i, :n],
+      )
+      self._open[row] += reply.tokens[i, :n].tolist()
+      if not reply.open[i]:
+        complete[row] = self._open.pop(row)
 
-    Args:
-      device: the rows before; given away.
-      limits: of the rollout.
-      rows: B, all episodes of this process.
-      live: i32, the episodes that take part.
-      continued: those whose row goes on; the cache of the others is emptied.
-      busiest: the most live episodes that any shard has.
-      size: columns of the cache.
-    """
-    shards = device.rows.reshape(self._sampler.share.own, -1)
-    bucket = min(b for b in self._buckets(limits, rows) if b >= busiest)
-    if bucket == shards.shape[1]:
-      batch, pick = device.rows, np.tile(np.arange(bucket, dtype=np.int32), len(shards))
-    else:
-      order = np.argsort(~np.isin(shards, live), axis=1, kind='stable')[:, :bucket].astype(np.int32)
-      batch = np.take_along_axis(shards, order, axis=1)
-      batch, pick = np.where(np.isin(batch, live), batch, -1).reshape(-1), order.reshape(-1)
-    return DeviceRows(self._sampler.arrange(device.state, pick, size, np.isin(batch, list(continued))), batch)
-
-  def _sample(
-    self, log: EpisodeLog, device: DeviceRows, prompts: dict[int, Prompt], width: int, row_keys: jax.Array
-  ) -> tuple[SamplerState, Reply]:
-    """Feeds each live row its prompt and draws its reply; the other rows of the device take no part.
-
-    Returns:
-      The state after, and the replies of this process's device rows, with NumPy leaves.
-    """
-    tokens = np.full((len(device.rows), width), log.context.tokenizer.pad_id, np.int32)
-    count = np.zeros((len(device.rows),), np.int32)
-    for i, row in enumerate(device.rows):
-      prompt = prompts.get(int(row))
-      if prompt is not None:
-        if prompt.images:
-          raise UserError(f'{log.envs.specs[log.envs.row_env[row]].tag}: the policy reads no images')
-        tokens[i, : len(prompt.ids)] = prompt.ids
-        count[i] = len(prompt.ids)
-    keys = row_keys[jnp.asarray(np.maximum(device.rows, 0))]
-    if self._observer is not None:
-      self._observer(FedTurn(log.turn, device.rows, tokens, count, keys))
-    state = self._sampler.extend(self._params, device.state, tokens, count)
-    state, reply = self._sampler.decode(
-      self._params,
-      state,
-      keys,
-      count > 0,
-      max_new=log.limits.max_response_tokens,
-      sampling=self._sampling,
-    )
-    return state, processes.own_rows(reply)
-
-
-def _append_replies(timeline: Timeline, rows: np.ndarray, reply: Reply, turn: int) -> None:
-  """Writes replies with NumPy leaves, one for each of `rows`."""
-  for i, row in enumerate(rows):
-    n = reply.count[i]
-    timeline.append_reply(
-      row,
-      reply.tokens[i, :n],
-      turn,
-      logprobs=reply.logprobs[i, :n],
-      values=reply.values[i, :n],
-      entropies=reply.entropies[i, :n],
-    )
+  def _in_text(self, log: EpisodeLog, complete: dict[int, list[int]]) -> dict[int, TextReply]:
+    stop = self._sampler.stop_ids[0]
+    texts = log.context.reply_texts(list(complete.values()))
+    return {
+      row: TextReply(text, len(ids), ids=tuple(ids), closed=ids[-1] == stop)
+      for text, (row, ids) in zip(texts, complete.items(), strict=True)
+    }

@@ -90,6 +90,11 @@ def looked_up(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec('data', None, 'fsdp'))
 
 
+def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
+  """The layout of an array that is no longer divided over one mesh axis; weights name at most one axis a dimension."""
+  return PartitionSpec(*(None if name == axis else name for name in spec))
+
+
 def place_rows(tree: Any, mesh: Mesh) -> Any:
   """Puts host arrays [B, ...] on the mesh, rows divided. Every process has all rows and places those of its devices."""
   return place(tree, jax.tree.map(lambda _: row_sharding(mesh), tree))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -17,7 +19,11 @@ _MIN_BLOCK = 32
 _ROW_BLOCK = 64
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+# Keys [B, S, K, H], values [B, S, K, H] and the mask bool[B or 1, T or 1, S] of some columns.
+Columns = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None = None) -> jax.Array:
   """Grouped-query attention. The softmax is normalised after the product with v, which needs fewer divisions.
 
   With many scores, blocks of queries run one after the other and are recomputed in the backward pass, so memory holds
@@ -29,34 +35,43 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     v: values [B, S, K, H].
     mask: bool[B or 1, T, S], True where a query attends to a column. A query whose mask is all False returns an average
       of v.
+    kept: more columns under the same softmax, in arrays of their own; their mask is the same for all queries. A cache
+      that is only read stays where it is, with no copy beside the new columns.
 
   Returns:
     [B, T, N, H].
   """
   b, t, n, h = q.shape
-  per_query = b * n * k.shape[1]
+  per_query = b * n * (k.shape[1] + (kept[0].shape[1] if kept else 0))
   if t * per_query <= _MAX_SCORES:
-    return _attend(q, k, v, mask)
+    return _attend(q, k, v, mask, kept)
   block = min(max(_BLOCK_SCORES // per_query, _MIN_BLOCK), t)
   pad = -t % block
   blocks = (
     jnp.moveaxis(jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, n, h), 1, 0),
     jnp.moveaxis(jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(mask.shape[0], -1, block, mask.shape[2]), 1, 0),
   )
-  one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1]))
+  one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1], kept))
   out = jax.lax.map(one, blocks)  # [T/block, B, block, N, H]
   return jnp.moveaxis(out, 0, 1).reshape(b, -1, n, h)[:, :t]
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None) -> jax.Array:
   b, t, n, h = q.shape
+  parts = [(k, v, mask)] if kept is None else [kept, (k, v, mask)]
   kv = k.shape[2]
   q = (q * jnp.asarray(h**-0.5, q.dtype)).reshape(b, t, kv, n // kv, h)
-  scores = jnp.einsum('BTKGH,BSKH->BKGTS', q, k, preferred_element_type=jnp.float32)
-  scores = jnp.where(mask[:, None, None, :, :], scores, _MASKED)
-  weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-  total = jnp.sum(weights, axis=-1)  # [B, K, G, T]
-  out = jnp.einsum('BKGTS,BSKH->BTKGH', weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+  scores = []
+  for k, _, mask in parts:
+    part = jnp.einsum('BTKGH,BSKH->BKGTS', q, k, preferred_element_type=jnp.float32)
+    scores.append(jnp.where(mask[:, None, None, :, :], part, _MASKED))
+  most = functools.reduce(jnp.maximum, [jnp.max(part, axis=-1, keepdims=True) for part in scores])
+  weights = [jnp.exp(part - jax.lax.stop_gradient(most)) for part in scores]
+  total = sum(jnp.sum(part, axis=-1) for part in weights)  # [B, K, G, T]
+  out = sum(
+    jnp.einsum('BKGTS,BSKH->BTKGH', part.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    for part, (_, v, _) in zip(weights, parts, strict=True)
+  )
   out = out / jnp.moveaxis(total, 3, 1)[..., None]
   return out.reshape(b, t, n, h).astype(q.dtype)
 

@@ -75,6 +75,19 @@ class LayerCache:
   v: jax.Array
 
 
+@struct.dataclass
+class CacheMask:
+  """The columns that new columns attend to.
+
+  Attributes:
+    kept: bool[B, 1, S], columns of the cache; the same for all new columns. None without a cache.
+    new: bool[B or 1, T, C], columns of the window.
+  """
+
+  kept: jax.Array | None
+  new: jax.Array
+
+
 def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
   """Gaussian initial values with standard deviation 1/sqrt(fan_in).
 
@@ -193,7 +206,7 @@ class Attention(nnx.Module):
       self.q_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
       self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
 
-  def __call__(self, x, positions, mask, cache, column, segments=None):
+  def __call__(self, x, positions, mask, cache, window, column, segments=None):
     if self.cfg.hidden_size < _FUSE_BELOW_WIDTH:
       q, k, v = fused_projection(x, [self.q_proj, self.k_proj, self.v_proj])
     else:
@@ -201,17 +214,20 @@ class Attention(nnx.Module):
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     q, k = rotary(q, positions, self.cfg.rope_theta), rotary(k, positions, self.cfg.rope_theta)
-    if cache is not None:
-      k = jax.lax.dynamic_update_slice_in_dim(cache.k, k.astype(cache.k.dtype), column, axis=1)
-      v = jax.lax.dynamic_update_slice_in_dim(cache.v, v.astype(cache.v.dtype), column, axis=1)
-      cache = LayerCache(k=k, v=v)
+    if window is not None:
+      window = LayerCache(
+        k=jax.lax.dynamic_update_slice_in_dim(window.k, k.astype(window.k.dtype), column, axis=1),
+        v=jax.lax.dynamic_update_slice_in_dim(window.v, v.astype(window.v.dtype), column, axis=1),
+      )
+      kept = None if cache is None else (cache.k, cache.v, mask.kept)
+      return self.o_proj(attend(q, window.k, window.v, mask.new, kept)), window
     if mask is None:
       if self.by_row:
-        return self.o_proj(attend_causal_by_row(q, k, v, segments)), cache
+        return self.o_proj(attend_causal_by_row(q, k, v, segments)), None
       mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None]
       if segments is not None:
         mask = mask & (segments[:, None, :] == segments[:, :, None])
-    return self.o_proj(attend(q, k, v, mask)), cache
+    return self.o_proj(attend(q, k, v, mask)), None
 
 
 class MLP(nnx.Module):
@@ -241,10 +257,10 @@ class Layer(nnx.Module):
     self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     self.mlp = MLP(cfg, param_dtype=param_dtype, rngs=rngs)
 
-  def __call__(self, x, positions, mask, cache, column, segments=None):
-    y, cache = self.self_attn(self.input_layernorm(x), positions, mask, cache, column, segments)
+  def __call__(self, x, positions, mask, cache, window, column, segments=None):
+    y, window = self.self_attn(self.input_layernorm(x), positions, mask, cache, window, column, segments)
     x = x + y
-    return x + self.mlp(self.post_attention_layernorm(x)), cache
+    return x + self.mlp(self.post_attention_layernorm(x)), window
 
 
 class Qwen(nnx.Module):
@@ -298,8 +314,9 @@ class Qwen(nnx.Module):
     x: jax.Array,
     positions: jax.Array | None = None,
     *,
-    mask: jax.Array | None = None,
+    mask: jax.Array | CacheMask | None = None,
     cache: tuple[LayerCache, ...] | None = None,
+    window: tuple[LayerCache, ...] | None = None,
     column: jax.Array | int = 0,
     remat: bool = False,
     segments: jax.Array | None = None,
@@ -309,32 +326,33 @@ class Qwen(nnx.Module):
     Args:
       x: [B, T, D], embedded columns: `embed(tokens)`, or other embeddings in some columns.
       positions: i32[B, T], rotary positions; default 0..T-1, restarting with each segment.
-      mask: bool[B or 1, T, S], the columns that each column attends to. Without a cache, S = T and the default is
-        causal, which is sufficient for rows that are padded on the right. Required with a cache; S is then its length.
-      cache: one `LayerCache` per layer; the T new columns are written at `column`.
-      column: i32[], the first column of the cache to write.
+      mask: bool[B or 1, T, T], the columns that each column attends to. Without a window the default is causal, which
+        is sufficient for rows that are padded on the right. With a window it is a `CacheMask`, and required.
+      cache: one `LayerCache` of S columns per layer, which is only read; it needs a window.
+      window: one `LayerCache` of C columns per layer; the T new columns are written at `column`.
+      column: i32[], the first column of the window to write.
       remat: recompute each layer's activations in the backward pass instead of storing them.
-      segments: i32[B, T], the sequence that each column belongs to if rows are packed. Without a mask and a cache,
+      segments: i32[B, T], the sequence that each column belongs to if rows are packed. Without a mask and a window,
         columns attend to their own sequence only.
 
     Returns:
-      Hidden states [B, T, D] after the last norm, and the updated cache (None if there was none).
+      Hidden states [B, T, D] after the last norm, and the updated window (None if there was none).
     """
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
       if segments is not None:
         begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
-    caches = []
+    written = []
     for i, layer in enumerate(self.layers):
-      layer_cache = None if cache is None else cache[i]
+      of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat:
-        x, layer_cache = nnx.remat(lambda m, *a: m(*a))(layer, x, positions, mask, layer_cache, column, segments)
+        x, new = nnx.remat(lambda m, *a: m(*a))(layer, x, positions, mask, *of_layer, column, segments)
       else:
-        x, layer_cache = layer(x, positions, mask, layer_cache, column, segments)
+        x, new = layer(x, positions, mask, *of_layer, column, segments)
       x = self._lay_out(x)
-      caches.append(layer_cache)
-    return self.norm(x), (None if cache is None else tuple(caches))
+      written.append(new)
+    return self.norm(x), (None if window is None else tuple(written))
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""

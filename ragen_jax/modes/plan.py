@@ -217,7 +217,7 @@ def _activations(config: ConfigDict, trainer: Trainer, state: TrainState, phase:
       state.params,
       sampler.abstract_state(_rows(config, phase), cache_columns(config)),
       width=prompt_columns(config),
-      max_new=config.agent.max_response_tokens,
+      columns=min(config.agent.decode_chunk, config.agent.max_response_tokens),
       sampling=Sampling(),
     )
   return max(temporary_bytes(x) for x in lowered.values())

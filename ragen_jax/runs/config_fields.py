@@ -88,7 +88,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'memory': {
     '': ('length_step',),
     'model': ('remat', 'logits_chunk'),
-    'agent': ('drop_finished',),
+    'agent': ('drop_finished', 'schedule', 'decode_chunk', 'rows_in_flight'),
     'optimizer': ('micro_batch_size',),
   },
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},

@@ -1,4 +1,5 @@
-"""The two programs that run the model in a rollout: `extend` appends an observation, `decode` samples a reply."""
+"""The two programs that run the model in a rollout: `extend` appends an observation, `decode` samples a reply, or a
+part of one."""
 
 from __future__ import annotations
 
@@ -9,21 +10,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen import CacheMask, LayerCache
 from ragen_jax.sampling.draw import Sampling, draw_tokens
-from ragen_jax.sampling.kv_cache import SamplerState
+from ragen_jax.sampling.kv_cache import SamplerState, append_window
 
 
 @struct.dataclass
 class Reply:
-  """The tokens that `decode` sampled, in R = max_new columns.
+  """The tokens that `decode` sampled, in C columns.
 
   Attributes:
-    tokens: i32[B, R], sampled ids including the stop token, then 0.
-    logprobs: f32[B, R], log-probability of each token under the distribution that it was drawn from.
-    values: f32[B, R], the critic's value of the state that each token was drawn from; zeros without values.
-    entropies: f32[B, R], entropy of the distribution that each token was drawn from, before top-k and top-p.
+    tokens: i32[B, C], sampled ids including the stop token, then 0.
+    logprobs: f32[B, C], log-probability of each token under the distribution that it was drawn from.
+    values: f32[B, C], the critic's value of the state that each token was drawn from; zeros without values.
+    entropies: f32[B, C], entropy of the distribution that each token was drawn from, before top-k and top-p.
     count: i32[B], number of sampled tokens.
+    open: bool[B], the reply goes on: it has neither a stop token nor as many tokens as it may have.
   """
 
   tokens: jax.Array
@@ -31,6 +33,7 @@ class Reply:
   values: jax.Array
   entropies: jax.Array
   count: jax.Array
+  open: jax.Array
 
 
 def extend(
@@ -39,6 +42,9 @@ def extend(
   state: SamplerState,
   tokens: jax.Array,
   count: jax.Array,
+  begins: jax.Array,
+  *,
+  all_begin: bool = False,
   embeddings: jax.Array | None = None,
   is_embedded: jax.Array | None = None,
   rotary_offsets: jax.Array | None = None,
@@ -48,9 +54,12 @@ def extend(
   Args:
     graphdef: structure of the `ActorCritic`.
     params: its weights.
-    state: the sampler's state, with at least O free columns.
+    state: the sampler's state; rows with tokens to append have O free columns, rows without may lose what is in the
+      O columns behind theirs.
     tokens: i32[B, O], padded on the right.
     count: i32[B], number of tokens of each row; 0 leaves the row unchanged.
+    begins: bool[B], rows that are emptied first.
+    all_begin: every row with tokens begins, so the cache is not read.
     embeddings: [B, O, D], used instead of the embedding of the token, for example for the columns of an image.
     is_embedded: bool[B, O], the columns that take `embeddings`; default all.
     rotary_offsets: i32[B, O], rotary position of each column relative to `state.rotary`; default 0..O-1. The row's
@@ -61,7 +70,7 @@ def extend(
   """
   model = nnx.merge(graphdef, params).policy
   chex.assert_shape(tokens, (*state.count.shape, None))
-  chex.assert_equal_shape((count, state.count))
+  chex.assert_equal_shape((count, state.count, begins))
   if embeddings is None:
     embedded = model.embed(tokens)
   else:
@@ -69,35 +78,39 @@ def extend(
     embedded = embeddings.astype(model.dtype)
     if is_embedded is not None:
       embedded = jnp.where(is_embedded[:, :, None], embedded, model.embed(tokens))
-  return _append(model, state, embedded, count, rotary_offsets)
-
-
-def _append(
-  model: Qwen, state: SamplerState, embedded: jax.Array, count: jax.Array, rotary_offsets: jax.Array | None = None
-) -> SamplerState:
-  """Writes embedded columns [B, O, D] at the write column; the first `count` columns of each row are valid."""
-  size, width = state.valid.shape[1], embedded.shape[1]
-  new = jnp.arange(width)[None, :] < count[:, None]  # [B, O]
-  valid = jax.lax.dynamic_update_slice_in_dim(state.valid, new, state.column, axis=1)
-  mask = valid[:, None, :]  # [B, 1, S]; no column after the write column is valid
-  if width > 1:
-    # Causal mask: a query attends to the valid columns of its row up to and including its own.
-    at = state.column + jnp.arange(width)
-    mask = mask & (jnp.arange(size)[None, None, :] <= at[None, :, None])  # [B, O, S]
+  state = state.replace(
+    count=jnp.where(begins, 0, state.count),
+    draw_position=jnp.where(begins, 0, state.draw_position),
+    rotary=jnp.where(begins, 0, state.rotary),
+  )
+  rows, width = tokens.shape
   positions, rotary = rotary_positions(state.rotary, count, width, rotary_offsets)
-  hidden, cache = model(embedded, positions, mask=mask, cache=state.cache, column=state.column)
-  last = hidden[:, 0]
-  if width > 1:
-    last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+  causal = jnp.tril(jnp.ones((width, width), bool))[None]
+  hidden, window = model(
+    embedded,
+    positions,
+    mask=CacheMask(kept=None if all_begin else _kept(state), new=causal),
+    cache=None if all_begin else state.cache,
+    window=model.init_cache(rows, width),
+  )
+  last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
   return SamplerState(
-    cache=cache,
-    valid=valid,
-    column=state.column + width,
+    cache=_appended(state, window),
     count=state.count + count,
     draw_position=state.draw_position + count,
     rotary=rotary,
     hidden=jnp.where((count > 0)[:, None], last, state.hidden),
   )
+
+
+def _kept(state: SamplerState) -> jax.Array:
+  """bool[B, 1, S]: the columns of the cache that belong to the rows."""
+  size = state.cache[0].k.shape[1]
+  return jnp.arange(size)[None, None, :] < state.count[:, None, None]
+
+
+def _appended(state: SamplerState, window: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+  return tuple(append_window(kept, new, state.count) for kept, new in zip(state.cache, window, strict=True))
 
 
 def rotary_positions(
@@ -134,28 +147,29 @@ def decode(
   params: Any,
   state: SamplerState,
   keys: jax.Array,
-  active: jax.Array,
+  budget: jax.Array,
   temperature: jax.Array,
   *,
-  max_new: int,
+  columns: int,
   stop_ids: tuple[int, ...],
   vocab_limit: int,
   sampling: Sampling,
   with_values: bool = True,
 ) -> tuple[SamplerState, Reply]:
-  """Samples until every active row has stopped or has `max_new` tokens; the loop ends with the last row.
+  """Samples up to C tokens for each row; the loop ends with the last row that goes on.
 
-  The stop token is part of the reply and goes through the model like every other token, so that the next turn attends
-  to it.
+  The next call continues a reply that is still open after C tokens, and draws what a single longer call would. The stop
+  token is part of the reply and goes through the model like every other token, so that the next turn attends to it.
 
   Args:
     graphdef: structure of the `ActorCritic`.
     params: its weights.
-    state: the sampler's state, with at least `max_new` free columns.
+    state: the sampler's state; rows with a budget have C free columns, rows without may lose what is in the C columns
+      behind theirs.
     keys: PRNG keys [B], one per row and episode.
-    active: bool[B], rows that get a reply.
+    budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
     temperature: f32[], used unless `sampling.temperature` is 0.
-    max_new: R, the most tokens of a reply.
+    columns: C.
     stop_ids: tokens that end a reply.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
     sampling: `top_p`, `top_k` and whether `temperature` is 0 are compiled in.
@@ -166,9 +180,10 @@ def decode(
   """
   module = nnx.merge(graphdef, params)
   model, value_head = module.policy, module.value_head
-  chex.assert_equal_shape((active, state.count))
+  chex.assert_equal_shape((budget, state.count))
   greedy = sampling.temperature == 0
   stops = jnp.asarray(stop_ids, jnp.int32)
+  kept = _kept(state)
 
   def scores(hidden: jax.Array) -> jax.Array:
     logits = model.logits(hidden)  # [B, V]
@@ -177,37 +192,58 @@ def decode(
     return logits if greedy else logits / temperature
 
   def body(carry):
-    step, state, reply, live = carry
-    token, logprob, entropy = draw_tokens(scores(state.hidden), keys, state.draw_position, sampling)
+    step, window, hidden, reply = carry
+    live, done = reply.open, reply.count
+    token, logprob, entropy = draw_tokens(scores(hidden), keys, state.draw_position + done, sampling)
     token = jnp.where(live, token, 0)
 
     def record(into, values):
       return jax.lax.dynamic_update_slice_in_dim(into, jnp.where(live, values, 0)[:, None], step, axis=1)
 
+    positions, _ = rotary_positions(state.rotary + done, live.astype(jnp.int32), 1)
+    after, window = model(
+      model.embed(token[:, None]),
+      positions,
+      mask=CacheMask(kept=kept, new=jnp.arange(columns)[None, None, :] <= step),
+      cache=state.cache,
+      window=window,
+      column=step,
+    )
+    stopped = jnp.any(token[:, None] == stops[None, :], axis=-1)
     reply = Reply(
       tokens=record(reply.tokens, token),
       logprobs=record(reply.logprobs, logprob),
-      values=record(reply.values, value_head(state.hidden)) if with_values else reply.values,
+      values=record(reply.values, value_head(hidden)) if with_values else reply.values,
       entropies=record(reply.entropies, entropy),
-      count=reply.count + live,
+      count=done + live,
+      open=live & ~stopped & (done + 1 < budget),
     )
-    state = _append(model, state, model.embed(token[:, None]), live.astype(jnp.int32))
-    return step + 1, state, reply, live & ~jnp.any(token[:, None] == stops[None, :], axis=-1)
+    return step + 1, window, jnp.where(live[:, None], after[:, 0], hidden), reply
 
   def not_finished(carry):
-    step, _, _, live = carry
-    return (step < max_new) & jnp.any(live)
+    step, _, _, reply = carry
+    return (step < columns) & jnp.any(reply.open)
 
-  start = (jnp.zeros((), jnp.int32), state, _empty_reply(len(active), max_new), active)
-  _, state, reply, _ = jax.lax.while_loop(not_finished, body, start)
+  rows = len(budget)
+  start = (jnp.zeros((), jnp.int32), model.init_cache(rows, columns), state.hidden, _empty_reply(budget, columns))
+  _, window, hidden, reply = jax.lax.while_loop(not_finished, body, start)
+  state = SamplerState(
+    cache=_appended(state, window),
+    count=state.count + reply.count,
+    draw_position=state.draw_position + reply.count,
+    rotary=state.rotary + reply.count,
+    hidden=hidden,
+  )
   return state, reply
 
 
-def _empty_reply(rows: int, max_new: int) -> Reply:
+def _empty_reply(budget: jax.Array, columns: int) -> Reply:
+  shape = (len(budget), columns)
   return Reply(
-    tokens=jnp.zeros((rows, max_new), jnp.int32),
-    logprobs=jnp.zeros((rows, max_new), jnp.float32),
-    values=jnp.zeros((rows, max_new), jnp.float32),
-    entropies=jnp.zeros((rows, max_new), jnp.float32),
-    count=jnp.zeros((rows,), jnp.int32),
+    tokens=jnp.zeros(shape, jnp.int32),
+    logprobs=jnp.zeros(shape, jnp.float32),
+    values=jnp.zeros(shape, jnp.float32),
+    entropies=jnp.zeros(shape, jnp.float32),
+    count=jnp.zeros((len(budget),), jnp.int32),
+    open=budget > 0,
   )

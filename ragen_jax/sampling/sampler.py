@@ -1,4 +1,4 @@
-"""The sampler: `extend` appends observations, `decode` samples replies, `arrange` compacts the cache between turns.
+"""The sampler: `extend` appends observations, `decode` samples replies, `arrange` selects rows and resizes the cache.
 
 The programs are in `decode.py` and `kv_cache.py`. This module compiles them, divides rows and heads over the mesh, and
 counts how often each is traced.
@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import ROW_AXES
+from ragen_jax.distributed.sharding import ROW_AXES, without_axis
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import kv_cache
@@ -73,12 +73,16 @@ class Sampler:
     self._state_specs = kv_cache.state_specs(self.cfg.num_layers)
     self._mesh = mesh
     self.share = processes.row_share(mesh)
-    self._compact = jax.jit(self._counted('arrange', self._compact_rows), static_argnames='size')
-    self._gather = jax.jit(self._gather_rows)
-    self._extend = jax.jit(self._counted('extend', self._extend_rows), donate_argnames='state')
+    self._init = jax.jit(self._init_rows, static_argnames=('rows', 'size'))
+    self._casts: dict[tuple[int, ...], Any] = {}
+    self._select = jax.jit(self._counted('arrange', functools.partial(self._by_shard, kv_cache.take_rows)))
+    self._resize = jax.jit(self._resize_rows, static_argnames='size')
+    self._extend = jax.jit(
+      self._counted('extend', self._extend_rows), static_argnames='all_begin', donate_argnames='state'
+    )
     self._decode = jax.jit(
       self._counted('decode', self._decode_rows),
-      static_argnames=('max_new', 'sampling'),
+      static_argnames=('columns', 'sampling'),
       donate_argnames='state',
     )
 
@@ -97,54 +101,100 @@ class Sampler:
     shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
     return jax.lax.with_sharding_constraint(tree, shardings)
 
-  def _compact_rows(self, state: SamplerState, rows: jax.Array, live: jax.Array, size: int):
-    if self._mesh is None:
-      return kv_cache.compaction(state, rows, live, size)
-    specs = self._state_specs.replace(cache=())
-    of_rows = PartitionSpec(ROW_AXES)
-    return jax.shard_map(
-      functools.partial(kv_cache.compaction, size=size, mesh_axes=ROW_AXES),
-      mesh=self._mesh,
-      in_specs=(specs, of_rows, of_rows),
-      out_specs=(of_rows, specs),
-      check_vma=False,
-    )(state, rows, live)
+  def _init_rows(self, rows: int, size: int) -> SamplerState:
+    return self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs)
 
-  def _gather_rows(self, layer: LayerCache, rows: jax.Array, columns: jax.Array) -> LayerCache:
+  def _by_shard(self, fn: Any, state: SamplerState, rows: jax.Array, *more: SamplerState) -> SamplerState:
+    """`fn(state, rows, *more)` with the rows of each shard numbered within it, so that none changes its device."""
     if self._mesh is None:
-      return kv_cache.gather_layer(layer, rows, columns)
+      return fn(state, rows, *more)
+    specs = self._state_specs.replace(cache=self._state_specs.cache[: len(state.cache)])
+    in_specs = (specs, PartitionSpec(ROW_AXES), *(specs for _ in more))
+    return jax.shard_map(fn, mesh=self._mesh, in_specs=in_specs, out_specs=specs, check_vma=False)(state, rows, *more)
+
+  def _resize_rows(self, layer: LayerCache, rows: jax.Array, size: int) -> LayerCache:
+    if self._mesh is None:
+      return kv_cache.resize(layer, rows, size)
     cache, of_rows = self._state_specs.cache[0], PartitionSpec(ROW_AXES)
     return jax.shard_map(
-      kv_cache.gather_layer, mesh=self._mesh, in_specs=(cache, of_rows, of_rows), out_specs=cache, check_vma=False
-    )(layer, rows, columns)
+      functools.partial(kv_cache.resize, size=size),
+      mesh=self._mesh,
+      in_specs=(cache, of_rows),
+      out_specs=cache,
+      check_vma=False,
+    )(layer, rows)
 
-  def _extend_rows(self, params, state, tokens, count, **columns):
-    return self._layout(extend(self.graphdef, params, state, tokens, count, **columns), self._state_specs)
+  def _extend_rows(self, params, state, tokens, count, begins, rows, *, all_begin, **columns):
+    part = state if rows is None else self._by_shard(kv_cache.take_rows, state, rows)
+    part = extend(self.graphdef, params, part, tokens, count, begins, all_begin=all_begin, **columns)
+    after = part if rows is None else self._by_shard(kv_cache.put_rows, state, rows, part)
+    return self._layout(after, self._state_specs)
 
-  def _decode_rows(self, params, state, key_data, active, temperature, *, max_new, sampling):
+  def _decode_rows(self, params, state, key_data, budget, temperature, *, columns, sampling):
     state, reply = decode(
       self.graphdef,
       params,
       state,
       jax.random.wrap_key_data(key_data),
-      active,
+      budget,
       temperature,
-      max_new=max_new,
+      columns=columns,
       stop_ids=self.stop_ids,
       vocab_limit=self.vocab_limit,
       sampling=sampling,
       with_values=self.values,
     )
     reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
-    return self._layout(state, self._state_specs), reply
+    return self._layout(state, self._state_specs), reply, self._layout(jnp.any(reply.open), PartitionSpec())
 
   def _place(self, x):
     return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
 
   def init(self, rows: int, size: int) -> SamplerState:
     """An empty state of `rows` rows of this process and `size` columns."""
-    rows *= self.share.parts
-    return jax.jit(lambda: self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs))()
+    return self._init(rows=rows * self.share.parts, size=size)
+
+  def decode_weights(self, params: Any, gathered: bool = True) -> Any:
+    """The weights as the sampler's programs compute with them, made once for a rollout.
+
+    The matrices of the policy are cast to the type of computations, so that no program casts them again, and are
+    gathered over the mesh axis `fsdp`, so that no decoded token waits for their exchange. Weights that are so already
+    are not copied.
+
+    Args:
+      params: the weights as they are trained.
+      gathered: gather them; without it their layout stays as it is.
+    """
+    wanted = self.abstract_weights(params, gathered)
+    leaves, tree = jax.tree.flatten(params)
+    layouts = jax.tree.leaves(wanted)
+    changed = {
+      i
+      for i, (x, to) in enumerate(zip(leaves, layouts, strict=True))
+      if x.dtype != to.dtype or not x.sharding.is_equivalent_to(to.sharding, x.ndim)
+    }
+    if not changed:
+      return params
+    cast = jax.jit(
+      lambda own: {i: x.astype(layouts[i].dtype) for i, x in own.items()},
+      out_shardings={i: layouts[i].sharding for i in changed},
+    )
+    found = self._casts.setdefault(tuple(sorted(changed)), cast)({i: leaves[i] for i in changed})
+    return jax.tree.unflatten(tree, [found.get(i, x) for i, x in enumerate(leaves)])
+
+  def abstract_weights(self, params: Any, gathered: bool = True) -> Any:
+    """Shapes, types and layout of `decode_weights`; arguments may be abstract."""
+
+    def of(path, x):
+      names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
+      if names[0] != 'policy' or x.ndim < 2:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+      sharding = x.sharding
+      if gathered and isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, without_axis(sharding.spec, 'fsdp'))
+      return jax.ShapeDtypeStruct(x.shape, self._policy.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
   def abstract_state(self, rows: int, size: int) -> SamplerState:
     """Shapes, types and layout of the state that `init` returns, for `rows` rows of all processes together."""
@@ -158,7 +208,7 @@ class Sampler:
     )
 
   def lower(
-    self, params: Any, state: SamplerState, *, width: int, max_new: int, sampling: Sampling
+    self, params: Any, state: SamplerState, *, width: int, columns: int, sampling: Sampling
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers `extend` and `decode` for given shapes, to compile them without running; arguments may be abstract.
 
@@ -166,7 +216,7 @@ class Sampler:
       params: weights.
       state: see `abstract_state`.
       width: columns of the observation.
-      max_new: see `decode`.
+      columns: see `decode`.
       sampling: see `decode`.
 
     Returns:
@@ -180,35 +230,32 @@ class Sampler:
 
     return {
       'extend': self._extend.lower(
-        params=params, state=state, tokens=abstract((rows, width), jnp.int32), count=abstract((rows,), jnp.int32)
+        params=params, state=state, tokens=abstract((rows, width), jnp.int32), count=abstract((rows,), jnp.int32),
+        begins=abstract((rows,), bool), rows=None, all_begin=False,
       ),
       'decode': self._decode.lower(
-        params=params, state=state, key_data=abstract(key_data.shape, key_data.dtype), active=abstract((rows,), bool),
-        temperature=np.float32(1), max_new=max_new, sampling=sampling,
+        params=params, state=state, key_data=abstract(key_data.shape, key_data.dtype),
+        budget=abstract((rows,), jnp.int32), temperature=np.float32(1), columns=columns, sampling=sampling,
       ),
     }  # fmt: skip
 
-  def arrange(self, state: SamplerState, rows: np.ndarray, size: int, live: np.ndarray | None = None) -> SamplerState:
-    """Selects rows, moves their tokens to the left and resizes the cache; see `kv_cache.compaction`.
-
-    Rows stay on their device: they are numbered within each shard.
+  def arrange(self, state: SamplerState, rows: np.ndarray, size: int) -> SamplerState:
+    """Selects rows and resizes the cache. Rows stay on their device: they are numbered within each shard.
 
     Args:
       state: the state before. Its cache is deleted layer by layer, so that the old and the new cache are never both
         held completely.
       rows: i32[B'], the rows of this process to keep, the same number in each of its shards.
-      size: number of columns after.
-      live: bool[B'], False empties a row; default all True.
+      size: S after, at least as many as the longest kept row has columns.
 
     Returns:
       The state after.
     """
-    live = np.ones(len(rows), bool) if live is None else live
     rows = self._place(rows)
-    columns, after = self._compact(state.replace(cache=()), rows, self._place(live), size=size)
+    after = self._select(state.replace(cache=()), rows)
     layers = []
     for layer in state.cache:
-      layers.append(self._gather(layer, rows, columns))
+      layers.append(self._resize(layer, rows, size=size))
       for x in jax.tree.leaves(layer):
         x.delete()
     return after.replace(cache=tuple(layers))
@@ -217,39 +264,70 @@ class Sampler:
     self,
     params: Any,
     state: SamplerState,
-    tokens: jax.Array,
-    count: jax.Array,
+    tokens: np.ndarray,
+    count: np.ndarray,
+    begins: np.ndarray | None = None,
+    *,
+    rows: np.ndarray | None = None,
+    all_begin: bool = False,
     embeddings: jax.Array | None = None,
     is_embedded: jax.Array | None = None,
     rotary_offsets: jax.Array | None = None,
   ) -> SamplerState:
-    """Appends the rows of this process; see `decode.extend`. `state` is donated."""
+    """Appends observations to rows of this process; see `decode.extend`. `state` is donated.
+
+    Args:
+      params: the weights.
+      state: B rows.
+      tokens: i32[b, O].
+      count: i32[b].
+      begins: bool[b]; default none.
+      rows: i32[b], the rows that take part, each once, the same number in each shard of this process and numbered
+        within it; the others are left alone. Default all B.
+      all_begin: see `decode.extend`; compiled in.
+      embeddings: see `decode.extend`, as are the following ones.
+      is_embedded: bool[b, O].
+      rotary_offsets: i32[b, O].
+    """
     columns = {'embeddings': embeddings, 'is_embedded': is_embedded, 'rotary_offsets': rotary_offsets}
     columns = {name: self._place(x) for name, x in columns.items() if x is not None}
-    return self._extend(params=params, state=state, tokens=self._place(tokens), count=self._place(count), **columns)
+    begins = np.zeros(len(count), bool) if begins is None else begins
+    return self._extend(
+      params=params,
+      state=state,
+      tokens=self._place(tokens),
+      count=self._place(count),
+      begins=self._place(begins),
+      rows=None if rows is None else self._place(rows),
+      all_begin=all_begin,
+      **columns,
+    )
 
   def decode(
     self,
     params: Any,
     state: SamplerState,
     keys: jax.Array,
-    active: jax.Array,
+    budget: np.ndarray,
     *,
-    max_new: int,
+    columns: int,
     sampling: Sampling,
-  ) -> tuple[SamplerState, Reply]:
-    """Samples replies for the rows of this process; see `decode.decode`. `state` is donated.
+  ) -> tuple[SamplerState, Reply, jax.Array]:
+    """Samples for the rows of this process; see `decode.decode`. `state` is donated.
 
     All temperatures above 0 share one program. The reply has the rows of all processes; `processes.own_rows` returns
     those of this process.
+
+    Returns:
+      The state after, the `Reply`, and bool[], whether a reply of any process is still open.
     """
     compiled = dataclasses.replace(sampling, temperature=0.0 if sampling.temperature == 0 else 1.0)
     return self._decode(
       params=params,
       state=state,
       key_data=self._place(jax.random.key_data(keys)),
-      active=self._place(active),
+      budget=self._place(budget),
       temperature=jnp.float32(sampling.temperature),
-      max_new=max_new,
+      columns=columns,
       sampling=compiled,
     )

@@ -29,32 +29,33 @@ class Recorder:
     self.turn_ends = {r: [] for r in range(rows)}
     self.batch_sizes = []
     self._sampler = sampler
-    self._rows = None
+    self._fed = self._slots = None
 
   def __getattr__(self, name):
     return getattr(self._sampler, name)
 
   def observe(self, fed):
     """The rows that the next calls are about."""
-    self._rows = np.asarray(fed.rows)
-    self.batch_sizes.append(len(fed.rows))
+    self._fed, self._slots = fed.rows, fed.slots
+    self.batch_sizes.append(len(fed.slots))
 
-  def extend(self, params, state, tokens, count):
-    for row, ids, n in zip(self._rows, np.asarray(tokens), np.asarray(count), strict=True):
+  def extend(self, params, state, tokens, count, begins, **options):
+    for row, ids, n in zip(self._fed, np.asarray(tokens), np.asarray(count), strict=True):
       if n:
         self.timelines[int(row)] += ids[:n].tolist()
         self.sampled[int(row)] += [False] * int(n)
-    return self._sampler.extend(params, state, tokens, count)
+    return self._sampler.extend(params, state, tokens, count, begins, **options)
 
   def decode(self, *args, **kwargs):
-    state, reply = self._sampler.decode(*args, **kwargs)
+    state, reply, goes_on = self._sampler.decode(*args, **kwargs)
     host = jax.device_get(reply)
-    for row, ids, n in zip(self._rows, host.tokens, host.count, strict=True):
+    for row, ids, n, still in zip(self._slots, host.tokens, host.count, host.open, strict=True):
       if n:
         self.timelines[int(row)] += ids[:n].tolist()
         self.sampled[int(row)] += [True] * int(n)
-        self.turn_ends[int(row)].append(len(self.timelines[int(row)]) - 1)
-    return state, reply
+        if not still:
+          self.turn_ends[int(row)].append(len(self.timelines[int(row)]) - 1)
+    return state, reply, goes_on
 
 
 def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import weights
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import CacheMask, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.training.scoring import score_tokens
@@ -174,8 +174,8 @@ def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> tupl
   state = sampler.init(len(tokens), tokens.shape[1] + new)
   params = nnx.split(policy)[1]
   state = sampler.extend(params, state, tokens, valid.sum(1).astype(np.int32))
-  _, reply = sampler.decode(
-    params, state, jax.random.split(jax.random.key(0), len(tokens)), np.ones(len(tokens), bool), max_new=new,
+  _, reply, _ = sampler.decode(
+    params, state, jax.random.split(jax.random.key(0), len(tokens)), np.full(len(tokens), new), columns=new,
     sampling=Sampling(temperature=0.0),
   )  # fmt: skip
   assert reply.count.tolist() == [new] * len(tokens)
@@ -231,72 +231,41 @@ def fresh(architecture: str = 'qwen2', num_layers: int = 2, **kwargs) -> Qwen:
   return nnx.merge(graphdef, nnx.from_flat_state([(p, weight(p, leaf)) for p, leaf in nnx.to_flat_state(state)]))
 
 
-def test_prefill_and_decode_are_one_forward():
+def test_a_window_behind_a_cache_is_one_forward():
+  """8 columns fill a first window; it is then the cache of a second one, which 12 columns are written to one by one."""
   model = fresh('qwen3')
   tokens, valid = ragged((20, 14, 17), seed=4)
   b, t = tokens.shape
-  prompt, size = np.array([8, 2, 5]), 8 + 12  # tokens of each row that are prefilled, columns of the cache
+  prompt, new = np.array([8, 2, 5]), 12  # tokens of each row in the cache, columns of the window
   expected = np.asarray(full_logits(model, jnp.asarray(tokens)))
 
   @nnx.jit
   def prefill(model, tokens):
-    mask = jnp.tril(jnp.ones((8, size), bool))[None]
-    hidden, cache = model(model.embed(tokens), mask=mask, cache=model.init_cache(b, size))
-    return model.logits(hidden), cache
+    mask = CacheMask(kept=None, new=jnp.tril(jnp.ones((8, 8), bool))[None])
+    hidden, window = model(model.embed(tokens), mask=mask, window=model.init_cache(b, 8))
+    return model.logits(hidden), window
 
   @nnx.jit
-  def decode(model, token, position, mask, cache, column):
-    hidden, cache = model(model.embed(token), position, mask=mask, cache=cache, column=column)
-    return model.logits(hidden), cache
+  def decode(model, token, position, cache, window, column):
+    kept = jnp.arange(8)[None, None] < jnp.asarray(prompt)[:, None, None]
+    mask = CacheMask(kept=kept, new=jnp.arange(new)[None, None] <= column)
+    hidden, window = model(model.embed(token), position, mask=mask, cache=cache, window=window, column=column)
+    return model.logits(hidden), window
 
   start = np.where(np.arange(8) < prompt[:, None], tokens[:, :8], 0)
   logits, cache = prefill(model, jnp.asarray(start))
   for row in range(b):
     np.testing.assert_allclose(logits[row, : prompt[row]], expected[row, : prompt[row]], rtol=0, atol=2e-5)
-  compared = 0
-  for i in range(12):
+  compared, window = 0, model.init_cache(b, new)
+  for i in range(new):
     position = prompt + i
     token = np.take_along_axis(tokens, np.minimum(position, t - 1)[:, None], axis=1)
-    visible = (np.arange(size) < prompt[:, None]) | ((np.arange(size) >= 8) & (np.arange(size) <= 8 + i))
-    logits, cache = decode(model, token, position[:, None], visible[:, None], cache, jnp.int32(8 + i))
+    logits, window = decode(model, token, position[:, None], cache, window, jnp.int32(i))
     for row in range(b):
       if position[row] < valid[row].sum():
         np.testing.assert_allclose(logits[row, 0], expected[row, position[row]], rtol=0, atol=2e-5)
         compared += 1
   assert compared == 3 * 12
-
-
-def test_extending_turn_by_turn_is_one_forward_on_the_concatenation():
-  model = fresh('qwen2')
-  # New tokens of each row, turn by turn.
-  turns = [np.array([7, 3, 7]), np.array([1, 6, 6]), np.array([5, 5, 7]), np.array([2, 0, 0])]
-  tokens, _ = ragged((15, 14, 20), seed=5)
-  expected = np.asarray(full_logits(model, jnp.asarray(tokens)))
-  # Every turn is padded to `width` columns, so the cache needs room for the last one's padding.
-  width = 7
-  size = sum(int(n.max()) for n in turns) + width
-
-  @nnx.jit
-  def extend(model, tokens, positions, mask, cache, column):
-    hidden, cache = model(model.embed(tokens), positions, mask=mask, cache=cache, column=column)
-    return model.logits(hidden), cache
-
-  cache, held, used, column = model.init_cache(3, size), np.zeros((3, size), bool), np.zeros(3, int), 0
-  for new in turns:
-    positions = used[:, None] + np.arange(width)  # [B, width]
-    fed = np.arange(width) < new[:, None]
-    chunk = np.where(fed, np.take_along_axis(tokens, np.minimum(positions, tokens.shape[1] - 1), axis=1), 0)
-    # Columns held from before, and this turn's columns up to the query's own.
-    mask = np.repeat(held[:, None, :], width, axis=1)
-    mask[:, :, column : column + width] |= np.tril(np.ones((width, width), bool)) & fed[:, None, :]
-    logits, cache = extend(model, chunk, positions, mask, cache, jnp.int32(column))
-    for row in range(3):
-      got, want = logits[row, : new[row]], expected[row, used[row] : used[row] + new[row]]
-      np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
-    held[:, column : column + width] |= fed
-    used += new
-    column += int(new.max())
-  np.testing.assert_array_equal(used, [15, 14, 20])
 
 
 @functools.cache

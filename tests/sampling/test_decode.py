@@ -31,12 +31,16 @@ def model():
 def run(model):
   """(extend, decode) of the model, compiled."""
   graphdef, params = nnx.split(model)
-  extend = jax.jit(functools.partial(programs.extend, graphdef, params))
+  extend = jax.jit(functools.partial(programs.extend, graphdef, params), static_argnames='all_begin')
   decode = jax.jit(
     functools.partial(programs.decode, graphdef, params, stop_ids=(STOP,), vocab_limit=VOCAB),
-    static_argnames=('max_new', 'sampling'),
+    static_argnames=('columns', 'sampling'),
   )
-  return extend, decode
+
+  def append(state, tokens, count, begins=None, **options):
+    return extend(state, tokens, count, jnp.zeros(len(count), bool) if begins is None else begins, **options)
+
+  return append, decode
 
 
 def tokens_and_counts(rows: int = 3, width: int = 6, seed: int = 0):
@@ -45,12 +49,12 @@ def tokens_and_counts(rows: int = 3, width: int = 6, seed: int = 0):
   return jnp.asarray(tokens), jnp.asarray(rng.integers(1, width + 1, size=rows), jnp.int32)
 
 
-def sample(decode, state, *, max_new=5, seed=1):
+def sample(decode, state, *, columns=5, seed=1, budget=100, keys=None):
   rows = len(state.count)
+  keys = jax.random.split(jax.random.key(seed), rows) if keys is None else keys
   return decode(
-    state, jax.random.split(jax.random.key(seed), rows), jnp.ones(rows, bool), jnp.float32(1), max_new=max_new,
-    sampling=Sampling(),
-  )  # fmt: skip
+    state, keys, jnp.broadcast_to(jnp.asarray(budget), rows), jnp.float32(1), columns=columns, sampling=Sampling()
+  )
 
 
 def test_extending_with_embeddings_of_the_tokens_is_extending_with_the_tokens(model, run):
@@ -120,10 +124,10 @@ def test_a_draw_does_not_depend_on_the_rotary_position_but_on_the_draw_position(
   extend, decode = run
   tokens, count = tokens_and_counts(rows=8)
   state = extend(init_state(model.policy, 8, 32), tokens, count)
-  _, expected = sample(decode, state, max_new=1)
-  _, moved = sample(decode, state.replace(rotary=state.rotary + 5), max_new=1)
+  _, expected = sample(decode, state, columns=1)
+  _, moved = sample(decode, state.replace(rotary=state.rotary + 5), columns=1)
   chex.assert_trees_all_equal(moved, expected)
-  _, redrawn = sample(decode, state.replace(draw_position=state.draw_position + 5), max_new=1)
+  _, redrawn = sample(decode, state.replace(draw_position=state.draw_position + 5), columns=1)
   assert (redrawn.tokens != expected.tokens).any()
 
 
@@ -134,4 +138,54 @@ def test_a_row_without_new_columns_stays_as_it_is(model, run):
   after = extend(state, tokens, jnp.asarray([0, 4, 0]), rotary_offsets=jnp.broadcast_to(jnp.asarray(OFFSETS), (3, 6)))
   for name in ('count', 'draw_position', 'rotary', 'hidden'):
     np.testing.assert_array_equal(getattr(after, name)[::2], getattr(state, name)[::2], err_msg=name)
-  assert after.valid.sum(axis=1).tolist() == [2, 7, 1]
+  assert after.count.tolist() == [2, 7, 1]
+
+
+def columns_of(state):
+  """The columns of each row, of all layers: what the rows' next tokens can see."""
+  own = np.arange(state.cache[0].k.shape[1]) < np.asarray(state.count)[:, None]
+  return [np.where(own[:, :, None, None], x, 0) for layer in state.cache for x in (layer.k, layer.v)]
+
+
+def test_rows_that_begin_forget_what_they_held(model, run):
+  """In one program with rows that go on, and in the program for batches in which all rows begin."""
+  extend, _ = run
+  tokens, count = tokens_and_counts()
+  others, _ = tokens_and_counts(seed=1)
+  new = init_state(model.policy, 3, 32)
+  used = extend(new, others, jnp.asarray([6, 6, 6]))
+  begins = jnp.asarray([True, False, True])
+  mixed = extend(used, tokens, count, begins)
+  fresh, continued = extend(new, tokens, count), extend(used, tokens, count)
+  for name in ('count', 'draw_position', 'rotary'):
+    expected = np.where(begins, getattr(fresh, name), getattr(continued, name))
+    np.testing.assert_array_equal(getattr(mixed, name), expected, err_msg=name)
+  np.testing.assert_allclose(mixed.hidden, np.where(begins[:, None], fresh.hidden, continued.hidden), atol=1e-6)
+  all_begin = extend(used, tokens, count, jnp.ones(3, bool), all_begin=True)
+  assert all_begin.count.tolist() == fresh.count.tolist()
+  np.testing.assert_allclose(all_begin.hidden, fresh.hidden, atol=1e-6)
+  for got, want in zip(columns_of(all_begin), columns_of(fresh), strict=True):
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_a_reply_in_several_parts_is_the_reply_in_one(model, run):
+  """Rows with budgets of their own; parts of 3 columns against one of 12."""
+  extend, decode = run
+  tokens, count = tokens_and_counts(rows=64)
+  state = extend(init_state(model.policy, 64, 64), tokens, count)
+  keys, budget = jax.random.split(jax.random.key(4), 64), np.arange(64) % 13
+  _, whole = sample(decode, state, columns=12, budget=budget, keys=keys)
+  parts, left = [], budget
+  for _ in range(4):
+    state, part = sample(decode, state, columns=3, budget=left, keys=keys)
+    parts.append(part)
+    left = np.where(part.open, left - part.count, 0)
+  assert not left.any() and not np.asarray(whole.open).any()
+  stopped = np.take_along_axis(whole.tokens, np.maximum(whole.count - 1, 0)[:, None], axis=1)[:, 0] == STOP
+  assert stopped.any() and (np.asarray(whole.count) == budget).any(), 'both ways to end occur'
+  for row in range(64):
+    n = int(whole.count[row])
+    assert n <= budget[row] and sum(int(p.count[row]) for p in parts) == n
+    for name in ('tokens', 'logprobs', 'values', 'entropies'):
+      got = np.concatenate([np.asarray(getattr(p, name))[row, : p.count[row]] for p in parts])
+      np.testing.assert_allclose(got, getattr(whole, name)[row, :n], atol=1e-5, err_msg=name)

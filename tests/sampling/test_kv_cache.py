@@ -1,20 +1,18 @@
-"""Compaction of the cache: which column goes where, and what becomes of each field of the state."""
+"""The cache: where the columns of a window go, and what becomes of rows that are taken, put back and resized."""
 
 from __future__ import annotations
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ragen_jax.models.qwen import LayerCache
-from ragen_jax.sampling.kv_cache import SamplerState, compaction, gather_layer, init_state
+from ragen_jax.sampling.kv_cache import SamplerState, append_window, init_state, put_rows, resize, take_rows
 from tests.support import builders
 
-#   valid  1 1 0 1 0 1 0      row 0: 4 tokens
-#          1 1 1 0 0 0 0      row 1: 3 tokens
-#          1 0 0 1 1 1 1      row 2: 5 tokens
-VALID = np.array([[1, 1, 0, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0, 0], [1, 0, 0, 1, 1, 1, 1]], bool)
+COUNT = [4, 3, 5]  # columns of each row, of 7
 
 
 @pytest.fixture
@@ -24,51 +22,48 @@ def state():
   layer = jnp.broadcast_to(jnp.asarray(content)[:, :, None, None], (3, 7, 2, 4))
   return SamplerState(
     cache=(LayerCache(k=layer, v=-layer),),
-    valid=jnp.asarray(VALID),
-    column=jnp.int32(7),
-    count=jnp.asarray(VALID.sum(axis=1), jnp.int32),
+    count=jnp.asarray(COUNT, jnp.int32),
     draw_position=jnp.asarray([40, 50, 60], jnp.int32),
     rotary=jnp.asarray([104, 103, 105], jnp.int32),
     hidden=jnp.arange(3.0)[:, None] * jnp.ones(8),
   )
 
 
-def apply(state, rows, live, size):
-  rows = jnp.asarray(rows)
-  columns, after = compaction(state, rows, jnp.asarray(live), size)
-  chex.assert_shape(columns, (len(rows), size))
-  return after.replace(cache=tuple(gather_layer(layer, rows, columns) for layer in state.cache))
+def test_the_window_goes_behind_each_row_s_last_column(state):
+  new = jnp.broadcast_to(jnp.asarray([[100.0, 101], [200, 201], [300, 301]])[:, :, None, None], (3, 2, 2, 4))
+  after = append_window(state.cache[0], LayerCache(k=new, v=2 * new), state.count)
+  expected = np.asarray(state.cache[0].k[:, :, 0, 0]).copy()
+  for row, n in enumerate(COUNT):
+    expected[row, n : n + 2] = [100 * (row + 1), 100 * (row + 1) + 1]
+  np.testing.assert_array_equal(after.k, np.broadcast_to(expected[:, :, None, None], after.k.shape))
+  np.testing.assert_array_equal(after.v[1, 3:5, 1, 3], [400, 402])
+  np.testing.assert_array_equal(after.v[1, :3, 1, 3], [-10, -11, -12])
+
+
+def test_rows_are_taken_in_the_given_order_and_put_back(state):
+  rows = jnp.asarray([2, 0])
+  part = take_rows(state, rows)
+  assert part.count.tolist() == [5, 4] and part.rotary.tolist() == [105, 104]
+  np.testing.assert_array_equal(part.cache[0].v, state.cache[0].v[rows])
+  changed = jax.tree.map(lambda x: x + 1, part)
+  after = put_rows(state, rows, changed)
+  chex.assert_trees_all_equal(take_rows(after, rows), changed)
+  chex.assert_trees_all_equal(take_rows(after, jnp.asarray([1])), take_rows(state, jnp.asarray([1])))
 
 
 @pytest.mark.parametrize('size', [5, 7, 12])
-def test_tokens_move_to_the_left_in_their_order_and_rows_follow_their_new_order(state, size):
-  after = apply(state, [2, 0], [True, True], size)
-  np.testing.assert_array_equal(after.valid, np.arange(size) < np.array([[5], [4]]))
-  np.testing.assert_array_equal(after.cache[0].k[0, :5, 0, 0], [20, 23, 24, 25, 26])
-  np.testing.assert_array_equal(after.cache[0].v[1, :4, 1, 3], [0, -1, -3, -5])
-  assert int(after.column) == 5 and after.count.tolist() == [5, 4]
-  assert after.draw_position.tolist() == [60, 40] and after.rotary.tolist() == [105, 104]
-  np.testing.assert_array_equal(after.hidden[:, 0], [2, 0])
-
-
-def test_a_row_that_is_not_live_is_empty_and_starts_again(state):
-  after = apply(state, [0, 1, 2], [False, True, False], 4)
-  assert int(after.column) == 3
-  assert after.valid.sum(axis=1).tolist() == [0, 3, 0]
-  assert after.count.tolist() == [0, 3, 0]
-  assert after.draw_position.tolist() == [0, 50, 0] and after.rotary.tolist() == [0, 103, 0]
-
-
-def test_a_row_may_be_copied(state):
-  after = apply(state, [1, 1], [True, True], 3)
-  np.testing.assert_array_equal(after.cache[0].k[0], after.cache[0].k[1])
-  assert after.rotary.tolist() == [103, 103]
+def test_resizing_keeps_the_first_columns_of_the_selected_rows(state, size):
+  after = resize(state.cache[0], jnp.asarray([2, 1]), size)
+  assert after.k.shape == (2, size, 2, 4)
+  same = min(size, 7)
+  np.testing.assert_array_equal(after.k[:, :same], state.cache[0].k[jnp.asarray([2, 1]), :same])
+  np.testing.assert_array_equal(after.v[:, :same], state.cache[0].v[jnp.asarray([2, 1]), :same])
 
 
 def test_a_new_state_is_empty():
   model = builders.random_model(20).policy
   state = init_state(model, 3, 16)
-  chex.assert_shape(state.valid, (3, 16))
   chex.assert_shape((state.count, state.draw_position, state.rotary), (3,))
-  chex.assert_type((state.count, state.draw_position, state.rotary, state.column), jnp.int32)
-  assert not state.valid.any() and int(state.column) == 0 and len(state.cache) == model.cfg.num_layers
+  chex.assert_type((state.count, state.draw_position, state.rotary), jnp.int32)
+  assert not state.count.any() and len(state.cache) == model.cfg.num_layers
+  assert all(x.shape[:2] == (3, 16) for x in jax.tree.leaves(state.cache))

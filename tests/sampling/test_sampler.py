@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from tests.support import builders
 
@@ -41,20 +43,21 @@ def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, or
   for turn in range(turns):
     if turn and drop is not None:
       keep = np.flatnonzero(np.isin(batch, drop))
-      state = sampler.arrange(state, jnp.asarray(keep), 96)
+      state = sampler.arrange(state, keep, 96)
       batch, drop = batch[keep], None
-    elif turn:
-      state = sampler.arrange(state, jnp.arange(len(batch)), 96)
+    elif turn == 1:
+      state = sampler.arrange(state, np.arange(len(batch)), 96)
     tokens, count = np.zeros((len(batch), 8), np.int32), np.zeros(len(batch), np.int32)
     for i, r in enumerate(batch):
       obs = observations[turn, int(r)]
       tokens[i, : len(obs)], count[i] = obs, len(obs)
       timelines[int(r)].extend(obs.tolist())
     state = sampler.extend(params, state, jnp.asarray(tokens), jnp.asarray(count))
-    state, reply = sampler.decode(
-      params, state, keys[jnp.asarray(batch)], jnp.ones(len(batch), bool), max_new=max_new, sampling=sampling
+    state, reply, goes_on = sampler.decode(
+      params, state, keys[jnp.asarray(batch)], np.full(len(batch), max_new), columns=max_new, sampling=sampling
     )
     reply = jax.device_get(reply)
+    assert not goes_on and not reply.open.any()
     last = np.take_along_axis(reply.tokens, np.maximum(reply.count - 1, 0)[:, None], axis=1)[:, 0]
     stopped.append(last == STOP)
     for i, r in enumerate(batch):
@@ -134,42 +137,65 @@ def test_padding_of_the_embedding_is_never_drawn(model):
   state = sampler.init(64, 32)
   state = sampler.extend(params, state, jnp.full((64, 2), 9, jnp.int32), jnp.full((64,), 2))
   keys = jax.random.split(jax.random.key(0), 64)
-  _, reply = sampler.decode(params, state, keys, jnp.ones(64, bool), max_new=20, sampling=Sampling(temperature=3.0))
+  _, reply, _ = sampler.decode(params, state, keys, np.full(64, 20), columns=20, sampling=Sampling(temperature=3.0))
   assert int(reply.tokens.max()) == 11
 
 
-def test_arrange_closes_holes_and_keeps_the_order(model):
+def test_some_rows_are_fed_while_the_others_are_left_alone(model):
+  """Rows 3 and 1 of four get their second observation; the state of the others is the same to the bit."""
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  rng = np.random.default_rng(0)
+  first, second = rng.integers(8, VOCAB, size=(4, 6)).astype(np.int32), rng.integers(8, VOCAB, size=(2, 5))
+  count, more = np.asarray([6, 2, 5, 4], np.int32), np.asarray([3, 5], np.int32)
+  state = sampler.extend(params, sampler.init(4, 24), first, count)
+  before = jax.device_get(state)
+  state = sampler.extend(params, state, second.astype(np.int32), more, rows=np.asarray([3, 1], np.int32))
+  after = jax.device_get(state)
+  assert after.count.tolist() == [6, 7, 5, 7]
+  for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+    np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
+  keys = jax.random.split(jax.random.key(0), 4)
+  _, reply, _ = sampler.decode(params, state, keys, np.full(4, 5), columns=5, sampling=Sampling())
+  for row, own in ((3, second[0, :3]), (1, second[1])):
+    n = int(reply.count[row])
+    timeline = np.concatenate([first[row, : count[row]], own, np.asarray(reply.tokens[row, :n])])
+    logprobs, _, _ = _full_logprobs(model, timeline)
+    np.testing.assert_allclose(reply.logprobs[row, :n], logprobs[-n:], atol=1e-4)
+
+
+def test_rows_are_selected_and_resized(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   state = sampler.init(3, 16)
-  state = sampler.extend(params, state, jnp.arange(8, 20, dtype=jnp.int32).reshape(3, 4), jnp.asarray([4, 2, 0]))
-  state = sampler.extend(params, state, jnp.arange(20, 29, dtype=jnp.int32).reshape(3, 3), jnp.asarray([1, 3, 2]))
+  state = sampler.extend(params, state, np.arange(8, 20, dtype=np.int32).reshape(3, 4), np.asarray([4, 2, 0]))
+  state = sampler.extend(params, state, np.arange(20, 29, dtype=np.int32).reshape(3, 3), np.asarray([1, 3, 2]))
   before = jax.device_get(state)
-  after = jax.device_get(sampler.arrange(state, jnp.asarray([2, 0]), 6))
-  assert after.valid.sum(axis=1).tolist() == [2, 5] and after.column == 5
+  after = jax.device_get(sampler.arrange(state, np.asarray([2, 0]), 6))
+  assert after.count.tolist() == [2, 5] and after.hidden.shape[0] == 2
   for new, old in ((0, 2), (1, 0)):
     n = int(after.count[new])
     for new_layer, old_layer in zip(after.cache, before.cache, strict=True):
-      np.testing.assert_array_equal(new_layer.k[new, :n], old_layer.k[old][before.valid[old]])
-      np.testing.assert_array_equal(new_layer.v[new, :n], old_layer.v[old][before.valid[old]])
+      assert new_layer.k.shape[1] == 6
+      np.testing.assert_array_equal(new_layer.k[new, :n], old_layer.k[old, :n])
+      np.testing.assert_array_equal(new_layer.v[new, :n], old_layer.v[old, :n])
 
 
-def test_a_long_row_that_is_over_does_not_move_the_write_column(model):
-  """The longest row leaves; the others' next turn has the room that their own lengths ask for, and is right."""
-  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
-  rng = np.random.default_rng(0)
-  first = rng.integers(8, VOCAB, size=(2, 24)).astype(np.int32)
-  state = sampler.extend(params, sampler.init(2, 24), jnp.asarray(first), jnp.asarray([24, 3]))
-  state = sampler.arrange(state, jnp.arange(2), 12, jnp.asarray([False, True]))
-  assert int(state.column) == 3 and state.count.tolist() == [0, 3]
-  second = rng.integers(8, VOCAB, size=(2, 4)).astype(np.int32)
-  state = sampler.extend(params, state, jnp.asarray(second), jnp.asarray([0, 4]))
-  keys = jax.random.split(jax.random.key(0), 2)
-  _, reply = sampler.decode(params, state, keys, jnp.asarray([False, True]), max_new=5, sampling=Sampling())
-  count = int(reply.count[1])
-  timeline = np.concatenate([first[1, :3], second[1], np.asarray(reply.tokens[1, :count])])
-  logprobs, _, _ = _full_logprobs(model, timeline)
-  np.testing.assert_allclose(reply.logprobs[1, :count], logprobs[6:], atol=1e-4)
-  assert int(reply.count[0]) == 0
+def test_weights_for_decoding_are_cast_once_and_nothing_else_changes(model):
+  """Matrices of the policy take the type of computations; norms and the value head keep theirs."""
+  cfg = model.policy.cfg
+  low = ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+  sampler, params = Sampler(low, stop_ids=(STOP,)), nnx.split(low)[1]
+  cast = sampler.decode_weights(params)
+  types = {'/'.join(map(str, path)): x.get_value().dtype for path, x in nnx.to_flat_state(cast)}
+  assert {t for path, t in types.items() if path.endswith(('kernel', 'embed_tokens')) and 'value' not in path} == {
+    jnp.dtype(jnp.bfloat16)
+  }
+  assert {t for path, t in types.items() if path.endswith('weight') or 'value' in path} == {jnp.dtype(jnp.float32)}
+  tokens, count = np.full((2, 4), 9, np.int32), np.asarray([4, 3], np.int32)
+  states = [sampler.extend(w, sampler.init(2, 16), tokens, count) for w in (params, cast)]
+  np.testing.assert_array_equal(*(np.asarray(x.hidden, np.float32) for x in states))
+  full = Sampler(model, stop_ids=(STOP,))
+  weights = nnx.split(model)[1]
+  assert full.decode_weights(weights) is weights, 'nothing to change, nothing copied'
 
 
 def test_each_program_is_traced_once_per_shape(model):
@@ -178,8 +204,8 @@ def test_each_program_is_traced_once_per_shape(model):
   run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
   run(np.random.default_rng(1), sampling=Sampling())
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
-  assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(2), sampling=Sampling(temperature=0.5))  # temperatures above 0 share a program
-  assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(3), sampling=Sampling(temperature=0.0))
-  assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 4}
+  assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 4}

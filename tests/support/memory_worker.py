@@ -66,7 +66,7 @@ def update(made, mesh=None, replies=REPLIES, score=False, **loss):
 def rollout(made):
   sampler = Sampler(made, stop_ids=(1,), mesh=make_mesh(8, 1, 1))
   lowered = sampler.lower(
-    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, max_new=8, sampling=Sampling()
+    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, columns=8, sampling=Sampling()
   )
   return {name: plan.temporary_bytes(x) for name, x in lowered.items()}
 

@@ -25,7 +25,15 @@ REPLIES = [
 def limits(**changes) -> Limits:
   """Limits in which 5 turns of short texts fit."""
   fields = dict(
-    max_turns=5, max_response_tokens=64, max_context=1024, format_penalty=-0.1, length_step=256, drop_finished=False
+    max_turns=5,
+    max_response_tokens=64,
+    max_context=1024,
+    format_penalty=-0.1,
+    length_step=256,
+    drop_finished=False,
+    schedule='lockstep',
+    decode_chunk=64,
+    rows_in_flight=0,
   )
   return Limits(**fields | changes)
 
@@ -49,26 +57,26 @@ class ScriptedSampler:
     del size
     return np.arange(rows)
 
-  def arrange(self, state, rows, size, live):
-    del size, live
+  def arrange(self, state, rows, size):
+    del size
     return state[rows]
 
-  def extend(self, params, state, tokens, count):
-    del params, tokens, count
+  def extend(self, params, state, tokens, count, begins, *, rows, all_begin):
+    del params, tokens, count, begins, rows, all_begin
     return state
 
-  def decode(self, params, state, keys, active, *, max_new, sampling):
+  def decode(self, params, state, keys, budget, *, columns, sampling):
     del params, keys, sampling
-    tokens = np.zeros((len(state), max_new), np.int32)
+    tokens = np.zeros((len(state), columns), np.int32)
     count = np.zeros((len(state),), np.int32)
     for i, row in enumerate(state):
-      if active[i]:
+      if budget[i]:
         ids = self._replies[row][self._turn]
         tokens[i, : len(ids)], count[i] = ids, len(ids)
     self._turn += 1
     nothing = np.zeros(tokens.shape, np.float32)
-    fields = (tokens, nothing, nothing, nothing, count)
-    return state, Reply(*(jax.numpy.asarray(x) for x in fields))
+    fields = (tokens, nothing, nothing, nothing, count, np.zeros(len(state), bool))
+    return state, Reply(*(jax.numpy.asarray(x) for x in fields)), np.asarray(False)
 
 
 def scripted_tokens(tokenizer: ChatTokenizer, replies: list[list[str]]) -> SamplerSpeaker:

@@ -178,9 +178,9 @@ class KeyRecorder:
   def __getattr__(self, name):
     return getattr(self._sampler, name)
 
-  def decode(self, params, state, keys, active, **options):
-    self.drawn.append([tuple(key) for key in jax.random.key_data(keys)[np.asarray(active)].tolist()])
-    return self._sampler.decode(params, state, keys, active, **options)
+  def decode(self, params, state, keys, budget, **options):
+    self.drawn.append([tuple(key) for key in jax.random.key_data(keys)[np.asarray(budget) > 0].tolist()])
+    return self._sampler.decode(params, state, keys, budget, **options)
 
 
 def test_draws_of_different_turns_are_independent():

@@ -229,7 +229,7 @@ def _too_long_a_prompt() -> str:
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   specs = build.env_groups(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
-  limits = Limits(1, 32, 128, -0.1, 64, False)
+  limits = Limits(1, 32, 128, -0.1, 64, False, 'lockstep', 32, 0)
   return _error(context.check_first_prompt, 0, 'Target: 24\nNumbers: 1, 2, 3', 1, limits)
 
 
