@@ -160,7 +160,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.agent.schedule = 'lockstep'
   # Tokens of each reply that are sampled before complete replies are looked for.
   config.agent.decode_chunk = 32
-  # Most episodes that are on the devices at a time, while the others wait; 0 is no limit.
+  # Most episodes that are on the devices at a time, while the others wait: a multiple of the mesh's row shards, or 0
+  # for as many as the memory of the devices holds.
   config.agent.rows_in_flight = 0
 
   # -- The update. ----------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ class Limits:
     schedule: one of `SCHEDULES`. 'lockstep' feeds the next prompts when all replies are complete; 'continuous' feeds a
       row when its reply is complete, while the others go on.
     decode_chunk: the most tokens of each row that are sampled before complete replies are looked for.
-    rows_in_flight: the most episodes that are on the devices at a time, while the others wait; 0 is no limit.
+    rows_in_flight: the most episodes that are on the devices at a time, while the others wait; 0 for as many as their
+      memory holds.
   """
 
   max_turns: int

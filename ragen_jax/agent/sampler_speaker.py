@@ -105,12 +105,17 @@ class SamplerSpeaker:
 
   def _begin(self, log: EpisodeLog) -> None:
     """Gives the first episodes their rows; the cache is made when the first prompts are known."""
-    rows, share = log.envs.rows, self._sampler.share
+    rows, share, limits = log.envs.rows, self._sampler.share, log.limits
+    self._params = self._sampler.decode_weights(self._params)
     self._began = np.zeros((rows,), np.uint32)
-    size, most = rows // share.own, log.limits.rows_in_flight // share.shards
-    while most and size > most and size % 2 == 0:
-      size //= 2
-    self._slots = np.full((share.own * size,), -1, np.int32)
+    size = rows // share.own
+    if limits.rows_in_flight:
+      size = min(size, limits.rows_in_flight // share.shards)
+    else:
+      columns = limits.max_context + max(limits.length_step // 4, self._columns(limits))
+      size = self._sampler.rows_that_fit(size, round_up(columns, limits.length_step))
+    # Round-robin, so that a level with long episodes is spread over all shards.
+    self._slots = np.arange(size * share.own, dtype=np.int32).reshape(-1, share.own).T.reshape(-1)
 
   def _admit(self, log: EpisodeLog) -> dict[int, Prompt]:
     """The prompts of the episodes that wait for a reply and have a row of the device, or get one now."""
@@ -121,7 +126,6 @@ class SamplerSpeaker:
     prompts = log.prompts(log.limits.room, sorted(r for r in held if r >= 0 and r not in self._open))
     by_shard = self._slots.reshape(self._sampler.share.own, -1)
     while waiting:
-      # Episodes go to shards in turn, so a level with long episodes is spread over all of them.
       free = (by_shard < 0).sum(axis=1)
       if not free.any():
         break
@@ -216,7 +220,7 @@ class SamplerSpeaker:
         tokens[i, : len(prompt.ids)] = prompt.ids
         count[i], begins[i] = len(prompt.ids), prompt.fresh
     if self._observer is not None:
-      self._observer(FedRows(own, tokens, count, self._slots, self._keys))
+      self._observer(FedRows(own.copy(), tokens, count, self._slots.copy(), self._keys))
     self._state = self._sampler.extend(
       self._params, self._state, tokens, count, begins, rows=taken, all_begin=all_begin
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ml_collections import ConfigDict
 
 from ragen_jax.agent.context_manager import CONTEXTS, OVERLONG
+from ragen_jax.agent.episode import SCHEDULES
 from ragen_jax.algorithms import filters, losses, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.config import rules
@@ -17,6 +18,7 @@ _CHOICES = {
   'algorithm.old_logprobs': ('sampler', 'trainer'),
   'agent.context': CONTEXTS,
   'agent.overlong': OVERLONG,
+  'agent.schedule': SCHEDULES,
   'algorithm.ratio_level': losses.RATIO_LEVELS,
   'algorithm.kl_kind': losses.KL_KINDS,
   'reward.credit': rewards.CREDITS,

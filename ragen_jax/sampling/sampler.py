@@ -20,7 +20,7 @@ from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import ROW_AXES, without_axis
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.sampling import kv_cache
+from ragen_jax.sampling import capacity, kv_cache
 from ragen_jax.sampling.decode import Reply, decode, extend
 from ragen_jax.sampling.draw import Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
@@ -149,6 +149,16 @@ class Sampler:
 
   def _place(self, x):
     return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
+
+  def rows_that_fit(self, rows: int, columns: int) -> int:
+    """How many of `rows` rows of a shard can be sampled at a time with a cache of `columns` columns.
+
+    Every process must call. Decided by the memory that is free now; a device that reports none, as a CPU, holds all.
+    """
+    tensor = 1 if self._mesh is None else self._mesh.shape['tensor']
+    row_bytes = capacity.bytes_per_row(self.cfg, columns, self._policy.dtype, tensor)
+    free = capacity.free_bytes(jax.local_devices() if self._mesh is None else self._mesh.local_devices)
+    return -processes.largest([-capacity.rows_that_fit(rows, row_bytes, free)])[0]
 
   def init(self, rows: int, size: int) -> SamplerState:
     """An empty state of `rows` rows of this process and `size` columns."""

@@ -1,0 +1,56 @@
+"""How many rows of a rollout fit into the memory of the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ragen_jax.models.qwen import QwenConfig
+
+# Share of the free memory that the rows may take; the rest is for temporary arrays and fragmentation.
+_USABLE = 0.8
+
+
+def free_bytes(devices: Iterable[jax.Device]) -> int | None:
+  """The smallest free memory of some devices of this process, in bytes; None if a device does not report its memory."""
+  found = []
+  for device in devices:
+    stats = device.memory_stats() or {}
+    if 'bytes_limit' not in stats or 'bytes_in_use' not in stats:
+      return None
+    found.append(stats['bytes_limit'] - stats['bytes_in_use'])
+  return min(found, default=None)
+
+
+def bytes_per_row(cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1) -> int:
+  """Memory of one row on one device while it is sampled.
+
+  The cache has 2 L S K H numbers; one layer of it is held twice while it is resized. Sampling holds the logits of the
+  row three times in float32: as they are, as probabilities and as their sums.
+
+  Args:
+    cfg: the policy's shape.
+    columns: S.
+    dtype: type of the cache.
+    tensor: size of the mesh axis that heads and vocabulary are divided over.
+  """
+  layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * np.dtype(dtype).itemsize
+  return (cfg.num_layers + 1) * layer + 3 * 4 * -(-cfg.vocab_size // tensor)
+
+
+def rows_that_fit(rows: int, row_bytes: int, free: int | None) -> int:
+  """The rows of a shard that are in flight together: all, or halves of them until they fit, at least 1.
+
+  Halves, so that the number, and with it the compiled programs, does not change with every byte of free memory.
+
+  Args:
+    rows: rows of the shard.
+    row_bytes: see `bytes_per_row`.
+    free: see `free_bytes`; None is no limit.
+  """
+  while free is not None and rows > 1 and rows * row_bytes > _USABLE * free:
+    rows = -(-rows // 2)
+  return rows

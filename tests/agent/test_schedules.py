@@ -1,0 +1,108 @@
+"""Schedules of a rollout, rows in step or not, all at once or some at a time: they play the same episodes."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from ragen_jax import build
+from ragen_jax.agent.language_model import param_state
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.config.checks import check_config
+from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.utils.errors import UserError
+from tests.support import builders
+
+# Few actions, so that episodes end after different numbers of turns; few columns and buckets, so few programs.
+SMALL = dict(
+  train__groups=4, train__group_size=8, agent__max_response_tokens=24, length_step=256, agent__drop_finished=False,
+  envs__FrozenLake__max_actions=5, envs__FrozenLake__max_turns=4, envs__FrozenLake__max_actions_per_turn=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def policy():
+  return build.load_policy(builders.small_config(**SMALL))
+
+
+def play(policy, **changes):
+  """(rollout, speaker) of the built-in model."""
+  config = builders.small_config(**SMALL | changes)
+  check_config(config)
+  specs = build.env_groups(config, ('FrozenLake',), (4,))
+  proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
+  fed = []
+  speaker = SamplerSpeaker(
+    policy.sampler, param_state(policy.model), jax.random.key(3), Sampling(0.9, 1.0, 0), observer=fed.append
+  )
+  return proxy.rollout(speaker, 10_000), speaker, fed
+
+
+def assert_same(got, expected):
+  """The same episodes and token rows; log-probs of other programs differ in their last digits."""
+  for name in ('tokens', 'loss_mask', 'turn', 'length', 'status', 'episode'):
+    np.testing.assert_array_equal(getattr(got.trajectory, name), getattr(expected.trajectory, name), err_msg=name)
+  for name in ('logprobs', 'values', 'entropies', 'rewards'):
+    np.testing.assert_allclose(
+      getattr(got.trajectory, name), getattr(expected.trajectory, name), rtol=0, atol=1e-4, err_msg=name
+    )
+  assert [[t.reply for t in e.turns] for e in got.episodes] == [[t.reply for t in e.turns] for e in expected.episodes]
+  # Anchors are numbered in the order in which they come; what matters is which are equal.
+  same = [x.anchors.ravel()[:, None] == x.anchors.ravel()[None, :] for x in (got, expected)]
+  np.testing.assert_array_equal(*same)
+
+
+@pytest.fixture(scope='module')
+def lockstep(policy):
+  rollout, speaker, fed = play(policy)
+  turns = {len(e.turns) for e in rollout.episodes}
+  assert len(turns) > 2, 'episodes of different lengths'
+  assert len(fed) == max(turns), 'one batch of prompts a turn'
+  assert speaker.tokens == rollout.tokens_sampled
+  return rollout, speaker
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'agent__decode_chunk': 7},
+    {'agent__schedule': 'continuous', 'agent__decode_chunk': 7},
+    {'agent__schedule': 'continuous', 'agent__decode_chunk': 7, 'agent__rows_in_flight': 8},
+    {'agent__rows_in_flight': 8},
+    {'agent__schedule': 'continuous', 'agent__decode_chunk': 7, 'agent__drop_finished': True},
+  ],
+  ids=['in parts', 'continuous', 'continuous, some at a time', 'lockstep, some at a time', 'continuous, dropping rows'],
+)
+def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
+  rollout, speaker, fed = play(policy, **changes)
+  assert_same(rollout, lockstep[0])
+  assert speaker.tokens == rollout.tokens_sampled <= speaker.row_steps
+  if 'agent__rows_in_flight' in changes:
+    assert {len(x.slots) for x in fed} == {8}
+  if 'agent__schedule' in changes:
+    mixed = [x for x in fed if 0 < np.sum(x.count > 0) < np.sum(x.slots >= 0)]
+    assert mixed, 'some rows were fed while others were in the middle of a reply'
+    assert speaker.tokens / speaker.row_steps > lockstep[1].tokens / lockstep[1].row_steps, 'fewer idle rows'
+
+
+@pytest.mark.slow
+def test_rows_that_begin_anew_each_turn_play_the_same_episodes(policy):
+  window = {'agent__context': 'single_turn', 'agent__context_turns': 2}
+  expected = play(policy, **window)[0]
+  got = play(policy, **window, agent__schedule='continuous', agent__decode_chunk=7, agent__rows_in_flight=16)[0]
+  assert len(got.trajectory.length) > 32
+  assert_same(got, expected)
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'said'),
+  [
+    ('agent__schedule', 'parallel', "agent.schedule='parallel'"),
+    ('agent__decode_chunk', 0, 'agent.decode_chunk=0'),
+    ('agent__rows_in_flight', -1, 'agent.rows_in_flight=-1'),
+  ],
+)
+def test_impossible_schedules_are_refused(field, value, said):
+  with pytest.raises(UserError, match=said):
+    check_config(builders.small_config(**{field: value}))

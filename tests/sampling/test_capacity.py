@@ -1,0 +1,45 @@
+"""Rows that fit into memory: their bytes against a real state, and the number of them against the bound."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ragen_jax.sampling import capacity
+from ragen_jax.sampling.kv_cache import init_state
+from tests.support import builders
+
+
+@pytest.mark.parametrize(('dtype', 'tensor'), [(jnp.float32, 1), (jnp.bfloat16, 2)])
+def test_a_row_s_bytes_are_those_of_its_cache_one_more_layer_and_its_logits(dtype, tensor):
+  model = builders.random_model(40).policy
+  layers = model.cfg.num_layers
+  cache = jax.eval_shape(lambda: model.init_cache(1, 96, dtype))
+  held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) // tensor
+  expected = held + held // layers + 3 * 4 * 40 // tensor
+  assert capacity.bytes_per_row(model.cfg, 96, dtype, tensor) == expected
+  state = jax.eval_shape(lambda: init_state(model, 1, 96))
+  assert sum(x.size for x in jax.tree.leaves(state.cache)) * jnp.dtype(dtype).itemsize == held * tensor
+
+
+class Device:
+  """A device that reports its memory, or nothing."""
+
+  def __init__(self, stats):
+    self.memory_stats = lambda: stats
+
+
+def test_the_fullest_device_decides():
+  free = capacity.free_bytes
+  assert free([Device({'bytes_limit': 100, 'bytes_in_use': 10}), Device({'bytes_limit': 90, 'bytes_in_use': 40})]) == 50
+  assert free([Device({'bytes_limit': 100, 'bytes_in_use': 10}), Device(None)]) is None
+  assert free(jax.local_devices()) is None or jax.default_backend() != 'cpu'
+
+
+@pytest.mark.parametrize(
+  ('rows', 'free', 'expected'),
+  [(16, None, 16), (16, 2000, 16), (16, 1999, 8), (16, 500, 4), (16, 0, 1), (6, 600, 3), (6, 300, 2), (1, 0, 1)],
+)
+def test_rows_are_halved_until_they_fit_into_four_fifths_of_the_free_memory(rows, free, expected):
+  assert capacity.rows_that_fit(rows, 100, free) == expected
