@@ -66,11 +66,11 @@ def lockstep(policy):
 @pytest.mark.parametrize(
   'changes',
   [
-    {'agent__decode_chunk': 7},
-    {'agent__schedule': 'continuous', 'agent__decode_chunk': 7},
-    {'agent__schedule': 'continuous', 'agent__decode_chunk': 7, 'agent__rows_in_flight': 8},
+    {'agent__decode_chunk': 5},
+    {'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
+    {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
     {'agent__rows_in_flight': 8},
-    {'agent__schedule': 'continuous', 'agent__decode_chunk': 7, 'agent__drop_finished': True},
+    {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__drop_finished': True},
   ],
   ids=['in parts', 'continuous', 'continuous, some at a time', 'lockstep, some at a time', 'continuous, dropping rows'],
 )
@@ -90,7 +90,7 @@ def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
 def test_rows_that_begin_anew_each_turn_play_the_same_episodes(policy):
   window = {'agent__context': 'single_turn', 'agent__context_turns': 2}
   expected = play(policy, **window)[0]
-  got = play(policy, **window, agent__schedule='continuous', agent__decode_chunk=7, agent__rows_in_flight=16)[0]
+  got = play(policy, **window, agent__schedule='continuous', agent__decode_chunk=5, agent__rows_in_flight=16)[0]
   assert len(got.trajectory.length) > 32
   assert_same(got, expected)
 
