@@ -458,6 +458,7 @@ def _real_model(config: ConfigDict) -> None:
   config.train.group_size = 16
   config.agent.max_response_tokens = 400
   config.agent.max_context = 3600
+  config.agent.schedule = 'continuous'
   config.optimizer.actor_lr = 1e-6
   config.optimizer.critic_lr = 1e-5
   config.optimizer.mini_batch_size = 32

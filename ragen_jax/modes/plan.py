@@ -30,6 +30,7 @@ from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.config_fields import select
+from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.batches import MiniBatch, abstract_mini_batch
 from ragen_jax.training.state import TrainState
@@ -295,11 +296,6 @@ def cache_columns(config: ConfigDict) -> int:
   """Maximum number of columns of the cache: observations are rounded up before the columns of the reply are added."""
   step = config.length_step
   return round_up(config.agent.max_context + max(step // 4, 1) - 1, step)
-
-
-def bytes_per_device(tree: Any) -> int:
-  """Bytes of a tree of arrays, concrete or abstract, on one device."""
-  return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def _types(tree: Any) -> str:

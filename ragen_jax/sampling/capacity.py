@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +24,11 @@ def free_bytes(devices: Iterable[jax.Device]) -> int | None:
       return None
     found.append(stats['bytes_limit'] - stats['bytes_in_use'])
   return min(found, default=None)
+
+
+def bytes_per_device(tree: Any) -> int:
+  """Bytes of a tree of arrays, concrete or abstract, on one device."""
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def bytes_per_row(cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1) -> int:

@@ -164,7 +164,7 @@ class Sampler:
     """An empty state of `rows` rows of this process and `size` columns."""
     return self._init(rows=rows * self.share.parts, size=size)
 
-  def decode_weights(self, params: Any, gathered: bool = True) -> Any:
+  def decode_weights(self, params: Any, gathered: bool | None = None) -> Any:
     """The weights as the sampler's programs compute with them, made once for a rollout.
 
     The matrices of the policy are cast to the type of computations, so that no program casts them again, and are
@@ -173,8 +173,11 @@ class Sampler:
 
     Args:
       params: the weights as they are trained.
-      gathered: gather them; without it their layout stays as it is.
+      gathered: gather them; with False their layout stays as it is. By default they are gathered if they take at most
+        half of the memory that is free now. Every process must call.
     """
+    if gathered is None:
+      gathered = self._can_gather(params)
     wanted = self.abstract_weights(params, gathered)
     leaves, tree = jax.tree.flatten(params)
     layouts = jax.tree.leaves(wanted)
@@ -191,6 +194,13 @@ class Sampler:
     )
     found = self._casts.setdefault(tuple(sorted(changed)), cast)({i: leaves[i] for i in changed})
     return jax.tree.unflatten(tree, [found.get(i, x) for i, x in enumerate(leaves)])
+
+  def _can_gather(self, params: Any) -> bool:
+    if self._mesh is None or self._mesh.shape['fsdp'] == 1:
+      return True
+    needed = 2 * capacity.bytes_per_device(self.abstract_weights({'policy': params['policy']}))
+    free = capacity.free_bytes(self._mesh.local_devices)
+    return not processes.largest([free is not None and needed > free])[0]
 
   def abstract_weights(self, params: Any, gathered: bool = True) -> Any:
     """Shapes, types and layout of `decode_weights`; arguments may be abstract."""

@@ -83,7 +83,8 @@ def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
   if 'agent__schedule' in changes:
     mixed = [x for x in fed if 0 < np.sum(x.count > 0) < np.sum(x.slots >= 0)]
     assert mixed, 'some rows were fed while others were in the middle of a reply'
-    assert speaker.tokens / speaker.row_steps > lockstep[1].tokens / lockstep[1].row_steps, 'fewer idle rows'
+    if 'agent__rows_in_flight' in changes:
+      assert speaker.tokens / speaker.row_steps > lockstep[1].tokens / lockstep[1].row_steps, 'fewer idle rows'
 
 
 @pytest.mark.slow
