@@ -1,4 +1,4 @@
-"""The policy as a speaker: live rows stay dense on the device, are fed their prompts, and draw their replies."""
+"""The policy as a speaker: keeps live rows dense on the device, feeds their prompts and samples their replies."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class DeviceRows:
   """The rows of the device during a turn.
 
   Attributes:
-    state: the sampler's, b rows for each shard.
-    rows: i32[own shards * b], the episode that each row belongs to; -1 where it fills up the shard.
+    state: the sampler's state, b rows for each shard.
+    rows: i32[own shards * b], the episode of each row; -1 for rows that fill up a shard.
   """
 
   state: SamplerState
@@ -37,14 +37,14 @@ class DeviceRows:
 
 @dataclasses.dataclass(frozen=True)
 class FedTurn:
-  """A turn as it is handed to the sampler; B' device rows.
+  """The sampler's input for a turn, with B' device rows.
 
   Attributes:
-    turn: its index.
-    rows: i32[B'], the episode of each device row; -1 where it fills up the shard.
+    turn: index of the turn.
+    rows: i32[B'], the episode of each device row; -1 for rows that fill up a shard.
     tokens: i32[B', O], the prompts, padded.
-    count: i32[B'], tokens of each; 0 in rows that take no part.
-    keys: PRNG keys [B'], of the draws.
+    count: i32[B'], number of prompt tokens; 0 for inactive rows.
+    keys: [B'], PRNG keys of the draws.
   """
 
   turn: int
@@ -55,9 +55,9 @@ class FedTurn:
 
 
 class SamplerSpeaker:
-  """The policy, sampling tokens for all live rows at once.
+  """The policy, which samples tokens for all live rows at once.
 
-  With many processes each has a speaker for its own rows; all call `reply` together and agree on shapes.
+  With several processes, each has a speaker for its own rows. All call `reply` together and agree on shapes.
   """
 
   writes_tokens: ClassVar[bool] = True
@@ -74,11 +74,11 @@ class SamplerSpeaker:
     """Nothing runs before the first turn.
 
     Args:
-      sampler: the programs.
+      sampler: the compiled programs.
       params: weights of the `ActorCritic`.
-      key: of the draws; each episode has a key folded from it.
+      key: PRNG key of the draws; it is split into one key for each episode.
       sampling: how tokens are drawn.
-      observer: called with each turn before it is fed.
+      observer: called with the sampler's input of each turn.
     """
     self._sampler = sampler
     self._params = params
@@ -86,7 +86,7 @@ class SamplerSpeaker:
     self._sampling = sampling
     self._observer = observer
     self._device: DeviceRows | None = None
-    self._began: np.ndarray | None = None  # u32[B], the turn that each episode's present row began with
+    self._began: np.ndarray | None = None  # u32[B], the first turn of each episode's current row
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """See `Speaker`. Prompts and replies go to the log's timeline.
@@ -105,7 +105,7 @@ class SamplerSpeaker:
         timeline.begin_row(row)
         self._began[row] = log.turn
     live = np.asarray(list(prompts), np.int32)
-    # Processes agree on shapes, and go on until the last of them is done.
+    # Processes agree on shapes, and continue until all of them are done.
     busiest, widest, longest = processes.largest(
       (
         int(np.bincount(live % share.own).max(initial=0)),
@@ -115,9 +115,9 @@ class SamplerSpeaker:
     )
     if not busiest:
       return None
-    # Finer than the cache: every column of an observation is computed, filled or not.
+    # Rounded to smaller steps than the cache, because all columns of an observation are computed, including padding.
     width = round_up(widest, max(limits.length_step // 4, 1))
-    # Columns are written at the longest row's end, so a row may need more of them than it has tokens.
+    # Columns are written after the end of the longest row, so a row may use more columns than it has tokens.
     size = round_up(longest + width + limits.max_response_tokens, limits.length_step)
     if self._device is None:
       device = self._first_rows(rows, size)
@@ -144,7 +144,7 @@ class SamplerSpeaker:
   def _row_keys(self, first_row: int, rows: int, began: np.ndarray) -> jax.Array:
     """The keys [B] of this process's episodes. If a row begins in a later turn, the turn is folded into its key.
 
-    A draw depends on its key and its position in the row; a new row restarts the positions, so it needs a new key.
+    A draw depends on the key and on the position in the row. A new row restarts the positions, so it needs another key.
     """
     keys = jax.random.split(self._key, rows * self._sampler.share.parts)[first_row : first_row + rows]
     if not began.any():
@@ -161,7 +161,7 @@ class SamplerSpeaker:
     return DeviceRows(self._sampler.init(rows, size), order)
 
   def _buckets(self, limits: Limits, rows: int) -> list[int]:
-    """Rows of a shard that programs are compiled for: halves of the full number, down to an eighth."""
+    """The numbers of rows of a shard for which programs are compiled: the full number, a half, a quarter, an eighth."""
     share = self._sampler.share
     sizes = [rows // share.own]
     while limits.drop_finished and len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] * share.shards > 8:
@@ -178,16 +178,16 @@ class SamplerSpeaker:
     busiest: int,
     size: int,
   ) -> DeviceRows:
-    """Live rows, dense, with room for the turn.
+    """Makes the live rows dense, with room for the turn.
 
     Args:
-      device: the rows before; given away.
-      limits: of the rollout.
+      device: the previous rows; donated.
+      limits: the limits of an episode.
       rows: B, all episodes of this process.
-      live: i32, the episodes that take part.
-      continued: those whose row goes on; the cache of the others is emptied.
-      busiest: the most live episodes that any shard has.
-      size: columns of the cache.
+      live: i32, the episodes that are not over.
+      continued: the live episodes that continue their row; the cache of the others is emptied.
+      busiest: the largest number of live episodes in a shard.
+      size: number of columns of the cache.
     """
     shards = device.rows.reshape(self._sampler.share.own, -1)
     bucket = min(b for b in self._buckets(limits, rows) if b >= busiest)
@@ -202,10 +202,10 @@ class SamplerSpeaker:
   def _sample(
     self, log: EpisodeLog, device: DeviceRows, prompts: dict[int, Prompt], width: int, row_keys: jax.Array
   ) -> tuple[SamplerState, Reply]:
-    """Feeds each live row its prompt and draws its reply; the other rows of the device take no part.
+    """Feeds each live row its prompt and samples its reply; other device rows are inactive.
 
     Returns:
-      The state after, and the replies of this process's device rows, with NumPy leaves.
+      The new state, and the replies of this process's device rows, with NumPy leaves.
     """
     tokens = np.full((len(device.rows), width), log.context.tokenizer.pad_id, np.int32)
     count = np.zeros((len(device.rows),), np.int32)
@@ -232,7 +232,7 @@ class SamplerSpeaker:
 
 
 def _append_replies(timeline: Timeline, rows: np.ndarray, reply: Reply, turn: int) -> None:
-  """Writes replies with NumPy leaves, one for each of `rows`."""
+  """Writes replies with NumPy leaves to the timeline; reply i belongs to `rows[i]`."""
   for i, row in enumerate(rows):
     n = reply.count[i]
     timeline.append_reply(
