@@ -115,6 +115,6 @@ def test_sigterm_saves_the_iteration_in_all_processes(tmp_path):
   pair.send_signal(signal.SIGTERM)
   output = pair.communicate(timeout=300)[0]
   assert pair.returncode == 143, output
-  assert 'the same command goes on from the last checkpoint' in output and 'Traceback' not in output
+  assert 'the same command resumes from the last checkpoint' in output and 'Traceback' not in output
   steps = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
   assert steps == [read_metrics(tmp_path)[-1]['step']]
