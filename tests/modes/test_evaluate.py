@@ -263,7 +263,7 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
     ({'lora.rank': 4}, r'has checkpoints of another model: lora\.rank was 0 and is 4; .*eval\.step=base'),
     ({'model.path': '{model}'}, r'another model: model\.path was "" and is'),
     ({'eval.baselines': ('expert',)}, r"eval\.baselines=\('expert',\): allowed: .*random, solver"),
-    ({'eval.step': 'none', 'eval.baselines': ()}, r"eval\.step='none': nobody would play"),
+    ({'eval.step': 'none', 'eval.baselines': ()}, r"eval\.step='none': nothing would be evaluated"),
     ({'eval.endpoint': 'localhost:8000'}, r"eval\.endpoint='localhost:8000': must be an address such as"),
     ({'eval.endpoint': 'http://me:secret@host/v1'}, r'eval\.endpoint=.*must be an address'),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1'}, r"eval\.endpoint_model='': must name a model"),
