@@ -21,13 +21,13 @@ import numpy as np
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.solvers.limits import check_left
 
-# Working memory of the recursion, and the most that one level may take.
+# Working memory of the recursion, and its maximum for one level.
 _CHUNK_BYTES = 8 * 2**20
 _LEVEL_BYTES = 1 * 2**30
 # A longer sequence has to be better by more than float32 rounding.
 _TIE = 1e-6
-# Where the goal is out of reach, every plan has value 0. There the plans go nearer to the goal: a live square that is
-# left at the end is worth this fraction of a success, times 0.8 for each step to the goal.
+# If the goal is out of reach, every plan has the value 0. The plans then go nearer to the goal: a final live square has
+# this fraction of the value of a success, times 0.8 for each step to the goal.
 _HOPE = 1e-4
 _HOPE_DECAY = 0.8
 
@@ -71,7 +71,7 @@ def check_solvable(size: int, budget: Budget, discount: float) -> None:
 class FrozenLakeSolution:
   """Best play on N lakes; the tables are computed at their first use.
 
-  Where the goal is out of reach within the remaining budget, every plan has the same value; `plan` then goes nearer.
+  If the goal is out of reach within the remaining budget, every plan has the same value; `plan` then goes nearer.
 
   Attributes:
     moves: i64[S, 4], see the top of this file.
@@ -133,7 +133,7 @@ class FrozenLakeSolution:
     n = len(self.player)
     turns, actions = check_left('frozen_lake', self.budget, turns_left, actions_left, n)
     ended = np.asarray(states.done) | (turns < 1) | (actions < 1)
-    # Levels that are over read some entry of the table, which is then replaced.
+    # Levels that are over read an arbitrary entry of the table, which is then replaced.
     entry = table[np.arange(n), np.maximum(turns, 1) - 1, np.maximum(actions, 1) - 1, np.asarray(states.player)]
     return np.where(ended, table.dtype.type(over), entry)
 

@@ -1,4 +1,4 @@
-"""The turns and actions that remain to an episode, as `Solution.plan` and `Solution.value` get them."""
+"""Checks of the remaining turns and actions, which are arguments of `Solution.plan` and `Solution.value`."""
 
 from __future__ import annotations
 
