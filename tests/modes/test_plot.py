@@ -90,7 +90,7 @@ def test_what_cannot_be_drawn_is_told_in_one_line(runs, tmp_path):
     ([good, str(missing)], f'--workdir={missing}: there is no such directory'),
     ([good, str(empty)], f'--workdir={empty}: has no metrics.jsonl'),
     ([nothing], f'--workdir={nothing}: metrics.jsonl has no iterations yet'),
-    ([str(silent)], f'--workdir={silent}: the run has logged nothing yet'),
+    ([str(silent)], f'--workdir={silent}: the run has not logged any metric'),
     ([good, runs[1], good], f'--workdir={good} is given twice'),
     ([good, f'{good}/'], f'--workdir={good}/ is given twice, also as {good}'),
     ([str(torn)], f'{torn / "config.json"} cannot be read'),

@@ -167,7 +167,7 @@ def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   config = config.copy_and_resolve_references()
   config.sft.first_level += 1000
   config.sft.save_data = ''  # what was written stays for the next test
-  with pytest.raises(UserError, match=r'--workdir=.*: what is learnt from has changed since; choose another') as e:
+  with pytest.raises(UserError, match=r'--workdir=.*: the training data has changed since the checkpoint; choose another') as e:
     sft.train_sft(config, workdir)
   assert '\n' not in str(e.value)
 
@@ -254,7 +254,7 @@ def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_text(json.dumps({'messages': [{'role': 'assistant', 'content': 'yes'}]}) * 1)
   config, workdir = _quick(tmp_path, 'few', sft__data=str(path))
-  with pytest.raises(UserError, match=r'sft\.batch_size=8: must be at most the conversations to learn from, 0'):
+  with pytest.raises(UserError, match=r'sft\.batch_size=8: must be at most the number of training conversations, 0'):
     sft.train_sft(config, workdir)
   config.sft.data = str(tmp_path / 'none.jsonl')
   with pytest.raises(UserError, match=re.escape(f'sft.data={config.sft.data!r}: cannot be read: No such file')):
