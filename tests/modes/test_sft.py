@@ -167,7 +167,9 @@ def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   config = config.copy_and_resolve_references()
   config.sft.first_level += 1000
   config.sft.save_data = ''  # what was written stays for the next test
-  with pytest.raises(UserError, match=r'--workdir=.*: the training data has changed since the checkpoint; choose another') as e:
+  with pytest.raises(
+    UserError, match=r'--workdir=.*: the training data has changed since the checkpoint; choose another'
+  ) as e:
     sft.train_sft(config, workdir)
   assert '\n' not in str(e.value)
 
