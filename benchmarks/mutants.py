@@ -329,7 +329,7 @@ def run(mutation: Mutation, cache: str) -> dict[str, Any]:
     status, output = _pytest(copy, cache, mutation.tests)
   failed = re.findall(r'^FAILED tests/(\S+)', output, re.MULTILINE)
   result = {0: 'survived', 1: 'killed'}.get(status, 'broken')
-  if result == 'killed' and not failed:  # an error in a fixture is no failed test
+  if result == 'killed' and not failed:  # an error in a fixture is not a failed test
     result = 'broken'
   if result == 'broken':
     print(output[-2000:], file=sys.stderr)

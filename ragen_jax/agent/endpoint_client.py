@@ -178,7 +178,7 @@ def read_reply(answer: bytes) -> TextReply:
   if text is None:  # the reply is only a thought, or the model refused
     text = ''
   if not isinstance(text, str):
-    raise ValueError(f'choices[0].message.content is no text but {type(text).__name__}')
+    raise ValueError(f'choices[0].message.content is not text but {type(text).__name__}')
   if isinstance(thought, str) and '<think>' not in text:
     text = f'<think>{thought}</think>{text}'
   usage = whole.get('usage')

@@ -185,7 +185,7 @@ def load_config(value: str, flag: str = '--config=') -> ConfigDict:
     raise UserError(f'{flag}{name}: there is no such file; {shipped.suggest(name)}')
   spec = importlib.util.spec_from_file_location('_config_of_the_command_line', path)
   if spec is None or spec.loader is None:
-    raise UserError(f'{flag}{name}: is no Python file')
+    raise UserError(f'{flag}{name}: is not a Python file')
   module = importlib.util.module_from_spec(spec)
   with shipped.importable(path):
     spec.loader.exec_module(module)

@@ -164,7 +164,7 @@ _OFF = 2**16
 
 
 def _ticks(dim: tuple[int, int], num_boxes: int, search_depth: int) -> int:
-  """The ticks of each walker: a few more than its moves, since a tick at a wall is no move.
+  """The ticks of each walker: a few more than its moves, since a tick at a wall is not a move.
 
   There are at most five ticks for each cell and box, because a walker can get stuck behind a box that it has pulled
   into a dead end; new walkers then find more positions.
@@ -247,7 +247,7 @@ def _walk(bits, ticks, open_cells, cols, homes, player, search_depth, in_bounds)
   walkers = bits.shape[1]
   num_boxes = homes.shape[0]
   displacement = _displacement(open_cells.size, cols, homes)
-  # The worth of a box on a cell: its displacement, plus _OFF if the cell is no target.
+  # The worth of a box on a cell: its displacement, plus _OFF if the cell is not a target.
   worth = (displacement + jnp.where(_board(homes, open_cells.size), 0, _OFF)).reshape(-1)
   rank = jnp.arange(num_boxes)[:, None]
 

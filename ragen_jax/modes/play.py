@@ -181,7 +181,7 @@ class Person:
       elif command == 'hint':
         self._stdout.write(hint())
       elif unknown:
-        self._stdout.write(f'{unknown[0]!r} is no action; {self._allowed()}\n')
+        self._stdout.write(f'{unknown[0]!r} is not an action; {self._allowed()}\n')
       else:
         self._stdout.write(state)
 

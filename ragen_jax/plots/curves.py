@@ -182,7 +182,7 @@ def _look(i: int) -> tuple[str, Any, str]:
 
 
 def _best_lines(curves: Sequence[Curve]) -> list[tuple[float, str]]:
-  """(best possible success, colour): one black line if it is equal for all curves, else a line in each curve's colour."""
+  """(best possible success, colour): one black line if equal for all curves, else a line in each curve's colour."""
   found = [(run.best, _look(i)[0]) for i, c in enumerate(curves) for run in c.runs[:1] if run.best is not None]
   return [(found[0][0], 'black')] if found and np.ptp([best for best, _ in found]) < 1e-6 else found
 

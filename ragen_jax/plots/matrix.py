@@ -57,7 +57,7 @@ def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
       if version == VERSION:
         _entries(evaluation, '')
     except (OSError, ValueError, KeyError, TypeError) as e:
-      raise UserError(f'{path} is no evaluation of --mode=eval ({type(e).__name__}: {e}); remove it') from e
+      raise UserError(f'{path} is not an evaluation of --mode=eval ({type(e).__name__}: {e}); remove it') from e
     if version != VERSION:
       raise UserError(f'{path} has version {version!r}; only version {VERSION} can be read')
     found[path.name] = evaluation

@@ -1,4 +1,4 @@
-"""Episodes for TensorBoard: a text and a strip of pictures each."""
+"""Episodes for TensorBoard, as text and as a strip of pictures."""
 
 from __future__ import annotations
 

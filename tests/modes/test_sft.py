@@ -158,7 +158,7 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
   # The first step has a learning rate of 0; the others were skipped, and are not saved.
   assert [p.name for p in (tmp_path / 'bad' / 'run' / 'checkpoints').iterdir()] == ['1']
   assert not (tmp_path / 'bad' / 'model').exists()
-  assert 'the loss, its gradient or the update is not finite; nothing is learnt there' in capsys.readouterr().err
+  assert 'skipped, because the loss, its gradient or the update is not finite' in capsys.readouterr().err
 
 
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
 
 def test_training_in_the_workdir_of_a_warm_start_is_refused(whole):
   config, workdir = whole
-  with pytest.raises(UserError, match=r'--workdir=.*: its checkpoints are those of a warm start; choose another'):
+  with pytest.raises(UserError, match=r'--workdir=.*: its checkpoints belong to a warm start; choose another'):
     train.train_and_evaluate(config, workdir)
 
 

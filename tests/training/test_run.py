@@ -143,7 +143,8 @@ def test_bad_iterations_are_named_and_not_saved_and_end_the_run_when_there_are_t
   lines = [line for line in capsys.readouterr().err.splitlines() if 'not finite' in line]
   assert [int(line.split()[1].rstrip(':')) for line in lines] == [2, 3, 5, 6, 7]
   assert lines[0] == (
-    'iteration 2: not finite: 3 of 9 sampled log-probs (row 2); it is not learnt from, and no checkpoint is saved'
+    'iteration 2: not finite: 3 of 9 sampled log-probs (row 2); '
+    'bad optimiser steps are skipped, and no checkpoint is saved'
   )
 
 
@@ -218,14 +219,14 @@ def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, reque
 def test_checkpoints_of_a_warm_start_are_refused(tmp_path):
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, _state().saved(), {'data': 7})
-  message = r'its checkpoints are those of a warm start; choose another --workdir'
+  message = r'its checkpoints belong to a warm start; choose another --workdir'
   with pytest.raises(UserError, match=message), _open(tmp_path):
     pass
 
 
 def test_the_first_line_says_where_a_run_stands():
-  assert greeting('w', 'tiny: small', 0, 9, '') == 'model tiny: small; the run is kept in w'
-  assert greeting('w', '', 3, 9, '') == 'going on in w after iteration 3'
+  assert greeting('w', 'tiny: small', 0, 9, '') == 'model tiny: small; the run is saved in w'
+  assert greeting('w', '', 3, 9, '') == 'resuming w after iteration 3'
   assert greeting('w', '', 9, 9, '') == 'w is finished: 9 iterations'
   assert greeting('w', '', 3, 9, 'flat') == 'w was stopped after iteration 3: flat'
 

@@ -102,7 +102,7 @@ class TextEnvironment(Game):
     logged = vars(self).setdefault('_logged_kinds', set())
     if fault is not None and fault.kind not in logged:
       logged.add(fault.kind)
-      _log.warning('%s: %s; such text is no action', self.name, fault)
+      _log.warning('%s: %s; such text is not an action', self.name, fault)
     return result
 
   @property

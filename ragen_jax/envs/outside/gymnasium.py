@@ -100,7 +100,7 @@ class GymnasiumEnvironment(TextEnvironment):
 
     wrong = f'gymnasium: action_names={self.action_names!r}; allowed: '
     if not isinstance(space, Discrete):
-      raise ValueError(f'{wrong}none for {one_line(space, str)}, which is no Discrete space and needs parse')
+      raise ValueError(f'{wrong}none for {one_line(space, str)}, which is not a Discrete space and needs parse')
     if len(self.action_names) != space.n:
       raise ValueError(f'{wrong}one word for each action of {space}, or parse')
 
@@ -131,7 +131,7 @@ class GymnasiumEnvironment(TextEnvironment):
     return action if action is None or self._action(action) is not None else None
 
   def _action(self, text: str) -> Any | None:
-    """The argument of the environment's `step` for a text, or None if the text is no action."""
+    """The argument of the environment's `step` for a text, or None if the text is not an action."""
     if self.action_names:
       return self._space.start + self.action_names.index(text)
     try:
@@ -142,7 +142,7 @@ class GymnasiumEnvironment(TextEnvironment):
     except (Exception, SystemExit) as e:  # noqa: BLE001, a reply that the parser cannot read must not end a run
       if not self._warned:
         self._warned.append(text)
-        _log.warning('gymnasium: parse=%r raised %s; such text is no action', self.parse, describe_error(e))
+        _log.warning('gymnasium: parse=%r raised %s; such text is not an action', self.parse, describe_error(e))
       return None
 
   def open(self, rows: int) -> LocalSession:
