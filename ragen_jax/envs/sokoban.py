@@ -310,7 +310,7 @@ class Sokoban(base.Environment):
     lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
     if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
       raise ValueError(
-        f'{self.name}: coordinates alone are not a level, because they do not show the walls; allowed: a text with a grid'
+        f'{self.name}: coordinates alone are not a level, as the walls are missing; allowed: a text with a grid'
       )
     return _fresh(parse_board(lines, self.dim, self.dim, self.num_boxes, self.symbols, 'level'))
 
