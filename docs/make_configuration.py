@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the comments and values of configs/default.py and environments.py.
 
-The last column of its tables lists what the other configs change.
+The last column of its tables lists the changes of the other configs.
 
 python docs/make_configuration.py
 """
@@ -110,7 +110,7 @@ def _target(node: ast.stmt, prefix: str = 'config.') -> str | None:
 
 
 def _comment(lines: list[str], at: int) -> str:
-  """The comment that ends right above a line, as one line; a section's head stays on a line of its own."""
+  """The comment that ends directly above a line, as one line; a section's head stays on a separate line."""
   found = []
   while lines[at - 1].strip().startswith('#'):
     at -= 1

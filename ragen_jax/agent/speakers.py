@@ -1,6 +1,6 @@
 """Speakers, which give the replies of episodes: the interface, random play and the exact solver.
 
-Other speakers: the policy (`sampler_speaker`), a model behind a server (`endpoint_speaker`), the demonstrator of the
+Other speakers: the policy (`sampler_speaker`), a model on a server (`endpoint_speaker`), the demonstrator of the
 warm start (`sft.demonstrations`), a person at a terminal (`modes.play`).
 """
 

@@ -106,7 +106,7 @@ def _check_flags(argv: list[str]) -> None:
 
 
 def _with_files(arguments: list[str]) -> list[str]:
-  """The arguments with the name of a shipped config replaced by its file, which is what the config flag reads."""
+  """The arguments, with the name of a shipped config replaced by its file, because the config flag reads files."""
   found = []
   for before, argument in zip(['', *arguments], arguments, strict=False):
     match = re.fullmatch(r'(--?config=)?(.*)', argument, re.DOTALL)

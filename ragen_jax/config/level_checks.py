@@ -49,8 +49,8 @@ def check_level_files(config: ConfigDict, section: str) -> None:
   used, held_out = _level_files(config, config[section].tags), _level_files(config, config.eval.tags)
   for path in sorted(set(used) & set(held_out)):
     raise UserError(
-      f'envs.{held_out[path]}.levels={config.envs[held_out[path]].levels!r}: a file of eval.tags must be none of '
-      f'{section}.tags, where {used[path]} plays it'
+      f'envs.{held_out[path]}.levels={config.envs[held_out[path]].levels!r}: must not be a file of '
+      f'{section}.tags, and {used[path]} plays it'
     )
 
 

@@ -107,7 +107,7 @@ def import_object(option: str, path: str) -> Any:
   """The object at an import path 'package.module:name'.
 
   Args:
-    option: where the path comes from, for the error.
+    option: name of the option with the path, for errors.
     path: the module, a colon, and the name in it.
 
   Raises:

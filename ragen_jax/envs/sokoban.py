@@ -304,8 +304,8 @@ class Sokoban(base.Environment):
     """Reads one fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which contains one.
 
     Raises:
-      ValueError: the text is not a level of this size and number of boxes; the message says where. Or it is a 'coord'
-        text, which lists no walls.
+      ValueError: the text is not a level of this size and number of boxes (the message gives the place), or it is a
+        'coord' text, which lists no walls.
     """
     lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
     if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
@@ -326,7 +326,7 @@ class Sokoban(base.Environment):
       Batched states with NumPy leaves [M, ...], in the order of the file.
 
     Raises:
-      ValueError: there is no level, or one does not fit; the message says which and where.
+      ValueError: there is no level, or a level does not fit; the message gives the level and the place.
     """
     states = [_fresh(level) for level in parse_boxoban(text, self.dim, self.num_boxes)]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)

@@ -145,8 +145,8 @@ class Sudoku(base.Environment):
     del key
     row, col, digit = action - 1
     rows, cols, box = jnp.arange(self.side)[:, None], jnp.arange(self.side), math.isqrt(self.side)
-    cell = (rows == row) & (cols == col)  # [S, S], all False where there is no such cell
-    entry = cell[:, :, None] & (jnp.arange(self.side) == digit)  # [S, S, S], all False where there is no such digit
+    cell = (rows == row) & (cols == col)  # [S, S], all False if there is no such cell
+    entry = cell[:, :, None] & (jnp.arange(self.side) == digit)  # [S, S, S], all False if there is no such digit
     seen = (rows == row) | (cols == col) | ((rows // box == row // box) & (cols // box == col // box))
     possible = (entry & (state.board == 0)[:, :, None]).any()
     right = possible & (cell & (state.solution == digit + 1)).any()

@@ -91,7 +91,7 @@ class Evaluator:
     return frozenset().union(*processes.gather_shares(levels, self._share))
 
   def optimal(self) -> dict[str, float]:
-    """Best possible success probability by tag, averaged over the levels; NaN where unknown."""
+    """Best possible success probability by tag, averaged over the levels; NaN if unknown."""
     if not self._optimal:
       envs = self._proxy.envs
       envs.reset(self._settings.first_level)

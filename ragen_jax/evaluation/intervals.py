@@ -21,7 +21,7 @@ _WEIGHTS_AT_ONCE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-  """A mean and its 95 % interval; NaN where unknown."""
+  """A mean and its 95 % interval; NaN if unknown."""
 
   mean: float
   low: float

@@ -151,7 +151,7 @@ def test_held_out_levels_of_a_file_are_not_trained_on(tmp_path):
     check_config(config)
   assert '\n' not in str(e.value)
   config.sft.tags, config.sft.levels, config.sft.batch_size = ('CoordSokoban',), (8,), 8
-  with pytest.raises(UserError, match=r'must be none of sft\.tags, where CoordSokoban plays it'):
+  with pytest.raises(UserError, match=r'must not be a file of sft\.tags, and CoordSokoban plays it'):
     check_sft(config)
   config.envs.SimpleSokoban.levels = str(tmp_path / 'none.txt')
   with pytest.raises(UserError, match=r"envs\.SimpleSokoban: levels='.*none\.txt'; allowed: a file") as e:

@@ -38,7 +38,7 @@ def transition_probabilities(moves: np.ndarray, slip: tuple[float, float, float]
   Args:
     moves: i64[S, 4], see the top of this file.
     slip: probabilities that action a has the effect of action a - 1, a, a + 1 (mod 4).
-    live: bool[..., S], the squares on which the game goes on; the others are never left.
+    live: bool[..., S], the squares on which the game continues; other squares are never left.
 
   Returns:
     f32[..., S, 4, S]; entry [s, a, t] is the probability that action a on square s ends on square t.
@@ -76,7 +76,7 @@ class FrozenLakeSolution:
   Attributes:
     moves: i64[S, 4], see the top of this file.
     slip: probabilities of slipping, see `transition_probabilities`.
-    live: bool[N, S], the squares on which the game goes on: neither holes nor the goal.
+    live: bool[N, S], the squares on which the game continues: neither holes nor the goal.
     goal: i32[N], the square to reach.
     player: i32[N], the square from which the level is solved.
     done: bool[N], levels that are over already.
@@ -165,7 +165,7 @@ def _recursion(step, live, goal, leaf, *, budget: Budget, with_plans: bool):
 
   Args:
     step: f32[n, S, 4, S], the effect of an action on values: value before = step @ value after.
-    live: bool[n, S], squares on which the game goes on.
+    live: bool[n, S], squares on which the game continues.
     goal: bool[n, S], the goal's square, of value 1.
     leaf: f32[n, S], the value of a live square once turns or actions are used up.
     budget: turns and actions.
