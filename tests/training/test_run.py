@@ -175,7 +175,7 @@ def test_an_evaluation_or_new_weights_can_make_an_iteration_bad(tmp_path, capsys
 def test_bad_iterations_lead_back_to_the_best_checkpoint_if_the_echo_trap_does(tmp_path, capsys):
   fields = {'monitor__echo_trap': 'rollback', 'monitor__max_bad_iterations': 1, 'monitor__max_rollbacks': 1}
   with (
-    pytest.raises(Diverged, match=r'^iteration 5: .*checkpoint 4 is from before'),
+    pytest.raises(Diverged, match=r'^iteration 5: .*start another run from checkpoint 4'),
     _open(tmp_path, **fields) as (run, _),
   ):
     with pytest.raises(Diverged):  # there is no checkpoint yet
