@@ -269,7 +269,7 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
     ({'eval.endpoint': 'http://127.0.0.1:9/v1'}, r"eval\.endpoint_model='': must name a model"),
     (
       {'eval.endpoint_model': 'm'},
-      r"eval\.endpoint_model='m': must name a model of eval\.endpoint='', and none without",
+      r"eval\.endpoint_model='m': must name a model of eval\.endpoint='', and must be empty without",
     ),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm'}, r'eval\.endpoint=.*cannot be reached'),
     ({'eval.endpoint_timeout': 0.0}, r'eval\.endpoint_timeout=0\.0: must be above 0'),

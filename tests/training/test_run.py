@@ -169,7 +169,7 @@ def test_an_evaluation_or_new_weights_can_make_an_iteration_bad(tmp_path, capsys
     _finish(run, _state(4, iteration=4), _evaluation(0.1))
   assert _steps(tmp_path) == [4]
   what = 'actor/pg_loss under the new weights' if found else 'in the evaluation 7 of 9 sampled log-probs (row 0)'
-  assert f'iteration 2: not finite: {what}; it is not' in capsys.readouterr().err
+  assert f'iteration 2: not finite: {what}; bad optimiser steps are skipped' in capsys.readouterr().err
 
 
 def test_bad_iterations_lead_back_to_the_best_checkpoint_if_the_echo_trap_does(tmp_path, capsys):
