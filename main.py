@@ -1,4 +1,4 @@
-"""Trains agents, evaluates them, and shows what they do.
+"""Trains and evaluates agents, and shows their episodes.
 
 python main.py --config=configs/frozenlake_ppo.py
 """

@@ -1,20 +1,21 @@
-"""One accelerator: is it right there, does it learn there, how fast is an iteration of a real model's shape?
+"""Tests and times one accelerator: equal numbers, learning, and the speed of an iteration at a real model's shape.
 
-  python benchmarks/accelerator.py                          all, on the default device, at Qwen2.5-0.5B's shape
-  python benchmarks/accelerator.py --parts=decode,iteration some of it
-  python benchmarks/accelerator.py --quick                  all, at a tiny shape, to runs/quick; also on a CPU
+  python benchmarks/accelerator.py                          all parts, on the default device, at Qwen2.5-0.5B's shape
+  python benchmarks/accelerator.py --parts=decode,iteration some parts
+  python benchmarks/accelerator.py --quick                  all parts at a tiny shape, to runs/quick; also on a CPU
 
-Weights are random: what is measured does not depend on them, and nothing is downloaded. The text is the built-in
-model's; the vocabulary is padded to the shape's. Each part's numbers are added to the JSON as soon as they are there:
+Weights are random, because no measurement depends on them, and nothing is downloaded. The tokenizer is the built-in
+model's; the vocabulary is padded to the shape's. The numbers of a part are added to the JSON when the part ends:
 
   parity     logits and greedy tokens against `transformers` in float32 on the same weights (needs PyTorch)
-  main_job   configs/frozenlake_ppo.py as a user starts it: success before and after, seconds an iteration
+  main_job   configs/frozenlake_ppo.py in a process of its own: success before and after, seconds an iteration
   decode     tokens a second of the sampler, and of `transformers` on the same device in the same run (needs PyTorch)
-  iteration  rollout, log-probs and update of configs/frozenlake_ppo.py with the variant's settings: seconds each, with
-             the floating-point operations of the update
+  iteration  rollout, log-probs and update of configs/frozenlake_ppo.py with the variant's settings: seconds of each,
+             and the floating-point operations of the update
 
-Times are medians after the compilation. `roofline` is the share of what the device could do: bytes of weights and cache
-a decoded token over --bandwidth, operations of the update over --flops (of the H200: 4.3e12 and 790e12).
+Times of `decode` are medians after the compilation; `iteration` times the second of two. `roofline` is the shortest
+possible time divided by the measured time. The shortest possible time of decoding is the bytes of weights and cache
+that it reads over --bandwidth, that of the update its operations over --flops (defaults: the H200's).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def has_torch() -> bool:
 
 
 def measured(run) -> float:
-  """Median seconds of a function that waits for its result; its first call, which compiles, is left out."""
+  """Median seconds of a function that waits for its result, without its first call, which compiles."""
   run()
   times = []
   for _ in range(REPEATS):
@@ -96,7 +97,7 @@ def make_checkpoint(shape: QwenConfig, directory: str) -> None:
 
 
 def parity(shape: QwenConfig, checkpoint: str) -> dict:
-  """Differences from `transformers` at the shape with two layers, both in float32."""
+  """Differences from `transformers` for a model of this shape with two layers, both in float32."""
   if not has_torch():
     return {'skipped': 'PyTorch is not installed'}
   import torch
@@ -125,13 +126,13 @@ def parity(shape: QwenConfig, checkpoint: str) -> dict:
 
 
 def sampler_of(model: Qwen) -> tuple[Sampler, nnx.State]:
-  """A sampler that no token stops, and its weights."""
+  """A sampler without stop tokens, and its weights."""
   policy = ActorCritic(model)
   return Sampler(policy, stop_ids=(model.cfg.vocab_size,)), param_state(policy)
 
 
 def decode_once(sampler: Sampler, params: nnx.State, tokens: np.ndarray, new: int, sampling: Sampling):
-  """Reads the prompts and draws `new` tokens for each; returns (seconds of the drawing, reply)."""
+  """Reads the prompts and draws `new` tokens for each; returns (seconds of decoding, reply)."""
   rows, width = tokens.shape
   state = sampler.init(rows, width + new)
   state = sampler.extend(params, state, tokens, np.full(rows, width, np.int32))
@@ -144,7 +145,7 @@ def decode_once(sampler: Sampler, params: nnx.State, tokens: np.ndarray, new: in
 
 
 def decode(shape: QwenConfig, checkpoint: str, sizes: tuple[int, int, int], bandwidth: float) -> dict:
-  """Tokens a second at temperature 1, prompts read before the clock starts."""
+  """Tokens a second at temperature 1, without the time for the prompts."""
   rows, width, new = sizes
   tokens = np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(np.int32)
   dtype = jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
@@ -181,14 +182,14 @@ def decode(shape: QwenConfig, checkpoint: str, sizes: tuple[int, int, int], band
     if device == 'cuda':
       torch.cuda.synchronize()
 
-  # Without the reading of the prompts, as above.
+  # The time for the prompts is subtracted.
   theirs = max(measured(lambda: generate(new)) - measured(lambda: generate(1)), 1e-9)
   return told | {'transformers_device': device, 'transformers_tokens_per_s': rows * (new - 1) / theirs,
                  'ratio': (rows * new / ours) / (rows * (new - 1) / theirs)}  # fmt: skip
 
 
 def main_job(iterations: int) -> dict:
-  """configs/frozenlake_ppo.py in a process of its own, as a user starts it."""
+  """A run of configs/frozenlake_ppo.py by `main.py`, in a process of its own."""
   with tempfile.TemporaryDirectory() as workdir:
     command = [sys.executable, 'main.py', '--config=configs/frozenlake_ppo.py', f'--workdir={workdir}']
     command += [f'--config.num_iterations={iterations}']
@@ -209,7 +210,7 @@ def main_job(iterations: int) -> dict:
 
 
 def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
-  """Whole iterations in this process: the second is timed."""
+  """Two iterations in this process; the second is timed."""
   config = frozenlake_ppo.get_config('' if quick else 'qwen2.5-0.5b')
   config.model.path = checkpoint
   if quick:
@@ -231,7 +232,8 @@ def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
     clock.append(time.perf_counter())
   seconds = np.diff(clock)
   tokens = int(rollout.trajectory.length.sum()) * config.algorithm.ppo_epochs
-  # Forward 2, backward 4, and with remat once more forward, for each weight and token; attention is left out.
+  # Operations for each weight and token: 2 forward, 4 backward, and with remat 2 for another forward pass. Attention
+  # is not counted.
   operations = (8 if config.model.remat else 6) * size * tokens
   stats = jax.devices()[0].memory_stats() or {}
   return {
@@ -256,11 +258,11 @@ def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
 def main() -> None:
   parts = ('parity', 'main_job', 'decode', 'iteration')
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--parts', default=','.join(parts), help='some of them, separated by commas')
+  parser.add_argument('--parts', default=','.join(parts), help='parts to run, separated by commas')
   parser.add_argument('--quick', action='store_true', help='a tiny shape')
-  parser.add_argument('--bandwidth', type=float, default=4.3e12, help='bytes a second of the device')
-  parser.add_argument('--flops', type=float, default=790e12, help='bf16 operations a second of the device')
-  parser.add_argument('--out', type=pathlib.Path, help='the JSON; by default in benchmarks/results')
+  parser.add_argument('--bandwidth', type=float, default=4.3e12, help="the device's bytes a second")
+  parser.add_argument('--flops', type=float, default=790e12, help="the device's bfloat16 operations a second")
+  parser.add_argument('--out', type=pathlib.Path, help='the JSON file; by default in benchmarks/results')
   arguments = parser.parse_args()
   wanted = arguments.parts.split(',')
   unknown = sorted(set(wanted) - set(parts))

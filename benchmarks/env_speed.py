@@ -1,20 +1,20 @@
-"""Environment steps a second, beside other packages: gymnax and jumanji (JAX), Gymnasium and gym-sokoban (Python).
+"""Environment steps a second, compared with gymnax and jumanji (JAX), Gymnasium and gym-sokoban (Python).
 
   python benchmarks/env_speed.py [--quick] [--output=benchmarks/results/env_speed.json]
 
-Needs `pip install -r benchmarks/requirements.txt`, best in an environment of its own. In JAX a batch of 2048 plays
-random actions that are drawn inside one compiled program, a scan over steps; an episode that ends begins again, on
-every side, at its row's first state, so that no side makes levels (benchmarks/sokoban_levels.py measures that). What is
-counted are transitions, rewards and ends; observations are computed by no side in JAX, as nothing reads them.
-Compilation is left out. Both sides of a comparison run in one process in turn; the ratio is the median of the pairs'.
-Same levels, same rules:
+Needs `pip install -r benchmarks/requirements.txt`, best in a virtual environment of its own. In JAX, a batch of 2048
+plays random actions that are drawn inside one compiled program, a scan over steps. An episode that ends restarts at its
+row's first state, so no package makes levels (benchmarks/sokoban_levels.py measures that). A step is a transition with
+its reward and end. The JAX packages compute no observations, because nothing reads them. Compilation is not timed. The
+packages of a comparison take turns in one process; the ratio is the median over these turns. Levels and rules are the
+same:
 
 - FrozenLake 4x4, slippery, Gymnasium's map, which is the only one of this size that gymnax has;
-- Sokoban 10x10 with 4 boxes, the three levels that come with jumanji, 120 steps an episode. Both sides play the same
-  actions and have to earn the same rewards.
+- Sokoban 10x10 with 4 boxes, the three levels that come with jumanji, 120 steps an episode. Both packages play the same
+  actions and must earn the same rewards.
 
-The Python sides step 2048 environments one after another, as RAGEN does. gym-sokoban draws a picture at each step; the
-small one is asked for, where RAGEN leaves it at the large one. The 6x6 Sokoban of the main config has no peer in JAX.
+The Python packages step 2048 environments one after another, as RAGEN does. gym-sokoban draws a picture at each step:
+the small one here, the large one in RAGEN. No other JAX package has the 6x6 Sokoban of the main config.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ BATCH = 2048
 SEED = 0
 MAP = ('SFFF', 'FHFH', 'FFFH', 'HFFG')
 MAX_STEPS = 120
-# Up, Right, Down, Left as this package numbers them: jumanji's order.
+# This package's numbers of Up, Right, Down, Left, which is jumanji's order.
 CLOCKWISE = (0, 3, 1, 2)
 
-# (states [B, ...], actions [B], keys [B]) -> states, reward f32[B], done bool[B]; ended rows have begun again.
+# (states [B, ...], actions [B], keys [B]) -> states, reward f32[B], done bool[B]; rows that ended are restarted.
 Step = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array, jax.Array]]
 
 
 def tiled(state: Any) -> Any:
-  """2048 rows from a few, in turn."""
+  """Repeats a few rows cyclically to 2048 rows."""
   return jax.tree.map(lambda x: jnp.asarray(x)[jnp.arange(BATCH) % x.shape[0]], state)
 
 
 def begin_again(start: Any, after: Any, done: jax.Array) -> Any:
-  """The rows that are done at their first state."""
+  """`after`, with the rows that are done replaced by their first states."""
   return jax.tree.map(lambda a, b: jnp.where(done.reshape(-1, *[1] * (b.ndim - 1)), a, b), start, after)
 
 
@@ -84,21 +84,21 @@ class Program:
     began = time.perf_counter()
     self._run = run.lower(start, jax.random.key(SEED)).compile()
     self.compilation = time.perf_counter() - began
-    self.played(0)  # what the first call does beyond running
+    self.played(0)  # the first call does more than run the program
 
   def played(self, repeat: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """Seconds, and each row's reward f32[B] and ends i32[B]."""
+    """Runs the scan: seconds, and each row's reward f32[B] and number of ends i32[B]."""
     key = jax.random.fold_in(jax.random.key(SEED), repeat)
     began = time.perf_counter()
     _, reward, ends = jax.block_until_ready(self._run(self.start, key))
     return time.perf_counter() - began, np.asarray(reward), np.asarray(ends)
 
 
-# -- the sides in JAX --------------------------------------------------------------------------------------------------
+# -- packages in JAX ---------------------------------------------------------------------------------------------------
 
 
 def ours(env: FrozenLake | Sokoban, start: Any, order: tuple[int, ...] = (0, 1, 2, 3)) -> Step:
-  """This package; `order` says which action each number stands for."""
+  """This package; `order[i]` is the action with the number i in the other package."""
   step = jax.vmap(env.step)
 
   def stepped(states, actions, keys):
@@ -109,7 +109,7 @@ def ours(env: FrozenLake | Sokoban, start: Any, order: tuple[int, ...] = (0, 1, 
 
 
 def gymnax_lake() -> tuple[Step, Any]:
-  """gymnax's FrozenLake, which begins again by itself, and its first states."""
+  """gymnax's FrozenLake, which restarts its episodes itself, and its first states."""
   import gymnax
 
   env, parameters = gymnax.make('FrozenLake-misc')
@@ -131,12 +131,12 @@ def jumanji_sokoban() -> tuple[Step, Any]:
   keys = jax.random.split(jax.random.key(SEED), BATCH)
   env, simple = (JumanjiSokoban(generator=g(), time_limit=MAX_STEPS) for g in (ToyGenerator, SimpleSolveGenerator))
   (start, _), (easy, _) = jax.jit(jax.vmap(env.reset))(keys), jax.jit(jax.vmap(simple.reset))(keys)
-  # Random play never solves the two toy levels, and now and then the easy one.
+  # Random play never solves the two toy levels, but sometimes the easy one.
   start = begin_again(easy, start, jnp.arange(BATCH) % 4 == 0)
   step = jax.vmap(env.step)
 
   def stepped(states, actions, keys):
-    del keys  # the game has no chance in it
+    del keys  # the game is deterministic
     after, timestep = step(states, actions)
     return begin_again(start, after, timestep.last()), timestep.reward, timestep.last()
 
@@ -144,7 +144,7 @@ def jumanji_sokoban() -> tuple[Step, Any]:
 
 
 def same_levels(start: Any) -> State:
-  """jumanji's first states as ours."""
+  """jumanji's first states as states of this package."""
   from jumanji.environments.routing.sokoban import constants
 
   no = jnp.zeros((BATCH,), bool)
@@ -159,7 +159,7 @@ def same_levels(start: Any) -> State:
   )
 
 
-# -- the sides in Python -----------------------------------------------------------------------------------------------
+# -- packages in Python ------------------------------------------------------------------------------------------------
 
 
 def gymnasium_lake(steps: int) -> float:
@@ -210,11 +210,11 @@ def gym_sokoban(levels: State, steps: int) -> float:
 
 
 def compare(sides: dict[str, Program], repeats: int) -> dict[str, dict[str, float]]:
-  """Steps a second of each side, and how many times the first side is as fast; the sides take turns."""
+  """Steps a second of each side, and the ratio of the first side's speed to it; the sides take turns."""
   seconds: dict[str, list[float]] = {name: [] for name in sides}
   totals = {name: np.zeros(2) for name in sides}
   for repeat in range(repeats):
-    # Each goes first as often as the others.
+    # Each side goes first equally often.
     names = list(sides)
     for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
       taken, reward, ends = sides[name].played(repeat)
@@ -239,10 +239,10 @@ def compare(sides: dict[str, Program], repeats: int) -> dict[str, dict[str, floa
 
 
 def check_same_rewards(one: Program, other: Program) -> None:
-  """Stops where two sides that play the same actions do not earn the same in every row."""
+  """Exits with an error if two sides that play the same actions earn different rewards in a row."""
   for repeat in range(8):  # enough for random play to win
     (_, reward, ends), (_, other_reward, other_ends) = one.played(repeat), other.played(repeat)
-    # f32 sums of tenths, which may be added up differently; rewards differ by tenths at least.
+    # Sums of tenths in float32, added in different orders; different rewards differ by at least a tenth.
     np.testing.assert_allclose(reward, other_reward, rtol=0, atol=1e-2)
     np.testing.assert_array_equal(ends, other_ends)
 
@@ -283,7 +283,7 @@ def measure(quick: bool) -> dict[str, dict]:
 
 
 def hardware() -> dict[str, Any]:
-  """What the numbers were measured on, and with which versions."""
+  """The machine of the measurement, and the versions of the packages."""
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
   models = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]
@@ -310,7 +310,7 @@ def rounded(value: Any) -> Any:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--quick', action='store_true', help='few steps; writes nothing unless --output is given')
-  parser.add_argument('--output', type=pathlib.Path, help='where the JSON goes')
+  parser.add_argument('--output', type=pathlib.Path, help='the JSON file')
   arguments = parser.parse_args()
   missing = [n for n in ('gymnax', 'jumanji', 'gymnasium', 'gym_sokoban') if importlib.util.find_spec(n) is None]
   if missing:

@@ -1,10 +1,10 @@
-"""The main job, seed after seed: how far it comes, in what time. Writes a JSON and a figure.
+"""Trains a config with several seeds and measures success and time. Writes a JSON file and a figure.
 
   python benchmarks/learning_curves.py --config=configs/frozenlake_ppo.py --seeds=0,1,2
 
-Each seed is one run of `main.py` as a user would start it, in a process and a fresh workdir of its own; its wall time
-counts everything, compilation included. `--quick` runs two iterations of one seed, and writes to runs/quick unless
-`--out` and `--figure` say otherwise.
+Each seed is one run of `main.py` in its own process and a new workdir. The wall time is that of the whole process,
+including compilation. `--quick` runs two iterations of one seed, and writes to runs/quick unless `--out` and `--figure`
+name other files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ragen_jax.runs.metrics import read_metrics  # noqa: E402
 
 
 def hardware() -> dict[str, str | int]:
-  """What the numbers were measured on."""
+  """The machine of the measurement."""
   import jax
 
   model = platform.processor()
@@ -78,7 +78,7 @@ def run(config: str, seed: int, workdir: pathlib.Path, overrides: list[str]) -> 
 
 
 def draw(runs: list[dict], title: str, path: pathlib.Path) -> None:
-  """Held-out success over iterations, one line a seed, with the best possible as a line."""
+  """Draws held-out success over iterations, one line a seed, and a line for the best possible success."""
   import matplotlib
 
   matplotlib.use('Agg')

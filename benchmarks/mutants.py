@@ -1,15 +1,15 @@
 """Breaks the program on purpose, one place at a time, and shows that each break fails a test.
 
   python benchmarks/mutants.py                        # all; about 20 minutes on 2 cores
-  python benchmarks/mutants.py --only=losses --jobs=1 # those whose file's name has 'losses'
-  python benchmarks/mutants.py --check                # only that every break can still be made
+  python benchmarks/mutants.py --only=losses --jobs=1 # breaks whose file or text contains 'losses'
+  python benchmarks/mutants.py --check                # only checks that every break can still be made
 
 A break (a mutation, as in mutation testing) replaces one piece of text of a module by another: a sign, a bound, a mask,
-an argument. Each is made in a copy of the repository, where the named tests then run. The break is 'killed' if a test
-fails; one that survives shows that no test would notice such a mistake, and needs a new test. A break whose text is not
-found exactly once is refused, so that a change of the code cannot leave it behind without notice.
+an argument. It is made in a copy of the repository, and the tests named for it run there. The break is 'killed' if a
+test fails. A break that survives needs a new test, because no test would notice such a mistake. A break whose text does
+not occur exactly once is refused, so that a change of the code cannot make it obsolete unnoticed.
 
-The exit status is 1 if a break survives, or if a test fails without any.
+The exit status is 1 if a break survives, or if a test fails without a break.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Mutation:
   """A break.
 
   Attributes:
-    file: below `ragen_jax`.
-    old: the text that is replaced, which the file has exactly once.
-    new: the text in its place.
-    tests: what should fail, as arguments of pytest below `tests`.
+    file: path relative to `ragen_jax`.
+    old: the replaced text, which occurs exactly once in the file.
+    new: the text that replaces it.
+    tests: the tests that should fail, as arguments of pytest relative to `tests`.
   """
 
   file: str
@@ -62,7 +62,7 @@ class Mutation:
     """The text of the broken file.
 
     Raises:
-      ValueError: the old text is not there exactly once.
+      ValueError: the old text does not occur exactly once, or the new text equals it.
     """
     text = (PACKAGE / self.file).read_text()
     if text.count(self.old) != 1:
@@ -73,7 +73,7 @@ class Mutation:
 
 
 def _of(file: str, tests: str, *breaks: tuple[str, str] | tuple[str, str, str]) -> list[Mutation]:
-  """The breaks (old, new) of a file, killed by `tests`; a third entry names other tests."""
+  """The breaks (old, new) of a file, which `tests` should kill; a third entry of a break names other tests."""
   return [Mutation(file, old, new, tuple((other[0] if other else tests).split())) for old, new, *other in breaks]
 
 
@@ -304,10 +304,11 @@ def _copy(to: pathlib.Path) -> None:
 
 
 def _pytest(copy: pathlib.Path, cache: str, tests: tuple[str, ...]) -> tuple[int, str]:
-  """(exit status, output) of tests of a copy; status -1 is a timeout. Compiled programs are kept in `cache`."""
+  """Runs tests of a copy: (exit status, output); status -1 is a time-out. `cache` holds compiled programs."""
   paths = [f'tests/{test}' for test in tests]
   command = [sys.executable, '-m', 'pytest', '-x', '-q', '-n', '0', '-p', 'no:cacheprovider', '--tb=line', *paths]
-  # As a worker's, which takes the cache of its parent: most programs are the same with and without the break.
+  # The tests use the cache that a pytest-xdist worker gets from its parent, because most programs are the same with and
+  # without the break.
   environment = os.environ | {
     'PYTEST_XDIST_WORKER': 'gw0', 'JAX_COMPILATION_CACHE_DIR': cache, 'PYTHONPATH': str(copy),
     'PYTHONDONTWRITEBYTECODE': '1',
@@ -327,8 +328,8 @@ def run(mutation: Mutation, cache: str) -> dict[str, Any]:
     cache: a directory for compiled programs.
 
   Returns:
-    The break, its 'result' ('killed', 'survived', or 'broken' where the tests could not be collected or the program did
-    not end), and the test that failed first.
+    The break, its 'result' ('killed', 'survived', or 'broken' if the tests could not be collected or did not end in
+    time), and the test that failed first.
   """
   start = time.monotonic()
   with tempfile.TemporaryDirectory(prefix='mutant-') as directory:
@@ -338,7 +339,7 @@ def run(mutation: Mutation, cache: str) -> dict[str, Any]:
     status, output = _pytest(copy, cache, mutation.tests)
   failed = re.findall(r'^FAILED tests/(\S+)', output, re.MULTILINE)
   result = {0: 'survived', 1: 'killed'}.get(status, 'broken')
-  if result == 'killed' and not failed:  # an error in a fixture is no failed test
+  if result == 'killed' and not failed:  # an error in a fixture is not a failed test
     result = 'broken'
   if result == 'broken':
     print(output[-2000:], file=sys.stderr)
@@ -360,7 +361,7 @@ def baseline(tests: list[str], cache: str) -> bool:
 
 
 def write(path: pathlib.Path, results: list[dict[str, Any]]) -> None:
-  """Writes results in the order of the breaks. Those of breaks that were not run stay as they are in the file."""
+  """Writes results in the order of the breaks. The file keeps the results of breaks that were not run."""
 
   def key(x):
     return x['file'], x['old'], x['new']
@@ -377,11 +378,11 @@ def write(path: pathlib.Path, results: list[dict[str, Any]]) -> None:
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--only', default='', help='breaks whose file or text has one of these, divided by commas')
-  parser.add_argument('--jobs', type=int, default=2, help='breaks at a time')
+  parser.add_argument('--only', default='', help='breaks whose file or text contains one of these, separated by commas')
+  parser.add_argument('--jobs', type=int, default=2, help='number of breaks that run at a time')
   parser.add_argument('--check', action='store_true', help='only check that every break can be made')
   parser.add_argument('--no-baseline', action='store_true', help='do not run the tests without a break first')
-  parser.add_argument('--out', default='', help='JSON file that gets the results; those of other breaks stay')
+  parser.add_argument('--out', default='', help='JSON file for the results; it keeps those of other breaks')
   args = parser.parse_args()
   chosen = [m for m in MUTATIONS if any(part in m.name for part in args.only.split(','))]
   for mutation in chosen:

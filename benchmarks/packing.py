@@ -1,9 +1,9 @@
-"""Tokens a second of the warm start, with and without packing, on demonstrations of unlike lengths.
+"""Tokens a second of the warm start, with and without packing, on demonstrations of different lengths.
 
   python benchmarks/packing.py
 
-The same batches are learnt from in both ways, by the built-in model. Tokens are those of the conversations; padding is
-not counted. Compilation is not timed: all steps are run once before.
+The built-in model trains on the same batches in both ways. Tokens are those of the conversations, without padding.
+Compilation is not timed: all steps run once before the measurement.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
   quantiles = np.quantile(data.length, (0, 0.25, 0.5, 0.75, 1)).astype(int).tolist()
   print(f'{hardware()}\n{len(data.length)} conversations, quartiles of their tokens {quantiles}')
   ways = {'padded': False, 'packed': True}
-  # Each has weights of its own, as a step donates them.
+  # Each way has its own copy of the weights, because a step donates them.
   trainers = {name: sft.make_trainer(config, build.load_policy(config)) for name in ways}
   cut = {
     name: [
@@ -60,7 +60,7 @@ def main() -> None:
   }
   for _ in range(2):  # the first round compiles
     seconds = {name: [] for name in ways}
-    for i in range(len(steps)):  # in turns, so that both have the same company on a busy machine
+    for i in range(len(steps)):  # alternating, so that other load on the machine affects both equally
       for name, trainer in trainers.items():
         start = time.monotonic()
         jax.block_until_ready((trainer.step(cut[name][i]), trainer.state.trained))

@@ -1,16 +1,16 @@
-"""The paper's comparisons that fit a CPU: does each trend show on the built-in model? Writes a JSON and a figure.
+"""Repeats nine of the paper's comparisons with the built-in model on a CPU. Writes a JSON file and a figure.
 
-  python benchmarks/paper_trends.py                     all that is not in the JSON yet, run by run
+  python benchmarks/paper_trends.py                     all runs that are not in the JSON file yet
   python benchmarks/paper_trends.py --only=clip,online  some comparisons
-  python benchmarks/paper_trends.py --jobs=2            two runs at a time, each on its half of the cores
+  python benchmarks/paper_trends.py --jobs=2            two runs at a time, each on half of the cores
   python benchmarks/paper_trends.py --quick             two iterations of two settings, to runs/quick
 
-Each run is `main.py` as a user would start it, with the flags that the JSON names: FrozenLake 4x4, slippery,
-256 episodes an iteration, 20 iterations, three seeds. What a run came to is added to the JSON at once, so that a
-benchmark that was stopped goes on where it was. A trend "shows" where the difference of two means is above twice its
-standard error over seeds and has the paper's sign; it is "reversed" with the other sign, and "not seen" otherwise.
-Three seeds say little about their own spread (and three that agree by chance would make anything significant), so the
-standard error is that of the spread within settings, pooled over all of them.
+Each run is one command of `main.py`, with the flags that the JSON file lists: FrozenLake 4x4, slippery, 256 episodes an
+iteration, 20 iterations, three seeds. The result of a run is added to the JSON file at once, so an interrupted
+benchmark continues where it stopped. A trend "shows" if the difference of two means exceeds twice its standard error
+and has the paper's sign; with the other sign it is "reversed", and otherwise "not seen". Three seeds estimate a
+variance badly (three that agree by chance would make any difference significant), so the standard error uses the
+variance within settings, pooled over all settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMON = (
   '--config=configs/frozenlake_ppo.py',
   '--config.num_iterations=20',
   '--config.train.groups=64',
-  '--config.eval.every=0',  # evaluating as often as usual would take as long as training does
+  '--config.eval.every=0',  # the usual evaluations would take as long as the training
   '--config.eval.group_size=2',
   '--config.eval.greedy_too=False',
   '--config.checkpoint.every=0',
@@ -53,7 +53,7 @@ def _flags(**fields) -> tuple[str, ...]:
   return tuple(f'--config.{name.replace("__", ".")}={value}' for name, value in fields.items())
 
 
-# Setting -> what it changes.
+# Setting -> the flags that it changes.
 SETTINGS: dict[str, tuple[str, ...]] = {
   BASE: (),
   'GRPO': _flags(algorithm__adv_estimator='grpo'),
@@ -75,8 +75,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
   'bi-level GAE': _flags(algorithm__adv_estimator='bi_level_gae'),
 }
 
-# Comparison -> (title, what the base is called there, settings in the order of the figure, (better, worse) by the
-# paper, what the paper says).
+# Comparison -> (title, name of the base in it, settings in the order of the figure, (better, worse) according to the
+# paper, the paper's claim).
 COMPARISONS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, str], str]] = {
   'estimator': ('PPO and GRPO', BASE, (BASE, 'GRPO'), (BASE, 'GRPO'), 'PPO is the more stable of the two'),
   'starpo_s': (
@@ -131,7 +131,7 @@ def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...], cores: 
   with tempfile.TemporaryDirectory() as workdir:
     flags = [*COMMON, f'--config.seed={seed}', f'--config.compilation_cache={cache}', *SETTINGS[setting], *overrides]
     if cores:
-      os.sched_setaffinity(0, cores)  # of this thread, which what it starts inherits
+      os.sched_setaffinity(0, cores)  # affects this thread, and the processes that it starts
     start = time.monotonic()
     subprocess.run(
       [sys.executable, 'main.py', *flags, f'--workdir={workdir}'],
@@ -157,13 +157,13 @@ def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...], cores: 
 
 
 def finals(runs: dict[str, dict], setting: str, seeds: tuple[int, ...]) -> list[float]:
-  """The last sampled held-out success of each seed; empty where a run is missing."""
+  """The last sampled held-out success of each seed; empty if a run is missing."""
   found = [runs[f'{setting} / {s}']['sampled'][-1] for s in seeds if f'{setting} / {s}' in runs]
   return found if len(found) == len(seeds) else []
 
 
 def standard_error(runs: dict[str, dict], seeds: tuple[int, ...]) -> float:
-  """That of a setting's mean over seeds, from the variance within settings, pooled; NaN with one seed."""
+  """The standard error of a setting's mean over seeds, from the pooled variance within settings; NaN with one seed."""
   found = [f for f in (finals(runs, setting, seeds) for setting in SETTINGS) if f]
   if len(seeds) < 2 or not found:
     return math.nan
@@ -171,7 +171,7 @@ def standard_error(runs: dict[str, dict], seeds: tuple[int, ...]) -> float:
 
 
 def verdicts(runs: dict[str, dict], seeds: tuple[int, ...]) -> dict[str, dict]:
-  """For each comparison whose runs are all there: the difference that the paper speaks of, and whether it shows."""
+  """For each comparison with all runs: the difference that the paper claims, and whether it shows."""
   told, error = {}, 2**0.5 * standard_error(runs, seeds)
   for name, (_, _, _, (better, worse), claim) in COMPARISONS.items():
     a, b = finals(runs, better, seeds), finals(runs, worse, seeds)
@@ -190,7 +190,7 @@ def verdicts(runs: dict[str, dict], seeds: tuple[int, ...]) -> dict[str, dict]:
 
 
 def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> None:
-  """A panel a comparison: final held-out success of each setting, with its standard error over seeds."""
+  """Draws one panel for each comparison: final held-out success of each setting, with its standard error over seeds."""
   import matplotlib
 
   matplotlib.use('Agg')
@@ -232,7 +232,7 @@ def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> N
 
 
 def write(path: pathlib.Path, record: dict) -> None:
-  """In one step: a benchmark that is stopped in the middle of it keeps what was there."""
+  """Writes the JSON file atomically, so an interrupted benchmark keeps the previous file."""
   temporary = path.with_suffix('.tmp')
   temporary.write_text(json.dumps(record, indent=1) + '\n')
   os.replace(temporary, path)
@@ -241,7 +241,7 @@ def write(path: pathlib.Path, record: dict) -> None:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--only', default='', help=f'comparisons, separated by commas: {", ".join(COMPARISONS)}')
-  parser.add_argument('--jobs', type=int, default=1, help='runs at a time (Linux)')
+  parser.add_argument('--jobs', type=int, default=1, help='number of runs at a time (Linux)')
   parser.add_argument('--quick', action='store_true')
   arguments = parser.parse_args()
   if not 1 <= arguments.jobs <= (os.cpu_count() or 1):
@@ -261,7 +261,7 @@ def main() -> None:
     out.unlink(missing_ok=True)
   record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
   settings = dict.fromkeys(s for name in wanted for s in COMPARISONS[name][2])
-  keys = [(setting, seed) for seed in seeds for setting in settings]  # a whole seed first, to compare when stopped
+  keys = [(setting, seed) for seed in seeds for setting in settings]  # by seed, so an interrupted one can compare
   todo = [key for key in keys if '{} / {}'.format(*key) not in record['runs']]
   shares: queue.Queue = queue.Queue()
   for i in range(arguments.jobs):
@@ -290,7 +290,7 @@ def main() -> None:
       for each in futures.as_completed(running):
         each.result()
     except BaseException:
-      pool.shutdown(cancel_futures=True)  # what runs is waited for, what waits is not begun
+      pool.shutdown(cancel_futures=True)  # waits for current runs and starts no others
       raise
   record['verdicts'] = verdicts(record['runs'], seeds)
   write(out, record)

@@ -1,8 +1,8 @@
-"""The best possible success on the held-out FrozenLake levels, by how many actions one turn may plan.
+"""The best possible success on the held-out FrozenLake levels, by the number of actions that a turn may have.
 
   python benchmarks/planning_depth.py
 
-Exact (dynamic programming), so it depends on no machine.
+The numbers are exact (dynamic programming) and equal on every machine.
 """
 
 from __future__ import annotations

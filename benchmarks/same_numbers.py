@@ -1,12 +1,12 @@
-"""Records the numbers of short runs, and compares them with those of another version, to the bit.
+"""Records the numbers of short runs, and compares them bit for bit with those of another version.
 
   python benchmarks/same_numbers.py --record=before.json     # before a change that must not change any number
   python benchmarks/same_numbers.py --compare=before.json    # after it
 
-Each run is one command of `main.py`, in a process and a fresh workdir of its own, on CPU. Together they take about ten
-minutes on 2 cores; `--only=ppo,export` makes some of them. A recording has the metrics of every iteration without times
-and memory, digests of all checkpoints, of the files with episodes and of the written models, and the evaluations. Equal
-numbers can be expected on one machine and with one version of JAX only.
+Each run is one command of `main.py` on the CPU, in its own process and a new workdir. All runs take about ten minutes
+on 2 cores; `--only=ppo,export` selects some. A recording contains the metrics of every iteration without times and
+memory, digests of all checkpoints, episode files and written models, and the evaluations. Equal numbers can only be
+expected on the same machine with the same version of JAX.
 
 The exit status is 1 if a number differs or a run fails.
 """
@@ -36,7 +36,7 @@ import orbax.checkpoint as ocp  # noqa: E402
 
 from ragen_jax.runs.metrics import read_metrics  # noqa: E402
 
-# Fields of all runs, which make them short.
+# Fields that make all runs short.
 SHORT = {
   'num_iterations': 3, 'train.groups': 16, 'train.group_size': 4, 'eval.groups': 16, 'eval.group_size': 2,
   'eval.every': 2, 'optimizer.mini_batch_size': 32, 'optimizer.micro_batch_size': 16, 'checkpoint.every': 2,
@@ -51,9 +51,9 @@ class Run:
 
   Attributes:
     config: name of a shipped config.
-    fields: what differs from it and from `SHORT`; '{out}' stands for a directory for written files.
-    mode: of `main.py`.
-    of: name of the run whose workdir is read; empty for a workdir of its own.
+    fields: fields that differ from it and from `SHORT`; '{out}' stands for a directory for written files.
+    mode: the mode of `main.py`.
+    of: name of the run whose workdir is read; empty for a new workdir.
   """
 
   config: str
@@ -138,12 +138,12 @@ RUNS = {
   'evaluation': Run('frozenlake_ppo', mode='eval', of='ppo'),
   'export': Run('frozenlake_ppo', _PROBES | {'export.output': '{out}/model'}, mode='export', of='ppo'),
 }
-# Metrics that two equal runs do not share.
+# Metrics that differ between equal runs.
 _NOT_COMPARED = ('timing_s/', 'perf/')
 
 
 def command(name: str, directory: pathlib.Path) -> list[str]:
-  """The command of a run; its workdir and what it writes are below `directory`."""
+  """The command of a run; its workdir and its output are below `directory`."""
   run = RUNS[name]
   fields = SHORT | run.fields | {'compilation_cache': str(directory / 'xla_cache')}
   out = str(directory / 'out' / name)
@@ -153,7 +153,7 @@ def command(name: str, directory: pathlib.Path) -> list[str]:
 
 
 def record(names: list[str], directory: pathlib.Path) -> dict[str, Any]:
-  """Makes the runs, in the order of `RUNS`, and reads their numbers."""
+  """Executes the runs, in the order of `RUNS`, and reads their numbers."""
   found: dict[str, Any] = {}
   for name in names:
     start = time.monotonic()
@@ -170,7 +170,7 @@ def record(names: list[str], directory: pathlib.Path) -> dict[str, Any]:
 
 
 def numbers(name: str, directory: pathlib.Path) -> dict[str, Any]:
-  """Everything of a run that must be equal, by name."""
+  """All parts of a run that must be equal, by name."""
   run, found = RUNS[name], {}
   workdir = directory / (run.of or name)
   if not run.of:
@@ -216,7 +216,7 @@ def flat(value: Any, prefix: str = '') -> Iterator[tuple[str, str]]:
 
 
 def versions() -> dict[str, str]:
-  """The parts of the environment on which the last bits depend."""
+  """The versions and the machine, on which the last bits depend."""
   return {'jax': jax.__version__, 'numpy': np.__version__, 'machine': platform.machine(), 'cores': str(os.cpu_count())}
 
 
@@ -232,7 +232,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], most: int = 10) -> bool:
-  """Prints how the runs of two recordings differ; True if they are equal."""
+  """Prints the differences between the runs of two recordings; True if there are none."""
   for name, was in before['versions'].items():
     if was != after['versions'][name]:
       print(f'note: {name} was {was} and is {after["versions"][name]}; the last bits may differ')

@@ -1,18 +1,18 @@
-"""Does imitating the solver beat plain RL at small scale? Both from the built-in model. Writes a JSON.
+"""Compares imitation of the solver with plain RL, both from the built-in model. Writes a JSON file.
 
-  python benchmarks/sft_and_rl.py           all runs that are not in the JSON yet
+  python benchmarks/sft_and_rl.py           all runs that are not in the JSON file yet
   python benchmarks/sft_and_rl.py --quick   a few steps of each, one seed, to runs/quick
 
-FrozenLake and Sokoban, three seeds each. What is held equal is the number of episodes that the policy learns from,
-10,240: RL (PPO as shipped) plays them itself in 20 iterations of 512, SFT is shown the solver's play without noise, in
-160 steps of 64. RL has 128 new levels an iteration and plays each 4 times; SFT draws from 4 plays of each of 2,560. No
-seed has the levels of another, and none ever sees a held-out one. Wall time is not equal, and is reported: that of the
-whole process, compilation and evaluation included. Success is on 256 held-out levels. The verdict is 'shows' where
-SFT's mean over seeds is above RL's by more than twice the standard error of their difference, 'reversed' the other way
-round, and 'not seen' otherwise.
+FrozenLake and Sokoban, three seeds each. Both methods learn from the same number of episodes, 10,240. RL (PPO as
+shipped) plays them itself, in 20 iterations of 512: 128 new levels an iteration, each played 4 times. SFT learns from
+the solver's play without noise, in 160 steps of 64, drawn from 4 plays of each of 2,560 levels. Seeds share no levels,
+and held-out levels are never trained on. Wall times differ; the reported time is that of the whole process, including
+compilation and evaluation. Success is measured on 256 held-out levels. The verdict is 'shows' if SFT's mean over seeds
+exceeds RL's by more than twice the standard error of their difference, 'reversed' in the opposite case, and 'not seen'
+otherwise.
 
-The built-in model has been shown noisy play of both games before, so neither begins from nothing. What a run came to is
-added to the JSON at once, so that a benchmark that was stopped goes on where it was.
+The built-in model was made from noisy play of both games, so neither method starts from scratch. The result of a run is
+added to the JSON file at once, so an interrupted benchmark continues where it stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ragen_jax.runs.metrics import read_metrics  # noqa: E402
 
 SEEDS = (0, 1, 2)
 FIRST_LEVEL = 1_000_000_000
-# Game -> (its tag, episodes a held-out level: one where there is no luck).
+# Game -> (its tag, episodes a held-out level: one if the game is deterministic).
 GAMES = {'frozenlake': ('FrozenLake', 4), 'sokoban': ('SimpleSokoban', 1)}
 RL = ('--config.num_iterations=20', '--config.eval.every=0', '--config.checkpoint.every=0')
 SFT = (
@@ -48,7 +48,7 @@ QUICK = {
 
 
 def flags(method: str, game: str, levels: int = 2560) -> list[str]:
-  """The flags of one method on one game; `levels` are those that are shown."""
+  """The flags of one method on one game; `levels` is the number of demonstrated levels."""
   tag, episodes = GAMES[game]
   common = [f"--config.eval.tags=('{tag}',)", '--config.eval.groups=256', '--config.eval.tag_groups=()']
   common += [f'--config.eval.group_size={episodes}', '--config.logging.episodes_every=0']
@@ -58,7 +58,7 @@ def flags(method: str, game: str, levels: int = 2560) -> list[str]:
 
 
 def run(method: str, game: str, seed: int, cache: str, quick: bool) -> dict:
-  """One run: held-out success at its end (of RL also before), and its wall time in seconds."""
+  """One run: held-out success at the end (for RL also before), and the wall time in seconds."""
   tag = GAMES[game][0]
   with tempfile.TemporaryDirectory() as scratch:
     workdir = pathlib.Path(scratch) / 'run'
@@ -91,7 +91,7 @@ def run(method: str, game: str, seed: int, cache: str, quick: bool) -> dict:
 def final(
   runs: dict[str, dict], method: str, game: str, how: str, seeds: tuple[int, ...]
 ) -> tuple[float, float] | None:
-  """Mean and standard error over seeds of the last held-out success; None where a run is missing."""
+  """Mean and standard error over seeds of the last held-out success; None if a run is missing."""
   found = [runs[f'{game} / {method} / {s}'][how][-1] for s in seeds if f'{game} / {method} / {s}' in runs]
   if len(found) < len(seeds):
     return None
@@ -99,7 +99,7 @@ def final(
 
 
 def verdicts(runs: dict[str, dict], seeds: tuple[int, ...]) -> dict[str, dict]:
-  """For each game both means over the seeds that are complete, their difference, and whether the ordering shows."""
+  """For each game both means over the complete seeds, their difference, and whether the ordering shows."""
   told = {}
   seeds = tuple(s for s in seeds if all(f'{game} / {m} / {s}' in runs for game in GAMES for m in ('SFT', 'RL')))
   for game in GAMES if seeds else ():
@@ -130,7 +130,7 @@ def main() -> None:
     out.unlink(missing_ok=True)
   record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
   with tempfile.TemporaryDirectory() as cache:
-    for seed in seeds:  # a whole seed first, so that a benchmark that was stopped can compare
+    for seed in seeds:  # seed by seed, so an interrupted benchmark can compare
       for game in GAMES:
         for method in ('SFT', 'RL'):
           key = f'{game} / {method} / {seed}'

@@ -1,4 +1,4 @@
-"""Counts the boards that the built-in model's demonstrations, or training, share with any shipped config's evaluation.
+"""Counts the held-out boards of shipped configs that occur in the built-in model's demonstrations or in training.
 
 python benchmarks/shared_boards.py
 """
@@ -29,7 +29,7 @@ def held_out_boards() -> set[bytes]:
 
 
 def demonstrated_boards(tag: str, count: int) -> set[bytes]:
-  """The boards of the built-in model's demonstrations of an environment, held-out ones replaced."""
+  """The boards of the built-in model's demonstrations of an environment; held-out boards are replaced."""
   config = sft_tiny.get_config()
   others = (load_config(name, flag='') for name in config.sft.skip_held_out_of)
   skipped = build.held_out_levels(config).union(*map(build.held_out_levels, others))

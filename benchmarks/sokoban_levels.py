@@ -1,17 +1,17 @@
-"""Sokoban levels a second, and what the levels are like: reverse play in JAX beside depth-first reverse play.
+"""Speed and statistics of two Sokoban level generators: reverse play in JAX, and depth-first reverse play.
 
   python -m benchmarks.sokoban_levels [--quick] [--output=benchmarks/results/sokoban_levels.json]
 
-The other side is the usual generator (gym-sokoban's, and so RAGEN's) written anew: a room by a random walk, then a
+The second is the usual generator (gym-sokoban's, and so RAGEN's), reimplemented: a room by a random walk; then a
 depth-first search over the moves of a player who pulls, which keeps the position with the highest displacement times
-box swaps, then RAGEN's few steps of the player. `numpy` copies the board as an array for each move, as the usual one
-does; `python` is the same search on tuples and sets, about the best that can be done without arrays of levels. Both
+box swaps; then RAGEN's few steps of the player. `numpy` copies the board as an array for each move, as the usual
+generator does; `python` is the same search on tuples and sets, about the fastest form without batches of levels. Both
 give the same levels.
 
-The levels are close on RAGEN's tags. In the deep case of 8x8 cells and 2 boxes ours are easier: the shortest solution
-has 9.9 moves on average, the usual generator's 13.6.
+The levels are similar for RAGEN's tags. In the deep case of 8x8 cells and 2 boxes, levels of this package are easier:
+the shortest solution has 9.9 moves on average, that of the usual generator 13.6.
 
-Besides the JSON it prints the comparison as a Markdown table, and writes it beside the JSON (`.md`).
+The comparison is also printed as a Markdown table, and written next to the JSON file (`.md`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ragen_jax.envs.base import Budget
 from ragen_jax.envs.sokoban import Sokoban, State
 
 BATCH = 1024
-# RAGEN's three tags, and one that goes further.
+# RAGEN's three tags, and a deeper search.
 CASES = {
   'SimpleSokoban: 6x6, 1 box': Sokoban(dim=(6, 6), num_boxes=1, search_depth=300),
   'SokobanDifferentGridVocab: 6x6, 1 box': Sokoban(dim=(6, 6), num_boxes=1, search_depth=30),
@@ -55,7 +55,7 @@ WALL, FLOOR, BOX, PLAYER = range(4)
 
 
 def usual_level(rng: np.random.Generator, dim, num_boxes: int, depth: int, search):
-  """Walls, targets and boxes, bool[R, C], and the player's (row, column); rooms until one can be used."""
+  """Walls, targets and boxes, bool[R, C], and the player's (row, column). Tries rooms until one gives a level."""
   while True:
     floor = usual_room(rng, dim)
     cells = np.argwhere(floor)
@@ -106,7 +106,7 @@ def displacement(homes, boxes) -> int:
 
 
 def numpy_search(floor, homes, player, depth):
-  """Depth first, a copy of the board for each move."""
+  """Depth-first search that copies the board for each move."""
   board = np.where(floor, FLOOR, WALL).astype(np.int8)
   targets = np.zeros(floor.shape, bool)
   targets[tuple(zip(*homes, strict=True))] = True
@@ -144,7 +144,7 @@ def numpy_search(floor, homes, player, depth):
 
 
 def python_search(floor, homes, player, depth):
-  """The same search on tuples."""
+  """`numpy_search` on tuples."""
   explored, best = set(), (0, None)
   open_cells, targets = {tuple(cell) for cell in np.argwhere(floor).tolist()}, set(homes)
 
@@ -176,7 +176,7 @@ def python_search(floor, homes, player, depth):
 
 
 def make_usual(env: Sokoban, search, count: int) -> tuple[State, float]:
-  """So many levels of the usual generator, and its levels a second."""
+  """`count` levels of the usual generator, and its levels a second."""
   rng = np.random.default_rng(0)
   start = time.perf_counter()
   levels = [usual_level(rng, env.dim, env.num_boxes, env.search_depth, search) for _ in range(count)]
@@ -187,7 +187,7 @@ def make_usual(env: Sokoban, search, count: int) -> tuple[State, float]:
 
 
 def make_ours(env: Sokoban, batches: int) -> tuple[State, float, float]:
-  """Batches of 1024 levels from different keys, the levels a second (median), and the seconds to compile."""
+  """Batches of 1024 levels from different keys, the levels a second (median), and the seconds of compilation."""
   keys = jax.random.split(jax.random.key(0), (batches + 1, BATCH))
   reset = jax.jit(jax.vmap(env.reset))
   start = time.perf_counter()
@@ -203,7 +203,7 @@ def make_ours(env: Sokoban, batches: int) -> tuple[State, float, float]:
 
 
 def describe(env: Sokoban, states: State) -> dict:
-  """What the levels are like: means, and shares of each value from 0 up."""
+  """Statistics of levels: means, and the share of each value from 0 up."""
   start = time.perf_counter()
   solution = env.solve(states, Budget(max_turns=5, max_actions=10, max_actions_per_turn=5))
   seconds = time.perf_counter() - start
@@ -227,7 +227,7 @@ def describe(env: Sokoban, states: State) -> dict:
 
 
 def box_displacement(states: State) -> np.ndarray:
-  """i64[N], steps between boxes and targets, summed over the pairing in which they are fewest."""
+  """i64[N], steps between boxes and targets, summed over the pairing with the smallest sum."""
   count = len(states.done)
   boxes, targets = (np.argwhere(board)[:, 1:].reshape(count, -1, 2) for board in (states.boxes, states.targets))
   pairings = itertools.permutations(range(targets.shape[1]))
@@ -244,12 +244,12 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 def markdown(results: dict) -> str:
-  """The comparison as a table, one row a property of a case's levels."""
+  """The comparison as a Markdown table, one row for each case and property."""
   lines = [
-    '# Sokoban levels: reverse play in JAX beside the usual generator',
+    '# Sokoban levels: reverse play in JAX and the usual generator',
     '',
-    'Made by `python -m benchmarks.sokoban_levels`, which says what is compared. Apart: the share of levels by which',
-    'the two distributions differ (total variation). Solution length: moves of the shortest solution.',
+    'Made by `python -m benchmarks.sokoban_levels`, whose docstring describes the comparison. Apart: the total',
+    'variation distance of the two distributions. Solution length: moves of the shortest solution.',
     '',
     '| Case | Property | JAX: mean, quartiles | usual: mean, quartiles | apart |',
     '|---|---|---|---|---|',
@@ -305,7 +305,7 @@ def hardware() -> dict:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--quick', action='store_true', help='fewer levels; writes nothing unless --output is given')
-  parser.add_argument('--output', type=pathlib.Path, help='where the JSON goes')
+  parser.add_argument('--output', type=pathlib.Path, help='the JSON file')
   arguments = parser.parse_args()
   output = arguments.output
   if output is None and not arguments.quick:
@@ -313,7 +313,7 @@ def main() -> None:
 
   results = {'date': datetime.date.today().isoformat(), 'quick': arguments.quick, 'hardware': hardware(), 'cases': {}}
   for title, env in CASES.items():
-    # JAX's threads wait between calls; measured one after the other, no side has the other's load.
+    # One after the other, so that no generator runs while the other is timed.
     from_numpy, numpy_rate = make_usual(env, numpy_search, 100 if arguments.quick else 500)
     usual, python_rate = make_usual(env, python_search, 500 if arguments.quick else 8 * BATCH)
     ours, rate, compilation = make_ours(env, 2 if arguments.quick else 8)

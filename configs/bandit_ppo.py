@@ -2,10 +2,10 @@
 
 python main.py --config=configs/bandit_ppo.py
 
-The built-in model solves Phoenix against Dragon nearly always, and has never seen other names: of those it makes no
-valid reply. It takes a pretrained model (configs/bandit_ppo.py:qwen2.5-0.5b) to see names generalise.
+The built-in model nearly always solves Phoenix against Dragon. It has never seen other names and gives no valid reply
+for them. Generalisation to other names needs a pretrained model (configs/bandit_ppo.py:qwen2.5-0.5b).
 
-The paper's professions, their reverse, and RAGEN-2's pairs are tags as well:
+Other tags are the paper's professions, their reverse, and RAGEN-2's pairs:
 
 --config.train.tags="('BanditProfessions',)" --config.eval.tags="('BanditProfessions','BanditProfessionsTest')"
 --config.train.tags="('BanditRev',)" --config.eval.tags="('BanditRev','BanditRevTest')"

@@ -2,7 +2,7 @@
 
   python main.py --config=configs/frozenlake_ppo.py --config.algorithm.clip_ratio_high=0.3
 
-sets a field by its name. A word behind the file's name, `configs/frozenlake_ppo.py:qwen2.5-0.5b`, chooses the model and
+sets a field by its name. A suffix of the file's name, `configs/frozenlake_ppo.py:qwen2.5-0.5b`, selects the model and
 the settings for its size (`ragen_jax/models/presets.py` lists the models). The environments are in environments.py.
 """
 
@@ -15,8 +15,8 @@ def get_config(model: str = '') -> ConfigDict:
   """The defaults for the built-in model, or for a pretrained one.
 
   Args:
-    model: a name from `ragen_jax.models.presets`; empty means 'tiny', the built-in model. With '-lora' behind it,
-      adapters are trained in place of all weights.
+    model: a name from `ragen_jax.models.presets`; empty means 'tiny', the built-in model. With the suffix '-lora',
+      adapters are trained instead of all weights.
   """
   model, adapters = model.removesuffix('-lora'), model.endswith('-lora')
   config = ConfigDict()
@@ -28,7 +28,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.num_iterations = 100
 
   config.model = ConfigDict()
-  # Model: 'tiny' or a name from ragen_jax/models/presets.py. The word behind the config file's name sets it.
+  # Model: 'tiny' or a name from ragen_jax/models/presets.py. The suffix of the config file's name sets it.
   config.model.preset = model or 'tiny'
   # Directory of a Hugging Face checkpoint to use in place of the preset's weights; empty for the preset's weights.
   config.model.path = ''
@@ -467,7 +467,7 @@ def _real_model(config: ConfigDict) -> None:
 
 
 def _lora(config: ConfigDict) -> None:
-  """RAGEN's preset (base-lora): rank and alpha 64, and for real models learning rates ten times as high."""
+  """RAGEN's preset (base-lora): rank and alpha 64; for pretrained models, ten times the learning rates."""
   config.lora.rank = 64
   config.lora.alpha = 64
   if config.model.preset != 'tiny':

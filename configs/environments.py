@@ -88,7 +88,7 @@ def by_tag() -> ConfigDict:
       'max_words': 100,
     }
   )
-  # RAGEN's test of a policy that was trained on Bandit.
+  # RAGEN's test for a policy that was trained on Bandit.
   envs.BanditTest = _like(envs.Bandit, arms=bandit.TRADER_LIBRARIAN)
   # The paper's test of generalisation: a training pair in which the risky arm is the profession that sounds risky.
   envs.BanditProfessions = _like(envs.Bandit, arms=bandit.PROFESSIONS_TRAIN)

@@ -11,7 +11,7 @@ from configs import default
 
 
 def get_config(model: str = ''):
-  """The defaults, and for the built-in model what its size and its warm-started critic allow."""
+  """The defaults; for the built-in model, settings that suit its size and its warm-started critic."""
   config = default.get_config(model)
   if config.model.preset == 'tiny':
     config.num_iterations = 40

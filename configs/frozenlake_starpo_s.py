@@ -16,7 +16,7 @@ def with_filter(config):
   config.filter.strategy = 'top_k'
   config.filter.value = 0.25
   if config.model.preset == 'tiny':
-    # Larger groups tell better which of them vary; as many episodes.
+    # Larger groups give a better estimate of their deviation; the number of episodes stays the same.
     config.train.groups = 64
     config.train.group_size = 8
   return config

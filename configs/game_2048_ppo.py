@@ -2,7 +2,7 @@
 
 python main.py --config=configs/game_2048_ppo.py:qwen2.5-0.5b
 
-The built-in model has never seen this game, and there is no solver whose play it could be taught.
+The built-in model has never seen this game, and there is no solver to imitate.
 """
 
 from configs import frozenlake_ppo
@@ -13,12 +13,12 @@ def get_config(model: str = ''):
   config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Game2048',)
   config.eval.tags = ('Game2048',)
-  # Tiles appear by chance: some episodes each.
+  # Tiles appear by chance, so each level is played several times.
   config.eval.group_size = 4
   if config.model.preset != 'tiny':
     config.agent.max_response_tokens = 200
     config.agent.max_context = 8192
   if config.model.preset == 'tiny':
-    # A tokenizer that was not made for this game spells its prompts out.
+    # The built-in tokenizer was not made for this game and encodes its prompts byte by byte.
     config.agent.max_context = 4096
   return config

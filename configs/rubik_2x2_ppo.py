@@ -2,7 +2,7 @@
 
 python main.py --config=configs/rubik_2x2_ppo.py:qwen2.5-0.5b
 
-The built-in model has never seen this game. One that has is made from the solver's play, and then trained:
+The built-in model has never seen this game. These commands imitate the solver's play first, and then train:
 
 python main.py --mode=sft --config=configs/rubik_2x2_ppo.py
 python main.py --config=configs/rubik_2x2_ppo.py --config.model.path=runs/rubik_2x2_sft
@@ -16,7 +16,7 @@ def get_config(model: str = ''):
   config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Rubik2x2',)
   config.eval.tags = ('Rubik2x2',)
-  # A level has no luck in it: one episode each.
+  # The game is deterministic, so one episode a level is enough.
   config.eval.group_size = 1
   config.sft.output = 'runs/rubik_2x2_sft'
   config.sft.from_scratch = True
@@ -26,6 +26,6 @@ def get_config(model: str = ''):
   config.sft.value_coef = 1.0
   config.sft.learning_rate = 3e-3
   if config.model.preset == 'tiny':
-    # A tokenizer that was not made for this game spells its prompts out.
+    # The built-in tokenizer was not made for this game and encodes its prompts byte by byte.
     config.agent.max_context = 2048
   return config

@@ -8,10 +8,10 @@ from configs import default
 
 
 def get_config(model: str = ''):
-  """The solver's plays, several packed into a row. Real models get RAGEN's: 1000 levels, five passes in batches of 128.
+  """The solver's play, packed into rows. Pretrained models get RAGEN's settings: 1000 levels, 5 passes, batches of 128.
 
   Args:
-    model: as in configs/default.py; with '-lora' behind it, adapters are trained.
+    model: see configs/default.py.
   """
   config = default.get_config(model)
   config.sft.output = 'runs/sft_frozenlake/model'
@@ -20,7 +20,7 @@ def get_config(model: str = ''):
   config.sft.packing = True
   if config.model.preset == 'tiny':
     config.sft.levels = (4096,)
-    # What the solver would still reach, for the critic of a PPO that begins here.
+    # Trains the value head on the solver's return, for the critic of a later PPO run.
     config.sft.value_coef = 1.0
     config.sft.steps = 300
     config.sft.learning_rate = 2e-3

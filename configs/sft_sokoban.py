@@ -11,12 +11,12 @@ def get_config(model: str = ''):
   """FrozenLake's settings on Sokoban.
 
   Args:
-    model: as in configs/default.py; with '-lora' behind it, adapters are trained.
+    model: see configs/default.py.
   """
   config = sft_frozenlake.get_config(model)
   config.sft.output = 'runs/sft_sokoban/model'
   config.sft.tags = ('SimpleSokoban',)
   config.eval.tags = ('SimpleSokoban',)
-  # A level has no luck in it: one episode each.
+  # The game is deterministic, so one episode a level is enough.
   config.eval.group_size = 1
   return config

@@ -1,4 +1,4 @@
-"""Makes the built-in model: a small Qwen2 taught by noisy demonstrations of FrozenLake, Sokoban and Bandit.
+"""Makes the built-in model: a small Qwen2 trained on noisy demonstrations of FrozenLake, Sokoban and Bandit.
 
 python main.py --mode=sft --config=configs/sft_tiny.py
 """
@@ -7,7 +7,7 @@ from configs import default
 
 
 def get_config():
-  """Fresh weights and tokenizer; a third of the turns is random, and most stop after one action."""
+  """Fresh weights and a fresh tokenizer; a third of the turns is random, and most turns are cut after one action."""
   config = default.get_config()
   config.sft.output = 'ragen_jax/models/tiny'
   config.sft.from_scratch = True

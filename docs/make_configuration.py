@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the comments and values of configs/default.py and environments.py.
 
-The last column of its tables lists what the other configs change.
+The last column of its tables lists the changes of the other configs.
 
 python docs/make_configuration.py
 """
@@ -34,8 +34,8 @@ HEAD = """# Configuration
 
 <!-- Written by `python docs/make_configuration.py`. To change this page, change the comments in configs/. -->
 
-Every field of [configs/default.py](../configs/default.py), with its default and meaning. Each is a flag of
-`main.py`, behind `--config`:
+This page lists every field of [configs/default.py](../configs/default.py) with its default and meaning. Each field is
+a flag of `main.py`, with the prefix `--config.`:
 
 ```
 python main.py --config=configs/frozenlake_ppo.py --config.algorithm.clip_ratio_high=0.3 --workdir=runs/wider
@@ -44,8 +44,8 @@ python main.py --config=configs/frozenlake_ppo.py --config.train.tags="('FrozenL
 
 A value that is not allowed is refused with an error of one line, before anything is compiled. The other files of
 [configs](../configs) change some fields; the last column lists the new values and the configs that set them, by the
-NAME of `configs/NAME.py`. A suffix of the file's name selects another model than the built-in one, and sets the values
-that are listed for pretrained models:
+NAME of `configs/NAME.py`. A suffix of the file's name selects a pretrained model instead of the built-in model, and
+sets the values that are listed for pretrained models:
 
 ```
 python main.py --config=configs/frozenlake_ppo.py:qwen2.5-0.5b
@@ -110,7 +110,7 @@ def _target(node: ast.stmt, prefix: str = 'config.') -> str | None:
 
 
 def _comment(lines: list[str], at: int) -> str:
-  """The comment that ends right above a line, as one line; a section's head stays on a line of its own."""
+  """The comment that ends directly above a line, as one line; a section's head stays on a separate line."""
   found = []
   while lines[at - 1].strip().startswith('#'):
     at -= 1
@@ -123,7 +123,7 @@ def _comment(lines: list[str], at: int) -> str:
 
 
 def _heading(text: str) -> tuple[str, str]:
-  """A section's title and what follows it."""
+  """A section's title and the text after it."""
   if not text.startswith('-- '):
     return '', text
   title, _, rest = text.removeprefix('-- ').partition('\n')
@@ -131,7 +131,7 @@ def _heading(text: str) -> tuple[str, str]:
 
 
 def _environments(config: ConfigDict, changes: dict[str, str]) -> list[str]:
-  """The parts of the page that environments.py gives, one per tag."""
+  """The parts of the page about the environments, one for each tag."""
   lines, body = _function('environments.py', 'by_tag')
   found = [(node, _target(node, 'envs.')) for node in body]
   return [
@@ -161,7 +161,7 @@ def _environment(
 
 
 def _plain_value(value: Any, source: ast.expr | None = None) -> str:
-  """A value as Python writes it, or the way it is written in the file where that is shorter to read."""
+  """A value as Python writes it, or as the file writes it if that is shorter."""
   text = repr(value)
   return ast.unparse(source) if source is not None and len(text) > (10 if isinstance(value, float) else 60) else text
 
@@ -171,13 +171,13 @@ def _value(value: Any, source: ast.expr) -> str:
 
 
 def _escape(text: str) -> str:
-  """Text for Markdown: outside of code, what looks like a tag is shown."""
+  """Text for Markdown: characters that look like a tag are escaped outside of code."""
   parts = re.split(r'(`[^`]*`)', text)
   return ''.join(p if p.startswith('`') else p.replace('<', '&lt;').replace('>', '&gt;') for p in parts)
 
 
 def _table(rows: list[tuple[str, str, str, str]], prefix: str) -> str:
-  """Rows of field, default, meaning and changes; the last column only where there are any."""
+  """A table of field, default, meaning and changes; the last column is omitted if there are no changes."""
   head = ['Field', 'Default', 'Meaning', 'Changed by']
   cells = [[f'`{prefix}{field}`', value, _escape(text), changed] for field, value, text, changed in rows]
   if not any(row[3] for row in cells):

@@ -1,9 +1,9 @@
 """RAGEN in JAX: multi-turn reinforcement learning of language-model agents (StarPO).
 
-`import ragen_jax` by itself imports nothing else; a name of `__all__` comes from its module when it is first used.
-docs/api.md shows how they go together.
+`import ragen_jax` imports no other module; the module of a name in `__all__` is imported when the name is first used.
+docs/api.md shows how the names work together.
 
-The letters of array shapes, everywhere in this package:
+The letters of array shapes in this package:
 
   B  trajectories, P prompt groups times G members      T  columns of the token timeline
   S  columns of the key/value cache                     L  layers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
   from ragen_jax.training.trainer import Trainer
   from ragen_jax.utils.errors import UserError
 
-# transformers is here for its tokenizers and need not advise to install PyTorch.
+# transformers is used for its tokenizers only; its advice to install PyTorch is turned off.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 __all__ = [

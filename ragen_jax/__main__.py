@@ -1,4 +1,4 @@
-"""The command line: `python main.py` in the repository, `ragen-jax` or `python -m ragen_jax` where it is installed.
+"""The command line: `python main.py` in the repository, `ragen-jax` or `python -m ragen_jax` if it is installed.
 
 python main.py --config=configs/frozenlake_ppo.py
 """
@@ -16,7 +16,7 @@ from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
 from ragen_jax.utils.errors import UserError
 
-# -- Modes. Each imports its module when it starts, so that --help and a misspelt flag answer at once. -----------------
+# -- Modes. Each imports its module when it starts, so that --help and errors about flags appear at once. --------------
 
 
 def _train(config: ConfigDict, workdirs: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def _plot(config: ConfigDict, workdirs: Sequence[str]) -> None:
   plot(workdirs, _OUTPUT.value)
 
 
-# Name -> function of the config and the workdirs, and what --help says.
+# Name -> function of the config and the workdirs, and its description in --help.
 MODES: dict[str, tuple[Callable[[ConfigDict, Sequence[str]], None], str]] = {
   'train': (_train, 'train a policy, or resume the run in --workdir'),
   'eval': (_evaluate, 'evaluate a checkpoint and baselines'),
@@ -101,14 +101,14 @@ _OUTPUT = flags.DEFINE_string(
   'Directory of the figures (--mode=plot). The default is plots/ in the workdir; for several runs, next to the first.',
 )
 _COORDINATOR = flags.DEFINE_string(
-  'coordinator', None, "HOST:PORT of the first process, for a run of several; 'auto' on TPU pods and Slurm."
+  'coordinator', None, "HOST:PORT of the first process, for several processes; 'auto' on TPU pods and Slurm."
 )
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes; not with --coordinator=auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Index of this process, from 0; not with --coordinator=auto.')
 
 
 def main(argv: list[str]) -> None:
-  """Connects the processes and starts the mode, after the flags are parsed."""
+  """Connects the processes and starts the mode; called after the flags are parsed."""
   if len(argv) > 1:
     raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
   if not flags.FLAGS['verbosity'].present:
@@ -124,10 +124,10 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-  """Runs `main`.
+  """Runs `main` and sets the exit status.
 
-  An error of the user is one line and exit status 2, numbers that are not finite one line and status 1; a signal is
-  status 130 or 143.
+  A `UserError` is written as one line, with its status (2; 1 for numbers that are not finite). SIGINT gives the status
+  130, SIGTERM 143.
   """
   command_line.set_up_logging()
   command_line.show_in_help(_CONFIG, _MODE, _WORKDIR, _OUTPUT, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
@@ -138,7 +138,7 @@ def run() -> None:
       sys.stderr.write(f'error: {e}\n')
     processes.leave(e.status, together=e.everywhere)
   except KeyboardInterrupt as e:
-    resumable = 'interrupted; the same command goes on from the last checkpoint, if there is one'
+    resumable = 'interrupted; the same command resumes from the last checkpoint, if there is one'
     sys.stderr.write((resumable if _MODE.value in _RESUMABLE else 'interrupted') + '\n')
     processes.leave(getattr(e, 'status', 130))
 

@@ -21,12 +21,12 @@ def load_config(file: str, fields: Mapping[str, Any] | None = None) -> ConfigDic
   """The config that `main.py --config=FILE --config.FIELD=VALUE` reads.
 
   Args:
-    file: the name of a shipped config, such as 'frozenlake_ppo', or the path of a file; ':NAME' at the end chooses
+    file: the name of a shipped config, such as 'frozenlake_ppo', or the path of a file; the suffix ':NAME' selects
       another model.
     fields: values by dotted name, such as 'train.groups'.
 
   Returns:
-    The config, locked: its fields can be set, and setting any other name is an error.
+    The locked config: its fields can be set; setting any other name is an error.
 
   Raises:
     UserError: there is no such file or field, or a value has the wrong type.
@@ -39,7 +39,7 @@ def load_config(file: str, fields: Mapping[str, Any] | None = None) -> ConfigDic
     for section in sections:
       at = at[section]
     old = at[name]
-    # Python takes True for a number, and the config takes None for anything.
+    # Python treats True as a number, and the config accepts None for any field.
     wrong = value is None or (type(old) in (int, float) and isinstance(value, bool))
     if isinstance(old, ConfigDict) or wrong:
       raise UserError(f'{field}={value!r}: {_allowed(old)}')
@@ -57,11 +57,11 @@ def _allowed(old: Any) -> str:
 
 
 def make_env(env_type: str, **options: Any) -> Environment | TextEnvironment:
-  """An environment.
+  """Makes an environment.
 
   Args:
     env_type: a name of `ragen_jax.envs.TYPES`, such as 'frozen_lake', or 'package.module:ClassName'.
-    **options: fields of its class; fields that are not given keep their defaults.
+    **options: fields of its class; missing fields have their defaults.
 
   Raises:
     UserError: the type or an option does not exist, or a value is not allowed.
@@ -78,16 +78,16 @@ def train_on(
   budget: Budget | None = None,
   max_words: int = 100,
 ) -> None:
-  """Makes a config train and evaluate on these environments, instead of those that it names.
+  """Changes a config to train and evaluate on the given environments instead of its own.
 
   Args:
-    config: the run's; `envs`, `train.tags` and `eval.tags` are changed, with equal shares for all tags.
-    environments: by tag, which is part of the names of their metrics.
+    config: the run's config; `envs`, `train.tags` and `eval.tags` are changed, with equal shares for all tags.
+    environments: tag -> environment; the tag is part of the names of the metrics.
     budget: turns and actions of an episode; None for 5 turns, 10 actions, and 5 actions a turn.
-    max_words: the length of a reply that the prompt asks for.
+    max_words: the reply length that the prompt requests.
 
   Raises:
-    UserError: a class cannot be imported by its name, which is what the config and the run's record hold.
+    UserError: a class cannot be imported by its name; the config stores the name only.
   """
   budget = budget or Budget()
   sections = {}
@@ -103,7 +103,7 @@ def train_on(
     sections[tag] = {'type': env_type, **options, **dataclasses.asdict(budget), 'max_words': max_words}
   with config.unlocked():
     for tag, section in sections.items():
-      if tag in config.envs:  # else its fields would have to keep their types
+      if tag in config.envs:  # otherwise the new fields would need the types of the old ones
         del config.envs[tag]
       config.envs[tag] = section
   for part in (config.train, config.eval):
@@ -117,10 +117,10 @@ def _type_name(cls: type) -> str:
 
 
 def load_policy(config: ConfigDict) -> LanguageModel:
-  """Checks the whole config and loads the language model that a run begins with.
+  """Checks the whole config and loads the initial language model of a run.
 
   Raises:
-    UserError: a field has a value that cannot be run, or the checkpoint does not exist.
+    UserError: a field has a value that is not allowed, or the checkpoint does not exist.
   """
   check_config(config)
   return build.load_policy(config)

@@ -1,7 +1,7 @@
-"""From a config to the parts of a run.
+"""Makes the parts of a run from its config.
 
-Settings dataclasses stand beside the classes that take them and have no defaults; `fill` fills them by name from a
-section of the config. Nothing below this module sees a `ConfigDict`; above it, only checks and modes do.
+A settings dataclass has no defaults and is defined next to the class that takes it; `fill` fills it by field name from
+a section of the config. No module of a lower layer uses a `ConfigDict`.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
 def env_groups(
   config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
 ) -> list[EnvSpec]:
-  """The environments behind tags.
+  """Makes the environments of some tags.
 
   Args:
-    config: the run's; reads `envs`.
+    config: the run's config; reads `envs`.
     tags: names in `config.envs`.
-    groups: prompt groups of each.
-    field: where the tags come from, for the error.
+    groups: number of prompt groups of each tag.
+    field: the config's field with the tags, for errors.
 
   Raises:
     UserError: a tag or an option is not known, or has a value that is not allowed.
@@ -91,7 +91,7 @@ def env_groups(
     env_type = options.pop('type', None)
     if not isinstance(env_type, str):
       raise UserError(f'envs.{tag}.type={env_type!r}: must name an environment, such as {", ".join(registry.TYPES)}')
-    # What is missing reads as None.
+    # Missing fields are None.
     numbers = {name: options.pop(name, None) for name in (*_BUDGET_FIELDS, 'max_words')}
     for name, value in numbers.items():
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -108,17 +108,17 @@ def env_groups(
 
 
 def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
-  """How many prompt groups each tag plays: `tag_groups`, or equal shares of `groups` where that is empty.
+  """The number of prompt groups of each tag: `tag_groups`, or equal shares of `groups` if `tag_groups` is empty.
 
   Args:
     section: `config.train` or `config.eval`.
-    name: which of them, for the errors.
+    name: name of the section, for errors.
 
   Returns:
-    One number a tag, in the order of `section.tags`; they add up to `section.groups`.
+    One number for each tag, in the order of `section.tags`; they add up to `section.groups`.
 
   Raises:
-    UserError: no tag or one named twice, or numbers that do not fit the tags and the groups.
+    UserError: there is no tag, a tag is named twice, or the numbers do not fit the tags and the groups.
   """
   tags, counts, total = tuple(section.tags), tuple(section.tag_groups), section.groups
   if not tags:
@@ -143,12 +143,12 @@ def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
 
 
 def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvSpec]) -> ContextManager:
-  """The prompts of a run."""
+  """Makes the context manager, which writes the prompts of a run."""
   return ContextManager(tokenizer, specs, fill(ContextSettings, config.agent))
 
 
 def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
-  """The bounds of the episodes of some environments, in turns and in tokens."""
+  """The limits of episodes in some environments, in turns and in tokens."""
   max_turns = max(s.budget.max_turns for s in specs)
   return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step)
 
@@ -161,24 +161,24 @@ def agent_proxy(
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> AgentProxy:
-  """The rollout loop over a batch of environments. Levels in `held_out` are replaced, if the game has enough levels."""
+  """Makes the rollout loop over a batch of environments; `EnvStateManager` describes `held_out`."""
   share = sampler.share
   envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
   return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)
 
 
 def sampling(section: ConfigDict) -> Sampling:
-  """How `config.train` or `config.eval` draws tokens."""
+  """The sampling settings of `config.train` or `config.eval`."""
   return Sampling(section.temperature, section.top_p, section.top_k)
 
 
 def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
-  """How levels are played in the evaluations of a run."""
+  """The settings of the evaluations of a run."""
   return fill(EvaluationSettings, config.eval, episodes=config.logging.episodes)
 
 
 def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
-  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
+  """Makes the evaluator on the levels of `config.eval`; it plays nothing before its first call."""
   specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
   return Evaluator(evaluation_settings(config), proxy, model.sampler)
@@ -191,7 +191,7 @@ def held_out_levels(config: ConfigDict) -> set[bytes]:
 
 
 def compute_dtype(config: ConfigDict) -> Any:
-  """The type of computations."""
+  """The dtype of computations."""
   if config.model.dtype == 'auto':
     return jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
   return jnp.dtype(config.model.dtype)
@@ -201,7 +201,7 @@ def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
   """The adapters of `config.lora`; None if they are off.
 
   Raises:
-    UserError: unknown targets.
+    UserError: a target is unknown.
   """
   try:
     targets = lora.parse_targets(config.lora.targets)
@@ -211,7 +211,7 @@ def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
 
 
 def load_policy(config: ConfigDict) -> LanguageModel:
-  """The language model that a run begins with, see `language_model.load`."""
+  """Loads the initial language model of a run, see `language_model.load`."""
   a = config.algorithm
   settings = fill(
     ModelSettings,
@@ -226,18 +226,18 @@ def load_policy(config: ConfigDict) -> LanguageModel:
 
 
 def steps_per_iteration(config: ConfigDict) -> int:
-  """Optimiser steps of an iteration whose filter keeps everything."""
+  """Number of optimiser steps of an iteration whose filter keeps all groups."""
   rows = config.train.groups * config.train.group_size
   return config.algorithm.ppo_epochs * (rows // config.optimizer.mini_batch_size)
 
 
 def make_trainer(config: ConfigDict, model: LanguageModel, held_out: frozenset[bytes] = frozenset()) -> Trainer:
-  """The trainer of a run.
+  """Makes the trainer of a run.
 
   Args:
-    config: the run's.
-    model: where training begins.
-    held_out: levels that are never trained on (`Evaluator.held_out`).
+    config: the run's config.
+    model: the initial model.
+    held_out: levels that are not trained on (`Evaluator.held_out`); games with very few levels keep them.
   """
   specs = env_groups(config, tuple(config.train.tags), group_counts(config.train, 'train'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
@@ -245,7 +245,7 @@ def make_trainer(config: ConfigDict, model: LanguageModel, held_out: frozenset[b
 
 
 def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -> TrainerSettings:
-  """The settings of `make_trainer`; `max_turns` is the largest number of replies of an episode."""
+  """The settings of `make_trainer`; `max_turns` is the maximum number of replies of an episode."""
   a = config.algorithm
   estimator = ESTIMATORS[a.adv_estimator]
   roles = {'needs_critic': estimator.needs_critic, 'records_values': model.sampler.values}
@@ -295,12 +295,12 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
 
 
 def scoring_settings(config: ConfigDict, model: LanguageModel, temperature: float) -> ScoringSettings:
-  """How the update scores tokens that were drawn with a temperature."""
+  """The settings for scoring tokens that were sampled with this temperature."""
   return fill(ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size)
 
 
 def loss_settings(config: ConfigDict, model: LanguageModel) -> LossSettings:
-  """The loss of a run; 0 is off for the bounds of `config.algorithm`, where the loss takes None."""
+  """The loss settings of a run. Bounds of `config.algorithm` that are 0 (off) become None."""
   a = config.algorithm
   return fill(
     LossSettings,
@@ -314,19 +314,19 @@ def loss_settings(config: ConfigDict, model: LanguageModel) -> LossSettings:
 
 
 def make_probes(config: ConfigDict, trainer: Trainer) -> Probes:
-  """The diagnostics of `config.monitor` that cost passes of their own."""
+  """Makes the diagnostics of `config.monitor` that need additional passes."""
   return Probes(fill(ProbeSettings, config.monitor, think=config.agent.think), trainer)
 
 
 def make_monitor(config: ConfigDict) -> Monitor:
-  """The watch for a collapse."""
+  """Makes the monitor, which detects a collapse."""
   m = config.monitor
   rules = {'early_stop': fill(EarlyStopSettings, m), 'echo_trap_rules': fill(EchoTrapSettings, m)}
   return Monitor(fill(MonitorSettings, m, **rules))
 
 
 def log_settings(config: ConfigDict) -> LogSettings:
-  """What a run shows of its episodes and evaluations."""
+  """The settings of the log of episodes and evaluations."""
   return fill(
     LogSettings,
     config.logging,
@@ -337,7 +337,7 @@ def log_settings(config: ConfigDict) -> LogSettings:
 
 
 def run_settings(config: ConfigDict) -> RunSettings:
-  """The course of a run, and its row of TensorBoard's table: the fields that the run reads."""
+  """The schedule of a run, and its row of TensorBoard's table, with the fields that the run reads."""
   splits = ('val-env', 'val-greedy') if config.eval.greedy_too else ('val-env',)
   return fill(
     RunSettings,
@@ -354,7 +354,7 @@ def run_settings(config: ConfigDict) -> RunSettings:
 
 
 def export_settings(config: ConfigDict, model: LanguageModel) -> ExportSettings:
-  """How `config.export` writes a policy."""
+  """The settings of `config.export` for writing a policy."""
   hub_name = None if config.model.path else presets.PRESETS.get(config.model.preset)
   return fill(
     ExportSettings,

@@ -1,6 +1,6 @@
 """StarPO: roll out, select, estimate advantages, update, evaluate, save. Start reading here.
 
-Each step stands in a module of its own:
+Each step has its own module:
 
   roll out    agent/agent_proxy.py       episodes in the environments, played by the policy
   select      training/selection.py      the prompt groups that the filter keeps
@@ -37,7 +37,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
   """Trains a policy, or resumes the run in `workdir`.
 
   Args:
-    config: the run's, see configs/default.py.
+    config: the run's config, see configs/default.py.
     workdir: the directory of the run's checkpoints, metrics and TensorBoard files.
 
   Returns:
@@ -107,7 +107,7 @@ def _train(config: ConfigDict, workdir: str) -> None:
 
 @contextlib.contextmanager
 def _claim(config: ConfigDict, workdir: str) -> Iterator[None]:
-  """Checks the config, and ties the workdir to it and to this process for as long as the context is open."""
+  """Context manager: checks the config, records it in the workdir, and locks the workdir for this process."""
   with contextlib.ExitStack() as stack:
     with processes.same_errors():
       check_config(config)

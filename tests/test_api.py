@@ -67,7 +67,7 @@ def test_a_config_is_that_of_the_command_line():
   ('file', 'fields', 'message'),
   [
     ('configs/none.py', {}, r'^configs/none\.py: there is no such file'),
-    ('README.md', {}, r'^README\.md: is no Python file'),
+    ('README.md', {}, r'^README\.md: is not a Python file'),
     ('configs/sft_tiny.py:big', {}, r'has no variants'),
     (CONFIG, {'train.gruops': 8}, r"^train\.gruops: config\.train has no field 'gruops'; did you mean 'groups'"),
     (CONFIG, {'train.groups': '8'}, r"^train\.groups='8': must be a whole number, like the 128 of the config"),
@@ -88,7 +88,7 @@ def test_what_is_no_config_is_refused_in_one_line(monkeypatch, file, fields, mes
 @pytest.mark.parametrize(
   ('env_type', 'options', 'message'),
   [
-    ('frozen_lake', {'siez': 5}, r'siez is no option of frozen_lake; allowed: size'),
+    ('frozen_lake', {'siez': 5}, r'siez is not an option of frozen_lake; allowed: size'),
     ('frozen_lake', {'size': 1}, r'size=1; allowed: integers of at least 2'),
     ('lake', {}, r"type='lake'; allowed: frozen_lake"),
   ],

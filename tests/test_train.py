@@ -59,7 +59,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tm
   with caplog.at_level('WARNING'):
     train.train_and_evaluate(builders.small_config(num_iterations=3, **fields), str(damaged))
   (warning,) = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
-  assert warning.startswith('checkpoint of step 2 is damaged (') and warning.endswith('going on from step 1')
+  assert warning.startswith('checkpoint of step 2 is damaged (') and warning.endswith('resuming from step 1')
   assert (damaged / 'damaged_checkpoints' / '2').is_dir()
   assert _comparable(damaged) == _comparable(tmp_path / 'whole')  # floats, to the last bit
 

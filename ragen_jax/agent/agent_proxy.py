@@ -1,4 +1,4 @@
-"""The loop that plays episodes: reset, reply, parse, step, record, for the rows that replied, until all are over."""
+"""The loop that plays episodes: reset; then reply, parse, step and record for the rows that replied, until all end."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class AgentProxy:
   Attributes:
     envs: the environments.
     context: writes the prompts and reads the replies.
-    limits: of the episodes.
+    limits: the limits of an episode.
   """
 
   def __init__(self, envs: EnvStateManager, context: ContextManager, limits: Limits, *, share: RowShare | None = None):
-    """Puts the parts together; nothing runs before `rollout`.
+    """Combines the parts; nothing runs before `rollout`.
 
     Args:
       envs: the environments, or this process's share of them.
-      context: with the same environments.
-      limits: of the episodes.
-      share: the rows that this process plays, which `rollout` joins with those of the others. None for a rollout that
-        is this process's alone.
+      context: the prompts and replies of the same environments.
+      limits: the limits of an episode.
+      share: the rows that this process plays; `rollout` joins them with the rows of the other processes. None if this
+        process plays all rows.
     """
     self.envs = envs
     self.context = context
@@ -43,19 +43,19 @@ class AgentProxy:
   def rollout(
     self, speaker: Speaker, first_seed: int, *, policy_version: int = 0, pictured: Collection[int] = ()
   ) -> Rollout:
-    """Plays one episode a row. With a share of the rows each process plays its own, and all return the whole.
+    """Plays one episode in each row. If processes share the rows, each plays its own, and all return the whole rollout.
 
     Args:
       speaker: gives the replies.
-      first_seed: of the levels, see `EnvStateManager.reset`.
-      policy_version: number of updates behind the speaker's weights, kept in the trajectory.
+      first_seed: seed of the first level, see `EnvStateManager.reset`.
+      policy_version: number of updates that led to the speaker's weights; recorded in the trajectory.
       pictured: rows of the whole batch whose boards are drawn, for the viewer.
 
     Returns:
       The `Rollout`.
 
     Raises:
-      UserError: a first prompt does not fit into the context of a speaker with tokens.
+      UserError: the speaker writes tokens, and a first prompt does not fit into the context.
     """
     envs, context = self.envs, self.context
     observations = envs.reset(first_seed)
@@ -78,10 +78,10 @@ class AgentProxy:
     Skips batches with external environments: a reset there may have side effects.
 
     Args:
-      first_seed: of the levels.
+      first_seed: seed of the first level.
 
     Raises:
-      UserError: one does not fit.
+      UserError: a first prompt does not fit.
     """
     if self.envs.has_outside:
       return

@@ -29,22 +29,22 @@ _CACHED_SEGMENTS = 65536
 class ChatTokenizer:
   """A Hugging Face tokenizer and ChatML, the format of the Qwen family.
 
-  A conversation is cut at the ends of replies. Every piece begins behind a special token and ends with the text that
-  opens the next reply, so the ids of the pieces, concatenated, are the ids of the whole.
+  A conversation is cut after each reply. Every piece begins after a special token and ends with the text that opens the
+  next reply, so the concatenated ids of the pieces are the ids of the whole conversation.
 
   Attributes:
-    stop_ids: ids that end a reply; the first is the one of the chat format.
+    stop_ids: ids that end a reply; the first is the stop token of the chat format.
     pad_id: id for unused columns.
-    size: number of ids; ids from here on are not tokens of this tokenizer.
-    specials: texts of special tokens, which plain text must not hold.
+    size: number of ids; larger ids are not tokens of this tokenizer.
+    specials: texts of special tokens, which plain text must not contain.
   """
 
   def __init__(self, directory: str | Path, *, images: bool = False):
     """Reads the tokenizer in a model directory.
 
     Args:
-      directory: with tokenizer.json.
-      images: whether the model beside it reads images.
+      directory: a directory with tokenizer.json.
+      images: whether the model in the directory reads images.
 
     Raises:
       UserError: the directory has no tokenizer, or the tokenizer lacks the tokens of ChatML or, with `images`, of
@@ -73,10 +73,10 @@ class ChatTokenizer:
     return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
   def encode_segments(self, segments: Segments) -> Encoded:
-    """Segments to ids, and the columns of the images among them.
+    """Encodes segments as ids, with the columns of their images.
 
     Raises:
-      UserError: there is an image, and the model reads none.
+      UserError: there is an image, and the model reads no images.
     """
     ids: tuple[int, ...] = ()
     images = []
@@ -95,11 +95,11 @@ class ChatTokenizer:
     return Encoded(ids, tuple(images))
 
   def decode(self, ids) -> str:
-    """Ids to text, special tokens shown."""
+    """The text of ids, including special tokens."""
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def decode_batch(self, rows: list[list[int]]) -> list[str]:
-    """`decode` for many."""
+    """`decode` for many rows."""
     return self._backend.decode_batch(rows, skip_special_tokens=False)
 
   def opening(self, system: str, user: Observation, reply_prefix: str) -> Segments:
@@ -107,12 +107,12 @@ class ChatTokenizer:
     return join(f'{_IM_START}system\n{system}{_IM_END}\n', self._user(user, reply_prefix))
 
   def following(self, user: Observation, reply_prefix: str, *, closed: bool) -> Segments:
-    """What stands between two replies.
+    """The segments between two replies.
 
     Args:
       user: the user's message.
       reply_prefix: the part of the next reply that is forced.
-      closed: the reply before ended with the format's stop token; else the token is added here.
+      closed: the previous reply ended with the format's stop token; otherwise the token is added here.
     """
     return join('' if closed else _IM_END, '\n', self._user(user, reply_prefix))
 
@@ -121,9 +121,9 @@ class ChatTokenizer:
     """The text before a reply of any conversation.
 
     Args:
-      messages: (role, text) of the messages between the reply before, which is closed, and this one.
+      messages: (role, text) of the messages between the previous reply, which is closed, and this reply.
       reply_prefix: the part of the reply that is forced.
-      first: there is no reply before.
+      first: this is the first reply.
     """
     written = ''.join(f'{_IM_START}{role}\n{text}{_IM_END}\n' for role, text in messages)
     return f'{"" if first else chr(10)}{written}{_IM_START}assistant\n{reply_prefix}'

@@ -1,4 +1,4 @@
-"""Observations to prompts, replies to actions. The rules and limits in a prompt come from the environment itself."""
+"""Turns observations into prompts, and replies into actions. Rules and limits in a prompt come from the environment."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ragen_jax.utils.errors import UserError
 
 CONTEXTS = ('full', 'limited_multi_turn', 'single_turn')
 OVERLONG = ('end', 'drop_oldest')
-# Stands in a conversation where a reply never came: a chat format wants something between two messages of the user.
+# Takes the place of a lost reply, because a chat format requires a reply between two messages of the user.
 NO_REPLY = '(no reply)'
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextSettings:
-  """The form of replies, and how much of an episode the policy sees when it replies.
+  """The form of replies, and the part of an episode that the policy sees.
 
   Attributes:
     think: replies have a `<think>` part before the answer.
@@ -39,7 +39,7 @@ class ContextSettings:
     action_sep: the separator between the actions of a turn.
     context: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last
       turns, one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
-    context_turns: turns that the latter two show, the present one included.
+    context_turns: number of turns that the latter two show, including the current turn.
     overlong: the rule for a prompt that does not fit: 'end' ends the episode; 'drop_oldest' drops its oldest turns, and
       with 'full' begins a new row.
   """
@@ -59,7 +59,7 @@ class ParsedReply:
   Attributes:
     actions: parsed actions that exist, at most `max_actions_per_turn`.
     names: their names.
-    valid: the form is right, there is an action, and every action named exists.
+    valid: the form is right, there is an action, and all named actions exist.
   """
 
   actions: tuple[Any, ...]
@@ -73,8 +73,8 @@ class Prompt:
 
   Attributes:
     ids: i32 ids.
-    fresh: they begin a new row rather than continue the row so far.
-    images: the images among them; columns count from the first id.
+    fresh: whether the tokens begin a new row, instead of continuing the current row.
+    images: the images among the tokens; columns count from the first id.
   """
 
   ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class ContextManager:
   """Writes the prompts of a rollout and reads its replies.
 
   Attributes:
-    tokenizer: with its chat format.
+    tokenizer: the tokenizer with the chat format.
     settings: the form of replies and the context policy.
     reply_prefix: the part of every reply that is forced.
   """
@@ -95,7 +95,7 @@ class ContextManager:
     """Prepares the fixed parts of the prompts.
 
     Args:
-      tokenizer: with its chat format.
+      tokenizer: the tokenizer with the chat format.
       specs: the environments of the rollout.
       settings: the form of replies and the context policy.
     """
@@ -112,18 +112,18 @@ class ContextManager:
 
     Args:
       env: index of the environment.
-      observation: of its fresh level.
+      observation: the first observation of the level.
       actions_left: actions that the episode still has.
     """
     return self._open(self._task_and_turn(env, 0, observation, actions_left))
 
   def next_prompt(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Encoded:
-    """The continuation of the whole conversation: from the last reply, or from nothing, up to the next reply.
+    """The continuation of the whole conversation from the last reply (or from the start) up to the next reply.
 
     Args:
       env: index of the environment.
-      past: the episode's turns so far; only the last one and their number are read.
-      observation: the environment's, now.
+      past: the episode's turns so far; only their number and the last turn are read.
+      observation: the current observation.
       actions_left: actions that the episode still has.
     """
     if not past:
@@ -135,18 +135,18 @@ class ContextManager:
   def prompt(
     self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int, *, used: int, room: int
   ) -> Prompt | None:
-    """The tokens to feed before the next reply, by the context policy.
+    """The tokens to feed before the next reply, according to the context policy.
 
     Args:
       env: index of the environment.
       past: the episode's turns so far.
-      observation: the environment's, now.
+      observation: the current observation.
       actions_left: actions that the episode still has.
       used: columns of the row so far.
-      room: the most columns that may be used before the reply.
+      room: maximum number of columns before the reply.
 
     Returns:
-      The prompt; None where it does not fit.
+      The prompt; None if it does not fit.
     """
     settings = self.settings
     if not past:
@@ -174,7 +174,7 @@ class ContextManager:
     """Checks that the first prompt of an environment and a reply to it fit into the context.
 
     Raises:
-      UserError: they do not, whatever the context policy.
+      UserError: they do not fit under any context policy.
     """
     length = len(self.first_prompt(env, observation, actions_left).ids)
     if length > limits.room:
@@ -186,19 +186,20 @@ class ContextManager:
   # -- prompts in messages ---------------------------------------------------------------------------------------------
 
   def messages(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Chat:
-    """The content of `prompt` as messages, for a policy that has a chat format of its own.
+    """The content of `prompt` as messages, for a policy with its own chat format.
 
     Args:
       env: index of the environment.
       past: the episode's turns so far; their ids are not read.
-      observation: the environment's, now.
+      observation: the current observation.
       actions_left: actions that the episode still has.
 
     Returns:
-      Messages with `role` and `content`, the last of them the user's. No length limit and no forced reply prefix.
+      Messages with `role` and `content`; the last message is the user's. There is no length limit and no forced reply
+      prefix.
 
     Raises:
-      ValueError: an observation holds an image.
+      ValueError: an observation contains an image.
     """
     settings = self.settings
     shown = len(past) if settings.context == 'full' else min(settings.context_turns - 1, len(past))
@@ -217,19 +218,19 @@ class ContextManager:
   # -- replies ---------------------------------------------------------------------------------------------------------
 
   def format_reply(self, actions: Sequence[str], thought: str = '') -> str:
-    """A reply of the right form as the policy samples it, which is without the forced prefix."""
+    """A reply of the right form as the policy samples it, without the forced prefix."""
     settings = self.settings
     whole = templates.format_reply(thought, actions, think=settings.think, action_sep=settings.action_sep)
     return whole.removeprefix(self.reply_prefix)
 
   def reply_texts(self, replies: list[list[int]]) -> list[str]:
-    """Sampled ids, stop tokens left out, to whole replies with their forced prefix."""
+    """The whole replies of sampled ids: with the forced prefix, without stop tokens."""
     stops = set(self.tokenizer.stop_ids)
     cut = [ids[:-1] if ids and ids[-1] in stops else ids for ids in replies]
     return [self.reply_prefix + text for text in self.tokenizer.decode_batch(cut)]
 
   def parse(self, env: int, text: str) -> ParsedReply:
-    """Reads a reply. Text after the answer is ignored; a reply that never closes its answer has no actions."""
+    """Parses a reply. Text after the answer is ignored; a reply without the end of its answer has no actions."""
     answer = templates.read_answer(text, think=self.settings.think)
     if answer is None:
       return ParsedReply((), (), False)
@@ -259,13 +260,13 @@ class ContextManager:
     return join(templates.reward_line(reward), self._turn(env, turn, observation, actions_left))
 
   def _open(self, user: Segments) -> Encoded:
-    """Tokens of a conversation with one message of the user."""
+    """The tokens of a conversation with one message of the user."""
     return self.tokenizer.encode_segments(self.tokenizer.opening(templates.SYSTEM, user, self.reply_prefix))
 
   def _exchanges(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
   ) -> list[tuple[Segments, Turn | None]]:
-    """The user's messages of the last `shown` turns and the present one, each with the turn that replied to it."""
+    """The user's messages of the last `shown` turns and the current turn, each with the turn that replied to it."""
     first = len(past) - shown
     states = [(t.observation, t.actions_left) for t in past[first:]] + [(observation, actions_left)]
     messages = [self._task_and_turn(env, first, *states[0])]
@@ -276,7 +277,7 @@ class ContextManager:
   def _conversation(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
   ) -> Encoded:
-    """The conversation of the last `shown` turns and the present one, replies as they were sampled."""
+    """The conversation of the last `shown` turns and the current turn, with replies as they were sampled."""
     exchanges = self._exchanges(env, past, shown, observation, actions_left)
     segments = self.tokenizer.opening(templates.SYSTEM, exchanges[0][0], self.reply_prefix)
     for (_, before), (user, _) in itertools.pairwise(exchanges):
@@ -292,7 +293,7 @@ class ContextManager:
   def _summary_text(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
   ) -> Segments:
-    """One message: the task, the actions and rewards of the last `shown` turns, and the present turn."""
+    """One message: the task, the actions and rewards of the last `shown` turns, and the current turn."""
     first = len(past) - shown
     memory: Segments = ()
     for i, turn in enumerate(past[first:], start=first):

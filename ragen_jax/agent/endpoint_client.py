@@ -1,7 +1,7 @@
 """Requests to an OpenAI-compatible server, through the `openai` package.
 
-The package builds and sends requests, and tells errors apart. On top of it, the time and the size of a whole answer are
-limited, no redirect is followed, and the key appears in no message.
+The package builds and sends requests and classifies errors. This module also limits the time and the size of a whole
+answer, follows no redirects, and keeps the key out of all messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragen_jax.utils.errors import UserError
 _KEY = 'OPENAI_API_KEY'
 _RETRIED_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _RATE_LIMIT_STATUS = (429, 503)
-# Errors of the HTTP library before a connection; by name, as its module differs between versions of openai.
+# Names of the HTTP library's errors before a connection; the library's module differs between versions of openai.
 _NO_CONNECTION = ('ConnectError', 'ConnectTimeout', 'ProxyError', 'UnsupportedProtocol')
 _LARGEST_ANSWER = 1 << 20
 
@@ -33,10 +33,10 @@ class EndpointSettings:
   Attributes:
     endpoint: base address with the version, such as 'http://localhost:8000/v1'.
     endpoint_model: name of the model on the server.
-    endpoint_max_tokens: most tokens of a reply; 0 leaves the limit to the server.
-    endpoint_timeout: seconds that one answer may take.
-    endpoint_workers: requests at the same time.
-    endpoint_tries: requests for one reply.
+    endpoint_max_tokens: maximum tokens of a reply; 0 uses the server's limit.
+    endpoint_timeout: time limit of one answer, in seconds.
+    endpoint_workers: number of simultaneous requests.
+    endpoint_tries: maximum number of requests for one reply.
   """
 
   endpoint: str
@@ -51,9 +51,9 @@ class RequestError(Exception):
   """A request gave no reply.
 
   Attributes:
-    retry: another try may succeed.
-    wait_s: seconds to wait before it, by the server's Retry-After; 0 without.
-    rate_limit: the server wants fewer requests.
+    retry: whether another try may succeed.
+    wait_s: seconds to wait before the next try, from the server's Retry-After header; 0 without the header.
+    rate_limit: the server asks for fewer requests.
     unreachable: there was no connection.
   """
 
@@ -65,10 +65,10 @@ class RequestError(Exception):
 
 
 class EndpointClient:
-  """Requests one reply at a time; may be used by several threads."""
+  """Requests one reply in each call; thread-safe."""
 
   def __init__(self, settings: EndpointSettings, sampling: Sampling):
-    """Sends nothing. The key is the environment variable OPENAI_API_KEY; without it, no key is sent.
+    """Sends no request. The key is read from the environment variable OPENAI_API_KEY; without it, no key is sent.
 
     Args:
       settings: the endpoint.
@@ -92,7 +92,7 @@ class EndpointClient:
         "eval.endpoint needs the openai package; install it with 'pip install -r requirements-endpoint.txt'"
       ) from e
     self._openai, omit = openai, openai.Omit()
-    # Given explicitly with each request: otherwise the package sends what other environment variables hold.
+    # Set explicitly: otherwise the package would send the values of other environment variables.
     self._headers = {'Authorization': f'Bearer {self._key}' if self._key else omit}
     self._headers |= {'OpenAI-Organization': omit, 'OpenAI-Project': omit, 'User-Agent': 'ragen-jax'}
     self._client = openai.OpenAI(
@@ -101,7 +101,7 @@ class EndpointClient:
       admin_api_key='',
       timeout=self._timeout_s,
       max_retries=0,  # see EndpointSpeaker
-      # A redirect would take the key elsewhere.
+      # A redirect would send the key to another server.
       http_client=openai.DefaultHttpxClient(follow_redirects=False, timeout=self._timeout_s),
     )
 
@@ -109,7 +109,7 @@ class EndpointClient:
     """The reply to a conversation.
 
     Raises:
-      RequestError: there is none.
+      RequestError: the request gave no reply.
     """
     openai = self._openai
     try:
@@ -129,14 +129,14 @@ class EndpointClient:
       late = isinstance(e, (openai.APITimeoutError, TimeoutError))
       reason = f'no answer in {self._timeout_s:g} s' if late else self._one_line(type(cause).__name__, cause)
       raise RequestError(reason, retry=True) from e
-    except Exception as e:  # what the HTTP library raises while the answer is read, and answers without a reply
+    except Exception as e:  # errors of the HTTP library while it reads the answer, and answers without a reply
       raise RequestError(self._one_line(type(e).__name__, e), retry=True) from e
 
   def _receive(self, chat: Chat) -> bytes:
     """The body of the answer.
 
     Raises:
-      TimeoutError: the answer takes longer than the limit, which the HTTP library applies to each part of it only.
+      TimeoutError: the whole answer takes longer than the limit; the HTTP library only limits each part of an answer.
       ValueError: the answer is too large.
     """
     deadline, body = time.monotonic() + self._timeout_s, bytearray()
@@ -151,9 +151,9 @@ class EndpointClient:
     return bytes(body)
 
   def _one_line(self, reason: str, detail: Any = '') -> str:
-    """A reason in one line of at most 300 characters, without the key, which a server may repeat.
+    """A reason in one line of at most 300 characters. The key is removed, because a server may repeat it.
 
-    The key is removed before the line is cut: the cut could leave a part of it.
+    The key is removed before the line is cut, because the cut could leave a part of it.
     """
     line = ' '.join(f'{reason}: {detail}'.removesuffix(': ').split())
     line = line.replace(self._key, '***') if self._key else line
@@ -163,7 +163,7 @@ class EndpointClient:
 def read_reply(answer: bytes) -> TextReply:
   """The reply in an answer.
 
-  A thought that the server has separated from the text is put back in front, so that the reply is complete.
+  If the server separates the thought from the text, the thought is put back in front of the text.
 
   Raises:
     ValueError: the answer has no reply.
@@ -178,7 +178,7 @@ def read_reply(answer: bytes) -> TextReply:
   if text is None:  # the reply is only a thought, or the model refused
     text = ''
   if not isinstance(text, str):
-    raise ValueError(f'choices[0].message.content is no text but {type(text).__name__}')
+    raise ValueError(f'choices[0].message.content is not text but {type(text).__name__}')
   if isinstance(thought, str) and '<think>' not in text:
     text = f'<think>{thought}</think>{text}'
   usage = whole.get('usage')
@@ -188,7 +188,7 @@ def read_reply(answer: bytes) -> TextReply:
 
 
 def retry_after(value: str | None) -> float:
-  """Seconds that a Retry-After header asks for, RFC 9110 section 10.2.3: a number or a date; 0 without a header."""
+  """Seconds to wait by a Retry-After header (a number or a date; RFC 9110, section 10.2.3); 0 without a header."""
   if not value:
     return 0.0
   try:

@@ -1,7 +1,7 @@
-"""A model behind an OpenAI-compatible server as the policy: time-outs, rate limits and bad answers are contained.
+"""The policy is a model on an OpenAI-compatible server. Time-outs, rate limits and bad answers do not end a run.
 
-A reply that never comes is a turn that is not valid; it is counted, and the evaluation goes on. A wrong address or key,
-which more tries cannot mend, is an error at the first request.
+A lost reply counts as a turn that is not valid, and the evaluation continues. A wrong address or key is an error at the
+first request, because retries cannot help.
 
 This module repeats requests itself. The `openai` package can also repeat them, but not if an answer contains no reply;
 after a rate limit, it delays only the rejected request, and for at most two minutes.
@@ -26,30 +26,30 @@ from ragen_jax.utils.threads import run_calls
 _LONGEST_BACKOFF_S = 30.0
 # A reply is lost if the server asks for a longer wait than this.
 _LONGEST_RETRY_AFTER_S = 600.0
-# The circuit breaker: after so many lost replies in a row (at least twice the workers), no more are requested.
+# Circuit breaker: after this many consecutive lost replies (at least twice the workers), no more are requested.
 _GONE_AFTER = 32
 
 _log = logging.getLogger(__name__)
 
 
 class EndpointSpeaker:
-  """Requests the replies of a turn, several at the same time; it may speak in many rollouts.
+  """Requests the replies of a turn, several at the same time. One object can speak in many rollouts.
 
   Attributes:
     writes_tokens: False, see `Speaker`.
-    lost: reason -> number of replies that never came.
-    asked: number of replies requested.
+    lost: reason -> number of lost replies.
+    asked: number of requested replies.
   """
 
   writes_tokens = False
 
   def __init__(self, settings: EndpointSettings, sampling: Sampling, backoff_s: float = 1.0):
-    """Sends nothing.
+    """Sends no request.
 
     Args:
       settings: the endpoint.
       sampling: how tokens are drawn.
-      backoff_s: seconds before the second try, doubled for each further one up to 30, times a random factor.
+      backoff_s: seconds before the second try, doubled for each further try up to 30, times a random factor.
 
     Raises:
       UserError: the openai package is missing, or the key cannot be sent.
@@ -83,8 +83,8 @@ class EndpointSpeaker:
       UserError: the server cannot be reached, or rejects the very first request.
     """
     s = self._settings
-    # Requests and waits have limits of their own; this one is for calls without a limit, such as a name look-up or the
-    # body of an error.
+    # Requests and waits have their own limits; this limit covers all other calls, such as a name look-up or the body of
+    # an error.
     limit = s.endpoint_tries * (2 * s.endpoint_timeout + _LONGEST_RETRY_AFTER_S)
     first = []
     if not self._reached:
@@ -101,11 +101,11 @@ class EndpointSpeaker:
     return [*first, *(said if fault is None else self._lose(str(fault)) for said, fault in answers)]
 
   def warn_of_losses(self) -> None:
-    """Logs how many replies never came, with the most frequent reasons; nothing if all came."""
+    """Logs the number of lost replies and the most frequent reasons; logs nothing if no reply was lost."""
     if self.lost:
       reasons = ', '.join(f'{count} x {reason}' for reason, count in self.lost.most_common(3))
       url = self._settings.endpoint
-      _log.warning('%d of the %d replies of %s never came: %s', self.lost.total(), self.asked, url, reasons)
+      _log.warning('%d of the %d replies of %s were lost: %s', self.lost.total(), self.asked, url, reasons)
 
   def _first_reply(self, chat: Chat) -> TextReply | RequestError:
     """The first reply, or the error that shows that no request can succeed."""
@@ -121,17 +121,17 @@ class EndpointSpeaker:
       return self._lose(str(e))
 
   def _reply(self, chat: Chat) -> TextReply:
-    """One reply, after as many tries as it needs, or the substitute for a lost one.
+    """One reply, with retries, or the substitute for a lost reply.
 
     Raises:
-      RequestError: more tries are of no use.
+      RequestError: further tries cannot succeed.
     """
     tries, reason = self._settings.endpoint_tries, ''
     for i in range(tries):
       with self._lock:
         gone, wait = self._lost_in_a_row >= self._gone_after, self._not_before - time.monotonic()
       if gone:
-        return self._lose('not asked for any more')
+        return self._lose('no longer requested')
       time.sleep(max(wait, 0.0))
       try:
         said = self._client.request(chat)
@@ -164,7 +164,7 @@ class EndpointSpeaker:
       first, self._warned = not self._warned, True
     if first:
       url = self._settings.endpoint
-      _log.info('%s: %s; the request is repeated, later ones like it without a message', url, reason)
+      _log.info('%s: %s; the request is repeated; later repetitions are not logged', url, reason)
 
   def _lose(self, reason: str) -> TextReply:
     """Counts a lost reply."""
@@ -173,8 +173,8 @@ class EndpointSpeaker:
       self.asked += 1
       self._lost_in_a_row += 1
       if not self.lost:
-        _log.warning('%s: a reply never came (%s); others like it are only counted', model, reason)
+        _log.warning('%s: a reply was lost (%s); further lost replies are only counted', model, reason)
       if self._lost_in_a_row == self._gone_after:
-        _log.warning('%s: %d replies in a row never came, no more are asked for', url, self._lost_in_a_row)
+        _log.warning('%s: %d consecutive replies were lost; no more are requested', url, self._lost_in_a_row)
       self.lost[reason] += 1
     return TextReply('', 0, answered=False)

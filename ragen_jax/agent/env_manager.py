@@ -1,4 +1,4 @@
-"""The batch of environments behind a rollout: a group shares its level, and each member has its own randomness."""
+"""The batch of environments of a rollout. The members of a group share a level; each has its own randomness."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ragen_jax.envs.spec import EnvSpec
 
 _log = logging.getLogger(__name__)
 
-# Training levels of one `seed`: each has a range of its own.
+# Number of training levels of one `seed`; each seed has its own range.
 LEVELS_PER_SEED = 10_000_000
-# How often a level that is held out is drawn again, and how far the seeds of the draws are apart.
+# Maximum number of redraws of a held-out level, and the distance between the seeds of the draws.
 _REDRAWS = 8
 _STRIDE = 2_654_435_761
 
 
 def first_training_level(first_level: int, seed: int, *, rollout: int = 0, groups: int = 0) -> int:
-  """The seed of the level that the first group of a training rollout plays; group g plays the g-th level behind it.
+  """The seed of the level of the first group of a training rollout; group g plays the level with this seed plus g.
 
   Args:
     first_level: `train.first_level`.
-    seed: of the run.
-    rollout: number of rollouts before this one.
-    groups: P, levels of a rollout.
+    seed: the run's seed.
+    rollout: number of earlier rollouts.
+    groups: P, number of levels in a rollout.
   """
   return first_level + seed * LEVELS_PER_SEED + rollout * groups
 
@@ -38,11 +38,11 @@ class StepResult:
   """The outcome of a turn's actions, for every row of the batch.
 
   Attributes:
-    rewards: of the actions that were carried out, one tuple a row.
-    executed: i32[B], actions carried out; fewer than asked where the episode ended or the budget ran out.
-    effective: i32[B], how many of them changed the state.
-    done: bool[B], the game is over, also where its environment failed.
-    success: bool[B], and won.
+    rewards: the rewards of the executed actions, one tuple for each row.
+    executed: i32[B], number of executed actions; fewer than requested if the episode ended or the budget ran out.
+    effective: i32[B], number of executed actions that changed the state.
+    done: bool[B], whether the game is over; also True if its environment failed.
+    success: bool[B], whether the game is over and won.
   """
 
   rewards: list[tuple[float, ...]]
@@ -62,12 +62,12 @@ class EnvStateManager:
 
   Attributes:
     specs: the environments, in the order of the rows.
-    pools: by index into `specs`, the rows of each environment that this share has any of.
+    pools: index into `specs` -> the rows of this environment, for the environments in this share.
     group_size: G.
-    first_row: number of rows of the shares before.
-    rows: B = groups * G, of this share; group g has rows g*G .. g*G+G-1 of the whole.
+    first_row: number of rows in the previous shares.
+    rows: B = groups * G, number of rows in this share; group g has the rows g*G .. g*G+G-1 of the whole batch.
     row_env: i32[B], index into `specs`.
-    row_group: i32[B], the group's number in the whole.
+    row_group: i32[B], number of the row's group in the whole batch.
     level_seeds: i64[B], the seed of each row's level, after `reset`.
   """
 
@@ -83,11 +83,11 @@ class EnvStateManager:
     """Builds the batch; nothing runs before `reset`.
 
     Args:
-      specs: the environments of the whole.
+      specs: the environments of the whole batch.
       group_size: G.
-      share: number of this share, from 0.
-      shares: number of shares; divides the groups.
-      held_out: levels, as `levels` gives them, which `reset` replaces by others.
+      share: index of this share, from 0.
+      shares: number of shares; it divides the number of groups.
+      held_out: levels, in the form of `levels`, that `reset` replaces with others.
     """
     self._held_out = held_out
     self._warned_few_levels: set[str] = set()
@@ -109,17 +109,17 @@ class EnvStateManager:
 
   @property
   def traces(self) -> int:
-    """How often a step has been compiled, over all environments."""
+    """Number of compilations of a step, over all environments."""
     return sum(p.traces for p in self.pools.values())
 
   @property
   def groups(self) -> int:
-    """P."""
+    """Number of groups in this share."""
     return self.rows // self.group_size
 
   @property
   def has_outside(self) -> bool:
-    """Whether any environment of the whole lives outside JAX."""
+    """Whether any environment of the whole batch is outside JAX."""
     return any(spec.env.is_outside for spec in self.specs)
 
   def rows_of(self, index: int) -> slice:
@@ -134,10 +134,10 @@ class EnvStateManager:
     """Starts fresh episodes: group g's level is made from seed `first_seed + g`.
 
     Args:
-      first_seed: in 0 .. 2**32 - groups.
+      first_seed: seed of the first level, in 0 .. 2**32 - groups.
 
     Returns:
-      The first observations, one a row.
+      The first observations, one for each row.
     """
     self.level_seeds = first_seed + self.row_group.astype(np.int64)
     members = np.arange(self.rows) % self.group_size
@@ -149,12 +149,12 @@ class EnvStateManager:
     return self.render()
 
   def _redraw(self, pool: Pool, seeds: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Draws other levels in place of those that are held out; a different seed may still give the same board.
+    """Replaces held-out levels with levels from other seeds. Another seed can give the same board again.
 
-    A group that is unlucky in all attempts keeps its own: some games have hardly any levels.
+    A group keeps its original level if all attempts give held-out levels, because some games have very few levels.
 
     Returns:
-      i64[rows], the seeds of the levels now.
+      i64[rows], the new seeds of the levels.
     """
     drawn = seeds
     for attempt in range(_REDRAWS + 1):
@@ -168,12 +168,12 @@ class EnvStateManager:
       self._warned_few_levels.add(pool.spec.tag)
       share = known.mean()
       _log.info(
-        '%s has few different levels: %.0f %% of those to train on are held-out ones', pool.spec.tag, 100 * share
+        '%s has few distinct levels: %.0f %% of the training levels are held-out levels', pool.spec.tag, 100 * share
       )
     return drawn
 
   def levels_from(self, first_seed: int) -> set[bytes]:
-    """The levels that `reset(first_seed)` would give; environments outside JAX are not reset."""
+    """Resets the environments in JAX from `first_seed`, without replacing held-out levels, and returns their levels."""
     seeds, members = first_seed + self.row_group.astype(np.int64), np.arange(self.rows) % self.group_size
     for i, pool in self.pools.items():
       if not pool.outside:
@@ -181,11 +181,11 @@ class EnvStateManager:
     return self.levels()
 
   def levels(self) -> set[bytes]:
-    """The levels of the last `reset`, of the environments in JAX."""
+    """The levels of the environments in JAX, after the last `reset`."""
     return {level for pool in self.pools.values() for level in pool.levels()}
 
   def step(self, actions: list[list[Any]]) -> StepResult:
-    """Carries out a turn's parsed actions, an empty list for rows that do nothing."""
+    """Executes a turn's parsed actions; rows without actions have an empty list."""
     parts = [pool.step(actions[self._slices[i]]) for i, pool in self.pools.items()]
     rewards, executed, effective = zip(*parts, strict=True)
     return StepResult(
@@ -197,11 +197,11 @@ class EnvStateManager:
     )
 
   def render(self) -> list[str]:
-    """The observations as they are now, one a row."""
+    """The current observations, one for each row."""
     return [text for pool in self.pools.values() for text in pool.render()]
 
   def picture(self, row: int) -> np.ndarray | None:
-    """u8[H, W, 3], the board of a row as it is now; None where the environment draws none."""
+    """u8[H, W, 3], the current board of a row; None if the environment draws no pictures."""
     return self.pool_of(row).picture(row - self._slices[int(self.row_env[row])].start)
 
   def actions_left(self) -> np.ndarray:
@@ -209,10 +209,10 @@ class EnvStateManager:
     return np.concatenate([p.spec.budget.max_actions - p.used for p in self.pools.values()])
 
   def optimal(self) -> np.ndarray:
-    """f32[B], the best success probability on each row's level of the last `reset`; NaN where it is not known.
+    """f32[B], the best success probability on each row's level of the last `reset`; NaN if unknown.
 
-    It is NaN if the environment has no solver, or if the solver does not support this size or budget. The second case
-    logs a warning, once for each environment.
+    It is unknown if the environment has no solver, or if the solver does not support this size or budget. The second
+    case logs a warning, once for each environment.
     """
     best = np.full((self.rows,), np.nan, np.float32)
     for i, pool in self.pools.items():
@@ -221,15 +221,15 @@ class EnvStateManager:
       except ValueError as e:
         if pool.spec.tag not in self._warned_unsolved:
           self._warned_unsolved.add(pool.spec.tag)
-          _log.warning('envs.%s: the best possible success is not known (%s)', pool.spec.tag, e)
+          _log.warning('envs.%s: the best possible success is unknown (%s)', pool.spec.tag, e)
     return best
 
   @property
   def faults(self) -> dict[int, Any]:
-    """By row, the fault that ended an episode whose environment failed since `reset`."""
+    """Row -> fault, for the rows whose environments failed since `reset`."""
     return {self._slices[i].start + row: fault for i, pool in self.pools.items() for row, fault in pool.faults.items()}
 
   def end(self) -> None:
-    """The rollout is over: environments outside may let go of their episodes. `step` needs a `reset` after it."""
+    """Ends the rollout: environments outside JAX may release their episodes. `reset` must precede the next `step`."""
     for pool in self.pools.values():
       pool.end()

@@ -1,7 +1,7 @@
-"""What an episode is: its turns, what they earn, how it may end, and the rule that decides when it does.
+"""Episodes: their turns, rewards and statuses, and the rule that decides when an episode ends.
 
-Rewards are kept action by action, and sums of them are exact (`math.fsum`), rounded once. So episodes with the same
-rewards have the same score, in whatever order the rewards came and however the actions were cut into turns.
+Rewards are recorded for each action. Their sums are exact (`math.fsum`) and rounded once, so episodes with the same
+rewards have the same score, whatever the order of the rewards and the division of the actions into turns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Chat = list[dict[str, str]]
 
 
 class Status(enum.IntEnum):
-  """How an episode stands, or how it ended."""
+  """Whether an episode is running, or how it ended."""
 
   RUNNING = 0
   SUCCESS = 1
@@ -24,11 +24,11 @@ class Status(enum.IntEnum):
   OUT_OF_TURNS = 3
   OUT_OF_ACTIONS = 4
   OUT_OF_CONTEXT = 5
-  ENV_ERROR = 6  # its environment failed; says nothing about the policy
-  ABANDONED = 7  # a person chose another level; never in training or evaluation
+  ENV_ERROR = 6  # the environment failed; unrelated to the policy
+  ABANDONED = 7  # a person left the level; never in training or evaluation
 
 
-# Ended by a limit, before the game was over.
+# Statuses of episodes that a limit ended before the game was over.
 TRUNCATED = (Status.OUT_OF_TURNS, Status.OUT_OF_ACTIONS, Status.OUT_OF_CONTEXT)
 
 
@@ -40,10 +40,10 @@ def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn
   """The status after a turn. If the game is over, the limits have no effect.
 
   Args:
-    done: the game is over.
-    success: and won.
+    done: whether the game is over.
+    success: whether the game is over and won.
     actions_left: actions that the episode still has.
-    last_turn: the turn was the last that the budget allows.
+    last_turn: whether the turn was the last turn of the budget.
   """
   if done:
     return Status.SUCCESS if success else Status.FAILURE
@@ -54,17 +54,17 @@ def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Bounds of the episodes of a rollout, and the sizes that its programs are compiled for.
+  """Limits of the episodes of a rollout, and the sizes of its compiled programs.
 
-  The lengths in tokens bind only speakers that write tokens.
+  The limits in tokens apply only to speakers that write tokens.
 
   Attributes:
-    max_turns: replies of an episode; an environment's own budget may be smaller.
-    max_response_tokens: tokens of a reply.
-    max_context: columns of a row, its last reply included.
+    max_turns: maximum replies of an episode; an environment's own budget may be smaller.
+    max_response_tokens: maximum tokens of a reply.
+    max_context: maximum columns of a row, including its last reply.
     format_penalty: added to the reward of a turn whose reply is not valid; 0 or negative.
     length_step: cache sizes are rounded up to multiples of this, and observation widths to multiples of a quarter.
-    drop_finished: finished rows leave the batch once half of the rows of every device are finished.
+    drop_finished: whether finished rows leave the batch once half of the rows of every device have finished.
     schedule: one of `SCHEDULES`. 'lockstep' feeds the next prompts when all replies are complete; 'continuous' feeds a
       row when its reply is complete, while the others go on.
     decode_chunk: the most tokens of each row that are sampled before complete replies are looked for.
@@ -84,20 +84,20 @@ class Limits:
 
   @property
   def room(self) -> int:
-    """The most columns that a row may have before a reply."""
+    """Maximum number of columns of a row before a reply."""
     return self.max_context - self.max_response_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class TextReply:
-  """A reply, from any speaker.
+  """A reply of a speaker.
 
   Attributes:
-    text: the whole reply, forced prefix included, stop token not.
-    tokens: its number of tokens, stop token included; None where the speaker does not count them.
-    answered: False where no reply came.
-    ids: the reply as it was sampled, stop token included, forced prefix not; empty from speakers without tokens.
-    closed: it ended with the chat format's stop token.
+    text: the whole reply, with the forced prefix, without the stop token.
+    tokens: number of tokens of the reply, including the stop token; None if the speaker does not count them.
+    answered: False if the reply was lost.
+    ids: the sampled ids, including the stop token, without the forced prefix; empty for speakers without tokens.
+    closed: whether the reply ended with the chat format's stop token.
   """
 
   text: str
@@ -109,23 +109,24 @@ class TextReply:
 
 @dataclasses.dataclass
 class Turn:
-  """One turn of an episode: what prompts, statistics and the viewer need of it.
+  """One turn of an episode, as prompts, statistics and the viewer need it.
 
   Attributes:
-    observation: the environment's text at the turn's start.
-    reply: the whole reply, forced prefix included, stop token not.
-    actions: the names of the actions that were carried out.
-    rewards: from the environment, one for each of these actions, the format penalty not included.
+    observation: the environment's text at the start of the turn.
+    reply: the whole reply, with the forced prefix, without the stop token.
+    actions: the names of the executed actions.
+    rewards: the environment's reward for each executed action, without the format penalty.
     penalty: the format penalty, 0 or negative.
-    valid: the reply had the right form and every action in it exists.
-    effective: how many of the actions changed the state.
-    picture: u8[H, W, 3], the board at the turn's start, in pictured rows of environments that draw one.
-    tokens: the reply's number of tokens, its stop token included; 0 where no reply came.
-    answered: a reply arrived; False only for a reply that was lost on a network.
+    valid: whether the reply has the right form and all its actions exist.
+    effective: number of executed actions that changed the state.
+    picture: u8[H, W, 3], the board at the start of the turn; None in rows that are not pictured, or if the environment
+      draws no pictures.
+    tokens: number of tokens of the reply, including its stop token; 0 if the reply was lost.
+    answered: False if the reply was lost on a network.
     actions_left: actions that the episode had before the turn.
-    ids: the reply as it was sampled, see `TextReply`.
-    closed: the reply ended with the chat format's stop token.
-    chat: in pictured rows of speakers without tokens, the conversation up to the reply.
+    ids: the sampled ids of the reply, see `TextReply`.
+    closed: whether the reply ended with the chat format's stop token.
+    chat: the conversation up to the reply; only in pictured rows of speakers without tokens.
   """
 
   observation: str
@@ -150,24 +151,24 @@ class Turn:
 
   @property
   def score(self) -> float:
-    """Sum of the environment's rewards and the format penalty: the reward of the turn's last token."""
+    """Sum of the environment's rewards and the format penalty; it becomes the reward of the turn's last token."""
     return math.fsum((*self.rewards, self.penalty))
 
 
 @dataclasses.dataclass
 class Episode:
-  """An episode in words: for statistics, the viewer and people.
+  """An episode as text, for statistics, the viewer and people.
 
   Attributes:
     tag: the environment's tag in the config.
     group: group id, as in the trajectory.
-    level_seed: the seed that the level was made from.
-    turns: in their order.
+    level_seed: the seed of the level.
+    turns: the turns, in order.
     final_observation: the environment's text after the last action.
-    status: how it ended.
-    outside: its environment lives outside JAX, and may fail.
-    error: the fault that ended it, where its environment failed.
-    final_picture: u8[H, W, 3], the board after the last action, as for turns.
+    status: how the episode ended.
+    outside: whether the environment is outside JAX.
+    error: the fault, if the environment failed.
+    final_picture: u8[H, W, 3], the board after the last action; None as in `Turn.picture`.
   """
 
   tag: str
@@ -191,5 +192,5 @@ class Episode:
 
   @property
   def score(self) -> float:
-    """Sum of the environment's rewards and of the format penalties: the score that is trained on."""
+    """Sum of the environment's rewards and of the format penalties; training uses this score."""
     return math.fsum(x for t in self.turns for x in (*t.rewards, t.penalty))

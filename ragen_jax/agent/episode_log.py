@@ -1,4 +1,4 @@
-"""The episodes of a rollout while they are played: how they begin, are recorded, are rewarded and end."""
+"""The episodes of a running rollout: how they begin, are recorded and rewarded, and end."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ragen_jax.agent.trajectory import Timeline
 
 
 class EpisodeLog:
-  """One episode a row. Only `AgentProxy.rollout` writes to it; a speaker reads it, and ends episodes with `leave`.
+  """One episode for each row. `AgentProxy.rollout` writes to it. A speaker reads it, and ends episodes with `leave`.
 
   Attributes:
     envs: the environments.
     context: writes the prompts.
-    limits: of the rollout.
+    limits: the limits of an episode.
     timeline: the token rows, which speakers with tokens write.
-    observations: the environments' texts now, one a row.
+    observations: the current observations, one for each row.
     actions_left: i32[B], actions that each episode still has.
-    status: i32[B], a `Status` a row.
-    episodes: the turns so far, one episode a row.
+    status: i32[B], the `Status` of each row.
+    episodes: the episodes with their turns so far, one for each row.
   """
 
   def __init__(
@@ -40,9 +40,9 @@ class EpisodeLog:
     """Begins an episode in each row.
 
     Args:
-      envs: which were just reset.
-      context: with the same environments.
-      limits: of the rollout.
+      envs: the environments, right after a reset.
+      context: the prompts of the same environments.
+      limits: the limits of an episode.
       observations: the result of the reset.
       writes_tokens: whether the speaker writes token rows.
       pictured: rows of the whole batch whose boards are drawn. If the speaker writes no tokens, their conversations are
@@ -67,12 +67,12 @@ class EpisodeLog:
 
   @property
   def live(self) -> list[int]:
-    """Rows whose episodes go on, ascending."""
+    """The rows whose episodes are not over, ascending."""
     return np.flatnonzero(self.status == Status.RUNNING).tolist()
 
   @property
   def turn(self) -> int:
-    """Index of the present turn of an episode that has not missed one, as all live ones if replies come together."""
+    """Index of the current turn of an episode that has replied every time, as all live ones of a lockstep speaker."""
     return max(len(episode.turns) for episode in self.episodes)
 
   def past(self, row: int) -> list[Turn]:
@@ -80,10 +80,10 @@ class EpisodeLog:
     return self.episodes[row].turns
 
   def prompts(self, room: int, rows: Collection[int]) -> dict[int, Prompt]:
-    """The token prompts of some live rows. An episode whose prompt does not fit ends.
+    """The token prompts of some live rows. An episode ends if its prompt does not fit.
 
     Args:
-      room: the most columns that a row may have before its reply.
+      room: maximum number of columns of a row before its reply.
       rows: live rows that wait for a reply.
 
     Raises:
@@ -109,16 +109,16 @@ class EpisodeLog:
     return self.context.messages(env, self.past(row), self.observations[row], left)
 
   def leave(self, row: int, status: Status) -> None:
-    """Ends an episode before its present turn, which is not recorded."""
+    """Ends an episode before its current turn, which is not recorded."""
     self.status[row] = status
 
   def record(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply], result: StepResult) -> None:
-    """Records a turn of the rows that replied, rewards it, and ends episodes that are over.
+    """Records and rewards a turn of the rows that replied, and ends episodes that are over.
 
     Args:
-      replies: by row.
-      parsed: the same replies, read.
-      result: the outcome of their actions.
+      replies: row -> reply.
+      parsed: row -> parsed reply.
+      result: the outcome of the actions.
     """
     envs, before, left = self.envs, self.observations, self.actions_left
     chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}
@@ -160,7 +160,7 @@ class EpisodeLog:
     """Ends the rollout.
 
     Args:
-      policy_version: number of updates behind the weights that sampled.
+      policy_version: number of updates that led to the sampling weights.
     """
     envs, faults = self.envs, self.envs.faults
     for row, episode in enumerate(self.episodes):

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, in rollouts and batches: how many there are, and in which rows."""
+"""Finds numbers that are not finite in rollouts and batches, with their count and rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 from ragen_jax.agent.rollout import Rollout
 
-# Rows that a message names; the others are counted.
+# Maximum number of rows that a message names; the others are counted.
 _ROWS_SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class NotFinite:
-  """A finding, which stands among an iteration's metrics as its count does.
+  """Numbers that are not finite, as an entry of an iteration's metrics.
 
   Attributes:
-    count: numbers, or optimiser steps, that it concerns.
-    text: for a message: '12 of 640 sampled log-probs (rows 0, 3)'.
+    count: number of affected numbers or optimiser steps.
+    text: text for a message, such as '12 of 640 sampled log-probs (rows 0, 3)'.
   """
 
   count: int
@@ -31,10 +31,10 @@ def find(name: str, words: str, x: np.ndarray | None, mask: np.ndarray) -> dict[
   """{'not_finite/<name>': finding} for the numbers under a mask; {} if all of them are finite.
 
   Args:
-    name: of the metric.
-    words: the same for a message.
+    name: name of the metric.
+    words: name of the quantity in a message.
     x: [B, ...] on the host; None for an array that does not exist.
-    mask: bool of the same shape.
+    mask: bool of the same shape, the numbers to check.
   """
   if x is None:
     return {}
@@ -55,7 +55,7 @@ def _in_words(rows: list[int], total: int) -> str:
 
 
 def of_rollout(rollout: Rollout) -> dict[str, NotFinite]:
-  """What is not finite among the numbers that a rollout recorded: log-probs, entropies, values, rewards and scores."""
+  """Findings in the numbers of a rollout: log-probs, entropies, values, rewards and scores."""
   t = rollout.trajectory
   scores = rollout.scores
   return (
@@ -68,15 +68,15 @@ def of_rollout(rollout: Rollout) -> dict[str, NotFinite]:
 
 
 def findings(metrics: Mapping[str, Any]) -> list[NotFinite]:
-  """The findings among some metrics."""
+  """The findings in metrics."""
   return [x for x in metrics.values() if isinstance(x, NotFinite)]
 
 
 def describe(found: Iterable[NotFinite]) -> str:
-  """Findings in words, '' without any."""
+  """Findings as text; '' if there are none."""
   return ', '.join(x.text for x in found)
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
-  """The metrics with the count in place of each finding."""
+  """The metrics, with each finding replaced by its count."""
   return {name: x.count if isinstance(x, NotFinite) else x for name, x in metrics.items()}

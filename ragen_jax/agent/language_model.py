@@ -1,4 +1,4 @@
-"""A language model with everything that playing and training need: weights, tokenizer, sampler and mesh."""
+"""A language model for playing and training: weights, tokenizer, sampler and mesh."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class LanguageModel:
-  """A model and what belongs to it.
+  """A model with its tokenizer, sampler and mesh.
 
   Attributes:
-    directory: the checkpoint that it was loaded from.
+    directory: directory of the loaded checkpoint.
     model: policy and critic.
-    tokenizer: of the checkpoint.
-    sampler: for the model's structure.
-    mesh: the devices that it is laid out on.
+    tokenizer: the tokenizer of the checkpoint.
+    sampler: the sampler for the model's structure.
+    mesh: the devices that hold the weights.
   """
 
   directory: str
@@ -59,7 +59,7 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-  """Which model is loaded, and how. Fields are those of `config.model`, except for the last four.
+  """The model to load. Fields are those of `config.model`, except for the last four.
 
   Attributes:
     preset: a name of `presets`, whose checkpoint is loaded if `path` is empty.
@@ -68,9 +68,9 @@ class ModelSettings:
     separate_critic: load a second trunk for the critic, in float32.
     dtype: type of computations.
     adapters: LoRA adapters; None for none.
-    adapter_path: directory of adapters to begin with; '' for fresh ones.
-    seed: of fresh adapters.
-    records_values: the sampler records values.
+    adapter_path: directory of initial adapters; '' for fresh ones.
+    seed: seed of fresh adapters.
+    records_values: whether the sampler records values.
   """
 
   preset: str
@@ -85,12 +85,12 @@ class ModelSettings:
 
 
 def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
-  """Loads a checkpoint with its adapters; weights missing from it (value head, adapters) are initialised.
+  """Loads a checkpoint with its adapters, and initialises a missing value head or missing adapters.
 
-  Each weight goes from the file directly to its devices, so a model may be larger than any of them.
+  Each weight goes from the file directly to its devices, so a model may be larger than the memory of one device.
 
   Raises:
-    UserError: there is no such checkpoint, it cannot be used, or the mesh does not divide it.
+    UserError: the checkpoint does not exist or cannot be used, or the mesh does not divide its weights.
   """
   directory = presets.resolve(settings.preset, settings.path)
   tokenizer = ChatTokenizer(directory)
@@ -105,13 +105,13 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
     home = critic_directory(directory)
     critic = _load_trunk(home, tokenizer, mesh, dtype=settings.dtype, param_dtype=jnp.float32, trunk_only=True)
   elif critic_directory(directory) != directory:
-    _log.info('%s is left unused: model.separate_critic is off', critic_directory(directory))
+    _log.info('%s is not used: model.separate_critic is off', critic_directory(directory))
   model = ActorCritic(qwen, critic)
   # A value head saved with adapters belongs to the adapted trunk, so a separate critic must not load it.
   beside = '' if critic is not None else settings.adapter_path
   if not (beside and load_value_head(beside, model.value_head)):
     load_value_head(home, model.value_head)
-  # The weights that no loader has placed yet.
+  # Places the weights that no loader has placed yet.
   _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
   nnx.update(model, place(rest, tree_shardings(rest, mesh)))
   sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values)
@@ -124,10 +124,10 @@ def make_sampler(
   """A sampler that ends replies at the stop tokens of the tokenizer's chat format.
 
   Args:
-    model: whose structure it compiles for.
-    tokenizer: of the model.
-    mesh: rows are divided over it.
-    values: record the critic's values.
+    model: the model whose structure is compiled.
+    tokenizer: the model's tokenizer.
+    mesh: the devices that rows are divided over.
+    values: whether to record the critic's values.
   """
   return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh)
 
@@ -138,7 +138,7 @@ def param_state(model: ActorCritic) -> nnx.State:
 
 
 def attend_by_row() -> bool:
-  """Whether attention may loop over rows: on one CPU device, where it is faster."""
+  """Whether attention may loop over rows, which is faster on one CPU device."""
   return jax.default_backend() == 'cpu' and jax.device_count() == 1
 
 
@@ -146,7 +146,7 @@ def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...],
   """The layout of each weight of a trunk, by its path.
 
   Raises:
-    UserError: the mesh does not divide one of them; nothing has been read or compiled yet.
+    UserError: the mesh does not divide a weight. At this point nothing has been read or compiled.
   """
   return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
 
@@ -172,7 +172,7 @@ def _load_trunk(
 
 
 def _is_loaded(path: tuple[str | int, ...], _: Any) -> bool:
-  """Whether a weight comes from a trunk's checkpoint, and so lies on its devices already."""
+  """Whether a weight comes from a trunk's checkpoint and is therefore already on its devices."""
   return path[0] != 'value_head' and 'adapter' not in path
 
 

@@ -1,6 +1,6 @@
-"""Metrics of episodes, under the names that RAGEN's users know. Each one is defined once, here.
+"""Metrics of episodes, with RAGEN's names. This module is their only definition.
 
-A metric is a ratio of two sums over episodes. Training's and evaluation's means divide the sums; the intervals of
+A metric is a ratio of two sums over episodes. Training and evaluation divide the sums; the intervals of
 `evaluation.intervals` resample the same rows.
 """
 
@@ -20,9 +20,9 @@ class EpisodeMetric:
   """A metric: the sum of `numerator` over all episodes, divided by the sum of `denominator`.
 
   Attributes:
-    numerator: of one episode.
-    denominator: of one episode.
-    is_share: the metric lies between 0 and 1.
+    numerator: function of one episode.
+    denominator: function of one episode.
+    is_share: whether the metric lies between 0 and 1.
   """
 
   numerator: Callable[[Episode], float]
@@ -53,7 +53,7 @@ METRICS = {
   'action_is_effective': EpisodeMetric(lambda e: sum(t.effective for t in e.turns), _num_actions, is_share=True),
   'truncated': EpisodeMetric(lambda e: e.status in TRUNCATED, _one, is_share=True),
   'env_errors': EpisodeMetric(lambda e: e.status == Status.ENV_ERROR, _one, is_share=True),
-  # Those of evaluations only.
+  # Metrics of evaluations only.
   'no_reply': EpisodeMetric(lambda e: sum(not t.answered for t in e.turns), _num_turns, is_share=True),
   'response_length': EpisodeMetric(lambda e: sum(t.tokens for t in e.turns), _one),
 }
@@ -66,9 +66,9 @@ def pass_at_k(successes: np.ndarray, n: int, k: int) -> np.ndarray:
   1 - C(n - c, k) / C(n, k), equation 1 of Chen et al. 2021 (arXiv 2107.03374).
 
   Args:
-    successes: i32[levels], c, successes among the n episodes of each level.
-    n: episodes a level.
-    k: at most n.
+    successes: i32[levels], c, number of successes among the n episodes of each level.
+    n: number of episodes of a level.
+    k: number of episodes, at most n.
 
   Returns:
     f64[levels].
@@ -85,12 +85,12 @@ def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple
   """Numerators and denominators of every metric.
 
   Args:
-    episodes: of one environment, groups contiguous; a group's episodes are of one level.
+    episodes: the episodes of one environment, with contiguous groups; a group's episodes play one level.
     group_size: G.
 
   Returns:
     Name -> (numerators, denominators), f64[levels, G] each; f64[levels, 1] for `pass@k`, which is a property of a
-    level. `env_errors` is there for environments outside JAX, and wherever an environment failed.
+    level. `env_errors` is included for environments outside JAX, and if an environment failed.
   """
   rows = {}
   for name, metric in METRICS.items():
@@ -113,16 +113,16 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
   """Means over episodes, for each environment tag.
 
   Args:
-    episodes: groups contiguous.
+    episodes: the episodes, with contiguous groups.
     group_size: G.
-    prefix: 'train' or 'val-env'.
+    prefix: 'train', 'val-env' or 'val-greedy'.
 
   Returns:
     `<prefix>/<tag>/success`, `.../pass@G`, `.../score` (with penalties), `.../episodic_return` (without),
     `.../num_actions`, `.../num_turns`, `.../action_is_valid` (share of turns) and `.../action_is_effective` (share of
     actions), `.../truncated` (share of episodes that ran out of turns, actions or context), and, for environments
-    outside JAX and wherever an environment failed, `.../env_errors` (share of episodes that ended because of that).
-    A ratio of nothing, such as valid turns of no turns, is 0.
+    outside JAX or if an environment failed, `.../env_errors` (share of episodes whose environment failed).
+    A ratio with the denominator 0 is 0.
   """
   metrics = {}
   left_out = {*_EVALUATION_ONLY, *(f'pass@{k}' for k in k_values(group_size)[:-1])}

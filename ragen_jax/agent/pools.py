@@ -1,6 +1,6 @@
 """The rows of one environment in a batch, for each kind of environment: in JAX, or outside it.
 
-Only this module distinguishes the two kinds. A pool gives the properties of its environment: whether it is outside JAX,
+Only this module distinguishes the two kinds. A pool answers questions about its environment: whether it is outside JAX,
 the legal actions, the best possible success.
 """
 
@@ -22,15 +22,15 @@ from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
-FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Others like it are only counted, in %s/env_errors'
+FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Further ones are only counted, in %s/env_errors'
 
 
 def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
-  """The pool for the kind of environment.
+  """Makes the pool for an environment in JAX or outside it.
 
   Args:
     spec: the environment.
-    rows: how many, a multiple of `group_size`.
+    rows: number of rows, a multiple of `group_size`.
     group_size: G.
   """
   kind = OutsidePool if spec.env.is_outside else JaxPool
@@ -38,19 +38,19 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
 
 
 class Pool(abc.ABC):
-  """The rows of one environment. Rows are numbers from 0; group g has rows g*G .. g*G+G-1.
+  """The rows of one environment, numbered from 0; group g has the rows g*G .. g*G+G-1.
 
   Attributes:
     spec: the environment.
-    rows: how many.
+    rows: number of rows.
     group_size: G.
     outside: whether the environment is outside JAX. Its reset may have side effects, so it is called only to begin an
       episode: first prompts are not checked in advance, and levels are not compared with held-out levels.
-    traces: how often a step has been compiled.
-    faults: by row, the fault that ended its episode since `reset`.
-    done: bool[rows], the game is over, also where the environment failed.
-    success: bool[rows], and won.
-    used: i32[rows], actions carried out since `reset`.
+    traces: number of compilations of a step.
+    faults: row -> the fault that ended its episode since `reset`.
+    done: bool[rows], whether the game is over; also True if the environment failed.
+    success: bool[rows], whether the game is over and won.
+    used: i32[rows], number of executed actions since `reset`.
   """
 
   outside: bool
@@ -78,46 +78,46 @@ class Pool(abc.ABC):
     """Starts fresh episodes.
 
     Args:
-      seeds: i64[rows], of their levels.
-      members: i64[rows], number of each row in its group.
+      seeds: i64[rows], the seed of each row's level.
+      members: i64[rows], the number of each row in its group.
     """
 
   @abc.abstractmethod
   def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
-    """Carries out a turn's actions of each row.
+    """Executes each row's actions of a turn.
 
     Returns:
-      The rewards of the actions that were carried out, one tuple a row; i32[rows], the number of these actions;
-      i32[rows], how many of them changed the state.
+      The rewards of the executed actions, one tuple for each row; i32[rows], the number of executed actions;
+      i32[rows], the number of these that changed the state.
     """
 
   @abc.abstractmethod
   def render(self) -> list[str]:
-    """The observations as they are now."""
+    """The current observations."""
 
   def picture(self, row: int) -> np.ndarray | None:
-    """u8[H, W, 3], the board of a row as it is now; None where the environment draws none."""
+    """u8[H, W, 3], the current board of a row; None if the environment draws no pictures."""
     del row
     return None
 
   def levels(self) -> list[bytes]:
-    """The fresh level of each group, equal bytes for equal boards of any seed or tag; empty outside JAX."""
+    """The initial level of each group as bytes, equal for equal boards of any seed or tag; empty outside JAX."""
     return []
 
   @abc.abstractmethod
   def legal_actions(self) -> list[list[str]]:
-    """For each row the names of the actions that are legal now; only where the environment `has_legal_actions`."""
+    """For each row, the names of the legal actions; only for environments with `has_legal_actions`."""
 
   def optimal(self) -> np.ndarray:
-    """f32[rows], the best success probability on the levels of the last `reset`; NaN where it is not known.
+    """f32[rows], the best success probability on the levels of the last `reset`; NaN if unknown.
 
     Raises:
-      ValueError: the solver cannot do a game or a budget of this size.
+      ValueError: the solver does not support this size of the game or this budget.
     """
     return np.full((self.rows,), np.nan, np.float32)
 
   def end(self) -> None:
-    """The rollout is over: episodes outside may be let go of. `step` needs a `reset` after it."""
+    """Ends the rollout: environments outside JAX may release their episodes. `reset` must precede the next `step`."""
     return
 
 
@@ -150,19 +150,19 @@ class JaxPool(Pool):
 
   def _reset_rows(self, seeds, members):
     keys = jax.vmap(jax.random.key)(seeds)
-    # The level depends on the group's seed alone; the environment's luck on the member too.
+    # The level depends on the group's seed only; the randomness of the game also depends on the member.
     luck = jax.vmap(lambda key, member: jax.random.fold_in(jax.random.fold_in(key, 1), member))(keys, members)
     return jax.vmap(self.spec.env.reset)(keys), luck
 
   def _step_rows(self, states, actions, count, used, luck):
-    """The states, rewards f32[rows, A], actions carried out i32[rows] and effective ones i32[rows].
+    """The new states, rewards f32[rows, A], and the numbers of executed and of effective actions, i32[rows] each.
 
     Args:
-      states: of the rows.
+      states: the states of the rows.
       actions: i32[rows, A, *action_shape].
-      count: i32[rows], actions to carry out.
-      used: i32[rows], actions carried out before.
-      luck: [rows], keys.
+      count: i32[rows], number of actions to execute.
+      used: i32[rows], number of actions executed in earlier turns.
+      luck: [rows], keys of the randomness of the game.
     """
     self.traces += 1
     env, limit = self.spec.env, self.spec.budget.max_actions
@@ -209,7 +209,7 @@ class JaxPool(Pool):
     return self._contain(rewards), executed, effective
 
   def _contain(self, rewards: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """The rewards of turns of usable numbers, zeros in place of those of other turns; these end their episodes."""
+    """The rewards, with zeros for turns that have an unusable reward; the episodes of such turns end as errors."""
     contained = list(rewards)
     for row, own in enumerate(rewards):
       fault = next((x for x in map(read_reward, own) if isinstance(x, Fault)), None)
@@ -231,7 +231,7 @@ class JaxPool(Pool):
     """See `Pool`."""
     try:
       return self.spec.env.render_rgb(jax.tree.map(lambda x: np.asarray(x)[row], self.states))
-    except NotImplementedError:  # a user's own that has text only
+    except NotImplementedError:  # a user's environment without pictures
       return None
 
   def levels(self) -> list[bytes]:
@@ -246,7 +246,7 @@ class JaxPool(Pool):
     return [[env.format_action(action) for action in own] for own in env.legal_actions(self.states)]
 
   def members(self, number: int, states: Any) -> Any:
-    """The states of one member of each group, by its number in the group, from states [rows, ...]."""
+    """Selects the states of the member with this number in each group, from states [rows, ...]."""
     return jax.tree.map(lambda x: np.asarray(x)[number :: self.group_size], states)
 
   def optimal(self) -> np.ndarray:
@@ -256,7 +256,7 @@ class JaxPool(Pool):
 
 
 class OutsidePool(Pool):
-  """The rows of one environment outside JAX. Its exceptions, hangs and wrong answers become faults of its rows."""
+  """The rows of one environment outside JAX. Exceptions, time-outs and wrong answers become faults of the rows."""
 
   outside = True
 
@@ -298,7 +298,7 @@ class OutsidePool(Pool):
       first = row - row % self.group_size
       if self._texts[row] != self._texts[first] and not {row, first} & set(self.faults):
         message = (
-          'envs.%s, level %d: the members of a group begin differently: reset must give equal text for equal seeds'
+          'envs.%s, level %d: first observations differ within a group; reset must give equal text for equal seeds'
         )
         self._warn('members', message, self.spec.tag, seeds[row])
 
@@ -330,7 +330,7 @@ class OutsidePool(Pool):
     return [tuple(own) for own in rewards], np.asarray([len(own) for own in rewards], np.int32), effective
 
   def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
-    """The session's answers; faults where it gives none."""
+    """The session's answers; faults if it gives none."""
     try:
       results = call()
     except KeyboardInterrupt:
@@ -364,4 +364,4 @@ class OutsidePool(Pool):
     """See `Pool`."""
     fault = self._ask('end', lambda: [self._session.end()], 1)[0]
     if isinstance(fault, Fault):
-      self._warn(fault.kind, 'envs.%s: %s; the episodes are over, but may not be let go of', self.spec.tag, fault)
+      self._warn(fault.kind, 'envs.%s: %s; its episodes may not be released', self.spec.tag, fault)

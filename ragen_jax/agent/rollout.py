@@ -1,4 +1,4 @@
-"""A rollout: token rows with their episodes, and how rollouts are joined, cut and padded."""
+"""Rollouts: token rows with their episodes, and functions that join, cut and pad rollouts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ragen_jax.agent.trajectory import Trajectory
 
 @dataclasses.dataclass
 class Rollout:
-  """The episodes of a rollout, as token rows and in words.
+  """The episodes of a rollout, as token rows and as text.
 
   Attributes:
-    trajectory: token rows, for the update; rows of length 0 where the speaker writes no tokens.
-    episodes: in words; empty in rollouts from a replay buffer.
-    anchors: i32[B, max_turns], equal where two turns began from the same observation of the same level; -1 where the
-      episode did not get there.
-    episode_scores: f32[episodes], their raw scores, penalties included; each is `Episode.score`, rounded once. What
-      compares episodes reads these, never the float32 sum of a row's rewards.
-    tokens_sampled: number of tokens with loss.
-    pad_id: the token behind a row's last.
+    trajectory: token rows, for the update; rows of length 0 if the speaker writes no tokens.
+    episodes: the episodes as text; empty in rollouts from a replay buffer.
+    anchors: i32[B, max_turns], equal for turns that began with the same observation of the same level; -1 for turns
+      that were not played.
+    episode_scores: f32[episodes], raw scores including penalties: `Episode.score`, rounded once. Comparisons of
+      episodes use these scores, never the float32 sum of a row's rewards.
+    tokens_sampled: number of sampled tokens.
+    pad_id: the token that fills unused columns.
   """
 
   trajectory: Trajectory
@@ -53,8 +53,8 @@ def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
   """Joins rollouts; rows keep their order.
 
   Args:
-    parts: shares of one rollout, or several rollouts of fresh levels.
-    renumber: each part counts its groups and episodes from 0, as several rollouts do.
+    parts: shares of one rollout, or several rollouts of new levels.
+    renumber: True if each part counts its groups and episodes from 0, as separate rollouts do.
   """
   if len(parts) == 1:
     return parts[0]
@@ -79,7 +79,7 @@ def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
     return np.concatenate(grown)
 
   trajectory = jax.tree.map(join, _padding(parts[0].pad_id), *(p.trajectory for p in parts))
-  # Each part numbers its anchors by itself.
+  # Each part numbers its anchors from 0.
   offsets = np.cumsum([0] + [int(p.anchors.max(initial=-1)) + 1 for p in parts])
   anchors = [np.where(p.anchors < 0, -1, p.anchors + o) for p, o in zip(parts, offsets, strict=False)]
   return Rollout(
@@ -93,7 +93,7 @@ def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
 
 
 def take_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
-  """Some rows, i32[b], their groups and episodes counted from 0; episodes in words are left behind."""
+  """Selects rows, i32[b], with groups and episodes renumbered from 0. The result has no episodes as text."""
   t = rollout.trajectory
   kept, episode = np.unique(t.episode[rows], return_inverse=True)
   own = jax.tree.map(lambda x: x[rows], t)
@@ -104,7 +104,7 @@ def take_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
 
 
 def pad_rows(rollout: Rollout, multiple: int) -> Rollout:
-  """The rollout with empty rows behind it, up to a multiple of a number of rows."""
+  """Appends empty rows to a rollout, up to a multiple of a number of rows."""
   more = -len(rollout.trajectory.length) % multiple
 
   def pad(filler, x):

@@ -1,4 +1,4 @@
-"""The policy as a speaker: rows of the device are fed prompts and draw replies, each row at its own pace or in step."""
+"""The policy as a speaker: feeds prompts to rows of the device and samples their replies, in lockstep or not."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ragen_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class FedRows:
-  """Prompts as they are handed to the sampler.
+  """Prompts as the sampler gets them.
 
   Attributes:
     rows: i32[b], the episode of each row of `tokens`; -1 if none.
     tokens: i32[b, O], the prompts, padded.
-    count: i32[b], tokens of each; 0 in rows that take no part.
+    count: i32[b], number of prompt tokens; 0 for rows without a prompt.
     slots: i32[B'], the episode of each row of the device; -1 if none.
-    keys: PRNG keys [B'], with which the rows of the device draw.
+    keys: [B'], PRNG keys of the draws.
   """
 
   rows: np.ndarray
@@ -43,11 +43,11 @@ class FedRows:
 class SamplerSpeaker:
   """The policy, which samples tokens for many rows at once.
 
-  With many processes each has a speaker for its own rows. All call `reply` together and agree on shapes.
+  With several processes, each has a speaker for its own rows. All call `reply` together and agree on shapes.
 
   Attributes:
-    row_steps: steps of decoding times the rows of this process that the device computed in them.
-    tokens: sampled tokens; the share of `row_steps` that a row used.
+    row_steps: sum over decoding steps of the rows that this process's devices computed.
+    tokens: number of sampled tokens; `tokens / row_steps` is the share of the computed rows that were used.
   """
 
   writes_tokens: ClassVar[bool] = True
@@ -64,9 +64,9 @@ class SamplerSpeaker:
     """Nothing runs before the first reply.
 
     Args:
-      sampler: the programs.
+      sampler: the compiled programs.
       params: weights of the `ActorCritic`.
-      key: root of the draws; each episode's key is folded from it.
+      key: PRNG key of the draws; it is split into one key for each episode.
       sampling: how tokens are drawn.
       observer: called with prompts before they are fed.
     """
@@ -101,7 +101,7 @@ class SamplerSpeaker:
       return None
     return self._in_text(log, self._sample(log))
 
-  # -- which episode has which row of the device ----------------------------------------------------------------------
+  # -- slots: which episode has which row of the device ---------------------------------------------------------------
 
   def _begin(self, log: EpisodeLog) -> None:
     """Gives the first episodes their rows; the cache is made when the first prompts are known."""

@@ -1,6 +1,6 @@
-"""Prompts as tuples of segments: text, images, and tokens that are fed as they were sampled.
+"""Prompts as tuples of segments: text, images, and sampled tokens.
 
-A prompt of text alone is one `TextSegment`; an image splits the text around it. `agent.chat` turns segments into ids.
+A prompt of text only is one `TextSegment`; an image splits the text around it. `agent.chat` turns segments into ids.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class TextSegment:
-  """Text, with the special tokens of the chat format where it has any."""
+  """Text, which may contain special tokens of the chat format."""
 
   text: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSegment:
-  """An image, which takes the place of tokens.
+  """An image, represented by placeholder tokens.
 
   Attributes:
     image: u8[H, W, 3], or a reference to such an array, which the embedding code resolves.
-    columns: placeholder tokens, one for each embedding that the image becomes.
+    columns: number of placeholder tokens, one for each embedding of the image.
   """
 
   image: Any
@@ -32,25 +32,25 @@ class ImageSegment:
 
 @dataclasses.dataclass(frozen=True)
 class TokenSegment:
-  """Ids that are fed as they are: a reply as it was sampled, whose text may have other tokenizations."""
+  """The ids of a sampled reply, which are fed unchanged, because its text may have other tokenizations."""
 
   ids: tuple[int, ...]
 
 
 Segment = TextSegment | ImageSegment | TokenSegment
 Segments = tuple[Segment, ...]
-# What an environment shows: text, or segments where it shows images too.
+# An environment's observation: text, or segments if it contains images.
 Observation = str | Segments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSpan:
-  """Where an image lies among the columns of encoded segments.
+  """The columns of an image in encoded segments.
 
   Attributes:
-    image: as in its `ImageSegment`.
-    start: its first placeholder column.
-    stop: one past its last.
+    image: the image of its `ImageSegment`.
+    start: the first placeholder column.
+    stop: the column after the last placeholder.
   """
 
   image: Any
@@ -63,8 +63,8 @@ class Encoded:
   """Segments as token ids.
 
   Attributes:
-    ids: i32 ids, placeholders included.
-    images: the images among them, in their order.
+    ids: i32 ids, including placeholders.
+    images: the images, in order.
   """
 
   ids: tuple[int, ...]
@@ -72,7 +72,7 @@ class Encoded:
 
 
 def join(*parts: Observation) -> Segments:
-  """Concatenates texts and segments; adjacent texts become one segment, empty ones are dropped.
+  """Concatenates texts and segments; adjacent texts are merged, and empty texts are dropped.
 
   join('a', (TextSegment('b'), image), 'c')  ->  (TextSegment('ab'), image, TextSegment('c'))
   """
@@ -94,12 +94,12 @@ def map_text(function: Callable[[str], str], observation: Observation) -> Segmen
 
 
 def as_text(segments: Segments) -> str:
-  """The text of segments that hold nothing else.
+  """The text of segments that contain only text.
 
   Raises:
-    ValueError: there is an image or a sampled reply among them.
+    ValueError: a segment is an image or a sampled reply.
   """
   for segment in segments:
     if not isinstance(segment, TextSegment):
-      raise ValueError(f'a prompt with a {type(segment).__name__} has no form in text alone')
+      raise ValueError(f'a prompt with a {type(segment).__name__} cannot be written as text')
   return ''.join(segment.text for segment in segments)

@@ -1,6 +1,6 @@
-"""Speakers, which reply in episodes: the interface, random play and the exact solver.
+"""Speakers, which give the replies of episodes: the interface, random play and the exact solver.
 
-Other speakers: the policy (`sampler_speaker`), a model behind a server (`endpoint_speaker`), the demonstrator of the
+Other speakers: the policy (`sampler_speaker`), a model on a server (`endpoint_speaker`), the demonstrator of the
 warm start (`sft.demonstrations`), a person at a terminal (`modes.play`).
 """
 
@@ -19,33 +19,33 @@ from ragen_jax.envs.base import Solution
 
 
 class Speaker(Protocol):
-  """Gives the replies of a rollout; one object for one rollout, unless its class says otherwise.
+  """Gives the replies of a rollout. An object is used for one rollout, unless its class states otherwise.
 
   Attributes:
-    writes_tokens: it writes the token rows of the log's timeline, and the limits in tokens bind it.
+    writes_tokens: whether it writes the token rows of the log's timeline; the limits in tokens then apply to it.
   """
 
   writes_tokens: ClassVar[bool]
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """The replies of the present turn.
+    """The replies of the current turn.
 
     Args:
       log: the episodes so far. `log.live` lists the rows that need a reply; `log.prompts` and `log.chat` give their
         prompts. Call `log.leave` to end a row that cannot reply.
 
     Returns:
-      The replies by row; None if all episodes of all processes are over.
+      Row -> reply; None if all episodes of all processes are over.
     """
 
 
 def written_reply(context: ContextManager, actions: list[str], thought: str = '') -> TextReply:
-  """A reply of the right form, with the tokens that the context's own policy would sample for it.
+  """A reply of the right form, with the tokens that a policy would sample for it.
 
   Args:
-    context: gives the form and the tokenizer.
+    context: the form of replies and the tokenizer.
     actions: names of the actions.
-    thought: left out where replies have none.
+    thought: the thought; ignored if replies have no thoughts.
   """
   text, tokenizer = context.format_reply(actions, thought), context.tokenizer
   ids = (*tokenizer.encode(text), tokenizer.stop_ids[0])
@@ -53,17 +53,17 @@ def written_reply(context: ContextManager, actions: list[str], thought: str = ''
 
 
 class RandomSpeaker:
-  """Legal actions at random, in the right form: from 1 to as many as a turn may have, each number as likely."""
+  """Random legal actions in the right form. Their number is uniform between 1 and the limit of a turn."""
 
   writes_tokens = False
 
   def __init__(self, rng: np.random.Generator):
-    """`rng` is drawn from in the order of turns and rows."""
+    """Takes the random generator, which is used in the order of turns and rows."""
     self._rng = rng
 
   @staticmethod
   def can_play(envs: EnvStateManager) -> bool:
-    """Whether the actions of all environments can be listed."""
+    """Whether all environments can list their legal actions."""
     return all(spec.env.has_legal_actions for spec in envs.specs)
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
@@ -87,14 +87,14 @@ class SolverSpeaker:
   writes_tokens = False
 
   def __init__(self):
-    """The solver runs when a plan is first asked for."""
+    """The solver runs at the first call of `plans` or `reply`."""
     self._solutions: dict[int, Solution] = {}
 
   def plans(self, log: EpisodeLog) -> list[list[str]]:
-    """The best next turn of every row, as names of actions; the values of finished rows have no meaning.
+    """The best next turn of every row, as names of actions; the plans of finished rows are meaningless.
 
     Raises:
-      ValueError: there is no solver for a game, or not for one of its size.
+      ValueError: a game has no solver, or the solver does not support its size.
     """
     envs, plans = log.envs, []
     for index, pool in envs.pools.items():
@@ -103,7 +103,7 @@ class SolverSpeaker:
       rows, size = envs.rows_of(index), pool.group_size
       turns_left = np.full((pool.rows // size,), pool.spec.budget.max_turns - log.turn, np.int32)
       left = log.actions_left[rows].astype(np.int32)
-      # A group's members are of one level, which is solved once.
+      # The members of a group play one level, which is solved once.
       by_member = [
         self._solutions[index].plan(pool.members(i, pool.states), turns_left, left[i::size]) for i in range(size)
       ]
@@ -124,7 +124,7 @@ class SolverSpeaker:
 
 
 def _solve(pool: JaxPool) -> Solution:
-  """The best play on the levels of the last reset, one a group."""
+  """The best play on the levels of the last reset, one level for each group."""
   if not pool.spec.env.has_solver:
     raise ValueError(f'{pool.spec.env.name} has no solver')
   return pool.spec.env.solve(pool.members(0, pool.fresh_states), pool.spec.budget)

@@ -1,7 +1,7 @@
-"""Every string of the prompts and of a reply's form, and the pieces that the built-in tokenizer is made of.
+"""All strings of prompts and of the form of replies, and the pieces of the built-in tokenizer.
 
 The built-in model was trained on exactly these texts, and its tokenizer has one token for each fixed stretch of them
-(`prompt_pieces`). A change of wording therefore needs a new built-in model.
+(`prompt_pieces`). A change of wording therefore requires a new built-in model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _THINK, _END_THINK, _ANSWER, _END_ANSWER = '<think>', '</think>', '<answer>', '<
 _WITH_THOUGHT = re.compile(rf'\s*{_THINK}(.*?){_END_THINK}\s*{_ANSWER}(.*?){_END_ANSWER}', re.DOTALL)
 _ANSWER_ONLY = re.compile(rf'\s*{_ANSWER}(.*?){_END_ANSWER}', re.DOTALL)
 
-# Levels of each environment whose texts the pieces are cut from.
+# Number of levels of each environment from whose texts the pieces are cut.
 _SAMPLE_LEVELS = 64
 _NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
 
@@ -71,29 +71,29 @@ def _form(think: bool) -> str:
 
 
 def turn_frame(turn: int, actions_left: int, *, think: bool, max_words: int) -> tuple[str, str]:
-  """The text before and behind the observation of a turn.
+  """The text before and after the observation of a turn.
 
   Args:
     turn: index of the turn, from 0.
     actions_left: actions that the episode still has.
     think: whether replies have a thought before the answer.
-    max_words: the longest reply, in words.
+    max_words: maximum length of a reply, in words.
   """
   return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}{_form(think)}{max_words}{_WORDS}'
 
 
 def reward_line(reward: float) -> str:
-  """The reward of the turn before, with the blank line that follows it."""
+  """The reward of the previous turn, with the blank line that follows it."""
   return f'{_REWARD}{format_reward(reward)}{PARAGRAPH}'
 
 
 def memory_frame(turn: int, actions: Sequence[str], reward: float, action_sep: str) -> tuple[str, str]:
-  """The text before and behind the observation of a past turn in a summary.
+  """The text before and after the observation of a past turn in a summary.
 
   Args:
     turn: index of the turn, from 0.
-    actions: names of the actions that were carried out.
-    reward: of the turn, from the environment.
+    actions: names of the executed actions.
+    reward: the environment's reward of the turn.
     action_sep: the separator between actions.
   """
   done = plain(f' {action_sep} '.join(actions)) or 'nothing'
@@ -107,7 +107,7 @@ def format_reward(reward: float) -> str:
 
 
 def plain(text: str) -> str:
-  """Text of a game or an action, made safe: no stretch of it is a special token such as <|im_end|>."""
+  """Changes a text of a game or an action so that it contains no special token such as <|im_end|>."""
   return text.replace('<|', '< |')
 
 
@@ -120,7 +120,7 @@ def format_reply(thought: str, actions: Sequence[str], *, think: bool, action_se
   """A reply of the right form.
 
   Args:
-    thought: left out unless `think`.
+    thought: the thought; ignored unless `think`.
     actions: names of the actions.
     think: whether replies have a thought before the answer.
     action_sep: the separator between actions.
@@ -130,15 +130,15 @@ def format_reply(thought: str, actions: Sequence[str], *, think: bool, action_se
 
 
 def read_answer(reply: str, *, think: bool) -> str | None:
-  """The text of a reply's answer; None where the reply does not begin in the right form."""
+  """The text of a reply's answer; None if the reply does not begin in the right form."""
   match = (_WITH_THOUGHT if think else _ANSWER_ONLY).match(reply)
   return None if match is None else match.group(match.lastindex)
 
 
 def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list[str]:
-  """The fixed stretches of the texts of prompts and demonstrations, in which a tokenizer has a token for each.
+  """The fixed stretches of prompts and demonstrations, each of which is one token of a new tokenizer.
 
-  What varies is cut out: boards, numbers, coordinates and the names of actions, which are pieces of their own.
+  Boards, numbers, coordinates and the names of actions vary and are cut out; coordinates and names are pieces too.
 
   Args:
     specs: the environments.
@@ -146,7 +146,7 @@ def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list
     action_sep: the separator between the actions of a turn.
 
   Returns:
-    Different, non-empty texts; their order gives the tokens' ids.
+    Distinct, non-empty texts, in the order of the tokens' ids.
   """
   pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, _THINK, _END_THINK, _ANSWER, _END_ANSWER]
   pieces += [_END_THINK + _ANSWER, f' {action_sep} ', '10', *(str(spec.max_words) for spec in specs), PARAGRAPH]
@@ -160,7 +160,7 @@ def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list
     pieces += names + [s for s in symbols if len(s.encode()) > 1]
     cut = re.compile('|'.join([_NUMBER, *(re.escape(n) for n in names)]))
     task = describe_task(spec, action_sep)
-    # Decimals of the rules (probabilities, rewards) are one token; whole numbers are digits, which limits can change.
+    # Decimals of the rules (probabilities, rewards) are one token. Whole numbers are digits, because limits can change.
     pieces += re.findall(r'\d+\.\d+', task) + re.split(_NUMBER, task)
     texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)
     for text in texts:

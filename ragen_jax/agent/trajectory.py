@@ -1,4 +1,4 @@
-"""Token rows of a rollout: the ids that were fed and sampled are the ids that the loss sees, in the same columns."""
+"""Token rows of a rollout. The loss sees exactly the ids that were fed and sampled, in the same columns."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from flax import struct
 
 @struct.dataclass
 class Trajectory:
-  """B rows of a rollout, groups contiguous. All arrays live on the host until the update places them.
+  """B rows of a rollout, with contiguous groups. All arrays are on the host until the update places them.
 
   Attributes:
     tokens: i32[B, T], the ids as fed and as sampled, dense from column 0, then padding.
-    loss_mask: bool[B, T], True where the policy sampled the token.
-    logprobs: f32[B, T], log p(tokens[t] | tokens[<t]) under the sampler, 0 where not sampled.
-    values: f32[B, T], the critic's value of the state that tokens[t] was drawn from, 0 where not sampled and where
-      the sampler does not record them.
-    entropies: f32[B, T], entropy of the distribution that tokens[t] was drawn from, 0 where not sampled.
+    loss_mask: bool[B, T], True for tokens that the policy sampled.
+    logprobs: f32[B, T], log p(tokens[t] | tokens[<t]) under the sampler, 0 for tokens that were not sampled.
+    values: f32[B, T], the critic's value of the state from which tokens[t] was sampled, 0 for tokens that were not
+      sampled, or everywhere if the sampler does not record values.
+    entropies: f32[B, T], entropy of the distribution of tokens[t], 0 for tokens that were not sampled.
     rewards: f32[B, T], the turn's environment reward and penalties, on the turn's last sampled token.
     turn: i32[B, T], index of the turn (its observation and its reply), -1 in padding.
-    length: i32[B], used columns.
-    group: i32[B], rows of one group share the level, and so the prompt.
+    length: i32[B], number of used columns.
+    group: i32[B], the prompt group; rows of a group share the level.
     episode: i32[B], the episode of each row. With full context an episode has one row; with other context policies it
       can have several consecutive rows. Rows of length 0 at the end belong to no episode.
-    env: i32[B], index of the environment among those of the rollout.
-    status: i32[B], an `episode.Status`.
-    policy_version: i32[B], the number of updates that the sampling weights had seen.
+    env: i32[B], index of the environment in the rollout.
+    status: i32[B], the `episode.Status` of the row's episode.
+    policy_version: i32[B], number of updates that led to the sampling weights.
   """
 
   tokens: np.ndarray
@@ -44,23 +44,23 @@ class Trajectory:
 
 
 _COLUMNS = ('tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'turn')
-# The update points at column 1 for missing tokens, so rows have it even where nothing was sampled.
+# The update uses column 1 for missing tokens, so even rows without sampled tokens have this column.
 _MIN_WIDTH = 2
 
 
 class Timeline:
-  """Collects the columns of B episodes while a rollout runs, then becomes a `Trajectory`.
+  """Collects the columns of B episodes during a rollout; `trajectory` then makes a `Trajectory` of them.
 
-  Each episode writes to one open row. A context policy that shows less than the whole conversation begins a new row;
-  the row before is then put aside as it is.
+  Each episode writes to one open row. A context policy that shows less than the whole conversation begins a new row and
+  closes the previous row.
   """
 
   def __init__(self, rows: int, capacity: int):
-    """Empty rows.
+    """Makes empty rows.
 
     Args:
       rows: B.
-      capacity: the most columns that a row may have.
+      capacity: maximum number of columns of a row.
     """
     shape = (rows, max(capacity, _MIN_WIDTH))
     self._done: list[tuple[int, dict[str, np.ndarray]]] = []  # (episode, its columns)
@@ -74,7 +74,7 @@ class Timeline:
     self.length = np.zeros((rows,), np.int32)
 
   def begin_row(self, row: int) -> None:
-    """Puts the episode's row aside, if there is anything in it, and begins a new one."""
+    """Closes the episode's row, unless it is empty, and begins a new one."""
     n = self.length[row]
     if n:
       self._done.append((row, {name: getattr(self, name)[row, :n].copy() for name in _COLUMNS}))
@@ -90,13 +90,13 @@ class Timeline:
     self.length[row] = end
 
   def append_reply(self, row: int, ids, turn: int, *, logprobs=0.0, values=0.0, entropies=0.0) -> None:
-    """Adds a reply, on which the loss is.
+    """Adds a reply, whose tokens are in the loss.
 
     Args:
-      row: the episode's.
-      ids: i32[n].
-      turn: the turn's index.
-      logprobs: f32[n], or one number for all tokens; so are `values` and `entropies`.
+      row: the episode's row.
+      ids: i32[n], the sampled ids.
+      turn: index of the turn.
+      logprobs: f32[n], or one number for all tokens; the same holds for `values` and `entropies`.
       values: see `Trajectory`.
       entropies: see `Trajectory`.
     """
@@ -109,19 +109,19 @@ class Timeline:
     self.entropies[row, columns] = entropies
 
   def reward_last_token(self, row: int, reward: float) -> None:
-    """Puts a turn's reward on the row's last column, which is the turn's last sampled token."""
+    """Writes a turn's reward to the row's last column, which is the turn's last sampled token."""
     self.rewards[row, self.length[row] - 1] = reward
 
   def trajectory(self, *, group, episode, env, status, policy_version: int, pad_id: int) -> Trajectory:
-    """The rows so far, cut to the longest one.
+    """The rows so far, cut to the length of the longest row.
 
     Args:
-      group: i32[B], of the episodes; so are `episode`, `env` and `status`.
+      group: i32[B], the group of each episode; `episode`, `env` and `status` have the same shape.
       episode: see `Trajectory`.
       env: see `Trajectory`.
       status: see `Trajectory`.
-      policy_version: number of updates behind the weights that sampled.
-      pad_id: the token behind a row's last.
+      policy_version: number of updates that led to the sampling weights.
+      pad_id: the token that fills unused columns.
 
     Returns:
       Rows in the order of the episodes; the rows of one episode are consecutive. If there are more than B rows, empty

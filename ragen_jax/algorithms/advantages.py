@@ -24,9 +24,9 @@ class Advantages:
   """The result of an estimator.
 
   Attributes:
-    advantages: f32[B, T], factors of the policy loss, 0 off the mask.
+    advantages: f32[B, T], factors of the policy loss, 0 outside the mask.
     returns: f32[B, T], targets of the critic, computed before whitening. For estimators without a critic, the
-      (discounted) return of the episode. 0 off the mask.
+      (discounted) return of the episode. 0 outside the mask.
     value_mask: bool[B, T], the tokens on which the critic is trained.
   """
 
@@ -100,8 +100,8 @@ def compute_advantages(
     loss_mask: bool[B, T], sampled tokens; rows without any are padding.
     turn: i32[B, T], turn index, -1 outside of turns.
     group: i32[B], prompt group, any integers.
-    scores: f32[B], score of each row's episode, for estimators that compare episodes. None means the sum of `rewards`,
-      whose rounding makes a small difference between episodes that earned the same in different turns.
+    scores: f32[B], score of each row's episode, for estimators that compare episodes. None means the sum of `rewards`;
+      its rounding can differ between episodes that earned the same rewards in different turns.
     values: f32[B, T], the critic's values of the states from which tokens are sampled; for estimators with a critic.
     bootstrap: f32[B], value after the last sampled token of truncated episodes, 0 for those that terminated.
     episode: i32[B], the episode of each row; None if every row is its own episode.
@@ -135,7 +135,7 @@ def compute_advantages(
   chex.assert_shape(group, rewards.shape[:1])
   whitening = whitening and estimator.whitens
 
-  if name == 'turn_wise_gae':  # the mean and deviation are those of turns, not of tokens
+  if name == 'turn_wise_gae':  # mean and deviation over turns, not over tokens
     high_level_lam = lam if high_level_lam is None else high_level_lam
     advantages, returns = turn_wise_gae(
       rewards, values, loss_mask, turn, high_level_gamma, high_level_lam, bootstrap, episode=episode
@@ -170,7 +170,7 @@ def compute_advantages(
 def _from_scores(
   name: str, scores: jax.Array, group: jax.Array, mask: jax.Array, episode: jax.Array | None, length_weight: bool
 ) -> jax.Array:
-  """Advantages f32[B, T] of the estimators that read the scores of episodes only."""
+  """The advantages, f32[B, T], of the estimators that use only the scores of episodes."""
   if name == 'rloo':
     return rloo(scores, group, mask, episode=episode)
   if name == 'brpo':

@@ -1,7 +1,7 @@
-"""Two small state machines over a run's metrics: `EarlyStop` ends it, `EchoTrap` warns before it collapses.
+"""Two state machines over the metrics of a run: `EarlyStop` ends the run, `EchoTrap` warns before a collapse.
 
-States are structs of scalars, so that a checkpoint holds them. Updates are pure: metrics in, (state, metrics, verdict)
-out. They run on the host.
+States are structs of scalars, so checkpoints can contain them. Updates are pure functions on the host, from metrics to
+(state, metrics, verdict).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ragen_jax.algorithms.diagnostics import Ema
 # --- early stopping ---------------------------------------------------------------------------------------------------
 
 
-# A step is collapsed when its in-group reward deviation is below this fraction of the baseline (RAGEN-2's value).
+# A step is collapsed if its in-group reward deviation is below this fraction of the baseline (RAGEN-2's value).
 _COLLAPSED_FRACTION = 0.1
-# A validation is hopeless when the success rate of every environment is below this (RAGEN-2's value).
+# A validation is hopeless if the success rate of every environment is below this value (RAGEN-2's).
 _HOPELESS_SUCCESS = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopSettings:
-  """When a run is stopped. Fields are those of `config.monitor`; a patience of 0 switches its rule off.
+  """The rules that stop a run. Fields are those of `config.monitor`; a patience of 0 switches its rule off.
 
-  RAGEN-2 has 10, 10, 5 and 5, and calls a validation hopeless if one environment of several is.
+  RAGEN-2's values are 10, 10, 5 and 5. In RAGEN-2 a validation is hopeless if one of its environments is.
 
   Attributes:
-    baseline_steps: number of first steps whose mean is the baseline of the in-group reward deviation.
-    flat_reward_patience: collapsed steps in a row until the run stops.
-    hopeless_patience: hopeless validations in a row until the run stops.
-    empty_patience: steps in a row of which the filter kept nothing, until the run stops.
+    baseline_steps: number of initial steps whose mean is the baseline of the in-group reward deviation.
+    flat_reward_patience: number of consecutive collapsed steps that stop the run.
+    hopeless_patience: number of consecutive hopeless validations that stop the run.
+    empty_patience: number of consecutive steps without kept groups that stop the run.
   """
 
   baseline_steps: int
@@ -44,12 +44,12 @@ class EarlyStopSettings:
 
 @struct.dataclass
 class EarlyStop:
-  """Where the rules stand.
+  """The state of the rules.
 
   Attributes:
-    steps: steps with an update that have been counted into the baseline.
-    baseline: the mean of the in-group reward deviation over them.
-    collapsed, hopeless, empty: how many times in a row each rule has been met.
+    steps: number of steps in the baseline.
+    baseline: mean of the in-group reward deviation over these steps.
+    collapsed, hopeless, empty: number of consecutive times that the condition of each rule held.
   """
 
   steps: int = 0
@@ -61,16 +61,16 @@ class EarlyStop:
   def after_step(
     self, settings: EarlyStopSettings, *, reward_std: float, empty: bool = False
   ) -> tuple[EarlyStop, dict[str, float], str]:
-    """Takes in one iteration.
+    """Updates the state with one iteration.
 
     Args:
       settings: the thresholds.
       reward_std: mean in-group deviation of raw rewards, before any filter.
-      empty: the filter left nothing, so that there was no update; only its own rule looks at such a step.
+      empty: the filter kept no group, so there was no update; only the rule of `empty_patience` uses such a step.
 
     Returns:
-      (state, metrics, reason): the reason is 'reward_variance_collapse', 'empty_filtered_steps', or '' to go on.
-      Metrics are `early_stopped/<reason>`, 1 where the rule ends the run, and the counts in a row.
+      (state, metrics, reason): the reason is 'reward_variance_collapse', 'empty_filtered_steps', or '' to continue.
+      Metrics are `early_stopped/<reason>`, 1 if the rule ends the run, and the numbers of consecutive times.
     """
     if empty:
       state = self.replace(empty=self.empty + 1)
@@ -92,7 +92,7 @@ class EarlyStop:
   def after_validation(
     self, settings: EarlyStopSettings, success: Mapping[str, float]
   ) -> tuple[EarlyStop, dict[str, float], str]:
-    """Takes in one validation.
+    """Updates the state with one validation.
 
     Args:
       settings: the thresholds.
@@ -119,19 +119,19 @@ _STD_FRACTION = 0.5
 _ENTROPY_FACTOR = 1.5
 _GRAD_FACTOR = 5.0
 _REPEAT_FRACTION = 0.5
-# Steps for which a gradient spike stays counted.
+# Number of steps for which a gradient spike remains a signal.
 _SPIKE_HOLD = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class EchoTrapSettings:
-  """When a warning is given. Fields are those of `config.monitor`.
+  """The rule for a warning. Fields are those of `config.monitor`.
 
   Attributes:
-    baseline_steps: number of first steps whose means are the baselines; no signal counts before they are over.
-    ema_decay: of the averages that are compared with the baselines, in [0, 1).
-    min_signals: signals at once that make a warning.
-    patience: steps in a row with that many signals until the warning is given.
+    baseline_steps: number of initial steps whose means are the baselines; there are no signals during these steps.
+    ema_decay: decay of the averages that are compared with the baselines, in [0, 1).
+    min_signals: number of simultaneous signals for a warning.
+    patience: number of consecutive steps with that many signals before the warning.
   """
 
   baseline_steps: int
@@ -145,26 +145,26 @@ class EchoTrap:
   """Early warning of the Echo Trap, RAGEN's name for the collapse of multi-turn RL into repeated phrases.
 
   The rule. The first `baseline_steps` steps give the baselines: the mean of the in-group reward deviation, of the
-  entropy, and of the share of repeated replies. From then on four signals are looked at:
+  entropy, and of the share of repeated replies. After them there are four signals:
 
     reward_std   the average of the in-group deviation of raw rewards is below 0.5 of its baseline
     entropy      the average of the entropy is above 1.5 times its baseline
-    grad_norm    the gradient norm was, in one of the last 10 steps, above 5 times the average of the steps before it
-    repeats      the average of the share of repeated replies is past the middle between its baseline and 1
+    grad_norm    in one of the last 10 steps, the gradient norm was above 5 times the average of the steps before it
+    repeats      the average of the share of repeated replies is above the midpoint between its baseline and 1
 
-  Averages forget with decay 0.9; a spike enters its average as if it were just at the threshold, so that it does not
-  hide the next one. Two signals at once, for 3 steps in a row, are a warning; one alone is not, since a policy that
-  solves its task loses reward deviation too (and entropy, which is why a fall of that is no signal). What a warning
-  does (nothing, stop, roll back) is the trainer's choice. A value that is not finite leaves averages and baselines as
-  they are, except that a gradient norm that is not finite is a spike.
+  Averages are exponential moving averages with the decay `ema_decay`. A spike enters its average with the value of the
+  threshold, so that it does not hide the next spike. `min_signals` signals at once, for `patience` consecutive steps,
+  give a warning. One signal is not enough, because a policy that solves its task loses reward deviation too (and
+  entropy, so a fall of the entropy is no signal). The trainer chooses the response to a warning. A value that is not
+  finite does not change averages and baselines, but a gradient norm that is not finite counts as a spike.
 
   Attributes:
-    steps: steps taken in.
-    baselines, averages: by signal; `averages['grad_norm']` is that of the steps before the present one.
-    since_spike: steps since the last gradient spike, -1 where there was none.
-    in_a_row: steps in a row with enough signals.
+    steps: number of steps so far.
+    baselines, averages: the baseline and the average of each signal.
+    since_spike: number of steps since the last gradient spike, -1 if there was none.
+    in_a_row: number of consecutive steps with enough signals.
 
-  Source: the signs are those of RAGEN, arXiv 2504.20073; thresholds are this project's.
+  Source: the signals are those of RAGEN, arXiv 2504.20073; the thresholds are this project's.
   """
 
   steps: int = 0
@@ -175,14 +175,14 @@ class EchoTrap:
 
   @classmethod
   def create(cls) -> EchoTrap:
-    """The state before the first step, with the structure that it keeps."""
+    """The state before the first step; updates keep its tree structure."""
     slow = ('reward_std', 'entropy', 'repeats')
     return cls(baselines={name: Ema() for name in slow}, averages={name: Ema() for name in (*slow, 'grad_norm')})
 
   def after_step(
     self, settings: EchoTrapSettings, *, reward_std: float, entropy: float, grad_norm: float, repeats: float
   ) -> tuple[EchoTrap, dict[str, float], bool]:
-    """Takes in one iteration.
+    """Updates the state with one iteration.
 
     Args:
       settings: the thresholds.
@@ -205,7 +205,7 @@ class EchoTrap:
       since = self.since_spike + 1 if self.since_spike >= 0 else -1
 
     baselines = self.baselines
-    if learning:  # a mean: every value weighs the same
+    if learning:  # a plain mean
       baselines = {
         name: Ema(b.total + float(seen[name]), b.weight + 1.0) if math.isfinite(seen[name]) else b
         for name, b in baselines.items()

@@ -38,7 +38,7 @@ class Ema:
     return self.total / self.weight if self.weight > 0 else math.nan
 
   def update(self, x: float, decay: float = 0.9) -> Ema:
-    """The average after one more value, or unchanged if x is not finite. With decay 0 it is the last value."""
+    """The average with one more value; unchanged if x is not finite. With decay 0 it is the last value."""
     if not math.isfinite(x):
       return self
     return Ema(decay * self.total + (1 - decay) * float(x), decay * self.weight + (1 - decay))
@@ -50,12 +50,12 @@ def update_emas(
   """Updates one moving average per metric.
 
   Args:
-    emas: the averages before, by metric; missing ones are started.
+    emas: metric -> previous average; missing averages are created.
     metrics: values of this step.
     decay: see `Ema.update`.
 
   Returns:
-    The averages after, and their values by name of the metric + '_ema'.
+    Metric -> new average, and '<metric>_ema' -> value.
   """
   emas = dict(emas) | {name: emas.get(name, Ema()).update(x, decay) for name, x in metrics.items()}
   return emas, {f'{name}_ema': emas[name].value for name in metrics}

@@ -4,7 +4,7 @@ Everything runs on the host in NumPy, because the filter decides the number of r
 *raw* scores, before any normalisation. A group whose episodes all have the same score carries no relative signal;
 StarPO-S keeps the groups with the largest deviation of scores.
 
-Sources: RAGEN, arXiv 2504.20073 (StarPO-S: the fraction of groups of highest in-group deviation); RAGEN-2, arXiv
+Sources: RAGEN, arXiv 2504.20073 (StarPO-S: a fraction of the groups with the highest deviation); RAGEN-2, arXiv
 2604.06268 (top-p over deviations); DAPO, arXiv 2503.14476, section 3.2 (drop groups that do not vary).
 """
 
@@ -230,7 +230,7 @@ def uncertainty_filter(
 
 
 def loss_scale(kept_ratio: float, scaling: str = 'none') -> float:
-  """A factor for the advantages after a filter, which makes an update from few groups smaller than one from all.
+  """A factor for the advantages after a filter, which makes updates from few groups smaller.
 
   Args:
     kept_ratio: share of the groups that the filter kept.

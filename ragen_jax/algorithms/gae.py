@@ -48,7 +48,7 @@ def gae(
     turn: i32[B, T], turn index; required with `episode`, to order its rows.
 
   Returns:
-    Advantages and returns, each f32[B, T] and 0 off the mask; returns = advantages + values. Not whitened.
+    Advantages and returns, each f32[B, T] and 0 outside the mask; returns = advantages + values. Not whitened.
 
   Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
   """
@@ -68,7 +68,7 @@ def discounted_returns(
   episode: jax.Array | None = None,
   turn: jax.Array | None = None,
 ) -> jax.Array:
-  """Discounted return from each token of the mask on: f32[B, T], 0 off the mask. Arguments: see `gae`."""
+  """Discounted return from each token of the mask: f32[B, T], 0 outside the mask. Arguments: see `gae`."""
   return gae(rewards, jnp.zeros_like(rewards), mask, gamma, 1.0, episode=episode, turn=turn)[0]
 
 
@@ -140,7 +140,7 @@ def bi_level_gae(
     loss_mask: bool[B, T], sampled tokens, which determine the ends of turns; None means `mask`.
 
   Returns:
-    Advantages and returns, each f32[B, T] and 0 off the mask. Not whitened.
+    Advantages and returns, each f32[B, T] and 0 outside the mask. Not whitened.
 
   Source: VAGEN, arXiv 2510.16907, section 4.2 and algorithm 2. The two differ; this follows the algorithm ("replaces").
   """
@@ -156,7 +156,7 @@ def bi_level_gae(
 
 @struct.dataclass
 class _Timeline:
-  """The order of rows: unchanged, or sorted so that the rows of an episode follow one another in one long stream.
+  """The order of rows: unchanged, or sorted so that all rows form one stream in which an episode's rows are adjacent.
 
   Attributes:
     order: i32[B], rows sorted by episode and first turn; None if every row is its own episode.
@@ -185,7 +185,7 @@ class _Timeline:
     return jnp.zeros_like(x).at[self.order].set(x) if self.chained else x
 
   def ends(self, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The last column of each episode in the mask, bool[B, T], and the next one after each column, in row or stream."""
+    """Each episode's last column in the mask, bool[B, T], and for each column the next column in the mask."""
     if not self.chained:
       following = masks.next_sampled(mask)
       return mask & (following == mask.shape[-1]), following

@@ -17,10 +17,10 @@ EPSILON = 1e-6  # added to a standard deviation before it divides
 def episode_scores(rewards: jax.Array, mask: jax.Array, episode: jax.Array | None = None) -> jax.Array:
   """The undiscounted return of each row's episode, summed over all rows of the episode, in float32.
 
-  `Rollout.scores` are the same sums without the error of rounding each addition.
+  `Rollout.scores` are the same sums without intermediate rounding.
 
   Args:
-    rewards: f32[B, T], not read off the mask.
+    rewards: f32[B, T], not read outside the mask.
     mask: bool[B, T], sampled tokens.
     episode: i32[B], the episode of each row; None if every row is its own episode.
 
@@ -53,11 +53,11 @@ def grpo(
     mask: bool[B, T], the tokens that get an advantage.
     episode: i32[B], the episode of each row; None if every row is its own episode.
     scale_by_std: divide by the deviation; False is Dr. GRPO, whose loss aggregation is `seq-mean-token-sum`.
-    length_weight: divide by the number of tokens of the episode relative to the mean of the batch, so that a long
-      failure does not weigh more than a short one.
+    length_weight: divide by the episode's number of tokens relative to the mean of the batch, so that long failures do
+      not weigh more than short ones.
 
   Returns:
-    f32[B, T], 0 off the mask.
+    f32[B, T], 0 outside the mask.
 
   Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2; Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3.2;
   the weight is RAGEN's option `grpo_advantage_length_weight`.
@@ -120,7 +120,7 @@ def gigpo(
   observation (its *anchor*), in any episode. A step with a unique anchor gets 0.
 
   Args:
-    rewards: f32[B, T], not read off the mask.
+    rewards: f32[B, T], not read outside the mask.
     group: i32[B], prompt group.
     mask: bool[B, T], the tokens that get an advantage.
     turn: i32[B, T], turn index, -1 outside of turns.
@@ -134,7 +134,7 @@ def gigpo(
     episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
-    f32[B, T], 0 off the mask.
+    f32[B, T], 0 outside the mask.
 
   Source: Feng et al. 2025, arXiv 2505.10978, section 4.
   """
@@ -211,8 +211,8 @@ def group_statistics(
   """For each entry the weighted mean, unbiased standard deviation and count of the entries with the same key: f32[N].
 
   In a set whose entries are equal up to rounding (`rounding.is_constant`), the mean of an entry is the entry itself and
-  the deviation is 0, so that no rounding error is divided by 1e-6. In other sets entries are shifted by the least of
-  their set first, which keeps the sums small.
+  the deviation is 0, so that no rounding error is divided by 1e-6. In other sets the smallest entry is subtracted
+  first, which keeps the sums small.
   """
   sets = _sets(keys)
   count = _sum_over(sets, weights)

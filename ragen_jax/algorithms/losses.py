@@ -8,7 +8,7 @@ global denominator, so that
 does not depend on the split. Compute the weights once for the whole batch of an optimiser step, slice them with the
 rows, and sum gradients.
 
-Entries off the mask are replaced before any arithmetic, so infinities and NaN there cannot reach a gradient.
+Entries outside the mask are replaced before any arithmetic, so infinities and NaN there cannot reach a gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragen_jax.algorithms import masks
 AGGREGATIONS = ('token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm')
 RATIO_LEVELS = ('token', 'sequence', 'turn')
 KL_KINDS = ('k1', 'abs', 'k2', 'k3')
-MAX_LOG_RATIO = 20.0  # log-ratios are clipped to +-this before they are exponentiated
+MAX_LOG_RATIO = 20.0  # log-ratios are clipped to this absolute value before they are exponentiated
 MAX_K3 = 10.0  # upper limit of the k3 estimate
 
 
@@ -48,7 +48,7 @@ def token_weights(
     norm_length: L in tokens, a constant of the run such as the length limit of replies; for 'seq-mean-token-sum-norm'.
 
   Returns:
-    f32[B, T], 0 off the mask; all zeros for an empty mask.
+    f32[B, T], 0 outside the mask; all zeros for an empty mask.
 
   Raises:
     ValueError: the mode is unknown, or L is missing or not positive.
@@ -128,8 +128,8 @@ def policy_loss(
 
   Returns:
     The loss f32[B, T], and statistics f32[B, T] to be averaged over the mask: `clipfrac` (1 where the clipped term is
-    larger), `clipfrac_lower` (1 where the dual clip acts), `approx_kl` (old - new log-prob), `ratio`. All 0 off the
-    mask.
+    larger), `clipfrac_lower` (1 where the dual clip acts), `approx_kl` (old - new log-prob), `ratio`. All 0 outside
+    the mask.
 
   Raises:
     ValueError: the ratio level is unknown, `turn` is missing, or c is not above 1.
@@ -149,7 +149,7 @@ def policy_loss(
   own = log_ratio
   if ratio_level != 'token':
     mean = _row_mean(log_ratio, mask) if ratio_level == 'sequence' else _turn_mean(log_ratio, mask, turn)
-    # Value of the mean, gradient of the token.
+    # The value of the mean, with the gradient of the token.
     log_ratio = jnp.where(mask, jax.lax.stop_gradient(mean - own) + own, 0.0)
   ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
@@ -169,7 +169,7 @@ def policy_loss(
 
 
 def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """Mean of x over the mask of each row: f32[B, 1]. x must be 0 off the mask."""
+  """Mean of x over the mask of each row: f32[B, 1]. x must be 0 outside the mask."""
   return jnp.sum(x, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
 
@@ -202,7 +202,7 @@ def truncated_importance_weights(
     cap: upper limit of the weights, positive.
 
   Returns:
-    f32[B, T], 0 off the mask, without gradient.
+    f32[B, T], 0 outside the mask, without gradient.
 
   Raises:
     ValueError: the cap is not positive.
@@ -232,7 +232,7 @@ def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, ki
     kind: one of `KL_KINDS`.
 
   Returns:
-    f32[B, T] in nats, 0 off the mask.
+    f32[B, T] in nats, 0 outside the mask.
 
   Raises:
     ValueError: the kind is unknown.
@@ -275,11 +275,11 @@ def value_loss(
   """Clipped squared error of the critic per token: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-clip) - R)^2).
 
   Args:
-    values: f32[B, T], of the trained critic.
+    values: f32[B, T], values of the trained critic.
     returns: f32[B, T], targets; no gradient flows through them.
-    old_values: f32[B, T], of the critic before the update.
+    old_values: f32[B, T], values of the critic before the update.
     mask: bool[B, T], the tokens on which the critic is trained (`Advantages.value_mask`).
-    clip: change of a value above which it gets no gradient; None switches clipping off.
+    clip: maximum change of a value; None switches clipping off.
 
   Returns:
     The loss f32[B, T], and statistics: `clipfrac` f32[B, T], 1 where the clipped error is larger.

@@ -1,7 +1,7 @@
 """Masks on the token timeline: ends of turns, next sampled tokens, selective masks, and statistics under a mask.
 
-A mask marks the columns of a row that count, usually the tokens that the policy sampled. All functions skip the columns
-between them.
+A mask marks the columns of a row that count, usually the tokens that the policy sampled. All functions skip the other
+columns.
 
     loss_mask     0 0 1 1 1 0 0 1 1 0       two turns: prompt, reply, observation, reply, padding
     turn          0 0 0 0 0 1 1 1 1 -1
@@ -66,7 +66,7 @@ def selective_masks(
 
   Args:
     loss_mask: bool[B, T], sampled tokens.
-    length: i32[B], number of columns of each row in use.
+    length: i32[B], number of used columns of each row.
     mask_loss: train on sampled tokens only.
     mask_advantages: run advantage recursions over sampled tokens only.
 
@@ -99,8 +99,7 @@ def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
     mask: bool[B, T].
 
   Returns:
-    f32[B, T], 0 off the mask, and 0 everywhere where all entries are equal up to rounding. The variance is the
-    unbiased one.
+    f32[B, T], 0 outside the mask, and 0 everywhere if all entries are equal up to rounding. The variance is unbiased.
   """
   least, greatest = jnp.min(x, where=mask, initial=jnp.inf), jnp.max(x, where=mask, initial=-jnp.inf)
   varies = ~rounding.is_constant(*(jnp.where(jnp.isfinite(y), y, 0.0) for y in (least, greatest)))

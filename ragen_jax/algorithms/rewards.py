@@ -1,9 +1,9 @@
 """Reward shaping: credit assignment, normalisation and a KL penalty.
 
-The input are the rewards of turns and the scores of episodes with format penalties included, as the rollout records
-them. `shape_rewards` assigns credit and normalises; `kl_in_reward` is applied after it if a KL penalty is configured.
-Both return the rewards of tokens, for estimators that run along the row, and the scores of episodes, for those that
-compare episodes. Filters and metrics read the raw scores, never the shaped rewards.
+The inputs are the rewards of turns and the scores of episodes, including format penalties, as the rollout records them.
+`shape_rewards` assigns credit and normalises; `kl_in_reward` is applied after it if a KL penalty is configured. Both
+return the rewards of tokens, for recursive estimators, and the scores of episodes, for estimators that compare
+episodes. Filters and metrics read the raw scores, never the shaped rewards.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ def shape_rewards(
   """Assigns credit and normalises.
 
   Args:
-    rewards: f32[B, T], reward of each turn on its last sampled token, penalties included. Not read off the mask.
+    rewards: f32[B, T], reward of each turn on its last sampled token, including penalties. Not read outside the mask.
     loss_mask: bool[B, T], sampled tokens.
     turn: i32[B, T], turn index, -1 outside of turns.
     group, env, grouping, method, episode: see `normalize_scores`.
     credit: 'trajectory' puts the normalised score of the episode on its last sampled token; 'turn' keeps each turn's
       reward in its place and requires the method 'identity'.
-    scores: f32[B], score of each row's episode, without the rounding of a float32 sum. None means the sum of `rewards`.
+    scores: f32[B], score of each row's episode, not summed in float32. None means the sum of `rewards`.
 
   Returns:
-    f32[B, T], the rewards, 0 off the mask; f32[B], the normalised score of each row's episode, 0 for padding rows.
+    f32[B, T], the rewards, 0 outside the mask; f32[B], the normalised score of each row's episode, 0 for padding rows.
 
   Raises:
     ValueError: an option is unknown, or credit 'turn' is combined with a normalisation.
@@ -147,7 +147,7 @@ def kl_in_reward(
   Args:
     rewards: f32[B, T].
     scores: f32[B], score of each row's episode.
-    kl: f32[B, T], KL estimate of each token in nats (`losses.kl_penalty`). Not read off the mask.
+    kl: f32[B, T], KL estimate of each token in nats (`losses.kl_penalty`). Not read outside the mask.
     loss_mask: bool[B, T], sampled tokens.
     coef: penalty in units of reward per nat.
     episode: i32[B], the episode of each row; None if every row is its own episode.

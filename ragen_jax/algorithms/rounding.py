@@ -1,8 +1,8 @@
-"""When numbers that were added up in different orders count as equal.
+"""Comparison of numbers that were summed in different orders.
 
-Two episodes that earned the same can differ in the last bits of their sums. A division by their standard deviation
-would turn that difference into an advantage of full size, so every comparison that decides whether a set of numbers
-varies at all uses the slack below. Scores of episodes are added exactly on the host (`Episode.score`); the slack is for
+Two episodes with the same rewards can differ in the last bits of their sums. A division by their standard deviation
+would turn this difference into an advantage of full size. Every comparison that decides whether a set of numbers varies
+therefore uses the slack below. Scores of episodes are added exactly on the host (`Episode.score`); the slack is for
 sums inside compiled programs and for environments that return inexact rewards.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-RELATIVE = 2e-6  # of the largest absolute value: about 16 units in the last place of float32
+RELATIVE = 2e-6  # relative to the largest absolute value: about 16 units in the last place of float32
 ABSOLUTE = 2e-7  # for sums whose terms cancel; a fifth of the 1e-6 that is added to standard deviations
 
 
@@ -19,10 +19,10 @@ def is_constant(least: Any, greatest: Any) -> Any:
 
   Args:
     least: smallest number of each set, an array of NumPy or JAX, or a float.
-    greatest: largest number of each set, of the same shape.
+    greatest: largest number of each set, same shape.
 
   Returns:
-    bool, of the same shape.
+    bool, same shape.
   """
   return greatest - least <= slack(least, greatest)
 

@@ -49,7 +49,7 @@ def check_algorithm(config: ConfigDict) -> None:
   """Checks `algorithm`, `reward`, `filter`, `replay`, `monitor`, and the fields of other sections that depend on them.
 
   Raises:
-    UserError: for the first field that cannot be used.
+    UserError: a field has a value that is not allowed; the first such field is named.
   """
   for field, allowed in _CHOICES.items():
     rules.one_of(config, field, allowed)
@@ -74,7 +74,7 @@ def check_algorithm(config: ConfigDict) -> None:
 
 
 def _check_old_logprobs_and_replay(config: ConfigDict) -> None:
-  """Importance weights, replay and reused rollouts."""
+  """Checks importance weights, replay and reused rollouts."""
   a = config.algorithm
   for field in ('mask_loss', 'mask_advantages', 'tis_cap'):
     needs = a.tis_cap > 0 if field == 'tis_cap' else not a[field]
@@ -93,7 +93,7 @@ def _check_old_logprobs_and_replay(config: ConfigDict) -> None:
 
 
 def _check_rewards(config: ConfigDict) -> None:
-  """How rewards are normalised, and what a ratio spans."""
+  """Checks the normalisation of rewards and the level of ratios."""
   a, reward = config.algorithm, config.reward
   one_row = config.agent.context == 'full' and config.agent.overlong == 'end'
   rules.check(
@@ -106,12 +106,12 @@ def _check_rewards(config: ConfigDict) -> None:
   )  # fmt: skip
   rules.check(
     config, 'reward.method', reward.method == 'identity' or reward.grouping != 'state' or config.train.group_size > 1,
-    "a 'state' of one episode leaves nothing; train.group_size must be at least 2",
+    "a 'state' of one episode normalises to 0; train.group_size must be at least 2",
   )  # fmt: skip
 
 
 def _check_critic(config: ConfigDict) -> None:
-  """Options that need a critic, or one that learns."""
+  """Checks options that need a critic, or a critic that learns."""
   a = config.algorithm
   has_critic = ESTIMATORS[a.adv_estimator].needs_critic
   rules.check(
@@ -132,12 +132,12 @@ def _check_critic(config: ConfigDict) -> None:
 
 
 def _check_filter(config: ConfigDict) -> None:
-  """The filter keeps some group, and compares groups of several members only."""
+  """Checks that the filter can keep a group, and that its metric suits the group size."""
   f = config.filter
   if f.strategy == 'top_k_abs':
     rules.check(config, 'filter.value', f.value >= 1 and f.value % 1 == 0, 'must be a whole number of at least 1')
   else:
-    # 'min_p' keeps scores of at least `value` times the greatest: at 0 all, unless it looks for the smallest.
+    # 'min_p' keeps scores of at least `value` times the largest, so 0 keeps all, unless `type` is 'smallest'.
     all_at_0 = f.strategy == 'min_p' and f.type == 'largest'
     above = f.value >= 0 if all_at_0 else f.value > 0
     rules.check(
@@ -146,7 +146,7 @@ def _check_filter(config: ConfigDict) -> None:
     )  # fmt: skip
   rules.check(
     config, 'filter.value', f.strategy != 'top_k' or int(f.value * config.train.groups + 1e-9) > 0,
-    f'of train.groups={config.train.groups} no group would be kept',
+    f'keeps no group of train.groups={config.train.groups}',
   )  # fmt: skip
   drops = f.strategy != 'top_p' or f.value < 1 or not f.include_zero
   compares = f.metric in ('reward_std', 'entropy_variance')

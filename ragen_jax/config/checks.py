@@ -1,6 +1,6 @@
 """Checks of a config before anything is compiled: `check_config` for every run, the others for one mode each.
 
-The first field that cannot be used raises a one-line UserError with its name, its value and what is allowed.
+The first field with a wrong value raises a UserError of one line with the field, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   A model from the hub is downloaded here, so a wrong name or path is reported before the workdir is written to.
 
   Args:
-    config: the run's.
+    config: the run's config.
     weights: whether the model's weights must exist; False downloads nothing.
 
   Raises:
-    UserError: for the first field that cannot be used.
+    UserError: a field has a value that is not allowed; the first such field is named.
   """
   rules.plain_numbers(config)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
@@ -70,13 +70,13 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
 
 
 def check_plan(config: ConfigDict) -> None:
-  """Checks the section `plan`; raises UserError for the first field that cannot be used."""
+  """Checks the section `plan`; raises UserError for the first field with a wrong value."""
   rules.at_least(config, 1, 'plan.devices', 'plan.prompt_tokens')
   rules.above(config, 0, 'plan.memory_gb')
 
 
 def _check_adapters(config: ConfigDict) -> None:
-  """The adapters, the dtype of frozen weights, and the form of exported weights."""
+  """Checks the adapters, the dtype of frozen weights, and the form of exported weights."""
   rules.one_of(config, 'model.param_dtype', ('float32', 'bfloat16'))
   rules.at_least(config, 0, 'lora.rank')
   rules.above(config, 0, 'lora.alpha')
@@ -99,7 +99,7 @@ def _check_adapters(config: ConfigDict) -> None:
 
 
 def _check_ranges(config: ConfigDict) -> None:
-  """Numbers that have bounds of their own."""
+  """Checks numbers that have their own bounds."""
   rules.at_least(config, 1, *_AT_LEAST_ONE)
   rules.at_least(config, 0, *_NOT_NEGATIVE)
   rules.above(config, 0, 'train.temperature', 'optimizer.grad_clip')
@@ -119,7 +119,7 @@ def _check_ranges(config: ConfigDict) -> None:
 
 
 def _check_batches(config: ConfigDict) -> None:
-  """Episodes divide into mini-batches, micro-batches, row shards and processes."""
+  """Checks that episodes divide into mini-batches, micro-batches, row shards and processes."""
   rows = config.train.groups * config.train.group_size
   mini, micro = config.optimizer.mini_batch_size, config.optimizer.micro_batch_size
   rules.check(
@@ -141,17 +141,17 @@ def _check_batches(config: ConfigDict) -> None:
       raise UserError(f'{section}.groups * {section}.group_size = {count}: must be a multiple of {shards} row shards')
     rules.check(
       config, f'{section}.groups', config[section].groups % parts == 0,
-      f'must be a multiple of {parts}, the parts that processes play',
+      f'must be a multiple of {parts}, the number of parts that processes play',
     )  # fmt: skip
 
 
 def _check_sampling(config: ConfigDict) -> None:
-  """The sampler records what the update needs, and groups are large enough for the estimator."""
+  """Checks that the sampler records what the update needs, and that groups are large enough for the estimator."""
   a = config.algorithm
   filtered = config.train.top_p < 1 or config.train.top_k > 0
   rules.check(
     config, 'algorithm.old_logprobs', a.old_logprobs == 'trainer' or not filtered,
-    "with train.top_p or train.top_k on it must be 'trainer', as the sampler then records another distribution",
+    "must be 'trainer' with train.top_p or train.top_k, because the sampler then records another distribution",
   )  # fmt: skip
   rules.check(
     config, 'train.group_size', not ESTIMATORS[a.adv_estimator].needs_groups or config.train.group_size > 1,
@@ -160,7 +160,7 @@ def _check_sampling(config: ConfigDict) -> None:
 
 
 def _check_weights(config: ConfigDict) -> None:
-  """The checkpoint exists, and the mesh divides every weight."""
+  """Checks that the checkpoint exists and that the mesh divides every weight."""
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   weight_shardings(read_config(directory), mesh)

@@ -1,4 +1,4 @@
-"""Parses the command line. Each error is one line with the wrong argument and what is allowed."""
+"""Parses the command line. Each error is one line with the wrong argument and the allowed values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
 
 
 def set_up_logging() -> None:
-  """Writes the log messages of this package, and no others, to standard error without prefixes."""
+  """Writes the log messages of this package, and only these, to standard error, without prefixes."""
   own = logging.getLogger('ragen_jax')
   own.setLevel(logging.INFO)
   own.addHandler(logging.StreamHandler())
@@ -28,7 +28,7 @@ def set_up_logging() -> None:
 
 
 def default_workdir(config_path: str) -> str:
-  """runs/<name of the config>, with the variant behind it: 'configs/a.py:b' -> 'runs/a-b'."""
+  """The default workdir, runs/<name of the config>-<variant>: 'configs/a.py:b' -> 'runs/a-b'."""
   path, _, variant = config_path.partition(':')
   name = os.path.splitext(os.path.basename(path))[0]
   return os.path.join('runs', f'{name}-{variant}' if variant else name)
@@ -37,10 +37,10 @@ def default_workdir(config_path: str) -> str:
 def workdirs(values: flags.FlagValues) -> list[str]:
   """The directories of the flag `workdir`, or the default for the flags `config` and `mode`.
 
-  By default, a warm start has a directory beside that of training with the same config.
+  The default of a warm start differs from that of training with the same config.
 
   Raises:
-    UserError: a workdir is empty, or several workdirs or `output` are given for another mode than plot.
+    UserError: a workdir is empty, or several workdirs or `output` are given for a mode other than plot.
   """
   given = values.workdir
   if not given:
@@ -66,7 +66,7 @@ def parse(argv: list[str]) -> list[str]:
   """
   if any(re.fullmatch(r'--?(help|helpshort|helpfull|helpxml|h|\?)(=.*)?', a) for a in argv):
     return _show_help(argv)
-  # view and plot read the workdir, and no config.
+  # view and plot read the workdir, but no config.
   mode = _find_value(argv, 'mode')
   needless = mode in ('view', 'plot') and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
   if not needless and not _find_value(argv, 'config'):
@@ -81,7 +81,7 @@ def parse(argv: list[str]) -> list[str]:
       if needless:
         raise UserError(f'{argument} has no effect with --mode={mode}')
       if not config_given:
-        raise UserError(f'{argument} stands before --config={path}; give --config first')
+        raise UserError(f'{argument} precedes --config={path}; give --config first')
       check_field(config, name.removeprefix('config.'))
     config_given |= argument.startswith('-') and name == 'config'
   try:
@@ -106,7 +106,7 @@ def _check_flags(argv: list[str]) -> None:
 
 
 def _with_files(arguments: list[str]) -> list[str]:
-  """The arguments with the name of a shipped config replaced by its file, which is what the config flag reads."""
+  """The arguments, with the name of a shipped config replaced by its file, because the config flag reads files."""
   found = []
   for before, argument in zip(['', *arguments], arguments, strict=False):
     match = re.fullmatch(r'(--?config=)?(.*)', argument, re.DOTALL)
@@ -118,13 +118,13 @@ def _with_files(arguments: list[str]) -> list[str]:
 
 
 def show_in_help(*holders: flags.FlagHolder) -> None:
-  """Makes --help list these flags, from whatever program they are used."""
+  """Makes --help list these flags in every program that uses them."""
   for holder in holders:
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[holder.name])
 
 
 def _show_help(argv: list[str]) -> list[str]:
-  """Shows absl's help; absl would exit with status 1, as after an error."""
+  """Shows absl's help and exits with status 0; absl itself would exit with status 1."""
   try:
     return flags.FLAGS(argv)
   except SystemExit:
@@ -136,7 +136,7 @@ def _show_help(argv: list[str]) -> list[str]:
 
 
 def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
-  """The message for a value of the wrong type: for a field of the config with the allowed type, else absl's."""
+  """The message for a value of the wrong type. For a field of the config it names the allowed type."""
   match = re.match(r'flag --config\.([\w.]+)=', message)
   if match:
     old = config
@@ -149,7 +149,7 @@ def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
 
 
 def _value_of(argv: list[str], flag: str) -> str:
-  """As `_find_value`, and raises UserError if the flag is missing."""
+  """Like `_find_value`, but raises UserError if the flag is missing."""
   value = _find_value(argv, flag)
   if value is None:
     raise UserError(f'--{flag}=FILE is missing, for instance --{flag}=configs/frozenlake_ppo.py')
@@ -157,7 +157,7 @@ def _value_of(argv: list[str], flag: str) -> str:
 
 
 def _find_value(argv: list[str], flag: str) -> str | None:
-  """The value of a flag in the arguments, the last of several; None if it is missing or empty."""
+  """The last value of a flag in the arguments; None if it is missing or empty."""
   for i, argument in reversed(list(enumerate(argv))):
     match = re.fullmatch(rf'--?{flag}(?:=(.*))?', argument, re.DOTALL)
     if match:
@@ -170,11 +170,11 @@ def _find_value(argv: list[str], flag: str) -> str | None:
 def load_config(value: str, flag: str = '--config=') -> ConfigDict:
   """Loads a config.
 
-  The config flag loads the file again; an error there would be a traceback.
+  The config flag loads the file again later. Errors are raised here, because the flag would show a traceback.
 
   Args:
     value: 'FILE' or 'FILE:VARIANT'; the file is relative to the working directory, or the name of a shipped config.
-    flag: text in front of the file in errors.
+    flag: text before the file's name in errors.
 
   Raises:
     UserError: there is no such file or shipped config, or the file has no config.
@@ -185,7 +185,7 @@ def load_config(value: str, flag: str = '--config=') -> ConfigDict:
     raise UserError(f'{flag}{name}: there is no such file; {shipped.suggest(name)}')
   spec = importlib.util.spec_from_file_location('_config_of_the_command_line', path)
   if spec is None or spec.loader is None:
-    raise UserError(f'{flag}{name}: is no Python file')
+    raise UserError(f'{flag}{name}: is not a Python file')
   module = importlib.util.module_from_spec(spec)
   with shipped.importable(path):
     spec.loader.exec_module(module)
@@ -200,7 +200,7 @@ def load_config(value: str, flag: str = '--config=') -> ConfigDict:
 
 
 def check_field(config: Any, field: str, flag: str = '--config.') -> None:
-  """Raises UserError if the config has no field of this dotted name; `flag` is the text in front of it in the error."""
+  """Raises UserError if the config has no field of this dotted name; `flag` precedes the name in the error."""
   at, done = config, []
   for name in field.split('.'):
     if not isinstance(at, ConfigDict) or name not in at:

@@ -13,10 +13,10 @@ BASELINES = ('random', 'solver')
 
 
 def check_eval(config: ConfigDict) -> None:
-  """Checks which checkpoint, baselines and endpoint are evaluated.
+  """Checks the checkpoint, the baselines and the endpoint of an evaluation.
 
   Raises:
-    UserError: for the first field that cannot be used.
+    UserError: a field has a value that is not allowed; the first such field is named.
   """
   e = config.eval
   rules.check(config, 'eval.temperature', e.temperature < math.inf, 'must be a number')
@@ -25,7 +25,7 @@ def check_eval(config: ConfigDict) -> None:
   known = len(set(e.baselines)) == len(e.baselines) and set(e.baselines) <= set(BASELINES)
   rules.check(config, 'eval.baselines', known, f'allowed: each at most once of {", ".join(BASELINES)}')
   nothing = e.step == 'none' and not e.baselines and not e.endpoint
-  rules.check(config, 'eval.step', not nothing, 'nobody would play; name eval.baselines or eval.endpoint')
+  rules.check(config, 'eval.step', not nothing, 'nothing would be evaluated; set eval.baselines or eval.endpoint')
   rules.at_least(config, 1, 'eval.endpoint_workers', 'eval.endpoint_tries')
   rules.at_least(config, 0, 'eval.endpoint_max_tokens')
   rules.check(config, 'eval.endpoint_timeout', 0 < e.endpoint_timeout < math.inf, 'must be above 0, in seconds')
@@ -35,7 +35,7 @@ def check_eval(config: ConfigDict) -> None:
   )  # fmt: skip
   rules.check(
     config, 'eval.endpoint_model', bool(e.endpoint_model) == bool(e.endpoint),
-    f'must name a model of eval.endpoint={e.endpoint!r}, and none without one',
+    f'must name a model of eval.endpoint={e.endpoint!r}, and must be empty without an endpoint',
   )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from ragen_jax.utils.errors import UserError
 
 
 def check_levels(config: ConfigDict) -> None:
-  """Training and evaluation use different seeds for their levels.
+  """Checks that training and evaluation use different seeds for their levels.
 
-  Different seeds may still give the same board; `EnvStateManager` draws such a training level again.
+  Different seeds can still give the same board; `EnvStateManager` replaces such a training level.
 
   Raises:
     UserError: the ranges of seeds overlap, or exceed 2**32.
@@ -39,9 +39,9 @@ def check_levels(config: ConfigDict) -> None:
 
 
 def check_level_files(config: ConfigDict, section: str) -> None:
-  """Environments of `eval` read their levels from other files than those of `section`.
+  """Checks that the environments of `eval` and of `section` read their levels from different files.
 
-  Levels of a file are not drawn from seeds, so different seeds do not keep them apart.
+  Levels of a file are not drawn from seeds, so different seeds do not separate them.
 
   Raises:
     UserError: a tag of `config.eval` and a tag of `config[section]` read the same file.
@@ -49,8 +49,8 @@ def check_level_files(config: ConfigDict, section: str) -> None:
   used, held_out = _level_files(config, config[section].tags), _level_files(config, config.eval.tags)
   for path in sorted(set(used) & set(held_out)):
     raise UserError(
-      f'envs.{held_out[path]}.levels={config.envs[held_out[path]].levels!r}: a file of eval.tags must be none of '
-      f'{section}.tags, where {used[path]} plays it'
+      f'envs.{held_out[path]}.levels={config.envs[held_out[path]].levels!r}: must not be a file of '
+      f'{section}.tags, and {used[path]} plays it'
     )
 
 

@@ -1,6 +1,6 @@
 """Rules for single fields of a config.
 
-Each raises a one-line UserError with the name of the field, its value and what is allowed.
+Each raises a UserError of one line with the field, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -26,26 +26,24 @@ def get(config: ConfigDict, field: str) -> Any:
 
 
 def check(config: ConfigDict, field: str, ok: bool, allowed: str) -> None:
-  """Raises UserError unless `ok`; `allowed` says what the field may be."""
+  """Raises UserError unless `ok`; `allowed` describes the allowed values."""
   if not ok:
     raise UserError(f'{field}={get(config, field)!r}: {allowed}')
 
 
 def plain_numbers(config: ConfigDict) -> None:
-  """Every number of the config is finite, and float32 or int32 can hold it, in which the programs compute.
+  """Every number of the config is finite and representable in float32 or int32, the types of the compiled programs.
 
-  Options that environments outside JAX hand to foreign code (`envs.TAG.kwargs.NAME`) and seeds of levels, which have a
-  range of their own, are left out.
+  Two kinds of fields are not checked: options that environments outside JAX pass to foreign code
+  (`envs.TAG.kwargs.NAME`), and seeds of levels, which have their own range.
   """
   for field, value in _leaves(config):
     for x in value if isinstance(value, tuple | list) else (value,):
       if isinstance(x, float):
         check(config, field, math.isfinite(x), 'must be a finite number')
+        check(config, field, abs(x) <= _LARGEST, f'must be at most {_LARGEST:.2g} in magnitude, the range of float32')
         check(
-          config, field, abs(x) <= _LARGEST, f'must be at most {_LARGEST:.2g} in magnitude, as float32 holds no more'
-        )
-        check(
-          config, field, x == 0 or abs(x) >= _SMALLEST, f'must be 0 or at least {_SMALLEST:.2g}, as float32 makes it 0'
+          config, field, x == 0 or abs(x) >= _SMALLEST, f'must be 0 or at least {_SMALLEST:.2g}; float32 rounds it to 0'
         )
       elif isinstance(x, int) and not field.endswith('.first_level'):
         check(config, field, abs(x) < 2**31, f'must be at most {2**31 - 1} in magnitude')

@@ -18,14 +18,14 @@ def check_sft(config: ConfigDict) -> None:
   """Checks a warm start, after `check_config`.
 
   Raises:
-    UserError: for the first field that cannot be used.
+    UserError: a field has a value that is not allowed; the first such field is named.
   """
   if jax.process_count() > 1:
     raise UserError(f'--mode=sft runs in one process, there are {jax.process_count()}')
   rules.check(
     config, 'model.separate_critic', not config.model.separate_critic,
-    '--mode=sft trains the policy and the value head on its trunk, and a separate critic begins with both of them; '
-    'it must be False there',
+    'must be False with --mode=sft, which trains the policy and the value head on its trunk; a separate critic can '
+    'start from both later',
   )  # fmt: skip
   _check_ranges(config)
   _check_weights(config)
@@ -34,13 +34,13 @@ def check_sft(config: ConfigDict) -> None:
       config, 'sft.value_coef', not config.sft.value_coef, 'conversations of sft.data have no values; must be 0'
     )
     rules.check(
-      config, 'sft.save_data', not config.sft.save_data, 'writes what solvers play; must be empty with sft.data'
+      config, 'sft.save_data', not config.sft.save_data, "writes the solvers' play; must be empty with sft.data"
     )
   _check_demonstrations(config)
 
 
 def _check_ranges(config: ConfigDict) -> None:
-  """Numbers that have bounds of their own, and the rows of a micro-batch."""
+  """Checks numbers that have their own bounds, and the rows of a micro-batch."""
   sft = config.sft
   rules.at_least(config, 1, 'sft.group_size', 'sft.steps', 'sft.batch_size')
   rules.at_least(
@@ -60,7 +60,7 @@ def _check_ranges(config: ConfigDict) -> None:
 
 
 def _check_weights(config: ConfigDict) -> None:
-  """Which weights are trained, and how they are written."""
+  """Checks which weights are trained and how they are written."""
   sft, rank = config.sft, config.lora.rank
   rules.check(config, 'lora.rank', not (sft.from_scratch and rank), 'fresh weights must all be trained')
   rules.check(config, 'export.lora', rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0")
@@ -68,7 +68,7 @@ def _check_weights(config: ConfigDict) -> None:
 
 
 def _check_demonstrations(config: ConfigDict) -> None:
-  """Which levels are demonstrated, if no conversations are given."""
+  """Checks the demonstrated levels, which are used if no conversations are given."""
   sft = config.sft
   same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
   rules.check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
@@ -87,5 +87,5 @@ def _check_demonstrations(config: ConfigDict) -> None:
   count = (sum(sft.levels) - sft_data.validation_levels(sum(sft.levels), sft.val_fraction)) * sft.group_size
   rules.check(
     config, 'sft.batch_size', sft.batch_size <= count,
-    f'must be at most the number of demonstrations that are learnt from, {count}',
+    f'must be at most the number of training demonstrations, {count}',
   )  # fmt: skip

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-# Files of the folder that other configs import and that are no configs themselves.
+# Files of the folder that are not configs; other configs import them.
 _PARTS = ('__init__', 'environments')
 
 
@@ -38,7 +38,7 @@ def find_file(name_or_path: str) -> str | None:
 
 
 def suggest(path: str) -> str:
-  """Half a sentence for an error about a missing file: a shipped config with a similar name, or all of them."""
+  """The end of an error about a missing file: the shipped config with a similar name, or the names of all."""
   name = os.path.splitext(os.path.basename(path))[0]
   close = difflib.get_close_matches(name, names(), n=1)
   return f'did you mean {close[0]}?' if close else f'shipped configs are {", ".join(names())}'
@@ -48,9 +48,9 @@ def suggest(path: str) -> str:
 def importable(path: str) -> Iterator[None]:
   """Lets the config file at `path` import shipped configs: `from configs import frozenlake_ppo`.
 
-  In a checkout this is an ordinary import. Elsewhere `configs` is put in place for as long as the context is open: for
-  a shipped file always, since a folder `configs` of the user's may be on the path too, and for other files if there is
-  no such folder.
+  In a checkout this is an ordinary import. In an installed package, the context makes `configs` importable: always for
+  a shipped file, because a folder `configs` of the user may be on the path too, and for other files only if there is no
+  such folder.
   """
   folder = directory()
   is_shipped = os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
@@ -70,7 +70,7 @@ def importable(path: str) -> Iterator[None]:
 
 
 def _places_of_configs() -> list[str]:
-  """The folders that `import configs` searches now; empty if it would fail."""
+  """The folders that `import configs` searches; empty if the import would fail."""
   try:
     spec = importlib.util.find_spec('configs')
   except ValueError:  # a module without a spec
@@ -79,5 +79,5 @@ def _places_of_configs() -> list[str]:
 
 
 def _forget_configs() -> dict[str, object]:
-  """Removes the module `configs` and its submodules from those that are imported; returns them."""
+  """Removes the module `configs` and its submodules from `sys.modules`, and returns them."""
   return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] == 'configs'}

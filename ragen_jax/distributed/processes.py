@@ -68,7 +68,7 @@ def row_share(mesh: Mesh | None) -> RowShare:
   shares = shares_of(np.vectorize(lambda d: d.process_index)(mesh.devices).reshape(row_shards(mesh), -1))
   if shares is None:
     raise UserError(
-      f'mesh={dict(mesh.shape)}: gives the {jax.process_count()} processes unlike shares of the rows; '
+      f'mesh={dict(mesh.shape)}: gives the {jax.process_count()} processes unequal shares of the rows; '
       'choose mesh.tensor so that it divides the devices of a process, or is a multiple of them'
     )
   return shares[jax.process_index()]
@@ -111,15 +111,15 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
   if coordinator == 'auto':
     for flag, value in (('num_processes', num_processes), ('process_id', process_id)):
       if value is not None:
-        raise UserError(f'--{flag}={value}: is found out with --coordinator=auto, and must not be given')
+        raise UserError(f'--{flag}={value}: is detected with --coordinator=auto, and must not be given')
     arguments = {}
   else:
     if not re.fullmatch(r'.+:\d+', coordinator):
       raise UserError(f"--coordinator={coordinator}: must be the address of process 0 as HOST:PORT, or 'auto'")
     if num_processes is None or num_processes < 1:
-      raise UserError(f'--num_processes={num_processes}: must say how many processes the run has')
+      raise UserError(f'--num_processes={num_processes}: must be the number of processes of the run')
     if process_id is None or not 0 <= process_id < num_processes:
-      raise UserError(f'--process_id={process_id}: must say which process this is, from 0 to {num_processes - 1}')
+      raise UserError(f'--process_id={process_id}: must be the index of this process, from 0 to {num_processes - 1}')
     arguments = {'coordinator_address': coordinator, 'num_processes': num_processes, 'process_id': process_id}
   # The preemption service would catch SIGTERM, and this project does not query it.
   jax.config.update('jax_enable_preemption_service', False)

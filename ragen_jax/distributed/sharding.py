@@ -41,7 +41,7 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     mesh: a mesh with the axes `mesh.AXES`.
 
   Raises:
-    UserError: a mesh axis does not divide a dimension; the message lists the sizes that would.
+    UserError: a mesh axis does not divide a dimension; the message lists smaller sizes that do.
   """
   for pattern, axes in RULES:
     if re.search(pattern, path) and len(axes) == len(shape):
@@ -49,8 +49,8 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
         if axis is not None and size % mesh.shape[axis]:
           fits = [n for n in range(1, mesh.shape[axis] + 1) if size % n == 0]
           raise UserError(
-            f'mesh.{axis}={mesh.shape[axis]}: does not divide the {size} of {path} {list(shape)}; up to there '
-            f'{", ".join(map(str, fits))} would'
+            f'mesh.{axis}={mesh.shape[axis]}: does not divide the {size} of {path} {list(shape)}; smaller sizes that '
+            f'divide it: {", ".join(map(str, fits))}'
           )
       return PartitionSpec(*axes)
   return PartitionSpec()

@@ -55,7 +55,7 @@ def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnviron
   allowed = [f.name for f in fields]
   unknown = sorted(set(options) - set(allowed))
   if unknown:
-    raise ValueError(f'{unknown[0]} is no option of {env_type}; allowed: {", ".join(allowed)}')
+    raise ValueError(f'{unknown[0]} is not an option of {env_type}; allowed: {", ".join(allowed)}')
   needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
   missing = [name for name in needed if name not in options]
   if missing:
@@ -69,12 +69,12 @@ def _imported(env_type: str) -> type[Environment | TextEnvironment]:
     raise ValueError(f"type={env_type!r}; allowed: {', '.join(TYPES)}, or 'package.module:ClassName'")
   cls = import_object('type', env_type)
   if not inspect.isclass(cls) or not issubclass(cls, Environment | TextEnvironment):
-    raise ValueError(f"type={env_type!r} is no subclass of Environment or TextEnvironment; see type='python'")
+    raise ValueError(f"type={env_type!r} is not a subclass of Environment or TextEnvironment; see type='python'")
   abstract = sorted(cls.__abstractmethods__)
   if abstract or not isinstance(getattr(cls, 'name', None), str):
     raise ValueError(f'type={env_type!r} lacks {", ".join(abstract) or "name"}, which environments must have')
   if '__dataclass_params__' not in vars(cls) or not cls.__dataclass_params__.frozen:
-    raise ValueError(f'type={env_type!r} is no frozen dataclass, which environments must be')
+    raise ValueError(f'type={env_type!r} is not a frozen dataclass, which environments must be')
   return cls
 
 
@@ -90,7 +90,7 @@ def load_level(env: Game, path: str | pathlib.Path) -> Any:
     The state of the level, without a batch axis, with NumPy leaves. Its episode is not over.
 
   Raises:
-    ValueError: the file cannot be read, its text is no level of this environment, or the level is already over; one
+    ValueError: the file cannot be read, its text is not a level of this environment, or the level is already over; one
       line names the file and the reason.
   """
   try:

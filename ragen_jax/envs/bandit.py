@@ -1,7 +1,7 @@
 """Bandit: one pull of one of two arms; only their names hint at which is safe and which is risky.
 
 The game of RAGEN's single-turn experiments. Training on some pairs of names and evaluation on others shows whether a
-policy has learned the meaning of names or only a word to write: hence the pairs below, (low arm, high arm).
+policy has learnt the meaning of names or only a word to write. The pairs below are (low arm, high arm).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ragen_jax.envs.solvers.one_action import OneActionSolution
 
 Pairs = tuple[tuple[str, str], ...]
 
-# RAGEN's first version: training and its test.
+# RAGEN's first version: the training pair and the test pair.
 PHOENIX_DRAGON: Pairs = (('Phoenix', 'Dragon'),)
 TRADER_LIBRARIAN: Pairs = (('Trader', 'Librarian'),)
-# The paper's test of generalisation, from one pair of professions to another. The risky arm has the risky profession;
-# in the reverse (BanditRev), the quiet one.
+# The paper's test of generalisation, from one pair of professions to another. The risky arm has the profession that
+# sounds risky; in the reverse (BanditRev), the profession that sounds safe.
 PROFESSIONS_TRAIN: Pairs = (('Teacher', 'Engineer'),)
 PROFESSIONS_TEST: Pairs = (('Librarian', 'Trader'),)
 REVERSED_TRAIN: Pairs = (('Engineer', 'Teacher'),)
 REVERSED_TEST: Pairs = (('Trader', 'Librarian'),)
-# RAGEN-2: twelve pairs to train on, eight others to evaluate on.
+# RAGEN-2: twelve training pairs, and eight other pairs for evaluation.
 RAGEN2_TRAIN: Pairs = (
   ('Teacher', 'Trader'),
   ('Nurse', 'StartupFounder'),
@@ -77,7 +77,7 @@ class State(base.State):
 
   Attributes:
     pair: i32[], index into the environment's `arms`.
-    high_first: bool[], the observation names the high arm first.
+    high_first: bool[], whether the observation names the high arm first.
     pulled: i32[], LOW or HIGH; -1 before the pull.
     points: f32[], the reward of the pull; 0 before.
   """
@@ -96,14 +96,14 @@ class Bandit(base.Environment):
   Success is the choice of the high arm, whatever it pays. A level is a pair of arms and the order of their names; both
   come from the key of `reset`, so the members of a group share their prompt.
 
-  Actions are names, which differ from level to level: each distinct name of the configured pairs has one id, in order
-  of first appearance (`names`). A name that is no arm of the level is an action without effect or reward, and the game
-  goes on if the budget allows.
+  Actions are names: each distinct name of the configured pairs has one id, in order of first appearance (`names`). A
+  name that is not an arm of the level is an action without effect or reward, and the game continues if the budget
+  allows.
 
   Attributes:
     arms: pairs of names, (low arm, high arm).
     low_reward: reward of the low arm.
-    high_reward: reward of the high arm when it pays, above 0.
+    high_reward: reward of the high arm if it pays, above 0.
     high_probability: probability that the high arm pays; high_probability * high_reward is above low_reward.
   """
 
@@ -116,7 +116,7 @@ class Bandit(base.Environment):
   high_probability: float = 0.25
 
   def __post_init__(self):
-    # Configs bring lists; tuples keep the environment hashable.
+    # Configs contain lists; tuples keep the environment hashable.
     object.__setattr__(self, 'arms', _checked_arms(self.arms))
     for field in ('low_reward', 'high_reward', 'high_probability'):
       value = getattr(self, field)
@@ -212,7 +212,9 @@ class Bandit(base.Environment):
     """
     lines = [line.strip() for line in text.strip().splitlines()]
     if len(lines) != 4 or lines[0] != _OFFER:
-      raise ValueError(f'bandit: the text is {text!r}, must be {_OFFER!r}, two arms and what came of them, on 4 lines')
+      raise ValueError(
+        f'bandit: the text is {text!r}, must be {_OFFER!r}, two arms and the question or the outcome, on 4 lines'
+      )
     shown = (lines[1], lines[2])
     high_first = shown[::-1] in self.arms
     if not high_first and shown not in self.arms:
@@ -280,8 +282,8 @@ def _checked_arms(arms: Pairs) -> Pairs:
   """The pairs as tuples.
 
   Raises:
-    ValueError: there is no pair, one has not two names, a name is malformed, two names differ only in case or blanks,
-      or a pair appears in both orders.
+    ValueError: there is no pair, a pair does not have two names, a name is malformed, two names differ only in case or
+      blanks, or a pair appears in both orders.
   """
   if not isinstance(arms, list | tuple) or not arms or not all(_is_pair(pair) for pair in arms):
     raise ValueError(f'bandit: arms={arms!r}; allowed: one or more pairs of names, (low arm, high arm)')

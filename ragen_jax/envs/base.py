@@ -1,7 +1,7 @@
 """The interface of environments.
 
-An environment is a frozen dataclass whose fields are the options of a game: sizes, probabilities, symbols. It holds no
-episode. `Game` is what every environment answers to prompts, replies and evaluations. Its two kinds are
+An environment is a frozen dataclass whose fields are the options of a game: sizes, probabilities, symbols. It contains
+no episode. `Game` is the interface for prompts, replies and evaluations. Its two kinds are
 
 - `Environment`, a game in pure JAX. An episode is a `State`, a struct of arrays, which `jax.vmap` batches;
 - `TextEnvironment` (envs/outside/base.py), a game outside JAX, which opens sessions that exchange text.
@@ -31,8 +31,8 @@ class State:
   """The arrays that every state has; environments add their own.
 
   Attributes:
-    done: bool[], the rules of the game have ended the episode. Limits of turns and actions are not part of the state.
-    success: bool[], the episode has ended and is won.
+    done: bool[], whether the rules of the game have ended the episode. Limits of turns and actions are not included.
+    success: bool[], whether the episode has ended and is won.
   """
 
   done: jax.Array
@@ -45,7 +45,7 @@ class StepOutput:
 
   Attributes:
     reward: f32[], the environment's own reward.
-    effective: bool[], the action changed the state; a step into a wall does not.
+    effective: bool[], whether the action changed the state; a step into a wall does not.
   """
 
   reward: jax.Array
@@ -57,9 +57,9 @@ class Budget:
   """The limits of one episode.
 
   Attributes:
-    max_turns: turns, one reply each.
-    max_actions: actions over all turns.
-    max_actions_per_turn: actions of one turn.
+    max_turns: maximum turns, one reply each.
+    max_actions: maximum actions over all turns.
+    max_actions_per_turn: maximum actions of one turn.
   """
 
   max_turns: int = 5
@@ -68,7 +68,7 @@ class Budget:
 
   @property
   def most_actions(self) -> int:
-    """The most actions that an episode can have."""
+    """Maximum number of actions of an episode."""
     return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
 
 
@@ -78,7 +78,7 @@ class Solution(Protocol):
   The actions of a turn are chosen together, before the outcome of the first is known.
 
   Attributes:
-    success: f32[N], the highest probability of success that any policy has within the budget.
+    success: f32[N], the highest probability of success of any policy within the budget.
   """
 
   success: np.ndarray
@@ -99,22 +99,22 @@ class Solution(Protocol):
     """
 
   def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the expected sum of the rewards that remain under the best play.
+    """f32[N], the expected sum of the remaining rewards under the best play.
 
-    Best play has the highest probability of success; where success is out of reach, it makes as few actions as the game
+    Best play has the highest probability of success. If success is out of reach, it makes as few actions as the game
     allows. Arguments and errors are those of `plan`.
     """
 
 
 class Game(abc.ABC):
-  """What prompts, replies and evaluations need of an environment, whether it is in JAX or outside.
+  """The interface of environments, in JAX or outside it, for prompts, replies and evaluations.
 
   Class attributes:
     name: prefix of the environment's metrics, in snake case.
     action_names: the words that are actions, in the order of the action ids 0, 1, ...; empty for free-text actions.
-    action_help: for free-text actions, one line that says how an action is written; else empty.
-    has_solver: `solve` exists. Without a solver `optimal` is NaN, and the environment has no demonstrations.
-    is_outside: the game is not in JAX; its state is not visible, and it may fail at any time.
+    action_help: for free-text actions, one line about the form of an action; otherwise empty.
+    has_solver: whether `solve` exists. Without a solver `optimal` is NaN, and there are no demonstrations.
+    is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
   """
 
   name: ClassVar[str]
@@ -163,7 +163,7 @@ class Game(abc.ABC):
     return True
 
   def legal_actions(self, states: Any) -> list[list[Any]]:
-    """For each of N states, the actions from which random play draws. The default lists all of `action_names`."""
+    """For each of N states, the actions that random play chooses from. The default lists all of `action_names`."""
     return [list(range(len(self.action_names)))] * len(np.asarray(states.done))
 
   def solve(self, states: Any, budget: Budget, discount: float = 1.0) -> Solution:
@@ -172,7 +172,7 @@ class Game(abc.ABC):
     Args:
       states: batched states with NumPy leaves [N, ...].
       budget: the limits of an episode.
-      discount: factor on the worth of a success for each further action; below 1 the plans prefer short play. The
+      discount: factor on the value of a success for each further action; below 1 the plans prefer short play. The
         reported `success` is always the undiscounted optimum.
 
     Raises:
@@ -181,7 +181,7 @@ class Game(abc.ABC):
     raise ValueError(f'{self.name} has no solver')
 
   def optimal(self, states: Any, budget: Budget) -> np.ndarray:
-    """f32[N], the highest success probability that any policy has on these levels within the budget; NaN if unknown.
+    """f32[N], the highest success probability of any policy on these levels within the budget; NaN if unknown.
 
     Raises:
       ValueError: the solver cannot solve levels of this size or with this budget.
@@ -195,16 +195,16 @@ class Game(abc.ABC):
     return self
 
   def rationale(self, states: Any) -> list[str]:
-    """For each of N states, a short true sentence, which is the thought of demonstrations. The default is empty."""
+    """For each of N states, a short true sentence: the thought in demonstrations. The default is empty."""
     return [''] * len(np.asarray(states.done))
 
   def from_text(self, text: str) -> Any:
     """Reads one state (no batch axis, NumPy leaves) from a text that `render` writes.
 
-    `render` of the state gives the text back. What the text does not show is as at the beginning of an episode.
+    `render` of the state gives the text back. Parts of the state that the text does not show have their initial values.
 
     Raises:
-      ValueError: the environment has no reader, or the text is no state of it; one line says where and why.
+      ValueError: the environment has no reader, or the text is not a state of it; one line gives the place and reason.
     """
     raise ValueError(f'{self.name}: levels cannot be read from text')
 
@@ -220,15 +220,15 @@ class Environment(Game):
 
   @abc.abstractmethod
   def _step(self, state: Any, action: jax.Array, key: jax.Array) -> tuple[Any, StepOutput]:
-    """One action in a state that is not done; `step` handles states that are."""
+    """Executes one action in a state that is not done; `step` handles states that are done."""
 
   def step(self, state: Any, action: jax.Array, key: jax.Array) -> tuple[Any, StepOutput]:
-    """One action. A state that is done absorbs it: the state does not change, and the reward is 0.
+    """Executes one action. A state that is done absorbs it: the state does not change, and the reward is 0.
 
     Args:
       state: the state before the action.
       action: i32 of shape `action_shape`, as `parse_action` returns it.
-      key: PRNG key for the chance of this action.
+      key: PRNG key for the randomness of this action.
 
     Returns:
       The state after the action, and its outcome.

@@ -1,6 +1,6 @@
 """Countdown: one arithmetic expression that uses every given number exactly once and equals the target.
 
-An action is an expression as a row of tokens, see countdown_expressions.py.
+An action is an expression, written as a row of tokens; see countdown_expressions.py.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Countdown(base.Environment):
   that one with too many numbers is a wrong answer rather than no action.
 
   Attributes:
-    min_numbers: fewest given numbers, at least 2.
-    max_numbers: most given numbers, at most 5.
-    largest_number: given numbers are drawn from 1 to this; at most 999, 812, 127 or 42 where max_numbers is 2, 3, 4, 5.
-    largest_target: targets are 1 to this.
-    level_operators: operators from which levels are made: '+-', '+-*' or '+-*/'. Answers may use all four.
+    min_numbers: minimum count of given numbers, at least 2.
+    max_numbers: maximum count of given numbers, at most 5.
+    largest_number: largest given number; at most 999, 812, 127 or 42 for max_numbers 2, 3, 4 or 5.
+    largest_target: largest target.
+    level_operators: operators from which levels are generated: '+-', '+-*' or '+-*/'. Answers may use all four.
     numbers_reward: reward of the right numbers with a wrong value, from 0 to below 1.
   """
 

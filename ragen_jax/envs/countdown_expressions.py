@@ -139,14 +139,14 @@ def infix(tokens: list[int]) -> str:
       stack.append((str(token - 1), 3))
       continue
     if token not in _PRECEDENCE or len(stack) < 2:
-      raise ValueError(f'countdown: the tokens {tokens} are no expression in reverse Polish notation')
+      raise ValueError(f'countdown: the tokens {tokens} are not an expression in reverse Polish notation')
     here = _PRECEDENCE[token]
     (right, right_binds), (left, left_binds) = stack.pop(), stack.pop()
     left = f'({left})' if left_binds < here else left
     right = f'({right})' if right_binds <= here else right
     stack.append((f'{left} {OPERATORS[~token]} {right}', here))
   if len(stack) != 1:
-    raise ValueError(f'countdown: the tokens {tokens} are no expression in reverse Polish notation')
+    raise ValueError(f'countdown: the tokens {tokens} are not an expression in reverse Polish notation')
   return stack[0][0]
 
 

@@ -323,7 +323,7 @@ class FrozenLake(base.Environment):
     return _neighbour(np.arange(self.size * self.size)[:, None], np.arange(4), self.size)
 
   def _live(self, states: State) -> np.ndarray:
-    """bool[..., S], squares on which the game goes on."""
+    """bool[..., S], squares on which the game continues."""
     holes = np.asarray(states.holes)
     holes = holes.reshape(*holes.shape[:-2], self.size * self.size)
     return ~holes & (np.arange(self.size * self.size) != np.asarray(states.goal)[..., None])

@@ -38,7 +38,7 @@ class State(base.State):
   """A board and its score.
 
   Attributes:
-    board: i32[4, 4], exponents of the tiles, 0 where there is none.
+    board: i32[4, 4], exponents of the tiles, 0 for empty cells.
     score: i32[], sum of all tiles that were made by merges.
   """
 
@@ -48,7 +48,7 @@ class State(base.State):
 
 @dataclasses.dataclass(frozen=True)
 class Game2048(base.Environment):
-  """Push the tiles until the board has the tile of the goal (success) or no move is left.
+  """Push the tiles until the board has the goal tile (success) or no move is left.
 
   A move pushes all tiles to one side. Two equal tiles that meet become their sum, each tile at most once a move,
   beginning at that side: 2 2 2 2 pushed to the left gives 4 4. After a move that changes the board, a tile appears on a

@@ -64,7 +64,7 @@ def check_workers(env: str, workers: Any, step_timeout_s: Any) -> None:
 
 
 def check_text(env: str, option: str, value: Any, *, blank: bool = True) -> str:
-  """A string; ValueError if the value is no string, or is blank although `blank` is False."""
+  """A string; ValueError if the value is not a string, or is blank although `blank` is False."""
   if not isinstance(value, str) or not (blank or value.strip()):
     raise ValueError(f'{env}: {option}={one_line(value)}; allowed: text' + ('' if blank else ' that is not blank'))
   return value
@@ -107,7 +107,7 @@ def import_object(option: str, path: str) -> Any:
   """The object at an import path 'package.module:name'.
 
   Args:
-    option: where the path comes from, for the error.
+    option: name of the option with the path, for errors.
     path: the module, a colon, and the name in it.
 
   Raises:

@@ -57,16 +57,16 @@ class State(base.State):
 class Rubik2x2(base.Environment):
   """Turn faces by quarter turns until each face has one colour: reward 1 then, 0 otherwise.
 
-  The cube may be solved in any of its 24 orientations. Modulo those, D has the effect of U: one layer turns one way, or
-  the other layer the other way. So U is undone by U' and by D', and likewise for the other faces.
+  The cube may be solved in any of its 24 orientations. Up to these orientations, D has the same effect as U, so both U'
+  and D' undo U. The same holds for the other pairs of opposite faces.
 
   Actions are `U` (clockwise as seen from outside), `U'` (the other way), and so on. Every turn is effective.
 
   Attributes:
     scramble_depth: number of random quarter turns from the solved cube to a level, 1 to 14. No turn undoes the one
       before it, and scrambles that end in a solved cube are drawn again. The shortest solution may be shorter.
-    exact_distance: the shortest solution of the level has exactly `scramble_depth` turns: the level is drawn uniformly
-      from all such positions and all 24 orientations.
+    exact_distance: whether the shortest solution of a level has exactly `scramble_depth` turns; the level is then drawn
+      uniformly from all such positions and all 24 orientations.
   """
 
   name: ClassVar[str] = 'rubik_2x2'
@@ -86,7 +86,7 @@ class Rubik2x2(base.Environment):
       raise ValueError(
         f'rubik_2x2: scramble_depth={self.scramble_depth}; allowed: at most {actions} with exact_distance=True, since '
         f'max_actions={budget.max_actions} and max_turns={budget.max_turns} of '
-        f'max_actions_per_turn={budget.max_actions_per_turn} let no more turns be made'
+        f'max_actions_per_turn={budget.max_actions_per_turn} allow no more turns'
       )
 
   # -- traced, one instance ------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Rubik2x2(base.Environment):
     return stickers[jnp.asarray(rotation_sources())[orientation]]
 
   def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
-    """One quarter turn; the game has no chance in it."""
+    """Turns a face by a quarter; the game is deterministic."""
     del key
     stickers = state.stickers[jnp.asarray(turn_sources())[action]]
     solved = is_solved(stickers)
@@ -177,7 +177,7 @@ class Rubik2x2(base.Environment):
     """Reads one state (no batch axis) from an observation.
 
     Raises:
-      ValueError: the text has not the form that `render` writes, or no turns lead from a solved cube to this one.
+      ValueError: the text does not have the form that `render` writes, or no turns lead from a solved cube to this one.
     """
     lines = [line.strip() for line in text.strip().splitlines()]
     if len(lines) != 6:

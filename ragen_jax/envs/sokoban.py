@@ -57,7 +57,7 @@ class State(base.State):
 
 @dataclasses.dataclass(frozen=True)
 class Sokoban(base.Environment):
-  """The game of RAGEN, with gym-sokoban's rules: Up, Down, Left, Right; the player pushes a box in the way.
+  """RAGEN's game, with gym-sokoban's rules. The actions are Up, Down, Left, Right; walking into a box pushes it.
 
   An action costs 0.1, blocked or not. A box that moves onto a target earns 1, a box that leaves a target loses 1, and
   the last box on its target earns 10 more. The game ends then, or after `max_steps` actions.
@@ -65,14 +65,14 @@ class Sokoban(base.Environment):
   Attributes:
     dim: rows and columns of the board, including the border of walls.
     num_boxes: number of boxes, and of targets.
-    max_steps: actions after which the game ends unsolved.
-    search_depth: the most moves of the reverse play that makes a level (at most `max_steps`, so that every level can be
-      solved in time), hence an upper bound on the length of its shortest solution. In RAGEN it bounds the depth of a
+    max_steps: number of actions after which the game ends unsolved.
+    search_depth: maximum moves of the reverse play that makes a level (at most `max_steps`, so that every level can be
+      solved in time), and so an upper bound on the length of its shortest solution. In RAGEN it bounds the depth of a
       depth-first search over the same moves.
-    min_solution: the fewest moves of a level's shortest solution, 0 for no bound. The bounds are exact (breadth-first
+    min_solution: minimum moves of a level's shortest solution, 0 for no bound. The bounds are exact (breadth-first
       search over the room's positions). They hold if one of `sokoban_levels.MAX_ATTEMPTS` rooms has such a level;
       otherwise the level violates them.
-    max_solution: the most moves of a level's shortest solution, 0 for no bound.
+    max_solution: maximum moves of a level's shortest solution, 0 for no bound.
     observation: 'grid' (rows of symbols), 'coord' (lists of coordinates, without the walls) or 'grid_coord' (both).
     symbols: one character each for wall, floor, target, box on target, box, player, player on target.
     levels: a file of levels in Boxoban's format, which replaces generated levels, see `from_boxoban`; '' for none. Seed
@@ -94,7 +94,7 @@ class Sokoban(base.Environment):
   action_names: ClassVar[tuple[str, ...]] = ('Up', 'Down', 'Left', 'Right')
 
   def __post_init__(self):
-    # Configs bring lists; the description has to be hashable.
+    # Configs contain lists; tuples keep the environment hashable.
     object.__setattr__(self, 'dim', _as_tuple(self.dim))
     object.__setattr__(self, 'symbols', _as_tuple(self.symbols))
     if len(self.dim) != 2 or not all(isinstance(size, int) and 5 <= size <= 32 for size in self.dim):
@@ -177,7 +177,7 @@ class Sokoban(base.Environment):
   def reset(self, key: jax.Array) -> State:
     """A level by reverse play (`sokoban_levels.generate`), solvable and not yet solved, or a level of the file."""
     if self.levels:
-      # The last word of a seed's key is the seed.
+      # The last 32-bit word of a key is its seed.
       number = jax.random.key_data(key)[-1] % len(self._file_levels.done)
       return jax.tree.map(lambda leaf: jnp.asarray(leaf)[number], self._file_levels)
     level = sokoban_levels.generate(
@@ -194,7 +194,7 @@ class Sokoban(base.Environment):
     )
 
   def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
-    """One move; the game has no chance in it."""
+    """Executes one move; the game is deterministic."""
     del key
     move = jnp.asarray(sokoban_solver.DIRECTIONS)[action]
     walls, targets, boxes = (jnp.asarray(x).reshape(-1) for x in (state.walls, state.targets, state.boxes))
@@ -304,13 +304,13 @@ class Sokoban(base.Environment):
     """Reads one fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which contains one.
 
     Raises:
-      ValueError: the text is not a level of this size and number of boxes; the message says where. Or it is a 'coord'
-        text, which lists no walls.
+      ValueError: the text is not a level of this size and number of boxes (the message gives the place), or it is a
+        'coord' text, which lists no walls.
     """
     lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
     if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
       raise ValueError(
-        f'{self.name}: coordinates alone are no level, since they do not show the walls; allowed: a text with a grid'
+        f'{self.name}: coordinates alone are not a level, as the walls are missing; allowed: a text with a grid'
       )
     return _fresh(parse_board(lines, self.dim, self.dim, self.num_boxes, self.symbols, 'level'))
 
@@ -326,7 +326,7 @@ class Sokoban(base.Environment):
       Batched states with NumPy leaves [M, ...], in the order of the file.
 
     Raises:
-      ValueError: there is no level, or one does not fit; the message says which and where.
+      ValueError: there is no level, or a level does not fit; the message gives the level and the place.
     """
     states = [_fresh(level) for level in parse_boxoban(text, self.dim, self.num_boxes)]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)

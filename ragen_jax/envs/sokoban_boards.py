@@ -50,7 +50,7 @@ def parse_board(
     `walls`, `targets`, `boxes`, bool[R, C] each, and `player`, i32[2].
 
   Raises:
-    ValueError: the text is not such a board; the message says where.
+    ValueError: the text is not such a board; the message gives the place.
   """
   rows, cols = size
   if len(lines) != rows:
@@ -88,7 +88,7 @@ def parse_boxoban(text: str, dim: tuple[int, int], num_boxes: int) -> list[dict[
     num_boxes: the number of boxes, and of targets, of each level.
 
   Raises:
-    ValueError: there is no level, or one is no such board; the message says which and where.
+    ValueError: there is no level, or a board is wrong; the message gives the level and the place.
   """
   boards: list[tuple[str, list[str]]] = []
   for line in text.splitlines():

@@ -20,14 +20,14 @@ from flax import struct
 
 from ragen_jax.envs.solvers.sokoban import DIRECTIONS, position_table
 
-# The most attempts at a level that meets all conditions. With 1 box hardly any attempt fails, with 2 one or two in ten,
-# with 3 on 6x6 or 4 on 10x10 six or seven in ten.
+# Maximum attempts at a level that meets all conditions. With 1 box almost no attempt fails, with 2 boxes one or two in
+# ten, with 3 boxes on 6x6 or 4 on 10x10 six or seven in ten.
 MAX_ATTEMPTS = 64
 # Walkers times ticks in one room: few walkers with many ticks, or many with few.
 _WALK_TICKS = 1280
-# Rooms of one attempt; the first is used in which a box can be pulled off every target.
+# Rooms of one attempt; the first room in which a box can be pulled off every target is used.
 _ROOMS = 4
-# The most steps of the player after the end of the best walk.
+# Maximum steps of the player after the end of the best walk.
 _STROLL = 3
 _TURN_PROBABILITY = 0.35
 # The cells that one step of the room's walk carves, as (row, column) offsets: bars, corners, a square.
@@ -164,10 +164,10 @@ _OFF = 2**16
 
 
 def _ticks(dim: tuple[int, int], num_boxes: int, search_depth: int) -> int:
-  """The ticks of each walker: a few more than its moves, since a tick at a wall is no move.
+  """The ticks of each walker: a few more than its moves, since a tick at a wall is not a move.
 
-  At most five ticks for each cell and box: then a new walker finds more than an old one, which may be stuck behind a
-  box that it has pulled into a dead end.
+  There are at most five ticks for each cell and box, because a walker can get stuck behind a box that it has pulled
+  into a dead end; new walkers then find more positions.
   """
   return min(search_depth + 10, 5 * (dim[0] - 2) * (dim[1] - 2) * num_boxes)
 
@@ -247,7 +247,7 @@ def _walk(bits, ticks, open_cells, cols, homes, player, search_depth, in_bounds)
   walkers = bits.shape[1]
   num_boxes = homes.shape[0]
   displacement = _displacement(open_cells.size, cols, homes)
-  # The worth of a box on a cell: its displacement, plus _OFF if the cell is no target.
+  # The worth of a box on a cell: its displacement, plus _OFF if the cell is not a target.
   worth = (displacement + jnp.where(_board(homes, open_cells.size), 0, _OFF)).reshape(-1)
   rank = jnp.arange(num_boxes)[:, None]
 

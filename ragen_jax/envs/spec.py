@@ -15,8 +15,8 @@ class EnvSpec:
     tag: the environment's name in the config.
     env: the environment, in JAX or outside.
     budget: turns and actions of an episode.
-    max_words: the longest reply that the prompt asks for, in words.
-    num_groups: prompt groups that play it.
+    max_words: the reply length that the prompt requests, in words.
+    num_groups: number of prompt groups that play the environment.
   """
 
   tag: str

@@ -1,7 +1,7 @@
 """Sudoku: fill a board of 4 x 4 or 9 x 9 cells. Every level is made from a key and has exactly one solution.
 
-RAGEN's game (rewards, free-text actions, brackets around given digits), with levels whose solution is proved to be the
-only one, and a check of the budget against the number of empty cells.
+The game is RAGEN's (rewards, free-text actions, brackets around given digits). Here a search proves that a level has
+only one solution, and the budget is checked against the number of empty cells.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RIGHT_REWARD = 1.0
 WRONG_REWARD = -0.1
 COMPLETE_REWARD = 10.0
 
-# The most empty cells that a board with one solution can have: 4 givens are needed on 4 x 4 cells, 17 on 9 x 9
+# Maximum number of empty cells of a board with one solution: it needs 4 given digits on 4 x 4 cells, 17 on 9 x 9
 # (McGuire, Tugemann and Civario, arXiv 1201.0749).
 _MOST_EMPTY = {4: 12, 9: 64}
 
@@ -70,27 +70,28 @@ class State(base.State):
 class Sudoku(base.Environment):
   """Write the solution's digit into every empty cell; a board has exactly one solution.
 
-  A digit of the solution is written and earns 1, the last one 10 more: success. Any other action (a wrong digit, a
-  filled cell, a cell or digit that does not exist) costs 0.1 and changes no cell, so that the board stays solvable. The
-  expected reward of a random digit in an empty cell is above 0 (0.02 on 9 x 9 cells, 0.18 on 4 x 4), so that trying is
-  better than waiting. An action is effective if it writes a digit.
+  A digit of the solution is written and earns 1; the last digit earns 10 more and is the success. Any other action (a
+  wrong digit, a filled cell, a cell or digit that does not exist) costs 0.1 and changes no cell, so the board stays
+  solvable. The expected reward of a random digit in an empty cell is above 0 (0.02 on 9 x 9 cells, 0.18 on 4 x 4), so
+  trying is better than waiting. An action is effective if it writes a digit.
 
   Actions are (row, column, digit), each counted from 1.
 
   A level is a shuffled full board whose cells are emptied in random order; a cell is emptied only if a search proves
-  that the solution remains the only one. If all cells have been tried, the level has fewer empty cells than asked for.
-  Of 4,096 levels of 9 x 9 cells that happened in none with 52 empty cells, 0.4 % with 54, 16 % with 56, 75 % with 58;
-  of 4 x 4 cells in none with 11, 18 % with 12. Full boards are made from a cyclic pattern by renaming digits,
-  transposing, and permuting bands, stacks, and rows and columns within them, so not all full boards occur.
+  that the solution remains the only one. If all cells have been tried, the level has fewer empty cells than requested.
+  Of 4,096 levels of 9 x 9 cells, this was the case in none with 52 empty cells, 0.4 % with 54, 16 % with 56 and 75 %
+  with 58; of 4,096 levels of 4 x 4 cells, in none with 11 and 18 % with 12. Full boards are made from a cyclic pattern
+  by renaming digits, transposing, and permuting bands, stacks, and rows and columns within them, so not all full boards
+  occur.
 
   Attributes:
     side: cells in a row: 4 (boxes of 2 x 2) or 9 (3 x 3).
     empty_cells: number of empty cells of a level, 1 to 12 (4 x 4) or 64 (9 x 9).
-    legal_reward: reward of a wrong digit that is not in the cell's row, column or box: from -0.1 (as any wrong digit)
-      to below 1 (a right one). RAGEN pays 0.5. It is paid once for each cell and digit; even so, above -0.1 a player
-      with spare actions earns by trying wrong digits first.
-    hints: list, below a board with at most 10 empty cells, the digits that are not in the row, column or box of each
-      empty cell, as RAGEN-2 does.
+    legal_reward: reward of a wrong digit that is not in the cell's row, column or box, from -0.1 (the reward of other
+      wrong digits) to below 1 (the reward of a right digit). RAGEN's is 0.5. It is paid once for each cell and digit.
+      If it is above 0, a player with spare actions can still gain by trying wrong digits first.
+    hints: whether boards with at most 10 empty cells are followed by a list of the digits that are not in the row,
+      column or box of each empty cell, as in RAGEN-2.
   """
 
   name: ClassVar[str] = 'sudoku'
@@ -121,7 +122,7 @@ class Sudoku(base.Environment):
     if actions < self.empty_cells:
       raise ValueError(
         f'sudoku: empty_cells={self.empty_cells}; allowed: at most {actions}, since max_actions={budget.max_actions} '
-        f'and max_turns={budget.max_turns} of max_actions_per_turn={budget.max_actions_per_turn} let no more be filled'
+        f'and max_turns={budget.max_turns} of max_actions_per_turn={budget.max_actions_per_turn} allow no more'
       )
 
   # -- traced, one instance ------------------------------------------------------------------------------------------
@@ -140,12 +141,12 @@ class Sudoku(base.Environment):
     )
 
   def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
-    """One digit into one cell; the game has no chance in it."""
+    """Tries one digit in one cell; the game is deterministic."""
     del key
     row, col, digit = action - 1
     rows, cols, box = jnp.arange(self.side)[:, None], jnp.arange(self.side), math.isqrt(self.side)
-    cell = (rows == row) & (cols == col)  # [S, S], all False where there is no such cell
-    entry = cell[:, :, None] & (jnp.arange(self.side) == digit)  # [S, S, S], all False where there is no such digit
+    cell = (rows == row) & (cols == col)  # [S, S], all False if there is no such cell
+    entry = cell[:, :, None] & (jnp.arange(self.side) == digit)  # [S, S, S], all False if there is no such digit
     seen = (rows == row) | (cols == col) | ((rows // box == row // box) & (cols // box == col // box))
     possible = (entry & (state.board == 0)[:, :, None]).any()
     right = possible & (cell & (state.solution == digit + 1)).any()
@@ -308,7 +309,7 @@ class Sudoku(base.Environment):
       row, col, *digits = (int(digit) - 1 for digit in re.findall('[1-9]', item))
       inside = max(row, col, *digits) < self.side
       if not inside or board[row, col] or solution[row, col] - 1 in digits:
-        raise ValueError(f'sudoku: {item!r} is not so; it must name an empty cell and digits up to {self.side}')
+        raise ValueError(f'sudoku: {item!r} is wrong; it must name an empty cell and digits up to {self.side}')
       wrong[row, col, digits] = True
     return wrong
 

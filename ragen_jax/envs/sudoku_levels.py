@@ -25,12 +25,12 @@ def generate(key: jax.Array, side: int, empty_cells: int) -> tuple[jax.Array, ja
   Args:
     key: a PRNG key.
     side: cells in a row, 4 or 9.
-    empty_cells: number of cells to empty; fewer are emptied where that would allow a second solution.
+    empty_cells: number of cells to empty; fewer are emptied if the board would have a second solution.
 
   Returns:
     The solution, i32[S, S], digits from 1, and the given cells, bool[S, S].
   """
-  # One draw for all of a level's chance: it compiles several times as fast as one draw for each use.
+  # One draw for all random numbers of a level compiles several times faster than one draw for each use.
   bits = jax.random.bits(key, (_FULL_BOARD_BITS[side] + side**2,))
   bits_full, bits_order = jnp.split(bits, [_FULL_BOARD_BITS[side]])
   solution, order = _full_board(bits_full, side), ranks(bits_order)

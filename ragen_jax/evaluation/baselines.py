@@ -28,8 +28,8 @@ class EvaluationLevels:
   Attributes:
     spec: the environment.
     first: seed of the first level.
-    envs: plays the levels, for policies that speak text.
-    best: f32[levels], the best possible success probability on each; None if unknown.
+    envs: the batch that plays the levels, for speakers of text.
+    best: f32[levels], the best possible success probability on each level; None if unknown.
   """
 
   spec: EnvSpec
@@ -39,7 +39,7 @@ class EvaluationLevels:
 
 
 def evaluation_levels(specs: list[EnvSpec], settings: EvaluationSettings) -> list[EvaluationLevels]:
-  """The levels of each environment, with the seeds that they have in the batch of all environments."""
+  """The levels of each environment, with their seeds from the batch of all environments."""
   parts, first = [], settings.first_level
   for spec in specs:
     envs = EnvStateManager([spec], settings.group_size)
@@ -65,15 +65,16 @@ def play_baseline(
 
   Args:
     kind: 'random', 'solver' or 'endpoint'.
-    levels: with the environment of `context`.
+    levels: the levels of the environment of `context`.
     context: writes the prompts.
     settings: how levels are played.
     endpoint: the speaker of kind 'endpoint'.
-    limits: of the episodes; those in tokens do not bind speakers of text.
+    limits: the limits of an episode; the limits in tokens do not apply to speakers of text.
     step: iteration under which the viewer lists the records.
 
   Returns:
-    The episodes, and records of some for the trajectory viewer; none if the speaker cannot play this environment.
+    The episodes, and records of some of them for the trajectory viewer; both empty if the speaker cannot play this
+    environment.
   """
   spec, speaker = levels.spec, _speaker(kind, levels, endpoint)
   if speaker is None:

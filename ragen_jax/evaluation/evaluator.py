@@ -25,10 +25,10 @@ class EvaluationSettings:
 
   Attributes:
     first_level: seed of the first level.
-    group_size: G, episodes a level.
-    temperature, top_p, top_k: of sampling, see `Sampling`.
-    greedy_too: the levels are played a second time with the most likely tokens.
-    episodes: episodes of each environment that get a record for the trajectory viewer.
+    group_size: G, number of episodes of each level.
+    temperature, top_p, top_k: see `Sampling`.
+    greedy_too: whether the levels are played a second time with greedy decoding.
+    episodes: number of episodes of each environment that are recorded for the trajectory viewer.
   """
 
   first_level: int
@@ -50,12 +50,12 @@ class Evaluation:
   """The result of an evaluation.
 
   Attributes:
-    metrics: by name; `val-env/<tag>/...` of sampled episodes, `val-greedy/<tag>/...` of greedy ones, and for
+    metrics: name -> value: `val-env/<tag>/...` of sampled episodes, `val-greedy/<tag>/...` of greedy episodes, and for
       environments with a solver `val-env/<tag>/optimal`, the best possible success, and
       `val-env/<tag>/fraction_of_optimal`, the sampled success divided by it.
-    episodes: the sampled ones.
-    records: of sampled and greedy episodes, for the trajectory viewer; see `viewer.schema`.
-    not_finite: what of the policy's log-probs, entropies and values is not finite, in words; '' for nothing.
+    episodes: the sampled episodes.
+    records: records of sampled and greedy episodes for the trajectory viewer; see `viewer.schema`.
+    not_finite: text about log-probs, entropies and values of the policy that are not finite; '' if all are finite.
   """
 
   metrics: dict[str, float]
@@ -86,12 +86,12 @@ class Evaluator:
     return self._proxy.rollout(speaker, first, pictured=self._recorded)
 
   def held_out(self) -> frozenset[bytes]:
-    """The levels, for `EnvStateManager(held_out=...)`; every process must call."""
+    """The levels, for `EnvStateManager(held_out=...)`. All processes must call."""
     levels = self._proxy.envs.levels_from(self._settings.first_level)
     return frozenset().union(*processes.gather_shares(levels, self._share))
 
   def optimal(self) -> dict[str, float]:
-    """Best possible success probability by tag, averaged over the levels; NaN where unknown."""
+    """Best possible success probability by tag, averaged over the levels; NaN if unknown."""
     if not self._optimal:
       envs = self._proxy.envs
       envs.reset(self._settings.first_level)
@@ -118,11 +118,11 @@ class Evaluator:
 
     Args:
       params: weights of the `ActorCritic`.
-      step: iterations behind the weights, for the records.
+      step: number of iterations that led to the weights, for the records.
 
     Returns:
-      The sampled episodes, the greedy ones (none without `greedy_too`), the records of both, and what is not finite in
-      the sampled ones, in words.
+      The sampled episodes, the greedy episodes (none without `greedy_too`), the records of both, and a text about
+      numbers of the sampled episodes that are not finite.
     """
     sampled = self._play(params, self._settings.sampling)
     records, greedy = self._records(sampled, step, 'val'), []

@@ -1,4 +1,4 @@
-"""Episode metrics with 95 % intervals over levels. Episodes of one level are alike, so a level is one sample."""
+"""Episode metrics with 95 % intervals over levels. Episodes of a level are correlated, so a level is one sample."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ragen_jax.agent.metrics import is_share, metric_rows
 _DRAWS = 2000
 _SEED = 0
 _TAIL = 0.025
-# Largest matrix of weights that the bootstrap makes at once, in numbers.
+# Maximum size of a weight matrix of the bootstrap, in numbers.
 _WEIGHTS_AT_ONCE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-  """A mean and its 95 % interval; NaN where unknown."""
+  """A mean and its 95 % interval; NaN if unknown."""
 
   mean: float
   low: float
@@ -31,16 +31,16 @@ class Interval:
 def bootstrap(numerators: np.ndarray, denominators: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """95 % intervals of sum(numerators) / sum(denominators) by a bootstrap over levels.
 
-  Levels are drawn with replacement, with a fixed seed: the same numbers give the same interval. Plain percentiles are
-  too narrow for few levels. These are expanded by the ratio of Student's t to the normal distribution ("expanded
-  percentile" interval, Hesterberg 2015, arXiv 1411.5279).
+  Levels are drawn with replacement and a fixed seed, so the same numbers give the same interval. Plain percentiles are
+  too narrow for few levels. They are therefore expanded by the ratio of Student's t to the normal distribution
+  ("expanded percentile" interval, Hesterberg 2015, arXiv 1411.5279).
 
   Args:
     numerators: f64[levels, metrics].
     denominators: f64[levels, metrics].
 
   Returns:
-    (low, high), f64[metrics] each; NaN for a single level, or where a denominator is 0.
+    (low, high), f64[metrics] each; NaN for a single level or a denominator of 0.
   """
   levels, metrics = numerators.shape
   if levels < 2:
@@ -50,7 +50,7 @@ def bootstrap(numerators: np.ndarray, denominators: np.ndarray) -> tuple[np.ndar
   for start in range(0, _DRAWS, step):
     draws = min(step, _DRAWS - start)
     chosen = rng.integers(levels, size=(draws, levels)) + levels * np.arange(draws)[:, None]
-    # How often each level was drawn: [draws, levels].
+    # The number of times that each level was drawn: [draws, levels].
     weights = np.bincount(chosen.ravel(), minlength=draws * levels).reshape(draws, levels).astype(np.float64)
     with np.errstate(invalid='ignore', divide='ignore'):
       ratios.append((weights @ numerators) / (weights @ denominators))
@@ -73,10 +73,10 @@ def level_intervals(
   Clopper-Pearson bound for the share of levels on which it is not 0 (or 1).
 
   Args:
-    episodes: groups contiguous; a group's episodes are of one level.
+    episodes: the episodes, with contiguous groups; a group's episodes play one level.
     group_size: G.
-    best: f32[levels], the best possible success probability on each level; None, or NaN in it, if unknown.
-    network: the policy answers over a network, so replies may be lost.
+    best: f32[levels], the best possible success probability on each level; None or NaN if unknown.
+    network: whether the policy answers over a network, so that replies can be lost.
 
   Returns:
     Name -> interval, for the metrics of `episode_metrics` and for `response_length` (tokens of all replies of an

@@ -20,10 +20,10 @@ from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.files import replace_file
 
 VERSION = 1
-# Longest name at the head of a column: a table of five columns is at most 100 characters wide.
+# Maximum length of a column's name, so that a table of five columns is at most 100 characters wide.
 _COLUMN_WIDTH = 15
 
-# Metric -> its label in the tables; other metrics are in the JSON only.
+# Metric -> label in the tables; other metrics appear in the JSON file only.
 _LABELS = {
   'success': 'success',
   'fraction_of_optimal': 'of the best',
@@ -45,13 +45,13 @@ class EvaluationRow:
   """One policy on one environment.
 
   Attributes:
-    policy: its name.
+    policy: name of the policy.
     kind: 'model', 'random', 'solver' or 'endpoint'.
     tag: the environment.
     sampling: how tokens are drawn, see `describe_sampling`; empty for random play and solvers.
     levels: number of levels.
     episodes: number of episodes on all levels.
-    metrics: by name, see `level_intervals`.
+    metrics: name -> interval, see `level_intervals`.
   """
 
   policy: str
@@ -78,7 +78,7 @@ def make_row(
 
   Args:
     policy, kind, tag, sampling: see `EvaluationRow`.
-    episodes: groups contiguous; those of other environments are ignored.
+    episodes: the episodes, with contiguous groups; episodes of other environments are ignored.
     group_size: G.
     best: f32[levels], the best possible success probability on each level; None if unknown.
   """
@@ -103,10 +103,10 @@ def describe_sampling(sampling: Sampling) -> str:
 def free_name(directory: pathlib.Path, head: dict[str, Any]) -> str:
   """A name for the files of an evaluation that no other evaluation in `directory` has.
 
-  The same evaluation as before gets the same name, so that its files are replaced.
+  A repeated evaluation gets the same name, so its files are replaced.
 
   Args:
-    directory: of the JSON files.
+    directory: the directory of the JSON files.
     head: the evaluation's JSON without its rows; it identifies the evaluation.
   """
   tags = head['eval']['tags']
@@ -120,7 +120,7 @@ def free_name(directory: pathlib.Path, head: dict[str, Any]) -> str:
       if {key: x for key, x in old.items() if key != 'rows'} == head:
         break
     except (OSError, ValueError, AttributeError):
-      pass  # another program's file, or a damaged one: it stays
+      pass  # the file of another program, or a damaged file, is kept
     number += 1
     candidate = f'{name}_{number}'
   return candidate
@@ -142,9 +142,9 @@ def write_row_events(workdir: str, name: str, step: int, rows: list[EvaluationRo
 
   Args:
     workdir: the run's directory.
-    name: of the evaluation; its earlier events are replaced.
-    step: iteration.
-    rows: of the evaluation.
+    name: name of the evaluation; its earlier events are replaced.
+    step: the iteration.
+    rows: the rows of the evaluation.
 
   Raises:
     UserError: the disk is full or not writable.
@@ -182,7 +182,7 @@ def tables(rows: list[EvaluationRow], group_size: int) -> list[str]:
 
 
 def _column_name(row: EvaluationRow) -> str:
-  """A policy's name at the head of a column; a model without a checkpoint is named above all tables."""
+  """The name of a policy's column; a model without a checkpoint is named above all tables."""
   if row.kind == 'model' and not row.policy.startswith('checkpoint'):
     return 'model'
   return row.policy.removeprefix('endpoint ')

@@ -55,8 +55,9 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
 
   Args:
     config: see configs/default.py. Only the fields that define a checkpoint's weights must be those of its run.
-    workdir: of the run; for a model without a run, the directory of the results.
-    given: the user named the workdir, so a misspelt name must not be taken for a run without checkpoints.
+    workdir: directory of the run; for a model without a run, the directory of the results.
+    given: whether the user named the workdir. If so, a workdir without checkpoints is an error, because its name may be
+      misspelt.
 
   Returns:
     The content of the JSON file, and its path as 'path'.
@@ -77,7 +78,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     directory = _make(pathlib.Path(workdir) / 'evaluation')
     use_compilation_cache(config.compilation_cache, workdir)
     rows, records = _play_all(config, checkpointer, step)
-  name = free_name(directory, head)  # after playing: another evaluation may have ended in the meantime
+  name = free_name(directory, head)  # after playing, because another evaluation may have ended in the meantime
   path = directory / f'{name}.json'
   content = write_json(path, head, rows)
   EpisodeWriter(directory / name).write('eval', step or 0, records)
@@ -88,7 +89,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
 
 
 def _find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, given: bool) -> int | None:
-  """The checkpoint to evaluate; None for a model without a checkpoint in the workdir.
+  """The step of the checkpoint to evaluate; None for a model without a checkpoint in the workdir.
 
   Raises:
     UserError: the config asks for a checkpoint that does not exist.
@@ -104,15 +105,15 @@ def _find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, giv
       f'--workdir={workdir}: there is no checkpoint in it; --config.eval.step=base evaluates the model '
       f'{_model_name(config)} as it is'
     )
-  _log.info('there is no checkpoint in %s: %s is evaluated as it is', workdir, _model_name(config))
+  _log.info('there is no checkpoint in %s; evaluating %s', workdir, _model_name(config))
   return None
 
 
 def _compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = False) -> list[str]:
-  """The tags that the run, or warm start, trains on.
+  """The tags that the run or the warm start trains on.
 
   Raises:
-    UserError: its weights are not those of the model that the config names.
+    UserError: its checkpoints belong to another model than the config's.
   """
   run, changed = changed_fields(workdir, config.to_dict())
   weights = fields_of('weights')
@@ -125,12 +126,12 @@ def _compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = Fa
   tags = tuple(f'envs.{tag}.' for tag in config.eval.tags)
   for name, (was, now) in changed.items():
     if name.startswith(('agent.', *tags)) and was != 'absent':
-      _log.info('not as in training: %s was %s and is %s', name, was, now)
+      _log.info('different from training: %s was %s and is %s', name, was, now)
   if not warm_start:
     return list(run['train']['tags'])
   if run['sft']['from_scratch']:
     raise UserError(
-      f'--workdir={workdir}: a model from scratch has a tokenizer of its own; evaluate what was written, with '
+      f'--workdir={workdir}: a model from scratch has its own tokenizer; evaluate the written model with '
       f'--config.model.path={run["sft"]["output"]} --config.eval.step=base'
     )
   return [] if run['sft']['data'] else list(run['sft']['tags'])
@@ -164,7 +165,7 @@ def _play_all(
   specs = build.env_groups(config, tuple(e.tags), build.group_counts(e, 'eval'), field='eval.tags')
   levels = evaluation_levels(specs, build.evaluation_settings(config))
   endpoint = EndpointSpeaker(build.fill(EndpointSettings, e), build.sampling(e)) if e.endpoint else None
-  # Loaded before anything is played: a run in progress may delete the checkpoint in the meantime.
+  # Loaded before anything is played, because a run in progress may delete the checkpoint in the meantime.
   model = _load_model(config, checkpointer, step) if e.step != 'none' else None
   others, records = _play_baselines(config, levels, endpoint, step or 0)
   models = []
@@ -211,7 +212,7 @@ def _play_baselines(
   e, rows, records = config.eval, [], []
   settings = build.evaluation_settings(config)
   tokenizer = ChatTokenizer(presets.resolve(config.model.preset, config.model.path))
-  # The endpoint plays first: an address that cannot be reached is an error before programs are compiled.
+  # The endpoint plays first, so an unreachable address is an error before programs are compiled.
   for kind in [*(['endpoint'] if endpoint else []), *e.baselines]:
     name, sampling = kind, ''
     if kind == 'endpoint':

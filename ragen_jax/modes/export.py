@@ -52,7 +52,7 @@ def export(config: ConfigDict, workdir: str) -> str:
     step = choose_step(checkpointer, config.export.step)
     if config.sft.from_scratch and 'data' in checkpointer.meta(step):
       raise UserError(
-        f'--workdir={workdir}: a warm start from scratch, with a tokenizer of its own; its model is in '
+        f'--workdir={workdir}: a warm start from scratch has its own tokenizer; its model is in '
         f'sft.output={config.sft.output!r}'
       )
     policy = build.load_policy(config)
@@ -62,8 +62,8 @@ def export(config: ConfigDict, workdir: str) -> str:
   needs_head = ESTIMATORS[config.algorithm.adv_estimator].needs_critic
   settings = build.export_settings(config, policy)
   write_policy(output, policy.model, settings, with_value_head=needs_head or has_head)
-  _log.info('iteration %d of %s is written to %s (%s)', step, workdir, os.path.abspath(output), config.export.dtype)
-  _log.info('to begin a run with it: %s', _next_flags(config, os.path.abspath(output)))
+  _log.info('iteration %d of %s written to %s (%s)', step, workdir, os.path.abspath(output), config.export.dtype)
+  _log.info('to start a run from it: %s', _next_flags(config, os.path.abspath(output)))
   return output
 
 

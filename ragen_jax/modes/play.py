@@ -1,4 +1,4 @@
-"""A person in the agent's place: training's levels, rules and limits, at a terminal."""
+"""`--mode=play`: a person plays the training levels at a terminal, with the agent's rules and limits."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _ENDINGS = {
   Status.ENV_ERROR: 'The environment failed',
 }
 _COMMANDS = {
-  'prompt': 'what the model would be fed up to here',
+  'prompt': "the model's input up to here",
   'hint': 'the best next turn',
   'new': 'the next level',
   'help': 'the rules and this list',
-  'quit': 'the end',
+  'quit': 'end the game',
 }
 _OVER = "This level is over; 'new' begins the next one.\n"
 
 
 def play(config: ConfigDict, stdin: TextIO, stdout: TextIO) -> None:
-  """Lets a person play training's levels, from `train.first_level` on, the tags of `train.tags` in turn.
+  """Lets a person play the training levels from `train.first_level` on, cycling through `train.tags`.
 
-  A level, its luck and its limits (turns, actions, actions a turn) are those of a group's first member in training.
-  The typed actions become a reply without a thought. Tokens are not limited.
+  A level, its randomness and its limits (turns, actions, actions a turn) are those of a group's first member in
+  training. The typed actions become a reply without a thought. Tokens are not limited.
 
   Args:
     config: see configs/default.py; only the tokenizer of the model is read.
     stdin: lines with the actions of one turn, separated by `agent.action_sep`, or a command. A word that is both is an
       action, unless actions are free text. The end of the input ends the play.
-    stdout: for the boards and the answers.
+    stdout: receives the boards and the answers.
 
   Raises:
-    UserError: the config has a field that cannot be played with.
+    UserError: a field of the config has a value that is not allowed.
   """
   tags = tuple(config.train.tags)
   first = first_training_level(config.train.first_level, config.seed)
@@ -92,11 +92,11 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO) -> None:
 
 
 class Person:
-  """A person as the speaker of one level; the environment has one row.
+  """A person as the speaker of one level; the batch has one row.
 
   Attributes:
-    conversation: tokens of the prompt up to the next reply; of the whole episode once it is over.
-    quits: the person wants no further level.
+    conversation: tokens of the prompt up to the next reply; after the end, tokens of the whole episode.
+    quits: whether the person ended the game.
   """
 
   writes_tokens: ClassVar[bool] = False
@@ -105,7 +105,7 @@ class Person:
     """Shows nothing before the first turn.
 
     Args:
-      proxy: with one row, which plays the level.
+      proxy: the rollout loop with one row, which plays the level.
       stdin: see `play`.
       stdout: see `play`.
     """
@@ -113,12 +113,12 @@ class Person:
     self._context = proxy.context
     self._stdin, self._stdout = stdin, stdout
     self._solver = SolverSpeaker()
-    self._typed = 0  # actions of the last turn, as they were typed
+    self._typed = 0  # number of typed actions in the last turn
     self.conversation: list[int] = []
     self.quits = False
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `agent.speakers.Speaker`. Shows the state and reads lines until one holds actions or leaves the level."""
+    """See `agent.speakers.Speaker`. Shows the state and reads lines until a line has actions or leaves the level."""
     if not log.live:
       return None
     prompt = log.prompts(room=sys.maxsize)[0]
@@ -138,8 +138,8 @@ class Person:
     """Shows how the level ended, and answers commands until the person leaves it.
 
     Args:
-      episode: which is over.
-      best: the best success probability of any play on the level; NaN where it is not known.
+      episode: the finished episode.
+      best: the best success probability on the level; NaN if unknown.
     """
     ending = self._ending(episode, best)
     self._stdout.write(self._outcome(episode.turns) + ending)
@@ -151,10 +151,10 @@ class Person:
 
     Args:
       state: the answer to an empty line.
-      hint: gives the answer to the command of that name.
+      hint: gives the answer to the command 'hint'.
 
     Returns:
-      The words, at least one; None where the person leaves the level, after which `quits` says whether for good.
+      The words, at least one; None if the person leaves the level. `quits` then tells whether the game is over.
     """
     env = self._spec.env
     while True:
@@ -168,7 +168,7 @@ class Person:
       names = [piece.strip() for piece in line.split(self._context.settings.action_sep) if piece.strip()]
       unknown = [name for name in names if env.parse_action(name) is None]
       command = line.strip().lower()
-      # A word that is both is an action; but where anything may be one, a command stays a command.
+      # A word that is both is an action, but a command if actions are free text.
       if not unknown and names and (env.action_words or command not in _COMMANDS):
         return names
       if command in ('quit', 'new'):
@@ -181,12 +181,12 @@ class Person:
       elif command == 'hint':
         self._stdout.write(hint())
       elif unknown:
-        self._stdout.write(f'{unknown[0]!r} is no action; {self._allowed()}\n')
+        self._stdout.write(f'{unknown[0]!r} is not an action; {self._allowed()}\n')
       else:
         self._stdout.write(state)
 
   def _outcome(self, turns: list[Turn]) -> str:
-    """The reward of the last turn, and how many of its actions were carried out; '' before the first turn."""
+    """The reward of the last turn and the number of executed actions; '' before the first turn."""
     if not turns:
       return ''
     last = turns[-1]
@@ -196,13 +196,13 @@ class Person:
     return shown
 
   def _state(self, log: EpisodeLog) -> str:
-    """The observation, and what is left to do."""
+    """The observation, the turn and the remaining actions."""
     left = f'Turn {log.turn + 1} of {self._spec.budget.max_turns}, actions left: {log.actions_left[0]}'
     return f'{left}\n{log.observations[0]}\n'
 
   @staticmethod
   def _ending(episode: Episode, best: float) -> str:
-    """The last observation, and how the level ended."""
+    """The last observation and the outcome of the level."""
     used = f'turns: {len(episode.turns)}, actions: {sum(len(turn.actions) for turn in episode.turns)}'
     possible = 'not known' if math.isnan(best) else f'{best:.3f}'
     return (
@@ -213,7 +213,7 @@ class Person:
   def _hint(self, log: EpisodeLog) -> str:
     """The solver's next turn, in one line."""
     if not self._spec.env.has_solver:
-      return f'{self._spec.tag} has no solver, so nobody knows.\n'
+      return f'{self._spec.tag} has no solver, so there is no hint.\n'
     try:
       (names,) = self._solver.plans(log)
     except ValueError as e:
@@ -221,13 +221,13 @@ class Person:
     return f' {self._context.settings.action_sep} '.join(names) + '\n'
 
   def _allowed(self) -> str:
-    """The words that may be typed, in one line."""
+    """The words that can be typed, in one line."""
     env, sep = self._spec.env, self._context.settings.action_sep
     actions = env.action_help or f'allowed: {", ".join(env.action_words)}'
     return f'{actions.removesuffix(".")}, separated by {sep}; or {", ".join(_COMMANDS)}'
 
   def help(self) -> str:
-    """The task as it stands in the prompt, and the commands."""
+    """The task of the prompt, and the commands."""
     task = describe_task(self._spec, self._context.settings.action_sep)
     commands = ', '.join(f'{name!r} ({meaning})' for name, meaning in _COMMANDS.items())
     return f'{task}\nType the actions of a turn, or {commands}.\n\n'

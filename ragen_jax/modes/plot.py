@@ -1,4 +1,4 @@
-"""`--mode=plot`: the figures of one or several runs. Runs that differ in the seed only are one curve."""
+"""`--mode=plot`: draws figures of one or several runs. Runs that differ only in the seed form one curve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plot(workdirs: Sequence[str], output: str | None = None) -> list[str]:
 
   Args:
     workdirs: the runs' directories; the runs may be in progress.
-    output: directory of the figures; by default `plots` in the workdir of a single run, or beside that of the first.
+    output: directory of the figures; by default `plots` in the workdir of a single run, or next to the first of many.
 
   Returns:
     The figures' paths.
@@ -33,7 +33,7 @@ def plot(workdirs: Sequence[str], output: str | None = None) -> list[str]:
   tables = matrix.tables([(curve.label, run.evaluations) for curve in curves for run in curve.runs])
   panels = [p for p in PANELS if any(p.metric in run.series for curve in curves for run in curve.runs)]
   if not panels and not tables:
-    raise UserError(f'--workdir={workdirs[0]}: the run has logged nothing yet that a figure shows')
+    raise UserError(f'--workdir={workdirs[0]}: the run has not logged any metric of the figures yet')
   first = os.path.abspath(workdirs[0])
   directory = pathlib.Path(output or os.path.join(first if len(workdirs) == 1 else os.path.dirname(first), 'plots'))
   for panel in PANELS:

@@ -56,17 +56,17 @@ _log = logging.getLogger(__name__)
 
 
 def train_sft(config: ConfigDict, workdir: str) -> None:
-  """Trains on replies, of the solvers or of `sft.data`, and writes a Hugging Face checkpoint to `config.sft.output`.
+  """Trains on replies of the solvers or of `sft.data`, and writes a Hugging Face checkpoint to `config.sft.output`.
 
-  With LoRA the adapters and the value head are trained, and `config.export.lora` chooses what is written. An earlier
-  `sft.output` is replaced in one step, once the new one is complete.
+  With LoRA the adapters and the value head are trained, and `config.export.lora` selects the written form. An earlier
+  `sft.output` is replaced atomically, once the new one is complete.
 
   Args:
     config: see configs/default.py.
-    workdir: directory of checkpoints, metrics and TensorBoard files; a warm start that was stopped is resumed.
+    workdir: directory of checkpoints, metrics and TensorBoard files; an interrupted warm start is resumed.
 
   Raises:
-    UserError: the config cannot be run, the data cannot be learnt from, or the workdir belongs to another config.
+    UserError: the config or the data cannot be used, or the workdir belongs to another config.
     Diverged: the loss, its gradient or the weights are not finite; `sft.output` is not written.
   """
   check_config(config)
@@ -82,7 +82,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
       specs = build.env_groups(config, config.sft.tags, config.sft.levels)
     scratch = stack.enter_context(tempfile.TemporaryDirectory())
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
-    if config.lora.rank:  # adapters must not replace the model that they belong to
+    if config.lora.rank:  # adapters must not replace their base model
       for source in filter(None, (policy.directory, config.lora.path)):
         check_output(config.sft.output, 'sft.output', source)
     evaluator = build.make_evaluator(config, policy)
@@ -109,7 +109,7 @@ def _examples(
   evaluator: Evaluator,
   found: list[conversations.Conversation],
 ) -> SftExamples:
-  """The conversations of the file, or demonstrations, which are written to `sft.save_data` if it is set."""
+  """The conversations of the file, or demonstrations; demonstrations are written to `sft.save_data` if it is set."""
   sft, tokenizer, max_context = config.sft, policy.tokenizer, config.agent.max_context
   if found:
     prefix = build.context_manager(config, tokenizer, []).reply_prefix
@@ -142,11 +142,13 @@ def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:
 
 
 def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: Evaluator, data: SftExamples) -> None:
-  """Takes the steps that are left, evaluates, saves, and writes the checkpoint."""
+  """Takes the remaining steps, evaluates, saves, and writes the model."""
   sft = config.sft
   shown, withheld = split(data, sft.val_fraction, config.seed)
   if sft.batch_size > len(shown):
-    raise UserError(f'sft.batch_size={sft.batch_size}: must be at most the conversations to learn from, {len(shown)}')
+    raise UserError(
+      f'sft.batch_size={sft.batch_size}: must be at most the number of training conversations, {len(shown)}'
+    )
   cut = functools.partial(
     batches, data, batch_size=sft.batch_size, length_step=config.length_step, packing=sft.packing,
     shards=row_shards(policy.mesh),
@@ -215,9 +217,11 @@ def _restore(trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples,
   if done:
     arrays, meta = checkpointer.restore(trainer.state.saved())
     if meta['data'] != data.checksum:
-      raise UserError(f'--workdir={workdir}: what is learnt from has changed since; choose another --workdir')
+      raise UserError(
+        f'--workdir={workdir}: the training data has changed since the checkpoint; choose another --workdir'
+      )
     trainer.state = trainer.state.with_saved(arrays, iteration=done)
-    _log.info('going on in %s after step %d' if done < steps else '%s is finished: %d steps', workdir, done)
+    _log.info('resuming %s after step %d' if done < steps else '%s is finished: %d steps', workdir, done)
   return done
 
 

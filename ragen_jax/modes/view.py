@@ -27,6 +27,6 @@ def view(workdir: str) -> str:
     raise UserError(f'--workdir={workdir}: there is no such directory')
   page = write_page(workdir)
   if page is None:
-    raise UserError(f'--workdir={workdir}: has no episodes; a run keeps some where config.logging.episodes is above 0')
+    raise UserError(f'--workdir={workdir}: has no episodes; a run keeps episodes if logging.episodes is above 0')
   _log.info('%s (%.1f MB): open it in a browser', page, os.path.getsize(page) / 1e6)
   return page

@@ -10,7 +10,7 @@ import numpy as np
 
 from ragen_jax.plots.runs import Curve
 
-DECAY = 0.9  # of the moving averages
+DECAY = 0.9  # decay of the moving averages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +18,13 @@ class Panel:
   """One quantity over the iterations.
 
   Attributes:
-    name: of its file.
+    name: name of the panel's file.
     metric: name in metrics.jsonl.
-    title: of the panel, with the unit.
-    every_iteration: the metric is noisy and gets a moving average; otherwise its few points are marked.
-    from_zero: the axis begins at 0.
-    spikes: the axis is logarithmic if some values are far above the others.
+    title: title of the panel, with the unit.
+    every_iteration: whether the metric is logged in every iteration and gets a moving average; otherwise its few points
+      are marked.
+    from_zero: whether the axis begins at 0.
+    spikes: whether the axis becomes logarithmic if some values are far above the others.
   """
 
   name: str
@@ -43,7 +44,7 @@ PANELS = (
   Panel('response_length', 'response_length/mean', 'Response length (tokens)'),
 )
 
-# Okabe and Ito's colours, distinguishable with any colour vision, without yellow and black.
+# Okabe and Ito's colours, which are distinguishable with any colour vision, without yellow and black.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 _DASHES = ('-', (0, (5, 1.5)), (0, (1, 1)))  # for more curves than there are colours
 _POINTS = ('o', 's', '^', 'D', 'v', 'P')
@@ -70,8 +71,8 @@ class Band:
   Attributes:
     steps: the steps of all runs.
     raw: mean of the values.
-    mean: mean of the runs' moving averages, or `raw` again.
-    low, high: lowest and highest of the runs' moving averages, or of their values.
+    mean: mean of the runs' moving averages; equal to `raw` without moving averages.
+    low, high: minimum and maximum of the runs' moving averages, or of their values without moving averages.
     runs: number of runs that have the step.
   """
 
@@ -84,7 +85,7 @@ class Band:
 
 
 def band(series: Sequence[tuple[np.ndarray, np.ndarray]], smooth: bool) -> Band:
-  """The band of several runs' (steps, values); `smooth` says whether moving averages are taken."""
+  """The band of several runs' (steps, values), with moving averages if `smooth`."""
   steps = np.unique(np.concatenate([s for s, _ in series]))
   raw, lines = np.full((2, len(series), len(steps)), np.nan)
   for i, (s, values) in enumerate(series):
@@ -109,7 +110,7 @@ def draw_panels(panels: Sequence[Panel], curves: Sequence[Curve], width: float) 
   Args:
     panels: the metrics to draw.
     curves: the runs to draw.
-    width: of the figure, in inches.
+    width: width of the figure, in inches.
 
   Returns:
     A matplotlib `Figure`.
@@ -176,18 +177,18 @@ def _draw(axis: Any, panel: Panel, curves: Sequence[Curve]) -> None:
 
 
 def _look(i: int) -> tuple[str, Any, str]:
-  """Colour, dashes and point marker of the i-th curve, the same in all panels."""
+  """Colour, dashes and point marker of the i-th curve, equal in all panels."""
   return COLOURS[i % len(COLOURS)], _DASHES[i // len(COLOURS) % len(_DASHES)], _POINTS[i % len(_POINTS)]
 
 
 def _best_lines(curves: Sequence[Curve]) -> list[tuple[float, str]]:
-  """(best possible success, colour): one in black if it is the same for all curves, else one in each curve's colour."""
+  """(best possible success, colour): one black line if equal for all curves, else a line in each curve's colour."""
   found = [(run.best, _look(i)[0]) for i, c in enumerate(curves) for run in c.runs[:1] if run.best is not None]
   return [(found[0][0], 'black')] if found and np.ptp([best for best, _ in found]) < 1e-6 else found
 
 
 def _legend(panels: Sequence[Panel], curves: Sequence[Curve]) -> dict[str, Any]:
-  """Label -> handle, for all that the panels show."""
+  """Label -> handle, for all elements of the panels."""
   from matplotlib.lines import Line2D
   from matplotlib.patches import Patch
 

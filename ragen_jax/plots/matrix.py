@@ -1,4 +1,4 @@
-"""Generalisation in one figure: a row for each set of training tags, a column for each evaluated tag.
+"""A figure of generalisation: one row for each set of training tags, one column for each evaluated tag.
 
 The numbers come from `<workdir>/evaluation/*.json`, which `--mode=eval` writes.
 """
@@ -18,7 +18,7 @@ from ragen_jax.utils.errors import UserError
 
 METRIC = 'success'
 VERSION = 1
-# Kinds of rows without training, which come last in this order.
+# Kinds of rows without training; they come last, in this order.
 _OTHERS = ('base', 'endpoint', 'random', 'solver')
 
 
@@ -32,7 +32,7 @@ class Table:
     columns: the C evaluated tags.
     mean: f64[R, C].
     half: f64[R, C], mean of the evaluations' half 95 % intervals; NaN if one of them has no interval.
-    own: bool[R, C], the row was trained on the column's tag.
+    own: bool[R, C], whether the row was trained on the column's tag.
   """
 
   sampling: str
@@ -47,7 +47,7 @@ def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
   """File name -> evaluation, for all evaluations of a workdir.
 
   Raises:
-    UserError: a file is damaged, or of another version.
+    UserError: a file is damaged or has another version.
   """
   found = {}
   for path in sorted((workdir / 'evaluation').glob('*.json')):
@@ -57,9 +57,9 @@ def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
       if version == VERSION:
         _entries(evaluation, '')
     except (OSError, ValueError, KeyError, TypeError) as e:
-      raise UserError(f'{path} is no evaluation of --mode=eval ({type(e).__name__}: {e}); remove it') from e
+      raise UserError(f'{path} is not an evaluation of --mode=eval ({type(e).__name__}: {e}); remove it') from e
     if version != VERSION:
-      raise UserError(f'{path} has version {version!r}; {VERSION} is the one that can be read')
+      raise UserError(f'{path} has version {version!r}; only version {VERSION} can be read')
     found[path.name] = evaluation
   return found
 
@@ -91,7 +91,7 @@ def _entries(evaluation: dict[str, Any], curve: str) -> list[_Entry]:
       kind, name, own = 'trained', curve, trained_on
     else:
       name = {'random': 'random actions', 'solver': 'solver'}.get(kind, row['policy'])
-    # There is no interval for one level.
+    # A single level has no interval.
     half = (value['high'] - value['low']) / 2 if None not in (value['low'], value['high']) else np.nan
     found.append(_Entry(kind, name, own, row['tag'], row['sampling'], float(value['mean']), half))
   return found
@@ -101,14 +101,14 @@ def tables(runs: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> dict[str, T
   """The matrices of some runs, one for each way of sampling.
 
   Runs of one curve are averaged. Evaluations of policies without training are averaged too, if several runs have them.
-  Of several checkpoints of a run the last one counts. A row is named by its training tags, followed by the curve's
-  label if several curves have the same tags.
+  If several checkpoints of a run were evaluated, the last one is used. A row's name is its training tags, followed by
+  the curve's label if several curves have the same tags.
 
   Args:
     runs: (label of the run's curve, file name -> evaluation).
 
   Returns:
-    Name of the figure's file -> matrix.
+    Name of a figure's file -> matrix.
   """
   cells: dict[tuple, list[_Entry]] = {}  # (kind, row, trained on, sampling, tag) -> one entry a run
   for curve, files in runs:

@@ -1,4 +1,4 @@
-"""The data of the figures: metrics and events of runs, and the groups of runs that differ in the seed only."""
+"""The data of the figures: metrics and events of runs, and groups of runs that differ only in the seed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ragen_jax.utils.errors import UserError
 
 # Fields that name a curve before all others.
 _NAMED_FIRST = ('train.tags', 'model.preset', 'algorithm.adv_estimator')
-# Sections whose fields are clear without the section's name.
+# Sections whose fields need no section name in a label.
 _CLEAR_SECTIONS = ('algorithm', 'optimizer', 'train', 'model')
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What is drawn of a run.
+  """The data of a run for figures.
 
   Attributes:
     workdir: the run's directory.
@@ -33,7 +33,7 @@ class Run:
     series: metric -> (steps i64[K], values f64[K]), finite values only.
     marks: (step, kind) of events, see `find_marks`.
     best: the best possible held-out success, mean over tags; None if unknown.
-    evaluations: of `--mode=eval`, by file name.
+    evaluations: file name -> evaluation of `--mode=eval`.
   """
 
   workdir: str
@@ -51,7 +51,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-  """Runs that differ in the seed only, with a label that distinguishes them from the other curves."""
+  """Runs that differ only in the seed, with a label that distinguishes them from other curves."""
 
   label: str
   runs: tuple[Run, ...]
@@ -61,10 +61,10 @@ class Curve:
 
 
 def read_runs(workdirs: Sequence[str], metrics: Sequence[str]) -> list[Run]:
-  """Reads several runs; arguments and errors as for `read_run`.
+  """Reads several runs; arguments as for `read_run`.
 
   Raises:
-    UserError: also if a directory does not exist or is given twice.
+    UserError: as for `read_run`, or a directory does not exist or is given twice.
   """
   seen: dict[str, str] = {}
   for workdir in workdirs:
@@ -79,14 +79,14 @@ def read_runs(workdirs: Sequence[str], metrics: Sequence[str]) -> list[Run]:
 
 
 def read_run(workdir: str, metrics: Sequence[str]) -> Run:
-  """Reads what is drawn of a run.
+  """Reads the data of a run.
 
   Args:
     workdir: the run's directory; the run may be in progress.
     metrics: names of the metrics to read.
 
   Raises:
-    UserError: the directory holds neither metrics nor evaluations, or one of its files is damaged.
+    UserError: the directory contains neither metrics nor evaluations, or one of its files is damaged.
   """
   root = pathlib.Path(workdir)
   evaluations = matrix.read_evaluations(root)
@@ -108,7 +108,7 @@ def read_run(workdir: str, metrics: Sequence[str]) -> Run:
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
-  """Dotted name -> value; empty without the file."""
+  """Dotted name -> value; empty if the file does not exist."""
   if not path.exists():
     return {}
   try:
@@ -120,16 +120,16 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
 def find_marks(rows: Sequence[dict[str, float]], config: dict[str, Any]) -> list[tuple[int, str]]:
   """Events of a run, found in its metrics.
 
-  A warning counts where it begins, and ends the run if `monitor.echo_trap` says so. A rollback shows in the smaller
-  learning rate of the next iteration.
+  A warning is marked at its first step; it ends the run if `monitor.echo_trap` is 'stop'. A rollback is recognised by
+  the smaller learning rate of the next iteration.
 
   Args:
-    rows: of metrics.jsonl.
+    rows: rows of metrics.jsonl.
     config: dotted name -> value.
 
   Returns:
-    (step, kind) in the order of steps, kind 'Echo-Trap warning', 'rollback' or 'run stopped'; the most severe one of a
-    step.
+    (step, kind) in the order of steps, with the most severe kind of each step: 'Echo-Trap warning', 'rollback' or
+    'run stopped'.
   """
   found: dict[int, str] = {}
   warned, scale, rollbacks, before = False, None, 0, 0
@@ -159,14 +159,14 @@ def _best_possible(rows: Sequence[dict[str, float]]) -> float | None:
   return float(np.mean(best)) if best and np.all(np.isfinite(best)) else None
 
 
-# -- Which runs are one curve, and its label ---------------------------------------------------------------------------
+# -- Groups of runs and their labels -----------------------------------------------------------------------------------
 
 
 def group(runs: Sequence[Run]) -> list[Curve]:
-  """Groups runs that differ in `seed` only into curves, in the order of each curve's first run.
+  """Groups runs that differ only in `seed` into curves, in the order of each curve's first run.
 
-  Runs with the same config and the same seed are not grouped, and neither are runs without config.json. Fields that
-  change nothing in what a run learns (where checkpoints go, what is logged) are ignored.
+  Runs with the same config and the same seed are not grouped, and neither are runs without config.json. Fields that do
+  not affect learning (such as the places of checkpoints and logs) are ignored.
   """
   groups: dict[Any, list[Run]] = {}
   for run in runs:
@@ -191,7 +191,7 @@ def group(runs: Sequence[Run]) -> list[Curve]:
 
 
 def _learning_fields(run: Run) -> dict[str, Any]:
-  """The fields that affect what a run learns; options of environments that it does not play are left out too."""
+  """The fields that affect a run's learning, without options of environments that it does not play."""
   used = {*run.config.get('train.tags', ()), *run.config.get('eval.tags', ())}
   return {
     name: value
@@ -201,10 +201,11 @@ def _learning_fields(run: Run) -> dict[str, Any]:
 
 
 def name_differences(configs: Sequence[dict[str, Any]]) -> list[str]:
-  """A short name for each config from the fields in which they differ, `seed` excepted.
+  """A short name for each config, made from the fields other than `seed` in which the configs differ.
 
-  Up to three such fields are all named. Of more fields, as few are named as distinguish the configs; environment, model
-  and estimator come first. A field that is missing in a config (of an older version) is ignored.
+  Up to three such fields are all named. If there are more, the name has the smallest number of fields that distinguish
+  the configs; environment, model and estimator come first. A field that is missing in a config (of an older version) is
+  ignored.
 
   Args:
     configs: dotted name -> value.

@@ -1,4 +1,4 @@
-"""How figures look, and how they are saved."""
+"""The style of figures, and their files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STYLE = {
   'legend.fontsize': 7,
   'legend.labelspacing': 0.35,
   'savefig.dpi': 200,
-  'svg.fonttype': 'none',  # text stays text: it can be searched and restyled
-  'svg.hashsalt': 'ragen-jax',  # the same figure is the same file
+  'svg.fonttype': 'none',  # text stays text, so it can be searched and edited
+  'svg.hashsalt': 'ragen-jax',  # equal figures give equal files
 }
 
 
 @contextlib.contextmanager
 def figure_style() -> Iterator[None]:
-  """Draws figures with our settings of matplotlib only, whatever the user's own are."""
+  """Context manager: draws figures with these settings of matplotlib instead of the user's."""
   import matplotlib
 
   with matplotlib.rc_context():
@@ -49,7 +49,7 @@ def save_figure(figure: Any, path: pathlib.Path) -> list[str]:
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(paths[0], bbox_inches='tight')
-    figure.set_layout_engine('none')  # the layout is done, and would take longer than drawing
+    figure.set_layout_engine('none')  # the layout is already computed, and computing it takes longer than drawing
     figure.savefig(paths[1], bbox_inches='tight', metadata={'Date': None})
   except OSError as e:
     raise UserError(f'{path}.png and .svg were not written: {e.strerror or e}; --output names another place') from e

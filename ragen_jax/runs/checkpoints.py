@@ -33,9 +33,9 @@ _UNFINISHED = '*.orbax-checkpoint-tmp*'  # Orbax's names of checkpoints that are
 class Checkpointer:
   """Saves and restores a pytree of arrays, synchronously and atomically.
 
-  Every process of a run calls every method, in the same order, on one shared `workdir`. Opening a workdir writes
-  nothing, so another process can evaluate a run while it trains. A save writes to a temporary directory and renames it;
-  older checkpoints are deleted only after that.
+  All processes of a run call all methods in the same order, on one shared `workdir`. Opening a workdir writes nothing,
+  so another process can evaluate a run while it trains. A save writes to a temporary directory and then renames it;
+  older checkpoints are deleted after that.
 
   Attributes:
     directory: `<workdir>/checkpoints`.
@@ -47,15 +47,15 @@ class Checkpointer:
     Args:
       workdir: the run's directory.
       keep: number of newest checkpoints to keep, at least 1.
-      save_best: name of a metric, higher is better, such as 'eval/success'. The checkpoint with the highest value (the
-        newest of equal ones) is kept in addition. None: no best checkpoint is kept.
+      save_best: name of a metric, such as 'eval/success'. The checkpoint with the highest value (the newest of equal
+        ones) is kept in addition. None: no best checkpoint is kept.
 
     Raises:
       UserError: `keep` is below 1, or the directory cannot be read.
     """
     if keep < 1:
       raise UserError(f'keep is {keep}; the number of checkpoints to keep must be 1 or more')
-    root = str(workdir) if '://' in str(workdir) else os.path.abspath(workdir)  # the address of a bucket stays as it is
+    root = str(workdir) if '://' in str(workdir) else os.path.abspath(workdir)  # the address of a bucket is not changed
     self._save_best = save_best
     self._prepared = False  # whether `_prepare` has run
     options = ocp.CheckpointManagerOptions(
@@ -79,7 +79,7 @@ class Checkpointer:
     return sorted(self._manager.all_steps())
 
   def latest_step(self) -> int | None:
-    """The last step with a complete checkpoint; None without any."""
+    """The last step with a complete checkpoint; None if there is none."""
     return max(self.steps(), default=None)
 
   def best_step(self) -> int | None:
@@ -96,7 +96,7 @@ class Checkpointer:
   ) -> None:
     """Writes the checkpoint of `step`, then deletes the checkpoints that are no longer kept.
 
-    If `step` is the last step saved, its checkpoint stays as it is.
+    If `step` is the last saved step, its checkpoint is not changed.
 
     Args:
       step: number of iterations that led to this state.
@@ -105,8 +105,8 @@ class Checkpointer:
       metrics: name -> value at this step; `save_best` names one of them.
 
     Raises:
-      UserError: the disk is full or not writable, or a later step is saved already. Earlier checkpoints stay intact.
-      TypeError: a leaf is no array, or `meta` is not JSON.
+      UserError: the disk is full or not writable, or a later step is already saved. Earlier checkpoints stay intact.
+      TypeError: a leaf is not an array, or `meta` is not JSON.
     """
     latest = self.latest_step()
     if step == latest:
@@ -159,12 +159,12 @@ class Checkpointer:
     Args:
       state_like: pytree of the saved structure. Its leaves give shape, dtype and sharding: `jax.Array` or
         `jax.ShapeDtypeStruct` (without a sharding: the first local device), or `np.ndarray` to get NumPy arrays. The
-        mesh may differ from the mesh at the save.
+        mesh may differ from that of the save.
       step: the checkpoint's step; None means the last.
       partial: read only the leaves of `state_like`, such as `{'params': ...}` without the optimiser's state.
 
     Returns:
-      The state, and the `meta` that was saved with it.
+      The state and its saved `meta`.
 
     Raises:
       UserError: the checkpoint does not exist, is damaged or cannot be read, or a leaf differs in name, shape or dtype.
@@ -201,10 +201,10 @@ class Checkpointer:
     return record['meta']
 
   def set_damaged_aside(self) -> None:
-    """Moves the newest checkpoints away until one matches its checksums, with a warning for each that is moved.
+    """Moves the newest checkpoints away until one matches its checksums; logs a warning for each moved checkpoint.
 
-    A run that is resumed calls this before `latest_step`; with many processes, the first process calls it and the
-    others call `reload` afterwards. Checkpoints without checksums, which older versions wrote, are taken as they are.
+    A resumed run calls this before `latest_step`. With several processes, the first process calls it, and the others
+    call `reload` afterwards. Checkpoints without checksums (of older versions) are accepted.
 
     Raises:
       UserError: no checkpoint is left, or one cannot be moved.
@@ -226,27 +226,27 @@ class Checkpointer:
       earlier = self.latest_step()
       if earlier is None:
         raise UserError(
-          f'checkpoint of step {step} in {self.directory} is damaged: {damage}; there is no earlier one to go on from. '
-          f'It was moved to {aside}. The same command starts anew; another --workdir keeps what is there'
+          f'checkpoint of step {step} in {self.directory} is damaged: {damage}; there is no earlier checkpoint. It '
+          f'was moved to {aside}. The same command starts from the beginning; another --workdir keeps the old files'
         )
       _log.warning(
-        'checkpoint of step %d is damaged (%s) and was moved to %s; going on from step %d', step, damage, aside, earlier
+        'checkpoint of step %d is damaged (%s) and was moved to %s; resuming from step %d', step, damage, aside, earlier
       )
 
   def verify(self, step: int) -> None:
     """Raises UserError if a checkpoint's files do not match their checksums.
 
-    Only the first of many processes reads the files, so callers share its error (`processes.same_errors`).
+    Only the first process reads the files, so callers must share its error (`processes.same_errors`).
     """
     if jax.process_index() == 0 and (damage := self._find_damage(step)):
       raise UserError(self._unreadable(step, damage))
 
   def reload(self) -> None:
-    """Reads anew which steps there are, after another process changed them."""
+    """Reads the list of steps again, after another process changed it."""
     self._manager.reload()
 
   def _find_damage(self, step: int) -> str | None:
-    """What is wrong with a checkpoint's files; None if they match their checksums or have none."""
+    """A description of the damage of a checkpoint's files; None if they match their checksums or have none."""
     if step in self._verified:
       return None
     directory = self.directory / str(step)
@@ -258,7 +258,7 @@ class Checkpointer:
     return damage
 
   def close(self) -> None:
-    """Releases Orbax's manager. Saves are synchronous, so none is pending."""
+    """Closes Orbax's manager. Saves are synchronous, so none is pending."""
     self._manager.close()
 
   def __enter__(self) -> Checkpointer:
@@ -280,7 +280,7 @@ class Checkpointer:
     return steps[-1] if step is None else step
 
   def _read_record(self, step: int) -> dict[str, Any]:
-    """The JSON beside the arrays; {} if it cannot be read (an interrupted deletion, a damaged disk)."""
+    """The JSON record of a checkpoint; {} if it cannot be read (an interrupted deletion, a damaged disk)."""
     try:
       return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     except (OSError, ValueError, KeyError) as e:
@@ -289,7 +289,7 @@ class Checkpointer:
 
   def _unreadable(self, step: int, reason: str) -> str:
     earlier = [s for s in self.steps() if s < step]
-    advice = f'; move {self.directory / str(step)} away to go on from step {earlier[-1]}' if earlier else ''
+    advice = f'; move {self.directory / str(step)} away to resume from step {earlier[-1]}' if earlier else ''
     return f'checkpoint of step {step} in {self.directory} cannot be read: {reason}{advice}'
 
   def _prepare(self) -> None:
@@ -303,7 +303,8 @@ class Checkpointer:
 class _KeepLastAndBest:
   """Preservation policy for Orbax: the last `keep` checkpoints and the best one.
 
-  Orbax's own `BestN` reads metrics that Orbax saved; ours are in `meta`, where older checkpoints have them too.
+  Orbax's own `BestN` reads metrics that Orbax saved. The metrics of this package are in `meta`, also in older
+  checkpoints.
   """
 
   def __init__(self, keep: int, best_step: Callable[[], int | None]):
@@ -318,7 +319,7 @@ class _KeepLastAndBest:
 
 
 def _remove_unfinished(directory: Any) -> None:
-  """Deletes the files of interrupted saves; only the first process of a run does."""
+  """Deletes the files of interrupted saves; only the first process of a run deletes."""
   if jax.process_index() == 0:
     try:
       for path in directory.glob(_UNFINISHED):
@@ -328,7 +329,7 @@ def _remove_unfinished(directory: Any) -> None:
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:
-  """{'params/layers/0/kernel': leaf, ...} in the order of the tree; raises TypeError for a leaf that is no array."""
+  """{'params/layers/0/kernel': leaf, ...} in the order of the tree; raises TypeError if a leaf is not an array."""
   leaves = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     name = jax.tree_util.keystr(path, simple=True, separator='/') or 'state'
@@ -348,7 +349,7 @@ def _describe(leaf: Any) -> str:
 
 
 def _first_difference(saved: Mapping[str, str], wanted: Mapping[str, Any], partial: bool) -> str | None:
-  """The first leaf that differs in name, shape or dtype, in words; None if all are equal."""
+  """A description of the first leaf that differs in name, shape or dtype; None if all are equal."""
   for name, leaf in wanted.items():
     if name not in saved:
       return f'it has no {name}, which is {_describe(leaf)} here'
@@ -361,7 +362,7 @@ def _first_difference(saved: Mapping[str, str], wanted: Mapping[str, Any], parti
 
 
 def _target(leaf: Any) -> Any:
-  """The leaf as Orbax's restore takes it: a NumPy array, or shape, dtype and sharding."""
+  """The leaf as an argument of Orbax's restore: a NumPy array, or shape, dtype and sharding."""
   if isinstance(leaf, np.ndarray):
     return leaf
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -369,7 +370,7 @@ def _target(leaf: Any) -> Any:
 
 
 def _empty(target: Any) -> Any:
-  """An array without elements; Orbax does not store such arrays."""
+  """An array without elements, because Orbax does not store such arrays."""
   if isinstance(target, np.ndarray):
     return np.zeros(target.shape, target.dtype)
   return jax.make_array_from_callback(
@@ -391,7 +392,7 @@ def _disk_error(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def _without_orbax_tracebacks() -> Iterator[None]:
-  """Hides tracebacks that Orbax's threads log for errors that `save` and `restore` raise as one line."""
+  """Hides the tracebacks that Orbax's threads log for errors that `save` and `restore` raise as one line."""
 
   def keep(record: logging.LogRecord) -> bool:
     return 'orbax' not in pathlib.PurePath(record.pathname).parts

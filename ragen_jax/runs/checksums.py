@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files, so that a damaged file is noticed before anything learns from it.
+"""Checksums of a checkpoint's files, which reveal a damaged file before a run uses it.
 
-`checksums.json` lies in the checkpoint's directory and names every other file with its SHA-256 digest. It is written
-last: a checkpoint without it was cut off between its last file and its checksums, or is older than this module.
+`checksums.json` is in the checkpoint's directory and lists every other file with its SHA-256 digest. It is written
+last. A checkpoint without it was interrupted before its checksums were written, or is older than this module.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 NAME = 'checksums.json'
 _CHUNK = 1 << 22  # bytes
-_THREADS = 8  # hashlib releases the interpreter lock
+_THREADS = 8  # threads help, because hashlib releases the interpreter lock
 
 
 def write(directory: pathlib.Path | Any) -> None:
   """Writes the checksums of all files below `directory`.
 
   Args:
-    directory: a complete checkpoint; a path of `pathlib`, or of a library with its interface for object stores.
+    directory: a complete checkpoint; a path of `pathlib`, or of a library for object stores with the same interface.
 
   Raises:
     OSError: a file cannot be read, or the disk is full.
@@ -39,8 +39,8 @@ def find_damage(directory: pathlib.Path | Any) -> str | None:
     directory: a checkpoint.
 
   Returns:
-    None where every file is as it was written, and where there are no checksums to compare with (`exist` tells);
-    otherwise a phrase that names the first file that differs, such as "state/d/0f3a differs from its checksum".
+    None if all files are unchanged, or if there are no checksums (see `exist`). Otherwise a phrase that names the first
+    file that differs, such as "state/d/0f3a differs from its checksum".
   """
   if not exist(directory):
     return None
@@ -64,7 +64,7 @@ def exist(directory: pathlib.Path | Any) -> bool:
 
 
 def _digests(directory: pathlib.Path | Any) -> dict[str, str]:
-  """SHA-256 by file name relative to `directory`, checksums left out."""
+  """File name relative to `directory` -> SHA-256, without the file of checksums."""
   names = sorted(_files(directory, ''))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     return dict(zip(names, pool.map(lambda name: _digest(directory / name), names), strict=True))

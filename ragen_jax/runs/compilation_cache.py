@@ -11,7 +11,7 @@ def use_compilation_cache(directory: str, workdir: str) -> None:
   """Keeps compiled programs on disk, so that later runs start faster.
 
   Args:
-    directory: where; 'auto' is `<workdir>/xla_cache`, '' keeps none.
+    directory: directory of the programs; 'auto' is `<workdir>/xla_cache`, '' keeps none.
     workdir: the run's directory.
   """
   if not directory:

@@ -1,19 +1,19 @@
 """The role of each field of the config, and the lists of fields that follow from the roles.
 
-A field has one role: it says what a change of the field changes. `ROLES` is the only place where this is written. Which
-fields may change when a run is resumed, which identify the weights of a checkpoint, and which count when runs are
-compared in a plot are views of it.
+A field has one role, which describes the effect of the field. `ROLES` is the only definition. Three lists follow from
+it: the fields that may change when a run is resumed, the fields that identify the weights of a checkpoint, and the
+fields that distinguish runs in a plot.
 
-  weights         which weights there are; a checkpoint can be read only with the same values
-  learning        what training and a warm start learn
-  training        what training (--mode=train) learns, and a warm start does not read
-  warm_start      what a warm start (--mode=sft) learns
-  length          how long training goes on
-  evaluation      which held-out episodes are played, and how
-  diagnostics     what is measured in addition; nothing that is learnt depends on it
-  memory          how the work is divided over time: numbers change by rounding only
-  devices         how the work is divided over devices: numbers change by rounding only
-  logging         what is written, where, and how often, and when a run whose numbers are not finite gives up
+  weights         the weights of the model; a checkpoint can be read only with the same values
+  learning        affects learning in training and in a warm start
+  training        affects learning in training (--mode=train); a warm start does not read it
+  warm_start      affects learning in a warm start (--mode=sft)
+  length          the length of training
+  evaluation      the held-out episodes and their sampling
+  diagnostics     additional measurements; learning does not depend on them
+  memory          division of the work over time; numbers change by rounding only
+  devices         division of the work over devices; numbers change by rounding only
+  logging         the output of a run, and the end of a run whose numbers are not finite
   other_modes     read by --mode=eval, --mode=export or --mode=plan only
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from flax import traverse_util
 
-# Role -> section -> fields. '' holds the fields outside of any section. The fields of `envs` are those of its classes,
-# so the section stands for all of them.
+# Role -> section -> fields. '' contains the fields outside of sections. The entry '*' of `envs` stands for all of its
+# fields, which depend on the classes of environments.
 _ALL = ('*',)
 ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'weights': {
@@ -111,7 +111,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
 
 # Roles of fields that do not change a run's curves.
 _WITHOUT_EFFECT = {'logging', 'other_modes', 'warm_start', 'devices', 'memory', 'diagnostics'}
-# Sections of which training reads no field.
+# Sections that training does not read.
 _NOT_READ_BY_TRAINING = ('sft', 'export', 'plan')
 
 
@@ -127,7 +127,7 @@ _ROLE_OF = dict(names())
 
 
 def role_of(field: str) -> str | None:
-  """The role of a field by its dotted name; None for a field that this version does not have."""
+  """The role of a field by its dotted name; None for a field that does not exist in this version."""
   return _ROLE_OF.get(field, _ROLE_OF.get(f'{field.partition(".")[0]}.*'))
 
 
@@ -142,7 +142,7 @@ def fields_of(*roles: str) -> frozenset[str]:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-  """A nested config as {'train.groups': 64, ...}; an empty section stays as {}.
+  """A nested config as {'train.groups': 64, ...}; an empty section remains {}.
 
   Raises:
     ValueError: `config` is not a dict.
@@ -158,19 +158,19 @@ def select(config: Mapping[str, Any], *roles: str) -> tuple[Any, ...]:
   return tuple(value for name, value in sorted(flatten(config).items()) if role_of(name) in roles)
 
 
-# -- Views -------------------------------------------------------------------------------------------------------------
+# -- Lists of fields ---------------------------------------------------------------------------------------------------
 
 
 def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[str, str]]:
-  """The fields that may change when training is resumed: they do not change what earlier iterations did.
+  """The fields that may change when training is resumed, because earlier iterations do not depend on them.
 
   `num_iterations` is one of them only if the learning rate does not depend on it.
 
   Args:
-    config: the run's, as a nested dict.
+    config: the run's config, as a nested dict.
 
   Returns:
-    Dotted names, and dotted name -> reason for a field that is not free because of another field.
+    Dotted names, and dotted name -> reason for a field that may not change because of another field.
   """
   free = fields_of('logging', 'other_modes', 'devices', 'warm_start')
   fraction = config['optimizer']['final_lr_fraction']
@@ -180,7 +180,7 @@ def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[st
 
 
 def free_in_warm_start() -> frozenset[str]:
-  """The fields that may change when a warm start is resumed; all of `eval` stays as it was."""
+  """The fields that may change when a warm start is resumed; fields of `eval` may not change."""
   free = fields_of('training', 'length', 'diagnostics', 'logging', 'other_modes')
   return frozenset(name for name in free if not name.startswith('eval.'))
 
@@ -191,9 +191,9 @@ def free_in_export(config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def has_effect(field: str) -> bool:
-  """Whether a change of a field can change the curves of a run. Runs that differ in other fields only are the same.
+  """Whether a field can affect the curves of a run. Runs that differ only in other fields are the same.
 
-  A field of another version has an effect unless none of the fields of its section has one.
+  A field of another version has an effect, unless no field of its section has one.
   """
   section = f'{field.partition(".")[0]}.'
   role = role_of(field)
@@ -202,7 +202,7 @@ def has_effect(field: str) -> bool:
 
 
 def read_by_training(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The nested config without sections of other modes and without environments that no tag of the run names."""
+  """The nested config without sections of other modes and without environments that the run does not play."""
   kept = {name: value for name, value in config.items() if name not in _NOT_READ_BY_TRAINING}
   tags = {*config['train']['tags'], *config['eval']['tags']}
   return kept | {'envs': {tag: options for tag, options in config['envs'].items() if tag in tags}}

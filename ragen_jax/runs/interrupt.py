@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 
 class Stopped(KeyboardInterrupt):
-  """A signal stopped the run, after it saved a checkpoint.
+  """A signal stopped the run at the end of a step.
 
   Attributes:
     status: the exit status, 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM.
@@ -22,10 +22,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupt:
-  """Context in which the first SIGINT or SIGTERM only sets `requested`; a second signal of the same kind kills.
+  """Context in which the first SIGINT or SIGTERM only sets `requested`. A second signal of the same kind kills.
 
   Python's own handler raises at an arbitrary point, possibly in a callback that swallows the exception. Kubernetes,
-  Slurm's preemption and spot machines send SIGTERM some time before they kill a process.
+  Slurm and spot machines send SIGTERM some time before they kill a process.
 
   Attributes:
     requested: number of the received signal; 0 for none.

@@ -28,17 +28,17 @@ from ragen_jax.runs.config_fields import flatten
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import encode_png, replace_file
 
-HISTOGRAM_BINS = 64  # of equal width, from the least to the greatest value
+HISTOGRAM_BINS = 64  # of equal width, from the smallest to the largest value
 
 _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
 class Counts(NamedTuple):
-  """A histogram that the caller has counted.
+  """A histogram with counts from the caller.
 
   Attributes:
-    edges: f64[K], ascending; values outside count in the first and the last bin.
-    counts: [K - 1], number of values between two edges.
+    edges: f64[K], ascending; values outside are counted in the first or the last bin.
+    counts: [K - 1], number of values between adjacent edges.
   """
 
   edges: np.ndarray
@@ -48,17 +48,17 @@ class Counts(NamedTuple):
 class MetricWriter:
   """Writes the metrics of a run; only the first process of a run has an enabled writer.
 
-  The caller's thread writes the events, there is no queue: after `flush` everything is in the files. A run that flushes
-  before it saves the checkpoint of step k loses no metrics of earlier steps, also if it is killed.
+  The caller's thread writes the events without a queue, so after `flush` everything is in the files. A run that flushes
+  before it saves the checkpoint of step k loses no metrics of earlier steps, even if it is killed.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], start_step: int = 0, enabled: bool = True):
-    """Opens the logs of `workdir` and drops what they have for `start_step` and later steps.
+    """Opens the logs of `workdir` and drops their entries of `start_step` and later steps.
 
     Args:
       workdir: the run's directory; it is created if it does not exist.
       start_step: the first step to be written. Lines of metrics.jsonl from this step on and a half-written last line
-        are removed, and an event makes TensorBoard ignore the earlier events from this step on.
+        are removed. An event makes TensorBoard ignore old events from this step on.
       enabled: False makes every method do nothing (processes other than the first).
 
     Raises:
@@ -86,11 +86,11 @@ class MetricWriter:
         )
 
   def scalars(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes scalars to TensorBoard and to the line of `step`; in the line, the last value of a name counts.
+    """Writes scalars to TensorBoard and to the line of `step`; the line has the last value of each name.
 
     Args:
       step: the iteration, in ascending order.
-      values: name -> number, or an array of one element (NaN and infinities are kept).
+      values: name -> number or array of one element; NaN and infinities are kept.
 
     Raises:
       ValueError: a value is not a scalar, or a metric is named 'step'.
@@ -116,9 +116,9 @@ class MetricWriter:
       self._add(step, summary.text(name, markdown))
 
   def histograms(self, step: int, values: Mapping[str, Any]) -> None:
-    """Writes arrays of any shape, or `Counts`, by name to TensorBoard as histograms; metrics.jsonl has none.
+    """Writes arrays of any shape, or `Counts`, by name to TensorBoard as histograms; metrics.jsonl has no histograms.
 
-    Values that are not finite are left out. An empty histogram is not written.
+    Values that are not finite are omitted. An empty histogram is not written.
     """
     if self._file is None:
       return
@@ -146,7 +146,7 @@ class MetricWriter:
       self._add(step, Summary(value=[Summary.Value(tag=name, image=picture)]))
 
   def hparams(self, config: Mapping[str, Any], metrics: Sequence[str]) -> None:
-    """Writes the run's row of TensorBoard's HParams table; call it at the start of the run.
+    """Writes the run's row of TensorBoard's HParams table, at the start of the run.
 
     Args:
       config: nested dict; columns have dotted names, and values other than numbers, booleans and text become text.
@@ -188,7 +188,7 @@ class MetricWriter:
       self._events.write_event(Event(wall_time=time.time(), step=step, summary=value))
 
   def _write_line(self) -> None:
-    """Writes the line of the current step in place of the line that an earlier flush wrote."""
+    """Writes the line of the current step, replacing the line of an earlier flush."""
     if not self._changed:
       return
     values = {name: _to_json(value) for name, value in self._row.items()}
@@ -271,7 +271,7 @@ def _histogram_of_counts(name: str, histogram: Counts) -> Summary.Value:
     num=counts.sum(),
     sum=counts @ middles,
     sum_squares=counts @ middles**2,
-    # TensorBoard stores right edges only: an empty bucket in front gives the left edge of the first.
+    # TensorBoard stores right edges only; an empty bucket before the first gives its left edge.
     bucket_limit=edges[first : last + 1].tolist(),
     bucket=[0.0, *counts[first:last].tolist()],
   )
@@ -279,7 +279,7 @@ def _histogram_of_counts(name: str, histogram: Counts) -> Summary.Value:
 
 
 def _to_json(value: float) -> float | str:
-  """JSON has no NaN or infinity: these become text."""
+  """A number for JSON; NaN and infinities become text, because JSON does not have them."""
   if math.isfinite(value):
     return value
   return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'

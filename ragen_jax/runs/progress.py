@@ -11,8 +11,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-LINE_SECONDS = 10.0  # between two plain lines
-WINDOW = 20  # updates in the moving averages
+LINE_SECONDS = 10.0  # seconds between two plain lines
+WINDOW = 20  # number of updates in the moving averages
 
 
 class Progress:
@@ -38,10 +38,10 @@ class Progress:
 
     Args:
       total: number of iterations of the run.
-      start: iterations done already, by a resumed run.
-      stream: where to write; None means standard error.
+      start: number of iterations that were done before a resume.
+      stream: output stream; None means standard error.
       enabled: False shows nothing (processes other than the first).
-      clock: seconds since any fixed moment.
+      clock: function that returns seconds since a fixed moment.
       noun: name of an iteration.
     """
     self._noun, self._total, self._done = noun, total, start
@@ -57,12 +57,12 @@ class Progress:
     self._shown = True
 
   def update(self, done: int, values: Mapping[str, float] | None = None, tokens: int = 0) -> None:
-    """Shows that `done` iterations are done.
+    """Shows that `done` iterations are finished.
 
     Args:
-      done: iterations done in all, `start` included.
+      done: number of finished iterations, including `start`.
       values: name -> number to show, in this order.
-      tokens: tokens sampled or trained on since the last update, for tok/s; 0 leaves it out.
+      tokens: number of tokens sampled or trained on since the last update, for tok/s; 0 omits tok/s.
     """
     now = self._clock()
     interval = (max(done - self._done, 1), now - self._last_update, tokens)
@@ -80,7 +80,7 @@ class Progress:
       self._stream.flush()
 
   def close(self) -> None:
-    """Leaves the last line on the screen; closing twice is fine."""
+    """Leaves the last line on the screen; a second call does nothing."""
     if not self._shown:
       self._show()
     if self._bar is not None:

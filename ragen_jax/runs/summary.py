@@ -27,8 +27,8 @@ def summarize(
   Args:
     workdir: the run's directory.
     tags: environments of its evaluations.
-    levels: held-out levels of one evaluation, over all tags.
-    group_size: episodes a level.
+    levels: number of held-out levels of an evaluation, over all tags.
+    group_size: number of episodes of each level.
     page: path of the trajectory viewer's page, if there is one.
 
   Returns:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(rows: Sequence[Sequence[Any]], title: str, header: Sequence[str] | None = None) -> str:
-  """A plain table: a title, a rule, rows whose columns are aligned.
+  """A plain table: a title, a rule, and rows with aligned columns.
 
   Args:
     rows: cells of any type; floats are shown with three decimals. Columns of numbers are aligned to the right.

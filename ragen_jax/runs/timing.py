@@ -21,8 +21,8 @@ class Timer:
       ...
     timer.pop()  # {'timing_s/rollout': 1.7}
 
-  JAX computes asynchronously: a phase is timed in full only if it ends with `jax.block_until_ready` or reads a result.
-  A phase may be entered many times. Phases may nest; the inner seconds then count for both.
+  JAX computes asynchronously, so the whole phase is timed only if it ends with `jax.block_until_ready` or reads a
+  result. A phase may be entered many times. Phases may nest; the inner seconds then count for both.
   """
 
   def __init__(self):
@@ -30,7 +30,7 @@ class Timer:
 
   @contextlib.contextmanager
   def __call__(self, phase: str) -> Iterator[None]:
-    """Adds the seconds that the `with` block takes to `phase`, also if the block raises."""
+    """Adds the seconds of the `with` block to `phase`, even if the block raises."""
     start = time.perf_counter()
     try:
       yield

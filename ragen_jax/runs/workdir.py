@@ -1,4 +1,4 @@
-"""A run's directory: the lock of the run that writes there, and the record of the config that it belongs to.
+"""A run's directory: its lock, and the record of its config.
 
 <workdir>/config.json           the config of the run
 <workdir>/.lock                 locked by the process that writes to the workdir
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def workdir_lock(workdir: str | os.PathLike[str]) -> Iterator[None]:
-  """Holds `<workdir>/.lock` while a run writes there; one process of a run takes it.
+  """Context manager: holds `<workdir>/.lock` while a run writes to the workdir; one process of a run takes the lock.
 
-  The operating system releases the lock when the process ends, also when it is killed.
+  The operating system releases the lock when the process ends, even if it is killed.
 
   Raises:
     UserError: another process holds the lock, or the directory is not writable.
@@ -54,16 +54,16 @@ def record_config(
   free_fields: Set[str] = frozenset(),
   reasons: Mapping[str, str] | None = None,
 ) -> None:
-  """Writes the config to `<workdir>/config.json`; once there is a checkpoint, compares it with the recorded one first.
+  """Writes the config to `<workdir>/config.json`. If there is a checkpoint, first compares it with the recorded config.
 
-  Fields in `free_fields` may change from one start to the next; config.json then has their new values. Before the first
-  checkpoint every field may change. Several processes may call this at once: all of them write the same text.
+  Fields in `free_fields` may change between starts; config.json then contains their new values. Before the first
+  checkpoint every field may change. Several processes may call this at the same time; all of them write the same text.
 
   Args:
     workdir: the run's directory; it is created if it does not exist.
     config: nested dict of JSON values, such as `config.to_dict()`.
     free_fields: dotted names of the fields that may differ, such as {'num_iterations'}.
-    reasons: dotted name of a field -> why it may not differ; the error message adds it.
+    reasons: dotted name of a field -> the reason why it may not differ, for the error message.
 
   Raises:
     UserError: a field that is not free differs, the record cannot be read, or the directory is not writable.
@@ -85,7 +85,7 @@ def record_config(
 def compare_config(
   workdir: str | os.PathLike[str], config: Mapping[str, Any], free_fields: Set[str] = frozenset()
 ) -> None:
-  """Compares as `record_config` does, and writes nothing.
+  """Compares like `record_config`, but writes nothing.
 
   Raises:
     UserError: `workdir` has no recorded config, or a field that is not free differs.
@@ -120,7 +120,7 @@ def _check_same(
   free_fields: Set[str],
   reasons: Mapping[str, str],
 ) -> None:
-  """Raises UserError if a field changed that is not free."""
+  """Raises UserError if a field changed that may not change."""
   refused = [
     f'{name} was {was} and is {now}' + (f' ({reasons[name]})' if name in reasons else '')
     for name, (was, now) in changed.items()

@@ -25,7 +25,7 @@ class Message:
   Attributes:
     role: one of `ROLES`.
     content: the text.
-    trained: the message is the assistant's, and is in the loss.
+    trained: whether the message is in the loss; only messages of the assistant can be.
   """
 
   role: str
@@ -38,8 +38,8 @@ class Conversation:
   """A line of a file.
 
   Attributes:
-    line: its number, from 1.
-    messages: at least one message is trained; the last one is the assistant's.
+    line: number of the line, from 1.
+    messages: the messages, at least one of them trained; the last message is the assistant's.
   """
 
   line: int
@@ -47,10 +47,10 @@ class Conversation:
 
 
 def read(path: str, field: str = 'sft.data') -> list[Conversation]:
-  """The conversations of a file, without empty lines and without the messages after the last trained one.
+  """Reads the conversations of a file. Empty lines and messages after the last trained message are dropped.
 
   Args:
-    path: of the file, in UTF-8.
+    path: path of the file, in UTF-8.
     field: the config's field with this path, for errors.
 
   Raises:
@@ -75,11 +75,11 @@ def read(path: str, field: str = 'sft.data') -> list[Conversation]:
 
 
 def _messages(line: str) -> tuple[Message, ...]:
-  """The messages of a line; raises ValueError if it is not a conversation."""
+  """The messages of a line; raises ValueError if the line is not a conversation."""
   try:
     raw = json.loads(line)
   except ValueError as e:
-    raise ValueError(f'is no JSON ({e})') from e
+    raise ValueError(f'is not JSON ({e})') from e
   raw = raw.get('messages') if isinstance(raw, dict) else None
   if not isinstance(raw, list) or not raw:
     raise ValueError('must be an object with a list "messages" that is not empty')
@@ -114,24 +114,24 @@ def tokenize(
   max_context: int,
   source: str,
 ) -> tuple[Trajectory, int]:
-  """Conversations as the rows that a rollout would give: a segment for each reply, and one before it.
+  """Tokenizes conversations into rows like those of a rollout: a segment for each reply, and a segment before it.
 
-  If a reply begins with `reply_prefix`, the prefix is part of the segment before and has no loss, because the sampler
-  is given it. Other replies are in the loss as a whole.
+  If a reply begins with `reply_prefix`, the prefix is part of the segment before the reply and has no loss, because the
+  sampler receives it as input. Other replies are in the loss as a whole.
 
   Args:
-    conversations: from `read`.
-    tokenizer: with its chat format.
-    reply_prefix: the beginning of a reply that is given to the policy; may be ''.
-    max_context: tokens that a row may have.
+    conversations: the result of `read`.
+    tokenizer: the tokenizer with the chat format.
+    reply_prefix: the forced beginning of a reply; may be ''.
+    max_context: maximum tokens of a row.
     source: the field and its file, for errors.
 
   Returns:
-    The rows, each a group of its own, with `loss_mask` on the trained replies and their stop tokens; and the number of
-    conversations that were left out because they are longer than `max_context`.
+    The rows, each a separate group, with `loss_mask` on the trained replies and their stop tokens; and the number of
+    skipped conversations, which are longer than `max_context`.
 
   Raises:
-    UserError: a text holds a special token of the chat format, or no conversation is short enough.
+    UserError: a text contains a special token of the chat format, or no conversation is short enough.
   """
   rows, longest = [], 0
   for conversation in conversations:
@@ -162,7 +162,7 @@ def tokenize(
 def _encode(
   conversation: Conversation, tokenizer: ChatTokenizer, reply_prefix: str, source: str
 ) -> tuple[list[int], list[bool]]:
-  """The token ids, and for each whether it is trained."""
+  """The token ids, and whether each is trained."""
   ids: list[int] = []
   trained: list[bool] = []
   between: list[tuple[str, str]] = []
@@ -185,12 +185,12 @@ def _encode(
 
 
 def write(path: str, trajectories: list[Trajectory], tokenizer: ChatTokenizer, field: str = 'sft.save_data') -> int:
-  """Writes rows as a file that `read` reads.
+  """Writes rows to a file in the format of `read`.
 
   Args:
-    path: of the file; its directory is made.
-    trajectories: rows with a whole conversation each; rows without a reply are left out.
-    tokenizer: the rows' own.
+    path: path of the file; its directory is created.
+    trajectories: rows with a whole conversation each; rows without a reply are skipped.
+    tokenizer: the tokenizer of the rows.
     field: the config's field with this path, for the error.
 
   Returns:

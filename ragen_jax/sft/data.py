@@ -1,4 +1,4 @@
-"""What the warm start learns from: conversations of the environments' exact solvers, or of a file."""
+"""The training data of the warm start: conversations of the environments' exact solvers, or of a file."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class SftExamples:
-  """N conversations, one a row, padded to the longest.
+  """N conversations, one in each row, padded to the longest.
 
   Attributes:
     tokens: i32[N, T].
     length: i32[N].
     columns: i32[N, R], columns of the trained tokens, see `sampled_columns`.
     mask: bool[N, R].
-    values: f32[N, R], targets of the value head: the expected return of the best play from each state. The return of
-      the demonstrated episode would be too noisy.
+    values: f32[N, R], targets of the value head: the expected return of the best play from each state, which is less
+      noisy than the return of the demonstrated episode.
     value_scale: f32[N], 1 / mean square of the environment's values, so that environments with large rewards do not
       dominate the value loss.
     level: i32[N], equal for conversations on the same level.
@@ -68,8 +68,8 @@ class DemonstrationSettings:
 
   Attributes:
     first_level: seed of the first level.
-    group_size: demonstrations a level.
-    seed: of the demonstrators' random numbers.
+    group_size: number of demonstrations of each level.
+    seed: seed of the demonstrators' random numbers.
   """
 
   first_level: int
@@ -85,15 +85,15 @@ def collect_demonstrations(
   settings: DemonstrationSettings,
   held_out: frozenset[bytes],
 ) -> list[Trajectory]:
-  """Demonstrations of the exact solvers, by environment.
+  """Collects demonstrations of the exact solvers, by environment.
 
   Args:
-    specs: the environments, with the number of their levels.
-    contexts: for each environment a context manager of that environment alone.
-    limits: for each environment the limits of its episodes.
-    style: how well the demonstrator plays.
+    specs: the environments, with their numbers of levels.
+    contexts: for each environment, a context manager of this environment only.
+    limits: for each environment, the limits of its episodes.
+    style: the quality of the demonstrator's play.
     settings: the levels.
-    held_out: levels that are replaced by others.
+    held_out: levels that are replaced with others.
 
   Raises:
     UserError: no turn of an environment fits into the context.
@@ -122,30 +122,30 @@ def collect_demonstrations(
 def from_file(
   path: str, found: list[conversations.Conversation], tokenizer: ChatTokenizer, reply_prefix: str, max_context: int
 ) -> Trajectory:
-  """The conversations of a file as rows; those that are too long are left out, and counted in a warning.
+  """The conversations of a file as rows. Conversations that are too long are skipped, and counted in a warning.
 
   Args:
-    path: of the file, for messages.
-    found: its conversations, from `conversations.read`.
-    tokenizer: with its chat format.
-    reply_prefix: the beginning of a reply that is given to the policy; may be ''.
-    max_context: tokens that a conversation may have.
+    path: path of the file, for messages.
+    found: the conversations of the file, from `conversations.read`.
+    tokenizer: the tokenizer with the chat format.
+    reply_prefix: the forced beginning of a reply; may be ''.
+    max_context: maximum tokens of a conversation.
 
   Raises:
-    UserError: a text holds a special token, or no conversation is short enough.
+    UserError: a text contains a special token, or no conversation is short enough.
   """
   source = f'sft.data={path!r}'
   trajectory, left_out = conversations.tokenize(found, tokenizer, reply_prefix, max_context, source)
   count = len(trajectory.length)
   _log.info('%s: %d conversations, %.1f tokens each', path, count, trajectory.length.mean())
   if left_out:
-    template = '%s: %d of %d are left out, longer than agent.max_context=%d'
+    template = '%s: %d of %d are skipped, longer than agent.max_context=%d'
     _log.warning(template, source, left_out, len(found), max_context)
   return trajectory
 
 
 def join(parts: list[Trajectory]) -> SftExamples:
-  """The rows of all parts; each part is of one environment."""
+  """Joins the rows of all parts; each part belongs to one environment."""
   width = max(p.tokens.shape[1] for p in parts)
 
   def stack(name):
@@ -171,15 +171,15 @@ def validation_levels(levels: int, fraction: float) -> int:
 
 
 def split(data: SftExamples, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-  """Divides conversations by level into those to train on and those for the validation loss.
+  """Divides conversations by level into training and validation conversations.
 
   Args:
     data: the conversations.
-    fraction: of the levels, for validation.
-    seed: of the choice.
+    fraction: share of the levels for validation.
+    seed: seed of the random choice.
 
   Returns:
-    Rows to train on, i64[n], and rows for validation, i64[N - n], both ascending.
+    Rows for training, i64[n], and rows for validation, i64[N - n], both ascending.
   """
   levels = np.unique(data.level)
   rng = np.random.default_rng((seed, 1))
@@ -189,12 +189,12 @@ def split(data: SftExamples, fraction: float, seed: int) -> tuple[np.ndarray, np
 
 
 def step_rows(rows: np.ndarray, batch_size: int, seed: int, first_step: int = 0) -> Iterator[np.ndarray]:
-  """The conversations of each step, drawn without replacement within a step; i64[batch_size] each, without end.
+  """The rows of each step, i64[batch_size], drawn without replacement within a step; an endless iterator.
 
   Args:
     rows: i64[n], rows to draw from.
-    batch_size: conversations a step, at most n.
-    seed: of the draws.
+    batch_size: conversations of a step, at most n.
+    seed: seed of the draws.
     first_step: the first step to return; the draws of the steps before it are skipped.
   """
   rng, step = np.random.default_rng(seed), 0

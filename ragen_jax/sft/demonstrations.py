@@ -1,4 +1,4 @@
-"""The demonstrator of the warm start: a speaker that plays by an exact solver, with noise, and writes token rows."""
+"""The demonstrator of the warm start: a speaker that follows an exact solver, with noise, and writes token rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ragen_jax.envs.base import Budget, Solution
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationStyle:
-  """How well the demonstrator plays.
+  """The quality of the demonstrator's play.
 
   Attributes:
-    discount: factor of a success for each further action; below 1 the expert takes the shortest way.
-    noise: probability that a turn's actions are random ones, as many as the expert would take.
-    hurry: probability that a turn is planned as if it were the last, with more actions at once than a careful player
-      would take.
-    beginner: probability that a turn follows the plan of a beginner, see `Environment.naive_view`.
-    timid: probability that only the first of a turn's actions is played.
-    actions_per_turn: the demonstrator's own limit, below that of the environment; 0 is none.
+    discount: factor on the value of a success for each further action; below 1 the expert takes the shortest way.
+    noise: probability that the actions of a turn are random; their number is that of the expert's plan.
+    hurry: probability that a turn is planned as if it were the last, with more actions than a careful player would
+      take.
+    beginner: probability that a turn follows the plan of a beginner, see `Game.naive_view`.
+    timid: probability that only the first action of a turn is played.
+    actions_per_turn: the demonstrator's limit of actions in a turn; 0 is the environment's limit.
   """
 
   discount: float
@@ -55,8 +55,9 @@ def _own_budget(budget: Budget, style: DemonstrationStyle) -> Budget:
 class Demonstrator:
   """Plays environments in JAX that have a solver.
 
-  Its rows show the whole conversation, whatever the context policy. The loss mask is on replies and their stop tokens,
-  and `values` are the expected rewards of the best play from the turn on, within the demonstrator's own limits.
+  Its rows show the whole conversation, whatever the context policy. The loss mask covers replies and their stop tokens.
+  `values` are the expected remaining rewards of the best play at the start of the turn, within the demonstrator's
+  limits.
   """
 
   writes_tokens: ClassVar[bool] = True
@@ -65,15 +66,15 @@ class Demonstrator:
     """The solvers run in the first turn.
 
     Args:
-      rng: for the noise; drawn from in the order of turns, environments and rows.
-      style: how well it plays.
+      rng: generator of the noise, used in the order of turns, environments and rows.
+      style: the quality of the play.
     """
     self._rng = rng
     self._style = style
-    self._solutions: dict[int, tuple[Solution, Solution]] = {}  # by environment: the expert's, the beginner's
+    self._solutions: dict[int, tuple[Solution, Solution]] = {}  # environment -> (the expert's, the beginner's)
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `agent.speakers.Speaker`. An episode that would outgrow the context ends before the turn."""
+    """See `agent.speakers.Speaker`. An episode ends before a turn that does not fit into the context."""
     live = log.live
     if not live:
       return None
@@ -91,7 +92,7 @@ class Demonstrator:
     return replies
 
   def _solve(self, pool: JaxPool) -> tuple[Solution, Solution]:
-    """The best play on the fresh levels, and the best in the eyes of a beginner."""
+    """The best play on the fresh levels, and the best play according to a beginner's view of the game."""
     env, budget = pool.spec.env, _own_budget(pool.spec.budget, self._style)
     views = (env, env.naive_view())
     return tuple(view.solve(pool.fresh_states, budget, self._style.discount) for view in views)
@@ -103,16 +104,16 @@ class Demonstrator:
 
     Args:
       pool: the environment's rows.
-      solutions: of its expert and its beginner.
+      solutions: the solutions of the expert and of the beginner.
       turn: index of the turn.
       left: i32[rows], actions that each episode still has.
-      running: the rows to plan for, ascending.
+      running: the rows whose turns are planned, ascending.
     """
     style, rng = self._style, self._rng
     expert, beginner = solutions
     env, states, count = pool.spec.env, pool.states, pool.rows
     remaining = pool.spec.budget.max_turns - turn
-    # All rows draw, so that a row's luck does not depend on which others are over.
+    # All rows draw, so that a row's random numbers do not depend on which other rows are over.
     turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(np.full((count,), remaining, np.int32), 1))
     values = expert.value(states, max(remaining, 0), left)
     plans = expert.plan(states, turns_left, left)
@@ -129,7 +130,7 @@ class Demonstrator:
     return chosen
 
   def _write(self, log: EpisodeLog, env: int, row: int, plan: _Plan) -> TextReply | None:
-    """Writes a turn's prompt and reply to the row; None, and the end of the episode, where they do not fit."""
+    """Writes a turn's prompt and reply to the row. If they do not fit, ends the episode and returns None."""
     context, timeline = log.context, log.timeline
     prompt = context.next_prompt(env, log.past(row), log.observations[row], int(log.actions_left[row]))
     names = [log.envs.specs[env].env.format_action(action) for action in plan.actions]

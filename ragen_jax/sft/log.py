@@ -11,7 +11,7 @@ from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer
 from ragen_jax.sft.packing import SftBatch
 
-# Steps between two lines of metrics.
+# Number of steps between two lines of metrics.
 _LOG_EVERY = 10
 
 
@@ -19,7 +19,7 @@ class SftLog:
   """Writes the losses, the skipped steps, the padding and the speed of every tenth step and of the last one.
 
   Attributes:
-    timer: its phase 'step' is a step's time.
+    timer: measures a step as the phase 'step'.
   """
 
   def __init__(
@@ -28,11 +28,11 @@ class SftLog:
     """Writes nothing.
 
     Args:
-      writer: of the run.
-      progress: of the run.
+      writer: the run's metric writer.
+      progress: the run's progress line.
       schedule: the learning rate of each step, from 0.
       last_step: number of the last step.
-      value_loss: the value loss is trained on, and so shown.
+      value_loss: whether there is a value loss to show.
     """
     self.timer = Timer()
     self._writer, self._progress, self._schedule, self._last_step = writer, progress, schedule, last_step
@@ -44,20 +44,20 @@ class SftLog:
     return step % _LOG_EVERY == 0 or step == self._last_step
 
   def skipped(self, steps: list[int]) -> None:
-    """Counts the skipped steps since the last call, and names them in a line."""
+    """Counts the skipped steps since the last call, and writes a line about them."""
     self._skipped += len(steps)
     if steps:
       shown = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
-      self._progress.write(f'{shown}: the loss, its gradient or the update is not finite; nothing is learnt there')
+      self._progress.write(f'{shown}: skipped, because the loss, its gradient or the update is not finite')
 
   def step(self, step: int, parts: jax.Array, batches: list[SftBatch], tokens: int) -> None:
     """Logs a step that is due, and counts the tokens of the others.
 
     Args:
-      step: its number, from 1.
+      step: number of the step, from 1.
       parts: f32[2], loss and value loss.
-      batches: its micro-batches.
-      tokens: tokens of its conversations.
+      batches: the micro-batches of the step.
+      tokens: number of tokens of its conversations.
     """
     self._tokens += tokens
     if not self.due(step):

@@ -1,6 +1,6 @@
-"""The micro-batches of a step: a row a conversation, or several conversations packed into a row.
+"""The micro-batches of a step, with one conversation in each row, or several conversations packed into a row.
 
-Conversations in a packed row do not see each other, and the positions of each begin at 0, so packing changes the
+Conversations in a packed row do not attend to each other, and the positions of each begin at 0, so packing changes the
 gradient by rounding only.
 """
 
@@ -14,8 +14,8 @@ from flax import struct
 from ragen_jax.sft.data import SftExamples
 from ragen_jax.training.batches import plan_micro_batches
 
-# Rows of a packed micro-batch = conversations a step / 16: a packed row holds several, and few rows keep the last
-# micro-batch from being mostly padding.
+# A packed micro-batch has (conversations of a step / 16) rows. A packed row contains several conversations, and with
+# few rows the last micro-batch has little padding.
 _CONVERSATIONS_A_PACKED_ROW = 16
 # Trained tokens of a packed row are rounded up to multiples of an eighth of its width, so few programs are compiled.
 _REPLY_STEPS = 8
@@ -23,15 +23,15 @@ _REPLY_STEPS = 8
 
 @struct.dataclass
 class SftBatch:
-  """A micro-batch: b rows of T columns, with R of them in the loss.
+  """A micro-batch: b rows of T columns, with at most R trained tokens in a row.
 
   Attributes:
     tokens: i32[b, T].
-    columns: i32[b, R], columns of the trained tokens; 1 after the last.
+    columns: i32[b, R], columns of the trained tokens; 1 in unused entries.
     values: f32[b, R], targets of the value head.
-    weights: f32[b, R], of the tokens in the loss, 0 if not trained; they sum to 1 over a step.
-    value_weights: f32[b, R], of the tokens in the value loss.
-    segments: i32[b, T], number of the conversation in its row; None if each has a row of its own.
+    weights: f32[b, R], weights of the tokens in the loss, 0 in unused entries; they sum to 1 over a step.
+    value_weights: f32[b, R], weights of the tokens in the value loss.
+    segments: i32[b, T], number of the token's conversation in its row; None if each row has one conversation.
   """
 
   tokens: np.ndarray
@@ -43,7 +43,7 @@ class SftBatch:
 
 
 def padded_batches(data: SftExamples, rows: np.ndarray, size: int, length_step: int) -> Iterator[SftBatch]:
-  """Micro-batches with a conversation a row, as wide as their longest one.
+  """Micro-batches with one conversation in each row, as wide as the longest conversation of the micro-batch.
 
   Args:
     data: the conversations.
@@ -71,8 +71,8 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
       lengths 3 5 2 4, capacity 7  ->  [[1, 2], [3, 0]]
 
   Args:
-    lengths: i32[n], at most `capacity` each.
-    capacity: of a bin.
+    lengths: i32[n], lengths of the items, at most `capacity` each.
+    capacity: capacity of a bin.
 
   Returns:
     Indices into `lengths`, by bin.
@@ -137,7 +137,7 @@ def batches(
   Args:
     data: the conversations.
     rows: i64[n], the conversations of the step.
-    batch_size: conversations of a usual step.
+    batch_size: number of conversations of a training step.
     length_step: widths are multiples of this.
     packing: whether conversations are packed.
     shards: parts into which rows are divided; without packing it must divide `batch_size // 2`.

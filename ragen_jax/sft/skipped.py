@@ -1,4 +1,4 @@
-"""The skipped steps of a warm start: read from the devices from time to time, so that steps need not wait for them."""
+"""The skipped steps of a warm start. Their flags are read from the devices only now and then, so no step waits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class SkippedSteps:
   """Counts the steps whose loss, gradient or update was not finite.
 
   Attributes:
-    in_a_row: skipped steps in a row up to the last step that was read.
+    in_a_row: number of consecutive skipped steps up to the last step that was read.
   """
 
   def __init__(self, limit: int):
-    """Before the first step.
+    """The state before the first step.
 
     Args:
-      limit: steps in a row that end the warm start (`monitor.max_bad_iterations`).
+      limit: number of consecutive skipped steps that ends the warm start (`monitor.max_bad_iterations`).
     """
     self.in_a_row = 0
     self._limit = limit
     self._pending: list[tuple[int, jax.Array]] = []
 
   def add(self, step: int, flag: jax.Array) -> None:
-    """Takes in a step; its flag, 1 if it was skipped, is read later."""
+    """Adds a step; its flag, 1 if the step was skipped, is read later."""
     self._pending.append((step, flag))
 
   def read(self) -> list[int]:
@@ -43,7 +43,7 @@ class SkippedSteps:
 
   @property
   def too_many(self) -> bool:
-    """Whether so many steps in a row were skipped that the warm start ends."""
+    """Whether the number of consecutive skipped steps ends the warm start."""
     return self.in_a_row >= self._limit
 
 
@@ -51,12 +51,12 @@ def diverged(step: int, reason: str, good: int | None) -> Diverged:
   """The error of a warm start whose numbers are not finite.
 
   Args:
-    step: the present step.
-    reason: what is not finite, in words.
-    good: step of the newest checkpoint; None without any.
+    step: the current step.
+    reason: text about the numbers that are not finite.
+    good: step of the newest checkpoint; None if there is none.
   """
   left = f'the newest checkpoint is that of step {good}' if good is not None else 'there is no checkpoint'
   return Diverged(
-    f'step {step}: {reason}; {left}, sft.output was not written; start anew with a smaller sft.learning_rate or '
+    f'step {step}: {reason}; {left}, sft.output was not written; start again with a smaller sft.learning_rate or '
     'optimizer.grad_clip'
   )

@@ -1,7 +1,7 @@
 """The tokenizer and the fresh model of a warm start from scratch.
 
-Byte-level tokens represent any text (in NFC, like Qwen's). Added tokens stand for the fixed pieces of prompts and
-replies, so that boilerplate costs one token instead of some thirty word pieces; a board square is one token.
+Byte-level tokens represent any text (in NFC, like Qwen's). Added tokens represent the fixed pieces of prompts and
+replies, so a fixed sentence needs one token instead of about thirty word pieces. A board square is one token.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _CHAT_TEMPLATE = (
 
 
 def build(pieces: Iterable[str]) -> Tokenizer:
-  """A tokenizer with one token for each piece; where several pieces match, the longest wins.
+  """A tokenizer with one token for each piece. If several pieces match, the longest is used.
 
   Args:
     pieces: texts without special tokens of the chat format, in the order of their ids.
 
   Returns:
-    The tokenizer: special tokens first, then bytes, then pieces.
+    The tokenizer. Its ids are in the order special tokens, bytes, pieces.
   """
   specials = [PAD, START, END]
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocab = {token: i for i, token in enumerate(specials + alphabet)}
   tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-  # As in Qwen's tokenizer; `transformers` adds it to every checkpoint of this architecture.
+  # As in Qwen's tokenizer; `transformers` adds this normalizer for every checkpoint of this architecture.
   tokenizer.normalizer = normalizers.NFC()
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
-  # Pieces of one byte are in the base already.
+  # Pieces of one byte are base tokens already.
   wanted = [p for p in dict.fromkeys(pieces) if len(p.encode()) > 1]
   tokenizer.add_tokens([AddedToken(p, special=False, normalized=False) for p in wanted])
   return tokenizer
@@ -75,9 +75,9 @@ def make_model(
   Args:
     shape: model width, layers, query heads, key/value heads, head width, MLP width.
     num_tokens: size of the tokenizer; the embedding is padded to a multiple of 8.
-    dtype: of computations.
+    dtype: dtype of computations.
     attend_by_row: see `Qwen`.
-    seed: of the weights.
+    seed: seed of the weights.
     mesh: the devices.
   """
   width, layers, heads, kv_heads, head_dim, mlp = shape

@@ -28,10 +28,10 @@ class SftSettings:
 
   Attributes:
     steps: optimiser steps of the whole training.
-    learning_rate: the highest one, after the warm-up over a twentieth of the steps; a cosine falls to a tenth of it.
+    learning_rate: peak learning rate, reached after a twentieth of the steps; a cosine then falls to a tenth of it.
     value_coef: weight of the value loss.
-    b1, b2, weight_decay: of AdamW.
-    grad_clip: largest norm of the gradient.
+    b1, b2, weight_decay: parameters of AdamW.
+    grad_clip: maximum global norm of the gradient.
   """
 
   steps: int
@@ -60,7 +60,7 @@ def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
     value_coef: weight of the value loss.
 
   Returns:
-    A loss of (module, `SftBatch`) for a `Learner`, with the sums 'loss' and 'value_loss'.
+    A loss function of (module, `SftBatch`) for a `Learner`, with the sums 'loss' and 'value_loss'.
   """
 
   def loss(module: ActorCritic, batch: SftBatch) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
@@ -76,7 +76,7 @@ class SftTrainer:
   """Trains a model on batches of replies; with LoRA, only adapters and the value head.
 
   Attributes:
-    state: weights and optimiser state; its arrays are donated by a step.
+    state: weights and optimiser state; a step donates its arrays.
     learner: takes the optimiser steps.
     schedule: the learning rate of each step.
   """
@@ -87,7 +87,7 @@ class SftTrainer:
     Args:
       settings: the optimiser and the loss.
       scoring: how tokens are scored.
-      model: training begins with its weights; the first step donates those that are trained.
+      model: the initial model; the first step donates its trained weights.
       mesh: the devices over which rows and weights are divided.
     """
     self._mesh = mesh if mesh.size > 1 else None
@@ -105,7 +105,7 @@ class SftTrainer:
     return batches if self._mesh is None else [place_rows(batch, self._mesh) for batch in batches]
 
   def gradients(self, batches: list[SftBatch]) -> tuple[Any, jax.Array]:
-    """The gradients of a step from its micro-batches, and f32[2]: its loss and value loss."""
+    """The gradients of a step from its micro-batches, and f32[2], loss and value loss."""
     gradients, found = self.learner.gradients(self.state, self._placed(batches))
     return gradients, _parts(found)
 
@@ -113,19 +113,19 @@ class SftTrainer:
     """Takes one optimiser step.
 
     Returns:
-      f32[2], loss and value loss before it, and i32[], 1 if the step was skipped because they, the gradient or the
-      update were not finite.
+      f32[2], loss and value loss before the step, and i32[], 1 if the step was skipped because a loss, the gradient or
+      the update was not finite.
     """
     self.state, found = self.learner.step(self.state, self._placed(batches))
     self.state = self.state.replace(iteration=self.state.iteration + 1)
     return _parts(found), found[SKIPPED]
 
   def has_finite_loss(self, batches: list[SftBatch]) -> bool:
-    """Whether the weights give finite losses on the last of some micro-batches; compiles nothing after a step."""
+    """Whether the weights give finite losses on the last of these micro-batches; compiles nothing after a step."""
     return bool(np.all(np.isfinite(self.gradients(batches[-1:])[1])))
 
   def losses(self, batches: list[SftBatch]) -> jax.Array:
-    """f32[2], loss and value loss; the weights do not change."""
+    """f32[2], loss and value loss of the current weights, which do not change."""
     return _parts(self.learner.evaluate(self.state, self._placed(batches)))
 
 

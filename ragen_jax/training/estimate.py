@@ -32,12 +32,12 @@ from ragen_jax.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-  """How the rewards of the environment become the rewards of the estimators. Fields are those of `config.reward`.
+  """The conversion of environment rewards to the estimators' rewards. Fields are those of `config.reward`.
 
   Attributes:
-    credit: where rewards lie, one of `rewards.CREDITS`.
-    grouping: among which episodes scores are normalised, one of `rewards.GROUPINGS`.
-    method: how scores are normalised, one of `rewards.METHODS`.
+    credit: placement of rewards, one of `rewards.CREDITS`.
+    grouping: sets of episodes within which scores are normalised, one of `rewards.GROUPINGS`.
+    method: normalisation of scores, one of `rewards.METHODS`.
   """
 
   credit: str
@@ -47,26 +47,26 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateSettings:
-  """The estimation. Fields are those of `config.algorithm`, except for the last four.
+  """The settings of the estimation. Fields are those of `config.algorithm`, except for the last four.
 
   Attributes:
     adv_estimator: one of `advantages.ESTIMATORS`.
-    mask_loss: the policy loss is on sampled tokens only.
-    mask_advantages: advantages run through sampled tokens only.
+    mask_loss: whether the policy loss covers sampled tokens only.
+    mask_advantages: whether the recursion of advantages runs over sampled tokens only.
     gamma, lam: discount and decay for each token.
     high_level_gamma, high_level_lam: discount and decay for each turn; a decay of None is `lam`.
-    bootstrap_truncated: episodes cut off by a limit are worth the critic's value after their last token.
-    length_weight: divide by the relative length, in 'grpo' and 'dr_grpo'.
-    step_gamma, step_weight, step_std: of 'gigpo'.
-    whiten_advantages: whiten the advantages of the estimators that do so.
+    bootstrap_truncated: whether truncated episodes bootstrap with the critic's value after their last token.
+    length_weight: whether 'grpo' and 'dr_grpo' divide by the relative length.
+    step_gamma, step_weight, step_std: options of 'gigpo'.
+    whiten_advantages: whether estimators that whiten (`Estimator.whitens`) do so.
     kl_reward_coef: weight of the KL to the reference in the reward of each token; 0 is off.
-    kl_kind: estimator of that KL.
-    old_logprobs: 'sampler' or 'trainer', where the old log-probs and values come from.
+    kl_kind: estimator of this KL.
+    old_logprobs: source of the old log-probs and values, 'sampler' or 'trainer'.
     tis_cap: cap of the truncated importance weights; 0 is off.
     reward: see `RewardSettings`.
     batching: sizes of micro-batches.
-    needs_critic: the estimator reads values.
-    records_values: the sampler records values.
+    needs_critic: whether the estimator reads values.
+    records_values: whether the sampler records values.
   """
 
   adv_estimator: str
@@ -92,7 +92,7 @@ class EstimateSettings:
   records_values: bool
 
 
-# Options of `compute_advantages` that are numbers and names of the config.
+# Options of `compute_advantages` that are fields of the config.
 _SCALARS = (
   'name', 'gamma', 'lam', 'high_level_gamma', 'high_level_lam', 'length_weight', 'whitening', 'step_gamma',
   'step_weight', 'step_std',
@@ -107,10 +107,10 @@ class _Tokens:
 
   Attributes:
     rows: the columns in the loss or in the recursion of the advantages.
-    turn: i32[B, R], -1 off the mask.
-    trained: bool[B, R], in the policy loss.
-    through: bool[B, R], in the recursion of the advantages.
-    sampled: bool[B, R], sampled by the policy.
+    turn: i32[B, R], turn index, -1 outside the mask.
+    trained: bool[B, R], tokens in the policy loss.
+    through: bool[B, R], tokens in the recursion of the advantages.
+    sampled: bool[B, R], tokens that the policy sampled.
   """
 
   rows: TokenRows
@@ -122,7 +122,7 @@ class _Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-  """The models' log-probs and values of these tokens, and importance weights; f32[B, R] each, as in `TrainBatch`."""
+  """Log-probs, values and importance weights of `_Tokens`; f32[B, R] each, as in `TrainBatch`."""
 
   old_logprobs: np.ndarray
   old_values: np.ndarray
@@ -132,11 +132,11 @@ class _Scores:
 
 @dataclasses.dataclass(frozen=True)
 class _Rewards:
-  """What the estimator reads.
+  """The rewards that the estimator reads.
 
   Attributes:
-    of_tokens: f32[B, R], for estimators that run along the row.
-    of_episodes: f32[B], the sum over each row's episode, not added up in float32, for estimators that compare episodes.
+    of_tokens: f32[B, R], for recursive estimators.
+    of_episodes: f32[B], the sum over each row's episode, not summed in float32, for estimators that compare episodes.
   """
 
   of_tokens: jax.Array
@@ -151,7 +151,7 @@ class TargetEstimator:
 
     Args:
       settings: see `EstimateSettings`.
-      scorer: scores tokens under the present weights.
+      scorer: scores tokens under the current weights.
     """
     self._settings = settings
     self._scorer = scorer
@@ -164,7 +164,7 @@ class TargetEstimator:
       selection: the rows of a rollout to learn from.
 
     Returns:
-      The batch, with one row for each row of `selection.rollout`, and metrics, those of the selection among them.
+      The batch, with one row for each row of `selection.rollout`, and metrics, including those of the selection.
     """
     tokens = self._tokens(selection)
     scores, metrics = self._scores(state, selection, tokens)
@@ -216,7 +216,7 @@ class TargetEstimator:
     if s.old_logprobs == 'trainer':
       recorded = logprobs
       logprobs, values = self._scorer.score(state.params, rows, plans)
-      fresh = sampled & (np.arange(len(sampled)) < selection.fresh)[:, None]  # replayed rows are of older weights
+      fresh = sampled & (np.arange(len(sampled)) < selection.fresh)[:, None]  # older weights sampled replayed rows
       metrics |= logprob_gap(logprobs, recorded, fresh)
       if s.tis_cap > 0:
         importance = losses.truncated_importance_weights(logprobs, recorded, sampled, s.tis_cap)
@@ -253,7 +253,7 @@ class TargetEstimator:
   def _advantages(
     self, state: TrainState, selection: Selection, tokens: _Tokens, scores: _Scores, reward: _Rewards
   ) -> Advantages:
-    """What the estimator gives, on the host."""
+    """The result of the estimator, on the host."""
     s, t = self._settings, selection.rollout.trajectory
     return jax.device_get(
       _advantages(
@@ -281,11 +281,11 @@ class TargetEstimator:
     )
 
   def bootstrap(self, params: Any, rollout: Rollout) -> np.ndarray:
-    """f32[B]: the critic's value after the last sampled token of rows that a limit cut off, 0 for the others."""
+    """f32[B]: the critic's value after the last sampled token of truncated rows, 0 for other rows."""
     t, batching = rollout.trajectory, self._settings.batching
     cut = np.isin(t.status, TRUNCATED)
     last = np.where(t.loss_mask, np.arange(t.loss_mask.shape[1]), 0).max(axis=1)
-    # The value of a column is that of the state before it.
+    # A column has the value of the state before it.
     columns = (last + 1)[:, None].astype(np.int32)
     rows = TokenRows(np.pad(t.tokens, ((0, 0), (0, 1))), columns, cut[:, None])
     plans = plan_micro_batches(

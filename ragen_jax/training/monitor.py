@@ -1,7 +1,7 @@
 """Watches a run for signs of a collapse, and gives a verdict after each iteration and each evaluation.
 
-The rules are those of `algorithms/collapse.py`. The monitor holds their state from one iteration to the next, also
-through a checkpoint.
+The rules are those of `algorithms/collapse.py`. The monitor keeps their state between iterations, and checkpoints
+contain it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ragen_jax.algorithms.collapse import EarlyStop, EarlyStopSettings, EchoTrap
 from ragen_jax.algorithms.diagnostics import Ema, update_emas
 
 ECHO_TRAP_ACTIONS = ('warn', 'stop', 'rollback')
-# The curves of the paper's figures, which get a moving average.
+# The metrics of the paper's figures, which have moving averages.
 _CURVES = (
   'rollout/in_group_reward_std',
   'actor/entropy',
@@ -29,13 +29,14 @@ SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_
 
 @dataclasses.dataclass(frozen=True)
 class MonitorSettings:
-  """The answers to a collapse. Fields are those of `config.monitor`, except for the last two.
+  """The responses to a collapse. Fields are those of `config.monitor`, except for the last two.
 
   Attributes:
     ema_decay: decay of the moving averages that are logged as `<metric>_ema`.
-    echo_trap: the answer to an Echo-Trap warning, one of `ECHO_TRAP_ACTIONS`.
-    max_rollbacks: largest number of rollbacks; the next warning stops the run.
-    max_bad_iterations: iterations in a row with numbers that are not finite until the run ends, or is rolled back.
+    echo_trap: the response to an Echo-Trap warning, one of `ECHO_TRAP_ACTIONS`.
+    max_rollbacks: maximum number of rollbacks; the next warning stops the run.
+    max_bad_iterations: number of consecutive iterations with numbers that are not finite after which the run ends or is
+      rolled back.
     early_stop: thresholds of the rules that stop a run.
     echo_trap_rules: thresholds of the warning.
   """
@@ -50,11 +51,11 @@ class MonitorSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What the run does after an iteration.
+  """The action of a run after an iteration.
 
   Attributes:
-    action: 'go_on', 'warn', 'stop', 'rollback', or 'bad' for an iteration whose numbers are not all finite.
-    reason: in a few words; '' for 'go_on'.
+    action: 'go_on', 'warn', 'stop', 'rollback', or 'bad' for an iteration with numbers that are not finite.
+    reason: the reason in a few words; '' for 'go_on'.
   """
 
   action: str = 'go_on'
@@ -66,8 +67,8 @@ class Monitor:
 
   Attributes:
     rollbacks: number of rollbacks so far.
-    bad_iterations: number of bad iterations in a row. A checkpoint does not hold it, because none is saved after a bad
-      iteration.
+    bad_iterations: number of consecutive bad iterations. Checkpoints do not contain it, because none is saved after a
+      bad iteration.
   """
 
   def __init__(self, settings: MonitorSettings):
@@ -81,11 +82,11 @@ class Monitor:
     self.bad_iterations = 0
 
   def after_iteration(self, metrics: dict[str, float], *, empty: bool) -> tuple[dict[str, float], Verdict]:
-    """Takes in an iteration that played a rollout; iterations that reuse one (`train.online_k`) are left out.
+    """Updates the monitor with an iteration that played a rollout. Not called for iterations that reuse a rollout.
 
     Args:
-      metrics: of the iteration, by name.
-      empty: the filter kept nothing of the fresh rollout.
+      metrics: the iteration's metrics by name.
+      empty: whether the filter kept no group of the fresh rollout.
 
     Returns:
       The monitor's own metrics, and the verdict. A warning is given when the rule becomes true; while it stays true,
@@ -98,7 +99,7 @@ class Monitor:
     self._early_stop, more, reason = self._early_stop.after_step(self._settings.early_stop, reward_std=std, empty=empty)
     own |= more
     warning = False
-    if not empty and 'actor/entropy' in metrics:  # else the critic alone was trained
+    if not empty and 'actor/entropy' in metrics:  # without it, only the critic was trained
       self._echo_trap, more, warning = self._echo_trap.after_step(
         self._settings.echo_trap_rules,
         reward_std=std,
@@ -122,18 +123,18 @@ class Monitor:
     return Verdict(action, reason)
 
   def after_evaluation(self, success: dict[str, float]) -> tuple[dict[str, float], Verdict]:
-    """Takes in the success rate of each tag in an evaluation; returns own metrics and the verdict."""
+    """Updates the monitor with the success rate of each tag; returns the monitor's metrics and the verdict."""
     self._early_stop, own, reason = self._early_stop.after_validation(self._settings.early_stop, success)
     return own, Verdict('stop', reason) if reason else Verdict()
 
   def after_numbers(self, not_finite: str) -> str:
-    """Takes in whether the numbers of an iteration were finite; every iteration counts.
+    """Counts consecutive iterations with numbers that are not finite; called after every iteration.
 
     Args:
-      not_finite: what was not, in words; '' if all were finite.
+      not_finite: text about the numbers that are not finite; '' if all are finite.
 
     Returns:
-      'go_on', 'bad', or after `max_bad_iterations` in a row 'rollback' or 'stop'.
+      'go_on', 'bad', or after `max_bad_iterations` consecutive bad iterations 'rollback' or 'stop'.
     """
     self.bad_iterations = self.bad_iterations + 1 if not_finite else 0
     if self.bad_iterations < self._settings.max_bad_iterations:
@@ -142,13 +143,13 @@ class Monitor:
     return 'rollback' if may else 'stop'
 
   def rolled_back(self) -> None:
-    """Counts a rollback; averages, baselines and rules begin anew."""
+    """Counts a rollback, and resets averages, baselines and rules."""
     self.rollbacks += 1
     self.bad_iterations = 0
     self._emas, self._early_stop, self._echo_trap, self._warned = {}, EarlyStop(), EchoTrap.create(), False
 
   def state_dict(self) -> dict[str, Any]:
-    """The whole state, as JSON."""
+    """The whole state, as JSON values."""
     return {
       'emas': {name: serialization.to_state_dict(ema) for name, ema in self._emas.items()},
       'early_stop': serialization.to_state_dict(self._early_stop),
@@ -158,7 +159,7 @@ class Monitor:
     }
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
-    """Puts back what `state_dict` gave."""
+    """Restores the state from `state_dict`."""
     self._emas = {name: serialization.from_state_dict(Ema(), ema) for name, ema in state['emas'].items()}
     self._early_stop = serialization.from_state_dict(EarlyStop(), state['early_stop'])
     self._echo_trap = serialization.from_state_dict(EchoTrap.create(), state['echo_trap'])

@@ -1,4 +1,4 @@
-"""Diagnostics that cost forward or backward passes of their own, every so many iterations; they change no state."""
+"""Diagnostics that need additional forward or backward passes, at fixed intervals. They change no state."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 
-# Ends a thought.
+# The end of a thought.
 _END = '</think>'
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbeSettings:
-  """Which probes run, and when. Fields are those of `config.monitor`, except for the last.
+  """The settings of the probes. Fields are those of `config.monitor`, except for the last.
 
   Attributes:
     information_every: iterations between two measurements of mutual information; 0 is off.
     information_samples: number of thoughts that are scored under one another's prompts.
     gradients_every: iterations between two measurements of gradient norms; 0 is off.
     gradient_buckets: number of buckets of groups.
-    bucket_mode: how groups are dealt to buckets, see `diagnostics.reward_std_buckets`.
-    think: replies hold thoughts (`config.agent`).
+    bucket_mode: assignment of groups to buckets, see `diagnostics.reward_std_buckets`.
+    think: whether replies have thoughts (`config.agent`).
   """
 
   information_every: int
@@ -58,7 +58,7 @@ class Probes:
 
     Args:
       settings: see `ProbeSettings`.
-      trainer: whose batches, scorer and tokenizer are used.
+      trainer: the trainer whose batches, scorer and tokenizer are used.
     """
     self._settings = settings
     self._trainer = trainer
@@ -67,13 +67,13 @@ class Probes:
     self._gradient_programs = {name: _gradient_program(graphdef, part) for name, part in parts.items()}
 
   def __call__(self, state: TrainState, rollout: Rollout, selection: Selection, batch: TrainBatch) -> dict[str, float]:
-    """The metrics of the probes that are due in this iteration, before its update.
+    """The metrics of the probes that are due in this iteration; called before its update.
 
     Args:
       state: read only.
       rollout: the fresh rollout.
-      selection: of the rollout.
-      batch: of the selection.
+      selection: the selection of the rollout.
+      batch: the batch of the selection.
 
     Returns:
       `grad_norm/bucket_<i>/...` (`gradient_norms`), and `collapse_first_turn_sample/...` and
@@ -119,18 +119,18 @@ class Probes:
   def thought_information(
     self, state: TrainState, rollout: Rollout, rng: np.random.Generator, *, first_only: bool
   ) -> dict[str, float]:
-    """How much thoughts depend on their prompts: RAGEN-2's cross scores, in one batched pass.
+    """Measures the dependence of thoughts on their prompts (RAGEN-2's cross scores), in one batched pass.
 
     Args:
       state: read only.
-      rollout: `information_samples` thoughts are drawn from it, each from another episode.
-      rng: draws them.
+      rollout: the rollout from which `information_samples` thoughts of different episodes are drawn.
+      rng: generator of the draws.
       first_only: draw thoughts of first turns only, and score them after first prompts; otherwise draw from all turns,
         and score each thought after the conversation before it.
 
     Returns:
-      `valid_thinking_rate`, the share of drawn replies that close their thought, and what
-      `diagnostics.mutual_information` gives for those.
+      `valid_thinking_rate`, the share of drawn replies that close their thought, and the metrics of
+      `diagnostics.mutual_information` for these thoughts.
     """
     t = rollout.trajectory
     drawn = self.draw_thoughts(rollout, rng, first_only=first_only)
@@ -138,7 +138,7 @@ class Probes:
     prompts = [t.tokens[row, : columns[0]] for row, columns in closed]
     thoughts = [t.tokens[row, columns] for row, columns in closed]
     metrics = {'valid_thinking_rate': len(thoughts) / max(len(drawn), 1)}
-    # A prompt that several thoughts have is scored once.
+    # Equal prompts of several thoughts are scored once.
     distinct = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
     order = {key: i for i, key in enumerate(distinct)}
     if len(order) < 2:
@@ -153,14 +153,14 @@ class Probes:
     """Draws thoughts of different episodes; arguments as for `thought_information`.
 
     Returns:
-      (row, columns i32[n]) of up to `information_samples` replies: their tokens up to the end of the thought, none if
-      the reply closes no thought.
+      (row, columns i32[n]) of up to `information_samples` replies: the columns up to the end of the thought, empty if
+      the reply does not close its thought.
     """
     t = rollout.trajectory
     rows = rng.permutation(np.flatnonzero(t.loss_mask.any(axis=1)))
     if first_only:
       rows = rows[[0 in t.turn[row][t.loss_mask[row]] for row in rows]]
-    rows = rows[np.unique(t.episode[rows], return_index=True)[1]]  # one of each episode
+    rows = rows[np.unique(t.episode[rows], return_index=True)[1]]  # one row of each episode
     drawn = []
     for row in rng.permutation(rows)[: self._settings.information_samples]:
       turns = np.unique(t.turn[row][t.loss_mask[row]])
@@ -170,11 +170,11 @@ class Probes:
     return drawn
 
   def _thought_length(self, ids: np.ndarray) -> int:
-    """Tokens of a reply up to the end of its thought; 0 if it closes none."""
+    """Number of tokens of a reply up to the end of its thought; 0 if it does not close a thought."""
     decode = self._trainer.model.tokenizer.decode_batch
     if not self._settings.think or _END not in decode([ids.tolist()])[0]:
       return 0
-    low, high = 1, len(ids)  # the shortest prefix whose text holds the end
+    low, high = 1, len(ids)  # searches the shortest prefix whose text contains the end
     while low < high:
       middle = (low + high) // 2
       low, high = (low, middle) if _END in decode([ids[:middle].tolist()])[0] else (middle + 1, high)

@@ -18,14 +18,15 @@ from ragen_jax.viewer.records import episode_records, first_rows, on_timeline
 
 @dataclasses.dataclass(frozen=True)
 class RecordSettings:
-  """Which episodes are kept, and which of their numbers.
+  """The episodes that are kept, and their recorded numbers.
 
   Attributes:
-    episodes: episodes of each environment (`config.logging`).
-    episodes_every: iterations between two that keep episodes, besides the first; 0 keeps none (`config.logging`).
-    prompts_trained: the loss is on all tokens, not on the sampled ones alone.
-    records_values: the sampler records values.
-    needs_critic: the estimator reads values.
+    episodes: number of kept episodes of each environment (`config.logging`).
+    episodes_every: episodes of the first iteration and of every `episodes_every`-th iteration are kept; 0 keeps none
+      (`config.logging`).
+    prompts_trained: whether the loss covers all tokens, instead of sampled tokens only.
+    records_values: whether the sampler records values.
+    needs_critic: whether the estimator reads values.
   """
 
   episodes: int
@@ -36,10 +37,10 @@ class RecordSettings:
 
 
 class Recorder:
-  """Chooses episodes of training rollouts and writes down what happened in them, token by token."""
+  """Selects episodes of training rollouts and makes their records, token by token."""
 
   def __init__(self, settings: RecordSettings, proxy: AgentProxy, tokenizer: ChatTokenizer):
-    """Remembers its arguments.
+    """Stores the arguments.
 
     Args:
       settings: see `RecordSettings`.
@@ -51,7 +52,7 @@ class Recorder:
     self._tokenizer = tokenizer
 
   def rows(self, iteration: int) -> list[int]:
-    """The rows of an iteration's first rollout whose episodes are kept; [] in most iterations."""
+    """The rows of an iteration's first rollout whose episodes are kept; [] if the iteration keeps none."""
     every = self._settings.episodes_every
     if not every or (iteration > 0 and (iteration + 1) % every):
       return []
@@ -65,12 +66,12 @@ class Recorder:
 
     Args:
       rollout: the fresh rollout of the iteration.
-      selection: what the update learnt from.
-      batch: of the selection.
+      selection: the rows that the update learnt from.
+      batch: the batch of the selection.
       iteration: index of the iteration, from 0.
 
     Returns:
-      Episodes, and for each what `viewer.records.episode_records` gives.
+      The episodes, and their records from `viewer.records.episode_records`.
     """
     s, rows = self._settings, self.rows(iteration)
     t, fresh = rollout.trajectory, selection.fresh

@@ -1,4 +1,4 @@
-"""A buffer of the rollouts of earlier iterations, whose prompt groups an update may learn from again.
+"""A buffer of the rollouts of earlier iterations, from whose prompt groups an update can learn again.
 
 Replayed tokens were sampled by an older policy, so they get truncated importance weights (`algorithm.tis_cap`), and
 rollouts older than a bound are dropped.
@@ -18,11 +18,11 @@ from ragen_jax.agent.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySettings:
-  """The buffer. Fields are those of `config.replay`.
+  """The settings of the buffer. Fields are those of `config.replay`.
 
   Attributes:
-    groups: prompt groups that are drawn in addition to the fresh ones; 0 is off.
-    max_age: iterations after its own in which a rollout may still be drawn from.
+    groups: number of prompt groups that are drawn in addition to the fresh groups; 0 is off.
+    max_age: maximum age of a rollout, in iterations, at which its groups can be drawn.
   """
 
   groups: int
@@ -45,7 +45,7 @@ class ReplayBuffer:
     self._entries: list[_Entry] = []
 
   def add(self, rollout: Rollout, rows: np.ndarray, scale: np.ndarray, iteration: int) -> None:
-    """Keeps the selected rows of an iteration.
+    """Stores the selected rows of an iteration.
 
     Args:
       rollout: the iteration's fresh rollout, of B rows.
@@ -61,8 +61,8 @@ class ReplayBuffer:
 
     Args:
       groups: number of groups; fewer are drawn if the buffer holds fewer.
-      rng: draws them, without replacement.
-      iteration: index of the present iteration.
+      rng: generator of the draws, without replacement.
+      iteration: index of the current iteration.
 
     Returns:
       (rows, f32[b] factors of their advantages) for each rollout that a drawn group comes from, oldest first.
@@ -99,14 +99,14 @@ class ReplayBuffer:
 
   @staticmethod
   def empty_state(described: list[dict[str, Any]]) -> dict[str, Any]:
-    """Arrays of zeros of the described shapes, to restore a checkpoint into."""
+    """Arrays of zeros with the described shapes, as the target of a restore."""
     return {
       str(i): {name: np.zeros(shape, dtype) for name, (shape, dtype) in d['arrays'].items()}
       for i, d in enumerate(described)
     }
 
   def load_state(self, arrays: dict[str, Any], described: list[dict[str, Any]]) -> None:
-    """Puts back the content that `state` gave."""
+    """Restores the content from `state`."""
     self._entries = []
     for i, d in enumerate(described):
       own = jax.tree.map(np.asarray, arrays[str(i)])

@@ -31,27 +31,28 @@ from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
 
-# What a verdict leads to if the run is not rolled back, by its action.
+# Action of a verdict -> its consequence, if the run is not rolled back.
 CONSEQUENCES = {
   'warn': 'a warning only (monitor.echo_trap)',
   'stop': 'the run ends here',
-  'bad': 'it is not learnt from, and no checkpoint is saved',
+  'bad': 'bad optimiser steps are skipped, and no checkpoint is saved',
   'rollback': 'there is no evaluated checkpoint to roll back to, or nothing left to train',
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-  """The course of a run.
+  """The schedule of a run.
 
   Attributes:
-    num_iterations: iterations of the whole run.
-    online_k: iterations that learn from one rollout (`config.train`).
-    eval_every: evaluate after every so many iterations, and after the last; 0 after the last only.
-    checkpoint_every: save after every so many iterations, and after the last; 0 after the last only.
-    keep: newest checkpoints that are kept, besides the best (`config.checkpoint`).
+    num_iterations: number of iterations of the whole run.
+    online_k: number of iterations that learn from one rollout (`config.train`).
+    eval_every: iterations between two evaluations, in addition to the one after the last iteration; 0 for no others.
+    checkpoint_every: iterations between two checkpoints, in addition to the one after the last iteration; 0 for no
+      others.
+    keep: number of newest checkpoints to keep, in addition to the best (`config.checkpoint`).
     rollback_lr: factor of the learning rates at a rollback (`config.monitor`).
-    log: what is shown of episodes and evaluations.
+    log: settings of the log of episodes and evaluations.
     hparams: the run's row of TensorBoard's table: config fields by name, nested.
     compared: metrics that the table shows.
   """
@@ -71,21 +72,21 @@ class RunSettings:
 def open_run(
   settings: RunSettings, workdir: str, model: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
 ) -> Iterator[tuple[Run, TrainState]]:
-  """Opens the checkpoints and logs of a run, and goes on from its last checkpoint.
+  """Opens the checkpoints and logs of a run, and restores its last checkpoint.
 
   Args:
     settings: see `RunSettings`.
     workdir: the run's directory.
-    model: the model in a few words, for the first line.
-    state: a fresh run's; its arrays are deleted if there is a checkpoint to go on from.
+    model: description of the model, for the first line.
+    state: the initial state; its arrays are deleted if there is a checkpoint.
     replay: an empty buffer, filled from the checkpoint.
-    monitor: a fresh one, restored from the checkpoint.
+    monitor: a new monitor, restored from the checkpoint.
 
   Yields:
-    The run, and the state to go on with.
+    The run, and the state to continue from.
 
   Raises:
-    UserError: the checkpoints are those of a warm start or of another model, or processes see different ones.
+    UserError: the checkpoints belong to a warm start or to another model, or the processes see different checkpoints.
   """
   first = processes.is_first()
   with Checkpointer(workdir, keep=settings.keep, save_best=BEST) as checkpointer:
@@ -110,14 +111,14 @@ def restore(
   """Restores the last checkpoint that is not damaged, if there is one.
 
   Args:
-    checkpointer: of `workdir`.
-    workdir: for the errors.
-    state: a fresh run's; its arrays are deleted if there is a checkpoint.
+    checkpointer: the checkpointer of `workdir`.
+    workdir: the run's directory, for errors.
+    state: the initial state; its arrays are deleted if there is a checkpoint.
     replay: filled from the checkpoint.
     monitor: restored from the checkpoint.
 
   Returns:
-    The state, and why the run was stopped, '' if it was not.
+    The state, and the reason why the run was stopped, '' if it was not stopped.
   """
   with processes.same_errors():
     if processes.is_first():
@@ -130,10 +131,10 @@ def restore(
     return state, ''
   described = checkpointer.meta().get('replay')
   if described is None:
-    raise UserError(f'--workdir={workdir}: its checkpoints are those of a warm start; choose another --workdir')
+    raise UserError(f'--workdir={workdir}: its checkpoints belong to a warm start; choose another --workdir')
   like = state.saved()
   arrays, meta = checkpointer.restore(like | {'replay': replay.empty_state(described)})
-  # The fresh arrays would stay on the devices beside the restored ones.
+  # Otherwise the devices would hold the initial arrays in addition to the restored arrays.
   jax.tree.map(lambda x: x.delete(), like)
   replay.load_state(arrays['replay'], described)
   monitor.load_state_dict(meta['monitor'])
@@ -146,32 +147,32 @@ def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: 
 
   Args:
     workdir: the run's directory.
-    model: the model in a few words.
-    done: finished iterations.
-    num_iterations: of the whole run.
-    stopped: why it was stopped, '' if it was not.
+    model: description of the model.
+    done: number of finished iterations.
+    num_iterations: number of iterations of the whole run.
+    stopped: the reason why the run was stopped, '' if it was not stopped.
   """
   if stopped:
     return f'{workdir} was stopped after iteration {done}: {stopped}'
   if done:
     finished = done >= num_iterations
-    return f'{workdir} is finished: {done} iterations' if finished else f'going on in {workdir} after iteration {done}'
-  return f'model {model}; the run is kept in {workdir}'
+    return f'{workdir} is finished: {done} iterations' if finished else f'resuming {workdir} after iteration {done}'
+  return f'model {model}; the run is saved in {workdir}'
 
 
 def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
-  """The error of a run whose numbers are not finite.
+  """The message of a run whose numbers are not finite.
 
   Args:
-    first: the iteration since which they are not.
-    last: the present iteration.
-    not_finite: what is not finite in it, in words.
-    good: the newest checkpoint; None without any.
+    first: the first of the consecutive bad iterations.
+    last: the current iteration.
+    not_finite: text about its numbers that are not finite.
+    good: step of the newest checkpoint; None if there is none.
   """
   since = f'iteration {last}' if first == last else f'iterations {first} to {last}'
-  left = 'there is no checkpoint' if good is None else f'checkpoint {good} is from before, start another run from it'
+  left = 'there is no checkpoint' if good is None else f'start another run from checkpoint {good}'
   return (
-    f'{since}: numbers are not finite, at last {not_finite}; {left}; try a smaller optimizer.actor_lr, '
+    f'{since}: numbers are not finite, most recently {not_finite}; {left}; try a smaller optimizer.actor_lr, '
     'optimizer.critic_lr or optimizer.grad_clip'
   )
 
@@ -179,7 +180,7 @@ def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
 def _bad_numbers(
   verdict: Verdict, evaluation: Evaluation | None, try_weights: Callable[[], Mapping[str, NotFinite]] | None
 ) -> str:
-  """What is not finite in an iteration and its evaluation, or under its weights, in words; '' for nothing."""
+  """Text about the numbers that are not finite in an iteration, its evaluation or its new weights; '' for none."""
   parts = [verdict.reason] if verdict.action == 'bad' else []
   if evaluation is not None and evaluation.not_finite:
     parts.append(f'in the evaluation {evaluation.not_finite}')
@@ -205,7 +206,7 @@ class Run:
     monitor: Monitor,
     stopped: str,
   ):
-    """Takes parts that are open; `stopped` says why the run was stopped before, '' if it was not."""
+    """Takes open parts; `stopped` is the reason why the run was stopped earlier, '' if it was not stopped."""
     self._settings = settings
     self._checkpointer = checkpointer
     self._log = log
@@ -224,7 +225,7 @@ class Run:
     return self._due(state, self._settings.eval_every) or verdict.action == 'stop'
 
   def log_first_evaluation(self, evaluation: Evaluation) -> None:
-    """Writes the evaluation before training; raises `Stopped` if a signal came meanwhile."""
+    """Writes the evaluation before training; raises `Stopped` if a signal was received in the meantime."""
     self._log.evaluation(0, evaluation)
     self._log.metrics.scalars(0, self.timer.pop())
     if interrupted := self._interrupted():
@@ -242,14 +243,14 @@ class Run:
     """Writes the metrics and histograms of an iteration.
 
     Args:
-      state: after its update.
-      metrics: of the iteration.
-      batch: that it learnt from.
-      fresh: the iteration played a rollout.
-      empty: the filter kept nothing of the rollout.
+      state: the state after the update.
+      metrics: the metrics of the iteration.
+      batch: the batch of the iteration.
+      fresh: whether the iteration played a rollout.
+      empty: whether the filter kept no group of the rollout.
 
     Returns:
-      'bad' if a number of the iteration is not finite, and else the monitor's verdict; 'go_on' for iterations that
+      'bad' if a number of the iteration is not finite, otherwise the monitor's verdict; 'go_on' for iterations that
       reuse a rollout.
     """
     scalars = finite.scalars({name: x for name, x in metrics.items() if not isinstance(x, Counts)})
@@ -264,7 +265,7 @@ class Run:
     return verdict
 
   def log_episodes(self, state: TrainState, episodes: list[Episode], records: list[dict[str, Any]]) -> None:
-    """Writes the kept episodes of an iteration, see `Recorder.records`; `state` is that after its update."""
+    """Writes the kept episodes of an iteration, see `Recorder.records`; `state` is the state after its update."""
     self._log.training_episodes(state.iteration, episodes, records)
 
   def finish_iteration(
@@ -275,23 +276,23 @@ class Run:
     verdict: Verdict,
     try_weights: Callable[[], Mapping[str, NotFinite]],
   ) -> tuple[TrainState, bool]:
-    """Writes the evaluation, rolls back or notes the end, saves, and writes the times of an iteration.
+    """Writes the evaluation, rolls back or records the end of the run, saves, and writes the times of an iteration.
 
-    An iteration with a number that is not finite is not saved, so every checkpoint holds finite numbers.
+    An iteration with a number that is not finite is not saved, so checkpoints contain only finite numbers.
 
     Args:
-      state: after the iteration's update.
-      rollout: that it learnt from.
-      evaluation: of this state; None if it was not due.
-      verdict: of `log_iteration`.
-      try_weights: what is not finite under the state's weights; called before a save.
+      state: the state after the update.
+      rollout: the rollout of the iteration.
+      evaluation: the evaluation of this state; None if it was not due.
+      verdict: the result of `log_iteration`.
+      try_weights: finds numbers that are not finite under the state's weights; called before a save.
 
     Returns:
-      The state to go on with, and whether it was rolled back, so that a fresh rollout is needed.
+      The state to continue from, and whether it was rolled back, so that a fresh rollout is needed.
 
     Raises:
-      Stopped: a signal asked for it.
-      Diverged: numbers were not finite in too many iterations in a row, or in the last one.
+      Stopped: a signal was received.
+      Diverged: numbers were not finite in too many consecutive iterations, or in the last iteration.
     """
     step, scores, rolled_back = state.iteration, {}, False
     if evaluation is not None:
@@ -326,7 +327,7 @@ class Run:
     return state, rolled_back
 
   def _farewell(self, step: int, not_finite: str) -> str:
-    """The error of a run that ends after bad iterations."""
+    """The message of a run that ends after bad iterations."""
     good = self._checkpointer.latest_step()
     return diverged(step - self._monitor.bad_iterations + 1, step, not_finite, good)
 
@@ -335,7 +336,7 @@ class Run:
     return step == self._settings.num_iterations or (every > 0 and step % every == 0)
 
   def _interrupted(self) -> int:
-    """The number of the signal that asked any process to stop; 0 for none."""
+    """The number of the signal that any process received; 0 for none."""
     return processes.largest([self._interrupt.requested])[0]
 
   def _roll_back(self, state: TrainState, best: int, verdict: Verdict) -> TrainState:
@@ -359,7 +360,7 @@ class Run:
       self._checkpointer.save(state.iteration, state.saved() | {'replay': replay}, meta, metrics=scores)
 
   def _log_times(self, state: TrainState, rollout: Rollout) -> None:
-    """Writes the times of an iteration, and its line on the terminal."""
+    """Writes the times of an iteration, and updates the progress line."""
     times = self.timer.pop() | memory()
     tokens = int(rollout.trajectory.length.sum())
     times['perf/total_num_tokens'] = tokens

@@ -1,4 +1,4 @@
-"""The log of a run: metrics, episodes and evaluations on disk, and lines for the person who watches."""
+"""The log of a run: metrics, episodes and evaluations on disk, and lines on the terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
 from ragen_jax.viewer.tensorboard import boards, transcript
 
-# The metric of evaluations that the best checkpoint is chosen by: success, averaged over tags.
+# The evaluation metric that determines the best checkpoint: success, averaged over tags.
 BEST = 'val-env/success'
 
 
 class Evaluation(Protocol):
-  """What an evaluation gives, see `evaluation.evaluator.Evaluation`."""
+  """The result of an evaluation, see `evaluation.evaluator.Evaluation`."""
 
   metrics: dict[str, float]
   episodes: list[Episode]
@@ -29,13 +29,13 @@ class Evaluation(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-  """What is shown of episodes and evaluations.
+  """The settings of the log of episodes and evaluations.
 
   Attributes:
-    trajectories: episodes of each tag that go to TensorBoard as text and pictures (`config.logging`).
+    trajectories: number of episodes of each tag that TensorBoard receives as text and pictures (`config.logging`).
     train_tags: tags of the training environments.
     eval_tags: tags of the evaluation environments.
-    eval_group_size: episodes of a held-out level.
+    eval_group_size: number of episodes of a held-out level.
   """
 
   trajectories: int
@@ -54,7 +54,7 @@ class RunLog:
   """
 
   def __init__(self, settings: LogSettings, metrics: MetricWriter, episodes: EpisodeWriter, progress: Progress):
-    """Takes writers that are open."""
+    """Takes open writers."""
     self._settings = settings
     self.metrics = metrics
     self.episodes = episodes

@@ -1,4 +1,4 @@
-"""Selection: the prompt groups of a rollout that an update learns from (StarPO-S), and groups replayed in addition."""
+"""Selection: the prompt groups of a rollout that an update learns from (StarPO-S), and additional replayed groups."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class FilterSettings:
   """The filter of prompt groups. Fields are those of `config.filter`, except for the last two.
 
   Attributes:
-    metric: what groups are ranked by, one of `filters.METRICS`.
-    strategy: how many groups are kept, one of `filters.STRATEGIES`.
-    value: the share or number of groups of the strategy.
-    type: keep the groups of the 'largest' or of the 'smallest' metric.
-    include_zero: whether groups of metric 0 may be kept.
-    top_p_mode: what 'top_p' adds up, one of `filters.TOP_P_MODES`.
-    loss_scaling: how advantages shrink with the kept share, one of `filters.LOSS_SCALINGS`.
-    soft: scale a group's advantages by its reward deviation instead of dropping it.
-    needs_groups: the estimator compares the members of a group, so a group of one member teaches nothing.
-    groups: prompt groups that an iteration learns from.
+    metric: the metric that ranks groups, one of `filters.METRICS`.
+    strategy: the rule that selects groups, one of `filters.STRATEGIES`.
+    value: the share or number of groups in the strategy.
+    type: whether groups with the 'largest' or the 'smallest' metric are kept.
+    include_zero: whether groups with metric 0 may be kept.
+    top_p_mode: the terms of the sum in 'top_p', one of `filters.TOP_P_MODES`.
+    loss_scaling: the dependence of advantages on the kept share, one of `filters.LOSS_SCALINGS`.
+    soft: whether a group's advantages are scaled by its reward deviation, instead of dropping groups.
+    needs_groups: whether the estimator compares the members of a group; groups of one member are then dropped.
+    groups: number of prompt groups of an iteration.
   """
 
   metric: str
@@ -52,7 +52,7 @@ class Selection:
     scale: f32[B], factors of the rows' advantages.
     groups: number of kept prompt groups of the fresh rollout.
     fresh: number of rows of the fresh rollout; they come first.
-    metrics: of the filter, the refills and the replay, and what of the rollout is not finite.
+    metrics: metrics of the filter, the refills and the replay, and findings of numbers that are not finite.
   """
 
   rollout: Rollout
@@ -68,7 +68,7 @@ def select_rows(rollout: Rollout, settings: FilterSettings) -> Selection:
   t, scores = rollout.trajectory, rollout.scores
   valid = has_replies(t)
   if settings.needs_groups:
-    # A member whose fellow members' environments all failed has nothing to be compared with.
+    # If the environments of all other members failed, there is nothing to compare a member with.
     episodes = [len(np.unique(t.episode[valid & (t.group == g)])) for g in range(t.group.max() + 1)]
     valid &= np.asarray(episodes)[t.group] > 1
   tokens, entropies = (
@@ -90,7 +90,7 @@ def select_rows(rollout: Rollout, settings: FilterSettings) -> Selection:
     top_p_mode=settings.top_p_mode,
   )
   kept = int(result.keep_groups.sum())
-  share = min(kept / settings.groups, 1.0)  # of the groups of an iteration, also after refills
+  share = min(kept / settings.groups, 1.0)  # relative to the groups of an iteration, also after refills
   scale = np.full(len(scores), filters.loss_scale(share, settings.loss_scaling), np.float32)
   if settings.soft:
     scale = scale * filters.soft_weights(scores, t.group, valid, t.episode)
@@ -98,13 +98,13 @@ def select_rows(rollout: Rollout, settings: FilterSettings) -> Selection:
 
 
 def without_groups(selection: Selection, found: dict[str, NotFinite]) -> Selection:
-  """The selection of a rollout whose numbers are not finite: it keeps nothing, and its metrics say what was found."""
+  """The selection for a rollout with numbers that are not finite: keeps no rows, and has the findings as metrics."""
   keep, scale = np.zeros_like(selection.keep), np.ones_like(selection.scale)
   return dataclasses.replace(selection, keep=keep, scale=scale, groups=0, metrics=selection.metrics | found)
 
 
 def draw_groups(selection: Selection, count: int, rng: np.random.Generator) -> Selection:
-  """The selection with at most `count` of its kept groups, drawn at random."""
+  """The selection, reduced to at most `count` of its kept groups, which are drawn at random."""
   if selection.groups <= count:
     return selection
   group = selection.rollout.trajectory.group
@@ -113,12 +113,12 @@ def draw_groups(selection: Selection, count: int, rng: np.random.Generator) -> S
 
 
 def with_replayed(selection: Selection, drawn: list[tuple[Rollout, np.ndarray]], *, multiple: int) -> Selection:
-  """The selection followed by replayed rows, and by empty rows up to a multiple of a number of rows.
+  """Appends replayed rows to the selection, and empty rows up to a multiple of `multiple` rows.
 
   Args:
-    selection: of a fresh rollout.
+    selection: the selection of a fresh rollout.
     drawn: rollouts and the factors of their rows, see `ReplayBuffer.draw`; all their rows are kept.
-    multiple: so that few programs are compiled.
+    multiple: the number of rows is a multiple of this, so that few programs are compiled.
   """
   if not drawn:
     return dataclasses.replace(selection, metrics=selection.metrics | {'rollout/replayed_groups': 0})
@@ -138,5 +138,5 @@ def with_replayed(selection: Selection, drawn: list[tuple[Rollout, np.ndarray]],
 
 
 def has_replies(trajectory: Trajectory) -> np.ndarray:
-  """bool[B]: rows that can be learnt from: they hold sampled tokens, and their environment did not fail."""
+  """bool[B]: rows with sampled tokens whose environment did not fail; updates use only such rows."""
   return trajectory.loss_mask.any(axis=1) & (trajectory.status != Status.ENV_ERROR)

@@ -1,4 +1,4 @@
-"""The state of training: what one iteration hands to the next."""
+"""The state of training, which one iteration passes to the next."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ragen_jax.models import lora
 class TrainState:
   """Weights, optimiser state and counters.
 
-  `trained` and `opt_state` are donated by an optimiser step: after `Trainer.update`, use the state that it returns.
+  An optimiser step donates `trained` and `opt_state`; after `Trainer.update`, use only the returned state.
 
   Attributes:
-    trained: nnx.State, the weights that are trained: all of them, or with LoRA the adapters and the critic.
+    trained: nnx.State, the trained weights: all weights, or with LoRA the adapters and the critic.
     frozen: nnx.State, the other weights; empty without LoRA. They never change and are not saved in checkpoints.
     opt_state: the optimiser's state for `trained`.
     reference: nnx.State, the policy's weights at the start, for the KL terms; None if no KL term is on. It is not saved
@@ -45,11 +45,11 @@ class TrainState:
     return nnx.State({**self.params, 'policy': self.reference})
 
   def saved(self) -> dict[str, Any]:
-    """The arrays that a checkpoint holds, by their names in it."""
+    """Name in a checkpoint -> array, for all arrays of a checkpoint."""
     return {'params': self.trained, 'opt_state': self.opt_state}
 
   def with_saved(self, arrays: dict[str, Any], **fields: Any) -> TrainState:
-    """This state with the arrays of a checkpoint; `fields` are replaced too."""
+    """This state with the arrays of a checkpoint and other replaced `fields`."""
     return self.replace(trained=arrays['params'], opt_state=arrays['opt_state'], **fields)
 
 

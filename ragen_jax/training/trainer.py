@@ -41,12 +41,12 @@ class RolloutSettings:
   """The rollouts of a run. Fields are those of `config.train`, except for the last two.
 
   Attributes:
-    groups: prompt groups of a rollout, each of one level.
-    group_size: G, episodes of a group.
-    online_k: iterations that learn from one rollout.
+    groups: number of prompt groups of a rollout, each with one level.
+    group_size: G, number of episodes of a group.
+    online_k: number of iterations that learn from one rollout.
     first_level: seed of the first level of runs with seed 0.
     sampling: how tokens are drawn.
-    max_rollouts: largest number of rollouts of an iteration (`config.filter`).
+    max_rollouts: maximum number of rollouts of an iteration (`config.filter`).
   """
 
   groups: int
@@ -62,11 +62,11 @@ class UpdateSettings:
   """The optimiser steps of an iteration.
 
   Attributes:
-    ppo_epochs: passes over the batch (`config.algorithm`).
-    mini_batch_size: episodes of an optimiser step (`config.optimizer`).
-    critic_warmup: first iterations, which train the critic alone (`config.optimizer`).
-    fixed_steps: take as many steps as without a filter (`config.filter`).
-    weights: the weights of tokens in the loss.
+    ppo_epochs: number of passes over the batch (`config.algorithm`).
+    mini_batch_size: number of episodes of an optimiser step (`config.optimizer`).
+    critic_warmup: number of initial iterations that train only the critic (`config.optimizer`).
+    fixed_steps: whether a filter leaves the number of steps unchanged (`config.filter`).
+    weights: settings of the weights of tokens in the loss.
   """
 
   ppo_epochs: int
@@ -81,8 +81,8 @@ class TrainerSettings:
   """The settings of a trainer's parts.
 
   Attributes:
-    seed: of token draws and of the order of mini-batches.
-    reference: keep the first weights as the reference of KL terms.
+    seed: seed of token draws and of the order of mini-batches.
+    reference: whether to keep the initial weights as the reference of KL terms.
     rollout, filter, replay, estimate, loss, update, optimizer, records: see their classes.
   """
 
@@ -113,11 +113,11 @@ class Trainer:
   """
 
   def __init__(self, settings: TrainerSettings, model: LanguageModel, proxy: AgentProxy):
-    """Puts the parts together; nothing is compiled before the first iteration.
+    """Combines the parts; nothing is compiled before the first iteration.
 
     Args:
-      settings: of all parts.
-      model: where training begins.
+      settings: the settings of all parts.
+      model: the initial model.
       proxy: plays episodes in the training environments.
     """
     self.settings = settings
@@ -138,7 +138,7 @@ class Trainer:
 
   @property
   def rows(self) -> int:
-    """Episodes of a rollout."""
+    """Number of episodes of a rollout."""
     return self.settings.rollout.groups * self.settings.rollout.group_size
 
   def init(self) -> TrainState:
@@ -150,7 +150,7 @@ class Trainer:
     return TrainState(trained, frozen, self.learner.init(trained), reference)
 
   def iterate(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
-    """A whole iteration with a rollout of its own; `train.py` does the same with evaluations and checkpoints.
+    """Runs a whole iteration with a new rollout, without the evaluations and checkpoints of `train.py`.
 
     Args:
       state: donated, see `update`.
@@ -167,9 +167,9 @@ class Trainer:
   def collect(self, state: TrainState) -> tuple[Rollout, Selection]:
     """Plays fresh episodes and selects the rows to learn from.
 
-    If the filter keeps fewer than `train.groups` groups, fresh ones are played until there are as many, or
-    `filter.max_rollouts` is reached. With a replay buffer, groups of earlier iterations are added. If a number of the
-    rollout is not finite, nothing is kept or added, and the selection's metrics have a `NotFinite`.
+    If the filter keeps fewer than `train.groups` groups, more rollouts are played until this number is reached, at most
+    `filter.max_rollouts`. With a replay buffer, groups of earlier iterations are added. If a number of the rollout is
+    not finite, nothing is kept or added, and the selection's metrics contain a `NotFinite`.
 
     Args:
       state: read only.
@@ -203,7 +203,7 @@ class Trainer:
 
     Args:
       state: read only.
-      attempt: number of the iteration's rollouts before this one; each plays other levels.
+      attempt: number of earlier rollouts of the iteration; each rollout plays other levels.
     """
     s, iteration = self.settings.rollout, state.iteration
     number = iteration * s.max_rollouts + attempt
@@ -229,19 +229,19 @@ class Trainer:
   def update(
     self, state: TrainState, batch: TrainBatch, selected: Selection
   ) -> tuple[TrainState, dict[str, float | Counts | NotFinite]]:
-    """All optimiser steps of an iteration; none if no row is kept, or if a number of the batch is not finite.
+    """Takes the optimiser steps of an iteration; none if no row is kept, or if a number of the batch is not finite.
 
-    In the first `optimizer.critic_warmup` iterations they train the critic alone. A step whose loss, gradient or update
-    is not finite is skipped (`Learner.step`).
+    In the first `optimizer.critic_warmup` iterations, the steps train only the critic. A step whose loss, gradient or
+    update is not finite is skipped (`Learner.step`).
 
     Args:
       state: its `trained` and `opt_state` are donated.
-      batch: of the selection.
+      batch: the batch of the selection.
       selected: the rows to learn from.
 
     Returns:
-      The state of the next iteration, and metrics; 'actor/ratio' is a histogram, of the probability ratios of the
-      trained tokens over all steps. `NotFinite` are the numbers of the batch and the skipped steps.
+      The state of the next iteration, and metrics. 'actor/ratio' is a histogram of the probability ratios of trained
+      tokens over all steps. Numbers of the batch that are not finite and skipped steps are `NotFinite`.
     """
     found, steps = not_finite(batch), []
     critic_only = state.iteration < self.settings.update.critic_warmup
@@ -253,18 +253,19 @@ class Trainer:
     return state.replace(iteration=state.iteration + 1), metrics | found
 
   def try_weights(self, state: TrainState, batch: TrainBatch, selected: Selection) -> dict[str, NotFinite]:
-    """What is not finite in the loss of new weights, on one micro-batch of those that they learnt from.
+    """Finds numbers that are not finite in the loss of new weights, on one micro-batch of the last update.
 
-    Weights may be finite, and of no use. This runs the gradient program of the update, so it compiles nothing.
+    The weights themselves can be finite and useless. This runs the gradient program of the update, so it compiles
+    nothing.
 
     Args:
-      state: after `update`; read only.
-      batch: that it learnt from.
+      state: the state after `update`; read only.
+      batch: the batch of the update.
       selected: the rows of the batch.
     """
     iteration = state.iteration - 1
     rows = self._mini_batches(selected, iteration, epoch=0)
-    if not rows or not_finite(batch):  # the weights are those that sampled
+    if not rows or not_finite(batch):  # there was no update
       return {}
     *_, micro_batch = self.micro_batches(batch, selected, rows[0])
     critic_only = iteration < self.settings.update.critic_warmup
@@ -280,7 +281,7 @@ class Trainer:
     return mini_batches(np.flatnonzero(selected.keep), t.episode, rng, size=s.mini_batch_size, parts=parts)
 
   def micro_batches(self, batch: TrainBatch, selected: Selection, rows: np.ndarray) -> Any:
-    """The micro-batches (`MiniBatch`) of a mini-batch of some rows, i32[M], placed on the mesh."""
+    """The micro-batches (`MiniBatch`) of a mini-batch of the rows i32[M], placed on the mesh."""
     t, batching = selected.rollout.trajectory, self.settings.estimate.batching
     mini_batch: MiniBatch = with_loss_weights(
       batch, rows, t.episode, self.settings.update.weights, multiple=batching.micro_batch_size
@@ -288,7 +289,7 @@ class Trainer:
     return micro_batches(mini_batch, plan_rows(rows, t, batching), self.model.mesh)
 
   def _update_metrics(self, steps: list[dict[str, Any]], state: TrainState) -> dict[str, float | Counts | NotFinite]:
-    """Means over the optimiser steps that were taken, or over all if none was; `state` is that iteration's."""
+    """Means over the steps that were not skipped, or over all if all were skipped; `state` is the iteration's."""
     whole, first = len(steps), steps[:1]
     flags = [bool(step.pop(SKIPPED)) for step in steps]
     skipped = [step for step, flag in zip(steps, flags, strict=True) if flag]
@@ -297,7 +298,7 @@ class Trainer:
     text = f'{names} in {len(skipped)} of {whole} optimiser steps'
     counts = sum((step.pop('ratio_counts', 0) for step in steps), np.zeros(len(RATIO_EDGES) - 1, np.int64))
     means = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} if steps else {}
-    # Before the first step the weights are those that sampled, so a gap is a difference between the two programs.
+    # Before the first step the weights equal the sampling weights, so a gap is a difference between the two programs.
     recorded = self.settings.estimate.old_logprobs == 'sampler'
     for name in ('mean', 'max'):
       gap = means.pop(f'actor/logprob_gap_{name}', None)
@@ -312,7 +313,7 @@ class Trainer:
 
 
 def not_finite(batch: TrainBatch) -> dict[str, NotFinite]:
-  """What is not finite in the numbers of a batch that the loss reads."""
+  """Finds numbers that are not finite in a batch, among those that the loss reads."""
   words = {
     'old_logprobs': 'old log-probs',
     'old_values': 'old values',
@@ -328,5 +329,5 @@ def not_finite(batch: TrainBatch) -> dict[str, NotFinite]:
 
 
 def _names_of_not_finite(stats: dict[str, Any]) -> str:
-  """The names of a step's metrics that are not finite, '' without any."""
+  """The names of a step's metrics that are not finite; '' if all are finite."""
   return ', '.join(sorted(name for name, x in stats.items() if not np.all(np.isfinite(x))))

@@ -1,4 +1,4 @@
-"""`UserError` and `Diverged`, and how values and exceptions are written in messages of one line."""
+"""`UserError` and `Diverged`, and functions that write values and exceptions in one line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 
 class UserError(Exception):
-  """Bad input or a bad place to write: the message is one line that says what is wrong and what may be done.
+  """Wrong input, or an output that cannot be written. The message is one line with the mistake and a remedy.
 
   `main.py` shows the message without a traceback and exits with a non-zero status.
 
   Attributes:
-    everywhere: all processes of the run raise it, at the same place.
+    everywhere: whether all processes of the run raise it, at the same place.
     status: the exit status.
   """
 
@@ -33,10 +33,10 @@ class Diverged(UserError):
 
 
 def one_line(value: Any, write: Callable[[Any], str] = repr) -> str:
-  """`write(value)` in one line; a placeholder if that raises, as it may for objects of foreign code."""
+  """`write(value)` in one line; a placeholder if it raises, which objects of foreign code may do."""
   try:
     return ' '.join(write(value).split())
-  except (Exception, SystemExit) as e:  # noqa: BLE001, a message is no reason to end a run
+  except (Exception, SystemExit) as e:  # noqa: BLE001, a message must not end a run
     return f'({type(value).__name__} that cannot be written: {type(e).__name__})'
 
 

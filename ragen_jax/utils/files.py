@@ -18,13 +18,13 @@ def replace_file(
 ) -> None:
   """Writes a file in one step: readers see the old content or the new content, never a part of it.
 
-  The content goes to `<path>.tmp` first, which then takes the place of `path`. A missing directory is made.
+  The content is written to `<path>.tmp`, which is then renamed to `path`. A missing directory is created.
 
   Args:
     path: the file.
     content: bytes, or text, which is written as UTF-8.
     error: the first words of the error's message; by default '<path> was not written'.
-    many_writers: several processes may write the same file at the same time, so each has a temporary file of its own.
+    many_writers: whether several processes may write the file at the same time; each then has its own temporary file.
 
   Raises:
     UserError: the disk is full or not writable.
@@ -47,7 +47,7 @@ def encode_png(image: np.ndarray) -> bytes:
     return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
 
   height, width, _ = image.shape
-  rows = np.pad(image.reshape(height, width * 3), ((0, 0), (1, 0)))  # each row begins with its filter, 0: none
+  rows = np.pad(image.reshape(height, width * 3), ((0, 0), (1, 0)))  # each row begins with its filter type; 0 is none
   header = struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB
   body = chunk(b'IHDR', header) + chunk(b'IDAT', zlib.compress(rows.tobytes())) + chunk(b'IEND', b'')
   return b'\x89PNG\r\n\x1a\n' + body

@@ -1,4 +1,4 @@
-"""Calls of foreign code in threads: several at a time, each with a time limit, and no exception gets out."""
+"""Calls foreign code in threads: several calls at a time, each with a time limit. Exceptions become faults."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 from ragen_jax.utils.errors import one_line
 
-# After this many time-outs in a row, the calls that have not begun are not made.
+# After this many consecutive time-outs, the remaining calls are not made.
 _GIVE_UP_AFTER = 3
 _LONGEST_MESSAGE = 300  # characters
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """Why a call has no usable result. `str` gives one line of at most 300 characters.
+  """The reason why a call has no usable result. `str` gives one line of at most 300 characters.
 
   Attributes:
-    kind: a few words, the same for all faults of one sort: 'step raised KeyError'.
-    detail: what is particular to this fault; may be empty.
-    hung: the call exceeded its time limit and may still be running.
+    kind: a few words, equal for all faults of one kind, such as 'step raised KeyError'.
+    detail: the details of this fault; may be empty.
+    hung: whether the call exceeded its time limit and may still be running.
   """
 
   kind: str
@@ -52,7 +52,7 @@ def run_calls(
   """Calls functions in a few threads and waits for each call at most `timeout_s` seconds.
 
   Python cannot stop a thread. A call that exceeds its limit is abandoned: its thread runs until the call returns, and
-  its result is dropped. Code that never releases the interpreter's lock cannot be abandoned.
+  the result is dropped. Code that never releases the interpreter's lock cannot be abandoned.
 
   Args:
     functions: functions without arguments.
@@ -106,7 +106,7 @@ def run_calls(
       late_in_a_row += len(overdue)
       if late_in_a_row >= _GIVE_UP_AFTER:
         for call in waiting:
-          call.outcome = (None, Fault(late.kind, 'not tried, as others before it took too long'))
+          call.outcome = (None, Fault(late.kind, 'not tried, because earlier calls took too long'))
         waiting.clear()
       for _ in range(min(len(overdue), len(waiting))):
         start()
@@ -126,11 +126,11 @@ def attempt(function: Callable[[], Any], what: str) -> tuple[Any, Fault | None]:
     what: name of the operation in the fault.
 
   Raises:
-    KeyboardInterrupt: in the main thread only, where it is the user's own.
+    KeyboardInterrupt: in the main thread only, where it comes from the user.
   """
   try:
     return function(), None
-  except BaseException as e:  # foreign code may raise anything; it becomes a fault
+  except BaseException as e:  # foreign code may raise any exception, which becomes a fault
     if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
       raise
     frame = traceback.extract_tb(e.__traceback__)[-1]

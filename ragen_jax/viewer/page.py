@@ -1,4 +1,4 @@
-"""A run's episodes as one web page that needs no network: turn by turn, or one level over the steps."""
+"""Writes a run's episodes as one web page that needs no network: turn by turn, or one level over the steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ragen_jax.utils.files import replace_file
 from ragen_jax.viewer.store import read_episodes
 
 PAGE = 'trajectories.html'
-# Whatever a policy has written: only the page's own script runs, and nothing is fetched.
+# Only the page's own script runs, and nothing is fetched, whatever a policy has written.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{}'; base-uri 'none'"
 
 
 def write_page(workdir: str | os.PathLike[str]) -> str | None:
-  """Writes `<workdir>/trajectories.html`, or replaces it.
+  """Writes or replaces `<workdir>/trajectories.html`.
 
   Returns:
-    Its path; None if there are no episodes to show.
+    The path of the page; None if there are no episodes.
 
   Raises:
     UserError: the disk is full or not writable.
@@ -48,7 +48,7 @@ def write_page(workdir: str | os.PathLike[str]) -> str | None:
 
 
 def _page(data: dict[str, Any], details: list[str]) -> str:
-  """The page: the template with its placeholders replaced."""
+  """The template with its placeholders replaced."""
   template = importlib.resources.files('ragen_jax.viewer').joinpath('page.html').read_text(encoding='utf-8')
   script = re.search(r'<script>(.*?)</script>', template, re.DOTALL)[1]
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

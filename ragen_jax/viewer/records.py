@@ -14,7 +14,7 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.viewer.schema import EpisodeRecord, EpisodeSummary
 
-# Significant digits of the numbers in a record.
+# Number of significant digits in a record.
 _DIGITS = 4
 
 
@@ -24,8 +24,8 @@ def first_rows(specs: list[EnvSpec], group_size: int, count: int, *, one_a_level
   Args:
     specs: the environments of the batch, in the order of its rows.
     group_size: G.
-    count: the most rows of each environment.
-    one_a_level: the first member of each group only, else groups as a whole, one after the other.
+    count: maximum number of rows of each environment.
+    one_a_level: whether to take the first member of each group only, instead of whole groups.
 
   Returns:
     Row numbers, ascending.
@@ -52,25 +52,25 @@ def episode_records(
   prompts_trained: bool = False,
   values: np.ndarray | None = None,
 ) -> list[EpisodeRecord]:
-  """Records of some episodes of a speaker with tokens; JSON but for the pictures.
+  """Makes records of some episodes of a speaker with tokens; JSON values except for the pictures.
 
   Args:
-    rollout: with its episodes in words.
+    rollout: the rollout with its episodes as text.
     rows: indices of the episodes.
-    tokenizer: of the rollout.
-    step: number of iterations behind the weights that played.
+    tokenizer: the tokenizer of the rollout.
+    step: number of iterations that led to the weights of the rollout.
     split: 'train', 'val' or 'val-greedy'.
     group_size: G.
     reply_prefix: the forced prefix of each reply.
     advantages: f32[B, T], on the trajectory's columns; None in evaluations.
     learnt: bool[B], the rows that the update learnt from; None in evaluations.
-    prompts_trained: the loss is on all tokens, not on the sampled ones alone.
-    values: f32[B, T], the critic's, on the trajectory's columns; None where there are none. Values other than the
-      sampler's own (`trajectory.values`) are valid in `learnt` rows only.
+    prompts_trained: whether the loss covers all tokens, instead of sampled tokens only.
+    values: f32[B, T], the critic's values on the trajectory's columns; None without a critic. Values that the sampler
+      did not record (`trajectory.values`) are valid in `learnt` rows only.
 
   Returns:
-    A record of each episode, see `viewer.schema`. The pieces of a reply, joined, are the reply as sampled, its stop
-    token included.
+    A record of each episode, see `viewer.schema`. The joined pieces of a reply are the sampled reply, including its
+    stop token.
   """
   t, records = rollout.trajectory, []
   for index in rows:
@@ -119,16 +119,16 @@ def text_records(
   group_size: int,
   whole: bool,
 ) -> list[EpisodeRecord]:
-  """Records of some episodes of a speaker without tokens, see `episode_records`.
+  """Makes records of some episodes of a speaker without tokens, see `episode_records`.
 
   Args:
-    rollout: with its episodes in words.
-    rows: indices of the episodes, which were pictured.
+    rollout: the rollout with its episodes as text.
+    rows: indices of the episodes, which must be pictured.
     tokenizer: counts the tokens of prompts.
-    step: the iteration that the records are listed under.
+    step: the iteration under which the viewer lists the records.
     split: 'random', 'solver' or 'endpoint'.
     group_size: G.
-    whole: each prompt continues the one before (full context), so that only the last message is new.
+    whole: whether each prompt continues the previous one (full context), so that only the last message is new.
   """
   records = []
   for row in rows:
@@ -155,7 +155,7 @@ def text_records(
 
 
 def _outcome(turn: Turn) -> dict[str, Any]:
-  """The part of a turn's record that all speakers share: the board, and the outcome of the actions."""
+  """The part of a turn's record that is common to all speakers: the board, and the outcome of the actions."""
   return {
     'observation': turn.observation,
     'picture': turn.picture,
@@ -201,9 +201,9 @@ def on_timeline(values: np.ndarray, columns: np.ndarray, mask: np.ndarray, width
 
 
 def token_pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str]:
-  """The text of each token; joined they are the text of all.
+  """The text of each token; the joined pieces are the text of all tokens.
 
-  A character that several tokens share belongs to the last of them, the others are empty.
+  A character of several tokens belongs to the last of them; the pieces of the others are empty.
   """
   whole = tokenizer.decode(ids)
   pieces = tokenizer.decode_batch([[i] for i in ids])
@@ -211,7 +211,7 @@ def token_pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str]:
     return pieces
   written, pieces = '', []
   for end in range(1, len(ids) + 1):
-    # An incomplete character decodes to the replacement sign.
+    # An incomplete character decodes to the replacement character.
     text = whole if end == len(ids) else tokenizer.decode(ids[:end]).rstrip('\ufffd')
     piece = text[len(written) :] if text.startswith(written) and whole.startswith(text) else ''
     pieces.append(piece)
@@ -220,5 +220,5 @@ def token_pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str]:
 
 
 def _short(x: np.ndarray) -> list[float | None]:
-  """The numbers with few digits; None for numbers that are not finite, which JSON does not have."""
+  """The numbers with few digits; None for numbers that are not finite, because JSON does not have them."""
   return [float(f'{v:.{_DIGITS}g}') if np.isfinite(v) else None for v in x.tolist()]

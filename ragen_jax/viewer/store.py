@@ -1,13 +1,13 @@
 """Episodes on disk: one file for each evaluation and each training iteration that keeps some.
 
-  <workdir>/episodes/train-00000005.jsonl.gz    the episodes that iteration 5 sampled
-  <workdir>/episodes/eval-00000010.jsonl.gz     those of the evaluation after iteration 10
+  <workdir>/episodes/train-00000005.jsonl.gz    episodes of iteration 5
+  <workdir>/episodes/eval-00000010.jsonl.gz     episodes of the evaluation after iteration 10
 
-The first line of a file holds a summary of each episode, and every picture once. A line for each episode follows, in
-the same order; `viewer.schema` defines the keys. The first line is a gzip member of its own: all episodes can be listed
-without reading the rest, and the rest is copied into a web page as it is (gunzip reads both members as one).
+The first line of a file contains a summary of each episode, and every picture once. One line for each episode follows,
+in the same order; `viewer.schema` defines the keys. The first line is a separate gzip member. Episodes can therefore be
+listed without reading the rest, and the rest is copied unchanged into a web page (gunzip reads both members as one).
 
-A run that was stopped and resumed has the same files as one that was never stopped.
+A run that was stopped and resumed has the same files as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAME = re.compile(r'(train|eval)-(\d+)\.jsonl\.gz(\.tmp)?')
 
 
 class EpisodeWriter:
-  """Writes the episodes of a run; only the first process has it enabled.
+  """Writes the episodes of a run; it is enabled in the first process only.
 
   Attributes:
     workdir: the run's directory.
@@ -45,7 +45,7 @@ class EpisodeWriter:
   """
 
   def __init__(self, workdir: str | os.PathLike[str], start_step: int = 0, enabled: bool = True):
-    """Removes the episodes of `start_step` and later steps, which will be played again.
+    """Removes the files of `start_step` and later steps, whose episodes will be played again.
 
     Args:
       workdir: the run's directory.
@@ -68,12 +68,12 @@ class EpisodeWriter:
           raise UserError(f'{path} was not removed: {e.strerror or e}') from e
 
   def write(self, kind: str, step: int, records: list[EpisodeRecord]) -> None:
-    """Writes the file of a step, or replaces it; without records no file is written.
+    """Writes or replaces the file of a step; without records no file is written.
 
     Args:
       kind: 'train' or 'eval'.
       step: the iteration.
-      records: of episodes, see `viewer.schema`.
+      records: the records of the episodes, see `viewer.schema`.
 
     Raises:
       UserError: the disk is full or not writable.
@@ -87,7 +87,7 @@ class EpisodeWriter:
 
 
 def _encode(records: list[EpisodeRecord]) -> tuple[bytes, bytes]:
-  """The file's first line, and the other lines."""
+  """The first line of a file, and the other lines."""
   pictures: dict[bytes, int] = {}
 
   def number(picture: np.ndarray | None) -> int | None:
@@ -115,7 +115,7 @@ class EpisodeFile:
   """A file of episodes.
 
   Attributes:
-    path: of the file.
+    path: path of the file.
     episodes: a summary of each episode: an `EpisodeSummary` with the number of its `turns` and its first `picture`, an
       index or None.
     pictures: PNG files as base64.
@@ -134,7 +134,7 @@ class EpisodeFile:
 
 
 def read_episodes(workdir: str | os.PathLike[str]) -> Iterator[EpisodeFile]:
-  """The files of a run in the order of steps; a file that cannot be read is left out with a warning."""
+  """The files of a run in the order of steps. Files that cannot be read are skipped with a warning."""
   directory = pathlib.Path(workdir) / 'episodes'
   found = [(int(m[2]), path) for path in directory.glob('*') if (m := _NAME.fullmatch(path.name)) and not m[3]]
   for _, path in sorted(found):

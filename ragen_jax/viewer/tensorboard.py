@@ -1,4 +1,4 @@
-"""Episodes for TensorBoard: a text and a strip of pictures each."""
+"""Episodes for TensorBoard, as text and as a strip of pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
   """The pictures of an episode side by side.
 
   Args:
-    episode: with the pictures of its turns.
+    episode: the episode with the pictures of its turns.
     gap: white columns between two pictures.
 
   Returns:

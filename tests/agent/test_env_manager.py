@@ -153,8 +153,8 @@ def test_a_game_of_few_levels_keeps_them_and_says_so(caplog):
     careful = EnvStateManager([spec], 1, held_out=frozenset(plain.levels()))
     assert careful.reset(0) == boards and (careful.level_seeds == plain.level_seeds).all()
     careful.reset(0)
-  assert [r.getMessage() for r in caplog.records if 'few different levels' in r.getMessage()] == [
-    'Bandit has few different levels: 100 % of those to train on are held-out ones'
+  assert [r.getMessage() for r in caplog.records if 'few distinct levels' in r.getMessage()] == [
+    'Bandit has few distinct levels: 100 % of the training levels are held-out levels'
   ]
 
 
@@ -168,7 +168,7 @@ def test_a_best_possible_that_no_solver_can_find_is_unknown_and_told_of_once(cap
   for x in best:
     assert np.isnan(x[:4]).all() and x[4:].tolist() == [1.0] * 4
   assert len(caplog.records) == 1
-  assert caplog.records[0].getMessage().startswith('envs.Wide: the best possible success is not known (')
+  assert caplog.records[0].getMessage().startswith('envs.Wide: the best possible success is unknown (')
 
 
 def test_training_levels_of_seeds_and_rollouts_follow_one_another():

@@ -107,7 +107,7 @@ def test_a_fault_ends_its_episode_alone_and_is_told_once(mixed, caplog):
     assert sorted(mixed.faults) == list(range(4, 12))
   assert [r.message for r in caplog.records] == [
     'envs.Tally, level 21: reward is not within 1e+15: nan; the episode ends as an error.'
-    ' Others like it are only counted, in Tally/env_errors'
+    ' Further ones are only counted, in Tally/env_errors'
   ]
 
 
@@ -150,7 +150,7 @@ def test_members_that_begin_differently_are_told_of_once(caplog):
     envs = EnvStateManager(specs, 4)
     envs.reset(1)
     envs.reset(9)
-  assert len(caplog.records) == 1 and 'the members of a group begin differently' in caplog.records[0].message
+  assert len(caplog.records) == 1 and 'first observations differ within a group' in caplog.records[0].message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -200,7 +200,7 @@ def test_a_session_at_fault_is_contained_too(at, kind, caplog):
   caplog.clear()
   for _ in range(2):
     envs.end()
-  told = ['envs.Careless: end raised OSError: gone; the episodes are over, but may not be let go of']
+  told = ['envs.Careless: end raised OSError: gone; its episodes may not be released']
   assert [r.getMessage() for r in caplog.records] == (told if at != 'open' else [told[0].replace('gone', 'closed')])
   assert [envs.faults[row].kind for row in envs.faults] == [kind] * (0 if kind is None else 4)
   assert result.done.tolist() == [kind is not None] * 4 and result.reward.sum() == (4 if kind is None else 0)
@@ -250,7 +250,7 @@ def test_a_reward_in_jax_that_is_no_number_ends_its_episode(caplog):
     assert result.done[:6].tolist() == [False, True, True, True, True, False] and not result.success.any()
   assert [r.getMessage() for r in caplog.records] == [
     'envs.Leaky, level 70: reward is not within 1e+15: nan; the episode ends as an error.'
-    ' Others like it are only counted, in Leaky/env_errors'
+    ' Further ones are only counted, in Leaky/env_errors'
   ]
   envs.reset(70)
   assert not envs.faults and not envs.step([[0]] * 6 + [[]] * 3).done.any()

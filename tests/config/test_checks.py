@@ -147,11 +147,11 @@ def test_held_out_levels_of_a_file_are_not_trained_on(tmp_path):
   )  # fmt: skip
   check_config(config)
   config.envs.CoordSokoban.levels = str(tmp_path / '..' / tmp_path.name / 'train.txt')
-  with pytest.raises(UserError, match=r'envs\.CoordSokoban\.levels=.*train\.tags, where SimpleSokoban plays it') as e:
+  with pytest.raises(UserError, match=r'envs\.CoordSokoban\.levels=.*train\.tags, and SimpleSokoban plays it') as e:
     check_config(config)
   assert '\n' not in str(e.value)
   config.sft.tags, config.sft.levels, config.sft.batch_size = ('CoordSokoban',), (8,), 8
-  with pytest.raises(UserError, match=r'must be none of sft\.tags, where CoordSokoban plays it'):
+  with pytest.raises(UserError, match=r'must not be a file of sft\.tags, and CoordSokoban plays it'):
     check_sft(config)
   config.envs.SimpleSokoban.levels = str(tmp_path / 'none.txt')
   with pytest.raises(UserError, match=r"envs\.SimpleSokoban: levels='.*none\.txt'; allowed: a file") as e:
@@ -161,7 +161,7 @@ def test_held_out_levels_of_a_file_are_not_trained_on(tmp_path):
 
 def test_processes_play_equal_numbers_of_groups(monkeypatch):
   monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare(shards=3, first=1, own=1))
-  with pytest.raises(UserError, match=r'train\.groups=4: must be a multiple of 3, the parts'):
+  with pytest.raises(UserError, match=r'train\.groups=4: must be a multiple of 3, the number of parts'):
     check_config(small_config())
 
 

@@ -60,7 +60,7 @@ def test_an_environment_is_changed_by_flags(monkeypatch):
     (['--config=configs/frozenlake_ppo.py', '--num_processes=2'], 'need --coordinator=HOST:PORT'),
     (
       ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
-      'which process this is, from 0',
+      'must be the index of this process, from 0',
     ),
     (
       ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost', '--num_processes=2', '--process_id=1'],

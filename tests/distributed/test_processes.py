@@ -63,7 +63,7 @@ def test_an_error_of_one_process_is_raised_as_it_is():
     ((None, 2, None), 'need --coordinator'),
     (('auto', None, 1), r'--process_id=1: .*must not be given'),
     (('localhost', 2, 0), 'as HOST:PORT'),
-    (('localhost:1', None, 0), r'--num_processes=None: must say'),
+    (('localhost:1', None, 0), r'--num_processes=None: must be the number'),
     (('localhost:1', 2, 2), 'from 0 to 1'),
   ],
 )

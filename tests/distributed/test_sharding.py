@@ -18,7 +18,7 @@ MESH = AbstractMesh((2, 2, 2), AXES)
 
 def test_a_dimension_that_does_not_divide_is_named():
   mesh = AbstractMesh((1, 1, 4), AXES)
-  with pytest.raises(UserError, match=r'mesh\.tensor=4: does not divide the 2 of .*k_proj.*1, 2 would') as e:
+  with pytest.raises(UserError, match=r'mesh\.tensor=4: does not divide the 2 of .*k_proj.*divide it: 1, 2') as e:
     weight_spec('policy/layers/0/self_attn/k_proj/kernel', (64, 2, 16), mesh)
   assert '\n' not in str(e.value)
   assert weight_spec('policy/layers/0/self_attn/q_proj/kernel', (64, 4, 16), mesh) == PartitionSpec(

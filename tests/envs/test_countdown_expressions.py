@@ -83,7 +83,7 @@ def test_spellings():
   assert ENV.format_action(ENV.parse_action('1-(2-3)-(4*5)')) == '1 - (2 - 3) - 4 * 5'
   assert ENV.parse_action('(' * 16 + '1' + ')' * 16) == (2, *[0] * 14)
   for tokens in ([], [-1], [2, 3], [2, -1, 3], [2, 3, -5]):
-    with raises_one_line('no expression'):
+    with raises_one_line('not an expression'):
       ENV.format_action(np.array(tokens + [0] * (15 - len(tokens))))
 
 

@@ -22,11 +22,11 @@ def test_a_class_of_one_s_own_may_be_the_type():
     ('nowhere', {}, r"type='nowhere'; allowed: .*frozen_lake.*python.*'package\.module:ClassName'"),
     ('no_such_module_here:Game', {}, r"type='no_such_module_here:Game' cannot be imported \(ModuleNotFoundError"),
     ('json:Game', {}, r"type='json:Game' cannot be imported \(AttributeError"),
-    ('json:JSONEncoder', {}, "'json:JSONEncoder' is no subclass of Environment or TextEnvironment"),
+    ('json:JSONEncoder', {}, "'json:JSONEncoder' is not a subclass of Environment or TextEnvironment"),
     (f'{GAMES}:Unfinished', {}, 'Unfinished.* lacks open'),
-    (f'{GAMES}:NotFrozen', {}, 'NotFrozen.* is no frozen dataclass'),
+    (f'{GAMES}:NotFrozen', {}, 'NotFrozen.* is not a frozen dataclass'),
     (f'{GAMES}:Own', {}, 'task is missing; .*Own needs task'),
-    (f'{GAMES}:Own', {'tusk': 1}, 'tusk is no option of .*; allowed: task'),
+    (f'{GAMES}:Own', {'tusk': 1}, 'tusk is not an option of .*; allowed: task'),
   ],
 )
 def test_wrong_types_and_options_are_named_in_one_line(env_type, options, message):

@@ -163,7 +163,7 @@ def test_text_round_trips(env, observation, symbols):
 def test_coordinates_alone_are_no_level():
   env = dataclasses.replace(TWO, observation='coord')
   for text in (env.render(batch(TWO.from_text(TWO_BOXES)))[0], 'Board size: 6 rows, 7 columns'):
-    with raises_one_line('do not show the walls'):
+    with raises_one_line('as the walls are missing'):
       env.from_text(text)
 
 

@@ -223,9 +223,9 @@ def test_the_large_board_as_text():
     ('[3]', '[4]', 'the given digits have no solution'),
     ('[1] . ', '[1][1]', 'the given digits have no solution'),
     ('[1] . ', '[1] 2 ', 'row 1 col 2 is 2, must be 3 or empty'),
-    ('[2]', '[2]\nWrong: row 1 col 2 is not 3', 'is not so'),
-    ('[2]', '[2]\nWrong: row 1 col 1 is not 3', 'is not so'),
-    ('[2]', '[2]\nWrong: row 1 col 5 is not 3', 'is not so'),
+    ('[2]', '[2]\nWrong: row 1 col 2 is not 3', 'is wrong'),
+    ('[2]', '[2]\nWrong: row 1 col 1 is not 3', 'is wrong'),
+    ('[2]', '[2]\nWrong: row 1 col 5 is not 3', 'is wrong'),
     ('[2]', '[2]\nWrong: row 1 col 2 is 4', 'is not of the form'),
   ],
 )

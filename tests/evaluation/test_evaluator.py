@@ -85,4 +85,4 @@ def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, c
   assert math.isnan(optimal['FrozenLake']) and 0 < optimal['CoordFrozenLake'] < 1 and optimal['Bandit'] == 1
   messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.agent.env_manager']
   assert len(messages) == 1 and '\n' not in messages[0]
-  assert messages[0].startswith('envs.FrozenLake: the best possible success is not known (frozen_lake: budget.max_act')
+  assert messages[0].startswith('envs.FrozenLake: the best possible success is unknown (frozen_lake: budget.max_act')

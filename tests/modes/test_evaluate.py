@@ -263,13 +263,13 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
     ({'lora.rank': 4}, r'has checkpoints of another model: lora\.rank was 0 and is 4; .*eval\.step=base'),
     ({'model.path': '{model}'}, r'another model: model\.path was "" and is'),
     ({'eval.baselines': ('expert',)}, r"eval\.baselines=\('expert',\): allowed: .*random, solver"),
-    ({'eval.step': 'none', 'eval.baselines': ()}, r"eval\.step='none': nobody would play"),
+    ({'eval.step': 'none', 'eval.baselines': ()}, r"eval\.step='none': nothing would be evaluated"),
     ({'eval.endpoint': 'localhost:8000'}, r"eval\.endpoint='localhost:8000': must be an address such as"),
     ({'eval.endpoint': 'http://me:secret@host/v1'}, r'eval\.endpoint=.*must be an address'),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1'}, r"eval\.endpoint_model='': must name a model"),
     (
       {'eval.endpoint_model': 'm'},
-      r"eval\.endpoint_model='m': must name a model of eval\.endpoint='', and none without",
+      r"eval\.endpoint_model='m': must name a model of eval\.endpoint='', and must be empty without",
     ),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm'}, r'eval\.endpoint=.*cannot be reached'),
     ({'eval.endpoint_timeout': 0.0}, r'eval\.endpoint_timeout=0\.0: must be above 0'),
@@ -314,8 +314,8 @@ def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, capl
   config.agent.think, config.envs.FrozenLake.size = False, 5
   with caplog.at_level('INFO', 'ragen_jax'):
     assert evaluate._compare_with_run(config, str(workdir)) == ['FrozenLake']
-  assert 'not as in training: agent.think was true and is false' in caplog.text
-  assert 'not as in training: envs.FrozenLake.size was 4 and is 5' in caplog.text
+  assert 'different from training: agent.think was true and is false' in caplog.text
+  assert 'different from training: envs.FrozenLake.size was 4 and is 5' in caplog.text
 
 
 def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
@@ -330,7 +330,7 @@ def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
     config.update_from_flattened_dict(fields)
     (workdir / 'config.json').write_text(json.dumps(config.to_dict()))
     if trained_on is None:
-      with pytest.raises(UserError, match=r'--workdir=.* a tokenizer of its own; .*--config\.model\.path=runs/sft/ch'):
+      with pytest.raises(UserError, match=r'--workdir=.* its own tokenizer; .*--config\.model\.path=runs/sft/ch'):
         evaluate.evaluate(config, str(workdir), given=True)
     else:
       assert evaluate.evaluate(config, str(workdir), given=True)['trained_on'] == trained_on

@@ -99,7 +99,7 @@ def test_transformers_opens_an_export_and_so_does_another_run(tmp_path, run, req
   config.export.output = str(tmp_path / 'out')
   with caplog.at_level('INFO', 'ragen_jax'):
     assert export.export(config, str(workdir)) == str(tmp_path / 'out')
-  assert f'to begin a run with it: --config.model.path={tmp_path}/out' in caplog.text
+  assert f'to start a run from it: --config.model.path={tmp_path}/out' in caplog.text
   ids = policy.tokenizer.encode(TEXT)
   expected = _logits(policy.model.policy, ids)
   model = AutoModelForCausalLM.from_pretrained(config.export.output, dtype=torch.float32)
@@ -119,7 +119,7 @@ def test_peft_opens_an_export_of_adapters_and_so_does_another_run(tmp_path, lora
   config.export.output, config.export.lora = str(tmp_path / 'out'), 'adapter'
   with caplog.at_level('INFO', 'ragen_jax'):
     export.export(config, str(workdir))
-  said = caplog.text.split('to begin a run with it: ')[1].split()
+  said = caplog.text.split('to start a run from it: ')[1].split()
   ids = policy.tokenizer.encode(TEXT)
   expected = _logits(policy.model.policy, ids)
   base = json.loads((tmp_path / 'out' / 'adapter_config.json').read_text())['base_model_name_or_path']

@@ -230,8 +230,8 @@ def test_limits_are_told():
 
 def test_words_that_are_no_action_are_told_in_one_line_and_cost_nothing():
   shown = _typed(_config('FrozenLake'), 'Left || Lift', 'left, right', '', ' || ', 'help')
-  assert shown[1].startswith("'Lift' is no action; allowed: Left, Down, Right, Up, separated by ||")
-  assert shown[2].startswith("'left, right' is no action; ")
+  assert shown[1].startswith("'Lift' is not an action; allowed: Left, Down, Right, Up, separated by ||")
+  assert shown[2].startswith("'left, right' is not an action; ")
   assert shown[1].count('\n') == shown[2].count('\n') == 1
   assert shown[3] == shown[4] and shown[3].startswith('Turn 1 of 5, actions left: 10\n')
   assert shown[3] in shown[0] and shown[5] in shown[0]
@@ -241,7 +241,7 @@ def test_words_that_are_no_action_are_told_in_one_line_and_cost_nothing():
   # Another separator, and then the usual one is part of a word.
   shown = _typed(_config('FrozenLake', agent__action_sep=';'), 'left; right', 'left || right')
   assert 'actions left: 8\n' in shown[1] or 'Carried out' in shown[1] or 'Lost' in shown[1]
-  assert "'left || right' is no action" in shown[2] and 'separated by ;' in shown[2]
+  assert "'left || right' is not an action" in shown[2] and 'separated by ;' in shown[2]
 
 
 def test_quit_and_the_end_of_the_input_end_the_play():
@@ -266,7 +266,7 @@ def test_games_without_a_solver_say_so(monkeypatch):
 
   monkeypatch.setitem(registry.TYPES, 'frozen_lake', Unsolved)
   shown = _typed(_config('FrozenLake'), 'hint', *['Up'] * 5)
-  assert shown[1] == 'FrozenLake has no solver, so nobody knows.\n'
+  assert shown[1] == 'FrozenLake has no solver, so there is no hint.\n'
   end = next(part for part in shown if 'Success: ' in part)
   assert 'best possible: not known' in end
   assert shown[-1].endswith('of 1 that were played to the end.\n')

@@ -90,12 +90,12 @@ def test_what_cannot_be_drawn_is_told_in_one_line(runs, tmp_path):
     ([good, str(missing)], f'--workdir={missing}: there is no such directory'),
     ([good, str(empty)], f'--workdir={empty}: has no metrics.jsonl'),
     ([nothing], f'--workdir={nothing}: metrics.jsonl has no iterations yet'),
-    ([str(silent)], f'--workdir={silent}: the run has logged nothing yet'),
+    ([str(silent)], f'--workdir={silent}: the run has not logged any metric'),
     ([good, runs[1], good], f'--workdir={good} is given twice'),
     ([good, f'{good}/'], f'--workdir={good}/ is given twice, also as {good}'),
     ([str(torn)], f'{torn / "config.json"} cannot be read'),
-    ([str(strange)], f'{strange / "evaluation" / "b.json"} is no evaluation of --mode=eval'),
-    ([str(newer)], f'{newer / "evaluation" / "b.json"} has version 2; 1 is the one'),
+    ([str(strange)], f'{strange / "evaluation" / "b.json"} is not an evaluation of --mode=eval'),
+    ([str(newer)], f'{newer / "evaluation" / "b.json"} has version 2; only version 1'),
   ):
     with pytest.raises(UserError) as e:
       plot.plot(workdirs, str(tmp_path / 'out'))

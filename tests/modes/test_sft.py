@@ -158,7 +158,7 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
   # The first step has a learning rate of 0; the others were skipped, and are not saved.
   assert [p.name for p in (tmp_path / 'bad' / 'run' / 'checkpoints').iterdir()] == ['1']
   assert not (tmp_path / 'bad' / 'model').exists()
-  assert 'the loss, its gradient or the update is not finite; nothing is learnt there' in capsys.readouterr().err
+  assert 'skipped, because the loss, its gradient or the update is not finite' in capsys.readouterr().err
 
 
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
@@ -167,14 +167,16 @@ def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   config = config.copy_and_resolve_references()
   config.sft.first_level += 1000
   config.sft.save_data = ''  # what was written stays for the next test
-  with pytest.raises(UserError, match=r'--workdir=.*: what is learnt from has changed since; choose another') as e:
+  with pytest.raises(
+    UserError, match=r'--workdir=.*: the training data has changed since the checkpoint; choose another'
+  ) as e:
     sft.train_sft(config, workdir)
   assert '\n' not in str(e.value)
 
 
 def test_training_in_the_workdir_of_a_warm_start_is_refused(whole):
   config, workdir = whole
-  with pytest.raises(UserError, match=r'--workdir=.*: its checkpoints are those of a warm start; choose another'):
+  with pytest.raises(UserError, match=r'--workdir=.*: its checkpoints belong to a warm start; choose another'):
     train.train_and_evaluate(config, workdir)
 
 
@@ -230,9 +232,9 @@ def test_the_shipped_configs_can_run(module, model):
     ({'sft__val_fraction': 1.0}, r'sft\.val_fraction=1\.0: must be at least 0 and below 1'),
     ({'sft__eval_every': -1}, r'sft\.eval_every=-1: must be at least 0'),
     ({'sft__checkpoint_every': -5}, r'sft\.checkpoint_every=-5: must be at least 0'),
-    ({'sft__levels': (64,)}, r'sft\.batch_size=64: must be at most the number of demonstrations.*learnt from, 60'),
+    ({'sft__levels': (64,)}, r'sft\.batch_size=64: must be at most the number of training demonstrations, 60'),
     ({'sft__data': 'x', 'sft__value_coef': 0.1}, r'sft\.value_coef=0\.1: conversations of sft\.data have no values'),
-    ({'sft__data': 'x', 'sft__save_data': 'y'}, r"sft\.save_data='y': writes what solvers play"),
+    ({'sft__data': 'x', 'sft__save_data': 'y'}, r"sft\.save_data='y': writes the solvers' play"),
   ],
 )
 def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
@@ -254,7 +256,7 @@ def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_text(json.dumps({'messages': [{'role': 'assistant', 'content': 'yes'}]}) * 1)
   config, workdir = _quick(tmp_path, 'few', sft__data=str(path))
-  with pytest.raises(UserError, match=r'sft\.batch_size=8: must be at most the conversations to learn from, 0'):
+  with pytest.raises(UserError, match=r'sft\.batch_size=8: must be at most the number of training conversations, 0'):
     sft.train_sft(config, workdir)
   config.sft.data = str(tmp_path / 'none.jsonl')
   with pytest.raises(UserError, match=re.escape(f'sft.data={config.sft.data!r}: cannot be read: No such file')):

@@ -109,7 +109,7 @@ _GOOD = json.dumps({'messages': [_said('assistant', 'yes')]})
 @pytest.mark.parametrize(
   ('line', 'message'),
   [
-    ('{"messages": [', r'line 2: is no JSON'),
+    ('{"messages": [', r'line 2: is not JSON'),
     ('[]', r'line 2: must be an object with a list "messages"'),
     ('{"messages": []}', r'line 2: must be an object with a list "messages"'),
     ({'messages': ['hello']}, r'line 2: messages\[0\] must be an object'),

@@ -143,7 +143,8 @@ def test_bad_iterations_are_named_and_not_saved_and_end_the_run_when_there_are_t
   lines = [line for line in capsys.readouterr().err.splitlines() if 'not finite' in line]
   assert [int(line.split()[1].rstrip(':')) for line in lines] == [2, 3, 5, 6, 7]
   assert lines[0] == (
-    'iteration 2: not finite: 3 of 9 sampled log-probs (row 2); it is not learnt from, and no checkpoint is saved'
+    'iteration 2: not finite: 3 of 9 sampled log-probs (row 2); '
+    'bad optimiser steps are skipped, and no checkpoint is saved'
   )
 
 
@@ -168,13 +169,13 @@ def test_an_evaluation_or_new_weights_can_make_an_iteration_bad(tmp_path, capsys
     _finish(run, _state(4, iteration=4), _evaluation(0.1))
   assert _steps(tmp_path) == [4]
   what = 'actor/pg_loss under the new weights' if found else 'in the evaluation 7 of 9 sampled log-probs (row 0)'
-  assert f'iteration 2: not finite: {what}; it is not' in capsys.readouterr().err
+  assert f'iteration 2: not finite: {what}; bad optimiser steps are skipped' in capsys.readouterr().err
 
 
 def test_bad_iterations_lead_back_to_the_best_checkpoint_if_the_echo_trap_does(tmp_path, capsys):
   fields = {'monitor__echo_trap': 'rollback', 'monitor__max_bad_iterations': 1, 'monitor__max_rollbacks': 1}
   with (
-    pytest.raises(Diverged, match=r'^iteration 5: .*checkpoint 4 is from before'),
+    pytest.raises(Diverged, match=r'^iteration 5: .*start another run from checkpoint 4'),
     _open(tmp_path, **fields) as (run, _),
   ):
     with pytest.raises(Diverged):  # there is no checkpoint yet
@@ -218,14 +219,14 @@ def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, reque
 def test_checkpoints_of_a_warm_start_are_refused(tmp_path):
   with Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, _state().saved(), {'data': 7})
-  message = r'its checkpoints are those of a warm start; choose another --workdir'
+  message = r'its checkpoints belong to a warm start; choose another --workdir'
   with pytest.raises(UserError, match=message), _open(tmp_path):
     pass
 
 
 def test_the_first_line_says_where_a_run_stands():
-  assert greeting('w', 'tiny: small', 0, 9, '') == 'model tiny: small; the run is kept in w'
-  assert greeting('w', '', 3, 9, '') == 'going on in w after iteration 3'
+  assert greeting('w', 'tiny: small', 0, 9, '') == 'model tiny: small; the run is saved in w'
+  assert greeting('w', '', 3, 9, '') == 'resuming w after iteration 3'
   assert greeting('w', '', 9, 9, '') == 'w is finished: 9 iterations'
   assert greeting('w', '', 3, 9, 'flat') == 'w was stopped after iteration 3: flat'
 

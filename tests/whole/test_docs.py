@@ -357,5 +357,5 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
   assert len(quoted) == len(told)
   for text in ('evaluating before training; most of the first minute is compilation',):
     assert text in page and text in (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
-  interrupted = 'interrupted; the same command goes on from the last checkpoint, if there is one'
+  interrupted = 'interrupted; the same command resumes from the last checkpoint, if there is one'
   assert interrupted in page and interrupted in (ROOT / 'ragen_jax' / '__main__.py').read_text(encoding='utf-8')

@@ -77,7 +77,7 @@ def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path)
   pair = _start(two, 2, '--config.num_iterations=3')
   output = pair.communicate(timeout=300)[0]
   assert pair.returncode == 0, output
-  assert output.count(f'going on in {two} after iteration') == 1  # only the first process talks
+  assert output.count(f'resuming {two} after iteration') == 1  # only the first process talks
   assert output.count('Success on 8 held-out levels') == 1
   _assert_same_metrics(two, one)
 
@@ -101,7 +101,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
   _train(one, 1, '--config.num_iterations=2')
   _train(other, 8, '--config.num_iterations=1', '--config.mesh.fsdp=2', '--config.mesh.tensor=2')
   told = _train(other, 2, '--config.num_iterations=2', '--config.mesh.tensor=2').stderr
-  assert f'going on in {other} after iteration 1' in told
+  assert f'resuming {other} after iteration 1' in told
   _assert_same_metrics(other, one)
 
 
@@ -115,6 +115,6 @@ def test_sigterm_saves_the_iteration_in_all_processes(tmp_path):
   pair.send_signal(signal.SIGTERM)
   output = pair.communicate(timeout=300)[0]
   assert pair.returncode == 143, output
-  assert 'the same command goes on from the last checkpoint' in output and 'Traceback' not in output
+  assert 'the same command resumes from the last checkpoint' in output and 'Traceback' not in output
   steps = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
   assert steps == [read_metrics(tmp_path)[-1]['step']]

@@ -149,6 +149,6 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_rea
   monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare())
   monkeypatch.setattr('ragen_jax.models.checkpoint.load.load_params', lambda *a, **k: pytest.fail('weights were read'))
   with pytest.raises(
-    UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
+    UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*divide it: 1, 2'
   ):
     checks.check_config(builders.small_config(mesh__tensor=4))

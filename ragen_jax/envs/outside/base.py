@@ -1,11 +1,11 @@
-"""The interface of environments outside JAX: text in, text out, on the host; their failures are contained.
+"""The interface of environments outside JAX, which exchange text on the host. Their failures do not end a run.
 
-A `TextEnvironment` answers prompts and replies as an `Environment` does, and opens `Session`s, which play it on many
-rows at once. A session may raise, hang or return nonsense: the agent ends such an episode as an error and goes on.
-Everything that a session returns is read by `read_observation` and `read_step`, which never raise.
+A `TextEnvironment` has the same interface for prompts and replies as an `Environment`. It opens `Session`s, which play
+it on many rows at once. If a session raises, hangs or returns nonsense, the agent ends the episode as an error and
+continues. `read_observation` and `read_step` check everything that a session returns, and never raise.
 
 Implementations: `PythonEnvironment` (python.py), `GymnasiumEnvironment` (gymnasium.py), `HttpEnvironment` (http.py).
-docs/add_environment.md has whole examples.
+docs/add_environment.md has complete examples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Session(abc.ABC):
     Args:
       rows: the rows to reset.
       seeds: the seed of each row's level. Rows with equal seeds must begin with equal observations.
-      members: the number of each row in its group, for chance that members do not share.
+      members: the number of each row in its group, to seed randomness that the members do not share.
 
     Returns:
       The first observation of each row, or a `Fault`.
@@ -49,7 +49,7 @@ class Session(abc.ABC):
 
   @abc.abstractmethod
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """Carries out one action in each of some rows.
+    """Executes one action in each of the given rows.
 
     Returns:
       For each row an input of `read_step`: (observation, reward, done, info), or a `Fault`.
@@ -72,10 +72,10 @@ class TextEnvironment(Game):
 
   @abc.abstractmethod
   def open(self, rows: int) -> Session:
-    """A session of `rows` rows. One thread at a time uses it."""
+    """Opens a session with `rows` rows. Only one thread at a time uses it."""
 
   def parse_action(self, text: str) -> str | None:
-    """The name of the action, or None. Without `action_names` every text is an action, unless it is blank."""
+    """The name of the action, or None. Without `action_names` every non-blank text is an action."""
     text = text.strip()
     if not self.action_names:
       return text or None
@@ -87,7 +87,7 @@ class TextEnvironment(Game):
 
   @final
   def read_action(self, text: str) -> tuple[str, str] | None:
-    """As `Game.read_action`, but never raises: a text that cannot be parsed is no action, and is logged once."""
+    """Like `Game.read_action`, but never raises. A text that cannot be parsed is not an action, and is logged once."""
 
     def read() -> tuple[str, str] | None:
       action = self.parse_action(text)
@@ -102,7 +102,7 @@ class TextEnvironment(Game):
     logged = vars(self).setdefault('_logged_kinds', set())
     if fault is not None and fault.kind not in logged:
       logged.add(fault.kind)
-      _log.warning('%s: %s; such text is no action', self.name, fault)
+      _log.warning('%s: %s; such text is not an action', self.name, fault)
     return result
 
   @property
@@ -115,7 +115,7 @@ class TextEnvironment(Game):
     return [list(self.action_words)] * len(np.asarray(states.done))
 
 
-# -- reading what an environment returns -------------------------------------------------------------------------------
+# -- checking the results of an environment ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +124,9 @@ class TextStep:
 
   Attributes:
     observation: the text after the action.
-    reward: a number of at most 1e15 in size.
-    done: the game is over.
-    success: the game is over and won.
+    reward: a number of at most 1e15 in magnitude.
+    done: whether the game is over.
+    success: whether the game is over and won.
     effective: whether the action changed anything; None if the environment does not say.
   """
 
@@ -161,8 +161,8 @@ def read_step(raw: Any) -> TextStep | Fault:
   """The checked result of a step.
 
   Args:
-    raw: a `Fault`, or (observation, reward, done, info). `info` is the success as a bool, or a mapping with 'success',
-      which is required once the game is over, and optionally 'effective'.
+    raw: a `Fault`, or (observation, reward, done, info). `info` is the success as a bool, or a mapping with 'success'
+      (required once the game is over) and optionally 'effective'.
   """
   if isinstance(raw, Fault):
     return raw

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as text: a function writes observations, words or a parser name actions."""
+"""Gymnasium's environments as text: a function writes observations as text; words or a parser define the actions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 class GymnasiumEnvironment(TextEnvironment):
   """An environment of Gymnasium's registry.
 
-  A level is the result of `reset(seed=...)`. After it the environment's generator, `np_random`, is seeded from
-  (level, member): the members of a group share the level and have chance of their own, provided that the environment
-  draws all its chance from `np_random`, as Gymnasium requires. The game is over when the environment terminates or
-  truncates.
+  A level is the result of `reset(seed=...)`. Afterwards the environment's generator, `np_random`, is seeded from
+  (level, member). The members of a group then share the level and differ in their randomness, provided that the
+  environment draws all random numbers from `np_random`, as Gymnasium requires. The game is over when the environment
+  terminates or truncates.
 
   Attributes:
     id: the registered name; 'package.module:Name-v0' imports the module first.
@@ -39,14 +39,14 @@ class GymnasiumEnvironment(TextEnvironment):
     task: the game and its aim, for the prompt.
     action_names: words for the actions of a `Discrete` space, in the order of its actions.
     parse: instead of `action_names`, the import path of a function from text to an action. It returns None or raises
-      ValueError for a text that is no action.
-    action_help: with `parse`, one line that says how an action is written.
+      ValueError for a text that is not an action.
+    action_help: with `parse`, one line about the form of an action.
     render: import path of a function from an observation to text. Without it, the text that the environment renders if
       kwargs has render_mode='ansi', else `str(observation)`.
     symbols: symbol to meaning, for the prompt, if the text is a board.
-    success: import path of a function (observation, reward, terminated, truncated, info) -> bool, which says whether a
-      game that is over is won. Without it, info['is_success'] or info['success'] says so; if info has neither, the game
-      is won if it terminated with a reward above 0.
+    success: import path of a function (observation, reward, terminated, truncated, info) -> bool, which tells whether a
+      finished game is won. Without it, info['is_success'] or info['success'] is used; if info has neither, the game is
+      won if it terminated with a reward above 0.
     workers: number of threads, see `PythonEnvironment`.
     step_timeout_s: time limit of a step, a reset or a close, in seconds.
   """
@@ -100,7 +100,7 @@ class GymnasiumEnvironment(TextEnvironment):
 
     wrong = f'gymnasium: action_names={self.action_names!r}; allowed: '
     if not isinstance(space, Discrete):
-      raise ValueError(f'{wrong}none for {one_line(space, str)}, which is no Discrete space and needs parse')
+      raise ValueError(f'{wrong}none for {one_line(space, str)}, which is not a Discrete space and needs parse')
     if len(self.action_names) != space.n:
       raise ValueError(f'{wrong}one word for each action of {space}, or parse')
 
@@ -131,7 +131,7 @@ class GymnasiumEnvironment(TextEnvironment):
     return action if action is None or self._action(action) is not None else None
 
   def _action(self, text: str) -> Any | None:
-    """The argument of the environment's `step` for a text, or None if the text is no action."""
+    """The argument of the environment's `step` for a text, or None if the text is not an action."""
     if self.action_names:
       return self._space.start + self.action_names.index(text)
     try:
@@ -142,7 +142,7 @@ class GymnasiumEnvironment(TextEnvironment):
     except (Exception, SystemExit) as e:  # noqa: BLE001, a reply that the parser cannot read must not end a run
       if not self._warned:
         self._warned.append(text)
-        _log.warning('gymnasium: parse=%r raised %s; such text is no action', self.parse, describe_error(e))
+        _log.warning('gymnasium: parse=%r raised %s; such text is not an action', self.parse, describe_error(e))
       return None
 
   def open(self, rows: int) -> LocalSession:
@@ -165,7 +165,7 @@ class _Game:
 
   def reset(self, seed: int, member: int) -> str:
     observation, _ = self._env.reset(seed=seed)
-    # The level is made by the level's own generator; all further chance comes from the member's.
+    # The generator of the level makes the level; all later random numbers come from the generator of the member.
     self._env.unwrapped.np_random = np.random.default_rng([seed, member])
     return self._text(observation)
 

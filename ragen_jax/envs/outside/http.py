@@ -1,6 +1,6 @@
 """Environments on a server: batches of episodes over a small JSON protocol, with time limits and retries.
 
-All requests are POST with a JSON body. `episodes` are lists, and the list of an answer has the order of its request.
+All requests are POST with a JSON body. `episodes` is a list; the list of an answer has the order of its request.
 
     /reset  {"options": {...}, "episodes": [{"id": "8f..-0", "seed": 10003, "member": 2}, ...]}
             {"episodes": [{"observation": "..."}, ...]}
@@ -10,12 +10,13 @@ All requests are POST with a JSON body. `episodes` are lists, and the list of an
             anything
 
 - `id` is the client's name for the episode. A /reset of a known id starts the episode again.
-- `seed` determines the level and `member` the chance: episodes with equal seeds begin with equal observations.
-- `step` counts the actions of an episode from 0. The client repeats a request whose answer is lost, so a server that
-  has already carried out action number `step` of an episode returns the same answer and carries out nothing.
-- In place of an episode's answer, {"error": "..."} ends that episode as an error. `success` may be missing until the
-  game is over; `effective` may say whether the action changed anything.
-- /close ends episodes, including some that are over. A client that dies closes nothing, so a server should drop
+- `seed` determines the level, and `member` seeds all other randomness. Episodes with equal seeds begin with equal
+  observations.
+- `step` counts the actions of an episode from 0. The client repeats a request if the answer is lost. A server that has
+  already executed action number `step` of an episode must then return the same answer and not execute it again.
+- {"error": "..."} instead of an episode's answer ends that episode as an error. `success` may be missing until the game
+  is over; `effective` (optional) tells whether the action changed anything.
+- /close ends episodes, including some that are over. A client that crashes closes nothing, so a server should drop
   episodes without requests after a while.
 """
 
@@ -53,11 +54,11 @@ _log = logging.getLogger(__name__)
 
 
 class ServerError(Exception):
-  """No try of a request had a usable answer, or the server refused the request."""
+  """The server refused a request, or no attempt had a usable answer."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-  """Treats a redirect as an error, since following it would drop the body of the request."""
+  """Treats a redirect as an error, because a redirected request would lose its body."""
 
   def redirect_request(self, *arguments: Any) -> None:
     return None
@@ -71,14 +72,14 @@ class HttpEnvironment(TextEnvironment):
     url: the base address of /reset, /step and /close, http or https. Proxies are not used.
     task: the game and its aim, for the prompt.
     action_names: the words that are actions; without them every text is an action.
-    action_help: one line that says how an action is written.
+    action_help: one line about the form of an action.
     symbols: symbol to meaning, for the prompt, if the text is a board.
     options: options for the server, sent with each /reset.
     timeout_s: time limit of one answer, in seconds.
-    retries: further tries of a request that has no answer, or a status that says "later" or "server error".
+    retries: maximum number of repetitions of a request without an answer or with a temporary error status.
     backoff_s: seconds before the second try, doubled before each further try, at most 30.
-    batch_size: episodes in one request.
-    workers: requests in flight at a time.
+    batch_size: number of episodes in one request.
+    workers: number of simultaneous requests.
   """
 
   name: ClassVar[str] = 'http'
@@ -134,12 +135,12 @@ class HttpEnvironment(TextEnvironment):
 class HttpSession(Session):
   """The episodes of one client.
 
-  The requests of one call are sent several at a time. After one has failed in all its tries, the requests that have not
-  begun are not sent: a dead server costs its tries once.
+  Several requests of one call are sent at a time. After all tries of a request have failed, the remaining requests are
+  not sent, so an unreachable server costs only one series of tries.
   """
 
   def __init__(self, env: HttpEnvironment, rows: int):
-    """Sends nothing.
+    """Sends no request.
 
     Args:
       env: address, limits and options.
@@ -147,7 +148,7 @@ class HttpSession(Session):
     """
     self._env = env
     self._client, self._count = uuid.uuid4().hex, 0
-    self._ids: dict[int, str] = {}  # ids of the rows whose episodes the server holds
+    self._ids: dict[int, str] = {}  # row -> id of its episode on the server
     self._steps = [0] * rows
     self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
     self._warned_of_end = False
@@ -175,7 +176,7 @@ class HttpSession(Session):
     return [a if isinstance(a, Fault) else (a.get('observation'), a.get('reward'), a.get('done'), a) for a in answers]
 
   def end(self) -> None:
-    """Closes all episodes that the server may hold; the server has to drop those that cannot be closed."""
+    """Closes all episodes that may be open on the server; the server must drop those that cannot be closed."""
     rows = list(self._ids)
     if rows:
       answers = self._ask('close', rows, [{'id': self._ids[row]} for row in rows])
@@ -201,7 +202,7 @@ class HttpSession(Session):
 
     parts = [episodes[i : i + size] for i in range(0, len(episodes), size)]
     calls = [functools.partial(send, part) for part in parts]
-    # Tries and waits have limits of their own; this one covers what has none, such as the look-up of the host.
+    # Tries and waits have their own limits; this limit covers all other calls, such as the look-up of the host.
     limit = tries * (env.timeout_s + _LONGEST_WAIT_S) + env.timeout_s
     results = run_calls(calls, what=what, workers=env.workers, timeout_s=limit)
     answers: list[Any] = []
@@ -209,14 +210,14 @@ class HttpSession(Session):
       answers += result if fault is None else [fault] * len(part)
     for row, answer in zip(rows, answers, strict=True):
       if isinstance(answer, Fault):
-        self._ids.pop(row, None)  # there is nothing left to close
+        self._ids.pop(row, None)  # nothing remains to be closed
     return [_read(what, answer) for answer in answers]
 
   def _post(self, what: str, body: dict[str, Any], tries: int) -> list[Any]:
     """Sends one request, with retries, and returns the answers of its episodes.
 
     Raises:
-      ServerError: no try had a usable answer, or the server refused the request.
+      ServerError: the server refused the request, or no attempt had a usable answer.
     """
     url = f'{self._env.url.rstrip("/")}/{what}'
     data = json.dumps(body).encode()
@@ -245,7 +246,7 @@ class HttpSession(Session):
     """The body of the answer to one request.
 
     Raises:
-      OSError: the answer takes longer than `timeout_s` altogether, or there is none.
+      OSError: the whole answer takes longer than `timeout_s`, or there is no answer.
       ServerError: the answer is too large; another try would not help.
     """
     deadline = time.monotonic() + self._env.timeout_s

@@ -1,4 +1,4 @@
-"""Sessions of games that are objects in this process."""
+"""Sessions whose games are objects in this process."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _log = logging.getLogger(__name__)
 
 
 class LocalSession(Session):
-  """Rows that are objects in this process, each with `reset(seed, member)`, `step(action)` and optionally `close()`.
+  """A session with one object for each row, with `reset(seed, member)`, `step(action)` and optionally `close()`.
 
-  The object of a row is made at the row's first reset and plays all its episodes. An object whose call raised or
-  exceeded the time limit is replaced by a new one; it is closed, unless its call may still be running.
+  The object of a row is made at the row's first reset and plays all its episodes. If a call raises or exceeds the time
+  limit, a new object replaces the object. The old object is closed, unless its call may still be running.
   """
 
   def __init__(self, make: Callable[[], Any], rows: int, *, workers: int, step_timeout_s: float):
     """Makes no object yet.
 
     Args:
-      make: makes an object.
+      make: function that makes an object.
       rows: number of rows.
       workers: number of threads, see `run_calls`.
       step_timeout_s: time limit of a step, a reset or a close, in seconds.
@@ -78,10 +78,10 @@ class LocalSession(Session):
 
 
 def close_all(games: Sequence[Any], *, workers: int, timeout_s: float) -> None:
-  """Calls `close` of the objects that have it; failures are logged as one warning a kind.
+  """Calls `close` of the objects that have it; failures are logged as one warning for each kind.
 
   Args:
-    games: the objects, None for a row without one.
+    games: the objects; None for a row without an object.
     workers: number of threads, see `run_calls`.
     timeout_s: time limit of one call, in seconds.
   """

@@ -34,11 +34,11 @@ class PythonEnvironment(TextEnvironment):
   Methods of the class:
 
     reset(seed) -> str                  starts an episode and returns the first observation; equal seeds give equal
-                                        levels. With a second argument `member`, the members of a group can have chance
-                                        of their own.
+                                        levels. An optional second argument, `member`, is the number of the episode in
+                                        its group; it can seed randomness that is not part of the level.
     step(action) -> (str, float, bool, success)
-                                        carries out one action: observation, reward, whether the game is over, and
-                                        whether it is won. In place of `success`, a dict with 'success' and optionally
+                                        executes one action: observation, reward, whether the game is over, and
+                                        whether it is won. `success` can be a dict with 'success' and optionally
                                         'effective': whether the action changed anything. Without 'effective', an action
                                         is effective if the observation changed.
     close()                             optional; called when the object is no longer needed.
@@ -55,8 +55,8 @@ class PythonEnvironment(TextEnvironment):
   Attributes:
     class_path: 'package.module:ClassName'.
     options: keyword arguments of the class.
-    workers: threads that play; 0 plays in the caller's thread, without a time limit. More than 1 helps if steps wait
-      for a network or a process. The objects then run in several threads: each in one at a time, not always the same.
+    workers: number of threads; 0 plays in the caller's thread, without a time limit. More than 1 helps if steps wait
+      for a network or a process. Only one thread at a time then uses an object, but not always the same thread.
     step_timeout_s: time limit of a step, a reset or a close, in seconds.
   """
 
@@ -121,7 +121,7 @@ class PythonEnvironment(TextEnvironment):
 
 
 class _PythonGame:
-  """An object of the user's class with `reset(seed, member)`, whether or not its own reset takes a member."""
+  """An object of the user's class with a method `reset(seed, member)`, even if the class's `reset` takes no member."""
 
   def __init__(self, game: Any):
     self._game = game

@@ -21,13 +21,13 @@ import numpy as np
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.solvers.limits import check_left
 
-# Working memory of the recursion, and the most that one level may take.
+# Working memory of the recursion, and its maximum for one level.
 _CHUNK_BYTES = 8 * 2**20
 _LEVEL_BYTES = 1 * 2**30
 # A longer sequence has to be better by more than float32 rounding.
 _TIE = 1e-6
-# Where the goal is out of reach, every plan has value 0. There the plans go nearer to the goal: a live square that is
-# left at the end is worth this fraction of a success, times 0.8 for each step to the goal.
+# If the goal is out of reach, every plan has the value 0. The plans then go nearer to the goal: a final live square has
+# this fraction of the value of a success, times 0.8 for each step to the goal.
 _HOPE = 1e-4
 _HOPE_DECAY = 0.8
 
@@ -38,7 +38,7 @@ def transition_probabilities(moves: np.ndarray, slip: tuple[float, float, float]
   Args:
     moves: i64[S, 4], see the top of this file.
     slip: probabilities that action a has the effect of action a - 1, a, a + 1 (mod 4).
-    live: bool[..., S], the squares on which the game goes on; the others are never left.
+    live: bool[..., S], the squares on which the game continues; other squares are never left.
 
   Returns:
     f32[..., S, 4, S]; entry [s, a, t] is the probability that action a on square s ends on square t.
@@ -71,12 +71,12 @@ def check_solvable(size: int, budget: Budget, discount: float) -> None:
 class FrozenLakeSolution:
   """Best play on N lakes; the tables are computed at their first use.
 
-  Where the goal is out of reach within the remaining budget, every plan has the same value; `plan` then goes nearer.
+  If the goal is out of reach within the remaining budget, every plan has the same value; `plan` then goes nearer.
 
   Attributes:
     moves: i64[S, 4], see the top of this file.
     slip: probabilities of slipping, see `transition_probabilities`.
-    live: bool[N, S], the squares on which the game goes on: neither holes nor the goal.
+    live: bool[N, S], the squares on which the game continues: neither holes nor the goal.
     goal: i32[N], the square to reach.
     player: i32[N], the square from which the level is solved.
     done: bool[N], levels that are over already.
@@ -133,7 +133,7 @@ class FrozenLakeSolution:
     n = len(self.player)
     turns, actions = check_left('frozen_lake', self.budget, turns_left, actions_left, n)
     ended = np.asarray(states.done) | (turns < 1) | (actions < 1)
-    # Levels that are over read some entry of the table, which is then replaced.
+    # Levels that are over read an arbitrary entry of the table, which is then replaced.
     entry = table[np.arange(n), np.maximum(turns, 1) - 1, np.maximum(actions, 1) - 1, np.asarray(states.player)]
     return np.where(ended, table.dtype.type(over), entry)
 
@@ -165,7 +165,7 @@ def _recursion(step, live, goal, leaf, *, budget: Budget, with_plans: bool):
 
   Args:
     step: f32[n, S, 4, S], the effect of an action on values: value before = step @ value after.
-    live: bool[n, S], squares on which the game goes on.
+    live: bool[n, S], squares on which the game continues.
     goal: bool[n, S], the goal's square, of value 1.
     leaf: f32[n, S], the value of a live square once turns or actions are used up.
     budget: turns and actions.

@@ -1,4 +1,4 @@
-"""The turns and actions that remain to an episode, as `Solution.plan` and `Solution.value` get them."""
+"""Checks of the remaining turns and actions, which are arguments of `Solution.plan` and `Solution.value`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_left(
     env: name of the environment, for the error.
     budget: the budget that the levels were solved for.
     turns_left: integers, [count] or one for all levels.
-    actions_left: as `turns_left`.
+    actions_left: integers, like `turns_left`.
     count: number of levels.
 
   Raises:

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneActionSolution:
-  """Best play on N levels of a game that ends with its first action; any budget allows that one.
+  """Best play on N levels of a game that ends with its first action, which any budget allows.
 
   Attributes:
     success: f32[N], probability of success.

@@ -78,7 +78,7 @@ class RubikSolution:
   """Best play on N cubes: a shortest sequence of turns to a solved cube.
 
   Attributes:
-    success: f32[N], 1 if that fits into the budget, else 0.
+    success: f32[N], 1 if the sequence fits into the budget, else 0.
     budget: the budget that was solved for.
   """
 
@@ -88,8 +88,8 @@ class RubikSolution:
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
     """The next turn's actions of a shortest solution; see `base.Solution`.
 
-    If the solved cube is further than what remains of the budget, the plan goes nearer; if it is further than the whole
-    budget, the plan is one action.
+    If the solved cube is further away than the remaining budget, the plan goes nearer; if it is further away than the
+    whole budget, the plan is one action.
 
     Raises:
       ValueError: more turns or actions remain than the budget has.
@@ -112,7 +112,7 @@ class RubikSolution:
     return plans
 
   def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], 1 if a solved cube is within what remains of the budget, else 0; also 0 if the episode is over.
+    """f32[N], 1 if a solved cube is within the remaining budget, else 0; also 0 if the episode is over.
 
     Raises:
       ValueError: see `plan`.
@@ -122,5 +122,5 @@ class RubikSolution:
     return ((distance > 0) & (distance <= left)).astype(np.float32)
 
   def _distances(self, stickers: np.ndarray) -> np.ndarray:
-    """i8[N], -1 beyond the budget."""
+    """i8[N], the distances; -1 if they exceed the budget."""
     return distances(stickers, self.budget.most_actions)

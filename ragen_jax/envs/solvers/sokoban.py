@@ -3,7 +3,7 @@
 A position is a set of box cells and the player's cell, all inside the border. For boards of one size, `PositionTable`
 lists all positions and the position that each move leads to, whatever the walls; the walls of a room determine which
 positions are legal. With one bit for each room and one word for each position, one more move of the search costs a few
-array operations for 64 rooms. The result is the distance of *every* position from a solved one, so that plans can go on
+array operations for 64 rooms. The result is the distance of *every* position from a solved one, so that plans can start
 from any position that a policy has reached.
 
 Boards with too many positions for a table are searched forward, one level at a time, within the moves that are left.

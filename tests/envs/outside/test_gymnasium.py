@@ -162,7 +162,7 @@ def test_without_a_word_from_gymnasium_a_win_is_an_end_with_a_reward():
     ),
     (
       TAXI | {'id': f'{__name__}:Switches-v0', 'action_names': ('Go', 'Stop')},
-      r"action_names=\('Go', 'Stop'\); allowed: none for MultiBinary\(2\), which is no Discrete space and needs parse",
+      r"action_names=\('Go', 'Stop'\); allowed: none for MultiBinary\(2\), which is not a Discrete space and",
     ),
     (TAXI | {'action_names': ()}, r"action_names=\(\), parse=''; allowed: one of them"),
     (TAXI | {'parse': f'{__name__}:make'}, r"parse='.*make'; allowed: one of them"),
