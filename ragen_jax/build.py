@@ -23,7 +23,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
-from ragen_jax.algorithms.advantages import ESTIMATORS
+from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
@@ -268,7 +268,7 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
     estimate=fill(
       EstimateSettings,
       a,
-      high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam,
+      advantages=fill(AdvantageSettings, a, high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam),
       reward=fill(RewardSettings, config.reward),
       batching=batching,
       **roles,

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.algorithms import filters, masks, rewards, rounding
-from ragen_jax.algorithms.advantages import compute_advantages
+from ragen_jax.algorithms.advantages import AdvantageInputs, compute_advantages
 from ragen_jax.algorithms.diagnostics import in_group_reward
 from ragen_jax.algorithms.group_relative import episode_scores, gigpo
+from tests.support.estimators import advantage_settings
 
 # Five moves of Sokoban that solve a level: four steps, and the one that pushes the box onto its target.
 SOLVED = (-0.1, -0.1, -0.1, -0.1, 10.9)
@@ -49,7 +50,7 @@ def test_the_scores_of_these_rows_differ_in_the_last_bits():
 def test_a_group_that_is_fully_solved_has_no_advantages(name):
   reward, mask, turn = rows(CUTS)
   group = np.zeros(len(CUTS), np.int32)
-  found = compute_advantages(name, rewards=reward, loss_mask=mask, turn=turn, group=group)
+  found = compute_advantages(advantage_settings(name), AdvantageInputs(reward, mask, turn, group))
   np.testing.assert_array_equal(found.advantages, 0)
 
 
@@ -117,7 +118,7 @@ def test_real_differences_are_not_taken_for_rounding():
   assert not rounding.is_constant(0.0, 1e-6)
   mask = np.ones((2, 1), bool)
   turn, group = np.zeros((2, 1), np.int32), np.zeros(2, np.int32)
-  found = compute_advantages('grpo', rewards=scores[:, None], loss_mask=mask, turn=turn, group=group)
+  found = compute_advantages(advantage_settings('grpo'), AdvantageInputs(scores[:, None], mask, turn, group))
   np.testing.assert_allclose(found.advantages[:, 0], [np.sqrt(0.5), -np.sqrt(0.5)], rtol=1e-4)
 
 
@@ -135,7 +136,7 @@ def test_any_cut_of_any_actions_gives_no_advantage(actions, seed):
   reward, mask, turn = rows(cuts, actions)
   group = np.zeros(4, np.int32)
   for name in ('grpo', 'rloo', 'brpo'):
-    found = compute_advantages(name, rewards=reward, loss_mask=mask, turn=turn, group=group)
+    found = compute_advantages(advantage_settings(name), AdvantageInputs(reward, mask, turn, group))
     np.testing.assert_array_equal(found.advantages, 0)
   scores = np.asarray(episode_scores(reward, mask))
   assert filters.group_scores('reward_std', group, np.ones(4, bool), scores=scores)[1].tolist() == [0.0]
