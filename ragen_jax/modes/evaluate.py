@@ -69,7 +69,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     raise UserError(f'--mode=eval runs in one process, there are {jax.process_count()}; devices may be many')
   check_eval(config)
   check_config(config)
-  with Checkpointer(workdir, save_best=BEST) as checkpointer:
+  with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     step = _find_step(config, workdir, checkpointer, given)
     warm_start = step is not None and 'data' in checkpointer.meta(step)
     trained_on = [] if step is None else _compare_with_run(config, workdir, warm_start=warm_start)

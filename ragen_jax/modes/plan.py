@@ -30,7 +30,7 @@ from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.config_fields import select
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.training.batches import MiniBatch, abstract_mini_batch
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
@@ -218,7 +218,7 @@ def _activations(config: ConfigDict, trainer: Trainer, state: TrainState, phase:
       sampler.abstract_state(_rows(config, phase), cache_columns(config)),
       width=prompt_columns(config),
       max_new=config.agent.max_response_tokens,
-      sampling=Sampling(),
+      sampling=PLAIN,
     )
   return max(temporary_bytes(x) for x in lowered.values())
 

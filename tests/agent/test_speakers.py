@@ -17,7 +17,7 @@ from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import TextReply
 from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker
 from ragen_jax.models import presets
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import PLAIN
 from tests.support import builders
 from tests.support.speakers import ScriptedText
 
@@ -43,7 +43,7 @@ class Client(EndpointSpeaker):
   """Replies with the number of the conversation in the order in which they come; notes the conversations."""
 
   def __init__(self):
-    super().__init__(EndpointSettings('http://localhost:1/v1', 'some-model', 0, 1.0, 1, 1), Sampling())
+    super().__init__(EndpointSettings('http://localhost:1/v1', 'some-model', 0, 1.0, 1, 1), PLAIN)
     self.asked = []
 
   def replies(self, chats):

@@ -14,7 +14,7 @@ from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import make_sampler
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.models import presets
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import PLAIN, Sampling
 from ragen_jax.training.batches import sampled_columns
 from ragen_jax.training.scoring import score_tokens
 from tests.support import builders, learning
@@ -65,7 +65,7 @@ def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
   recorder = Recorder(policy.sampler, proxy.envs.rows)
   params = nnx.split(policy.model)[1]
   speaker = SamplerSpeaker(
-    recorder, params, jax.random.key(seed), Sampling(temperature=temperature), observer=recorder.observe
+    recorder, params, jax.random.key(seed), Sampling(temperature, top_p=1.0, top_k=0), observer=recorder.observe
   )
   rollout = proxy.rollout(speaker, 10_000)
   return policy, params, rollout, recorder, proxy
@@ -204,7 +204,7 @@ def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tm
   params = nnx.split(policy.model)[1]
   lengths = set()
   for i in range(8):
-    rollout = proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(i), Sampling()), 10_000 + 8 * i)
+    rollout = proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(i), PLAIN), 10_000 + 8 * i)
     lengths |= set(rollout.trajectory.length.tolist())
   assert len(lengths) > 20  # they are ragged
   # Sizes: at most (longest timeline / step) caches for each of four batch sizes, and in fact far fewer.

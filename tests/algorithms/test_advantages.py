@@ -62,14 +62,18 @@ def test_each_name_is_its_function(batch, name):
     'gae': lambda: gae.gae(r, v, m, 0.97, 0.9, b.bootstrap)[0],
     'bi_level_gae': lambda: gae.bi_level_gae(r, v, m, turn, 0.97, 0.9, 0.8, None, b.bootstrap)[0],
     'turn_wise_gae': lambda: gae.turn_wise_gae(r, v, m, turn, 0.8, 0.9, b.bootstrap)[0],
-    'grpo': lambda: group_relative.grpo(scores, group, m),
-    'dr_grpo': lambda: group_relative.grpo(scores, group, m, scale_by_std=False),
+    'grpo': lambda: group_relative.grpo(scores, group, m, scale_by_std=True, length_weight=False),
+    'dr_grpo': lambda: group_relative.grpo(scores, group, m, scale_by_std=False, length_weight=False),
     'rloo': lambda: group_relative.rloo(scores, group, m),
     'brpo': lambda: group_relative.brpo(scores, m),
     'arpo': lambda: group_relative.arpo(scores, m),
     'reinforce_plus_plus': lambda: gae.discounted_returns(r, m, 0.97),
-    'reinforce_plus_plus_baseline': lambda: group_relative.grpo(scores, group, m, scale_by_std=False),
-    'gigpo': lambda: group_relative.gigpo(r, group, m, turn, given['anchors']),
+    'reinforce_plus_plus_baseline': lambda: group_relative.grpo(
+      scores, group, m, scale_by_std=False, length_weight=False
+    ),
+    'gigpo': lambda: group_relative.gigpo(
+      r, group, m, turn, given['anchors'], step_gamma=0.95, step_weight=1.0, scale_by_std=False
+    ),
   }[name]
   expected = np.asarray(jax.jit(direct)())
   got = compute(name, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -27,6 +28,34 @@ def test_every_field_has_a_comment_line_above_it():
   assert len(assigned) > 150
   for i in assigned:
     assert lines[i - 1].strip().startswith('#'), f'configs/default.py:{i + 1}: {lines[i].strip()} is not explained'
+
+
+def _defaults(node):
+  """(name, default) of the parameters of a function, or of the fields of a class."""
+  if isinstance(node, ast.FunctionDef):
+    a = node.args
+    positional = [*a.posonlyargs, *a.args]
+    yield from zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True)
+    yield from zip(a.kwonlyargs, a.kw_defaults, strict=True)
+  elif isinstance(node, ast.ClassDef):
+    yield from ((x.target, x.value) for x in node.body if isinstance(x, ast.AnnAssign))
+
+
+def test_the_default_of_a_field_stands_in_the_config_only():
+  """So an option that is forgotten on its way is an error, and not another value than that of the config."""
+  sections = ('algorithm', 'filter', 'reward', 'optimizer', 'monitor', 'lora', 'checkpoint')
+  fields = {name.split('.')[1] for name, _ in leaves(default.get_config()) if name.startswith(sections)}
+  fields |= {'temperature', 'top_p', 'top_k', 'group_size', 'online_k', 'max_age'}
+  found, seen = [], 0
+  for path in sorted((ROOT / 'ragen_jax').rglob('*.py')):
+    for node in ast.walk(ast.parse(path.read_text())):
+      for name, value in _defaults(node):
+        name = name.arg if isinstance(name, ast.arg) else ast.unparse(name)
+        seen += name in fields
+        # None stands for what is not given, such as an array.
+        if name in fields and value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+          found.append(f'{path.relative_to(ROOT)}:{node.lineno}: {name}={ast.unparse(value)}')
+  assert not found and seen > 100
 
 
 def test_every_option_of_an_environment_has_a_comment_line_above_it():

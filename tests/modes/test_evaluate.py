@@ -205,7 +205,7 @@ def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
 
 def test_the_best_checkpoint_is_found(full_run):
   workdir, config, _ = full_run
-  with Checkpointer(workdir, save_best=BEST) as checkpointer:
+  with Checkpointer(workdir, keep=2, save_best=BEST) as checkpointer:
     for step, found in (('latest', 2), ('best', 1), ('1', 1), ('base', None), ('none', None)):
       config = config.copy_and_resolve_references()
       config.eval.step = step

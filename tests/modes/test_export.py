@@ -84,7 +84,7 @@ def _theirs(torch, model, tokenizer, ids) -> np.ndarray:
 def test_restored_weights_take_the_place_of_those_that_were_loaded(run, request):
   workdir, config, policy = request.getfixturevalue(run)
   fresh = build.load_policy(config)
-  with Checkpointer(workdir) as checkpointer:
+  with Checkpointer(workdir, keep=2) as checkpointer:
     params = restore_params(checkpointer, fresh.model, fresh.mesh, 2)
   assert all(x.is_deleted() for x in jax.tree.leaves(lora.partition(param_state(fresh.model))[0]))
   jax.tree.map(np.testing.assert_array_equal, params, param_state(policy.model))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from ragen_jax.sampling import decode as programs
 from ragen_jax.sampling.decode import rotary_positions
-from ragen_jax.sampling.draw import Sampling
+from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.kv_cache import init_state
 from tests.support import builders
 
@@ -49,7 +49,7 @@ def sample(decode, state, *, max_new=5, seed=1):
   rows = len(state.count)
   return decode(
     state, jax.random.split(jax.random.key(seed), rows), jnp.ones(rows, bool), jnp.float32(1), max_new=max_new,
-    sampling=Sampling(),
+    sampling=PLAIN,
   )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.sampling.draw import GREEDY, PLAIN, Sampling
+from ragen_jax.sampling.sampler import Sampler
 from tests.support import builders
 
 VOCAB, STOP = 40, 7
@@ -78,7 +79,7 @@ def test_logprobs_values_and_entropies_equal_a_full_forward_pass_over_the_timeli
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(3), 6)
   timelines, records, stopped = _run_turns(
-    sampler, params, keys, np.random.default_rng(0), turns=4, rows=6, max_new=9, sampling=Sampling()
+    sampler, params, keys, np.random.default_rng(0), turns=4, rows=6, max_new=9, sampling=PLAIN
   )
   assert stopped.any() and not stopped.all()  # both ways to end a reply occur
   for r, timeline in timelines.items():
@@ -93,9 +94,7 @@ def test_a_reply_does_not_depend_on_the_order_of_rows_nor_on_which_others_are_th
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
   runs = [
-    _run_turns(
-      sampler, params, keys, np.random.default_rng(1), turns=3, rows=4, max_new=6, sampling=Sampling(), **kwargs
-    )[0]
+    _run_turns(sampler, params, keys, np.random.default_rng(1), turns=3, rows=4, max_new=6, sampling=PLAIN, **kwargs)[0]
     for kwargs in ({}, {'order': [2, 0, 3, 1]}, {'drop': [1, 3]})
   ]
   assert runs[0] == runs[1]
@@ -107,7 +106,7 @@ def test_greedy_takes_the_likeliest_token(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 3)
   timelines, records, _ = _run_turns(
-    sampler, params, keys, np.random.default_rng(2), turns=2, rows=3, max_new=5, sampling=Sampling(temperature=0.0)
+    sampler, params, keys, np.random.default_rng(2), turns=2, rows=3, max_new=5, sampling=GREEDY
   )
   for r, timeline in timelines.items():
     _, _, logp = _full_logprobs(model, np.asarray(timeline))
@@ -120,7 +119,14 @@ def test_temperature_scales_the_logprobs(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(6), 3)
   timelines, records, _ = _run_turns(
-    sampler, params, keys, np.random.default_rng(2), turns=1, rows=3, max_new=5, sampling=Sampling(temperature=0.5)
+    sampler,
+    params,
+    keys,
+    np.random.default_rng(2),
+    turns=1,
+    rows=3,
+    max_new=5,
+    sampling=Sampling(temperature=0.5, top_p=1.0, top_k=0),
   )
   for r, timeline in timelines.items():
     _, _, logp = _full_logprobs(model, np.asarray(timeline))
@@ -134,7 +140,9 @@ def test_padding_of_the_embedding_is_never_drawn(model):
   state = sampler.init(64, 32)
   state = sampler.extend(params, state, jnp.full((64, 2), 9, jnp.int32), jnp.full((64,), 2))
   keys = jax.random.split(jax.random.key(0), 64)
-  _, reply = sampler.decode(params, state, keys, jnp.ones(64, bool), max_new=20, sampling=Sampling(temperature=3.0))
+  _, reply = sampler.decode(
+    params, state, keys, jnp.ones(64, bool), max_new=20, sampling=Sampling(temperature=3.0, top_p=1.0, top_k=0)
+  )
   assert int(reply.tokens.max()) == 11
 
 
@@ -164,7 +172,7 @@ def test_a_long_row_that_is_over_does_not_move_the_write_column(model):
   second = rng.integers(8, VOCAB, size=(2, 4)).astype(np.int32)
   state = sampler.extend(params, state, jnp.asarray(second), jnp.asarray([0, 4]))
   keys = jax.random.split(jax.random.key(0), 2)
-  _, reply = sampler.decode(params, state, keys, jnp.asarray([False, True]), max_new=5, sampling=Sampling())
+  _, reply = sampler.decode(params, state, keys, jnp.asarray([False, True]), max_new=5, sampling=PLAIN)
   count = int(reply.count[1])
   timeline = np.concatenate([first[1, :3], second[1], np.asarray(reply.tokens[1, :count])])
   logprobs, _, _ = _full_logprobs(model, timeline)
@@ -176,10 +184,12 @@ def test_each_program_is_traced_once_per_shape(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
   run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
-  run(np.random.default_rng(1), sampling=Sampling())
+  run(np.random.default_rng(1), sampling=PLAIN)
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
   assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 2}
-  run(np.random.default_rng(2), sampling=Sampling(temperature=0.5))  # temperatures above 0 share a program
+  run(
+    np.random.default_rng(2), sampling=Sampling(temperature=0.5, top_p=1.0, top_k=0)
+  )  # temperatures above 0 share a program
   assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 2}
-  run(np.random.default_rng(3), sampling=Sampling(temperature=0.0))
+  run(np.random.default_rng(3), sampling=GREEDY)
   assert sampler.traces == {'arrange': 2, 'extend': 2, 'decode': 4}

@@ -15,7 +15,8 @@ from ragen_jax.models import attention as attention_lib
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
-from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import abstract_mini_batch
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.state import TrainState
@@ -66,7 +67,7 @@ def update(made, mesh=None, replies=REPLIES, score=False, **loss):
 def rollout(made):
   sampler = Sampler(made, stop_ids=(1,), mesh=make_mesh(8, 1, 1))
   lowered = sampler.lower(
-    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, max_new=8, sampling=Sampling()
+    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, max_new=8, sampling=PLAIN
   )
   return {name: plan.temporary_bytes(x) for name, x in lowered.items()}
 

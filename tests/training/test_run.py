@@ -216,7 +216,7 @@ def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, reque
 
 
 def test_checkpoints_of_a_warm_start_are_refused(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, _state().saved(), {'data': 7})
   message = r'its checkpoints are those of a warm start; choose another --workdir'
   with pytest.raises(UserError, match=message), _open(tmp_path):

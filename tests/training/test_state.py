@@ -15,7 +15,7 @@ from tests.support import builders
 def _params(adapters: bool):
   model = builders.random_model(30)
   if adapters:
-    lora.attach(model.policy, lora.LoraConfig(2, 4), nnx.Rngs(1))
+    lora.attach(model.policy, lora.LoraConfig(2, 4, lora.TARGETS), nnx.Rngs(1))
   return nnx.split(model)[1]
 
 

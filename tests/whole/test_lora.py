@@ -38,7 +38,7 @@ def _model(vocab: int = 30):
 
   def make():
     model = builders.random_model(vocab)
-    lora.attach(model.policy, lora.LoraConfig(2, 4), nnx.Rngs(1))
+    lora.attach(model.policy, lora.LoraConfig(2, 4, lora.TARGETS), nnx.Rngs(1))
     return model
 
   graphdef, params = nnx.split(nnx.eval_shape(make))
@@ -138,7 +138,7 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
   for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(adapters), strict=True):
     np.testing.assert_array_equal(a, b)
   # Checkpoints hold what is trained, and Adam's two moments of it.
-  with Checkpointer(tmp_path / 'run') as checkpointer:
+  with Checkpointer(tmp_path / 'run', keep=2) as checkpointer:
     saved = checkpointer._read_record(config.num_iterations)['leaves']
   names = {name for name in saved if name.startswith('params/')}
   assert len(names) == len(lora.adapters(fresh.model.policy)) * 2 + 2
@@ -153,7 +153,7 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
   )
   assert ours == theirs and ours['step'] == 10  # floats, to the last bit
   like = {'params': lora.partition(param_state(fresh.model))[0]}
-  with Checkpointer(tmp_path / 'run') as a, Checkpointer(tmp_path / 'again') as b:
+  with Checkpointer(tmp_path / 'run', keep=2) as a, Checkpointer(tmp_path / 'again', keep=2) as b:
     first, second = (c.restore(like, partial=True)[0] for c in (a, b))
   for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
     np.testing.assert_array_equal(x, y)

@@ -20,7 +20,8 @@ from ragen_jax.algorithms import losses
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
-from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import MiniBatch
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.trainer import Trainer
@@ -108,7 +109,7 @@ def test_the_plan_is_what_one_device_really_holds():
   assert 'reference weights' not in found['update'] and state.reference is None
   # On one CPU device attention goes by row, so of the real programs only the sampler's are the planned ones.
   lowered = policy.sampler.lower(
-    params, policy.sampler.init(8, plan.cache_columns(config)), width=64, max_new=32, sampling=Sampling()
+    params, policy.sampler.init(8, plan.cache_columns(config)), width=64, max_new=32, sampling=PLAIN
   )
   real = max(plan.temporary_bytes(x) for x in lowered.values())
   assert found['rollout']['activations'] == pytest.approx(real, rel=0.1)
@@ -194,14 +195,14 @@ def test_the_sampler_reuses_its_cache():
   sampler, params = Sampler(made, stop_ids=(7,)), nnx.split(made)[1]
   state = sampler.init(4, 32)
   cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
-  lowered = sampler.lower(params, state, width=8, max_new=6, sampling=Sampling())
+  lowered = sampler.lower(params, state, width=8, max_new=6, sampling=PLAIN)
   assert all(x.compile().memory_analysis().alias_size_in_bytes > cache for x in lowered.values())
   with warnings.catch_warnings():
     warnings.simplefilter('error')
     after = sampler.extend(params, state, np.full((4, 8), 9, np.int32), np.full(4, 8, np.int32))
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     keys = jax.random.split(jax.random.key(0), 4)
-    again, _ = sampler.decode(params, after, keys, np.ones(4, bool), max_new=6, sampling=Sampling())
+    again, _ = sampler.decode(params, after, keys, np.ones(4, bool), max_new=6, sampling=PLAIN)
     assert all(x.is_deleted() for x in jax.tree.leaves(after))
     moved = sampler.arrange(again, np.arange(4, dtype=np.int32), 48)
   assert all(x.is_deleted() for x in jax.tree.leaves(again.cache))

@@ -12,7 +12,7 @@ from flax import nnx
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.run_log import mean_success
 from ragen_jax.utils.errors import UserError
@@ -89,9 +89,7 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
   config = mixed_config()
   trainer = build.make_trainer(config, policy)
   params = nnx.split(policy.model)[1]
-  rollout = trainer.proxy.rollout(
-    SamplerSpeaker(policy.sampler, params, jax.random.key(0), Sampling(temperature=1.0)), 10_000
-  )
+  rollout = trainer.proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(0), PLAIN), 10_000)
 
   tags = ['SimpleSokoban'] * 2 + ['BanditPairs'] * 6 + ['FrozenLake'] * 4
   assert [e.tag for e in rollout.episodes] == tags
