@@ -135,7 +135,7 @@ MUTATIONS = [
   *_of(
     'training/batches.py', 'training/test_batches.py',
     ('return np.where(present, x, fill).astype(x.dtype)', 'return x.astype(x.dtype)'),
-    ('width = -(-int(length[part].max()) // length_step)', 'width = (int(length[part].max()) // length_step)'),
+    ('round_up(int(length[part].max()), length_step)', 'int(length[part].max()) // length_step * length_step'),
     ('columns = np.ones(mask.shape, np.int32)', 'columns = np.zeros(mask.shape, np.int32)'),
     ('kept[episode[kept] == e]', 'kept[kept == e]'),
     ("_FILL = {'columns': 1, 'turn': -1}", "_FILL = {'columns': 1}"),

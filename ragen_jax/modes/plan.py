@@ -21,7 +21,6 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
-from ragen_jax.agent.rollout import round_up
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
@@ -35,6 +34,7 @@ from ragen_jax.training.batches import MiniBatch, abstract_mini_batch
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.sizes import round_up
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9

@@ -10,7 +10,7 @@ import numpy as np
 
 from ragen_jax.agent.episode import TRUNCATED
 from ragen_jax.agent.finite import NotFinite
-from ragen_jax.agent.rollout import Rollout, round_up
+from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import losses, masks, rewards
 from ragen_jax.algorithms.advantages import AdvantageInputs, Advantages, AdvantageSettings, compute_advantages
 from ragen_jax.algorithms.diagnostics import logprob_gap
@@ -28,6 +28,7 @@ from ragen_jax.training.rollout_metrics import mean, mean_max_min
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils.sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)
