@@ -59,6 +59,8 @@ def test_replayed_groups_are_learnt_from_with_importance_weights_and_a_run_resum
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
   lines = read_metrics(tmp_path / 'whole')[1:]
   assert [line['rollout/replayed_groups'] for line in lines] == [0, 2, 2]
+  assert [line['rollout/policy_lag_max'] for line in lines] == [0, 1, 1]
+  assert all(0 < line['rollout/policy_lag_mean'] < 1 for line in lines[1:])
   assert all(line['rollout/logprob_gap_max'] < 1e-3 for line in lines)  # of fresh rows
   assert {line['train/num_mini_batches'] for line in lines} == {2}
   train.train_and_evaluate(builders.small_config(num_iterations=2, **fields), str(tmp_path / 'parts'))

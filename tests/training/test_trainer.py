@@ -204,6 +204,7 @@ def test_online_k_learns_from_one_rollout_k_times_and_resumes(tmp_path):
   assert lines[0]['critic/score/mean'] == lines[1]['critic/score/mean'] != lines[2]['critic/score/mean']
   assert lines[0]['actor/pg_loss'] != lines[1]['actor/pg_loss']  # but from new weights
   assert 'timing_s/gen' in lines[0] and 'timing_s/gen' not in lines[1]
+  assert [line['rollout/policy_lag_mean'] for line in lines] == [0, 1, 0, 1]
   train.train_and_evaluate(builders.small_config(num_iterations=2, **fields), str(tmp_path / 'parts'))
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   again = read_metrics(tmp_path / 'parts')[1:]
