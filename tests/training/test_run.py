@@ -259,6 +259,31 @@ def _sick(monkeypatch, when):
   monkeypatch.setattr(train, 'rollout_metrics', rollout_metrics)
 
 
+def test_a_bad_rollout_is_not_used_again(tmp_path, monkeypatch, capsys):
+  """So it counts as one bad iteration, and not as `train.online_k` of them."""
+  play, played = Trainer.rollout, []
+
+  def rollout(self, state, attempt=0):
+    found = play(self, state, attempt)
+    if not played:
+      found.trajectory.rewards[found.trajectory.loss_mask] = np.nan
+    played.append(state.iteration)
+    return found
+
+  monkeypatch.setattr(Trainer, 'rollout', rollout)
+  config = builders.small_config(
+    num_iterations=3, train__online_k=3, monitor__max_bad_iterations=2, checkpoint__every=3, eval__every=0,
+    eval__greedy_too=False, eval__groups=4,
+  )  # fmt: skip
+  train.train_and_evaluate(config, str(tmp_path))
+  assert played == [0, 1]  # the third iteration learns from the second rollout, which was good
+  lines = read_metrics(tmp_path)[1:]
+  assert ['not_finite/rewards' in line for line in lines] == [True, False, False]
+  assert [line['train/num_mini_batches'] for line in lines] == [0, 2, 2]
+  assert [line.get('rollout/policy_lag_max') for line in lines] == [None, 0, 1]
+  assert capsys.readouterr().err.count(': not finite: ') == 1 and _steps(tmp_path) == [3]
+
+
 def _run_config(action):
   return builders.small_config(
     num_iterations=6, eval__every=2, eval__greedy_too=False, eval__groups=4, monitor__echo_trap=action,
