@@ -67,7 +67,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
 
   Raises:
     UserError: the config cannot be run, the data cannot be learnt from, or the workdir belongs to another config.
-    Diverged: the loss, its gradient or the weights are not finite; `sft.output` is not written.
+    Diverged: the loss, its gradient, the weights or the last evaluation is not finite; `sft.output` is not written.
   """
   check_config(config)
   check_sft(config)
@@ -184,8 +184,6 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
         if bad and (last or skipped.too_many):
           writer.flush()
           raise diverged(step, bad, checkpointer.latest_step())
-        if last:
-          _write(config, policy, trainer)
         if last or (sft.eval_every and step % sft.eval_every == 0):
           if len(withheld):
             log.validation(step, trainer.losses(list(cut(withheld))))
@@ -194,6 +192,11 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
           if evaluation.not_finite:
             bad = f'not finite in the evaluation: {evaluation.not_finite}'
             progress.write(f'step {step}: {bad}')
+        if last:
+          if bad:
+            writer.flush()
+            raise diverged(step, bad, checkpointer.latest_step())
+          _write(config, policy, trainer)
         if save and not bad:
           writer.flush()
           checkpointer.save(step, trainer.state.saved(), {'data': data.checksum})

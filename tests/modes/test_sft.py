@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -19,6 +20,7 @@ from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.config import sft_checks
 from ragen_jax.config.checks import check_config, check_sft
+from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
@@ -159,6 +161,29 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
   assert [p.name for p in (tmp_path / 'bad' / 'run' / 'checkpoints').iterdir()] == ['1']
   assert not (tmp_path / 'bad' / 'model').exists()
   assert 'the loss, its gradient or the update is not finite; nothing is learnt there' in capsys.readouterr().err
+
+
+def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothing(tmp_path, monkeypatch):
+  config, workdir = _quick(tmp_path, 'bad', eval__groups=4)
+  config.sft.update(steps=2, checkpoint_every=1)
+  play, played = Evaluator.__call__, []
+
+  def evaluate(self, params, step=0):
+    played.append(step)
+    bad = '' if len(played) > 1 else '7 of 9 sampled log-probs (row 0)'
+    return dataclasses.replace(play(self, params, step), not_finite=bad)
+
+  monkeypatch.setattr(Evaluator, '__call__', evaluate)
+  message = (
+    r'^step 2: not finite in the evaluation: 7 of 9 sampled log-probs \(row 0\); .* of step 1, sft\.output was not'
+  )
+  with pytest.raises(Diverged, match=message) as e:
+    sft.train_sft(config, workdir)
+  assert e.value.status == 1 and '\n' not in str(e.value)
+  assert not (tmp_path / 'bad' / 'model').exists()
+  # The checkpoint is the one before, so the same command takes the last step and evaluates again.
+  sft.train_sft(config, workdir)
+  assert played == [2, 2] and (tmp_path / 'bad' / 'model').exists()
 
 
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
