@@ -53,7 +53,8 @@ from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
 from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
 from ragen_jax.models.value_head import ActorCritic  # noqa: E402
 from ragen_jax.runs.metrics import read_metrics  # noqa: E402
-from ragen_jax.sampling.sampler import Sampler, Sampling  # noqa: E402
+from ragen_jax.sampling.draw import GREEDY, PLAIN, Sampling  # noqa: E402
+from ragen_jax.sampling.sampler import Sampler  # noqa: E402
 
 SHAPE = QwenConfig(
   vocab_size=151_936,
@@ -117,7 +118,7 @@ def parity(shape: QwenConfig, checkpoint: str) -> dict:
       torch.as_tensor(tokens), attention_mask=torch.ones_like(torch.as_tensor(tokens)), max_new_tokens=16,
       do_sample=False, eos_token_id=None, pad_token_id=0,
     ).numpy()[:, 64:]  # fmt: skip
-    _, reply = decode_once(*sampler_of(model), tokens.astype(np.int32), 16, Sampling(temperature=0.0))
+    _, reply = decode_once(*sampler_of(model), tokens.astype(np.int32), 16, GREEDY)
   return {
     'largest_logit_difference': float(np.abs(logits - expected).max()),
     'largest_logit': float(np.abs(expected).max()),
@@ -150,8 +151,8 @@ def decode(shape: QwenConfig, checkpoint: str, sizes: tuple[int, int, int], band
   tokens = np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(np.int32)
   dtype = jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
   sampler, params = sampler_of(load_model(checkpoint, dtype=dtype, param_dtype=dtype))
-  decode_once(sampler, params, tokens, new, Sampling())
-  ours = statistics.median(decode_once(sampler, params, tokens, new, Sampling())[0] for _ in range(REPEATS))
+  decode_once(sampler, params, tokens, new, PLAIN)
+  ours = statistics.median(decode_once(sampler, params, tokens, new, PLAIN)[0] for _ in range(REPEATS))
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
   cache = 2 * shape.num_layers * rows * (width + new / 2) * shape.num_kv_heads * shape.head_dim * dtype.dtype.itemsize
   told = {

@@ -135,7 +135,7 @@ MUTATIONS = [
   *_of(
     'training/batches.py', 'training/test_batches.py',
     ('return np.where(present, x, fill).astype(x.dtype)', 'return x.astype(x.dtype)'),
-    ('width = -(-int(length[part].max()) // length_step)', 'width = (int(length[part].max()) // length_step)'),
+    ('round_up(int(length[part].max()), length_step)', 'int(length[part].max()) // length_step * length_step'),
     ('columns = np.ones(mask.shape, np.int32)', 'columns = np.zeros(mask.shape, np.int32)'),
     ('kept[episode[kept] == e]', 'kept[kept == e]'),
     ("_FILL = {'columns': 1, 'turn': -1}", "_FILL = {'columns': 1}"),
@@ -157,7 +157,7 @@ MUTATIONS = [
     ('< selection.fresh)', '>= selection.fresh)'),
     ('kl_penalty(scores.old_logprobs, scores.ref_logprobs', 'kl_penalty(scores.ref_logprobs, scores.old_logprobs'),
     ('truncated_importance_weights(logprobs, recorded', 'truncated_importance_weights(recorded, logprobs'),
-    ('gamma=s.gamma,\n        lam=s.lam', 'gamma=s.lam,\n        lam=s.gamma'),
+    ('values=scores.old_values,\n      bootstrap', 'values=scores.old_logprobs,\n      bootstrap'),
     ('if s.bootstrap_truncated else None', 'if False else None'),
     ('adv_mask=None if s.mask_advantages else tokens.through', 'adv_mask=None'),
     ('estimate.advantages * selection.scale[:, None]', 'estimate.advantages', 'training/test_selection.py'),
@@ -172,6 +172,14 @@ MUTATIONS = [
     'training/state.py', 'training/test_state.py',
     ("'policy': self.reference}", "'policy': self.params['policy']}"),
     ('jax.tree.map(jnp.copy, trained)', 'trained'),
+  ),
+  *_of(
+    'algorithms/advantages.py', 'algorithms/test_advantages.py',
+    ('mask, s.gamma, s.lam, x.bootstrap', 'mask, s.lam, s.gamma, x.bootstrap'),
+    ('(s.gamma, s.lam, s.high_level_gamma, s.high_level_lam)', '(s.gamma, s.lam, s.gamma, s.lam)'),
+    ("scale = name == 'grpo'", "scale = name == 'dr_grpo'"),
+    ('length_weight=s.length_weight)', 'length_weight=False)'),
+    ('whitens = s.whiten_advantages and estimator.whitens', 'whitens = estimator.whitens'),
   ),
   *_of(
     'algorithms/filters.py', 'algorithms/test_filters.py',

@@ -23,7 +23,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
-from ragen_jax.algorithms.advantages import ESTIMATORS
+from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.base import Budget
@@ -69,10 +69,8 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
   return settings(**found | given)
 
 
-def env_groups(
-  config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
-) -> list[EnvSpec]:
-  """Makes the environments of some tags.
+def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags') -> list[EnvSpec]:
+  """The environments behind tags.
 
   Args:
     config: the run's config; reads `envs`.
@@ -178,15 +176,15 @@ def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
 
 
 def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
-  """Makes the evaluator on the levels of `config.eval`; it plays nothing before its first call."""
-  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
+  specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
   return Evaluator(evaluation_settings(config), proxy, model.sampler)
 
 
 def held_out_levels(config: ConfigDict) -> set[bytes]:
   """The levels of `config.eval`, as `EnvStateManager.levels` gives them; external environments have none."""
-  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
   return EnvStateManager(specs, 1).levels_from(config.eval.first_level)
 
 
@@ -239,7 +237,7 @@ def make_trainer(config: ConfigDict, model: LanguageModel, held_out: frozenset[b
     model: the initial model.
     held_out: levels that are not trained on (`Evaluator.held_out`); games with very few levels keep them.
   """
-  specs = env_groups(config, tuple(config.train.tags), group_counts(config.train, 'train'))
+  specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
   return Trainer(trainer_settings(config, model, proxy.limits.max_turns), model, proxy)
 
@@ -268,7 +266,7 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
     estimate=fill(
       EstimateSettings,
       a,
-      high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam,
+      advantages=fill(AdvantageSettings, a, high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam),
       reward=fill(RewardSettings, config.reward),
       batching=batching,
       **roles,

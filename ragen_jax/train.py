@@ -101,8 +101,8 @@ def _train(config: ConfigDict, workdir: str) -> None:
 
       try_weights = functools.partial(trainer.try_weights, state, batch, selection)
       state, rolled_back = run.finish_iteration(state, rollout, evaluation, verdict, try_weights)
-      # After a rollback, the rollout of the discarded weights is not used again.
-      fresh = rolled_back or state.iteration % config.train.online_k == 0
+      # The rollout of discarded weights, or of a bad iteration, is not used again.
+      fresh = rolled_back or verdict.action == 'bad' or state.iteration % config.train.online_k == 0
 
 
 @contextlib.contextmanager

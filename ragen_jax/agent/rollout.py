@@ -39,11 +39,6 @@ class Rollout:
     return self.episode_scores[self.trajectory.episode]
 
 
-def round_up(n: int, step: int) -> int:
-  """The smallest multiple of `step` that is at least n."""
-  return -(-n // step) * step
-
-
 def _padding(pad_id: int) -> Trajectory:
   """The value of unused columns and rows, for each array of a trajectory."""
   return Trajectory(**{f.name: 0 for f in dataclasses.fields(Trajectory)}).replace(turn=-1, tokens=pad_id)

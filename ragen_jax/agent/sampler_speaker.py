@@ -14,11 +14,11 @@ import numpy as np
 from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.episode import Limits, Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
-from ragen_jax.agent.rollout import round_up
 from ragen_jax.distributed import processes
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,35 +67,39 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def compute_advantages(
-  name: str,
-  *,
-  rewards: jax.Array,
-  loss_mask: jax.Array,
-  turn: jax.Array,
-  group: jax.Array,
-  scores: jax.Array | None = None,
-  values: jax.Array | None = None,
-  bootstrap: jax.Array | None = None,
-  episode: jax.Array | None = None,
-  adv_mask: jax.Array | None = None,
-  anchors: jax.Array | None = None,
-  gamma: float = 1.0,
-  lam: float = 1.0,
-  high_level_gamma: float = 0.95,
-  high_level_lam: float | None = None,
-  length_weight: bool = False,
-  whitening: bool = True,
-  step_gamma: float = 0.95,
-  step_weight: float = 1.0,
-  step_std: bool = False,
-) -> Advantages:
-  """Computes advantages with the estimator of a name.
+@dataclasses.dataclass(frozen=True)
+class AdvantageSettings:
+  """The choice of an estimator and its options. Fields are those of `config.algorithm`.
 
-  Under jit, `name`, `length_weight`, `whitening` and `step_std` must be static.
+  Attributes:
+    adv_estimator: one of `ESTIMATORS`.
+    gamma: discount per token, for 'gae', 'bi_level_gae' and 'reinforce_plus_plus'.
+    lam: decay per token, for 'gae' and 'bi_level_gae'.
+    high_level_gamma, high_level_lam: discount and decay per turn, for 'turn_wise_gae' and 'bi_level_gae'. A decay of
+      None means `lam`.
+    length_weight: divide by the relative length of the episode, for 'grpo' and 'dr_grpo'.
+    whiten_advantages: False switches whitening off for estimators that whiten (`Estimator.whitens`).
+    step_gamma, step_weight, step_std: discount per turn, weight of the step part and division by standard deviations,
+      for 'gigpo'.
+  """
 
-  Args:
-    name: one of `ESTIMATORS`.
+  adv_estimator: str
+  gamma: float
+  lam: float
+  high_level_gamma: float
+  high_level_lam: float | None
+  length_weight: bool
+  whiten_advantages: bool
+  step_gamma: float
+  step_weight: float
+  step_std: bool
+
+
+@struct.dataclass
+class AdvantageInputs:
+  """The arrays that estimators read, of B rows with T columns each.
+
+  Attributes:
     rewards: f32[B, T], reward of each turn on its last sampled token, and KL penalties on any sampled token.
     loss_mask: bool[B, T], sampled tokens; rows without any are padding.
     turn: i32[B, T], turn index, -1 outside of turns.
@@ -103,74 +107,79 @@ def compute_advantages(
     scores: f32[B], score of each row's episode, for estimators that compare episodes. None means the sum of `rewards`;
       its rounding can differ between episodes that earned the same rewards in different turns.
     values: f32[B, T], the critic's values of the states from which tokens are sampled; for estimators with a critic.
-    bootstrap: f32[B], value after the last sampled token of truncated episodes, 0 for those that terminated.
+    bootstrap: f32[B], value after the last sampled token of truncated episodes, 0 for those that terminated; None
+      means 0.
     episode: i32[B], the episode of each row; None if every row is its own episode.
     adv_mask: bool[B, T], M_adv of `masks.selective_masks`; None means `loss_mask`.
     anchors: i32[B, K], observations of the turns, for 'gigpo'; see `gigpo`.
-    gamma: discount per token, for 'gae', 'bi_level_gae' and 'reinforce_plus_plus'.
-    lam: decay per token; per turn for 'turn_wise_gae'.
-    high_level_gamma, high_level_lam: discount and decay per turn, for 'turn_wise_gae' and 'bi_level_gae'. A decay of
-      None means `lam`.
-    length_weight: divide by the relative length of the episode, for 'grpo' and 'dr_grpo'.
-    whitening: False switches whitening off for estimators that whiten (`Estimator.whitens`).
-    step_gamma, step_weight, step_std: discount per turn, weight of the step part and division by standard deviations,
-      for 'gigpo'.
+  """
 
-  Returns:
-    `Advantages`.
+  rewards: jax.Array
+  loss_mask: jax.Array
+  turn: jax.Array
+  group: jax.Array
+  scores: jax.Array | None = None
+  values: jax.Array | None = None
+  bootstrap: jax.Array | None = None
+  episode: jax.Array | None = None
+  adv_mask: jax.Array | None = None
+  anchors: jax.Array | None = None
+
+
+def compute_advantages(settings: AdvantageSettings, inputs: AdvantageInputs) -> Advantages:
+  """Computes advantages with the estimator of a name.
+
+  Args:
+    settings: the estimator and its options; static under jit.
+    inputs: the arrays.
 
   Raises:
     ValueError: the name is unknown, or an array that the estimator needs is missing.
   """
+  s, x, name = settings, inputs, settings.adv_estimator
   if name not in ESTIMATORS:
     raise ValueError(f'algorithm.adv_estimator is {name!r}; it may be one of {", ".join(ESTIMATORS)}')
   estimator = ESTIMATORS[name]
-  if estimator.needs_critic and values is None:
+  if estimator.needs_critic and x.values is None:
     raise ValueError(f'algorithm.adv_estimator {name!r} needs values of a critic')
-  if estimator.needs_anchors and anchors is None:
+  if estimator.needs_anchors and x.anchors is None:
     raise ValueError(f'algorithm.adv_estimator {name!r} needs anchor states of the turns')
-  mask = loss_mask if adv_mask is None else adv_mask
-  chex.assert_rank(rewards, 2)
-  chex.assert_equal_shape((rewards, loss_mask, turn, mask))
-  chex.assert_shape(group, rewards.shape[:1])
-  whitening = whitening and estimator.whitens
+  mask = x.loss_mask if x.adv_mask is None else x.adv_mask
+  chex.assert_rank(x.rewards, 2)
+  chex.assert_equal_shape((x.rewards, x.loss_mask, x.turn, mask))
+  chex.assert_shape(x.group, x.rewards.shape[:1])
+  whitens = s.whiten_advantages and estimator.whitens
+  along = {'episode': x.episode, 'turn': x.turn}
 
-  if name == 'turn_wise_gae':  # mean and deviation over turns, not over tokens
-    high_level_lam = lam if high_level_lam is None else high_level_lam
+  if name == 'turn_wise_gae':  # the mean and deviation are those of turns, not of tokens
+    high_level_lam = s.lam if s.high_level_lam is None else s.high_level_lam
     advantages, returns = turn_wise_gae(
-      rewards, values, loss_mask, turn, high_level_gamma, high_level_lam, bootstrap, episode=episode
+      x.rewards, x.values, x.loss_mask, x.turn, s.high_level_gamma, high_level_lam, x.bootstrap, episode=x.episode
     )
-    ends = masks.turn_ends(loss_mask, turn)
-    if whitening:
-      advantages = over_turns(whiten(advantages, ends), loss_mask, ends)
+    ends = masks.turn_ends(x.loss_mask, x.turn)
+    if whitens:
+      advantages = over_turns(whiten(advantages, ends), x.loss_mask, ends)
     return Advantages(advantages, returns, ends)
 
   if name == 'gae':
-    advantages, returns = gae(rewards, values, mask, gamma, lam, bootstrap, episode=episode, turn=turn)
+    advantages, returns = gae(x.rewards, x.values, mask, s.gamma, s.lam, x.bootstrap, **along)
   elif name == 'bi_level_gae':
-    levels = (gamma, lam, high_level_gamma, high_level_lam)
+    levels = (s.gamma, s.lam, s.high_level_gamma, s.high_level_lam)
     advantages, returns = bi_level_gae(
-      rewards, values, mask, turn, *levels, bootstrap, loss_mask=loss_mask, episode=episode
+      x.rewards, x.values, mask, x.turn, *levels, x.bootstrap, loss_mask=x.loss_mask, episode=x.episode
     )
   elif name == 'reinforce_plus_plus':
-    advantages = returns = discounted_returns(rewards, mask, gamma, episode=episode, turn=turn)
+    advantages = returns = discounted_returns(x.rewards, mask, s.gamma, **along)
   else:
-    if scores is None:
-      scores = episode_scores(rewards, loss_mask, episode)
+    scores = episode_scores(x.rewards, x.loss_mask, x.episode) if x.scores is None else x.scores
     returns = to_tokens(scores, mask)
-    if name == 'gigpo':
-      steps = {'step_gamma': step_gamma, 'step_weight': step_weight, 'scale_by_std': step_std}
-      rows = {'scores': scores, 'loss_mask': loss_mask, 'episode': episode}
-      advantages = gigpo(rewards, group, mask, turn, anchors, **steps, **rows)
-    else:
-      advantages = _from_scores(name, scores, group, mask, episode, length_weight)
-  return Advantages(whiten(advantages, mask) if whitening else advantages, returns, mask)
+    advantages = _from_scores(s, x, scores, mask)
+  return Advantages(whiten(advantages, mask) if whitens else advantages, returns, mask)
 
 
-def _from_scores(
-  name: str, scores: jax.Array, group: jax.Array, mask: jax.Array, episode: jax.Array | None, length_weight: bool
-) -> jax.Array:
-  """The advantages, f32[B, T], of the estimators that use only the scores of episodes."""
+def _from_scores(s: AdvantageSettings, x: AdvantageInputs, scores: jax.Array, mask: jax.Array) -> jax.Array:
+  """Advantages f32[B, T] of the estimators that compare the scores of episodes."""
+  name, group, episode = s.adv_estimator, x.group, x.episode
   if name == 'rloo':
     return rloo(scores, group, mask, episode=episode)
   if name == 'brpo':
@@ -178,7 +187,12 @@ def _from_scores(
   if name == 'arpo':
     return arpo(scores, mask)
   if name == 'reinforce_plus_plus_baseline':  # the group's mean is the baseline; whitening gives the scale
-    return grpo(scores, group, mask, episode=episode, scale_by_std=False)
+    return grpo(scores, group, mask, episode=episode, scale_by_std=False, length_weight=False)
   if name in ('grpo', 'dr_grpo'):
-    return grpo(scores, group, mask, episode=episode, scale_by_std=name == 'grpo', length_weight=length_weight)
+    scale = name == 'grpo'
+    return grpo(scores, group, mask, episode=episode, scale_by_std=scale, length_weight=s.length_weight)
+  if name == 'gigpo':
+    steps = {'step_gamma': s.step_gamma, 'step_weight': s.step_weight, 'scale_by_std': s.step_std}
+    rows = {'scores': scores, 'loss_mask': x.loss_mask, 'episode': episode}
+    return gigpo(x.rewards, group, mask, x.turn, x.anchors, **steps, **rows)
   raise ValueError(f'algorithm.adv_estimator {name!r} has a row in ESTIMATORS and no function here')

@@ -37,15 +37,15 @@ class Ema:
     """The average; NaN before the first value."""
     return self.total / self.weight if self.weight > 0 else math.nan
 
-  def update(self, x: float, decay: float = 0.9) -> Ema:
-    """The average with one more value; unchanged if x is not finite. With decay 0 it is the last value."""
+  def update(self, x: float, decay: float) -> Ema:
+    """The average after one more value, or unchanged if x is not finite. With decay 0 it is the last value."""
     if not math.isfinite(x):
       return self
     return Ema(decay * self.total + (1 - decay) * float(x), decay * self.weight + (1 - decay))
 
 
 def update_emas(
-  emas: Mapping[str, Ema], metrics: Mapping[str, float], decay: float = 0.9
+  emas: Mapping[str, Ema], metrics: Mapping[str, float], decay: float
 ) -> tuple[dict[str, Ema], dict[str, float]]:
   """Updates one moving average per metric.
 
@@ -113,7 +113,7 @@ def in_group_reward(
   return {f'rollout/in_group_reward_{name}': float(of[name].mean()) for name in names}
 
 
-def reward_std_buckets(std: np.ndarray, *, mode: str = 'quantile', count: int = 6) -> np.ndarray:
+def reward_std_buckets(std: np.ndarray, *, mode: str, count: int) -> np.ndarray:
   """Assigns groups to buckets by their in-group reward deviation, to compare the gradients of buckets.
 
   Args:

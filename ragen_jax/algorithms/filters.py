@@ -110,11 +110,11 @@ def _std(x: np.ndarray) -> float:
 def select_groups(
   scores: np.ndarray,
   *,
-  strategy: str = 'top_p',
-  value: float = 1.0,
-  kind: str = 'largest',
-  include_zero: bool = True,
-  top_p_mode: str = 'linear',
+  strategy: str,
+  value: float,
+  kind: str,
+  include_zero: bool,
+  top_p_mode: str,
   eps: float = 0.01,
 ) -> np.ndarray:
   """Selects groups by their scores.
@@ -200,16 +200,16 @@ def uncertainty_filter(
   group: np.ndarray,
   valid: np.ndarray,
   *,
-  metric: str = 'reward_std',
+  metric: str,
+  strategy: str,
+  value: float,
+  kind: str,
+  include_zero: bool,
+  top_p_mode: str,
   scores: np.ndarray | None = None,
   entropy: np.ndarray | None = None,
   length: np.ndarray | None = None,
   episode: np.ndarray | None = None,
-  strategy: str = 'top_p',
-  value: float = 1.0,
-  kind: str = 'largest',
-  include_zero: bool = True,
-  top_p_mode: str = 'linear',
 ) -> FilterResult:
   """Ranks the groups of a batch and selects complete groups. Arguments: see `group_scores` and `select_groups`.
 
@@ -229,8 +229,8 @@ def uncertainty_filter(
   return FilterResult(np.isin(group, ids[kept]) & valid, kept, metrics)
 
 
-def loss_scale(kept_ratio: float, scaling: str = 'none') -> float:
-  """A factor for the advantages after a filter, which makes updates from few groups smaller.
+def loss_scale(kept_ratio: float, scaling: str) -> float:
+  """A factor for the advantages after a filter, which makes an update from few groups smaller than one from all.
 
   Args:
     kept_ratio: share of the groups that the filter kept.

@@ -38,9 +38,9 @@ def grpo(
   group: jax.Array,
   mask: jax.Array,
   *,
+  scale_by_std: bool,
+  length_weight: bool,
   episode: jax.Array | None = None,
-  scale_by_std: bool = True,
-  length_weight: bool = False,
 ) -> jax.Array:
   """Group-relative advantages: (score - mean of the group) / (standard deviation of the group + 1e-6).
 
@@ -51,10 +51,10 @@ def grpo(
     scores: f32[B], the score of each row's episode (`episode_scores`).
     group: i32[B], prompt group, any integers.
     mask: bool[B, T], the tokens that get an advantage.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
     scale_by_std: divide by the deviation; False is Dr. GRPO, whose loss aggregation is `seq-mean-token-sum`.
-    length_weight: divide by the episode's number of tokens relative to the mean of the batch, so that long failures do
-      not weigh more than short ones.
+    length_weight: divide by the number of tokens of the episode relative to the mean of the batch, so that a long
+      failure does not weigh more than a short one.
+    episode: i32[B], the episode of each row; None if every row is its own episode.
 
   Returns:
     f32[B, T], 0 outside the mask.
@@ -91,7 +91,8 @@ def brpo(scores: jax.Array, mask: jax.Array, *, episode: jax.Array | None = None
 
   A batch with a single episode has mean 0 and deviation 1. Source: BRPO, RAGEN's first release.
   """
-  return grpo(scores, jnp.zeros(scores.shape, jnp.int32), mask, episode=episode)
+  batch = jnp.zeros(scores.shape, jnp.int32)
+  return grpo(scores, batch, mask, episode=episode, scale_by_std=True, length_weight=False)
 
 
 def arpo(scores: jax.Array, mask: jax.Array) -> jax.Array:
@@ -106,9 +107,9 @@ def gigpo(
   turn: jax.Array,
   anchors: jax.Array,
   *,
-  step_gamma: float = 0.95,
-  step_weight: float = 1.0,
-  scale_by_std: bool = False,
+  step_gamma: float,
+  step_weight: float,
+  scale_by_std: bool,
   scores: jax.Array | None = None,
   loss_mask: jax.Array | None = None,
   episode: jax.Array | None = None,
@@ -140,7 +141,7 @@ def gigpo(
   """
   loss_mask = mask if loss_mask is None else loss_mask
   scores = episode_scores(rewards, loss_mask, episode) if scores is None else scores
-  of_episode = grpo(scores, group, mask, episode=episode, scale_by_std=scale_by_std)
+  of_episode = grpo(scores, group, mask, episode=episode, scale_by_std=scale_by_std, length_weight=False)
   ends = masks.turn_ends(loss_mask, turn)
   of_turns = _turn_rewards(rewards, loss_mask, ends)
   returns = gae.discounted_returns(of_turns, ends, step_gamma, episode=episode, turn=turn)

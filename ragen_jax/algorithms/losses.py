@@ -29,7 +29,7 @@ MAX_K3 = 10.0  # upper limit of the k3 estimate
 
 
 def token_weights(
-  mask: jax.Array, mode: str = 'token-mean', *, sequence: jax.Array | None = None, norm_length: float | None = None
+  mask: jax.Array, mode: str, *, sequence: jax.Array | None = None, norm_length: float | None = None
 ) -> jax.Array:
   """The weight of each token in the loss, computed from the whole batch of one optimiser step.
 
@@ -98,10 +98,10 @@ def policy_loss(
   advantages: jax.Array,
   mask: jax.Array,
   *,
-  clip_ratio_low: float = 0.2,
-  clip_ratio_high: float = 0.28,
-  clip_ratio_c: float | None = 3.0,
-  ratio_level: str = 'token',
+  clip_ratio_low: float,
+  clip_ratio_high: float,
+  clip_ratio_c: float | None,
+  ratio_level: str,
   turn: jax.Array | None = None,
   importance_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -191,7 +191,7 @@ def _turn_mean(x: jax.Array, mask: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def truncated_importance_weights(
-  trainer_logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array, cap: float = 2.0
+  trainer_logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array, cap: float
 ) -> jax.Array:
   """min(p_trainer / p_sampler, cap) per token, which corrects differences between sampler and trainer.
 
@@ -217,7 +217,7 @@ def truncated_importance_weights(
   return jax.lax.stop_gradient(jnp.where(mask, jnp.minimum(weights, cap), 0.0))
 
 
-def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str = 'k1') -> jax.Array:
+def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str) -> jax.Array:
   """Estimates KL(policy || reference) per sampled token.
 
   With d = logprobs - ref_logprobs: 'k1' is d, 'abs' |d|, 'k2' d^2 / 2, and 'k3' exp(-d) + d - 1 with d clipped to +-20
@@ -270,7 +270,7 @@ def token_entropy(logits: jax.Array) -> jax.Array:
 
 
 def value_loss(
-  values: jax.Array, returns: jax.Array, old_values: jax.Array, mask: jax.Array, *, clip: float | None = 0.5
+  values: jax.Array, returns: jax.Array, old_values: jax.Array, mask: jax.Array, *, clip: float | None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Clipped squared error of the critic per token: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-clip) - R)^2).
 

@@ -56,13 +56,13 @@ def turn_ends(loss_mask: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def selective_masks(
-  loss_mask: jax.Array, length: jax.Array, *, mask_loss: bool = True, mask_advantages: bool = True
+  loss_mask: jax.Array, length: jax.Array, *, mask_loss: bool, mask_advantages: bool
 ) -> tuple[jax.Array, jax.Array]:
   """The tokens in the policy loss (M_loss) and in the recursion of advantages (M_adv), by VAGEN's two switches.
 
-  By default both are the sampled tokens. A switch that is off extends its mask to all tokens of the row but the first
-  (column 0 has no log-prob), including prompts and observations. The trainer must then score those tokens, because the
-  sampler records log-probs of sampled tokens only.
+  With both switches on, both are the sampled tokens. A switch that is off extends its mask to all tokens of the row but
+  the first (column 0 has no log-prob), including prompts and observations. The trainer must then score those tokens,
+  because the sampler records log-probs of sampled tokens only.
 
   Args:
     loss_mask: bool[B, T], sampled tokens.

@@ -42,8 +42,8 @@ def normalize_scores(
   group: jax.Array,
   env: jax.Array,
   *,
-  grouping: str = 'state',
-  method: str = 'identity',
+  grouping: str,
+  method: str,
   episode: jax.Array | None = None,
 ) -> jax.Array:
   """Normalises the scores of episodes within sets of episodes.
@@ -97,9 +97,9 @@ def shape_rewards(
   group: jax.Array,
   env: jax.Array,
   *,
-  credit: str = 'trajectory',
-  grouping: str = 'state',
-  method: str = 'identity',
+  credit: str,
+  grouping: str,
+  method: str,
   episode: jax.Array | None = None,
   scores: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ from ragen_jax.agent.metrics import episode_metrics
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed import processes
+from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.viewer.records import episode_records, first_rows
 
@@ -127,7 +128,7 @@ class Evaluator:
     sampled = self._play(params, self._settings.sampling)
     records, greedy = self._records(sampled, step, 'val'), []
     if self._settings.greedy_too:
-      rollout = self._play(params, Sampling(temperature=0.0))
+      rollout = self._play(params, GREEDY)
       greedy = rollout.episodes
       records += self._records(rollout, step, 'val-greedy')
     return sampled.episodes, greedy, records, finite.describe(finite.of_rollout(sampled).values())

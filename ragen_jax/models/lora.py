@@ -37,7 +37,7 @@ class LoraConfig:
 
   rank: int
   alpha: int | float
-  targets: tuple[str, ...] = TARGETS
+  targets: tuple[str, ...]
 
   @property
   def scale(self) -> float:

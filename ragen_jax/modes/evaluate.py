@@ -70,7 +70,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     raise UserError(f'--mode=eval runs in one process, there are {jax.process_count()}; devices may be many')
   check_eval(config)
   check_config(config)
-  with Checkpointer(workdir, save_best=BEST) as checkpointer:
+  with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     step = _find_step(config, workdir, checkpointer, given)
     warm_start = step is not None and 'data' in checkpointer.meta(step)
     trained_on = [] if step is None else _compare_with_run(config, workdir, warm_start=warm_start)
@@ -162,7 +162,7 @@ def _play_all(
 ) -> tuple[list[EvaluationRow], list[dict[str, Any]]]:
   """Plays the levels with every policy: rows in the order of the tables, and records of some episodes."""
   e = config.eval
-  specs = build.env_groups(config, tuple(e.tags), build.group_counts(e, 'eval'), field='eval.tags')
+  specs = build.env_specs(config, tuple(e.tags), build.group_counts(e, 'eval'), field='eval.tags')
   levels = evaluation_levels(specs, build.evaluation_settings(config))
   endpoint = EndpointSpeaker(build.fill(EndpointSettings, e), build.sampling(e)) if e.endpoint else None
   # Loaded before anything is played, because a run in progress may delete the checkpoint in the meantime.

@@ -48,7 +48,7 @@ def export(config: ConfigDict, workdir: str) -> str:
   compare_config(workdir, config.to_dict(), free_in_export(config.to_dict()))
   for source in filter(None, (presets.resolve(config.model.preset, config.model.path), config.lora.path)):
     check_output(output, 'export.output', source)
-  with Checkpointer(workdir, save_best=BEST) as checkpointer:
+  with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     step = choose_step(checkpointer, config.export.step)
     if config.sft.from_scratch and 'data' in checkpointer.meta(step):
       raise UserError(

@@ -21,7 +21,6 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
-from ragen_jax.agent.rollout import round_up
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
@@ -31,11 +30,12 @@ from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.capacity import bytes_per_device
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.training.batches import MiniBatch, abstract_mini_batch
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.sizes import round_up
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
@@ -219,7 +219,7 @@ def _activations(config: ConfigDict, trainer: Trainer, state: TrainState, phase:
       sampler.abstract_state(_rows(config, phase), cache_columns(config)),
       width=prompt_columns(config),
       columns=min(config.agent.decode_chunk, config.agent.max_response_tokens),
-      sampling=Sampling(),
+      sampling=PLAIN,
     )
   return max(temporary_bytes(x) for x in lowered.values())
 

@@ -66,8 +66,8 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     workdir: directory of checkpoints, metrics and TensorBoard files; an interrupted warm start is resumed.
 
   Raises:
-    UserError: the config or the data cannot be used, or the workdir belongs to another config.
-    Diverged: the loss, its gradient or the weights are not finite; `sft.output` is not written.
+    UserError: the config cannot be run, the data cannot be learnt from, or the workdir belongs to another config.
+    Diverged: the loss, its gradient, the weights or the last evaluation is not finite; `sft.output` is not written.
   """
   check_config(config)
   check_sft(config)
@@ -79,7 +79,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     use_compilation_cache(config.compilation_cache, workdir)
     specs = []
     if config.sft.from_scratch or not found:
-      specs = build.env_groups(config, config.sft.tags, config.sft.levels)
+      specs = build.env_specs(config, config.sft.tags, config.sft.levels)
     scratch = stack.enter_context(tempfile.TemporaryDirectory())
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
     if config.lora.rank:  # adapters must not replace their base model
@@ -186,8 +186,6 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
         if bad and (last or skipped.too_many):
           writer.flush()
           raise diverged(step, bad, checkpointer.latest_step())
-        if last:
-          _write(config, policy, trainer)
         if last or (sft.eval_every and step % sft.eval_every == 0):
           if len(withheld):
             log.validation(step, trainer.losses(list(cut(withheld))))
@@ -196,6 +194,11 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
           if evaluation.not_finite:
             bad = f'not finite in the evaluation: {evaluation.not_finite}'
             progress.write(f'step {step}: {bad}')
+        if last:
+          if bad:
+            writer.flush()
+            raise diverged(step, bad, checkpointer.latest_step())
+          _write(config, policy, trainer)
         if save and not bad:
           writer.flush()
           checkpointer.save(step, trainer.state.saved(), {'data': data.checksum})

@@ -41,7 +41,7 @@ class Checkpointer:
     directory: `<workdir>/checkpoints`.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str], keep: int = 2, save_best: str | None = None):
+  def __init__(self, workdir: str | os.PathLike[str], keep: int, save_best: str | None = None):
     """Opens the checkpoints of `workdir`; the directory need not exist yet.
 
     Args:

@@ -25,9 +25,14 @@ class Sampling:
     top_k: keep this many most likely tokens; 0 keeps all.
   """
 
-  temperature: float = 1.0
-  top_p: float = 1.0
-  top_k: int = 0
+  temperature: float
+  top_p: float
+  top_k: int
+
+
+# The model's own distribution, and its most likely tokens.
+PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0)
 
 
 def draw_tokens(

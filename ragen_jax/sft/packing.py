@@ -6,6 +6,7 @@ gradient by rounding only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,7 @@ from flax import struct
 
 from ragen_jax.sft.data import SftExamples
 from ragen_jax.training.batches import plan_micro_batches
+from ragen_jax.utils.sizes import round_up
 
 # A packed micro-batch has (conversations of a step / 16) rows. A packed row contains several conversations, and with
 # few rows the last micro-batch has little padding.
@@ -100,13 +102,13 @@ def packed_batches(data: SftExamples, rows: np.ndarray, size: int, length_step: 
   """
   sampled = data.sampled
   total = np.float32(sampled[rows].sum())
-  width = -(-int(data.length.max()) // length_step) * length_step
+  width = round_up(int(data.length.max()), length_step)
   bins = [rows[b] for b in pack(data.length[rows], width)]
   bins.sort(key=lambda b: sampled[b].sum())  # rows of a micro-batch get similar numbers of trained tokens
   step = max(width // _REPLY_STEPS, 1)
   for start in range(0, len(bins), size):
     part = bins[start : start + size]
-    replies = -(-max(int(sampled[b].sum()) for b in part) // step) * step
+    replies = round_up(max(int(sampled[b].sum()) for b in part), step)
     batch = SftBatch(
       tokens=np.zeros((size, width), np.int32),
       columns=np.ones((size, replies), np.int32),
@@ -144,8 +146,8 @@ def batches(
   """
   if not packing:
     return padded_batches(data, rows, max(batch_size // 2, 1), length_step)
-  size = -(-batch_size // _CONVERSATIONS_A_PACKED_ROW)
-  return packed_batches(data, rows, -(-size // shards) * shards, length_step)
+  size = math.ceil(batch_size / _CONVERSATIONS_A_PACKED_ROW)
+  return packed_batches(data, rows, round_up(size, shards), length_step)
 
 
 def _fit(x: np.ndarray, width: int, fill: int = 0) -> np.ndarray:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.utils.sizes import round_up
 
 PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
 
@@ -82,7 +83,7 @@ def make_model(
   """
   width, layers, heads, kv_heads, head_dim, mlp = shape
   cfg = QwenConfig(
-    vocab_size=-(-num_tokens // 8) * 8,
+    vocab_size=round_up(num_tokens, 8),
     hidden_size=width,
     intermediate_size=mlp,
     num_layers=layers,

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.distributed.sharding import place_rows
+from ragen_jax.utils.sizes import round_up
 
 
 @struct.dataclass
@@ -174,8 +175,8 @@ def plan_micro_batches(
   plans = []
   for start in range(0, len(rows), size):
     part = rows[start : start + size]
-    width = -(-int(length[part].max()) // length_step) * length_step
-    replies = -(-max(int(sampled[part].max()), 1) // half) * half
+    width = round_up(int(length[part].max()), length_step)
+    replies = round_up(max(int(sampled[part].max()), 1), half)
     padded = np.concatenate([part, np.full(size - len(part), -1, part.dtype)])
     plans.append(MicroBatch(padded, width, replies))
   return plans

@@ -10,9 +10,9 @@ import numpy as np
 
 from ragen_jax.agent.episode import TRUNCATED
 from ragen_jax.agent.finite import NotFinite
-from ragen_jax.agent.rollout import Rollout, round_up
+from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import losses, masks, rewards
-from ragen_jax.algorithms.advantages import Advantages, compute_advantages
+from ragen_jax.algorithms.advantages import AdvantageInputs, Advantages, AdvantageSettings, compute_advantages
 from ragen_jax.algorithms.diagnostics import logprob_gap
 from ragen_jax.training.batches import (
   BatchingSettings,
@@ -28,6 +28,7 @@ from ragen_jax.training.rollout_metrics import mean, mean_max_min
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils.sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,57 +48,38 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateSettings:
-  """The settings of the estimation. Fields are those of `config.algorithm`, except for the last four.
+  """The estimation. Fields are those of `config.algorithm`, except for the last five.
 
   Attributes:
-    adv_estimator: one of `advantages.ESTIMATORS`.
-    mask_loss: whether the policy loss covers sampled tokens only.
-    mask_advantages: whether the recursion of advantages runs over sampled tokens only.
-    gamma, lam: discount and decay for each token.
-    high_level_gamma, high_level_lam: discount and decay for each turn; a decay of None is `lam`.
-    bootstrap_truncated: whether truncated episodes bootstrap with the critic's value after their last token.
-    length_weight: whether 'grpo' and 'dr_grpo' divide by the relative length.
-    step_gamma, step_weight, step_std: options of 'gigpo'.
-    whiten_advantages: whether estimators that whiten (`Estimator.whitens`) do so.
+    mask_loss: the policy loss is on sampled tokens only.
+    mask_advantages: advantages run through sampled tokens only.
+    bootstrap_truncated: episodes cut off by a limit are worth the critic's value after their last token.
     kl_reward_coef: weight of the KL to the reference in the reward of each token; 0 is off.
     kl_kind: estimator of this KL.
     old_logprobs: source of the old log-probs and values, 'sampler' or 'trainer'.
     tis_cap: cap of the truncated importance weights; 0 is off.
+    advantages: the estimator of advantages.
     reward: see `RewardSettings`.
     batching: sizes of micro-batches.
     needs_critic: whether the estimator reads values.
     records_values: whether the sampler records values.
   """
 
-  adv_estimator: str
   mask_loss: bool
   mask_advantages: bool
-  gamma: float
-  lam: float
-  high_level_gamma: float
-  high_level_lam: float | None
   bootstrap_truncated: bool
-  length_weight: bool
-  step_gamma: float
-  step_weight: float
-  step_std: bool
-  whiten_advantages: bool
   kl_reward_coef: float
   kl_kind: str
   old_logprobs: str
   tis_cap: float
+  advantages: AdvantageSettings
   reward: RewardSettings
   batching: BatchingSettings
   needs_critic: bool
   records_values: bool
 
 
-# Options of `compute_advantages` that are fields of the config.
-_SCALARS = (
-  'name', 'gamma', 'lam', 'high_level_gamma', 'high_level_lam', 'length_weight', 'whitening', 'step_gamma',
-  'step_weight', 'step_std',
-)  # fmt: skip
-_advantages = jax.jit(compute_advantages, static_argnames=_SCALARS)
+_advantages = jax.jit(compute_advantages, static_argnames='settings')
 _shape_rewards = jax.jit(rewards.shape_rewards, static_argnames=('credit', 'grouping', 'method'))
 
 
@@ -255,30 +237,19 @@ class TargetEstimator:
   ) -> Advantages:
     """The result of the estimator, on the host."""
     s, t = self._settings, selection.rollout.trajectory
-    return jax.device_get(
-      _advantages(
-        s.adv_estimator,
-        rewards=reward.of_tokens,
-        scores=reward.of_episodes,
-        loss_mask=tokens.sampled,
-        turn=tokens.turn,
-        group=t.group,
-        values=scores.old_values,
-        bootstrap=self.bootstrap(state.params, selection.rollout) if s.bootstrap_truncated else None,
-        episode=shared_episodes(t.episode),
-        adv_mask=None if s.mask_advantages else tokens.through,
-        anchors=selection.rollout.anchors,
-        gamma=s.gamma,
-        lam=s.lam,
-        high_level_gamma=s.high_level_gamma,
-        high_level_lam=s.high_level_lam,
-        length_weight=s.length_weight,
-        whitening=s.whiten_advantages,
-        step_gamma=s.step_gamma,
-        step_weight=s.step_weight,
-        step_std=s.step_std,
-      )
+    inputs = AdvantageInputs(
+      rewards=reward.of_tokens,
+      scores=reward.of_episodes,
+      loss_mask=tokens.sampled,
+      turn=tokens.turn,
+      group=t.group,
+      values=scores.old_values,
+      bootstrap=self.bootstrap(state.params, selection.rollout) if s.bootstrap_truncated else None,
+      episode=shared_episodes(t.episode),
+      adv_mask=None if s.mask_advantages else tokens.through,
+      anchors=selection.rollout.anchors,
     )
+    return jax.device_get(_advantages(s.advantages, inputs))
 
   def bootstrap(self, params: Any, rollout: Rollout) -> np.ndarray:
     """f32[B]: the critic's value after the last sampled token of truncated rows, 0 for other rows."""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -17,10 +14,9 @@ from ragen_jax.agent import finite
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import filters
 from ragen_jax.algorithms.diagnostics import mutual_information, reward_std_buckets
-from ragen_jax.models import lora
 from ragen_jax.training import objective
 from ragen_jax.training.batches import TokenRows, TrainBatch, plan_micro_batches, sampled_columns
-from ragen_jax.training.learner import zeros_like
+from ragen_jax.training.learner import Learner
 from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
@@ -63,8 +59,16 @@ class Probes:
     self._settings = settings
     self._trainer = trainer
     graphdef = nnx.split(trainer.model.model)[0]
-    parts = objective.loss_parts(trainer.settings.loss)
-    self._gradient_programs = {name: _gradient_program(graphdef, part) for name, part in parts.items()}
+    # Each takes the gradients of one part of the loss; none takes a step.
+    self._learners = {
+      name: Learner(
+        graphdef,
+        trainer.learner.optimizer,
+        functools.partial(objective.policy_and_value_loss, settings=part),
+        trainer.model.mesh,
+      )
+      for name, part in objective.loss_parts(trainer.settings.loss).items()
+    }
 
   def __call__(self, state: TrainState, rollout: Rollout, selection: Selection, batch: TrainBatch) -> dict[str, float]:
     """The metrics of the probes that are due in this iteration; called before its update.
@@ -107,10 +111,8 @@ class Probes:
     for bucket in range(s.gradient_buckets):
       rows = np.flatnonzero(selection.keep & np.isin(t.group, groups[buckets == bucket]))
       if len(rows):
-        for part, add_gradients in self._gradient_programs.items():
-          gradients = zeros_like(state.trained)
-          for micro_batch in self._trainer.micro_batches(batch, selection, rows):
-            gradients = add_gradients(state.trained, state.frozen, gradients, micro_batch)
+        for part, learner in self._learners.items():
+          gradients, _ = learner.gradients(state, self._trainer.micro_batches(batch, selection, rows))
           metrics[f'grad_norm/bucket_{bucket}/{part}'] = float(optax.tree.norm(gradients))
         metrics[f'grad_norm/bucket_{bucket}/reward_std'] = float(std[buckets == bucket].mean())
         metrics[f'grad_norm/bucket_{bucket}/rows'] = len(rows)
@@ -205,16 +207,3 @@ def _cross_rows(prompts: list[np.ndarray], thoughts: list[np.ndarray]) -> tuple[
     tokens[i, : len(x)], tokens[i, len(x) : length[i]] = x, z
     thought[i, len(x) : length[i]] = True
   return TokenRows(tokens, *sampled_columns(thought)), length
-
-
-def _gradient_program(graphdef: Any, part: objective.LossSettings) -> Callable[..., Any]:
-  """A program that adds the gradients of a part of the loss on one micro-batch."""
-
-  @functools.partial(jax.jit, donate_argnums=2)
-  def add_gradients(trained, frozen, gradients, batch):
-    def loss(trained):
-      return objective.policy_and_value_loss(lora.merge(graphdef, trained, frozen), batch, part)[0]
-
-    return jax.tree.map(jnp.add, gradients, jax.grad(loss)(trained))
-
-  return add_gradients

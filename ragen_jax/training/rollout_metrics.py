@@ -1,4 +1,4 @@
-"""Metrics of a rollout: success, rewards, lengths and entropy of all its episodes, before any filter."""
+"""Metrics of a rollout: success, rewards, lengths and entropy of all its episodes, and the age of trained rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ragen_jax.agent.metrics import episode_metrics
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import filters
 from ragen_jax.algorithms.diagnostics import in_group_reward, repeated_replies
-from ragen_jax.training.selection import has_replies
+from ragen_jax.training.selection import Selection, has_replies
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
@@ -33,6 +33,24 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
   metrics['rollout/repeated_replies'] = repeated_replies([r for r, _ in replies], np.asarray([g for _, g in replies]))
   metrics['train/batch_size'] = len(rollout.episodes)
   return metrics
+
+
+def policy_lag(selection: Selection, iteration: int) -> dict[str, float]:
+  """How old the policies are that sampled the rows to learn from: 0 for rows of the iteration's own weights.
+
+  Rows of a replay buffer, and of a rollout that several iterations use (`train.online_k`), come from older weights.
+
+  Args:
+    selection: the kept rows of its rollout are learnt from.
+    iteration: the updates behind the weights that learn from them.
+
+  Returns:
+    `rollout/policy_lag_mean` and `rollout/policy_lag_max` in iterations; {} if no row is kept.
+  """
+  lag = iteration - selection.rollout.trajectory.policy_version[selection.keep]
+  if not lag.size:
+    return {}
+  return {'rollout/policy_lag_mean': float(lag.mean()), 'rollout/policy_lag_max': float(lag.max())}
 
 
 def mean_max_min(name: str, x: np.ndarray) -> dict[str, float]:

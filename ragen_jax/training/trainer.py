@@ -30,7 +30,7 @@ from ragen_jax.training.objective import LossSettings, WeightSettings, with_loss
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
 from ragen_jax.training.records import Recorder, RecordSettings
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
-from ragen_jax.training.rollout_metrics import rollout_metrics
+from ragen_jax.training.rollout_metrics import policy_lag, rollout_metrics
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.selection import FilterSettings, Selection
 from ragen_jax.training.state import TrainState, copy_of_policy
@@ -240,8 +240,9 @@ class Trainer:
       selected: the rows to learn from.
 
     Returns:
-      The state of the next iteration, and metrics. 'actor/ratio' is a histogram of the probability ratios of trained
-      tokens over all steps. Numbers of the batch that are not finite and skipped steps are `NotFinite`.
+      The state of the next iteration, and metrics, `policy_lag` among them; 'actor/ratio' is a histogram, of the
+      probability ratios of the trained tokens over all steps. `NotFinite` are the numbers of the batch and the skipped
+      steps.
     """
     found, steps = not_finite(batch), []
     critic_only = state.iteration < self.settings.update.critic_warmup
@@ -249,7 +250,7 @@ class Trainer:
       for rows in self._mini_batches(selected, state.iteration, epoch):
         state, sums = self.learner.step(state, self.micro_batches(batch, selected, rows), critic_only=critic_only)
         steps.append(objective.token_means(sums))
-    metrics = self._update_metrics(jax.device_get(steps), state)
+    metrics = self._update_metrics(jax.device_get(steps), state) | policy_lag(selected, state.iteration)
     return state.replace(iteration=state.iteration + 1), metrics | found
 
   def try_weights(self, state: TrainState, batch: TrainBatch, selected: Selection) -> dict[str, NotFinite]:

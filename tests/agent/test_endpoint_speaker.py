@@ -34,7 +34,7 @@ def _settings(url, *, max_tokens=64, timeout=5.0, workers=4, tries=3):
 
 
 def _policy(url, backoff_s=0.01, **changes):
-  return EndpointSpeaker(_settings(url, **changes), Sampling(temperature=0.5), backoff_s)
+  return EndpointSpeaker(_settings(url, **changes), Sampling(temperature=0.5, top_p=1.0, top_k=0), backoff_s)
 
 
 def _chats(count):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ragen_jax.agent.episode import Episode
-from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows, round_up, take_rows
+from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows, take_rows
 from ragen_jax.agent.trajectory import Timeline
 
 PAD = 99
@@ -62,7 +62,3 @@ def test_padding_rows_are_empty():
   assert (t.tokens[4:] == PAD).all() and (t.turn[4:] == -1).all() and not t.loss_mask[4:].any()
   assert (padded.anchors[4:] == -1).all() and padded.anchors.shape == (6, 2)
   assert len(pad_rows(padded, 3).trajectory.length) == 6
-
-
-def test_rounding_up():
-  assert [round_up(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]

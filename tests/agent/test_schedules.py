@@ -10,9 +10,9 @@ from ragen_jax import build
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.config.checks import check_config
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import Sampling
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
 
 # Few actions, so that episodes end after different numbers of turns; few columns and buckets, so few programs.
 SMALL = dict(
@@ -23,14 +23,14 @@ SMALL = dict(
 
 @pytest.fixture(scope='module')
 def policy():
-  return build.load_policy(builders.small_config(**SMALL))
+  return build.load_policy(small_config(**SMALL))
 
 
 def play(policy, **changes):
   """(rollout, speaker) of the built-in model."""
-  config = builders.small_config(**SMALL | changes)
+  config = small_config(**SMALL | changes)
   check_config(config)
-  specs = build.env_groups(config, ('FrozenLake',), (4,))
+  specs = build.env_specs(config, ('FrozenLake',), (4,))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
   fed = []
   speaker = SamplerSpeaker(
@@ -106,4 +106,4 @@ def test_rows_that_begin_anew_each_turn_play_the_same_episodes(policy):
 )
 def test_impossible_schedules_are_refused(field, value, said):
   with pytest.raises(UserError, match=said):
-    check_config(builders.small_config(**{field: value}))
+    check_config(small_config(**{field: value}))

@@ -17,14 +17,14 @@ from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import TextReply
 from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker
 from ragen_jax.models import presets
-from ragen_jax.sampling.sampler import Sampling
-from tests.support import builders
+from ragen_jax.sampling.draw import PLAIN
+from tests.support.configs import small_config
 from tests.support.speakers import ScriptedText
 
 
 def _proxy(tag, groups, size, **fields):
-  config = builders.small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
-  specs = build.env_groups(config, (tag,), (groups,))
+  config = small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
+  specs = build.env_specs(config, (tag,), (groups,))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
   return AgentProxy(EnvStateManager(specs, size), context, build.episode_limits(config, specs))
 
@@ -43,7 +43,7 @@ class Client(EndpointSpeaker):
   """Replies with the number of the conversation in the order in which they come; notes the conversations."""
 
   def __init__(self):
-    super().__init__(EndpointSettings('http://localhost:1/v1', 'some-model', 0, 1.0, 1, 1), Sampling())
+    super().__init__(EndpointSettings('http://localhost:1/v1', 'some-model', 0, 1.0, 1, 1), PLAIN)
     self.asked = []
 
   def replies(self, chats):
@@ -108,14 +108,14 @@ def test_random_play_wins_as_often_as_a_markov_chain_says(lake):
 def test_random_play_is_the_same_every_time_and_needs_words_outside_jax(lake):
   first, second = (lake.rollout(RandomSpeaker(np.random.default_rng(3)), 123).episodes for _ in range(2))
   assert first == second
-  config = builders.small_config()
+  config = small_config()
   for words, can in (((), False), (('Up', 'Down'), True)):
     with config.unlocked():
       config.envs.Mine = {
         'type': 'http', 'url': 'http://127.0.0.1:9', 'task': 'Guess.', 'action_names': words,
         'max_turns': 1, 'max_actions': 1, 'max_actions_per_turn': 1, 'max_words': 9,
       }  # fmt: skip
-    assert RandomSpeaker.can_play(EnvStateManager(build.env_groups(config, ('Mine',), (1,)), 1)) == can
+    assert RandomSpeaker.can_play(EnvStateManager(build.env_specs(config, ('Mine',), (1,)), 1)) == can
 
 
 @pytest.mark.parametrize('tag', ['FrozenLake', 'Countdown'])
@@ -131,9 +131,9 @@ def test_the_solver_reaches_about_the_best_possible(tag, lake):
 
 
 def test_random_play_and_solvers_play_batches_of_several_environments():
-  config = builders.small_config()
+  config = small_config()
   tags = ('SimpleSokoban', 'Bandit')
-  specs = build.env_groups(config, tags, (2, 3))
+  specs = build.env_specs(config, tags, (2, 3))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
   proxy = AgentProxy(EnvStateManager(specs, 2), context, build.episode_limits(config, specs))
   solved = proxy.rollout(SolverSpeaker(), 7).episodes

@@ -14,10 +14,12 @@ from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import make_sampler
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.models import presets
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import PLAIN, Sampling
 from ragen_jax.training.batches import sampled_columns
 from ragen_jax.training.scoring import score_tokens
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
+from tests.support.models import random_policy
 
 
 class Recorder:
@@ -59,21 +61,21 @@ class Recorder:
 
 
 def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
-  policy = policy or builders.random_policy(config, directory, seed=seed)
+  policy = policy or random_policy(config, directory, seed=seed)
   tags = tuple(config.train.tags)
-  specs = build.env_groups(config, tags, build.group_counts(config.train, 'train'))
+  specs = build.env_specs(config, tags, build.group_counts(config.train, 'train'))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
   recorder = Recorder(policy.sampler, proxy.envs.rows)
   params = nnx.split(policy.model)[1]
   speaker = SamplerSpeaker(
-    recorder, params, jax.random.key(seed), Sampling(temperature=temperature), observer=recorder.observe
+    recorder, params, jax.random.key(seed), Sampling(temperature, top_p=1.0, top_k=0), observer=recorder.observe
   )
   rollout = proxy.rollout(speaker, 10_000)
   return policy, params, rollout, recorder, proxy
 
 
 def _tiny_config(**fields):
-  return builders.small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
+  return small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
 
 
 @pytest.fixture(scope='module', params=['random', 'built-in'])
@@ -200,12 +202,12 @@ def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
 def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tmp_path):
   config = _tiny_config(train__groups=8, train__group_size=8, length_step=64)
   policy = build.load_policy(config)
-  specs = build.env_groups(config, ('FrozenLake',), (8,))
+  specs = build.env_specs(config, ('FrozenLake',), (8,))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
   params = nnx.split(policy.model)[1]
   lengths = set()
   for i in range(8):
-    rollout = proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(i), Sampling()), 10_000 + 8 * i)
+    rollout = proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(i), PLAIN), 10_000 + 8 * i)
     lengths |= set(rollout.trajectory.length.tolist())
   assert len(lengths) > 20  # they are ragged
   # Sizes: at most (longest timeline / step) caches for each of four batch sizes, and in fact far fewer.

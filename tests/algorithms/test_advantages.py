@@ -8,12 +8,18 @@ import pytest
 
 from ragen_jax.algorithms import advantages as module
 from ragen_jax.algorithms import gae, group_relative, masks
+from tests.support.estimators import advantage_settings
 
 NAMES = list(module.ESTIMATORS)
-compute = jax.jit(module.compute_advantages, static_argnames=('name', 'length_weight', 'whitening', 'step_std'))
+OPTIONS = {'gamma': 0.97, 'lam': 0.9, 'high_level_gamma': 0.8}
+_compute = jax.jit(module.compute_advantages, static_argnames='settings')
 
 
-def arguments(b):
+def compute(name, arrays, **options):
+  return _compute(advantage_settings(name, **OPTIONS | options), module.AdvantageInputs(**arrays))
+
+
+def arrays_of(b):
   anchors = np.where(np.arange(4)[None] <= b.turn.max(-1)[:, None], np.arange(4)[None] % 2, -1).astype(np.int32)
   return {
     'rewards': b.rewards,
@@ -23,9 +29,6 @@ def arguments(b):
     'values': b.values,
     'bootstrap': b.bootstrap,
     'anchors': anchors,
-    'gamma': 0.97,
-    'lam': 0.9,
-    'high_level_gamma': 0.8,
   }
 
 
@@ -39,11 +42,11 @@ def test_names():
 @pytest.mark.parametrize('name', ['grpo', 'dr_grpo', 'rloo', 'brpo', 'arpo', 'reinforce_plus_plus_baseline', 'gigpo'])
 def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, name):
   b = batch(1)
-  given = arguments(b) | {'rewards': np.zeros_like(b.rewards)}  # so the steps of 'gigpo' add nothing
+  given = arrays_of(b) | {'rewards': np.zeros_like(b.rewards)}  # so the steps of 'gigpo' add nothing
   scores = np.where(b.loss_mask.any(-1), np.random.default_rng(0).normal(size=8), 0).astype(np.float32)
-  got = compute(name=name, **given, scores=scores)
+  got = compute(name, given | {'scores': scores})
   last = masks.last_sampled(b.loss_mask)
-  summed = compute(name=name, **given | {'rewards': np.where(last, scores[:, None], 0)}, step_weight=0.0)
+  summed = compute(name, given | {'rewards': np.where(last, scores[:, None], 0)}, step_weight=0.0)
   np.testing.assert_allclose(got.advantages, summed.advantages, atol=1e-6)
   np.testing.assert_allclose(got.returns, summed.returns, atol=1e-6)
   assert np.abs(got.advantages).max() > 0.1
@@ -52,26 +55,30 @@ def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, n
 @pytest.mark.parametrize('name', NAMES)
 def test_each_name_is_its_function(batch, name):
   b = batch(1)
-  given = arguments(b)
+  given = arrays_of(b)
   r, v, m, turn, group = b.rewards, b.values, b.loss_mask, b.turn, b.group
   scores = group_relative.episode_scores(r, m)
   direct = {
     'gae': lambda: gae.gae(r, v, m, 0.97, 0.9, b.bootstrap)[0],
     'bi_level_gae': lambda: gae.bi_level_gae(r, v, m, turn, 0.97, 0.9, 0.8, None, b.bootstrap)[0],
     'turn_wise_gae': lambda: gae.turn_wise_gae(r, v, m, turn, 0.8, 0.9, b.bootstrap)[0],
-    'grpo': lambda: group_relative.grpo(scores, group, m),
-    'dr_grpo': lambda: group_relative.grpo(scores, group, m, scale_by_std=False),
+    'grpo': lambda: group_relative.grpo(scores, group, m, scale_by_std=True, length_weight=False),
+    'dr_grpo': lambda: group_relative.grpo(scores, group, m, scale_by_std=False, length_weight=False),
     'rloo': lambda: group_relative.rloo(scores, group, m),
     'brpo': lambda: group_relative.brpo(scores, m),
     'arpo': lambda: group_relative.arpo(scores, m),
     'reinforce_plus_plus': lambda: gae.discounted_returns(r, m, 0.97),
-    'reinforce_plus_plus_baseline': lambda: group_relative.grpo(scores, group, m, scale_by_std=False),
-    'gigpo': lambda: group_relative.gigpo(r, group, m, turn, given['anchors']),
+    'reinforce_plus_plus_baseline': lambda: group_relative.grpo(
+      scores, group, m, scale_by_std=False, length_weight=False
+    ),
+    'gigpo': lambda: group_relative.gigpo(
+      r, group, m, turn, given['anchors'], step_gamma=0.95, step_weight=1.0, scale_by_std=False
+    ),
   }[name]
   expected = np.asarray(jax.jit(direct)())
-  got = compute(name=name, **given)
+  got = compute(name, given)
   if module.ESTIMATORS[name].whitens:
-    plain = compute(name=name, **given, whitening=False)
+    plain = compute(name, given, whiten_advantages=False)
     np.testing.assert_allclose(plain.advantages, expected, atol=1e-5)
     np.testing.assert_array_equal(got.returns, plain.returns)  # the critic's targets are never whitened
   if name == 'turn_wise_gae':  # every turn counts once, however many tokens it has
@@ -90,8 +97,8 @@ def test_each_name_is_its_function(batch, name):
 def test_padding_has_no_influence(batch, name):
   """More padding rows and columns, with the ids of real groups, and poison on them, change nothing."""
   b = batch(2)
-  given = arguments(b)
-  got = compute(name=name, **given)
+  given = arrays_of(b)
+  got = compute(name, given)
   wide = dict(given)
   for key in ('rewards', 'values'):
     wide[key] = np.pad(given[key], ((3, 0), (0, 5)), constant_values=np.nan)
@@ -100,7 +107,7 @@ def test_padding_has_no_influence(batch, name):
   wide['group'] = np.pad(b.group, (3, 0), constant_values=7)
   wide['bootstrap'] = np.pad(b.bootstrap, (3, 0), constant_values=100.0)
   wide['anchors'] = np.pad(given['anchors'], ((3, 0), (0, 0)), constant_values=1)
-  padded = compute(name=name, **wide)
+  padded = compute(name, wide)
   for field in ('advantages', 'returns'):
     x = np.asarray(getattr(padded, field))
     assert not x[:3].any() and not x[:, 32:].any()
@@ -112,14 +119,14 @@ def test_padding_has_no_influence(batch, name):
 @pytest.mark.parametrize('name', NAMES)
 def test_rows_of_an_episode_are_together_its_single_row(batch, name):
   b = batch(4)
-  given = arguments(b)
-  whole = compute(name=name, **given)
+  given = arrays_of(b)
+  whole = compute(name, given)
   pieces = [(row, k) for row in np.flatnonzero(b.valid) for k in range(b.turn[row].max() + 1)]
   b.rng.shuffle(pieces)
   source = np.array([row for row, _ in pieces])
-  split = {key: x[source] if np.ndim(x) else x for key, x in given.items()}
+  split = {key: x[source] for key, x in given.items()}
   split['loss_mask'] = np.stack([b.loss_mask[row] & (b.turn[row] == k) for row, k in pieces])
-  rows = compute(name=name, **split, episode=source.astype(np.int32))
+  rows = compute(name, split | {'episode': source.astype(np.int32)})
   for field in ('advantages', 'returns', 'value_mask'):
     together = np.zeros(b.loss_mask.shape)
     np.add.at(together, source, np.asarray(getattr(rows, field)))
@@ -128,7 +135,7 @@ def test_rows_of_an_episode_are_together_its_single_row(batch, name):
 
 def test_length_weight_reaches_grpo(batch):
   b = batch(1)
-  plain, weighted = (compute(name='grpo', **arguments(b), length_weight=on).advantages for on in (False, True))
+  plain, weighted = (compute('grpo', arrays_of(b), length_weight=on).advantages for on in (False, True))
   lengths = b.loss_mask.sum(-1, keepdims=True)
   expected = np.asarray(plain) * lengths[b.valid].mean() / np.maximum(lengths, 1)
   np.testing.assert_allclose(weighted, expected, atol=1e-5)
@@ -138,12 +145,12 @@ def test_length_weight_reaches_grpo(batch):
 def test_advantage_mask(batch):
   b = batch(1, poison=0.5)
   every = np.arange(32)[None] < b.length[:, None]
-  got = compute(name='gae', **arguments(b), adv_mask=every, whitening=False)
+  got = compute('gae', arrays_of(b) | {'adv_mask': every}, whiten_advantages=False)
   np.testing.assert_allclose(got.advantages, gae.gae(b.rewards, b.values, every, 0.97, 0.9, b.bootstrap)[0], atol=1e-5)
   np.testing.assert_array_equal(got.value_mask, every)
 
   # turns of bi-level GAE still end with the policy's tokens, and not with the last token of the turn's columns
-  got = compute(name='bi_level_gae', **arguments(b), adv_mask=every, whitening=False)
+  got = compute('bi_level_gae', arrays_of(b) | {'adv_mask': every}, whiten_advantages=False)
   expected, _ = gae.bi_level_gae(
     b.rewards, b.values, every, b.turn, 0.97, 0.9, 0.8, None, b.bootstrap, loss_mask=b.loss_mask
   )
@@ -154,11 +161,11 @@ def test_advantage_mask(batch):
 
 def test_errors(batch):
   b = batch(0)
-  given = arguments(b)
+  given = arrays_of(b)
   with pytest.raises(ValueError, match=r"adv_estimator is 'ppo'; it may be one of gae, "):
-    module.compute_advantages('ppo', **given)
+    compute('ppo', given)
   for name in ('gae', 'turn_wise_gae', 'bi_level_gae'):
     with pytest.raises(ValueError, match='values'):
-      module.compute_advantages(name, **(given | {'values': None}))
+      compute(name, given | {'values': None})
   with pytest.raises(ValueError, match='anchor'):
-    module.compute_advantages('gigpo', **(given | {'anchors': None}))
+    compute('gigpo', given | {'anchors': None})

@@ -16,7 +16,7 @@ def test_ema_is_a_weighted_mean():
     ema = ema.update(x, 0.8)
     weights = 0.8 ** np.arange(i, -1, -1)
     assert ema.value == pytest.approx(np.average(values[: i + 1], weights=weights))
-  assert ema.update(math.nan) == ema and ema.update(math.inf) == ema
+  assert ema.update(math.nan, 0.8) == ema and ema.update(math.inf, 0.8) == ema
   assert module.Ema().update(2.0, 0.0).update(5.0, 0.0).value == 5.0
 
 
@@ -64,10 +64,10 @@ def test_in_group_reward():
 
 def test_reward_std_buckets():
   std = np.array([0.2, 5.5, 1.0, 0.0, 9.0, 2.5])
-  np.testing.assert_array_equal(module.reward_std_buckets(std, mode='fixed_rv'), [0, 5, 1, 0, 5, 2])
-  np.testing.assert_array_equal(module.reward_std_buckets(std, count=3), [0, 2, 1, 0, 2, 1])
+  np.testing.assert_array_equal(module.reward_std_buckets(std, mode='fixed_rv', count=6), [0, 5, 1, 0, 5, 2])
+  np.testing.assert_array_equal(module.reward_std_buckets(std, mode='quantile', count=3), [0, 2, 1, 0, 2, 1])
   with pytest.raises(ValueError, match="bucket_mode is 'rank'"):
-    module.reward_std_buckets(std, mode='rank')
+    module.reward_std_buckets(std, mode='rank', count=6)
 
 
 def test_logprob_gap(batch):

@@ -6,10 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.algorithms import filters as module
+from tests.support.estimators import FILTER
 
 
 def kept(scores, **options):
-  return np.flatnonzero(module.select_groups(np.array(scores, float), **options)).tolist()
+  return np.flatnonzero(module.select_groups(np.array(scores, float), **FILTER | options)).tolist()
+
+
+def uncertainty_filter(group, valid, **options):
+  return module.uncertainty_filter(group, valid, **{'metric': 'reward_std'} | FILTER | options)
 
 
 # --- the metric of a group --------------------------------------------------------------------------------------------
@@ -165,8 +170,8 @@ def test_fraction_does_not_lose_a_group_to_rounding():
 )
 def test_linear_top_p_properties(scores, value, scale, kind):
   """Enough mass, no group too many, better ones first, and no change with the scale."""
-  scores = np.array(scores)
-  keep = module.select_groups(scores, value=value, kind=kind, eps=0.0)
+  scores, options = np.array(scores), FILTER | {'value': value, 'kind': kind, 'eps': 0.0}
+  keep = module.select_groups(scores, **options)
   total = scores.sum()
   assert scores[keep].sum() >= value * total * (1 - 1e-9)
   if keep.any():
@@ -175,7 +180,7 @@ def test_linear_top_p_properties(scores, value, scale, kind):
     better = scores > worst if kind == 'largest' else scores < worst
     assert keep[better].all()
   if scores.min() > 1e-6:  # rounding may move a boundary only where masses meet p exactly
-    other = module.select_groups(scores * 2.0**5, value=value, kind=kind, eps=0.0)
+    other = module.select_groups(scores * 2.0**5, **options)
     np.testing.assert_array_equal(keep, other)
 
 
@@ -191,7 +196,7 @@ def test_linear_top_p_properties(scores, value, scale, kind):
 )
 def test_errors_name_the_field(options, field):
   with pytest.raises(ValueError, match=rf'filter\.{field} is '):
-    module.select_groups(np.ones(3), **options)
+    module.select_groups(np.ones(3), **FILTER | options)
 
 
 # --- the whole filter -------------------------------------------------------------------------------------------------
@@ -201,7 +206,7 @@ def test_uncertainty_filter_keeps_whole_groups_of_raw_scores():
   group = np.array([3, 8, 3, 8, 5, 5, 3, 8])
   valid = np.array([1, 1, 1, 1, 1, 1, 0, 1], bool)
   scores = np.array([0.0, 1.0, 0.0, 0.0, 0.0, 0.1, 50.0, 1.0])
-  got = module.uncertainty_filter(group, valid, scores=scores, strategy='top_k', value=0.34)
+  got = uncertainty_filter(group, valid, scores=scores, strategy='top_k', value=0.34)
   np.testing.assert_array_equal(got.keep_groups, [False, False, True])
   np.testing.assert_array_equal(got.keep, [0, 1, 0, 1, 0, 0, 0, 1])
   assert got.metrics == {
@@ -209,17 +214,17 @@ def test_uncertainty_filter_keeps_whole_groups_of_raw_scores():
     'rollout/filter_kept_ratio': pytest.approx(1 / 3),
     'rollout/filter_zero_count': 1.0,
   }
-  everything = module.uncertainty_filter(group, valid, scores=scores)
+  everything = uncertainty_filter(group, valid, scores=scores)
   np.testing.assert_array_equal(everything.keep, valid)
-  varying = module.uncertainty_filter(group, valid, scores=scores, include_zero=False)
+  varying = uncertainty_filter(group, valid, scores=scores, include_zero=False)
   np.testing.assert_array_equal(varying.keep, valid & (group != 3))
-  nothing = module.uncertainty_filter(group, np.zeros(8, bool), scores=scores)
+  nothing = uncertainty_filter(group, np.zeros(8, bool), scores=scores)
   assert not nothing.keep.any() and nothing.metrics['rollout/filter_kept_ratio'] == 0.0
 
 
 def test_uncertainty_filter_by_length():
   group = np.array([0, 0, 1, 1])
-  got = module.uncertainty_filter(
+  got = uncertainty_filter(
     group,
     np.ones(4, bool),
     metric='length',

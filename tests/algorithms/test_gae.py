@@ -228,10 +228,10 @@ def test_7_what_lies_on_observations_changes_nothing(batch):
   for seed in range(3):
     clean, poisoned = batch(seed, poison=0.0), batch(seed)
     assert np.isnan(poisoned.values[~poisoned.loss_mask]).all()
-    for f in (bi_level_gae, turn_wise_gae):
+    for f, high in ((bi_level_gae, (0.95,)), (turn_wise_gae, ())):
       for x, y in zip(
-        f(clean.rewards, clean.values, clean.loss_mask, clean.turn, 0.99, 0.9),
-        f(poisoned.rewards, poisoned.values, poisoned.loss_mask, poisoned.turn, 0.99, 0.9),
+        f(clean.rewards, clean.values, clean.loss_mask, clean.turn, 0.99, 0.9, *high),
+        f(poisoned.rewards, poisoned.values, poisoned.loss_mask, poisoned.turn, 0.99, 0.9, *high),
         strict=True,
       ):
         np.testing.assert_array_equal(x, y)
@@ -320,7 +320,7 @@ def test_an_episode_on_several_rows_is_one_episode(batch, estimator):
 def test_rows_of_one_episode_need_turns(batch):
   b = batch(0)
   with pytest.raises(ValueError, match='turn'):
-    module.gae(b.rewards, b.values, b.loss_mask, episode=b.group)
+    module.gae(b.rewards, b.values, b.loss_mask, 0.9, 0.8, episode=b.group)
 
 
 def test_discounted_returns_skip_holes():

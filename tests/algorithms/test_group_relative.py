@@ -93,7 +93,7 @@ def test_grpo(batch, scale_by_std, length_weight):
 def test_equal_scores_give_exactly_zero(score):
   mask = np.ones((16, 2), bool)
   scores = np.full(16, score, np.float32)
-  assert not np.asarray(grpo(scores, np.zeros(16, np.int32), mask)).any()
+  assert not np.asarray(grpo(scores, np.zeros(16, np.int32), mask, scale_by_std=True, length_weight=False)).any()
   assert not np.asarray(rloo(scores, np.zeros(16, np.int32), mask)).any()
   assert not np.asarray(brpo(scores, mask)).any()
 
@@ -179,7 +179,8 @@ def test_gigpo_by_hand():
   turn = np.array([[0, 1], [0, 1]])
   anchors = np.array([[4, 4], [4, 9]], np.int32)
   rewards = np.array([[0.0, 1.0], [0.0, 0.0]], np.float32)
-  got = gigpo(rewards, np.zeros(2, np.int32), mask, turn, anchors, step_gamma=0.5)
+  options = {'step_gamma': 0.5, 'step_weight': 1.0, 'scale_by_std': False}
+  got = gigpo(rewards, np.zeros(2, np.int32), mask, turn, anchors, **options)
   # returns from the steps on: [[.5, 1], [0, 0]]; the mean over the three at state 4 is .5; state 9 has no peer
   np.testing.assert_allclose(got, [[0.5 + 0.0, 0.5 + 0.5], [-0.5 - 0.5, -0.5 + 0.0]], atol=1e-6)
 

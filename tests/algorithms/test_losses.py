@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.algorithms import losses as module
+from tests.support.estimators import SURROGATE
 
 STEP = 1e-6  # of finite differences, in float64
 NORM_LENGTH = 50.0
@@ -74,7 +75,7 @@ def model_gradient(parameters, features, old, advantages, mask, weights):
 
   def loss(parameters):
     logprobs = old + jnp.tanh(features @ parameters)
-    return module.aggregate(module.policy_loss(logprobs, old, advantages, mask)[0], weights)
+    return module.aggregate(module.policy_loss(logprobs, old, advantages, mask, **SURROGATE)[0], weights)
 
   return jax.grad(loss)(parameters)
 
@@ -215,10 +216,11 @@ def test_each_token_keeps_its_own_advantage_under_a_shared_ratio(batch, level):
   b = batch(0)
   m = b.loss_mask
   logprobs = np.where(m, b.logprobs + 0.01 * b.rng.normal(size=m.shape), 0.0)
+  options = SURROGATE | {'ratio_level': level}
 
   @jax.jit
   def ours(x):
-    f = lambda y: module.policy_loss(y, b.logprobs, b.values, m, ratio_level=level, turn=b.turn)  # noqa: E731
+    f = lambda y: module.policy_loss(y, b.logprobs, b.values, m, turn=b.turn, **options)  # noqa: E731
     return jax.grad(lambda y: f(y)[0].sum())(x), f(x)[1]['ratio']
 
   gradient, ratio = ours(logprobs.astype(np.float32))
@@ -235,7 +237,11 @@ def one_token(logprob, advantage, dual=DUAL):
 
   def loss(x):
     per_token, stats = module.policy_loss(
-      x, jnp.zeros((1, 1)), jnp.full((1, 1), advantage), jnp.ones((1, 1), bool), clip_ratio_c=dual
+      x,
+      jnp.zeros((1, 1)),
+      jnp.full((1, 1), advantage),
+      jnp.ones((1, 1), bool),
+      **SURROGATE | {'clip_ratio_c': dual},
     )
     return per_token[0, 0], {key: y[0, 0] for key, y in stats.items()}
 
@@ -271,8 +277,8 @@ def test_log_ratio_is_clamped():
 def test_importance_weights_scale_the_loss(batch):
   b, logprobs, old, advantages = policy_case(batch, 0, 'token')
   weights = np.where(b.loss_mask, 0.5 + b.rng.random(b.loss_mask.shape), np.nan).astype(np.float32)
-  plain, _ = module.policy_loss(logprobs, old, advantages, b.loss_mask)
-  scaled, _ = module.policy_loss(logprobs, old, advantages, b.loss_mask, importance_weights=weights)
+  plain, _ = module.policy_loss(logprobs, old, advantages, b.loss_mask, **SURROGATE)
+  scaled, _ = module.policy_loss(logprobs, old, advantages, b.loss_mask, importance_weights=weights, **SURROGATE)
   np.testing.assert_allclose(scaled, np.where(b.loss_mask, plain * weights, 0.0), rtol=1e-6)
 
 
@@ -284,7 +290,8 @@ def test_truncated_importance_weights(batch):
   m = b.loss_mask
   np.testing.assert_allclose(got[m], np.minimum(np.exp((trainer - sampler)[m]), 1.5), rtol=1e-5)
   assert not got[~m].any() and (got == 1.5).any() and (got[m] < 1.5).any()
-  assert not np.asarray(jax.grad(lambda x: module.truncated_importance_weights(x, b.values, m).sum())(b.logprobs)).any()
+  weights_of = functools.partial(module.truncated_importance_weights, cap=2.0)
+  assert not np.asarray(jax.grad(lambda x: weights_of(x, b.values, m).sum())(b.logprobs)).any()
   with pytest.raises(ValueError, match='tis_cap is 0'):
     module.truncated_importance_weights(trainer, sampler, m, cap=0)
 
@@ -293,11 +300,11 @@ def test_policy_errors(batch):
   b = batch(0)
   arrays = (b.logprobs, b.logprobs, b.values, b.loss_mask)
   with pytest.raises(ValueError, match="ratio_level is 'row'; it may be one of token, sequence, turn"):
-    module.policy_loss(*arrays, ratio_level='row')
+    module.policy_loss(*arrays, **SURROGATE | {'ratio_level': 'row'})
   with pytest.raises(ValueError, match='turn'):
-    module.policy_loss(*arrays, ratio_level='turn')
+    module.policy_loss(*arrays, **SURROGATE | {'ratio_level': 'turn'})
   with pytest.raises(ValueError, match='clip_ratio_c is 1'):
-    module.policy_loss(*arrays, clip_ratio_c=1.0)
+    module.policy_loss(*arrays, **SURROGATE | {'clip_ratio_c': 1.0})
 
 
 # --- KL, entropy, log-probs -------------------------------------------------------------------------------------------
@@ -366,7 +373,7 @@ def test_value_loss_and_gradient(batch, clip):
   def ours(values, returns, old, mask):
     def loss(values):
       per_token, stats = module.value_loss(values, returns, old, mask, clip=clip)
-      return module.aggregate(per_token, module.token_weights(mask)), (per_token, stats)
+      return module.aggregate(per_token, module.token_weights(mask, 'token-mean')), (per_token, stats)
 
     return jax.value_and_grad(loss, has_aux=True)(values)
 
@@ -399,7 +406,7 @@ def test_value_loss_by_hand():
   one = lambda x: np.full((1, 1), x, np.float32)  # noqa: E731
   mask = np.ones((1, 1), bool)
   # V = 2 went 2 away from V_old = 0; the target is 3: the clipped value .5 is farther off, so that the gradient is 0
-  f = lambda v: module.value_loss(v, one(3.0), one(0.0), mask)[0].sum()  # noqa: E731
+  f = lambda v: module.value_loss(v, one(3.0), one(0.0), mask, clip=0.5)[0].sum()  # noqa: E731
   value, gradient = jax.value_and_grad(f)(one(2.0))
   np.testing.assert_allclose(value, 0.5 * 2.5**2)
   assert float(gradient[0, 0]) == 0.0

@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 
 from ragen_jax.algorithms import rewards as module
+from tests.support.estimators import REWARD
 
 OPTIONS = ('credit', 'grouping', 'method')
-shape_rewards = jax.jit(module.shape_rewards, static_argnames=OPTIONS)
+_shape_rewards = jax.jit(module.shape_rewards, static_argnames=OPTIONS)
+
+
+def shape_rewards(*arrays, **options):
+  return _shape_rewards(*arrays, **REWARD | options)
 
 
 def scores_of(b):
@@ -75,7 +80,7 @@ def test_normalization_of_equal_scores_is_zero():
   mask = np.ones((4, 1), bool)
   group = np.zeros(4, np.int32)
   for method in ('mean', 'mean_std', 'asym_clip'):
-    got = module.normalize_scores(np.full(4, 0.1, np.float32), mask, group, group, method=method)
+    got = module.normalize_scores(np.full(4, 0.1, np.float32), mask, group, group, grouping='state', method=method)
     assert not np.asarray(got).any()
 
 
@@ -84,15 +89,16 @@ def test_scores_that_hardly_differ_are_not_blown_up():
   group = np.zeros(4, np.int32)
   scores = np.array([0, 0, 0, 1e-6], np.float32)  # a deviation of 5e-7
   for method in ('mean_std', 'asym_clip'):
-    assert not np.asarray(module.normalize_scores(scores, mask, group, group, method=method)).any()
+    assert not np.asarray(module.normalize_scores(scores, mask, group, group, grouping='state', method=method)).any()
 
 
 def test_asym_clip_clips():
   scores = np.array([0] * 15 + [1], np.float32)
   group = np.zeros(16, np.int32)
-  got = module.normalize_scores(scores, np.ones((16, 1), bool), group, group, method='asym_clip')
+  options = {'grouping': 'state', 'method': 'asym_clip'}
+  got = module.normalize_scores(scores, np.ones((16, 1), bool), group, group, **options)
   assert float(got[-1]) == 3.0
-  got = module.normalize_scores(-scores, np.ones((16, 1), bool), group, group, method='asym_clip')
+  got = module.normalize_scores(-scores, np.ones((16, 1), bool), group, group, **options)
   assert float(got[-1]) == -1.0
 
 
@@ -149,4 +155,4 @@ def test_kl_in_reward(batch):
 def test_errors_name_the_field(batch, options, field):
   b = batch(0)
   with pytest.raises(ValueError, match=rf'reward\.{field} is '):
-    module.shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, **options)
+    module.shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, **REWARD | options)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.algorithms import filters, masks, rewards, rounding
-from ragen_jax.algorithms.advantages import compute_advantages
+from ragen_jax.algorithms.advantages import AdvantageInputs, compute_advantages
 from ragen_jax.algorithms.diagnostics import in_group_reward
 from ragen_jax.algorithms.group_relative import episode_scores, gigpo
+from tests.support.estimators import FILTER, advantage_settings
 
 # Five moves of Sokoban that solve a level: four steps, and the one that pushes the box onto its target.
 SOLVED = (-0.1, -0.1, -0.1, -0.1, 10.9)
@@ -49,7 +50,7 @@ def test_the_scores_of_these_rows_differ_in_the_last_bits():
 def test_a_group_that_is_fully_solved_has_no_advantages(name):
   reward, mask, turn = rows(CUTS)
   group = np.zeros(len(CUTS), np.int32)
-  found = compute_advantages(name, rewards=reward, loss_mask=mask, turn=turn, group=group)
+  found = compute_advantages(advantage_settings(name), AdvantageInputs(reward, mask, turn, group))
   np.testing.assert_array_equal(found.advantages, 0)
 
 
@@ -76,7 +77,9 @@ def test_filters_and_metrics_see_that_the_group_does_not_vary():
   reward, mask, _ = rows(CUTS)
   scores, group, valid = np.asarray(episode_scores(reward, mask)), np.zeros(4, np.int32), np.ones(4, bool)
   assert filters.group_scores('reward_std', group, valid, scores=scores)[1].tolist() == [0.0]
-  kept = filters.uncertainty_filter(group, valid, scores=scores, include_zero=False)
+  kept = filters.uncertainty_filter(
+    group, valid, scores=scores, metric='reward_std', **FILTER | {'include_zero': False}
+  )
   assert not kept.keep.any() and kept.metrics['rollout/filter_zero_count'] == 1
   assert in_group_reward(scores, group, valid)['rollout/in_group_reward_std'] == 0
   np.testing.assert_array_equal(filters.soft_weights(scores, group, valid), 1)  # no group varies
@@ -93,12 +96,13 @@ def test_groups_with_the_same_scores_tie_in_any_order_of_their_members():
 
 
 def test_min_p_keeps_a_group_whose_score_is_the_bound_up_to_rounding():
+  min_p = FILTER | {'strategy': 'min_p', 'value': 0.3}
   third = np.float64(np.float32(0.3))  # a float32 score, below 0.3 * 1.0 in float64 or above it
   for score in (third, 0.3, np.nextafter(0.3, 0), np.nextafter(0.3, 1)):
-    assert filters.select_groups(np.array([1.0, score]), strategy='min_p', value=0.3).tolist() == [True, True]
-    below = filters.select_groups(np.array([1.0, score]), strategy='min_p', value=0.3, kind='smallest')
+    assert filters.select_groups(np.array([1.0, score]), **min_p).tolist() == [True, True]
+    below = filters.select_groups(np.array([1.0, score]), **min_p | {'kind': 'smallest'})
     assert below.tolist() == [False, True]
-  assert filters.select_groups(np.array([1.0, 0.2999]), strategy='min_p', value=0.3).tolist() == [True, False]
+  assert filters.select_groups(np.array([1.0, 0.2999]), **min_p).tolist() == [True, False]
 
 
 def test_steps_from_one_state_with_equal_returns_have_no_advantage_when_divided_by_deviations():
@@ -106,7 +110,8 @@ def test_steps_from_one_state_with_equal_returns_have_no_advantage_when_divided_
   reward = np.array([[0.3, 1e4, 0.7], [0.1, 0.2, 0.7]], np.float32)
   turn, mask = np.array([[0, 1, 2]] * 2, np.int32), np.ones((2, 3), bool)
   anchors = np.array([[0, 1, 9], [2, 3, 9]], np.int32)
-  found = np.asarray(gigpo(reward, np.zeros(2, np.int32), mask, turn, anchors, scale_by_std=True))
+  options = {'step_gamma': 0.95, 'step_weight': 1.0, 'scale_by_std': True}
+  found = np.asarray(gigpo(reward, np.zeros(2, np.int32), mask, turn, anchors, **options))
   of_episode = found[:, :1]  # the first two turns have no peer, so theirs is the episode's part
   np.testing.assert_array_equal(found[:, 2], of_episode[:, 0])
 
@@ -117,7 +122,7 @@ def test_real_differences_are_not_taken_for_rounding():
   assert not rounding.is_constant(0.0, 1e-6)
   mask = np.ones((2, 1), bool)
   turn, group = np.zeros((2, 1), np.int32), np.zeros(2, np.int32)
-  found = compute_advantages('grpo', rewards=scores[:, None], loss_mask=mask, turn=turn, group=group)
+  found = compute_advantages(advantage_settings('grpo'), AdvantageInputs(scores[:, None], mask, turn, group))
   np.testing.assert_allclose(found.advantages[:, 0], [np.sqrt(0.5), -np.sqrt(0.5)], rtol=1e-4)
 
 
@@ -135,7 +140,7 @@ def test_any_cut_of_any_actions_gives_no_advantage(actions, seed):
   reward, mask, turn = rows(cuts, actions)
   group = np.zeros(4, np.int32)
   for name in ('grpo', 'rloo', 'brpo'):
-    found = compute_advantages(name, rewards=reward, loss_mask=mask, turn=turn, group=group)
+    found = compute_advantages(advantage_settings(name), AdvantageInputs(reward, mask, turn, group))
     np.testing.assert_array_equal(found.advantages, 0)
   scores = np.asarray(episode_scores(reward, mask))
   assert filters.group_scores('reward_std', group, np.ones(4, bool), scores=scores)[1].tolist() == [0.0]

@@ -14,6 +14,7 @@ from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import leaves, small_config
+from tests.support.estimators import FILTER
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_no_number_of_the_config_may_be_infinite_or_nan():
 def test_a_filter_that_keeps_nothing_is_refused(fields, message):
   config = small_config({f'filter.{name}': x for name, x in fields.items()})
   scores = np.asarray([0.2, 0.5, 0.9, 0.4])
-  options = {'kind': fields.get('type', 'largest'), 'top_p_mode': fields.get('top_p_mode', 'linear')}
-  kept = filters.select_groups(scores, strategy=fields['strategy'], value=fields['value'], **options)
+  options = {{'type': 'kind'}.get(name, name): x for name, x in fields.items()}
+  kept = filters.select_groups(scores, **FILTER | options)
   if message is None:
     check_config(config, weights=False)
     assert kept.any()

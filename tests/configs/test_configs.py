@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import re
@@ -29,6 +30,34 @@ def test_every_field_has_a_comment_line_above_it():
     assert lines[i - 1].strip().startswith('#'), f'configs/default.py:{i + 1}: {lines[i].strip()} is not explained'
 
 
+def _defaults(node):
+  """(name, default) of the parameters of a function, or of the fields of a class."""
+  if isinstance(node, ast.FunctionDef):
+    a = node.args
+    positional = [*a.posonlyargs, *a.args]
+    yield from zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True)
+    yield from zip(a.kwonlyargs, a.kw_defaults, strict=True)
+  elif isinstance(node, ast.ClassDef):
+    yield from ((x.target, x.value) for x in node.body if isinstance(x, ast.AnnAssign))
+
+
+def test_the_default_of_a_field_stands_in_the_config_only():
+  """So an option that is forgotten on its way is an error, and not another value than that of the config."""
+  sections = ('algorithm', 'filter', 'reward', 'optimizer', 'monitor', 'lora', 'checkpoint')
+  fields = {name.split('.')[1] for name, _ in leaves(default.get_config()) if name.startswith(sections)}
+  fields |= {'temperature', 'top_p', 'top_k', 'group_size', 'online_k', 'max_age'}
+  found, seen = [], 0
+  for path in sorted((ROOT / 'ragen_jax').rglob('*.py')):
+    for node in ast.walk(ast.parse(path.read_text())):
+      for name, value in _defaults(node):
+        name = name.arg if isinstance(name, ast.arg) else ast.unparse(name)
+        seen += name in fields
+        # None stands for what is not given, such as an array.
+        if name in fields and value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+          found.append(f'{path.relative_to(ROOT)}:{node.lineno}: {name}={ast.unparse(value)}')
+  assert not found and seen > 100
+
+
 def test_every_option_of_an_environment_has_a_comment_line_above_it():
   """Those that all environments have are explained once, in default.py."""
   lines = (ROOT / 'configs' / 'environments.py').read_text().splitlines()
@@ -51,7 +80,7 @@ def test_tags_are_ragens():
   config = default.get_config('qwen2.5-0.5b')
   assert {env.max_words for env in default.get_config().envs.values()} == {25}  # the built-in model replies in fewer
   tags = tuple(config.envs)
-  envs = {spec.tag: spec for spec in build.env_groups(config, tags, (1,) * len(tags))}
+  envs = {spec.tag: spec for spec in build.env_specs(config, tags, (1,) * len(tags))}
   grid = base.Budget(max_turns=5, max_actions=10, max_actions_per_turn=5)
   for tag, dim, boxes, depth, told, words in (
     ('SimpleSokoban', (6, 6), 1, 300, 'grid', 100),
@@ -86,7 +115,7 @@ def test_tags_are_ragens():
 
 
 def test_the_large_sudoku_can_be_filled():
-  spec = build.env_groups(default.get_config(), ('Sudoku9x9',), (1,))[0]
+  spec = build.env_specs(default.get_config(), ('Sudoku9x9',), (1,))[0]
   assert (spec.env.side, spec.env.empty_cells) == (9, 40)
   assert min(spec.budget.max_actions, spec.budget.max_turns * spec.budget.max_actions_per_turn) >= 40
 
@@ -161,7 +190,7 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   sft.train_sft(config, str(tmp_path / 'sft_fresh'))
   export.export(config, str(tmp_path / 'run'))
   # Environments that no tag of these runs chose.
-  build.env_groups(config, tuple(config.envs), (1,) * len(config.envs))
+  build.env_specs(config, tuple(config.envs), (1,) * len(config.envs))
   checks.check_plan(config)
   checks.check_eval(config)
   monkeypatch.undo()

@@ -9,7 +9,7 @@ import pytest
 
 from ragen_jax.evaluation.intervals import Interval
 from ragen_jax.evaluation.report import EvaluationRow, describe_sampling, free_name, tables, write_json
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import GREEDY, Sampling
 
 
 def _rows():
@@ -56,8 +56,8 @@ def test_the_table():
 
 def test_sampling_is_described():
   for sampling, text in (
-    (Sampling(temperature=0.0), 'greedy'),
-    (Sampling(temperature=0.5), 'temperature 0.5'),
+    (GREEDY, 'greedy'),
+    (Sampling(temperature=0.5, top_p=1.0, top_k=0), 'temperature 0.5'),
     (Sampling(temperature=1.0, top_p=0.9, top_k=20), 'temperature 1, top-p 0.9, top-k 20'),
   ):
     assert describe_sampling(sampling) == text

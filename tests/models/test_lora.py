@@ -19,7 +19,7 @@ from tests.support.adapters import SMALL, TOKENS, adapted, logits
 def test_fresh_adapters_change_nothing_and_are_drawn_as_peft_draws_them():
   model = adapted(config=None)
   before = logits(model, TOKENS)
-  lora.attach(model, lora.LoraConfig(64, 64), nnx.Rngs(1))
+  lora.attach(model, lora.LoraConfig(64, 64, lora.TARGETS), nnx.Rngs(1))
   np.testing.assert_array_equal(logits(model, TOKENS), before)
   found = lora.adapters(model)
   assert len(found) == 2 * 7

@@ -14,7 +14,8 @@ from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import CacheMask, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.sampling.draw import GREEDY
+from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning
 
@@ -176,7 +177,7 @@ def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> tupl
   state = sampler.extend(params, state, tokens, valid.sum(1).astype(np.int32))
   _, reply, _ = sampler.decode(
     params, state, jax.random.split(jax.random.key(0), len(tokens)), np.full(len(tokens), new), columns=new,
-    sampling=Sampling(temperature=0.0),
+    sampling=GREEDY,
   )  # fmt: skip
   assert reply.count.tolist() == [new] * len(tokens)
   return np.asarray(reply.tokens), np.asarray(reply.logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -19,6 +20,7 @@ from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.config import sft_checks
 from ragen_jax.config.checks import check_config, check_sft
+from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
@@ -26,13 +28,13 @@ from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
 from ragen_jax.utils.errors import Diverged, UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 
 @pytest.mark.slow
 def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path):
-  config = builders.small_config(
+  config = small_config(
     sft__tags=('Bandit',), sft__levels=(512,), sft__steps=120, sft__batch_size=32, sft__learning_rate=5e-3,
     sft__from_scratch=True, sft__shape=(32, 2, 4, 2, 8, 64), sft__output=str(tmp_path / 'out'),
     eval__tags=('Bandit',), eval__groups=64, length_step=16,
@@ -47,7 +49,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
 
 @pytest.mark.slow
 def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
-  config = builders.small_config(
+  config = small_config(
     sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=250, sft__batch_size=32, sft__learning_rate=5e-3,
     sft__from_scratch=True, sft__shape=(32, 2, 4, 2, 8, 64), sft__output=str(tmp_path / 'out'), sft__value_coef=5.0,
     envs__FrozenLake__size=2, envs__FrozenLake__max_turns=1, envs__FrozenLake__max_actions=1, eval__groups=8,
@@ -56,7 +58,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   sft.train_sft(config, str(tmp_path / 'sft'))
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
-  specs = build.env_groups(config, ('FrozenLake',), (256,))
+  specs = build.env_specs(config, ('FrozenLake',), (256,))
   context, limits = build.context_manager(config, policy.tokenizer, specs), build.episode_limits(config, specs)
   style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=0.5, hurry=0.5)
   demonstrator = Demonstrator(np.random.default_rng(9), style)
@@ -80,7 +82,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
 
 
 def _quick(tmp_path, name, **fields):
-  config = builders.small_config(
+  config = small_config(
     sft__tags=('Bandit',), sft__levels=(64,), sft__steps=20, sft__batch_size=8, sft__learning_rate=1e-3,
     sft__hurry=0.0, sft__val_fraction=0.1, sft__output=str(tmp_path / name / 'model'), eval__tags=('Bandit',),
     eval__greedy_too=False, **fields,
@@ -161,6 +163,29 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
   assert 'skipped, because the loss, its gradient or the update is not finite' in capsys.readouterr().err
 
 
+def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothing(tmp_path, monkeypatch):
+  config, workdir = _quick(tmp_path, 'bad', eval__groups=4)
+  config.sft.update(steps=2, checkpoint_every=1)
+  play, played = Evaluator.__call__, []
+
+  def evaluate(self, params, step=0):
+    played.append(step)
+    bad = '' if len(played) > 1 else '7 of 9 sampled log-probs (row 0)'
+    return dataclasses.replace(play(self, params, step), not_finite=bad)
+
+  monkeypatch.setattr(Evaluator, '__call__', evaluate)
+  message = (
+    r'^step 2: not finite in the evaluation: 7 of 9 sampled log-probs \(row 0\); .* of step 1, sft\.output was not'
+  )
+  with pytest.raises(Diverged, match=message) as e:
+    sft.train_sft(config, workdir)
+  assert e.value.status == 1 and '\n' not in str(e.value)
+  assert not (tmp_path / 'bad' / 'model').exists()
+  # The checkpoint is the one before, so the same command takes the last step and evaluates again.
+  sft.train_sft(config, workdir)
+  assert played == [2, 2] and (tmp_path / 'bad' / 'model').exists()
+
+
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   config, workdir = whole
   monkeypatch.setattr(sft, 'record_config', lambda *a, **k: None)
@@ -201,13 +226,13 @@ def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   # Of few boards, some come up in any 32.
   fields = {'tags': ('FrozenLake',), 'levels': (32,), 'batch_size': 8, 'output': str(tmp_path / 'model')}
-  config = builders.small_config(envs__FrozenLake__size=2, eval__groups=4, envs__FrozenLake__max_turns=1)
+  config = small_config(envs__FrozenLake__size=2, eval__groups=4, envs__FrozenLake__max_turns=1)
   config.sft.update(fields)
   for skipped in (False, True):
     config.sft.skip_held_out = skipped
     with pytest.raises(KeyboardInterrupt):
       sft.train_sft(config, str(tmp_path / 'run'))
-  envs = EnvStateManager(build.env_groups(config, ('FrozenLake',), (4,)), 1)
+  envs = EnvStateManager(build.env_specs(config, ('FrozenLake',), (4,)), 1)
   boards = [f'State:\n{board}\n' for board in envs.reset(config.eval.first_level)]
   found = [sum(any(board in text for board in boards) for text in texts) for texts in shown]
   assert found[0] > 0 and found[1] == 0
@@ -239,17 +264,17 @@ def test_the_shipped_configs_can_run(module, model):
 )
 def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
   with pytest.raises(UserError, match=message) as e:
-    check_sft(builders.small_config(**fields))
+    check_sft(small_config(**fields))
   assert '\n' not in str(e.value)
 
 
 def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
   monkeypatch.setattr(sft_checks, 'row_shards', lambda mesh: 8)
-  check_sft(builders.small_config())
-  check_sft(builders.small_config(sft__batch_size=24, sft__packing=True))
+  check_sft(small_config())
+  check_sft(small_config(sft__batch_size=24, sft__packing=True))
   message = r'sft\.batch_size=24: half of it, 12, goes through the model at once and must be a multiple of 8 row shards'
   with pytest.raises(UserError, match=message):
-    check_sft(builders.small_config(sft__batch_size=24))
+    check_sft(small_config(sft__batch_size=24))
 
 
 def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):

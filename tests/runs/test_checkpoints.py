@@ -68,7 +68,7 @@ def assert_same_bits(actual, expected):
     assert np.asarray(a).tobytes() == np.asarray(e).tobytes()
 
 
-def one_line(error) -> str:
+def message_of(error) -> str:
   message = str(error.value)
   assert '\n' not in message
   return message
@@ -86,9 +86,9 @@ def start_child(function: str, workdir: pathlib.Path, devices: int | None = None
 def test_round_trip_is_bit_exact(tmp_path):
   state = make_state(7)
   meta = {'iteration': 7, 'lr': 0.1 + 0.2, 'seen': [1, 2], 'nested': {'done': False}}
-  with Checkpointer(tmp_path) as saver:
+  with Checkpointer(tmp_path, keep=2) as saver:
     saver.save(7, state, meta)
-  with Checkpointer(tmp_path) as reader:
+  with Checkpointer(tmp_path, keep=2) as reader:
     restored, restored_meta = reader.restore(jax.tree.map(jnp.zeros_like, state))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     from_abstract, _ = reader.restore(abstract)
@@ -111,7 +111,7 @@ def test_special_values_and_dtypes(tmp_path):
     'numpy_f64': np.array([np.pi, -0.0, np.nan]),
     'numpy_scalar': np.array(3),
   }
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(0, state)
     restored, meta = checkpointer.restore(state)
   assert_same_bits(restored, state)
@@ -120,7 +120,7 @@ def test_special_values_and_dtypes(tmp_path):
 
 def test_partial_restore_reads_the_parameters_only(tmp_path):
   state = make_state(3)
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(3, state)
     restored, _ = checkpointer.restore({'params': state.params}, partial=True)
   assert_same_bits(restored, {'params': state.params})
@@ -129,11 +129,11 @@ def test_partial_restore_reads_the_parameters_only(tmp_path):
 def test_another_mesh(tmp_path):
   """One device saves, eight restore their shards and save, one restores."""
   state = {'w': jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), 'b': jnp.arange(8.0)}
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, state)
   child = start_child('eight_devices', tmp_path, devices=8)
   assert child.wait(120) == 0
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     assert checkpointer.latest_step() == 2
     restored, _ = checkpointer.restore(state)
   assert_same_bits(restored, {'w': state['w'] + 1, 'b': state['b']})
@@ -145,7 +145,7 @@ def eight_devices(workdir: str) -> None:
     'w': jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, P('fsdp', 'tensor'))),
     'b': jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P())),
   }
-  with Checkpointer(workdir) as checkpointer:
+  with Checkpointer(workdir, keep=2) as checkpointer:
     state, _ = checkpointer.restore(like)
     assert state['w'].sharding == like['w'].sharding and state['w'].addressable_shards[0].data.shape == (2, 4)
     assert len(state['b'].devices()) == 8
@@ -174,7 +174,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
     ([5, 6, 7], 5),
     ([5, 7, 8], 5),
   ]
-  with Checkpointer(tmp_path, save_best='eval/success') as checkpointer:
+  with Checkpointer(tmp_path, keep=2, save_best='eval/success') as checkpointer:
     state, meta = checkpointer.restore({'x': jnp.zeros(2, jnp.int32)}, step=checkpointer.best_step())
   assert meta == {'step': 5} and state['x'].tolist() == [5, 5]
 
@@ -188,20 +188,20 @@ def test_without_a_metric_only_the_last_stay(tmp_path):
 
 def test_looking_changes_nothing(tmp_path):
   workdir = tmp_path / 'no_run_yet'
-  with Checkpointer(workdir) as checkpointer:
+  with Checkpointer(workdir, keep=2) as checkpointer:
     assert checkpointer.latest_step() is None
     with pytest.raises(UserError, match='there is no checkpoint in'):
       checkpointer.restore({'x': jnp.zeros(2)})
   assert not workdir.exists()
   unfinished = workdir / 'checkpoints' / '4.orbax-checkpoint-tmp'  # another process is saving
   unfinished.mkdir(parents=True)
-  with Checkpointer(workdir) as checkpointer:
+  with Checkpointer(workdir, keep=2) as checkpointer:
     assert checkpointer.steps() == []
   assert unfinished.exists()
 
 
 def test_a_saved_step_is_not_overwritten(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(5, {'x': jnp.zeros(2)}, {'first': True})
     checkpointer.save(5, {'x': jnp.ones(2)}, {'first': False})
     assert checkpointer.restore({'x': jnp.ones(2)})[1] == {'first': True}
@@ -229,15 +229,15 @@ def test_a_saved_step_is_not_overwritten(tmp_path):
   ],
 )
 def test_another_model_is_named(tmp_path, like, message):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, {'a': jnp.zeros(2), 'b': {'w': jnp.zeros((3, 4))}})
     with pytest.raises(UserError, match=f'checkpoint of step 1 in .* does not fit this model: {message}') as error:
       checkpointer.restore(like)
-  one_line(error)
+  message_of(error)
 
 
 def test_what_is_not_an_array_is_refused(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     with pytest.raises(TypeError, match='leaf a/lr of the state is a float'):
       checkpointer.save(1, {'a': {'lr': 0.1}})
     with pytest.raises(TypeError, match='leaf key of the state is a typed PRNG key'):
@@ -249,18 +249,18 @@ def test_what_is_not_an_array_is_refused(tmp_path):
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
   state = {'x': jnp.arange(1000.0)}
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, state)
     checkpointer.save(2, state)
   for path in (tmp_path / 'checkpoints' / '2' / 'state').rglob('*'):
     if path.is_file():
       os.truncate(path, path.stat().st_size // 2)
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     with pytest.raises(
       UserError, match=r'checkpoint of step 2 .* cannot be read: .*; move .*/2 away .* step 1'
     ) as error:
       checkpointer.restore(state)
-    one_line(error)
+    message_of(error)
     assert_same_bits(checkpointer.restore(state, step=1)[0], state)
 
 
@@ -275,7 +275,7 @@ def save_until_a_file_is_too_large(workdir: str) -> None:
   """Saves step 1, then is killed by the kernel (SIGXFSZ) while it writes the arrays of step 2."""
   import resource
 
-  with Checkpointer(workdir) as checkpointer:
+  with Checkpointer(workdir, keep=2) as checkpointer:
     checkpointer.save(1, big_state(1), {'step': 1})
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -288,7 +288,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
   assert child.wait(120) == -signal.SIGXFSZ
   unfinished = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
   assert any(path.is_file() and path.stat().st_size == 2**20 for path in unfinished.rglob('*'))
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     assert checkpointer.latest_step() == 1
     state, meta = checkpointer.restore(big_state(0))
     assert meta == {'step': 1}
@@ -340,28 +340,28 @@ def small_disk(tmp_path):
 
 def test_full_disk(small_disk, caplog):
   small, large = {'x': np.zeros(8)}, {'x': np.random.default_rng(0).standard_normal(1_000_000)}  # 8 MB
-  with Checkpointer(small_disk) as checkpointer:
+  with Checkpointer(small_disk, keep=2) as checkpointer:
     with pytest.raises(UserError, match=r'step 1 was not saved .*: No space left on device; there is no') as error:
       checkpointer.save(1, large)
-    one_line(error)
+    message_of(error)
     checkpointer.save(1, small, {'step': 1})
     with pytest.raises(UserError, match=r'step 2 was not saved .*: No space left on device; step 1 is') as error:
       checkpointer.save(2, large)
-    one_line(error)
+    message_of(error)
     assert [path.name for path in (small_disk / 'checkpoints').iterdir()] == ['1']  # the disk has its space back
     assert checkpointer.restore(small)[1] == {'step': 1}
     checkpointer.save(2, small, {'step': 2})  # something was deleted by hand: the run goes on
-  with Checkpointer(small_disk) as checkpointer:
+  with Checkpointer(small_disk, keep=2) as checkpointer:
     assert checkpointer.steps() == [1, 2]
   assert 'Traceback' not in caplog.text
 
 
 def test_read_only_disk(small_disk):
   state = {'x': np.arange(8)}
-  with Checkpointer(small_disk) as checkpointer:
+  with Checkpointer(small_disk, keep=2) as checkpointer:
     checkpointer.save(1, state)
   subprocess.run(['mount', '-o', 'remount,ro', str(small_disk)], check=True)
-  with Checkpointer(small_disk) as checkpointer:
+  with Checkpointer(small_disk, keep=2) as checkpointer:
     assert_same_bits(checkpointer.restore(state)[0], state)
     with pytest.raises(UserError, match=r'step 2 was not saved in .*: Read-only file system; step 1 is intact'):
       checkpointer.save(2, state)
@@ -378,7 +378,7 @@ def test_read_only_disk(small_disk):
 )
 def test_full_disk_without_a_disk(tmp_path, monkeypatch, error):
   """The two shapes of the error, where a small file system cannot be mounted: Python's and tensorstore's."""
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, {'x': jnp.zeros(2)})
     monkeypatch.setattr(checkpointer._manager, 'save', lambda *args, **kwargs: (_ for _ in ()).throw(error))
     with pytest.raises(UserError, match=r'step 2 was not saved in .*: No space left on device; step 1 is intact'):
@@ -388,7 +388,7 @@ def test_full_disk_without_a_disk(tmp_path, monkeypatch, error):
 
 
 def test_saved_although_an_older_one_cannot_be_deleted(tmp_path, monkeypatch):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     save = checkpointer._manager.save
 
     def save_then_fail(*args, **kwargs):
@@ -401,7 +401,7 @@ def test_saved_although_an_older_one_cannot_be_deleted(tmp_path, monkeypatch):
 
 
 def test_other_errors_are_not_hidden(tmp_path, monkeypatch):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     monkeypatch.setattr(checkpointer._manager, 'save', lambda *args, **kwargs: int('a bug'))
     with pytest.raises(ValueError, match='a bug'):
       checkpointer.save(2, {'x': jnp.zeros(2)})
@@ -410,7 +410,7 @@ def test_other_errors_are_not_hidden(tmp_path, monkeypatch):
 def test_workdir_below_a_file(tmp_path):
   (tmp_path / 'file').touch()
   with (
-    Checkpointer(tmp_path / 'file') as checkpointer,
+    Checkpointer(tmp_path / 'file', keep=2) as checkpointer,
     pytest.raises(UserError, match=r'step 1 was not saved in .*/file/'),
   ):
     checkpointer.save(1, {'x': jnp.zeros(2)})
@@ -428,16 +428,16 @@ def test_disk_errors_are_found_in_the_chain():
 
 
 def test_a_checkpoint_with_flipped_bytes_is_refused_by_name(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, make_state(1))
     checkpointer.save(2, make_state(2))
   path = flip_bytes(tmp_path, 2)
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     with pytest.raises(UserError) as error:
       checkpointer.restore(make_state(0))
-    message = one_line(error)
+    message = message_of(error)
     assert 'checkpoint of step 2' in message and path.name in message and 'differs from its checksum' in message
-    assert 'to resume from step 1' in message
+    assert 'to go on from step 1' in message
     assert_same_bits(checkpointer.restore(make_state(0), step=1)[0], make_state(1))
 
 
@@ -458,32 +458,32 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_the_newest(tmp_
     assert checkpointer.steps() == [1, 2]
   warnings = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
   assert [w.split(' (')[0] for w in warnings] == ['checkpoint of step 3 is damaged', 'checkpoint of step 2 is damaged']
-  assert 'resuming from step 2' in warnings[0] and 'resuming from step 1' in warnings[1]
+  assert 'going on from step 2' in warnings[0] and 'going on from step 1' in warnings[1]
   assert sorted(p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()) == ['2', '3']
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, make_state(1))
   flip_bytes(tmp_path, 1)
-  with Checkpointer(tmp_path) as checkpointer, pytest.raises(UserError) as error:
+  with Checkpointer(tmp_path, keep=2) as checkpointer, pytest.raises(UserError) as error:
     checkpointer.set_damaged_aside()
-  assert 'no earlier checkpoint' in one_line(error)
+  assert 'no earlier one' in message_of(error)
 
 
 def test_damage_to_meta_is_found_too(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, make_state(1), {'iteration': 1111})
   (path,) = (p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and b': 1111' in p.read_bytes())
   path.write_bytes(path.read_bytes().replace(b': 1111', b': 2222'))
-  with Checkpointer(tmp_path) as checkpointer, pytest.raises(UserError, match='differs from its checksum'):
+  with Checkpointer(tmp_path, keep=2) as checkpointer, pytest.raises(UserError, match='differs from its checksum'):
     checkpointer.restore(make_state(0))
 
 
 def test_a_checkpoint_of_an_older_version_without_checksums_is_read(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, make_state(1))
   (tmp_path / 'checkpoints' / '1' / 'checksums.json').unlink()
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.set_damaged_aside()
     assert_same_bits(checkpointer.restore(make_state(0))[0], make_state(1))

@@ -8,12 +8,12 @@ import pytest
 
 from ragen_jax.sampling import capacity
 from ragen_jax.sampling.kv_cache import init_state
-from tests.support import builders
+from tests.support.models import random_model
 
 
 @pytest.mark.parametrize(('dtype', 'tensor'), [(jnp.float32, 1), (jnp.bfloat16, 2)])
 def test_a_row_s_bytes_are_those_of_its_cache_one_more_layer_and_its_logits(dtype, tensor):
-  model = builders.random_model(40).policy
+  model = random_model(40).policy
   layers = model.cfg.num_layers
   cache = jax.eval_shape(lambda: model.init_cache(1, 96, dtype))
   held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) // tensor

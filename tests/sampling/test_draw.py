@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.sampling.draw import Sampling, draw, draw_tokens, filter_logits
+from ragen_jax.sampling.draw import PLAIN, Sampling, draw, draw_tokens, filter_logits
 
 
 @pytest.mark.parametrize('size', [5, 300, 3000])
@@ -61,14 +61,14 @@ def test_a_row_s_draw_depends_on_its_key_and_position_only():
   logits = jnp.zeros((4, 1000))
   keys = jax.random.split(jax.random.key(0), 4)
   positions = jnp.asarray([3, 3, 8, 8])
-  tokens, logprobs, entropies = draw_tokens(logits, keys, positions, Sampling())
+  tokens, logprobs, entropies = draw_tokens(logits, keys, positions, PLAIN)
   chex.assert_shape((tokens, logprobs, entropies), (4,))
   chex.assert_type((tokens, logprobs, entropies), (jnp.int32, jnp.float32, jnp.float32))
   np.testing.assert_allclose(logprobs, -np.log(1000), rtol=1e-5)
   np.testing.assert_allclose(entropies, np.log(1000), rtol=1e-5)
   order = jnp.asarray([2, 0, 3, 1])
-  np.testing.assert_array_equal(draw_tokens(logits, keys[order], positions[order], Sampling())[0], tokens[order])
-  moved = draw_tokens(logits, keys, positions + 1, Sampling())[0]
+  np.testing.assert_array_equal(draw_tokens(logits, keys[order], positions[order], PLAIN)[0], tokens[order])
+  moved = draw_tokens(logits, keys, positions + 1, PLAIN)[0]
   assert (moved != tokens).all()
 
 
@@ -76,6 +76,8 @@ def test_temperature_zero_takes_the_most_likely_token_whatever_the_key():
   logits = jax.random.normal(jax.random.key(0), (6, 50))
   for seed in range(3):
     keys = jax.random.split(jax.random.key(seed), 6)
-    tokens, logprobs, _ = draw_tokens(logits, keys, jnp.zeros(6, jnp.int32), Sampling(temperature=0.0, top_k=2))
+    tokens, logprobs, _ = draw_tokens(
+      logits, keys, jnp.zeros(6, jnp.int32), Sampling(temperature=0.0, top_p=1.0, top_k=2)
+    )
     np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
     np.testing.assert_allclose(logprobs, jnp.max(jax.nn.log_softmax(logits), axis=-1), rtol=1e-6)

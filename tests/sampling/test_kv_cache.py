@@ -10,7 +10,7 @@ import pytest
 
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.sampling.kv_cache import SamplerState, append_window, init_state, put_rows, resize, take_rows
-from tests.support import builders
+from tests.support.models import random_model
 
 COUNT = [4, 3, 5]  # columns of each row, of 7
 
@@ -61,7 +61,7 @@ def test_resizing_keeps_the_first_columns_of_the_selected_rows(state, size):
 
 
 def test_a_new_state_is_empty():
-  model = builders.random_model(20).policy
+  model = random_model(20).policy
   state = init_state(model, 3, 16)
   chex.assert_shape((state.count, state.draw_position, state.rotary), (3,))
   chex.assert_type((state.count, state.draw_position, state.rotary), jnp.int32)

@@ -12,8 +12,9 @@ from flax import nnx
 
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.sampling.sampler import Sampler, Sampling
-from tests.support import builders
+from ragen_jax.sampling.draw import GREEDY, PLAIN, Sampling
+from ragen_jax.sampling.sampler import Sampler
+from tests.support.models import random_model
 
 VOCAB, STOP = 40, 7
 
@@ -74,14 +75,14 @@ def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, or
 
 @pytest.fixture(scope='module')
 def model():
-  return builders.random_model(VOCAB)
+  return random_model(VOCAB)
 
 
 def test_logprobs_values_and_entropies_equal_a_full_forward_pass_over_the_timeline(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(3), 6)
   timelines, records, stopped = _run_turns(
-    sampler, params, keys, np.random.default_rng(0), turns=4, rows=6, max_new=9, sampling=Sampling()
+    sampler, params, keys, np.random.default_rng(0), turns=4, rows=6, max_new=9, sampling=PLAIN
   )
   assert stopped.any() and not stopped.all()  # both ways to end a reply occur
   for r, timeline in timelines.items():
@@ -96,9 +97,7 @@ def test_a_reply_does_not_depend_on_the_order_of_rows_nor_on_which_others_are_th
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
   runs = [
-    _run_turns(
-      sampler, params, keys, np.random.default_rng(1), turns=3, rows=4, max_new=6, sampling=Sampling(), **kwargs
-    )[0]
+    _run_turns(sampler, params, keys, np.random.default_rng(1), turns=3, rows=4, max_new=6, sampling=PLAIN, **kwargs)[0]
     for kwargs in ({}, {'order': [2, 0, 3, 1]}, {'drop': [1, 3]})
   ]
   assert runs[0] == runs[1]
@@ -110,7 +109,7 @@ def test_greedy_takes_the_likeliest_token(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 3)
   timelines, records, _ = _run_turns(
-    sampler, params, keys, np.random.default_rng(2), turns=2, rows=3, max_new=5, sampling=Sampling(temperature=0.0)
+    sampler, params, keys, np.random.default_rng(2), turns=2, rows=3, max_new=5, sampling=GREEDY
   )
   for r, timeline in timelines.items():
     _, _, logp = _full_logprobs(model, np.asarray(timeline))
@@ -123,7 +122,7 @@ def test_temperature_scales_the_logprobs(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(6), 3)
   timelines, records, _ = _run_turns(
-    sampler, params, keys, np.random.default_rng(2), turns=1, rows=3, max_new=5, sampling=Sampling(temperature=0.5)
+    sampler, params, keys, np.random.default_rng(2), turns=1, rows=3, max_new=5, sampling=Sampling(0.5, 1.0, 0)
   )
   for r, timeline in timelines.items():
     _, _, logp = _full_logprobs(model, np.asarray(timeline))
@@ -137,7 +136,7 @@ def test_padding_of_the_embedding_is_never_drawn(model):
   state = sampler.init(64, 32)
   state = sampler.extend(params, state, jnp.full((64, 2), 9, jnp.int32), jnp.full((64,), 2))
   keys = jax.random.split(jax.random.key(0), 64)
-  _, reply, _ = sampler.decode(params, state, keys, np.full(64, 20), columns=20, sampling=Sampling(temperature=3.0))
+  _, reply, _ = sampler.decode(params, state, keys, np.full(64, 20), columns=20, sampling=Sampling(3.0, 1.0, 0))
   assert int(reply.tokens.max()) == 11
 
 
@@ -155,7 +154,7 @@ def test_some_rows_are_fed_while_the_others_are_left_alone(model):
   for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
     np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
   keys = jax.random.split(jax.random.key(0), 4)
-  _, reply, _ = sampler.decode(params, state, keys, np.full(4, 5), columns=5, sampling=Sampling())
+  _, reply, _ = sampler.decode(params, state, keys, np.full(4, 5), columns=5, sampling=PLAIN)
   for row, own in ((3, second[0, :3]), (1, second[1])):
     n = int(reply.count[row])
     timeline = np.concatenate([first[row, : count[row]], own, np.asarray(reply.tokens[row, :n])])
@@ -202,10 +201,10 @@ def test_each_program_is_traced_once_per_shape(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
   run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
-  run(np.random.default_rng(1), sampling=Sampling())
+  run(np.random.default_rng(1), sampling=PLAIN)
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
   assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 2}
-  run(np.random.default_rng(2), sampling=Sampling(temperature=0.5))  # temperatures above 0 share a program
+  run(np.random.default_rng(2), sampling=Sampling(0.5, 1.0, 0))  # temperatures above 0 share a program
   assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 2}
-  run(np.random.default_rng(3), sampling=Sampling(temperature=0.0))
+  run(np.random.default_rng(3), sampling=GREEDY)
   assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 4}

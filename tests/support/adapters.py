@@ -19,7 +19,7 @@ SMALL = QwenConfig(
 SMALL3 = QwenConfig(**(vars(SMALL) | {'architecture': 'qwen3', 'tie_word_embeddings': False}))
 
 
-CONFIG = lora.LoraConfig(4, 6)
+CONFIG = lora.LoraConfig(4, 6, lora.TARGETS)
 
 
 TOKENS = np.random.default_rng(3).integers(0, 70, size=(3, 11)).astype(np.int32)

@@ -15,11 +15,13 @@ from ragen_jax.models import attention as attention_lib
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import plan
-from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import abstract_mini_batch
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.state import TrainState
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
 
 VOCAB, ROWS, WIDTH, REPLIES = 16384, 8, 256, 128
 
@@ -66,7 +68,7 @@ def update(made, mesh=None, replies=REPLIES, score=False, **loss):
 def rollout(made):
   sampler = Sampler(made, stop_ids=(1,), mesh=make_mesh(8, 1, 1))
   lowered = sampler.lower(
-    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, columns=8, sampling=Sampling()
+    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, columns=8, sampling=PLAIN
   )
   return {name: plan.temporary_bytes(x) for name, x in lowered.items()}
 
@@ -96,7 +98,7 @@ def held():
 
 def real():
   """A run's arrays and programs on a mesh of 2 x 2 x 2, and what was planned."""
-  config = builders.small_config(
+  config = small_config(
     mesh__data=2, mesh__fsdp=2, mesh__tensor=2, algorithm__kl_loss_coef=0.1, eval__groups=16, length_step=64,
     agent__max_context=128, plan__prompt_tokens=64,
   )  # fmt: skip

@@ -10,7 +10,8 @@ from ragen_jax.agent.context_manager import ContextSettings
 from ragen_jax.agent.episode import Limits, TextReply
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed.processes import RowShare
-from ragen_jax.sampling.sampler import Reply, Sampling
+from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.sampling.sampler import Reply
 
 # Of the right form and not; too many actions; unknown ones. Without the forced '<think>'.
 REPLIES = [
@@ -88,7 +89,7 @@ class ScriptedSampler:
 
 def scripted_tokens(tokenizer: ChatTokenizer, replies: list[list[str]]) -> SamplerSpeaker:
   """A speaker in tokens: for each row its replies, without the forced prefix."""
-  return SamplerSpeaker(ScriptedSampler(tokenizer, replies), None, jax.random.key(0), Sampling())
+  return SamplerSpeaker(ScriptedSampler(tokenizer, replies), None, jax.random.key(0), PLAIN)
 
 
 class ScriptedText:

@@ -138,7 +138,7 @@ def test_only_episodes_that_a_budget_cut_off_are_bootstrapped(policy, played):
   last = batch.mask.sum(axis=1) - 1
   rows = np.arange(len(last))
   reward = np.where(t.loss_mask, t.rewards, 0)[rows, batch.columns[rows, last]]
-  gamma = trainer.settings.estimate.gamma
+  gamma = trainer.settings.estimate.advantages.gamma
   np.testing.assert_allclose(batch.returns[rows, last], reward + gamma * bootstrap, atol=1e-4)
   # It is the value that the sampler would record for a token right behind: that of a longer episode's own forward pass.
   row = int(np.flatnonzero(cut)[0])

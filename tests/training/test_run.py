@@ -25,11 +25,11 @@ from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from ragen_jax.training.run import diverged, greeting, open_run
-from ragen_jax.training.run_log import one_line
+from ragen_jax.training.run_log import success_line
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import Diverged, UserError
-from tests.support import builders
+from tests.support.configs import small_config
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def _evaluation(success):
 
 @contextlib.contextmanager
 def _open(workdir, state=None, replay=None, **fields):
-  config = builders.small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
+  config = small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
   settings, monitor = build.run_settings(config), build.make_monitor(config)
   replay = replay or ReplayBuffer(ReplaySettings(groups=0, max_age=1))
   with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor) as (run, state):
@@ -217,7 +217,7 @@ def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, reque
 
 
 def test_checkpoints_of_a_warm_start_are_refused(tmp_path):
-  with Checkpointer(tmp_path) as checkpointer:
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, _state().saved(), {'data': 7})
   message = r'its checkpoints belong to a warm start; choose another --workdir'
   with pytest.raises(UserError, match=message), _open(tmp_path):
@@ -238,7 +238,7 @@ def test_an_evaluation_in_one_line():
     'val-env/A/optimal': 0.75,
     'val-env/B/success': 1.0,
   }
-  assert one_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
+  assert success_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -260,8 +260,33 @@ def _sick(monkeypatch, when):
   monkeypatch.setattr(train, 'rollout_metrics', rollout_metrics)
 
 
+def test_a_bad_rollout_is_not_used_again(tmp_path, monkeypatch, capsys):
+  """So it counts as one bad iteration, and not as `train.online_k` of them."""
+  play, played = Trainer.rollout, []
+
+  def rollout(self, state, attempt=0):
+    found = play(self, state, attempt)
+    if not played:
+      found.trajectory.rewards[found.trajectory.loss_mask] = np.nan
+    played.append(state.iteration)
+    return found
+
+  monkeypatch.setattr(Trainer, 'rollout', rollout)
+  config = small_config(
+    num_iterations=3, train__online_k=3, monitor__max_bad_iterations=2, checkpoint__every=3, eval__every=0,
+    eval__greedy_too=False, eval__groups=4,
+  )  # fmt: skip
+  train.train_and_evaluate(config, str(tmp_path))
+  assert played == [0, 1]  # the third iteration learns from the second rollout, which was good
+  lines = read_metrics(tmp_path)[1:]
+  assert ['not_finite/rewards' in line for line in lines] == [True, False, False]
+  assert [line['train/num_mini_batches'] for line in lines] == [0, 2, 2]
+  assert [line.get('rollout/policy_lag_max') for line in lines] == [None, 0, 1]
+  assert capsys.readouterr().err.count(': not finite: ') == 1 and _steps(tmp_path) == [3]
+
+
 def _run_config(action):
-  return builders.small_config(
+  return small_config(
     num_iterations=6, eval__every=2, eval__greedy_too=False, eval__groups=4, monitor__echo_trap=action,
     monitor__baseline_steps=2, monitor__patience=1, monitor__ema_decay=0.0, checkpoint__every=2,
   )  # fmt: skip

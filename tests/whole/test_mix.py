@@ -12,11 +12,12 @@ from flax import nnx
 from ragen_jax import build
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.run_log import mean_success
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
+from tests.support.models import random_policy
 
 TRAIN = ('SimpleSokoban', 'BanditPairs', 'FrozenLake')
 # Trained on none of them but one.
@@ -30,7 +31,7 @@ SYMBOLS = {
 
 
 def mixed_config(**fields):
-  return builders.small_config(
+  return small_config(
     **{
       'train__tags': TRAIN, 'train__tag_groups': (1, 3, 2), 'train__groups': 6, 'train__group_size': 2,
       'eval__tags': EVAL, 'eval__tag_groups': (2, 5, 1, 4), 'eval__groups': 12, 'eval__greedy_too': False,
@@ -45,12 +46,12 @@ def mixed_config(**fields):
 def policy(tmp_path_factory):
   """Random weights; its tokenizer knows the words of some games and spells out the others."""
   config = mixed_config(train__tags=('FrozenLake', 'Bandit'), train__tag_groups=())
-  return builders.random_policy(config, tmp_path_factory.mktemp('policy'))
+  return random_policy(config, tmp_path_factory.mktemp('policy'))
 
 
 def alone(config, tag, groups, group_size, first_seed):
   """The first observations of one environment in a batch by itself."""
-  return EnvStateManager(build.env_groups(config, (tag,), (groups,)), group_size).reset(first_seed)
+  return EnvStateManager(build.env_specs(config, (tag,), (groups,)), group_size).reset(first_seed)
 
 
 def test_group_counts_are_those_given_or_equal():
@@ -89,9 +90,7 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
   config = mixed_config()
   trainer = build.make_trainer(config, policy)
   params = nnx.split(policy.model)[1]
-  rollout = trainer.proxy.rollout(
-    SamplerSpeaker(policy.sampler, params, jax.random.key(0), Sampling(temperature=1.0)), 10_000
-  )
+  rollout = trainer.proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(0), PLAIN), 10_000)
 
   tags = ['SimpleSokoban'] * 2 + ['BanditPairs'] * 6 + ['FrozenLake'] * 4
   assert [e.tag for e in rollout.episodes] == tags
@@ -143,7 +142,7 @@ def test_an_evaluation_on_other_games_has_metrics_for_each(policy):
     assert metrics[f'val-env/{tag}/episodic_return'] == pytest.approx(np.mean([e.env_return for e in own]))
     assert metrics[f'val-env/{tag}/pass@1'] == metrics[f'val-env/{tag}/success']
     # The optimum is that of the tag's own levels.
-    env = build.env_groups(config, (tag,), (1,))[0]
+    env = build.env_specs(config, (tag,), (1,))[0]
     states = [env.env.from_text(text) for text in shown]
     best = env.env.optimal(jax.tree.map(lambda *leaves: np.stack(leaves), *states), env.budget)
     assert metrics[f'val-env/{tag}/optimal'] == pytest.approx(best.mean())
@@ -155,7 +154,7 @@ def test_an_evaluation_on_other_games_has_metrics_for_each(policy):
 @functools.lru_cache
 def whole_batch():
   config = mixed_config(train__tags=('FrozenLake', 'Bandit', 'BanditPairs'), train__tag_groups=(3, 2, 1))
-  specs = build.env_groups(config, tuple(config.train.tags), build.group_counts(config.train, 'train'))
+  specs = build.env_specs(config, tuple(config.train.tags), build.group_counts(config.train, 'train'))
   return specs, EnvStateManager(specs, 2).reset(7)
 
 

@@ -132,7 +132,7 @@ def test_adapters_that_peft_wrote_are_loaded(tmp_path, peft):
   theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
   theirs.save_pretrained(str(tmp_path / 'theirs'))
   config = adapter_files.read_config(str(tmp_path / 'theirs'))
-  assert config == lora.LoraConfig(3, 5)
+  assert config == lora.LoraConfig(3, 5, lora.TARGETS)
   lora.attach(model, config, nnx.Rngs(0))
   adapter_files.load(str(tmp_path / 'theirs'), model)
   with torch.no_grad():

@@ -12,6 +12,7 @@ import numpy as np
 from ragen_jax.envs import sokoban_levels
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.sokoban import Sokoban
+from ragen_jax.utils.sizes import round_up
 from tests.support.environments import one
 
 UP, DOWN, LEFT, RIGHT = range(4)
@@ -100,7 +101,7 @@ def generator(env):
 @functools.lru_cache
 def generate(env, count, seed=0):
   """Levels, NumPy leaves [count, ...], in blocks of 500 so that an environment's generator compiles once."""
-  keys = jax.random.split(jax.random.key(seed), -(-count // 500) * 500)
+  keys = jax.random.split(jax.random.key(seed), round_up(count, 500))
   blocks = [jax.tree.map(np.asarray, generator(env)(keys[i : i + 500])) for i in range(0, count, 500)]
   return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:count], *blocks)
 
@@ -145,8 +146,8 @@ def roll(env, states, actions):
 def played(env, states, actions):
   """`roll`, NumPy in and out; padded to a few shapes, so that it compiles seldom."""
   length, count = np.shape(actions)
-  rows = 64 if count <= 64 else -(-count // 512) * 512
-  padded = np.full((-(-length // 64) * 64, rows), -1, np.int32)
+  rows = 64 if count <= 64 else round_up(count, 512)
+  padded = np.full((round_up(length, 64), rows), -1, np.int32)
   padded[:length, :count] = actions
   states = jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], rows - count, axis=0)]), states)
   return jax.tree.map(lambda leaf: np.asarray(leaf)[:length, :count], roll(env, states, padded))

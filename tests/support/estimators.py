@@ -1,0 +1,24 @@
+"""Usual values of the options of filters, losses and advantage estimators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragen_jax.algorithms.advantages import AdvantageSettings
+
+# Of `filters.select_groups`: everything is kept.
+FILTER = {'strategy': 'top_p', 'value': 1.0, 'kind': 'largest', 'include_zero': True, 'top_p_mode': 'linear'}
+# Of `losses.policy_loss`.
+SURROGATE = {'clip_ratio_low': 0.2, 'clip_ratio_high': 0.28, 'clip_ratio_c': 3.0, 'ratio_level': 'token'}
+# Of `rewards.shape_rewards`: the plain score on the last token.
+REWARD = {'credit': 'trajectory', 'grouping': 'state', 'method': 'identity'}
+
+_SETTINGS = {
+  'gamma': 1.0, 'lam': 1.0, 'high_level_gamma': 0.95, 'high_level_lam': None, 'length_weight': False,
+  'whiten_advantages': True, 'step_gamma': 0.95, 'step_weight': 1.0, 'step_std': False,
+}  # fmt: skip
+
+
+def advantage_settings(adv_estimator: str, **fields: Any) -> AdvantageSettings:
+  """An estimator with its usual options; `fields` differ."""
+  return AdvantageSettings(adv_estimator=adv_estimator, **_SETTINGS | fields)
