@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import pytest
 
 from ragen_jax.config import checks
-from ragen_jax.config.checks import check_config
+from ragen_jax.config.checks import check_config, check_plan
+from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.processes import RowShare
 from tests.support.configs import assert_refused, small_config
 
@@ -134,3 +136,23 @@ def test_processes_play_equal_numbers_of_groups(monkeypatch):
 def test_grpo_needs_a_group_to_compare_with():
   config = small_config(algorithm__adv_estimator='grpo', train__group_size=1, train__groups=16)
   assert_refused(check_config, config, r'train\.group_size=1.*at least 2')
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_read(monkeypatch):
+  monkeypatch.setattr(checks, 'make_mesh', lambda **_: jax.sharding.AbstractMesh((1, 1, 4), AXES))
+  monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare())
+  monkeypatch.setattr('ragen_jax.models.checkpoint.load.load_params', lambda *a, **k: pytest.fail('weights were read'))
+  message = r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
+  assert_refused(check_config, small_config(mesh__tensor=4), message)
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'message'),
+  [
+    ('plan.devices', 0, r'^plan\.devices=0: must be at least 1$'),
+    ('plan.memory_gb', 0.0, r'^plan\.memory_gb=0\.0: must be above 0$'),
+    ('plan.prompt_tokens', 0, r'^plan\.prompt_tokens=0: must be at least 1$'),
+  ],
+)
+def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message):
+  assert_refused(check_plan, small_config({field: value}), message)
