@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build, train
-from ragen_jax.agent.language_model import param_state
 from ragen_jax.config.checks import check_config
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.metrics import read_metrics
@@ -218,26 +217,3 @@ def test_success_and_explained_variance_rise(tmp_path, separate):
   assert explained[0] == pytest.approx(0, abs=1e-6) and np.mean(explained[-2:]) > 0.5
   assert success[0] < 0.3 and np.mean(success[-2:]) > 0.8
   assert trainer.learner.traces <= 6 and trainer.scorer.traces['values'] <= 6
-
-
-def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path):
-  from ragen_jax.models.checkpoint.save import save_model
-
-  config = _lake()
-  policy = build.load_policy(config)
-  model = policy.model
-  # It begins as the policy does, in arrays of its own.
-  _equal(nnx.state(model.critic), nnx.state(model.policy), rtol=0)
-  model.critic.norm.weight.set_value(1.5 * model.critic.norm.weight[...])
-  model.value_head.bias.set_value(jnp.float32(7.0))
-  save_model(
-    str(tmp_path / 'out'), model.policy, model.policy.cfg, 'float32', tokenizer_dir=policy.directory,
-    value_head=model.value_head, critic=model.critic,
-  )  # fmt: skip
-  config.model.path = str(tmp_path / 'out')
-  again = build.load_policy(config)
-  _equal(param_state(again.model), param_state(model), rtol=0)
-  assert '123k parameters, 123k of the critic' in again.describe()
-  # The shared form does not take a head that reads another trunk.
-  config.model.separate_critic = False
-  assert float(build.load_policy(config).model.value_head.bias[...]) == 0
