@@ -248,7 +248,7 @@ MUTATIONS = [
     ('for t in self.turns for x in (*t.rewards, t.penalty)', 'for t in self.turns for x in t.rewards'),
   ),
   *_of(
-    'agent/episode_log.py', 'agent/test_agent_proxy.py',
+    'agent/episode_log.py', 'agent/test_episode_log.py',
     ('self.turn + 1 >= self._turns_allowed[row]', 'self.turn + 1 > self._turns_allowed[row]'),
     ('reward_last_token(row, turn.score)', 'reward_last_token(row, turn.reward)'),
     ('anchor = int(envs.row_group[row]), before[row]', 'anchor = int(envs.row_group[row]), self.observations[row]'),

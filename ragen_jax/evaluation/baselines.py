@@ -16,7 +16,7 @@ from ragen_jax.agent.episode import Episode, Limits
 from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker, Speaker
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings
-from ragen_jax.viewer.records import first_rows, text_records
+from ragen_jax.viewer.records import Played, first_rows, text_records
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +87,8 @@ def play_baseline(
       raise
     _log.info('%s: the solver is left out (%s)', spec.tag, error)
     return [], []
-  records = text_records(
-    rollout, recorded, context.tokenizer, step=step, split=kind, group_size=settings.group_size,
-    whole=context.settings.context == 'full',
-  )  # fmt: skip
+  played = Played(rollout, context.tokenizer, step, kind, settings.group_size)
+  records = text_records(played, recorded, whole=context.settings.context == 'full')
   return rollout.episodes, records
 
 

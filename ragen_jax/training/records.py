@@ -13,7 +13,7 @@ from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.training.batches import TrainBatch
 from ragen_jax.training.selection import Selection
-from ragen_jax.viewer.records import episode_records, first_rows, on_timeline
+from ragen_jax.viewer.records import Played, episode_records, first_rows, on_timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +80,8 @@ class Recorder:
     if values is None and s.needs_critic:
       values = on_timeline(np.asarray(batch.old_values)[:fresh], columns, mask, width)
     records = episode_records(
-      rollout,
+      Played(rollout, self._tokenizer, iteration + 1, 'train', self._proxy.envs.group_size),
       rows,
-      self._tokenizer,
-      step=iteration + 1,
-      split='train',
-      group_size=self._proxy.envs.group_size,
       reply_prefix=self._proxy.context.reply_prefix,
       advantages=on_timeline(np.asarray(batch.advantages)[:fresh], columns, mask, width),
       learnt=selection.keep[:fresh],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection
 from typing import Any
@@ -16,6 +17,25 @@ from ragen_jax.viewer.schema import EpisodeRecord, EpisodeSummary
 
 # Number of significant digits in a record.
 _DIGITS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+  """A rollout, and the place in a run that its records are listed under.
+
+  Attributes:
+    rollout: with its episodes in words.
+    tokenizer: of the rollout; for speakers without tokens it counts the tokens of prompts.
+    step: number of iterations behind the weights that played.
+    split: 'train', 'val' or 'val-greedy'; 'random', 'solver' or 'endpoint' for speakers without tokens.
+    group_size: G.
+  """
+
+  rollout: Rollout
+  tokenizer: ChatTokenizer
+  step: int
+  split: str
+  group_size: int
 
 
 def first_rows(specs: list[EnvSpec], group_size: int, count: int, *, one_a_level: bool) -> list[int]:
@@ -39,13 +59,9 @@ def first_rows(specs: list[EnvSpec], group_size: int, count: int, *, one_a_level
 
 
 def episode_records(
-  rollout: Rollout,
+  played: Played,
   rows: Collection[int],
-  tokenizer: ChatTokenizer,
   *,
-  step: int,
-  split: str,
-  group_size: int,
   reply_prefix: str = '',
   advantages: np.ndarray | None = None,
   learnt: np.ndarray | None = None,
@@ -55,12 +71,8 @@ def episode_records(
   """Makes records of some episodes of a speaker with tokens; JSON values except for the pictures.
 
   Args:
-    rollout: the rollout with its episodes as text.
+    played: the rollout and its place in the run.
     rows: indices of the episodes.
-    tokenizer: the tokenizer of the rollout.
-    step: number of iterations that led to the weights of the rollout.
-    split: 'train', 'val' or 'val-greedy'.
-    group_size: G.
     reply_prefix: the forced prefix of each reply.
     advantages: f32[B, T], on the trajectory's columns; None in evaluations.
     learnt: bool[B], the rows that the update learnt from; None in evaluations.
@@ -72,9 +84,9 @@ def episode_records(
     A record of each episode, see `viewer.schema`. The joined pieces of a reply are the sampled reply, including its
     stop token.
   """
-  t, records = rollout.trajectory, []
+  t, tokenizer, records = played.rollout.trajectory, played.tokenizer, []
   for index in rows:
-    episode = rollout.episodes[index]
+    episode = played.rollout.episodes[index]
     own = np.flatnonzero((t.episode == index) & (t.length > 0))
     turns = []
     for i, turn in enumerate(episode.turns):
@@ -101,45 +113,29 @@ def episode_records(
           **_outcome(turn),
         }
       )
-    summary = _summary(episode, step, split, index % group_size)
-    if learnt is not None:
-      summary |= {'learnt': bool(learnt[own].any()), 'prompts_trained': prompts_trained}
-    end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
-    records.append(summary | {'turns': turns} | end)
+    training = None if learnt is None else {'learnt': bool(learnt[own].any()), 'prompts_trained': prompts_trained}
+    records.append(_record(played, index, turns, training))
   return records
 
 
-def text_records(
-  rollout: Rollout,
-  rows: Collection[int],
-  tokenizer: ChatTokenizer,
-  *,
-  step: int,
-  split: str,
-  group_size: int,
-  whole: bool,
-) -> list[EpisodeRecord]:
-  """Makes records of some episodes of a speaker without tokens, see `episode_records`.
+def text_records(played: Played, rows: Collection[int], *, whole: bool) -> list[EpisodeRecord]:
+  """Records of some episodes of a speaker without tokens, see `episode_records`.
 
   Args:
-    rollout: the rollout with its episodes as text.
-    rows: indices of the episodes, which must be pictured.
-    tokenizer: counts the tokens of prompts.
-    step: the iteration under which the viewer lists the records.
-    split: 'random', 'solver' or 'endpoint'.
-    group_size: G.
-    whole: whether each prompt continues the previous one (full context), so that only the last message is new.
+    played: the rollout and its place in the run.
+    rows: indices of the episodes, which were pictured.
+    whole: each prompt continues the one before (full context), so that only the last message is new.
   """
   records = []
   for row in rows:
-    episode, turns = rollout.episodes[row], []
-    for i, turn in enumerate(episode.turns):
+    turns = []
+    for i, turn in enumerate(played.rollout.episodes[row].turns):
       fresh = not whole or i == 0
       new = turn.chat if fresh else turn.chat[-1:]
       turns.append(
         {
           'prompt': '\n\n'.join(f'[{message["role"]}]\n{message["content"]}' for message in new),
-          'prompt_tokens': sum(len(tokenizer.encode(message['content'])) for message in new),
+          'prompt_tokens': sum(len(played.tokenizer.encode(message['content'])) for message in new),
           'fresh': fresh,
           'forced': '',
           # The thought and the answer.
@@ -149,9 +145,18 @@ def text_records(
           **_outcome(turn),
         }
       )
-    end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
-    records.append(_summary(episode, step, split, row % group_size) | {'turns': turns} | end)
+    records.append(_record(played, row, turns))
   return records
+
+
+def _record(
+  played: Played, row: int, turns: list[dict[str, Any]], training: dict[str, bool] | None = None
+) -> EpisodeRecord:
+  """The record of an episode: its summary, what training made of it, its turns and its end."""
+  episode = played.rollout.episodes[row]
+  summary = _summary(episode, played.step, played.split, row % played.group_size)
+  end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
+  return summary | (training or {}) | {'turns': turns} | end
 
 
 def _outcome(turn: Turn) -> dict[str, Any]:

@@ -5,32 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ragen_jax import build
 from ragen_jax.agent.agent_proxy import AgentProxy
-from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.episode import TRUNCATED, Status, TextReply
+from ragen_jax.agent.episode import Status, TextReply
 from ragen_jax.agent.rollout import concatenate
 from ragen_jax.envs import make
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.spec import EnvSpec
-from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
-from tests.support.configs import small_config
-from tests.support.speakers import REPLIES, ScriptedText, context_settings, limits, scripted_tokens
-
-
-@pytest.fixture(scope='module')
-def tokenizer():
-  return ChatTokenizer(presets.resolve('tiny', ''))
-
-
-def _proxy(tokenizer, tags, groups=2, size=2, context=None, **changes):
-  config = small_config(envs__FrozenLake__max_turns=5)
-  specs = build.env_specs(config, tags, (groups,) * len(tags))
-  context = ContextManager(tokenizer, specs, context_settings(**context or {}))
-  return AgentProxy(EnvStateManager(specs, size), context, limits(**changes))
+from tests.support.speakers import REPLIES, ScriptedText, context_settings, limits, make_proxy, scripted_tokens
 
 
 def _facts(episode):
@@ -43,9 +27,9 @@ def _facts(episode):
 
 
 @pytest.mark.parametrize('context', ['full', 'limited_multi_turn', 'single_turn'])
-def test_the_same_replies_are_the_same_episodes_in_tokens_and_in_text(tokenizer, context):
-  proxy = _proxy(tokenizer, ('FrozenLake', 'SimpleSokoban'), 3, 2, {'context': context, 'context_turns': 2})
-  in_tokens = proxy.rollout(scripted_tokens(tokenizer, [REPLIES] * 12), 500)
+def test_the_same_replies_are_the_same_episodes_in_tokens_and_in_text(tiny, context):
+  proxy = make_proxy(tiny, ('FrozenLake', 'SimpleSokoban'), 3, 2, {'context': context, 'context_turns': 2})
+  in_tokens = proxy.rollout(scripted_tokens(tiny, [REPLIES] * 12), 500)
   in_text = proxy.rollout(ScriptedText(['<think>' + reply for reply in REPLIES]), 500, pictured=[0, 5])
   assert [_facts(e) for e in in_text.episodes] == [_facts(e) for e in in_tokens.episodes]
   np.testing.assert_array_equal(in_text.episode_scores, in_tokens.episode_scores)
@@ -60,8 +44,8 @@ def test_the_same_replies_are_the_same_episodes_in_tokens_and_in_text(tokenizer,
   np.testing.assert_allclose(np.bincount(t.episode, t.rewards.sum(axis=1)), in_tokens.episode_scores, atol=1e-5)
 
 
-def test_shares_of_a_rollout_put_together_are_the_whole(tokenizer):
-  whole = _proxy(tokenizer, ('FrozenLake', 'SimpleSokoban'), 3, 2)
+def test_shares_of_a_rollout_put_together_are_the_whole(tiny):
+  whole = make_proxy(tiny, ('FrozenLake', 'SimpleSokoban'), 3, 2)
   script = ['<think>' + reply for reply in REPLIES]
   expected = whole.rollout(ScriptedText(script), 500, pictured=[1, 5, 6])
   parts = []
@@ -80,50 +64,11 @@ def test_shares_of_a_rollout_put_together_are_the_whole(tokenizer):
   )
 
 
-def test_sokoban_pays_a_tenth_for_each_step_and_replies_without_form_their_penalty(tokenizer):
-  proxy = _proxy(tokenizer, ('SimpleSokoban',), 1, 1, format_penalty=-0.25)
-  steps = ['<think></think><answer>Up || Up</answer>', 'Up', '<think></think><answer>Up || Hop</answer>', '', 'no']
-  (episode,) = proxy.rollout(ScriptedText(steps), 70).episodes
-  assert [t.reward for t in episode.turns] == pytest.approx([-0.2, 0.0, -0.1, 0.0, 0.0])
-  assert [t.penalty for t in episode.turns] == [0.0, -0.25, -0.25, -0.25, -0.25]
-  assert [t.actions for t in episode.turns] == [['Up', 'Up'], [], ['Up'], [], []]
-  assert [t.actions_left for t in episode.turns] == [10, 8, 8, 7, 7]
-  assert episode.env_return == pytest.approx(-0.3) and episode.score == pytest.approx(-1.3)
-  assert episode.status == Status.OUT_OF_TURNS
-
-
-def test_an_episode_out_of_actions_is_truncated_before_its_turns_are_over(tokenizer):
-  proxy = _proxy(tokenizer, ('SimpleSokoban',), 1, 1)
-  script = ['<think></think><answer>' + ' || '.join(['Up'] * 5) + '</answer>'] * 5
-  (episode,) = proxy.rollout(ScriptedText(script), 70).episodes
-  assert episode.status == Status.OUT_OF_ACTIONS and episode.status in TRUNCATED
-  assert len(episode.turns) == 2 and episode.score == pytest.approx(-1.0)
-
-
-def test_the_limit_of_the_rollout_and_the_environment_s_own_both_bind(tokenizer):
-  script = ['<think></think><answer>Up</answer>'] * 5
-  proxy = _proxy(tokenizer, ('SimpleSokoban', 'Bandit'), 1, 1, max_turns=3)
-  sokoban, bandit = proxy.rollout(ScriptedText(script), 70).episodes
-  assert (sokoban.status, len(sokoban.turns)) == (Status.OUT_OF_TURNS, 3)
-  assert (bandit.status, len(bandit.turns)) == (Status.OUT_OF_TURNS, 1)  # its budget has one turn
-
-
-def test_a_prompt_that_outgrows_the_context_ends_the_episode_of_speakers_in_tokens_alone(tokenizer):
-  proxy = _proxy(tokenizer, ('SimpleSokoban',), 2, 2, max_context=200)
-  script = ['</think><answer>Up</answer>'] * 5
-  rollout = proxy.rollout(scripted_tokens(tokenizer, [script] * 4), 70)
-  assert {e.status for e in rollout.episodes} == {Status.OUT_OF_CONTEXT}
-  assert 0 < rollout.trajectory.length.max() <= 200
-  assert 1 <= len(rollout.episodes[0].turns) < 5
-  in_text = proxy.rollout(ScriptedText(['<think>' + reply for reply in script]), 70)
-  assert {e.status for e in in_text.episodes} == {Status.OUT_OF_TURNS}
-
-
-def test_a_first_prompt_that_does_not_fit_is_an_error(tokenizer):
-  proxy = _proxy(tokenizer, ('SimpleSokoban',), 1, 1, max_context=96)
+def test_a_first_prompt_that_does_not_fit_is_an_error(tiny):
+  proxy = make_proxy(tiny, ('SimpleSokoban',), 1, 1, max_context=96)
   message = r'agent\.max_context=96: a first prompt of SimpleSokoban and its reply need \d+ \+ 64 tokens'
   with pytest.raises(UserError, match=message):
-    proxy.rollout(scripted_tokens(tokenizer, [['Up'] * 5]), 70)
+    proxy.rollout(scripted_tokens(tiny, [['Up'] * 5]), 70)
   with pytest.raises(UserError, match=r'agent\.max_context=96'):
     proxy.check_first_prompts(70)
   assert proxy.rollout(ScriptedText(['Up'] * 5), 70).episodes[0].turns
@@ -149,13 +94,13 @@ class Fragile:
 
 
 @pytest.fixture
-def outside(tokenizer):
+def outside(tiny):
   """Levels 30 to 33, one episode each."""
   env = make('python', {'class_path': f'{__name__}:Fragile'})
   specs = [EnvSpec('Fragile', env, Budget(4, 6, 3), 50, 4)]
 
   def proxy(**changes):
-    context = ContextManager(tokenizer, specs, context_settings())
+    context = ContextManager(tiny, specs, context_settings())
     return AgentProxy(EnvStateManager(specs, 1), context, limits(**changes))
 
   return proxy
@@ -166,12 +111,12 @@ def _say(*turns):
 
 
 @pytest.mark.parametrize('form', ['tokens', 'text'])
-def test_faults_of_an_environment_end_its_episodes_alone(outside, tokenizer, form):
+def test_faults_of_an_environment_end_its_episodes_alone(outside, tiny, form):
   proxy = outside()
   if form == 'tokens':
     rows = [_say('Push', 'Push || Push')] * 4
     rows[1] = _say('Push', 'Push || Break || Push')
-    rollout = proxy.rollout(scripted_tokens(tokenizer, rows), 30)
+    rollout = proxy.rollout(scripted_tokens(tiny, rows), 30)
   else:
 
     class Script:
@@ -194,39 +139,7 @@ def test_faults_of_an_environment_end_its_episodes_alone(outside, tokenizer, for
   # An environment outside may say anything: a first prompt that does not fit is no error of the config.
   proxy = outside(max_context=80)
   proxy.check_first_prompts(30)
-  rollout = proxy.rollout(scripted_tokens(tokenizer, [_say('Push')] * 4), 30)
+  rollout = proxy.rollout(scripted_tokens(tiny, [_say('Push')] * 4), 30)
   assert [e.status for e in rollout.episodes] == [
     Status.ENV_ERROR, Status.OUT_OF_CONTEXT, Status.OUT_OF_CONTEXT, Status.ENV_ERROR
   ]  # fmt: skip
-
-
-class Leaver:
-  """Leaves its second row before the second turn."""
-
-  writes_tokens = False
-
-  def reply(self, log):
-    if log.turn == 1:
-      log.leave(1, Status.ABANDONED)
-    return {row: TextReply('<think></think><answer>Up</answer>') for row in log.live} or None
-
-
-def test_a_row_that_leaves_is_recorded_no_further_and_the_others_go_on(tokenizer):
-  stays, leaves = _proxy(tokenizer, ('SimpleSokoban',), 2, 1).rollout(Leaver(), 70).episodes
-  assert (leaves.status, len(leaves.turns)) == (Status.ABANDONED, 1)
-  assert (stays.status, len(stays.turns)) == (Status.OUT_OF_TURNS, 5)
-
-
-def test_anchors_are_equal_for_equal_observations_of_one_level_and_for_them_alone(tokenizer):
-  proxy = _proxy(tokenizer, ('SimpleSokoban',), 2, 3)
-  script = ['<think></think><answer>Up</answer>', 'nothing', *['<think></think><answer>Down</answer>'] * 3]
-  rollout = proxy.rollout(ScriptedText(script), 70)
-  seen = {}
-  for row, episode in enumerate(rollout.episodes):
-    count = len(episode.turns)
-    assert (rollout.anchors[row, count:] == -1).all()
-    for turn, anchor in zip(episode.turns, rollout.anchors[row, :count], strict=True):
-      assert seen.setdefault((episode.group, turn.observation), anchor) == anchor
-  assert len(set(seen.values())) == len(seen) and min(seen.values()) == 0
-  # The reply without actions changed nothing.
-  assert (rollout.anchors[:, 1] == rollout.anchors[:, 2]).all()

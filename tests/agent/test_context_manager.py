@@ -8,27 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs import default
-from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Turn
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
-from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
 from tests.support.speakers import context_settings, limits
-
-
-@pytest.fixture(scope='module')
-def tiny():
-  return ChatTokenizer(presets.resolve('tiny', ''))
-
-
-@pytest.fixture(scope='module')
-def specs():
-  return build.env_specs(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
 
 
 def _context(tokenizer, specs, **changes) -> ContextManager:

@@ -13,7 +13,7 @@ import pytest
 from ragen_jax.agent.endpoint_client import EndpointSettings
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
 from ragen_jax.agent.episode import TextReply
-from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.sampling.draw import Sampling
 from ragen_jax.utils.errors import UserError
 from tests.support.chat_server import good, server
 

@@ -7,10 +7,9 @@ import pathlib
 
 import pytest
 
-from configs import default, sft_tiny
+from configs import sft_tiny
 from ragen_jax import build
 from ragen_jax.agent import templates
-from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Turn
 from ragen_jax.agent.templates import describe_task, format_reward, prompt_pieces
@@ -20,16 +19,6 @@ from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.sft import tiny_tokenizer
 from tests.support.speakers import context_settings
-
-
-@pytest.fixture(scope='module')
-def tiny():
-  return ChatTokenizer(presets.resolve('tiny', ''))
-
-
-@pytest.fixture(scope='module')
-def specs():
-  return build.env_specs(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
 
 
 def test_the_prompt_tells_the_environment_s_real_configuration(specs):

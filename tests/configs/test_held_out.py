@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from configs import sft_tiny
+from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
-
-_spec = importlib.util.spec_from_file_location('shared_boards', ROOT / 'benchmarks' / 'shared_boards.py')
-shared_boards = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(shared_boards)
 
 
 @pytest.fixture(scope='module')
-def held_out() -> set[bytes]:
+def shared_boards():
+  with benchmark('shared_boards') as module:
+    yield module
+
+
+@pytest.fixture(scope='module')
+def held_out(shared_boards) -> set[bytes]:
   return shared_boards.held_out_boards()
 
 
 @pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban'])
-def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, held_out):
+def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, shared_boards, held_out):
   config = sft_tiny.get_config()
   count = dict(zip(config.sft.tags, config.sft.levels, strict=True))[tag]
   shown = shared_boards.demonstrated_boards(tag, count)

@@ -18,7 +18,6 @@ from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.language_model import param_state
-from ragen_jax.config import sft_checks
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import presets
@@ -249,32 +248,6 @@ def test_the_shipped_configs_can_run(module, model):
   check_sft(config)
   assert set(config.sft.tags) == set(config.eval.tags)
   assert (config.lora.rank > 0) == model.endswith('-lora')
-
-
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
-    ({'sft__val_fraction': 1.0}, r'sft\.val_fraction=1\.0: must be at least 0 and below 1'),
-    ({'sft__eval_every': -1}, r'sft\.eval_every=-1: must be at least 0'),
-    ({'sft__checkpoint_every': -5}, r'sft\.checkpoint_every=-5: must be at least 0'),
-    ({'sft__levels': (64,)}, r'sft\.batch_size=64: must be at most the number of training demonstrations, 60'),
-    ({'sft__data': 'x', 'sft__value_coef': 0.1}, r'sft\.value_coef=0\.1: conversations of sft\.data have no values'),
-    ({'sft__data': 'x', 'sft__save_data': 'y'}, r"sft\.save_data='y': writes the solvers' play"),
-  ],
-)
-def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
-  with pytest.raises(UserError, match=message) as e:
-    check_sft(small_config(**fields))
-  assert '\n' not in str(e.value)
-
-
-def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
-  monkeypatch.setattr(sft_checks, 'row_shards', lambda mesh: 8)
-  check_sft(small_config())
-  check_sft(small_config(sft__batch_size=24, sft__packing=True))
-  message = r'sft\.batch_size=24: half of it, 12, goes through the model at once and must be a multiple of 8 row shards'
-  with pytest.raises(UserError, match=message):
-    check_sft(small_config(sft__batch_size=24))
 
 
 def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import numpy as np
 import pytest
 
 from ragen_jax.plots import curves as curves_lib
 from ragen_jax.plots import runs as runs_lib
-from ragen_jax.plots.style import figure_style, save_figure
 from tests.support.made_up_runs import read, two_algorithms
 
 
@@ -70,14 +68,3 @@ def test_only_gradient_norms_may_be_on_a_logarithmic_axis_which_hides_zeros_and_
     run = dataclasses.replace(read(runs[0]), series={panel.metric: (np.arange(6), values)}, marks=[])
     (axis,) = curves_lib.draw_panels([panel], [runs_lib.Curve('a', (run,))], width=3.5).axes
     assert (axis.get_yscale() == 'log') == (panel.name == 'grad_norm'), panel.name
-
-
-def test_the_same_figures_are_the_same_files(runs, tmp_path):
-  pictures = [curves_lib.PANELS[0]]
-  curves = runs_lib.group([read(run) for run in runs])
-  files = []
-  for name in ('a', 'b'):
-    with figure_style():
-      paths = save_figure(curves_lib.draw_panels(pictures, curves, 3.5), tmp_path / name)
-    files.append([pathlib.Path(path).read_bytes() for path in paths])
-  assert files[0] == files[1]

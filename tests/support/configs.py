@@ -1,13 +1,15 @@
-"""Configs of runs that take seconds."""
+"""Configs of runs that take seconds, and configs that are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 from ml_collections import ConfigDict
 
 from configs import default
+from ragen_jax.utils.errors import UserError
 
 
 def small_config(values: Mapping[str, Any] | None = None, **fields: Any) -> ConfigDict:
@@ -43,3 +45,10 @@ def leaves(config: ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
       yield from leaves(value, f'{prefix}{name}.')
     else:
       yield f'{prefix}{name}', value
+
+
+def assert_refused(check: Callable[[ConfigDict], Any], config: ConfigDict, message: str) -> None:
+  """Asserts that a check raises a UserError of one line that matches a pattern."""
+  with pytest.raises(UserError, match=message) as e:
+    check(config)
+  assert '\n' not in str(e.value)

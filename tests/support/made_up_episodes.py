@@ -28,7 +28,7 @@ def episode_record(
   text: str = 'I think so.',
   rng: np.random.Generator | None = None,
 ) -> dict:
-  """An episode as `agent.record.episode_records` gives it, made up."""
+  """An episode as `viewer.records.episode_records` gives it, made up."""
   rng = rng or np.random.default_rng(level)
 
   def picture(at):

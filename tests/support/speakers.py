@@ -5,13 +5,17 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from ragen_jax import build
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import ContextSettings
+from ragen_jax.agent.context_manager import ContextManager, ContextSettings
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits, TextReply
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.sampler import Reply
+from tests.support.configs import small_config
 
 # Of the right form and not; too many actions; unknown ones. Without the forced '<think>'.
 REPLIES = [
@@ -43,6 +47,23 @@ def context_settings(**changes) -> ContextSettings:
   """The settings of the default config, with changes."""
   fields = dict(think=True, force_prefix=True, action_sep='||', context='full', context_turns=5, overlong='end')
   return ContextSettings(**fields | changes)
+
+
+def make_proxy(tokenizer: ChatTokenizer, tags, groups=2, size=2, context=None, **changes) -> AgentProxy:
+  """A rollout loop.
+
+  Args:
+    tokenizer: of the prompts.
+    tags: of the default config's environments.
+    groups: of each tag.
+    size: of a group.
+    context: changes of `context_settings`.
+    **changes: of `limits`.
+  """
+  config = small_config(envs__FrozenLake__max_turns=5)
+  specs = build.env_specs(config, tags, (groups,) * len(tags))
+  context = ContextManager(tokenizer, specs, context_settings(**context or {}))
+  return AgentProxy(EnvStateManager(specs, size), context, limits(**changes))
 
 
 class ScriptedSampler:

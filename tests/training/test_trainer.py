@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from ragen_jax import train
-from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import Counts, read_metrics
 from ragen_jax.training.learner import SKIPPED
-from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.configs import small_config
 
@@ -162,35 +160,6 @@ def test_an_iteration_is_its_steps(policy):
   # The next iteration plays other levels.
   again, _ = trainer.collect(state)
   assert not {e.level_seed for e in again.episodes} & {e.level_seed for e in rollout.episodes}
-
-
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
-    ({'algorithm__ratio_level': 'word'}, r"algorithm\.ratio_level='word'.*sequence"),
-    ({'algorithm__kl_kind': 'k4'}, r"algorithm\.kl_kind='k4'"),
-    ({'reward__method': 'mean'}, r"reward\.method='mean'.*reward\.credit"),
-    ({'filter__strategy': 'best'}, r"filter\.strategy='best'.*top_k"),
-    ({'filter__metric': 'luck'}, r"filter\.metric='luck'"),
-    ({'algorithm__tis_cap': 2.0}, r"algorithm\.tis_cap=2\.0.*old_logprobs='trainer'"),
-    ({'algorithm__mask_loss': False}, r"algorithm\.mask_loss=False.*old_logprobs='trainer'"),
-    ({'train__online_k': 2}, r'num_iterations=3: must be a multiple of train\.online_k = 2'),
-    ({'algorithm__adv_estimator': 'grpo', 'algorithm__bootstrap_truncated': True}, r'bootstrap_truncated.*no critic'),
-    (
-      {'algorithm__ratio_level': 'sequence', 'agent__context': 'single_turn'},
-      r"ratio_level='sequence'.*agent\.context",
-    ),
-    ({'algorithm__adv_estimator': 'turn_wise_gae', 'algorithm__kl_reward_coef': 0.1}, r'kl_reward_coef=0\.1.*ends of'),
-    ({'filter__strategy': 'top_k', 'filter__value': 0.1}, r'filter\.value=0\.1: of train\.groups=8 no group'),
-    ({'replay__groups': 2}, r'replay\.groups=2: needs algorithm\.tis_cap'),
-    ({'monitor__echo_trap': 'panic'}, r"monitor\.echo_trap='panic'.*rollback"),
-    ({'filter__value': 0.5, 'train__group_size': 1}, r'train\.group_size must be at least 2'),
-  ],
-)
-def test_options_that_do_not_go_together_are_refused(fields, message):
-  with pytest.raises(UserError, match=message) as e:
-    check_config(small_config(**{'train__groups': 8} | fields))
-  assert '\n' not in str(e.value)
 
 
 @pytest.mark.slow

@@ -7,21 +7,8 @@ import hashlib
 import json
 import re
 
-import pytest
-
 from ragen_jax.viewer.page import PAGE, write_page
 from ragen_jax.viewer.store import read_episodes
-from tests.support.made_up_episodes import write_run
-
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  """A workdir with its page."""
-  workdir = tmp_path_factory.mktemp('run') / 'lake & <co>'
-  workdir.mkdir()
-  write_run(workdir, attacks=True)
-  write_page(workdir)
-  return workdir
 
 
 def _data(page):

@@ -9,9 +9,9 @@ import shutil
 import numpy as np
 import pytest
 
-from ragen_jax.viewer.page import PAGE, write_page
+from ragen_jax.viewer.page import PAGE
 from ragen_jax.viewer.store import read_episodes
-from tests.support.made_up_episodes import ATTACKS, write_run
+from tests.support.made_up_episodes import ATTACKS
 
 webdriver = pytest.importorskip('selenium.webdriver', reason='needs selenium, of requirements-dev.txt')
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -22,16 +22,6 @@ CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
 pytestmark = pytest.mark.skipif(
   not (CHROMIUM and DRIVER), reason='needs chromium and chromedriver (apt-get install chromium chromium-driver)'
 )
-
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  """A workdir with its page."""
-  workdir = tmp_path_factory.mktemp('run') / 'lake & <co>'
-  workdir.mkdir()
-  write_run(workdir, attacks=True)
-  write_page(workdir)
-  return workdir
 
 
 @pytest.fixture(scope='module')

@@ -12,7 +12,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.models import presets
 from ragen_jax.training.batches import at_columns
 from ragen_jax.training.records import Recorder
-from ragen_jax.viewer.records import episode_records, first_rows, on_timeline, token_pieces
+from ragen_jax.viewer.records import Played, episode_records, first_rows, on_timeline, token_pieces
 from ragen_jax.viewer.tensorboard import boards
 from tests.support.configs import small_config
 
@@ -185,6 +185,6 @@ def test_numbers_that_are_not_finite_are_left_empty(iteration):
   t = rollout.trajectory
   broken = np.where(t.loss_mask, np.nan, t.logprobs)
   rollout.trajectory = t.replace(logprobs=broken)
-  (record,) = episode_records(rollout, [0], trainer.model.tokenizer, step=1, split='val', group_size=4)
+  (record,) = episode_records(Played(rollout, trainer.model.tokenizer, 1, 'val', 4), [0])
   rollout.trajectory = t
   assert all(x is None for turn in record['turns'] for x in turn['logprob'])

@@ -11,7 +11,7 @@ import numpy as np
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.models import presets
-from ragen_jax.viewer.records import text_records
+from ragen_jax.viewer.records import Played, text_records
 from ragen_jax.viewer.schema import SUMMARY_KEYS, EpisodeRecord, TurnRecord
 from ragen_jax.viewer.store import EpisodeWriter, read_episodes
 from tests.support.made_up_episodes import episode_record
@@ -32,7 +32,7 @@ def test_made_up_records_and_those_of_text_policies_have_the_keys_of_the_schema(
   )  # fmt: skip
   played = types.SimpleNamespace(episodes=[Episode('A', 0, 7, [turn], status=Status.SUCCESS)])
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
-  (record,) = text_records(played, [0], tokenizer, step=3, split='random', group_size=1, whole=True)
+  (record,) = text_records(Played(played, tokenizer, 3, 'random', 1), [0], whole=True)
   check_record(record)
   assert record['turns'][0]['pieces'] == ['<think>so</think>', '<answer>Up</answer>']
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -171,30 +170,3 @@ def test_an_update_takes_whole_episodes(played):
   assert metrics['train/num_mini_batches'] == 4 and np.isfinite(metrics['actor/pg_loss'])
   assert metrics['rollout/logprob_gap_max'] < 1e-3
   assert rollout_metrics(rollout, 4)['train/batch_size'] == trainer.rows
-
-
-class KeyRecorder:
-  """A sampler that notes the keys of the rows that take part, turn by turn."""
-
-  def __init__(self, sampler):
-    self._sampler = sampler
-    self.drawn = []
-
-  def __getattr__(self, name):
-    return getattr(self._sampler, name)
-
-  def decode(self, params, state, keys, budget, **options):
-    self.drawn.append([tuple(key) for key in jax.random.key_data(keys)[np.asarray(budget) > 0].tolist()])
-    return self._sampler.decode(params, state, keys, budget, **options)
-
-
-def test_draws_of_different_turns_are_independent():
-  """Rows begin anew at position 0; with the turn left out of the key, every turn would draw with the same luck."""
-  config = small_config(train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0)
-  policy = build.load_policy(config)
-  sampler = KeyRecorder(policy.sampler)
-  trainer = build.make_trainer(config, dataclasses.replace(policy, sampler=sampler))
-  trainer.rollout(trainer.init())
-  assert len(sampler.drawn) > 2
-  every = [key for turn in sampler.drawn for key in turn]
-  assert len(set(every)) == len(every) > 32  # all rows draw in the first turn, and some go on

@@ -11,14 +11,12 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build, train
-from ragen_jax.agent.language_model import param_state
-from ragen_jax.config.checks import check_config, check_sft
+from ragen_jax.config.checks import check_config
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training import objective
 from ragen_jax.training.batches import MiniBatch
 from ragen_jax.training.optimizer import is_critic_weight
-from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.models import random_model
@@ -221,50 +219,3 @@ def test_success_and_explained_variance_rise(tmp_path, separate):
   assert explained[0] == pytest.approx(0, abs=1e-6) and np.mean(explained[-2:]) > 0.5
   assert success[0] < 0.3 and np.mean(success[-2:]) > 0.8
   assert trainer.learner.traces <= 6 and trainer.scorer.traces['values'] <= 6
-
-
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
-    ({'algorithm__adv_estimator': 'grpo'}, r"model\.separate_critic=True: needs a critic.*adv_estimator='grpo'"),
-    ({'algorithm__value_coef': 0.0}, r'model\.separate_critic=True: needs a critic that learns.*value_coef=0'),
-    ({'optimizer__critic_warmup': -1}, r'optimizer\.critic_warmup=-1: must be at least 0'),
-    ({'optimizer__critic_warmup': 3}, r'optimizer\.critic_warmup=3: must be below num_iterations = 3'),
-    (
-      {'optimizer__critic_warmup': 1, 'algorithm__adv_estimator': 'grpo', 'model__separate_critic': False},
-      r'optimizer\.critic_warmup=1: needs a critic',
-    ),
-  ],
-)
-def test_a_critic_that_would_have_no_effect_is_refused(fields, message):
-  with pytest.raises(UserError, match=message) as e:
-    check_config(_lake(**fields))
-  assert '\n' not in str(e.value)
-
-
-def test_a_warm_start_trains_the_shared_form_only():
-  with pytest.raises(UserError, match=r'model\.separate_critic=True: --mode=sft trains the policy'):
-    check_sft(_lake())
-
-
-def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path):
-  from ragen_jax.models.checkpoint.save import save_model
-
-  config = _lake()
-  policy = build.load_policy(config)
-  model = policy.model
-  # It begins as the policy does, in arrays of its own.
-  _equal(nnx.state(model.critic), nnx.state(model.policy), rtol=0)
-  model.critic.norm.weight.set_value(1.5 * model.critic.norm.weight[...])
-  model.value_head.bias.set_value(jnp.float32(7.0))
-  save_model(
-    str(tmp_path / 'out'), model.policy, model.policy.cfg, 'float32', tokenizer_dir=policy.directory,
-    value_head=model.value_head, critic=model.critic,
-  )  # fmt: skip
-  config.model.path = str(tmp_path / 'out')
-  again = build.load_policy(config)
-  _equal(param_state(again.model), param_state(model), rtol=0)
-  assert '123k parameters, 123k of the critic' in again.describe()
-  # The shared form does not take a head that reads another trunk.
-  config.model.separate_critic = False
-  assert float(build.load_policy(config).model.value_head.bias[...]) == 0

@@ -16,7 +16,7 @@ from flax import nnx
 from configs import frozenlake_ppo
 from ragen_jax import build, train
 from ragen_jax.agent.language_model import param_state
-from ragen_jax.config.checks import check_config, check_sft
+from ragen_jax.config.checks import check_config
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import read_config
@@ -283,12 +283,6 @@ def test_adapters_of_another_shape_and_fresh_models_are_refused(tmp_path):
   with pytest.raises(UserError, match=r'lora\.path=.*: has rank 4, alpha 64 and targets q_proj; set lora\.rank') as e:
     check_config(config)
   assert '\n' not in str(e.value)
-  for fields, message in (
-    ({'lora__rank': 4, 'sft__from_scratch': True}, r'lora\.rank=4: fresh weights must all be trained'),
-    ({'export__lora': 'adapter'}, r"export\.lora='adapter': 'adapter' needs lora\.rank above 0"),
-  ):
-    with pytest.raises(UserError, match=message):
-      check_sft(small_config(**fields))
 
 
 def test_the_variant_is_ragens_preset():

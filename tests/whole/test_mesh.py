@@ -11,23 +11,17 @@ import subprocess
 import sys
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.config import checks
-from ragen_jax.distributed.mesh import AXES
-from ragen_jax.distributed.processes import RowShare
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.load import load_params, load_value_head
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.value_head import ValueHead
-from ragen_jax.utils.errors import UserError
 from tests.support import mesh_worker
-from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 
@@ -143,13 +137,3 @@ def test_two_processes_change_nothing(tmp_path, model, one_device):
 def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
   one = _run(model, tmp_path / 'one', ['1x1x1'], model__separate_critic=True)['1x1x1']
   _assert_same(_run(model, tmp_path / 'eight', ['2x2x2'], model__separate_critic=True)['2x2x2'], one)
-
-
-def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_read(monkeypatch):
-  monkeypatch.setattr(checks, 'make_mesh', lambda **_: jax.sharding.AbstractMesh((1, 1, 4), AXES))
-  monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare())
-  monkeypatch.setattr('ragen_jax.models.checkpoint.load.load_params', lambda *a, **k: pytest.fail('weights were read'))
-  with pytest.raises(
-    UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*divide it: 1, 2'
-  ):
-    checks.check_config(small_config(mesh__tensor=4))

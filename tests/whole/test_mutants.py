@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 
 import pytest
 
+from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope='module')
 def mutants():
-  spec = importlib.util.spec_from_file_location('mutants', ROOT / 'benchmarks' / 'mutants.py')
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[spec.name] = module  # dataclasses look their module up
-  spec.loader.exec_module(module)
-  yield module
-  del sys.modules[spec.name]
+  with benchmark('mutants') as module:
+    yield module
 
 
 def test_every_break_can_be_made(mutants):

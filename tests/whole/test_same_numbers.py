@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 
 import pytest
 
 from ragen_jax import api
 from ragen_jax.config.checks import check_config, check_eval, check_sft
-from tests.support.paths import ROOT
+from tests.support.benchmarks import benchmark
 
 
 @pytest.fixture(scope='module')
 def same_numbers():
-  spec = importlib.util.spec_from_file_location('same_numbers', ROOT / 'benchmarks' / 'same_numbers.py')
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[spec.name] = module  # dataclasses look their module up
-  spec.loader.exec_module(module)
-  yield module
-  del sys.modules[spec.name]
+  with benchmark('same_numbers') as module:
+    yield module
 
 
 def test_every_command_can_run(same_numbers, tmp_path):

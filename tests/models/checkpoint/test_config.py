@@ -13,85 +13,50 @@ from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import SMALL, edit_config
 
 
-def write_config(directory, **raw) -> str:
+def write_hub_config(directory, **fields) -> str:
+  """A config as the hub has it: what the published Qwen models have in common, and `fields`."""
+  raw = {
+    'hidden_act': 'silu', 'rms_norm_eps': 1e-06, 'rope_theta': 1_000_000, 'tie_word_embeddings': True,
+    'use_sliding_window': False, 'vocab_size': 151936,
+  }  # fmt: skip
   pathlib.Path(directory).mkdir(exist_ok=True)
-  (pathlib.Path(directory) / 'config.json').write_text(json.dumps(raw))
+  (pathlib.Path(directory) / 'config.json').write_text(json.dumps(raw | fields))
   return str(directory)
 
 
 def test_configs_of_the_hub(tmp_path):
-  instruct = write_config(
-    tmp_path / 'instruct',
-    architectures=['Qwen2ForCausalLM'],
-    attention_dropout=0.0,
-    bos_token_id=151643,
-    eos_token_id=151645,
-    hidden_act='silu',
-    hidden_size=896,
-    initializer_range=0.02,
-    intermediate_size=4864,
-    max_position_embeddings=32768,
-    max_window_layers=21,
-    model_type='qwen2',
-    num_attention_heads=14,
-    num_hidden_layers=24,
-    num_key_value_heads=2,
-    rms_norm_eps=1e-06,
-    rope_theta=1000000.0,
-    sliding_window=32768,
-    tie_word_embeddings=True,
-    torch_dtype='bfloat16',
-    use_cache=True,
-    use_sliding_window=False,
-    vocab_size=151936,
-  )
+  instruct = write_hub_config(
+    tmp_path / 'instruct', architectures=['Qwen2ForCausalLM'], attention_dropout=0.0, bos_token_id=151643,
+    eos_token_id=151645, hidden_size=896, initializer_range=0.02, intermediate_size=4864, max_position_embeddings=32768,
+    max_window_layers=21, model_type='qwen2', num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2,
+    rope_theta=1000000.0, sliding_window=32768, torch_dtype='bfloat16', use_cache=True,
+  )  # fmt: skip
   assert read_config(instruct) == QwenConfig()  # the defaults are Qwen2.5-0.5B
-  qwen3 = write_config(
-    tmp_path / 'qwen3',
-    architectures=['Qwen3ForCausalLM'],
-    attention_bias=False,
-    head_dim=128,
-    hidden_act='silu',
-    hidden_size=1024,
-    intermediate_size=3072,
-    max_window_layers=28,
-    model_type='qwen3',
-    num_attention_heads=16,
-    num_hidden_layers=28,
-    num_key_value_heads=8,
-    rms_norm_eps=1e-06,
-    rope_scaling=None,
-    rope_theta=1000000,
-    sliding_window=None,
-    tie_word_embeddings=True,
-    use_sliding_window=False,
-    vocab_size=151936,
-  )
-  assert read_config(qwen3) == QwenConfig(
-    architecture='qwen3',
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-  )
+  qwen3 = write_hub_config(
+    tmp_path / 'qwen3', architectures=['Qwen3ForCausalLM'], attention_bias=False, head_dim=128, hidden_size=1024,
+    intermediate_size=3072, max_window_layers=28, model_type='qwen3', num_attention_heads=16, num_hidden_layers=28,
+    num_key_value_heads=8, rope_scaling=None, sliding_window=None,
+  )  # fmt: skip
+  expected = {
+    'vocab_size': 151936, 'hidden_size': 1024, 'intermediate_size': 3072, 'num_layers': 28, 'num_heads': 16,
+    'num_kv_heads': 8, 'head_dim': 128, 'rope_theta': 1e6, 'rms_norm_eps': 1e-6, 'tie_word_embeddings': True,
+  }  # fmt: skip
+  assert read_config(qwen3) == QwenConfig(architecture='qwen3', **expected)
 
 
 def test_defaults_are_those_of_transformers(checkpoint, transformers):
+  def both():
+    return read_config(checkpoint), transformers.AutoConfig.from_pretrained(checkpoint)
+
   remove = ('rope_theta', 'rms_norm_eps', 'tie_word_embeddings', 'head_dim', 'use_sliding_window')
   edit_config(checkpoint, remove=remove)
-  cfg, theirs = read_config(checkpoint), transformers.AutoConfig.from_pretrained(checkpoint)
+  cfg, theirs = both()
   assert cfg.rope_theta == theirs.rope_parameters['rope_theta'] == 10000.0
   assert cfg.rms_norm_eps == theirs.rms_norm_eps == 1e-6
   assert cfg.tie_word_embeddings is theirs.tie_word_embeddings is False
   assert cfg.head_dim == 16 // 4
   edit_config(checkpoint, architectures=['Qwen3ForCausalLM'], model_type='qwen3', num_key_value_heads=None)
-  cfg, theirs = read_config(checkpoint), transformers.AutoConfig.from_pretrained(checkpoint)
+  cfg, theirs = both()
   assert cfg.head_dim == theirs.head_dim == 128
   assert cfg.num_kv_heads == theirs.num_key_value_heads == 4
 
@@ -152,11 +117,12 @@ def test_a_sliding_window_that_no_layer_has_is_accepted(checkpoint):
 
 
 def test_a_config_that_is_not_json_or_not_there(tmp_path):
-  with pytest.raises(UserError, match=r'config\.json: cannot be read \(No such file'):
-    read_config(str(tmp_path))
-  (tmp_path / 'config.json').write_text('{"a":')
-  with pytest.raises(UserError, match='is not JSON'):
-    read_config(str(tmp_path))
-  (tmp_path / 'config.json').write_text('[]')
-  with pytest.raises(UserError, match='must hold a JSON object, not list'):
-    read_config(str(tmp_path))
+  for content, message in (
+    (None, r'config\.json: cannot be read \(No such file'),
+    ('{"a":', 'is not JSON'),
+    ('[]', 'must hold a JSON object, not list'),
+  ):
+    if content is not None:
+      (tmp_path / 'config.json').write_text(content)
+    with pytest.raises(UserError, match=message):
+      read_config(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The ids in a Trajectory are exactly those that were fed and sampled, and only the sampled ones carry loss."""
+"""The policy as a speaker: the ids in a Trajectory are exactly those that were fed and sampled, in whatever batches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build
+from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import make_sampler
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.agent.segments import ImageSpan
 from ragen_jax.models import presets
 from ragen_jax.sampling.draw import PLAIN, Sampling
 from ragen_jax.training.batches import sampled_columns
 from ragen_jax.training.scoring import score_tokens
+from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.models import random_policy
+from tests.support.speakers import ScriptedSampler, make_proxy
 
 
 class Recorder:
@@ -215,3 +219,110 @@ def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tm
   assert policy.sampler.traces['extend'] <= 14
   assert policy.sampler.traces['arrange'] <= 24
   assert proxy.envs.traces == 1
+
+
+class KeyRecorder:
+  """A sampler that notes the keys of the rows that take part, turn by turn."""
+
+  def __init__(self, sampler):
+    self._sampler = sampler
+    self.drawn = []
+
+  def __getattr__(self, name):
+    return getattr(self._sampler, name)
+
+  def decode(self, params, state, keys, active, **options):
+    self.drawn.append([tuple(key) for key in jax.random.key_data(keys)[np.asarray(active)].tolist()])
+    return self._sampler.decode(params, state, keys, active, **options)
+
+
+def test_draws_of_different_turns_are_independent():
+  """Rows begin anew at position 0; with the turn left out of the key, every turn would draw with the same luck."""
+  config = small_config(train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0)
+  policy = build.load_policy(config)
+  sampler = KeyRecorder(policy.sampler)
+  trainer = build.make_trainer(config, dataclasses.replace(policy, sampler=sampler))
+  trainer.rollout(trainer.init())
+  assert len(sampler.drawn) > 2
+  every = [key for turn in sampler.drawn for key in turn]
+  assert len(set(every)) == len(every) > 32  # all rows draw in the first turn, and some go on
+
+
+class SizedSampler(ScriptedSampler):
+  """Notes the columns of the cache, turn by turn."""
+
+  def __init__(self, tokenizer, replies):
+    super().__init__(tokenizer, replies)
+    self.sizes = []
+
+  def init(self, rows, size):
+    self.sizes.append(size)
+    return super().init(rows, size)
+
+  def arrange(self, state, rows, size, live):
+    self.sizes.append(size)
+    return super().arrange(state, rows, size, live)
+
+
+def _say(count):
+  return '</think><answer>' + ' || '.join(['Up'] * count) + '</answer>'
+
+
+def _scripted(tiny, *, drop_finished):
+  """16 episodes, of which 12 are out of actions after two turns: (rollout, what was fed, sampler)."""
+  proxy = make_proxy(tiny, ('SimpleSokoban',), 8, 2, drop_finished=drop_finished, length_step=64)
+  replies = [[_say(5 if row % 4 else 1 + row // 8)] * 5 for row in range(16)]
+  fed, sampler = [], SizedSampler(tiny, replies)
+  speaker = SamplerSpeaker(sampler, None, jax.random.key(0), PLAIN, observer=fed.append)
+  return proxy.rollout(speaker, 70), fed, sampler
+
+
+def test_rows_that_are_over_leave_a_scripted_batch_too(tiny):
+  """As with a model (slow, above): each reply goes to the episode that it was written for, wherever its row lies."""
+  (dropped, fed, _), (kept, whole, _) = (_scripted(tiny, drop_finished=drop) for drop in (True, False))
+  assert [len(turn.rows) for turn in whole] == [16] * 5
+  assert [len(turn.rows) for turn in fed] == [16, 16, 8, 8, 8]
+  jax.tree.map(np.testing.assert_array_equal, dropped.trajectory, kept.trajectory)
+  assert [e.status for e in dropped.episodes] == [e.status for e in kept.episodes]
+  assert {e.status for e in dropped.episodes} == {Status.OUT_OF_ACTIONS, Status.OUT_OF_TURNS}
+  for small, large in zip(fed, whole, strict=True):
+    assert small.turn == large.turn
+    for turn in (small, large):  # rows that are over are fed nothing
+      assert (turn.count[turn.rows < 0] == 0).all()
+    taking_part = [
+      dict(zip(t.rows[t.count > 0], map(tuple, t.tokens[t.count > 0]), strict=True)) for t in (small, large)
+    ]
+    assert taking_part[0] == taking_part[1]
+
+
+def test_sizes_are_multiples_of_the_step_and_have_room_for_the_turn(tiny):
+  rollout, fed, sampler = _scripted(tiny, drop_finished=True)
+  t = rollout.trajectory
+  assert len(set(sampler.sizes)) > 1 and sampler.sizes == sorted(sampler.sizes)
+  for turn, size in zip(fed, sampler.sizes, strict=True):
+    assert size % 64 == 0 and turn.tokens.shape[1] % 16 == 0
+    assert turn.count.max() <= turn.tokens.shape[1] < turn.count.max() + 16
+    before = ((t.turn >= 0) & (t.turn < turn.turn)).sum(axis=1)  # columns of the timeline
+    needed = before[turn.rows[turn.count > 0]].max() + turn.tokens.shape[1] + 64
+    assert needed <= size < needed + 64
+
+
+def test_a_reply_without_the_stop_token_is_not_closed(tiny):
+  class Endless(ScriptedSampler):
+    def decode(self, *arguments, max_new, **options):
+      state, reply = super().decode(*arguments, max_new=max_new, **options)
+      return state, dataclasses.replace(reply, count=reply.count - (reply.count > 0))
+
+  speaker = SamplerSpeaker(Endless(tiny, [[_say(1)] * 5] * 2), None, jax.random.key(0), PLAIN)
+  first, _ = make_proxy(tiny, ('SimpleSokoban',), 1, 2).rollout(speaker, 70).episodes
+  assert [turn.closed for turn in first.turns] == [False] * 5
+  assert first.turns[0].ids == tiny.encode(_say(1)) and first.turns[0].reply == '<think>' + _say(1)
+
+
+def test_a_prompt_with_an_image_is_refused_with_its_environment(tiny, monkeypatch):
+  prompt = ContextManager.prompt
+  span = ImageSpan(None, 0, 1)
+  monkeypatch.setattr(ContextManager, 'prompt', lambda *a, **k: dataclasses.replace(prompt(*a, **k), images=(span,)))
+  speaker = SamplerSpeaker(ScriptedSampler(tiny, [['Up']] * 2), None, jax.random.key(0), PLAIN)
+  with pytest.raises(UserError, match=r'^SimpleSokoban: the policy reads no images$'):
+    make_proxy(tiny, ('SimpleSokoban',), 1, 2).rollout(speaker, 70)

@@ -1,0 +1,111 @@
+"""What a warm start cannot learn from is refused in one line."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from ragen_jax.config import sft_checks
+from ragen_jax.config.checks import check_sft
+from tests.support.configs import assert_refused, small_config
+
+_LAST = 1_000_000_000 + 4096  # behind the levels that are demonstrated by default
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'model.separate_critic': True}, r'^model\.separate_critic=True: --mode=sft trains the policy and the value head'),
+    ({'sft.val_fraction': 1.0}, r'^sft\.val_fraction=1\.0: must be at least 0 and below 1$'),
+    ({'sft.noise': 0.6, 'sft.beginner': 0.5}, r'^sft\.noise=0\.6: and sft\.beginner=0\.5 add up to more than 1$'),
+    # The weights.
+    ({'lora.rank': 4, 'sft.from_scratch': True}, r'^lora\.rank=4: fresh weights must all be trained$'),
+    ({'export.lora': 'adapter'}, r"^export\.lora='adapter': 'adapter' needs lora\.rank above 0$"),
+    ({'sft.shape': (64, 2, 4, 2, 16)}, r'^sft\.shape=\(64, 2, 4, 2, 16\): must be six positive numbers$'),
+    ({'sft.shape': (64, 2, 4, 0, 16, 192)}, r'^sft\.shape=\(64, 2, 4, 0, 16, 192\): must be six positive numbers$'),
+    # Conversations in place of demonstrations.
+    ({'sft.data': 'x', 'sft.value_coef': 0.1}, r'^sft\.value_coef=0\.1: conversations of sft\.data have no values'),
+    (
+      {'sft.data': 'x', 'sft.save_data': 'y'},
+      r"^sft\.save_data='y': writes what solvers play; must be empty with sft\.",
+    ),
+    # The levels.
+    ({'sft.levels': (64, 64)}, r"^sft\.levels=\(64, 64\): must be one positive number for each of sft\.tags=\('Froz"),
+    ({'sft.levels': (0,)}, r'^sft\.levels=\(0,\): must be one positive number for each'),
+    ({'sft.levels': (), 'sft.tags': ()}, r'^sft\.levels=\(\): must be one positive number for each of sft\.tags=\(\)$'),
+    ({'sft.tags': ('Nowhere',)}, r"^sft\.tags: 'Nowhere' is not defined in envs; allowed: .*FrozenLake"),
+    (
+      {'eval.first_level': _LAST - 1},
+      r'^sft\.first_level=1000000000: demonstrated levels overlap with the held-out levels 1000004095\.\.1000004110$',
+    ),
+    ({'sft.first_level': 138}, r'^sft\.first_level=138: demonstrated levels overlap with .* levels 123\.\.138$'),
+    ({'sft.levels': (64,)}, r'^sft\.batch_size=64: must be at most the number of demonstrations.*learnt from, 60$'),
+    (
+      {'sft.levels': (20,), 'sft.group_size': 3, 'sft.batch_size': 58},
+      r'^sft\.batch_size=58: must be at most the number of demonstrations that are learnt from, 57$',
+    ),
+  ],
+)
+def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
+  assert_refused(check_sft, small_config(fields), message)
+
+
+@pytest.mark.parametrize(
+  ('least', 'names'),
+  [
+    (1, ('group_size', 'steps', 'batch_size')),
+    (0, ('first_level', 'actions_per_turn', 'learning_rate', 'value_coef', 'eval_every', 'checkpoint_every')),
+  ],
+)
+def test_numbers_that_are_too_small(least, names):
+  for name in names:
+    message = rf'^sft\.{name}={least - 1}(\.0)?: must be at least {least}$'
+    assert_refused(check_sft, small_config({f'sft.{name}': least - 1}), message)
+
+
+@pytest.mark.parametrize('name', ['noise', 'beginner', 'timid', 'hurry', 'discount'])
+def test_probabilities_and_the_discount_are_fractions(name):
+  check_sft(small_config({f'sft.{name}': 1.0}))
+  for x in (-0.5, 1.5):
+    assert_refused(check_sft, small_config({f'sft.{name}': x}), rf'^sft\.{name}={x}: must be between 0 and 1$')
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'sft.noise': 0.5, 'sft.beginner': 0.5},
+    {'lora.rank': 4, 'export.lora': 'adapter'},
+    {'eval.first_level': _LAST},
+    {'sft.first_level': 139},
+    {'sft.levels': (20,), 'sft.group_size': 3, 'sft.batch_size': 57},
+    {'sft.tags': ('FrozenLake', 'Bandit'), 'sft.levels': (64, 8)},
+    {'sft.data': 'x', 'sft.levels': (1,), 'eval.first_level': 1_000_000_000},  # levels have no effect
+  ],
+)
+def test_what_stands_beside_a_refused_config_is_allowed(fields):
+  check_sft(small_config(fields))
+
+
+def test_a_game_without_a_solver_cannot_be_demonstrated():
+  config = small_config(sft__tags=('Mine',))
+  with config.unlocked():
+    config.envs.Mine = {
+      'type': 'http', 'url': 'http://127.0.0.1:9', 'task': 'Guess.', 'max_turns': 1, 'max_actions': 1,
+      'max_actions_per_turn': 1, 'max_words': 9,
+    }  # fmt: skip
+  assert_refused(check_sft, config, r"^sft\.tags: 'Mine' has no solver whose play could be demonstrated$")
+  config.sft.data = 'x'
+  check_sft(config)
+
+
+def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
+  monkeypatch.setattr(sft_checks, 'row_shards', lambda mesh: 8)
+  check_sft(small_config())
+  check_sft(small_config(sft__batch_size=24, sft__packing=True))
+  message = r'sft\.batch_size=24: half of it, 12, goes through the model at once and must be a multiple of 8 row shards'
+  assert_refused(check_sft, small_config(sft__batch_size=24), message)
+
+
+def test_several_processes_are_refused(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  assert_refused(check_sft, small_config(), r'^--mode=sft runs in one process, there are 2$')

@@ -1,0 +1,63 @@
+"""Messages of one line, also of values and exceptions that cannot be written."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragen_jax.utils.errors import Diverged, UserError, describe_error, one_line
+
+
+class _Unwritable:
+  def __init__(self, error: BaseException):
+    self.error = error
+
+  def __repr__(self):
+    raise self.error
+
+
+class _UnwritableError(Exception):
+  def __str__(self):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+  ('value', 'line'),
+  [
+    ('a\nb', r"'a\nb'"),
+    ({'a': 1}, "{'a': 1}"),
+    (_Unwritable(KeyError('x')), '(_Unwritable that cannot be written: KeyError)'),
+    (_Unwritable(SystemExit(2)), '(_Unwritable that cannot be written: SystemExit)'),
+  ],
+)
+def test_values_are_written_in_one_line(value, line):
+  assert one_line(value) == line
+
+
+def test_white_space_of_any_writer_becomes_single_spaces():
+  assert one_line('  two\n\n  lines\tand\r\ntabs ', str) == 'two lines and tabs'
+  assert one_line(3, lambda x: f'{x}\n{x}') == '3 3'
+
+
+def test_an_interrupt_is_not_taken_for_a_value_that_cannot_be_written():
+  with pytest.raises(KeyboardInterrupt):
+    one_line(_Unwritable(KeyboardInterrupt()))
+
+
+@pytest.mark.parametrize(
+  ('error', 'line'),
+  [
+    (ValueError('a\n  b'), 'ValueError: a b'),
+    (SystemExit(2), 'SystemExit: 2'),
+    (KeyError('name'), "KeyError: 'name'"),
+    (_UnwritableError(), '_UnwritableError: (_UnwritableError that cannot be written: SystemExit)'),
+  ],
+)
+def test_exceptions_are_described_by_type_and_message(error, line):
+  assert describe_error(error) == line
+
+
+def test_bad_input_and_a_run_that_diverged_have_different_exit_statuses():
+  """A queue that starts runs again can tell a wrong command from a run that failed."""
+  wrong, everywhere, diverged = UserError('no'), UserError('no', everywhere=True), Diverged('NaN')
+  assert (wrong.status, wrong.everywhere) == (2, False) and everywhere.everywhere
+  assert (diverged.status, diverged.everywhere, str(diverged)) == (1, True, 'NaN') and isinstance(diverged, UserError)
