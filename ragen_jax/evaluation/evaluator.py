@@ -17,7 +17,7 @@ from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed import processes
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler, Sampling
-from ragen_jax.viewer.records import episode_records, first_rows
+from ragen_jax.viewer.records import Played, episode_records, first_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +104,8 @@ class Evaluator:
   def _records(self, rollout: Rollout, step: int, split: str) -> list[dict[str, Any]]:
     context = self._proxy.context
     return episode_records(
-      rollout,
+      Played(rollout, context.tokenizer, step, split, self._settings.group_size),
       self._recorded,
-      context.tokenizer,
-      step=step,
-      split=split,
-      group_size=self._settings.group_size,
       reply_prefix=context.reply_prefix,
       values=rollout.trajectory.values if self._has_values else None,
     )

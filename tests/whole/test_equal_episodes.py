@@ -112,9 +112,17 @@ def _advantages(trained, rollout, name, **changes):
   """The batch of an estimator from all rows of a rollout."""
   selection = dataclasses.replace(select_rows(rollout, trained.filter), keep=rollout.trajectory.loss_mask.any(axis=1))
   # At a discount of 1 the return of a step does not depend on the number of turns behind it.
-  fields = {'adv_estimator': name, 'needs_critic': False, 'step_gamma': 1.0, 'step_std': True} | changes
+  estimator = {'adv_estimator': name, 'step_gamma': 1.0, 'step_std': True}
+  known = {f.name for f in dataclasses.fields(trained.estimate.advantages)}
+  estimator |= {name: value for name, value in changes.items() if name in known}
+  others = {name: value for name, value in changes.items() if name not in known}
+  settings = dataclasses.replace(
+    trained.estimate,
+    advantages=dataclasses.replace(trained.estimate.advantages, **estimator),
+    **{'needs_critic': False} | others,
+  )
   state = types.SimpleNamespace(params=None, reference=None)  # no model is asked: the sampler's log-probs are taken
-  return TargetEstimator(dataclasses.replace(trained.estimate, **fields), None)(state, selection)[0]
+  return TargetEstimator(settings, None)(state, selection)[0]
 
 
 def _assert_alike(trained, rollout, names, **changes):
