@@ -249,7 +249,7 @@ MUTATIONS = [
   ),
   *_of(
     'agent/episode_log.py', 'agent/test_episode_log.py',
-    ('self.turn + 1 >= self._turns_allowed[row]', 'self.turn + 1 > self._turns_allowed[row]'),
+    ('last_turn=len(self.past(row)) >= self', 'last_turn=len(self.past(row)) > self'),
     ('reward_last_token(row, turn.score)', 'reward_last_token(row, turn.reward)'),
     ('anchor = int(envs.row_group[row]), before[row]', 'anchor = int(envs.row_group[row]), self.observations[row]'),
     ('penalty=0.0 if read.valid', 'penalty=0.0 if not read.valid'),

@@ -163,7 +163,7 @@ def test_a_critic_that_was_saved_beside_the_policy_is_begun_with(tmp_path, caplo
   config.model.separate_critic = False
   with caplog.at_level(logging.INFO, 'ragen_jax'):
     assert float(build.load_policy(config).model.value_head.bias[...]) == 0
-  assert 'is left unused: model.separate_critic is off' in caplog.text
+  assert 'is not used: model.separate_critic is off' in caplog.text
 
 
 def test_each_weight_has_a_layout_or_is_named(saved):

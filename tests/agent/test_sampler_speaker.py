@@ -231,9 +231,9 @@ class KeyRecorder:
   def __getattr__(self, name):
     return getattr(self._sampler, name)
 
-  def decode(self, params, state, keys, active, **options):
-    self.drawn.append([tuple(key) for key in jax.random.key_data(keys)[np.asarray(active)].tolist()])
-    return self._sampler.decode(params, state, keys, active, **options)
+  def decode(self, params, state, keys, budget, **options):
+    self.drawn.append([tuple(key) for key in jax.random.key_data(keys)[np.asarray(budget) > 0].tolist()])
+    return self._sampler.decode(params, state, keys, budget, **options)
 
 
 def test_draws_of_different_turns_are_independent():
@@ -253,15 +253,19 @@ class SizedSampler(ScriptedSampler):
 
   def __init__(self, tokenizer, replies):
     super().__init__(tokenizer, replies)
-    self.sizes = []
+    self.sizes, self._size = [], 0
 
   def init(self, rows, size):
-    self.sizes.append(size)
+    self._size = size
     return super().init(rows, size)
 
-  def arrange(self, state, rows, size, live):
-    self.sizes.append(size)
-    return super().arrange(state, rows, size, live)
+  def arrange(self, state, rows, size):
+    self._size = size
+    return super().arrange(state, rows, size)
+
+  def extend(self, *arguments, **options):
+    self.sizes.append(self._size)
+    return super().extend(*arguments, **options)
 
 
 def _say(count):
@@ -280,13 +284,12 @@ def _scripted(tiny, *, drop_finished):
 def test_rows_that_are_over_leave_a_scripted_batch_too(tiny):
   """As with a model (slow, above): each reply goes to the episode that it was written for, wherever its row lies."""
   (dropped, fed, _), (kept, whole, _) = (_scripted(tiny, drop_finished=drop) for drop in (True, False))
-  assert [len(turn.rows) for turn in whole] == [16] * 5
-  assert [len(turn.rows) for turn in fed] == [16, 16, 8, 8, 8]
+  assert [len(turn.slots) for turn in whole] == [16] * 5
+  assert [len(turn.slots) for turn in fed] == [16, 16, 8, 8, 8]
   jax.tree.map(np.testing.assert_array_equal, dropped.trajectory, kept.trajectory)
   assert [e.status for e in dropped.episodes] == [e.status for e in kept.episodes]
   assert {e.status for e in dropped.episodes} == {Status.OUT_OF_ACTIONS, Status.OUT_OF_TURNS}
   for small, large in zip(fed, whole, strict=True):
-    assert small.turn == large.turn
     for turn in (small, large):  # rows that are over are fed nothing
       assert (turn.count[turn.rows < 0] == 0).all()
     taking_part = [
@@ -299,19 +302,20 @@ def test_sizes_are_multiples_of_the_step_and_have_room_for_the_turn(tiny):
   rollout, fed, sampler = _scripted(tiny, drop_finished=True)
   t = rollout.trajectory
   assert len(set(sampler.sizes)) > 1 and sampler.sizes == sorted(sampler.sizes)
-  for turn, size in zip(fed, sampler.sizes, strict=True):
+  for number, (turn, size) in enumerate(zip(fed, sampler.sizes, strict=True)):
     assert size % 64 == 0 and turn.tokens.shape[1] % 16 == 0
     assert turn.count.max() <= turn.tokens.shape[1] < turn.count.max() + 16
-    before = ((t.turn >= 0) & (t.turn < turn.turn)).sum(axis=1)  # columns of the timeline
-    needed = before[turn.rows[turn.count > 0]].max() + turn.tokens.shape[1] + 64
+    before = ((t.turn >= 0) & (t.turn < number)).sum(axis=1)  # columns of the timeline
+    longest = before[turn.rows[turn.count > 0]].max()
+    needed = max(longest + turn.tokens.shape[1], longest + turn.count.max() + 64)
     assert needed <= size < needed + 64
 
 
 def test_a_reply_without_the_stop_token_is_not_closed(tiny):
   class Endless(ScriptedSampler):
-    def decode(self, *arguments, max_new, **options):
-      state, reply = super().decode(*arguments, max_new=max_new, **options)
-      return state, dataclasses.replace(reply, count=reply.count - (reply.count > 0))
+    def decode(self, *arguments, **options):
+      state, reply, goes_on = super().decode(*arguments, **options)
+      return state, dataclasses.replace(reply, count=reply.count - (reply.count > 0)), goes_on
 
   speaker = SamplerSpeaker(Endless(tiny, [[_say(1)] * 5] * 2), None, jax.random.key(0), PLAIN)
   first, _ = make_proxy(tiny, ('SimpleSokoban',), 1, 2).rollout(speaker, 70).episodes
