@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings
+from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 
@@ -68,7 +69,7 @@ def save(tokenizer: Tokenizer, directory: str) -> None:
 
 
 def make_model(
-  shape: Sequence[int], num_tokens: int, *, dtype: Any, attend_by_row: bool, seed: int, mesh: Mesh
+  shape: Sequence[int], num_tokens: int, *, dtype: Any, attention: str, seed: int, mesh: Mesh
 ) -> ActorCritic:
   """A policy with fresh weights and a value head, divided over the devices.
 
@@ -76,7 +77,7 @@ def make_model(
     shape: model width, layers, query heads, key/value heads, head width, MLP width.
     num_tokens: size of the tokenizer; the embedding is padded to a multiple of 8.
     dtype: of computations.
-    attend_by_row: see `Qwen`.
+    attention: `config.model.attention`.
     seed: of the weights.
     mesh: the devices.
   """
@@ -91,7 +92,8 @@ def make_model(
     head_dim=head_dim,
     rope_theta=10_000.0,
   )
-  model = ActorCritic(Qwen(cfg, dtype=dtype, attend_by_row=attend_by_row, rngs=nnx.Rngs(seed)))
+  settings = choose_attention(attention, cfg, dtype, mesh)
+  model = ActorCritic(Qwen(cfg, dtype=dtype, attention=settings, rngs=nnx.Rngs(seed)))
   if mesh.size > 1:
     model.policy.activation_sharding = row_sharding(mesh)
     params = nnx.split(model)[1]

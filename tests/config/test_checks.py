@@ -50,6 +50,8 @@ from tests.support.configs import leaves, small_config
     ('model.preset', 'gpt', r"model\.preset='gpt'.*tiny"),
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),
     ('model.dtype', 'int8', r"model\.dtype='int8'.*bfloat16"),
+    ('model.attention', 'flash', r"model\.attention='flash'.*auto.*splash"),
+    ('model.attention', 'splash', r"model\.attention='splash': runs on TPUs"),
     ('seed', 500, r'seed=500.*at most 428'),
     ('train.temperature', math.inf, r'^train\.temperature=inf: must be a finite number$'),
     ('algorithm.entropy_coef', math.nan, r'^algorithm\.entropy_coef=nan: must be a finite number$'),
