@@ -34,6 +34,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.path = ''
   # Dtype of computations: 'float32' or 'bfloat16'; 'auto' is float32 on CPU and bfloat16 elsewhere.
   config.model.dtype = 'auto'
+  # Attention of whole rows, in the update and the warm start: 'splash' (kernels for TPUs), 'cudnn' or 'pallas' (kernels
+  # for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or 'einsum' (all scores in
+  # memory; runs everywhere). 'auto' takes the fastest that the devices have.
+  config.model.attention = 'auto'
   # Dtype of the frozen weights with LoRA: 'float32' or 'bfloat16'. Trained weights are float32.
   config.model.param_dtype = 'float32'
   # Recompute each layer's activations in the backward pass: less memory, about a third more work.

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
 from ragen_jax.models import lora, presets
+from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.models.checkpoint.load import load_model, load_value_head
@@ -59,13 +60,14 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-  """The model to load. Fields are those of `config.model`, except for the last four.
+  """The model to load. Fields are those of `config.model`, except for the last five.
 
   Attributes:
     preset: a name of `presets`, whose checkpoint is loaded if `path` is empty.
     path: directory of a Hugging Face checkpoint.
     param_dtype: type of the policy's weights.
     separate_critic: load a second trunk for the critic, in float32.
+    attention: how rows attend in the update, see `attention_choice.choose_attention`.
     dtype: type of computations.
     adapters: LoRA adapters; None for none.
     adapter_path: directory of initial adapters; '' for fresh ones.
@@ -77,6 +79,7 @@ class ModelSettings:
   path: str
   param_dtype: str
   separate_critic: bool
+  attention: str
   dtype: Any
   adapters: lora.LoraConfig | None
   adapter_path: str
@@ -96,14 +99,14 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
   tokenizer = ChatTokenizer(directory)
   critic, home = None, directory
   param_dtype = jnp.dtype(settings.param_dtype)
-  qwen = _load_trunk(directory, tokenizer, mesh, dtype=settings.dtype, param_dtype=param_dtype)
+  qwen = _load_trunk(directory, tokenizer, mesh, settings, param_dtype)
   if settings.adapters is not None:
     lora.attach(qwen, settings.adapters, nnx.Rngs(settings.seed))
   if settings.adapter_path:
     peft.load(settings.adapter_path, qwen)
   if settings.separate_critic:
     home = critic_directory(directory)
-    critic = _load_trunk(home, tokenizer, mesh, dtype=settings.dtype, param_dtype=jnp.float32, trunk_only=True)
+    critic = _load_trunk(home, tokenizer, mesh, settings, jnp.float32, trunk_only=True)
   elif critic_directory(directory) != directory:
     _log.info('%s is not used: model.separate_critic is off', critic_directory(directory))
   model = ActorCritic(qwen, critic)
@@ -137,11 +140,6 @@ def param_state(model: ActorCritic) -> nnx.State:
   return nnx.split(model)[1]
 
 
-def attend_by_row() -> bool:
-  """Whether attention may loop over rows, which is faster on one CPU device."""
-  return jax.default_backend() == 'cpu' and jax.device_count() == 1
-
-
 def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...], NamedSharding]:
   """The layout of each weight of a trunk, by its path.
 
@@ -152,15 +150,22 @@ def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...],
 
 
 def _load_trunk(
-  directory: str, tokenizer: ChatTokenizer, mesh: Mesh, *, dtype: Any, param_dtype: Any, trunk_only: bool = False
+  directory: str,
+  tokenizer: ChatTokenizer,
+  mesh: Mesh,
+  settings: ModelSettings,
+  param_dtype: Any,
+  *,
+  trunk_only: bool = False,
 ) -> Qwen:
+  cfg = read_config(directory)
   qwen = load_model(
     directory,
-    dtype=dtype,
+    dtype=settings.dtype,
     param_dtype=param_dtype,
-    attend_by_row=attend_by_row(),
+    attention=choose_attention(settings.attention, cfg, settings.dtype, mesh),
     trunk_only=trunk_only,
-    sharding_fn=weight_shardings(read_config(directory), mesh).__getitem__,
+    sharding_fn=weight_shardings(cfg, mesh).__getitem__,
   )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(

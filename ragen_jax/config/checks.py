@@ -19,6 +19,8 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models import presets
+from ragen_jax.models.attention import IMPLEMENTATIONS
+from ragen_jax.models.attention_choice import AUTO, choose_attention
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.utils.errors import UserError
@@ -55,6 +57,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   """
   rules.plain_numbers(config)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
+  rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
   _check_adapters(config)
   check_algorithm(config)
   _check_ranges(config)
@@ -160,9 +163,11 @@ def _check_sampling(config: ConfigDict) -> None:
 
 
 def _check_weights(config: ConfigDict) -> None:
-  """Checks that the checkpoint exists and that the mesh divides every weight."""
+  """Checks the checkpoint, that the mesh divides every weight, and that the devices have the kind of attention."""
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
-  weight_shardings(read_config(directory), mesh)
+  cfg = read_config(directory)
+  weight_shardings(cfg, mesh)
+  choose_attention(config.model.attention, cfg, build.compute_dtype(config), mesh)
   if config.model.separate_critic:
     weight_shardings(read_config(critic_directory(directory)), mesh)

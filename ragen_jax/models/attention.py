@@ -1,29 +1,107 @@
-"""Grouped-query attention with the softmax in fp32: over a batch, or row by row in blocks for one CPU device."""
+"""Grouped-query attention with the softmax in fp32: `causal` for rows without a cache, `attend` for any mask."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from ragen_jax.distributed.sharding import ROW_AXES
 
 # Score of a masked column.
 _MASKED = -1e30
 
-# Above this many scores (all devices), attention runs over blocks of queries of about `_BLOCK_SCORES` scores each.
+# Above this many scores on a device, attention runs over blocks of queries of about `_BLOCK_SCORES` scores each.
 _MAX_SCORES = 2**28
 _BLOCK_SCORES = 2**27
 _MIN_BLOCK = 32
+# Accelerators compute in tiles; a block that is not a multiple of this many queries is padded to one.
+_TILE = 128
 
 # Queries per block in `attend_causal_by_row`.
 _ROW_BLOCK = 64
+
+
+# The implementations of `causal`.
+IMPLEMENTATIONS = ('einsum', 'blocks', 'splash', 'cudnn', 'pallas')
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+  """How a model attends; `attention_choice.choose_attention` chooses it for the devices.
+
+  Attributes:
+    implementation: one of `IMPLEMENTATIONS`: 'einsum' is `attend` with all scores in memory, 'blocks' is
+      `attend_causal_by_row`, and the others are the kernels of `attention_kernels`.
+    mesh: the devices that rows and heads are divided over; None for one device.
+    interpret: run the kernels of 'splash' and 'pallas' as ordinary operations, on any device; for tests.
+  """
+
+  implementation: str
+  mesh: Mesh | None
+  interpret: bool = False
+
+  @property
+  def shards(self) -> int:
+    """Number of devices that the scores are divided over."""
+    return 1 if self.mesh is None else self.mesh.size
+
+
+EINSUM = AttentionSettings('einsum', None)
+
+
+def causal(
+  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, settings: AttentionSettings
+) -> jax.Array:
+  """Causal grouped-query attention of whole rows.
+
+  On a mesh, each device attends with its own rows and heads; `einsum` leaves that to the partitioner.
+
+  Args:
+    q: queries [B, T, N, H].
+    k: keys [B, T, K, H].
+    v: values [B, T, K, H].
+    segments: i32[B, T], the sequence that each column belongs to if rows are packed; a column attends to columns of
+      its own sequence only. None if each row is one sequence.
+    settings: the implementation and the mesh.
+
+  Returns:
+    [B, T, N, H]. Columns of padding on the right of a row have finite values.
+  """
+  if settings.implementation == 'einsum':
+    mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
+    if segments is not None:
+      mask = mask & (segments[:, None, :] == segments[:, :, None])
+    return attend(q, k, v, mask, shards=settings.shards)
+  attend_rows = _implementation(settings)
+  if settings.mesh is None:
+    return attend_rows(q, k, v, segments)
+  rows, heads = PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES, None, 'tensor')
+  return jax.shard_map(
+    attend_rows, mesh=settings.mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
+  )(q, k, v, segments)
+
+
+def _implementation(settings: AttentionSettings):
+  if settings.implementation == 'blocks':
+    return attend_causal_by_row
+  # Imported here, because the kernels' modules take a third of a second and a run on CPU needs none of them.
+  from ragen_jax.models import attention_kernels
+
+  kernel = getattr(attention_kernels, settings.implementation)
+  return functools.partial(kernel, interpret=True) if settings.interpret else kernel
 
 
 # Keys [B, S, K, H], values [B, S, K, H] and the mask bool[B or 1, T or 1, S] of some columns.
 Columns = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None = None) -> jax.Array:
+def attend(
+  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None = None, *, shards: int = 1
+) -> jax.Array:
   """Grouped-query attention. The softmax is normalised after the product with v, which needs fewer divisions.
 
   With many scores, blocks of queries run one after the other and are recomputed in the backward pass, so memory holds
@@ -37,15 +115,16 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Colu
       of v.
     kept: more columns under the same softmax, in arrays of their own; their mask is the same for all queries. A cache
       that is only read stays where it is, with no copy beside the new columns.
+    shards: number of devices that rows and heads are divided over, each of which holds its part of the scores.
 
   Returns:
     [B, T, N, H].
   """
   b, t, n, h = q.shape
-  per_query = b * n * (k.shape[1] + (kept[0].shape[1] if kept else 0))
+  per_query = -(-b * n * (k.shape[1] + (kept[0].shape[1] if kept else 0)) // shards)
   if t * per_query <= _MAX_SCORES:
     return _attend(q, k, v, mask, kept)
-  block = min(max(_BLOCK_SCORES // per_query, _MIN_BLOCK), t)
+  block = _query_block(t, per_query)
   pad = -t % block
   blocks = (
     jnp.moveaxis(jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, n, h), 1, 0),
@@ -54,6 +133,16 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Colu
   one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1], kept))
   out = jax.lax.map(one, blocks)  # [T/block, B, block, N, H]
   return jnp.moveaxis(out, 0, 1).reshape(b, -1, n, h)[:, :t]
+
+
+def _query_block(queries: int, per_query: int) -> int:
+  """Queries per block: whole tiles while a block's scores stay below `_MAX_SCORES`, else about `_BLOCK_SCORES`."""
+  block = _BLOCK_SCORES // per_query
+  if block >= _TILE:
+    block -= block % _TILE
+  elif _TILE * per_query <= _MAX_SCORES:
+    block = _TILE
+  return min(max(block, _MIN_BLOCK), queries)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None) -> jax.Array:

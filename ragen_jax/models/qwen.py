@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx, struct
 
 from ragen_jax.distributed.sharding import looked_up
-from ragen_jax.models.attention import attend, attend_causal_by_row
+from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal
 
 # Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
 # bound by launch overhead. For wide models, joining the kernels would only copy weights.
@@ -194,10 +194,10 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 class Attention(nnx.Module):
   """Self-attention of one layer."""
 
-  def __init__(self, cfg: QwenConfig, *, by_row: bool, param_dtype: Any, rngs: nnx.Rngs):
+  def __init__(self, cfg: QwenConfig, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
     d, n, k, h = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     self.cfg = cfg
-    self.by_row = by_row
+    self.attention = attention
     self.q_proj = Projection((d,), (n, h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs)
     self.k_proj = Projection((d,), (k, h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs)
     self.v_proj = Projection((d,), (k, h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs)
@@ -220,14 +220,10 @@ class Attention(nnx.Module):
         v=jax.lax.dynamic_update_slice_in_dim(window.v, v.astype(window.v.dtype), column, axis=1),
       )
       kept = None if cache is None else (cache.k, cache.v, mask.kept)
-      return self.o_proj(attend(q, window.k, window.v, mask.new, kept)), window
+      return self.o_proj(attend(q, window.k, window.v, mask.new, kept, shards=self.attention.shards)), window
     if mask is None:
-      if self.by_row:
-        return self.o_proj(attend_causal_by_row(q, k, v, segments)), None
-      mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None]
-      if segments is not None:
-        mask = mask & (segments[:, None, :] == segments[:, :, None])
-    return self.o_proj(attend(q, k, v, mask)), None
+      return self.o_proj(causal(q, k, v, segments, self.attention)), None
+    return self.o_proj(attend(q, k, v, mask, shards=self.attention.shards)), None
 
 
 class MLP(nnx.Module):
@@ -251,9 +247,9 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
   """One pre-norm decoder layer."""
 
-  def __init__(self, cfg: QwenConfig, *, by_row: bool, param_dtype: Any, rngs: nnx.Rngs):
+  def __init__(self, cfg: QwenConfig, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
     self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
-    self.self_attn = Attention(cfg, by_row=by_row, param_dtype=param_dtype, rngs=rngs)
+    self.self_attn = Attention(cfg, attention=attention, param_dtype=param_dtype, rngs=rngs)
     self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     self.mlp = MLP(cfg, param_dtype=param_dtype, rngs=rngs)
 
@@ -272,7 +268,7 @@ class Qwen(nnx.Module):
     *,
     dtype: Any = jnp.float32,
     param_dtype: Any = jnp.float32,
-    attend_by_row: bool = False,
+    attention: AttentionSettings = EINSUM,
     rngs: nnx.Rngs,
   ):
     """Creates the model with random weights.
@@ -281,7 +277,7 @@ class Qwen(nnx.Module):
       cfg: the shape.
       dtype: type of activations, and of weights in computations.
       param_dtype: type in which weights are stored.
-      attend_by_row: use `attend_causal_by_row` where neither a mask nor a cache is given; for one CPU device.
+      attention: how columns attend where neither a mask nor a cache is given, and over which devices.
       rngs: the stream `params` gives the initial weights.
     """
     self.cfg = cfg
@@ -293,7 +289,7 @@ class Qwen(nnx.Module):
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
     self.layers = nnx.List(
-      [Layer(cfg, by_row=attend_by_row, param_dtype=param_dtype, rngs=rngs) for _ in range(cfg.num_layers)]
+      [Layer(cfg, attention=attention, param_dtype=param_dtype, rngs=rngs) for _ in range(cfg.num_layers)]
     )
     self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     if not cfg.tie_word_embeddings:

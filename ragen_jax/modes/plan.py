@@ -25,6 +25,8 @@ from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
 from ragen_jax.models import lora, presets
+from ragen_jax.models.attention import EINSUM
+from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
@@ -236,15 +238,19 @@ def abstract_policy(config: ConfigDict, dtype: Any) -> LanguageModel:
   """
   mesh = make_mesh(**config.mesh)
   shape = presets.shape(config.model.preset, config.model.path)
-
+  # CPUs, which stand for the planned devices, compile no kernels of accelerators. 'einsum' needs the most memory.
+  attention = EINSUM
+  if mesh.devices.flat[0].platform != 'cpu':
+    attention = choose_attention(config.model.attention, shape, dtype, mesh)
   adapters = build.lora_config(config)
 
   def make():
     rngs = nnx.Rngs(0)
-    policy = Qwen(shape, dtype=dtype, param_dtype=jnp.dtype(config.model.param_dtype), rngs=rngs)
+    common = dict(dtype=dtype, attention=attention, rngs=rngs)
+    policy = Qwen(shape, param_dtype=jnp.dtype(config.model.param_dtype), **common)
     if adapters is not None:
       lora.attach(policy, adapters, rngs)
-    critic = Qwen(trunk_config(shape), dtype=dtype, rngs=rngs) if config.model.separate_critic else None
+    critic = Qwen(trunk_config(shape), **common) if config.model.separate_critic else None
     for model in (policy, critic):
       if model is not None and mesh.size > 1:
         model.activation_sharding = row_sharding(mesh)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.language_model import LanguageModel, attend_by_row, make_sampler
+from ragen_jax.agent.language_model import LanguageModel, make_sampler
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.config.command_line import load_config
@@ -96,7 +96,7 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> L
   tiny_tokenizer.save(tiny_tokenizer.build(pieces), directory)
   tokenizer, mesh = ChatTokenizer(directory), make_mesh(**config.mesh)
   model = tiny_tokenizer.make_model(
-    config.sft.shape, tokenizer.size, dtype=build.compute_dtype(config), attend_by_row=attend_by_row(),
+    config.sft.shape, tokenizer.size, dtype=build.compute_dtype(config), attention=config.model.attention,
     seed=config.seed, mesh=mesh,
   )  # fmt: skip
   return LanguageModel(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings
+from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.utils.sizes import round_up
@@ -69,7 +70,7 @@ def save(tokenizer: Tokenizer, directory: str) -> None:
 
 
 def make_model(
-  shape: Sequence[int], num_tokens: int, *, dtype: Any, attend_by_row: bool, seed: int, mesh: Mesh
+  shape: Sequence[int], num_tokens: int, *, dtype: Any, attention: str, seed: int, mesh: Mesh
 ) -> ActorCritic:
   """A policy with fresh weights and a value head, divided over the devices.
 
@@ -77,8 +78,8 @@ def make_model(
     shape: model width, layers, query heads, key/value heads, head width, MLP width.
     num_tokens: size of the tokenizer; the embedding is padded to a multiple of 8.
     dtype: dtype of computations.
-    attend_by_row: see `Qwen`.
     seed: seed of the weights.
+    attention: `config.model.attention`.
     mesh: the devices.
   """
   width, layers, heads, kv_heads, head_dim, mlp = shape
@@ -92,7 +93,8 @@ def make_model(
     head_dim=head_dim,
     rope_theta=10_000.0,
   )
-  model = ActorCritic(Qwen(cfg, dtype=dtype, attend_by_row=attend_by_row, rngs=nnx.Rngs(seed)))
+  settings = choose_attention(attention, cfg, dtype, mesh)
+  model = ActorCritic(Qwen(cfg, dtype=dtype, attention=settings, rngs=nnx.Rngs(seed)))
   if mesh.size > 1:
     model.policy.activation_sharding = row_sharding(mesh)
     params = nnx.split(model)[1]

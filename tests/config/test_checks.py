@@ -48,6 +48,8 @@ _check = functools.partial(check_config, weights=False)
     ('model.preset', 'gpt', r"model\.preset='gpt'.*tiny"),
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),
     ('model.dtype', 'int8', r"model\.dtype='int8'.*bfloat16"),
+    ('model.attention', 'flash', r"model\.attention='flash'.*auto.*splash"),
+    ('model.attention', 'splash', r"model\.attention='splash': runs on TPUs"),
     ('train.top_p', 0.9, r"algorithm\.old_logprobs='sampler'.*'trainer'"),
   ],
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.models.attention import EINSUM, AttentionSettings
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import CacheMask, Qwen, QwenConfig
@@ -19,6 +20,8 @@ from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning
 
+BLOCKS = AttentionSettings('blocks', None)
+SPLASH = AttentionSettings('splash', None, interpret=True)
 TOKENS = 90  # of the tokenizer; a vocabulary may be larger
 
 # Small models with one odd corner each or several. Two layers where that is the point, as each costs compilation.
@@ -270,8 +273,8 @@ def test_a_window_behind_a_cache_is_one_forward():
 
 
 @functools.cache
-def loss_and_gradient(remat: bool, attend_by_row: bool):
-  model = fresh('qwen3', num_layers=1, attend_by_row=attend_by_row)
+def loss_and_gradient(remat: bool, attention: AttentionSettings):
+  model = fresh('qwen3', num_layers=1, attention=attention)
   # 70 columns: a whole block of queries and a part of one, when attending row by row.
   tokens = jnp.asarray(ragged((70, 41), seed=6)[0])
 
@@ -285,10 +288,10 @@ def loss_and_gradient(remat: bool, attend_by_row: bool):
   return loss, {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
 
 
-@pytest.mark.parametrize('how', [{'remat': True, 'attend_by_row': False}, {'remat': False, 'attend_by_row': True}])
-def test_remat_and_attending_row_by_row_change_no_gradient(how):
-  loss, gradient = loss_and_gradient(**how)
-  expected, expected_gradient = loss_and_gradient(remat=False, attend_by_row=False)
+@pytest.mark.parametrize(('remat', 'attention'), [(True, EINSUM), (False, BLOCKS), (True, SPLASH)])
+def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
+  loss, gradient = loss_and_gradient(remat, attention)
+  expected, expected_gradient = loss_and_gradient(False, EINSUM)
   np.testing.assert_allclose(loss, expected, rtol=1e-6)
   assert gradient.keys() == expected_gradient.keys()
   for path, want in expected_gradient.items():
@@ -327,9 +330,9 @@ def test_bfloat16_model_gives_float32_logits_near_those_of_float32():
   assert float(jnp.max(jnp.abs(logits - expected))) > 1e-4, 'it did not compute in bfloat16'
 
 
-@pytest.mark.parametrize('attend_by_row', [False, True])
-def test_sequences_of_one_row_do_not_see_one_another(attend_by_row):
-  model = fresh('qwen3', num_layers=1, attend_by_row=attend_by_row)
+@pytest.mark.parametrize('attention', [EINSUM, BLOCKS, SPLASH])
+def test_sequences_of_one_row_do_not_see_one_another(attention):
+  model = fresh('qwen3', num_layers=1, attention=attention)
   # 70 columns, so that a sequence crosses from one block of queries to the next.
   tokens, _ = ragged((30, 29, 11), seed=10)
   row = np.concatenate([x[:n] for x, n in zip(tokens, (30, 29, 11), strict=True)])

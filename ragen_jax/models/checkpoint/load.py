@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
+from ragen_jax.models.attention import EINSUM, AttentionSettings
 from ragen_jax.models.checkpoint.config import (
   CONFIG_FILE,
   DTYPES,
@@ -39,7 +40,7 @@ def load_model(
   *,
   dtype: Any,
   param_dtype: Any,
-  attend_by_row: bool = False,
+  attention: AttentionSettings = EINSUM,
   sharding_fn: ShardingFn | None = None,
   trunk_only: bool = False,
 ) -> Qwen:
@@ -49,7 +50,7 @@ def load_model(
     directory: a Hugging Face checkpoint.
     dtype: type of activations, and of weights in computations.
     param_dtype: type in which weights are stored.
-    attend_by_row: see `Qwen`.
+    attention: see `Qwen`.
     sharding_fn: see `load_params`.
     trunk_only: skip an output projection that is not tied to the embedding; the model has the shape `trunk_config`.
 
@@ -59,7 +60,7 @@ def load_model(
   cfg = read_config(directory)
   trunk_only = trunk_only and not cfg.tie_word_embeddings
   cfg = trunk_config(cfg) if trunk_only else cfg
-  graphdef, _ = nnx.split(abstract_model(cfg, dtype=dtype, param_dtype=param_dtype, attend_by_row=attend_by_row))
+  graphdef, _ = nnx.split(abstract_model(cfg, dtype=dtype, param_dtype=param_dtype, attention=attention))
   return nnx.merge(graphdef, load_params(directory, cfg, param_dtype, sharding_fn, ignore_head=trunk_only))
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from ragen_jax.models.attention import AttentionSettings
 from ragen_jax.models.checkpoint.config import critic_directory, read_config, trunk_config
 from ragen_jax.models.checkpoint.load import load_model, load_params, load_value_head
 from ragen_jax.models.checkpoint.save import save_model
@@ -39,8 +40,9 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, cfg, dtype, max_shard_byt
 def test_a_loaded_model_has_its_dtypes_and_a_pure_dict_can_be_saved(tmp_path):
   params = random_params(SMALL, 'bfloat16')
   save_model(str(tmp_path / 'out'), nnx.to_pure_dict(params), SMALL, jnp.bfloat16)
-  model = load_model(str(tmp_path / 'out'), dtype=jnp.bfloat16, param_dtype=jnp.float32, attend_by_row=True)
-  assert model.cfg == SMALL and model.dtype == jnp.bfloat16 and model.layers[1].self_attn.by_row
+  by_row = AttentionSettings('blocks', None)
+  model = load_model(str(tmp_path / 'out'), dtype=jnp.bfloat16, param_dtype=jnp.float32, attention=by_row)
+  assert model.cfg == SMALL and model.dtype == jnp.bfloat16 and model.layers[1].self_attn.attention == by_row
   assert_identical(nnx.state(model), jax.tree.map(lambda x: x.astype(jnp.float32), params))
   # A whole model is saved like its state.
   save_model(str(tmp_path / 'again'), model, SMALL, 'bfloat16')

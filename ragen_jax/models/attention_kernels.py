@@ -1,0 +1,130 @@
+"""Causal attention by kernels of JAX that never hold the scores in memory: splash (TPU), cuDNN and Pallas (GPU).
+
+Each function takes and returns what `attention.causal` does, for the rows and heads of one device. The kernels sum in
+another order than `attention.attend`, so results differ by rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.gpu import attention as pallas_attention
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+# Block lengths of the kernels for TPUs, multiples of the 128 lanes. Large blocks are faster: every block has a fixed
+# cost, and the backward pass reads all keys once for each block of queries.
+_SPLASH_BLOCKS = (512, 384, 256)
+_LANES = 128
+# Block length of the forward kernel for GPUs.
+_PALLAS_BLOCK = 128
+
+
+def splash(
+  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, *, interpret: bool = False
+) -> jax.Array:
+  """Splash attention of JAX for TPUs, with separate backward kernels for queries and for keys and values.
+
+  Args:
+    q: queries [B, T, N, H].
+    k: keys [B, T, K, H].
+    v: values [B, T, K, H].
+    segments: i32[B, T] or None, see `attention.causal`.
+    interpret: run the kernels as ordinary operations, on any device.
+
+  Returns:
+    [B, T, N, H].
+  """
+  t, n, h = q.shape[1:]
+  block = splash_block(t)
+  q, k, v, segments = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, segments, block)
+  kernel = _splash_kernel(n, q.shape[1], block, h < _LANES, interpret)
+
+  def one_row(q, k, v, segments):
+    ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
+    return kernel(q, k, v, ids)  # [N, T, H]
+
+  heads_first = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+  return jnp.swapaxes(jax.vmap(one_row)(*heads_first, segments), 1, 2)[:, :t]
+
+
+def splash_block(columns: int) -> int:
+  """The block length for rows of `columns` columns: the whole row if it is short, else the one that pads least."""
+  if columns <= _SPLASH_BLOCKS[0]:
+    return -(-columns // _LANES) * _LANES
+  return min(_SPLASH_BLOCKS, key=lambda block: -columns % block)
+
+
+@functools.lru_cache(maxsize=64)
+def _splash_kernel(
+  heads: int, columns: int, block: int, columns_minor: bool, interpret: bool
+) -> Callable[..., jax.Array]:
+  # Heads narrower than the lanes would leave a part of each tile empty; columns fill it.
+  layout = splash_attention.QKVLayout.SEQ_MINOR if columns_minor else splash_attention.QKVLayout.HEAD_DIM_MINOR
+  mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((columns, columns))] * heads)
+  sizes = splash_attention.BlockSizes(
+    block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block,
+    q_layout=layout, k_layout=layout, v_layout=layout,
+  )  # fmt: skip
+  with jax.ensure_compile_time_eval():
+    kernel = splash_attention.make_splash_mha(
+      mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+    )
+  # On the host, the description of the blocks belongs to no device, trace or mesh.
+  return jax.tree.map(np.asarray, kernel)
+
+
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+  """Flash attention of cuDNN. It can be traced only where there is an NVIDIA GPU.
+
+  Args:
+    q: queries [B, T, N, H], bfloat16 or float16.
+    k: keys [B, T, K, H].
+    v: values [B, T, K, H].
+    segments: i32[B, T] or None, see `attention.causal`; they become a bias [B, 1, T, T] in memory.
+
+  Returns:
+    [B, T, N, H].
+
+  Raises:
+    RuntimeError, NotImplementedError, ValueError: there is no cuDNN, or it does not support the type or a size.
+  """
+  t = q.shape[1]
+  # With a bias, the backward kernel needs an even number of columns.
+  q, k, v, segments = _padded(q, k, v, segments, 2)
+  mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+  return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation='cudnn')[:, :t]
+
+
+def pallas(
+  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, *, interpret: bool = False
+) -> jax.Array:
+  """Flash attention of JAX for GPUs, in Triton. It compiles without a GPU, which cuDNN's does not.
+
+  Args:
+    q: queries [B, T, N, H].
+    k: keys [B, T, K, H]; they are repeated for the queries of their group.
+    v: values [B, T, K, H].
+    segments: i32[B, T] or None, see `attention.causal`.
+    interpret: run the kernels as ordinary operations, on any device.
+
+  Returns:
+    [B, T, N, H].
+  """
+  t, n, h = q.shape[1:]
+  # In float32, so that the backward pass adds the gradients of a group's heads in float32.
+  k, v = (jnp.repeat(x.astype(jnp.float32), n // k.shape[2], axis=2).astype(x.dtype) for x in (k, v))
+  q, k, v, segments = _padded(q, k, v, segments, _PALLAS_BLOCK)
+  return pallas_attention.mha(q, k, v, segments, sm_scale=h**-0.5, causal=True, interpret=interpret)[:, :t]
+
+
+def _padded(
+  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, multiple: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """Adds columns on the right up to a multiple; being causal, the columns before do not attend to them."""
+  more = -q.shape[1] % multiple
+  q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (q, k, v))
+  return q, k, v, None if segments is None else jnp.pad(segments, ((0, 0), (0, more)))

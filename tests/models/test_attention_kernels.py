@@ -1,0 +1,140 @@
+"""Attention by kernels of JAX against attention with all scores in memory: outputs and gradients.
+
+The kernels for TPUs and GPUs run in interpret mode. Compilers of the accelerators are asked where they are installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragen_jax.models import attention_kernels
+from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
+from tests.support.paths import ROOT
+
+# Rows, columns, query heads, key/value heads, head width, and the lengths of the sequences of each row if it is packed;
+# what is left of a row is padding.
+SHAPES = {
+  # The heads of Qwen2.5-0.5B; a packed row, one without padding and one that is padding. Pads 200 to 256 columns.
+  'packed': (3, 200, 14, 2, 64, ((90, 1, 79), (150, 50), ())),
+  # Groups of 4 and wide heads; two blocks of 384 columns for TPUs, and the second sequence lies in both.
+  'packed over blocks': (1, 540, 4, 1, 128, ((300, 200),)),
+  'one sequence a row': (2, 130, 7, 1, 64, None),
+}
+KERNELS = ('splash', 'pallas')
+
+
+def make(name: str, dtype=np.float32):
+  """q, k, v, the weights of the output in the loss, and the segments or None."""
+  b, t, n, k, h, lengths = SHAPES[name]
+  rng = np.random.default_rng(0)
+  arrays = [jnp.asarray(rng.normal(size=(b, t, heads, h)), dtype) for heads in (n, k, k, n)]
+  if lengths is None:
+    return (*arrays, None)
+  rows = [np.repeat((*range(len(x)), -1), (*x, t - sum(x))) for x in lengths]
+  return (*arrays, jnp.asarray(np.stack(rows), jnp.int32))
+
+
+def outputs_and_gradients(settings, q, k, v, weights, segments):
+  """The output, and the gradients of its weighted sum."""
+
+  @jax.jit
+  def both(q, k, v):
+    out, pull = jax.vjp(lambda *x: causal(*x, segments, settings), q, k, v)
+    return out, *pull(weights)
+
+  return [np.asarray(x, np.float32) for x in both(q, k, v)]
+
+
+@functools.cache
+def expected(name):
+  return outputs_and_gradients(EINSUM, *make(name))
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
+  found = outputs_and_gradients(AttentionSettings(kernel, None, interpret=True), *make(shape))
+  for x, want, name in zip(found, expected(shape), ('out', 'q', 'k', 'v'), strict=True):
+    # Sums of up to 540 products in float32, in another order.
+    np.testing.assert_allclose(x, want, rtol=0, atol=2e-6 * np.abs(want).max(), err_msg=name)
+
+
+# The kernel of Pallas rounds the gradients of keys and values for every query head, before those of a group are added.
+@pytest.mark.parametrize(('kernel', 'ratio'), [('splash', 1.2), ('pallas', 1.5)])
+def test_kernels_in_bfloat16_are_about_as_near_as_attention_in_bfloat16(kernel, ratio):
+  want = expected('packed')
+  plain = outputs_and_gradients(EINSUM, *make('packed', jnp.bfloat16))
+  found = outputs_and_gradients(AttentionSettings(kernel, None, interpret=True), *make('packed', jnp.bfloat16))
+  for x, y, exact, name in zip(found, plain, want, ('out', 'q', 'k', 'v'), strict=True):
+    error, error_of_plain = np.linalg.norm(x - exact), np.linalg.norm(y - exact)
+    assert 0 < error <= ratio * error_of_plain, name
+
+
+@pytest.mark.parametrize(
+  ('columns', 'block'),
+  [(1, 128), (128, 128), (200, 256), (512, 512), (540, 384), (1280, 256), (1408, 512), (3712, 384)],
+)
+def test_the_block_of_splash_attention_pads_least(columns, block):
+  assert attention_kernels.splash_block(columns) == block
+
+
+@pytest.mark.parametrize(
+  ('kernel', 'platform', 'call'), [('splash', 'tpu', 'tpu_custom_call'), ('pallas', 'cuda', 'triton')]
+)
+def test_kernels_are_lowered_for_their_accelerator(kernel, platform, call):
+  q, k, v, _, segments = make('packed', jnp.bfloat16)
+  settings = AttentionSettings(kernel, None)
+  gradient = jax.jit(
+    jax.grad(lambda *x: jnp.sum(causal(*x, segments, settings).astype(jnp.float32)), argnums=(0, 1, 2))
+  )
+  text = gradient.trace(q, k, v).lower(lowering_platforms=(platform,)).as_text()
+  # Forward, and backward for the queries and for the keys and values; one kernel does both on GPUs.
+  assert text.count(call) >= 2
+
+
+def worker(*arguments: str, **environment: str):
+  """What tests.support.attention_worker prints."""
+  found = subprocess.run(
+    [sys.executable, '-m', 'tests.support.attention_worker', *arguments],
+    cwd=ROOT, env=os.environ | {'PYTHONPATH': os.pathsep.join((str(ROOT), *sys.path))} | environment,
+    capture_output=True, text=True,
+  )  # fmt: skip
+  assert found.returncode == 0, found.stderr[-3000:]
+  return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_eight_devices_attend_as_one_does():
+  """Each device attends with its rows and heads, and needs nothing of the others."""
+  found = worker('mesh', XLA_FLAGS='--xla_force_host_platform_device_count=8', JAX_PLATFORMS='cpu')
+  assert found.keys() == {'einsum', 'blocks', 'splash', 'pallas'}
+  for implementation, result in found.items():
+    assert result['difference'] < 2e-6, implementation
+    assert result['parts'] == [8, 8, 8, 8], implementation
+    assert result['collectives'] == 0, implementation
+
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None, reason="needs libtpu, which has the TPUs' compiler: pip install libtpu"
+)
+
+
+@needs_libtpu
+@pytest.mark.parametrize('mesh', ['1x1x1', '2x2x2'])
+@pytest.mark.parametrize(('columns', 'heads'), [(1408, '14,2,64'), (3712, '14,2,64'), (2048, '28,4,128')])
+def test_the_compiler_of_tpus_accepts_splash_attention_and_keeps_no_scores(columns, heads, mesh):
+  found = worker('tpu', str(columns), heads, mesh)
+  assert found['kernels'] == 4, 'forward, forward again in the backward pass, gradients of q and of k and v'
+  assert found['collectives'] == 0
+  # Scores in float32 of one row and the heads that a device has.
+  scores = int(heads.split(',')[0]) // int(mesh[-1]) * columns**2 * 4
+  assert found['temp'] < scores / 2

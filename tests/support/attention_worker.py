@@ -1,0 +1,94 @@
+"""Attention on several devices; run by test_attention_kernels.py, and prints what it found as JSON.
+
+python -m tests.support.attention_worker mesh
+python -m tests.support.attention_worker tpu COLUMNS HEADS,KV_HEADS,HEAD_WIDTH MESH
+
+`mesh` compares all implementations on 8 devices with one device. `tpu` compiles attention and its gradient for one row
+per part of the rows, for TPUs that need not be there, with libtpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ragen_jax.distributed.mesh import AXES, make_mesh
+from ragen_jax.distributed.sharding import ROW_AXES, row_sharding, row_shards
+from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
+
+_COLLECTIVE = re.compile(r' (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(')
+
+
+def program(settings, heads):
+  """Compiles to the output and the gradients of its sum of squares; heads and rows are divided."""
+
+  def both(q, k, v, segments):
+    attend = jax.checkpoint(lambda *x: causal(*x, segments, settings))
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, *pull(2 * out)
+
+  return jax.jit(both, out_shardings=heads)
+
+
+def on_mesh():
+  mesh = make_mesh(2, 2, 2)
+  heads = NamedSharding(mesh, PartitionSpec(ROW_AXES, None, 'tensor'))
+  rng = np.random.default_rng(0)
+  q, k, v = (rng.normal(size=(4, 140, n, 64)).astype(np.float32) for n in (8, 2, 2))
+  segments = np.sort(rng.integers(0, 3, (4, 140)), axis=1).astype(np.int32)
+  want = [np.asarray(x) for x in program(EINSUM, None)(q, k, v, segments)]
+  found = {}
+  for name in ('einsum', 'blocks', 'splash', 'pallas'):
+    run = program(AttentionSettings(name, mesh, interpret=True), heads)
+    placed = [*jax.device_put((q, k, v), heads), jax.device_put(segments, row_sharding(mesh))]
+    outs = run(*placed)
+    differences = [np.abs(np.asarray(x) - y).max() / np.abs(y).max() for x, y in zip(outs, want, strict=True)]
+    found[name] = {
+      'difference': float(max(differences)),
+      'parts': [len({str(s.index) for s in x.addressable_shards}) for x in outs],
+      'collectives': len(_COLLECTIVE.findall(run.lower(*placed).compile().as_text())),
+    }
+  return found
+
+
+def on_tpu(columns, heads, mesh):
+  devices = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4').devices
+  shape = [*map(int, mesh.split('x'))]
+  mesh = Mesh(np.asarray(devices[: np.prod(shape)]).reshape(shape), AXES)
+  by_heads = NamedSharding(mesh, PartitionSpec(ROW_AXES, None, 'tensor'))
+  n, k, h = map(int, heads.split(','))
+  rows = row_shards(mesh)
+
+  def abstract(count):
+    return jax.ShapeDtypeStruct((rows, int(columns), count, h), jnp.bfloat16, sharding=by_heads)
+
+  segments = jax.ShapeDtypeStruct((rows, int(columns)), jnp.int32, sharding=row_sharding(mesh))
+  settings = AttentionSettings('splash', mesh if mesh.size > 1 else None)
+  compiled = program(settings, by_heads).lower(abstract(n), abstract(k), abstract(k), segments).compile()
+  text = compiled.as_text()
+  return {
+    'temp': compiled.memory_analysis().temp_size_in_bytes,
+    'kernels': text.count('custom_call_target="tpu_custom_call"'),
+    'collectives': len(_COLLECTIVE.findall(text)),
+  }
+
+
+def main() -> None:
+  task, *arguments = sys.argv[1:]
+  if task == 'tpu':
+    # The compiler is all that is used of libtpu.
+    os.environ |= {'TPU_ACCELERATOR_TYPE': 'none', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    jax.config.update('jax_platforms', 'cpu')
+  print(json.dumps({'mesh': on_mesh, 'tpu': on_tpu}[task](*arguments)))
+
+
+if __name__ == '__main__':
+  main()
