@@ -253,6 +253,7 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
     micro_batch_size=config.optimizer.micro_batch_size,
     length_step=config.length_step,
     whole_rows=not (a.mask_loss and a.mask_advantages),
+    packing=None,
   )
   return TrainerSettings(
     seed=config.seed,

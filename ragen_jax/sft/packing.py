@@ -13,6 +13,7 @@ from flax import struct
 
 from ragen_jax.sft.data import SftExamples
 from ragen_jax.training.batches import plan_micro_batches
+from ragen_jax.training.packing import pack
 
 # Rows of a packed micro-batch = conversations a step / 16: a packed row holds several, and few rows keep the last
 # micro-batch from being mostly padding.
@@ -63,30 +64,6 @@ def padded_batches(data: SftExamples, rows: np.ndarray, size: int, length_step: 
       weights=weights,
       value_weights=weights * data.value_scale[at, None],
     )
-
-
-def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-  """Packs items into bins by first-fit decreasing: the longest first, each into the first bin with room.
-
-      lengths 3 5 2 4, capacity 7  ->  [[1, 2], [3, 0]]
-
-  Args:
-    lengths: i32[n], at most `capacity` each.
-    capacity: of a bin.
-
-  Returns:
-    Indices into `lengths`, by bin.
-  """
-  bins: list[list[int]] = []
-  room: list[int] = []
-  for i in np.argsort(-lengths, kind='stable').tolist():
-    at = next((b for b, free in enumerate(room) if free >= lengths[i]), len(bins))
-    if at == len(bins):
-      bins.append([])
-      room.append(capacity)
-    bins[at].append(i)
-    room[at] -= int(lengths[i])
-  return bins
 
 
 def packed_batches(data: SftExamples, rows: np.ndarray, size: int, length_step: int) -> Iterator[SftBatch]:
