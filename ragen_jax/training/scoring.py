@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.algorithms import losses
 from ragen_jax.distributed import processes
+from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.batches import MicroBatch, TokenRows, micro_batches
@@ -31,7 +32,7 @@ class ScoringSettings:
     temperature: divides the logits, as when the tokens were drawn.
     vocab_limit: ids from here on are padding of the embedding, which the sampler never draws; they get no probability.
       0 is no limit.
-    logits_chunk: token positions whose logits over the vocabulary are held at once; 0 holds those of all.
+    logits_chunk: token positions whose logits over the vocabulary a device holds at once; 0 holds those of all.
     remat: recompute the activations of each layer in the backward pass.
   """
 
@@ -131,9 +132,10 @@ def score_tokens(
       logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, -jnp.inf)
     return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
 
-  if 0 < settings.logits_chunk < b * r:
-    # A chunk holds some columns of all rows, so that every device has its rows' part of each chunk.
-    width = max(settings.logits_chunk // b, 1)
+  # A chunk holds some columns of all rows, so that every device has its rows' part of each chunk.
+  width = max(settings.logits_chunk // -(-b // _row_shards(module.policy)), 1)
+  if settings.logits_chunk and width < r:
+    width = -(-r // -(-r // width))  # chunks of equal size
     pad = -r % width
     chunks = (
       jnp.moveaxis(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, -1, width, d), 1, 0),  # [R/c, B, c, D]
@@ -145,6 +147,11 @@ def score_tokens(
   else:
     logprobs, entropies = score(params, hidden, targets)
   return logprobs, entropies, values
+
+
+def _row_shards(trunk: Qwen) -> int:
+  """Number of parts that the rows of a trunk's activations are divided into."""
+  return 1 if trunk.activation_sharding is None else row_shards(trunk.activation_sharding.mesh)
 
 
 class Scorer:
