@@ -13,6 +13,7 @@ compared in a plot are views of it.
   diagnostics     what is measured in addition; nothing that is learnt depends on it
   memory          how the work is divided over time: numbers change by rounding only
   devices         how the work is divided over devices: numbers change by rounding only
+  shapes          which shapes the programs of training have: numbers change by rounding only
   logging         what is written, where, and how often, and when a run whose numbers are not finite gives up
   other_modes     read by --mode=eval, --mode=export or --mode=plan only
 """
@@ -92,6 +93,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'optimizer': ('micro_batch_size',),
   },
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
+  'shapes': {'optimizer': ('packing',)},
   'logging': {
     '': ('compilation_cache',),
     'checkpoint': ('every', 'keep'),
@@ -110,7 +112,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 # Roles of fields that do not change a run's curves.
-_WITHOUT_EFFECT = {'logging', 'other_modes', 'warm_start', 'devices', 'memory', 'diagnostics'}
+_WITHOUT_EFFECT = {'logging', 'other_modes', 'warm_start', 'devices', 'memory', 'shapes', 'diagnostics'}
 # Sections of which training reads no field.
 _NOT_READ_BY_TRAINING = ('sft', 'export', 'plan')
 
@@ -172,7 +174,7 @@ def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[st
   Returns:
     Dotted names, and dotted name -> reason for a field that is not free because of another field.
   """
-  free = fields_of('logging', 'other_modes', 'devices', 'warm_start')
+  free = fields_of('logging', 'other_modes', 'devices', 'shapes', 'warm_start')
   fraction = config['optimizer']['final_lr_fraction']
   if fraction == 1:
     return free | fields_of('length'), {}
@@ -181,7 +183,7 @@ def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[st
 
 def free_in_warm_start() -> frozenset[str]:
   """The fields that may change when a warm start is resumed; all of `eval` stays as it was."""
-  free = fields_of('training', 'length', 'diagnostics', 'logging', 'other_modes')
+  free = fields_of('training', 'length', 'diagnostics', 'shapes', 'logging', 'other_modes')
   return frozenset(name for name in free if not name.startswith('eval.'))
 
 

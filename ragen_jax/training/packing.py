@@ -11,6 +11,7 @@ mini-batches, in one call of the program if memory allows, because the devices e
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from ragen_jax.training.batches import (
 # Columns of a shape relative to the one before: larger means fewer programs and more empty columns.
 _GROWTH = 1.2
 # Scored tokens of a bin, as shares of its width.
-_REPLIES = (0.5, 0.75, 1.0)
+_REPLIES = (0.375, 0.75, 1.0)
 
 _Rows = TypeVar('_Rows', bound=TokenRows)
 
@@ -83,6 +84,13 @@ def bin_shapes(settings: PackingSettings, longest: int) -> Iterator[tuple[int, i
     if width >= longest:
       yield calls, bins * settings.shards, width
     columns = max(round_up(int(columns * _GROWTH), settings.step), columns + settings.step)
+
+
+def number_of_shapes(settings: PackingSettings, rows: int) -> int:
+  """How many shapes there are up to mini-batches of `rows` rows of the greatest width, an upper bound of a run's."""
+  columns = -(-rows // settings.shards) * settings.width * settings.shards
+  ladder = itertools.takewhile(lambda x: (x[0] * x[1] * x[2]) < columns, bin_shapes(settings, 1))
+  return (len({shape[1:] for shape in ladder}) + 1) * len(_REPLIES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,13 +30,15 @@ from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
 from ragen_jax.training.learner import SKIPPED, Learner
 from ragen_jax.training.objective import LossSettings, WeightSettings, with_loss_weights
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
-from ragen_jax.training.packing import plan_rows
+from ragen_jax.training.packing import PackedBatch, plan_rows
 from ragen_jax.training.records import Recorder, RecordSettings
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.scoring import Plans, Scorer
 from ragen_jax.training.selection import FilterSettings, Selection
 from ragen_jax.training.state import TrainState, copy_of_policy
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +139,7 @@ class Trainer:
     )
     self.estimator = TargetEstimator(settings.estimate, self.scorer)
     self.replay = ReplayBuffer(settings.replay)
+    self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, proxy, model.tokenizer)
 
   @property
@@ -287,7 +291,18 @@ class Trainer:
     epochs = range(self.settings.update.ppo_epochs)
     steps = [rows for epoch in epochs for rows in self._mini_batches(selected, iteration, epoch)]
     plans = plan_rows(steps, selected.rollout.trajectory, self.settings.estimate.batching)
+    if self.settings.estimate.batching.packing is not None and steps:
+      self._note(plans[0][0])
     return list(zip(steps, plans, strict=True))
+
+  def _note(self, plan: PackedBatch) -> None:
+    """Logs a new shape of the update's bins, because its program takes time to compile."""
+    shape = (len(plan.bins), plan.width, plan.replies)
+    if shape not in self._shapes:
+      self._shapes.append(shape)
+      _log.info(
+        'update: shape %d, compiled once: %d bins of %d columns with up to %d scored tokens', len(self._shapes), *shape
+      )
 
   def micro_batches(
     self, batch: TrainBatch, selected: Selection, rows: np.ndarray, plans: Plans | None = None

@@ -227,3 +227,40 @@ def test_packing_changes_no_scores_and_no_gradient_of_the_critic_alone(separate)
   a, b = (learner.gradients(state, micro_batches(mini, x), critic_only=True)[0] for x in plans)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_allclose(y, x, atol=1e-5 * max(1.0, float(np.abs(x).max())))
+
+
+@pytest.mark.parametrize('context', ['full', 'single_turn'])
+def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
+  """Estimates and updates of the same rollout: with a row for each turn, the rows of an episode are in several bins."""
+  fields = {
+    'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0, 'algorithm__kl_loss_coef': 0.1,
+    'algorithm__kl_reward_coef': 0.05, 'algorithm__bootstrap_truncated': True, 'algorithm__ppo_epochs': 2,
+    'agent__context': context, 'optimizer__actor_lr': 1e-4,
+  }  # fmt: skip
+  found = []
+  for packing in (False, True):
+    trainer, state = learning.make_trainer(policy, optimizer__packing=packing, **fields)
+    _, selection = trainer.collect(state)
+    batch, estimates = trainer.estimate(state, selection)
+    before = learning.copied(state)
+    state, metrics = trainer.update(state, batch, selection)
+    assert not trainer.try_weights(state, batch, selection)
+    traces = trainer.learner.traces, dict(trainer.scorer.traces)
+    trainer.update(before, batch, selection)
+    assert traces == (trainer.learner.traces, dict(trainer.scorer.traces))
+    found.append((batch, estimates, metrics, jax.device_get(state.trained), traces))
+  (alone, estimates, metrics, weights, _), (packed, packed_estimates, packed_metrics, packed_weights, traces) = found
+  assert traces[0] == 1 and traces[1]['score'] == 1
+  width = alone.mask.shape[1]
+  for name in ('old_logprobs', 'old_values', 'ref_logprobs', 'advantages', 'returns', 'importance'):
+    a, b = getattr(alone, name), getattr(packed, name)
+    np.testing.assert_allclose(b[:, :width], a, atol=2e-3 if name == 'advantages' else 2e-4, err_msg=name)
+    assert not packed.mask[:, width:].any()
+  for name, x in {**estimates, **metrics}.items():
+    if isinstance(x, float):
+      y = {**packed_estimates, **packed_metrics}[name]
+      # A share counts tokens, of which a few are within rounding of a bound.
+      np.testing.assert_allclose(y, x, rtol=2e-2, atol=2e-3 if 'clipfrac' in name else 2e-4, err_msg=name)
+  for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(packed_weights), strict=True):
+    # A step of Adam is the gradient's sign at first; what is only rounding may fall to either side.
+    assert np.quantile(np.abs(a - b), 0.95) < 1e-4
