@@ -158,6 +158,14 @@ def test_all_mini_batches_of_an_iteration_have_one_shape():
   assert [p.width for own in again for p in own] == [p.width for p in plans]
 
 
+def test_a_shape_has_room_for_every_mini_batch_in_one_call():
+  """Four rows of 21 have less than 96 columns together, and do not fit into three bins of 32."""
+  length = np.asarray([21, 21, 21, 21, 3])
+  settings = PackingSettings(step=8, width=40, columns=400, shards=1)
+  packed = pack_batches([np.asarray([4]), np.arange(4)], length, length - 1, settings)
+  assert [len(plans) for plans in packed] == [1, 1] and len(packed[0][0].bins) >= 4
+
+
 def _model(separate: bool) -> ActorCritic:
   policy = builders.random_model(_VOCAB)
   if not separate:
