@@ -78,6 +78,7 @@ def _of(file: str, tests: str, *breaks: tuple[str, str] | tuple[str, str, str]) 
 
 
 _OBJECTIVE = 'training/test_objective.py'
+_PACKING = 'training/test_packing.py::test_'
 _GRADIENT = f'{_OBJECTIVE}::test_loss_metrics_and_gradient_are_those_of_the_plain_form'
 _STEPS = f'{_OBJECTIVE}::test_steps_are_adamw_with_two_schedules'
 _WARM_UP = f'{_OBJECTIVE}::test_the_critic_s_warm_up_has_no_gradient_in_the_policy'
@@ -99,6 +100,10 @@ MUTATIONS = [
     ('means[name] / whole for name in', 'means[name] for name in'),
     ('freeze_policy=True)', 'freeze_policy=False)', _WARM_UP),
     ('return settings.value_coef * vf_loss', 'return vf_loss', _WARM_UP),
+  ),
+  *_of(
+    'training/objective.py', _PACKING + 'packing_changes_neither_loss_nor_gradient',
+    ('batch.columns, axis=1) if packed else None', 'batch.columns, axis=1) if False else None'),
   ),
   *_of(
     'training/scoring.py', _GRADIENT,
@@ -138,7 +143,35 @@ MUTATIONS = [
     ('round_up(int(length[part].max()), length_step)', 'int(length[part].max()) // length_step * length_step'),
     ('columns = np.ones(mask.shape, np.int32)', 'columns = np.zeros(mask.shape, np.int32)'),
     ('kept[episode[kept] == e]', 'kept[kept == e]'),
-    ("_FILL = {'columns': 1, 'turn': -1}", "_FILL = {'columns': 1}"),
+    ("FILL = {'columns': 1, 'turn': -1}", "FILL = {'columns': 1}"),
+  ),
+  *_of(
+    'training/packing.py', _PACKING + 'bins_hold_each_token_once_with_all_that_stands_before_it',
+    ("{'columns': columns.start, 'turn'", "{'turn'"),
+    ('segments[at, columns] = number', 'segments[at, columns] = 0'),
+    ('column, reply = column + n, reply + r', 'column, reply = column + n, reply'),
+    ("'turn': number * turns}", '}', _PACKING + 'turns_and_rows_of_a_bin_have_numbers_of_their_own'),
+    (
+      'into[row, :r] = x[at, replies]', 'into[row, :r] = x[at, :r]',
+      _PACKING + 'packing_changes_no_scores_and_no_gradient_of_the_critic_alone',
+    ),
+    ('>= sizes[i]).all(axis=1)', '>= sizes[i]).any(axis=1)', _PACKING + 'items_with_two_sizes_fit_in_both'),
+    ('if width >= longest:', 'if True:', _PACKING + 'shapes_grow_by_a_fifth_or_a_step_and_stay_within_memory'),
+    (
+      'all(len(own) <= calls * bins for own in packed)', 'any(len(own) <= calls * bins for own in packed)',
+      _PACKING + 'a_shape_has_room_for_every_mini_batch_in_one_call',
+    ),
+  ),
+  *_of(
+    'training/memory.py', 'training/test_memory.py::test_what_is_kept_is_counted_exactly',
+    ('_bytes(params, mesh) + 3 * _bytes', '_bytes(params, mesh) + 2 * _bytes'),
+    ("kept += _bytes(trained['policy'], mesh)", 'kept += 0'),
+    ('key=self.total) - 1', 'key=self.total)', 'training/test_memory.py::test_columns_are_the_most_that_fit'),
+  ),
+  *_of(
+    'training/batch_sizes.py', 'training/test_memory.py::test_micro_batches_are_the_largest_even_division_that_fits',
+    ('if n <= most)', 'if n < most)'),
+    ('if s.mini_batch_size % n == 0', 'if True'),
   ),
   *_of(
     'training/selection.py', 'training/test_selection.py',
@@ -170,7 +203,7 @@ MUTATIONS = [
   ),
   *_of(
     'training/state.py', 'training/test_state.py',
-    ("'policy': self.reference}", "'policy': self.params['policy']}"),
+    ("'policy': self.reference.raw_mapping}", "'policy': self.params.raw_mapping['policy']}"),
     ('jax.tree.map(jnp.copy, trained)', 'trained'),
   ),
   *_of(

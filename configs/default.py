@@ -298,8 +298,12 @@ def get_config(model: str = '') -> ConfigDict:
   config.optimizer.grad_clip = 1.0
   # Episodes per optimiser step.
   config.optimizer.mini_batch_size = 128
-  # Episodes that go through the model at once; their gradients add up to the gradient of the mini-batch.
+  # Rows that go through the model at once; their gradients add up to the gradient of the mini-batch. 0: as many as fit
+  # in the memory of the devices.
   config.optimizer.micro_batch_size = 64
+  # Put several rows behind one another into bins of a few widths, without attention between them. Then few programs are
+  # compiled, and a mini-batch is one call; micro_batch_size limits how many columns go through the model at once.
+  config.optimizer.packing = False
 
   # -- Supervised warm start (--mode=sft): imitation of exact solvers, or of given conversations. ---------------------
   config.sft = ConfigDict()
@@ -466,7 +470,8 @@ def _real_model(config: ConfigDict) -> None:
   config.optimizer.actor_lr = 1e-6
   config.optimizer.critic_lr = 1e-5
   config.optimizer.mini_batch_size = 32
-  config.optimizer.micro_batch_size = 4
+  config.optimizer.micro_batch_size = 0
+  config.optimizer.packing = True
   config.length_step = 128
 
 

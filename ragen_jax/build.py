@@ -26,6 +26,7 @@ from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
@@ -33,8 +34,11 @@ from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint.export import ExportSettings
 from ragen_jax.runs.config_fields import read_by_training
 from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.training import batch_sizes, memory
+from ragen_jax.training.batch_sizes import SizeSettings
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.estimate import EstimateSettings, RewardSettings
+from ragen_jax.training.memory import UpdateMemory
 from ragen_jax.training.monitor import Monitor, MonitorSettings
 from ragen_jax.training.objective import LossSettings, WeightSettings
 from ragen_jax.training.optimizer import OptimizerSettings
@@ -247,11 +251,6 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
   a = config.algorithm
   estimator = ESTIMATORS[a.adv_estimator]
   roles = {'needs_critic': estimator.needs_critic, 'records_values': model.sampler.values}
-  batching = BatchingSettings(
-    micro_batch_size=config.optimizer.micro_batch_size,
-    length_step=config.length_step,
-    whole_rows=not (a.mask_loss and a.mask_advantages),
-  )
   return TrainerSettings(
     seed=config.seed,
     reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0,
@@ -268,7 +267,7 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
       a,
       advantages=fill(AdvantageSettings, a, high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam),
       reward=fill(RewardSettings, config.reward),
-      batching=batching,
+      batching=batching_settings(config, model),
       **roles,
     ),
     loss=loss_settings(config, model),
@@ -290,6 +289,35 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
     ),
     records=fill(RecordSettings, config.logging, prompts_trained=not a.mask_loss, **roles),
   )
+
+
+def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -> UpdateMemory:
+  """The memory of the update per device; `dtype` of computations is that of the model unless it is given."""
+  a = config.algorithm
+  return memory.update_memory(
+    model, scoring_settings(config, model, config.train.temperature), width=size_settings(config, model).width,
+    reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, dtype=dtype,
+  )  # fmt: skip
+
+
+def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
+  """What the sizes of micro-batches depend on."""
+  a = config.algorithm
+  return fill(
+    SizeSettings, config.optimizer, max_context=config.agent.max_context, length_step=config.length_step,
+    whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh),
+  )  # fmt: skip
+
+
+def batching_settings(config: ConfigDict, model: LanguageModel) -> BatchingSettings:
+  """The sizes of micro-batches; with `optimizer.micro_batch_size=0` as much as fits into this machine's memory."""
+  return batch_sizes.batching(size_settings(config, model), lambda: update_memory(config, model), memory.usable)
+
+
+def describe_batching(config: ConfigDict, trainer: Trainer) -> str:
+  """What goes through the model at once in the update, and why, in one line."""
+  sizes, found = size_settings(config, trainer.model), update_memory(config, trainer.model)
+  return batch_sizes.describe(sizes, trainer.settings.estimate.batching, found, memory.usable())
 
 
 def scoring_settings(config: ConfigDict, model: LanguageModel, temperature: float) -> ScoringSettings:

@@ -66,6 +66,8 @@ def _train(config: ConfigDict, workdir: str) -> None:
   with processes.same_errors():
     trainer.proxy.check_first_prompts(config.train.first_level)
 
+  if config.optimizer.packing or not config.optimizer.micro_batch_size:
+    _log.info(build.describe_batching(config, trainer))
   name = f'{config.model.path or config.model.preset}: {model.describe()}'
   settings = build.run_settings(config)
   with open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor) as (run, state):

@@ -103,6 +103,7 @@ def policy_loss(
   clip_ratio_c: float | None,
   ratio_level: str,
   turn: jax.Array | None = None,
+  sequence: jax.Array | None = None,
   importance_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """PPO's clipped surrogate loss per token, with separate clip bounds, dual clip and a choice of the ratio's level.
@@ -123,7 +124,8 @@ def policy_loss(
     clip_ratio_low, clip_ratio_high: limits of the ratio below and above 1 (GSPO uses about 3e-4 and 4e-4).
     clip_ratio_c: bound of the dual clip, above 1; None switches it off.
     ratio_level: one of `RATIO_LEVELS`.
-    turn: i32[B, T], turn index; required for 'turn'.
+    turn: i32[B, T], turn index; required for 'turn'. In packed rows, neighbouring sequences have different indices.
+    sequence: i32[B, T], the sequence of each token in packed rows, for 'sequence'; None if every row is one.
     importance_weights: f32[B, T], factors of the loss such as `truncated_importance_weights`; no gradient through them.
 
   Returns:
@@ -148,7 +150,8 @@ def policy_loss(
   log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
   own = log_ratio
   if ratio_level != 'token':
-    mean = _row_mean(log_ratio, mask) if ratio_level == 'sequence' else _turn_mean(log_ratio, mask, turn)
+    spans = turn if ratio_level == 'turn' else sequence
+    mean = _row_mean(log_ratio, mask) if spans is None else _span_mean(log_ratio, mask, spans)
     # The value of the mean, with the gradient of the token.
     log_ratio = jnp.where(mask, jax.lax.stop_gradient(mean - own) + own, 0.0)
   ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -173,21 +176,21 @@ def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
   return jnp.sum(x, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
 
 
-def _turn_mean(x: jax.Array, mask: jax.Array, turn: jax.Array) -> jax.Array:
-  """Mean of x over the mask of each token's turn, by differences of running sums: f32[B, T]."""
+def _span_mean(x: jax.Array, mask: jax.Array, spans: jax.Array) -> jax.Array:
+  """Mean of x over the mask of each token's turn or sequence, by differences of running sums: f32[B, T]."""
   columns = x.shape[-1]
-  ends = masks.turn_ends(mask, turn)
+  ends = masks.turn_ends(mask, spans)
   at = jnp.arange(columns)
-  end = jax.lax.cummin(jnp.where(ends, at, columns - 1), axis=x.ndim - 1, reverse=True)  # of the token's turn
+  end = jax.lax.cummin(jnp.where(ends, at, columns - 1), axis=x.ndim - 1, reverse=True)  # of the token's span
   last = jax.lax.cummax(jnp.where(ends, at, -1), axis=x.ndim - 1)
-  before = jnp.concatenate([jnp.full_like(last[..., :1], -1), last[..., :-1]], axis=-1)  # of the previous turn
+  before = jnp.concatenate([jnp.full_like(last[..., :1], -1), last[..., :-1]], axis=-1)  # of the previous span
 
-  def over_turn(y):
+  def over_span(y):
     total = jnp.cumsum(y, axis=-1)
     earlier = jnp.where(before >= 0, jnp.take_along_axis(total, jnp.maximum(before, 0), axis=-1), 0)
     return jnp.take_along_axis(total, end, axis=-1) - earlier
 
-  return over_turn(x) / jnp.maximum(over_turn(mask.astype(jnp.int32)), 1)
+  return over_span(x) / jnp.maximum(over_span(mask.astype(jnp.int32)), 1)
 
 
 def truncated_importance_weights(

@@ -31,15 +31,15 @@ EXPORT_FORMS = ('merged', 'adapter')
 
 _AT_LEAST_ONE = (
   'num_iterations', 'train.groups', 'train.group_size', 'eval.groups', 'eval.group_size', 'agent.max_response_tokens',
-  'agent.max_context', 'algorithm.ppo_epochs', 'optimizer.mini_batch_size', 'optimizer.micro_batch_size',
-  'checkpoint.keep', 'length_step', 'agent.decode_chunk',
+  'agent.max_context', 'algorithm.ppo_epochs', 'optimizer.mini_batch_size', 'checkpoint.keep', 'length_step',
+  'agent.decode_chunk',
 )  # fmt: skip
 _NOT_NEGATIVE = (
   'seed', 'train.top_k', 'eval.top_k', 'eval.every', 'eval.temperature', 'checkpoint.every', 'logging.trajectories',
   'logging.episodes', 'logging.episodes_every', 'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef',
   'optimizer.actor_lr', 'optimizer.critic_lr', 'optimizer.warmup_steps', 'optimizer.weight_decay',
   'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high', 'train.first_level', 'eval.first_level',
-  'optimizer.critic_warmup', 'agent.rows_in_flight',
+  'optimizer.critic_warmup', 'agent.rows_in_flight', 'optimizer.micro_batch_size',
 )  # fmt: skip
 
 
@@ -128,12 +128,15 @@ def _check_batches(config: ConfigDict) -> None:
   rules.check(
     config, 'optimizer.mini_batch_size', rows % mini == 0, f'must divide train.groups * train.group_size = {rows}'
   )
-  rules.check(
-    config, 'optimizer.micro_batch_size', mini % micro == 0, f'must divide optimizer.mini_batch_size = {mini}'
-  )
   mesh = make_mesh(**config.mesh)
   shards, parts = row_shards(mesh), row_share(mesh).parts
-  rules.check(config, 'optimizer.micro_batch_size', micro % shards == 0, f'must be a multiple of {shards} row shards')
+  if micro:
+    rules.check(
+      config, 'optimizer.micro_batch_size', mini % micro == 0, f'must divide optimizer.mini_batch_size = {mini}'
+    )
+    rules.check(config, 'optimizer.micro_batch_size', micro % shards == 0, f'must be a multiple of {shards} row shards')
+  elif not config.optimizer.packing:
+    rules.check(config, 'optimizer.mini_batch_size', mini % shards == 0, f'must be a multiple of {shards} row shards')
   rules.check(
     config, 'agent.rows_in_flight', config.agent.rows_in_flight % shards == 0,
     f'must be a multiple of {shards} row shards, or 0',

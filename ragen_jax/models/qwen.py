@@ -22,6 +22,11 @@ from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal
 # bound by launch overhead. For wide models, joining the kernels would only copy weights.
 _FUSE_BELOW_WIDTH = 512
 
+# From this many layers on, one compiled body serves all layers where no cache is given. A program with a copy of the
+# body for each layer takes minutes to compile for an accelerator; few layers are faster without the copy of the weights
+# that the loop needs.
+_SCAN_FROM_LAYERS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig:
@@ -282,6 +287,7 @@ class Qwen(nnx.Module):
     """
     self.cfg = cfg
     self.dtype = dtype
+    self.scan_layers = cfg.num_layers >= _SCAN_FROM_LAYERS
     # Set on a mesh: the layout of activations, rows divided. Without it the compiler may choose the layout of the
     # weights, and every device would compute all rows.
     self.activation_sharding: jax.sharding.NamedSharding | None = None
@@ -339,6 +345,8 @@ class Qwen(nnx.Module):
       if segments is not None:
         begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+    if self.scan_layers and window is None:
+      return self.norm(self._scan(x, positions, mask, remat, segments)), None
     written = []
     for i, layer in enumerate(self.layers):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
@@ -349,6 +357,30 @@ class Qwen(nnx.Module):
       x = self._lay_out(x)
       written.append(new)
     return self.norm(x), (None if window is None else tuple(written))
+
+  def _scan(
+    self, x: jax.Array, positions: jax.Array, mask: jax.Array | None, remat: bool, segments: jax.Array | None
+  ) -> jax.Array:
+    """The layers as one loop over their weights: [B, T, D] -> [B, T, D] before the last norm.
+
+    The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. A
+    norm's stay as they are: it computes in fp32.
+    """
+    parts = [nnx.split(layer) for layer in self.layers]
+    graphdef = parts[0][0]
+
+    def stack(path, *weights):
+      is_norm = 'weight' in {getattr(p, 'key', None) for p in path}
+      return jnp.stack([w if is_norm else w.astype(x.dtype) for w in weights])
+
+    stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
+
+    def body(x, weights):
+      x, _ = nnx.merge(graphdef, weights)(x, positions, mask, None, None, 0, segments)
+      return self._lay_out(x), None
+
+    # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
+    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, stacked)[0]
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""

@@ -33,14 +33,14 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.training.batch_sizes import micro_batch_size
 from ragen_jax.training.batches import MiniBatch, abstract_mini_batch
+from ragen_jax.training.memory import USABLE
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.sizes import round_up
 
-# Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
-USABLE = 0.9
 # Upper limit for the number of accepted changes in `fit`.
 _MAX_CHANGES = 24
 _GIB = 2**30
@@ -110,6 +110,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
   check_plan(config)
   use_cpu_devices(config.plan.devices)
   check_config(config, weights=False)
+  config = with_micro_batch_size(config)
   compiled: dict[Any, int] = {}
   found = estimate(config, compiled)
   _write(config, found, out)
@@ -139,6 +140,15 @@ def plan(config: ConfigDict, out: TextIO) -> None:
         f'Or train adapters in place of all weights: {lighter_plan.total(lighter_plan.worst) / _GIB:.1f} GiB with\n'
         f'  {_flags(changes | _ADAPTERS | more_changes)}\n'
       )
+
+
+def with_micro_batch_size(config: ConfigDict) -> ConfigDict:
+  """The config with the micro-batches that a run would choose on the planned machine."""
+  policy, chosen = abstract_policy(config, jnp.float32), config.copy_and_resolve_references()
+  found = build.update_memory(config, policy, dtype=_compute_dtype(config))
+  limit = USABLE * config.plan.memory_gb * _GIB
+  chosen.optimizer.micro_batch_size = micro_batch_size(build.size_settings(config, policy), found, limit)
+  return chosen
 
 
 def _flags(changes: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ fields that distinguish runs in a plot.
   memory          division of the work over time; numbers change by rounding only
   devices         division of the work over devices; numbers change by rounding only
   kernels         the choice among equal implementations on a device: numbers change by rounding only
+  shapes          the shapes of the programs of training: numbers change by rounding only
   logging         the output of a run, and the end of a run whose numbers are not finite
   other_modes     read by --mode=eval, --mode=export or --mode=plan only
 """
@@ -94,6 +95,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   },
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
   'kernels': {'model': ('attention',)},
+  'shapes': {'optimizer': ('packing',)},
   'logging': {
     '': ('compilation_cache',),
     'checkpoint': ('every', 'keep'),
@@ -112,7 +114,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 # Roles of fields that do not change a run's curves.
-_WITHOUT_EFFECT = {'logging', 'other_modes', 'warm_start', 'devices', 'kernels', 'memory', 'diagnostics'}
+_WITHOUT_EFFECT = {'logging', 'other_modes', 'warm_start', 'devices', 'kernels', 'shapes', 'memory', 'diagnostics'}
 # Sections that training does not read.
 _NOT_READ_BY_TRAINING = ('sft', 'export', 'plan')
 
@@ -174,7 +176,7 @@ def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[st
   Returns:
     Dotted names, and dotted name -> reason for a field that may not change because of another field.
   """
-  free = fields_of('logging', 'other_modes', 'devices', 'kernels', 'warm_start')
+  free = fields_of('logging', 'other_modes', 'devices', 'kernels', 'shapes', 'warm_start')
   fraction = config['optimizer']['final_lr_fraction']
   if fraction == 1:
     return free | fields_of('length'), {}
@@ -183,7 +185,7 @@ def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[st
 
 def free_in_warm_start() -> frozenset[str]:
   """The fields that may change when a warm start is resumed; fields of `eval` may not change."""
-  free = fields_of('training', 'length', 'diagnostics', 'logging', 'other_modes', 'kernels')
+  free = fields_of('training', 'length', 'diagnostics', 'logging', 'other_modes', 'kernels', 'shapes')
   return frozenset(name for name in free if not name.startswith('eval.'))
 
 

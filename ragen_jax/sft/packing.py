@@ -14,6 +14,7 @@ from flax import struct
 
 from ragen_jax.sft.data import SftExamples
 from ragen_jax.training.batches import plan_micro_batches
+from ragen_jax.training.packing import pack
 from ragen_jax.utils.sizes import round_up
 
 # A packed micro-batch has (conversations of a step / 16) rows. A packed row contains several conversations, and with
@@ -65,30 +66,6 @@ def padded_batches(data: SftExamples, rows: np.ndarray, size: int, length_step: 
       weights=weights,
       value_weights=weights * data.value_scale[at, None],
     )
-
-
-def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-  """Packs items into bins by first-fit decreasing: the longest first, each into the first bin with room.
-
-      lengths 3 5 2 4, capacity 7  ->  [[1, 2], [3, 0]]
-
-  Args:
-    lengths: i32[n], lengths of the items, at most `capacity` each.
-    capacity: capacity of a bin.
-
-  Returns:
-    Indices into `lengths`, by bin.
-  """
-  bins: list[list[int]] = []
-  room: list[int] = []
-  for i in np.argsort(-lengths, kind='stable').tolist():
-    at = next((b for b, free in enumerate(room) if free >= lengths[i]), len(bins))
-    if at == len(bins):
-      bins.append([])
-      room.append(capacity)
-    bins[at].append(i)
-    room[at] -= int(lengths[i])
-  return bins
 
 
 def packed_batches(data: SftExamples, rows: np.ndarray, size: int, length_step: int) -> Iterator[SftBatch]:

@@ -8,7 +8,7 @@ episodes do not widen all the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
-from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.distributed.sharding import place_rows
 from ragen_jax.utils.sizes import round_up
 
@@ -29,11 +28,13 @@ class TokenRows:
     tokens: i32[B, T].
     columns: i32[B, R], the columns of the tokens that are scored, ascending; 1 where there is none.
     mask: bool[B, R], True where there is a token.
+    segments: i32[B, T], the row that each column belongs to if rows are packed, -1 for none; None if they are not.
   """
 
   tokens: np.ndarray
   columns: np.ndarray
   mask: np.ndarray
+  segments: np.ndarray | None = struct.field(default=None, kw_only=True)
 
 
 @struct.dataclass
@@ -77,18 +78,48 @@ class MiniBatch(TrainBatch):
 
 
 @dataclasses.dataclass(frozen=True)
+class PackingSettings:
+  """Bins of packed rows, see `training/packing.py`.
+
+  Attributes:
+    step: widths of bins are multiples of this.
+    width: the most columns of a bin, if no row is longer; a multiple of `step`.
+    columns: the most columns that go through the model at once on one device; at least one bin does.
+    shards: parts into which the bins of a micro-batch are divided.
+  """
+
+  step: int
+  width: int
+  columns: int
+  shards: int
+
+
+@dataclasses.dataclass(frozen=True)
 class BatchingSettings:
   """Sizes of micro-batches.
 
   Attributes:
-    micro_batch_size: rows of a micro-batch.
-    length_step: T is rounded up to a multiple of this, R to a multiple of half of it.
+    micro_batch_size: rows of a micro-batch that is not packed.
+    length_step: its T is rounded up to a multiple of this, its R to a multiple of half of it.
     whole_rows: any column may be a scored token, not only the sampled ones.
+    packing: pack rows into bins; None for a row each.
   """
 
   micro_batch_size: int
   length_step: int
   whole_rows: bool
+  packing: PackingSettings | None
+
+  @property
+  def reply_step(self) -> int:
+    """The number of scored tokens of a rollout's rows is rounded up to a multiple of this."""
+    return max(self.length_step // 2, 1) if self.packing is None else self.packing.step
+
+
+# Values in rows and columns that do not exist, where not 0.
+FILL = {'columns': 1, 'turn': -1}
+
+_Rows = TypeVar('_Rows', bound=TokenRows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +135,31 @@ class MicroBatch:
   rows: np.ndarray
   width: int
   replies: int
+
+  def cut(self, batch: _Rows) -> _Rows:
+    """The rows and columns of this micro-batch; rows of index -1 become rows without tokens."""
+    present = (self.rows >= 0)[:, None]
+    rows = np.maximum(self.rows, 0)
+
+    def cut(path, x):
+      name = path[-1].name
+      width, fill = self.width if name == 'tokens' else self.replies, FILL.get(name, 0)
+      x = x[rows, :width]
+      x = np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
+      return np.where(present, x, fill).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(cut, batch)
+
+  def put(self, into: np.ndarray, x: np.ndarray, mask: np.ndarray) -> None:
+    """Writes numbers of the micro-batch's scored tokens, x [micro_batch_size, R], to those of all rows.
+
+    Args:
+      into: [B, R of the batch].
+      x: the numbers.
+      mask: bool[B, R of the batch], the scored tokens.
+    """
+    present, width = self.rows >= 0, min(self.replies, mask.shape[1])
+    into[self.rows[present], :width] = x[present, :width]
 
 
 def sampled_columns(loss_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -182,50 +238,28 @@ def plan_micro_batches(
   return plans
 
 
-def plan_rows(rows: np.ndarray, trajectory: Trajectory, settings: BatchingSettings) -> list[MicroBatch]:
-  """The micro-batches of some rows of a trajectory, see `plan_micro_batches`."""
-  tokens = trajectory.length if settings.whole_rows else trajectory.loss_mask.sum(axis=1)
-  return plan_micro_batches(
-    rows, trajectory.length, tokens, size=settings.micro_batch_size, length_step=settings.length_step
-  )
-
-
-# Values in rows and columns that do not exist, where not 0.
-_FILL = {'columns': 1, 'turn': -1}
-
-_Rows = TypeVar('_Rows', bound=TokenRows)
-
-
-def slice_rows(batch: _Rows, plan: MicroBatch) -> _Rows:
-  """The rows and columns of one micro-batch; rows of index -1 become rows without tokens."""
-  present = (plan.rows >= 0)[:, None]
-  rows = np.maximum(plan.rows, 0)
-
-  def cut(path, x):
-    name = path[-1].name
-    width, fill = plan.width if name == 'tokens' else plan.replies, _FILL.get(name, 0)
-    x = x[rows, :width]
-    x = np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
-    return np.where(present, x, fill).astype(x.dtype)
-
-  return jax.tree_util.tree_map_with_path(cut, batch)
-
-
-def micro_batches(batch: _Rows, plans: list[MicroBatch], mesh: Mesh | None = None) -> Iterator[_Rows]:
+def micro_batches(batch: _Rows, plans: Sequence[Any], mesh: Mesh | None = None) -> Iterator[_Rows]:
   """The micro-batches of a batch, one after the other.
 
   Args:
     batch: on the host.
-    plans: which rows go together.
+    plans: which rows go together: `MicroBatch`, or `PackedBatch` of `training/packing.py`.
     mesh: places the rows of each micro-batch on it; None leaves them on the host.
   """
   for plan in plans:
-    part = slice_rows(batch, plan)
+    part = plan.cut(batch)
     yield part if mesh is None else place_rows(part, mesh)
 
 
 def abstract_mini_batch(
-  rows: int, width: int, replies: int, *, reference: bool, importance: bool, sharding: Any = None
+  rows: int,
+  width: int,
+  replies: int,
+  *,
+  reference: bool,
+  importance: bool,
+  sharding: Any = None,
+  packed: bool = False,
 ) -> MiniBatch:
   """The shapes and types of a micro-batch of `rows` rows, T = `width` and R = `replies`, to compile programs for.
 
@@ -234,14 +268,23 @@ def abstract_mini_batch(
     reference: `ref_logprobs` exist.
     importance: `importance` exists.
     sharding: the layout of the rows.
+    packed: `segments` exists; a row is a bin.
   """
-  types = {'tokens': np.int32, 'columns': np.int32, 'turn': np.int32, 'mask': bool, 'trained': bool, 'valued': bool}
-  absent = {name for name, exists in (('ref_logprobs', reference), ('importance', importance)) if not exists}
+  types = {
+    'tokens': np.int32,
+    'segments': np.int32,
+    'columns': np.int32,
+    'turn': np.int32,
+    'mask': bool,
+    'trained': bool,
+    'valued': bool,
+  }
+  optional = {'ref_logprobs': reference, 'importance': importance, 'segments': packed}
 
   def leaf(name):
-    if name in absent:
+    if not optional.get(name, True):
       return None
-    shape = (rows, width if name == 'tokens' else replies)
+    shape = (rows, width if name in ('tokens', 'segments') else replies)
     return jax.ShapeDtypeStruct(shape, types.get(name, np.float32), sharding=sharding)
 
   return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)})

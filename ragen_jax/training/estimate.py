@@ -19,11 +19,10 @@ from ragen_jax.training.batches import (
   TokenRows,
   TrainBatch,
   at_columns,
-  plan_micro_batches,
-  plan_rows,
   sampled_columns,
 )
 from ragen_jax.training.objective import shared_episodes
+from ragen_jax.training.packing import plan_batches, plan_rows
 from ragen_jax.training.rollout_metrics import mean, mean_max_min
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.selection import Selection
@@ -182,7 +181,7 @@ class TargetEstimator:
       for x in masks.selective_masks(t.loss_mask, t.length, mask_loss=s.mask_loss, mask_advantages=s.mask_advantages)
     )
     columns, mask = sampled_columns(trained | through)
-    width = round_up(mask.shape[1], max(s.batching.length_step // 2, 1))
+    width = round_up(mask.shape[1], s.batching.reply_step)
     columns = np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=1)
     mask = np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) & keep[:, None]
     turn = np.where(mask, at_columns(t.turn, columns, mask), -1).astype(np.int32)
@@ -193,7 +192,7 @@ class TargetEstimator:
     """Old log-probs and values, importance weights, and log-probs under the reference."""
     s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
     logprobs, values = (at_columns(x, rows.columns, rows.mask) for x in (t.logprobs, t.values))
-    plans = plan_rows(np.flatnonzero(selection.keep), t, s.batching)
+    (plans,) = plan_rows([np.flatnonzero(selection.keep)], t, s.batching)
     metrics, importance, reference = {}, None, None
     if s.old_logprobs == 'trainer':
       recorded = logprobs
@@ -259,11 +258,5 @@ class TargetEstimator:
     # A column has the value of the state before it.
     columns = (last + 1)[:, None].astype(np.int32)
     rows = TokenRows(np.pad(t.tokens, ((0, 0), (0, 1))), columns, cut[:, None])
-    plans = plan_micro_batches(
-      np.flatnonzero(cut),
-      last + 2,
-      np.ones_like(last),
-      size=batching.micro_batch_size,
-      length_step=batching.length_step,
-    )
+    (plans,) = plan_batches([np.flatnonzero(cut)], last + 2, np.ones_like(last), batching)
     return self._scorer.values(params, rows, plans)[:, 0]

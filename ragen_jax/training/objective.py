@@ -87,7 +87,8 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
     to the mini-batch's numbers, see `token_means`.
   """
   s = settings
-  logprobs, entropies, values = score_tokens(module, batch.tokens, batch.columns, s.scoring)
+  logprobs, entropies, values = score_tokens(module, batch.tokens, batch.columns, s.scoring, batch.segments)
+  packed = batch.segments is not None
   policy, stats = losses.policy_loss(
     logprobs,
     batch.old_logprobs,
@@ -98,6 +99,7 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
     clip_ratio_c=s.clip_ratio_c,
     ratio_level=s.ratio_level,
     turn=batch.turn,
+    sequence=jnp.take_along_axis(batch.segments, batch.columns, axis=1) if packed else None,
     importance_weights=batch.importance,
   )
   vf_loss, value_sums = _value_loss(values, batch, s)
@@ -127,7 +129,7 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
 
 def critic_loss(module: ActorCritic, batch: MiniBatch, settings: LossSettings) -> tuple[jax.Array, Stats]:
   """The value loss alone, whose gradient does not reach the policy; arguments as for `policy_and_value_loss`."""
-  values = value_tokens(module, batch.tokens, batch.columns, settings.scoring, freeze_policy=True)
+  values = value_tokens(module, batch.tokens, batch.columns, settings.scoring, batch.segments, freeze_policy=True)
   vf_loss, sums = _value_loss(values, batch, settings)
   return settings.value_coef * vf_loss, (sums, {})
 

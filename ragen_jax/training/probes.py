@@ -15,8 +15,9 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import filters
 from ragen_jax.algorithms.diagnostics import mutual_information, reward_std_buckets
 from ragen_jax.training import objective
-from ragen_jax.training.batches import TokenRows, TrainBatch, plan_micro_batches, sampled_columns
+from ragen_jax.training.batches import TokenRows, TrainBatch, sampled_columns
 from ragen_jax.training.learner import Learner
+from ragen_jax.training.packing import plan_batches
 from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
@@ -186,13 +187,8 @@ class Probes:
     """f64[N, M]: the log-prob in nats of each of N thoughts after each of M prompts, i32[length] each."""
     rows, length = _cross_rows(prompts, thoughts)
     batching = self._trainer.settings.estimate.batching
-    plans = plan_micro_batches(
-      np.arange(len(length), dtype=np.int32),
-      length,
-      rows.mask.sum(axis=1),
-      size=batching.micro_batch_size,
-      length_step=batching.length_step,
-    )
+    every = np.arange(len(length), dtype=np.int32)
+    (plans,) = plan_batches([every], length, rows.mask.sum(axis=1), batching)
     logprobs = self._trainer.scorer.logprobs(params, rows, plans)
     return logprobs.astype(np.float64).sum(axis=1).reshape(len(thoughts), len(prompts))
 

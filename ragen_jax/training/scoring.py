@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,9 +14,14 @@ from jax.sharding import Mesh
 
 from ragen_jax.algorithms import losses
 from ragen_jax.distributed import processes
+from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.batches import MicroBatch, TokenRows, micro_batches
+from ragen_jax.training.packing import PackedBatch
+
+# Micro-batches that are scored one after the other.
+Plans = Sequence[MicroBatch | PackedBatch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +32,7 @@ class ScoringSettings:
     temperature: divides the logits, as when the tokens were drawn.
     vocab_limit: ids from here on are padding of the embedding, which the sampler never draws; they get no probability.
       0 is no limit.
-    logits_chunk: token positions whose logits over the vocabulary are held at once; 0 holds those of all.
+    logits_chunk: token positions whose logits over the vocabulary a device holds at once; 0 holds those of all.
     remat: recompute the activations of each layer in the backward pass.
   """
 
@@ -56,6 +62,7 @@ def value_tokens(
   tokens: jax.Array,
   columns: jax.Array,
   settings: ScoringSettings,
+  segments: jax.Array | None = None,
   *,
   freeze_policy: bool = False,
   embeddings: jax.Array | None = None,
@@ -68,6 +75,7 @@ def value_tokens(
     tokens: i32[B, T].
     columns: i32[B, R], columns of the sampled tokens, at least 1.
     settings: reads `remat`.
+    segments: i32[B, T], for rows that hold several sequences, see `Qwen`.
     freeze_policy: stop the gradient before the policy's trunk; a separate critic is trained as usual.
     embeddings: [B, T, D], the embedded columns of the critic's trunk; None for `trunk.embed(tokens)`.
     positions: i32[B, T], rotary positions; None for 0, 1, ...
@@ -76,7 +84,7 @@ def value_tokens(
     f32[B, R].
   """
   trunk = module.policy if module.critic is None else module.critic
-  hidden = _states_before(trunk, tokens, columns, settings.remat, None, embeddings, positions)
+  hidden = _states_before(trunk, tokens, columns, settings.remat, segments, embeddings, positions)
   return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
 
 
@@ -98,7 +106,7 @@ def score_tokens(
     tokens: i32[B, T].
     columns: i32[B, R], columns of the sampled tokens, at least 1.
     settings: see `ScoringSettings`.
-    segments: i32[B, T], for rows that hold several sequences, see `Qwen`; not with a separate critic.
+    segments: i32[B, T], for rows that hold several sequences, see `Qwen`.
     embeddings: [B, T, D], the embedded columns of the policy's trunk, whose columns need not be tokens (images); None
       for `trunk.embed(tokens)`.
     critic_embeddings: the same for the trunk of a separate critic.
@@ -111,7 +119,9 @@ def score_tokens(
   if module.critic is None:
     values = module.value_head(hidden)
   else:
-    values = value_tokens(module, tokens, columns, settings, embeddings=critic_embeddings, positions=positions)
+    values = value_tokens(
+      module, tokens, columns, settings, segments, embeddings=critic_embeddings, positions=positions
+    )
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
   b, r, d = hidden.shape
   graphdef, params = nnx.split(module.policy)
@@ -122,9 +132,10 @@ def score_tokens(
       logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, -jnp.inf)
     return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
 
-  if 0 < settings.logits_chunk < b * r:
-    # A chunk holds some columns of all rows, so that every device has its rows' part of each chunk.
-    width = max(settings.logits_chunk // b, 1)
+  # A chunk holds some columns of all rows, so that every device has its rows' part of each chunk.
+  width = max(settings.logits_chunk // -(-b // _row_shards(module.policy)), 1)
+  if settings.logits_chunk and width < r:
+    width = -(-r // -(-r // width))  # chunks of equal size
     pad = -r % width
     chunks = (
       jnp.moveaxis(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, -1, width, d), 1, 0),  # [R/c, B, c, D]
@@ -136,6 +147,11 @@ def score_tokens(
   else:
     logprobs, entropies = score(params, hidden, targets)
   return logprobs, entropies, values
+
+
+def _row_shards(trunk: Qwen) -> int:
+  """Number of parts that the rows of a trunk's activations are divided into."""
+  return 1 if trunk.activation_sharding is None else row_shards(trunk.activation_sharding.mesh)
 
 
 class Scorer:
@@ -156,46 +172,46 @@ class Scorer:
     self._mesh = mesh
     self.traces = {'score': 0, 'logprobs': 0, 'values': 0}
 
-    def score(params, tokens, columns):
+    def score(params, tokens, columns, segments):
       self.traces['score'] += 1
-      logprobs, _, values = score_tokens(nnx.merge(graphdef, params), tokens, columns, settings)
+      logprobs, _, values = score_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments)
       return logprobs, values
 
-    def logprobs(params, tokens, columns):
+    def logprobs(params, tokens, columns, segments):
       self.traces['logprobs'] += 1
-      return (score_tokens(nnx.merge(graphdef, params), tokens, columns, settings)[0],)
+      return (score_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments)[0],)
 
-    def values(params, tokens, columns):
+    def values(params, tokens, columns, segments):
       self.traces['values'] += 1
-      return (value_tokens(nnx.merge(graphdef, params), tokens, columns, settings),)
+      return (value_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments),)
 
     self._score, self._logprobs, self._values = jax.jit(score), jax.jit(logprobs), jax.jit(values)
 
-  def score(self, params: Any, rows: TokenRows, plans: list[MicroBatch]) -> tuple[np.ndarray, np.ndarray]:
+  def score(self, params: Any, rows: TokenRows, plans: Plans) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and values of all sampled tokens under `params`, each f32[B, R], 0 off the mask."""
     logprobs, values = self._run(self._score, 2, params, rows, plans)
     return logprobs, values
 
-  def logprobs(self, params: Any, rows: TokenRows, plans: list[MicroBatch]) -> np.ndarray:
+  def logprobs(self, params: Any, rows: TokenRows, plans: Plans) -> np.ndarray:
     """Log-probs of all sampled tokens under `params`, f32[B, R]; a separate critic is not run."""
     if 'critic' not in params:  # the values cost nothing, and the program may be compiled already
       return self.score(params, rows, plans)[0]
     return self._run(self._logprobs, 1, params, rows, plans)[0]
 
-  def values(self, params: Any, rows: TokenRows, plans: list[MicroBatch]) -> np.ndarray:
+  def values(self, params: Any, rows: TokenRows, plans: Plans) -> np.ndarray:
     """Values of the states that sampled tokens were drawn from, f32[B, R]; no log-probs are computed."""
     return self._run(self._values, 1, params, rows, plans)[0]
 
   def lower(self, params: Any, rows: TokenRows) -> jax.stages.Lowered:
     """The program of `score` for these shapes, to be compiled without being run; arguments may be abstract."""
-    return self._score.lower(params, rows.tokens, rows.columns)
+    return self._score.lower(params, rows.tokens, rows.columns, rows.segments)
 
   def _run(self, program, count, params, rows, plans) -> list[np.ndarray]:
     """The `count` arrays f32[B, R] that a program gives, 0 off the mask."""
     rows = TokenRows(rows.tokens, rows.columns, rows.mask)
     found = [np.zeros(rows.mask.shape, np.float32) for _ in range(count)]
     for plan, part in zip(plans, micro_batches(rows, plans, self._mesh), strict=True):
-      present, width = plan.rows >= 0, min(plan.replies, rows.mask.shape[1])
-      for into, x in zip(found, processes.all_rows(program(params, part.tokens, part.columns)), strict=True):
-        into[plan.rows[present], :width] = x[present, :width]
+      scores = processes.all_rows(program(params, part.tokens, part.columns, part.segments))
+      for into, x in zip(found, scores, strict=True):
+        plan.put(into, x, rows.mask)
     return [np.where(rows.mask, x, 0) for x in found]

@@ -42,7 +42,8 @@ class TrainState:
   @property
   def reference_params(self) -> Any:
     """The weights with the reference in place of the policy."""
-    return nnx.State({**self.params, 'policy': self.reference})
+    # Plain dicts inside, as in `params`: programs that are compiled for one take the other.
+    return nnx.State({**self.params.raw_mapping, 'policy': self.reference.raw_mapping})
 
   def saved(self) -> dict[str, Any]:
     """Name in a checkpoint -> array, for all arrays of a checkpoint."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,17 +25,20 @@ from ragen_jax.models import lora
 from ragen_jax.runs.metrics import Counts
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training import objective, selection
-from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches, plan_rows
+from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches
 from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
 from ragen_jax.training.learner import SKIPPED, Learner
 from ragen_jax.training.objective import LossSettings, WeightSettings, with_loss_weights
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
+from ragen_jax.training.packing import PackedBatch, plan_rows
 from ragen_jax.training.records import Recorder, RecordSettings
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from ragen_jax.training.rollout_metrics import policy_lag, rollout_metrics
-from ragen_jax.training.scoring import Scorer
+from ragen_jax.training.scoring import Plans, Scorer
 from ragen_jax.training.selection import FilterSettings, Selection
 from ragen_jax.training.state import TrainState, copy_of_policy
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +139,7 @@ class Trainer:
     )
     self.estimator = TargetEstimator(settings.estimate, self.scorer)
     self.replay = ReplayBuffer(settings.replay)
+    self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, proxy, model.tokenizer)
 
   @property
@@ -246,10 +252,10 @@ class Trainer:
     """
     found, steps = not_finite(batch), []
     critic_only = state.iteration < self.settings.update.critic_warmup
-    for epoch in range(0 if found else self.settings.update.ppo_epochs):
-      for rows in self._mini_batches(selected, state.iteration, epoch):
-        state, sums = self.learner.step(state, self.micro_batches(batch, selected, rows), critic_only=critic_only)
-        steps.append(objective.token_means(sums))
+    for rows, plans in [] if found else self._plans(selected, state.iteration):
+      parts = self.micro_batches(batch, selected, rows, plans)
+      state, sums = self.learner.step(state, parts, critic_only=critic_only)
+      steps.append(objective.token_means(sums))
     metrics = self._update_metrics(jax.device_get(steps), state) | policy_lag(selected, state.iteration)
     return state.replace(iteration=state.iteration + 1), metrics | found
 
@@ -265,10 +271,11 @@ class Trainer:
       selected: the rows of the batch.
     """
     iteration = state.iteration - 1
-    rows = self._mini_batches(selected, iteration, epoch=0)
-    if not rows or not_finite(batch):  # there was no update
+    found = self._plans(selected, iteration)
+    if not found or not_finite(batch):  # there was no update
       return {}
-    *_, micro_batch = self.micro_batches(batch, selected, rows[0])
+    rows, plans = found[0]
+    *_, micro_batch = self.micro_batches(batch, selected, rows, plans[-1:])
     critic_only = iteration < self.settings.update.critic_warmup
     _, sums = self.learner.gradients(state, [micro_batch], critic_only=critic_only)
     names = _names_of_not_finite(jax.device_get(sums))
@@ -281,13 +288,42 @@ class Trainer:
     parts = max(self.rows // s.mini_batch_size, 1) if s.fixed_steps else None
     return mini_batches(np.flatnonzero(selected.keep), t.episode, rng, size=s.mini_batch_size, parts=parts)
 
-  def micro_batches(self, batch: TrainBatch, selected: Selection, rows: np.ndarray) -> Any:
-    """The micro-batches (`MiniBatch`) of a mini-batch of the rows i32[M], placed on the mesh."""
+  def _plans(self, selected: Selection, iteration: int) -> list[tuple[np.ndarray, Plans]]:
+    """The rows of each optimiser step of an iteration, and its micro-batches; if packed, all of one shape."""
+    epochs = range(self.settings.update.ppo_epochs)
+    steps = [rows for epoch in epochs for rows in self._mini_batches(selected, iteration, epoch)]
+    plans = plan_rows(steps, selected.rollout.trajectory, self.settings.estimate.batching)
+    if self.settings.estimate.batching.packing is not None and steps:
+      self._note(plans[0][0])
+    return list(zip(steps, plans, strict=True))
+
+  def _note(self, plan: PackedBatch) -> None:
+    """Logs a new shape of the update's bins, because its program takes time to compile."""
+    shape = (len(plan.bins), plan.width, plan.replies)
+    if shape not in self._shapes:
+      self._shapes.append(shape)
+      _log.info(
+        'update: shape %d, compiled once: %d bins of %d columns with up to %d scored tokens', len(self._shapes), *shape
+      )
+
+  def micro_batches(
+    self, batch: TrainBatch, selected: Selection, rows: np.ndarray, plans: Plans | None = None
+  ) -> Iterator[MiniBatch]:
+    """The micro-batches of a mini-batch, placed on the mesh.
+
+    Args:
+      batch: of the selection.
+      selected: the rows to learn from.
+      rows: i32[M], the mini-batch.
+      plans: of the mini-batch, or some of them; None to cut or pack it by itself.
+    """
     t, batching = selected.rollout.trajectory, self.settings.estimate.batching
     mini_batch: MiniBatch = with_loss_weights(
       batch, rows, t.episode, self.settings.update.weights, multiple=batching.micro_batch_size
     )
-    return micro_batches(mini_batch, plan_rows(rows, t, batching), self.model.mesh)
+    if plans is None:
+      (plans,) = plan_rows([rows], t, batching)
+    return micro_batches(mini_batch, plans, self.model.mesh)
 
   def _update_metrics(self, steps: list[dict[str, Any]], state: TrainState) -> dict[str, float | Counts | NotFinite]:
     """Means over the steps that were not skipped, or over all if all were skipped; `state` is the iteration's."""

@@ -23,6 +23,7 @@ _check = functools.partial(check_config, weights=False)
     ('algorithm.gamma', 1.5, r'algorithm\.gamma=1\.5.*between 0 and 1'),
     ('optimizer.mini_batch_size', 7, r'optimizer\.mini_batch_size=7.*divide.* 16'),
     ('optimizer.micro_batch_size', 3, r'optimizer\.micro_batch_size=3.*divide.* 8'),
+    ('optimizer.micro_batch_size', -1, r'optimizer\.micro_batch_size=-1: must be at least 0'),
     ('train.tags', (), r'train\.tags'),
     ('train.tags', ('FrozenLake', 'Bandit', 'SimpleSokoban'), r'train\.groups=4.*multiple of.*3'),
     ('train.tags', ('Nowhere',), r"'Nowhere'.*FrozenLake"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.models import lora
 from ragen_jax.models.attention import EINSUM, AttentionSettings
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import weights
@@ -296,6 +297,68 @@ def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, 
   assert gradient.keys() == expected_gradient.keys()
   for path, want in expected_gradient.items():
     assert np.linalg.norm(gradient[path] - want) <= 1e-5 * np.linalg.norm(want), path
+
+
+@functools.cache
+def gradient_of_scores(architecture: str, *, scan: bool, remat: bool, packed: bool, by_row: bool, adapters: bool):
+  """Loss and gradients of three layers, of packed rows or not; of the adapters alone with LoRA."""
+  model = fresh(architecture, num_layers=3, attend_by_row=by_row)
+  if adapters:
+    lora.attach(model, lora.LoraConfig(3, 5, ('q_proj', 'o_proj', 'down_proj')), nnx.Rngs(1))
+    for adapter in lora.adapters(model).values():  # B is 0 at first, and A has no gradient then
+      b = adapter.lora_b
+      b.set_value(0.2 * jax.random.normal(jax.random.key(b.size), b.shape))
+  model.scan_layers = scan
+  tokens = jnp.asarray(ragged((33, 21), seed=7)[0])
+  segments = jnp.asarray([[0] * 14 + [1] * 19, [0] * 5 + [1] * 9 + [2] * 7 + [-1] * 12]) if packed else None
+  graphdef, params = nnx.split(model)
+  trained, frozen = (
+    nnx.split_state(params, lambda path, _: 'lora' in path[-1], ...) if adapters else (params, nnx.State({}))
+  )
+
+  @jax.jit
+  def run(trained):
+    def loss(trained):
+      model = lora.merge(graphdef, trained, frozen)
+      hidden, _ = model(model.embed(tokens), remat=remat, segments=segments)
+      return jnp.mean(jnp.square(jax.nn.log_softmax(model.logits(hidden)))[:, :5])
+
+    return jax.value_and_grad(loss)(trained)
+
+  loss, gradient = run(trained)
+  return loss, {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
+
+
+_WAYS = [
+  {'architecture': 'qwen2', 'remat': True, 'packed': True, 'by_row': False, 'adapters': False},
+  {'architecture': 'qwen3', 'remat': True, 'packed': False, 'by_row': True, 'adapters': False},
+  {'architecture': 'qwen3', 'remat': False, 'packed': True, 'by_row': False, 'adapters': True},
+  {'architecture': 'qwen2', 'remat': True, 'packed': True, 'by_row': True, 'adapters': True},
+]
+
+
+@pytest.mark.parametrize('way', _WAYS)
+def test_scanned_layers_give_the_loop_s_loss_and_gradients(way):
+  loss, gradient = gradient_of_scores(scan=True, **way)
+  expected, expected_gradient = gradient_of_scores(scan=False, **way)
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  assert gradient.keys() == expected_gradient.keys()
+  for path, want in expected_gradient.items():
+    assert np.linalg.norm(want) > 0, path
+    assert np.linalg.norm(gradient[path] - want) <= 1e-5 * np.linalg.norm(want), path
+
+
+def test_deep_models_are_scanned_and_one_body_serves_all_their_layers():
+  def products(layers):
+    graphdef, state = nnx.split(fresh(num_layers=layers))
+
+    def run(state):
+      model = nnx.merge(graphdef, state)
+      return model(model.embed(jnp.ones((2, 5), jnp.int32)), remat=True)[0]
+
+    return str(jax.make_jaxpr(run)(state)).count('dot_general')
+
+  assert products(9) == products(8) < products(2) * 2 < products(7)
 
 
 def test_remat_runs_the_layers_a_second_time_in_the_backward_pass():

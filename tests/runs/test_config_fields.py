@@ -60,6 +60,7 @@ def test_a_longer_run_is_free_unless_the_learning_rate_depends_on_its_length():
     ('agent.max_context', False, False, False, True),
     ('optimizer.actor_lr', False, False, False, True),
     ('optimizer.micro_batch_size', False, False, False, False),
+    ('optimizer.packing', True, True, True, False),
     ('train.groups', False, True, False, True),
     ('algorithm.lam', False, True, False, True),
     ('monitor.echo_trap', False, True, False, True),

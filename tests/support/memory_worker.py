@@ -136,7 +136,8 @@ def main() -> None:
     'attention_whole': attention(2**40),
     'attention_blocks': attention(2**20),
     'one_device': update(model(512, num_layers=3, hidden_size=64), **by_rows),
-    'fsdp': update(model(512, by_weights, num_layers=3, hidden_size=64), by_weights, **by_rows),
+    # A chunk is of one device, so its eighth for an eighth of the rows.
+    'fsdp': update(model(512, by_weights, num_layers=3, hidden_size=64), by_weights, remat=True, logits_chunk=32),
     'fsdp_left_alone': update(model(512, num_layers=3, hidden_size=64), by_weights, **by_rows),
     'real': real(),
   }

@@ -15,7 +15,6 @@ from ragen_jax.training.batches import (
   mini_batches,
   plan_micro_batches,
   sampled_columns,
-  slice_rows,
 )
 from tests.support import learning
 
@@ -60,7 +59,7 @@ def test_a_micro_batch_has_its_rows_and_empty_ones():
   loss_mask[:, 2:5] = True
   batch = learning.mini_batch(loss_mask, 30, importance=None)
   plan = plan_micro_batches(np.asarray([4, 1, 2]), np.full(5, 10), np.full(5, 3), size=4, length_step=10)[0]
-  part = slice_rows(batch, plan)
+  part = plan.cut(batch)
   assert plan.rows.tolist() == [4, 1, 2, -1] and part.tokens.shape == (4, 10) and part.mask.shape == (4, 5)
   np.testing.assert_array_equal(part.tokens[:3], batch.tokens[[4, 1, 2], :10])
   np.testing.assert_array_equal(part.advantages[:3, :3], batch.advantages[[4, 1, 2]])
@@ -68,7 +67,7 @@ def test_a_micro_batch_has_its_rows_and_empty_ones():
   for empty in (part.trained[3], part.mask[3], part.weights[3], part.weights[:, 3:]):
     assert not empty.any()
   assert (part.columns[3] == 1).all() and (part.turn[3] == -1).all()
-  for name in [f.name for f in dataclasses.fields(MiniBatch) if f.name != 'importance']:
+  for name in [f.name for f in dataclasses.fields(MiniBatch) if f.name not in ('importance', 'segments')]:
     assert getattr(part, name).dtype == getattr(batch, name).dtype, name
 
 

@@ -53,6 +53,8 @@ def test_the_reference_outlives_the_weights_that_it_copies():
   state = state.replace(trained=jax.tree.map(lambda x: jnp.ones_like(x), _params(True)), frozen=nnx.State({}))
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.reference_params['policy']), before)
   assert (state.reference_params['value_head']['kernel'][...] == 1).all()
+  # A program that is compiled for the one takes the other.
+  assert jax.tree.structure(state.reference_params) == jax.tree.structure(state.params)
   # The frozen weights are shared, not copied.
   own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.reference)}
   assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(frozen)} < own

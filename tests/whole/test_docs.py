@@ -273,7 +273,9 @@ def _undivided_heads() -> str:
 
 def _row_shards(monkeypatch) -> str:
   monkeypatch.setattr(checks, 'row_shards', lambda mesh: 8)
-  return _error(checks.check_config, default.get_config('qwen2.5-0.5b'))
+  config = default.get_config('qwen2.5-0.5b')
+  config.optimizer.micro_batch_size = 4
+  return _error(checks.check_config, config)
 
 
 def _different_checkpoints() -> str:

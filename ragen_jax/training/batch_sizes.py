@@ -1,0 +1,95 @@
+"""How many rows or columns go through the model at once in the update, chosen before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ragen_jax.training.batches import BatchingSettings, PackingSettings
+from ragen_jax.training.memory import UpdateMemory
+from ragen_jax.training.packing import number_of_shapes
+from ragen_jax.utils.sizes import round_up
+
+# Widths of bins are multiples of this, which blocks of attention kernels divide.
+_BIN_STEP = 512
+# Bins may be so wide even if no row is: in wider bins fewer columns stay empty, and attention costs more.
+_BIN_WIDTH = 2048
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeSettings:
+  """What the sizes depend on. Fields are those of `config.optimizer`, except for the last four.
+
+  Attributes:
+    mini_batch_size: episodes of an optimiser step.
+    micro_batch_size: rows that go through the model at once; 0 chooses as many as fit into memory.
+    packing: pack rows into bins.
+    max_context: the most columns of a row.
+    length_step: widths of rows that are not packed are multiples of this.
+    whole_rows: any column may be a scored token, not only the sampled ones.
+    shards: parts into which rows are divided.
+  """
+
+  mini_batch_size: int
+  micro_batch_size: int
+  packing: bool
+  max_context: int
+  length_step: int
+  whole_rows: bool
+  shards: int
+
+  @property
+  def width(self) -> int:
+    """The most columns of a row, or of a bin if rows are packed."""
+    if self.packing:
+      return max(round_up(self.max_context, _BIN_STEP), _BIN_WIDTH)
+    return round_up(self.max_context, self.length_step)
+
+
+def micro_batch_size(settings: SizeSettings, memory: UpdateMemory, limit: float) -> int:
+  """Rows of the greatest length that go through the model at once: the largest even division of a mini-batch that fits.
+
+  Args:
+    settings: see `SizeSettings`; a `micro_batch_size` above 0 is returned as it is.
+    memory: of the update, for rows of `settings.width`.
+    limit: bytes that a device may hold.
+  """
+  s = settings
+  if s.micro_batch_size:
+    return s.micro_batch_size
+  most = memory.columns(limit) // s.width * s.shards
+  sizes = [n for n in range(s.shards, s.mini_batch_size + 1, s.shards) if s.mini_batch_size % n == 0]
+  return max((n for n in sizes if n <= most), default=s.shards)
+
+
+def batching(
+  settings: SizeSettings, memory: Callable[[], UpdateMemory], limit: Callable[[], float]
+) -> BatchingSettings:
+  """The sizes of micro-batches and of bins; `memory` and `limit` are asked only where they decide."""
+  s = settings
+  micro = micro_batch_size(s, memory(), limit()) if not s.micro_batch_size else s.micro_batch_size
+  packing = None
+  if s.packing:
+    rows = -(-s.mini_batch_size // s.shards)  # more columns than these are not needed
+    columns = micro * s.width // s.shards if s.micro_batch_size else min(memory().columns(limit()), rows * s.width)
+    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards)
+  return BatchingSettings(micro_batch_size=micro, length_step=s.length_step, whole_rows=s.whole_rows, packing=packing)
+
+
+def describe(settings: SizeSettings, chosen: BatchingSettings, memory: UpdateMemory, limit: float) -> str:
+  """What goes through the model at once, and why, in one line."""
+  s = settings
+  columns = chosen.micro_batch_size * s.width // s.shards
+  text = f'{chosen.micro_batch_size} rows of up to {s.width} columns at once'
+  if chosen.packing is not None:
+    columns = chosen.packing.columns
+    shapes = number_of_shapes(chosen.packing, s.mini_batch_size)
+    text = (
+      f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device, a gradient program '
+      f'for each of the shapes that lengths lead to, {shapes} at most'
+    )
+  need = f'about {memory.total(columns) / _GIB:.1f} GiB a device'
+  if s.micro_batch_size:
+    return f'update: {text}, as optimizer.micro_batch_size={s.micro_batch_size} says ({need})'
+  return f'update: {text}; chosen for the {limit / _GIB:.1f} GiB that may be filled ({need})'

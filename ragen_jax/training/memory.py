@@ -1,0 +1,157 @@
+"""How much of the update fits into a device's memory at once, known before anything is compiled."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ragen_jax.agent.language_model import LanguageModel, param_state
+from ragen_jax.distributed import processes
+from ragen_jax.distributed.sharding import row_shards, tree_shardings
+from ragen_jax.models import lora
+from ragen_jax.training.scoring import ScoringSettings
+
+# Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
+USABLE = 0.9
+# `attention.attend` holds no more scores than this, of all devices together.
+_MOST_SCORES = 2**28
+# More columns than any device can take.
+_MOST_COLUMNS = 2**24
+
+
+def device_memory() -> int:
+  """Bytes of the smallest device of all processes; on CPU the host's memory divided by its devices."""
+  limits = [(device.memory_stats() or {}).get('bytes_limit') for device in jax.local_devices()]
+  if None in limits:
+    limits = [os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // jax.local_device_count()]
+  return min(processes.gather(int(min(limits))))
+
+
+def usable() -> float:
+  """Bytes of a device that a run may fill."""
+  return USABLE * device_memory()
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateMemory:
+  """The memory of the update in bytes per device, by the columns that go through the model at once on one device.
+
+  The program holds most either in the product with the vocabulary or in the backward pass through the layers.
+
+  Attributes:
+    kept: weights, reference, gradients and the optimiser's state.
+    head: in the product with the vocabulary.
+    head_column: the same for each column.
+    layers: in the backward pass.
+    layers_column: the same for each column, scores apart.
+    scores_column: attention's scores, for each column.
+    most_scores: attention's scores at most.
+  """
+
+  kept: int
+  head: int
+  head_column: int
+  layers: int
+  layers_column: int
+  scores_column: int
+  most_scores: int
+
+  def activations(self, columns: int) -> int:
+    """What the gradient program needs in addition to its arguments and results."""
+    scores = min(columns * self.scores_column, self.most_scores)
+    return max(self.head + columns * self.head_column, self.layers + columns * self.layers_column + scores)
+
+  def total(self, columns: int) -> int:
+    """All memory of the update."""
+    return self.kept + self.activations(columns)
+
+  def columns(self, limit: float) -> int:
+    """The most columns whose total is at most `limit`; 0 if none is."""
+    return max(bisect.bisect_right(range(_MOST_COLUMNS), limit, key=self.total) - 1, 0)
+
+
+def update_memory(
+  model: LanguageModel, scoring: ScoringSettings, *, width: int, reference: bool, dtype: Any = None
+) -> UpdateMemory:
+  """Estimates the memory of the update from the shapes of a model and its layout.
+
+  With a bytes for a number in computations, L layers of width D with P weights in all, N query and K key/value heads of
+  width H, an MLP of width F and a vocabulary of V, the program holds
+
+    always          L D a for each column: the inputs of the layers, with remat
+                    L w a for each column: all that the layers keep, without
+                    P a: the layers' weights as computed with, if they are stacked or kept for the backward pass
+                    V D 4: the gradient of the embedding as head
+    with logits     V D a: the head as computed with
+                    3 V 4 for each position of `logits_chunk`: logits, softmax, gradient
+                    4 V 4 for each column without chunks: more is kept for the backward pass
+    in the layers   V D 4: the gradient of the embedding as input, if it is another sum
+                    P a: gradients of the layers' weights, if layers are scanned
+                    w a for each column, w = 6 D + 4 (N + 2 K) H + 6 F: the layer that is differentiated
+                    3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`
+
+  Weights are divided over `fsdp` and `tensor`; heads, MLP and vocabulary of activations over `tensor`; with `fsdp` two
+  layers are gathered at a time. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers hold at the same
+  time; a test compares the sum with a compiler's.
+
+  Args:
+    model: concrete or abstract; its mesh divides weights and columns.
+    scoring: reads `remat` and `logits_chunk`.
+    width: T, columns of a row or of a bin.
+    reference: the first weights of the policy are kept for KL terms.
+    dtype: of computations; None for that of the model.
+  """
+  mesh, params = model.mesh, param_state(model.model)
+  trained, _ = lora.partition(params)
+  tensor = mesh.shape['tensor']
+  kept = _bytes(params, mesh) + 3 * _bytes(trained, mesh)  # gradients and two moments
+  if reference:
+    kept += _bytes(trained['policy'], mesh)
+  always = always_column = layers = widest = scores = 0
+  for name, trunk in (('policy', model.model.policy), ('critic', model.model.critic)):
+    if trunk is None:
+      continue
+    c, size = trunk.cfg, np.dtype(dtype or trunk.dtype).itemsize
+    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
+    always_column += c.num_layers * (size * c.hidden_size if scoring.remat else layer)
+    own = _bytes(params[name]['layers'], mesh, size)
+    always += own if trunk.scan_layers or not scoring.remat else 0
+    if trunk.scan_layers and 'layers' in trained[name]:
+      layers += _bytes(trained[name]['layers'], mesh, size)
+    if mesh.shape['fsdp'] > 1:
+      layers += 2 * _bytes(params[name]['layers'], None, size) // (c.num_layers * tensor)
+    if 'embed_tokens' in trained[name]:
+      layers += _bytes({'embed_tokens': params[name]['embed_tokens']}, mesh, 4)
+    # The trunks run one after the other.
+    widest, scores = max(widest, layer), max(scores, 3 * 4 * width * c.num_heads // tensor)
+  c, size = model.model.policy.cfg, np.dtype(dtype or model.model.policy.dtype).itemsize
+  embedding = c.vocab_size * c.hidden_size // tensor
+  logits = 4 * c.vocab_size // tensor
+  if 'embed_tokens' in trained['policy']:
+    always += 4 * embedding // mesh.shape['fsdp']
+  return UpdateMemory(
+    kept,
+    head=always + size * embedding + scoring.logits_chunk * 3 * logits,
+    head_column=always_column + (0 if scoring.logits_chunk else 4 * logits),
+    layers=always + layers,
+    layers_column=always_column + widest,
+    scores_column=scores,
+    most_scores=3 * 4 * _MOST_SCORES // (row_shards(mesh) * tensor),
+  )
+
+
+def _bytes(tree: Any, mesh: Mesh | None, size: int = 0) -> int:
+  """Bytes of a tree of weights on one device of a mesh; of one copy without a mesh. `size` replaces their types'."""
+  leaves = jax.tree.leaves(tree)
+  shapes = [x.shape for x in leaves]
+  if mesh is not None:
+    shapes = [s.shard_shape(x.shape) for x, s in zip(leaves, jax.tree.leaves(tree_shardings(tree, mesh)), strict=True)]
+  return sum(math.prod(shape) * (size or np.dtype(x.dtype).itemsize) for x, shape in zip(leaves, shapes, strict=True))

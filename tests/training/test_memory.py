@@ -1,0 +1,162 @@
+"""The memory of the update as estimated against what a compiler needs, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax import build
+from ragen_jax.agent.language_model import LanguageModel
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.models import lora
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.training import batch_sizes, memory
+from ragen_jax.training.batch_sizes import SizeSettings
+from ragen_jax.training.batches import abstract_mini_batch
+from ragen_jax.training.memory import UpdateMemory
+from ragen_jax.training.state import TrainState
+from tests.support import learning
+from tests.support.configs import small_config
+
+# As for an accelerator: ordered for memory. The machine code is not run.
+_OPTIONS = {
+  'xla_cpu_enable_concurrency_optimized_scheduler': False,
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+_SHAPE = {
+  'vocab_size': 4096, 'hidden_size': 64, 'intermediate_size': 256, 'num_layers': 8, 'num_heads': 4, 'num_kv_heads': 2,
+  'head_dim': 16,
+}  # fmt: skip
+
+
+def _model(*, adapters: bool = False, separate: bool = False, **shape) -> LanguageModel:
+  """An abstract model; from eight layers on they are scanned."""
+
+  def make():
+    rngs = nnx.Rngs(0)
+    policy = Qwen(QwenConfig(**_SHAPE | shape), rngs=rngs)
+    if adapters:
+      lora.attach(policy, lora.LoraConfig(4, 4), rngs)
+    return ActorCritic(policy, Qwen(policy.cfg, rngs=rngs) if separate else None)
+
+  return LanguageModel('', nnx.eval_shape(make), None, None, make_mesh(1, 1, 1))
+
+
+def _compiled(model: LanguageModel, rows: int, width: int, replies: int, **scoring) -> int:
+  """Bytes that the gradient program needs in addition to its arguments and results."""
+  learner = learning.learner(model.model, **scoring)
+  trained, frozen = lora.partition(nnx.split(model.model)[1])
+  batch = abstract_mini_batch(rows, width, replies, reference=False, importance=False, packed=True)
+  state = TrainState(trained, frozen, jax.eval_shape(learner.optimizer.init, trained))
+  compiled = learner.lower(state, batch)['accumulate'].compile(compiler_options=_OPTIONS)
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+  ('model', 'scoring'),
+  [
+    ({}, {'remat': True, 'logits_chunk': 64}),
+    ({'adapters': True}, {'remat': True, 'logits_chunk': 64}),
+    ({'num_layers': 3}, {'remat': False, 'logits_chunk': 0}),
+    ({'num_layers': 8, 'vocab_size': 64}, {'remat': False, 'logits_chunk': 0}),
+  ],
+)
+def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):
+  """Below, a run would choose more columns than fit; far above, it would leave the device idle."""
+  made = _model(**model)
+  found = memory.update_memory(made, learning.scoring(**scoring), width=128, reference=False)
+  for rows in (2, 16):
+    needed, estimated = _compiled(made, rows, 128, 96, **scoring), found.activations(rows * 128)
+    assert 0.9 * needed <= estimated <= 2.5 * needed, (rows, needed, estimated)
+
+
+def test_what_is_kept_is_counted_exactly():
+  for separate in (False, True):
+    made = _model(separate=separate, num_layers=2)
+    params = nnx.split(made.model)[1]
+    opt_state = jax.eval_shape(learning.optimizer().init, params)
+    size = sum(x.size * 4 for x in jax.tree.leaves((params, params, opt_state)))  # weights, gradients, moments
+    found = memory.update_memory(made, learning.scoring(), width=128, reference=False)
+    assert size - 64 <= found.kept <= size  # but for the optimiser's counters
+    policy = sum(x.size * 4 for x in jax.tree.leaves(params['policy']))
+    more = memory.update_memory(made, learning.scoring(), width=128, reference=True)
+    assert more.kept == found.kept + policy
+
+
+def test_columns_are_the_most_that_fit():
+  found = UpdateMemory(
+    kept=1000, head=500, head_column=1, layers=100, layers_column=7, scores_column=5, most_scores=300
+  )
+  for limit in (1499, 1500, 1600, 1999, 2000, 10_000):
+    columns = found.columns(limit)
+    assert found.total(columns) <= limit < found.total(columns + 1) or (columns == 0 and limit < 1501)
+  assert found.columns(0) == 0
+
+
+_SIZES = SizeSettings(
+  mini_batch_size=24, micro_batch_size=0, packing=False, max_context=700, length_step=128, whole_rows=False, shards=2
+)
+_MEMORY = UpdateMemory(
+  kept=2**30, head=0, head_column=0, layers=2**30, layers_column=2**20, scores_column=0, most_scores=0
+)
+
+
+@pytest.mark.parametrize(('rows', 'expected'), [(0.5, 2), (1.0, 2), (3.9, 6), (4.0, 8), (7.0, 12), (100.0, 24)])
+def test_micro_batches_are_the_largest_even_division_that_fits(rows, expected):
+  limit = 2 * 2**30 + rows * 768 * 2**20  # rows of a device
+  assert batch_sizes.micro_batch_size(_SIZES, _MEMORY, limit) == expected
+  chosen = batch_sizes.batching(_SIZES, lambda: _MEMORY, lambda: limit)
+  assert chosen.micro_batch_size == expected and chosen.packing is None and chosen.reply_step == 64
+  text = batch_sizes.describe(_SIZES, chosen, _MEMORY, limit)
+  assert f'{expected} rows of up to 768 columns' in text and f'{limit / 2**30:.1f} GiB' in text
+
+
+def test_a_number_is_taken_as_it_is_and_asks_for_no_memory():
+  def asked():
+    raise AssertionError('asked for the memory')
+
+  own = dataclasses.replace(_SIZES, micro_batch_size=4)
+  assert batch_sizes.batching(own, asked, asked).micro_batch_size == 4
+  packed = batch_sizes.batching(dataclasses.replace(own, packing=True, max_context=3600), asked, asked)
+  assert packed.packing.width == 4096 and packed.packing.columns == 2 * 4096 and packed.packing.shards == 2
+  assert 'micro_batch_size=4' in batch_sizes.describe(own, packed, _MEMORY, 2**40)
+
+
+def test_packed_columns_are_those_that_fit_and_no_more_than_a_mini_batch_needs():
+  packed = dataclasses.replace(_SIZES, packing=True)
+  assert packed.width == 2048
+  for columns, expected in ((100, 2048), (5000, 5000), (10**7, 12 * 2048)):
+    limit = 2 * 2**30 + columns * 2**20
+    chosen = batch_sizes.batching(packed, lambda: _MEMORY, lambda limit=limit: limit)
+    assert chosen.packing.columns == expected and chosen.reply_step == 512
+
+
+def test_the_memory_of_this_machine_is_that_of_its_smallest_device(monkeypatch):
+  class Device:
+    def __init__(self, limit):
+      self.limit = limit
+
+    def memory_stats(self):
+      return self.limit and {'bytes_limit': self.limit}
+
+  assert 2**28 < memory.device_memory() < 2**44  # of this host
+  monkeypatch.setattr(jax, 'local_devices', lambda: [Device(5000), Device(3000)])
+  assert memory.device_memory() == 3000 and memory.usable() == 2700
+
+
+def test_a_run_without_a_number_takes_what_fits(policy, monkeypatch):
+  config = small_config(optimizer__micro_batch_size=0, optimizer__mini_batch_size=16, length_step=64)
+  found = build.update_memory(config, policy)
+  for rows, expected in ((16, 16), (5, 4)):
+    limit = found.total(rows * 512)
+    monkeypatch.setattr(memory, 'device_memory', lambda limit=limit: limit / memory.USABLE + 1)
+    trainer = build.make_trainer(config, policy)
+    assert trainer.settings.estimate.batching.micro_batch_size == expected
+    assert f'{expected} rows of up to 512' in build.describe_batching(config, trainer)
+  assert np.isclose(found.kept, 4 * sum(x.nbytes for x in jax.tree.leaves(nnx.split(policy.model)[1])))

@@ -1,0 +1,274 @@
+"""Packed rows against rows by themselves: what goes where, and losses, gradients and scores."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.algorithms.losses import AGGREGATIONS, RATIO_LEVELS
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.training.batches import (
+  BatchingSettings,
+  PackingSettings,
+  TrainBatch,
+  abstract_mini_batch,
+  micro_batches,
+)
+from ragen_jax.training.objective import WeightSettings, token_means, with_loss_weights
+from ragen_jax.training.packing import bin_shapes, pack, pack_batches, plan_batches
+from ragen_jax.training.scoring import Scorer
+from tests.support import learning
+
+_VOCAB, _LIMIT = 30, 27
+# Bins of 24 or more columns; of 40, two go through the model at once.
+_BINS = PackingSettings(step=8, width=40, columns=80, shards=1)
+
+
+def test_packing_finds_few_bins_and_loses_nothing():
+  assert pack(np.asarray([3, 5, 2, 4]), 7) == [[1, 2], [3, 0]]
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    lengths = rng.integers(1, 101, size=rng.integers(1, 60))
+    bins = pack(lengths, 100)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert max(lengths[b].sum() for b in bins) <= 100
+    assert len(bins) <= 11 / 9 * (-(-lengths.sum() // 100)) + 0.5 * len(lengths)  # never one each where halves fit
+    assert sum(lengths[b].sum() <= 50 for b in bins) <= 1
+
+
+def test_items_with_two_sizes_fit_in_both():
+  sizes = np.asarray([[3, 3], [5, 1], [2, 4], [4, 2]])
+  assert pack(sizes, (7, 4)) == [[1], [3], [0], [2]]
+  assert pack(sizes, (7, 5)) == [[1, 2], [3, 0]]
+
+
+def test_shapes_grow_by_a_fifth_or_a_step_and_stay_within_memory():
+  settings = PackingSettings(step=512, width=4096, columns=25_000, shards=8)
+  shapes = list(itertools.islice(bin_shapes(settings, 100), 40))
+  columns = [calls * bins * width for calls, bins, width in shapes]
+  assert columns == sorted(columns) and columns[0] == 8 * 512
+  one_call = [n for n, shape in zip(columns, shapes, strict=True) if shape[0] == 1]
+  # Bins are rounded up to a step each.
+  assert max(b / a for a, b in itertools.pairwise(one_call) if a >= 8 * 2048) < 1.4
+  assert all(bins % 8 == 0 and width % 512 == 0 and width <= 4096 for _, bins, width in shapes)
+  assert all(bins * width <= 8 * 25_000 for _, bins, width in shapes)
+  several = {shape for calls, *shape in shapes for shape in [tuple(shape)] if calls > 1}
+  assert several <= {(8 * n, 4096) for n in (4, 5, 6)} and len(several) > 1
+  # A row that is longer than all bins gets bins of its own length, and narrow bins are left out.
+  assert all(width == 5120 for _, _, width in itertools.islice(bin_shapes(settings, 5000), 9))
+  assert all(width >= 3000 for _, _, width in itertools.islice(bin_shapes(settings, 3000), 30))
+
+
+def _batch() -> tuple[TrainBatch, np.ndarray]:
+  """Nine rows of up to 24 columns and three turns, and their lengths; every number differs from its default."""
+  rng = np.random.default_rng(3)
+  length = np.asarray([24, 9, 12, 17, 4, 7, 20, 11, 16])
+  loss_mask = np.zeros((9, 24), bool)
+  for row, n in enumerate(length):
+    loss_mask[row, 1:n] = rng.random(n - 1) < 0.6
+    loss_mask[row, n - 1] = True
+  batch = learning.mini_batch(loss_mask, _LIMIT, seed=5)
+  mask = batch.mask
+
+  def some(share):
+    return mask & (rng.random(mask.shape) < share)
+
+  batch = batch.replace(
+    turn=np.where(mask, batch.columns // 9, -1).astype(np.int32), trained=some(0.7), valued=some(0.5),
+    importance=np.where(mask, rng.uniform(0.4, 2.0, size=mask.shape), 0).astype(np.float32),
+  )  # fmt: skip
+  return batch, length
+
+
+_ROWS = np.asarray([4, 0, 2, 1, 6, 8, 5, 7], np.int32)  # row 3 is of another mini-batch
+
+
+def _plans(batch, length, *, packed: bool):
+  if packed:
+    return pack_batches([_ROWS], length, batch.mask.sum(axis=1), _BINS)[0]
+  settings = BatchingSettings(micro_batch_size=3, length_step=24, whole_rows=False, packing=None)
+  return plan_batches([_ROWS], length, batch.mask.sum(axis=1), settings)[0]
+
+
+def _tokens(parts):
+  """What the batches say of each scored token, sorted; turns as they are counted within their row."""
+  found = []
+  for part in parts:
+    for b, r in zip(*np.nonzero(part.mask), strict=True):
+      column = part.columns[b, r]
+      first = 0 if part.segments is None else int(np.argmax(part.segments[b] == part.segments[b, column]))
+      names = ('trained', 'valued', 'old_logprobs', 'advantages', 'returns', 'ref_logprobs', 'importance', 'weights')
+      numbers = [float(getattr(part, name)[b, r]) for name in names]
+      found.append((*part.tokens[b, first : column + 1].tolist(), int(column - first), *numbers))
+  return sorted(found, key=lambda x: x[-5:])
+
+
+def test_bins_hold_each_token_once_with_all_that_stands_before_it():
+  batch, length = _batch()
+  batch = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
+  alone, packed = (_tokens(micro_batches(batch, _plans(batch, length, packed=x))) for x in (False, True))
+  assert len(packed) == batch.mask[_ROWS].sum() and packed == alone
+
+
+def test_turns_and_rows_of_a_bin_have_numbers_of_their_own():
+  batch, length = _batch()
+  for plan in _plans(batch, length, packed=True):
+    part = plan.cut(batch.replace(segments=None))
+    for b, members in enumerate(plan.bins):
+      scored = part.mask[b]
+      segment = np.take_along_axis(part.segments, part.columns, axis=1)[b][scored]
+      own = [[(row, turn) for turn in batch.turn[row][batch.mask[row]]] for row in members.tolist()]
+      pairs = [pair for row in own for pair in row]
+      assert [pair[0] for pair in pairs] == [members[s] for s in segment]
+      numbers = dict(zip(part.turn[b][scored].tolist(), pairs, strict=True))
+      assert sorted(set(pairs)) == sorted(numbers.values()) and len(numbers) == len(set(pairs))
+    assert (part.turn[~part.mask] == -1).all() and (part.columns[~part.mask] == 1).all()
+
+
+def test_packed_batches_are_those_that_programs_are_compiled_for():
+  batch, length = _batch()
+  batch = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
+  plans = _plans(batch, length, packed=True)
+  assert len({(len(p.bins), p.width, p.replies) for p in plans}) == 1 and len(plans) > 1
+  plan = plans[-1]
+  abstract = abstract_mini_batch(len(plan.bins), plan.width, plan.replies, reference=True, importance=True, packed=True)
+  for part in micro_batches(batch, plans):
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), part) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+
+
+def test_all_mini_batches_of_an_iteration_have_one_shape():
+  rng = np.random.default_rng(1)
+  length = rng.integers(5, 41, size=40)
+  scored = (0.6 * length).astype(int)
+  groups = np.split(rng.permutation(40), [12, 24, 30])
+  packed = pack_batches(groups, length, scored, PackingSettings(step=8, width=40, columns=400, shards=2))
+  plans = [plan for own in packed for plan in own]
+  assert len({(len(p.bins), p.width, p.replies) for p in plans}) == 1 and len(plans) == len(groups)
+  for rows, own in zip(groups, packed, strict=True):
+    assert sorted(row for plan in own for members in plan.bins for row in members) == sorted(rows)
+    for plan in own:
+      assert len(plan.bins) % 2 == 0
+      assert all(length[list(b)].sum() <= plan.width and scored[list(b)].sum() <= plan.replies for b in plan.bins)
+  # The shape depends on the rows alone, not on what was packed before.
+  again = pack_batches(groups, length, scored, PackingSettings(step=8, width=40, columns=400, shards=2))
+  assert [p.width for own in again for p in own] == [p.width for p in plans]
+
+
+def test_a_shape_has_room_for_every_mini_batch_in_one_call():
+  """Four rows of 21 have less than 96 columns together, and do not fit into three bins of 32."""
+  length = np.asarray([21, 21, 21, 21, 3])
+  settings = PackingSettings(step=8, width=40, columns=400, shards=1)
+  packed = pack_batches([np.asarray([4]), np.arange(4)], length, length - 1, settings)
+  assert [len(plans) for plans in packed] == [1, 1] and len(packed[0][0].bins) >= 4
+
+
+def _model(separate: bool) -> ActorCritic:
+  policy = random_model(_VOCAB)
+  if not separate:
+    return policy
+  critic = random_model(_VOCAB, seed=5)
+  model = ActorCritic(policy.policy, critic.policy)
+  model.value_head = critic.value_head
+  return model
+
+
+@pytest.mark.parametrize('level', RATIO_LEVELS)
+def test_packing_changes_neither_loss_nor_gradient(level):
+  """If this fails, a run on an accelerator learns from other gradients than one on a CPU."""
+  separate = level == 'turn'
+  model = _model(separate)
+  batch, length = _batch()
+  scores = Scorer(nnx.split(model)[0], learning.scoring(temperature=0.7, vocab_limit=_LIMIT))
+  alone = _plans(batch, length, packed=False)
+  logprobs, values = scores.score(nnx.split(model)[1], batch, alone)
+  rng = np.random.default_rng(4)
+  noise = rng.normal(size=(4, *batch.mask.shape)).astype(np.float32)
+  # Ratios on both sides of the clips, and a reference and old values that are not far away.
+  batch = batch.replace(
+    old_logprobs=np.where(batch.mask, logprobs + 0.4 * noise[0], 0), old_values=values + 0.5 * noise[1],
+    ref_logprobs=np.where(batch.mask, logprobs + 0.5 * noise[2], 0),
+  )  # fmt: skip
+  learner = learning.learner(
+    model, temperature=0.7, vocab_limit=_LIMIT, clip_ratio_low=0.05, clip_ratio_high=0.1, clip_ratio_c=1.3,
+    ratio_level=level, kl_loss_coef=0.6, kl_kind='k3', value_clip=0.4, value_coef=0.8, entropy_coef=0.3,
+    logits_chunk=16, remat=separate,
+  )  # fmt: skip
+  state = learning.state_of(learner, nnx.split(model)[1])
+  episode = np.asarray([0, 1, 1, 2, 3, 4, 5, 4, 6])  # some have two rows, which need not be in one bin
+  traces = []
+  for mode in AGGREGATIONS:
+    mini = with_loss_weights(batch, _ROWS, episode, WeightSettings(mode, 9), multiple=1)
+    found = [
+      learner.gradients(state, micro_batches(mini, _plans(batch, length, packed=packed))) for packed in (False, True)
+    ]
+    (gradient, metrics), (packed_gradient, packed_metrics) = (
+      (jax.device_get(g), token_means(jax.device_get(sums))) for g, sums in found
+    )
+    assert 0.05 < metrics['actor/pg_clipfrac'] < 0.95
+    assert metrics.keys() == packed_metrics.keys()
+    for name, x in metrics.items():
+      np.testing.assert_allclose(packed_metrics[name], x, rtol=1e-4, atol=1e-5, err_msg=f'{mode}: {name}')
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(packed_gradient), strict=True):
+      assert np.linalg.norm(a - b) <= 2e-5 * max(np.linalg.norm(a), 1e-3), mode
+    traces.append(learner.traces)
+  assert len(set(traces)) == 1  # one program serves all
+
+
+@pytest.mark.parametrize('separate', [False, True])
+def test_packing_changes_no_scores_and_no_gradient_of_the_critic_alone(separate):
+  model = _model(separate)
+  graphdef, params = nnx.split(model)
+  batch, length = _batch()
+  scorer = Scorer(graphdef, learning.scoring(temperature=0.7, vocab_limit=_LIMIT))
+  plans = [_plans(batch, length, packed=packed) for packed in (False, True)]
+  alone, packed = ((*scorer.score(params, batch, x), scorer.values(params, batch, x)) for x in plans)
+  for a, b in zip(alone, packed, strict=True):
+    np.testing.assert_allclose(b, a, atol=2e-5)
+    assert not b[3].any() and b[0][batch.mask[0]].all()
+  learner = learning.learner(model, temperature=0.7, vocab_limit=_LIMIT, value_clip=0.4, value_coef=0.8)
+  state = learning.state_of(learner, params)
+  mini = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
+  a, b = (learner.gradients(state, micro_batches(mini, x), critic_only=True)[0] for x in plans)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(y, x, atol=1e-5 * max(1.0, float(np.abs(x).max())))
+
+
+@pytest.mark.parametrize('context', ['full', 'single_turn'])
+def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
+  """Estimates and updates of the same rollout: with a row for each turn, the rows of an episode are in several bins."""
+  fields = {
+    'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0, 'algorithm__kl_loss_coef': 0.1,
+    'algorithm__kl_reward_coef': 0.05, 'algorithm__bootstrap_truncated': True, 'algorithm__ppo_epochs': 2,
+    'agent__context': context, 'optimizer__actor_lr': 1e-4,
+  }  # fmt: skip
+  found = []
+  for packing in (False, True):
+    trainer, state = learning.make_trainer(policy, optimizer__packing=packing, **fields)
+    _, selection = trainer.collect(state)
+    batch, estimates = trainer.estimate(state, selection)
+    before = learning.copied(state)
+    state, metrics = trainer.update(state, batch, selection)
+    assert not trainer.try_weights(state, batch, selection)
+    traces = trainer.learner.traces, dict(trainer.scorer.traces)
+    trainer.update(before, batch, selection)
+    assert traces == (trainer.learner.traces, dict(trainer.scorer.traces))
+    found.append((batch, estimates, metrics, jax.device_get(state.trained), traces))
+  (alone, estimates, metrics, weights, _), (packed, packed_estimates, packed_metrics, packed_weights, traces) = found
+  assert traces[0] == 1 and traces[1]['score'] == 1
+  width = alone.mask.shape[1]
+  for name in ('old_logprobs', 'old_values', 'ref_logprobs', 'advantages', 'returns', 'importance'):
+    a, b = getattr(alone, name), getattr(packed, name)
+    np.testing.assert_allclose(b[:, :width], a, atol=2e-3 if name == 'advantages' else 2e-4, err_msg=name)
+    assert not packed.mask[:, width:].any()
+  for name, x in {**estimates, **metrics}.items():
+    if isinstance(x, float):
+      y = {**packed_estimates, **packed_metrics}[name]
+      # A share counts tokens, of which a few are within rounding of a bound.
+      np.testing.assert_allclose(y, x, rtol=2e-2, atol=2e-3 if 'clipfrac' in name else 2e-4, err_msg=name)
+  for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(packed_weights), strict=True):
+    # A step of Adam is the gradient's sign at first; what is only rounding may fall to either side.
+    assert np.quantile(np.abs(a - b), 0.95) < 1e-4
