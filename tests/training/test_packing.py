@@ -22,6 +22,7 @@ from ragen_jax.training.objective import WeightSettings, token_means, with_loss_
 from ragen_jax.training.packing import bin_shapes, pack, pack_batches, plan_batches
 from ragen_jax.training.scoring import Scorer
 from tests.support import learning
+from tests.support.models import random_model
 
 _VOCAB, _LIMIT = 30, 27
 # Bins of 24 or more columns; of 40, two go through the model at once.
