@@ -286,8 +286,8 @@ def test_rows_that_are_over_leave_a_scripted_batch_too(tiny):
   assert {e.status for e in dropped.episodes} == {Status.OUT_OF_ACTIONS, Status.OUT_OF_TURNS}
   for small, large in zip(fed, whole, strict=True):
     assert small.turn == large.turn
-    for turn in (small, large):  # rows that are over are fed nothing
-      assert (turn.count[turn.rows < 0] == 0).all()
+    if len(small.rows) < 16:  # what fills the smaller batch belongs to no episode
+      np.testing.assert_array_equal(small.rows >= 0, small.count > 0)
     taking_part = [
       dict(zip(t.rows[t.count > 0], map(tuple, t.tokens[t.count > 0]), strict=True)) for t in (small, large)
     ]
