@@ -94,9 +94,10 @@ def test_episodes_of_training_are_written_with_their_records(tmp_path):
   assert not (tmp_path / PAGE).exists()  # it is written behind an evaluation
 
 
-def test_a_process_that_writes_no_episodes_writes_no_page(tmp_path):
+def test_a_process_that_writes_no_episodes_writes_no_page_of_another_s(tmp_path):
+  EpisodeWriter(tmp_path).write('eval', 0, [episode_record()])
   log, _ = _log(tmp_path, enabled=False)
   log.evaluation(3, Evaluation(_METRICS, [_episode('A', 0)], [episode_record()]))
   log.metrics.flush()
-  assert not list(read_episodes(tmp_path)) and not (tmp_path / PAGE).exists()
+  assert len(list(read_episodes(tmp_path))) == 1 and not (tmp_path / PAGE).exists()
   assert read_metrics(tmp_path)[0][BEST] == 0.75
