@@ -136,8 +136,11 @@ def test_the_value_head_beside_adapters_belongs_to_the_adapted_trunk(saved, tmp_
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved, tmp_path):
   policy, _ = saved
   size = policy.tokenizer.size
-  small = random_model(size - 1).policy
-  save_model(str(tmp_path / 'small'), small, small.cfg, 'float32', tokenizer_dir=policy.directory)
+  for name, vocab in (('small', size - 1), ('large', size + 7)):
+    qwen = random_model(vocab).policy
+    save_model(str(tmp_path / name), qwen, qwen.cfg, 'float32', tokenizer_dir=policy.directory)
+  # Rows of the embedding that are no tokens, as published models have them, are never sampled.
+  assert _load(saved, path=str(tmp_path / 'large')).sampler.vocab_limit == size
   with pytest.raises(UserError) as e:
     _load(saved, path=str(tmp_path / 'small'))
   assert str(e.value) == f'model.path={tmp_path}/small: the tokenizer has {size} tokens, the model only {size - 1}'

@@ -207,3 +207,17 @@ class AdamW:
 def norm(gradients: dict[str, np.ndarray]) -> float:
   """The global norm of some leaves."""
   return float(np.sqrt(sum((g**2).sum() for g in gradients.values())))
+
+
+def sampled_in_turn(rollout, index, turn):
+  """(row, columns) of what the policy sampled in a turn of an episode, by a loop over all tokens."""
+  t = rollout.trajectory
+  found = [
+    (row, column)
+    for row in range(len(t.length))
+    if t.episode[row] == index
+    for column in range(t.length[row])
+    if t.turn[row, column] == turn and t.loss_mask[row, column]
+  ]
+  assert len({row for row, _ in found}) == 1
+  return found[0][0], [column for _, column in found]

@@ -25,7 +25,6 @@ from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from ragen_jax.training.run import diverged, greeting, open_run
-from ragen_jax.training.run_log import success_line
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import Diverged, UserError
@@ -229,16 +228,6 @@ def test_the_first_line_says_where_a_run_stands():
   assert greeting('w', '', 3, 9, '') == 'resuming w after iteration 3'
   assert greeting('w', '', 9, 9, '') == 'w is finished: 9 iterations'
   assert greeting('w', '', 3, 9, 'flat') == 'w was stopped after iteration 3: flat'
-
-
-def test_an_evaluation_in_one_line():
-  metrics = {
-    'val-env/A/success': 0.5,
-    'val-greedy/A/success': 0.25,
-    'val-env/A/optimal': 0.75,
-    'val-env/B/success': 1.0,
-  }
-  assert success_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------

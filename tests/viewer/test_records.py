@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -11,10 +9,10 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.models import presets
 from ragen_jax.training.batches import at_columns
-from ragen_jax.training.records import Recorder
 from ragen_jax.viewer.records import Played, episode_records, first_rows, on_timeline, token_pieces
 from ragen_jax.viewer.tensorboard import boards
 from tests.support.configs import small_config
+from tests.support.plain import sampled_in_turn
 
 
 def _iteration(**fields):
@@ -39,30 +37,6 @@ def iteration_in_windows():
   return _iteration(agent__context='limited_multi_turn', agent__context_turns=2)
 
 
-def _sampled(rollout, index, turn):
-  """(row, columns) of what the policy sampled in a turn of an episode, by a loop over all tokens."""
-  t = rollout.trajectory
-  found = [
-    (row, column)
-    for row in range(len(t.length))
-    if t.episode[row] == index
-    for column in range(t.length[row])
-    if t.turn[row, column] == turn and t.loss_mask[row, column]
-  ]
-  assert len({row for row, _ in found}) == 1
-  return found[0][0], [column for _, column in found]
-
-
-def test_the_first_episodes_of_each_environment_are_kept(iteration):
-  _, rollout, _, _, episodes, records = iteration
-  assert [e.tag for e in episodes] == ['FrozenLake'] * 6 + ['Bandit'] * 6
-  assert [(r['tag'], r['level'], r['member']) for r in records] == [
-    (e.tag, e.level_seed, i % 4) for e, i in zip(episodes, [*range(6), *range(6)], strict=True)
-  ]
-  assert episodes == rollout.episodes[:6] + rollout.episodes[8:14]
-  assert {r['step'] for r in records} == {1} and {r['split'] for r in records} == {'train'}
-
-
 @pytest.mark.parametrize('which', ['iteration', 'iteration_in_windows'])
 def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request):
   trainer, rollout, _, _, episodes, records = request.getfixturevalue(which)
@@ -71,7 +45,7 @@ def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request
     index = next(i for i, e in enumerate(rollout.episodes) if e is episode)
     assert len(record['turns']) == len(episode.turns) > 0
     for i, (turn, kept) in enumerate(zip(episode.turns, record['turns'], strict=True)):
-      row, columns = _sampled(rollout, index, i)
+      row, columns = sampled_in_turn(rollout, index, i)
       ids = t.tokens[row, columns].tolist()
       assert ''.join(kept['pieces']) == tokenizer.decode(ids) and len(kept['pieces']) == len(ids)
       assert kept['closed'] == (ids[-1] in tokenizer.stop_ids)
@@ -102,25 +76,6 @@ def test_a_prompt_of_its_own_begins_a_turn_that_sees_the_last_ones_only(iteratio
   assert all(turn['prompt'].startswith('<|im_start|>system') for turn in turns)
 
 
-def test_advantages_stand_on_the_tokens_that_they_are_of(iteration):
-  _, rollout, selection, batch, episodes, records = iteration
-  learnt = []
-  for episode, record in zip(episodes, records, strict=True):
-    row = next(i for i, e in enumerate(rollout.episodes) if e is episode)
-    learnt.append(record['learnt'])
-    assert record['learnt'] == selection.keep[row]
-    for i, turn in enumerate(record['turns']):
-      if not record['learnt']:
-        assert 'advantage' not in turn
-        continue
-      _, columns = _sampled(rollout, row, i)
-      place = {int(c): j for j, c in enumerate(batch.columns[row]) if batch.mask[row, j]}
-      expected = [batch.advantages[row, place[column]] for column in columns]
-      np.testing.assert_allclose(turn['advantage'], expected, rtol=5e-4)
-  assert len(set(learnt)) == 2
-  assert len({x for r in records for turn in r['turns'] for x in turn.get('advantage', ())}) > 10
-
-
 def test_pictures_are_those_of_the_boards(iteration):
   trainer, _, _, _, episodes, records = iteration
   env = trainer.proxy.envs.specs[0].env
@@ -132,18 +87,6 @@ def test_pictures_are_those_of_the_boards(iteration):
     strip = boards(episode)
     assert strip.shape == (64, 64 * len(shown) + 4 * (len(shown) - 1), 3)
     np.testing.assert_array_equal(strip[:, -64:], shown[-1][1])
-
-
-def test_only_what_is_kept_is_drawn_and_most_iterations_keep_nothing(iteration):
-  trainer, rollout, selection, batch, _, _ = iteration
-  drawn = [i for i, e in enumerate(rollout.episodes) if e.final_picture is not None]
-  assert drawn == [*range(6), *range(8, 14)]
-  settings = trainer.settings.records
-  every = settings.episodes_every
-  kept = [i for i in range(12) if trainer.recorder.records(rollout, selection, batch, i)[1]]
-  assert kept == [0, every - 1, 2 * every - 1]
-  off = Recorder(dataclasses.replace(settings, episodes_every=0), trainer.proxy, trainer.model.tokenizer)
-  assert not off.records(rollout, selection, batch, 0)[1]
 
 
 def test_one_member_a_level_or_whole_groups(iteration):
