@@ -40,7 +40,7 @@ def _warm_start(config: ConfigDict, workdirs: Sequence[str]) -> None:
 def _play(config: ConfigDict, workdirs: Sequence[str]) -> None:
   from ragen_jax.modes.play import play
 
-  play(config, sys.stdin, sys.stdout)
+  play(config, sys.stdin, sys.stdout, level=_LEVEL.value)
 
 
 def _view(config: ConfigDict, workdirs: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ MODES: dict[str, tuple[Callable[[ConfigDict, Sequence[str]], None], str]] = {
   'train': (_train, 'train a policy, or resume the run in --workdir'),
   'eval': (_evaluate, 'evaluate a checkpoint and baselines'),
   'sft': (_warm_start, 'supervised warm start'),
-  'play': (_play, 'play the training levels yourself'),
+  'play': (_play, 'play levels yourself'),
   'view': (_view, 'write a web page of the episodes in --workdir'),
   'export': (_export, 'write a checkpoint in Hugging Face format'),
   'plan': (_plan, 'estimate the memory per device'),
@@ -100,6 +100,11 @@ _OUTPUT = flags.DEFINE_string(
   None,
   'Directory of the figures (--mode=plot). The default is plots/ in the workdir; for several runs, next to the first.',
 )
+_LEVEL = flags.DEFINE_string(
+  'level',
+  None,
+  'Text file with the level to play, written as the game shows it (--mode=play). The default is the training levels.',
+)
 _COORDINATOR = flags.DEFINE_string(
   'coordinator', None, "HOST:PORT of the first process, for a run of several; 'auto' on TPU pods and Slurm."
 )
@@ -119,6 +124,8 @@ def main(argv: list[str]) -> None:
   processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if mode in _WITHOUT_WORKDIR and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={mode}')
+  if mode != 'play' and _LEVEL.value is not None:
+    raise UserError(f'--level has no effect with --mode={mode}')
   start, _ = MODES[mode]
   start(_CONFIG.value, command_line.workdirs(flags.FLAGS))
 
@@ -130,7 +137,7 @@ def run() -> None:
   status 130 or 143.
   """
   command_line.set_up_logging()
-  command_line.show_in_help(_CONFIG, _MODE, _WORKDIR, _OUTPUT, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
+  command_line.show_in_help(_CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
   try:
     app.run(main, flags_parser=command_line.parse)
   except UserError as e:

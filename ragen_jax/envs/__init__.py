@@ -8,6 +8,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.base import Budget, Environment, Game
 from ragen_jax.envs.countdown import Countdown
@@ -37,7 +40,18 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'http': HttpEnvironment,
 }
 
-__all__ = ['TYPES', 'Budget', 'Environment', 'Fault', 'Game', 'Session', 'TextEnvironment', 'load_level', 'make']
+__all__ = [
+  'TYPES',
+  'Budget',
+  'Environment',
+  'Fault',
+  'Game',
+  'Session',
+  'TextEnvironment',
+  'load_level',
+  'make',
+  'with_level',
+]
 
 
 def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnvironment:
@@ -104,3 +118,21 @@ def load_level(env: Game, path: str | pathlib.Path) -> Any:
   if state.done:
     raise ValueError(f'level file {str(path)!r}: {env.name}: the level is already over')
   return state
+
+
+def with_level(env: Environment, state: Any) -> Environment:
+  """The environment with one level: `reset` returns this state, whatever its key.
+
+  Args:
+    env: an environment in JAX.
+    state: of the level, without a batch axis, such as `load_level` returns.
+  """
+
+  def reset(self, key):
+    del self, key
+    return jax.tree.map(jnp.asarray, state)
+
+  kind = type(env)
+  fixed = object.__new__(type(kind.__name__, (kind,), {'reset': reset}))
+  vars(fixed).update(vars(env))
+  return fixed

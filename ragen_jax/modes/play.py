@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax import envs as registry
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
@@ -19,6 +21,7 @@ from ragen_jax.agent.episode import Episode, Status, TextReply, Turn
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.speakers import SolverSpeaker, written_reply
 from ragen_jax.agent.templates import describe_task, format_reward
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
 
@@ -39,7 +42,7 @@ _COMMANDS = {
 _OVER = "This level is over; 'new' begins the next one.\n"
 
 
-def play(config: ConfigDict, stdin: TextIO, stdout: TextIO) -> None:
+def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None = None) -> None:
   """Lets a person play training's levels, from `train.first_level` on, the tags of `train.tags` in turn.
 
   A level, its luck and its limits (turns, actions, actions a turn) are those of a group's first member in training.
@@ -50,9 +53,10 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO) -> None:
     stdin: lines with the actions of one turn, separated by `agent.action_sep`, or a command. A word that is both is an
       action, unless actions are free text. The end of the input ends the play.
     stdout: for the boards and the answers.
+    level: a text file with the level that is played each time, in place of training's (`envs.load_level`).
 
   Raises:
-    UserError: the config has a field that cannot be played with.
+    UserError: the config has a field that cannot be played with, or the file has no level of its environment.
   """
   tags = tuple(config.train.tags)
   first = first_training_level(config.train.first_level, config.seed)
@@ -63,6 +67,8 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO) -> None:
   if not 0 <= first < 2**32:
     raise UserError(f'train.first_level={config.train.first_level}: the first level would be {first}; 0 to {2**32 - 1}')
   specs = build.env_groups(config, tags, (1,) * len(tags), field='train.tags')
+  if level is not None:
+    specs = [_with_level_of(level, specs)]
   tokenizer = ChatTokenizer(presets.resolve(config.model.preset, config.model.path))
   proxies = [
     AgentProxy(
@@ -76,7 +82,8 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO) -> None:
   for number in itertools.count():
     proxy, seed = proxies[number % len(tags)], first + number
     person = Person(proxy, stdin, stdout)
-    stdout.write(f'{tags[number % len(tags)]}, level {number + 1} (seed {seed})\n\n')
+    which = f'level {number + 1}' if level is None else f'level of {level}, attempt {number + 1}'
+    stdout.write(f'{tags[number % len(tags)]}, {which} (seed {seed})\n\n')
     if number < len(tags):  # the first of this environment
       stdout.write(person.help())
     (episode,) = proxy.rollout(person, seed).episodes
@@ -89,6 +96,18 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO) -> None:
     stdout.write('\n')
   expected = '' if np.isnan(best).any() or not best else f'; the best play wins {np.sum(best):.2f} of them on average'
   stdout.write(f'Levels won: {sum(won)} of {len(won)} that were played to the end{expected}.\n')
+
+
+def _with_level_of(path: str, specs: list[EnvSpec]) -> EnvSpec:
+  """The environment of `train.tags` with the level of a text file as its only one."""
+  if len(specs) > 1:
+    tags = tuple(spec.tag for spec in specs)
+    raise UserError(f'--level={path}: is for one environment, name it alone in train.tags={tags}')
+  (spec,) = specs
+  try:
+    return dataclasses.replace(spec, env=registry.with_level(spec.env, registry.load_level(spec.env, path)))
+  except ValueError as e:
+    raise UserError(f'--level: envs.{spec.tag}: {e}') from e
 
 
 class Person:

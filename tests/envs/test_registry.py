@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ragen_jax import envs as registry
@@ -70,3 +71,14 @@ def test_games_outside_read_no_level(tmp_path):
   (tmp_path / 'level.txt').write_text('rung 1 of 5')
   with raises_one_line(r"level file '.*': python: levels cannot be read from text"):
     registry.load_level(make('Climb'), tmp_path / 'level.txt')
+
+
+def test_an_environment_with_one_level_has_it_for_every_key():
+  env = registry.make('sokoban', {'dim': (7, 6)})
+  levels = make_levels(env, 2)
+  state = jax.tree.map(lambda x: x[1], levels)
+  fixed = registry.with_level(env, state)
+  drawn = jax.vmap(fixed.reset)(jax.random.split(jax.random.key(5), 3))
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.broadcast_to(y, x.shape)), drawn, state)
+  assert fixed.dim == env.dim and fixed.rules() == env.rules() and fixed != env
+  assert fixed.solve(levels, registry.Budget(max_actions=30, max_turns=10)).success.shape == (2,)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -19,6 +23,7 @@ from ragen_jax.models import presets
 from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
 from tests.support import builders
+from tests.support.paths import ROOT
 from tests.support.speakers import limits, scripted_tokens
 
 TAGS = ('FrozenLake', 'SimpleSokoban', 'Bandit')
@@ -211,6 +216,7 @@ def test_a_hint_is_typed_as_it_is_shown_and_the_end_tells_what_was_reached():
   assert episode.success and len(episode.turns) == 1
   moves = len(hint.split(' || '))
   assert f'Reward: {11 - 0.1 * moves:.1f}\n' in shown[1]
+  # The solver knows the level of the file too.
   assert 'Won. Success: 1, best possible: 1.000, ' in shown[1]
   assert f'reward: {11 - 0.1 * moves:.1f}, turns: 1, actions: {moves}.' in shown[1]
   assert shown[2] == shown[3] == "This level is over; 'new' begins the next one.\n"
@@ -304,3 +310,63 @@ def test_a_level_that_is_left_is_no_level_that_was_played():
   episode, conversations = _typed_level(proxy, config.train.first_level, [['Up'], ['Left']])
   assert episode.status == Status.ABANDONED and len(episode.turns) == 2 and len(conversations) == 4
   assert 'Levels won: 0 of 0 ' in _typed(config, 'Up', 'new', 'Up', 'new')[-1]
+
+
+# -- a level from a file -----------------------------------------------------------------------------------------------
+
+LEVEL = 'P___\n_OO_\n_O__\n___G'
+
+
+def test_a_level_of_a_file_is_played_and_played_again(tmp_path):
+  path = tmp_path / 'mine.txt'
+  path.write_text(LEVEL + '\n')
+  config = _config('FrozenLake', envs__FrozenLake__is_slippery=False, train__first_level=500)
+  screen = io.StringIO()
+  right = 'Right || Right || Right'
+  keyboard = Keyboard([right, 'new', 'Down||Down||Down', right, 'new'], screen)
+  play(config, keyboard, screen, level=str(path))
+  shown = keyboard.shown
+  assert shown[0].startswith(f'FrozenLake, level of {path}, attempt 1 (seed 500)\n') and LEVEL in shown[0]
+  assert '___P' in shown[1] and LEVEL not in shown[1]
+  assert f'level of {path}, attempt 2 (seed 501)' in shown[2] and LEVEL in shown[2]
+  # The solver knows the level of the file too.
+  assert 'Won. Success: 1, best possible: 1.000' in shown[4] and 'attempt 3' in shown[5]
+  # The luck is that of the seed, which differs between attempts.
+  slippery = _config('FrozenLake', train__first_level=500)
+  lines = ['Right||Right||Down', 'new'] * 6
+  screen = io.StringIO()
+  keyboard = Keyboard(lines, screen)
+  play(slippery, keyboard, screen, level=str(path))
+  assert len(set(keyboard.shown[1:12:2])) > 1 and all(LEVEL in text for text in keyboard.shown[2:-1:2])
+
+
+@pytest.mark.parametrize(
+  ('tags', 'content', 'message'),
+  [
+    (('FrozenLake',), None, r"envs\.FrozenLake: level file '.*' cannot be read \(No such file or directory\)$"),
+    (('FrozenLake',), 'P_\n_G', r"envs\.FrozenLake: level file '.*': frozen_lake: the board has 2 rows, must be 4$"),
+    (
+      ('FrozenLake', 'Bandit'),
+      LEVEL,
+      r"is for one environment, name it alone in train\.tags=\('FrozenLake', 'Bandit'\)",
+    ),
+  ],
+)
+def test_a_level_that_cannot_be_played_is_named_in_one_line(tmp_path, tags, content, message):
+  path = tmp_path / 'mine.txt'
+  if content is not None:
+    path.write_text(content)
+  with pytest.raises(UserError, match=f'^--level.*: {message}') as error:
+    play(_config(*tags), io.StringIO(), io.StringIO(), level=str(path))
+  assert '\n' not in str(error.value)
+
+
+def test_the_flag_is_for_play_alone(tmp_path):
+  (tmp_path / 'mine.txt').write_text(LEVEL)
+  command = [sys.executable, 'main.py', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}']
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
+  run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+  played = run([*command, '--mode=play'], input='quit\n')
+  assert played.returncode == 0 and LEVEL in played.stdout, played.stderr
+  refused = run([*command, '--mode=plan'])
+  assert refused.returncode == 2 and refused.stderr.strip().endswith('--level has no effect with --mode=plan')
