@@ -16,7 +16,7 @@ from typing import Any
 
 from ragen_jax.agent.episode import Chat, TextReply
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, one_line
 
 _KEY = 'OPENAI_API_KEY'
 _RETRIED_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -117,20 +117,20 @@ class EndpointClient:
     except openai.APIStatusError as e:
       code, retry = e.status_code, e.status_code in _RETRIED_STATUS
       detail = e.body.get('message', e.body) if isinstance(e.body, dict) else e.body or ''
-      reason = self._one_line(f'status {code} {e.response.reason_phrase}'.rstrip(), detail)
+      reason = self._reason(f'status {code} {e.response.reason_phrase}'.rstrip(), detail)
       wait_s = retry_after(e.response.headers.get('retry-after'))
       where = '' if retry else f'{self._url.rstrip("/")}/chat/completions answers '
       raise RequestError(where + reason, retry=retry, wait_s=wait_s, rate_limit=code in _RATE_LIMIT_STATUS) from e
     except (openai.APIConnectionError, TimeoutError) as e:
       cause = e.__cause__
       if type(cause).__name__ in _NO_CONNECTION:
-        reason = f'cannot be reached ({self._one_line(str(cause) or type(cause).__name__)})'
+        reason = f'cannot be reached ({self._reason(str(cause) or type(cause).__name__)})'
         raise RequestError(reason, retry=True, unreachable=True) from e
       late = isinstance(e, (openai.APITimeoutError, TimeoutError))
-      reason = f'no answer in {self._timeout_s:g} s' if late else self._one_line(type(cause).__name__, cause)
+      reason = f'no answer in {self._timeout_s:g} s' if late else self._reason(type(cause).__name__, cause)
       raise RequestError(reason, retry=True) from e
     except Exception as e:  # what the HTTP library raises while the answer is read, and answers without a reply
-      raise RequestError(self._one_line(type(e).__name__, e), retry=True) from e
+      raise RequestError(self._reason(type(e).__name__, e), retry=True) from e
 
   def _receive(self, chat: Chat) -> bytes:
     """The body of the answer.
@@ -150,12 +150,12 @@ class EndpointClient:
           raise TimeoutError
     return bytes(body)
 
-  def _one_line(self, reason: str, detail: Any = '') -> str:
+  def _reason(self, what: str, detail: Any = '') -> str:
     """A reason in one line of at most 300 characters, without the key, which a server may repeat.
 
     The key is removed before the line is cut: the cut could leave a part of it.
     """
-    line = ' '.join(f'{reason}: {detail}'.removesuffix(': ').split())
+    line = one_line(f'{what}: {detail}'.removesuffix(': '), str)
     line = line.replace(self._key, '***') if self._key else line
     return line if len(line) <= 300 else line[:297] + '...'
 

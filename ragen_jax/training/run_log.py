@@ -74,7 +74,7 @@ class RunLog:
     self.episodes.write('eval', step, evaluation.records)
     if self.episodes.enabled:
       write_page(self.episodes.workdir)
-    self.progress.write(f'held-out success after {step}: {one_line(evaluation.metrics, tags)}')
+    self.progress.write(f'held-out success after {step}: {success_line(evaluation.metrics, tags)}')
     return success
 
   def _show(self, step: int, split: str, episodes: list[Episode], tags: tuple[str, ...]) -> None:
@@ -96,7 +96,7 @@ def mean_success(metrics: dict[str, float], tags: tuple[str, ...]) -> float:
   return float(np.mean(list(success_by_tag(metrics, tags).values())))
 
 
-def one_line(metrics: dict[str, float], tags: tuple[str, ...]) -> str:
+def success_line(metrics: dict[str, float], tags: tuple[str, ...]) -> str:
   """An evaluation in one line: 'FrozenLake 0.312 sampled, 0.273 greedy, 0.491 best possible'."""
   parts = []
   for tag in tags:

@@ -68,7 +68,7 @@ def assert_same_bits(actual, expected):
     assert np.asarray(a).tobytes() == np.asarray(e).tobytes()
 
 
-def one_line(error) -> str:
+def message_of(error) -> str:
   message = str(error.value)
   assert '\n' not in message
   return message
@@ -233,7 +233,7 @@ def test_another_model_is_named(tmp_path, like, message):
     checkpointer.save(1, {'a': jnp.zeros(2), 'b': {'w': jnp.zeros((3, 4))}})
     with pytest.raises(UserError, match=f'checkpoint of step 1 in .* does not fit this model: {message}') as error:
       checkpointer.restore(like)
-  one_line(error)
+  message_of(error)
 
 
 def test_what_is_not_an_array_is_refused(tmp_path):
@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
       UserError, match=r'checkpoint of step 2 .* cannot be read: .*; move .*/2 away .* step 1'
     ) as error:
       checkpointer.restore(state)
-    one_line(error)
+    message_of(error)
     assert_same_bits(checkpointer.restore(state, step=1)[0], state)
 
 
@@ -343,11 +343,11 @@ def test_full_disk(small_disk, caplog):
   with Checkpointer(small_disk, keep=2) as checkpointer:
     with pytest.raises(UserError, match=r'step 1 was not saved .*: No space left on device; there is no') as error:
       checkpointer.save(1, large)
-    one_line(error)
+    message_of(error)
     checkpointer.save(1, small, {'step': 1})
     with pytest.raises(UserError, match=r'step 2 was not saved .*: No space left on device; step 1 is') as error:
       checkpointer.save(2, large)
-    one_line(error)
+    message_of(error)
     assert [path.name for path in (small_disk / 'checkpoints').iterdir()] == ['1']  # the disk has its space back
     assert checkpointer.restore(small)[1] == {'step': 1}
     checkpointer.save(2, small, {'step': 2})  # something was deleted by hand: the run goes on
@@ -435,7 +435,7 @@ def test_a_checkpoint_with_flipped_bytes_is_refused_by_name(tmp_path):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     with pytest.raises(UserError) as error:
       checkpointer.restore(make_state(0))
-    message = one_line(error)
+    message = message_of(error)
     assert 'checkpoint of step 2' in message and path.name in message and 'differs from its checksum' in message
     assert 'to go on from step 1' in message
     assert_same_bits(checkpointer.restore(make_state(0), step=1)[0], make_state(1))
@@ -468,7 +468,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tm
   flip_bytes(tmp_path, 1)
   with Checkpointer(tmp_path, keep=2) as checkpointer, pytest.raises(UserError) as error:
     checkpointer.set_damaged_aside()
-  assert 'no earlier one' in one_line(error)
+  assert 'no earlier one' in message_of(error)
 
 
 def test_damage_to_meta_is_found_too(tmp_path):

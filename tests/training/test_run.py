@@ -25,7 +25,7 @@ from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from ragen_jax.training.run import diverged, greeting, open_run
-from ragen_jax.training.run_log import one_line
+from ragen_jax.training.run_log import success_line
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import Diverged, UserError
@@ -237,7 +237,7 @@ def test_an_evaluation_in_one_line():
     'val-env/A/optimal': 0.75,
     'val-env/B/success': 1.0,
   }
-  assert one_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
+  assert success_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
