@@ -36,7 +36,7 @@ def main() -> None:
   arguments = parser.parse_args()
   config = sft_frozenlake.get_config()
   policy = build.load_policy(config)
-  specs = build.env_groups(config, TAGS, LEVELS)
+  specs = build.env_specs(config, TAGS, LEVELS)
   contexts = [build.context_manager(config, policy.tokenizer, [spec]) for spec in specs]
   limits = [build.episode_limits(config, [spec]) for spec in specs]
   settings = build.fill(DemonstrationSettings, config.sft, seed=config.seed)

@@ -25,7 +25,7 @@ def main() -> None:
   config = frozenlake_ppo.get_config()
   for depth in range(1, config.envs.FrozenLake.max_actions_per_turn + 1):
     config.envs.FrozenLake.max_actions_per_turn = depth
-    specs = build.env_groups(config, ('FrozenLake',), (config.eval.groups,))
+    specs = build.env_specs(config, ('FrozenLake',), (config.eval.groups,))
     levels = EnvStateManager(specs, 1)
     levels.reset(config.eval.first_level)
     print(f'{depth} a turn: {np.mean(levels.optimal()):.4f}')

@@ -33,7 +33,7 @@ def demonstrated_boards(tag: str, count: int) -> set[bytes]:
   config = sft_tiny.get_config()
   others = (load_config(name, flag='') for name in config.sft.skip_held_out_of)
   skipped = build.held_out_levels(config).union(*map(build.held_out_levels, others))
-  envs = EnvStateManager(build.env_groups(config, (tag,), (count,)), 1, held_out=frozenset(skipped))
+  envs = EnvStateManager(build.env_specs(config, (tag,), (count,)), 1, held_out=frozenset(skipped))
   envs.reset(config.sft.first_level)
   return envs.levels()
 
@@ -44,7 +44,7 @@ def main() -> None:
     shown = demonstrated_boards(tag, count)
     print(f'{tag}: {len(held_out & shown)} of {len(shown)} boards in {count} demonstrations are held-out ones')
     envs = EnvStateManager(
-      build.env_groups(config, (tag,), (TRAINING_LEVELS,)), 1, held_out=frozenset(build.held_out_levels(config))
+      build.env_specs(config, (tag,), (TRAINING_LEVELS,)), 1, held_out=frozenset(build.held_out_levels(config))
     )
     envs.reset(config.train.first_level)
     shared = len(build.held_out_levels(config) & envs.levels())

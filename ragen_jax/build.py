@@ -69,9 +69,7 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
   return settings(**found | given)
 
 
-def env_groups(
-  config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags'
-) -> list[EnvSpec]:
+def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags') -> list[EnvSpec]:
   """The environments behind tags.
 
   Args:
@@ -179,14 +177,14 @@ def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
 
 def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
   """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
-  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
   return Evaluator(evaluation_settings(config), proxy, model.sampler)
 
 
 def held_out_levels(config: ConfigDict) -> set[bytes]:
   """The levels of `config.eval`, as `EnvStateManager.levels` gives them; external environments have none."""
-  specs = env_groups(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+  specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
   return EnvStateManager(specs, 1).levels_from(config.eval.first_level)
 
 
@@ -239,7 +237,7 @@ def make_trainer(config: ConfigDict, model: LanguageModel, held_out: frozenset[b
     model: where training begins.
     held_out: levels that are never trained on (`Evaluator.held_out`).
   """
-  specs = env_groups(config, tuple(config.train.tags), group_counts(config.train, 'train'))
+  specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
   return Trainer(trainer_settings(config, model, proxy.limits.max_turns), model, proxy)
 

@@ -107,7 +107,7 @@ def test_environments_come_back_from_the_config():
   assert config.is_locked
   for section in ('train', 'eval'):
     counts = build.group_counts(config[section], section)
-    specs = build.env_groups(config, config[section].tags, counts)
+    specs = build.env_specs(config, config[section].tags, counts)
     assert [(s.tag, s.env, s.budget, s.max_words) for s in specs] == [
       ('FrozenLake', lake, budget, 20),
       ('Puddle', puddle, budget, 20),

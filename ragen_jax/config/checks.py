@@ -62,7 +62,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   _check_sampling(config)
   for section in ('train', 'eval'):
     counts = build.group_counts(config[section], section)
-    build.env_groups(config, tuple(config[section].tags), counts, field=f'{section}.tags')
+    build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
   check_levels(config)
   check_level_files(config, 'train')
   if weights:

@@ -72,7 +72,7 @@ def _check_demonstrations(config: ConfigDict) -> None:
   sft = config.sft
   same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
   rules.check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
-  specs = build.env_groups(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags')
+  specs = build.env_specs(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags')
   if sft.data:
     return
   for spec in specs:

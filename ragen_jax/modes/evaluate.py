@@ -161,7 +161,7 @@ def _play_all(
 ) -> tuple[list[EvaluationRow], list[dict[str, Any]]]:
   """Plays the levels with every policy: rows in the order of the tables, and records of some episodes."""
   e = config.eval
-  specs = build.env_groups(config, tuple(e.tags), build.group_counts(e, 'eval'), field='eval.tags')
+  specs = build.env_specs(config, tuple(e.tags), build.group_counts(e, 'eval'), field='eval.tags')
   levels = evaluation_levels(specs, build.evaluation_settings(config))
   endpoint = EndpointSpeaker(build.fill(EndpointSettings, e), build.sampling(e)) if e.endpoint else None
   # Loaded before anything is played: a run in progress may delete the checkpoint in the meantime.

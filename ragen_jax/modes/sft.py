@@ -79,7 +79,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     use_compilation_cache(config.compilation_cache, workdir)
     specs = []
     if config.sft.from_scratch or not found:
-      specs = build.env_groups(config, config.sft.tags, config.sft.levels)
+      specs = build.env_specs(config, config.sft.tags, config.sft.levels)
     scratch = stack.enter_context(tempfile.TemporaryDirectory())
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
     if config.lora.rank:  # adapters must not replace the model that they belong to

@@ -28,7 +28,7 @@ def tokenizer():
 
 def _proxy(tokenizer, tags, groups=2, size=2, context=None, **changes):
   config = builders.small_config(envs__FrozenLake__max_turns=5)
-  specs = build.env_groups(config, tags, (groups,) * len(tags))
+  specs = build.env_specs(config, tags, (groups,) * len(tags))
   context = ContextManager(tokenizer, specs, context_settings(**context or {}))
   return AgentProxy(EnvStateManager(specs, size), context, limits(**changes))
 

@@ -28,7 +28,7 @@ def tiny():
 
 @pytest.fixture(scope='module')
 def specs():
-  return build.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
+  return build.env_specs(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
 
 
 def _context(tokenizer, specs, **changes) -> ContextManager:

@@ -22,7 +22,7 @@ from ragen_jax.viewer.tensorboard import transcript
 
 @pytest.fixture(scope='module')
 def manager():
-  specs = build.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (3, 2, 1))
+  specs = build.env_specs(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (3, 2, 1))
   return EnvStateManager(specs, 4)
 
 

@@ -53,7 +53,7 @@ def outside(groups, tag='Tally', **options):
 @pytest.fixture(scope='module')
 def mixed():
   """Four rows of FrozenLake, then eight outside."""
-  (lake,) = build.env_groups(default.get_config(), ('FrozenLake',), (1,))
+  (lake,) = build.env_specs(default.get_config(), ('FrozenLake',), (1,))
   return EnvStateManager([lake, outside(2)], 4)
 
 

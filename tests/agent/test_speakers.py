@@ -24,7 +24,7 @@ from tests.support.speakers import ScriptedText
 
 def _proxy(tag, groups, size, **fields):
   config = builders.small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
-  specs = build.env_groups(config, (tag,), (groups,))
+  specs = build.env_specs(config, (tag,), (groups,))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
   return AgentProxy(EnvStateManager(specs, size), context, build.episode_limits(config, specs))
 
@@ -115,7 +115,7 @@ def test_random_play_is_the_same_every_time_and_needs_words_outside_jax(lake):
         'type': 'http', 'url': 'http://127.0.0.1:9', 'task': 'Guess.', 'action_names': words,
         'max_turns': 1, 'max_actions': 1, 'max_actions_per_turn': 1, 'max_words': 9,
       }  # fmt: skip
-    assert RandomSpeaker.can_play(EnvStateManager(build.env_groups(config, ('Mine',), (1,)), 1)) == can
+    assert RandomSpeaker.can_play(EnvStateManager(build.env_specs(config, ('Mine',), (1,)), 1)) == can
 
 
 @pytest.mark.parametrize('tag', ['FrozenLake', 'Countdown'])
@@ -133,7 +133,7 @@ def test_the_solver_reaches_about_the_best_possible(tag, lake):
 def test_random_play_and_solvers_play_batches_of_several_environments():
   config = builders.small_config()
   tags = ('SimpleSokoban', 'Bandit')
-  specs = build.env_groups(config, tags, (2, 3))
+  specs = build.env_specs(config, tags, (2, 3))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
   proxy = AgentProxy(EnvStateManager(specs, 2), context, build.episode_limits(config, specs))
   solved = proxy.rollout(SolverSpeaker(), 7).episodes

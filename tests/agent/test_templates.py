@@ -29,7 +29,7 @@ def tiny():
 
 @pytest.fixture(scope='module')
 def specs():
-  return build.env_groups(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
+  return build.env_specs(default.get_config(), ('FrozenLake', 'SimpleSokoban', 'Bandit'), (1, 1, 1))
 
 
 def test_the_prompt_tells_the_environment_s_real_configuration(specs):
@@ -58,7 +58,7 @@ def test_boilerplate_costs_few_tokens_and_no_text_of_the_default_prompts_falls_t
 def test_the_built_in_tokenizer_is_made_of_the_pieces_of_the_prompts(tiny):
   """Else its model would pay tens of tokens for stretches that it was trained to read as one."""
   config = sft_tiny.get_config()
-  specs = build.env_groups(config, tuple(config.sft.tags), (1,) * len(config.sft.tags))
+  specs = build.env_specs(config, tuple(config.sft.tags), (1,) * len(config.sft.tags))
   pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)
   built = json.loads(tiny_tokenizer.build(pieces).to_str())
   shipped = json.loads(pathlib.Path(presets.resolve('tiny', ''), 'tokenizer.json').read_text(encoding='utf-8'))

@@ -60,7 +60,7 @@ class Recorder:
 def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
   policy = policy or builders.random_policy(config, directory, seed=seed)
   tags = tuple(config.train.tags)
-  specs = build.env_groups(config, tags, build.group_counts(config.train, 'train'))
+  specs = build.env_specs(config, tags, build.group_counts(config.train, 'train'))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
   recorder = Recorder(policy.sampler, proxy.envs.rows)
   params = nnx.split(policy.model)[1]
@@ -199,7 +199,7 @@ def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
 def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tmp_path):
   config = _tiny_config(train__groups=8, train__group_size=8, length_step=64)
   policy = build.load_policy(config)
-  specs = build.env_groups(config, ('FrozenLake',), (8,))
+  specs = build.env_specs(config, ('FrozenLake',), (8,))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 8)
   params = nnx.split(policy.model)[1]
   lengths = set()

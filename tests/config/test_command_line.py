@@ -40,7 +40,7 @@ def test_an_environment_is_changed_by_flags(monkeypatch):
   config = _from_command_line(
     monkeypatch, '--config.envs.LargerSokoban.dim=(9,7)', "--config.envs.Bandit.arms=(('Clerk','Diver'),)"
   )
-  larger, bandit = build.env_groups(config, ('LargerSokoban', 'Bandit'), (1, 1))
+  larger, bandit = build.env_specs(config, ('LargerSokoban', 'Bandit'), (1, 1))
   assert larger.env.dim == (9, 7) and '9 rows and 7 columns' in larger.env.rules()
   assert bandit.env.names == ('Clerk', 'Diver')
 

@@ -80,7 +80,7 @@ def test_tags_are_ragens():
   config = default.get_config('qwen2.5-0.5b')
   assert {env.max_words for env in default.get_config().envs.values()} == {25}  # the built-in model replies in fewer
   tags = tuple(config.envs)
-  envs = {spec.tag: spec for spec in build.env_groups(config, tags, (1,) * len(tags))}
+  envs = {spec.tag: spec for spec in build.env_specs(config, tags, (1,) * len(tags))}
   grid = base.Budget(max_turns=5, max_actions=10, max_actions_per_turn=5)
   for tag, dim, boxes, depth, told, words in (
     ('SimpleSokoban', (6, 6), 1, 300, 'grid', 100),
@@ -115,7 +115,7 @@ def test_tags_are_ragens():
 
 
 def test_the_large_sudoku_can_be_filled():
-  spec = build.env_groups(default.get_config(), ('Sudoku9x9',), (1,))[0]
+  spec = build.env_specs(default.get_config(), ('Sudoku9x9',), (1,))[0]
   assert (spec.env.side, spec.env.empty_cells) == (9, 40)
   assert min(spec.budget.max_actions, spec.budget.max_turns * spec.budget.max_actions_per_turn) >= 40
 
@@ -190,7 +190,7 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   sft.train_sft(config, str(tmp_path / 'sft_fresh'))
   export.export(config, str(tmp_path / 'run'))
   # Environments that no tag of these runs chose.
-  build.env_groups(config, tuple(config.envs), (1,) * len(config.envs))
+  build.env_specs(config, tuple(config.envs), (1,) * len(config.envs))
   checks.check_plan(config)
   checks.check_eval(config)
   monkeypatch.undo()

@@ -20,7 +20,7 @@ def parts():
   config = small_config(
     eval__tags=TAGS, eval__groups=8, eval__group_size=2, envs__FrozenLake__max_turns=2, logging__episodes=3
   )
-  specs = build.env_groups(config, TAGS, (4, 4))
+  specs = build.env_specs(config, TAGS, (4, 4))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   settings = build.evaluation_settings(config)
   contexts = [build.context_manager(config, tokenizer, [spec]) for spec in specs]
@@ -58,7 +58,7 @@ def test_random_play_is_the_same_again(parts):
 
 def test_what_a_solver_cannot_play_is_left_out_with_a_line(caplog):
   config = small_config(envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16)
-  specs = build.env_groups(config, ('FrozenLake', 'Game2048'), (2, 2))  # too large a budget, and no solver
+  specs = build.env_specs(config, ('FrozenLake', 'Game2048'), (2, 2))  # too large a budget, and no solver
   settings = build.evaluation_settings(config)
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   for part in evaluation_levels(specs, settings):

@@ -68,7 +68,7 @@ def test_records_are_of_the_first_episode_of_the_first_levels(evaluated):
 
 def test_the_held_out_levels_are_the_ones_that_are_played(evaluated):
   config, _, evaluator, evaluation = evaluated
-  envs = EnvStateManager(build.env_groups(config, config.eval.tags, (4, 4)), 2)
+  envs = EnvStateManager(build.env_specs(config, config.eval.tags, (4, 4)), 2)
   boards = envs.reset(config.eval.first_level)
   assert [e.turns[0].observation for e in evaluation.episodes] == boards
   assert evaluator.held_out() == envs.levels()

@@ -41,7 +41,7 @@ def _config(*tags, **fields):
 
 def _proxy(config, tag) -> AgentProxy:
   """Plays one tag as `play` does."""
-  specs = build.env_groups(config, (tag,), (1,))
+  specs = build.env_specs(config, (tag,), (1,))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
   return AgentProxy(EnvStateManager(specs, 1), context, build.episode_limits(config, specs))
 
@@ -112,7 +112,7 @@ def _typed(config, *lines) -> list[str]:
 @pytest.mark.parametrize(('think', 'force_prefix'), [(True, True), (False, False)])
 def test_prompts_rewards_and_ends_are_those_of_a_rollout_with_the_same_actions(think, force_prefix):
   config = _config(*TAGS, agent__think=think, agent__force_prefix=force_prefix)
-  specs = build.env_groups(config, TAGS, (1, 1, 1))
+  specs = build.env_specs(config, TAGS, (1, 1, 1))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   context = build.context_manager(config, tokenizer, specs)
   opening = '<think></think><answer>' if think else '<answer>'
@@ -176,7 +176,7 @@ def test_a_level_is_the_environment_stepped_by_hand():
 
 def test_levels_go_on_from_the_first_and_tags_take_turns():
   config = _config('Bandit', 'FrozenLake', train__first_level=500, seed=2)
-  specs = build.env_groups(config, ('Bandit', 'FrozenLake'), (1, 1))
+  specs = build.env_specs(config, ('Bandit', 'FrozenLake'), (1, 1))
   managers = [EnvStateManager([spec], 1) for spec in specs]
   shown = _typed(config, *['new'] * 6)
   for number in range(7):

@@ -58,7 +58,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   sft.train_sft(config, str(tmp_path / 'sft'))
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
-  specs = build.env_groups(config, ('FrozenLake',), (256,))
+  specs = build.env_specs(config, ('FrozenLake',), (256,))
   context, limits = build.context_manager(config, policy.tokenizer, specs), build.episode_limits(config, specs)
   style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=0.5, hurry=0.5)
   demonstrator = Demonstrator(np.random.default_rng(9), style)
@@ -230,7 +230,7 @@ def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
     config.sft.skip_held_out = skipped
     with pytest.raises(KeyboardInterrupt):
       sft.train_sft(config, str(tmp_path / 'run'))
-  envs = EnvStateManager(build.env_groups(config, ('FrozenLake',), (4,)), 1)
+  envs = EnvStateManager(build.env_specs(config, ('FrozenLake',), (4,)), 1)
   boards = [f'State:\n{board}\n' for board in envs.reset(config.eval.first_level)]
   found = [sum(any(board in text for board in boards) for text in texts) for texts in shown]
   assert found[0] > 0 and found[1] == 0

@@ -37,7 +37,7 @@ def _rows(path, tokenizer, prefix='<think>', limit=512):
 
 def test_demonstrations_that_were_written_are_read_back_token_by_token(tmp_path, tiny):
   config = builders.small_config(sft__noise=0.3)
-  specs = build.env_groups(config, ('FrozenLake', 'Bandit'), (24, 8))
+  specs = build.env_specs(config, ('FrozenLake', 'Bandit'), (24, 8))
   contexts = [build.context_manager(config, tiny, [spec]) for spec in specs]
   style = build.fill(DemonstrationStyle, config.sft)
   limits = [build.episode_limits(config, [spec]) for spec in specs]

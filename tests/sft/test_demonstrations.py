@@ -23,7 +23,7 @@ def _style(**changes) -> DemonstrationStyle:
 
 def _demonstrations(style, tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), groups=64, seed=0, **fields):
   config = builders.small_config(agent__max_context=512, **fields)
-  specs = build.env_groups(config, tags, (groups,) * len(tags))
+  specs = build.env_specs(config, tags, (groups,) * len(tags))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   context = build.context_manager(config, tokenizer, specs)
   proxy = AgentProxy(EnvStateManager(specs, 1), context, build.episode_limits(config, specs))
@@ -73,7 +73,7 @@ def test_rows_are_the_whole_conversation_whatever_the_context_policy_and_end_whe
   np.testing.assert_array_equal(windowed.tokens, whole.tokens)
   np.testing.assert_array_equal(windowed.values, whole.values)
   short = builders.small_config(agent__max_context=160)
-  specs = build.env_groups(short, ('SimpleSokoban',), (16,))
+  specs = build.env_specs(short, ('SimpleSokoban',), (16,))
   context = build.context_manager(short, ChatTokenizer(presets.resolve('tiny', '')), specs)
   proxy = AgentProxy(EnvStateManager(specs, 1), context, build.episode_limits(short, specs))
   rollout = proxy.rollout(Demonstrator(np.random.default_rng(0), _style(noise=1.0)), 77)

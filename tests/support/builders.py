@@ -40,7 +40,7 @@ def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2) -> ActorC
 def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageModel:
   """A random policy with a tokenizer made from the prompts of `config.train.tags`, saved to `directory`."""
   tags = tuple(config.train.tags)
-  specs = build.env_groups(config, tags, (1,) * len(tags))
+  specs = build.env_specs(config, tags, (1,) * len(tags))
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
   pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)

@@ -99,7 +99,7 @@ def test_the_page_has_the_files_and_the_entries_that_its_config_has(games):
 def test_each_of_the_page_s_environments_plays_whole_episodes(server):
   config = small_config(server)
   policy = build.load_policy(config)
-  specs = build.env_groups(config, TAGS, (1, 1, 1, 1))
+  specs = build.env_specs(config, TAGS, (1, 1, 1, 1))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 4)
   speaker = SamplerSpeaker(policy.sampler, nnx.split(policy.model)[1], jax.random.key(0), PLAIN)
   rollout = proxy.rollout(speaker, 10_000)

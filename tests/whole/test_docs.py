@@ -227,7 +227,7 @@ def _too_long_a_prompt() -> str:
   """A first prompt that does not fit; the sampler is never asked."""
   config = builders.small_config(train__tags=('Countdown',))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
-  specs = build.env_groups(config, ('Countdown',), (1,))
+  specs = build.env_specs(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
   limits = Limits(1, 32, 128, -0.1, 64, False)
   return _error(context.check_first_prompt, 0, 'Target: 24\nNumbers: 1, 2, 3', 1, limits)

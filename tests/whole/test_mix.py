@@ -50,7 +50,7 @@ def policy(tmp_path_factory):
 
 def alone(config, tag, groups, group_size, first_seed):
   """The first observations of one environment in a batch by itself."""
-  return EnvStateManager(build.env_groups(config, (tag,), (groups,)), group_size).reset(first_seed)
+  return EnvStateManager(build.env_specs(config, (tag,), (groups,)), group_size).reset(first_seed)
 
 
 def test_group_counts_are_those_given_or_equal():
@@ -141,7 +141,7 @@ def test_an_evaluation_on_other_games_has_metrics_for_each(policy):
     assert metrics[f'val-env/{tag}/episodic_return'] == pytest.approx(np.mean([e.env_return for e in own]))
     assert metrics[f'val-env/{tag}/pass@1'] == metrics[f'val-env/{tag}/success']
     # The optimum is that of the tag's own levels.
-    env = build.env_groups(config, (tag,), (1,))[0]
+    env = build.env_specs(config, (tag,), (1,))[0]
     states = [env.env.from_text(text) for text in shown]
     best = env.env.optimal(jax.tree.map(lambda *leaves: np.stack(leaves), *states), env.budget)
     assert metrics[f'val-env/{tag}/optimal'] == pytest.approx(best.mean())
@@ -153,7 +153,7 @@ def test_an_evaluation_on_other_games_has_metrics_for_each(policy):
 @functools.lru_cache
 def whole_batch():
   config = mixed_config(train__tags=('FrozenLake', 'Bandit', 'BanditPairs'), train__tag_groups=(3, 2, 1))
-  specs = build.env_groups(config, tuple(config.train.tags), build.group_counts(config.train, 'train'))
+  specs = build.env_specs(config, tuple(config.train.tags), build.group_counts(config.train, 'train'))
   return specs, EnvStateManager(specs, 2).reset(7)
 
 
