@@ -20,7 +20,7 @@ from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import Diverged, UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.damage import flip_bytes
 from tests.support.events import read_events
 from tests.support.paths import ROOT
@@ -35,9 +35,9 @@ def _comparable(workdir):
 @pytest.mark.parametrize('estimator', ['gae', pytest.param('grpo', marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimator):
   fields = {'algorithm__adv_estimator': estimator, 'eval__greedy_too': False, 'eval__every': 1}
-  config = builders.small_config(num_iterations=2, **fields)
+  config = small_config(num_iterations=2, **fields)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
-  stopped = builders.small_config(num_iterations=1, **fields)
+  stopped = small_config(num_iterations=1, **fields)
   train.train_and_evaluate(stopped, str(tmp_path / 'parts'))
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   whole, parts = _comparable(tmp_path / 'whole'), _comparable(tmp_path / 'parts')
@@ -52,12 +52,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path, caplog):
   fields = {'eval__greedy_too': False, 'eval__every': 1}
-  train.train_and_evaluate(builders.small_config(num_iterations=3, **fields), str(tmp_path / 'whole'))
+  train.train_and_evaluate(small_config(num_iterations=3, **fields), str(tmp_path / 'whole'))
   damaged = tmp_path / 'damaged'
-  train.train_and_evaluate(builders.small_config(num_iterations=2, **fields), str(damaged))
+  train.train_and_evaluate(small_config(num_iterations=2, **fields), str(damaged))
   flip_bytes(damaged, 2)
   with caplog.at_level('WARNING'):
-    train.train_and_evaluate(builders.small_config(num_iterations=3, **fields), str(damaged))
+    train.train_and_evaluate(small_config(num_iterations=3, **fields), str(damaged))
   (warning,) = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
   assert warning.startswith('checkpoint of step 2 is damaged (') and warning.endswith('going on from step 1')
   assert (damaged / 'damaged_checkpoints' / '2').is_dir()
@@ -68,7 +68,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   # Ignored where the tests themselves were started in the background.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-  config = builders.small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
+  config = small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
   update = Trainer.update
 
@@ -100,7 +100,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   ],
 )  # fmt: skip
 def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(tmp_path, capsys, fields, words):
-  config = builders.small_config(num_iterations=9, eval__greedy_too=False, **fields)
+  config = small_config(num_iterations=9, eval__greedy_too=False, **fields)
   with pytest.raises(Diverged, match=rf'^iterations 1 to 3: numbers are not finite, .*{words}') as e:
     train.train_and_evaluate(config, str(tmp_path))
   assert e.value.status == 1 and '\n' not in str(e.value)
@@ -138,7 +138,7 @@ def test_the_exit_status_of_a_run_whose_numbers_are_not_finite_is_1(tmp_path, mo
 
 def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tmp_path, monkeypatch):
   monkeypatch.setattr(Evaluator, '__call__', lambda *_: pytest.fail('evaluated'))
-  config = builders.small_config(train__tags=('Countdown',), agent__max_context=128)
+  config = small_config(train__tags=('Countdown',), agent__max_context=128)
   with pytest.raises(
     UserError, match=r'agent\.max_context=128: a first prompt of Countdown and its reply need \d+ \+ 32'
   ):
@@ -149,7 +149,7 @@ def test_what_does_not_fit_into_the_context_is_told_before_anything_is_played(tm
 def finished_run(tmp_path_factory):
   """Config, workdir and last evaluation of a short run."""
   workdir = tmp_path_factory.mktemp('finished')
-  config = builders.small_config(num_iterations=1)
+  config = small_config(num_iterations=1)
   return config, workdir, train.train_and_evaluate(config, str(workdir))
 
 
@@ -229,9 +229,9 @@ def test_every_metric_and_file_of_a_run_is_explained(finished_run):
 
 
 def test_a_workdir_of_another_config_is_refused(tmp_path):
-  record_config(str(tmp_path), builders.small_config().to_dict())
+  record_config(str(tmp_path), small_config().to_dict())
   (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
-  config = builders.small_config(algorithm__gamma=0.9, sft__steps=7, eval__step='best')  # the latter two are not read
+  config = small_config(algorithm__gamma=0.9, sft__steps=7, eval__step='best')  # the latter two are not read
   with pytest.raises(UserError, match=r'config: algorithm\.gamma was 1\.0 and is 0\.9; choose') as e:
     train.train_and_evaluate(config, str(tmp_path))
   assert '\n' not in str(e.value)
@@ -239,7 +239,7 @@ def test_a_workdir_of_another_config_is_refused(tmp_path):
 
 def test_training_lifts_success_on_the_bandit(tmp_path):
   """The arm that the model knows as the better one is the worse: from one right pull in eight to most."""
-  config = builders.small_config(
+  config = small_config(
     num_iterations=6,
     train__tags=('Bandit',),
     train__groups=32,
@@ -266,7 +266,7 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
-  config = builders.small_config(
+  config = small_config(
     train__groups=16, train__group_size=4, optimizer__mini_batch_size=32, optimizer__micro_batch_size=16, length_step=64
   )
   policy = build.load_policy(config)

@@ -17,7 +17,7 @@ from ragen_jax.envs.base import Budget
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.speakers import REPLIES, ScriptedText, context_settings, limits, scripted_tokens
 
 
@@ -27,7 +27,7 @@ def tokenizer():
 
 
 def _proxy(tokenizer, tags, groups=2, size=2, context=None, **changes):
-  config = builders.small_config(envs__FrozenLake__max_turns=5)
+  config = small_config(envs__FrozenLake__max_turns=5)
   specs = build.env_specs(config, tags, (groups,) * len(tags))
   context = ContextManager(tokenizer, specs, context_settings(**context or {}))
   return AgentProxy(EnvStateManager(specs, size), context, limits(**changes))

@@ -15,7 +15,7 @@ from ragen_jax.agent.episode import Turn
 from ragen_jax.agent.segments import ImageSegment, TextSegment, TokenSegment, as_text, join, map_text
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.speakers import context_settings
 
 BOARD = np.zeros((4, 6, 3), np.uint8)
@@ -83,7 +83,7 @@ def test_an_image_becomes_placeholders_between_its_marks_and_its_columns_are_kno
 
 
 def test_prompts_carry_the_images_of_observations(seeing):
-  specs = build.env_specs(builders.small_config(), ('FrozenLake',), (1,))
+  specs = build.env_specs(small_config(), ('FrozenLake',), (1,))
   (pad,) = seeing.encode('<|image_pad|>')
   boards = [ImageSegment(BOARD + i, 2 + i) for i in range(3)]
   past = [
@@ -104,7 +104,7 @@ def test_prompts_carry_the_images_of_observations(seeing):
 
 
 def test_models_without_vision_refuse_images_in_one_line(blind):
-  context = ContextManager(blind, build.env_specs(builders.small_config(), ('FrozenLake',), (1,)), context_settings())
+  context = ContextManager(blind, build.env_specs(small_config(), ('FrozenLake',), (1,)), context_settings())
   with pytest.raises(UserError, match=r'^model\.path=.*: the model reads text only, and a prompt holds an image$'):
     context.first_prompt(0, (ImageSegment(BOARD, 3),), 10)
   with pytest.raises(UserError, match=r'^model\.path=.*: the tokenizer lacks <\|vision_start\|> or '):

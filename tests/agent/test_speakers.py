@@ -18,12 +18,12 @@ from ragen_jax.agent.episode import TextReply
 from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker
 from ragen_jax.models import presets
 from ragen_jax.sampling.draw import PLAIN
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.speakers import ScriptedText
 
 
 def _proxy(tag, groups, size, **fields):
-  config = builders.small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
+  config = small_config(**{'train__tags': (tag,), 'envs__FrozenLake__max_turns': 5} | fields)
   specs = build.env_specs(config, (tag,), (groups,))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)
   return AgentProxy(EnvStateManager(specs, size), context, build.episode_limits(config, specs))
@@ -108,7 +108,7 @@ def test_random_play_wins_as_often_as_a_markov_chain_says(lake):
 def test_random_play_is_the_same_every_time_and_needs_words_outside_jax(lake):
   first, second = (lake.rollout(RandomSpeaker(np.random.default_rng(3)), 123).episodes for _ in range(2))
   assert first == second
-  config = builders.small_config()
+  config = small_config()
   for words, can in (((), False), (('Up', 'Down'), True)):
     with config.unlocked():
       config.envs.Mine = {
@@ -131,7 +131,7 @@ def test_the_solver_reaches_about_the_best_possible(tag, lake):
 
 
 def test_random_play_and_solvers_play_batches_of_several_environments():
-  config = builders.small_config()
+  config = small_config()
   tags = ('SimpleSokoban', 'Bandit')
   specs = build.env_specs(config, tags, (2, 3))
   context = build.context_manager(config, ChatTokenizer(presets.resolve('tiny', '')), specs)

@@ -17,7 +17,9 @@ from ragen_jax.models import presets
 from ragen_jax.sampling.draw import PLAIN, Sampling
 from ragen_jax.training.batches import sampled_columns
 from ragen_jax.training.scoring import score_tokens
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
+from tests.support.models import random_policy
 
 
 class Recorder:
@@ -58,7 +60,7 @@ class Recorder:
 
 
 def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
-  policy = policy or builders.random_policy(config, directory, seed=seed)
+  policy = policy or random_policy(config, directory, seed=seed)
   tags = tuple(config.train.tags)
   specs = build.env_specs(config, tags, build.group_counts(config.train, 'train'))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
@@ -72,7 +74,7 @@ def _rollout(directory, config, *, seed=0, temperature=1.0, policy=None):
 
 
 def _tiny_config(**fields):
-  return builders.small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
+  return small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
 
 
 @pytest.fixture(scope='module', params=['random', 'built-in'])

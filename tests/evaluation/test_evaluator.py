@@ -14,8 +14,8 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.metrics import episode_metrics
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training.run_log import mean_success, success_by_tag
-from tests.support import builders
 from tests.support.configs import small_config
+from tests.support.models import random_policy
 
 
 @pytest.fixture(scope='module')
@@ -80,7 +80,7 @@ def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, c
     train__tags=tags, train__groups=6, eval__tags=tags, eval__groups=6, eval__group_size=2,
     envs__FrozenLake__max_actions=16, envs__FrozenLake__max_actions_per_turn=16,
   )  # fmt: skip
-  evaluator = build.make_evaluator(config, builders.random_policy(config, tmp_path))
+  evaluator = build.make_evaluator(config, random_policy(config, tmp_path))
   optimal = evaluator.optimal()
   assert math.isnan(optimal['FrozenLake']) and 0 < optimal['CoordFrozenLake'] < 1 and optimal['Bandit'] == 1
   messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.agent.env_manager']

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragen_jax.models.value_head import ActorCritic, ValueHead
-from tests.support import builders
+from tests.support.models import random_model
 
 
 def test_values_are_a_dot_product_in_float32_and_zero_before_training():
@@ -25,6 +25,6 @@ def test_values_are_a_dot_product_in_float32_and_zero_before_training():
 
 
 def test_the_head_has_the_width_of_the_trunk_that_it_reads():
-  wide = builders.random_model(20).policy
+  wide = random_model(20).policy
   assert ActorCritic(wide).value_head.kernel.shape == (wide.cfg.hidden_size,)
   assert ActorCritic(wide, wide).critic is wide

@@ -24,8 +24,8 @@ from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import read_episodes
-from tests.support import builders
 from tests.support.chat_server import server
+from tests.support.configs import small_config
 from tests.support.events import read_events
 from tests.support.paths import ROOT
 
@@ -44,7 +44,7 @@ def _run(workdir, amount=0.02, **fields):
     amount: how far the weights are moved from those that the run began with.
     **fields: of the config.
   """
-  config = builders.small_config(**FIELDS | fields)
+  config = small_config(**FIELDS | fields)
   policy = build.load_policy(config)
   trained, frozen = lora.partition(param_state(policy.model))
   record_config(workdir, config.to_dict())
@@ -194,7 +194,7 @@ def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
   config.export.lora, config.export.output = form, str(tmp_path / 'export')
   export.export(config, str(tmp_path / 'run'))
   other = dict(model__path=config.export.output) if form == 'merged' else fields | {'lora__path': config.export.output}
-  other = builders.small_config(**other)
+  other = small_config(**other)
   other.eval, other.logging = config.eval, config.logging
   found = evaluate.evaluate(other, str(tmp_path / 'out'), given=True)
   assert (found['checkpoint'], found['trained_on']) == (None, [])
@@ -235,7 +235,7 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv('NO_PROXY', '*')
   reply = {'choices': [{'message': {'content': '<think>low</think><answer>Dragon</answer>'}}]}
   answers = [(200, {}, json.dumps(reply))] * 15 + [(500, {}, '')] * 10
-  config = builders.small_config(
+  config = small_config(
     **FIELDS, eval__tags=('Bandit',), eval__step='none', eval__baselines=('solver',), eval__endpoint_tries=1,
     eval__endpoint_model='some-long-model-name', eval__endpoint_workers=1,
   )  # fmt: skip
@@ -295,12 +295,12 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(full_run, monkeypatch, fie
 def test_a_workdir_that_was_named_and_has_no_checkpoint_does_not_pass_for_a_model(tmp_path):
   workdir = tmp_path / 'run'
   with pytest.raises(UserError, match=r'--workdir=.*/run: there is no checkpoint in it; --config\.eval\.step=base ev'):
-    evaluate.evaluate(builders.small_config(), str(workdir), given=True)
+    evaluate.evaluate(small_config(), str(workdir), given=True)
   assert not workdir.exists()
-  record_config(workdir, builders.small_config().to_dict())  # a run that has not come to its first checkpoint
+  record_config(workdir, small_config().to_dict())  # a run that has not come to its first checkpoint
   for fields in ({}, {'eval__step': 'best'}, {'model__path': str(ROOT / 'ragen_jax/models/tiny')}):
     with pytest.raises(UserError, match='there is no checkpoint in it'):
-      evaluate.evaluate(builders.small_config(**fields), str(workdir))
+      evaluate.evaluate(small_config(**fields), str(workdir))
 
 
 def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, caplog):
@@ -339,7 +339,7 @@ def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
 def test_several_processes_are_refused(monkeypatch, tmp_path):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   with pytest.raises(UserError, match=r'--mode=eval runs in one process, there are 2'):
-    evaluate.evaluate(builders.small_config(), str(tmp_path))
+    evaluate.evaluate(small_config(), str(tmp_path))
 
 
 def test_the_command_line_reaches_the_mode(tmp_path):

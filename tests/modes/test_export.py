@@ -23,7 +23,7 @@ from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 TEXT = '<think>I am at (1, 2)</think><answer>Left || Down</answer>'
@@ -43,7 +43,7 @@ def _moved(params, amount: float):
 
 def _run(workdir, **fields):
   """A workdir with two checkpoints, the first of them the best. The policy gets the weights of the second."""
-  config = builders.small_config(**fields)
+  config = small_config(**fields)
   policy = build.load_policy(config)
   params = param_state(policy.model)
   record_config(workdir, config.to_dict())
@@ -105,7 +105,7 @@ def test_transformers_opens_an_export_and_so_does_another_run(tmp_path, run, req
   model = AutoModelForCausalLM.from_pretrained(config.export.output, dtype=torch.float32)
   tokenizer = AutoTokenizer.from_pretrained(config.export.output)
   np.testing.assert_allclose(_theirs(torch, model, tokenizer, ids), expected, atol=1e-4)
-  again = build.load_policy(builders.small_config(model__path=config.export.output)).model
+  again = build.load_policy(small_config(model__path=config.export.output)).model
   np.testing.assert_allclose(_logits(again.policy, ids), expected, atol=1e-4)
   np.testing.assert_array_equal(again.value_head.kernel[...], policy.model.value_head.kernel[...])
 
@@ -130,7 +130,7 @@ def test_peft_opens_an_export_of_adapters_and_so_does_another_run(tmp_path, lora
   # With the flags that were told.
   fields = dict(flag.removeprefix('--config.').split('=', 1) for flag in said)
   fields = {name: int(x) if x.isdigit() else x for name, x in fields.items()}
-  again = builders.small_config(**{name.replace('.', '__'): x for name, x in fields.items()})
+  again = small_config(**{name.replace('.', '__'): x for name, x in fields.items()})
   check_config(again)
   again = build.load_policy(again).model
   np.testing.assert_allclose(_logits(again.policy, ids), expected, atol=1e-5)
@@ -144,7 +144,7 @@ def test_the_step_and_the_type_are_those_that_were_asked_for(tmp_path, full_run)
   for step in ('latest', 'best', '1', '2'):
     config.export.step, config.export.output, config.export.dtype = step, str(tmp_path / step), 'bfloat16'
     export.export(config, str(workdir))
-    exported = builders.small_config(model__path=config.export.output)
+    exported = small_config(model__path=config.export.output)
     heads[step] = np.asarray(build.load_policy(exported).model.value_head.kernel[...])
     assert json.loads((tmp_path / step / 'config.json').read_text())['torch_dtype'] == 'bfloat16'
   np.testing.assert_array_equal(heads['latest'], policy.model.value_head.kernel[...])
@@ -180,10 +180,10 @@ def test_what_cannot_be_exported_is_told_in_one_line(full_run, fields, message):
 
 def test_a_workdir_without_a_run_is_refused(tmp_path):
   with pytest.raises(UserError, match=r'holds no run: .*config\.json cannot be read \(No such file'):
-    export.export(builders.small_config(), str(tmp_path))
-  record_config(tmp_path, builders.small_config().to_dict())
+    export.export(small_config(), str(tmp_path))
+  record_config(tmp_path, small_config().to_dict())
   with pytest.raises(UserError, match=r'there is no checkpoint in'):
-    export.export(builders.small_config(), str(tmp_path))
+    export.export(small_config(), str(tmp_path))
 
 
 def test_the_command_line_exports_the_workdir_of_the_config(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from ragen_jax.config.checks import check_plan
 from ragen_jax.modes import plan
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 
@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
   ],
 )
 def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message):
-  config = builders.small_config()
+  config = small_config()
   config.update_from_flattened_dict({field: value})
   with pytest.raises(UserError, match=message):
     check_plan(config)
@@ -44,7 +44,7 @@ def _estimate_by(numbers):
 
 
 def test_a_change_that_does_not_help_is_not_advised(monkeypatch):
-  config = builders.small_config()
+  config = small_config()
   monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.logits_chunk': (1024, 45)}))
   changes, changed, found = plan.fit(config, plan.estimate(config, {}), {})
   assert changes == {'model.logits_chunk': 1024} and found.fits and not changed.model.remat
@@ -60,14 +60,14 @@ def test_activations_that_were_not_known_before_do_not_speak_against_a_change(mo
     return plan.MemoryPlan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
 
   monkeypatch.setattr(plan, 'estimate', estimate)
-  config = builders.small_config()
+  config = small_config()
   changes, _, found = plan.fit(config, estimate(config, {}), {})
   assert found.fits and changes == {'model.remat': True, 'model.logits_chunk': 1024}
 
 
 @pytest.mark.parametrize('rank', [0, 8])
 def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
-  config = builders.small_config(lora__rank=rank)
+  config = small_config(lora__rank=rank)
   monkeypatch.setattr(plan, 'use_cpu_devices', lambda count: None)
   monkeypatch.setattr(plan, '_write', lambda *_: None)
   monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.remat': (True, 15), 'lora.rank': (64, 30)}))
@@ -79,7 +79,7 @@ def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
 
 
 def test_programs_with_adapters_are_others():
-  config, keys = builders.small_config(), set()
+  config, keys = small_config(), set()
   for fields in ({}, {'lora.rank': 64}, plan._ADAPTERS):
     config.update_from_flattened_dict(fields)
     keys |= {plan._shaped_by(config, phase) for phase in ('update', 'rollout', 'evaluation')}
@@ -116,7 +116,7 @@ def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
 
 def test_a_plan_that_fits_compiles_every_phase():
   """The built-in model's, with nothing in place of the compiler."""
-  config, compiled = builders.small_config(), {}
+  config, compiled = small_config(), {}
   found = plan.estimate(config, compiled)
   assert found.fits and all(kinds['activations'] > 0 for kinds in found.phases.values())
   assert len(compiled) == 2  # the update, and the rollout with as many rows as the evaluation

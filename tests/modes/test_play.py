@@ -22,7 +22,7 @@ from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.models import presets
 from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.paths import ROOT
 from tests.support.speakers import limits, scripted_tokens
 
@@ -36,7 +36,7 @@ TURNS = {
 
 
 def _config(*tags, **fields):
-  return builders.small_config(train__tags=tags, envs__FrozenLake__max_turns=5, **fields)
+  return small_config(train__tags=tags, envs__FrozenLake__max_turns=5, **fields)
 
 
 def _proxy(config, tag) -> AgentProxy:
@@ -300,7 +300,7 @@ def test_games_too_large_for_their_solver_can_be_played():
 )
 def test_fields_that_cannot_be_played_with_are_named(fields, message):
   with pytest.raises(UserError) as e:
-    play(builders.small_config(**fields), io.StringIO(), io.StringIO())
+    play(small_config(**fields), io.StringIO(), io.StringIO())
   assert message in str(e.value) and '\n' not in str(e.value)
 
 

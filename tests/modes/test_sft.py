@@ -28,13 +28,13 @@ from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
 from ragen_jax.utils.errors import Diverged, UserError
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 
 @pytest.mark.slow
 def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path):
-  config = builders.small_config(
+  config = small_config(
     sft__tags=('Bandit',), sft__levels=(512,), sft__steps=120, sft__batch_size=32, sft__learning_rate=5e-3,
     sft__from_scratch=True, sft__shape=(32, 2, 4, 2, 8, 64), sft__output=str(tmp_path / 'out'),
     eval__tags=('Bandit',), eval__groups=64, length_step=16,
@@ -49,7 +49,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
 
 @pytest.mark.slow
 def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
-  config = builders.small_config(
+  config = small_config(
     sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=250, sft__batch_size=32, sft__learning_rate=5e-3,
     sft__from_scratch=True, sft__shape=(32, 2, 4, 2, 8, 64), sft__output=str(tmp_path / 'out'), sft__value_coef=5.0,
     envs__FrozenLake__size=2, envs__FrozenLake__max_turns=1, envs__FrozenLake__max_actions=1, eval__groups=8,
@@ -82,7 +82,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
 
 
 def _quick(tmp_path, name, **fields):
-  config = builders.small_config(
+  config = small_config(
     sft__tags=('Bandit',), sft__levels=(64,), sft__steps=20, sft__batch_size=8, sft__learning_rate=1e-3,
     sft__hurry=0.0, sft__val_fraction=0.1, sft__output=str(tmp_path / name / 'model'), eval__tags=('Bandit',),
     eval__greedy_too=False, **fields,
@@ -224,7 +224,7 @@ def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   # Of few boards, some come up in any 32.
   fields = {'tags': ('FrozenLake',), 'levels': (32,), 'batch_size': 8, 'output': str(tmp_path / 'model')}
-  config = builders.small_config(envs__FrozenLake__size=2, eval__groups=4, envs__FrozenLake__max_turns=1)
+  config = small_config(envs__FrozenLake__size=2, eval__groups=4, envs__FrozenLake__max_turns=1)
   config.sft.update(fields)
   for skipped in (False, True):
     config.sft.skip_held_out = skipped
@@ -262,17 +262,17 @@ def test_the_shipped_configs_can_run(module, model):
 )
 def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
   with pytest.raises(UserError, match=message) as e:
-    check_sft(builders.small_config(**fields))
+    check_sft(small_config(**fields))
   assert '\n' not in str(e.value)
 
 
 def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
   monkeypatch.setattr(sft_checks, 'row_shards', lambda mesh: 8)
-  check_sft(builders.small_config())
-  check_sft(builders.small_config(sft__batch_size=24, sft__packing=True))
+  check_sft(small_config())
+  check_sft(small_config(sft__batch_size=24, sft__packing=True))
   message = r'sft\.batch_size=24: half of it, 12, goes through the model at once and must be a multiple of 8 row shards'
   with pytest.raises(UserError, match=message):
-    check_sft(builders.small_config(sft__batch_size=24))
+    check_sft(small_config(sft__batch_size=24))
 
 
 def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):

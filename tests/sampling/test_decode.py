@@ -15,7 +15,7 @@ from ragen_jax.sampling import decode as programs
 from ragen_jax.sampling.decode import rotary_positions
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.kv_cache import init_state
-from tests.support import builders
+from tests.support.models import random_model
 
 VOCAB, STOP = 40, 7
 # A prompt of 6 columns: two text columns, an image of 3 columns that takes two positions, a text column.
@@ -24,7 +24,7 @@ OFFSETS = np.array([0, 1, 2, 2, 3, 4])
 
 @pytest.fixture(scope='module')
 def model():
-  return builders.random_model(VOCAB)
+  return random_model(VOCAB)
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,7 @@ import pytest
 
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.sampling.kv_cache import SamplerState, compaction, gather_layer, init_state
-from tests.support import builders
+from tests.support.models import random_model
 
 #   valid  1 1 0 1 0 1 0      row 0: 4 tokens
 #          1 1 1 0 0 0 0      row 1: 3 tokens
@@ -66,7 +66,7 @@ def test_a_row_may_be_copied(state):
 
 
 def test_a_new_state_is_empty():
-  model = builders.random_model(20).policy
+  model = random_model(20).policy
   state = init_state(model, 3, 16)
   chex.assert_shape(state.valid, (3, 16))
   chex.assert_shape((state.count, state.draw_position, state.rotary), (3,))

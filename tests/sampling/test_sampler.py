@@ -12,7 +12,7 @@ from flax import nnx
 
 from ragen_jax.sampling.draw import GREEDY, PLAIN, Sampling
 from ragen_jax.sampling.sampler import Sampler
-from tests.support import builders
+from tests.support.models import random_model
 
 VOCAB, STOP = 40, 7
 
@@ -72,7 +72,7 @@ def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, or
 
 @pytest.fixture(scope='module')
 def model():
-  return builders.random_model(VOCAB)
+  return random_model(VOCAB)
 
 
 def test_logprobs_values_and_entropies_equal_a_full_forward_pass_over_the_timeline(model):

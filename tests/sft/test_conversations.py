@@ -14,7 +14,7 @@ from ragen_jax.sft import conversations
 from ragen_jax.sft.data import DemonstrationSettings, collect_demonstrations
 from ragen_jax.sft.demonstrations import DemonstrationStyle
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
 
 
 @pytest.fixture(scope='module')
@@ -36,7 +36,7 @@ def _rows(path, tokenizer, prefix='<think>', limit=512):
 
 
 def test_demonstrations_that_were_written_are_read_back_token_by_token(tmp_path, tiny):
-  config = builders.small_config(sft__noise=0.3)
+  config = small_config(sft__noise=0.3)
   specs = build.env_specs(config, ('FrozenLake', 'Bandit'), (24, 8))
   contexts = [build.context_manager(config, tiny, [spec]) for spec in specs]
   style = build.fill(DemonstrationStyle, config.sft)

@@ -12,7 +12,7 @@ from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Status
 from ragen_jax.models import presets
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
-from tests.support import builders
+from tests.support.configs import small_config
 
 
 def _style(**changes) -> DemonstrationStyle:
@@ -22,7 +22,7 @@ def _style(**changes) -> DemonstrationStyle:
 
 
 def _demonstrations(style, tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), groups=64, seed=0, **fields):
-  config = builders.small_config(agent__max_context=512, **fields)
+  config = small_config(agent__max_context=512, **fields)
   specs = build.env_specs(config, tags, (groups,) * len(tags))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   context = build.context_manager(config, tokenizer, specs)
@@ -72,7 +72,7 @@ def test_rows_are_the_whole_conversation_whatever_the_context_policy_and_end_whe
   windowed, *_ = _demonstrations(_style(), groups=16, agent__context='single_turn', agent__context_turns=1)
   np.testing.assert_array_equal(windowed.tokens, whole.tokens)
   np.testing.assert_array_equal(windowed.values, whole.values)
-  short = builders.small_config(agent__max_context=160)
+  short = small_config(agent__max_context=160)
   specs = build.env_specs(short, ('SimpleSokoban',), (16,))
   context = build.context_manager(short, ChatTokenizer(presets.resolve('tiny', '')), specs)
   proxy = AgentProxy(EnvStateManager(specs, 1), context, build.episode_limits(short, specs))

@@ -14,7 +14,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import presets
 from ragen_jax.sft import tiny_tokenizer
-from tests.support import builders
+from tests.support.configs import small_config
 
 
 def test_a_piece_is_one_token_and_any_text_comes_back(tmp_path):
@@ -51,7 +51,7 @@ def test_the_built_in_model_is_small_and_opens_in_transformers():
   tokenizer = AutoTokenizer.from_pretrained(str(directory))
   ids = tokenizer('Actions: Left, Down <think>I am at (1, 2)')['input_ids']
   theirs = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-  policy = build.load_policy(builders.small_config())
+  policy = build.load_policy(small_config())
   assert tuple(ids) == policy.tokenizer.encode('Actions: Left, Down <think>I am at (1, 2)')
   with torch.no_grad():
     expected = theirs(torch.tensor([ids])).logits[0].numpy()

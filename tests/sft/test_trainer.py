@@ -12,14 +12,15 @@ from ragen_jax.models import presets
 from ragen_jax.modes import sft
 from ragen_jax.sft.packing import batches
 from ragen_jax.sft.trainer import SftSettings, make_schedule
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.examples import made_up_examples
+from tests.support.models import random_model
 
 
 def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   data, rows = made_up_examples(), np.asarray([6, 0, 1, 3, 2, 5, 4])
-  config = builders.small_config(sft__value_coef=0.5)
-  model = builders.random_model(40)
+  config = small_config(sft__value_coef=0.5)
+  model = random_model(40)
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   policy = LanguageModel('', model, tokenizer, None, jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
   trainer = sft.make_trainer(config, policy)

@@ -25,7 +25,7 @@ from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
 from ragen_jax.training.scoring import ScoringSettings
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
-from tests.support import builders
+from tests.support.configs import small_config
 
 _SCORING = {'temperature': 1.0, 'vocab_limit': 0, 'logits_chunk': 0, 'remat': False}
 _LOSS = {
@@ -121,7 +121,7 @@ def step(update: Learner, state: TrainState, batch: MiniBatch, parts: list[Micro
 
 def make_trainer(policy: LanguageModel, **fields: Any) -> tuple[Trainer, TrainState]:
   """A trainer on eight groups, and a state whose arrays are copies, as updates donate them; `policy` may be shared."""
-  config = builders.small_config(**{'train__groups': 8} | fields)
+  config = small_config(**{'train__groups': 8} | fields)
   check_config(config)
   trainer = build.make_trainer(config, policy)
   return trainer, copied(trainer.init())

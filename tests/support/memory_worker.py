@@ -20,7 +20,8 @@ from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import abstract_mini_batch
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.state import TrainState
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
 
 VOCAB, ROWS, WIDTH, REPLIES = 16384, 8, 256, 128
 
@@ -97,7 +98,7 @@ def held():
 
 def real():
   """A run's arrays and programs on a mesh of 2 x 2 x 2, and what was planned."""
-  config = builders.small_config(
+  config = small_config(
     mesh__data=2, mesh__fsdp=2, mesh__tensor=2, algorithm__kl_loss_coef=0.1, eval__groups=16, length_step=64,
     agent__max_context=128, plan__prompt_tokens=64,
   )  # fmt: skip

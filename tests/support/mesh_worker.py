@@ -15,12 +15,12 @@ import numpy as np
 from ragen_jax import build
 from ragen_jax.distributed import processes
 from ragen_jax.training.learner import SKIPPED
-from tests.support import builders
+from tests.support.configs import small_config
 
 
 def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
   """One iteration with a mesh such as '2x2x2': the tokens played, the update's numbers and the new weights."""
-  config = builders.small_config(
+  config = small_config(
     model__path=model, train__groups=8, train__group_size=2, optimizer__mini_batch_size=8,
     optimizer__micro_batch_size=8, envs__FrozenLake__max_turns=2, **json.loads(os.environ.get('CONFIG_FIELDS', '{}')),
   )  # fmt: skip

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from ragen_jax import build
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
 
 
 @pytest.fixture(scope='session')
 def policy():
-  return build.load_policy(builders.small_config())
+  return build.load_policy(small_config())
 
 
 @pytest.fixture(scope='session')

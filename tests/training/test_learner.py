@@ -12,7 +12,8 @@ from ragen_jax.training.batches import micro_batches
 from ragen_jax.training.learner import SKIPPED, Learner
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.state import TrainState
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.models import random_model
 
 
 def _batch(seed, rows=12, width=40):
@@ -31,7 +32,7 @@ def _learner(model, **fields):
 
 @pytest.mark.parametrize('size', [1, 5, 12])
 def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
-  model = builders.random_model(30)
+  model = random_model(30)
   batch, length = _batch(0)
   results = []
   # Of micro-batches of one row each width is a program of its own.
@@ -50,7 +51,7 @@ def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
 
 def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
   """PPO with dual and value clip, entropy bonus: directional derivatives by finite differences of a NumPy loss."""
-  model = builders.random_model(30)
+  model = random_model(30)
   batch, length = _batch(1)
   fields = dict(temperature=1.3, clip_ratio_low=0.2, clip_ratio_high=0.3, entropy_coef=0.05, value_coef=0.7)
   settings = learning.loss(**fields).scoring
@@ -91,7 +92,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
 
 
 def test_the_value_head_has_its_own_learning_rate_and_both_are_scaled():
-  model = builders.random_model(30)
+  model = random_model(30)
   batch, length = _batch(2)
   learner, before = _learner(model), jax.device_get(nnx.split(model)[1])
   moved = {}
@@ -115,7 +116,7 @@ def test_the_value_head_has_its_own_learning_rate_and_both_are_scaled():
   ],
 )
 def test_a_step_that_is_not_finite_leaves_weights_and_optimiser_as_they_are_to_the_last_bit(fields, options, lr):
-  model = builders.random_model(30)
+  model = random_model(30)
   batch, length = _batch(3)
   bad = batch
   for name, x in fields.items():  # in one token, so in one of three micro-batches
@@ -152,7 +153,7 @@ def test_any_loss_of_a_module_and_a_batch_can_be_learnt():
       {'worst': jnp.max(error**2)},
     )
 
-  model, rng = builders.random_model(30), np.random.default_rng(0)
+  model, rng = random_model(30), np.random.default_rng(0)
   data = {'hidden': rng.normal(size=(8, 32)).astype(np.float32), 'target': rng.normal(size=8).astype(np.float32)}
   parts = [{name: x[i : i + 4] for name, x in data.items()} for i in (0, 4)]
   learner = Learner(nnx.split(model)[0], learning.optimizer(critic_lr=0.1), loss)

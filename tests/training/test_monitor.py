@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ragen_jax import build
-from tests.support import builders
+from tests.support.configs import small_config
 
 
 def _metrics(std=0.4, entropy=0.5, norm=1.0, repeats=0.1):
@@ -34,7 +34,7 @@ def _collapse(monitor, steps=40):
 
 @pytest.mark.parametrize('action', ['warn', 'stop', 'rollback'])
 def test_a_collapse_is_answered_as_the_config_says_and_once(action):
-  monitor = build.make_monitor(builders.small_config(monitor__echo_trap=action))
+  monitor = build.make_monitor(small_config(monitor__echo_trap=action))
   step, verdict = _collapse(monitor)
   assert 12 <= step < 30 and verdict.action == action
   assert 'reward_std' in verdict.reason and 'repeats' in verdict.reason
@@ -42,7 +42,7 @@ def test_a_collapse_is_answered_as_the_config_says_and_once(action):
 
 
 def test_a_healthy_run_is_left_alone():
-  monitor = build.make_monitor(builders.small_config())
+  monitor = build.make_monitor(small_config())
   rng = np.random.default_rng(0)
   for _ in range(100):
     noisy = {name: x * rng.uniform(0.7, 1.3) for name, x in _metrics().items()}
@@ -50,7 +50,7 @@ def test_a_healthy_run_is_left_alone():
 
 
 def test_rollbacks_are_counted_and_end():
-  monitor = build.make_monitor(builders.small_config(monitor__echo_trap='rollback', monitor__max_rollbacks=1))
+  monitor = build.make_monitor(small_config(monitor__echo_trap='rollback', monitor__max_rollbacks=1))
   assert _collapse(monitor)[1].action == 'rollback'
   monitor.rolled_back()
   assert monitor.rollbacks == 1
@@ -58,20 +58,20 @@ def test_rollbacks_are_counted_and_end():
 
 
 def test_rules_that_stop():
-  monitor = build.make_monitor(builders.small_config(monitor__flat_reward_patience=3, monitor__echo_trap='warn'))
+  monitor = build.make_monitor(small_config(monitor__flat_reward_patience=3, monitor__echo_trap='warn'))
   verdicts = [monitor.after_iteration(_metrics(std=0.4 if i < 10 else 0.001), empty=False)[1] for i in range(13)]
   assert [v.action for v in verdicts] == ['go_on'] * 12 + ['stop']
   assert verdicts[-1].reason == 'reward_variance_collapse'
-  monitor = build.make_monitor(builders.small_config(monitor__empty_patience=2))
+  monitor = build.make_monitor(small_config(monitor__empty_patience=2))
   actions = [monitor.after_iteration(_metrics(), empty=True)[1].action for _ in range(2)]
   assert actions == ['go_on', 'stop']
-  monitor = build.make_monitor(builders.small_config(monitor__hopeless_patience=2))
+  monitor = build.make_monitor(small_config(monitor__hopeless_patience=2))
   assert monitor.after_evaluation({'a': 0.0, 'b': 0.5})[1].action == 'go_on'  # not in all environments
   assert [monitor.after_evaluation({'a': 0.0, 'b': 0.0})[1].action for _ in range(2)] == ['go_on', 'stop']
 
 
 def test_averages_are_logged_and_a_checkpoint_keeps_everything():
-  config = builders.small_config(monitor__ema_decay=0.5)
+  config = small_config(monitor__ema_decay=0.5)
   whole, first = build.make_monitor(config), build.make_monitor(config)
   rng = np.random.default_rng(1)
   values = [_metrics(std=s, norm=n) for s, n in rng.uniform(0.1, 1, size=(20, 2))]

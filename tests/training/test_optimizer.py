@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 
 from ragen_jax.training.optimizer import is_critic_weight, weight_decay_mask
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.models import random_model
 
 
 def test_weight_decay_spares_norms_and_biases():
-  mask = nnx.to_pure_dict(weight_decay_mask(nnx.split(builders.random_model(30))[1]))
+  mask = nnx.to_pure_dict(weight_decay_mask(nnx.split(random_model(30))[1]))
   attention = mask['policy']['layers'][0]['self_attn']
   assert attention['k_proj'] == {'kernel': True, 'bias': False}
   assert mask['policy']['embed_tokens'] and not mask['policy']['norm']['weight']
@@ -21,7 +22,7 @@ def test_weight_decay_spares_norms_and_biases():
 
 
 def test_the_critic_s_weights_and_moments_are_told_by_their_path():
-  params = nnx.split(builders.random_model(30))[1]
+  params = nnx.split(random_model(30))[1]
   state = learning.optimizer().init(params)
   own = [is_critic_weight(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
   assert own.count(True) == 2  # kernel and bias of the head

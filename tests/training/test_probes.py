@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from ragen_jax import build
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
 
 
 def _probes(policy, **fields):
   trainer, state = learning.make_trainer(policy, **fields)
-  config = builders.small_config(train__groups=8, **fields)
+  config = small_config(train__groups=8, **fields)
   return trainer, state, build.make_probes(config, trainer)
 
 

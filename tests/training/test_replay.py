@@ -12,7 +12,7 @@ import pytest
 from ragen_jax import train
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
-from tests.support import builders
+from tests.support.configs import small_config
 
 
 def test_the_buffer_gives_back_whole_groups_that_are_not_too_old(policy, played):
@@ -55,7 +55,7 @@ def test_replayed_groups_are_learnt_from_with_importance_weights_and_a_run_resum
     'replay__groups': 2, 'replay__max_age': 1, 'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0,
     'eval__every': 0, 'eval__greedy_too': False, 'optimizer__actor_lr': 3e-3, 'checkpoint__every': 2,
   }  # fmt: skip
-  config = builders.small_config(num_iterations=3, **fields)
+  config = small_config(num_iterations=3, **fields)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
   lines = read_metrics(tmp_path / 'whole')[1:]
   assert [line['rollout/replayed_groups'] for line in lines] == [0, 2, 2]
@@ -63,7 +63,7 @@ def test_replayed_groups_are_learnt_from_with_importance_weights_and_a_run_resum
   assert all(0 < line['rollout/policy_lag_mean'] < 1 for line in lines[1:])
   assert all(line['rollout/logprob_gap_max'] < 1e-3 for line in lines)  # of fresh rows
   assert {line['train/num_mini_batches'] for line in lines} == {2}
-  train.train_and_evaluate(builders.small_config(num_iterations=2, **fields), str(tmp_path / 'parts'))
+  train.train_and_evaluate(small_config(num_iterations=2, **fields), str(tmp_path / 'parts'))
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   last = [{n: x for n, x in part[-1].items() if not n.startswith(('timing_s/', 'perf/'))}
           for part in (lines, read_metrics(tmp_path / 'parts'))]  # fmt: skip

@@ -29,7 +29,7 @@ from ragen_jax.training.run_log import success_line
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import Diverged, UserError
-from tests.support import builders
+from tests.support.configs import small_config
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def _evaluation(success):
 
 @contextlib.contextmanager
 def _open(workdir, state=None, replay=None, **fields):
-  config = builders.small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
+  config = small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
   settings, monitor = build.run_settings(config), build.make_monitor(config)
   replay = replay or ReplayBuffer(ReplaySettings(groups=0, max_age=1))
   with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor) as (run, state):
@@ -271,7 +271,7 @@ def test_a_bad_rollout_is_not_used_again(tmp_path, monkeypatch, capsys):
     return found
 
   monkeypatch.setattr(Trainer, 'rollout', rollout)
-  config = builders.small_config(
+  config = small_config(
     num_iterations=3, train__online_k=3, monitor__max_bad_iterations=2, checkpoint__every=3, eval__every=0,
     eval__greedy_too=False, eval__groups=4,
   )  # fmt: skip
@@ -285,7 +285,7 @@ def test_a_bad_rollout_is_not_used_again(tmp_path, monkeypatch, capsys):
 
 
 def _run_config(action):
-  return builders.small_config(
+  return small_config(
     num_iterations=6, eval__every=2, eval__greedy_too=False, eval__groups=4, monitor__echo_trap=action,
     monitor__baseline_steps=2, monitor__patience=1, monitor__ema_decay=0.0, checkpoint__every=2,
   )  # fmt: skip

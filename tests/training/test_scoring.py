@@ -10,14 +10,15 @@ from flax import nnx
 
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.scoring import Scorer, score_tokens, value_tokens
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.models import random_model
 
 _VOCAB = 30
 
 
 def _separate() -> ActorCritic:
   """A random policy, and a critic with other random weights."""
-  policy, critic = builders.random_model(_VOCAB), builders.random_model(_VOCAB, seed=5)
+  policy, critic = random_model(_VOCAB), random_model(_VOCAB, seed=5)
   model = ActorCritic(policy.policy, critic.policy)
   model.value_head = critic.value_head
   return model
@@ -33,7 +34,7 @@ def _batch():
 @pytest.mark.parametrize('remat', [False, True])
 def test_embeddings_of_the_tokens_give_their_scores_and_gradients(separate, remat):
   """What `trunk.embed` makes may be made outside: the same numbers, and the same gradients, the embedding's too."""
-  model = _separate() if separate else builders.random_model(_VOCAB)
+  model = _separate() if separate else random_model(_VOCAB)
   graphdef, params = nnx.split(model)
   batch, settings = _batch(), learning.scoring(temperature=1.3, remat=remat)
   weights = np.random.default_rng(1).normal(size=(3, *batch.mask.shape)).astype(np.float32)
@@ -61,7 +62,7 @@ def test_embeddings_of_the_tokens_give_their_scores_and_gradients(separate, rema
 
 def test_other_embeddings_give_other_scores():
   """Columns that are no tokens: what stands in a column before a token changes it, and what comes behind does not."""
-  model, batch, settings = builders.random_model(_VOCAB), _batch(), learning.scoring()
+  model, batch, settings = random_model(_VOCAB), _batch(), learning.scoring()
   plain = score_tokens(model, batch.tokens, batch.columns, settings)[0]
   embeddings = model.policy.embed(batch.tokens).at[:, 5].add(1.0)
   changed = score_tokens(model, batch.tokens, batch.columns, settings, embeddings=embeddings)[0]

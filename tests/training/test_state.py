@@ -9,11 +9,11 @@ from flax import nnx
 
 from ragen_jax.models import lora
 from ragen_jax.training.state import TrainState, copy_of_policy
-from tests.support import builders
+from tests.support.models import random_model
 
 
 def _params(adapters: bool):
-  model = builders.random_model(30)
+  model = random_model(30)
   if adapters:
     lora.attach(model.policy, lora.LoraConfig(2, 4, lora.TARGETS), nnx.Rngs(1))
   return nnx.split(model)[1]

@@ -13,7 +13,8 @@ from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import Counts, read_metrics
 from ragen_jax.training.learner import SKIPPED
 from ragen_jax.utils.errors import UserError
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
 
 
 def test_where_nothing_is_kept_nothing_is_learnt(policy, played):
@@ -188,7 +189,7 @@ def test_an_iteration_is_its_steps(policy):
 )
 def test_options_that_do_not_go_together_are_refused(fields, message):
   with pytest.raises(UserError, match=message) as e:
-    check_config(builders.small_config(**{'train__groups': 8} | fields))
+    check_config(small_config(**{'train__groups': 8} | fields))
   assert '\n' not in str(e.value)
 
 
@@ -198,14 +199,14 @@ def test_online_k_learns_from_one_rollout_k_times_and_resumes(tmp_path):
     'train__online_k': 2, 'checkpoint__every': 2, 'eval__every': 0, 'eval__greedy_too': False,
     'algorithm__ratio_level': 'turn',
   }  # fmt: skip
-  config = builders.small_config(num_iterations=4, **fields)
+  config = small_config(num_iterations=4, **fields)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
   lines = read_metrics(tmp_path / 'whole')[1:]
   assert lines[0]['critic/score/mean'] == lines[1]['critic/score/mean'] != lines[2]['critic/score/mean']
   assert lines[0]['actor/pg_loss'] != lines[1]['actor/pg_loss']  # but from new weights
   assert 'timing_s/gen' in lines[0] and 'timing_s/gen' not in lines[1]
   assert [line['rollout/policy_lag_mean'] for line in lines] == [0, 1, 0, 1]
-  train.train_and_evaluate(builders.small_config(num_iterations=2, **fields), str(tmp_path / 'parts'))
+  train.train_and_evaluate(small_config(num_iterations=2, **fields), str(tmp_path / 'parts'))
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   again = read_metrics(tmp_path / 'parts')[1:]
   for ours, theirs in zip(again[2:], lines[2:], strict=True):

@@ -14,12 +14,12 @@ from ragen_jax.training.batches import at_columns
 from ragen_jax.training.records import Recorder
 from ragen_jax.viewer.records import episode_records, first_rows, on_timeline, token_pieces
 from ragen_jax.viewer.tensorboard import boards
-from tests.support import builders
+from tests.support.configs import small_config
 
 
 def _iteration(**fields):
   """An iteration of training up to its update: (trainer, rollout, selection, batch, episodes, records)."""
-  config = builders.small_config(
+  config = small_config(
     train__tags=('FrozenLake', 'Bandit'), train__groups=4, agent__max_response_tokens=32, logging__episodes=6, **fields
   )
   trainer = build.make_trainer(config, build.load_policy(config))

@@ -23,7 +23,7 @@ from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.training.rollout_metrics import rollout_metrics
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 BLOCKS = re.findall(
@@ -59,10 +59,10 @@ def server(games):
     thread.join()
 
 
-def small_config(server, **fields):
+def page_config(server, **fields):
   """The page's config, with as little of everything else as the other tests have."""
   config = importlib.import_module('my_games.config').get_config()
-  small = builders.small_config(agent__max_context=2048, agent__max_response_tokens=16, eval__greedy_too=False)
+  small = small_config(agent__max_context=2048, agent__max_response_tokens=16, eval__greedy_too=False)
   with small.unlocked():
     for tag in TAGS:
       small.envs[tag] = config.envs[tag]
@@ -97,7 +97,7 @@ def test_the_page_has_the_files_and_the_entries_that_its_config_has(games):
 
 
 def test_each_of_the_page_s_environments_plays_whole_episodes(server):
-  config = small_config(server)
+  config = page_config(server)
   policy = build.load_policy(config)
   specs = build.env_specs(config, TAGS, (1, 1, 1, 1))
   proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 4)
@@ -151,7 +151,7 @@ def test_training_goes_on_when_the_server_dies_in_the_middle(server, tmp_path, m
       original(self)
 
   monkeypatch.setattr(handler, 'do_POST', do_post)
-  config = small_config(
+  config = page_config(
     server,
     num_iterations=3,
     train__tags=('Elevator', 'FrozenLake'),
@@ -184,7 +184,7 @@ def test_training_goes_on_when_the_server_dies_in_the_middle(server, tmp_path, m
 
 
 def test_an_iteration_of_which_nothing_could_be_reset_changes_nothing(server):
-  config = small_config(
+  config = page_config(
     server,
     train__tags=('Elevator',),
     train__groups=2,

@@ -16,7 +16,8 @@ from ragen_jax.training.batches import mini_batches, sampled_columns
 from ragen_jax.training.estimate import TargetEstimator
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.scoring import score_tokens
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
 
 MODES = {
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
@@ -27,9 +28,7 @@ MODES = {
 
 @pytest.fixture(scope='module', params=MODES)
 def played(request):
-  config = builders.small_config(
-    train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param]
-  )
+  config = small_config(train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param])
   policy = build.load_policy(config)
   trainer = build.make_trainer(config, policy)
   state = learning.copied(trainer.init())
@@ -120,7 +119,7 @@ def test_overlong_contexts_drop_turns_and_never_outgrow_their_columns(played):
 
 def test_a_context_too_short_for_its_window_ends_or_drops(tmp_path):
   for overlong, ended in (('end', True), ('drop_oldest', False)):
-    config = builders.small_config(
+    config = small_config(
       agent__context='limited_multi_turn', agent__context_turns=5, agent__max_context=170, agent__overlong=overlong
     )
     policy = build.load_policy(config)
@@ -191,9 +190,7 @@ class KeyRecorder:
 
 def test_draws_of_different_turns_are_independent():
   """Rows begin anew at position 0; with the turn left out of the key, every turn would draw with the same luck."""
-  config = builders.small_config(
-    train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0
-  )
+  config = small_config(train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0)
   policy = build.load_policy(config)
   sampler = KeyRecorder(policy.sampler)
   trainer = build.make_trainer(config, dataclasses.replace(policy, sampler=sampler))

@@ -19,14 +19,16 @@ from ragen_jax.training import objective
 from ragen_jax.training.batches import MiniBatch
 from ragen_jax.training.optimizer import is_critic_weight
 from ragen_jax.utils.errors import UserError
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
+from tests.support.models import random_model
 
 _ROWS, _WIDTH, _VOCAB = 6, 24, 30
 
 
 def _separate() -> ActorCritic:
   """A random policy, and a critic with other random weights."""
-  policy, critic = builders.random_model(_VOCAB), builders.random_model(_VOCAB, seed=5)
+  policy, critic = random_model(_VOCAB), random_model(_VOCAB, seed=5)
   model = ActorCritic(policy.policy, critic.policy)
   model.value_head = critic.value_head
   return model
@@ -96,7 +98,7 @@ def test_an_update_is_that_of_two_models_each_with_its_own_clip():
 
 @pytest.mark.parametrize('separate', [False, True])
 def test_the_critic_can_learn_alone(separate):
-  model = _separate() if separate else builders.random_model(_VOCAB)
+  model = _separate() if separate else random_model(_VOCAB)
   before = jax.device_get(nnx.split(model)[1])
   after, state, metrics = _step(model, separate=separate, critic_only=True, entropy_coef=0.05, value_coef=0.5)
   _equal(after['policy'], before['policy'], rtol=0)
@@ -129,7 +131,7 @@ def _lake(**fields):
     'model__separate_critic': True, 'envs__FrozenLake__max_turns': 2, 'agent__max_response_tokens': 16,
     'length_step': 128, 'eval__every': 0, 'eval__greedy_too': False, 'eval__groups': 4,
   } | fields  # fmt: skip
-  return builders.small_config(**fields)
+  return small_config(**fields)
 
 
 @pytest.mark.slow
@@ -197,7 +199,7 @@ def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(t
 @pytest.mark.parametrize('separate', [False, True])
 def test_success_and_explained_variance_rise(tmp_path, separate):
   """Arms that always pay the same: a pair that the model knows, but the wrong way round, and one that it does not."""
-  config = builders.small_config(
+  config = small_config(
     model__separate_critic=separate, num_iterations=7, train__tags=('Bandit', 'BanditTest'), train__groups=16,
     train__group_size=8, envs__Bandit__high_probability=1.0, envs__BanditTest__high_probability=1.0, length_step=64,
     envs__Bandit__arms=(('Dragon', 'Phoenix'),), optimizer__mini_batch_size=32, optimizer__micro_batch_size=32,

@@ -28,7 +28,7 @@ from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training import run
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import Fault
-from tests.support import builders
+from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
 
 ROOT = ROOT
@@ -105,7 +105,7 @@ def test_the_configuration_reference_is_fresh():
   fresh = make_configuration.render()
   assert _text(ROOT / 'docs' / 'configuration.md') == fresh, 'run: python docs/make_configuration.py'
   # Every field once, and the environments' by the tags that others are derived from.
-  for field, _ in builders.leaves(CONFIG):
+  for field, _ in leaves(CONFIG):
     if not field.startswith('envs.'):
       assert fresh.count(f'| `{field}` |') == 1, field
   for tag in CONFIG.envs:
@@ -225,7 +225,7 @@ def _error(function, *arguments) -> str:
 
 def _too_long_a_prompt() -> str:
   """A first prompt that does not fit; the sampler is never asked."""
-  config = builders.small_config(train__tags=('Countdown',))
+  config = small_config(train__tags=('Countdown',))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   specs = build.env_specs(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
@@ -302,7 +302,7 @@ def _a_fault() -> str:
 
 
 def _echo_trap() -> str:
-  monitor = build.make_monitor(builders.small_config())
+  monitor = build.make_monitor(small_config())
   for step in range(60):
     sick = step >= 10
     metrics = {

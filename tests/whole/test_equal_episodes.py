@@ -23,7 +23,7 @@ from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.training.estimate import TargetEstimator
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.selection import select_rows
-from tests.support import builders
+from tests.support.configs import small_config
 from tests.support.speakers import context_settings, limits, scripted_tokens
 
 # The same five moves as turns of so many moves each.
@@ -55,13 +55,13 @@ class Purse:
 
 @pytest.fixture(scope='module')
 def policy():
-  return build.load_policy(builders.small_config())
+  return build.load_policy(small_config())
 
 
 @pytest.fixture(scope='module')
 def trained(policy):
   """The settings of a run that drops groups without differences."""
-  config = builders.small_config(algorithm__adv_estimator='grpo', filter__include_zero=False)
+  config = small_config(algorithm__adv_estimator='grpo', filter__include_zero=False)
   return build.trainer_settings(config, policy, ACTIONS)
 
 

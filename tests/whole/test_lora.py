@@ -29,7 +29,9 @@ from ragen_jax.training.batches import MiniBatch, micro_batches
 from ragen_jax.training.learner import Learner
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
-from tests.support import builders, learning
+from tests.support import learning
+from tests.support.configs import small_config
+from tests.support.models import random_model
 from tests.support.paths import ROOT
 
 
@@ -37,7 +39,7 @@ def _model(vocab: int = 30):
   """A random model with adapters that are not zero, made without compiling anything."""
 
   def make():
-    model = builders.random_model(vocab)
+    model = random_model(vocab)
     lora.attach(model.policy, lora.LoraConfig(2, 4, lora.TARGETS), nnx.Rngs(1))
     return model
 
@@ -102,7 +104,7 @@ _BANDIT = dict(
 @pytest.mark.slow
 def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_as_it_was(tmp_path, monkeypatch):
   """From one pull in seven at the wrong arm to hardly any; the KL's reference shares the base."""
-  config = builders.small_config(
+  config = small_config(
     **_BANDIT, num_iterations=10, train__groups=32, train__group_size=8, eval__groups=256, eval__group_size=4,
     length_step=64, eval__temperature=1.0, optimizer__mini_batch_size=64, optimizer__micro_batch_size=64,
     algorithm__kl_loss_coef=1e-3, checkpoint__every=3,
@@ -170,7 +172,7 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
 
   monkeypatch.setattr(sft, 'Progress', Recorder)
   # Names that the built-in model has never seen.
-  config = builders.small_config(
+  config = small_config(
     sft__tags=('BanditTest',), sft__levels=(128,), sft__steps=20, sft__batch_size=16, sft__learning_rate=5e-3,
     sft__output=str(tmp_path / 'adapter'), sft__value_coef=0.1, eval__tags=('BanditTest',), eval__greedy_too=False,
     length_step=256, lora__rank=8, export__lora='adapter',
@@ -192,7 +194,7 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
   config.export.lora = 'merged'
   settings = build.export_settings(config, policy)
   write_policy(str(tmp_path / 'merged'), policy.model, settings, with_value_head=True)
-  qwen, merged = policy.model.policy, builders.small_config(model__path=str(tmp_path / 'merged'))
+  qwen, merged = policy.model.policy, small_config(model__path=str(tmp_path / 'merged'))
   plain = build.load_policy(merged).model.policy
   tokens = jnp.asarray([policy.tokenizer.encode('<think>I am at (1, 2)</think><answer>Trader</answer>')])
   np.testing.assert_allclose(
@@ -266,12 +268,12 @@ def test_a_mesh_changes_nothing_with_adapters():
 )
 def test_adapters_that_cannot_be_are_refused_in_one_line(fields, message):
   with pytest.raises(UserError, match=message) as e:
-    check_config(builders.small_config(**fields))
+    check_config(small_config(**fields))
   assert '\n' not in str(e.value)
 
 
 def test_adapters_of_another_shape_and_fresh_models_are_refused(tmp_path):
-  config = builders.small_config(lora__rank=4, lora__targets='q_proj')
+  config = small_config(lora__rank=4, lora__targets='q_proj')
   policy, adapters = build.load_policy(config), build.lora_config(config)
   qwen, source = policy.model.policy, policy.directory
   adapter_files.save(str(tmp_path), qwen, adapters, 'float32', base='x', tokenizer_dir=source)
@@ -286,7 +288,7 @@ def test_adapters_of_another_shape_and_fresh_models_are_refused(tmp_path):
     ({'export__lora': 'adapter'}, r"export\.lora='adapter': 'adapter' needs lora\.rank above 0"),
   ):
     with pytest.raises(UserError, match=message):
-      check_sft(builders.small_config(**fields))
+      check_sft(small_config(**fields))
 
 
 def test_the_variant_is_ragens_preset():

@@ -25,7 +25,9 @@ from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import MiniBatch
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.trainer import Trainer
-from tests.support import builders, learning, memory_worker
+from tests.support import learning, memory_worker
+from tests.support.configs import small_config
+from tests.support.models import random_model
 from tests.support.paths import ROOT
 
 # Of the programs that memory_worker.py compiles: float32 logits of all sampled tokens, four times those of the larger
@@ -90,7 +92,7 @@ def test_the_plan_is_what_a_mesh_of_eight_really_holds(compiled):
 
 def _config(**fields):
   small = dict(train__group_size=2, eval__groups=8, length_step=64, agent__max_context=128, plan__prompt_tokens=64)
-  return builders.small_config(**small | {'model__dtype': 'float32'} | fields)
+  return small_config(**small | {'model__dtype': 'float32'} | fields)
 
 
 def test_the_plan_is_what_one_device_really_holds():
@@ -173,7 +175,7 @@ def _learner(made, **loss):
 
 
 def test_the_update_reuses_what_it_is_given():
-  made = builders.random_model(40)
+  made = random_model(40)
   learner, batch = _learner(made), _random_batch()
   batch = batch.replace(weights=batch.mask / batch.mask.sum(), value_weights=batch.mask / batch.mask.sum())
   state = learning.state_of(learner, nnx.split(made)[1])
@@ -191,7 +193,7 @@ def test_the_update_reuses_what_it_is_given():
 
 
 def test_the_sampler_reuses_its_cache():
-  made = builders.random_model(40)
+  made = random_model(40)
   sampler, params = Sampler(made, stop_ids=(7,)), nnx.split(made)[1]
   state = sampler.init(4, 32)
   cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
@@ -221,7 +223,7 @@ def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
 
 
 def test_weights_are_float32_activations_bfloat16_and_logits_float32():
-  cfg = builders.random_model(40).policy.cfg
+  cfg = random_model(40).policy.cfg
   made = ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
   tokens = jnp.zeros((2, 8), jnp.int32)
   hidden, _ = made.policy(made.policy.embed(tokens))
@@ -237,7 +239,7 @@ def test_weights_are_float32_activations_bfloat16_and_logits_float32():
 
 def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_without_remat():
   """What a vector-Jacobian product closes over is what lives between the passes."""
-  cfg = dataclasses.replace(builders.random_model(40).policy.cfg, hidden_size=512, intermediate_size=768)
+  cfg = dataclasses.replace(random_model(40).policy.cfg, hidden_size=512, intermediate_size=768)
   made = nnx.eval_shape(lambda: ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
   graphdef, params = nnx.split(made)
   tokens, columns = jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 4), jnp.int32)
@@ -259,7 +261,7 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
 
 def test_micro_batches_and_chunks_change_no_step():
   """Two rows at a time in chunks of 5 columns: the weights and metrics of eight rows at once."""
-  batch, made = _random_batch(), builders.random_model(40)
+  batch, made = _random_batch(), random_model(40)
   learners = [(8, _learner(made)), (2, _learner(made, logits_chunk=10))]
   norms = set()
   for mode in losses.AGGREGATIONS:

@@ -26,7 +26,8 @@ from ragen_jax.models.checkpoint.load import load_params, load_value_head
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
-from tests.support import builders, mesh_worker
+from tests.support import mesh_worker
+from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 
@@ -151,4 +152,4 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_rea
   with pytest.raises(
     UserError, match=r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
   ):
-    checks.check_config(builders.small_config(mesh__tensor=4))
+    checks.check_config(small_config(mesh__tensor=4))

@@ -16,7 +16,8 @@ from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.run_log import mean_success
 from ragen_jax.utils.errors import UserError
-from tests.support import builders
+from tests.support.configs import small_config
+from tests.support.models import random_policy
 
 TRAIN = ('SimpleSokoban', 'BanditPairs', 'FrozenLake')
 # Trained on none of them but one.
@@ -30,7 +31,7 @@ SYMBOLS = {
 
 
 def mixed_config(**fields):
-  return builders.small_config(
+  return small_config(
     **{
       'train__tags': TRAIN, 'train__tag_groups': (1, 3, 2), 'train__groups': 6, 'train__group_size': 2,
       'eval__tags': EVAL, 'eval__tag_groups': (2, 5, 1, 4), 'eval__groups': 12, 'eval__greedy_too': False,
@@ -45,7 +46,7 @@ def mixed_config(**fields):
 def policy(tmp_path_factory):
   """Random weights; its tokenizer knows the words of some games and spells out the others."""
   config = mixed_config(train__tags=('FrozenLake', 'Bandit'), train__tag_groups=())
-  return builders.random_policy(config, tmp_path_factory.mktemp('policy'))
+  return random_policy(config, tmp_path_factory.mktemp('policy'))
 
 
 def alone(config, tag, groups, group_size, first_seed):

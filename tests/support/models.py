@@ -1,4 +1,4 @@
-"""Small models that several tests build runs from, and the configs of configs.py by their old place."""
+"""Small random models and policies."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft import tiny_tokenizer
-from tests.support.configs import leaves, small_config
-
-__all__ = ['leaves', 'random_model', 'random_policy', 'small_config']
 
 
 def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2) -> ActorCritic:
