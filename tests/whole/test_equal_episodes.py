@@ -24,6 +24,7 @@ from ragen_jax.training.estimate import TargetEstimator
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.selection import select_rows
 from tests.support.configs import small_config
+from tests.support.estimators import estimating
 from tests.support.speakers import context_settings, limits, scripted_tokens
 
 # The same five moves as turns of so many moves each.
@@ -114,7 +115,7 @@ def _advantages(trained, rollout, name, **changes):
   # At a discount of 1 the return of a step does not depend on the number of turns behind it.
   fields = {'adv_estimator': name, 'needs_critic': False, 'step_gamma': 1.0, 'step_std': True} | changes
   state = types.SimpleNamespace(params=None, reference=None)  # no model is asked: the sampler's log-probs are taken
-  return TargetEstimator(dataclasses.replace(trained.estimate, **fields), None)(state, selection)[0]
+  return TargetEstimator(estimating(trained.estimate, **fields), None)(state, selection)[0]
 
 
 def _assert_alike(trained, rollout, names, **changes):
