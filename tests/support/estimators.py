@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from ragen_jax.algorithms.advantages import AdvantageSettings
+from ragen_jax.training.estimate import EstimateSettings
 
 # Of `filters.select_groups`: everything is kept.
 FILTER = {'strategy': 'top_p', 'value': 1.0, 'kind': 'largest', 'include_zero': True, 'top_p_mode': 'linear'}
@@ -22,3 +24,10 @@ _SETTINGS = {
 def advantage_settings(adv_estimator: str, **fields: Any) -> AdvantageSettings:
   """An estimator with its usual options; `fields` differ."""
   return AdvantageSettings(adv_estimator=adv_estimator, **_SETTINGS | fields)
+
+
+def estimating(settings: EstimateSettings, **fields: Any) -> EstimateSettings:
+  """The settings with other values of some fields, which may be those of its `AdvantageSettings`."""
+  own = {name: x for name, x in fields.items() if hasattr(settings.advantages, name)}
+  advantages = dataclasses.replace(settings.advantages, **own)
+  return dataclasses.replace(settings, advantages=advantages, **{n: x for n, x in fields.items() if n not in own})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import numpy as np
@@ -17,6 +16,7 @@ from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning
 from tests.support.configs import small_config
+from tests.support.estimators import estimating
 
 MODES = {
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
@@ -127,15 +127,9 @@ def test_a_context_too_short_for_its_window_ends_or_drops(tmp_path):
     assert (rollout.trajectory.status == Status.OUT_OF_CONTEXT).any() == ended
 
 
-def _estimating(trainer, **fields):
-  """The trainer's settings of the estimation, with other fields of its `AdvantageSettings`."""
-  settings = trainer.settings.estimate
-  return dataclasses.replace(settings, advantages=dataclasses.replace(settings.advantages, **fields))
-
-
 def test_an_episode_has_one_advantage_whatever_its_number_of_rows(played):
   _, trainer, state, rollout = played
-  settings = _estimating(trainer, adv_estimator='grpo')
+  settings = estimating(trainer.settings.estimate, adv_estimator='grpo')
   batch, _ = TargetEstimator(settings, trainer.scorer)(state, trainer.select(rollout))
   t = rollout.trajectory
   scores, group = np.asarray([e.score for e in rollout.episodes]), np.asarray([e.group for e in rollout.episodes])
@@ -148,7 +142,7 @@ def test_an_episode_has_one_advantage_whatever_its_number_of_rows(played):
 def test_gae_runs_through_the_rows_of_an_episode(played):
   """With lambda = gamma = 1 an advantage is all that the episode still brings, in later rows too, less the value."""
   _, trainer, state, rollout = played
-  settings = _estimating(trainer, whiten_advantages=False)
+  settings = estimating(trainer.settings.estimate, whiten_advantages=False)
   batch, _ = TargetEstimator(settings, trainer.scorer)(state, trainer.select(rollout))
   t = rollout.trajectory
   for row in _rows(t):
