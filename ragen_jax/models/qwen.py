@@ -207,7 +207,7 @@ class Attention(nnx.Module):
       cache = LayerCache(k=k, v=v)
     if mask is None:
       return self.o_proj(causal(q, k, v, segments, self.attention)), cache
-    return self.o_proj(attend(q, k, v, mask, self.attention.shards)), cache
+    return self.o_proj(attend(q, k, v, mask, self.attention)), cache
 
 
 class MLP(nnx.Module):
