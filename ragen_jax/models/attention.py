@@ -18,12 +18,11 @@ _MASKED = -1e30
 _MAX_SCORES = 2**28
 _BLOCK_SCORES = 2**27
 _MIN_BLOCK = 32
-# Accelerators compute in tiles; a block that is not a multiple of this many queries is padded to one.
-_TILE = 128
+# Accelerators compute in tiles and pad other blocks: queries of a whole tile, and of the smallest part of one.
+_TILE, _PART = 128, 8
 
 # Queries per block in `attend_causal_by_row`.
 _ROW_BLOCK = 64
-
 
 # The implementations of `causal`.
 IMPLEMENTATIONS = ('einsum', 'blocks', 'splash', 'cudnn', 'pallas')
@@ -75,7 +74,7 @@ def causal(
     mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
     if segments is not None:
       mask = mask & (segments[:, None, :] == segments[:, :, None])
-    return attend(q, k, v, mask, shards=settings.shards)
+    return attend(q, k, v, mask, settings=settings)
   attend_rows = _implementation(settings)
   if settings.mesh is None:
     return attend_rows(q, k, v, segments)
@@ -100,9 +99,15 @@ Columns = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attend(
-  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None = None, *, shards: int = 1
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  mask: jax.Array,
+  kept: Columns | None = None,
+  *,
+  settings: AttentionSettings = EINSUM,
 ) -> jax.Array:
-  """Grouped-query attention. The softmax is normalised after the product with v, which needs fewer divisions.
+  """Grouped-query attention to the columns of a mask, such as those of a cache.
 
   With many scores, blocks of queries run one after the other and are recomputed in the backward pass, so memory holds
   the scores of one block instead of [B, N, T, S].
@@ -115,37 +120,58 @@ def attend(
       of v.
     kept: more columns under the same softmax, in arrays of their own; their mask is the same for all queries. A cache
       that is only read stays where it is, with no copy beside the new columns.
-    shards: number of devices that rows and heads are divided over, each of which holds its part of the scores.
+    settings: of the model. With 'splash', which takes no such mask, JAX's `dot_product_attention` attends to prompts.
 
   Returns:
     [B, T, N, H].
   """
   b, t, n, h = q.shape
-  per_query = -(-b * n * (k.shape[1] + (kept[0].shape[1] if kept else 0)) // shards)
+  attend_all = _attend
+  if settings.implementation == 'splash' and t > 1:
+    attend_all, (k, v, mask), kept = _attend_on_tpu, _joined(k, v, mask, kept), None
+  per_query = -(-b * n * (k.shape[1] + (kept[0].shape[1] if kept else 0)) // settings.shards)
   if t * per_query <= _MAX_SCORES:
-    return _attend(q, k, v, mask, kept)
-  block = _query_block(t, per_query)
+    return attend_all(q, k, v, mask, kept)
+  block = min(_query_block(per_query, settings), t)
   pad = -t % block
   blocks = (
     jnp.moveaxis(jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(b, -1, block, n, h), 1, 0),
     jnp.moveaxis(jnp.pad(mask, ((0, 0), (0, pad), (0, 0))).reshape(mask.shape[0], -1, block, mask.shape[2]), 1, 0),
   )
-  one = jax.checkpoint(lambda xs: _attend(xs[0], k, v, xs[1], kept))
+  one = jax.checkpoint(lambda xs: attend_all(xs[0], k, v, xs[1], kept))
   out = jax.lax.map(one, blocks)  # [T/block, B, block, N, H]
   return jnp.moveaxis(out, 0, 1).reshape(b, -1, n, h)[:, :t]
 
 
-def _query_block(queries: int, per_query: int) -> int:
-  """Queries per block: whole tiles while a block's scores stay below `_MAX_SCORES`, else about `_BLOCK_SCORES`."""
+def _query_block(per_query: int, settings: AttentionSettings) -> int:
+  """Queries per block, from the scores per query of a device: about `_BLOCK_SCORES` scores, in tiles if possible."""
   block = _BLOCK_SCORES // per_query
-  if block >= _TILE:
-    block -= block % _TILE
-  elif _TILE * per_query <= _MAX_SCORES:
-    block = _TILE
-  return min(max(block, _MIN_BLOCK), queries)
+  if settings.implementation in ('einsum', 'blocks'):
+    return max(block, _MIN_BLOCK)
+  if block < _TILE:
+    return _TILE if _TILE * per_query <= _MAX_SCORES else max(block - block % _PART, _PART)
+  return block - block % _TILE
+
+
+def _attend_on_tpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: None) -> jax.Array:
+  """As `_attend`. The compiler of TPUs estimates half of its time for a prompt, and for one query with wide heads."""
+  assert kept is None
+  return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation='xla')
+
+
+def _joined(k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None) -> Columns:
+  """The columns of the cache and the new ones in one array each; a prompt reads them more than once."""
+  if kept is None:
+    return k, v, mask
+  seen = jnp.broadcast_to(kept[2], (kept[2].shape[0], mask.shape[1], kept[2].shape[2]))
+  mask = jnp.broadcast_to(mask, (len(seen), *mask.shape[1:]))
+  return *(jnp.concatenate(parts, axis=1) for parts in ((kept[0], k), (kept[1], v))), jnp.concatenate(
+    [seen, mask], axis=2
+  )
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns | None) -> jax.Array:
+  """All scores at once. The softmax is normalised after the product with v, which needs fewer divisions."""
   b, t, n, h = q.shape
   parts = [(k, v, mask)] if kept is None else [kept, (k, v, mask)]
   kv = k.shape[2]

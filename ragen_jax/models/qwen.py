@@ -225,10 +225,10 @@ class Attention(nnx.Module):
         v=jax.lax.dynamic_update_slice_in_dim(window.v, v.astype(window.v.dtype), column, axis=1),
       )
       kept = None if cache is None else (cache.k, cache.v, mask.kept)
-      return self.o_proj(attend(q, window.k, window.v, mask.new, kept, shards=self.attention.shards)), window
+      return self.o_proj(attend(q, window.k, window.v, mask.new, kept, settings=self.attention)), window
     if mask is None:
       return self.o_proj(causal(q, k, v, segments, self.attention)), None
-    return self.o_proj(attend(q, k, v, mask, shards=self.attention.shards)), None
+    return self.o_proj(attend(q, k, v, mask, settings=self.attention)), None
 
 
 class MLP(nnx.Module):

@@ -1,14 +1,19 @@
-"""The two ways to run attention against each other and against a softmax in NumPy."""
+"""Attention to the columns of a mask and attention row by row, against each other and a softmax in NumPy."""
 
 from __future__ import annotations
+
+import functools
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
 
+from ragen_jax.distributed.mesh import AXES
 from ragen_jax.models import attention
-from ragen_jax.models.attention import attend, attend_causal_by_row
+from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_causal_by_row
 
 
 def _random(columns: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -17,11 +22,12 @@ def _random(columns: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   return tuple(jnp.asarray(rng.normal(size=(2, columns, heads, 8)), jnp.float32) for heads in (4, 2, 2))
 
 
-def test_attention_is_a_softmax_over_the_columns_of_the_mask():
+@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('splash', None)])
+def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
   q, k, v = _random(9, seed=0)
   mask = np.random.default_rng(1).random((2, 9, 9)) < 0.6
   mask |= np.eye(9, dtype=bool)
-  out = attend(q, k, v, jnp.asarray(mask))
+  out = attend(q, k, v, jnp.asarray(mask), settings=settings)
   chex.assert_shape(out, (2, 9, 4, 8))
   for b in range(2):
     for head in range(4):
@@ -31,13 +37,15 @@ def test_attention_is_a_softmax_over_the_columns_of_the_mask():
       np.testing.assert_allclose(out[b, :, head], weights @ np.asarray(v[b, :, head // 2]), rtol=0, atol=1e-5)
 
 
-def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch):
+@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('splash', None)])
+def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch, settings):
   """8 queries per block: four whole blocks and a part of one."""
   q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
   mask = jnp.tril(jnp.ones((37, 37), bool))[None] & (jax.random.uniform(jax.random.key(3), (2, 1, 37)) < 0.8)
 
   def both(q, k, v):
-    return attend(q, k, v, mask), jax.grad(lambda *x: jnp.sum(attend(*x, mask) ** 2), argnums=(0, 1, 2))(q, k, v)
+    run = functools.partial(attend, mask=mask, settings=settings)
+    return run(q, k, v), jax.grad(lambda *x: jnp.sum(run(*x) ** 2), argnums=(0, 1, 2))(q, k, v)
 
   whole = both(q, k, v)
   monkeypatch.setattr(attention, '_MAX_SCORES', 0)
@@ -51,3 +59,43 @@ def test_attention_row_by_row_is_attention():
   q, k, v = _random(150, seed=7)
   mask = jnp.tril(jnp.ones((150, 150), bool))[None]
   np.testing.assert_allclose(jax.jit(attend_causal_by_row)(q, k, v), jax.jit(attend)(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('implementation', 'rows', 'devices', 'block'),
+  [
+    ('cudnn', 16, 1, 256),  # all at once
+    ('cudnn', 128, 1, 128),  # a whole tile
+    ('cudnn', 300, 1, 40),  # a part of one
+    ('cudnn', 300, 4, 256),  # divided over devices
+    ('cudnn', 4096, 1, 8),
+    ('einsum', 128, 1, 97),  # processors have no tiles
+    ('blocks', 4096, 1, 32),
+  ],
+)
+def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows, devices, block):
+  """Prompts of 256 columns over a cache of 768."""
+  blocks = []
+  real = attention._attend
+  monkeypatch.setattr(attention, '_attend', lambda q, *rest: blocks.append(q.shape[1]) or real(q, *rest))
+  mesh = AbstractMesh((devices, 1, 1), AXES) if devices > 1 else None
+  shapes = [jax.ShapeDtypeStruct((rows, t, n, 64), jnp.bfloat16) for t, n in ((256, 14), (768, 2), (768, 2))]
+  mask = jax.ShapeDtypeStruct((rows, 256, 768), bool)
+  out = jax.eval_shape(lambda *x: attend(*x, settings=AttentionSettings(implementation, mesh)), *shapes, mask)
+  assert out.shape == (rows, 256, 14, 64) and set(blocks) == {block}
+
+
+@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('splash', None)])
+@pytest.mark.parametrize('queries', [1, 5])
+def test_columns_in_two_arrays_are_columns_in_one(settings, queries):
+  """A cache of 9 columns, of which each row has some, and new columns: against one array of all of them."""
+  rng = np.random.default_rng(4)
+  q, *new = (jnp.asarray(rng.normal(size=(3, queries, n, 8)), jnp.float32) for n in (4, 2, 2))
+  k, v = (jnp.asarray(rng.normal(size=(3, 9, 2, 8)), jnp.float32) for _ in range(2))
+  seen = jnp.arange(9)[None, None] < jnp.asarray([4, 0, 9])[:, None, None]
+  causal = jnp.tril(jnp.ones((queries, queries), bool))[None]
+  got = attend(q, *new, causal, (k, v, seen), settings=settings)
+  every = [jnp.concatenate(parts, axis=1) for parts in ((k, new[0]), (v, new[1]))]
+  whole = [jnp.broadcast_to(seen, (3, queries, 9)), jnp.broadcast_to(causal, (3, queries, queries))]
+  expected = attend(q, *every, jnp.concatenate(whole, axis=2))
+  np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)

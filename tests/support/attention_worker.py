@@ -3,8 +3,8 @@
 python -m tests.support.attention_worker mesh
 python -m tests.support.attention_worker tpu COLUMNS HEADS,KV_HEADS,HEAD_WIDTH MESH
 
-`mesh` compares all implementations on 8 devices with one device. `tpu` compiles attention and its gradient for one row
-per part of the rows, for TPUs that need not be there, with libtpu.
+`mesh` compares all implementations on 8 devices with one device, alone and in a model. `tpu` compiles attention and its
+gradient for one row per part of the rows, for TPUs that need not be there, with libtpu.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed.mesh import AXES, make_mesh
-from ragen_jax.distributed.sharding import ROW_AXES, row_sharding, row_shards
+from ragen_jax.distributed.sharding import ROW_AXES, row_sharding, row_shards, tree_shardings
 from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
+from ragen_jax.models.qwen import Qwen, QwenConfig
 
 _COLLECTIVE = re.compile(r' (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(')
 
@@ -38,8 +40,33 @@ def program(settings, heads):
   return jax.jit(both, out_shardings=heads)
 
 
+def gradient_of_model(settings, mesh=None):
+  """Gradient of a layer's output by its weights, which are divided as in a run."""
+  cfg = QwenConfig(
+    architecture='qwen3', vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=8,
+    num_kv_heads=2, head_dim=16,
+  )  # fmt: skip
+  model = Qwen(cfg, attention=settings, rngs=nnx.Rngs(0))
+  tokens = np.random.default_rng(1).integers(0, 64, (4, 140))
+  if mesh is not None:
+    model.activation_sharding = row_sharding(mesh)
+    tokens = jax.device_put(tokens, row_sharding(mesh))
+  graphdef, params = nnx.split(model)
+  if mesh is not None:
+    params = jax.device_put(params, tree_shardings(params, mesh))
+
+  @jax.jit
+  @jax.grad
+  def gradient(params, tokens):
+    model = nnx.merge(graphdef, params)
+    return jnp.mean(jnp.sin(model(model.embed(tokens), remat=True)[0]))
+
+  return [np.asarray(x) for x in jax.tree.leaves(gradient(params, tokens))]
+
+
 def on_mesh():
   mesh = make_mesh(2, 2, 2)
+  of_model = gradient_of_model(EINSUM)
   heads = NamedSharding(mesh, PartitionSpec(ROW_AXES, None, 'tensor'))
   rng = np.random.default_rng(0)
   q, k, v = (rng.normal(size=(4, 140, n, 64)).astype(np.float32) for n in (8, 2, 2))
@@ -47,12 +74,15 @@ def on_mesh():
   want = [np.asarray(x) for x in program(EINSUM, None)(q, k, v, segments)]
   found = {}
   for name in ('einsum', 'blocks', 'splash', 'pallas'):
-    run = program(AttentionSettings(name, mesh, interpret=True), heads)
+    settings = AttentionSettings(name, mesh, interpret=True)
+    run = program(settings, heads)
     placed = [*jax.device_put((q, k, v), heads), jax.device_put(segments, row_sharding(mesh))]
     outs = run(*placed)
     differences = [np.abs(np.asarray(x) - y).max() / np.abs(y).max() for x, y in zip(outs, want, strict=True)]
+    in_model = zip(gradient_of_model(settings, mesh), of_model, strict=True)
     found[name] = {
       'difference': float(max(differences)),
+      'difference_in_model': float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in in_model)),
       'parts': [len({str(s.index) for s in x.addressable_shards}) for x in outs],
       'collectives': len(_COLLECTIVE.findall(run.lower(*placed).compile().as_text())),
     }
