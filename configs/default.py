@@ -464,6 +464,8 @@ def _real_model(config: ConfigDict) -> None:
   config.model.logits_chunk = 2048
   config.train.groups = 8
   config.train.group_size = 16
+  config.eval.group_size = 1
+  config.eval.greedy_too = False
   config.agent.max_response_tokens = 400
   config.agent.max_context = 3600
   config.agent.schedule = 'continuous'
