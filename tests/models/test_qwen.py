@@ -302,7 +302,7 @@ def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, 
 @functools.cache
 def gradient_of_scores(architecture: str, *, scan: bool, remat: bool, packed: bool, by_row: bool, adapters: bool):
   """Loss and gradients of three layers, of packed rows or not; of the adapters alone with LoRA."""
-  model = fresh(architecture, num_layers=3, attend_by_row=by_row)
+  model = fresh(architecture, num_layers=3, attention=BLOCKS if by_row else EINSUM)
   if adapters:
     lora.attach(model, lora.LoraConfig(3, 5, ('q_proj', 'o_proj', 'down_proj')), nnx.Rngs(1))
     for adapter in lora.adapters(model).values():  # B is 0 at first, and A has no gradient then

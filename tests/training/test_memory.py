@@ -42,7 +42,7 @@ def _model(*, adapters: bool = False, separate: bool = False, **shape) -> Langua
     rngs = nnx.Rngs(0)
     policy = Qwen(QwenConfig(**_SHAPE | shape), rngs=rngs)
     if adapters:
-      lora.attach(policy, lora.LoraConfig(4, 4), rngs)
+      lora.attach(policy, lora.LoraConfig(4, 4, lora.TARGETS), rngs)
     return ActorCritic(policy, Qwen(policy.cfg, rngs=rngs) if separate else None)
 
   return LanguageModel('', nnx.eval_shape(make), None, None, make_mesh(1, 1, 1))

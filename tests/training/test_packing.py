@@ -268,8 +268,9 @@ def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
   for name, x in {**estimates, **metrics}.items():
     if isinstance(x, float):
       y = {**packed_estimates, **packed_metrics}[name]
-      # A share counts tokens, of which a few are within rounding of a bound.
-      np.testing.assert_allclose(y, x, rtol=2e-2, atol=2e-3 if 'clipfrac' in name else 2e-4, err_msg=name)
+      # A share counts tokens, of which one or two are within rounding of a bound.
+      few = 2 / alone.mask.sum()
+      np.testing.assert_allclose(y, x, rtol=2e-2, atol=few if 'clipfrac' in name else 2e-4, err_msg=name)
   for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(packed_weights), strict=True):
     # A step of Adam is the gradient's sign at first; what is only rounding may fall to either side.
     assert np.quantile(np.abs(a - b), 0.95) < 1e-4

@@ -21,10 +21,10 @@ class NoisySampler(ScriptedSampler):
   values = True
 
   def decode(self, *arguments, **options):
-    state, reply = super().decode(*arguments, **options)
+    state, reply, goes_on = super().decode(*arguments, **options)
     rng = np.random.default_rng(self._turn)
     logprobs, values = jnp.asarray(rng.normal(size=(2, *reply.tokens.shape)), jnp.float32)
-    return state, dataclasses.replace(reply, logprobs=-jnp.abs(logprobs), values=values)
+    return state, dataclasses.replace(reply, logprobs=-jnp.abs(logprobs), values=values), goes_on
 
 
 @pytest.fixture(scope='module')

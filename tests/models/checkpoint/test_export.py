@@ -72,7 +72,7 @@ def test_the_step_is_the_latest_the_best_or_the_one_that_is_named(tmp_path):
 
 
 def test_a_run_without_the_checkpoint_that_is_asked_for(tmp_path):
-  with Checkpointer(tmp_path / 'a', save_best='score') as checkpointer:
+  with Checkpointer(tmp_path / 'a', keep=2, save_best='score') as checkpointer:
     with pytest.raises(UserError, match=rf'^there is no checkpoint in {tmp_path}/a/checkpoints$'):
       choose_step(checkpointer, 'latest')
     checkpointer.save(1, {'x': jnp.ones(2)})
@@ -91,7 +91,7 @@ def test_restored_weights_take_the_place_of_those_that_were_loaded(tmp_path, ada
       expected[step] = jax.device_get(lora.join(trained, frozen))
   for step in (1, 2):
     fresh = _model(adapters)
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
       params = restore_params(checkpointer, fresh, make_mesh(-1, 1, 1), step)
     assert all(x.is_deleted() for x in jax.tree.leaves(lora.partition(_params(fresh))[0]))
     _equal(params, expected[step])
