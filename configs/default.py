@@ -157,15 +157,15 @@ def get_config(model: str = '') -> ConfigDict:
   config.agent.max_context = 512
   # Added to the reward of a turn whose reply has the wrong format or an unknown action; 0 or negative.
   config.agent.format_penalty = -0.1
-  # Remove finished episodes from the batch as soon as half of the episodes on every device have finished.
+  # Halve the batch on the devices as soon as half of its rows on every device are free and no episode waits.
   config.agent.drop_finished = True
-  # When episodes are fed and sampled: 'lockstep', all take their next turn together; 'continuous', each takes it as
-  # soon as its reply is complete. Replies are the same up to rounding.
+  # When episodes get their next prompts: 'lockstep', all on the devices together, after the longest reply;
+  # 'continuous', each as soon as its reply is complete. The sampled tokens are the same; log-probs differ by rounding.
   config.agent.schedule = 'lockstep'
-  # Tokens of each reply that are sampled before complete replies are looked for.
+  # Maximum tokens of each reply that the devices sample before the host looks for complete replies.
   config.agent.decode_chunk = 32
-  # Most episodes that are on the devices at a time, while the others wait: a multiple of the mesh's row shards, or 0
-  # for as many as the memory of the devices holds.
+  # Maximum number of episodes on the devices at a time; the others wait. A multiple of the mesh's row shards, or 0: as
+  # many as fit in the memory of the devices.
   config.agent.rows_in_flight = 0
 
   # -- The update. ----------------------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def get_config(model: str = '') -> ConfigDict:
 
 
 def _real_model(config: ConfigDict) -> None:
-  """Settings for pretrained models: the paper's batch, lengths and learning rates."""
+  """Settings for pretrained models: the paper's batch, lengths, learning rates and evaluation; packed updates."""
   config.num_iterations = 200
   config.model.remat = True
   config.model.logits_chunk = 2048

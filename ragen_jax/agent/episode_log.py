@@ -72,7 +72,7 @@ class EpisodeLog:
 
   @property
   def turn(self) -> int:
-    """Index of the current turn of an episode that has replied every time, as all live ones of a lockstep speaker."""
+    """Index of the current turn, if all running episodes have had the same number of turns, as with text speakers."""
     return max(len(episode.turns) for episode in self.episodes)
 
   def past(self, row: int) -> list[Turn]:

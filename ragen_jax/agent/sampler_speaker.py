@@ -1,4 +1,4 @@
-"""The policy as a speaker: feeds prompts to rows of the device and samples their replies, in lockstep or not."""
+"""The policy as a speaker: gives episodes rows of the device (slots), feeds prompts and samples replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FedRows:
     rows: i32[b], the episode of each row of `tokens`; -1 if none.
     tokens: i32[b, O], the prompts, padded.
     count: i32[b], number of prompt tokens; 0 for rows without a prompt.
-    slots: i32[B'], the episode of each row of the device; -1 if none.
+    slots: i32[B'], the episode of each slot; -1 if it is free.
     keys: [B'], PRNG keys of the draws.
   """
 
@@ -77,8 +77,8 @@ class SamplerSpeaker:
     self._observer = observer
     self._state: SamplerState | None = None
     self._size = 0  # columns of the cache
-    self._slots = np.zeros((0,), np.int32)  # the episode of each row of the device, -1 if none, shard by shard
-    self._open: dict[int, list[int]] = {}  # sampled so far, for the rows whose reply is not complete
+    self._slots = np.zeros((0,), np.int32)  # the episode of each slot, -1 if free, shard by shard
+    self._open: dict[int, list[int]] = {}  # sampled ids of the open replies, by episode
     self._began = np.zeros((0,), np.uint32)  # the turn that each episode's present token row began with
     self.row_steps = self.tokens = 0
 

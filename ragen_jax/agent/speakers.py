@@ -28,14 +28,14 @@ class Speaker(Protocol):
   writes_tokens: ClassVar[bool]
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """The replies of the current turn.
+    """The replies that are complete; the caller records them and calls again.
 
     Args:
       log: the episodes so far. `log.live` lists the rows that need a reply; `log.prompts` and `log.chat` give their
         prompts. Call `log.leave` to end a row that cannot reply.
 
     Returns:
-      Row -> reply; None if all episodes of all processes are over.
+      Row -> reply, for all live rows or some of them; may be empty. None if all episodes of all processes are over.
     """
 
 

@@ -2,8 +2,8 @@
 
 Rows are divided over the mesh axes `data` and `fsdp` in order, so a process owns the rows of its devices, a contiguous
 range. If the axis `tensor` spans several processes, they own the same rows and play identical episodes. During a
-rollout, processes communicate once per turn to agree on shapes. At its end, rows are gathered: every process computes
-the same advantages and feeds its devices their part of each micro-batch.
+rollout, processes agree on shapes before each part of the replies is sampled. At its end, rows are gathered: every
+process computes the same advantages and feeds its devices their part of each micro-batch.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ fields that distinguish runs in a plot.
   memory          division of the work over time; numbers change by rounding only
   devices         division of the work over devices; numbers change by rounding only
   kernels         the choice among equal implementations on a device: numbers change by rounding only
-  shapes          the shapes of the programs of training: numbers change by rounding only
+  shapes          the shapes and the order of programs: numbers change by rounding only
   logging         the output of a run, and the end of a run whose numbers are not finite
   other_modes     read by --mode=eval, --mode=export or --mode=plan only
 """
@@ -90,12 +90,12 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'memory': {
     '': ('length_step',),
     'model': ('remat', 'logits_chunk'),
-    'agent': ('drop_finished', 'schedule', 'decode_chunk', 'rows_in_flight'),
+    'agent': ('drop_finished',),
     'optimizer': ('micro_batch_size',),
   },
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
   'kernels': {'model': ('attention',)},
-  'shapes': {'optimizer': ('packing',)},
+  'shapes': {'agent': ('schedule', 'decode_chunk', 'rows_in_flight'), 'optimizer': ('packing',)},
   'logging': {
     '': ('compilation_cache',),
     'checkpoint': ('every', 'keep'),

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import row_shards, tree_shardings
+from ragen_jax.distributed.sharding import tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.training.scoring import ScoringSettings
 
@@ -144,7 +144,7 @@ def update_memory(
     layers=always + layers,
     layers_column=always_column + widest,
     scores_column=scores,
-    most_scores=3 * 4 * _MOST_SCORES // (row_shards(mesh) * tensor),
+    most_scores=3 * 4 * _MOST_SCORES,
   )
 
 

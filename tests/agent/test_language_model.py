@@ -78,7 +78,8 @@ def saved(tmp_path_factory):
   """A random policy that was saved, and the settings that load it."""
   policy = random_policy(small_config(), tmp_path_factory.mktemp('saved'))
   settings = ModelSettings(
-    preset='', path=policy.directory, param_dtype='float32', separate_critic=False, attention='auto', dtype=jnp.float32, adapters=None,
+    preset='', path=policy.directory, param_dtype='float32', separate_critic=False, attention='auto',
+    dtype=jnp.float32, adapters=None,
     adapter_path='', seed=0, records_values=True,
   )  # fmt: skip
   return policy, settings

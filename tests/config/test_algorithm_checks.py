@@ -84,7 +84,7 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
     ({'reward.method': 'mean'}, r"^reward\.method='mean': with reward\.credit='turn' it may be 'identity' only$"),
     (
       {'reward.method': 'mean', 'reward.credit': 'trajectory', 'train.group_size': 1, 'train.groups': 16},
-      r"^reward\.method='mean': a 'state' of one episode leaves nothing; train\.group_size must be at least 2$",
+      r"^reward\.method='mean': a 'state' of one episode normalises to 0; train\.group_size must be at least 2$",
     ),
     (
       {'algorithm.ratio_level': 'sequence', 'agent.context': 'single_turn'},
@@ -123,7 +123,7 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
     # The filter.
     (
       {'filter.strategy': 'top_k', 'filter.value': 0.1, 'train.groups': 8},
-      r'^filter\.value=0\.1: of train\.groups=8 no group would be kept$',
+      r'^filter\.value=0\.1: keeps no group of train\.groups=8$',
     ),
     (
       {'filter.value': 0.5, 'train.group_size': 1, 'train.groups': 16},
@@ -187,8 +187,12 @@ def test_what_stands_beside_a_refused_combination_is_allowed(fields):
 def test_a_filter_that_keeps_nothing_is_refused(fields, message):
   config = small_config({f'filter.{name}': x for name, x in fields.items()})
   scores = np.asarray([0.2, 0.5, 0.9, 0.4])
-  options = {'kind': fields.get('type', 'largest'), 'top_p_mode': fields.get('top_p_mode', 'linear')}
-  kept = filters.select_groups(scores, strategy=fields['strategy'], value=fields['value'], **options)
+  options = {
+    'kind': fields.get('type', 'largest'),
+    'top_p_mode': fields.get('top_p_mode', 'linear'),
+    'include_zero': True,
+  }
+  kept = filters.select_groups(scores, strategy=fields['strategy'], value=fields['value'], include_zero=True, **options)
   if message is None:
     _check(config)
     assert kept.any()

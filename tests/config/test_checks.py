@@ -66,7 +66,8 @@ def test_what_cannot_run_is_refused_in_one_line(field, value, message):
   [
     (1, ['num_iterations', 'train.groups', 'train.group_size', 'eval.groups', 'eval.group_size', 'checkpoint.keep']),
     (1, ['agent.max_response_tokens', 'agent.max_context', 'algorithm.ppo_epochs', 'length_step']),
-    (1, ['optimizer.mini_batch_size', 'optimizer.micro_batch_size']),
+    (1, ['optimizer.mini_batch_size', 'agent.decode_chunk']),
+    (0, ['optimizer.micro_batch_size', 'agent.rows_in_flight']),
     (0, ['seed', 'train.top_k', 'eval.top_k', 'eval.every', 'eval.temperature', 'train.first_level']),
     (0, ['eval.first_level', 'checkpoint.every', 'model.logits_chunk', 'lora.rank']),
     (0, ['logging.trajectories', 'logging.episodes', 'logging.episodes_every']),
@@ -133,7 +134,7 @@ def test_a_limit_of_sokoban_that_the_prompt_does_not_tell_is_refused():
 
 def test_processes_play_equal_numbers_of_groups(monkeypatch):
   monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare(shards=3, first=1, own=1))
-  assert_refused(check_config, small_config(), r'train\.groups=4: must be a multiple of 3, the parts')
+  assert_refused(check_config, small_config(), r'train\.groups=4: must be a multiple of 3, the number of parts')
 
 
 def test_grpo_needs_a_group_to_compare_with():
@@ -145,7 +146,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_rea
   monkeypatch.setattr(checks, 'make_mesh', lambda **_: jax.sharding.AbstractMesh((1, 1, 4), AXES))
   monkeypatch.setattr(checks, 'row_share', lambda mesh: RowShare())
   monkeypatch.setattr('ragen_jax.models.checkpoint.load.load_params', lambda *a, **k: pytest.fail('weights were read'))
-  message = r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*1, 2 would'
+  message = r'mesh\.tensor=4: does not divide the 2 of layers/0/self_attn/k_proj.*smaller sizes that divide it: 1, 2'
   assert_refused(check_config, small_config(mesh__tensor=4), message)
 
 

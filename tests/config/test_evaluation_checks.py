@@ -24,7 +24,7 @@ _ENDPOINT = {'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm
     ({'eval.baselines': ('random', 'random')}, r'^eval\.baselines=.*: allowed: each at most once'),
     (
       {'eval.step': 'none', 'eval.baselines': ()},
-      r"^eval\.step='none': nobody would play; name eval\.baselines or eval\.endpoint$",
+      r"^eval\.step='none': nothing would be evaluated; set eval\.baselines or eval\.endpoint$",
     ),
     ({'eval.endpoint_workers': 0}, r'^eval\.endpoint_workers=0: must be at least 1$'),
     ({'eval.endpoint_tries': 0}, r'^eval\.endpoint_tries=0: must be at least 1$'),
@@ -37,7 +37,7 @@ _ENDPOINT = {'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm
     ),
     (
       {'eval.endpoint_model': 'm'},
-      r"^eval\.endpoint_model='m': must name a model of eval\.endpoint='', and none without one$",
+      r"^eval\.endpoint_model='m': must name a model of eval\.endpoint='', and must be empty without an endpoint$",
     ),
   ],
 )

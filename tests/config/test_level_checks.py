@@ -68,9 +68,9 @@ def test_held_out_levels_of_a_file_are_not_trained_on(tmp_path):
   )  # fmt: skip
   check_config(config)
   config.envs.CoordSokoban.levels = str(tmp_path / '..' / tmp_path.name / 'train.txt')
-  message = r'envs\.CoordSokoban\.levels=.*train\.tags, where SimpleSokoban plays it'
+  message = r'envs\.CoordSokoban\.levels=.*train\.tags, and SimpleSokoban plays it'
   assert_refused(check_config, config, message)
   config.sft.tags, config.sft.levels, config.sft.batch_size = ('CoordSokoban',), (8,), 8
-  assert_refused(check_sft, config, r'must be none of sft\.tags, where CoordSokoban plays it')
+  assert_refused(check_sft, config, r'must not be a file of sft\.tags, and CoordSokoban plays it')
   config.envs.SimpleSokoban.levels = str(tmp_path / 'none.txt')
   assert_refused(check_config, config, r"envs\.SimpleSokoban: levels='.*none\.txt'; allowed: a file")

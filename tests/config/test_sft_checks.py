@@ -15,7 +15,10 @@ _LAST = 1_000_000_000 + 4096  # behind the levels that are demonstrated by defau
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'model.separate_critic': True}, r'^model\.separate_critic=True: --mode=sft trains the policy and the value head'),
+    (
+      {'model.separate_critic': True},
+      r'^model\.separate_critic=True: must be False with --mode=sft, which trains',
+    ),
     ({'sft.val_fraction': 1.0}, r'^sft\.val_fraction=1\.0: must be at least 0 and below 1$'),
     ({'sft.noise': 0.6, 'sft.beginner': 0.5}, r'^sft\.noise=0\.6: and sft\.beginner=0\.5 add up to more than 1$'),
     # The weights.
@@ -27,7 +30,7 @@ _LAST = 1_000_000_000 + 4096  # behind the levels that are demonstrated by defau
     ({'sft.data': 'x', 'sft.value_coef': 0.1}, r'^sft\.value_coef=0\.1: conversations of sft\.data have no values'),
     (
       {'sft.data': 'x', 'sft.save_data': 'y'},
-      r"^sft\.save_data='y': writes what solvers play; must be empty with sft\.",
+      r"^sft\.save_data='y': writes the solvers' play; must be empty with sft\.",
     ),
     # The levels.
     ({'sft.levels': (64, 64)}, r"^sft\.levels=\(64, 64\): must be one positive number for each of sft\.tags=\('Froz"),
@@ -39,10 +42,10 @@ _LAST = 1_000_000_000 + 4096  # behind the levels that are demonstrated by defau
       r'^sft\.first_level=1000000000: demonstrated levels overlap with the held-out levels 1000004095\.\.1000004110$',
     ),
     ({'sft.first_level': 138}, r'^sft\.first_level=138: demonstrated levels overlap with .* levels 123\.\.138$'),
-    ({'sft.levels': (64,)}, r'^sft\.batch_size=64: must be at most the number of demonstrations.*learnt from, 60$'),
+    ({'sft.levels': (64,)}, r'^sft\.batch_size=64: must be at most the number of training demonstrations, 60$'),
     (
       {'sft.levels': (20,), 'sft.group_size': 3, 'sft.batch_size': 58},
-      r'^sft\.batch_size=58: must be at most the number of demonstrations that are learnt from, 57$',
+      r'^sft\.batch_size=58: must be at most the number of training demonstrations, 57$',
     ),
   ],
 )

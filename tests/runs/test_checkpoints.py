@@ -437,7 +437,7 @@ def test_a_checkpoint_with_flipped_bytes_is_refused_by_name(tmp_path):
       checkpointer.restore(make_state(0))
     message = message_of(error)
     assert 'checkpoint of step 2' in message and path.name in message and 'differs from its checksum' in message
-    assert 'to go on from step 1' in message
+    assert 'to resume from step 1' in message
     assert_same_bits(checkpointer.restore(make_state(0), step=1)[0], make_state(1))
 
 
@@ -458,7 +458,7 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_the_newest(tmp_
     assert checkpointer.steps() == [1, 2]
   warnings = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
   assert [w.split(' (')[0] for w in warnings] == ['checkpoint of step 3 is damaged', 'checkpoint of step 2 is damaged']
-  assert 'going on from step 2' in warnings[0] and 'going on from step 1' in warnings[1]
+  assert 'resuming from step 2' in warnings[0] and 'resuming from step 1' in warnings[1]
   assert sorted(p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()) == ['2', '3']
 
 
@@ -468,7 +468,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tm
   flip_bytes(tmp_path, 1)
   with Checkpointer(tmp_path, keep=2) as checkpointer, pytest.raises(UserError) as error:
     checkpointer.set_damaged_aside()
-  assert 'no earlier one' in message_of(error)
+  assert 'no earlier checkpoint' in message_of(error)
 
 
 def test_damage_to_meta_is_found_too(tmp_path):
