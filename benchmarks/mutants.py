@@ -333,6 +333,30 @@ MUTATIONS = [
     ('self._longest += columns', 'pass'),
     ('sorted(r for r in held if r >= 0 and r not in self._open)', 'sorted(r for r in held if r >= 0)'),
   ),
+  *_of(
+    'models/attention_kernels.py', 'models/test_attention_kernels.py',
+    ('_padded(q * jnp.asarray(h**-0.5, q.dtype), k,', '_padded(q, k,'),
+    ('ids = None if segments is None else', 'ids = None if True else'),
+    ('sm_scale=h**-0.5, causal=True', 'sm_scale=h**-0.5, causal=False'),
+    ('mha(q, k, v, segments,', 'mha(q, k, v, None,'),
+    ('jnp.repeat(x.astype(jnp.float32), n // k.shape[2], axis=2)', 'jnp.tile(x, (1, 1, n // k.shape[2], 1))'),
+    ('key=lambda block: -columns % block', 'key=lambda block: columns % block'),
+  ),
+  *_of(
+    'models/attention.py', 'models/test_attention_kernels.py models/test_attention.py',
+    ('segments[:, None, :] == segments[:, :, None]', 'segments[:, None, :] >= segments[:, :, None]'),
+    ("PartitionSpec(ROW_AXES, None, 'tensor')", 'PartitionSpec(ROW_AXES)'),
+    ('// settings.shards)', '// 1)'),
+    ('k, v, mask=mask[:, None], implementation', 'k, v, implementation'),
+    ('- block % _TILE', '- block % _PART'),
+  ),
+  *_of(
+    'models/attention_choice.py', 'models/test_attention_choice.py',
+    ("platform == 'cpu' and mesh.size == 1", "platform == 'cpu'"),
+    ('if needed != platform:', 'if False:'),
+    ('if capability < _LEAST_CAPABILITY:', 'if capability > _LEAST_CAPABILITY:'),
+    ("'gpu': ('cudnn', 'pallas', 'einsum')", "'gpu': ('pallas', 'cudnn', 'einsum')"),
+  ),
 ]  # fmt: skip
 
 

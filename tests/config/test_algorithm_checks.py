@@ -190,7 +190,6 @@ def test_a_filter_that_keeps_nothing_is_refused(fields, message):
   options = {
     'kind': fields.get('type', 'largest'),
     'top_p_mode': fields.get('top_p_mode', 'linear'),
-    'include_zero': True,
   }
   kept = filters.select_groups(scores, strategy=fields['strategy'], value=fields['value'], include_zero=True, **options)
   if message is None:

@@ -64,25 +64,26 @@ def test_attention_row_by_row_is_attention():
 @pytest.mark.parametrize(
   ('implementation', 'rows', 'devices', 'block'),
   [
-    ('cudnn', 16, 1, 256),  # all at once
-    ('cudnn', 128, 1, 128),  # a whole tile
+    ('cudnn', 16, 1, 600),  # all at once
+    ('cudnn', 60, 1, 128),  # a whole tile, which 208 queries are not
+    ('cudnn', 128, 1, 128),  # 97 in one
     ('cudnn', 300, 1, 40),  # a part of one
-    ('cudnn', 300, 4, 256),  # divided over devices
+    ('cudnn', 300, 8, 600),  # divided over devices
     ('cudnn', 4096, 1, 8),
     ('einsum', 128, 1, 97),  # processors have no tiles
     ('blocks', 4096, 1, 32),
   ],
 )
 def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows, devices, block):
-  """Prompts of 256 columns over a cache of 768."""
+  """Prompts of 600 columns over a cache of 768."""
   blocks = []
   real = attention._attend
   monkeypatch.setattr(attention, '_attend', lambda q, *rest: blocks.append(q.shape[1]) or real(q, *rest))
   mesh = AbstractMesh((devices, 1, 1), AXES) if devices > 1 else None
-  shapes = [jax.ShapeDtypeStruct((rows, t, n, 64), jnp.bfloat16) for t, n in ((256, 14), (768, 2), (768, 2))]
-  mask = jax.ShapeDtypeStruct((rows, 256, 768), bool)
+  shapes = [jax.ShapeDtypeStruct((rows, t, n, 64), jnp.bfloat16) for t, n in ((600, 14), (768, 2), (768, 2))]
+  mask = jax.ShapeDtypeStruct((rows, 600, 768), bool)
   out = jax.eval_shape(lambda *x: attend(*x, settings=AttentionSettings(implementation, mesh)), *shapes, mask)
-  assert out.shape == (rows, 256, 14, 64) and set(blocks) == {block}
+  assert out.shape == (rows, 600, 14, 64) and set(blocks) == {block}
 
 
 @pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('splash', None)])

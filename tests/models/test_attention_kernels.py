@@ -116,10 +116,10 @@ def worker(*arguments: str, **environment: str):
 def test_eight_devices_attend_as_one_does():
   """Each device attends with its rows and heads, and needs nothing of the others."""
   found = worker('mesh', XLA_FLAGS='--xla_force_host_platform_device_count=8', JAX_PLATFORMS='cpu')
+  assert found.pop('model') < 1e-5
   assert found.keys() == {'einsum', 'blocks', 'splash', 'pallas'}
   for implementation, result in found.items():
     assert result['difference'] < 2e-6, implementation
-    assert result['difference_in_model'] < 1e-5, implementation
     assert result['parts'] == [8, 8, 8, 8], implementation
     assert result['collectives'] == 0, implementation
 
