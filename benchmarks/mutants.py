@@ -322,8 +322,9 @@ MUTATIONS = [
   ),
   *_of(
     'sampling/kv_cache.py', 'sampling/test_kv_cache.py',
-    ('v=write(layer.v, window.v, count)', 'v=write(layer.v, window.k, count)'),
-    ('new, at, axis=0', 'new, at - 1, axis=0'),
+    ('v=write_rows(layer.v, window.v,', 'v=write_rows(layer.v, window.k,'),
+    ('jnp.where(is_new, new, held)', 'new'),
+    ('held), at, axis=0', 'held), at - 1, axis=0'),
     ('x.at[rows].set(own', 'x.at[rows].add(own'),
     ('x = x[rows, :size]', 'x = x[: len(rows), :size]'),
   ),

@@ -40,13 +40,24 @@ class FedRows:
   keys: jax.Array
 
 
+def largest_cache(limits: Limits) -> int:
+  """The most columns that the cache may have: a row of full length, and the columns that a program writes behind it."""
+  width = max(limits.length_step // 4, 1)
+  return round_up(limits.max_context + max(width, decode_columns(limits)), limits.length_step)
+
+
+def decode_columns(limits: Limits) -> int:
+  """Columns that a call of `decode` writes."""
+  return min(limits.decode_chunk, limits.max_response_tokens)
+
+
 class SamplerSpeaker:
   """The policy, which samples tokens for many rows at once.
 
   With several processes, each has a speaker for its own rows. All call `reply` together and agree on shapes.
 
   Attributes:
-    row_steps: sum over decoding steps of the rows that this process's devices computed.
+    row_steps: rows of this process's devices times the tokens of its longest reply, summed over the calls of `decode`.
     tokens: number of sampled tokens; `tokens / row_steps` is the share of the computed rows that were used.
   """
 
@@ -92,6 +103,8 @@ class SamplerSpeaker:
     if first:
       self._begin(log)
     with processes.same_errors() if first else contextlib.nullcontext():
+      if first:
+        self._check_waiting(log)
       prompts = self._admit(log)
     for row, prompt in prompts.items():
       if prompt.fresh:
@@ -112,10 +125,20 @@ class SamplerSpeaker:
     if limits.rows_in_flight:
       size = min(size, limits.rows_in_flight // share.shards)
     else:
-      columns = limits.max_context + max(limits.length_step // 4, self._columns(limits))
-      size = self._sampler.rows_that_fit(size, round_up(columns, limits.length_step))
+      size = self._sampler.rows_that_fit(size, largest_cache(limits))
     # Round-robin, so that a level with long episodes is spread over all shards.
     self._slots = np.arange(size * share.own, dtype=np.int32).reshape(-1, share.own).T.reshape(-1)
+
+  def _check_waiting(self, log: EpisodeLog) -> None:
+    """Checks the first prompts of episodes without a slot, so that none is refused when others are played already.
+
+    Raises:
+      UserError: one does not fit; environments outside JAX are not checked.
+    """
+    for row in set(log.live).difference(self._slots.tolist()):
+      env = int(log.envs.row_env[row])
+      if not log.envs.pools[env].outside:
+        log.context.check_first_prompt(env, log.observations[row], int(log.actions_left[row]), log.limits)
 
   def _admit(self, log: EpisodeLog) -> dict[int, Prompt]:
     """The prompts of the episodes that wait for a reply and have a row of the device, or get one now."""
@@ -124,6 +147,8 @@ class SamplerSpeaker:
     held = set(self._slots.tolist())
     waiting = [row for row in log.live if row not in held]
     prompts = log.prompts(log.limits.room, sorted(r for r in held if r >= 0 and r not in self._open))
+    # A prompt that does not fit ends its episode, and its slot is free for the next one.
+    self._slots[(self._slots >= 0) & (log.status[self._slots] != Status.RUNNING)] = -1
     by_shard = self._slots.reshape(self._sampler.share.own, -1)
     while waiting:
       free = (by_shard < 0).sum(axis=1)
@@ -134,8 +159,6 @@ class SamplerSpeaker:
       if prompt:
         by_shard[shard, np.flatnonzero(by_shard[shard] < 0)[0]] = row
         prompts |= prompt
-    # A prompt that does not fit ends its episode.
-    self._slots[(self._slots >= 0) & (log.status[self._slots] != Status.RUNNING)] = -1
     self._waits = bool(waiting)
     return prompts
 
@@ -165,7 +188,9 @@ class SamplerSpeaker:
       bucket = min(b for b in self._buckets(self._full) if b >= busiest)
     if bucket >= by_shard.shape[1] and size <= self._size:
       return
-    order = np.argsort(by_shard < 0, axis=1, kind='stable')[:, :bucket].astype(np.int32)
+    order = np.tile(np.arange(bucket, dtype=np.int32), (share.own, 1))
+    if bucket < by_shard.shape[1]:
+      order = np.argsort(by_shard < 0, axis=1, kind='stable')[:, :bucket].astype(np.int32)
     self._slots = np.take_along_axis(by_shard, order, axis=1).reshape(-1)
     self._size = size
     self._state = self._sampler.arrange(self._state, order.reshape(-1), size)
@@ -176,14 +201,16 @@ class SamplerSpeaker:
     """Feeds prompts to their rows. Returns False if no process has an episode that goes on."""
     share, limits, length = self._sampler.share, log.limits, log.timeline.length
     by_shard = self._slots.reshape(share.own, -1)
-    held = [row for row in self._slots.tolist() if row >= 0]
+    tokens = {row: len(prompt.ids) for row, prompt in prompts.items()}
+    after = [int(length[row]) + tokens.get(row, 0) for row in self._slots.tolist() if row >= 0]
     # Processes agree on shapes, and go on until the last of them is done.
-    busiest, fed, widest, longest, continued, waits = processes.largest(
+    busiest, fed, widest, before, longest, continued, waits = processes.largest(
       (
         int((by_shard >= 0).sum(axis=1).max()),
         int(np.isin(by_shard, list(prompts)).sum(axis=1).max()),
-        max((len(p.ids) for p in prompts.values()), default=0),
-        int(length[held].max(initial=0)),
+        max(tokens.values(), default=0),
+        int(length[list(tokens)].max(initial=0)),
+        max(after, default=0),
         any(not p.fresh for p in prompts.values()),
         self._waits,
       )
@@ -192,8 +219,8 @@ class SamplerSpeaker:
       return False
     # Finer than the cache: every column of an observation is computed, filled or not.
     width = round_up(widest, max(limits.length_step // 4, 1))
-    self._longest = longest + widest
-    self._arrange(limits, busiest, bool(waits), max(longest + width, self._longest + self._columns(limits)))
+    self._longest = longest
+    self._arrange(limits, busiest, bool(waits), max(before + width, longest + decode_columns(limits)))
     self._keys = self._row_keys(log)
     if fed:
       self._extend(log, prompts, width, fed, all_begin=not continued)
@@ -242,12 +269,9 @@ class SamplerSpeaker:
 
   # -- replies --------------------------------------------------------------------------------------------------------
 
-  def _columns(self, limits: Limits) -> int:
-    return min(limits.decode_chunk, limits.max_response_tokens)
-
   def _sample(self, log: EpisodeLog) -> dict[int, list[int]]:
     """Samples until replies are complete: all of them in lockstep, else some, perhaps none. Returns their ids."""
-    limits, columns = log.limits, self._columns(log.limits)
+    limits, columns = log.limits, decode_columns(log.limits)
     complete: dict[int, list[int]] = {}
     while True:
       left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in self._slots.tolist()]

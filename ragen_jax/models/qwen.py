@@ -282,7 +282,7 @@ class Qwen(nnx.Module):
       cfg: the shape.
       dtype: type of activations, and of weights in computations.
       param_dtype: type in which weights are stored.
-      attention: how columns attend where neither a mask nor a cache is given, and over which devices.
+      attention: how columns attend, and over which devices.
       rngs: the stream `params` gives the initial weights.
     """
     self.cfg = cfg

@@ -13,6 +13,8 @@ from ragen_jax.models.qwen import QwenConfig
 
 # Share of the free memory that the rows may take; the rest is for temporary arrays and fragmentation.
 _USABLE = 0.8
+# Columns of a first prompt.
+_PROMPT = 512
 
 
 def free_bytes(devices: Iterable[jax.Device]) -> int | None:
@@ -35,7 +37,8 @@ def bytes_per_row(cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1) ->
   """Memory of one row on one device while it is sampled.
 
   The cache has 2 L S K H numbers; one layer of it is held twice while it is resized. Sampling holds the logits of the
-  row three times in float32: as they are, as probabilities and as their sums.
+  row three times in float32: as they are, as probabilities and as their sums. A first prompt, assumed to have up to 512
+  columns, holds the MLP's three arrays of F numbers a column.
 
   Args:
     cfg: the policy's shape.
@@ -44,7 +47,8 @@ def bytes_per_row(cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1) ->
     tensor: size of the mesh axis that heads and vocabulary are divided over.
   """
   layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * np.dtype(dtype).itemsize
-  return (cfg.num_layers + 1) * layer + 3 * 4 * -(-cfg.vocab_size // tensor)
+  prompt = 3 * min(columns, _PROMPT) * (cfg.intermediate_size // tensor) * np.dtype(dtype).itemsize
+  return (cfg.num_layers + 1) * layer + max(3 * 4 * -(-cfg.vocab_size // tensor), prompt)
 
 
 def rows_that_fit(rows: int, row_bytes: int, free: int | None) -> int:

@@ -54,8 +54,7 @@ def extend(
   Args:
     graphdef: structure of the `ActorCritic`.
     params: its weights.
-    state: the sampler's state; rows with tokens to append have O free columns, rows without may lose what is in the
-      O columns behind theirs.
+    state: the sampler's state; rows with tokens to append have O free columns.
     tokens: i32[B, O], padded on the right.
     count: i32[B], number of tokens of each row; 0 leaves the row unchanged.
     begins: bool[B], rows that are emptied first.
@@ -95,7 +94,7 @@ def extend(
   )
   last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
   return SamplerState(
-    cache=_appended(state, window),
+    cache=_appended(state, window, count > 0),
     count=state.count + count,
     draw_position=state.draw_position + count,
     rotary=rotary,
@@ -109,8 +108,8 @@ def _kept(state: SamplerState) -> jax.Array:
   return jnp.arange(size)[None, None, :] < state.count[:, None, None]
 
 
-def _appended(state: SamplerState, window: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-  return tuple(append_window(kept, new, state.count) for kept, new in zip(state.cache, window, strict=True))
+def _appended(state: SamplerState, window: tuple[LayerCache, ...], is_new: jax.Array) -> tuple[LayerCache, ...]:
+  return tuple(append_window(kept, new, state.count, is_new) for kept, new in zip(state.cache, window, strict=True))
 
 
 def rotary_positions(
@@ -164,8 +163,7 @@ def decode(
   Args:
     graphdef: structure of the `ActorCritic`.
     params: its weights.
-    state: the sampler's state; rows with a budget have C free columns, rows without may lose what is in the C columns
-      behind theirs.
+    state: the sampler's state; rows with a budget have C free columns.
     keys: PRNG keys [B], one per row and episode.
     budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
     temperature: f32[], used unless `sampling.temperature` is 0.
@@ -228,7 +226,7 @@ def decode(
   start = (jnp.zeros((), jnp.int32), model.init_cache(rows, columns), state.hidden, _empty_reply(budget, columns))
   _, window, hidden, reply = jax.lax.while_loop(not_finished, body, start)
   state = SamplerState(
-    cache=_appended(state, window),
+    cache=_appended(state, window, reply.count > 0),
     count=state.count + reply.count,
     draw_position=state.draw_position + reply.count,
     rotary=state.rotary + reply.count,

@@ -62,22 +62,30 @@ def state_specs(num_layers: int) -> SamplerState:
   )
 
 
-def append_window(layer: LayerCache, window: LayerCache, count: jax.Array) -> LayerCache:
+def append_window(layer: LayerCache, window: LayerCache, count: jax.Array, is_new: jax.Array) -> LayerCache:
   """Writes the columns of a window behind the last column of each row.
 
-      cache   a b c . . .      window  x y      count  3      ->  a b c x y .
-              d . . . . .              z .             1          d z . . . .
+      cache   a b c . . .      window  x y      count  3      is_new  1      ->  a b c x y .
+              d . . . . .              z .             1              1          d z . . . .
+              e f g h i j              . .             6              0          e f g h i j
 
   Args:
     layer: [B, S, K, H].
-    window: [B, C, K, H]; all C columns are written, whether or not they are the row's.
-    count: i32[B], columns of each row before. With more than S - C, columns of the row would be overwritten.
+    window: [B, C, K, H]; all C columns of a row are written, whether or not they are the row's.
+    count: i32[B], columns of each row before; at most S - C for rows with new columns.
+    is_new: bool[B], rows with new columns; the others stay as they are.
 
   Returns:
     [B, S, K, H].
   """
-  write = jax.vmap(lambda kept, new, at: jax.lax.dynamic_update_slice_in_dim(kept, new, at, axis=0))
-  return LayerCache(k=write(layer.k, window.k, count), v=write(layer.v, window.v, count))
+
+  def write(kept, new, at, is_new):
+    # Both slices clamp `at` alike, so a row without new columns gets back what it holds.
+    held = jax.lax.dynamic_slice_in_dim(kept, at, len(new), axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(kept, jnp.where(is_new, new, held), at, axis=0)
+
+  write_rows = jax.vmap(write)
+  return LayerCache(k=write_rows(layer.k, window.k, count, is_new), v=write_rows(layer.v, window.v, count, is_new))
 
 
 def take_rows(state: SamplerState, rows: jax.Array) -> SamplerState:

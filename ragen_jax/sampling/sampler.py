@@ -74,7 +74,7 @@ class Sampler:
     self._mesh = mesh
     self.share = processes.row_share(mesh)
     self._init = jax.jit(self._init_rows, static_argnames=('rows', 'size'))
-    self._casts: dict[tuple[int, ...], Any] = {}
+    self._casts: dict[tuple[bool, tuple[int, ...]], Any] = {}
     self._select = jax.jit(self._counted('arrange', functools.partial(self._by_shard, kv_cache.take_rows)))
     self._resize = jax.jit(self._resize_rows, static_argnames='size')
     self._extend = jax.jit(
@@ -192,7 +192,7 @@ class Sampler:
       lambda own: {i: x.astype(layouts[i].dtype) for i, x in own.items()},
       out_shardings={i: layouts[i].sharding for i in changed},
     )
-    found = self._casts.setdefault(tuple(sorted(changed)), cast)({i: leaves[i] for i in changed})
+    found = self._casts.setdefault((gathered, tuple(sorted(changed))), cast)({i: leaves[i] for i in changed})
     return jax.tree.unflatten(tree, [found.get(i, x) for i, x in enumerate(leaves)])
 
   def _can_gather(self, params: Any) -> bool:

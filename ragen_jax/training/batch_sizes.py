@@ -92,4 +92,5 @@ def describe(settings: SizeSettings, chosen: BatchingSettings, memory: UpdateMem
   need = f'about {memory.total(columns) / _GIB:.1f} GiB a device'
   if s.micro_batch_size:
     return f'update: {text}, as optimizer.micro_batch_size={s.micro_batch_size} says ({need})'
-  return f'update: {text}; chosen for the {limit / _GIB:.1f} GiB that may be filled ({need})'
+  fits = '' if memory.total(columns) <= limit else '; the estimate is that even this does not fit'
+  return f'update: {text}; chosen for the {limit / _GIB:.1f} GiB that may be filled ({need}){fits}'

@@ -20,7 +20,7 @@ from ragen_jax.training.scoring import ScoringSettings
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
-# `attention.attend` holds no more scores than this, of all devices together.
+# `attention.attend` holds no more scores than this on a device.
 _MOST_SCORES = 2**28
 # More columns than any device can take.
 _MOST_COLUMNS = 2**24

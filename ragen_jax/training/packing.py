@@ -49,7 +49,8 @@ def pack(sizes: np.ndarray, capacity: int | Sequence[int]) -> list[list[int]]:
   Returns:
     Indices into `sizes`, by bin.
   """
-  sizes = np.asarray(sizes).reshape(len(sizes), -1)
+  sizes = np.asarray(sizes)
+  sizes = sizes.reshape(len(sizes), sizes.shape[1] if sizes.ndim > 1 else 1)
   bins: list[list[int]] = []
   room = np.zeros((len(sizes), sizes.shape[1]), np.int64)
   for i in np.argsort(-sizes[:, 0], kind='stable').tolist():
@@ -180,7 +181,7 @@ def _packed(
     packed = [pack(np.stack([length[rows], scored[rows]], axis=1), (width, replies)) for rows in groups]
     if all(len(own) <= calls * bins for own in packed):
       return [
-        _calls([rows[own] for own in members], bins, length, width, replies)
+        _calls([rows[own] for own in members], bins, length, width, replies) if members else []
         for rows, members in zip(groups, packed, strict=True)
       ]
   return None

@@ -306,8 +306,9 @@ def test_sizes_are_multiples_of_the_step_and_have_room_for_the_turn(tiny):
     assert size % 64 == 0 and turn.tokens.shape[1] % 16 == 0
     assert turn.count.max() <= turn.tokens.shape[1] < turn.count.max() + 16
     before = ((t.turn >= 0) & (t.turn < number)).sum(axis=1)  # columns of the timeline
-    longest = before[turn.rows[turn.count > 0]].max()
-    needed = max(longest + turn.tokens.shape[1], longest + turn.count.max() + 64)
+    fed = turn.count > 0
+    own = before[turn.rows[fed]]
+    needed = max(own.max() + turn.tokens.shape[1], (own + turn.count[fed]).max() + 64)
     assert needed <= size < needed + 64
 
 

@@ -31,13 +31,23 @@ def state():
 
 def test_the_window_goes_behind_each_row_s_last_column(state):
   new = jnp.broadcast_to(jnp.asarray([[100.0, 101], [200, 201], [300, 301]])[:, :, None, None], (3, 2, 2, 4))
-  after = append_window(state.cache[0], LayerCache(k=new, v=2 * new), state.count)
+  after = append_window(state.cache[0], LayerCache(k=new, v=2 * new), state.count, jnp.ones(3, bool))
   expected = np.asarray(state.cache[0].k[:, :, 0, 0]).copy()
   for row, n in enumerate(COUNT):
     expected[row, n : n + 2] = [100 * (row + 1), 100 * (row + 1) + 1]
   np.testing.assert_array_equal(after.k, np.broadcast_to(expected[:, :, None, None], after.k.shape))
   np.testing.assert_array_equal(after.v[1, 3:5, 1, 3], [400, 402])
   np.testing.assert_array_equal(after.v[1, :3, 1, 3], [-10, -11, -12])
+
+
+def test_a_row_without_new_columns_keeps_all_of_its_own(state):
+  """Row 2 is full but for one column, so a window of 3 would not fit behind it."""
+  full = state.replace(count=jnp.asarray([4, 3, 6], jnp.int32))
+  new = jnp.full((3, 3, 2, 4), 99.0)
+  after = append_window(full.cache[0], LayerCache(k=new, v=new), full.count, jnp.asarray([True, False, False]))
+  np.testing.assert_array_equal(after.k[1:], full.cache[0].k[1:])
+  np.testing.assert_array_equal(after.v[1:], full.cache[0].v[1:])
+  assert (after.k[0, 4:] == 99).all()
 
 
 def test_rows_are_taken_in_the_given_order_and_put_back(state):
