@@ -161,8 +161,13 @@ class EpisodeLog:
 
     Args:
       policy_version: number of updates that led to the sampling weights.
+
+    Raises:
+      RuntimeError: an episode is not over.
     """
     envs, faults = self.envs, self.envs.faults
+    if self.live:
+      raise RuntimeError(f'{len(self.live)} of {envs.rows} episodes were not played to their end')
     for row, episode in enumerate(self.episodes):
       episode.status = Status(int(self.status[row]))
       episode.final_observation = self.observations[row]

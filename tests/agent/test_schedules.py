@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ragen_jax import build
+from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.config.checks import check_config
@@ -66,7 +67,7 @@ def lockstep(policy):
 @pytest.mark.parametrize(
   'changes',
   [
-    {'agent__decode_chunk': 5},
+    {'agent__decode_chunk': 5, 'length_step': 16},
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
     {'agent__rows_in_flight': 8},
@@ -85,6 +86,16 @@ def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
     assert mixed, 'some rows were fed while others were in the middle of a reply'
     if 'agent__rows_in_flight' in changes:
       assert speaker.tokens / speaker.row_steps > lockstep[1].tokens / lockstep[1].row_steps, 'fewer idle rows'
+
+
+def test_episodes_wait_for_a_slot_also_if_all_that_have_one_run_out_of_context(policy):
+  """Two slots for eight episodes, whose second prompt does not fit."""
+  for schedule in ('lockstep', 'continuous'):
+    small = {'agent__max_context': 170, 'agent__rows_in_flight': 2, 'agent__schedule': schedule}
+    rollout = play(policy, **small, envs__FrozenLake__max_actions=8)[0]
+    status = rollout.trajectory.status
+    assert (status == Status.OUT_OF_CONTEXT).sum() > 2 and not (status == Status.RUNNING).any()
+    assert all(episode.turns for episode in rollout.episodes)
 
 
 @pytest.mark.slow

@@ -274,3 +274,13 @@ def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
   for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(packed_weights), strict=True):
     # A step of Adam is the gradient's sign at first; what is only rounding may fall to either side.
     assert np.quantile(np.abs(a - b), 0.95) < 1e-4
+
+
+def test_a_group_without_rows_has_no_micro_batches():
+  """As an iteration whose filter keeps nothing, or in which no episode was cut off."""
+  length, scored = np.asarray([30, 50]), np.asarray([10, 20])
+  settings = PackingSettings(16, 64, 128, 1)
+  empty, full = pack_batches([np.zeros(0, np.int32), np.asarray([0, 1])], length, scored, settings)
+  assert empty == [] and sorted(np.concatenate([b for plan in full for b in plan.bins]).tolist()) == [0, 1]
+  assert pack_batches([np.zeros(0, np.int32)], length, scored, settings) == [[]]
+  assert pack(np.zeros((0, 2), np.int32), (5, 5)) == []
