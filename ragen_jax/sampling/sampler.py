@@ -188,6 +188,28 @@ class Sampler:
       ),
     }  # fmt: skip
 
+  def lower_arrange(self, state: SamplerState, *, rows: int, size: int) -> dict[str, jax.stages.Lowered]:
+    """The two programs of `arrange` for given shapes, to be compiled without being run; arguments may be abstract.
+
+    Args:
+      state: before, see `abstract_state`.
+      rows: rows of all processes after.
+      size: columns after.
+
+    Returns:
+      'order' runs once, 'pick' once for each layer.
+    """
+    by_rows = state.count.sharding
+
+    def abstract(shape, dtype):
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
+
+    kept, live = abstract((rows,), np.int32), abstract((rows,), bool)
+    return {
+      'order': self._compact.lower(state.replace(cache=()), kept, live, size=size),
+      'pick': self._gather.lower(state.cache[0], kept, abstract((rows, size), np.int32)),
+    }
+
   def arrange(self, state: SamplerState, rows: np.ndarray, size: int, live: np.ndarray | None = None) -> SamplerState:
     """Selects rows, moves their tokens to the left and resizes the cache; see `kv_cache.compaction`.
 
