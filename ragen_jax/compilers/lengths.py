@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 from ragen_jax.agent.rollout import round_up
 from ragen_jax.training.batches import plan_micro_batches
 
-# Simulated episodes: the spread of a reply's length (of its logarithm), the share of episodes that end in each turn, and
-# how the mean of replies changes from the first iteration to the last.
+# Simulated episodes: the spread of a reply's length (of its logarithm), the share of episodes that end in each turn,
+# and how the mean of replies changes from the first iteration to the last.
 _SPREAD, _ENDING, _FROM, _TO = 0.4, 0.1, 0.8, 1.2
 
 

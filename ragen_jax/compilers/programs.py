@@ -75,7 +75,9 @@ def make_run(config: ConfigDict, devices: Sequence[Any] | None = None) -> Run:
   """The run of a config on devices that need not be there; default those of this process."""
   policy = abstract.abstract_policy(config, abstract.compute_dtype(config), devices)
   trainer = build.make_trainer(config, policy)
-  return Run(config, trainer, abstract.abstract_state(trainer), lengths.from_config(config, trainer.proxy.limits.max_turns))
+  return Run(
+    config, trainer, abstract.abstract_state(trainer), lengths.from_config(config, trainer.proxy.limits.max_turns)
+  )
 
 
 def of_run(run: Run) -> list[Program]:

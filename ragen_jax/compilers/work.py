@@ -11,11 +11,11 @@ import dataclasses
 import math
 from collections import Counter
 
-from ragen_jax.compilers.hlo import Array, Instruction, Program
+from ragen_jax.compilers.hlo import Instruction, Program
 from ragen_jax.compilers.topologies import Chip
 
-# Shares of peak and bandwidth that large kernels reach; of an H200, benchmarks/accelerator.py has 790 of 989 TFLOP/s and
-# 4.3 of 4.8 TB/s.
+# Shares of peak and bandwidth that large kernels reach: of an H200, benchmarks/accelerator.py has 790 of 989 TFLOP/s
+# and 4.3 of 4.8 TB/s.
 _PRODUCTS, _MEMORY = 0.8, 0.9
 # Attention kernels: share of the peak for heads of 128; narrower heads fill the matrix units in proportion.
 _ATTENTION = 0.5
@@ -26,10 +26,11 @@ _NO_CYCLES = 2**60
 
 _COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
 # Instructions that move no data.
-_FREE = frozenset(
-  'parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id opt-barrier domain add-dependency '
-  'copy-done async-done async-update send-done recv-done all-gather-done all-reduce-done collective-permute-done'.split()
-)
+_FREE = frozenset({
+  'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'after-all', 'partition-id', 'replica-id', 'domain',
+  'opt-barrier', 'add-dependency', 'copy-done', 'async-done', 'async-update', 'send-done', 'recv-done',
+  'all-gather-done', 'all-reduce-done', 'collective-permute-done',
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,11 +249,11 @@ def _group_size(x: Instruction, devices: int) -> int:
   tiled = x.attribute(r'replica_groups=\[\d+,(\d+)\]')
   if tiled is not None:
     return int(tiled)
-  axes = x.attribute(r"replica_groups=mesh\[([^\]]*)\]")
+  axes = x.attribute(r'replica_groups=mesh\[([^\]]*)\]')
   if axes is None:
     return devices
   sizes = dict(pair.split('=') for pair in axes.replace("'", '').split(','))
-  used = (x.attribute(r"replica_groups=mesh\[[^\]]*\] ?\{([^}]*)\}") or '').replace("'", '').split(',')
+  used = (x.attribute(r'replica_groups=mesh\[[^\]]*\] ?\{([^}]*)\}') or '').replace("'", '').split(',')
   # An axis may be written with the part of it that is used, 'axis:(1)2'.
   return math.prod(int(name.split(')')[-1]) if ':(' in name else int(sizes.get(name.strip(), 1)) for name in used)
 
@@ -268,6 +269,3 @@ def _sent(kind: str, size: float, group: int) -> float:
     'reduce-scatter': size * (group - 1),
     'collective-permute': size,
   }.get(kind, size * share)
-
-
-__all__ = ['Array', 'Work', 'of_program']

@@ -12,19 +12,23 @@ from typing import Any, TextIO
 from ml_collections import ConfigDict
 
 from ragen_jax.agent.rollout import round_up
-from ragen_jax.compilers import memory
+from ragen_jax.compilers import memory, topologies
 from ragen_jax.compilers.abstract import prompt_columns
 from ragen_jax.compilers.memory import USABLE, MemoryPlan
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.modes.plan_changes import ADAPTERS, fit
+from ragen_jax.modes.plan_report import report
 
 _GIB = 2**30
 
 
 def plan(config: ConfigDict, out: TextIO) -> None:
-  """Writes a table of the memory per device, whether it fits, and if not, changes of the config with which it fits.
+  """Writes what a run needs of a machine: of `plan.topology`, or else of `plan.devices` devices.
+
+  For the latter, a table of the memory per device, whether it fits, and if not, changes of the config with which it
+  fits.
 
   Args:
     config: the config of the run; `config.plan` describes the machine.
@@ -34,6 +38,19 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     UserError: a field has a value that is not allowed.
   """
   check_plan(config)
+  if config.plan.topology:
+    topology = topologies.parse(config.plan.topology)
+    problem = topologies.missing(topology.chip.platform)
+    if not problem:
+      topologies.prepare(topology)
+      memory.use_cpu_devices(topology.size)
+      check_config(config, weights=False)
+      report(config, topology, out)
+      return
+    out.write(f'plan.topology={topology.name!r}: {problem}\nUntil then, the estimate from programs for CPU:\n\n')
+    machine = {'plan.devices': topology.size, 'plan.memory_gb': topology.chip.hbm_bytes / _GIB}
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(machine)
   memory.use_cpu_devices(config.plan.devices)
   check_config(config, weights=False)
   compiled: dict[Any, int] = {}
