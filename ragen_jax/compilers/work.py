@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from typing import Any
 
 from ragen_jax.compilers.hlo import Instruction, Program
 from ragen_jax.compilers.topologies import Chip
@@ -59,6 +60,14 @@ class Work:
       self.sent + other.sent,
       self.loops + other.loops,
     )
+
+  @classmethod
+  def from_dict(cls, found: dict[str, Any] | None) -> Work | None:
+    """The work that `dataclasses.asdict` gave."""
+    if found is None:
+      return None
+    loops = tuple(cls.from_dict(x) for x in found['loops'])
+    return cls(found['seconds'], found['kernels'], Counter(found['collectives']), found['sent'], loops)
 
   def times(self, n: float) -> Work:
     """`n` runs; its loops are still told for one run."""
