@@ -141,7 +141,7 @@ def _record(m: Any, topology: Any) -> dict[str, Any]:
     'compile_cpu_seconds': round(m.cost.compile_cpu_seconds, 2),
     'seconds': work and work.seconds,
     'link_seconds': work and work.sent / topology.chip.link_bandwidth,
-    'collectives': work and dict(work.collectives),
+    'collectives': work and work.collectives,
     'kernels': work and work.kernels,
     'cost': dataclasses.asdict(m.cost),
   }
@@ -200,7 +200,8 @@ def measure(name: str, only: str, results: dict[str, Any], args: argparse.Namesp
       lost = [x for x in started if x not in ended]
       if child.returncode == 0 or not lost:
         break
-      _add(log, {'program': lost[0], 'failure': f'the compiler crashed (status {child.returncode})'})
+      said = (errors.strip().splitlines() or [''])[-1][:300]
+      _add(log, {'program': lost[0], 'failure': f'the process ended with status {child.returncode}: {said}'})
     _collect(held, _lines(log))
   if child.returncode != 0:
     held['failure'] = (errors.strip().splitlines() or ['?'])[-1][:300]

@@ -208,7 +208,7 @@ def _decode_step(run: Run, topology: Topology, m: Measured | None) -> DecodeStep
     return DecodeStep(Seconds(math.nan, math.nan), floor, math.nan, math.nan)
   body = max(loops, key=lambda w: w.seconds)
   seconds = Seconds(body.seconds, body.sent / topology.chip.link_bandwidth)
-  return DecodeStep(seconds, floor, body.collectives['all-gather'], sum(body.collectives.values()))
+  return DecodeStep(seconds, floor, body.collectives.get('all-gather', 0), sum(body.collectives.values()))
 
 
 def _compilation(run: Run, measured: Sequence[Measured]) -> Compilation:

@@ -1,7 +1,9 @@
 """The memory per device of a run, from shapes and layout and from its programs compiled for CPU.
 
 The memory of weights, optimiser state and cache follows exactly from shapes and layout. The memory of activations is
-read from the programs: they are compiled ahead of time for as many CPU devices as the planned machine has.
+read from the programs: they are compiled ahead of time in float32 for as many CPU devices as the planned machine has.
+For bfloat16, all of it but logits and the gradient of the head is counted with half its bytes. (CPU programs in
+bfloat16 would tell nothing: they compute products in float32 and hold both.)
 """
 
 from __future__ import annotations
@@ -87,12 +89,13 @@ def use_cpu_devices(count: int) -> None:
   jax.config.update('jax_num_cpu_devices', count)
 
 
-def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
+def estimate(config: ConfigDict, compiled: dict[Any, dict[str, int]]) -> MemoryPlan:
   """Predicts the memory of a run on a mesh over all devices of this process.
 
   Args:
     config: the config of the run; the weights of its model are not needed.
-    compiled: bytes of activations by the fields that determine them. Missing entries are compiled and added.
+    compiled: temporary bytes of programs in float32 by name, by the fields that determine them. Missing entries are
+      compiled and added.
   """
   policy = abstract_policy(config, jnp.float32)
   trainer = build.make_trainer(config, policy)
@@ -122,17 +125,15 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
   for phase in ('rollout', 'evaluation'):
     sampler_state = policy.sampler.abstract_state(rollout_rows(config, phase), columns)
     rows[phase] = rollout_rows(config, phase) // row_shards(mesh)
-    phases[phase]['key/value cache'] = cache = bytes_per_device(sampler_state.cache) * low // 4
-    # Between turns, the old and the new cache of one layer are held at the same time.
-    phases[phase]['one layer of it twice'] = cache // policy.sampler.cfg.num_layers
+    phases[phase]['key/value cache'] = bytes_per_device(sampler_state.cache) * low // 4
   found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns)
   for phase, kinds in phases.items():
     # A phase that does not fit without its activations is not compiled.
     if found.total(phase) <= limit:
       key = shaped_by(config, phase)
       if key not in compiled:
-        compiled[key] = _activations(config, trainer, state, phase)
-      kinds['activations'] = compiled[key]
+        compiled[key] = _temporary(config, trainer, state, phase)
+      kinds['activations'] = _activations(config, trainer, phase, compiled[key], kinds)
   return found
 
 
@@ -146,8 +147,40 @@ def shaped_by(config: ConfigDict, phase: str) -> tuple:
   return ('update' if phase == 'update' else 'rollout', rows, weights, select(config.to_dict(), 'devices'))
 
 
-def _activations(config: ConfigDict, trainer: Trainer, state: TrainState, phase: str) -> int:
-  """Bytes per device that the largest program of a phase needs in addition to its arguments and results."""
+def _activations(
+  config: ConfigDict, trainer: Trainer, phase: str, temporary: dict[str, int], kinds: dict[str, int]
+) -> int:
+  """Bytes per device of the largest program of a phase, besides the `kinds` that are counted already.
+
+  Args:
+    config: the run's.
+    trainer: of the config.
+    phase: of the programs.
+    temporary: their bytes in float32.
+    kinds: bytes of the phase by kind.
+  """
+  cfg, mesh = trainer.model.sampler.cfg, trainer.model.mesh
+  low, rows = compute_dtype(config).itemsize, rollout_rows(config, phase)
+  vocabulary = cfg.vocab_size // mesh.shape['tensor']
+  wide = 0
+  if phase == 'update':
+    batch = abstract_batch(config, trainer, config.optimizer.micro_batch_size)
+    rows = min(config.model.logits_chunk or batch.columns.size, batch.columns.size)
+    if not config.lora.rank:
+      wide = 4 * vocabulary * cfg.hidden_size // mesh.shape['fsdp']
+  # Logits, and their gradient or what is drawn from.
+  wide += 2 * 4 * rows * vocabulary // row_shards(mesh)
+  found = {name: min(wide, size) + max(size - wide, 0) * low // 4 for name, size in temporary.items()}
+  if phase == 'update':
+    return max(found.values(), default=0)
+  # Decoding alone has the weights as it computes with them, and between turns one layer's cache is there twice.
+  copies = kinds.get('weights as computed with', 0)
+  found['arrange'] = kinds['key/value cache'] // cfg.num_layers
+  return max(0, *(size - (0 if name == 'decode' else copies) for name, size in found.items()))
+
+
+def _temporary(config: ConfigDict, trainer: Trainer, state: TrainState, phase: str) -> dict[str, int]:
+  """Bytes per device that each program of a phase needs in addition to its arguments and results."""
   sampler = trainer.model.sampler
   if phase == 'update':
     lowered = trainer.learner.lower(state, abstract_batch(config, trainer, config.optimizer.micro_batch_size))
@@ -159,7 +192,7 @@ def _activations(config: ConfigDict, trainer: Trainer, state: TrainState, phase:
       max_new=config.agent.max_response_tokens,
       sampling=Sampling(),
     )
-  return max(temporary_bytes(x) for x in lowered.values())
+  return {name: temporary_bytes(x) for name, x in lowered.items()}
 
 
 def _types(tree: Any) -> str:

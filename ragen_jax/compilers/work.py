@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from typing import Any
 
 from ragen_jax.compilers.hlo import Instruction, Program
@@ -48,7 +47,7 @@ class Work:
 
   seconds: float = 0.0
   kernels: int = 0
-  collectives: Counter = dataclasses.field(default_factory=Counter)
+  collectives: dict[str, float] = dataclasses.field(default_factory=dict)
   sent: float = 0.0
   loops: tuple[Work, ...] = ()
 
@@ -56,7 +55,10 @@ class Work:
     return Work(
       self.seconds + other.seconds,
       self.kernels + other.kernels,
-      self.collectives + other.collectives,
+      {
+        kind: self.collectives.get(kind, 0) + other.collectives.get(kind, 0)
+        for kind in self.collectives | other.collectives
+      },
       self.sent + other.sent,
       self.loops + other.loops,
     )
@@ -67,11 +69,11 @@ class Work:
     if found is None:
       return None
     loops = tuple(cls.from_dict(x) for x in found['loops'])
-    return cls(found['seconds'], found['kernels'], Counter(found['collectives']), found['sent'], loops)
+    return cls(found['seconds'], found['kernels'], found['collectives'], found['sent'], loops)
 
   def times(self, n: float) -> Work:
     """`n` runs; its loops are still told for one run."""
-    collectives = Counter({kind: size * n for kind, size in self.collectives.items()})
+    collectives = {kind: size * n for kind, size in self.collectives.items()}
     return Work(self.seconds * n, self.kernels * n, collectives, self.sent * n, self.loops)
 
 
@@ -129,7 +131,7 @@ class _Reader:
       data = [a for a in results if a.shape]
       results = tuple(data[len(data) // 2 :])
     size = sum(a.bytes for a in results)
-    return Work(0.0, 1, Counter({kind: size}), _sent(kind, size, _group_size(x, self._devices)))
+    return Work(0.0, 1, {kind: size}, _sent(kind, size, _group_size(x, self._devices)))
 
   def _collectives_inside(self, x: Instruction) -> Work:
     """Of a fusion; a reduction that keeps its own part only sends half as much as one that gives all to all."""
@@ -141,7 +143,7 @@ class _Reader:
           continue
         work = self._collective(kind, y)
         if kind == 'all-reduce' and 'all-reduce-scatter' in x.name:
-          work = Work(0.0, 1, Counter({'reduce-scatter': work.collectives[kind]}), work.sent / 2)
+          work = Work(0.0, 1, {'reduce-scatter': work.collectives[kind]}, work.sent / 2)
         found += dataclasses.replace(work, kernels=0)
     return found
 

@@ -53,7 +53,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     config.update_from_flattened_dict(machine)
   memory.use_cpu_devices(config.plan.devices)
   check_config(config, weights=False)
-  compiled: dict[Any, int] = {}
+  compiled: dict[Any, dict[str, int]] = {}
   found = memory.estimate(config, compiled)
   _write(config, found, out)
   if found.fits:
@@ -111,8 +111,9 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
     f'{round_up(config.agent.max_context, config.length_step)} tokens a device at once. Caches: {rows["rollout"]} rows '
     f'(evaluation: {rows["evaluation"]}) of {found.columns} columns a device, and observations of up to '
     f'{prompt_columns(config)} tokens.\n'
-    'Activations are those of the programs compiled for CPU in float32, which bounds bfloat16 from above; an '
-    "accelerator's compiler orders and fuses otherwise. All else is counted exactly.\n"
+    'Activations are those of the programs compiled for CPU in float32, counted with the width of the type of '
+    "computations; an accelerator's compiler orders and fuses otherwise (plan.topology asks it). All else is counted "
+    'exactly.\n'
   )
   most = found.total(found.worst) / _GIB
   verdict = 'It fits' if found.fits else 'It does not fit'

@@ -107,7 +107,7 @@ def real():
   live = held()
   rows = policy.sampler.init(config.train.groups * config.train.group_size, abstract.cache_columns(config))
   lowered = trainer.learner.lower(state, abstract.abstract_batch(config, trainer, config.optimizer.micro_batch_size))
-  found = memory.estimate(config, {memory.shaped_by(config, 'rollout'): 0})
+  found = memory.estimate(config, {memory.shaped_by(config, 'rollout'): {}})
   return {
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
     'live': live,

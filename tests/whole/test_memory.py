@@ -99,7 +99,7 @@ def test_the_plan_is_what_one_device_really_holds():
   state = trainer.init()
   params, opt_state = state.params, state.opt_state
   # The update's programs are those of the mesh's test.
-  found = memory.estimate(config, {memory.shaped_by(config, 'update'): 0}).phases
+  found = memory.estimate(config, {memory.shaped_by(config, 'update'): {}}).phases
   live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('o', opt_state))}
   cache = policy.sampler.init(8, abstract.cache_columns(config)).cache
   assert found['update']['weights (float32)'] == found['update']['gradients'] == live['p']
