@@ -24,6 +24,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import aot_tables  # noqa: E402
 
 RESULTS = ROOT / 'benchmarks' / 'results' / 'aot.json'
 BEFORE = ROOT / 'benchmarks' / 'results' / 'aot_before.json'
@@ -160,15 +163,25 @@ def _recalled(program: Any, record: dict[str, Any]) -> Any:
 
 def _plain(found: Any) -> dict[str, Any]:
   """An `Estimate` as JSON, with what follows from it."""
-  return dataclasses.asdict(found) | {
+  more = {
     'iteration': found.iteration,
     'chip_hours': found.chip_hours,
     'tokens_per_second': found.sampled / found.iteration,
     'decode_to_floor': found.decode.seconds.total / found.decode.floor,
   }
+  return _finite(dataclasses.asdict(found) | more)
 
 
-# -- The main process: starts workers, collects what they found, writes the tables. ------------------------------------
+def _finite(x: Any) -> Any:
+  """What JSON can hold: None for infinity and for what is not a number."""
+  if isinstance(x, dict):
+    return {name: _finite(value) for name, value in x.items()}
+  if isinstance(x, list | tuple):
+    return [_finite(value) for value in x]
+  return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+# -- The main process: starts workers, and collects what they found. ---------------------------------------------------
 
 
 def measure(name: str, only: str, results: dict[str, Any], args: argparse.Namespace) -> None:
@@ -247,7 +260,9 @@ def setting() -> dict[str, Any]:
       return ''
 
   packages = {name: version(name) for name in ('jax', 'jaxlib', 'libtpu', 'jax-cuda12-plugin')}
-  return {'cpu': platform.processor() or platform.machine(), 'cores': os.cpu_count(), **packages, 'seed': SEED,
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  names = re.findall(r'^model name\s*: (.*)$', cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
+  return {'cpu': names[0] if names else platform.machine(), 'cores': os.cpu_count(), **packages, 'seed': SEED,
           'date': datetime.date.today().isoformat(), 'lengths': LENGTHS}  # fmt: skip
 
 
@@ -272,120 +287,23 @@ def main() -> None:
     if not names:
       parser.error(f'--only={args.only}: no such case; there are: {"; ".join(CASES)}')
     results = json.loads(args.output.read_text()) if args.output.exists() else {'cases': {}}
-    results = {'setting': setting(), 'cases': results['cases']}
+    # The compilers of TPUs and GPUs may be installed in different environments, one after the other.
+    found = {key: value for key, value in setting().items() if value != ''}
+    results = {'setting': results.get('setting', {}) | found, 'cases': results['cases']}
     for name in names:
       measure(name, only or '*', results, args)
       print(summary(name, results['cases'][name]), flush=True)
-  if not args.quick and RESULTS.exists():
-    write_page()
-
-
-# -- Tables. -----------------------------------------------------------------------------------------------------------
+  if not args.quick:
+    aot_tables.write_page(PAGE, RESULTS, BEFORE)
 
 
 def summary(name: str, case: dict[str, Any]) -> str:
+  """What a case takes, in one line."""
   e = case['estimate']
   if not e:
     return f'{name}: {len(case["programs"])} programs'
-  return f'{name}: iteration {_number(e["iteration"])} s, MFU {_share(e["mfu"])}, chip-hours {_number(e["chip_hours"])}'
-
-
-def _number(x: float | None, digits: int = 2) -> str:
-  return '-' if x is None or not math.isfinite(x) else f'{x:.{digits}f}'
-
-
-def _share(x: float | None) -> str:
-  return '-' if x is None or not math.isfinite(x) else f'{x:.0%}'
-
-
-def _row(cells: list[str]) -> str:
-  return '| ' + ' | '.join(cells) + ' |'
-
-
-def cases_table(results: dict[str, Any]) -> str:
-  """One line a case."""
-  head = ['Model and machine', 'GiB: rollout, evaluation, update', 'Rollout s', 'Scoring s', 'Update s', 'Links s',
-          'Iteration s', 'MFU of the update', 'Decode step / floor', 'Gathered a token, GB',
-          'CPU s of compilation: first iteration, run', 'Chip-hours']  # fmt: skip
-  lines = [_row(head), _row(['---'] * len(head))]
-  for name, case in results['cases'].items():
-    e = case['estimate']
-    if not e:
-      continue
-    parts = e['parts']
-    device = {n: parts[n]['device'] for n in parts}
-    gib = ', '.join(
-      _number(e['memory'].get(phase, math.nan) / 2**30, 1) for phase in ('rollout', 'evaluation', 'update')
-    )
-    lines.append(
-      _row([
-        name, gib, _number(device['extend'] + device['decode'] + device['arrange']), _number(device['scoring']),
-        _number(device['gradients'] + device['optimiser']), _number(sum(x['links'] for x in parts.values())),
-        _number(e['iteration']), _share(e['mfu']), _number(e['decode_to_floor']),
-        _number(e['decode']['gathered'] / 1e9, 3),
-        ', '.join(_number(x, 0) for x in e['compilation']['cpu_seconds']), _number(e['chip_hours'], 1),
-      ])
-    )  # fmt: skip
-  return '\n'.join(lines)
-
-
-def programs_table(case: dict[str, Any]) -> str:
-  """One line a program of a case."""
-  head = ['Program', 'Shape', 'Compile CPU s', 'GiB', 'of it temporary', 'ms', 'Links ms', 'Runs an iteration']
-  lines = [_row(head), _row(['---'] * len(head))]
-  for name, p in case['programs'].items():
-    if 'failure' in p:
-      lines.append(_row([name, p.get('shape', ''), f'refused: {p["failure"]}', *[''] * 5]))
-      continue
-    ms = [_number(None if p[key] is None else 1e3 * p[key]) for key in ('seconds', 'link_seconds')]
-    lines.append(
-      _row([name, p['shape'], _number(p['compile_cpu_seconds'], 0), _number(p['hbm'] / 2**30),
-            _number(p['temporary'] / 2**30), *ms, f'{p["runs"]:.4g}'])
-    )  # fmt: skip
-  return '\n'.join(lines)
-
-
-def growth_table(results: dict[str, Any]) -> str:
-  """The same work for each chip on ever more chips."""
-  head = ['Machine', 'Chips', 'Episodes', 'Iteration s', 'of it links s', 'Sent a chip and gradient, GB', 'Efficiency']
-  lines, first = [_row(head), _row(['---'] * len(head))], None
-  for name in ('0.5b v5e:2x4', '0.5b v5e:4x4', '0.5b v5e:8x8', '0.5b v5e:16x16'):
-    case = results['cases'].get(name)
-    e = case and case['estimate']
-    if not e:
-      continue
-    # Scoring is compiled for the smallest machine only.
-    seconds = sum(x['device'] + x['links'] for n, x in e['parts'].items() if n != 'scoring')
-    first = first or seconds
-    sent = case['programs']['gradient']['cost']['work']['sent']
-    lines.append(
-      _row([case['topology'], str(e['chips']), str(e['sampled'] // 750), _number(seconds),
-            _number(sum(x['links'] for x in e['parts'].values())), _number(sent / 1e9), _share(first / seconds)])
-    )  # fmt: skip
-  return '\n'.join(lines)
-
-
-def write_page() -> None:
-  """Replaces the tables of docs/performance.md, between lines '<!-- table: NAME -->' and '<!-- end -->'."""
-  results = json.loads(RESULTS.read_text())
-  tables = {'cases': cases_table(results), 'growth': growth_table(results)}
-  if '0.5b v5e:2x4' in results['cases']:
-    tables['programs'] = programs_table(results['cases']['0.5b v5e:2x4'])
-  if BEFORE.exists():
-    before = json.loads(BEFORE.read_text())
-    tables |= {'before': cases_table(before), 'before programs': programs_table(before['cases']['0.5b v5e:2x4'])}
-  lines, skipping = [], False
-  for line in PAGE.read_text().splitlines():
-    if line == '<!-- end -->':
-      skipping = False
-    if not skipping:
-      lines.append(line)
-    if line.startswith('<!-- table: '):
-      name = line.removeprefix('<!-- table: ').removesuffix(' -->')
-      if name in tables:
-        lines += ['', tables[name], '']
-        skipping = True
-  PAGE.write_text('\n'.join(lines) + '\n')
+  iteration, hours = aot_tables.number(e['iteration']), aot_tables.number(e['chip_hours'])
+  return f'{name}: iteration {iteration} s, MFU {aot_tables.share(e["mfu"])}, chip-hours {hours}'
 
 
 if __name__ == '__main__':

@@ -217,7 +217,7 @@ def _compilation(run: Run, measured: Sequence[Measured]) -> Compilation:
     if m.cost is not None and m.program.runs and m.program.phase != 'evaluation':
       costs.setdefault(m.program.kind, []).append(m.cost.compile_cpu_seconds)
   config = run.config
-  counts = shapes_of_run(config, run.lengths, config.num_iterations)
+  counts = shapes_of_run(config, run.lengths, run.batching, config.num_iterations)
   counts = [{kind: n for kind, n in found.items() if kind in costs} for found in counts]
   first, last = counts[0], counts[-1]
   again: dict[str, int] = {}

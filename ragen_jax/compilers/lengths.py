@@ -9,7 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax.agent.rollout import round_up
-from ragen_jax.training.batches import plan_micro_batches
+from ragen_jax.training.batches import BatchingSettings, plan_micro_batches
 
 # Simulated episodes: the spread of a reply's length (of its logarithm), the share of episodes that end in each turn,
 # and how the mean of replies changes from the first iteration to the last.
@@ -95,7 +95,9 @@ def cache_size(config: ConfigDict, before: int, width: int) -> int:
   return round_up(before + width + config.agent.max_response_tokens, config.length_step)
 
 
-def shapes_of_run(config: ConfigDict, lengths: Lengths, iterations: int) -> list[dict[str, int]]:
+def shapes_of_run(
+  config: ConfigDict, lengths: Lengths, batching: BatchingSettings, iterations: int
+) -> list[dict[str, int]]:
   """How many programs of each kind a run has compiled after each of its iterations.
 
   Episodes are simulated: replies are log-normal around the assumed mean, which rises over the run, and some episodes
@@ -104,6 +106,7 @@ def shapes_of_run(config: ConfigDict, lengths: Lengths, iterations: int) -> list
   Args:
     config: the run's.
     lengths: the assumptions.
+    batching: how the trainer cuts micro-batches.
     iterations: of the run.
 
   Returns:
@@ -117,7 +120,7 @@ def shapes_of_run(config: ConfigDict, lengths: Lengths, iterations: int) -> list
     replies, turns = _episodes(rng, lengths, config, rows, mean)
     for kind, shape in _rollout_shapes(config, lengths, replies, turns):
       seen[kind].add(shape)
-    for shape in _update_shapes(config, lengths, replies, turns, rng):
+    for shape in _update_shapes(config, lengths, batching, replies, turns, rng):
       seen['gradient'].add(shape)
     counts.append({kind: len(shapes) for kind, shapes in seen.items()} | {'score': len(seen['gradient']), 'apply': 1})
   return counts
@@ -163,7 +166,12 @@ def _bucket(rows: int, live: int) -> int:
 
 
 def _update_shapes(
-  config: ConfigDict, lengths: Lengths, replies: np.ndarray, turns: np.ndarray, rng: np.random.Generator
+  config: ConfigDict,
+  lengths: Lengths,
+  batching: BatchingSettings,
+  replies: np.ndarray,
+  turns: np.ndarray,
+  rng: np.random.Generator,
 ) -> Iterator[tuple[int, int]]:
   played = np.arange(lengths.turns)[None] < turns[:, None]
   if lengths.whole:
@@ -173,10 +181,10 @@ def _update_shapes(
     sampled = replies[played]
     length = lengths.prompt + sampled
   length = np.minimum(length, lengths.limit)
-  o = config.optimizer
-  size = o.mini_batch_size * lengths.rows
+  size = config.optimizer.mini_batch_size * lengths.rows
+  cut = {'size': batching.micro_batch_size, 'length_step': batching.length_step}
   order = rng.permutation(len(length))
   for start in range(0, len(order), size):
     part = order[start : start + size].astype(np.int32)
-    for plan in plan_micro_batches(part, length, sampled, size=o.micro_batch_size, length_step=config.length_step):
+    for plan in plan_micro_batches(part, length, sampled, **cut):
       yield plan.width, plan.replies

@@ -15,6 +15,7 @@ from ragen_jax.compilers import abstract, lengths
 from ragen_jax.compilers.lengths import Lengths
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 
@@ -66,6 +67,11 @@ class Run:
     return self.trainer.model.sampler.cfg
 
   @property
+  def batching(self) -> BatchingSettings:
+    """The sizes of micro-batches."""
+    return self.trainer.settings.estimate.batching
+
+  @property
   def mesh(self) -> jax.sharding.Mesh:
     """The devices."""
     return self.trainer.model.mesh
@@ -113,7 +119,7 @@ def _evaluation(run: Run) -> list[Program]:
 
 def _update(run: Run) -> list[Program]:
   n, config, trainer = run.lengths, run.config, run.trainer
-  micro = config.optimizer.micro_batch_size
+  micro = run.batching.micro_batch_size
   rows = abstract.rollout_rows(config, 'rollout') * n.rows
   passes = config.algorithm.ppo_epochs
   mean = abstract.abstract_batch(config, trainer, micro, length=n.row, sampled=n.sampled)

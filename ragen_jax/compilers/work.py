@@ -201,9 +201,9 @@ class _Reader:
       return 2 * _bytes(operands[1]) if len(operands) > 1 else written
     if x.opcode in ('dynamic-slice', 'slice', 'gather'):
       return 2 * written
-    if x.opcode != 'fusion':
-      return written + sum(_bytes(y) for y in operands)
     inner = next(iter(self._program.called(x)), {})
+    if x.opcode != 'fusion' or not inner:
+      return written + sum(_bytes(y) for y in operands)
     roots = [y for y in inner.values() if y.is_root]
     if roots and roots[0].opcode == 'tuple':
       roots = [inner[name] for name in roots[0].operands if name in inner]

@@ -96,7 +96,7 @@ def test_the_decode_step_is_the_body_of_the_longest_loop(run):
 
 def test_compilation_counts_every_shape_of_a_run_once(run):
   made = estimate.of_run(run, TOPOLOGY, _measured(run, gradient=_cost(1.0, cpu=100.0))).compilation
-  counts = shapes_of_run(run.config, run.lengths, 12)
+  counts = shapes_of_run(run.config, run.lengths, run.batching, 12)
   scored = run.config.algorithm.old_logprobs == 'trainer'
   again = {kind: counts[0][kind] for kind in ('extend', 'decode', 'order', 'pick')}
   same_rows = run.config.eval.groups * run.config.eval.group_size == (

@@ -13,7 +13,7 @@ from ragen_jax import build
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.compilers import lengths
 from ragen_jax.compilers.lengths import Lengths
-from ragen_jax.training.batches import plan_micro_batches
+from ragen_jax.training.batches import BatchingSettings, plan_micro_batches
 from tests.support import builders
 
 FULL = Lengths(prompt=100, observation=20, reply=30, longest=50, turns=3, whole=True, limit=400)
@@ -72,22 +72,27 @@ def _config(**fields):
   )  # fmt: skip
 
 
+def _batching(config):
+  return BatchingSettings(config.optimizer.micro_batch_size, config.length_step, whole_rows=False)
+
+
 def test_programs_of_a_run_only_grow_and_one_shape_needs_one_of_each():
   config = _config()
-  counts = lengths.shapes_of_run(config, dataclasses.replace(FULL, limit=1024), 30)
+  counts = lengths.shapes_of_run(config, dataclasses.replace(FULL, limit=1024), _batching(config), 30)
   assert len(counts) == 30
   for before, after in itertools.pairwise(counts):
     assert all(after[kind] >= before[kind] for kind in before)
   assert counts[-1]['gradient'] > counts[0]['gradient'] >= 1
   config.length_step = 1024
-  once = lengths.shapes_of_run(config, dataclasses.replace(FULL, limit=1024, turns=1), 30)[-1]
+  short = dataclasses.replace(FULL, limit=1024, turns=1)
+  once = lengths.shapes_of_run(config, short, _batching(config), 30)[-1]
   assert once == {'extend': 1, 'decode': 1, 'order': 0, 'pick': 0, 'gradient': 1, 'score': 1, 'apply': 1}
 
 
 def test_gradient_shapes_are_those_of_the_planner():
   """One iteration, counted again from the same episodes with NumPy."""
   config, assumed = _config(), dataclasses.replace(FULL, limit=1024)
-  found = lengths.shapes_of_run(config, assumed, 1)[0]['gradient']
+  found = lengths.shapes_of_run(config, assumed, _batching(config), 1)[0]['gradient']
   rng = np.random.default_rng(0)
   replies, turns = lengths._episodes(rng, assumed, config, 16, 30 * lengths._FROM)
   sampled = np.asarray([row[:n].sum() for row, n in zip(replies, turns, strict=True)])

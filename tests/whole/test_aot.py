@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from benchmarks import aot
+from benchmarks import aot, aot_tables
 from ragen_jax.compilers import programs, topologies
 from ragen_jax.compilers.cost import Cost
 from ragen_jax.compilers.estimate import Measured
@@ -127,20 +127,17 @@ def test_a_measured_program_comes_back_from_its_record():
   assert aot._recalled(program, json.loads(json.dumps(aot._record(refused, None)))) == refused
 
 
-def test_tables_are_put_between_their_marks(monkeypatch, tmp_path):
+def test_tables_are_put_between_their_marks(tmp_path):
   results = {'cases': {'0.5b v5e:2x4': {'programs': {}, 'estimate': None}}}
   page, file = tmp_path / 'page.md', tmp_path / 'aot.json'
   page.write_text(
     '# Title\n\n<!-- table: programs -->\nold\n<!-- end -->\n\n<!-- table: other -->\nkept\n<!-- end -->\n'
   )
   file.write_text(json.dumps(results))
-  monkeypatch.setattr(aot, 'PAGE', page)
-  monkeypatch.setattr(aot, 'RESULTS', file)
-  monkeypatch.setattr(aot, 'BEFORE', tmp_path / 'none.json')
-  aot.write_page()
+  aot_tables.write_page(page, file, tmp_path / 'none.json')
   once = page.read_text()
   assert 'old' not in once and 'kept' in once and '| Program |' in once
-  aot.write_page()
+  aot_tables.write_page(page, file, tmp_path / 'none.json')
   assert page.read_text() == once
 
 
