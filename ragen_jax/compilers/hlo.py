@@ -118,7 +118,8 @@ def parse(text: str) -> Program:
   """
   computations: dict[str, dict[str, Instruction]] = {}
   entry, current = '', None
-  for line in text.splitlines():
+  # The metadata of a kernel stands on lines of its own.
+  for line in re.sub(r'\n(?="|\}\})', ' ', text).splitlines():
     if current is None:
       opened = re.match(r'^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$', line)
       if opened:

@@ -84,3 +84,17 @@ def test_the_program_of_a_real_compiler_is_read_whole():
   assert sum(map(len, program.computations.values())) == len(lines)
   loops = [x for c in program.computations.values() for x in c.values() if x.opcode == 'while']
   assert [program.trip_count(x) for x in loops] == [13]
+
+
+def test_metadata_of_a_kernel_on_lines_of_its_own_does_not_end_a_computation():
+  text = """ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %kernel = f32[8]{0} custom-call(%a), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, backend_config={"estimated_cycles":"7"}
+  ROOT %b = f32[8]{0} negate(%kernel)
+}
+"""
+  (lines,) = hlo.parse(text).computations.values()
+  assert list(lines) == ['a', 'kernel', 'b'] and lines['b'].is_root
+  assert lines['kernel'].attribute(r'"estimated_cycles":"(\d+)"') == '7'

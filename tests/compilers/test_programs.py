@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ragen_jax.compilers import programs
+from ragen_jax.compilers import abstract, programs
+from ragen_jax.models.attention import EINSUM
 from ragen_jax.sampling.capacity import bytes_per_device
 from tests.support.configs import small_config
 
@@ -104,3 +108,18 @@ def test_every_program_lowers_for_an_accelerator(monkeypatch, platform, fields):
   assert {p.kind for p in found} >= {'weights', 'extend', 'decode', 'select', 'resize', 'gradient', 'apply', 'score'}
   for program in found:
     assert 'stablehlo' in program.lower().as_text(), program.name
+
+
+def test_the_planned_chip_decides_how_rows_attend(monkeypatch):
+  """A model on devices that are not there, whose kernels this machine could not run."""
+  asked = []
+  monkeypatch.setattr(abstract, 'choose_attention', lambda *args: asked.append(args) or EINSUM)
+  abstract.abstract_policy(small_config(), jnp.bfloat16)
+  assert not asked  # CPUs stand for any devices
+  chip = types.SimpleNamespace(platform='tpu')
+  monkeypatch.setattr(abstract, 'make_mesh', lambda **_: types.SimpleNamespace(devices=np.array([chip]), size=1))
+  monkeypatch.setattr(abstract, 'make_sampler', lambda *_: None)
+  config = small_config(model__attention='splash')
+  abstract.abstract_policy(config, jnp.bfloat16, [chip])
+  ((name, _, dtype, found),) = asked
+  assert (name, dtype, found.devices.flat[0]) == ('splash', jnp.bfloat16, chip)
