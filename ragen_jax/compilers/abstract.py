@@ -116,16 +116,14 @@ def shape_of(plan: MicroBatch | PackedBatch) -> tuple[int, int, int]:
   return len(plan.bins if isinstance(plan, PackedBatch) else plan.rows), plan.width, plan.replies
 
 
-def abstract_batch(
-  config: ConfigDict, trainer: Trainer, batching: BatchingSettings, shape: tuple[int, int, int]
-) -> MiniBatch:
+def abstract_batch(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, int]) -> MiniBatch:
   """A micro-batch of a shape of `micro_batches`."""
   return abstract_mini_batch(
     *shape,
     reference=trainer.settings.reference,
     importance=config.algorithm.tis_cap > 0,
     sharding=row_sharding(trainer.model.mesh),
-    packed=batching.packing is not None,
+    packed=config.optimizer.packing,
   )
 
 

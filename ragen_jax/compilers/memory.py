@@ -60,6 +60,7 @@ class MemoryPlan:
     parameters: number of parameters of the model.
     cache_rows: rows of the cache on one device, in 'rollout' and 'evaluation'; at most the episodes.
     columns: columns of the cache.
+    micro_batch: rows or bins of a micro-batch, its columns, and the sampled tokens of each.
   """
 
   phases: dict[str, dict[str, int]]
@@ -67,6 +68,7 @@ class MemoryPlan:
   parameters: int
   cache_rows: dict[str, int]
   columns: int
+  micro_batch: tuple[int, int, int] = (0, 0, 0)
 
   def total(self, phase: str) -> int:
     """Total bytes of a phase."""
@@ -133,13 +135,14 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     # Between turns, the old and the new cache of one layer are held at the same time.
     phases[phase]['one layer of it twice'] = cache // policy.sampler.cfg.num_layers
   rows = {phase: n // row_shards(policy.mesh) for phase, n in sampling.rows.items()}
-  found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns)
+  _, micro = micro_batches(config, trainer, build.batching_settings(config, policy, lambda: limit))
+  found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns, micro)
   for phase, kinds in phases.items():
     # A phase that does not fit without its activations is not compiled.
     if found.total(phase) <= limit:
       key = shaped_by(config, phase, sampling.rows.get(phase, 0), sampling.gathered)
       if key not in compiled:
-        compiled[key] = _activations(config, trainer, state, phase, sampling)
+        compiled[key] = _activations(config, trainer, state, phase, sampling, micro)
       kinds['activations'] = compiled[key]
   return found
 
@@ -158,13 +161,18 @@ def shaped_by(config: ConfigDict, phase: str, rows: int = 0, gathered: bool = Tr
   return ('update' if phase == 'update' else 'rollout', sizes, weights, select(config.to_dict(), 'devices'))
 
 
-def _activations(config: ConfigDict, trainer: Trainer, state: TrainState, phase: str, sampling: SamplerPlan) -> int:
+def _activations(
+  config: ConfigDict,
+  trainer: Trainer,
+  state: TrainState,
+  phase: str,
+  sampling: SamplerPlan,
+  micro: tuple[int, int, int],
+) -> int:
   """Bytes per device that the largest program of a phase needs in addition to its arguments and results."""
   sampler = trainer.model.sampler
   if phase == 'update':
-    batching = build.batching_settings(config, trainer.model)
-    _, shape = micro_batches(config, trainer, batching)
-    lowered = trainer.learner.lower(state, abstract_batch(config, trainer, batching, shape))
+    lowered = trainer.learner.lower(state, abstract_batch(config, trainer, micro))
   else:
     lowered = sampler.lower(
       sampler.abstract_weights(state.params, sampling.gathered),

@@ -149,7 +149,7 @@ def _update(run: Run) -> list[Program]:
   scored = (config.algorithm.old_logprobs == 'trainer') + trainer.settings.reference
 
   def batch(shape):
-    return abstract.abstract_batch(config, trainer, run.batching, shape)
+    return abstract.abstract_batch(config, trainer, shape)
 
   def learn(name, shape):
     return lambda: trainer.learner.lower(run.state, batch(shape))[name]

@@ -20,7 +20,6 @@ from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.modes.plan_changes import ADAPTERS, fit
 from ragen_jax.modes.plan_report import report
 from ragen_jax.training.memory import USABLE
-from ragen_jax.utils.sizes import round_up
 
 _GIB = 2**30
 
@@ -107,10 +106,10 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
       cells.append('more' if unknown else f'{kinds[name] / _GIB:.2f}' if name in kinds else '-')
     out.write(f'{name:{width}}' + ''.join(f'{cell:>12}' for cell in cells) + '\n')
   out.write(f'{"together":{width}}' + ''.join(f'{found.total(x) / _GIB:12.2f}' for x in found.phases) + '\n\n')
-  rows = found.cache_rows
+  rows, (micro, width, _) = found.cache_rows, found.micro_batch
   out.write(
-    f'Update: {config.optimizer.micro_batch_size // row_shards(mesh)} rows of '
-    f'{round_up(config.agent.max_context, config.length_step)} tokens a device at once. Caches: {rows["rollout"]} rows '
+    f'Update: {micro // row_shards(mesh)} {"bins" if config.optimizer.packing else "rows"} of '
+    f'{width} tokens a device at once. Caches: {rows["rollout"]} rows '
     f'(evaluation: {rows["evaluation"]}) of {found.columns} columns a device, and observations of up to '
     f'{prompt_columns(config)} tokens.\n'
     'Activations are those of the programs compiled for CPU in float32, which bounds bfloat16 from above; an '

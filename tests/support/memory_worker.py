@@ -108,9 +108,8 @@ def real():
   state = trainer.init()
   live = held()
   rows = policy.sampler.init(config.train.groups * config.train.group_size, abstract.cache_columns(config))
-  batching = trainer.settings.estimate.batching
-  _, shape = abstract.micro_batches(config, trainer, batching)
-  lowered = trainer.learner.lower(state, abstract.abstract_batch(config, trainer, batching, shape))
+  _, shape = abstract.micro_batches(config, trainer, trainer.settings.estimate.batching)
+  lowered = trainer.learner.lower(state, abstract.abstract_batch(config, trainer, shape))
   found = memory.estimate(config, {memory.shaped_by(config, 'rollout', 16): 0})
   return {
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
