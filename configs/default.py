@@ -379,14 +379,25 @@ def get_config(model: str = '') -> ConfigDict:
   # Parts into which heads, MLP and vocabulary are divided.
   config.mesh.tensor = 1
 
-  # -- Planning a machine's memory (--mode=plan). ----------------------------------------------------------------------
+  # -- Planning a machine (--mode=plan). -------------------------------------------------------------------------------
   config.plan = ConfigDict()
+  # Chips whose compiler is asked, such as 'v5e:2x4', 'v5p:2x2x1' or 'h100:8'; '' predicts the memory only, on any
+  # devices. The compiler must be installed (requirements-aot.txt). In place of plan.devices and plan.memory_gb.
+  config.plan.topology = ''
   # Devices of the planned machine; `mesh` arranges them.
   config.plan.devices = 1
   # Memory of each device in GiB.
   config.plan.memory_gb = 24.0
   # Tokens of the longest observation, a first prompt, if agent.context is 'full'; otherwise it may fill the context.
   config.plan.prompt_tokens = 512
+  # With plan.topology: tokens of each later observation.
+  config.plan.observation_tokens = 80
+  # With plan.topology: mean tokens of a reply, at most agent.max_response_tokens.
+  config.plan.reply_tokens = 150
+  # With plan.topology: tokens of a turn's longest reply, which decoding goes on to; at most agent.max_response_tokens.
+  config.plan.longest_reply = 300
+  # With plan.topology: turns of an episode; 0 and numbers above it take the largest max_turns of train.tags.
+  config.plan.turns = 0
 
   # -- Detection of a collapse, and diagnostics. -----------------------------------------------------------------------
   config.monitor = ConfigDict()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -309,9 +309,11 @@ def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
   )  # fmt: skip
 
 
-def batching_settings(config: ConfigDict, model: LanguageModel) -> BatchingSettings:
-  """The sizes of micro-batches; with `optimizer.micro_batch_size=0` as much as fits into this machine's memory."""
-  return batch_sizes.batching(size_settings(config, model), lambda: update_memory(config, model), memory.usable)
+def batching_settings(
+  config: ConfigDict, model: LanguageModel, limit: Callable[[], float] = memory.usable
+) -> BatchingSettings:
+  """The sizes of micro-batches; with `optimizer.micro_batch_size=0` as much as fits into `limit` bytes a device."""
+  return batch_sizes.batching(size_settings(config, model), lambda: update_memory(config, model), limit)
 
 
 def describe_batching(config: ConfigDict, trainer: Trainer) -> str:

@@ -30,7 +30,7 @@ from tests.support.paths import ROOT
 
 # Folders in the order of the import contract, from the top down. What stands higher runs more of the program and takes
 # longer, and long files must start first, so that no worker is left with one of them at the end.
-_FOLDERS = ('whole', '', 'modes', 'training', 'sft', 'evaluation', 'agent', 'sampling', 'models', 'envs')
+_FOLDERS = ('whole', '', 'modes', 'compilers', 'training', 'sft', 'evaluation', 'agent', 'sampling', 'models', 'envs')
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

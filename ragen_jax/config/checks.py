@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.language_model import weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
+from ragen_jax.compilers import topologies
 from ragen_jax.config import rules
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.evaluation_checks import check_eval
@@ -73,8 +74,16 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
 
 
 def check_plan(config: ConfigDict) -> None:
-  """Checks the section `plan`; raises UserError for the first field with a wrong value."""
-  rules.at_least(config, 1, 'plan.devices', 'plan.prompt_tokens')
+  """Checks the section `plan`; raises UserError for the first field that cannot be used."""
+  counts = ('devices', 'prompt_tokens', 'observation_tokens', 'reply_tokens', 'longest_reply')
+  rules.at_least(config, 1, *(f'plan.{name}' for name in counts))
+  rules.at_least(config, 0, 'plan.turns')
+  rules.check(
+    config, 'plan.longest_reply', config.plan.longest_reply >= config.plan.reply_tokens,
+    f'must be at least plan.reply_tokens={config.plan.reply_tokens}, the mean',
+  )  # fmt: skip
+  if config.plan.topology:
+    topologies.parse(config.plan.topology)
   rules.above(config, 0, 'plan.memory_gb')
 
 

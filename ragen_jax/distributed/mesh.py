@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,19 +15,20 @@ from ragen_jax.utils.errors import UserError
 AXES = ('data', 'fsdp', 'tensor')
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
   """A mesh over all devices.
 
   Args:
     data: size of the axis that divides rows only (each part has a copy of the weights); -1 uses all remaining devices.
     fsdp: size of the axis that divides weights, and rows too.
     tensor: size of the axis that divides heads, the MLP and the vocabulary.
+    devices: default those of this process and of the others of its run; programs can be compiled for others.
 
   Raises:
     UserError: a size is not allowed, or the product is not the number of devices.
   """
   # The devices of a process are adjacent, so that its rows are a contiguous range.
-  devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+  devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
   asked = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor}'
   if min(fsdp, tensor) < 1 or (data < 1 and data != -1):
     raise UserError(f'{asked}: each must be at least 1, and data may be -1 for the devices that are left')

@@ -109,7 +109,10 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'endpoint_max_tokens',
     ),
     'export': ('output', 'step', 'lora', 'dtype'),
-    'plan': ('devices', 'memory_gb', 'prompt_tokens'),
+    'plan': (
+      'topology', 'devices', 'memory_gb', 'prompt_tokens', 'observation_tokens', 'reply_tokens', 'longest_reply',
+      'turns',
+    ),
   },
 }  # fmt: skip
 

@@ -180,20 +180,26 @@ class Sampler:
       gathered = self._can_gather(params)
     wanted = self.abstract_weights(params, gathered)
     leaves, tree = jax.tree.flatten(params)
-    layouts = jax.tree.leaves(wanted)
-    changed = {
-      i
-      for i, (x, to) in enumerate(zip(leaves, layouts, strict=True))
-      if x.dtype != to.dtype or not x.sharding.is_equivalent_to(to.sharding, x.ndim)
-    }
+    changed = changed_weights(params, wanted)
     if not changed:
       return params
+    found = self._cast(changed, wanted, gathered)({i: leaves[i] for i in changed})
+    return jax.tree.unflatten(tree, [found.get(i, x) for i, x in enumerate(leaves)])
+
+  def _cast(self, changed: tuple[int, ...], wanted: Any, gathered: bool) -> Any:
+    """The program that makes the changed weights, by their indices."""
+    layouts = jax.tree.leaves(wanted)
     cast = jax.jit(
       lambda own: {i: x.astype(layouts[i].dtype) for i, x in own.items()},
       out_shardings={i: layouts[i].sharding for i in changed},
     )
-    found = self._casts.setdefault((gathered, tuple(sorted(changed))), cast)({i: leaves[i] for i in changed})
-    return jax.tree.unflatten(tree, [found.get(i, x) for i, x in enumerate(leaves)])
+    return self._casts.setdefault((gathered, changed), cast)
+
+  def lower_weights(self, params: Any, gathered: bool) -> jax.stages.Lowered | None:
+    """Lowers the program of `decode_weights`; None if there is nothing to change. Arguments may be abstract."""
+    wanted = self.abstract_weights(params, gathered)
+    changed, leaves = changed_weights(params, wanted), jax.tree.leaves(params)
+    return self._cast(changed, wanted, gathered).lower({i: leaves[i] for i in changed}) if changed else None
 
   def _can_gather(self, params: Any) -> bool:
     if self._mesh is None or self._mesh.shape['fsdp'] == 1:
@@ -228,7 +234,14 @@ class Sampler:
     )
 
   def lower(
-    self, params: Any, state: SamplerState, *, width: int, columns: int, sampling: Sampling
+    self,
+    params: Any,
+    state: SamplerState,
+    *,
+    width: int,
+    columns: int,
+    sampling: Sampling,
+    rows: int | None = None,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers `extend` and `decode` for given shapes, to compile them without running; arguments may be abstract.
 
@@ -238,26 +251,47 @@ class Sampler:
       width: columns of the observation.
       columns: see `decode`.
       sampling: see `decode`.
+      rows: rows of all processes that get an observation; default all, which is another program than a selection.
 
     Returns:
-      The lowered programs by name.
+      The lowered programs by name; 'extend_first' is that of first prompts (`all_begin`).
     """
-    rows, by_rows = len(state.count), state.count.sharding
-    key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), rows)))
+    every, by_rows = len(state.count), state.count.sharding
+    key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), every)))
 
     def abstract(shape, dtype):
       return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
 
+    fed = rows or every
+    observation = dict(
+      tokens=abstract((fed, width), jnp.int32), count=abstract((fed,), jnp.int32), begins=abstract((fed,), bool),
+      rows=None if fed == every else abstract((fed,), jnp.int32),
+    )  # fmt: skip
     return {
-      'extend': self._extend.lower(
-        params=params, state=state, tokens=abstract((rows, width), jnp.int32), count=abstract((rows,), jnp.int32),
-        begins=abstract((rows,), bool), rows=None, all_begin=False,
-      ),
+      'extend_first': self._extend.lower(params=params, state=state, **observation, all_begin=True),
+      'extend': self._extend.lower(params=params, state=state, **observation, all_begin=False),
       'decode': self._decode.lower(
         params=params, state=state, key_data=abstract(key_data.shape, key_data.dtype),
-        budget=abstract((rows,), jnp.int32), temperature=np.float32(1), columns=columns, sampling=sampling,
+        budget=abstract((every,), jnp.int32), temperature=np.float32(1), columns=columns, sampling=sampling,
       ),
     }  # fmt: skip
+
+  def lower_arrange(self, state: SamplerState, *, rows: int, size: int) -> dict[str, jax.stages.Lowered]:
+    """The two programs of `arrange` for given shapes, to be compiled without being run; arguments may be abstract.
+
+    Args:
+      state: before, see `abstract_state`.
+      rows: rows of all processes after.
+      size: columns after.
+
+    Returns:
+      'select' runs once, 'resize' once for each layer.
+    """
+    kept = jax.ShapeDtypeStruct((rows,), np.int32, sharding=state.count.sharding)
+    return {
+      'select': self._select.lower(state.replace(cache=()), kept),
+      'resize': self._resize.lower(state.cache[0], kept, size=size),
+    }
 
   def arrange(self, state: SamplerState, rows: np.ndarray, size: int) -> SamplerState:
     """Selects rows and resizes the cache. Rows stay on their device: they are numbered within each shard.
@@ -351,3 +385,11 @@ class Sampler:
       columns=columns,
       sampling=compiled,
     )
+
+
+def changed_weights(params: Any, wanted: Any) -> tuple[int, ...]:
+  """Indices of the weights whose type or layout is not as wanted; see `Sampler.abstract_weights`."""
+  pairs = zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True)
+  return tuple(
+    i for i, (x, to) in enumerate(pairs) if x.dtype != to.dtype or not x.sharding.is_equivalent_to(to.sharding, x.ndim)
+  )

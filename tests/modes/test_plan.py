@@ -11,25 +11,26 @@ import sys
 
 import pytest
 
-from ragen_jax.modes import plan
+from ragen_jax.compilers import memory
+from ragen_jax.modes import plan, plan_changes
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
 
 def _estimate_by(numbers):
-  """In place of `plan.estimate`: 100 bytes in the update and less elsewhere, as the config's fields change them."""
+  """In place of `memory.estimate`: 100 bytes in the update and less elsewhere, as the config's fields change them."""
 
   def estimate(config, compiled):
     saved = sum(bytes for field, (value, bytes) in numbers.items() if operator.attrgetter(field)(config) == value)
-    return plan.MemoryPlan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
+    return memory.MemoryPlan({'update': {'weights': 100 - saved}, 'rollout': {'weights': 10}}, 60, 1, {'rollout': 1}, 1)
 
   return estimate
 
 
 def test_a_change_that_does_not_help_is_not_advised(monkeypatch):
   config = small_config()
-  monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.logits_chunk': (1024, 45)}))
-  changes, changed, found = plan.fit(config, plan.estimate(config, {}), {})
+  monkeypatch.setattr(memory, 'estimate', _estimate_by({'model.logits_chunk': (1024, 45)}))
+  changes, changed, found = plan_changes.fit(config, memory.estimate(config, {}), {})
   assert changes == {'model.logits_chunk': 1024} and found.fits and not changed.model.remat
 
 
@@ -40,20 +41,20 @@ def test_activations_that_were_not_known_before_do_not_speak_against_a_change(mo
     kinds = {'weights': 40 if config.model.remat else 80}
     if config.model.remat:
       kinds['activations'] = 10 if config.model.logits_chunk else 50
-    return plan.MemoryPlan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
+    return memory.MemoryPlan({'update': kinds, 'rollout': {}}, 60, 1, {'rollout': 1}, 1)
 
-  monkeypatch.setattr(plan, 'estimate', estimate)
+  monkeypatch.setattr(memory, 'estimate', estimate)
   config = small_config()
-  changes, _, found = plan.fit(config, estimate(config, {}), {})
+  changes, _, found = plan_changes.fit(config, estimate(config, {}), {})
   assert found.fits and changes == {'model.remat': True, 'model.logits_chunk': 1024}
 
 
 @pytest.mark.parametrize('rank', [0, 8])
 def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
   config = small_config(lora__rank=rank)
-  monkeypatch.setattr(plan, 'use_cpu_devices', lambda count: None)
+  monkeypatch.setattr(memory, 'use_cpu_devices', lambda count: None)
   monkeypatch.setattr(plan, '_write', lambda *_: None)
-  monkeypatch.setattr(plan, 'estimate', _estimate_by({'model.remat': (True, 15), 'lora.rank': (64, 30)}))
+  monkeypatch.setattr(memory, 'estimate', _estimate_by({'model.remat': (True, 15), 'lora.rank': (64, 30)}))
   out = io.StringIO()
   plan.plan(config, out)
   assert 'Nor with --config.model.remat=True: 0.0 GiB in the update.' in out.getvalue()
@@ -63,9 +64,9 @@ def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
 
 def test_programs_with_adapters_are_others():
   config, keys = small_config(), set()
-  for fields in ({}, {'lora.rank': 64}, plan._ADAPTERS):
+  for fields in ({}, {'lora.rank': 64}, plan_changes.ADAPTERS):
     config.update_from_flattened_dict(fields)
-    keys |= {plan._shaped_by(config, phase) for phase in ('update', 'rollout', 'evaluation')}
+    keys |= {memory.shaped_by(config, phase, 16) for phase in ('update', 'rollout', 'evaluation')}
   assert len(keys) == 3 * 2  # as many rows in evaluation as in the rollout
 
 
@@ -100,6 +101,6 @@ def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
 def test_a_plan_that_fits_compiles_every_phase():
   """The built-in model's, with nothing in place of the compiler."""
   config, compiled = small_config(), {}
-  found = plan.estimate(config, compiled)
+  found = memory.estimate(config, compiled)
   assert found.fits and all(kinds['activations'] > 0 for kinds in found.phases.values())
   assert len(compiled) == 2  # the update, and the rollout with as many rows as the evaluation

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ragen_jax import build
+from ragen_jax.compilers import abstract, memory
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, tree_shardings
 from ragen_jax.models import attention as attention_lib
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.modes import plan
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import abstract_mini_batch
@@ -55,13 +55,13 @@ def update(made, mesh=None, replies=REPLIES, score=False, **loss):
   sharding = None
   if mesh is not None:
     sharding = row_sharding(mesh)
-    params = plan._laid_out(params, tree_shardings(params, mesh))
-  abstract = batch(replies, sharding)
+    params = abstract.laid_out(params, tree_shardings(params, mesh))
+  micro = batch(replies, sharding)
   state = TrainState(params, nnx.State({}), jax.eval_shape(learner.optimizer.init, params))
-  found = {'accumulate': plan.temporary_bytes(learner.lower(state, abstract)['accumulate'])}
+  found = {'accumulate': abstract.temporary_bytes(learner.lower(state, micro)['accumulate'])}
   if score:
     scorer = Scorer(graphdef, learning.loss(**loss).scoring, mesh)
-    found['score'] = plan.temporary_bytes(scorer.lower(params, abstract))
+    found['score'] = abstract.temporary_bytes(scorer.lower(params, micro))
   return found
 
 
@@ -70,7 +70,7 @@ def rollout(made):
   lowered = sampler.lower(
     nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, columns=8, sampling=PLAIN
   )
-  return {name: plan.temporary_bytes(x) for name, x in lowered.items()}
+  return {name: abstract.temporary_bytes(x) for name, x in lowered.items()}
 
 
 def attention(most):
@@ -80,7 +80,7 @@ def attention(most):
   kv = jax.ShapeDtypeStruct((8, 1024, 2, 8), jnp.float32)
   mask = jax.ShapeDtypeStruct((1, 1024, 1024), bool)
   gradient = jax.jit(jax.grad(lambda q, k, v, mask: jnp.sum(attention_lib.attend(q, k, v, mask)), argnums=(0, 1, 2)))
-  return plan.temporary_bytes(gradient.lower(q, kv, kv, mask))
+  return abstract.temporary_bytes(gradient.lower(q, kv, kv, mask))
 
 
 def on_device(tree):
@@ -107,9 +107,10 @@ def real():
   trainer = build.make_trainer(config, policy)
   state = trainer.init()
   live = held()
-  rows = policy.sampler.init(config.train.groups * config.train.group_size, plan.cache_columns(config))
-  lowered = trainer.learner.lower(state, plan.abstract_batch(config, trainer, config.optimizer.micro_batch_size))
-  found = plan.estimate(config, {plan._shaped_by(config, 'rollout'): 0})
+  rows = policy.sampler.init(config.train.groups * config.train.group_size, abstract.cache_columns(config))
+  _, shape = abstract.micro_batches(config, trainer, trainer.settings.estimate.batching)
+  lowered = trainer.learner.lower(state, abstract.abstract_batch(config, trainer, shape))
+  found = memory.estimate(config, {memory.shaped_by(config, 'rollout', 16): 0})
   return {
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
     'live': live,
@@ -117,12 +118,12 @@ def real():
     'opt_state': on_device(state.opt_state),
     'reference': on_device(state.reference),
     'cache': on_device(rows.cache),
-    'activations': max(plan.temporary_bytes(x) for x in lowered.values()),
+    'activations': max(abstract.temporary_bytes(x) for x in lowered.values()),
   }
 
 
 def main() -> None:
-  plan.use_cpu_devices(8)
+  memory.use_cpu_devices(8)
   one = model(num_layers=1)
   by_weights, by_rows = make_mesh(1, 8, 1), dict(remat=True, logits_chunk=256)
   found = {

@@ -16,10 +16,11 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build, train
+from ragen_jax.agent.language_model import param_state
 from ragen_jax.algorithms import losses
+from ragen_jax.compilers import abstract, memory
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.modes import plan
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import MiniBatch
@@ -102,25 +103,25 @@ def test_the_plan_is_what_one_device_really_holds():
   state = trainer.init()
   params, opt_state = state.params, state.opt_state
   # The update's programs are those of the mesh's test.
-  found = plan.estimate(config, {plan._shaped_by(config, 'update'): 0}).phases
+  found = memory.estimate(config, {memory.shaped_by(config, 'update'): 0}).phases
   live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('o', opt_state))}
-  cache = policy.sampler.init(8, plan.cache_columns(config)).cache
+  cache = policy.sampler.init(8, abstract.cache_columns(config)).cache
   assert found['update']['weights (float32)'] == found['update']['gradients'] == live['p']
   assert found['rollout']["optimiser's state"] == live['o']
   assert found['rollout']['key/value cache'] == sum(x.nbytes for x in jax.tree.leaves(cache))
   assert 'reference weights' not in found['update'] and state.reference is None
   # On one CPU device attention goes by row, so of the real programs only the sampler's are the planned ones.
   lowered = policy.sampler.lower(
-    params, policy.sampler.init(8, plan.cache_columns(config)), width=64, columns=32, sampling=PLAIN
+    params, policy.sampler.init(8, abstract.cache_columns(config)), width=64, columns=32, sampling=PLAIN
   )
-  real = max(plan.temporary_bytes(x) for x in lowered.values())
+  real = max(abstract.temporary_bytes(x) for x in lowered.values())
   assert found['rollout']['activations'] == pytest.approx(real, rel=0.1)
 
 
 def test_the_reference_is_held_only_while_the_kl_is_on():
   config = _config(algorithm__kl_reward_coef=0.1, plan__memory_gb=1e-6)  # too small for anything to be compiled
   state = build.make_trainer(config, build.load_policy(config)).init()
-  phases = plan.estimate(config, {}).phases
+  phases = memory.estimate(config, {}).phases
   held = sum(x.nbytes for x in jax.tree.leaves(state.reference))
   assert held == sum(x.nbytes for x in jax.tree.leaves(state.params['policy']))
   assert all(kinds['reference weights'] == held for kinds in phases.values())
@@ -133,7 +134,7 @@ def test_adapters_and_a_separate_critic_are_counted():
   )  # fmt: skip
   state = build.make_trainer(config, build.load_policy(config)).init()
   params, opt_state, trained = state.params, state.opt_state, state.trained
-  kinds = plan.estimate(config, {}).phases['update']
+  kinds = memory.estimate(config, {}).phases['update']
   live = {name: sum(x.nbytes for x in jax.tree.leaves(tree)) for name, tree in (('p', params), ('t', trained))}
   assert live['t'] < live['p']
   assert kinds['weights (bfloat16 and float32)'] == live['p']
@@ -143,13 +144,18 @@ def test_adapters_and_a_separate_critic_are_counted():
 
 
 def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():
-  wide, narrow = (plan.estimate(_config(model__dtype=x, plan__memory_gb=1e-6), {}) for x in ('float32', 'bfloat16'))
+  wide, narrow = (memory.estimate(_config(model__dtype=x, plan__memory_gb=1e-6), {}) for x in ('float32', 'bfloat16'))
   assert narrow.phases['rollout']['key/value cache'] * 2 == wide.phases['rollout']['key/value cache']
+  policy = build.load_policy(_config(model__dtype='bfloat16'))
+  params = param_state(policy.model)
+  made = zip(*map(jax.tree.leaves, (params, policy.sampler.decode_weights(params))), strict=True)
+  copied = sum(x.nbytes for own, x in made if x is not own)
+  assert narrow.phases['rollout']['weights as computed with'] == copied > 0
+  assert 'weights as computed with' not in wide.phases['rollout']
   head = 4 * (64 + 1)  # is used as it is kept
   weights = wide.phases['update']['weights (float32)'] - head
-  assert narrow.phases['rollout']['weights as computed with'] * 2 == weights
   assert narrow.phases['update']['weights as computed with'] * 2 == weights  # kept for the backward pass
-  narrow = plan.estimate(_config(model__dtype='bfloat16', model__remat=True, plan__memory_gb=1e-6), {})
+  narrow = memory.estimate(_config(model__dtype='bfloat16', model__remat=True, plan__memory_gb=1e-6), {})
   assert 'weights as computed with' not in narrow.phases['update']
 
 

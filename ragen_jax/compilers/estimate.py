@@ -1,0 +1,255 @@
+"""From the costs of a run's programs to what the run needs: memory, time of an iteration, compilation, chip-hours."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from ragen_jax import build
+from ragen_jax.compilers import cost
+from ragen_jax.compilers.abstract import compute_dtype, episodes
+from ragen_jax.compilers.cost import Cost
+from ragen_jax.compilers.lengths import shapes_of_run
+from ragen_jax.compilers.programs import Program, Run
+from ragen_jax.compilers.topologies import Topology
+from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.sampling.draw import GREEDY
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """A program and what the compiler says of it.
+
+  Attributes:
+    program: the program.
+    cost: None if the compiler refused it.
+    failure: why it refused it.
+  """
+
+  program: Program
+  cost: Cost | None
+  failure: str = ''
+
+  @property
+  def memory(self) -> float:
+    """Bytes a device while the program runs, what the run holds besides it included."""
+    return math.inf if self.cost is None else self.cost.hbm + self.program.resident
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+  """Time of a part of an iteration.
+
+  Attributes:
+    device: of the device's own work.
+    links: of collectives at least, with all links busy; none of it is hidden behind work.
+  """
+
+  device: float = 0.0
+  links: float = 0.0
+
+  def __add__(self, other: Seconds) -> Seconds:
+    return Seconds(self.device + other.device, self.links + other.links)
+
+  @property
+  def total(self) -> float:
+    return self.device + self.links
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStep:
+  """One token for all rows, as the compiler's loop body has it.
+
+  Attributes:
+    seconds: of the step.
+    floor: seconds that reading the weights once and the used part of the cache takes at least.
+    gathered: bytes that a device receives of gathered weights.
+    collectives: bytes of all collectives.
+  """
+
+  seconds: Seconds
+  floor: float
+  gathered: float
+  collectives: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+  """Programs of a run and the CPU seconds that compiling them takes.
+
+  Attributes:
+    programs: numbers after the first iteration and at the end.
+    cpu_seconds: the same.
+    last_new: the last iteration that compiles one, from 1.
+  """
+
+  programs: tuple[int, int]
+  cpu_seconds: tuple[float, float]
+  last_new: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """What a run needs. Where the compiler refused a program, what follows from it is not a number.
+
+  Attributes:
+    memory: bytes a device by phase, of the phase's largest program.
+    parts: seconds of an iteration by part.
+    evaluation: seconds of evaluations for each iteration.
+    mfu: share of the peak that the products of the update need, of the time of the update.
+    decode: the decode step.
+    compilation: programs and their compilation.
+    sampled: tokens that an iteration samples.
+    iterations: of the run.
+    chips: of the machine.
+  """
+
+  memory: dict[str, float]
+  parts: dict[str, Seconds]
+  evaluation: float
+  mfu: float
+  decode: DecodeStep
+  compilation: Compilation
+  sampled: int
+  iterations: int
+  chips: int
+
+  @property
+  def iteration(self) -> float:
+    """Seconds of an iteration, without evaluation."""
+    return sum(x.total for x in self.parts.values())
+
+  @property
+  def chip_hours(self) -> float:
+    """Of the whole run, evaluations included, without compilation."""
+    return self.chips * self.iterations * (self.iteration + self.evaluation) / 3600
+
+
+def measure(program: Program, topology: Topology) -> Measured:
+  """Compiles a program; a refusal is a result too."""
+  try:
+    return Measured(program, cost.compile_program(program.lower(), topology, program.loop_trips))
+  except cost.CompileFailure as e:
+    return Measured(program, None, str(e))
+
+
+def of_run(run: Run, topology: Topology, measured: Sequence[Measured]) -> Estimate:
+  """Adds the costs of the programs of `programs.of_run` up."""
+  by_name = {m.program.name: m for m in measured}
+
+  def part(*names: str) -> Seconds:
+    return sum((_seconds(by_name[n], topology) for n in names if n in by_name), Seconds())
+
+  parts = {
+    'extend': part('extend_first', 'extend_later'),
+    'decode': part('decode'),
+    'arrange': part('weights', 'select', 'resize'),
+    'scoring': part('score'),
+    'gradients': part('gradient'),
+    'optimiser': part('apply'),
+  }
+  memory: dict[str, float] = {}
+  for m in measured:
+    memory[m.program.phase] = max(memory.get(m.program.phase, 0), m.memory)
+  update = (parts['gradients'] + parts['optimiser']).total
+  rows, n = episodes(run.config, 'rollout'), run.lengths
+  return Estimate(
+    memory=memory,
+    parts=parts,
+    evaluation=part('eval_extend', 'eval_decode').total,
+    mfu=useful_operations(run) / (update * topology.size * topology.chip.flops) if update else math.nan,
+    decode=_decode_step(run, topology, by_name.get('decode')),
+    compilation=_compilation(run, measured),
+    sampled=rows * n.turns * n.reply,
+    iterations=run.config.num_iterations,
+    chips=topology.size,
+  )
+
+
+def useful_operations(run: Run) -> float:
+  """Operations of the products that the update of an iteration needs: nothing twice, and no padding.
+
+  Each weight of the layers meets all tokens, and the head the sampled ones; a pass forward, and two backward, or one
+  where the weights are frozen. Attention is causal.
+  """
+  c, n = run.cfg, run.lengths
+  rows = episodes(run.config, 'rollout') * n.rows
+  body, head = _weights(run)
+  passes = 2 if run.config.lora.rank else 3
+  attention = 2 * c.num_layers * c.num_heads * c.head_dim * n.row**2
+  once = rows * (2 * (body * n.row + head * n.sampled) + attention)
+  return passes * once * run.config.algorithm.ppo_epochs
+
+
+def _weights(run: Run) -> tuple[int, int]:
+  """Weights of the layers that a token is multiplied with, and of the head."""
+  c = run.cfg
+  attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+  return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size), c.vocab_size * c.hidden_size
+
+
+def _seconds(m: Measured, topology: Topology) -> Seconds:
+  """Of all runs of a program in an iteration."""
+  if m.program.runs == 0:
+    return Seconds()
+  if m.cost is None or m.cost.work is None:
+    return Seconds(math.nan, math.nan)
+  work = m.cost.work
+  return Seconds(m.program.runs * work.seconds, m.program.runs * work.sent / topology.chip.link_bandwidth)
+
+
+def _decode_step(run: Run, topology: Topology, m: Measured | None) -> DecodeStep:
+  c, n, mesh = run.cfg, run.lengths, run.mesh
+  size, tensor = compute_dtype(run.config).itemsize, mesh.shape['tensor']
+  rows = run.rows('rollout') // row_shards(mesh)
+  cache = 2 * size * c.num_layers * c.num_kv_heads * c.head_dim * rows * (n.row // 2)
+  floor = (sum(_weights(run)) * size + cache) / tensor / topology.chip.hbm_bandwidth
+  loops = m.cost.work.loops if m and m.cost and m.cost.work else ()
+  if not loops:
+    return DecodeStep(Seconds(math.nan, math.nan), floor, math.nan, math.nan)
+  body = max(loops, key=lambda w: w.seconds)
+  seconds = Seconds(body.seconds, body.sent / topology.chip.link_bandwidth)
+  return DecodeStep(seconds, floor, body.collectives.get('all-gather', 0), sum(body.collectives.values()))
+
+
+def _compilation(run: Run, measured: Sequence[Measured]) -> Compilation:
+  costs: dict[str, list[float]] = {}
+  for m in measured:
+    if m.cost is not None and m.program.runs and m.program.phase != 'evaluation':
+      costs.setdefault(m.program.kind, []).append(m.cost.compile_cpu_seconds)
+  config = run.config
+  counts = shapes_of_run(
+    config, run.lengths, run.batching, config.num_iterations, rows=run.rows('rollout'), shards=row_shards(run.mesh)
+  )
+  once = {'weights': 1} if run.sampling.copied else {}
+  counts = [{kind: n for kind, n in (found | once).items() if kind in costs} for found in counts]
+  first, last = counts[0], counts[-1]
+  again = _again(run, first) if config.eval.every else {}
+
+  def total(found: dict[str, int], of: Callable[[str], float]) -> float:
+    return sum(found[kind] * of(kind) for kind in found) + sum(again[kind] * of(kind) for kind in again)
+
+  def seconds(kind: str) -> float:
+    return sum(costs[kind]) / len(costs[kind])
+
+  changes = [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
+  return Compilation(
+    programs=(int(total(first, lambda _: 1)), int(total(last, lambda _: 1))),
+    cpu_seconds=(total(first, seconds), total(last, seconds)),
+    last_new=1 + (changes[-1] if changes else 0),
+  )
+
+
+def _again(run: Run, first: dict[str, int]) -> dict[str, int]:
+  """Programs that evaluations compile besides those of the first rollout, by kind."""
+  config = run.config
+  other_rows = run.rows('evaluation') != run.rows('rollout')
+  again = {kind: first[kind] for kind in ('extend', 'decode', 'select', 'resize') if kind in first and other_rows}
+  # Temperatures above 0 share a program.
+  trained, *others = (
+    (x.temperature > 0, x.top_p, x.top_k)
+    for x in (build.sampling(config.train), build.sampling(config.eval), *([GREEDY] if config.eval.greedy_too else []))
+  )
+  more = len(set(others)) if other_rows else len(set(others) - {trained})
+  return again | {'decode': first['decode'] * more} if 'decode' in first else again

@@ -1,0 +1,276 @@
+"""Assumed lengths of episodes in tokens, and the shapes that a run with such episodes compiles programs for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from ragen_jax.compilers.abstract import chunk_columns, shape_of
+from ragen_jax.training.batches import BatchingSettings
+from ragen_jax.training.packing import plan_batches
+from ragen_jax.utils.sizes import round_up
+
+# Simulated episodes: the spread of a reply's length (of its logarithm), the share of episodes that end in each turn,
+# and how the mean of replies changes from the first iteration to the last.
+_SPREAD, _ENDING, _FROM, _TO = 0.4, 0.1, 0.8, 1.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+  """Tokens of the episodes of a run; the fields of `config.plan`, within the limits of `config.agent`.
+
+  Attributes:
+    prompt: of the first observation.
+    observation: of each later one.
+    reply: of a reply, on average.
+    longest: of the longest reply of a turn, over all rows.
+    turns: of an episode.
+    whole: an episode is one row, and not one for each turn.
+    limit: columns of a row.
+  """
+
+  prompt: int
+  observation: int
+  reply: int
+  longest: int
+  turns: int
+  whole: bool
+  limit: int
+
+  @property
+  def row(self) -> int:
+    """Tokens of a row of the update, on average."""
+    return min(self._columns(self.reply, self.turns), self.limit)
+
+  @property
+  def sampled(self) -> int:
+    """Sampled tokens of a row of the update, on average."""
+    return min(self.reply * (self.turns if self.whole else 1), self.row)
+
+  @property
+  def rows(self) -> int:
+    """Rows of an episode."""
+    return 1 if self.whole else self.turns
+
+  def _columns(self, reply: int, turns: int) -> int:
+    turns = turns if self.whole else 1
+    return self.prompt + turns * reply + (turns - 1) * self.observation
+
+
+def from_config(config: ConfigDict, max_turns: int) -> Lengths:
+  """The assumptions of `config.plan`.
+
+  Args:
+    config: the run's.
+    max_turns: of its environments; `plan.turns=0` takes it.
+  """
+  p, agent = config.plan, config.agent
+  room = agent.max_context - agent.max_response_tokens
+  longest = min(p.longest_reply, agent.max_response_tokens)
+  return Lengths(
+    prompt=min(p.prompt_tokens, room),
+    observation=min(p.observation_tokens, room),
+    reply=min(p.reply_tokens, longest),
+    longest=longest,
+    turns=min(p.turns or max_turns, max_turns),
+    whole=agent.context == 'full',
+    limit=agent.max_context,
+  )
+
+
+def observation_columns(config: ConfigDict, tokens: int) -> int:
+  """Columns of an observation, as `SamplerSpeaker` rounds them."""
+  return round_up(tokens, max(config.length_step // 4, 1))
+
+
+def cache_size(config: ConfigDict, before: int, tokens: int) -> int:
+  """Columns of the cache when observations of up to `tokens` tokens follow rows of up to `before` columns."""
+  return round_up(before + max(observation_columns(config, tokens), tokens + chunk_columns(config)), config.length_step)
+
+
+def shapes_of_run(
+  config: ConfigDict, lengths: Lengths, batching: BatchingSettings, iterations: int, *, rows: int, shards: int
+) -> list[dict[str, int]]:
+  """How many programs of each kind a run has compiled after each of its iterations.
+
+  Episodes are simulated: replies are log-normal around the assumed mean, which rises over the run, and some episodes
+  end in every turn. The shapes follow as in a run, from `SamplerSpeaker` and `plan_batches`.
+
+  Args:
+    config: the run's.
+    lengths: the assumptions.
+    batching: how the trainer cuts or packs micro-batches.
+    iterations: of the run.
+    rows: of the devices in a rollout.
+    shards: parts into which rows are divided.
+
+  Returns:
+    Numbers of programs by kind, one dict an iteration; kinds are those of `programs.Program`.
+  """
+  kinds = ('extend', 'decode', 'select', 'resize', 'gradient', 'score')
+  seen: dict[str, set] = {kind: set() for kind in kinds}
+  rng, counts = np.random.default_rng(0), []
+  episodes = config.train.groups * config.train.group_size
+  for iteration in range(iterations):
+    mean = lengths.reply * (_FROM + (_TO - _FROM) * iteration / max(iterations - 1, 1))
+    replies, turns = simulated(rng, lengths, config, episodes, mean)
+    for call in rollout_calls(config, lengths, replies, turns, rows=rows, shards=shards):
+      seen[call.kind].add(call.shape)
+    for kind, shape in _update_shapes(config, lengths, batching, replies, turns, rng):
+      seen[kind].add(shape)
+    counts.append({kind: len(shapes) for kind, shapes in seen.items()} | {'apply': 1})
+  return counts
+
+
+def simulated(rng, lengths: Lengths, config: ConfigDict, episodes: int, mean: float) -> tuple[np.ndarray, np.ndarray]:
+  """Tokens i32[episodes, turns] of replies, and the turns i32[episodes] that each episode has."""
+  replies = _replies(rng, lengths, episodes, mean, config.agent.max_response_tokens)
+  ends = rng.random((episodes, lengths.turns)) < _ENDING
+  ends[:, -1] = True
+  return replies, ends.argmax(axis=1) + 1
+
+
+def assumed(lengths: Lengths, episodes: int) -> tuple[np.ndarray, np.ndarray]:
+  """The same for episodes that all have the assumed turns, and replies around the assumed mean up to the longest."""
+  replies = _replies(np.random.default_rng(0), lengths, episodes, lengths.reply, lengths.longest)
+  replies[0] = lengths.longest  # the longest of each turn
+  return replies, np.full(episodes, lengths.turns)
+
+
+def _replies(rng, lengths: Lengths, episodes: int, mean: float, most: int) -> np.ndarray:
+  drawn = mean * np.exp(rng.normal(-(_SPREAD**2) / 2, _SPREAD, (episodes, lengths.turns)))
+  return np.clip(drawn, 1, most).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A call of a program of the sampler, with the sizes that it is compiled for.
+
+  Attributes:
+    kind: 'extend', 'decode', or 'select' and 'resize' for each layer.
+    rows: of the devices; before, where they change.
+    size: columns of the cache; before, where they change. 0 where the cache takes no part.
+    fed: rows that get an observation, or that are kept.
+    width: columns of the observation, or of the cache after.
+    first: all observations are first prompts.
+  """
+
+  kind: str
+  rows: int
+  size: int
+  fed: int = 0
+  width: int = 0
+  first: bool = False
+
+  @property
+  def shape(self) -> tuple[int | bool, ...]:
+    """What a program is compiled for."""
+    return dataclasses.astuple(self)[1:]
+
+
+def rollout_calls(
+  config: ConfigDict, lengths: Lengths, replies: np.ndarray, turns: np.ndarray, *, rows: int, shards: int
+) -> Iterator[Call]:
+  """The calls of the sampler in a rollout, as `SamplerSpeaker` makes them.
+
+  Args:
+    config: the run's.
+    lengths: the assumptions.
+    replies: i32[E, turns], tokens of replies.
+    turns: i32[E], turns of the episodes.
+    rows: of the devices.
+    shards: parts into which they are divided.
+  """
+  agent, chunk, step = config.agent, chunk_columns(config), config.length_step
+  room = lengths.limit - agent.max_response_tokens
+  slots = np.arange(rows).reshape(-1, shards).T.copy()  # the episode of each row of the devices, -1 if none
+  waiting = list(range(rows, len(turns)))
+  turn, left, used = (np.zeros(len(turns), np.int64) for _ in range(3))
+  buckets, size = _buckets(rows // shards, shards), 0
+
+  def resize(bucket: int, columns: int) -> Iterator[Call]:
+    nonlocal slots, size
+    columns, now = round_up(columns, step), slots.shape[1]
+    if not size:
+      size = columns
+    if bucket >= now and columns <= size:
+      return
+    yield Call('select', now * shards, 0, bucket * shards)
+    yield Call('resize', now * shards, size, bucket * shards, columns)
+    if bucket < now:
+      order = np.argsort(slots < 0, axis=1, kind='stable')[:, :bucket]
+      slots = np.take_along_axis(slots, order, axis=1)
+    size = columns
+
+  while True:
+    while waiting and (slots < 0).any():
+      shard = int((slots < 0).sum(axis=1).argmax())
+      slots[shard, np.flatnonzero(slots[shard] < 0)[0]] = waiting.pop(0)
+    held = slots[slots >= 0]
+    if not len(held):
+      return
+    asks = held[left[held] == 0]
+    fresh = turn[asks] == 0 if lengths.whole else np.ones(len(asks), bool)
+    used[asks[fresh]] = 0
+    tokens = np.where(fresh, lengths.prompt, lengths.observation)
+    width, before = observation_columns(config, int(tokens.max(initial=0))), int(used[asks].max(initial=0))
+    used[asks] = np.minimum(used[asks] + tokens, room)
+    longest = int(used[held].max())
+    bucket = slots.shape[1]
+    if agent.drop_finished and not waiting:
+      bucket = min(b for b in buckets if b >= (slots >= 0).sum(axis=1).max())
+    yield from resize(bucket, max(before + width, longest + chunk))
+    if len(asks):
+      fed = np.isin(slots, asks).sum(axis=1).max()
+      fed = min(b for b in _buckets(slots.shape[1], shards) if b >= fed)
+      yield Call('extend', slots.size, size, fed * shards, width, bool(fresh.all()))
+    left[asks] = replies[asks, turn[asks]]
+    while True:
+      yield Call('decode', slots.size, size)
+      taken = np.minimum(left[held], chunk)
+      used[held] += taken
+      left[held] -= taken
+      if agent.schedule != 'lockstep' or not left[held].any():
+        break
+      longest += chunk
+      yield from resize(slots.shape[1], longest + chunk)
+    done = held[left[held] == 0]
+    turn[done] += 1
+    slots[np.isin(slots, done[turn[done] >= turns[done]])] = -1
+
+
+def _buckets(rows: int, shards: int) -> list[int]:
+  """Rows of a shard that programs are compiled for, as `SamplerSpeaker` has them."""
+  sizes = [rows]
+  while len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] * shards > 8:
+    sizes.append(sizes[-1] // 2)
+  return sizes
+
+
+def _update_shapes(
+  config: ConfigDict,
+  lengths: Lengths,
+  batching: BatchingSettings,
+  replies: np.ndarray,
+  turns: np.ndarray,
+  rng: np.random.Generator,
+) -> Iterator[tuple[str, tuple[int, int, int]]]:
+  played = np.arange(lengths.turns)[None] < turns[:, None]
+  if lengths.whole:
+    sampled = np.where(played, replies, 0).sum(axis=1)
+    length = lengths.prompt + sampled + (turns - 1) * lengths.observation
+  else:
+    sampled = replies[played]
+    length = lengths.prompt + sampled
+  length = np.minimum(length, lengths.limit)
+  scored = length if batching.whole_rows else np.minimum(sampled, length)
+  size, groups = config.optimizer.mini_batch_size * lengths.rows, []
+  for _ in range(config.algorithm.ppo_epochs):
+    order = rng.permutation(len(length)).astype(np.int32)
+    groups += [order[start : start + size] for start in range(0, len(order), size)]
+  for kind, parts in (('gradient', groups), ('score', [np.arange(len(length))])):
+    for plans in plan_batches(parts, length, scored, batching):
+      yield from ((kind, shape_of(plan)) for plan in plans)

@@ -1,0 +1,256 @@
+"""The programs of a run for given devices: what is compiled, and how often an iteration runs it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from ragen_jax import build
+from ragen_jax.compilers import abstract, lengths
+from ragen_jax.compilers.abstract import SamplerPlan
+from ragen_jax.compilers.lengths import Call, Lengths
+from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.sampling.capacity import bytes_per_device
+from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.training.batches import BatchingSettings
+from ragen_jax.training.state import TrainState
+from ragen_jax.training.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A program of a run at one shape.
+
+  Attributes:
+    name: unique among the programs of a run.
+    kind: what it is compiled from; programs of one kind differ in their shapes.
+    phase: 'rollout', 'evaluation', 'scoring' or 'update': when it runs.
+    shape: the sizes that it is compiled for, in words.
+    lower: lowers it.
+    runs: how often an iteration runs it.
+    resident: bytes a device that the run holds meanwhile and that are no arguments of the program.
+    loop_trips: how often loops run that end when data says so.
+  """
+
+  name: str
+  kind: str
+  phase: str
+  shape: str
+  lower: Callable[[], jax.stages.Lowered]
+  runs: float
+  resident: int
+  loop_trips: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run on given devices, without its weights.
+
+  Attributes:
+    config: of the run.
+    trainer: with an abstract policy.
+    state: with abstract arrays.
+    lengths: the assumed lengths of its episodes.
+    batching: the sizes of micro-batches, chosen for the planned memory.
+    sampling: the weights and rows that it samples with.
+  """
+
+  config: ConfigDict
+  trainer: Trainer
+  state: TrainState
+  lengths: Lengths
+  batching: BatchingSettings
+  sampling: SamplerPlan
+
+  @property
+  def cfg(self) -> QwenConfig:
+    """The shape of the policy."""
+    return self.trainer.model.sampler.cfg
+
+  def rows(self, phase: str) -> int:
+    """Rows of the devices, in 'rollout' or 'evaluation'."""
+    return self.sampling.rows[phase]
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """The devices."""
+    return self.trainer.model.mesh
+
+
+def make_run(config: ConfigDict, devices: Sequence[Any] | None = None) -> Run:
+  """The run of a config on devices that need not be there; default those of this process."""
+  policy = abstract.abstract_policy(config, abstract.compute_dtype(config), devices)
+  trainer = build.make_trainer(config, policy)
+  state = abstract.abstract_state(trainer)
+  kept = bytes_per_device((state.params, state.opt_state)) + abstract.reference_bytes(trainer, state)
+  return Run(
+    config, trainer, state, lengths.from_config(config, trainer.proxy.limits.max_turns),
+    batching=build.batching_settings(config, policy, lambda: abstract.usable_bytes(config)),
+    sampling=abstract.sampler_plan(config, policy, state, kept),
+  )  # fmt: skip
+
+
+def of_run(run: Run) -> list[Program]:
+  """The programs of an iteration and of an evaluation, at the assumed lengths and at the largest shapes."""
+  return [*_rollout(run), *_evaluation(run), *_update(run)]
+
+
+def _calls(run: Run, phase: str) -> list[Call]:
+  """Of the sampler, for episodes of the assumed lengths."""
+  replies, turns = lengths.assumed(run.lengths, abstract.episodes(run.config, phase))
+  shards = row_shards(run.mesh)
+  return list(lengths.rollout_calls(run.config, run.lengths, replies, turns, rows=run.rows(phase), shards=shards))
+
+
+def _rollout(run: Run) -> list[Program]:
+  calls = _calls(run, 'rollout')
+  first, later = ([c for c in calls if c.kind == 'extend' and c.first == x] for x in (True, False))
+  decode, resize = ([c for c in calls if c.kind == kind] for kind in ('decode', 'resize'))
+  found = [*_cast(run), _extend(run, 'extend_first', 'rollout', first, 1)]
+  if later:
+    found.append(_extend(run, 'extend_later', 'rollout', later, 1))
+  found.append(_decode(run, 'decode', 'rollout', decode, 1))
+  if resize:
+    found += _arrange(run, resize)
+  return found
+
+
+def _evaluation(run: Run) -> list[Program]:
+  """The largest cache that an evaluation may need."""
+  config, calls = run.config, _calls(run, 'evaluation')
+  size = abstract.cache_columns(config)
+  share = (1 + config.eval.greedy_too) / config.eval.every if config.eval.every else 0
+  extend, decode = (
+    [dataclasses.replace(c, size=max(c.size, size)) for c in calls if c.kind == kind] for kind in ('extend', 'decode')
+  )
+  return [
+    _extend(run, 'eval_extend', 'evaluation', extend, share),
+    _decode(run, 'eval_decode', 'evaluation', decode, share),
+  ]
+
+
+def _update(run: Run) -> list[Program]:
+  n, config, trainer = run.lengths, run.config, run.trainer
+  rows = abstract.episodes(config, 'rollout') * n.rows
+  size = min(config.optimizer.mini_batch_size * n.rows, rows)
+  plan = functools.partial(abstract.micro_batches, config, trainer, run.batching)
+  calls, mean = plan(length=n.row, sampled=n.sampled, rows=size)
+  _, widest = plan(rows=size)
+  score_calls, score_shape = plan(length=n.row, sampled=n.sampled, rows=rows)
+  runs = config.algorithm.ppo_epochs * rows / size * calls
+  held = _bytes(run, 'opt_state', 'reference')
+  scored = (config.algorithm.old_logprobs == 'trainer') + trainer.settings.reference
+
+  def batch(shape):
+    return abstract.abstract_batch(config, trainer, shape)
+
+  def learn(name, shape):
+    return lambda: trainer.learner.lower(run.state, batch(shape))[name]
+
+  def text(shape):
+    return f'{shape[0]} {"bins" if run.batching.packing else "rows"}, {shape[1]} tokens, {shape[2]} sampled'
+
+  found = [
+    Program(
+      'score', 'score', 'scoring', text(score_shape),
+      lambda: trainer.scorer.lower(run.state.params, batch(score_shape)), score_calls * scored, held,
+    ),
+    Program('gradient', 'gradient', 'update', text(mean), learn('accumulate', mean), runs, held),
+    Program('apply', 'apply', 'update', 'all weights', learn('apply', mean),
+            build.steps_per_iteration(config), _bytes(run, 'frozen', 'reference')),
+  ]  # fmt: skip
+  if widest != mean:
+    found.insert(
+      2, Program('gradient_widest', 'gradient', 'update', text(widest), learn('accumulate', widest), 0, held)
+    )
+  return found
+
+
+def _lower_rollout(run: Run, name: str, call: Call) -> jax.stages.Lowered:
+  config, sampler = run.config, run.trainer.model.sampler
+  return sampler.lower(
+    run.sampling.params,
+    sampler.abstract_state(call.rows, call.size),
+    width=call.width or lengths.observation_columns(config, 1),
+    columns=abstract.chunk_columns(config),
+    sampling=PLAIN,
+    rows=call.fed or None,
+  )[name]
+
+
+def _extend(run: Run, name: str, phase: str, calls: list[Call], share: float) -> Program:
+  """Of calls with different sizes one program: of the most frequent number of rows, with the largest cache."""
+  fed = collections.Counter(c.fed for c in calls).most_common(1)[0][0]
+  largest = max(calls, key=lambda c: c.rows * c.size)
+  call = dataclasses.replace(largest, fed=fed, width=max(c.width for c in calls), first=all(c.first for c in calls))
+  lower = functools.partial(_lower_rollout, run, 'extend_first' if call.first else 'extend', call)
+  shape = f'{fed} of {call.rows} rows, {call.width} of {call.size} columns'
+  return Program(name, 'extend', phase, shape, lower, share * len(calls), _held(run))
+
+
+def _decode(run: Run, name: str, phase: str, calls: list[Call], share: float) -> Program:
+  call = max(calls, key=lambda c: c.rows * c.size)
+  lower, trips = functools.partial(_lower_rollout, run, 'decode', call), abstract.chunk_columns(run.config)
+  shape = f'{call.rows} rows, {call.size} columns'
+  trips = min(trips, run.lengths.longest)
+  return Program(name, 'decode', phase, shape, lower, share * len(calls), _held(run), loop_trips=trips)
+
+
+def _arrange(run: Run, calls: list[Call]) -> list[Program]:
+  sampler, runs, layers = run.trainer.model.sampler, len(calls), run.cfg.num_layers
+  call = max(calls, key=lambda c: c.fed * c.width)
+  state = sampler.abstract_state(call.rows, call.size)
+  held = _held(run) + bytes_per_device(run.sampling.params)
+  cache = bytes_per_device(sampler.abstract_state(call.fed, call.width).cache)
+  shape = f'{call.rows} to {call.fed} rows, {call.size} to {call.width} columns'
+
+  def lower(name):
+    return lambda: sampler.lower_arrange(state, rows=call.fed, size=call.width)[name]
+
+  return [
+    Program('select', 'select', 'rollout', shape, lower('select'), runs, held + cache),
+    # The layers before are new already, those after still old.
+    Program(
+      'resize', 'resize', 'rollout', shape, lower('resize'), runs * layers, held + cache * (layers - 1) // layers
+    ),
+  ]
+
+
+def _cast(run: Run) -> list[Program]:
+  """The program that makes the weights of decoding, where they are not the trained ones."""
+  sampler, s = run.trainer.model.sampler, run.sampling
+  if not s.copied:
+    return []
+  shape = f'to {run.trainer.model.model.policy.dtype}' + (', gathered' if s.gathered else '')
+  held = _bytes(run, 'params', 'opt_state', 'reference') - _copied_from(run)
+  return [
+    Program(
+      'weights', 'weights', 'rollout', shape, lambda: sampler.lower_weights(run.state.params, s.gathered), 1, held
+    )
+  ]
+
+
+def _held(run: Run) -> int:
+  """Bytes a device besides the arguments while rows are sampled; the weights that were copied are among them."""
+  return _bytes(run, 'opt_state', 'reference') + _copied_from(run)
+
+
+def _copied_from(run: Run) -> int:
+  """Bytes a device of the weights that decoding has copies of."""
+  return _bytes(run, 'params') + run.sampling.copied - bytes_per_device(run.sampling.params)
+
+
+def _bytes(run: Run, *parts: str) -> int:
+  """Bytes a device of parts of the state."""
+  trees = {'params': run.state.params, 'frozen': run.state.frozen, 'opt_state': run.state.opt_state}
+  return sum(
+    abstract.reference_bytes(run.trainer, run.state) if part == 'reference' else bytes_per_device(trees[part])
+    for part in parts
+  )

@@ -1,0 +1,123 @@
+"""From costs to what a run needs, with made-up costs and sums by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from ragen_jax.compilers import estimate, programs, topologies
+from ragen_jax.compilers.cost import CompileFailure, Cost
+from ragen_jax.compilers.estimate import Measured
+from ragen_jax.compilers.lengths import shapes_of_run
+from ragen_jax.compilers.work import Work
+from tests.support.configs import small_config
+
+TOPOLOGY = topologies.parse('v5e:2x4')
+CHIP = TOPOLOGY.chip
+
+
+@pytest.fixture(scope='module')
+def run():
+  config = small_config(num_iterations=12, algorithm__ppo_epochs=2, eval__every=3, length_step=64)
+  config.update_from_flattened_dict({'plan.prompt_tokens': 60, 'plan.observation_tokens': 20, 'plan.reply_tokens': 16})
+  return programs.make_run(config)
+
+
+def _cost(seconds, sent=0.0, memory=100, cpu=7.0, loops=()):
+  work = Work(seconds, 1, {}, sent, loops)
+  return Cost(memory, 20, 10, 5, cpu + 1, cpu, work, True)
+
+
+def _measured(run, **other):
+  return [Measured(p, other.get(p.name, _cost(1.0))) for p in programs.of_run(run)]
+
+
+def test_an_iteration_is_the_sum_of_its_programs_and_collectives(run):
+  runs = {p.name: p.runs for p in programs.of_run(run)}
+  found = estimate.of_run(run, TOPOLOGY, _measured(run, gradient=_cost(2.0, sent=CHIP.link_bandwidth * 0.5)))
+  assert found.parts['gradients'].device == 2 * runs['gradient']
+  assert found.parts['gradients'].links == 0.5 * runs['gradient']
+  others = sum(n for name, n in runs.items() if name not in ('gradient', 'eval_extend', 'eval_decode'))
+  assert found.iteration == pytest.approx(others + 2.5 * runs['gradient'])
+  assert found.evaluation == runs['eval_extend'] + runs['eval_decode'] > 0
+  assert found.chip_hours == pytest.approx(8 * 12 * (found.iteration + found.evaluation) / 3600)
+  n = run.lengths
+  assert found.sampled == run.config.train.groups * run.config.train.group_size * n.turns * n.reply
+
+
+def test_memory_is_that_of_the_largest_program_with_what_the_run_holds_beside_it(run):
+  resident = {p.name: p.resident for p in programs.of_run(run)}
+  found = estimate.of_run(run, TOPOLOGY, _measured(run, decode=_cost(1.0, memory=10**9))).memory
+  assert found['rollout'] == 10**9 + 15 + resident['decode']
+  assert found['update'] == 115 + max(resident[name] for name in ('gradient', 'gradient_widest', 'apply'))
+
+
+def test_mfu_counts_only_the_products_that_learning_needs(run):
+  """Counted again, weight by weight: each meets every token (the head: every sampled one) three times."""
+  c, n = run.cfg, run.lengths
+  attention = c.hidden_size * c.head_dim * (c.num_heads + 2 * c.num_kv_heads) + c.num_heads * c.head_dim * c.hidden_size
+  mlp = 3 * c.hidden_size * c.intermediate_size
+  rows = run.config.train.groups * run.config.train.group_size
+  operations = 0.0
+  for _ in range(c.num_layers):
+    operations += 2 * (attention + mlp) * n.row
+    operations += 2 * 2 * c.num_heads * c.head_dim * n.row * n.row / 2  # scores and output, half of the square
+  operations += 2 * c.vocab_size * c.hidden_size * n.sampled
+  operations *= 3 * rows * 2  # two epochs
+  assert estimate.useful_operations(run) == pytest.approx(operations)
+  found = estimate.of_run(run, TOPOLOGY, _measured(run))
+  seconds = found.parts['gradients'].total + found.parts['optimiser'].total
+  assert found.mfu == pytest.approx(operations / seconds / 8 / 197e12)
+
+
+def test_frozen_weights_need_no_gradients_of_their_own():
+  full, adapters = (programs.make_run(small_config(lora__rank=rank)) for rank in (0, 4))
+  assert estimate.useful_operations(adapters) * 3 == estimate.useful_operations(full) * 2
+
+
+def test_the_decode_step_is_the_body_of_the_longest_loop(run):
+  loops = (
+    Work(1e-6, 1, {'all-gather': 1}, 1.0),
+    Work(2e-3, 9, {'all-gather': 5e8, 'all-reduce': 3.0}, CHIP.link_bandwidth * 1e-3),
+  )
+  step = estimate.of_run(run, TOPOLOGY, _measured(run, decode=_cost(1.0, loops=loops))).decode
+  assert (step.seconds.device, step.seconds.links, step.gathered) == (2e-3, pytest.approx(1e-3), 5e8)
+  assert step.collectives == 5e8 + 3
+  c, n = run.cfg, run.lengths
+  weights = sum(x.size for x in jax.tree.leaves(run.state.params['policy']))
+  rows = run.config.train.groups * run.config.train.group_size
+  cache = 2 * c.num_layers * c.num_kv_heads * c.head_dim * rows * (n.row // 2)
+  size = 4 if run.config.model.dtype == 'float32' else 2
+  assert step.floor == pytest.approx(size * (weights + cache) / CHIP.hbm_bandwidth, rel=0.02)  # norms and biases apart
+
+
+def test_compilation_counts_every_shape_of_a_run_once(run):
+  made = estimate.of_run(run, TOPOLOGY, _measured(run, gradient=_cost(1.0, cpu=100.0))).compilation
+  counts = shapes_of_run(run.config, run.lengths, run.batching, 12, rows=16, shards=1)
+  scored = run.config.algorithm.old_logprobs == 'trainer'
+  assert run.rows('evaluation') == run.rows('rollout') and run.config.eval.greedy_too
+  more = counts[0]['decode']  # of the greedy evaluation; temperatures above 0 share a program
+  for i, count in enumerate((counts[0], counts[-1])):
+    used = {kind: n for kind, n in count.items() if kind != 'score' or scored} | {'weights': 1}
+    assert made.programs[i] == sum(used.values()) + more
+    assert made.cpu_seconds[i] == 7 * (sum(used.values()) - used['gradient'] + more) + 100 * used['gradient']
+  assert 1 <= made.last_new <= 12
+
+
+def test_what_follows_from_a_refused_program_is_not_a_number(run, monkeypatch):
+  def refuse(*_):
+    raise CompileFailure('Ran out of memory')
+
+  monkeypatch.setattr(estimate.cost, 'compile_program', refuse)
+  (program,) = [p for p in programs.of_run(run) if p.name == 'select']
+  refused = estimate.measure(program, TOPOLOGY)
+  assert refused.cost is None and refused.failure == 'Ran out of memory' and refused.memory == math.inf
+  measured = [refused if m.program.name == 'select' else m for m in _measured(run)]
+  found = estimate.of_run(run, TOPOLOGY, measured)
+  assert math.isnan(found.iteration) and math.isnan(found.decode.seconds.total)
+  assert found.memory['rollout'] == math.inf and math.isfinite(found.mfu)
+  never = dataclasses.replace(refused, program=dataclasses.replace(program, runs=0))
+  assert estimate._seconds(never, TOPOLOGY).total == 0

@@ -1,0 +1,102 @@
+"""`--mode=plan` with `plan.topology`, with this machine's own compiler in place of a chip's."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import jax
+import pytest
+
+from ragen_jax.compilers import estimate, programs, topologies
+from ragen_jax.compilers.cost import Cost
+from ragen_jax.compilers.estimate import Measured
+from ragen_jax.compilers.work import Work
+from ragen_jax.config.checks import check_plan
+from ragen_jax.modes import plan, plan_report
+from ragen_jax.utils.errors import UserError
+from tests.support.configs import small_config
+
+TOPOLOGY = topologies.parse('h100:1')
+
+
+def _config(**fields):
+  config = small_config(length_step=64, agent__max_context=256, **fields)
+  config.update_from_flattened_dict({'plan.topology': 'h100:1', 'plan.reply_tokens': 16, 'plan.turns': 3})
+  return config
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'message'),
+  [
+    ('plan.topology', 'v5e:5x5', r"plan\.topology='v5e:5x5': allowed: v5e:1x1"),
+    ('plan.reply_tokens', 0, r'plan\.reply_tokens=0: must be at least 1'),
+    ('plan.observation_tokens', 0, r'plan\.observation_tokens=0: must be at least 1'),
+    ('plan.longest_reply', 15, r'plan\.longest_reply=15: must be at least plan\.reply_tokens=16'),
+    ('plan.turns', -1, r'plan\.turns=-1: must be at least 0'),
+  ],
+)
+def test_assumptions_that_cannot_be_are_refused_in_one_line(field, value, message):
+  config = _config()
+  config.update_from_flattened_dict({field: value})
+  with pytest.raises(UserError, match=message):
+    check_plan(config)
+
+
+def test_without_the_compiler_it_says_what_to_install_and_plans_the_memory(monkeypatch):
+  asked, out = [], io.StringIO()
+  monkeypatch.setattr(topologies, 'missing', lambda platform: 'is not installed')
+  monkeypatch.setattr(plan.memory, 'use_cpu_devices', asked.append)
+  monkeypatch.setattr(plan, 'check_config', lambda config, weights: None)
+  monkeypatch.setattr(plan, '_write', lambda config, found, out: out.write(f'{config.plan.memory_gb:g} GiB\n'))
+  found = plan.memory.MemoryPlan({'update': {'weights': 1}}, 60, 1, {'rollout': 1}, 1)
+  monkeypatch.setattr(plan.memory, 'estimate', lambda config, compiled: found)
+  config = _config()
+  config.plan.topology = 'v5p:2x2x2'
+  config.lock()
+  plan.plan(config, out)
+  first, _, _, last = out.getvalue().splitlines()
+  assert first == "plan.topology='v5p:2x2x2': is not installed" and last == '95 GiB' and asked == [8]
+
+
+def test_with_the_compiler_every_program_is_compiled_and_the_run_is_told(monkeypatch):
+  monkeypatch.setattr(plan_report.topologies, 'devices', lambda topology: jax.devices()[:1])
+  out = io.StringIO()
+  plan_report.report(_config(), TOPOLOGY, out)
+  text = out.getvalue()
+  names = [p.name for p in programs.of_run(programs.make_run(_config()))]
+  assert all(any(line.startswith(f'{name} ') for line in text.splitlines()) for name in names)
+  for words in ('Memory, GiB per device:', 'It fits: up to', 'Seconds of an iteration', 'MFU of the update:',
+                'Decode step:', 'Programs:', 'Cost of the run:', TOPOLOGY.chip.source):  # fmt: skip
+    assert words in text
+  assert 'refused' not in text and 'nan' not in text
+
+
+def _report_of(config, topology, **other):
+  """What is advised where every program costs the same, but for some."""
+  run = programs.make_run(config)
+  work = Work(1.0, 1, {}, 0.0, (Work(1e-9, 1),))
+  same = Cost(2**20, 0, 0, 0, 1.0, 1.0, work, True)
+  measured = [Measured(p, other.get(p.name, same)) for p in programs.of_run(run)]
+  out = io.StringIO()
+  found = estimate.of_run(run, topology, measured)
+  plan_report._write_memory(found, topology, out)
+  plan_report._write_advice(run, found, topology, out)
+  return out.getvalue(), same
+
+
+def test_advice_is_given_only_where_a_number_asks_for_it():
+  quiet, same = _report_of(_config(num_iterations=500), TOPOLOGY)
+  assert 'What may be better' not in quiet and 'It fits' in quiet
+  large = dataclasses.replace(same, temporary=100 * 2**30)
+  text, _ = _report_of(_config(num_iterations=500), TOPOLOGY, gradient_widest=large)
+  assert 'It does not fit: up to 100' in text and 'the update does not fit: --config.model.remat=True' in text
+  exchanging = dataclasses.replace(same, work=dataclasses.replace(same.work, sent=TOPOLOGY.chip.link_bandwidth * 2))
+  text, _ = _report_of(
+    _config(num_iterations=500, optimizer__micro_batch_size=1, optimizer__mini_batch_size=8), TOPOLOGY,
+    gradient=exchanging,
+  )  # fmt: skip
+  assert '--config.optimizer.micro_batch_size=2 or more' in text
+  slow = dataclasses.replace(same, compile_cpu_seconds=1e7)
+  text, _ = _report_of(_config(), TOPOLOGY, gradient=slow)
+  assert '--config.length_step needs fewer programs (now 64)' in text
