@@ -98,10 +98,20 @@ class EpisodeLog:
       if prompt is not None:
         prompts[row] = prompt
         continue
-      if not self.past(row) and not self.envs.pools[env].outside:
-        self.context.check_first_prompt(env, self.observations[row], left, self.limits)
+      if not self.past(row):
+        self.check_first_prompt(row)
       self.leave(row, Status.OUT_OF_CONTEXT)
     return prompts
+
+  def check_first_prompt(self, row: int) -> None:
+    """Checks that the first prompt of a row fits, unless its environment is outside JAX.
+
+    Raises:
+      UserError: it does not.
+    """
+    env = int(self.envs.row_env[row])
+    if not self.envs.pools[env].outside:
+      self.context.check_first_prompt(env, self.observations[row], int(self.actions_left[row]), self.limits)
 
   def chat(self, row: int) -> Chat:
     """The conversation of a row up to the next reply, as messages."""

@@ -135,10 +135,8 @@ class SamplerSpeaker:
     Raises:
       UserError: one does not fit; environments outside JAX are not checked.
     """
-    for row in set(log.live).difference(self._slots.tolist()):
-      env = int(log.envs.row_env[row])
-      if not log.envs.pools[env].outside:
-        log.context.check_first_prompt(env, log.observations[row], int(log.actions_left[row]), log.limits)
+    for row in sorted(set(log.live).difference(self._slots.tolist())):
+      log.check_first_prompt(row)
 
   def _admit(self, log: EpisodeLog) -> dict[int, Prompt]:
     """The prompts of the episodes that wait for a reply and have a row of the device, or get one now."""

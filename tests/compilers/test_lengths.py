@@ -66,6 +66,9 @@ class _Log:
   def live(self):
     return np.flatnonzero(self.status == Status.RUNNING).tolist()
 
+  def check_first_prompt(self, row):
+    pass
+
   def past(self, row):
     return [None] * self.turn[row]
 
