@@ -332,7 +332,7 @@ MUTATIONS = [
     'agent/sampler_speaker.py', 'agent/test_schedules.py',
     ('limits.max_response_tokens - len(self._open[r])', 'limits.max_response_tokens'),
     ('self._longest += columns', 'pass'),
-    ('sorted(r for r in held if r >= 0 and r not in self._open)', 'sorted(r for r in held if r >= 0)'),
+    ('any(not p.fresh for p in prompts.values())', 'False'),
   ),
   *_of(
     'models/attention_kernels.py', 'models/test_attention_kernels.py',

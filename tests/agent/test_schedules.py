@@ -88,6 +88,13 @@ def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
       assert speaker.tokens / speaker.row_steps > lockstep[1].tokens / lockstep[1].row_steps, 'fewer idle rows'
 
 
+def test_a_reply_in_parts_ends_at_its_most_tokens(policy):
+  """Replies need 9 to 13 tokens and may have 8: a part of 5 and one of 3."""
+  expected = play(policy, agent__max_response_tokens=8)[0]
+  assert {t.tokens for e in expected.episodes for t in e.turns} == {8}
+  assert_same(play(policy, agent__max_response_tokens=8, agent__decode_chunk=5)[0], expected)
+
+
 def test_episodes_wait_for_a_slot_also_if_all_that_have_one_run_out_of_context(policy):
   """Two slots for eight episodes, whose second prompt does not fit."""
   for schedule in ('lockstep', 'continuous'):
