@@ -11,7 +11,7 @@ from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.evaluation.evaluator import Evaluation
 from ragen_jax.runs.metrics import MetricWriter, read_metrics
 from ragen_jax.runs.progress import Progress
-from ragen_jax.training.run_log import BEST, LogSettings, RunLog, mean_success, one_line, success_by_tag
+from ragen_jax.training.run_log import BEST, LogSettings, RunLog, mean_success, success_by_tag, success_line
 from ragen_jax.viewer.page import PAGE
 from ragen_jax.viewer.store import EpisodeWriter, read_episodes
 from tests.support.events import read_events
@@ -52,7 +52,7 @@ def test_an_evaluation_in_one_line():
     'val-env/A/optimal': 0.75,
     'val-env/B/success': 1.0,
   }
-  assert one_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
+  assert success_line(metrics, ('A', 'B')) == 'A 0.500 sampled, 0.250 greedy, 0.750 best possible; B 1.000 sampled'
 
 
 def test_the_success_of_an_evaluation_is_the_mean_over_tags():
@@ -73,7 +73,7 @@ def test_an_evaluation_is_written_everywhere(tmp_path):
   (file,) = read_episodes(tmp_path)
   assert (file.path.name, len(file.records())) == ('eval-00000003.jsonl.gz', 2)
   assert (tmp_path / PAGE).is_file()
-  assert f'held-out success after 3: {one_line(_METRICS, ("A", "B"))}' in stream.getvalue()
+  assert f'held-out success after 3: {success_line(_METRICS, ("A", "B"))}' in stream.getvalue()
   # One episode a level of the first two levels of each tag; boards where they were drawn.
   texts, pictures = _tensorboard(tmp_path)
   assert [texts[f'val/generations/{i}'].split(':')[0] for i in range(4)] == [
