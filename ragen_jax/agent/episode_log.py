@@ -25,6 +25,7 @@ class EpisodeLog:
     actions_left: i32[B], actions that each episode still has.
     status: i32[B], the `Status` of each row.
     episodes: the episodes with their turns so far, one for each row.
+    row_steps: see `Rollout`; a speaker that decodes adds to it.
   """
 
   def __init__(
@@ -62,6 +63,7 @@ class EpisodeLog:
     own = [row - envs.first_row for row in pictured if 0 <= row - envs.first_row < rows]
     self._pictures = {row: envs.picture(row) for row in own}
     self._keeps_chats = not writes_tokens
+    self.row_steps = 0
     self._anchors = np.full((rows, limits.max_turns), -1, np.int32)
     self._anchor_ids: dict[tuple[int, str], int] = {}
 
@@ -194,4 +196,5 @@ class EpisodeLog:
     )
     anchors = self._anchors[trajectory.episode - envs.first_row]
     scores = np.asarray([e.score for e in self.episodes], np.float32)
-    return Rollout(trajectory, self.episodes, anchors, scores, int(trajectory.loss_mask.sum()), pad_id)
+    tokens_sampled = int(trajectory.loss_mask.sum())
+    return Rollout(trajectory, self.episodes, anchors, scores, tokens_sampled, pad_id, self.row_steps)

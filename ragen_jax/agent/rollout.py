@@ -24,6 +24,8 @@ class Rollout:
       episodes use these scores, never the float32 sum of a row's rewards.
     tokens_sampled: number of sampled tokens.
     pad_id: the token that fills unused columns.
+    row_steps: rows of the devices times the tokens of the longest reply, summed over the calls of `decode`: the tokens
+      that could have been sampled. 0 if nothing was decoded.
   """
 
   trajectory: Trajectory
@@ -32,6 +34,7 @@ class Rollout:
   episode_scores: np.ndarray
   tokens_sampled: int
   pad_id: int
+  row_steps: int = 0
 
   @property
   def scores(self) -> np.ndarray:
@@ -84,6 +87,7 @@ def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
     np.concatenate([p.episode_scores for p in parts]),
     sum(p.tokens_sampled for p in parts),
     parts[0].pad_id,
+    sum(p.row_steps for p in parts),
   )
 
 

@@ -55,10 +55,6 @@ class SamplerSpeaker:
   """The policy, which samples tokens for many rows at once.
 
   With several processes, each has a speaker for its own rows. All call `reply` together and agree on shapes.
-
-  Attributes:
-    row_steps: rows of this process's devices times the tokens of its longest reply, summed over the calls of `decode`.
-    tokens: number of sampled tokens; `tokens / row_steps` is the share of the computed rows that were used.
   """
 
   writes_tokens: ClassVar[bool] = True
@@ -91,7 +87,6 @@ class SamplerSpeaker:
     self._slots = np.zeros((0,), np.int32)  # the episode of each slot, -1 if free, shard by shard
     self._open: dict[int, list[int]] = {}  # sampled ids of the open replies, by episode
     self._began = np.zeros((0,), np.uint32)  # the turn that each episode's present token row began with
-    self.row_steps = self.tokens = 0
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """See `Speaker`. Prompts and replies go to the log's timeline.
@@ -292,12 +287,11 @@ class SamplerSpeaker:
 
   def _take(self, log: EpisodeLog, reply: Reply, complete: dict[int, list[int]]) -> None:
     """Writes sampled tokens to the timeline, and moves the replies that are complete to `complete`."""
-    self.row_steps += len(self._slots) * int(reply.count.max(initial=0))
+    log.row_steps += len(self._slots) * int(reply.count.max(initial=0))
     for i, row in enumerate(self._slots.tolist()):
       n = int(reply.count[i])
       if not n:
         continue
-      self.tokens += n
       log.timeline.append_reply(
         row,
         reply.tokens[i, :n],

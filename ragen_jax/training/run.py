@@ -367,6 +367,7 @@ class Run:
     times['perf/throughput'] = tokens / times['timing_s/step']
     if 'timing_s/gen' in times:
       times['perf/sampled_tokens_per_s'] = rollout.tokens_sampled / times['timing_s/gen']
+      times['perf/used_row_steps'] = rollout.tokens_sampled / max(rollout.row_steps, 1)
     self._log.metrics.scalars(state.iteration, times)
     shown = {
       'train success': float(np.mean([e.success for e in rollout.episodes])),

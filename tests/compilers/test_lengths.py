@@ -58,6 +58,7 @@ class _Log:
     self.status, self.turn = np.full(rows, Status.RUNNING), np.zeros(rows, int)
     self.timeline = self
     self.length = np.zeros(rows, int)
+    self.row_steps = 0
     self.context = types.SimpleNamespace(
       tokenizer=types.SimpleNamespace(pad_id=0), reply_texts=lambda replies: [''] * len(replies)
     )
