@@ -1,0 +1,154 @@
+"""Types that the parts of the endpoint share: sampling parameters, generated replies, calls and attempts."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+
+
+class Finish(enum.StrEnum):
+  """Why a reply ended."""
+
+  STOP = 'stop'  # the policy sampled a stop token, or the text reached a stop string
+  LENGTH = 'length'  # the budget of tokens or the context is used up
+  ABORTED = 'aborted'  # the client went away or the server stopped; never trained
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+  """How the tokens of one reply are drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most likely token.
+    top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
+    top_k: keep this many most likely tokens; 0 keeps all.
+    max_tokens: the most tokens of the reply, stop token included; at least 1.
+    stop: texts that end the reply; the text is cut before them, the ids are not.
+    top_logprobs: number of likeliest alternatives to report for each token; 0 for none.
+  """
+
+  temperature: float
+  top_p: float
+  top_k: int
+  max_tokens: int
+  stop: tuple[str, ...]
+  top_logprobs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+  """A reply that the engine is asked for.
+
+  Attributes:
+    prompt: ids of the whole prompt; the engine feeds only what no slot holds yet.
+    key: u32[2], data of the PRNG key of the row; see the engine's module for the draws.
+    params: how tokens are drawn.
+  """
+
+  prompt: tuple[int, ...]
+  key: tuple[int, int]
+  params: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+  """A reply of the engine.
+
+  Attributes:
+    ids: the sampled ids, stop token included.
+    logprobs: f32[n], log-probabilities under the sampling distribution (divided by the temperature).
+    values: f32[n], the critic's values; 0 if the sampler records none.
+    entropies: f32[n], entropies of the distributions before top-k and top-p, in nats.
+    versions: i32[n], the policy version that sampled each token.
+    top: for each token the likeliest alternatives as (id, log-probability); empty unless asked for.
+    text: the text, without the stop token and cut before a stop string.
+    finish: why it ended.
+    cached_tokens: prompt tokens that were not fed again.
+    stop_text: the stop string that ended the reply; '' if none did.
+  """
+
+  ids: tuple[int, ...]
+  logprobs: np.ndarray
+  values: np.ndarray
+  entropies: np.ndarray
+  versions: np.ndarray
+  top: tuple[tuple[tuple[int, float], ...], ...]
+  text: str
+  finish: Finish
+  cached_tokens: int
+  stop_text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredCall:
+  """A call as it is stored, enough to rebuild its row without encoding anything again.
+
+  Attributes:
+    call_id: the id that the client sees, such as 'chatcmpl-…'; unique in the store.
+    attempt_id: the attempt that it belongs to.
+    index: order in which the attempt's calls were stored, from 0.
+    row: ordinal of the token row in the attempt; calls of one row follow one another.
+    agent: name of the agent that made it; '' for the default agent.
+    trained: whether its tokens may be trained.
+    context: ids between the row's previous reply (or its beginning) and this reply.
+    generated: the reply.
+    params: how it was sampled.
+    request_digest: digest of the request's body, to recognise a client's retry.
+    messages: the conversation with the reply, canonical JSON, for matching later calls and for people.
+    new_row_cause: why the call began a new row; '' if it extends one or is the attempt's first.
+  """
+
+  call_id: str
+  attempt_id: str
+  index: int
+  row: int
+  agent: str
+  trained: bool
+  context: tuple[int, ...]
+  generated: Generated
+  params: SamplingParams
+  request_digest: str
+  messages: str
+  new_row_cause: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+  """A reward that was posted.
+
+  Attributes:
+    attempt_id: the attempt.
+    call_id: the call that earned it; '' for the whole episode.
+    agent: the agent that it is for; '' for all.
+    name: a label for metrics.
+    value: finite.
+  """
+
+  attempt_id: str
+  call_id: str
+  agent: str
+  name: str
+  value: float
+
+
+class RolloutState(enum.StrEnum):
+  """Where a rollout stands."""
+
+  QUEUED = 'queued'
+  RUNNING = 'running'
+  SUCCEEDED = 'succeeded'  # an attempt finished
+  FAILED = 'failed'  # all attempts failed
+  CANCELLED = 'cancelled'
+
+
+class AttemptState(enum.StrEnum):
+  """Where an attempt stands; all but the first are final."""
+
+  RUNNING = 'running'
+  SUCCEEDED = 'succeeded'
+  FAILED = 'failed'
+  TIMEOUT = 'timeout'
+  UNRESPONSIVE = 'unresponsive'
+  CANCELLED = 'cancelled'
