@@ -23,6 +23,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
+from ragen_jax.agent.player import EnvironmentPlayer
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
@@ -183,7 +184,7 @@ def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
   """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
   specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
-  return Evaluator(evaluation_settings(config), proxy, model.sampler)
+  return Evaluator(evaluation_settings(config), EnvironmentPlayer(proxy, model.sampler), model)
 
 
 def held_out_levels(config: ConfigDict) -> set[bytes]:
@@ -243,7 +244,8 @@ def make_trainer(config: ConfigDict, model: LanguageModel, held_out: frozenset[b
   """
   specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
-  return Trainer(trainer_settings(config, model, proxy.limits.max_turns), model, proxy)
+  player = EnvironmentPlayer(proxy, model.sampler)
+  return Trainer(trainer_settings(config, model, player.max_turns), model, player)
 
 
 def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -> TrainerSettings:

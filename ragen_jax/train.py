@@ -64,7 +64,7 @@ def _train(config: ConfigDict, workdir: str) -> None:
   trainer = build.make_trainer(config, model, evaluator.held_out())
   probes, monitor = build.make_probes(config, trainer), build.make_monitor(config)
   with processes.same_errors():
-    trainer.proxy.check_first_prompts(config.train.first_level)
+    trainer.player.check(config.train.first_level)
 
   if config.optimizer.packing or not config.optimizer.micro_batch_size:
     _log.info(build.describe_batching(config, trainer))

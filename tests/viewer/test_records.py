@@ -78,7 +78,7 @@ def test_a_prompt_of_its_own_begins_a_turn_that_sees_the_last_ones_only(iteratio
 
 def test_pictures_are_those_of_the_boards(iteration):
   trainer, _, _, _, episodes, records = iteration
-  env = trainer.proxy.envs.specs[0].env
+  env = trainer.player.proxy.envs.specs[0].env
   for episode, record in zip(episodes[:6], records[:6], strict=True):
     shown = [(turn['observation'], turn['picture']) for turn in record['turns']]
     shown.append((record['final_observation'], record['final_picture']))
@@ -90,7 +90,7 @@ def test_pictures_are_those_of_the_boards(iteration):
 
 
 def test_one_member_a_level_or_whole_groups(iteration):
-  specs = iteration[0].proxy.envs.specs  # 2 groups each
+  specs = iteration[0].player.proxy.envs.specs  # 2 groups each
   assert first_rows(specs, 4, 3, one_a_level=False) == [0, 1, 2, 8, 9, 10]
   assert first_rows(specs, 4, 3, one_a_level=True) == [0, 4, 8, 12]
   assert first_rows(specs, 4, 0, one_a_level=True) == []
