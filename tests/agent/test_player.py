@@ -59,5 +59,5 @@ def test_a_first_prompt_that_does_not_fit_is_reported(player_and_policy):
   config = small_config(agent__max_context=60)
   specs = build.env_specs(config, ('FrozenLake',), (4,))
   short = EnvironmentPlayer(build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, 2), policy.sampler)
-  with pytest.raises(UserError, match='agent.max_context=60'):
+  with pytest.raises(UserError, match=r'agent\.max_context=60'):
     short.check(700)
