@@ -37,6 +37,7 @@ class ChatTokenizer:
     pad_id: id for unused columns.
     size: number of ids; larger ids are not tokens of this tokenizer.
     specials: texts of special tokens, which plain text must not contain.
+    added: id of each added token, by its text; special tokens are a part of them.
   """
 
   def __init__(self, directory: str | Path, *, images: bool = False):
@@ -66,10 +67,13 @@ class ChatTokenizer:
     self.stop_ids = tuple(dict.fromkeys([end, *others]))
     self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     self.size = self._backend.get_vocab_size(with_added_tokens=True)
-    self.specials = tuple(t.content for t in self._backend.get_added_tokens_decoder().values() if t.special)
-    self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self._encode)
+    added = self._backend.get_added_tokens_decoder()
+    self.specials = tuple(t.content for t in added.values() if t.special)
+    self.added = {token.content: i for i, token in added.items()}
+    self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
 
-  def _encode(self, text: str) -> tuple[int, ...]:
+  def encode_once(self, text: str) -> tuple[int, ...]:
+    """`encode` for a text that is unlikely to come again: the ids are not kept."""
     return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
   def encode_segments(self, segments: Segments) -> Encoded:
