@@ -26,6 +26,17 @@ _IMAGE_TOKENS = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>')
 _CACHED_SEGMENTS = 65536
 
 
+@functools.cache
+def _byte_of_characters() -> dict[str, int]:
+  """The bytes that the characters of byte-level tokens stand for.
+
+  Printable characters of Latin-1 stand for their own bytes, and the characters from U+0100 on for the other bytes.
+  """
+  printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+  others = [byte for byte in range(256) if byte not in printable]
+  return {chr(b): b for b in printable} | {chr(0x100 + k): b for k, b in enumerate(others)}
+
+
 class ChatTokenizer:
   """A Hugging Face tokenizer and ChatML, the format of the Qwen family.
 
@@ -101,6 +112,14 @@ class ChatTokenizer:
   def decode(self, ids) -> str:
     """The text of ids, including special tokens."""
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+  def token_bytes(self, id_: int) -> bytes:
+    """The bytes of one token, which may be a part of a character; b'' for an id that is no token."""
+    token = self._backend.id_to_token(id_)
+    if token is None or token in self.added:
+      return (token or '').encode()
+    byte_of = _byte_of_characters()
+    return bytes(byte_of[character] for character in token)
 
   def decode_batch(self, rows: list[list[int]]) -> list[str]:
     """`decode` for many rows."""
