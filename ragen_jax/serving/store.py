@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from ragen_jax.serving.codec import Damaged
-from ragen_jax.serving.records import TRAINABLE, AttemptRecord, Conflict, Gone, RolloutRecord
+from ragen_jax.serving.records import TRAINABLE, AttemptRecord, Conflict, Gone, Invalid, RolloutRecord
 from ragen_jax.serving.schema import connect, open_writer
 from ragen_jax.serving.tables import Tables
 from ragen_jax.serving.types import AttemptState, Finish, Reward, RolloutState, StoredCall
@@ -102,6 +102,8 @@ class Store:
       yield
     except sqlite3.IntegrityError:
       raise  # a mistake of the program: an id that is taken
+    except UnicodeEncodeError as e:
+      raise Invalid('a text with a lone surrogate; allowed: Unicode') from e
     except (sqlite3.Error, Damaged) as e:
       what = f'{e} is damaged' if isinstance(e, Damaged) else str(e)
       raise UserError(f'store {self.path} cannot be used: {what}; restore it from a copy or free the disk') from e

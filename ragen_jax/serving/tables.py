@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ragen_jax.serving.codec import CALL_COLUMNS, decode_call, encode_call, encode_text
@@ -36,7 +36,7 @@ class Tables:
   # -- rollouts
 
   def find_rollout(self, rollout_id: str) -> RolloutRecord | None:
-    return next(self._rollouts('rollout_id = ?', rollout_id), None)
+    return _first(self._rollouts('rollout_id = ?', rollout_id))
 
   def rollout(self, rollout_id: str) -> RolloutRecord:
     """The rollout; NotFound if there is none."""
@@ -50,18 +50,18 @@ class Tables:
 
   def completed(self, after: int, limit: int) -> list[RolloutRecord]:
     """Rollouts that are over, in the order in which they were, behind the cursor `after`."""
-    return list(self._rollouts('completed > ? ORDER BY completed LIMIT ?', after, limit))
+    return self._rollouts('completed > ? ORDER BY completed LIMIT ?', after, limit)
 
   def recent(self, before: int, limit: int) -> list[RolloutRecord]:
     """Rollouts created before the one with `seq` = `before`, the latest first."""
-    return list(self._rollouts('seq < ? ORDER BY seq DESC LIMIT ?', before, limit))
+    return self._rollouts('seq < ? ORDER BY seq DESC LIMIT ?', before, limit)
 
   def group(self, group: str, limit: int) -> list[RolloutRecord]:
     """Rollouts of a group in order of creation."""
-    return list(self._rollouts('group_id = ? ORDER BY ordinal LIMIT ?', group, limit))
+    return self._rollouts('group_id = ? ORDER BY ordinal LIMIT ?', group, limit)
 
   def oldest_queued(self) -> RolloutRecord | None:
-    return next(self._rollouts('state = ? ORDER BY seq LIMIT 1', RolloutState.QUEUED), None)
+    return _first(self._rollouts('state = ? ORDER BY seq LIMIT 1', str(RolloutState.QUEUED)))
 
   def counts(self) -> dict[RolloutState, int]:
     """Number of rollouts in each state."""
@@ -115,32 +115,38 @@ class Tables:
     )
     return self._sql(query, (before, before_iteration, limit)).rowcount
 
-  def _rollouts(self, condition: str, *values: Any) -> Iterable[RolloutRecord]:
-    for row in self._sql(f'SELECT {_ROLLOUT} FROM rollouts WHERE {condition}', values):
-      seq, rollout_id, task, group, ordinal, mode, state, limits, metadata, key0, key1, *rest = row
-      yield RolloutRecord(
-        seq, rollout_id, json.loads(task), group, ordinal, mode, RolloutState(state), _limits_from_json(limits),
-        json.loads(metadata), (key0, key1), *rest,
-      )  # fmt: skip
+  def _rollouts(self, condition: str, *values: Any) -> list[RolloutRecord]:
+    rows = self._sql(f'SELECT {_ROLLOUT} FROM rollouts WHERE {condition}', values).fetchall()
+    return [_rollout(*row) for row in rows]
 
   # -- attempts
 
   def attempt(self, attempt_id: str) -> AttemptRecord:
     """The attempt; NotFound if there is none."""
-    if (found := next(self._attempts('attempt_id = ?', attempt_id), None)) is None:
+    if (found := _first(self._attempts('attempt_id = ?', attempt_id))) is None:
       raise NotFound(f'attempt {attempt_id!r} does not exist')
     return found
 
   def attempts(self, rollout_id: str) -> list[AttemptRecord]:
     """The attempts of a rollout in order."""
-    return list(self._attempts('rollout_id = ? ORDER BY number', rollout_id))
+    return self._attempts('rollout_id = ? ORDER BY number', rollout_id)
 
   def attempt_with_key(self, key_digest: str) -> AttemptRecord | None:
-    return next(self._attempts('key_digest = ?', key_digest), None)
+    return _first(self._attempts('key_digest = ?', key_digest))
 
   def running(self, limit: int) -> list[AttemptRecord]:
     """Attempts that run, the oldest first."""
-    return list(self._attempts("state = 'running' ORDER BY started LIMIT ?", limit))
+    return self._attempts("state = 'running' ORDER BY started LIMIT ?", limit)
+
+  def running_of(self, workers: Collection[str], limit: int) -> list[AttemptRecord]:
+    """Attempts of some workers that run, the oldest first."""
+    names = json.dumps(list(workers))
+    condition = "state = 'running' AND worker IN (SELECT value FROM json_each(?)) ORDER BY started LIMIT ?"
+    return self._attempts(condition, names, limit)
+
+  def touch_running(self, now: float) -> None:
+    """Records a sign of life of every attempt that runs."""
+    self._sql("UPDATE attempts SET last_heartbeat = ? WHERE state = 'running'", (now,))
 
   def overdue(self, now: float, limit: int) -> list[tuple[AttemptRecord, AttemptState]]:
     """Attempts that run and exceed a limit, with the state in which they should end."""
@@ -170,10 +176,9 @@ class Tables:
     """Records a sign of life."""
     self._sql('UPDATE attempts SET last_heartbeat = ? WHERE attempt_id = ?', (now, attempt_id))
 
-  def _attempts(self, condition: str, *values: Any) -> Iterable[AttemptRecord]:
-    for row in self._sql(f'SELECT {_ATTEMPT} FROM attempts WHERE {condition}', values):
-      attempt_id, rollout_id, number, state, *rest, lost = row
-      yield AttemptRecord(attempt_id, rollout_id, number, AttemptState(state), *rest, bool(lost))
+  def _attempts(self, condition: str, *values: Any) -> list[AttemptRecord]:
+    rows = self._sql(f'SELECT {_ATTEMPT} FROM attempts WHERE {condition}', values).fetchall()
+    return [_attempt(*row) for row in rows]
 
   # -- calls and rewards
 
@@ -194,17 +199,20 @@ class Tables:
       raise NotFound(f'call {call_id!r} of attempt {attempt_id!r} does not exist')
     return decode_call(row)
 
-  def find_call_id(self, attempt_id: str, index: int | None, agent: str | None) -> str | None:
-    """The id of the call with an index, or of the last call that was not aborted, of an agent if one is given."""
-    conditions, values = ['attempt_id = ?'], [attempt_id]
-    if index is not None:
-      conditions, values = [*conditions, 'idx = ?'], [*values, index]
-    else:
-      conditions.append("finish <> 'aborted'")
-    if agent is not None:
-      conditions, values = [*conditions, 'agent = ?'], [*values, encode_text(agent)]
-    query = f'SELECT call_id FROM calls WHERE {" AND ".join(conditions)} ORDER BY idx DESC LIMIT 1'
-    row = self._sql(query, tuple(values)).fetchone()
+  def last_call_id(self, attempt_id: str, agent: str) -> str | None:
+    """The id of the last call that was not aborted: of an agent, or of any agent for ''."""
+    query = "SELECT call_id FROM calls WHERE attempt_id = ? AND finish <> 'aborted'"
+    values: tuple[Any, ...] = (attempt_id,)
+    if agent:
+      query, values = f'{query} AND agent = ?', (*values, encode_text(agent))
+    row = self._sql(f'{query} ORDER BY idx DESC LIMIT 1', values).fetchone()
+    return row[0] if row else None
+
+  def call_id_at(self, attempt_id: str, index: int) -> str | None:
+    """The id of the call with an index."""
+    if not 0 <= index < 2**31:
+      return None
+    row = self._sql('SELECT call_id FROM calls WHERE attempt_id = ? AND idx = ?', (attempt_id, index)).fetchone()
     return row[0] if row else None
 
   def record_request(self, attempt_id: str, request_key: str, call_ids: Sequence[str]) -> None:
@@ -251,6 +259,21 @@ class Tables:
   def insert_batch(self, iteration: int, rollout_ids: Sequence[str]) -> None:
     rows = [(iteration, i, rollout_id) for i, rollout_id in enumerate(rollout_ids)]
     self._many('INSERT INTO batches VALUES (?, ?, ?)', rows)
+
+
+def _rollout(*row: Any) -> RolloutRecord:
+  seq, rollout_id, task, group, ordinal, mode, state, limits, metadata, key0, key1, *rest = row
+  given = (rollout_id, json.loads(task), group, ordinal, mode, RolloutState(state), _limits_from_json(limits))
+  return RolloutRecord(seq, *given, json.loads(metadata), (key0, key1), *rest)
+
+
+def _attempt(*row: Any) -> AttemptRecord:
+  attempt_id, rollout_id, number, state, *rest, lost = row
+  return AttemptRecord(attempt_id, rollout_id, number, AttemptState(state), *rest, bool(lost))
+
+
+def _first(records: list[Any]) -> Any:
+  return records[0] if records else None
 
 
 def _limits_to_json(limits: Limits) -> str:
