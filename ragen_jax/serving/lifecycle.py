@@ -16,6 +16,7 @@ import json
 import secrets
 from collections.abc import Callable, Collection
 
+from ragen_jax.serving.changes import Changes
 from ragen_jax.serving.checks import check_name, check_new, check_value
 from ragen_jax.serving.records import (
   OVER,
@@ -48,19 +49,19 @@ class Lifecycle:
 
   Attributes:
     store: the store.
+    changes: announces every rollout that was queued or is over, when this is stored.
   """
 
-  def __init__(self, store: Store, clock: Callable[[], float], changed: Callable[[], None]):
+  def __init__(self, store: Store, clock: Callable[[], float]):
     """Makes the rules of a store.
 
     Args:
       store: the store.
       clock: the present time in seconds since 1970.
-      changed: called, in the thread of the change, after a rollout was queued or is over.
     """
     self.store = store
+    self.changes = Changes()
     self._clock = clock
-    self._changed = changed
 
   # -- rollouts
 
@@ -90,7 +91,7 @@ class Lifecycle:
         error='', created=self._clock(), ended=None, completed=None, iteration=None, closed=None,
       )  # fmt: skip
       record = tables.insert_rollout(record, digest)
-    self._changed()
+    self.changes.notify()
     return record
 
   def claim(self, worker: str) -> Claim | None:
@@ -134,7 +135,7 @@ class Lifecycle:
         tables.end_attempt(record.attempt_id, AttemptState.CANCELLED, '', False, now)
       tables.end_rollout(rollout_id, RolloutState.CANCELLED, '', now)
       record = tables.rollout(rollout_id)
-    self._changed()
+    self.changes.notify()
     return record
 
   # -- attempts
@@ -193,7 +194,7 @@ class Lifecycle:
         attempt = _running(tables, attempt_id)
         self._end(tables, attempt, state, error, lost=False)
       record = tables.rollout(attempt.rollout_id)
-    self._changed()
+    self.changes.notify()
     return record
 
   def release(self, attempt_id: str, error: str) -> None:
@@ -205,7 +206,7 @@ class Lifecycle:
     """
     with self.store.write() as tables:
       self._end(tables, _running(tables, attempt_id), AttemptState.UNRESPONSIVE, error, lost=True)
-    self._changed()
+    self.changes.notify()
 
   def recover(self, lost_workers: Collection[str]) -> int:
     """Puts the store in order after the process that used it has ended; called once at the start.
@@ -223,7 +224,7 @@ class Lifecycle:
           self._end(tables, attempt, AttemptState.UNRESPONSIVE, 'the server stopped', lost=True)
         released += len(lost)
       tables.touch_running(self._clock())
-    self._changed()
+    self.changes.notify()
     return released
 
   def sweep(self) -> list[AttemptRecord]:
@@ -245,7 +246,7 @@ class Lifecycle:
           error = f'gave no sign of life for heartbeat_s={limits.heartbeat_s:g}'
         self._end(tables, attempt, state, error, lost=False)
       ended = [tables.attempt(attempt.attempt_id) for attempt, _ in overdue]
-    self._changed()
+    self.changes.notify()
     return ended
 
   # -- rewards

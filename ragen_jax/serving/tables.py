@@ -73,7 +73,7 @@ class Tables:
     query = 'SELECT coalesce(max(ordinal), -1) + 1 FROM rollouts WHERE group_id = ?'
     ordinal = self._sql(query, (record.group,)).fetchone()[0]
     values = (record.rollout_id, digest, to_json(record.input), record.group, ordinal, record.mode, str(record.state))
-    values += (_limits_to_json(record.limits), to_json(record.metadata), *record.key, record.attempt_id)
+    values += (_limits_to_json(record.limits), to_json(record.metadata), *map(int, record.key), record.attempt_id)
     values += (record.attempts, record.error, record.created)
     columns = 'rollout_id, digest, input, group_id, ordinal, mode, state, limits, metadata, key0, key1, attempt_id, '
     columns += 'attempts, error, created'
@@ -163,7 +163,10 @@ class Tables:
     return self._sql(query, (rollout_id,)).fetchone()[0]
 
   def insert_attempt(self, record: AttemptRecord, limits: Limits) -> None:
-    values = dataclasses.asdict(record) | {'timeout_s': limits.timeout_s, 'heartbeat_s': limits.heartbeat_s}
+    values = dataclasses.asdict(record) | {
+      'timeout_s': float(limits.timeout_s),
+      'heartbeat_s': float(limits.heartbeat_s),
+    }
     values = {name: str(x) if isinstance(x, AttemptState) else x for name, x in values.items()}
     query = f'INSERT INTO attempts ({", ".join(values)}) VALUES ({", ".join("?" * len(values))})'
     self._sql(query, tuple(values.values()))
