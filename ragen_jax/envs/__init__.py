@@ -16,7 +16,6 @@ from ragen_jax.envs.base import Budget, Environment, Game
 from ragen_jax.envs.countdown import Countdown
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
-from ragen_jax.envs.options import import_object
 from ragen_jax.envs.outside.base import Session, TextEnvironment
 from ragen_jax.envs.outside.gymnasium import GymnasiumEnvironment
 from ragen_jax.envs.outside.http import HttpEnvironment
@@ -25,6 +24,7 @@ from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
 from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.imports import import_object
 from ragen_jax.utils.threads import Fault
 
 TYPES: dict[str, type[Environment | TextEnvironment]] = {

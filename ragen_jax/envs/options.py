@@ -5,16 +5,14 @@ The line names the environment, the option, its value and the values that are al
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ragen_jax.utils.errors import describe_error, one_line
+from ragen_jax.utils.errors import one_line
 
 
 def is_integer(value: Any) -> bool:
@@ -101,32 +99,3 @@ def check_legend(env: str, option: str, value: Any) -> dict[str, str]:
   if not all(isinstance(meaning, str) for meaning in value.values()):
     raise ValueError(f'{env}: {option}={one_line(value)}; allowed: texts by symbol')
   return value
-
-
-def import_object(option: str, path: str) -> Any:
-  """The object at an import path 'package.module:name'.
-
-  Args:
-    option: name of the option with the path, for errors.
-    path: the module, a colon, and the name in it.
-
-  Raises:
-    ValueError: the path has another form, the module cannot be imported, or it has no such name.
-  """
-  module, colon, name = path.partition(':') if isinstance(path, str) else ('', '', '')
-  if not (module and colon and name):
-    raise ValueError(f"{option}={path!r}; allowed: 'package.module:name'")
-  try:
-    return functools.reduce(getattr, name.split('.'), importlib.import_module(module))
-  except (Exception, SystemExit) as e:
-    raise ValueError(
-      f'{option}={path!r} cannot be imported ({describe_error(e)}); allowed: what Python can import'
-    ) from e
-
-
-def import_function(option: str, path: str) -> Callable[..., Any]:
-  """`import_object` for functions: raises ValueError also if the object cannot be called."""
-  function = import_object(option, path)
-  if not callable(function):
-    raise ValueError(f'{option}={path!r} is {type(function).__name__}; allowed: a function')
-  return function

@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Set
@@ -19,8 +17,7 @@ from typing import Any
 from ragen_jax.runs.config_fields import flatten
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
-
-_log = logging.getLogger(__name__)
+from ragen_jax.utils.locks import file_lock
 
 
 @contextlib.contextmanager
@@ -32,19 +29,7 @@ def workdir_lock(workdir: str | os.PathLike[str]) -> Iterator[None]:
   Raises:
     UserError: another process holds the lock, or the directory is not writable.
   """
-  path = pathlib.Path(workdir) / '.lock'
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open('a')
-  except OSError as e:
-    raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
-  with file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-      raise UserError(f'workdir {workdir} is in use by another run; wait for it or choose another --workdir') from e
-    except OSError as e:  # some network file systems have no locks
-      _log.warning('workdir %s is not locked: %s', workdir, e.strerror or e)
+  with file_lock(pathlib.Path(workdir) / '.lock', f'workdir {workdir}', 'wait for it or choose another --workdir'):
     yield
 
 

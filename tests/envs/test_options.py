@@ -88,25 +88,3 @@ def test_names_of_actions_differ_without_regard_to_case():
   for names in (('Up', 'UP'), ('Up', ''), ('Up', ' Down'), ('Up', 3), 'Up', None):
     with raises_one_line('^game: action_names=.*; allowed: names that differ, letter case aside$'):
       options.check_action_names('game', names)
-
-
-def test_objects_are_imported_by_their_path():
-  assert options.import_object('type', 'json:JSONDecoder.decode') is __import__('json').JSONDecoder.decode
-  assert options.import_function('reward', 'math:sqrt') is math.sqrt
-  for path, message in (
-    ('math.sqrt', "^reward='math.sqrt'; allowed: 'package.module:name'$"),
-    ('math:', "^reward='math:'; allowed: 'package"),
-    (3, "^reward=3; allowed: 'package"),
-    ('math:no', r"^reward='math:no' cannot be imported \(AttributeError: .*\); allowed: what Python can import$"),
-    ('no_such_module:x', r"^reward='no_such_module:x' cannot be imported \(ModuleNotFoundError"),
-    ('math:pi', "^reward='math:pi' is float; allowed: a function$"),
-  ):
-    with raises_one_line(message):
-      options.import_function('reward', path)
-
-
-def test_a_module_that_exits_when_it_is_imported_is_an_option_that_cannot_be_used(tmp_path, monkeypatch):
-  (tmp_path / 'leaves_at_once.py').write_text('raise SystemExit(4)')
-  monkeypatch.syspath_prepend(tmp_path)
-  with raises_one_line(r"type='leaves_at_once:Game' cannot be imported \(SystemExit: 4\)"):
-    options.import_object('type', 'leaves_at_once:Game')

@@ -15,11 +15,11 @@ from ragen_jax.envs.options import (
   check_mapping,
   check_text,
   check_workers,
-  import_function,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
 from ragen_jax.envs.outside.local import LocalSession, close_all
 from ragen_jax.utils.errors import describe_error, one_line
+from ragen_jax.utils.imports import import_function
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,45 @@
+"""Announces changes of the store to the threads and event loops that wait for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Changes:
+  """Tells threads and event loops that a rollout was queued or is over.
+
+  Attributes:
+    count: number of changes so far.
+  """
+
+  def __init__(self):
+    self.count = 0
+    self._changed = threading.Condition()
+    self._listeners: list[Callable[[], None]] = []
+
+  def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
+    """Calls `listener` after each change, in the thread of the change, until the returned function is called."""
+    with self._changed:
+      self._listeners.append(listener)
+    return lambda: self._unsubscribe(listener)
+
+  def notify(self) -> None:
+    """Announces a change."""
+    with self._changed:
+      self.count += 1
+      self._changed.notify_all()
+      listeners = tuple(self._listeners)
+    for listener in listeners:
+      listener()
+
+  def wait(self, seen: int, timeout_s: float) -> int:
+    """Waits until `count` exceeds `seen`, at most `timeout_s` seconds; returns `count`."""
+    with self._changed:
+      self._changed.wait_for(lambda: self.count > seen, timeout_s)
+      return self.count
+
+  def _unsubscribe(self, listener: Callable[[], None]) -> None:
+    with self._changed:
+      if listener in self._listeners:
+        self._listeners.remove(listener)

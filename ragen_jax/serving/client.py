@@ -1,0 +1,388 @@
+"""For agent programs: reward calls, finish an attempt, claim tasks. Needs only the standard library.
+
+The file can be copied next to an agent that runs where this package is not installed. A program that a runner started
+finds its task in the environment:
+
+  from openai import OpenAI
+  from ragen_jax.serving import client
+
+  task = client.task()
+  agent = OpenAI(base_url=task.base_url, api_key=task.api_key)
+  reply = agent.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': task.input['question']}])
+  client.reward(1.0 if task.input['answer'] in reply.choices[0].message.content else 0.0, call=reply.id)
+
+A worker on another machine claims tasks: `client.work(play, server_url, admin_key)`.
+
+A runner sets these variables of the environment: RAGEN_BASE_URL, the server's address; RAGEN_KEY, the attempt's key;
+RAGEN_TASK, the task as JSON; and for OpenAI's libraries OPENAI_BASE_URL and OPENAI_API_KEY, which are `task.base_url` and
+`task.api_key`.
+
+Requests are repeated while the server does not answer, for two minutes; a repeated reward counts once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import http.client
+import inspect
+import json
+import os
+import random
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_PATIENCE_S = 120.0  # how long a request is repeated while the server does not answer
+_LONGEST_PAUSE_S = 8.0  # between two tries
+_ANSWER_S = 60.0  # how long one try waits for the answer
+_LARGEST_ANSWER = 256 << 20  # bytes
+_REPEATED = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class ServerError(RuntimeError):
+  """A request that the server refused, or did not answer.
+
+  Attributes:
+    status: the HTTP status; 0 if there was no answer.
+  """
+
+  def __init__(self, status: int, message: str):
+    super().__init__(message)
+    self.status = status
+
+
+class Over(ServerError):
+  """The attempt is over: it was cancelled, took too long, gave no sign of life, or was finished before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """An attempt at a task that an agent plays.
+
+  Attributes:
+    rollout_id: the rollout.
+    attempt_id: the attempt.
+    number: number of the attempt; 1 for the rollout's first.
+    mode: 'train' or 'val'.
+    group: the prompt group.
+    input: the task, a JSON value.
+    timeout_s: longest time of the attempt, in seconds.
+    heartbeat_s: longest time between two signs of life, in seconds; 0 asks for none.
+    server_url: address of the server, such as 'http://127.0.0.1:8000'.
+    api_key: the attempt's key, for calls of the policy and for rewards.
+  """
+
+  rollout_id: str
+  attempt_id: str
+  number: int
+  mode: str
+  group: str
+  input: Any
+  timeout_s: float
+  heartbeat_s: float
+  server_url: str
+  api_key: str = dataclasses.field(repr=False)
+
+  @property
+  def base_url(self) -> str:
+    """Base URL for an OpenAI client; the calls that go there belong to this attempt."""
+    return f'{self._url}/v1'
+
+  @property
+  def _url(self) -> str:
+    return f'{self.server_url}/attempts/{urllib.parse.quote(self.attempt_id, safe="")}'
+
+  def to_json(self) -> dict[str, Any]:
+    """The fields that say what to do, as a JSON object: all but the address and the key."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in _PUBLIC}
+
+  @classmethod
+  def from_json(cls, fields: dict[str, Any], server_url: str, api_key: str) -> Task:
+    """The task with the fields of `to_json`; other fields are ignored."""
+    known = {name: fields[name] for name in _PUBLIC}
+    return cls(**known, server_url=server_url.rstrip('/'), api_key=api_key)
+
+
+_PUBLIC = frozenset(field.name for field in dataclasses.fields(Task)) - {'server_url', 'api_key'}
+
+
+def task() -> Task:
+  """The task for which a runner started this program.
+
+  Raises:
+    RuntimeError: a variable of the environment is missing.
+  """
+  names = ('RAGEN_BASE_URL', 'RAGEN_KEY', 'RAGEN_TASK')
+  if missing := [name for name in names if not os.environ.get(name)]:
+    raise RuntimeError(f'{", ".join(missing)} not set: this program was not started for a task')
+  server_url, api_key, fields = (os.environ[name] for name in names)
+  return Task.from_json(json.loads(fields), server_url, api_key)
+
+
+def reward(
+  value: float, call: str | int | None = None, agent: str = '', name: str = '', of: Task | None = None
+) -> None:
+  """Posts a reward. Rewards of a call add up; rewards may come after `finish`, until the rollout is trained.
+
+  Args:
+    value: a finite number; ValueError for NaN and infinity.
+    call: the call that earned it: its id (`response.id`), its index in the attempt, or 'last'; None for the whole
+      episode.
+    agent: the agent that earned it, where several agents play; '' for the agent of the call, or for all.
+    name: a label for metrics.
+    of: the task; None for the one in the environment.
+
+  Raises:
+    Over: the attempt gets no more rewards.
+    ServerError: the server refused the reward, or does not answer.
+  """
+  body = {'value': value, 'call': call, 'agent': agent, 'name': name, 'id': uuid.uuid4().hex}
+  _post_attempt(of, 'rewards', body, _PATIENCE_S)
+
+
+def finish(state: str = 'succeeded', error: str = '', of: Task | None = None) -> None:
+  """Ends the attempt. A runner does this itself when the program or function that it started has ended.
+
+  Args:
+    state: 'succeeded', or 'failed', after which the server may start another attempt.
+    error: what went wrong, for people.
+    of: the task; None for the one in the environment.
+
+  Raises:
+    Over: the attempt ended otherwise.
+    ServerError: the server refused the request, or does not answer.
+  """
+  _post_attempt(of, 'finish', {'state': state, 'error': error}, _PATIENCE_S)
+
+
+@contextlib.contextmanager
+def heartbeat(of: Task | None = None, on_over: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+  """Context manager: sends signs of life from a thread, three in `heartbeat_s`, or one in 10 s if that is 0.
+
+  Args:
+    of: the task; None for the one in the environment.
+    on_over: called once, in the thread, if the server says that the attempt is over.
+
+  Yields:
+    An event that is set when the attempt is over.
+  """
+  this = of or task()
+  pause = this.heartbeat_s / 3 if this.heartbeat_s else 10.0
+  over, done = threading.Event(), threading.Event()
+
+  def beat() -> None:
+    while not done.wait(pause):
+      try:
+        _post_attempt(this, 'heartbeat', {}, 0.0)
+      except ServerError as e:
+        if not isinstance(e, Over) and e.status != 404:
+          continue  # the next one may arrive
+        over.set()
+        on_over()
+        return
+
+  thread = threading.Thread(target=beat, daemon=True, name='ragen-heartbeat')
+  thread.start()
+  try:
+    yield over
+  finally:
+    done.set()
+
+
+class Queue:
+  """The server's queue of rollouts, as a worker on any machine sees it."""
+
+  def __init__(self, server_url: str, admin_key: str, worker: str = ''):
+    """Makes the queue; connects to nothing.
+
+    Args:
+      server_url: address of the server, such as 'http://127.0.0.1:8000'.
+      admin_key: the server's admin key.
+      worker: name of the worker in the store; '' for the machine's name and the process's number.
+    """
+    self._url, self._admin_key = server_url.rstrip('/'), admin_key
+    self._worker = worker or f'{socket.gethostname()}-{os.getpid()}'
+
+  def claim(self, wait_s: float) -> Task | None:
+    """The oldest rollout that waits for a worker; None if there is none within `wait_s` seconds.
+
+    Raises:
+      ServerError: the server refused the request, or does not answer.
+    """
+    body = {'worker': self._worker, 'wait_s': wait_s}
+    answer = _post(f'{self._url}/rollouts/claim', self._admin_key, body, _PATIENCE_S, wait_s + _ANSWER_S)
+    return Task.from_json(answer, self._url, answer['api_key']) if answer else None
+
+  def heartbeat(self, task: Task) -> None:
+    """Sends one sign of life; raises Over if the attempt is over."""
+    _post_attempt(task, 'heartbeat', {}, 0.0)
+
+  def reward(self, task: Task, value: float) -> None:
+    """Posts the reward of a whole episode."""
+    reward(value, of=task)
+
+  def finish(self, task: Task, state: str, error: str) -> None:
+    """Ends the attempt."""
+    finish(state, error, of=task)
+
+  def release(self, task: Task, error: str) -> None:
+    """Ends the attempt because the worker stops."""
+    finish('failed', error, of=task)
+
+
+def work(
+  agent: Callable[[Task], Any],
+  server_url: str,
+  admin_key: str,
+  worker: str = '',
+  wait_s: float = 20.0,
+  stop: threading.Event | None = None,
+  max_tasks: int | None = None,
+) -> int:
+  """Claims tasks and plays them, one after another. Start several processes to play several at a time.
+
+  Args:
+    agent: a function, async or not, that plays a task. The number that it returns is the reward of the episode; it
+      returns None if it has posted its rewards. If it raises, the attempt has failed. An async function is cancelled
+      when the attempt is over or took too long; another function is not interrupted.
+    server_url: address of the server.
+    admin_key: the server's admin key.
+    worker: name of the worker; '' for the machine's name and the process's number.
+    wait_s: how long one request waits for a task, in seconds.
+    stop: set it to end the loop after the present task; None for no such event.
+    max_tasks: the loop ends after this many tasks; None for no limit.
+
+  Returns:
+    The number of tasks that were played.
+
+  Raises:
+    ServerError: the server refuses the key, or does not answer.
+  """
+  queue, played, stop = Queue(server_url, admin_key, worker), 0, stop or threading.Event()
+  while not stop.is_set() and (max_tasks is None or played < max_tasks):
+    if (claimed := queue.claim(wait_s)) is not None:
+      _play(agent, claimed, queue)
+      played += 1
+  return played
+
+
+class _TookTooLong(Exception):
+  """An agent that was cancelled because of its time-out."""
+
+
+def _play(agent: Callable[[Task], Any], task: Task, queue: Queue) -> None:
+  """Plays a task and reports how it ended."""
+  with contextlib.suppress(Over):
+    try:
+      value = _call(agent, task)
+      if value is not None:
+        queue.reward(task, float(value))
+    except Over:
+      raise
+    except _TookTooLong:
+      queue.finish(task, 'timeout', f'took longer than timeout_s={task.timeout_s:g}')
+    except KeyboardInterrupt:
+      queue.finish(task, 'failed', 'the worker was interrupted')
+      raise
+    except (Exception, SystemExit) as e:  # noqa: BLE001, an agent's exception is the end of an attempt
+      queue.finish(task, 'failed', f'{type(e).__name__}: {e}'.replace(task.api_key, '***'))
+    else:
+      queue.finish(task, 'succeeded', '')
+
+
+def _call(agent: Callable[[Task], Any], task: Task) -> Any:
+  """The value of an agent's function, async or not, with heartbeats while it runs."""
+  if not inspect.iscoroutinefunction(agent):
+    with heartbeat(task):
+      return agent(task)
+
+  async def play() -> Any:
+    loop, job = asyncio.get_running_loop(), asyncio.ensure_future(agent(task))
+    with heartbeat(task, lambda: loop.call_soon_threadsafe(job.cancel)) as over:
+      try:
+        done, _ = await asyncio.wait([job], timeout=task.timeout_s)
+        if not done:
+          job.cancel()
+          raise _TookTooLong
+        return job.result()
+      except asyncio.CancelledError as e:
+        raise (Over(410, 'the attempt is over') if over.is_set() else RuntimeError('the agent was cancelled')) from e
+
+  return asyncio.run(play())
+
+
+# -- requests
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+  """Redirects are errors: the key would go to another server."""
+
+  def redirect_request(self, *_: Any) -> None:
+    return None
+
+
+def _post_attempt(of: Task | None, what: str, body: dict[str, Any], patience_s: float) -> dict[str, Any] | None:
+  this = of or task()
+  return _post(f'{this._url}/{what}', this.api_key, body, patience_s, _ANSWER_S)
+
+
+def _post(url: str, key: str, body: dict[str, Any], patience_s: float, answer_s: float) -> dict[str, Any] | None:
+  """Posts JSON, again while there is no answer, and returns the answer's JSON; None for an answer without content."""
+  give_up, pause = time.monotonic() + patience_s, 0.25
+  while True:
+    wait = None
+    try:
+      return _post_once(url, key, body, answer_s)
+    except urllib.error.HTTPError as e:
+      with e:
+        error = (Over if e.code == 410 else ServerError)(e.code, _message(e))
+        wait = e.headers.get('Retry-After')
+      if e.code not in _REPEATED:
+        raise error from None
+    except (OSError, http.client.HTTPException) as e:
+      error = ServerError(0, f'{url} does not answer ({type(e).__name__}: {e})')
+    pause = min(2 * pause, _LONGEST_PAUSE_S)
+    wait_s = _seconds(wait, pause * random.uniform(0.5, 1.0))
+    if time.monotonic() + wait_s > give_up:
+      raise error
+    time.sleep(wait_s)
+
+
+def _post_once(url: str, key: str, body: dict[str, Any], answer_s: float) -> dict[str, Any] | None:
+  host = urllib.parse.urlsplit(url).hostname or ''
+  loopback = host in ('localhost', '::1') or host.startswith('127.')
+  proxies = urllib.request.ProxyHandler({} if loopback else None)
+  headers = {'Authorization': f'Bearer {key}', 'Content-Type': 'application/json'}
+  request = urllib.request.Request(url, json.dumps(body, allow_nan=False).encode(), headers, method='POST')
+  with urllib.request.build_opener(proxies, _NoRedirect).open(request, timeout=answer_s) as answer:
+    content = answer.read(_LARGEST_ANSWER + 1)
+  if len(content) > _LARGEST_ANSWER:
+    raise ServerError(answer.status, f'{url} answers with more than {_LARGEST_ANSWER} bytes')
+  try:
+    return json.loads(content) if content.strip() else None
+  except ValueError as e:
+    raise ServerError(answer.status, f'{url} answers with something else than JSON') from e
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+  """The message of the server's error body; the status where there is none."""
+  try:
+    return str(json.loads(error.read(1 << 20))['error']['message'])
+  except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+    return f'{error.url} answers with status {error.code}'
+
+
+def _seconds(text: str | None, otherwise: float) -> float:
+  """The server's wish for a pause, if it is a sensible one."""
+  try:
+    return max(0.0, min(float(text or ''), 60.0))
+  except ValueError:
+    return otherwise

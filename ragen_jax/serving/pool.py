@@ -1,0 +1,287 @@
+"""A pool claims tasks from a queue and plays several at a time with a runner."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from ragen_jax.serving.client import Over, ServerError, Task
+from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.records import Claim, Gone, NotFound, RequestError
+from ragen_jax.serving.runners import Runner
+from ragen_jax.serving.types import AttemptState
+from ragen_jax.serving.watch import Outcome, Watch
+from ragen_jax.utils.errors import UserError, describe_error
+from ragen_jax.utils.threads import attempt
+
+_log = logging.getLogger(__name__)
+
+_CLAIM_S = 1.0  # how long one claim waits; `Pool.stop` waits for it
+_PAUSE_S = 1.0  # after a claim that failed
+# What a queue may raise. Everything else is a mistake of the program and ends the thread.
+_QUEUE_ERRORS = (UserError, RequestError, ServerError)
+
+
+class TaskQueue(Protocol):
+  """Where a pool gets tasks and reports how they ended; `LocalQueue`, or `client.Queue` on another machine."""
+
+  def claim(self, wait_s: float) -> Task | None:
+    """The next task; None if there is none within `wait_s` seconds."""
+
+  def heartbeat(self, task: Task) -> None:
+    """Sends a sign of life; raises client.Over if the attempt is over."""
+
+  def reward(self, task: Task, value: float) -> None:
+    """Posts the reward of the episode."""
+
+  def finish(self, task: Task, state: AttemptState, error: str) -> None:
+    """Ends the attempt as 'succeeded', 'failed' or 'timeout'."""
+
+  def release(self, task: Task, error: str) -> None:
+    """Ends the attempt because the worker stops."""
+
+
+class LocalQueue:
+  """The queue of a store in the same process."""
+
+  def __init__(self, lifecycle: Lifecycle, worker: str, server_url: str):
+    """Makes the queue.
+
+    Args:
+      lifecycle: the rules of the store.
+      worker: name of the worker in the store.
+      server_url: address at which agents reach the server.
+    """
+    self._lifecycle, self._worker, self._server_url = lifecycle, worker, server_url
+
+  def claim(self, wait_s: float) -> Task | None:
+    """The oldest queued rollout; None if there is none within `wait_s` seconds."""
+    deadline, changes = time.monotonic() + wait_s, self._lifecycle.changes
+    seen = changes.count
+    while (claimed := self._lifecycle.claim(self._worker)) is None:
+      left = deadline - time.monotonic()
+      if left <= 0:
+        return None
+      seen = changes.wait(seen, left)
+    return task_of(claimed, self._server_url)
+
+  def heartbeat(self, task: Task) -> None:
+    """Sends a sign of life; raises client.Over if the attempt is over."""
+    with _over():
+      self._lifecycle.heartbeat(task.attempt_id)
+
+  def reward(self, task: Task, value: float) -> None:
+    """Posts the reward of the episode."""
+    with _over():
+      self._lifecycle.post_reward(task.attempt_id, value, call=None, agent='', name='', reward_id='')
+
+  def finish(self, task: Task, state: AttemptState, error: str) -> None:
+    """Ends the attempt."""
+    with _over():
+      self._lifecycle.finish(task.attempt_id, state, error)
+
+  def release(self, task: Task, error: str) -> None:
+    """Ends the attempt without counting it as a try."""
+    with _over():
+      self._lifecycle.release(task.attempt_id, error)
+
+
+def task_of(claim: Claim, server_url: str) -> Task:
+  """What an agent needs to play a claimed rollout."""
+  rollout, attempt_record = claim.rollout, claim.attempt
+  return Task(
+    rollout_id=rollout.rollout_id, attempt_id=attempt_record.attempt_id, number=attempt_record.number,
+    mode=rollout.mode, group=rollout.group, input=rollout.input, timeout_s=rollout.limits.timeout_s,
+    heartbeat_s=rollout.limits.heartbeat_s, server_url=server_url.rstrip('/'), api_key=claim.api_key,
+  )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _over() -> Iterator[None]:
+  try:
+    yield
+  except (Gone, NotFound) as e:
+    raise Over(e.status, str(e)) from e
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """Counts of a pool.
+
+  Attributes:
+    running: attempts that run now.
+    succeeded: attempts that succeeded.
+    failed: attempts that failed.
+    timed_out: attempts that took too long.
+    cancelled: attempts that were cancelled, or released when the pool stopped.
+    abandoned: threads of agents that were told to stop and still run.
+    error: the last error of the queue, one line; '' if its last answer was good.
+  """
+
+  running: int
+  succeeded: int
+  failed: int
+  timed_out: int
+  cancelled: int
+  abandoned: int
+  error: str
+
+
+class Pool:
+  """Plays tasks of a queue until it is stopped. Use it as a context manager, or call `stop`.
+
+  Abandoned threads take no place among the running attempts; while as many are left as attempts may run, no task is
+  claimed.
+  """
+
+  def __init__(self, queue: TaskQueue, runner: Runner, max_concurrency: int, heartbeat_s: float, stop_s: float):
+    """Starts the pool.
+
+    Args:
+      queue: where tasks come from.
+      runner: plays a task.
+      max_concurrency: most attempts that run at a time; at least 1.
+      heartbeat_s: time between two signs of life of an attempt, in seconds; an attempt that the server has ended is
+        cancelled then.
+      stop_s: how long `__exit__` waits for the attempts that it cancels, in seconds.
+    """
+    if max_concurrency < 1:
+      raise UserError(f'max_concurrency={max_concurrency}; allowed: integers from 1')
+    self._queue, self._runner = queue, runner
+    self._max, self._heartbeat_s, self._stop_s = max_concurrency, heartbeat_s, stop_s
+    self._changed = threading.Condition()
+    self._stopping = threading.Event()
+    self._running: dict[str, tuple[Task, Watch]] = {}
+    self._abandoned: list[threading.Thread] = []
+    self._counts = dict.fromkeys(AttemptState, 0)
+    self._error = ''
+    self._threads = [
+      threading.Thread(target=target, daemon=True, name=f'ragen_jax-pool-{name}')
+      for target, name in ((self._claim, 'claim'), (self._beat, 'heartbeat'))
+    ]
+    for thread in self._threads:
+      thread.start()
+
+  def __enter__(self) -> Pool:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.stop(self._stop_s)
+
+  def progress(self) -> Progress:
+    """The present counts."""
+    with self._changed:
+      self._forget_ended()
+      counts = self._counts
+      return Progress(
+        running=len(self._running), succeeded=counts[AttemptState.SUCCEEDED], failed=counts[AttemptState.FAILED],
+        timed_out=counts[AttemptState.TIMEOUT], cancelled=counts[AttemptState.CANCELLED],
+        abandoned=len(self._abandoned), error=self._error,
+      )  # fmt: skip
+
+  def cancel(self, attempt_id: str) -> None:
+    """Stops an attempt that the server has ended; does nothing if it does not run here."""
+    with self._changed:
+      found = self._running.get(attempt_id)
+    if found:
+      found[1].cancel()
+
+  def stop(self, timeout_s: float) -> bool:
+    """Claims no more tasks, cancels and releases those that run, and waits for their ends.
+
+    Returns:
+      Whether all ended within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    self._stopping.set()
+    with self._changed:
+      self._changed.notify_all()
+    for thread in self._threads:
+      thread.join(max(deadline - time.monotonic(), 0.0))
+    with self._changed:
+      for _, watch in self._running.values():
+        watch.cancel()
+      return self._changed.wait_for(lambda: not self._running, max(deadline - time.monotonic(), 0.0))
+
+  # -- threads
+
+  def _claim(self) -> None:
+    """Claims tasks while places are free, and starts a thread for each."""
+    while not self._stopping.is_set():
+      with self._changed:
+        self._forget_ended()
+        if len(self._running) >= self._max or len(self._abandoned) >= self._max:
+          self._changed.wait(_PAUSE_S)
+          continue
+      try:
+        task = self._queue.claim(_CLAIM_S)
+        self._set_error('')
+      except _QUEUE_ERRORS as e:
+        self._set_error(f'no task can be claimed: {describe_error(e)}')
+        self._stopping.wait(_PAUSE_S)
+        continue
+      if task is not None:
+        watch = Watch(task.timeout_s)
+        with self._changed:
+          self._running[task.attempt_id] = (task, watch)
+          if self._stopping.is_set():
+            watch.cancel()
+        name = f'ragen_jax-play-{task.attempt_id}'
+        threading.Thread(target=self._play, args=(task, watch), daemon=True, name=name).start()
+
+  def _beat(self) -> None:
+    """Sends signs of life of all attempts that run."""
+    while not self._stopping.wait(self._heartbeat_s):
+      with self._changed:
+        running = list(self._running.values())
+      for task, watch in running:
+        try:
+          self._queue.heartbeat(task)
+        except Over:
+          watch.cancel()
+        except _QUEUE_ERRORS as e:
+          self._set_error(f'no heartbeat of {task.attempt_id}: {describe_error(e)}')
+
+  def _play(self, task: Task, watch: Watch) -> None:
+    """Plays one task and reports how it ended."""
+    outcome, fault = attempt(lambda: self._runner.run(task, watch), 'runner')
+    if fault:
+      outcome = Outcome.failed(str(fault))
+    outcome = dataclasses.replace(outcome, error=outcome.error.replace(task.api_key, '***'))
+    try:
+      self._report(task, outcome)
+    except Over:
+      pass  # the agent has ended the attempt itself, or the server did
+    except _QUEUE_ERRORS as e:
+      self._set_error(f'the end of {task.attempt_id} cannot be reported: {describe_error(e)}')
+    finally:
+      with self._changed:
+        del self._running[task.attempt_id]
+        self._counts[outcome.state] += 1
+        if outcome.abandoned:
+          self._abandoned.append(outcome.abandoned)
+        self._changed.notify_all()
+    if outcome.state != AttemptState.SUCCEEDED:
+      _log.warning('attempt %s %s: %s', task.attempt_id, outcome.state, outcome.error)
+
+  def _report(self, task: Task, outcome: Outcome) -> None:
+    if outcome.state == AttemptState.CANCELLED:
+      self._queue.release(task, 'the worker stopped')
+      return
+    if outcome.reward is not None:
+      self._queue.reward(task, outcome.reward)
+    self._queue.finish(task, outcome.state, outcome.error)
+
+  def _forget_ended(self) -> None:
+    self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+
+  def _set_error(self, error: str) -> None:
+    with self._changed:
+      new, self._error = error != self._error, error
+    if error and new:
+      _log.error('%s', error)

@@ -1,0 +1,242 @@
+"""Runners play attempts: with a Python function, or with a program in any language.
+
+Whatever an agent does becomes the outcome of its attempt; a runner raises nothing. An agent that does not end in time is
+stopped, and abandoned if it does not stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import numbers
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from ragen_jax.serving.client import Task
+from ragen_jax.serving.types import AttemptState
+from ragen_jax.serving.watch import Ending, Outcome, Watch
+from ragen_jax.utils.errors import UserError, one_line
+from ragen_jax.utils.imports import import_function
+from ragen_jax.utils.threads import attempt
+
+_LONGEST_TAIL = 1500  # bytes of a program's output that an error shows
+_LONGEST_VARIABLE = 128_000  # bytes; Linux takes 131,072 for one variable of the environment
+_POLL_MS = 200  # between two looks whether the program has ended
+_LAST_READS = 32  # after the program's end; a pipe holds less
+_KILLED_S = 10.0  # how long a killed program may take to end
+
+
+class Runner(Protocol):
+  """Plays one attempt; several threads may call `run`."""
+
+  def run(self, task: Task, watch: Watch) -> Outcome:
+    """Plays a task until it ends, or until `watch` says that it is cancelled or late. Raises nothing."""
+
+
+def load_function(path: str) -> Callable[[Task], Any]:
+  """An agent's function by its path 'package.module:function'.
+
+  Raises:
+    UserError: the path has another form, cannot be imported, or names no function.
+  """
+  try:
+    return import_function('agent', path)
+  except ValueError as e:
+    raise UserError(str(e)) from e
+
+
+class FunctionRunner:
+  """Calls `async def agent(task) -> float | None`, or a function that is not async.
+
+  Each attempt has a thread and an event loop of its own, so an agent that blocks does not hold up the others. The
+  number that the function returns is the reward of the episode; None means that it has posted its rewards. An exception
+  fails the attempt.
+  """
+
+  def __init__(self, function: Callable[[Task], Any], grace_s: float):
+    """Makes the runner.
+
+    Args:
+      function: the agent.
+      grace_s: how long a cancelled agent may take to end, in seconds; then its thread is abandoned.
+    """
+    self._function, self._grace_s = function, grace_s
+
+  def run(self, task: Task, watch: Watch) -> Outcome:
+    """Plays a task, see `Runner`."""
+    call = _Call(self._function, task, watch)
+    call.thread.start()
+    ending = watch.wait()
+    if ending == Ending.ENDED:
+      return call.outcome
+    call.cancel()
+    call.thread.join(self._grace_s)
+    outcome = Outcome.stopped(ending, task)
+    return outcome.leaving(call.thread) if call.thread.is_alive() else outcome
+
+
+class _Call:
+  """A call of an agent's function in a thread."""
+
+  def __init__(self, function: Callable[[Task], Any], task: Task, watch: Watch):
+    self._function, self._task, self._watch = function, task, watch
+    self._lock = threading.Lock()
+    self._cancelled = False
+    self._cancel: Callable[[], None] = lambda: None
+    self.outcome = Outcome.failed('the agent did not end')
+    self.thread = threading.Thread(target=self._run, daemon=True, name=f'ragen_jax-agent-{task.attempt_id}')
+
+  def cancel(self) -> None:
+    """Cancels an async function; does nothing to another one, which Python cannot stop."""
+    with self._lock:
+      self._cancelled = True
+      with contextlib.suppress(RuntimeError):  # its event loop has closed
+        self._cancel()
+
+  def _run(self) -> None:
+    value, fault = attempt(self._play, 'agent')
+    self.outcome = Outcome.failed(str(fault)) if fault else _value_outcome(value)
+    self._watch.end()
+
+  def _play(self) -> Any:
+    value = self._function(self._task)
+    return asyncio.run(self._await(value)) if inspect.isawaitable(value) else value
+
+  async def _await(self, value: Any) -> Any:
+    loop, job = asyncio.get_running_loop(), asyncio.ensure_future(value)
+    with self._lock:
+      self._cancel = lambda: loop.call_soon_threadsafe(job.cancel)
+      if self._cancelled:
+        job.cancel()
+    return await job
+
+
+def _value_outcome(value: Any) -> Outcome:
+  if value is None:
+    return Outcome(AttemptState.SUCCEEDED, None, '', None)
+  if isinstance(value, numbers.Real) and math.isfinite(value):
+    return Outcome(AttemptState.SUCCEEDED, float(value), '', None)
+  return Outcome.failed(f'agent returned {one_line(value)[:200]}; allowed: a finite number, None')
+
+
+class ProgramRunner:
+  """Starts a program in a process group of its own; the attempt succeeds if the program ends with status 0.
+
+  The environment holds what `client` describes. Every process of the group is killed when the program has ended, or is
+  cancelled or late: first SIGTERM, then SIGKILL. An error shows the end of what the program wrote.
+  """
+
+  def __init__(self, argv: Sequence[str], cwd: str | None, environment: Mapping[str, str], grace_s: float):
+    """Makes the runner.
+
+    Args:
+      argv: the program and its arguments, in which {rollout_id}, {attempt_id}, {mode} and {base_url} are replaced.
+      cwd: the program's directory; None for the present one.
+      environment: variables of the program, to which those of the task are added. Leave secrets of the server out.
+      grace_s: how long the program may take to end after SIGTERM, in seconds.
+    """
+    self._argv, self._cwd, self._environment, self._grace_s = tuple(argv), cwd, dict(environment), grace_s
+
+  def run(self, task: Task, watch: Watch) -> Outcome:
+    """Plays a task, see `Runner`."""
+    fields = json.dumps(task.to_json())
+    if len(fields) > _LONGEST_VARIABLE:
+      return Outcome.failed(f'the task has {len(fields)} bytes of JSON; allowed for a program: {_LONGEST_VARIABLE}')
+    variables = {
+      'RAGEN_BASE_URL': task.server_url, 'RAGEN_KEY': task.api_key, 'RAGEN_TASK': fields,
+      'OPENAI_BASE_URL': task.base_url, 'OPENAI_API_KEY': task.api_key,
+    }  # fmt: skip
+    argv = [_fill(argument, task) for argument in self._argv]
+    try:
+      process = subprocess.Popen(
+        argv, cwd=self._cwd, env=self._environment | variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+      )  # fmt: skip
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+      return Outcome.failed(f'{argv[0]!r} cannot be started: {one_line(e, str)}')
+    with _tail_of(process) as tail:
+      ending = self._wait(process, watch)
+    written = f': {text}' if (text := one_line(tail.decode('utf-8', 'replace'), str)) else ''
+    if ending != Ending.ENDED:
+      return Outcome.stopped(ending, task, written)
+    status = process.returncode
+    if status == 0:
+      return Outcome(AttemptState.SUCCEEDED, None, '', None)
+    how = f'was killed by {_signal_name(-status)}' if status < 0 else f'ended with status {status}'
+    return Outcome.failed(f'{argv[0]!r} {how}{written}')
+
+  def _wait(self, process: subprocess.Popen, watch: Watch) -> Ending:
+    """Waits for the program, and leaves no process of its group."""
+
+    def wait() -> None:
+      process.wait()
+      watch.end()
+
+    waiter = threading.Thread(target=wait, daemon=True, name=f'ragen_jax-wait-{process.pid}')
+    waiter.start()
+    ending = watch.wait()
+    if ending != Ending.ENDED:
+      _kill(process, signal.SIGTERM)
+      waiter.join(self._grace_s)
+    _kill(process, signal.SIGKILL)
+    waiter.join(_KILLED_S)
+    return ending
+
+
+def _fill(argument: str, task: Task) -> str:
+  for name in ('rollout_id', 'attempt_id', 'mode', 'base_url'):
+    argument = argument.replace(f'{{{name}}}', getattr(task, name))
+  return argument
+
+
+def _kill(process: subprocess.Popen, number: signal.Signals) -> None:
+  with contextlib.suppress(ProcessLookupError, PermissionError):
+    os.killpg(process.pid, number)
+
+
+def _signal_name(number: int) -> str:
+  try:
+    return signal.Signals(number).name
+  except ValueError:
+    return f'signal {number}'
+
+
+@contextlib.contextmanager
+def _tail_of(process: subprocess.Popen) -> Iterator[bytearray]:
+  """Reads a program's output in a thread, so that the program never waits for it.
+
+  Yields:
+    The last bytes of the output; complete after the block, though a process that left the group may hold the pipe.
+  """
+  tail, done, pipe = bytearray(), threading.Event(), process.stdout
+
+  def read() -> None:
+    poll, left = select.poll(), _LAST_READS
+    poll.register(pipe, select.POLLIN)
+    with pipe:
+      while left:
+        ended = done.is_set()
+        left -= ended
+        if poll.poll(0 if ended else _POLL_MS):
+          if not (data := os.read(pipe.fileno(), 1 << 16)):
+            return
+          tail.extend(data)
+          del tail[:-_LONGEST_TAIL]
+        elif ended:
+          return
+
+  reader = threading.Thread(target=read, daemon=True, name=f'ragen_jax-read-{process.pid}')
+  reader.start()
+  try:
+    yield tail
+  finally:
+    done.set()
+    reader.join(_KILLED_S)

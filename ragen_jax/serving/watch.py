@@ -1,0 +1,83 @@
+"""How one run of an agent ends: by itself, by its time-out or by cancellation."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+import time
+
+from ragen_jax.serving.client import Task
+from ragen_jax.serving.types import AttemptState
+
+
+class Ending(enum.Enum):
+  """What came first."""
+
+  ENDED = 'ended'
+  CANCELLED = 'cancelled'
+  LATE = 'late'
+
+
+class Watch:
+  """Waits for what comes first: the agent's end, its cancellation, or its time-out."""
+
+  def __init__(self, timeout_s: float):
+    """Starts the time of an agent, in seconds."""
+    self._deadline = time.monotonic() + timeout_s
+    self._changed = threading.Condition()
+    self._ending: Ending | None = None
+
+  def end(self) -> None:
+    """The agent has ended."""
+    self._set(Ending.ENDED)
+
+  def cancel(self) -> None:
+    """The agent should end."""
+    self._set(Ending.CANCELLED)
+
+  def wait(self) -> Ending:
+    """Blocks until one of the three has come; what comes later changes nothing."""
+    with self._changed:
+      left = min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX)
+      self._changed.wait_for(lambda: self._ending is not None, max(left, 0.0))
+      self._ending = self._ending or Ending.LATE
+      return self._ending
+
+  def _set(self, ending: Ending) -> None:
+    with self._changed:
+      self._ending = self._ending or ending
+      self._changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """How a run ended.
+
+  Attributes:
+    state: 'succeeded', 'failed', 'timeout' or 'cancelled'.
+    reward: the reward of the episode; None if the agent gave none to its runner.
+    error: what went wrong; '' if nothing did.
+    abandoned: a thread that did not stop; None if nothing was left behind.
+  """
+
+  state: AttemptState
+  reward: float | None
+  error: str
+  abandoned: threading.Thread | None
+
+  @classmethod
+  def failed(cls, error: str) -> Outcome:
+    """A run that failed."""
+    return cls(AttemptState.FAILED, None, error, None)
+
+  @classmethod
+  def stopped(cls, ending: Ending, task: Task, detail: str = '') -> Outcome:
+    """A run that was stopped because it was late or cancelled."""
+    if ending == Ending.LATE:
+      return cls(AttemptState.TIMEOUT, None, f'took longer than timeout_s={task.timeout_s:g}{detail}', None)
+    return cls(AttemptState.CANCELLED, None, f'was cancelled{detail}', None)
+
+  def leaving(self, thread: threading.Thread) -> Outcome:
+    """The same outcome with a thread that did not stop."""
+    return dataclasses.replace(self, abandoned=thread)

@@ -1,0 +1,44 @@
+"""Lock files, which keep a second process from writing to the same place."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pathlib
+from collections.abc import Iterator
+
+from ragen_jax.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def file_lock(path: str | os.PathLike[str], what: str, remedy: str) -> Iterator[None]:
+  """Context manager: holds a lock on a file, which is created if it does not exist and never removed.
+
+  The operating system releases the lock when the process ends, even if it is killed.
+
+  Args:
+    path: the file of the lock.
+    what: what the lock protects, for errors; such as 'workdir /tmp/a'.
+    remedy: the end of the error's line where another process holds the lock.
+
+  Raises:
+    UserError: another process holds the lock, or the file cannot be written.
+  """
+  path = pathlib.Path(path)
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open('a')
+  except OSError as e:
+    raise UserError(f'{what} cannot be used: {e.strerror or e}') from e
+  with file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+      raise UserError(f'{what} is in use by another run; {remedy}') from e
+    except OSError as e:  # some network file systems have no locks
+      _log.warning('%s is not locked: %s', what, e.strerror or e)
+    yield
