@@ -16,7 +16,8 @@ class EngineSettings:
     max_context: the most tokens of a row, prompt and reply together.
     chunk: tokens that are sampled between two looks at the calls that wait.
     widths: columns of the programs that feed prompts, ascending. A prompt is fed in pieces of at most the largest, one
-      between two chunks, and the largest is also the most columns that one program computes on a shard.
+      between two chunks. The smallest width feeds all rows at once; a wider program feeds fewer rows, so that it
+      computes about as many columns.
     max_queue: the most calls that may wait while all slots are busy.
   """
 

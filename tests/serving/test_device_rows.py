@@ -45,9 +45,9 @@ def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled(sampler
   rows = device_rows(sampler, params)
   rows.compile()
   traces = dict(sampler.traces)
-  assert traces['extend'] == 3  # 1 or 4 rows of 4 columns, 1 row of 16
+  assert traces['extend'] == 4  # 1, 4 or all 6 rows of 4 columns, 1 row of 16
   texts = [np.asarray(p, np.int32) for p in prompts(ROWS, 31)]
-  # Five rows of at most four ids are two programs; one row is left alone, and gets its ids in two pieces later.
+  # Five rows of at most four ids; one row is left alone, and gets its ids in two pieces later.
   rows.feed([Feed(i, texts[i][: 4 - i % 2], True) for i in range(ROWS - 1)], 4)
   rows.feed([Feed(5, texts[5][:16], True)], 16)
   rows.feed([Feed(5, texts[5][16:29], False), Feed(2, texts[2][4:16], False)], 16)
@@ -56,7 +56,7 @@ def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled(sampler
   rows.copy(5, 1, 20)  # the row begins anew with 20 columns of another one
   rows.feed([Feed(1, texts[1][:3], False)], 4)
   fed[1] = np.concatenate([texts[5][:20], texts[1][:3]])
-  assert rows.fed_columns == 5 * 4 + 3 * 16 + 4
+  assert rows.fed_columns == 6 * 4 + 3 * 16 + 4
   reply = rows.decode(keys(), np.asarray([4, 4, 4, 0, 2, 4]), plain(), alternatives=False)
   assert reply.count[3] == 0 and reply.count[4] <= 2
   for row in (0, 1, 2, 4, 5):
