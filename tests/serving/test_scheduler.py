@@ -40,7 +40,9 @@ def call(prompt, seed=0, **params):
 
 
 def step(scheduler, *waiting):
-  admitted = scheduler.prepare(waiting)
+  """The calls that got a slot."""
+  admitted = []
+  scheduler.prepare(waiting, admitted.append)
   scheduler.sample()
   return admitted
 
@@ -49,7 +51,8 @@ def play(scheduler, *calls):
   """Steps until no call is left."""
   waiting = list(calls)
   while waiting or scheduler.calls:
-    waiting = [c for c in waiting if c not in step(scheduler, *waiting)]
+    admitted = step(scheduler, *waiting)
+    waiting = [c for c in waiting if c not in admitted]
   return [c.listener.reply() for c in calls]
 
 
@@ -106,9 +109,8 @@ def test_a_cancelled_call_frees_its_slot_also_while_its_prompt_is_fed(scheduler)
   calls[0].cancelled = True
   scheduler.drop_cancelled()
   assert calls[0].listener.reply().finish is Finish.ABORTED and len(scheduler.calls) == 3
-  assert scheduler.prepare([following]) == [following]
+  assert step(scheduler, following) == [following]
   assert following.cached == 32  # two pieces were fed
-  scheduler.sample()
 
 
 def test_new_weights_in_mid_reply(scheduler, sampler_and_params):
