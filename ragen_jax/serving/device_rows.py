@@ -50,8 +50,8 @@ class DeviceRows:
       rows: B.
       max_context: the most columns of a row that hold tokens.
       chunk: columns of a call of `decode`.
-      widths: columns of the programs that feed prompts. The largest is also the most columns that such a program
-        computes on a shard: wide programs feed few rows at a time.
+      widths: columns of the programs that feed prompts. The smallest feeds all rows at once. A wider program feeds as
+        many rows as make no more columns, at least one: it would need more memory, and would keep replies waiting.
 
     Raises:
       UserError: the rows do not fit into the memory, or cannot be divided over the mesh, or there are several
@@ -83,8 +83,8 @@ class DeviceRows:
 
   def _sub_batches(self, width: int) -> tuple[int, ...]:
     """Numbers of rows of a shard that a program of a width is compiled for, ascending."""
-    most, sizes = max(1, min(self._own, self.widths[-1] // width)), []
-    size = 1
+    columns = max(self._own * self.widths[0], self.widths[-1])
+    most, size, sizes = min(self._own, columns // width), 1, []
     while size < most:
       sizes.append(size)
       size *= _GROWTH

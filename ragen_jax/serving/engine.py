@@ -19,7 +19,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ragen_jax.sampling.sampler import Sampler
@@ -289,25 +289,28 @@ class Engine:
           self._changed.notify_all()
         if self._closing:
           return False
-        admits = self._mode is _Mode.RUN
-        if self._woken or (self._scheduler.calls and not held) or (self._queue and admits):
-          self._woken = False
-          if not self._jobs:
-            return True
         if not self._jobs:
+          if self._woken or (self._scheduler.calls and not held) or (self._queue and self._mode is _Mode.RUN):
+            self._woken = False
+            return True
           self._changed.wait()
           continue
-        job, done = self._jobs[0]
-      job()  # if it raises, `_run` tells those who wait
-      with self._changed:
-        self._jobs.popleft()
-      done.set_result(None)
+      self._do_job()
+
+  def _do_job(self) -> None:
+    """Does the first job. If it raises, `_run` tells who waits for it."""
+    job, done = self._jobs[0]
+    job()
+    with self._changed:
+      self._jobs.popleft()
+    done.set_result(None)
 
   def _work(self) -> None:
     """Lets cancelled calls go and, unless calls are held, samples a chunk."""
     with self._changed:
       cancelled = [call for call in self._queue if call.cancelled]
-      self._leave_queue(cancelled)
+      for call in cancelled:
+        self._queue.remove(call)
       self._cancelled_in_queue += len(cancelled)
       mode, waiting = self._mode, list(self._queue)
     for call in cancelled:
@@ -316,13 +319,10 @@ class Engine:
     if mode is _Mode.HOLD:
       return
     start = time.perf_counter()
-    admitted = self._scheduler.prepare(waiting if mode is _Mode.RUN else [])
-    with self._changed:
-      self._leave_queue(admitted)
+    self._scheduler.prepare(waiting if mode is _Mode.RUN else [], self._leave_queue)
     self._scheduler.sample()
     self._busy_seconds += time.perf_counter() - start
 
-  def _leave_queue(self, calls: Sequence[Call]) -> None:
-    """Removes calls from the queue; the lock is held."""
-    for call in calls:
+  def _leave_queue(self, call: Call) -> None:
+    with self._changed:
       self._queue.remove(call)

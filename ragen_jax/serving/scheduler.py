@@ -6,7 +6,7 @@ Nothing here knows threads; the engine calls it from its own.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,45 +60,38 @@ class Scheduler:
       slot = self._table.slots[index]
       self._end(slot, slot.length, Finish.ABORTED)
 
-  def prepare(self, waiting: Sequence[Call]) -> list[Call]:
+  def prepare(self, waiting: Sequence[Call], admitted: Callable[[Call], None]) -> None:
     """Gives calls their slots, and feeds every slot that waits for its prompt once.
 
     Args:
       waiting: calls without a slot, the first come first.
-
-    Returns:
-      Those of them that have a slot now.
+      admitted: called with each of them that gets a slot.
     """
-    admitted: list[Call] = []
     done: set[int] = set()
     while True:
       # Again after a prompt was fed: a call may have waited to copy it.
-      admitted += self._admit([call for call in waiting if call not in admitted])
+      waiting = [call for call in waiting if not self._admit(call, admitted)]
       fed = [slot for slot in self._table.fed() if slot.index not in done]
       if not fed:
-        return admitted
+        return
       done |= {slot.index for slot in fed}
       self._feed(fed)
 
-  def _admit(self, waiting: Sequence[Call]) -> list[Call]:
-    """Gives slots to calls in their order; a call that had better wait is passed by others."""
-    admitted = []
-    for call in waiting:
-      if not self._table.free():
-        break
-      placement = self._table.place(call.prompt)
-      if placement is None:
-        continue
-      if placement.copies:
-        self.rows.copy(placement.source.index, placement.slot.index, placement.kept)
-        self.counts['copies'] += 1
-      self._table.begin(placement, call.prompt)
-      call.cached = placement.kept
-      self.counts['prompt_tokens'] += len(call.prompt)
-      self.counts['cached_tokens'] += placement.kept
-      self.calls[placement.slot.index] = call
-      admitted.append(call)
-    return admitted
+  def _admit(self, call: Call, admitted: Callable[[Call], None]) -> bool:
+    """Gives a call a slot, if there is one for it now."""
+    placement = self._table.place(call.prompt)
+    if placement is None:
+      return False
+    if placement.copies:
+      self.rows.copy(placement.source.index, placement.slot.index, placement.kept)
+      self.counts['copies'] += 1
+    self._table.begin(placement, call.prompt)
+    call.cached = placement.kept
+    self.counts['prompt_tokens'] += len(call.prompt)
+    self.counts['cached_tokens'] += placement.kept
+    self.calls[placement.slot.index] = call
+    admitted(call)
+    return True
 
   def _feed(self, slots: list[Slot]) -> None:
     """Feeds the next piece of each slot's prompt."""

@@ -16,8 +16,9 @@ class EngineSettings:
     max_context: the most tokens of a row, prompt and reply together.
     chunk: tokens that are sampled between two looks at the calls that wait.
     widths: columns of the programs that feed prompts, ascending. A prompt is fed in pieces of at most the largest, one
-      between two chunks, and the largest is also the most columns that one program computes on a shard.
-    max_queue: the most calls that may wait for a slot.
+      between two chunks. The smallest width feeds all rows at once; a wider program feeds fewer rows, so that it
+      computes about as many columns.
+    max_queue: the most calls that may wait while all slots are busy.
   """
 
   slots: int
@@ -27,13 +28,15 @@ class EngineSettings:
   max_queue: int
 
   def __post_init__(self):
-    for name in ('slots', 'chunk', 'max_queue'):
-      if getattr(self, name) < 1:
-        raise UserError(f'{name}={getattr(self, name)}: must be at least 1')
+    for name, least in (('slots', 1), ('chunk', 1), ('max_queue', 0)):
+      if getattr(self, name) < least:
+        raise UserError(f'{name}={getattr(self, name)}: must be at least {least}')
     if self.max_context < 2:
       raise UserError(f'max_context={self.max_context}: must be at least 2, a prompt and a reply of one token')
     if not self.widths or min(self.widths) < 1 or list(self.widths) != sorted(set(self.widths)):
       raise UserError(f'widths={self.widths}: must be ascending numbers from 1')
+    if self.widths[-1] > self.max_context:
+      raise UserError(f'widths={self.widths}: must be at most max_context, {self.max_context}')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -28,10 +30,10 @@ class ByteTokenizer:
     return b''.join(_BYTES[i] for i in ids).decode('utf-8', 'replace')
 
 
-def small_sampler(seed: int = 0) -> tuple[Sampler, nnx.State]:
+def small_sampler(stop: int = STOP) -> tuple[Sampler, nnx.State]:
   """A sampler for a random model, and its weights."""
-  model = random_model(VOCAB, seed=seed)
-  return Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  model = random_model(VOCAB)
+  return Sampler(model, stop_ids=(stop,)), nnx.split(model)[1]
 
 
 def weights(seed: int) -> nnx.State:
@@ -103,6 +105,14 @@ class Listener:
     for name in ('logprobs', 'values', 'entropies', 'versions'):
       assert len(getattr(reply, name)) == len(reply.ids)
     return reply
+
+
+def until(condition: Callable[[], object]) -> None:
+  """Waits until another thread has made a condition true."""
+  end = time.monotonic() + PATIENCE
+  while not condition():
+    assert time.monotonic() < end, 'nothing happened'
+    time.sleep(0.002)
 
 
 def submit(engine: Engine, asked: GenerateRequest) -> Listener:
