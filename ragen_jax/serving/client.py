@@ -14,8 +14,8 @@ finds its task in the environment:
 A worker on another machine claims tasks: `client.work(play, server_url, admin_key)`.
 
 A runner sets these variables of the environment: RAGEN_BASE_URL, the server's address; RAGEN_KEY, the attempt's key;
-RAGEN_TASK, the task as JSON; and for OpenAI's libraries OPENAI_BASE_URL and OPENAI_API_KEY, which are `task.base_url` and
-`task.api_key`.
+RAGEN_TASK, the task as JSON; and for OpenAI's libraries OPENAI_BASE_URL and OPENAI_API_KEY, which are `task.base_url`
+and `task.api_key`.
 
 Requests are repeated while the server does not answer, for two minutes; a repeated reward counts once.
 """

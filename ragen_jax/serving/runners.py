@@ -1,7 +1,7 @@
 """Runners play attempts: with a Python function, or with a program in any language.
 
-Whatever an agent does becomes the outcome of its attempt; a runner raises nothing. An agent that does not end in time is
-stopped, and abandoned if it does not stop.
+Whatever an agent does becomes the outcome of its attempt; a runner raises nothing. An agent that does not end in time
+is stopped, and abandoned if it does not stop.
 """
 
 from __future__ import annotations

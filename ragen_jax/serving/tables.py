@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ragen_jax.serving.codec import CALL_COLUMNS, decode_call, encode_call, encode_text
+from ragen_jax.serving.codec import CALL_COLUMNS, Damaged, decode_call, encode_call, encode_text
 from ragen_jax.serving.records import AttemptRecord, Limits, NotFound, RolloutRecord
 from ragen_jax.serving.types import AttemptState, Reward, RolloutState, StoredCall
 
@@ -266,13 +266,19 @@ class Tables:
 
 def _rollout(*row: Any) -> RolloutRecord:
   seq, rollout_id, task, group, ordinal, mode, state, limits, metadata, key0, key1, *rest = row
-  given = (rollout_id, json.loads(task), group, ordinal, mode, RolloutState(state), _limits_from_json(limits))
-  return RolloutRecord(seq, *given, json.loads(metadata), (key0, key1), *rest)
+  try:
+    given = (json.loads(task), group, ordinal, mode, RolloutState(state), _limits_from_json(limits))
+    return RolloutRecord(seq, rollout_id, *given, json.loads(metadata), (key0, key1), *rest)
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise Damaged(f'rollout {rollout_id!r}') from e
 
 
 def _attempt(*row: Any) -> AttemptRecord:
   attempt_id, rollout_id, number, state, *rest, lost = row
-  return AttemptRecord(attempt_id, rollout_id, number, AttemptState(state), *rest, bool(lost))
+  try:
+    return AttemptRecord(attempt_id, rollout_id, number, AttemptState(state), *rest, bool(lost))
+  except ValueError as e:
+    raise Damaged(f'attempt {attempt_id!r}') from e
 
 
 def _first(records: list[Any]) -> Any:
