@@ -21,8 +21,8 @@ from ragen_jax.serving.sessions import NEW_ROW_CAUSES
 from ragen_jax.serving.types import AttemptState, Finish, Reward, StoredCall
 from ragen_jax.utils.errors import UserError
 
-# What becomes of a group in which not every attempt finished with a reward: 'drop' leaves it out; 'keep' learns from
-# the attempts that did, and lists the others as episodes whose environment failed.
+# What becomes of a group with missing attempts, which were cancelled or ended without a call: 'drop' leaves the group
+# out; 'keep' lists them as episodes whose environment failed, and learns from the others.
 INCOMPLETE = ('drop', 'keep')
 
 # What becomes of a trained agent's call that was not sampled as training samples: 'exclude' keeps its tokens out of the
@@ -96,14 +96,16 @@ class _Played:
   """An attempt with what training makes of it.
 
   Attributes:
+    missing: whether it was cancelled, or ended without a call.
     calls: the calls that were not aborted, by index.
     in_loss: whether each call's tokens are in the loss.
     rewards: the rewards of each call.
     status: of the episode.
     error: why it has no score; '' if it has one.
-    counts: of rewards and calls, for the metrics.
+    counts: for the metrics.
   """
 
+  missing: bool
   calls: tuple[StoredCall, ...]
   in_loss: tuple[bool, ...]
   rewards: tuple[tuple[float, ...], ...]
@@ -112,8 +114,6 @@ class _Played:
   counts: collections.Counter[str]
 
 
-# An attempt of which nothing is known.
-_MISSING = _Played((), (), (), Status.ENV_ERROR, 'the attempt was cancelled or made no call', collections.Counter())
 _SAMPLING = ('temperature', 'top_p', 'top_k')
 _FAILURES = (AttemptState.FAILED, AttemptState.TIMEOUT, AttemptState.UNRESPONSIVE)
 
@@ -156,12 +156,14 @@ def build_rollout(
     played = [_played(attempt, settings) for attempt in task.attempts]
     for own in played:
       counts += own.counts
-    finished = sum(not own.error for own in played)
-    if not finished or (settings.incomplete == 'drop' and finished < settings.group_size):
-      counts['groups_dropped'] += 1
-      continue
     # Metrics and the viewer count on groups of one size.
-    kept.append((task, played + [_MISSING] * (settings.group_size - len(played))))
+    absent = _untold('there was no such attempt', missing=True, counts=collections.Counter())
+    played += [absent] * (settings.group_size - len(played))
+    missing = sum(own.missing for own in played)
+    if missing == settings.group_size or (missing and settings.incomplete == 'drop'):
+      counts['groups_dropped'] += 1
+    else:
+      kept.append((task, played))
   metrics = {f'serving/{name}': float(counts[name]) for name in _COUNTS}
   metrics |= _reward_means(attempt for task in groups for attempt in task.attempts)
   return (_rollout(kept, settings, decode) if kept else None), metrics
@@ -175,6 +177,11 @@ _COUNTS = (
 )  # fmt: skip
 
 
+def _untold(error: str, *, missing: bool, counts: collections.Counter[str]) -> _Played:
+  """An attempt whose calls are left out."""
+  return _Played(missing, (), (), (), Status.ENV_ERROR, error, counts)
+
+
 def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
   """The calls in the loss, the rewards and the status of an attempt."""
   if attempt.state == AttemptState.RUNNING:
@@ -183,12 +190,14 @@ def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
   counts = _call_counts(attempt, calls)
   if attempt.state == AttemptState.CANCELLED:
     counts['attempts_cancelled'] += 1
-    return dataclasses.replace(_MISSING, counts=counts)
+    return _untold('the attempt was cancelled', missing=True, counts=counts)
+  failed = attempt.state in _FAILURES
+  fault = (attempt.error or f'the attempt ended as {attempt.state}') if failed else ''
+  counts['attempts_failed'] += failed
   if not calls:
-    counts['attempts_without_calls'] += 1
-    return dataclasses.replace(_MISSING, counts=counts)
+    counts['attempts_without_calls'] += not failed
+    return _untold(fault or 'the attempt ended without a call', missing=not failed, counts=counts)
   in_loss = tuple(_in_loss(call, settings) for call in calls)
-  counts['calls_not_trained'] += sum(not call.trained for call in calls)
   counts['calls_off_policy'] += sum(call.trained and not own for call, own in zip(calls, in_loss, strict=True))
   credited, named = [[] for _ in calls], []
   for reward in attempt.rewards:
@@ -198,21 +207,18 @@ def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
     else:
       credited[at].append(reward.value)
       named.append((reward.name, reward.value))
-  error = ''
-  if attempt.state in _FAILURES:
-    counts['attempts_failed'] += 1
-    status, error = Status.ENV_ERROR, attempt.error or f'the attempt ended as {attempt.state}'
-  elif not named:
-    counts['attempts_without_reward'] += 1
-    status, error = Status.ENV_ERROR, 'no reward was posted'
-  else:
+  error = fault or ('' if named else 'no reward was posted')
+  counts['attempts_without_reward'] += not named and not failed
+  status = Status.ENV_ERROR
+  if not error:
     telling = [value for name, value in named if settings.success_reward in ('', name)]
     status = Status.SUCCESS if telling and math.fsum(telling) >= settings.success_score else Status.FAILURE
-  return _Played(calls, in_loss, tuple(map(tuple, credited)), status, error, counts)
+  return _Played(False, calls, in_loss, tuple(map(tuple, credited)), status, error, counts)
 
 
 def _call_counts(attempt: FinishedAttempt, calls: Sequence[StoredCall]) -> collections.Counter[str]:
   counts = collections.Counter({'calls': len(attempt.calls), 'calls_aborted': len(attempt.calls) - len(calls)})
+  counts['calls_not_trained'] = sum(not call.trained for call in calls)
   rows = set()
   for call in calls:
     counts['calls_merged' if call.row in rows else f'new_rows/{call.new_row_cause or "first"}'] += 1
@@ -267,8 +273,9 @@ def _rollout(groups: Sequence[tuple[TaskAttempts, Sequence[_Played]]], settings:
   """The rollout of groups of G attempts."""
   flat = [(g, task, own) for g, (task, played) in enumerate(groups) for own in played]
   lengths = [sum(len(ids) for ids in _pieces(row)) for _, _, own in flat for row in _rows(own)]
-  timeline = Timeline(len(flat), max(lengths))
-  anchors = np.full((len(flat), max(len(own.calls) for _, _, own in flat)), -1, np.int32)
+  timeline = Timeline(len(flat), max(lengths, default=0))
+  turns_most = max(1, *(len(own.calls) for _, _, own in flat))
+  anchors = np.full((len(flat), turns_most), -1, np.int32)
   numbers: dict[tuple[int, str, tuple[int, ...]], int] = {}  # what a call begins with -> its anchor
   episodes = []
   for e, (group, task, own) in enumerate(flat):

@@ -23,7 +23,7 @@ class Message(Protocol):
   """A message of a conversation; sessions read nothing else of it."""
 
   @property
-  def calls(self) -> Sequence[ToolCall]: ...
+  def tool_calls(self) -> Sequence[ToolCall]: ...
 
 
 class Format(Protocol):
@@ -75,7 +75,7 @@ class Conversation:
   @classmethod
   def of(cls, chat_format: Format, messages: Sequence[Message], tools: Sequence[Any], options: Any) -> Conversation:
     """The conversation of a call's messages."""
-    tool_ids = tuple(tuple(call.id for call in message.calls) for message in messages)
+    tool_ids = tuple(tuple(call.id for call in message.tool_calls) for message in messages)
     return cls(chat_format.canonical(messages), tool_ids, chat_format.options_key(tools, options))
 
 

@@ -239,7 +239,7 @@ class Session:
       'tool_ids': plan.conversation.tool_ids[plan.shared :],
       'options': plan.conversation.options,
       'replies': self._format.canonical(replies),
-      'reply_tool_ids': [call.id for call in replies[0].calls] if replies else [],
+      'reply_tool_ids': [call.id for call in replies[0].tool_calls] if replies else [],
       'request': plan.request,
       'choice': plan.choice,
       'choices': plan.choices,

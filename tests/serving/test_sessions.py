@@ -17,6 +17,7 @@ from tests.support.calls import (
   PARAMS,
   SAMPLED,
   STOP,
+  Agent,
   CharacterFormat,
   Message,
   assistant,
@@ -29,31 +30,6 @@ from tests.support.calls import (
 
 FORMAT = CharacterFormat()
 START = (system('s'), user('u'))
-
-
-class Agent:
-  """Makes calls in a session."""
-
-  def __init__(self, session=None):
-    self.session = session or Session('attempt', FORMAT)
-    self.count = len(self.session.calls)
-
-  def plan(self, *messages, tools=(), options=None, agent='', digest='', choices=1, previous=''):
-    return self.session.plan(
-      messages, tools=tools, options=options, agent=agent, digest=digest, choices=choices, previous=previous
-    )
-
-  def commit(self, plan, reply, *forms):
-    self.count += 1
-    return self.session.commit(
-      plan, reply, call_id=f'call {self.count}', replies=forms or (assistant(reply.text),), params=PARAMS, trained=True
-    )
-
-  def call(self, *messages, reply='ok', forms=(), **request):
-    """Plans and commits a call with one choice; returns both."""
-    (plan,) = self.plan(*messages, **request)
-    reply = generated(reply) if isinstance(reply, str) else reply
-    return plan, self.commit(plan, reply, *forms)
 
 
 def rows(calls):
@@ -349,7 +325,7 @@ OPERATIONS = ('go on', 'fork', 'edit', 'drop', 'repeat', 'choices', 'parallel', 
 
 
 def _without_ids(message):
-  return dataclasses.replace(message, calls=tuple(dataclasses.replace(call, id='') for call in message.calls))
+  return dataclasses.replace(message, tool_calls=tuple(dataclasses.replace(call, id='') for call in message.tool_calls))
 
 
 @dataclasses.dataclass
@@ -390,9 +366,9 @@ class Client:
         session.release(plan)
         continue
       finish = Finish.ABORTED if operation == 'abort' else Finish.LENGTH if cut % 3 == 0 else Finish.STOP
-      name = f'call {self.agent.count + 1}'
+      name = f'call {len(self.agent.session.calls) + 1}'
       message = assistant(text, *([f'id of {name}'] if cut % 2 else []))
-      sampled = generated(text + 'look' * len(message.calls), split=cut + i, finish=finish)
+      sampled = generated(text + 'look' * len(message.tool_calls), split=cut + i, finish=finish)
       call = self.agent.commit(plan, sampled, message)
       self.fed[name] = plan.prompt
       if call.generated.finish != Finish.ABORTED:
@@ -440,7 +416,7 @@ def test_whatever_a_client_sends_rows_are_what_was_fed_and_every_sampled_token_i
   # A conversation that goes on holds the ids of its reply, even where another looks the same.
   for messages, message, name in client.got:
     call = next(c for c in calls if c.call_id == name)
-    if message.calls and call.generated.finish == Finish.STOP:
+    if message.tool_calls and call.generated.finish == Finish.STOP:
       for tools in ((), ('look',)):
         (plan,) = agent.plan(*messages, message, user('last'), tools=tools)
         if plan.parent == name:

@@ -7,7 +7,8 @@ import json
 
 import numpy as np
 
-from ragen_jax.serving.types import Finish, Generated, SamplingParams
+from ragen_jax.serving.sessions import Plan, Session
+from ragen_jax.serving.types import Finish, Generated, SamplingParams, StoredCall
 
 # A character of a prompt is its code point; a sampled one may also be the code point + SAMPLED, so that a reply that is
 # encoded again shows.
@@ -30,7 +31,7 @@ class Message:
 
   role: str
   text: str
-  calls: tuple[Call, ...] = ()
+  tool_calls: tuple[Call, ...] = ()
 
 
 def system(text: str) -> Message:
@@ -59,7 +60,7 @@ class CharacterFormat:
     return encode(('' if closed else chr(STOP)) + '\n' + self._written(messages))
 
   def canonical(self, messages):
-    return tuple(json.dumps([m.role, m.text, [call.name for call in m.calls]]) for m in messages)
+    return tuple(json.dumps([m.role, m.text, [call.name for call in m.tool_calls]]) for m in messages)
 
   def options_key(self, tools, options):
     return json.dumps([list(tools), options])
@@ -67,7 +68,7 @@ class CharacterFormat:
   @staticmethod
   def _written(messages):
     return (
-      ''.join(f'[{m.role}]{m.text}{"".join(call.name for call in m.calls)}{chr(STOP)}\n' for m in messages)
+      ''.join(f'[{m.role}]{m.text}{"".join(call.name for call in m.tool_calls)}{chr(STOP)}\n' for m in messages)
       + '[assistant]'
     )
 
@@ -106,3 +107,33 @@ def generated(text: str, *, split=0, finish=Finish.STOP, behind='', version=0, v
     cached_tokens=0,
     stop_text=behind,
   )
+
+
+class Agent:
+  """Makes calls in a session; the ids of its calls are 'call 1', 'call 2', ...
+
+  Attributes:
+    session: the session.
+  """
+
+  def __init__(self, session: Session | None = None):
+    """Goes on in a session, or in a new one."""
+    self.session = session or Session('attempt', CharacterFormat())
+
+  def plan(self, *messages, tools=(), options=None, agent='', digest='', choices=1, previous='') -> tuple[Plan, ...]:
+    """See `Session.plan`."""
+    return self.session.plan(
+      messages, tools=tools, options=options, agent=agent, digest=digest, choices=choices, previous=previous
+    )
+
+  def commit(self, plan, reply: Generated, *forms, params=PARAMS, trained=True) -> StoredCall:
+    """See `Session.commit`. Without `forms` the client gets the reply's text."""
+    call_id = f'call {len(self.session.calls) + 1}'
+    forms = forms or (assistant(reply.text),)
+    return self.session.commit(plan, reply, call_id=call_id, replies=forms, params=params, trained=trained)
+
+  def call(self, *messages, reply='ok', forms=(), params=PARAMS, trained=True, **request) -> tuple[Plan, StoredCall]:
+    """Plans and commits a call of one choice; `reply` may be a text."""
+    (plan,) = self.plan(*messages, **request)
+    reply = generated(reply) if isinstance(reply, str) else reply
+    return plan, self.commit(plan, reply, *forms, params=params, trained=trained)
