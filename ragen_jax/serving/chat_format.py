@@ -180,9 +180,9 @@ class QwenFormat:
     shown = bool(thought) if self._keep_thoughts else recent and (last or bool(thought))
     items: list[_Item] = ['assistant\n']
     if shown and self.family is Family.QWEN3:
-      text = text.lstrip('\n')
-      items += self._thought(thought)
-    items.append(text)
+      items += [*self._thought(thought), text.lstrip('\n')]
+    else:
+      items.append(text)
     for k, call in enumerate(message.tool_calls):
       items += ['\n'] if text or k else []
       items += [self._token(CALL), f'\n{_write_call(call)}\n', self._token(END_CALL)]
