@@ -239,7 +239,7 @@ def make_runner(name: str) -> Runner:
     UserError: the function cannot be imported.
   """
   words = shlex.split(name)
-  if len(words) == 1 and ':' in name and '/' not in name:
+  if len(words) == 1 and ':' in name:
     return FunctionRunner(load_function(name), _GRACE_S)
   words = [sys.executable if words[0] == 'python' else words[0], *words[1:]]
   environment = {k: v for k, v in os.environ.items() if k not in (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')}
