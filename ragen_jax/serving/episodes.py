@@ -199,21 +199,17 @@ def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
     return _untold(fault or 'the attempt ended without a call', missing=not failed, counts=counts)
   in_loss = tuple(_in_loss(call, settings) for call in calls)
   counts['calls_off_policy'] += sum(call.trained and not own for call, own in zip(calls, in_loss, strict=True))
-  credited, named = [[] for _ in calls], []
-  for reward in attempt.rewards:
-    at = _credited_call(reward, attempt, calls, in_loss)
-    if at is None:
-      counts['rewards_not_trained'] += 1
-    else:
-      credited[at].append(reward.value)
-      named.append((reward.name, reward.value))
-  error = fault or ('' if named else 'no reward was posted')
-  counts['attempts_without_reward'] += not named and not failed
+  credited = [(_credited_call(reward, attempt, calls, in_loss), reward) for reward in attempt.rewards]
+  counted = [(at, reward) for at, reward in credited if at is not None]
+  counts['rewards_not_trained'] += len(credited) - len(counted)
+  error = fault or ('' if counted else 'no reward was posted')
+  counts['attempts_without_reward'] += not counted and not failed
   status = Status.ENV_ERROR
   if not error:
-    telling = [value for name, value in named if settings.success_reward in ('', name)]
+    telling = [reward.value for _, reward in counted if settings.success_reward in ('', reward.name)]
     status = Status.SUCCESS if telling and math.fsum(telling) >= settings.success_score else Status.FAILURE
-  return _Played(False, calls, in_loss, tuple(map(tuple, credited)), status, error, counts)
+  rewards = tuple(tuple(reward.value for at, reward in counted if at == i) for i in range(len(calls)))
+  return _Played(False, calls, in_loss, rewards, status, error, counts)
 
 
 def _call_counts(attempt: FinishedAttempt, calls: Sequence[StoredCall]) -> collections.Counter[str]:

@@ -158,14 +158,13 @@ class ReplyIndex:
       The reply and the number of messages up to it; (None, 0) if there is none.
     """
     chain = self.chain(conversation.texts)
+
+    def preference(reply: Reply) -> tuple:
+      own = (*reply.conversation.tool_ids, reply.tool_ids)
+      agreeing = [a == b for a, b in zip(own, conversation.tool_ids, strict=False)]
+      return agreeing[-1], sum(agreeing), reply.call_id == previous, reply.request, -reply.choice
+
     for count in range(len(chain), 0, -1):
-      own = conversation.tool_ids[:count]
-
-      def preference(reply: Reply, own=own) -> tuple:
-        tool_ids = (*reply.conversation.tool_ids, reply.tool_ids)
-        agreeing = sum(a == b for a, b in zip(tool_ids, own, strict=True))
-        return tool_ids[-1] == own[-1], agreeing, reply.call_id == previous, reply.request, -reply.choice
-
       replies = self._replies.get(chain[count - 1], ())
       alike = [r for r in replies if r.conversation.options == conversation.options]
       if alike:
