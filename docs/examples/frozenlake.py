@@ -50,7 +50,8 @@ def _play(task: client.Task, game: JaxPool) -> None:
     read = _CONTEXT.parse(0, text)
     rewards, executed, _ = game.step([list(read.actions)])
     penalty = 0.0 if read.valid else _CONFIG.agent.format_penalty
-    turns.append(Turn(observation, text, list(read.names[: executed[0]]), rewards[0], penalty, read.valid, 0))
+    actions = list(read.names[: executed[0]])
+    turns.append(Turn(observation, text, actions, rewards[0], penalty, read.valid, 0, actions_left=left))
     if turns[-1].reward:
       client.reward(turns[-1].reward, call=answer['id'], name='goal', of=task)
     if penalty:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.episode import Status
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sampling.sampler import Sampling
@@ -124,7 +125,7 @@ class AgentPlayer:
       for spec, seed, own in tasks
     ]
     rollout, self.metrics = build_rollout(groups, episodes, self._tokenizer.decode)
-    if rollout is None:
+    if rollout is None or all(e.status == Status.ENV_ERROR for e in rollout.episodes):
       raise UserError(f'{self._settings.mode}: {_why_nothing(groups)}')
     lifecycle.store.close_rollouts([r for r, x in records.items() if x.closed is None], time.time())
     return rollout
