@@ -1,4 +1,4 @@
-"""PPO with a value head on FrozenLake 4x4, played by a program outside that calls the policy over HTTP (docs/agents.md).
+"""PPO with a value head on FrozenLake 4x4, played by a program that calls the policy over HTTP (docs/agents.md).
 
 python main.py --config=configs/agents_ppo.py
 """

@@ -6,6 +6,7 @@ python main.py --config=configs/frozenlake_ppo.py
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from absl import app, flags
@@ -61,6 +62,12 @@ def _plan(config: ConfigDict, workdirs: Sequence[str]) -> None:
   plan(config, sys.stdout)
 
 
+def _serve(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.serve import serve
+
+  serve(config, workdirs[0], given=bool(_WORKDIR.value), stop=threading.Event())
+
+
 def _plot(config: ConfigDict, workdirs: Sequence[str]) -> None:
   from ragen_jax.modes.plot import plot
 
@@ -76,6 +83,7 @@ MODES: dict[str, tuple[Callable[[ConfigDict, Sequence[str]], None], str]] = {
   'view': (_view, 'write a web page of the episodes in --workdir'),
   'export': (_export, 'write a checkpoint in Hugging Face format'),
   'plan': (_plan, 'estimate the memory per device'),
+  'serve': (_serve, 'serve a checkpoint over an OpenAI-compatible endpoint'),
   'plot': (_plot, 'draw the curves of runs'),
 }
 _WITHOUT_WORKDIR = ('play', 'plan')

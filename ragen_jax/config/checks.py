@@ -15,6 +15,7 @@ from ragen_jax.config import rules
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.evaluation_checks import check_eval
 from ragen_jax.config.level_checks import check_level_files, check_levels
+from ragen_jax.config.serve_checks import check_serve
 from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
@@ -67,6 +68,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   for section in ('train', 'eval'):
     counts = build.group_counts(config[section], section)
     build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
+  check_serve(config)
   check_levels(config)
   check_level_files(config, 'train')
   if weights:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pathlib
 import sys
 from typing import Any
@@ -23,7 +22,7 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.endpoint_client import EndpointSettings
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
-from ragen_jax.agent.language_model import LanguageModel, param_state
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config.checks import check_config, check_eval
 from ragen_jax.evaluation.baselines import EvaluationLevels, evaluation_levels, play_baseline
 from ragen_jax.evaluation.report import (
@@ -37,11 +36,9 @@ from ragen_jax.evaluation.report import (
   write_row_events,
 )
 from ragen_jax.models import presets
-from ragen_jax.models.checkpoint.export import choose_step, restore_params
+from ragen_jax.modes.chosen_checkpoint import compare_with_run, find_step, load_weights, model_name
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
-from ragen_jax.runs.config_fields import fields_of
-from ragen_jax.runs.workdir import changed_fields
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
@@ -71,9 +68,9 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
   check_eval(config)
   check_config(config)
   with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
-    step = _find_step(config, workdir, checkpointer, given)
+    step = find_step(config, workdir, checkpointer, given)
     warm_start = step is not None and 'data' in checkpointer.meta(step)
-    trained_on = [] if step is None else _compare_with_run(config, workdir, warm_start=warm_start)
+    trained_on = [] if step is None else compare_with_run(config, workdir, warm_start=warm_start)
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
     use_compilation_cache(config.compilation_cache, workdir)
@@ -88,65 +85,11 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
   return content | {'path': str(path)}
 
 
-def _find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, given: bool) -> int | None:
-  """The step of the checkpoint to evaluate; None for a model without a checkpoint in the workdir.
-
-  Raises:
-    UserError: the config asks for a checkpoint that does not exist.
-  """
-  if config.eval.step in ('base', 'none'):
-    return None
-  if checkpointer.steps():
-    return choose_step(checkpointer, config.eval.step, 'eval.step')
-  is_run = os.path.exists(os.path.join(workdir, 'config.json'))
-  named = config.model.path or config.lora.path
-  if config.eval.step != 'latest' or is_run or (given and not named):
-    raise UserError(
-      f'--workdir={workdir}: there is no checkpoint in it; --config.eval.step=base evaluates the model '
-      f'{_model_name(config)} as it is'
-    )
-  _log.info('there is no checkpoint in %s; evaluating %s', workdir, _model_name(config))
-  return None
-
-
-def _compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = False) -> list[str]:
-  """The tags that the run or the warm start trains on.
-
-  Raises:
-    UserError: its checkpoints belong to another model than the config's.
-  """
-  run, changed = changed_fields(workdir, config.to_dict())
-  weights = fields_of('weights')
-  others = [f'{name} was {was} and is {now}' for name, (was, now) in changed.items() if name in weights]
-  if others:
-    raise UserError(
-      f'workdir {workdir} has checkpoints of another model: {"; ".join(others)}; set these fields back, '
-      'or evaluate the model as it is with --config.eval.step=base'
-    )
-  tags = tuple(f'envs.{tag}.' for tag in config.eval.tags)
-  for name, (was, now) in changed.items():
-    if name.startswith(('agent.', *tags)) and was != 'absent':
-      _log.info('different from training: %s was %s and is %s', name, was, now)
-  if not warm_start:
-    return list(run['train']['tags'])
-  if run['sft']['from_scratch']:
-    raise UserError(
-      f'--workdir={workdir}: a model from scratch has its own tokenizer; evaluate the written model with '
-      f'--config.model.path={run["sft"]["output"]} --config.eval.step=base'
-    )
-  return [] if run['sft']['data'] else list(run['sft']['tags'])
-
-
-def _model_name(config: ConfigDict) -> str:
-  model = config.model.path or config.model.preset
-  return f'{model} with {config.lora.path}' if config.lora.path else model
-
-
 def _head(config: ConfigDict, step: int | None, trained_on: list[str]) -> dict[str, Any]:
   """The JSON of an evaluation without its rows, which identifies the evaluation."""
   head = {
     'version': VERSION,
-    'model': '' if config.eval.step == 'none' else _model_name(config),
+    'model': '' if config.eval.step == 'none' else model_name(config),
     'checkpoint': step,
     'trained_on': trained_on,
     'seed': config.seed,
@@ -166,7 +109,7 @@ def _play_all(
   levels = evaluation_levels(specs, build.evaluation_settings(config))
   endpoint = EndpointSpeaker(build.fill(EndpointSettings, e), build.sampling(e)) if e.endpoint else None
   # Loaded before anything is played, because a run in progress may delete the checkpoint in the meantime.
-  model = _load_model(config, checkpointer, step) if e.step != 'none' else None
+  model = load_weights(config, checkpointer, step) if e.step != 'none' else None
   others, records = _play_baselines(config, levels, endpoint, step or 0)
   models = []
   if model is not None:
@@ -176,20 +119,13 @@ def _play_all(
   return [row for tag in e.tags for row in rows if row.tag == tag], records
 
 
-def _load_model(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[LanguageModel, Any]:
-  policy = build.load_policy(config)
-  return policy, param_state(policy.model) if step is None else restore_params(
-    checkpointer, policy.model, policy.mesh, step
-  )
-
-
 def _play_model(
   config: ConfigDict, policy: LanguageModel, params: Any, step: int | None, levels: list[EvaluationLevels]
 ) -> tuple[list[EvaluationRow], list[dict[str, Any]]]:
   config = config.copy_and_resolve_references()
   if config.eval.temperature == 0:
     config.eval.greedy_too = False  # the sampled episodes are greedy already
-  name = f'checkpoint {step}' if step is not None else f'model {_model_name(config)}'
+  name = f'checkpoint {step}' if step is not None else f'model {model_name(config)}'
   _log.info('%s: %s', name, policy.describe())
   sampled, greedy, records, not_finite = build.make_evaluator(config, policy).episodes(params, step or 0)
   if not_finite:
@@ -243,7 +179,7 @@ def _show(config: ConfigDict, step: int | None, workdir: str, rows: list[Evaluat
   """Writes the tables and the paths of all files to standard output."""
   blocks = tables(rows, config.eval.group_size)
   if config.eval.step != 'none':
-    model = f'checkpoint {step} of {workdir}' if step is not None else _model_name(config)
+    model = f'checkpoint {step} of {workdir}' if step is not None else model_name(config)
     blocks.insert(0, f'Evaluated: {model}')
   files = '\n'.join(f'Written: {path}' for path in paths)
   end = '± is half of the 95 % interval over levels.'

@@ -162,8 +162,7 @@ class AgentPlayer:
             over[r.rollout_id] = record
       if len(over) == len(rollouts):
         return over
-      while lifecycle.sweep():
-        pass
+      self._server.sweep()
       if time.monotonic() - told > _REPORT_S:
         told = time.monotonic()
         running = len(store.running())

@@ -53,3 +53,8 @@ class AgentServer:
   def __init__(self, engine: Engine, lifecycle: Lifecycle, url: str, admin_key: str):
     """Takes open parts."""
     self.engine, self.lifecycle, self.url, self.admin_key = engine, lifecycle, url, admin_key
+
+  def sweep(self) -> None:
+    """Ends attempts that are late or give no sign of life."""
+    while self.lifecycle.sweep():
+      pass

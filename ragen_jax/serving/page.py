@@ -7,13 +7,15 @@ PAGE = """<!doctype html>
 script-src 'unsafe-inline'; connect-src 'self'">
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; width: 100%; } td, th { padding: .3rem .6rem; text-align: left; vertical-align: top; }
+table { border-collapse: collapse; width: 100%; }
+td, th { padding: .3rem .6rem; text-align: left; vertical-align: top; }
 tr { border-bottom: 1px solid #ddd; } tbody tr { cursor: pointer; } tbody tr:hover { background: #f4f6f8; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f4f6f8; padding: .5rem; margin: .2rem 0; }
 .failed { color: #a11; } .succeeded { color: #161; } .note { color: #666; } input { font: inherit; width: 24rem; }
 </style></head><body>
 <h1>Rollouts</h1>
-<form id="login"><label>Admin key <input id="key" type="password" autocomplete="off"></label> <button>Show</button></form>
+<form id="login"><label>Admin key <input id="key" type="password" autocomplete="off"></label>
+<button>Show</button></form>
 <p id="counts" class="note"></p><table><thead><tr><th>Rollout<th>Mode<th>State<th>Attempts<th>Iteration<th>Task</tr>
 </thead><tbody id="rows"></tbody></table><button id="more" hidden>Older</button><div id="one"></div>
 <script>
@@ -43,7 +45,8 @@ async function list(older) {
     for (const r of page.rollouts) {
       const row = add(by('rows'), 'tr');
       add(row, 'td', r.rollout_id); add(row, 'td', r.mode); add(row, 'td', r.state, r.state);
-      add(row, 'td', r.attempts); add(row, 'td', r.iteration ?? ''); add(row, 'td', JSON.stringify(r.input).slice(0, 80));
+      add(row, 'td', r.attempts); add(row, 'td', r.iteration ?? '');
+      add(row, 'td', JSON.stringify(r.input).slice(0, 80));
       row.onclick = () => show(r.rollout_id);
     }
     by('more').hidden = page.rollouts.length < 50;
@@ -58,8 +61,8 @@ async function show(id) {
     if (a.error) add(box, 'pre', a.error, 'failed');
     for (const c of a.calls) {
       const rewards = a.rewards.filter(x => x.call_id === c.call_id).map(x => 'reward ' + x.value).join(', ');
-      const about = [c.agent || 'agent', 'row ' + c.row, c.new_row_cause, c.prompt_tokens_new + ' + ' + c.tokens + ' tokens',
-        c.finish, c.trained ? '' : 'not trained', rewards];
+      const about = [c.agent || 'agent', 'row ' + c.row, c.new_row_cause,
+        c.prompt_tokens_new + ' + ' + c.tokens + ' tokens', c.finish, c.trained ? '' : 'not trained', rewards];
       add(box, 'p', about.filter(Boolean).join(' · '), 'note'); add(box, 'pre', c.text);
     }
     for (const x of a.rewards.filter(x => !x.call_id)) add(box, 'p', 'Reward of the episode: ' + x.value, 'note');

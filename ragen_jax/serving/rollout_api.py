@@ -67,7 +67,7 @@ class RolloutApi:
       await asyncio.to_thread(changes.wait, seen, min(left, 1.0))
 
   async def list(self, http: Request, body: dict[str, Any]) -> dict[str, Any]:
-    """GET /rollouts: those that are over in their order after a cursor (`after`), or the latest before one (`before`)."""
+    """GET /rollouts: those that are over, in their order, after a cursor, or the latest before a cursor."""
     del body
     query = http.query_params
     limit = min(_whole(query.get('limit', '100'), 'limit'), _MOST_LISTED)

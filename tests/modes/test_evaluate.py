@@ -17,7 +17,7 @@ from flax import nnx
 from ragen_jax import build
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.models import lora
-from ragen_jax.modes import evaluate, export
+from ragen_jax.modes import chosen_checkpoint, evaluate, export
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_training
 from ragen_jax.runs.workdir import record_config
@@ -209,7 +209,7 @@ def test_the_best_checkpoint_is_found(full_run):
     for step, found in (('latest', 2), ('best', 1), ('1', 1), ('base', None), ('none', None)):
       config = config.copy_and_resolve_references()
       config.eval.step = step
-      assert evaluate._find_step(config, str(workdir), checkpointer, given=True) == found
+      assert chosen_checkpoint.find_step(config, str(workdir), checkpointer, given=True) == found
 
 
 def test_what_others_do_meanwhile_costs_no_results(full_run, tmp_path, monkeypatch):
@@ -300,7 +300,7 @@ def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, capl
   record_config(workdir, config.to_dict(), *free_in_training(config.to_dict()))  # training goes on
   config.agent.think, config.envs.FrozenLake.size = False, 5
   with caplog.at_level('INFO', 'ragen_jax'):
-    assert evaluate._compare_with_run(config, str(workdir)) == ['FrozenLake']
+    assert chosen_checkpoint.compare_with_run(config, str(workdir)) == ['FrozenLake']
   assert 'different from training: agent.think was true and is false' in caplog.text
   assert 'different from training: envs.FrozenLake.size was 4 and is 5' in caplog.text
 

@@ -94,9 +94,9 @@ def test_rollouts_that_the_store_holds_are_not_played_again(played):
 
 def test_agents_that_fail_end_the_run_with_the_reason(policy, tmp_path):
   config = agents_config(envs__Agent__runner=f'{ROOT}/tests/support/agents.py:broken', serve__max_attempts=1)
-  with build_agents.open_players(config, policy, str(tmp_path)) as players:
-    with pytest.raises(UserError, match=r'of 6 attempts 6 failed .*RuntimeError: the program is broken'):
-      players['train'].play(param_state(policy.model), jax.random.key(0), SAMPLING, FIRST)
+  expected = pytest.raises(UserError, match=r'of 6 attempts 6 failed .*RuntimeError: the program is broken')
+  with build_agents.open_players(config, policy, str(tmp_path)) as players, expected:
+    players['train'].play(param_state(policy.model), jax.random.key(0), SAMPLING, FIRST)
 
 
 def test_an_episode_without_a_reward_is_no_zero(policy, tmp_path):
@@ -119,9 +119,9 @@ def test_agents_and_environments_do_not_mix():
 
 def test_a_runner_that_cannot_be_imported_is_one_line(policy, tmp_path):
   config = agents_config(envs__Agent__runner='no.such.module:play')
-  with pytest.raises(UserError, match=r"agent='no\.such\.module:play' cannot be imported"):
-    with build_agents.open_players(config, policy, str(tmp_path)):
-      pass
+  opened = build_agents.open_players(config, policy, str(tmp_path))
+  with pytest.raises(UserError, match=r"agent='no\.such\.module:play' cannot be imported"), opened:
+    pass
 
 
 def test_settings_are_the_configs(policy):

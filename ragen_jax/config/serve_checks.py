@@ -1,0 +1,51 @@
+"""Checks of the section `serve`, and of tags that agent programs play."""
+
+from __future__ import annotations
+
+import re
+
+from ml_collections import ConfigDict
+
+from ragen_jax import build_agents
+from ragen_jax.config import rules
+from ragen_jax.serving.episodes import INCOMPLETE
+from ragen_jax.serving.reply_reader import BadCalls
+from ragen_jax.utils.errors import UserError
+
+_MODEL = re.compile(r'[A-Za-z0-9_./-]{1,100}')
+# Clients choose another endpoint for models of these names.
+_TAKEN = re.compile(r'gpt|codex|o[0-9]', re.IGNORECASE)
+
+
+def check_serve(config: ConfigDict) -> None:
+  """Checks the section `serve`, and that agents play all tags or none.
+
+  Raises:
+    UserError: a field has a value that is not allowed; the first such field is named.
+  """
+  s = config.serve
+  rules.check(config, 'serve.host', bool(s.host) and s.host.strip() == s.host, "must be an address such as '127.0.0.1'")
+  rules.check(config, 'serve.port', 0 <= s.port < 65536, 'must be from 0, any free port, to 65535')
+  right = _MODEL.fullmatch(s.model) is not None and not _TAKEN.match(s.model)
+  rules.check(
+    config, 'serve.model', right, "must be letters, digits and _./-, and must not begin like a name of OpenAI's models"
+  )
+  rules.at_least(
+    config, 1, 'serve.slots', 'serve.max_queue', 'serve.max_connections', 'serve.max_body', 'serve.max_concurrency',
+    'serve.max_attempts',
+  )  # fmt: skip
+  rules.at_least(config, 0, 'serve.grace', 'serve.heartbeat')
+  rules.above(config, 0, 'serve.timeout')
+  try:
+    re.compile(s.trained)
+  except re.error as e:
+    raise UserError(f'serve.trained={s.trained!r}: must be a regular expression ({e})') from e
+  rules.one_of(config, 'serve.incomplete', INCOMPLETE)
+  rules.one_of(config, 'serve.bad_calls', tuple(map(str, BadCalls)))
+  if not build_agents.plays_agents(config):
+    return
+  rules.check(
+    config, 'eval.greedy_too', not config.eval.greedy_too or config.eval.temperature > 0,
+    'must be False if eval.temperature is 0',
+  )  # fmt: skip
+  rules.check(config, 'filter.max_rollouts', config.filter.max_rollouts == 1, 'must be 1 if agent programs play')

@@ -1,0 +1,82 @@
+"""The checkpoint that --mode=eval and --mode=serve use: `eval.step` in the workdir, or the config's model as it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from ragen_jax import build
+from ragen_jax.agent.language_model import LanguageModel, param_state
+from ragen_jax.models.checkpoint.export import choose_step, restore_params
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import fields_of
+from ragen_jax.runs.workdir import changed_fields
+from ragen_jax.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+def find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, given: bool) -> int | None:
+  """The step of the checkpoint that `eval.step` names; None for a model without a checkpoint in the workdir.
+
+  Raises:
+    UserError: the config asks for a checkpoint that does not exist.
+  """
+  if config.eval.step in ('base', 'none'):
+    return None
+  if checkpointer.steps():
+    return choose_step(checkpointer, config.eval.step, 'eval.step')
+  is_run = os.path.exists(os.path.join(workdir, 'config.json'))
+  named = config.model.path or config.lora.path
+  if config.eval.step != 'latest' or is_run or (given and not named):
+    raise UserError(
+      f'--workdir={workdir}: there is no checkpoint in it; --config.eval.step=base evaluates the model '
+      f'{model_name(config)} as it is'
+    )
+  _log.info('there is no checkpoint in %s; the model is %s', workdir, model_name(config))
+  return None
+
+
+def compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = False) -> list[str]:
+  """The tags that the run or the warm start trains on.
+
+  Raises:
+    UserError: its checkpoints belong to another model than the config's.
+  """
+  run, changed = changed_fields(workdir, config.to_dict())
+  weights = fields_of('weights')
+  others = [f'{name} was {was} and is {now}' for name, (was, now) in changed.items() if name in weights]
+  if others:
+    raise UserError(
+      f'workdir {workdir} has checkpoints of another model: {"; ".join(others)}; set these fields back, '
+      'or evaluate the model as it is with --config.eval.step=base'
+    )
+  tags = tuple(f'envs.{tag}.' for tag in config.eval.tags)
+  for name, (was, now) in changed.items():
+    if name.startswith(('agent.', *tags)) and was != 'absent':
+      _log.info('different from training: %s was %s and is %s', name, was, now)
+  if not warm_start:
+    return list(run['train']['tags'])
+  if run['sft']['from_scratch']:
+    raise UserError(
+      f'--workdir={workdir}: a model from scratch has its own tokenizer; evaluate the written model with '
+      f'--config.model.path={run["sft"]["output"]} --config.eval.step=base'
+    )
+  return [] if run['sft']['data'] else list(run['sft']['tags'])
+
+
+def model_name(config: ConfigDict) -> str:
+  """The config's model, with its initial adapters."""
+  model = config.model.path or config.model.preset
+  return f'{model} with {config.lora.path}' if config.lora.path else model
+
+
+def load_weights(config: ConfigDict, checkpointer: Checkpointer, step: int | None) -> tuple[LanguageModel, Any]:
+  """The config's model, and its weights at a step of a run; None for its own weights."""
+  policy = build.load_policy(config)
+  return policy, param_state(policy.model) if step is None else restore_params(
+    checkpointer, policy.model, policy.mesh, step
+  )
