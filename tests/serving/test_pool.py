@@ -77,21 +77,22 @@ def test_rollouts_are_played_and_rewarded(lifecycle):
 
 
 def test_as_many_run_at_a_time_as_are_allowed(lifecycle):
-  together, lock, running, most = threading.Barrier(3), threading.Lock(), 0, 0
+  together, busy, pools = threading.Barrier(3), [], []
+
+  class Watched(LocalQueue):
+    def claim(self, wait_s):
+      busy.extend(pool.progress().running for pool in pools)
+      return super().claim(wait_s)
 
   def agent(task):
-    nonlocal running, most
-    with lock:
-      running += 1
-      most = max(most, running)
     together.wait(_LONG)  # three must be here at the same time
-    with lock:
-      running -= 1
 
-  _create(lifecycle, *(f'r{i}' for i in range(9)))
-  with _pool(lifecycle, agent, max_concurrency=3) as pool:
-    _wait(lifecycle, lambda: pool.progress().succeeded == 9)
-  assert most == 3
+  _create(lifecycle, *(f'r{i}' for i in range(30)))
+  queue = Watched(lifecycle, 'pool', 'http://127.0.0.1:1')
+  with _pool(lifecycle, agent, max_concurrency=3, queue=queue) as pool:
+    pools.append(pool)
+    _wait(lifecycle, lambda: pool.progress().succeeded == 30)
+  assert max(busy) == 2
 
 
 def test_failures_become_states_and_are_retried(lifecycle):
@@ -180,6 +181,27 @@ def test_a_pool_that_stops_gives_its_attempts_back(lifecycle):
   assert [(x.state, x.lost) for x in lifecycle.store.attempts('a')] == [(AttemptState.UNRESPONSIVE, True)]
   with _pool(lifecycle, lambda task: 1.0) as pool:
     _wait(lifecycle, lambda: set(_states(lifecycle).values()) == {'succeeded'})
+
+
+def test_a_task_that_is_claimed_too_late_is_given_back(lifecycle):
+  entered, go_on = threading.Event(), threading.Event()
+
+  class Slow(LocalQueue):
+    def claim(self, wait_s):
+      entered.set()
+      go_on.wait(_LONG)
+      return super().claim(wait_s)
+
+  async def agent(task):
+    await asyncio.Event().wait()
+
+  _create(lifecycle, 'a')
+  pool = _pool(lifecycle, agent, queue=Slow(lifecycle, 'pool', 'http://127.0.0.1:1'))
+  assert entered.wait(_LONG)
+  pool.stop(0.0)
+  go_on.set()
+  _wait(lifecycle, lambda: pool.progress().cancelled == 1)
+  assert _states(lifecycle) == {'a': 'queued'}
 
 
 def test_an_agent_may_end_its_attempt_itself(lifecycle):

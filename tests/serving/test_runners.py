@@ -205,7 +205,7 @@ def test_a_program_that_cannot_start_fails_the_attempt(tmp_path):
 
 @pytest.mark.parametrize('script', ["trap '' TERM; ", 'trap "exit 0" TERM; ', ''])
 def test_a_late_program_is_killed_with_its_children(tmp_path, script):
-  script += 'sleep 1000 & echo $! $$ > pids.tmp; mv pids.tmp pids; echo waiting; while true; do wait; done'
+  script += 'sleep 1000 & echo $! $$ > pids.tmp; echo waiting; mv pids.tmp pids; while true; do wait; done'
   watch = Watch(_LONG)
   late = threading.Thread(target=lambda: _until_exists(tmp_path / 'pids') and watch.cancel())
   late.start()
@@ -214,6 +214,16 @@ def test_a_late_program_is_killed_with_its_children(tmp_path, script):
   assert outcome.state == AttemptState.CANCELLED and outcome.error == 'was cancelled: waiting'
   for pid in (tmp_path / 'pids').read_text().split():
     assert _ends(pid)
+
+
+def test_a_program_may_clean_up(tmp_path):
+  script = 'trap "echo gone > cleaned; exit" TERM; touch ready; sleep 1000 & wait'
+  watch = Watch(_LONG)
+  late = threading.Thread(target=lambda: _until_exists(tmp_path / 'ready') and watch.cancel())
+  late.start()
+  assert _shell(script, cwd=tmp_path, watch=watch, grace_s=_LONG).state == AttemptState.CANCELLED
+  late.join()
+  assert (tmp_path / 'cleaned').read_text() == 'gone\n'
 
 
 def _until_exists(path):
@@ -247,6 +257,7 @@ def test_a_process_that_left_the_group_holds_nothing_up(tmp_path, command):
   try:
     assert outcome.state == AttemptState.SUCCEEDED
     assert _is_alive(pid) or command == ('yes',)  # whose pipe is closed
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith('ragen_jax-read')]
   finally:
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
