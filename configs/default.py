@@ -168,6 +168,46 @@ def get_config(model: str = '') -> ConfigDict:
   # many as fit in the memory of the devices.
   config.agent.rows_in_flight = 0
 
+  # -- Agent programs over HTTP: --mode=serve, and training on tags of the type 'agent' (docs/agents.md). --------------
+  config.serve = ConfigDict()
+  # Address to bind. '127.0.0.1' is this machine only; others need the environment variable RAGEN_ADMIN_KEY.
+  config.serve.host = '127.0.0.1'
+  # Port; 0 chooses a free one.
+  config.serve.port = 8000
+  # Name of the policy in requests; 'policy:writer' also names the agent that calls.
+  config.serve.model = 'policy'
+  # Rows of the device: the most replies that are sampled at a time.
+  config.serve.slots = 16
+  # Maximum number of calls that wait for a row; further calls get the status 503.
+  config.serve.max_queue = 4096
+  # Maximum number of HTTP connections.
+  config.serve.max_connections = 4096
+  # Largest body of a request, in bytes.
+  config.serve.max_body = 16_777_216
+  # Seconds for which a call goes on after its client has gone away, in case the client repeats it.
+  config.serve.grace = 10.0
+  # Attempts that the runner of `envs.TAG.runner` plays at a time.
+  config.serve.max_concurrency = 16
+  # Longest time of an attempt, in seconds.
+  config.serve.timeout = 600.0
+  # Longest time between two signs of life of an attempt, in seconds; calls are signs of life; 0 asks for none.
+  config.serve.heartbeat = 0.0
+  # Attempts at a task before it counts as failed.
+  config.serve.max_attempts = 2
+  # Agents whose tokens are trained, as a regular expression for the whole name; '' is the name of the default agent.
+  config.serve.trained = '.*'
+  # A group in which not every attempt ended with a reward: 'drop' it, or 'keep' the attempts that did.
+  config.serve.incomplete = 'drop'
+  # Name of the rewards that decide about success; empty for all rewards.
+  config.serve.success_reward = ''
+  # An episode succeeds if these rewards sum to at least this number.
+  config.serve.success_score = 1.0
+  # Keep the thoughts of earlier replies in the conversation; Qwen3's own template leaves them out, so that a row ends
+  # with each message of the user.
+  config.serve.keep_thoughts = True
+  # A tool call that is no JSON: its text is 'content', or a call with the text as 'arguments'.
+  config.serve.bad_calls = 'content'
+
   # -- The update. ----------------------------------------------------------------------------------------------------
   config.algorithm = ConfigDict()
   # Advantage estimator: 'gae' (PPO), 'turn_wise_gae', 'bi_level_gae', 'grpo', 'dr_grpo', 'rloo', 'brpo', 'arpo',

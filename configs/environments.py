@@ -172,6 +172,21 @@ def by_tag() -> ConfigDict:
   )
   # Sudoku on the usual board of 9 x 9 cells; its prompt and ten turns need a long agent.max_context.
   envs.Sudoku9x9 = _like(envs.Sudoku, side=9, empty_cells=40, max_turns=10, max_actions=50)
+  # Tasks that programs outside play over HTTP, see docs/agents.md.
+  envs.Agent = ConfigDict(
+    {
+      'type': 'agent',
+      # File of tasks, one JSON value a line; '' for the tasks {"seed": n, "member": i}.
+      'tasks': '',
+      # What plays a task: a Python function 'package.module:function', or a command; '' for workers that claim tasks.
+      'runner': '',
+      # Calls of an attempt.
+      'max_turns': 20,
+      'max_actions': 20,
+      'max_actions_per_turn': 1,
+      'max_words': 100,
+    }
+  )
   return envs
 
 

@@ -23,6 +23,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
+from ragen_jax.agent.player import EnvironmentPlayer, Player
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
@@ -179,11 +180,19 @@ def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
   return fill(EvaluationSettings, config.eval, episodes=config.logging.episodes)
 
 
-def make_evaluator(config: ConfigDict, model: LanguageModel) -> Evaluator:
-  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call."""
-  specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
-  proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
-  return Evaluator(evaluation_settings(config), proxy, model.sampler)
+def make_evaluator(config: ConfigDict, model: LanguageModel, player: Player | None = None) -> Evaluator:
+  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call.
+
+  Args:
+    config: the run's config.
+    model: the model.
+    player: plays the levels; default the policy, turn by turn.
+  """
+  if player is None:
+    specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
+    proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
+    player = EnvironmentPlayer(proxy, model.sampler)
+  return Evaluator(evaluation_settings(config), player, model)
 
 
 def held_out_levels(config: ConfigDict) -> set[bytes]:
@@ -233,17 +242,25 @@ def steps_per_iteration(config: ConfigDict) -> int:
   return config.algorithm.ppo_epochs * (rows // config.optimizer.mini_batch_size)
 
 
-def make_trainer(config: ConfigDict, model: LanguageModel, held_out: frozenset[bytes] = frozenset()) -> Trainer:
+def make_trainer(
+  config: ConfigDict,
+  model: LanguageModel,
+  held_out: frozenset[bytes] = frozenset(),
+  player: Player | None = None,
+) -> Trainer:
   """Makes the trainer of a run.
 
   Args:
     config: the run's config.
     model: the initial model.
     held_out: levels that are not trained on (`Evaluator.held_out`); games with very few levels keep them.
+    player: plays the episodes; default the policy, turn by turn.
   """
-  specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
-  proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
-  return Trainer(trainer_settings(config, model, proxy.limits.max_turns), model, proxy)
+  if player is None:
+    specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
+    proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
+    player = EnvironmentPlayer(proxy, model.sampler)
+  return Trainer(trainer_settings(config, model, player.max_turns), model, player)
 
 
 def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -> TrainerSettings:

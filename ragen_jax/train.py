@@ -19,15 +19,18 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from ragen_jax import build
+from ragen_jax import build, build_agents
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
+from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.runs import config_fields
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.summary import summarize
 from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.run import open_run
+from ragen_jax.training.trainer import Trainer
 from ragen_jax.viewer.page import write_page
 
 _log = logging.getLogger(__name__)
@@ -58,13 +61,19 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
 
 def _train(config: ConfigDict, workdir: str) -> None:
-  """The training loop."""
+  """Loads the model, opens the server of agent programs if there are any, and trains."""
   model = build.load_policy(config)
-  evaluator = build.make_evaluator(config, model)
-  trainer = build.make_trainer(config, model, evaluator.held_out())
+  with build_agents.open_players(config, model, workdir) as players:
+    evaluator = build.make_evaluator(config, model, players['eval'])
+    trainer = build.make_trainer(config, model, evaluator.held_out(), players['train'])
+    _iterate(config, workdir, model, trainer, evaluator)
+
+
+def _iterate(config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator) -> None:
+  """The training loop."""
   probes, monitor = build.make_probes(config, trainer), build.make_monitor(config)
   with processes.same_errors():
-    trainer.proxy.check_first_prompts(config.train.first_level)
+    trainer.player.check(config.train.first_level)
 
   if config.optimizer.packing or not config.optimizer.micro_batch_size:
     _log.info(build.describe_batching(config, trainer))

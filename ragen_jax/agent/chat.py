@@ -26,6 +26,17 @@ _IMAGE_TOKENS = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>')
 _CACHED_SEGMENTS = 65536
 
 
+@functools.cache
+def _byte_of_characters() -> dict[str, int]:
+  """The bytes that the characters of byte-level tokens stand for.
+
+  Printable characters of Latin-1 stand for their own bytes, and the characters from U+0100 on for the other bytes.
+  """
+  printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+  others = [byte for byte in range(256) if byte not in printable]
+  return {chr(b): b for b in printable} | {chr(0x100 + k): b for k, b in enumerate(others)}
+
+
 class ChatTokenizer:
   """A Hugging Face tokenizer and ChatML, the format of the Qwen family.
 
@@ -37,6 +48,7 @@ class ChatTokenizer:
     pad_id: id for unused columns.
     size: number of ids; larger ids are not tokens of this tokenizer.
     specials: texts of special tokens, which plain text must not contain.
+    added: id of each added token, by its text; special tokens are a part of them.
   """
 
   def __init__(self, directory: str | Path, *, images: bool = False):
@@ -66,10 +78,13 @@ class ChatTokenizer:
     self.stop_ids = tuple(dict.fromkeys([end, *others]))
     self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     self.size = self._backend.get_vocab_size(with_added_tokens=True)
-    self.specials = tuple(t.content for t in self._backend.get_added_tokens_decoder().values() if t.special)
-    self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self._encode)
+    added = self._backend.get_added_tokens_decoder()
+    self.specials = tuple(t.content for t in added.values() if t.special)
+    self.added = {token.content: i for i, token in added.items()}
+    self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
 
-  def _encode(self, text: str) -> tuple[int, ...]:
+  def encode_once(self, text: str) -> tuple[int, ...]:
+    """`encode` for a text that is unlikely to come again: the ids are not kept."""
     return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
   def encode_segments(self, segments: Segments) -> Encoded:
@@ -97,6 +112,14 @@ class ChatTokenizer:
   def decode(self, ids) -> str:
     """The text of ids, including special tokens."""
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+  def token_bytes(self, id_: int) -> bytes:
+    """The bytes of one token, which may be a part of a character; b'' for an id that is no token."""
+    token = self._backend.id_to_token(id_)
+    if token is None or token in self.added:
+      return (token or '').encode()
+    byte_of = _byte_of_characters()
+    return bytes(byte_of[character] for character in token)
 
   def decode_batch(self, rows: list[list[int]]) -> list[str]:
     """`decode` for many rows."""

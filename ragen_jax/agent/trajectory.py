@@ -25,7 +25,8 @@ class Trajectory:
       can have several consecutive rows. Rows of length 0 at the end belong to no episode.
     env: i32[B], index of the environment in the rollout.
     status: i32[B], the `episode.Status` of the row's episode.
-    policy_version: i32[B], number of updates that led to the sampling weights.
+    versions: i32[B, T], number of updates that led to the weights that sampled each token, 0 for tokens that were not
+      sampled. The tokens of a row may come from several versions if the weights change while agents play.
   """
 
   tokens: np.ndarray
@@ -40,10 +41,16 @@ class Trajectory:
   episode: np.ndarray
   env: np.ndarray
   status: np.ndarray
-  policy_version: np.ndarray
+  versions: np.ndarray
+
+  @property
+  def policy_version(self) -> np.ndarray:
+    """i32[B]: the oldest version that sampled a token of the row; 0 for rows without sampled tokens."""
+    oldest = np.min(self.versions, axis=1, where=self.loss_mask, initial=np.iinfo(np.int32).max)
+    return np.where(self.loss_mask.any(axis=1), oldest, 0).astype(np.int32)
 
 
-_COLUMNS = ('tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'turn')
+_COLUMNS = ('tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'turn', 'versions')
 # The update uses column 1 for missing tokens, so even rows without sampled tokens have this column.
 _MIN_WIDTH = 2
 
@@ -71,6 +78,7 @@ class Timeline:
     self.entropies = np.zeros(shape, np.float32)
     self.rewards = np.zeros(shape, np.float32)
     self.turn = np.full(shape, -1, np.int32)
+    self.versions = np.zeros(shape, np.int32)
     self.length = np.zeros((rows,), np.int32)
 
   def begin_row(self, row: int) -> None:
@@ -89,7 +97,7 @@ class Timeline:
     self.turn[row, start:end] = turn
     self.length[row] = end
 
-  def append_reply(self, row: int, ids, turn: int, *, logprobs=0.0, values=0.0, entropies=0.0) -> None:
+  def append_reply(self, row: int, ids, turn: int, *, logprobs=0.0, values=0.0, entropies=0.0, versions=0) -> None:
     """Adds a reply, whose tokens are in the loss.
 
     Args:
@@ -99,6 +107,7 @@ class Timeline:
       logprobs: f32[n], or one number for all tokens; the same holds for `values` and `entropies`.
       values: see `Trajectory`.
       entropies: see `Trajectory`.
+      versions: see `Trajectory`.
     """
     start = self.length[row]
     self.append_context(row, ids, turn)
@@ -107,12 +116,13 @@ class Timeline:
     self.logprobs[row, columns] = logprobs
     self.values[row, columns] = values
     self.entropies[row, columns] = entropies
+    self.versions[row, columns] = versions
 
   def reward_last_token(self, row: int, reward: float) -> None:
     """Writes a turn's reward to the row's last column, which is the turn's last sampled token."""
     self.rewards[row, self.length[row] - 1] = reward
 
-  def trajectory(self, *, group, episode, env, status, policy_version: int, pad_id: int) -> Trajectory:
+  def trajectory(self, *, group, episode, env, status, policy_version: int | None, pad_id: int) -> Trajectory:
     """The rows so far, cut to the length of the longest row.
 
     Args:
@@ -120,7 +130,7 @@ class Timeline:
       episode: see `Trajectory`.
       env: see `Trajectory`.
       status: see `Trajectory`.
-      policy_version: number of updates that led to the sampling weights.
+      policy_version: the version of all sampled tokens; None if `append_reply` was told the versions.
       pad_id: the token that fills unused columns.
 
     Returns:
@@ -147,6 +157,8 @@ class Timeline:
     width = max(int(length.max()), _MIN_WIDTH)
     parts = {name: x[:, :width] for name, x in parts.items()}
     parts['tokens'] = np.where(np.arange(width)[None, :] < length[:, None], parts['tokens'], pad_id).astype(np.int32)
+    if policy_version is not None:
+      parts['versions'] = np.where(parts['loss_mask'], policy_version, 0).astype(np.int32)
     return Trajectory(
       **parts,
       length=length,
@@ -154,5 +166,4 @@ class Timeline:
       episode=np.asarray(episode, np.int32)[owner],
       env=np.asarray(env, np.int32)[owner],
       status=np.asarray(status, np.int32)[owner],
-      policy_version=np.full((len(length),), policy_version, np.int32),
     )

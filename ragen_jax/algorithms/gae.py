@@ -7,8 +7,8 @@ All estimators solve
 backwards. At a column that is not in the mask, a = 1 and b = 0: x passes unchanged, so the content of the column has no
 effect. At the end of an episode or a turn, a = 0: nothing passes from later columns.
 
-With a windowed context an episode has several rows, one per turn. `episode` then gives the episode of each row, and the
-recursion runs through its rows in the order of their first turns.
+An episode can have several rows: one per turn with a windowed context, or rows of several agents that take turns.
+`episode` then gives the episode of each row, and the recursion runs through the tokens of its rows turn by turn.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def gae(
     gamma: discount per token, in [0, 1].
     lam: decay of the trace per token, in [0, 1].
     bootstrap: f32[B], value of the state after the row's last token in the mask if the episode was truncated, 0 if it
-      terminated. None means 0. For an episode with several rows, the value of its last row is used.
+      terminated. None means 0. For an episode with several rows, the value of the row of its last turn is used.
     episode: i32[B], the episode of each row; None if every row is its own episode.
-    turn: i32[B, T], turn index; required with `episode`, to order its rows.
+    turn: i32[B, T], turn index; required with `episode`, to order its tokens.
 
   Returns:
     Advantages and returns, each f32[B, T] and 0 outside the mask; returns = advantages + values. Not whitened.
@@ -156,11 +156,11 @@ def bi_level_gae(
 
 @struct.dataclass
 class _Timeline:
-  """The order of rows: unchanged, or sorted so that all rows form one stream in which an episode's rows are adjacent.
+  """The order of columns: unchanged, or sorted so that all columns form one stream of episodes, each turn by turn.
 
   Attributes:
-    order: i32[B], rows sorted by episode and first turn; None if every row is its own episode.
-    episode: i32[B], episodes in that order; None if every row is its own episode.
+    order: i32[B * T], columns sorted by episode and turn; None if every row is its own episode.
+    episode: i32[B, T], episodes in that order; None if every row is its own episode.
     chained: whether the recursion continues from row to row.
   """
 
@@ -173,16 +173,25 @@ class _Timeline:
     if episode is None:
       return cls(None, None, False)
     if turn is None:
-      raise ValueError('`turn` is needed with `episode`: rows of an episode are put in the order of their first turns')
-    first_turn = jnp.min(jnp.where(mask & (turn >= 0), turn, jnp.iinfo(jnp.int32).max), axis=-1)  # [B]
-    order = jnp.lexsort((first_turn, episode))
-    return cls(order, episode[order], True)
+      raise ValueError('`turn` is needed with `episode`: columns of an episode are put in the order of their turns')
+    # Columns outside the mask go with the turn before them, or with the first turn of their row.
+    known = mask & (turn >= 0)
+    first = jnp.min(jnp.where(known, turn, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
+    before = jax.lax.cummax(jnp.where(known, turn, -1), axis=turn.ndim - 1)
+    turn = jnp.where(before >= 0, before, first)
+    episode = jnp.broadcast_to(jnp.asarray(episode)[:, None], mask.shape)
+    order = jnp.lexsort((turn.ravel(), episode.ravel()))  # stable: equal columns stay in the order of their rows
+    return cls(order, episode.ravel()[order].reshape(mask.shape), True)
 
   def lay(self, x: jax.Array) -> jax.Array:
-    return x[self.order] if self.chained else x
+    if not self.chained:
+      return x
+    return jnp.broadcast_to(x, self.episode.shape).ravel()[self.order].reshape(self.episode.shape)
 
   def put_back(self, x: jax.Array) -> jax.Array:
-    return jnp.zeros_like(x).at[self.order].set(x) if self.chained else x
+    if not self.chained:
+      return x
+    return jnp.zeros_like(x).ravel().at[self.order].set(x.ravel()).reshape(x.shape)
 
   def ends(self, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Each episode's last column in the mask, bool[B, T], and for each column the next column in the mask."""
@@ -190,9 +199,8 @@ class _Timeline:
       following = masks.next_sampled(mask)
       return mask & (following == mask.shape[-1]), following
     following = masks.next_sampled(mask.reshape(1, -1)).reshape(mask.shape)  # columns of the stream [B * T]
-    row = jnp.minimum(following // mask.shape[-1], mask.shape[0] - 1)
-    other = (following == mask.size) | (self.episode[row] != self.episode[:, None])
-    return mask & other, following
+    of_next = self.episode.ravel()[jnp.minimum(following, mask.size - 1)]
+    return mask & ((following == mask.size) | (of_next != self.episode)), following
 
 
 def _recursion(

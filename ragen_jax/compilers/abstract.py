@@ -104,7 +104,7 @@ def micro_batches(
   """
   agent = config.agent
   length = min(length or agent.max_context, agent.max_context)
-  turns = trainer.proxy.limits.max_turns if agent.context == 'full' else 1
+  turns = trainer.player.max_turns if agent.context == 'full' else 1
   sampled = length if batching.whole_rows else min(sampled or agent.max_response_tokens * turns, length)
   rows = rows or config.optimizer.mini_batch_size
   (plans,) = plan_batches([np.arange(rows)], np.full(rows, length), np.full(rows, sampled), batching)

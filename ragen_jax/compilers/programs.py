@@ -91,7 +91,7 @@ def make_run(config: ConfigDict, devices: Sequence[Any] | None = None) -> Run:
   state = abstract.abstract_state(trainer)
   kept = bytes_per_device((state.params, state.opt_state)) + abstract.reference_bytes(trainer, state)
   return Run(
-    config, trainer, state, lengths.from_config(config, trainer.proxy.limits.max_turns),
+    config, trainer, state, lengths.from_config(config, trainer.player.max_turns),
     batching=build.batching_settings(config, policy, lambda: abstract.usable_bytes(config)),
     sampling=abstract.sampler_plan(config, policy, state, kept),
   )  # fmt: skip

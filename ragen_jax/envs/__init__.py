@@ -20,6 +20,7 @@ from ragen_jax.envs.outside.base import Session, TextEnvironment
 from ragen_jax.envs.outside.gymnasium import GymnasiumEnvironment
 from ragen_jax.envs.outside.http import HttpEnvironment
 from ragen_jax.envs.outside.python import PythonEnvironment
+from ragen_jax.envs.outside.tasks import AgentTasks
 from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
@@ -38,10 +39,12 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'python': PythonEnvironment,
   'gymnasium': GymnasiumEnvironment,
   'http': HttpEnvironment,
+  'agent': AgentTasks,
 }
 
 __all__ = [
   'TYPES',
+  'AgentTasks',
   'Budget',
   'Environment',
   'Fault',

@@ -9,14 +9,13 @@ import jax
 import numpy as np
 
 from ragen_jax.agent import finite
-from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.agent.metrics import episode_metrics
+from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout
-from ragen_jax.agent.sampler_speaker import SamplerSpeaker
-from ragen_jax.distributed import processes
 from ragen_jax.sampling.draw import GREEDY
-from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.viewer.records import Played, episode_records, first_rows
 
 
@@ -68,45 +67,40 @@ class Evaluation:
 class Evaluator:
   """Plays the same levels with the same random numbers at each call."""
 
-  def __init__(self, settings: EvaluationSettings, proxy: AgentProxy, sampler: Sampler):
+  def __init__(self, settings: EvaluationSettings, player: Player, model: LanguageModel):
     """Plays nothing; the best possible success is computed at the first call.
 
     Args:
       settings: how levels are played.
-      proxy: the rollout loop over the levels' environments.
-      sampler: the sampler of `proxy`.
+      player: plays the levels.
+      model: the model that plays.
     """
-    self._settings, self._proxy = settings, proxy
-    self._sampler, self._share, self._has_values = sampler, sampler.share, sampler.values
-    self._recorded = first_rows(proxy.envs.specs, settings.group_size, settings.episodes, one_a_level=True)
+    self._settings, self._player = settings, player
+    self._tokenizer, self._has_values = model.tokenizer, model.sampler.values
+    self._recorded = first_rows(player.specs, settings.group_size, settings.episodes, one_a_level=True)
     self._optimal: dict[str, float] = {}
 
-  def _play(self, params: Any, sampling: Sampling) -> Rollout:
+  def _play(self, params: Any, sampling: Sampling, step: int) -> Rollout:
     first = self._settings.first_level
-    speaker = SamplerSpeaker(self._sampler, params, jax.random.key(first), sampling)
-    return self._proxy.rollout(speaker, first, pictured=self._recorded)
+    return self._player.play(
+      params, jax.random.key(first), sampling, first, policy_version=step, pictured=self._recorded
+    )
 
   def held_out(self) -> frozenset[bytes]:
     """The levels, for `EnvStateManager(held_out=...)`. All processes must call."""
-    levels = self._proxy.envs.levels_from(self._settings.first_level)
-    return frozenset().union(*processes.gather_shares(levels, self._share))
+    return self._player.levels(self._settings.first_level)
 
   def optimal(self) -> dict[str, float]:
     """Best possible success probability by tag, averaged over the levels; NaN if unknown."""
     if not self._optimal:
-      envs = self._proxy.envs
-      envs.reset(self._settings.first_level)
-      parts = processes.gather_shares((envs.optimal(), envs.row_env), self._share)
-      best, env = (np.concatenate(x) for x in zip(*parts, strict=True))
-      self._optimal = {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(envs.specs)}
+      self._optimal = self._player.optimal(self._settings.first_level)
     return self._optimal
 
   def _records(self, rollout: Rollout, step: int, split: str) -> list[dict[str, Any]]:
-    context = self._proxy.context
     return episode_records(
-      Played(rollout, context.tokenizer, step, split, self._settings.group_size),
+      Played(rollout, self._tokenizer, step, split, self._settings.group_size),
       self._recorded,
-      reply_prefix=context.reply_prefix,
+      reply_prefix=self._player.reply_prefix,
       values=rollout.trajectory.values if self._has_values else None,
     )
 
@@ -121,10 +115,10 @@ class Evaluator:
       The sampled episodes, the greedy episodes (none without `greedy_too`), the records of both, and a text about
       numbers of the sampled episodes that are not finite.
     """
-    sampled = self._play(params, self._settings.sampling)
+    sampled = self._play(params, self._settings.sampling, step)
     records, greedy = self._records(sampled, step, 'val'), []
     if self._settings.greedy_too:
-      rollout = self._play(params, GREEDY)
+      rollout = self._play(params, GREEDY, step)
       greedy = rollout.episodes
       records += self._records(rollout, step, 'val-greedy')
     return sampled.episodes, greedy, records, finite.describe(finite.of_rollout(sampled).values())

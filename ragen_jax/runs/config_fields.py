@@ -64,6 +64,10 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'max_rollouts',
     ),
     'replay': ('groups', 'max_age'),
+    'serve': (
+      'timeout', 'heartbeat', 'max_attempts', 'trained', 'incomplete', 'success_reward', 'success_score', 'keep_thoughts',
+      'bad_calls',
+    ),
     'monitor': (
       'ema_decay', 'echo_trap', 'baseline_steps', 'min_signals', 'patience', 'rollback_lr', 'max_rollbacks',
       'flat_reward_patience', 'hopeless_patience', 'empty_patience',
@@ -95,10 +99,15 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   },
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
   'kernels': {'model': ('attention',)},
-  'shapes': {'agent': ('schedule', 'decode_chunk', 'rows_in_flight'), 'optimizer': ('packing',)},
+  'shapes': {
+    'agent': ('schedule', 'decode_chunk', 'rows_in_flight'),
+    'optimizer': ('packing',),
+    'serve': ('slots',),
+  },
   'logging': {
     '': ('compilation_cache',),
     'checkpoint': ('every', 'keep'),
+    'serve': ('host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'grace', 'max_concurrency'),
     'logging': ('episodes', 'episodes_every', 'trajectories'),
     'monitor': ('information_every', 'gradients_every', 'max_bad_iterations'),
     'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from ragen_jax.models.qwen import CacheMask, LayerCache
-from ragen_jax.sampling.draw import Sampling, draw_tokens
+from ragen_jax.sampling.draw import RowSampling, Sampling, draw_row_tokens, draw_tokens
 from ragen_jax.sampling.kv_cache import SamplerState, append_window
 
 
@@ -26,6 +26,9 @@ class Reply:
     entropies: f32[B, C], entropy of the distribution that each token was drawn from, before top-k and top-p.
     count: i32[B], number of sampled tokens.
     open: bool[B], the reply goes on: it has neither a stop token nor as many tokens as it may have.
+    top_tokens: i32[B, C, N], the likeliest tokens of the distribution that each token was drawn from; None unless
+      asked for.
+    top_logprobs: f32[B, C, N], their log-probabilities, -inf for tokens that could not be drawn.
   """
 
   tokens: jax.Array
@@ -34,6 +37,8 @@ class Reply:
   entropies: jax.Array
   count: jax.Array
   open: jax.Array
+  top_tokens: jax.Array | None = None
+  top_logprobs: jax.Array | None = None
 
 
 def extend(
@@ -147,13 +152,14 @@ def decode(
   state: SamplerState,
   keys: jax.Array,
   budget: jax.Array,
-  temperature: jax.Array,
+  temperature: jax.Array | None,
   *,
   columns: int,
   stop_ids: tuple[int, ...],
   vocab_limit: int,
-  sampling: Sampling,
+  sampling: Sampling | RowSampling,
   with_values: bool = True,
+  alternatives: int = 0,
 ) -> tuple[SamplerState, Reply]:
   """Samples up to C tokens for each row; the loop ends with the last row that goes on.
 
@@ -166,12 +172,14 @@ def decode(
     state: the sampler's state; rows with a budget have C free columns.
     keys: PRNG keys [B], one per row and episode.
     budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
-    temperature: f32[], used unless `sampling.temperature` is 0.
+    temperature: f32[], used with a `Sampling` unless `sampling.temperature` is 0.
     columns: C.
     stop_ids: tokens that end a reply.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
-    sampling: `top_p`, `top_k` and whether `temperature` is 0 are compiled in.
+    sampling: of a `Sampling`, `top_p`, `top_k` and whether `temperature` is 0 are compiled in; of a `RowSampling`,
+      nothing.
     with_values: record values. Must be off for a critic with its own trunk: values are read from the policy's trunk.
+    alternatives: N, number of likeliest tokens to record for each token; more than 0 needs a `RowSampling`.
 
   Returns:
     The state after and the `Reply`.
@@ -179,7 +187,10 @@ def decode(
   module = nnx.merge(graphdef, params)
   model, value_head = module.policy, module.value_head
   chex.assert_equal_shape((budget, state.count))
-  greedy = sampling.temperature == 0
+  by_row = isinstance(sampling, RowSampling)
+  if alternatives and not by_row:
+    raise ValueError(f'alternatives={alternatives}: needs a RowSampling, not {sampling}')
+  divided = not by_row and sampling.temperature != 0
   stops = jnp.asarray(stop_ids, jnp.int32)
   kept = _kept(state)
 
@@ -187,16 +198,21 @@ def decode(
     logits = model.logits(hidden)  # [B, V]
     if vocab_limit < logits.shape[-1]:
       logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, -jnp.inf)
-    return logits if greedy else logits / temperature
+    return logits / temperature if divided else logits
 
   def body(carry):
     step, window, hidden, reply = carry
     live, done = reply.open, reply.count
-    token, logprob, entropy = draw_tokens(scores(hidden), keys, state.draw_position + done, sampling)
+    if by_row:
+      drawn = draw_row_tokens(scores(hidden), keys, state.draw_position + done, sampling, alternatives)
+      token, logprob, entropy, top_tokens, top_logprobs = drawn
+    else:
+      token, logprob, entropy = draw_tokens(scores(hidden), keys, state.draw_position + done, sampling)
     token = jnp.where(live, token, 0)
 
     def record(into, values):
-      return jax.lax.dynamic_update_slice_in_dim(into, jnp.where(live, values, 0)[:, None], step, axis=1)
+      kept = live.reshape(-1, *(1,) * (values.ndim - 1))
+      return jax.lax.dynamic_update_slice_in_dim(into, jnp.where(kept, values, 0)[:, None], step, axis=1)
 
     positions, _ = rotary_positions(state.rotary + done, live.astype(jnp.int32), 1)
     after, window = model(
@@ -215,6 +231,8 @@ def decode(
       entropies=record(reply.entropies, entropy),
       count=done + live,
       open=live & ~stopped & (done + 1 < budget),
+      top_tokens=record(reply.top_tokens, top_tokens) if alternatives else None,
+      top_logprobs=record(reply.top_logprobs, top_logprobs) if alternatives else None,
     )
     return step + 1, window, jnp.where(live[:, None], after[:, 0], hidden), reply
 
@@ -223,7 +241,8 @@ def decode(
     return (step < columns) & jnp.any(reply.open)
 
   rows = len(budget)
-  start = (jnp.zeros((), jnp.int32), model.init_cache(rows, columns), state.hidden, _empty_reply(budget, columns))
+  empty = _empty_reply(budget, columns, alternatives)
+  start = (jnp.zeros((), jnp.int32), model.init_cache(rows, columns), state.hidden, empty)
   _, window, hidden, reply = jax.lax.while_loop(not_finished, body, start)
   state = SamplerState(
     cache=_appended(state, window, reply.count > 0),
@@ -235,7 +254,7 @@ def decode(
   return state, reply
 
 
-def _empty_reply(budget: jax.Array, columns: int) -> Reply:
+def _empty_reply(budget: jax.Array, columns: int, alternatives: int) -> Reply:
   shape = (len(budget), columns)
   return Reply(
     tokens=jnp.zeros(shape, jnp.int32),
@@ -244,4 +263,6 @@ def _empty_reply(budget: jax.Array, columns: int) -> Reply:
     entropies=jnp.zeros(shape, jnp.float32),
     count=jnp.zeros((len(budget),), jnp.int32),
     open=budget > 0,
+    top_tokens=jnp.zeros((*shape, alternatives), jnp.int32) if alternatives else None,
+    top_logprobs=jnp.zeros((*shape, alternatives), jnp.float32) if alternatives else None,
   )

@@ -10,6 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 # Vocabularies larger than this are sampled in two steps: a block of this many tokens, then a token in the block.
 _BLOCK = 512
@@ -28,6 +29,21 @@ class Sampling:
   temperature: float
   top_p: float
   top_k: int
+
+
+@struct.dataclass
+class RowSampling:
+  """How the tokens of each row are drawn, for rows that differ. Numbers may change without a new program.
+
+  Attributes:
+    temperature: f32[B], see `Sampling`, as for the other fields.
+    top_p: f32[B].
+    top_k: i32[B].
+  """
+
+  temperature: jax.Array
+  top_p: jax.Array
+  top_k: jax.Array
 
 
 # The model's own distribution, and its most likely tokens.
@@ -61,9 +77,46 @@ def draw_tokens(
   if greedy:
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
   else:
-    u = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
-    tokens = draw(jnp.exp(logp), u)
+    tokens = draw(jnp.exp(logp), _uniforms(keys, positions))
   return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0], entropies
+
+
+def draw_row_tokens(
+  logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: RowSampling, alternatives: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+  """`draw_tokens` with numbers of its own for each row: a row gets the token that it gets there.
+
+  Args:
+    logits: f32[B, V], not divided by the temperature; -inf for tokens that must not be drawn.
+    keys: PRNG keys [B].
+    positions: i32[B], folded into the keys.
+    sampling: as a `Sampling` for each row.
+    alternatives: N, number of likeliest tokens to return.
+
+  Returns:
+    tokens, log-probabilities and entropies as of `draw_tokens`, and the likeliest tokens i32[B, N] of the distribution
+    that was drawn from with their log-probabilities f32[B, N], -inf for tokens that cannot be drawn.
+  """
+  greedy = sampling.temperature == 0
+  logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
+  logp = jax.nn.log_softmax(logits, axis=-1)
+  entropies = -jnp.sum(jnp.exp(logp) * jnp.maximum(logp, -1e30), axis=-1)
+  filtered = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1.0))
+
+  def filter_them() -> jax.Array:
+    kept = jax.nn.log_softmax(filter_rows(logits, sampling.top_k, sampling.top_p), axis=-1)
+    return jnp.where(filtered[:, None], kept, logp)
+
+  logp = jax.lax.cond(jnp.any(filtered), filter_them, lambda: logp)  # the filters sort the vocabulary
+  drawn = draw(jnp.exp(logp), _uniforms(keys, positions))
+  tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
+  top_logprobs, top_tokens = jax.lax.top_k(logp, alternatives)
+  return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0], entropies, top_tokens, top_logprobs
+
+
+def _uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:
+  """A random number f32[B] in [0, 1) for each row."""
+  return jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
 
 
 def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
@@ -72,13 +125,28 @@ def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
     kth = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
     logits = jnp.where(logits < kth, -jnp.inf, logits)
   if top_p < 1.0:
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    probs = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs  # probability of all likelier tokens; the likeliest is always kept
-    last = jnp.sum(before < top_p, axis=-1, keepdims=True) - 1
-    threshold = jnp.take_along_axis(ordered, jnp.maximum(last, 0), axis=-1)
+    threshold = _nucleus_threshold(jnp.sort(logits, axis=-1, descending=True), top_p)
     logits = jnp.where(logits < threshold, -jnp.inf, logits)
   return logits
+
+
+def filter_rows(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+  """`filter_logits` with `top_k` i32[B] and `top_p` f32[B], numbers of its own for each row."""
+  size = logits.shape[-1]
+  ordered = jnp.sort(logits, axis=-1, descending=True)
+  k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
+  kth = jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)
+  threshold = _nucleus_threshold(jnp.where(ordered < kth, -jnp.inf, ordered), top_p[:, None])
+  threshold = jnp.where(top_p[:, None] < 1.0, jnp.maximum(threshold, kth), kth)
+  return jnp.where(logits < threshold, -jnp.inf, logits)
+
+
+def _nucleus_threshold(ordered: jax.Array, top_p: float | jax.Array) -> jax.Array:
+  """The smallest logit f32[B, 1] that top-p keeps of logits in descending order."""
+  probs = jax.nn.softmax(ordered, axis=-1)
+  before = jnp.cumsum(probs, axis=-1) - probs  # probability of all likelier tokens; the likeliest is always kept
+  last = jnp.sum(before < top_p, axis=-1, keepdims=True) - 1
+  return jnp.take_along_axis(ordered, jnp.maximum(last, 0), axis=-1)
 
 
 def draw(probs: jax.Array, u: jax.Array) -> jax.Array:

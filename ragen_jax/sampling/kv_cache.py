@@ -98,6 +98,27 @@ def put_rows(state: SamplerState, rows: jax.Array, part: SamplerState) -> Sample
   return jax.tree.map(lambda x, own: x.at[rows].set(own, unique_indices=True), state, part)
 
 
+def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
+  """Replaces rows by the first columns of other rows, or drops the last columns of a row.
+
+  Args:
+    state: the state before.
+    copies: i32[b, 3], for each copy the row that is read, the row that is replaced, which each at most one copy may
+      be, and the most columns that it keeps. Dropped columns must be text. The hidden state is that of the row that is
+      read, so it is right only if no column is dropped.
+
+  Returns:
+    The state after.
+  """
+  source, target, columns = copies[:, 0], copies[:, 1], copies[:, 2]
+  part = take_rows(state, source)
+  dropped = jnp.maximum(part.count - columns, 0)
+  part = part.replace(
+    count=part.count - dropped, draw_position=part.draw_position - dropped, rotary=part.rotary - dropped
+  )
+  return put_rows(state, target, part)
+
+
 def resize(layer: LayerCache, rows: jax.Array, size: int) -> LayerCache:
   """Selects rows i32[b] of one layer, and adds or drops columns at the end: [B, S, K, H] -> [b, size, K, H]."""
 

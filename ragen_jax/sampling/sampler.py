@@ -1,4 +1,5 @@
-"""The sampler: `extend` appends observations, `decode` samples replies, `arrange` selects rows and resizes the cache.
+"""The sampler: `extend` appends observations, `decode` samples replies, `arrange` selects rows and resizes the cache,
+`copy_rows` copies rows.
 
 The programs are in `decode.py` and `kv_cache.py`. This module compiles them, divides rows and heads over the mesh, and
 counts how often each is traced.
@@ -22,11 +23,11 @@ from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import capacity, kv_cache
 from ragen_jax.sampling.decode import Reply, decode, extend
-from ragen_jax.sampling.draw import Sampling
+from ragen_jax.sampling.draw import RowSampling, Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.utils.errors import UserError
 
-__all__ = ['Reply', 'Sampler', 'SamplerState', 'Sampling']
+__all__ = ['Reply', 'RowSampling', 'Sampler', 'SamplerState', 'Sampling']
 
 
 class Sampler:
@@ -68,7 +69,7 @@ class Sampler:
     self.stop_ids = tuple(stop_ids)
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
     self.values = values and model.critic is None
-    self.traces = {'arrange': 0, 'extend': 0, 'decode': 0}
+    self.traces = {'arrange': 0, 'copy': 0, 'extend': 0, 'decode': 0}
     self._policy = model.policy
     self._state_specs = kv_cache.state_specs(self.cfg.num_layers)
     self._mesh = mesh
@@ -77,12 +78,13 @@ class Sampler:
     self._casts: dict[tuple[bool, tuple[int, ...]], Any] = {}
     self._select = jax.jit(self._counted('arrange', functools.partial(self._by_shard, kv_cache.take_rows)))
     self._resize = jax.jit(self._resize_rows, static_argnames='size')
+    self._copy = jax.jit(self._counted('copy', functools.partial(self._by_shard, kv_cache.copy_rows)), donate_argnums=0)
     self._extend = jax.jit(
       self._counted('extend', self._extend_rows), static_argnames='all_begin', donate_argnames='state'
     )
     self._decode = jax.jit(
       self._counted('decode', self._decode_rows),
-      static_argnames=('columns', 'sampling'),
+      static_argnames=('columns', 'sampling', 'alternatives'),
       donate_argnames='state',
     )
 
@@ -130,7 +132,9 @@ class Sampler:
     after = part if rows is None else self._by_shard(kv_cache.put_rows, state, rows, part)
     return self._layout(after, self._state_specs)
 
-  def _decode_rows(self, params, state, key_data, budget, temperature, *, columns, sampling):
+  def _decode_rows(
+    self, params, state, key_data, budget, temperature, by_row=None, *, columns, sampling, alternatives=0
+  ):
     state, reply = decode(
       self.graphdef,
       params,
@@ -141,8 +145,9 @@ class Sampler:
       columns=columns,
       stop_ids=self.stop_ids,
       vocab_limit=self.vocab_limit,
-      sampling=sampling,
+      sampling=sampling if by_row is None else by_row,
       with_values=self.values,
+      alternatives=alternatives,
     )
     reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
     return self._layout(state, self._state_specs), reply, self._layout(jnp.any(reply.open), PartitionSpec())
@@ -314,6 +319,19 @@ class Sampler:
         x.delete()
     return after.replace(cache=tuple(layers))
 
+  def copy_rows(self, state: SamplerState, copies: np.ndarray) -> SamplerState:
+    """Copies rows of this process within their shards; see `kv_cache.copy_rows`. `state` is donated.
+
+    Args:
+      state: the state before.
+      copies: i32[b, 3], the same number of copies in each shard of this process, with rows numbered within it. A copy
+        of a row to itself that keeps all columns changes nothing.
+
+    Returns:
+      The state after.
+    """
+    return self._copy(state, self._place(copies))
+
   def extend(
     self,
     params: Any,
@@ -365,25 +383,30 @@ class Sampler:
     budget: np.ndarray,
     *,
     columns: int,
-    sampling: Sampling,
+    sampling: Sampling | RowSampling,
+    alternatives: int = 0,
   ) -> tuple[SamplerState, Reply, jax.Array]:
     """Samples for the rows of this process; see `decode.decode`. `state` is donated.
 
-    All temperatures above 0 share one program. The reply has the rows of all processes; `processes.own_rows` returns
-    those of this process.
+    All temperatures above 0 share one program, as do all `RowSampling`. The reply has the rows of all processes;
+    `processes.own_rows` returns those of this process.
 
     Returns:
       The state after, the `Reply`, and bool[], whether a reply of any process is still open.
     """
-    compiled = dataclasses.replace(sampling, temperature=0.0 if sampling.temperature == 0 else 1.0)
+    if isinstance(sampling, RowSampling):
+      drawn = dict(temperature=None, by_row=self._place(sampling), sampling=None)
+    else:
+      compiled = dataclasses.replace(sampling, temperature=0.0 if sampling.temperature == 0 else 1.0)
+      drawn = dict(temperature=jnp.float32(sampling.temperature), sampling=compiled)
     return self._decode(
       params=params,
       state=state,
       key_data=self._place(jax.random.key_data(keys)),
       budget=self._place(budget),
-      temperature=jnp.float32(sampling.temperature),
       columns=columns,
-      sampling=compiled,
+      alternatives=alternatives,
+      **drawn,
     )
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.training.batches import TrainBatch
 from ragen_jax.training.selection import Selection
@@ -39,16 +39,16 @@ class RecordSettings:
 class Recorder:
   """Selects episodes of training rollouts and makes their records, token by token."""
 
-  def __init__(self, settings: RecordSettings, proxy: AgentProxy, tokenizer: ChatTokenizer):
+  def __init__(self, settings: RecordSettings, player: Player, tokenizer: ChatTokenizer):
     """Stores the arguments.
 
     Args:
       settings: see `RecordSettings`.
-      proxy: plays the rollouts.
+      player: plays the rollouts.
       tokenizer: gives the text of each token.
     """
     self._settings = settings
-    self._proxy = proxy
+    self._player = player
     self._tokenizer = tokenizer
 
   def rows(self, iteration: int) -> list[int]:
@@ -56,8 +56,8 @@ class Recorder:
     every = self._settings.episodes_every
     if not every or (iteration > 0 and (iteration + 1) % every):
       return []
-    envs = self._proxy.envs
-    return first_rows(envs.specs, envs.group_size, self._settings.episodes, one_a_level=False)
+    player = self._player
+    return first_rows(player.specs, player.group_size, self._settings.episodes, one_a_level=False)
 
   def records(
     self, rollout: Rollout, selection: Selection, batch: TrainBatch, iteration: int
@@ -80,9 +80,9 @@ class Recorder:
     if values is None and s.needs_critic:
       values = on_timeline(np.asarray(batch.old_values)[:fresh], columns, mask, width)
     records = episode_records(
-      Played(rollout, self._tokenizer, iteration + 1, 'train', self._proxy.envs.group_size),
+      Played(rollout, self._tokenizer, iteration + 1, 'train', self._player.group_size),
       rows,
-      reply_prefix=self._proxy.context.reply_prefix,
+      reply_prefix=self._player.reply_prefix,
       advantages=on_timeline(np.asarray(batch.advantages)[:fresh], columns, mask, width),
       learnt=selection.keep[:fresh],
       prompts_trained=s.prompts_trained,

@@ -13,12 +13,11 @@ import numpy as np
 from flax import nnx
 
 from ragen_jax.agent import finite
-from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.env_manager import first_training_level
 from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.language_model import LanguageModel, param_state
+from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout, concatenate
-from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.algorithms.diagnostics import RATIO_EDGES
 from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.models import lora
@@ -109,7 +108,7 @@ class Trainer:
   Attributes:
     settings: see `TrainerSettings`.
     model: the language model that is trained.
-    proxy: plays episodes.
+    player: plays episodes.
     scorer: scores tokens.
     learner: takes optimiser steps.
     estimator: makes advantages.
@@ -117,17 +116,17 @@ class Trainer:
     recorder: keeps episodes for the viewer.
   """
 
-  def __init__(self, settings: TrainerSettings, model: LanguageModel, proxy: AgentProxy):
+  def __init__(self, settings: TrainerSettings, model: LanguageModel, player: Player):
     """Combines the parts; nothing is compiled before the first iteration.
 
     Args:
       settings: the settings of all parts.
       model: the initial model.
-      proxy: plays episodes in the training environments.
+      player: plays the training episodes.
     """
     self.settings = settings
     self.model = model
-    self.proxy = proxy
+    self.player = player
     graphdef = nnx.split(model.model)[0]
     self.scorer = Scorer(graphdef, settings.loss.scoring, model.mesh)
     self.learner = Learner(
@@ -140,7 +139,7 @@ class Trainer:
     self.estimator = TargetEstimator(settings.estimate, self.scorer)
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
-    self.recorder = Recorder(settings.records, proxy, model.tokenizer)
+    self.recorder = Recorder(settings.records, player, model.tokenizer)
 
   @property
   def rows(self) -> int:
@@ -215,8 +214,10 @@ class Trainer:
     number = iteration * s.max_rollouts + attempt
     key = jax.random.fold_in(jax.random.key(self.settings.seed), iteration)
     key = jax.random.fold_in(key, attempt) if attempt else key
-    return self.proxy.rollout(
-      SamplerSpeaker(self.model.sampler, state.params, key, s.sampling),
+    return self.player.play(
+      state.params,
+      key,
+      s.sampling,
       first_training_level(s.first_level, self.settings.seed, rollout=number, groups=s.groups),
       policy_version=iteration,
       pictured=() if attempt else self.recorder.rows(iteration),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import pathlib
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +15,41 @@ from ragen_jax.utils.errors import describe_error
 
 
 def import_object(option: str, path: str) -> Any:
-  """The object at an import path 'package.module:name'.
+  """The object at an import path 'package.module:name', or in a file 'folder/file.py:name'.
 
   Args:
     option: name of the option with the path, for errors.
-    path: the module, a colon, and the name in it.
+    path: the module or the file, a colon, and the name in it.
 
   Raises:
     ValueError: the path has another form, the module cannot be imported, or it has no such name.
   """
   module, colon, name = path.partition(':') if isinstance(path, str) else ('', '', '')
   if not (module and colon and name):
-    raise ValueError(f"{option}={path!r}; allowed: 'package.module:name'")
+    raise ValueError(f"{option}={path!r}; allowed: 'package.module:name' or 'file.py:name'")
   try:
-    return functools.reduce(getattr, name.split('.'), importlib.import_module(module))
+    found = _load_file(module) if module.endswith('.py') else importlib.import_module(module)
+    return functools.reduce(getattr, name.split('.'), found)
   except (Exception, SystemExit) as e:
     raise ValueError(
       f'{option}={path!r} cannot be imported ({describe_error(e)}); allowed: what Python can import'
     ) from e
+
+
+def _load_file(path: str) -> types.ModuleType:
+  """The module in a file; a file is run once."""
+  name = f'ragen_jax_file_{pathlib.Path(path).resolve()}'
+  if name in sys.modules:
+    return sys.modules[name]
+  spec = importlib.util.spec_from_file_location(name, path)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  try:
+    spec.loader.exec_module(module)
+  except BaseException:
+    del sys.modules[name]
+    raise
+  return module
 
 
 def import_function(option: str, path: str) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ def episode_records(
 
   Returns:
     A record of each episode, see `viewer.schema`. The joined pieces of a reply are the sampled reply, including its
-    stop token.
+    stop token. A reply that is not in the loss has no numbers.
   """
   t, tokenizer, records = played.rollout.trajectory, played.tokenizer, []
   for index in rows:
@@ -93,13 +93,16 @@ def episode_records(
       row = int(own[(t.turn[own] == i).any(axis=1)][0])
       columns = np.flatnonzero(t.turn[row] == i)
       sampled = columns[t.loss_mask[row, columns]]
+      in_loss = len(sampled) > 0
+      if not in_loss:  # a reply that is context, such as that of an agent that is not trained
+        sampled = columns[len(columns) - len(turn.ids) :]
       ids = t.tokens[row, sampled].tolist()
-      prompt = tokenizer.decode(t.tokens[row, columns[~t.loss_mask[row, columns]]])
+      prompt = tokenizer.decode(t.tokens[row, columns[: len(columns) - len(sampled)]])
       forced = reply_prefix if reply_prefix and prompt.endswith(reply_prefix) else ''
-      numbers = {'logprob': t.logprobs, 'entropy': t.entropies}
-      if values is not None and (values is t.values or learnt is None or learnt[row]):
+      numbers = {'logprob': t.logprobs, 'entropy': t.entropies} if in_loss else {}
+      if in_loss and values is not None and (values is t.values or learnt is None or learnt[row]):
         numbers['value'] = values
-      if advantages is not None and (learnt is None or learnt[row]):
+      if in_loss and advantages is not None and (learnt is None or learnt[row]):
         numbers['advantage'] = advantages
       turns.append(
         {

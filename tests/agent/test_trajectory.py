@@ -33,7 +33,21 @@ def test_columns_are_those_that_were_appended_and_the_rest_is_padding():
   np.testing.assert_allclose(t.values[0], [0, 0, 0.5, 0.5, 0, 0])
   np.testing.assert_allclose(t.entropies[0], [0, 0, 0.1, 0.2, 0, 0])
   np.testing.assert_allclose(t.rewards[0], [0, 0, 0, -0.1, 0, 10.9], rtol=1e-6)
-  assert t.length.tolist() == [6, 1] and t.episode.tolist() == [10, 11] and t.policy_version.tolist() == [3, 3]
+  assert t.length.tolist() == [6, 1] and t.episode.tolist() == [10, 11]
+  assert t.versions.tolist() == [[0, 0, 3, 3, 0, 3], [0] * 6] and t.policy_version.tolist() == [3, 0]
+
+
+def test_a_row_is_as_old_as_the_oldest_version_that_sampled_in_it():
+  timeline = Timeline(2, 8)
+  timeline.append_context(0, (5, 6), 0)
+  timeline.append_reply(0, (7, 8), 0, versions=[4, 5])
+  timeline.append_context(0, (9,), 1)
+  timeline.append_reply(0, (7,), 1, versions=6)
+  timeline.append_context(1, (5,), 0)
+  timeline.append_reply(1, (7,), 0, versions=9)
+  t = _end(timeline, 2, policy_version=None)
+  assert t.versions.tolist() == [[0, 0, 4, 5, 0, 6], [0, 9, 0, 0, 0, 0]]
+  assert t.versions.dtype == np.int32 and t.policy_version.tolist() == [4, 9]
 
 
 def test_rows_that_were_put_aside_come_before_the_episode_s_last_and_empty_ones_at_the_end():

@@ -280,19 +280,27 @@ def test_advantage_mask_wider_than_the_loss_mask():
   np.testing.assert_allclose(got[0], expected, atol=2e-6)
 
 
-def split_rows(b, count=ROWS * TURNS + 1):
-  """Every turn of every row on a row of its own, in random order, then padding: where each is from, and its mask."""
-  pieces = [(row, k) for row in np.flatnonzero(b.valid) for k in range(b.turn[row].max() + 1)]
+def split_rows(b, *, interleaved, count=ROWS * TURNS + 1):
+  """The turns of every row on rows of their own, in random order, then padding: where each is from, and its mask.
+
+  Each new row holds one turn, or, interleaved, any of the turns, between which turns of other rows may lie.
+  """
+  pieces = []
+  for row in np.flatnonzero(b.valid):
+    turns = range(b.turn[row].max() + 1)
+    owner = b.rng.integers(0, 2, len(turns)) if interleaved else turns
+    pieces += [(row, [k for k in turns if owner[k] == o]) for o in set(owner)]
   b.rng.shuffle(pieces)
-  masks = [b.loss_mask[row] & (b.turn[row] == k) for row, k in pieces]
+  masks = [b.loss_mask[row] & np.isin(b.turn[row], turns) for row, turns in pieces]
   masks += [np.zeros_like(masks[0])] * (count - len(masks))
   # padding rows claim to belong to the first episode
   source = np.array([row for row, _ in pieces] + [pieces[0][0]] * (count - len(pieces)))
   return source, np.stack(masks)
 
 
+@pytest.mark.parametrize('interleaved', [False, True])
 @pytest.mark.parametrize('estimator', ['gae', 'turn_wise_gae', 'bi_level_gae', 'discounted_returns'])
-def test_an_episode_on_several_rows_is_one_episode(batch, estimator):
+def test_an_episode_on_several_rows_is_one_episode(batch, estimator, interleaved):
   f = {
     'gae': lambda r, v, m, turn, end, **rows: module.gae(r, v, m, 0.9, 0.8, end, **(rows and rows | {'turn': turn})),
     'turn_wise_gae': lambda r, v, m, turn, end, **rows: module.turn_wise_gae(r, v, m, turn, 0.9, 0.8, end, **rows),
@@ -306,7 +314,7 @@ def test_an_episode_on_several_rows_is_one_episode(batch, estimator):
   f = jax.jit(f)
   for seed in range(3):
     b = batch(seed)
-    source, mask = split_rows(b)
+    source, mask = split_rows(b, interleaved=interleaved)
     whole = f(b.rewards, b.values, b.loss_mask, b.turn, b.bootstrap)[0]
     episode = (1000 - 13 * source).astype(np.int32)
     parts = f(b.rewards[source], b.values[source], mask, b.turn[source], b.bootstrap[source], episode=episode)[0]

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.sampling.draw import PLAIN, Sampling, draw, draw_tokens, filter_logits
+from ragen_jax.sampling.draw import (
+  GREEDY,
+  PLAIN,
+  RowSampling,
+  Sampling,
+  draw,
+  draw_row_tokens,
+  draw_tokens,
+  filter_logits,
+)
 
 
 @pytest.mark.parametrize('size', [5, 300, 3000])
@@ -81,3 +90,65 @@ def test_temperature_zero_takes_the_most_likely_token_whatever_the_key():
     )
     np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
     np.testing.assert_allclose(logprobs, jnp.max(jax.nn.log_softmax(logits), axis=-1), rtol=1e-6)
+
+
+# Rows that differ in all that can differ; two draw from the model's own distribution.
+BY_ROW = (
+  PLAIN,
+  GREEDY,
+  Sampling(0.7, 1.0, 0),
+  Sampling(1.3, 0.6, 0),
+  Sampling(1.0, 1.0, 5),
+  Sampling(0.8, 0.9, 20),
+  Sampling(0.0, 0.5, 3),
+  PLAIN,
+)
+
+
+def _arrays(rows):
+  return RowSampling(
+    temperature=jnp.asarray([r.temperature for r in rows], jnp.float32),
+    top_p=jnp.asarray([r.top_p for r in rows], jnp.float32),
+    top_k=jnp.asarray([r.top_k for r in rows], jnp.int32),
+  )
+
+
+@pytest.mark.parametrize('rows', [BY_ROW, tuple(r for r in BY_ROW if r.top_p == 1 and not r.top_k)])
+@pytest.mark.parametrize('size', [50, 1500])
+def test_a_row_with_its_own_numbers_draws_what_a_batch_with_these_numbers_draws(rows, size):
+  draw_them = jax.jit(draw_row_tokens, static_argnames='alternatives')
+  different = set()
+  for seed in range(8):
+    logits = 2 * jax.random.normal(jax.random.key(seed), (len(rows), size))
+    logits = logits.at[:, -3:].set(-jnp.inf)  # padding of the embedding
+    keys, positions = jax.random.split(jax.random.key(seed + 100), len(rows)), jnp.arange(len(rows))
+    got = draw_them(logits, keys, positions, _arrays(rows), alternatives=0)
+    for i, row in enumerate(rows):
+      divided = logits / row.temperature if row.temperature else logits
+      want = draw_tokens(divided, keys, positions, row)
+      assert got[0][i] == want[0][i]
+      if row == PLAIN:  # nothing is computed in another way
+        np.testing.assert_array_equal(got[1][i], want[1][i])
+      np.testing.assert_allclose(got[1][i], want[1][i], rtol=1e-6, atol=1e-6)
+      np.testing.assert_allclose(got[2][i], want[2][i], rtol=1e-5)
+      different.add(int(got[0][i]))
+  assert len(different) > 8
+
+
+def test_the_likeliest_tokens_are_those_of_the_distribution_that_is_drawn_from():
+  logits = jax.random.normal(jax.random.key(0), (3, 50))
+  rows = (PLAIN, Sampling(0.5, 1.0, 2), GREEDY)
+  keys, positions = jax.random.split(jax.random.key(1), 3), jnp.arange(3)
+  tokens, logprobs, _, top, top_logprobs = draw_row_tokens(logits, keys, positions, _arrays(rows), 4)
+  assert top.shape == top_logprobs.shape == (3, 4)
+  order = np.argsort(-np.asarray(logits), axis=1)
+  np.testing.assert_array_equal(top[0], order[0, :4])
+  np.testing.assert_allclose(top_logprobs[0], jax.nn.log_softmax(logits[0])[order[0, :4]], rtol=1e-6)
+  # Two tokens are left in the second row, which share the probability.
+  np.testing.assert_array_equal(top[1, :2], order[1, :2])
+  assert np.isneginf(top_logprobs[1, 2:]).all()
+  np.testing.assert_allclose(np.exp(top_logprobs[1, :2]).sum(), 1, rtol=1e-6)
+  np.testing.assert_allclose(
+    top_logprobs[1, 0] - top_logprobs[1, 1], 2 * (logits[1, order[1, 0]] - logits[1, order[1, 1]]), rtol=1e-5
+  )
+  assert tokens[2] == top[2, 0] and logprobs[2] == top_logprobs[2, 0]

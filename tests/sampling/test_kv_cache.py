@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from ragen_jax.models.qwen import LayerCache
-from ragen_jax.sampling.kv_cache import SamplerState, append_window, init_state, put_rows, resize, take_rows
+from ragen_jax.sampling.kv_cache import (
+  SamplerState,
+  append_window,
+  copy_rows,
+  init_state,
+  put_rows,
+  resize,
+  take_rows,
+)
 from tests.support.models import random_model
 
 COUNT = [4, 3, 5]  # columns of each row, of 7
@@ -59,6 +67,19 @@ def test_rows_are_taken_in_the_given_order_and_put_back(state):
   after = put_rows(state, rows, changed)
   chex.assert_trees_all_equal(take_rows(after, rows), changed)
   chex.assert_trees_all_equal(take_rows(after, jnp.asarray([1])), take_rows(state, jnp.asarray([1])))
+
+
+def test_rows_are_copied_whole_or_cut(state):
+  """Row 2 to row 0 without its last two columns, row 1 to itself as it is."""
+  after = copy_rows(state, jnp.asarray([[2, 0, 3], [1, 1, 7]]))
+  chex.assert_trees_all_equal(take_rows(after, jnp.asarray([1, 2])), take_rows(state, jnp.asarray([1, 2])))
+  assert after.count.tolist() == [3, 3, 5]
+  assert after.draw_position.tolist() == [58, 50, 60] and after.rotary.tolist() == [103, 103, 105]
+  for got, want in ((after.cache[0].k, state.cache[0].k), (after.cache[0].v, state.cache[0].v)):
+    np.testing.assert_array_equal(got[0, :3], want[2, :3])
+  whole = copy_rows(state, jnp.asarray([[2, 0, 5]]))
+  rows = jnp.asarray([0, 2, 2])
+  chex.assert_trees_all_equal(take_rows(whole, rows[:1]), take_rows(state, rows[1:2]))
 
 
 @pytest.mark.parametrize('size', [5, 7, 12])

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.sampling.draw import GREEDY, PLAIN, Sampling
+from ragen_jax.sampling.draw import GREEDY, PLAIN, RowSampling, Sampling
 from ragen_jax.sampling.sampler import Sampler
 from tests.support.models import random_model
 
@@ -131,6 +131,60 @@ def test_temperature_scales_the_logprobs(model):
       np.testing.assert_allclose(lp, sharper[timeline[column]], atol=1e-4)
 
 
+def test_rows_with_numbers_of_their_own_sample_what_batches_with_these_numbers_do(model):
+  """One program for all rows; with the likeliest tokens of each distribution."""
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  every = (PLAIN, GREEDY, Sampling(0.5, 1.0, 0), Sampling(1.0, 0.8, 6))
+  keys, budget = jax.random.split(jax.random.key(8), 4), np.full(4, 12)
+  tokens = np.random.default_rng(0).integers(8, VOCAB, size=(4, 5)).astype(np.int32)
+
+  def sample(**options):
+    state = sampler.extend(params, sampler.init(4, 32), tokens, np.full(4, 5, np.int32))
+    return jax.device_get(sampler.decode(params, state, keys, budget, columns=12, **options)[1])
+
+  by_row = RowSampling(
+    temperature=np.asarray([x.temperature for x in every], np.float32),
+    top_p=np.asarray([x.top_p for x in every], np.float32),
+    top_k=np.asarray([x.top_k for x in every], np.int32),
+  )
+  mixed, plain = sample(sampling=by_row, alternatives=5), sample(sampling=by_row)
+  assert plain.top_tokens is None and mixed.top_tokens.shape == (4, 12, 5)
+  for i, sampling in enumerate(every):
+    alone, n = sample(sampling=sampling), int(mixed.count[i])
+    assert n == alone.count[i] and mixed.open[i] == alone.open[i]
+    for name in ('tokens', 'logprobs', 'values', 'entropies'):
+      got = [getattr(reply, name)[i, :n] for reply in (mixed, plain)]
+      np.testing.assert_array_equal(*got, err_msg=name)
+      np.testing.assert_allclose(got[0], getattr(alone, name)[i, :n], atol=1e-5, err_msg=name)
+    likeliest = mixed.top_logprobs[i, :n]
+    assert (np.diff(likeliest, axis=1) <= 0).all()
+    found = mixed.top_tokens[i, :n] == mixed.tokens[i, :n, None]
+    assert found.any()
+    np.testing.assert_allclose(
+      likeliest[found], np.broadcast_to(mixed.logprobs[i, :n, None], found.shape)[found], atol=1e-6
+    )
+  with pytest.raises(ValueError, match=r'^alternatives=5: needs a RowSampling'):
+    sample(sampling=PLAIN, alternatives=5)
+
+
+def test_a_copied_row_goes_on_as_the_row_that_it_was_copied_from(model):
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  tokens = np.random.default_rng(0).integers(8, VOCAB, size=(3, 6)).astype(np.int32)
+  state = sampler.extend(params, sampler.init(3, 32), tokens, np.asarray([6, 4, 2], np.int32))
+  state = sampler.copy_rows(state, np.asarray([[0, 2, 32]], np.int32))
+  assert np.asarray(state.count).tolist() == [6, 4, 6]
+  keys = jax.random.wrap_key_data(np.asarray([[0, 1], [0, 2], [0, 1]], np.uint32))
+  state, reply, _ = sampler.decode(params, state, keys, np.full(3, 8), columns=8, sampling=PLAIN)
+  n = int(reply.count[0])
+  assert n > 1 and reply.tokens[0].tolist() == reply.tokens[2].tolist()
+  # Cut to the prompt's first four tokens and fed the others again, the row gives the same reply.
+  state = sampler.copy_rows(state, np.asarray([[2, 2, 4]], np.int32))
+  state = sampler.extend(params, state, tokens[:, 4:], np.asarray([0, 0, 2], np.int32))
+  _, again, _ = sampler.decode(params, state, keys, np.asarray([0, 0, 8]), columns=8, sampling=PLAIN)
+  assert again.tokens[2].tolist() == reply.tokens[0].tolist()
+  np.testing.assert_allclose(again.logprobs[2], reply.logprobs[0], atol=1e-5)
+
+
 def test_padding_of_the_embedding_is_never_drawn(model):
   sampler, params = Sampler(model, stop_ids=(STOP,), vocab_limit=12), nnx.split(model)[1]
   state = sampler.init(64, 32)
@@ -203,8 +257,8 @@ def test_each_program_is_traced_once_per_shape(model):
   run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
   run(np.random.default_rng(1), sampling=PLAIN)
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
-  assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'arrange': 1, 'copy': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(2), sampling=Sampling(0.5, 1.0, 0))  # temperatures above 0 share a program
-  assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'arrange': 1, 'copy': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(3), sampling=GREEDY)
-  assert sampler.traces == {'arrange': 1, 'extend': 2, 'decode': 4}
+  assert sampler.traces == {'arrange': 1, 'copy': 0, 'extend': 2, 'decode': 4}

@@ -83,7 +83,7 @@ def test_only_what_is_kept_is_drawn_and_most_iterations_keep_nothing(iteration):
   every = settings.episodes_every
   kept = [i for i in range(12) if trainer.recorder.records(rollout, selection, batch, i)[1]]
   assert kept == [0, every - 1, 2 * every - 1]
-  off = Recorder(dataclasses.replace(settings, episodes_every=0), trainer.proxy, trainer.model.tokenizer)
+  off = Recorder(dataclasses.replace(settings, episodes_every=0), trainer.player, trainer.model.tokenizer)
   assert not off.records(rollout, selection, batch, 0)[1]
 
 
@@ -93,7 +93,7 @@ def test_values_that_the_sampler_does_not_record_are_the_critic_s_own(iteration)
   batch = batch.replace(old_values=np.where(batch.mask, np.random.default_rng(0).normal(size=batch.mask.shape), 0))
   for needs_critic in (True, False):
     settings = dataclasses.replace(trainer.settings.records, records_values=False, needs_critic=needs_critic)
-    recorder = Recorder(settings, trainer.proxy, trainer.model.tokenizer)
+    recorder = Recorder(settings, trainer.player, trainer.model.tokenizer)
     shown = recorder.records(rollout, selection, batch, 0)[1]
     for episode, record in zip(episodes, shown, strict=True):
       row = next(i for i, e in enumerate(rollout.episodes) if e is episode)
@@ -108,7 +108,7 @@ def test_values_that_the_sampler_does_not_record_are_the_critic_s_own(iteration)
 def test_rows_of_replay_behind_the_fresh_ones_and_masks_of_the_loss_are_told(iteration):
   trainer, rollout, selection, batch, _, records = iteration
   settings = dataclasses.replace(trainer.settings.records, prompts_trained=True)
-  recorder = Recorder(settings, trainer.proxy, trainer.model.tokenizer)
+  recorder = Recorder(settings, trainer.player, trainer.model.tokenizer)
   assert not any(record['prompts_trained'] for record in records)
   assert all(record['prompts_trained'] for record in recorder.records(rollout, selection, batch, 0)[1])
   # A selection whose last rows were replayed: the rollout of the iteration has the first ones.

@@ -22,9 +22,8 @@ def test_the_buffer_gives_back_whole_groups_that_are_not_too_old(policy, played)
   assert buffer.draw(4, rng, 0) == []
   rows, scale = np.arange(4, 32), np.linspace(0, 1, 32, dtype=np.float32)  # the first group was not learnt from
   for iteration in range(4):
-    marked = dataclasses.replace(
-      rollout, trajectory=rollout.trajectory.replace(policy_version=np.full(32, iteration, np.int32))
-    )
+    t = rollout.trajectory
+    marked = dataclasses.replace(rollout, trajectory=t.replace(versions=np.full_like(t.versions, iteration)))
     buffer.add(marked, rows, scale, iteration)
   drawn = buffer.draw(100, rng, 4)
   assert [int(d.trajectory.policy_version[0]) for d, _ in drawn] == [2, 3]

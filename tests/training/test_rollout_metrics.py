@@ -100,7 +100,11 @@ def test_the_lag_is_that_of_the_kept_rows(policy, played):
   trainer, _ = learning.make_trainer(policy)
   selection = trainer.select(rollout)
   version = np.repeat(np.arange(8, dtype=np.int32), 4)  # of the rows of each group
-  rollout = dataclasses.replace(rollout, trajectory=rollout.trajectory.replace(policy_version=version))
+  t = rollout.trajectory
+  versions = np.where(np.arange(t.tokens.shape[1]) % 2, version[:, None] + 1, version[:, None])  # the older one counts
+  last = np.where(t.loss_mask, np.arange(t.tokens.shape[1]), -1).max(axis=1)
+  versions[np.arange(32), last] = version
+  rollout = dataclasses.replace(rollout, trajectory=t.replace(versions=versions))
   keep = np.isin(version, (2, 3, 7)) & (np.arange(32) != 8)  # three rows of version 2, four of 3 and of 7
   found = policy_lag(dataclasses.replace(selection, rollout=rollout, keep=keep), 7)
   assert found == {'rollout/policy_lag_mean': (3 * 5 + 4 * 4) / 11, 'rollout/policy_lag_max': 5.0}

@@ -7,6 +7,9 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.episode import Episode, Turn
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.models import presets
 from ragen_jax.training.batches import at_columns
 from ragen_jax.viewer.records import Played, episode_records, first_rows, on_timeline, token_pieces
@@ -76,9 +79,33 @@ def test_a_prompt_of_its_own_begins_a_turn_that_sees_the_last_ones_only(iteratio
   assert all(turn['prompt'].startswith('<|im_start|>system') for turn in turns)
 
 
+def test_a_reply_outside_the_loss_has_its_text_and_no_numbers():
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  prompts = [tokenizer.encode(f'<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n') for text in 'ab']
+  replies = [(*tokenizer.encode(text), tokenizer.stop_ids[0]) for text in ('Left', 'Up and down')]
+  timeline = Timeline(1, 200)
+  timeline.append_context(0, prompts[0] + replies[0], 0)  # the turn of a frozen agent
+  timeline.append_context(0, prompts[1], 1)
+  timeline.append_reply(0, replies[1], 1, logprobs=-0.5, entropies=0.25)
+  zero = np.zeros(1, np.int32)
+  trajectory = timeline.trajectory(group=zero, episode=zero, env=zero, status=zero, policy_version=0, pad_id=0)
+  turns = [
+    Turn('', text, [], (), 0.0, True, 0, ids=ids) for text, ids in zip(('Left', 'Up and down'), replies, strict=True)
+  ]
+  rollout = Rollout(trajectory, [Episode('Duel', 0, 0, turns)], zero[:, None], np.zeros(1), 4, 0)
+  table = np.ones(trajectory.tokens.shape, np.float32)
+  told = {'advantages': table, 'learnt': np.ones(1, bool), 'values': table}
+  (record,) = episode_records(Played(rollout, tokenizer, 1, 'train', 1), [0], **told)
+  for turn, prompt, reply, text in zip(record['turns'], prompts, replies, ('Left', 'Up and down'), strict=True):
+    assert (turn['prompt'], turn['prompt_tokens']) == (tokenizer.decode(prompt), len(prompt))
+    assert turn['closed'] and ''.join(turn['pieces'][:-1]) == text and len(turn['pieces']) == len(reply)
+  numbers = {'logprob', 'entropy', 'value', 'advantage'}
+  assert not numbers & set(record['turns'][0]) and numbers <= set(record['turns'][1])
+
+
 def test_pictures_are_those_of_the_boards(iteration):
   trainer, _, _, _, episodes, records = iteration
-  env = trainer.proxy.envs.specs[0].env
+  env = trainer.player.proxy.envs.specs[0].env
   for episode, record in zip(episodes[:6], records[:6], strict=True):
     shown = [(turn['observation'], turn['picture']) for turn in record['turns']]
     shown.append((record['final_observation'], record['final_picture']))
@@ -90,7 +117,7 @@ def test_pictures_are_those_of_the_boards(iteration):
 
 
 def test_one_member_a_level_or_whole_groups(iteration):
-  specs = iteration[0].proxy.envs.specs  # 2 groups each
+  specs = iteration[0].player.proxy.envs.specs  # 2 groups each
   assert first_rows(specs, 4, 3, one_a_level=False) == [0, 1, 2, 8, 9, 10]
   assert first_rows(specs, 4, 3, one_a_level=True) == [0, 4, 8, 12]
   assert first_rows(specs, 4, 0, one_a_level=True) == []

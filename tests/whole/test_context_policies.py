@@ -54,7 +54,7 @@ def test_every_turn_is_trained_once_and_in_order(played):
       seen[int(t.episode[row])].append((turn, t.tokens[row, columns].tolist()))
   for episode, turns in zip(rollout.episodes, seen.values(), strict=True):
     assert [turn for turn, _ in turns] == list(range(len(episode.turns)))
-    texts = trainer.proxy.context.reply_texts([ids for _, ids in turns])
+    texts = trainer.player.proxy.context.reply_texts([ids for _, ids in turns])
     assert texts == [turn.reply for turn in episode.turns]
 
 
@@ -110,7 +110,7 @@ def test_the_prompt_shows_what_the_policy_says_it_shows(played):
 def test_overlong_contexts_drop_turns_and_never_outgrow_their_columns(played):
   mode, trainer, _, rollout = played
   t = rollout.trajectory
-  assert t.length.max() <= trainer.proxy.limits.max_context
+  assert t.length.max() <= trainer.player.proxy.limits.max_context
   assert (t.status != Status.OUT_OF_CONTEXT).all()
   if mode == 'drop_oldest':
     assert t.length.max() > 150  # it really was at the limit

@@ -90,7 +90,7 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
   config = mixed_config()
   trainer = build.make_trainer(config, policy)
   params = nnx.split(policy.model)[1]
-  rollout = trainer.proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(0), PLAIN), 10_000)
+  rollout = trainer.player.proxy.rollout(SamplerSpeaker(policy.sampler, params, jax.random.key(0), PLAIN), 10_000)
 
   tags = ['SimpleSokoban'] * 2 + ['BanditPairs'] * 6 + ['FrozenLake'] * 4
   assert [e.tag for e in rollout.episodes] == tags

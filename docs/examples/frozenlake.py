@@ -1,0 +1,81 @@
+"""A program that plays FrozenLake over HTTP, with the prompts and the game of this project.
+
+The policy is called as any OpenAI-compatible server is. `benchmarks/agents.py` compares training with this program and
+training with the environment itself: in synchronous mode both give the same rows.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import urllib.parse
+
+import numpy as np
+
+import ragen_jax
+from ragen_jax import build
+from ragen_jax.agent.episode import Status, Turn, status_after_turn
+from ragen_jax.agent.pools import JaxPool
+from ragen_jax.serving import client
+
+_CONFIG = ragen_jax.load_config('frozenlake_ppo')
+_SPECS = build.env_specs(_CONFIG, ('FrozenLake',), (1,))
+_GAMES: queue.SimpleQueue[JaxPool] = queue.SimpleQueue()  # games that no attempt uses; each is compiled once
+
+
+_CONTEXT = build.context_manager(_CONFIG, ragen_jax.load_policy(_CONFIG).tokenizer, _SPECS)
+
+
+def play(task: client.Task) -> float:
+  """Plays an episode. Posts the reward of each turn, and returns what is left for the whole episode: nothing."""
+  game = _GAMES.get() if not _GAMES.empty() else JaxPool(_SPECS[0], 1, 1)
+  try:
+    _play(task, game)
+  finally:
+    _GAMES.put(game)
+  return 0.0
+
+
+def _play(task: client.Task, game: JaxPool) -> None:
+  budget, env = _SPECS[0].budget, _SPECS[0].env
+  game.reset(np.asarray([task.input['seed']]), np.asarray([task.input['member']]))
+  turns, status = [], Status.RUNNING
+  while status == Status.RUNNING:
+    observation, left = env.render(game.states)[0], budget.max_actions - int(game.used[0])
+    messages = _CONTEXT.messages(0, turns, observation, left)
+    prefix = _CONTEXT.reply_prefix
+    answer = ask(task, [*messages, {'role': 'assistant', 'content': prefix}])
+    text = prefix + answer['choices'][0]['message']['content']
+    read = _CONTEXT.parse(0, text)
+    rewards, executed, _ = game.step([list(read.actions)])
+    penalty = 0.0 if read.valid else _CONFIG.agent.format_penalty
+    actions = list(read.names[: executed[0]])
+    turns.append(Turn(observation, text, actions, rewards[0], penalty, read.valid, 0, actions_left=left))
+    if turns[-1].reward:
+      client.reward(turns[-1].reward, call=answer['id'], name='goal', of=task)
+    if penalty:
+      client.reward(penalty, call=answer['id'], of=task)
+    status = status_after_turn(
+      done=bool(game.done[0]),
+      success=bool(game.success[0]),
+      actions_left=budget.max_actions - int(game.used[0]),
+      last_turn=len(turns) == budget.max_turns,
+    )
+
+
+def ask(task: client.Task, messages: list[dict[str, str]]) -> dict:
+  """The answer to a conversation whose last message is the beginning of the reply."""
+  url = urllib.parse.urlsplit(task.base_url)
+  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=task.timeout_s)
+  body = {'model': 'policy', 'messages': messages, 'continue_final_message': True, 'add_generation_prompt': False}
+  headers = {'Authorization': f'Bearer {task.api_key}', 'Content-Type': 'application/json'}
+  try:
+    connection.request('POST', f'{url.path}/chat/completions', json.dumps(body), headers)
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+  finally:
+    connection.close()
+  if response.status != 200:
+    raise RuntimeError(answer['error']['message'])
+  return answer

@@ -1,0 +1,120 @@
+"""Who plays the rollouts of training and of evaluations: the policy in our environments, or programs outside."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.distributed import processes
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.sampling.sampler import Sampler, Sampling
+
+
+class Player(Protocol):
+  """Plays rollouts with the weights that it is given.
+
+  Attributes:
+    specs: the environments, or the tasks, in the order of the rows.
+    group_size: G, number of episodes of a group.
+    max_turns: maximum number of replies of an episode.
+    reply_prefix: the part of every reply that is forced.
+  """
+
+  specs: list[EnvSpec]
+  group_size: int
+  max_turns: int
+  reply_prefix: str
+
+  def check(self, first_seed: int) -> None:
+    """Checks what can be checked before anything large is compiled.
+
+    Args:
+      first_seed: seed of the first level.
+
+    Raises:
+      UserError: episodes cannot begin.
+    """
+
+  def play(
+    self,
+    params: Any,
+    key: jax.Array,
+    sampling: Sampling,
+    first_seed: int,
+    *,
+    policy_version: int = 0,
+    pictured: Collection[int] = (),
+  ) -> Rollout:
+    """Plays one episode in each row.
+
+    Args:
+      params: the weights.
+      key: PRNG key of the draws.
+      sampling: how tokens are drawn.
+      first_seed: seed of the level, or the number of the task, of the first group; the next group has the next one.
+      policy_version: number of updates that led to the weights.
+      pictured: rows whose boards are drawn, for the viewer.
+    """
+
+  def levels(self, first_seed: int) -> frozenset[bytes]:
+    """The levels of a rollout, as `EnvStateManager(held_out=...)` takes them; none if they cannot be compared."""
+
+  def optimal(self, first_seed: int) -> dict[str, float]:
+    """Best possible success probability by tag, averaged over the levels of a rollout; NaN if unknown."""
+
+
+class EnvironmentPlayer:
+  """The policy plays the environments of an `AgentProxy`; see `Player` for the attributes and methods.
+
+  Attributes:
+    proxy: the rollout loop.
+  """
+
+  def __init__(self, proxy: AgentProxy, sampler: Sampler):
+    """Plays nothing.
+
+    Args:
+      proxy: the rollout loop.
+      sampler: the sampler of the policy.
+    """
+    self.proxy = proxy
+    self._sampler = sampler
+    self.specs, self.group_size = proxy.envs.specs, proxy.envs.group_size
+    self.max_turns, self.reply_prefix = proxy.limits.max_turns, proxy.context.reply_prefix
+
+  def check(self, first_seed: int) -> None:
+    """See `Player`."""
+    self.proxy.check_first_prompts(first_seed)
+
+  def play(
+    self,
+    params: Any,
+    key: jax.Array,
+    sampling: Sampling,
+    first_seed: int,
+    *,
+    policy_version: int = 0,
+    pictured: Collection[int] = (),
+  ) -> Rollout:
+    """See `Player`."""
+    speaker = SamplerSpeaker(self._sampler, params, key, sampling)
+    return self.proxy.rollout(speaker, first_seed, policy_version=policy_version, pictured=pictured)
+
+  def levels(self, first_seed: int) -> frozenset[bytes]:
+    """See `Player`. All processes must call."""
+    own = self.proxy.envs.levels_from(first_seed)
+    return frozenset().union(*processes.gather_shares(own, self._sampler.share))
+
+  def optimal(self, first_seed: int) -> dict[str, float]:
+    """See `Player`. All processes must call."""
+    envs = self.proxy.envs
+    envs.reset(first_seed)
+    parts = processes.gather_shares((envs.optimal(), envs.row_env), self._sampler.share)
+    best, env = (np.concatenate(x) for x in zip(*parts, strict=True))
+    return {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(envs.specs)}

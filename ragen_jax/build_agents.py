@@ -1,0 +1,166 @@
+"""Makes the parts of a run whose episodes programs outside play over HTTP, from its config."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+from ragen_jax import build
+from ragen_jax.agent.language_model import LanguageModel, param_state
+from ragen_jax.envs import AgentTasks
+from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, run_agents
+from ragen_jax.serving.agent_server import LOOPBACK, ServerSettings
+from ragen_jax.serving.episodes import EpisodeSettings
+from ragen_jax.serving.records import Limits as AttemptLimits
+from ragen_jax.serving.reply_reader import BadCalls
+from ragen_jax.serving.service import ServiceSettings
+from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.serving.types import AttemptState, SamplingParams
+from ragen_jax.serving.wire.spec import Limits as WireLimits
+from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.sizes import round_up
+
+_log = logging.getLogger(__name__)
+
+# The most that one request of an agent program may hold.
+_MOST_REPLIES, _MOST_MESSAGES, _MOST_TOOLS = 64, 4096, 256
+
+
+def plays_agents(config: ConfigDict) -> bool:
+  """Whether programs outside play the tags of the run.
+
+  Raises:
+    UserError: they play some tags, and the policy plays others turn by turn.
+  """
+  tags = dict.fromkeys((*config.train.tags, *config.eval.tags))
+  agents = [tag for tag in tags if tag in config.envs and config.envs[tag].get('type') == AgentTasks.name]
+  if agents and len(agents) < len(tags):
+    others = ', '.join(tag for tag in tags if tag not in agents)
+    raise UserError(
+      f'train.tags={config.train.tags}, eval.tags={config.eval.tags}: {", ".join(agents)} of the type '
+      f"'agent' cannot be mixed with {others}"
+    )
+  return bool(agents)
+
+
+def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> AgentSettings:
+  """How programs play the tasks of `config.train` or `config.eval`."""
+  s, tokenizer = config.serve, model.tokenizer
+  retried = (AttemptState.FAILED, AttemptState.TIMEOUT, AttemptState.UNRESPONSIVE)
+  return AgentSettings(
+    mode='train' if section == 'train' else 'val',
+    limits=AttemptLimits(timeout_s=s.timeout, heartbeat_s=s.heartbeat, max_attempts=s.max_attempts, retry_on=retried),
+    # `AgentPlayer.play` sets how the tokens are drawn.
+    episodes=build.fill(
+      EpisodeSettings,
+      s,
+      group_size=config[section].group_size,
+      incomplete=s.incomplete if section == 'train' else 'keep',
+      off_policy='exclude',
+      temperature=config[section].temperature,
+      top_p=config[section].top_p,
+      top_k=config[section].top_k,
+      stop_id=tokenizer.stop_ids[0],
+      pad_id=tokenizer.pad_id,
+    ),
+    max_turns=max(config.envs[tag].max_turns for tag in config[section].tags),
+  )
+
+
+def server_settings(config: ConfigDict, model: LanguageModel) -> ServerSettings:
+  """The settings of the server of `config.serve`."""
+  s, a = config.serve, config.agent
+  of = {
+    section: build.fill(SamplingParams, config[section], max_tokens=a.max_response_tokens, stop=(), top_logprobs=0)
+    for section in ('train', 'eval')
+  }
+  turns = [config.envs[tag].max_turns for tag in (*config.train.tags, *config.eval.tags)]
+  return build.fill(
+    ServerSettings,
+    s,
+    open_access=s.host in LOOPBACK,
+    engine=build.fill(
+      EngineSettings,
+      s,
+      max_context=a.max_context,
+      chunk=min(a.decode_chunk, a.max_response_tokens),
+      widths=_prompt_widths(config),
+    ),
+    service=build.fill(
+      ServiceSettings,
+      s,
+      limits=WireLimits(
+        vocabulary=model.tokenizer.size,
+        context=a.max_context,
+        replies=_MOST_REPLIES,
+        messages=_MOST_MESSAGES,
+        tools=_MOST_TOOLS,
+        lenient=True,
+      ),
+      training=of['train'],
+      evaluation=of['eval'],
+      bad_calls=BadCalls(s.bad_calls),
+      max_calls=max(turns),
+      grace_s=s.grace,
+    ),
+  )
+
+
+def _prompt_widths(config: ConfigDict) -> tuple[int, ...]:
+  """Columns of the programs that feed prompts: each is about four times as wide as the one before."""
+  step, widths = config.length_step, []
+  width = max(step // 4, 1)
+  while not widths or (widths[-1] < config.agent.max_context and len(widths) < 4):
+    widths.append(min(width, round_up(config.agent.max_context, max(step // 4, 1))))
+    width *= 4
+  return tuple(dict.fromkeys(widths))
+
+
+def import_open_server():
+  """`open_server.open_server`; a UserError if the packages of a server are missing."""
+  try:
+    from ragen_jax.serving.open_server import open_server
+  except ImportError as e:
+    raise UserError(
+      f"serving agents needs the package {e.name}; install it with 'pip install -r requirements-serve.txt'"
+    ) from e
+  return open_server
+
+
+@contextlib.contextmanager
+def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iterator[dict[str, AgentPlayer | None]]:
+  """Serves the model to the programs that play a run's episodes, and starts the runner of its tasks.
+
+  Args:
+    config: the run's config.
+    model: the initial model.
+    workdir: directory of the run; it gets the store.
+
+  Yields:
+    The players of 'train' and 'eval'; None each if the policy plays turn by turn, as in other runs.
+
+  Raises:
+    UserError: the server cannot be opened, or the runner cannot be imported.
+  """
+  if not plays_agents(config):
+    yield {'train': None, 'eval': None}
+    return
+  runners = [config.envs[tag].runner for tag in dict.fromkeys((*config.train.tags, *config.eval.tags))]
+  open_server = import_open_server()
+  with (
+    open_server(server_settings(config, model), model, param_state(model.model), 0, workdir) as server,
+    run_agents(
+      server, runners, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
+    ),
+  ):
+    _log.info('agents call the policy at %s/v1', server.url)
+    players = {}
+    for section in ('train', 'eval'):
+      specs = build.env_specs(config, tuple(config[section].tags), build.group_counts(config[section], section))
+      players[section] = AgentPlayer(
+        agent_settings(config, model, section), server, specs, config[section].group_size, model.tokenizer
+      )
+    yield players

@@ -1,0 +1,247 @@
+"""Rollouts that agent programs play over HTTP: queued as tasks, collected as token rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, AgentServer
+from ragen_jax.serving.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
+from ragen_jax.serving.keys import split_key
+from ragen_jax.serving.pool import LocalQueue, Pool
+from ragen_jax.serving.records import OVER, Limits, NewRollout, RolloutRecord
+from ragen_jax.serving.runners import FunctionRunner, ProgramRunner, Runner, load_function
+from ragen_jax.serving.types import AttemptState, RolloutState
+from ragen_jax.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 10.0  # how long a stopped agent may take to end
+_LOOK_S = 1.0  # between two looks for attempts that are late
+_REPORT_S = 60.0  # between two lines about a rollout that waits for workers
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentSettings:
+  """How tasks are played and collected.
+
+  Attributes:
+    mode: 'train' or 'val'.
+    limits: time-outs and retries of a rollout.
+    episodes: how attempts become episodes.
+    max_turns: most calls of an attempt.
+  """
+
+  mode: str
+  limits: Limits
+  episodes: EpisodeSettings
+  max_turns: int
+
+
+class AgentPlayer:
+  """Agent programs play the tasks of the specs; see `agent.player.Player` for the attributes and methods.
+
+  Attributes:
+    metrics: of the last rollout, see `episodes.build_rollout`.
+  """
+
+  reply_prefix = ''
+
+  def __init__(
+    self, settings: AgentSettings, server: AgentServer, specs: list[EnvSpec], group_size: int, tokenizer: ChatTokenizer
+  ):
+    """Plays nothing.
+
+    Args:
+      settings: see `AgentSettings`.
+      server: serves the policy.
+      specs: tasks, `AgentTasks` each.
+      group_size: G.
+      tokenizer: gives the text of ids.
+    """
+    self.specs, self.group_size, self.max_turns = specs, group_size, settings.max_turns
+    self._settings, self._server, self._tokenizer = settings, server, tokenizer
+    self.metrics: dict[str, float] = {}
+
+  def check(self, first_seed: int) -> None:
+    """See `Player`: the tasks were read, and the runners imported, when the server was opened."""
+    del first_seed
+
+  def levels(self, first_seed: int) -> frozenset[bytes]:
+    """See `Player`: tasks are not compared."""
+    del first_seed
+    return frozenset()
+
+  def optimal(self, first_seed: int) -> dict[str, float]:
+    """See `Player`: unknown."""
+    del first_seed
+    return {spec.tag: float('nan') for spec in self.specs}
+
+  def play(
+    self,
+    params: Any,
+    key: jax.Array,
+    sampling: Sampling,
+    first_seed: int,
+    *,
+    policy_version: int = 0,
+    pictured: Collection[int] = (),
+  ) -> Rollout:
+    """See `Player`. Rollouts that the store holds already, from before a restart, are not played again.
+
+    Raises:
+      UserError: no group of attempts can be learnt from.
+    """
+    del pictured
+    server, lifecycle = self._server, self._server.lifecycle
+    episodes = dataclasses.replace(
+      self._settings.episodes, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+    )
+    server.engine.set_weights(params, version=policy_version, keep_cache=False)
+    server.engine.resume()
+    try:
+      tasks = self._queue(key, first_seed, f'{self._settings.mode}-{policy_version}-{_digest(params, sampling)}')
+      records = self._wait([r for _, _, records in tasks for r in records])
+    finally:
+      server.engine.pause(drain=True)
+    groups = [
+      TaskAttempts(spec.tag, seed, tuple(self._finished(records[r.rollout_id]) for r in own))
+      for spec, seed, own in tasks
+    ]
+    rollout, self.metrics = build_rollout(groups, episodes, self._tokenizer.decode)
+    if rollout is None or all(e.status == Status.ENV_ERROR for e in rollout.episodes):
+      raise UserError(f'{self._settings.mode}: {_why_nothing(groups)}')
+    lifecycle.store.close_rollouts([r for r, x in records.items() if x.closed is None], time.time())
+    return rollout
+
+  def _queue(self, key: jax.Array, first_seed: int, prefix: str) -> list[tuple[EnvSpec, int, list[RolloutRecord]]]:
+    """Creates the rollouts: (spec, number of the task, its rollouts) for each group."""
+    rows = sum(spec.num_groups for spec in self.specs) * self.group_size
+    words, tasks, group = iter(split_key(key, rows)), [], 0
+    for spec in self.specs:
+      for _ in range(spec.num_groups):
+        seed, own = first_seed + group, []
+        for member in range(self.group_size):
+          new = NewRollout(
+            rollout_id=f'{prefix}-{seed}-{member}', input=spec.env.task(seed, member), group=f'{prefix}-{seed}',
+            mode=self._settings.mode, limits=self._settings.limits, metadata={'tag': spec.tag}, key=next(words),
+          )  # fmt: skip
+          own.append(self._server.lifecycle.create(new))
+        tasks.append((spec, seed, own))
+        group += 1
+    return tasks
+
+  def _wait(self, rollouts: Sequence[RolloutRecord]) -> dict[str, RolloutRecord]:
+    """Waits until all rollouts are over, and ends attempts that are late. Returns them by id."""
+    lifecycle = self._server.lifecycle
+    store, changes = lifecycle.store, lifecycle.changes
+    over: dict[str, RolloutRecord] = {}
+    told = time.monotonic()
+    while True:
+      seen = changes.count
+      for r in rollouts:
+        if r.rollout_id not in over:
+          record = store.rollout(r.rollout_id)
+          if record.state in OVER:
+            over[r.rollout_id] = record
+      if len(over) == len(rollouts):
+        return over
+      while lifecycle.sweep():
+        pass
+      if time.monotonic() - told > _REPORT_S:
+        told = time.monotonic()
+        running = len(store.running())
+        _log.info('%d of %d tasks are over, %d are being played', len(over), len(rollouts), running)
+        if not running and not any(spec.env.runner for spec in self.specs):
+          _log.info('workers claim tasks at %s with the key of %s', self._server.url, ADMIN_KEY)
+      changes.wait(seen, _LOOK_S)
+
+  def _finished(self, record: RolloutRecord) -> FinishedAttempt:
+    """The attempt that counts: the last one."""
+    store = self._server.lifecycle.store
+    state = {
+      RolloutState.SUCCEEDED: AttemptState.SUCCEEDED, RolloutState.CANCELLED: AttemptState.CANCELLED,
+    }.get(record.state, AttemptState.FAILED)  # fmt: skip
+    if not record.attempt_id:
+      return FinishedAttempt(record.rollout_id, state, record.error, (), ())
+    calls, rewards = store.calls(record.attempt_id), store.rewards(record.attempt_id)
+    return FinishedAttempt(record.attempt_id, state, record.error, tuple(calls), tuple(rewards))
+
+
+def _why_nothing(groups: Sequence[TaskAttempts]) -> str:
+  """The reason why no group of attempts can be learnt from, in one line."""
+  attempts = [a for group in groups for a in group.attempts]
+  failed = [a for a in attempts if a.state is not AttemptState.SUCCEEDED]
+  unrewarded = [a for a in attempts if a.state is AttemptState.SUCCEEDED and not a.rewards]
+  text = f'none of {len(groups)} tasks can be learnt from: of {len(attempts)} attempts {len(failed)} failed'
+  text += f' and {len(unrewarded)} got no reward'
+  return text + (f'; the first failed with: {failed[0].error}' if failed else '; agents must post a reward')
+
+
+def _digest(params: Any, sampling: Sampling) -> str:
+  """A few letters that tell weights apart, so that a rollout of other weights is never taken for one of these."""
+  small = [x for x in jax.tree.leaves(params) if x.ndim < 2]
+  digest = hashlib.sha256(repr(sampling).encode())
+  for x in jax.device_get(small):
+    digest.update(np.ascontiguousarray(x).tobytes())
+  return digest.hexdigest()[:10]
+
+
+@contextlib.contextmanager
+def run_agents(
+  server: AgentServer, runners: Sequence[str], *, max_concurrency: int, heartbeat_s: float
+) -> Iterator[Callable[[], Any] | None]:
+  """Plays queued tasks with a runner while the block runs.
+
+  Args:
+    server: the server.
+    runners: `AgentTasks.runner` of all tasks.
+    max_concurrency: most attempts at a time.
+    heartbeat_s: time between two signs of life, in seconds.
+
+  Yields:
+    Gives the pool's progress; None if outside workers play.
+
+  Raises:
+    UserError: the tasks have different runners, or a runner cannot be imported.
+  """
+  wanted = set(runners)
+  if len(wanted) > 1:
+    raise UserError(f'envs: the tasks of one run have one runner, not {", ".join(sorted(map(repr, wanted)))}')
+  (name,) = wanted
+  if not name:
+    yield None
+    return
+  queue = LocalQueue(server.lifecycle, LOCAL_WORKER, server.url)
+  with Pool(queue, make_runner(name), max_concurrency, heartbeat_s, _GRACE_S) as pool:
+    yield pool.progress
+
+
+def make_runner(name: str) -> Runner:
+  """The runner that `AgentTasks.runner` names: a function 'package.module:function', or a command.
+
+  Raises:
+    UserError: the function cannot be imported.
+  """
+  words = shlex.split(name)
+  if len(words) == 1 and ':' in name:
+    return FunctionRunner(load_function(name), _GRACE_S)
+  words = [sys.executable if words[0] == 'python' else words[0], *words[1:]]
+  environment = {k: v for k, v in os.environ.items() if k not in (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')}
+  return ProgramRunner(words, None, environment, _GRACE_S)

@@ -1,0 +1,55 @@
+"""The server of agents as the other modules see it: its settings, and its open parts. `open_server` opens one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ragen_jax.serving.engine import Engine
+from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.service import ServiceSettings
+from ragen_jax.serving.settings import EngineSettings
+
+ADMIN_KEY = 'RAGEN_ADMIN_KEY'
+# Name under which the trainer's own runners claim rollouts.
+LOCAL_WORKER = 'local'
+LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+  """A server; the first six fields are those of `config.serve`.
+
+  Attributes:
+    host: address to bind.
+    port: port; 0 chooses a free one.
+    max_connections: most HTTP connections.
+    max_body: largest body of a request, in bytes.
+    keep_thoughts: whether the thoughts of earlier replies stay in the conversation.
+    open_access: calls outside of attempts need no key.
+    engine: the engine's size.
+    service: how requests are answered.
+  """
+
+  host: str
+  port: int
+  max_connections: int
+  max_body: int
+  keep_thoughts: bool
+  open_access: bool
+  engine: EngineSettings
+  service: ServiceSettings
+
+
+class AgentServer:
+  """The open parts of a server.
+
+  Attributes:
+    engine: samples replies.
+    lifecycle: the rollouts.
+    url: the server's address.
+    admin_key: the key of the rollout API.
+  """
+
+  def __init__(self, engine: Engine, lifecycle: Lifecycle, url: str, admin_key: str):
+    """Takes open parts."""
+    self.engine, self.lifecycle, self.url, self.admin_key = engine, lifecycle, url, admin_key

@@ -1,0 +1,73 @@
+"""Opens engine, store, service and HTTP server together. Needs the packages of requirements-serve.txt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ragen_jax.agent.language_model import LanguageModel
+from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, LOOPBACK, AgentServer, ServerSettings
+from ragen_jax.serving.app import App, AppSettings
+from ragen_jax.serving.chat_format import QwenFormat
+from ragen_jax.serving.engine import Engine
+from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.server import HttpServer
+from ragen_jax.serving.service import Service
+from ragen_jax.serving.store import Store
+from ragen_jax.utils.errors import UserError
+
+
+def read_admin_key(host: str) -> str:
+  """The admin key of the environment; without one, a random key that nobody has.
+
+  Raises:
+    UserError: the server can be reached from other machines, and there is no key or a short one.
+  """
+  key = os.environ.get(ADMIN_KEY, '').strip()
+  if key and (len(key) < 16 or not key.isascii() or not key.isprintable() or ' ' in key):
+    raise UserError(f'the environment variable {ADMIN_KEY} must have at least 16 printable ASCII characters, no spaces')
+  if not key and host not in LOOPBACK:
+    raise UserError(f'serve.host={host!r}: other machines can reach it, so {ADMIN_KEY} must be set in the environment')
+  return key or secrets.token_urlsafe(32)
+
+
+@contextlib.contextmanager
+def open_server(
+  settings: ServerSettings, model: LanguageModel, params: Any, version: int, directory: str
+) -> Iterator[AgentServer]:
+  """Opens the store in a directory, and serves a model until the block ends.
+
+  Args:
+    settings: see `ServerSettings`.
+    model: the model.
+    params: its weights.
+    version: number of updates that led to the weights.
+    directory: of the store, agents.sqlite; it is created.
+
+  Raises:
+    UserError: the address, the store or the device cannot be used.
+  """
+  admin_key = read_admin_key(settings.host)
+  if settings.open_access and settings.host not in LOOPBACK:
+    raise UserError(f'serve.host={settings.host!r}: calls without a key are allowed on 127.0.0.1 only')
+  pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+  with contextlib.ExitStack() as stack:
+    store = stack.enter_context(Store(os.path.join(directory, 'agents.sqlite')))
+    lifecycle = Lifecycle(store, time.time)
+    lifecycle.recover([LOCAL_WORKER])
+    engine = stack.enter_context(
+      Engine(model.sampler, model.tokenizer, settings.engine, params=params, version=version)
+    )
+    chat_format = QwenFormat(model.tokenizer, keep_thoughts=settings.keep_thoughts)
+    service = Service(settings.service, engine, lifecycle, model.tokenizer, chat_format)
+    app = App(
+      AppSettings(admin_key, settings.open_access, settings.max_body), service, engine.stats,
+      model.tokenizer.token_bytes,
+    )  # fmt: skip
+    http = stack.enter_context(HttpServer(app.asgi, settings.host, settings.port, settings.max_connections))
+    yield AgentServer(engine, lifecycle, http.url, admin_key)

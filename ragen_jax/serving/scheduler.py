@@ -1,0 +1,144 @@
+"""What happens on the device between two chunks, and a chunk: slots for calls, prompts, tokens, ends of replies.
+
+Nothing here knows threads; the engine calls it from its own.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.sampling.draw import RowSampling
+from ragen_jax.sampling.sampler import Sampler
+from ragen_jax.serving.calls import Call
+from ragen_jax.serving.device_rows import DeviceRows, Feed
+from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.serving.slots import Slot, SlotTable
+from ragen_jax.serving.types import Finish
+
+
+class Scheduler:
+  """The calls that have a slot.
+
+  Attributes:
+    rows: the rows of the device.
+    calls: calls by the index of their slots.
+    version: of the weights.
+    counts: see `EngineStats`.
+  """
+
+  def __init__(self, sampler: Sampler, settings: EngineSettings, params: Any, version: int):
+    """See `Engine`."""
+    self.rows = DeviceRows(
+      sampler,
+      params,
+      rows=settings.slots,
+      max_context=settings.max_context,
+      chunk=settings.chunk,
+      widths=settings.widths,
+    )
+    self.calls: dict[int, Call] = {}
+    self.version = version
+    self.counts: collections.Counter[str] = collections.Counter()
+    self._slots = settings.slots
+    self._stop_ids = sampler.stop_ids
+    self._table = SlotTable(settings.slots, sampler.share.shards, settings.max_context, worth=settings.widths[0])
+
+  def set_weights(self, params: Any, version: int, *, keep_cache: bool) -> None:
+    """See `Engine.set_weights`."""
+    self.rows.set_weights(params)
+    self.version = version
+    if not keep_cache:
+      self._table.empty()
+
+  def drop_cancelled(self) -> None:
+    """Ends the replies of calls that were cancelled."""
+    for index in [index for index, call in self.calls.items() if call.cancelled]:
+      slot = self._table.slots[index]
+      self._end(slot, slot.length, Finish.ABORTED)
+
+  def prepare(self, waiting: Sequence[Call], admitted: Callable[[Call], None]) -> None:
+    """Gives calls their slots, and feeds every slot that waits for its prompt once.
+
+    Args:
+      waiting: calls without a slot, the first come first.
+      admitted: called with each of them that gets a slot.
+    """
+    done: set[int] = set()
+    while True:
+      # Again after a prompt was fed: a call may have waited to copy it.
+      waiting = [call for call in waiting if not self._admit(call, admitted)]
+      fed = [slot for slot in self._table.fed() if slot.index not in done]
+      if not fed:
+        return
+      done |= {slot.index for slot in fed}
+      self._feed(fed)
+
+  def _admit(self, call: Call, admitted: Callable[[Call], None]) -> bool:
+    """Gives a call a slot, if there is one for it now."""
+    placement = self._table.place(call.prompt)
+    if placement is None:
+      return False
+    if placement.copies:
+      self.rows.copy(placement.source.index, placement.slot.index, placement.kept)
+      self.counts['copies'] += 1
+    self._table.begin(placement, call.prompt)
+    call.cached = placement.kept
+    self.counts['prompt_tokens'] += len(call.prompt)
+    self.counts['cached_tokens'] += placement.kept
+    self.calls[placement.slot.index] = call
+    admitted(call)
+    return True
+
+  def _feed(self, slots: list[Slot]) -> None:
+    """Feeds the next piece of each slot's prompt."""
+    by_width: dict[int, list[Slot]] = {}
+    for slot in slots:
+      by_width.setdefault(self.rows.width_for(slot.length, len(slot.pending)), []).append(slot)
+    for width, group in sorted(by_width.items()):
+      pieces = [slot.pending[:width] for slot in group]
+      feeds = [Feed(slot.index, ids, begins=slot.length == 0) for slot, ids in zip(group, pieces, strict=True)]
+      self.rows.feed(feeds, width)
+      for slot, ids in zip(group, pieces, strict=True):
+        slot.append(ids)
+        slot.pending = slot.pending[len(ids) :]
+        self.counts['fed_tokens'] += len(ids)
+
+  def sample(self) -> None:
+    """Samples a chunk for slots whose prompts are complete, takes it, and returns when the device is idle."""
+    ready = self._table.ready()
+    if not ready:
+      self.rows.wait()
+      return
+    calls = [self.calls[slot.index] for slot in ready]
+    keys, budget = np.zeros((self._slots, 2), np.uint32), np.zeros((self._slots,), np.int32)
+    sampling = RowSampling(
+      temperature=np.ones(budget.shape, np.float32),
+      top_p=np.ones(budget.shape, np.float32),
+      top_k=np.zeros(budget.shape, np.int32),
+    )
+    for slot, call in zip(ready, calls, strict=True):
+      i, params = slot.index, call.request.params
+      keys[i], budget[i] = call.request.key, call.budget - len(call.ids)
+      sampling.temperature[i], sampling.top_p[i], sampling.top_k[i] = params.temperature, params.top_p, params.top_k
+    alternatives = any(call.request.params.top_logprobs for call in calls)
+    reply = self.rows.decode(keys, budget, sampling, alternatives=alternatives)
+    self.counts['chunks'] += 1
+    self.counts['row_steps'] += self._slots * int(reply.count.max())
+    for slot, call in zip(ready, calls, strict=True):
+      before = len(call.ids)
+      slot.append(reply.tokens[slot.index, : reply.count[slot.index]])
+      finish = call.take(reply, slot.index, self.version, self._stop_ids)
+      self.counts['sampled_tokens'] += len(call.ids) - before
+      if finish is not None:
+        self._end(slot, len(call.prompt) + len(call.ids), Finish.ABORTED if call.cancelled else finish)
+
+  def _end(self, slot: Slot, length: int, finish: Finish) -> None:
+    """Ends the reply of a slot, which stays warm with its first columns."""
+    self._table.end(slot, length)
+    call = self.calls.pop(slot.index)
+    self.counts['aborted' if finish is Finish.ABORTED else 'finished'] += 1
+    call.end(finish)

@@ -1,0 +1,308 @@
+"""POST /v1/responses: requests, answers and streams, as far as the OpenAI Agents SDK uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ragen_jax.serving.messages import Message, Role, from_responses, tools_from_responses
+from ragen_jax.serving.reply_reader import CallDone, ContentDelta, Event, ReplyReader, ThoughtDelta
+from ragen_jax.serving.types import Finish, Generated, SamplingParams
+from ragen_jax.serving.wire import sse
+from ragen_jax.serving.wire.body import Body
+from ragen_jax.serving.wire.errors import ApiError, wrong_value
+from ragen_jax.serving.wire.fields import RESPONSES
+from ragen_jax.serving.wire.results import Choice, Head, Piece, Rest, token_logprobs, versions
+from ragen_jax.serving.wire.spec import (
+  MOST_ALTERNATIVES,
+  CallSpec,
+  Kind,
+  Limits,
+  read_model,
+  read_sampling,
+  read_seed,
+  read_template,
+  read_text_format,
+  read_tool_choice,
+)
+
+_LOGPROBS = 'message.output_text.logprobs'
+
+
+def parse(body: dict[str, Any], limits: Limits) -> CallSpec:
+  """Reads a request.
+
+  Raises:
+    ApiError: a field is wrong, or asks for what the server does not do.
+  """
+  return read(Body(body, RESPONSES), limits)
+
+
+def read(body: Body, limits: Limits) -> CallSpec:
+  """`parse` for fields that are already checked against the table."""
+  model, agent = read_model(body)
+  value = body.value('input')
+  if isinstance(value, list) and len(value) > limits.messages:
+    raise wrong_value('input', f'{len(value)} items', f'at most {limits.messages} items')
+  messages = from_responses(value)
+  instructions = body.string('instructions')
+  if instructions:
+    messages = (Message(Role.SYSTEM, instructions), *messages)
+  tools_as_sent = body.items('tools', limits.tools)
+  tools = tools_from_responses(tools_as_sent)
+  parse_calls, warnings = read_tool_choice(body, limits)
+  text_format = read_text_format(body.mapping('text').get('format'), 'text.format', limits)
+  parallel = body.boolean('parallel_tool_calls', True)
+  max_tokens = body.integer('max_output_tokens', 1, limits.context)
+  top = body.integer('top_logprobs', 0, MOST_ALTERNATIVES) or 0
+  metadata, previous = body.mapping('metadata'), body.string('previous_response_id')
+  return CallSpec(
+    kind=Kind.RESPONSES,
+    model=model,
+    agent=agent,
+    messages=messages,
+    prompts=(),
+    tools=tools,
+    parse_calls=parse_calls and bool(tools),
+    parallel_tool_calls=parallel,
+    template=read_template(body, add_generation_prompt=True, reply_prefix=''),
+    sampling=read_sampling(body, max_tokens, stop=()),
+    n=1,
+    seed=read_seed(body),
+    stream=body.boolean('stream', False),
+    include_usage=True,
+    logprobs=top > 0 or _LOGPROBS in body.items('include', limits.messages),
+    top_logprobs=top,
+    return_token_ids=body.boolean('return_token_ids', False),
+    echo=False,
+    previous_response_id=previous,
+    user=body.string('user'),
+    metadata=metadata,
+    warnings=warnings + text_format,
+    echoed={
+      'instructions': instructions or None,
+      'tools': [{'description': None, 'parameters': None, 'strict': None} | tool for tool in tools_as_sent],
+      'tool_choice': body.value('tool_choice') or 'auto',
+      'parallel_tool_calls': parallel,
+      'max_output_tokens': max_tokens,
+      'previous_response_id': previous or None,
+      'metadata': metadata,
+      'text': body.value('text') or {'format': {'type': 'text'}},
+    },
+  )
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def answer(
+  spec: CallSpec,
+  head: Head,
+  params: SamplingParams,
+  reader: ReplyReader,
+  prompt: Sequence[int],
+  generated: Generated,
+  token_bytes: Callable[[int], bytes],
+) -> dict[str, Any]:
+  """The JSON answer: the object that ends a stream of the same reply.
+
+  Args:
+    spec: the request.
+    head: its id, time and model.
+    params: how the reply was sampled.
+    reader: a new reader.
+    prompt: ids of the prompt.
+    generated: the reply of the engine, which was not aborted.
+    token_bytes: the bytes of a token.
+  """
+  stream = ResponseStream(spec, head, params, reader, token_bytes)
+  stream.finish(prompt, generated)
+  return stream.response
+
+
+class ResponseStream:
+  """The events of a streamed answer.
+
+  Attributes:
+    response: the answer, as far as it is known.
+  """
+
+  def __init__(
+    self,
+    spec: CallSpec,
+    head: Head,
+    params: SamplingParams,
+    reader: ReplyReader,
+    token_bytes: Callable[[int], bytes],
+  ):
+    """Begins a stream; see `answer` for the arguments."""
+    self._spec, self._head, self._reader, self._token_bytes = spec, head, reader, token_bytes
+    self._rest = Rest()
+    self._number = 0  # of the next event
+    self._text: list[str] = []  # of the open item
+    self._open: dict[str, Any] | None = None  # the item that grows: a message or a thought
+    # Of the tokens since the last message; those of a thought or a call before a message are counted to it.
+    self._logprobs: list[dict[str, Any]] = []
+    self.response: dict[str, Any] = {
+      'id': head.id,
+      'object': 'response',
+      'created_at': head.created,
+      'status': 'in_progress',
+      'error': None,
+      'incomplete_details': None,
+      'model': head.model,
+      'output': [],
+      'temperature': params.temperature,
+      'top_p': params.top_p,
+      'top_logprobs': spec.top_logprobs,
+      'truncation': 'disabled',
+      'usage': None,
+      'user': spec.user or None,
+      **spec.echoed,
+    }
+
+  def start(self) -> list[bytes]:
+    """The first events."""
+    events = [self._event(f'response.{kind}', response=self.response) for kind in ('created', 'in_progress')]
+    return list(map(sse.named_event, events))
+
+  def piece(self, piece: Piece) -> list[bytes]:
+    """The events of new tokens; there are none while their text is held back."""
+    self._rest.add(piece)
+    self._keep_logprobs(piece)
+    return self._encode(self._reader.feed(piece.ids, piece.text))
+
+  def finish(self, prompt: Sequence[int], generated: Generated) -> list[bytes]:
+    """The last events of the complete reply, with what the pieces left out."""
+    if generated.finish is Finish.ABORTED:
+      raise ValueError('an aborted reply has no answer')
+    rest = self._rest.of(generated)
+    self._keep_logprobs(rest)
+    encoded = self._encode(self._reader.feed(rest.ids, rest.text) + self._reader.finish())
+    if not self.response['output'] and self._open is None:
+      encoded += map(sse.named_event, self._begin_text('message'))  # clients expect an item
+    status = 'incomplete' if generated.finish is Finish.LENGTH else 'completed'
+    encoded += map(sse.named_event, self._close(status))
+    choice = Choice(0, tuple(prompt), generated, self._reader.reply(), '')
+    self.response |= {'status': status, 'usage': _usage(choice), **versions([choice])}
+    if status == 'incomplete':
+      self.response['incomplete_details'] = {'reason': 'max_output_tokens'}
+    if self._spec.return_token_ids:
+      self.response |= {'prompt_token_ids': list(prompt), 'token_ids': list(generated.ids)}
+    return [*encoded, sse.named_event(self._event(f'response.{status}', response=self.response))]
+
+  def error(self, error: ApiError) -> list[bytes]:
+    """The end of a stream that failed: an answer with the status 'failed', and an event that raises in clients."""
+    told = {'code': error.code or error.type, 'message': error.message}
+    self.response |= {'status': 'failed', 'error': {'code': 'server_error', 'message': error.message}}
+    failed = self._event('response.failed', response=self.response)
+    return [
+      sse.named_event(failed),
+      sse.named_event(self._event('error', param=error.param or None, **told) | error.body()),
+    ]
+
+  # -- items -----------------------------------------------------------------------------------------------------------
+
+  def _encode(self, events: Sequence[Event]) -> list[bytes]:
+    return [sse.named_event(e) for event in events for e in self._advance(event)]
+
+  def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    self._number += 1
+    return {'type': kind, 'sequence_number': self._number - 1, **fields}
+
+  def _keep_logprobs(self, piece: Piece) -> None:
+    if self._spec.logprobs:
+      self._logprobs += token_logprobs(piece, self._spec.top_logprobs, self._token_bytes)
+
+  def _advance(self, event: Event) -> list[dict[str, Any]]:
+    match event:
+      case ContentDelta(text):
+        return self._grow('message', text)
+      case ThoughtDelta(text):
+        return self._grow('reasoning', text)
+      case CallDone(call):
+        item = {
+          'type': 'function_call',
+          'id': self._item_id('fc'),
+          'call_id': call.id,
+          'name': call.name,
+          'arguments': call.arguments,
+          'status': 'completed',
+        }
+        return self._close('completed') + self._call(item)
+
+  def _call(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a whole call."""
+    index = len(self.response['output'])
+    empty = {**item, 'arguments': '', 'status': 'in_progress'}
+    at = {'item_id': item['id'], 'output_index': index}
+    self.response['output'].append(item)
+    return [
+      self._event('response.output_item.added', output_index=index, item=empty),
+      self._event('response.function_call_arguments.delta', **at, delta=item['arguments']),
+      self._event('response.function_call_arguments.done', **at, name=item['name'], arguments=item['arguments']),
+      self._event('response.output_item.done', output_index=index, item=item),
+    ]
+
+  def _grow(self, kind: str, text: str) -> list[dict[str, Any]]:
+    """The events of more text of a message or a thought."""
+    events = []
+    if self._open is None or self._open['type'] != kind:
+      events = self._close('completed') + self._begin_text(kind)
+    self._text.append(text)
+    name = 'output_text' if kind == 'message' else 'reasoning_text'
+    known = {'logprobs': []} if kind == 'message' else {}
+    return [*events, self._event(f'response.{name}.delta', **self._at(), delta=text, **known)]
+
+  def _at(self) -> dict[str, Any]:
+    """The place of the open item's only part."""
+    return {'item_id': self._open['id'], 'output_index': len(self.response['output']), 'content_index': 0}
+
+  def _item_id(self, prefix: str) -> str:
+    return f'{prefix}_{self._head.id.removeprefix("resp_")}_{len(self.response["output"]) + (self._open is not None)}'
+
+  def _begin_text(self, kind: str) -> list[dict[str, Any]]:
+    """Opens a message or a thought."""
+    if kind == 'message':
+      fields = {'id': self._item_id('msg'), 'role': 'assistant', 'status': 'in_progress', 'content': []}
+    else:
+      fields = {'id': self._item_id('rs'), 'status': 'in_progress', 'summary': [], 'content': []}
+    self._open = {'type': kind, **fields}
+    index = len(self.response['output'])
+    added = self._event('response.output_item.added', output_index=index, item=self._open)
+    return [added, self._event('response.content_part.added', **self._at(), part=self._part('', []))]
+
+  def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if self._open['type'] == 'reasoning':
+      return {'type': 'reasoning_text', 'text': text}
+    return {'type': 'output_text', 'text': text, 'annotations': [], 'logprobs': logprobs}
+
+  def _close(self, status: str) -> list[dict[str, Any]]:
+    """Completes the open item, if there is one."""
+    if self._open is None:
+      return []
+    text, logprobs = ''.join(self._text), []
+    self._text.clear()
+    if self._open['type'] == 'message':
+      logprobs, self._logprobs = self._logprobs, []
+      done = self._event('response.output_text.done', **self._at(), text=text, logprobs=logprobs)
+    else:
+      done = self._event('response.reasoning_text.done', **self._at(), text=text)
+    part = self._part(text, logprobs)
+    events = [done, self._event('response.content_part.done', **self._at(), part=part)]
+    item = {**self._open, 'status': status, 'content': [part]}
+    events.append(self._event('response.output_item.done', output_index=len(self.response['output']), item=item))
+    self.response['output'].append(item)
+    self._open = None
+    return events
+
+
+def _usage(choice: Choice) -> dict[str, Any]:
+  prompt, sampled = len(choice.prompt), len(choice.generated.ids)
+  return {
+    'input_tokens': prompt,
+    'input_tokens_details': {'cached_tokens': choice.generated.cached_tokens},
+    'output_tokens': sampled,
+    'output_tokens_details': {'reasoning_tokens': choice.reply.thought_tokens},
+    'total_tokens': prompt + sampled,
+  }

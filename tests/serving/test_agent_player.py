@@ -1,0 +1,134 @@
+"""Programs that play over HTTP give the rows that the policy gives in the environment itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ragen_jax import build, build_agents
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.language_model import param_state
+from ragen_jax.agent.player import EnvironmentPlayer
+from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.serving.types import RolloutState
+from ragen_jax.utils.errors import UserError
+from tests.support.configs import small_config
+from tests.support.paths import ROOT
+
+pytest.importorskip('starlette')
+pytest.importorskip('uvicorn')
+
+SAMPLING = Sampling(0.7, 1.0, 0)
+GROUPS, SIZE, FIRST = 3, 2, 90_000
+
+
+def agents_config(**changes):
+  given = dict(
+    train__tags=('Agent',), eval__tags=('Agent',), train__groups=GROUPS, train__group_size=SIZE, eval__groups=2,
+    eval__group_size=1, train__temperature=0.7, serve__port=0, serve__slots=4, serve__max_concurrency=3,
+    serve__success_reward='goal', envs__Agent__max_turns=5, agent__max_context=512, agent__max_response_tokens=32,
+  )  # fmt: skip
+  given |= {'envs__Agent__runner': f'{ROOT}/docs/examples/frozenlake.py:play'}
+  return small_config(**given | changes)
+
+
+@pytest.fixture(scope='module')
+def policy():
+  return build.load_policy(build_config())
+
+
+def build_config():
+  config = small_config()
+  config.model.preset = 'tiny'
+  return config
+
+
+@pytest.fixture(scope='module')
+def played(policy, tmp_path_factory):
+  """The rollout of the program, that of the environment, and the store's records after them."""
+  config, params, key = agents_config(), param_state(policy.model), jax.random.key(5)
+  limits = small_config(agent__max_context=512, agent__max_response_tokens=32, envs__FrozenLake__max_turns=5)
+  specs = build.env_specs(limits, ('FrozenLake',), (GROUPS,))
+  inside = EnvironmentPlayer(build.agent_proxy(limits, policy.tokenizer, policy.sampler, specs, SIZE), policy.sampler)
+  expected = inside.play(params, key, SAMPLING, FIRST, policy_version=4)
+  with build_agents.open_players(config, policy, str(tmp_path_factory.mktemp('run'))) as players:
+    player = players['train']
+    rollout = player.play(params, key, SAMPLING, FIRST, policy_version=4)
+    again = player.play(params, key, SAMPLING, FIRST, policy_version=4)
+    records = player._server.lifecycle.store.completed(0, 100)
+    yield rollout, again, expected, records, dict(player.metrics)
+
+
+def test_rows_are_those_of_the_environment(played):
+  rollout, _, expected, _, _ = played
+  ours, theirs = rollout.trajectory, expected.trajectory
+  np.testing.assert_array_equal(ours.length, theirs.length)
+  for name in ('tokens', 'loss_mask', 'turn', 'group', 'episode', 'policy_version'):
+    np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+  for name in ('logprobs', 'values', 'entropies', 'rewards'):
+    np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=2e-4, err_msg=name)
+  np.testing.assert_allclose(rollout.episode_scores, expected.episode_scores)
+  # The server does not know why an episode ended without success.
+  np.testing.assert_array_equal(ours.status == Status.SUCCESS, theirs.status == Status.SUCCESS)
+  assert max(len(e.turns) for e in rollout.episodes) > 1, 'an episode of several calls'
+
+
+def test_every_call_extends_its_row(played):
+  rollout, _, _, records, metrics = played
+  calls = sum(len(e.turns) for e in rollout.episodes)
+  assert metrics['serving/calls'] == calls
+  assert metrics['serving/new_rows/first'] == GROUPS * SIZE
+  assert metrics['serving/calls_merged'] == calls - GROUPS * SIZE
+  assert len(records) == GROUPS * SIZE and {r.state for r in records} == {RolloutState.SUCCEEDED}
+
+
+def test_rollouts_that_the_store_holds_are_not_played_again(played):
+  rollout, again, _, records, _ = played
+  np.testing.assert_array_equal(again.trajectory.tokens, rollout.trajectory.tokens)
+  np.testing.assert_array_equal(again.trajectory.logprobs, rollout.trajectory.logprobs)
+  assert {r.attempts for r in records} == {1}
+
+
+def test_agents_that_fail_end_the_run_with_the_reason(policy, tmp_path):
+  config = agents_config(envs__Agent__runner=f'{ROOT}/tests/support/agents.py:broken', serve__max_attempts=1)
+  with build_agents.open_players(config, policy, str(tmp_path)) as players:
+    with pytest.raises(UserError, match=r'of 6 attempts 6 failed .*RuntimeError: the program is broken'):
+      players['train'].play(param_state(policy.model), jax.random.key(0), SAMPLING, FIRST)
+
+
+def test_an_episode_without_a_reward_is_no_zero(policy, tmp_path):
+  config = agents_config(
+    envs__Agent__runner=f'{ROOT}/tests/support/agents.py:forgetful', serve__incomplete='keep', serve__max_attempts=1
+  )
+  with build_agents.open_players(config, policy, str(tmp_path)) as players:
+    rollout = players['train'].play(param_state(policy.model), jax.random.key(0), SAMPLING, FIRST)
+  by_member = np.asarray([e.status == Status.ENV_ERROR for e in rollout.episodes]).reshape(GROUPS, SIZE)
+  np.testing.assert_array_equal(by_member, [[False, True]] * GROUPS)
+  assert rollout.episodes[1].error == 'no reward was posted'
+
+
+def test_agents_and_environments_do_not_mix():
+  config = agents_config(eval__tags=('FrozenLake',))
+  with pytest.raises(UserError, match=r"Agent of the type 'agent' cannot be mixed with FrozenLake"):
+    build_agents.plays_agents(config)
+  assert build_agents.plays_agents(agents_config()) and not build_agents.plays_agents(small_config())
+
+
+def test_a_runner_that_cannot_be_imported_is_one_line(policy, tmp_path):
+  config = agents_config(envs__Agent__runner='no.such.module:play')
+  with pytest.raises(UserError, match=r"agent='no\.such\.module:play' cannot be imported"):
+    with build_agents.open_players(config, policy, str(tmp_path)):
+      pass
+
+
+def test_settings_are_the_configs(policy):
+  config = agents_config(serve__timeout=7.0, serve__bad_calls='arguments', serve__trained='a.*')
+  settings = build_agents.agent_settings(config, policy, 'train')
+  assert settings.limits.timeout_s == 7.0 and settings.episodes.group_size == SIZE and settings.mode == 'train'
+  server = build_agents.server_settings(config, policy)
+  assert server.service.bad_calls == 'arguments' and server.service.trained == 'a.*' and server.engine.slots == 4
+  assert server.service.training.temperature == 0.7 != server.service.evaluation.temperature
+  assert dataclasses.astuple(server.engine)[0] == config.serve.slots

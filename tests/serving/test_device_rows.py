@@ -1,0 +1,112 @@
+"""The programs on fixed shapes: rows that are fed in pieces, copied and cut, against forward passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragen_jax.distributed.processes import RowShare
+from ragen_jax.sampling.sampler import RowSampling
+from ragen_jax.serving.device_rows import DeviceRows, Feed
+from ragen_jax.utils.errors import UserError
+from tests.support.serving import expected_logprobs, prompts, small_sampler, weights
+
+ROWS = 6
+
+
+@pytest.fixture(scope='module')
+def sampler_and_params():
+  return small_sampler()
+
+
+def device_rows(sampler, params, **changes):
+  options = dict(rows=ROWS, max_context=96, chunk=4, widths=(4, 16)) | changes
+  return DeviceRows(sampler, params, **options)
+
+
+def plain(rows=ROWS):
+  return RowSampling(np.ones(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.int32))
+
+
+def keys(rows=ROWS):
+  return np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
+
+
+def check_reply(sampler, params, reply, row, prompt):
+  """A reply is not empty, and its log-probabilities are those of a forward pass."""
+  n = int(reply.count[row])
+  assert n > 0
+  expected = expected_logprobs(sampler, params, prompt, reply.tokens[row, :n].tolist())
+  np.testing.assert_allclose(reply.logprobs[row, :n], expected, atol=1e-4)
+
+
+def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled(sampler_and_params):
+  sampler, params = sampler_and_params
+  rows = device_rows(sampler, params)
+  rows.compile()
+  traces = dict(sampler.traces)
+  assert traces['extend'] == 4  # 1, 4 or all 6 rows of 4 columns, 1 row of 16
+  texts = [np.asarray(p, np.int32) for p in prompts(ROWS, 31)]
+  # Five rows of at most four ids; one row is left alone, and gets its ids in two pieces later.
+  rows.feed([Feed(i, texts[i][: 4 - i % 2], True) for i in range(ROWS - 1)], 4)
+  rows.feed([Feed(5, texts[5][:16], True)], 16)
+  rows.feed([Feed(5, texts[5][16:29], False), Feed(2, texts[2][4:16], False)], 16)
+  fed = [texts[i][: 4 - i % 2] for i in range(ROWS - 1)] + [texts[5][:29]]
+  fed[2] = texts[2][:16]
+  rows.copy(5, 1, 20)  # the row begins anew with 20 columns of another one
+  rows.feed([Feed(1, texts[1][:3], False)], 4)
+  fed[1] = np.concatenate([texts[5][:20], texts[1][:3]])
+  assert rows.fed_columns == 6 * 4 + 3 * 16 + 4
+  reply = rows.decode(keys(), np.asarray([4, 4, 4, 0, 2, 4]), plain(), alternatives=False)
+  assert reply.count[3] == 0 and reply.count[4] <= 2
+  for row in (0, 1, 2, 4, 5):
+    check_reply(sampler, params, reply, row, fed[row])
+  again = rows.decode(keys(), np.full(ROWS, 4), plain(), alternatives=True)
+  check_reply(sampler, params, again, 3, fed[3])
+  assert again.top_tokens.shape == (ROWS, 4, 20)
+  assert sampler.traces == traces
+
+
+def test_weights_are_replaced_without_a_new_program(sampler_and_params):
+  sampler, params = sampler_and_params
+  rows, other = device_rows(sampler, params), weights(5)
+  rows.compile()
+  traces, prompt = dict(sampler.traces), np.asarray(prompts(1, 4)[0], np.int32)
+  for version in (params, other):
+    rows.check_weights(version)
+    rows.set_weights(version)
+    rows.feed([Feed(0, prompt, True)], 4)
+    reply = rows.decode(keys(), np.asarray([4, 0, 0, 0, 0, 0]), plain(), alternatives=False)
+    check_reply(sampler, version, reply, 0, prompt)
+  assert sampler.traces == traces
+
+
+def test_weights_of_another_model_are_refused(sampler_and_params):
+  sampler, params = sampler_and_params
+  rows = device_rows(sampler, params)
+  with pytest.raises(ValueError, match=r'^params: has no weight .*layers'):
+    rows.check_weights({name: part for name, part in params.items() if name != 'policy'})
+  other = weights(1)
+  other['value_head']['kernel'].set_value(np.zeros(3, np.float32))
+  with pytest.raises(ValueError, match=r'^params: .*value_head.* is float32\[3\], and must be float32\[32\]$'):
+    rows.check_weights(other)
+
+
+def test_the_width_is_the_smallest_that_holds_what_is_left_and_fits_behind_the_row(sampler_and_params):
+  rows = device_rows(*sampler_and_params)
+  assert [rows.width_for(0, n) for n in (1, 4, 5, 16, 17, 90)] == [4, 4, 16, 16, 16, 16]
+  # Of 100 columns, 96 are for tokens; a program writes 16 columns or 4.
+  assert rows.width_for(84, 11) == 16 and rows.width_for(85, 11) == 4
+
+
+def test_rows_that_do_not_fit_are_refused(sampler_and_params, monkeypatch):
+  sampler, params = sampler_and_params
+  monkeypatch.setattr(sampler, 'rows_that_fit', lambda rows, columns: rows // 2)
+  with pytest.raises(UserError, match=r'^slots=6: only 3 rows of 100 columns fit into the free memory$'):
+    device_rows(sampler, params)
+  monkeypatch.setattr(sampler, 'share', RowShare(4, 0, 4))
+  with pytest.raises(UserError, match=r'^slots=6: must be a multiple of 4, the number of shards of the mesh$'):
+    device_rows(sampler, params)
+  monkeypatch.setattr('jax.process_count', lambda: 2)
+  with pytest.raises(UserError, match=r'^serving: needs one process, and this run has 2$'):
+    device_rows(sampler, params)

@@ -1,0 +1,160 @@
+"""The steps of the scheduler, one by one and without a thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragen_jax.serving.calls import Call
+from ragen_jax.serving.scheduler import Scheduler
+from ragen_jax.serving.types import Finish
+from tests.support.serving import (
+  ByteTokenizer,
+  Listener,
+  expected_logprobs,
+  prompts,
+  request,
+  settings,
+  small_sampler,
+  weights,
+)
+
+
+@pytest.fixture(scope='module')
+def sampler_and_params():
+  return small_sampler()
+
+
+@pytest.fixture
+def scheduler(sampler_and_params):
+  return Scheduler(sampler_and_params[0], settings(), sampler_and_params[1], 0)
+
+
+def call(prompt, seed=0, **params):
+  """A call that its listener hangs on."""
+  listener, asked = Listener(), request(prompt, seed, **params)
+  budget = min(asked.params.max_tokens, 96 - len(prompt))
+  made = Call(asked, budget, ByteTokenizer().decode, listener.on_piece, listener.on_done)
+  made.listener = listener
+  return made
+
+
+def step(scheduler, *waiting):
+  """The calls that got a slot."""
+  admitted = []
+  scheduler.prepare(waiting, admitted.append)
+  scheduler.sample()
+  return admitted
+
+
+def play(scheduler, *calls):
+  """Steps until no call is left."""
+  waiting = list(calls)
+  while waiting or scheduler.calls:
+    admitted = step(scheduler, *waiting)
+    waiting = [c for c in waiting if c not in admitted]
+  return [c.listener.reply() for c in calls]
+
+
+def test_a_long_prompt_is_fed_in_pieces_while_others_are_sampled(scheduler):
+  short, long = call(prompts(1, 4)[0], max_tokens=90, temperature=3.0), call(prompts(1, 60, seed=1)[0])
+  step(scheduler, short)
+  assert step(scheduler, long) == [long]
+  lengths = []
+  while not long.ids:
+    lengths.append(len(short.ids))
+    step(scheduler)
+  # 60 ids are three pieces of 16 columns and one of 12, with four tokens of the other reply after each but the last.
+  assert lengths == [8, 12, 16]
+  assert scheduler.counts['fed_tokens'] == 64
+  play(scheduler)
+  assert long.listener.reply().finish and short.listener.reply().ids
+
+
+def test_equal_prompts_are_fed_once_and_copied(scheduler):
+  prompt = prompts(1, 14, seed=2)[0]
+  calls = [call(prompt, seed) for seed in range(4)]
+  replies = play(scheduler, *calls)
+  assert scheduler.counts['fed_tokens'] == 14 and scheduler.counts['copies'] == 3
+  assert sorted(r.cached_tokens for r in replies) == [0, 14, 14, 14]
+  assert len({r.ids for r in replies}) > 1
+
+
+def test_a_conversation_feeds_only_what_is_new(scheduler, sampler_and_params):
+  row, fed = list(prompts(1, 10, seed=3)[0]), 0
+  for turn in range(3):
+    c = call(row, seed=4)
+    (reply,) = play(scheduler, c)
+    fed += 10 if turn == 0 else 5
+    assert reply.cached_tokens == len(row) - (10 if turn == 0 else 5)
+    assert scheduler.counts['fed_tokens'] == fed
+    np.testing.assert_allclose(reply.logprobs, expected_logprobs(*sampler_and_params, row, reply.ids), atol=1e-4)
+    row += [*reply.ids, *prompts(1, 5, seed=turn)[0]]
+  assert scheduler.counts['copies'] == 0
+
+
+def test_a_reply_ends_where_the_context_ends(scheduler):
+  (reply,) = play(scheduler, call(prompts(1, 93, seed=5)[0], max_tokens=50, temperature=3.0))
+  assert len(reply.ids) == 3 and reply.finish is Finish.LENGTH
+  (reply,) = play(scheduler, call(prompts(1, 95, seed=6)[0], max_tokens=50))
+  assert len(reply.ids) == 1
+
+
+def test_a_cancelled_call_frees_its_slot_also_while_its_prompt_is_fed(scheduler):
+  calls = [call(p, max_tokens=90) for p in prompts(4, 60, seed=7)]
+  step(scheduler, *calls)
+  assert len(scheduler.calls) == 4
+  following = call(prompts(1, 60, seed=7)[0], seed=1)
+  assert step(scheduler, following) == []
+  calls[0].cancelled = True
+  scheduler.drop_cancelled()
+  assert calls[0].listener.reply().finish is Finish.ABORTED and len(scheduler.calls) == 3
+  assert step(scheduler, following) == [following]
+  assert following.cached == 32  # two pieces were fed
+
+
+def test_new_weights_in_mid_reply(scheduler, sampler_and_params):
+  """With the old cache, or with all tokens fed again."""
+  sampler, params = sampler_and_params
+  other = weights(9)
+  for keep_cache in (True, False):
+    scheduler.set_weights(params, 0, keep_cache=False)
+    c = call(prompts(1, 10, seed=8)[0], seed=3, max_tokens=16, temperature=2.0)
+    step(scheduler, c)
+    before = len(c.ids)
+    assert before == 4
+    fed = scheduler.counts['fed_tokens']
+    scheduler.set_weights(other, 1, keep_cache=keep_cache)
+    play(scheduler)
+    reply = c.listener.reply()
+    assert scheduler.counts['fed_tokens'] - fed == (0 if keep_cache else 14)
+    assert reply.versions.tolist() == [0] * 4 + [1] * (len(reply.ids) - 4) and len(reply.ids) > 6
+    old, new = (expected_logprobs(sampler, w, c.prompt, reply.ids, 2.0) for w in (params, other))
+    np.testing.assert_allclose(reply.logprobs[:4], old[:4], atol=1e-4)
+    gap = np.abs(reply.logprobs[4:] - new[4:]).max()
+    assert gap > 1e-3 if keep_cache else gap < 1e-4
+
+
+def test_without_the_old_cache_nothing_of_it_is_reused(scheduler, sampler_and_params):
+  prompt = prompts(1, 10, seed=9)[0]
+  play(scheduler, call(prompt))
+  scheduler.set_weights(sampler_and_params[1], 1, keep_cache=True)
+  (reply,) = play(scheduler, call(prompt))
+  assert reply.cached_tokens == 9
+  scheduler.set_weights(sampler_and_params[1], 2, keep_cache=False)
+  (reply,) = play(scheduler, call(prompt))
+  assert reply.cached_tokens == 0 and set(reply.versions.tolist()) == {2}
+
+
+def test_a_row_behind_a_stop_string_is_cut_before_it_goes_on(scheduler, sampler_and_params):
+  """The next prompt holds the ids up to the stop string; what was sampled behind it leaves no trace."""
+  prompt = prompts(1, 10, seed=10)[0]
+  (whole,) = play(scheduler, call(prompt, seed=5, temperature=2.0))
+  assert len(whole.text) >= 6
+  (cut,) = play(scheduler, call(prompt, seed=5, temperature=2.0, stop=(whole.text[2:4],)))
+  assert cut.stop_text == whole.text[2:4] and cut.ids == whole.ids[: len(cut.ids)]
+  assert len(cut.ids) < len(whole.ids) and cut.text == whole.text[: whole.text.index(cut.stop_text)]
+  row = (*prompt, *cut.ids, 11, 12)
+  (reply,) = play(scheduler, call(row, seed=6))
+  assert reply.cached_tokens == len(row) - 2
+  np.testing.assert_allclose(reply.logprobs, expected_logprobs(*sampler_and_params, row, reply.ids), atol=1e-4)

@@ -1,0 +1,92 @@
+"""What tests of the endpoint's wire share: small tokenizers, requests, replies and their pieces."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+
+import numpy as np
+import tokenizers
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.serving.chat_format import QwenFormat
+from ragen_jax.serving.reply_reader import BadCalls, ReplyReader
+from ragen_jax.serving.types import Finish, Generated, SamplingParams
+from ragen_jax.serving.wire.results import Head, Piece
+from ragen_jax.serving.wire.spec import Limits
+
+SPECIALS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
+CALL_TAGS = ('<tool_call>', '</tool_call>')
+QWEN3_TAGS = (*CALL_TAGS, '<tool_response>', '</tool_response>', '<think>', '</think>')
+TOOL = {'type': 'function', 'function': {'name': 'look', 'parameters': {'type': 'object', 'properties': {}}}}
+DEFAULTS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=64, stop=(), top_logprobs=0)
+
+
+def tokenizer(directory: pathlib.Path, tags: tuple[str, ...]) -> ChatTokenizer:
+  """A tokenizer with a token for each byte, the special tokens of ChatML, and one token for each tag."""
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+  backend.normalizer = tokenizers.normalizers.NFC()
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIALS])
+  backend.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in tags])
+  directory.mkdir(exist_ok=True)
+  backend.save(str(directory / 'tokenizer.json'))
+  config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|im_end|>', 'pad_token': '<|endoftext|>'}
+  (directory / 'tokenizer_config.json').write_text(json.dumps(config))
+  return ChatTokenizer(directory)
+
+
+def limits(**changes) -> Limits:
+  """Limits of a small server."""
+  return Limits(**dict(vocabulary=300, context=1000, replies=8, messages=50, tools=8, lenient=True) | changes)
+
+
+def head(prefix: str) -> Head:
+  """What the parts of an answer repeat."""
+  return Head(id=f'{prefix}_1', created=1_700_000_000, model='policy')
+
+
+def generated(tok: ChatTokenizer, text: str, **changes) -> Generated:
+  """A reply with this text, closed by the stop token unless its `finish` is another."""
+  finish = changes.get('finish', Finish.STOP)
+  ids = changes.get('ids', (*tok.encode(text), *((tok.stop_ids[0],) if finish is Finish.STOP else ())))
+  n = len(ids)
+  fields = {
+    'ids': ids,
+    'logprobs': -np.arange(1, n + 1, dtype=np.float32) / 8,
+    'values': np.zeros(n, np.float32),
+    'entropies': np.zeros(n, np.float32),
+    'versions': np.full(n, 3, np.int32),
+    'top': tuple(((i, -0.5), (65, -1.5)) for i in ids),
+    'text': text,
+    'finish': finish,
+    'cached_tokens': 2,
+    'stop_text': '',
+  }
+  return Generated(**fields | changes)
+
+
+def pieces(tok: ChatTokenizer, reply: Generated, seed: int) -> list[Piece]:
+  """The reply in random pieces, whose text lags behind their ids. Some of the end is left out."""
+  draw = random.Random(seed)
+  parts, at, shown = [], 0, 0
+  while at < len(reply.ids):
+    end = min(at + draw.randint(1, 4), len(reply.ids))
+    known = tok.decode(reply.ids[:end]).removesuffix('<|im_end|>').rstrip('\ufffd')
+    # The text up to here, less some characters that a stop text could begin with.
+    ready = max(shown, min(len(known) - draw.choice([0, 0, 1, 3]), len(reply.text)))
+    if draw.random() < 0.1 and end == len(reply.ids):
+      break
+    text = reply.text[shown:ready]
+    parts.append(Piece(reply.ids[at:end], [float(x) for x in reply.logprobs[at:end]], reply.top[at:end], text))
+    at, shown = end, ready
+  return parts
+
+
+def reader(fmt: QwenFormat, prompt=(), **changes) -> ReplyReader:
+  """A reader that looks for tool calls."""
+  options = dict(parse_calls=True, bad_calls=BadCalls.CONTENT, parallel=True, call_id='call_{}'.format)
+  return fmt.reader(prompt, **options | changes)
