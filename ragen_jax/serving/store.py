@@ -225,13 +225,13 @@ class Store:
 
     Args:
       iteration: the training iteration.
-      rollout_ids: rollouts that succeeded or failed and that no other iteration took; at least one.
+      rollout_ids: rollouts of mode 'train' that succeeded or failed and that no other iteration took; at least one.
       now: seconds since 1970.
 
     Raises:
       NotFound: a rollout does not exist.
-      Conflict: the iteration took other rollouts, or a rollout is named twice, is not over, was cancelled, closed or
-        taken by another iteration.
+      Conflict: the iteration took other rollouts, or a rollout is named twice, has mode 'val', is not over, was
+        cancelled, closed or taken by another iteration.
     """
     ids = tuple(rollout_ids)
     if not ids or len(set(ids)) < len(ids):
@@ -243,6 +243,10 @@ class Store:
         return
       for rollout_id in ids:
         record = tables.rollout(rollout_id)
+        if record.mode != 'train':
+          raise Conflict(
+            f'rollout {rollout_id!r} has mode={record.mode!r}; a training iteration takes those with train'
+          )
         if record.state not in TRAINABLE:
           raise Conflict(f'rollout {rollout_id!r} is {record.state}; a training iteration takes those that are over')
         if record.closed is not None:

@@ -169,7 +169,8 @@ def test_only_rollouts_that_are_over_are_taken_or_closed(store):
   lifecycle.create(new_rollout('cancelled'))
   lifecycle.cancel('cancelled')
   _over(store, 'a')
-  for name in ('running', 'queued', 'cancelled'):
+  _over(store, 'val', mode='val')
+  for name in ('running', 'queued', 'cancelled', 'val'):
     with pytest.raises(Conflict, match=f'{name}'):
       store.take_batch(0, ['a', name], 1.0)
   for name in ('running', 'queued'):
@@ -349,6 +350,17 @@ def test_a_truncated_store_is_refused(tmp_path):
     path = tmp_path / f'cut{size}'
     path.write_bytes(data[:size])
     _refused(path, r'store .*(cannot be used|damaged|not an SQLite file|another program)')
+
+
+def test_a_page_that_is_damaged_is_noticed_when_the_store_is_opened(tmp_path):
+  _filled(tmp_path / 'a')
+  with contextlib.closing(sqlite3.connect(tmp_path / 'a')) as connection:
+    (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'rewards'").fetchone()
+    (size,) = connection.execute('PRAGMA page_size').fetchone()
+  data = bytearray((tmp_path / 'a').read_bytes())
+  data[(page - 1) * size : (page - 1) * size + 8] = b'\xff' * 8
+  (tmp_path / 'a').write_bytes(data)
+  _refused(tmp_path / 'a', r'^store .* is damaged \(.*\); restore it from a copy$')
 
 
 def test_damaged_calls_are_never_returned(tmp_path):

@@ -1,0 +1,278 @@
+"""A pool plays what is queued, several at a time, and outlives its agents and its queue's errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from ragen_jax.serving.client import Queue
+from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.pool import LocalQueue, Pool
+from ragen_jax.serving.runners import FunctionRunner
+from ragen_jax.serving.store import Store
+from ragen_jax.serving.types import AttemptState, RolloutState
+from ragen_jax.utils.errors import UserError
+from tests.support.endpoint_store import new_rollout
+
+_LONG = 60.0
+
+
+@pytest.fixture
+def lifecycle(tmp_path):
+  with Store(tmp_path / 'store.sqlite') as store:
+    yield Lifecycle(store, time.time)
+
+
+@pytest.fixture(autouse=True)
+def _short_claims(monkeypatch):
+  """A pool that stops waits for its claim."""
+  monkeypatch.setattr('ragen_jax.serving.pool._CLAIM_S', 0.05)
+
+
+def _pool(lifecycle, agent, max_concurrency=4, grace_s=_LONG, heartbeat_s=_LONG, queue=None):
+  queue = queue or LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1/')
+  return Pool(queue, FunctionRunner(agent, grace_s), max_concurrency, heartbeat_s, stop_s=_LONG)
+
+
+def _create(lifecycle, *names, **options):
+  for name in names:
+    lifecycle.create(new_rollout(name, **options))
+
+
+def _wait(lifecycle, condition):
+  """Waits until a condition holds; changes of the store wake it."""
+  deadline = time.monotonic() + _LONG
+  while not condition():
+    assert time.monotonic() < deadline
+    lifecycle.changes.wait(lifecycle.changes.count, 0.01)
+
+
+def _states(lifecycle):
+  return {x.rollout_id: str(x.state) for x in lifecycle.store.recent(2**60, 1000)}
+
+
+def test_rollouts_are_played_and_rewarded(lifecycle):
+  _create(lifecycle, *(f'r{i}' for i in range(12)), task={'x': 3})
+  tasks = []
+
+  async def agent(task):
+    tasks.append(task)
+    return 0.5
+
+  with _pool(lifecycle, agent) as pool:
+    _wait(lifecycle, lambda: pool.progress().succeeded == 12)
+    assert set(_states(lifecycle).values()) == {'succeeded'}
+    progress = pool.progress()
+  assert (progress.running, progress.failed, progress.timed_out, progress.cancelled, progress.error) == (0, 0, 0, 0, '')
+  for task in tasks:
+    assert task.input == {'x': 3} and task.base_url == f'http://127.0.0.1:1/attempts/{task.attempt_id}/v1'
+    assert lifecycle.authenticate(task.api_key, for_reward=True).attempt_id == task.attempt_id
+    (reward,) = lifecycle.store.rewards(task.attempt_id)
+    assert (reward.value, reward.call_id) == (0.5, '')
+
+
+def test_as_many_run_at_a_time_as_are_allowed(lifecycle):
+  together, busy, pools = threading.Barrier(3), [], []
+
+  class Watched(LocalQueue):
+    def claim(self, wait_s):
+      busy.extend(pool.progress().running for pool in pools)
+      return super().claim(wait_s)
+
+  def agent(task):
+    together.wait(_LONG)  # three must be here at the same time
+
+  _create(lifecycle, *(f'r{i}' for i in range(30)))
+  queue = Watched(lifecycle, 'pool', 'http://127.0.0.1:1')
+  with _pool(lifecycle, agent, max_concurrency=3, queue=queue) as pool:
+    pools.append(pool)
+    _wait(lifecycle, lambda: pool.progress().succeeded == 30)
+  assert max(busy) == 2
+
+
+def test_failures_become_states_and_are_retried(lifecycle):
+  async def agent(task):
+    if task.input == 'hangs':
+      await asyncio.Event().wait()
+    if task.input == 'raises' or task.number == 1:
+      raise ValueError(f'with the key {task.api_key}')
+    return float('nan') if task.input == 'nan' else None
+
+  for name in ('raises', 'nan', 'good'):
+    _create(lifecycle, name, task=name, max_attempts=2)
+  _create(lifecycle, 'hangs', task='hangs', timeout_s=0.2, max_attempts=2)
+  with _pool(lifecycle, agent) as pool:
+    _wait(lifecycle, lambda: {'queued', 'running'}.isdisjoint(_states(lifecycle).values()))
+    _wait(lifecycle, lambda: not pool.progress().running)
+    progress = pool.progress()
+  assert _states(lifecycle) == {'raises': 'failed', 'nan': 'failed', 'good': 'succeeded', 'hangs': 'failed'}
+  assert (progress.failed, progress.timed_out, progress.succeeded) == (5, 2, 1)
+  error = lifecycle.store.rollout('raises').error
+  assert error.startswith('agent raised ValueError: with the key *** (test_pool.py:')
+  assert lifecycle.store.rollout('hangs').error == 'took longer than timeout_s=0.2'
+  assert 'allowed: a finite number' in lifecycle.store.rollout('nan').error
+
+
+def test_an_attempt_that_the_server_ends_is_stopped(lifecycle):
+  started, ended = threading.Event(), threading.Event()
+
+  async def agent(task):
+    started.set()
+    try:
+      await asyncio.Event().wait()
+    finally:
+      ended.set()
+
+  _create(lifecycle, 'a')
+  with _pool(lifecycle, agent, heartbeat_s=0.01) as pool:
+    assert started.wait(_LONG)
+    lifecycle.cancel('a')
+    assert ended.wait(_LONG)
+    _wait(lifecycle, lambda: pool.progress().cancelled == 1)
+    assert pool.progress().error == ''
+  assert lifecycle.store.rollout('a').state == RolloutState.CANCELLED
+
+
+def test_heartbeats_keep_an_attempt_alive(lifecycle):
+  go_on = threading.Event()
+  _create(lifecycle, 'a')
+  with _pool(lifecycle, lambda task: go_on.wait(_LONG), heartbeat_s=0.01):
+    _wait(lifecycle, lambda: lifecycle.store.attempts('a'))
+    first = lifecycle.store.attempt('a.1').last_heartbeat
+    _wait(lifecycle, lambda: lifecycle.store.attempt('a.1').last_heartbeat > first)
+    go_on.set()
+    _wait(lifecycle, lambda: _states(lifecycle) == {'a': 'succeeded'})
+
+
+def test_an_attempt_can_be_stopped_at_once(lifecycle):
+  started = threading.Event()
+
+  async def agent(task):
+    started.set()
+    await asyncio.Event().wait()
+
+  _create(lifecycle, 'a')
+  with _pool(lifecycle, agent) as pool:
+    assert started.wait(_LONG)
+    lifecycle.cancel('a')
+    pool.cancel('b.1')
+    pool.cancel('a.1')
+    _wait(lifecycle, lambda: pool.progress().cancelled == 1)
+
+
+def test_a_pool_that_stops_gives_its_attempts_back(lifecycle):
+  started = threading.Barrier(3)
+
+  async def agent(task):
+    started.wait(_LONG)
+    await asyncio.Event().wait()
+
+  _create(lifecycle, 'a', 'b', 'c', max_attempts=1, retry_on=())
+  pool = _pool(lifecycle, agent, max_concurrency=2)
+  started.wait(_LONG)
+  assert pool.stop(_LONG)
+  assert pool.stop(0.0)
+  assert _states(lifecycle) == {'a': 'queued', 'b': 'queued', 'c': 'queued'}
+  assert [(x.state, x.lost) for x in lifecycle.store.attempts('a')] == [(AttemptState.UNRESPONSIVE, True)]
+  with _pool(lifecycle, lambda task: 1.0) as pool:
+    _wait(lifecycle, lambda: set(_states(lifecycle).values()) == {'succeeded'})
+
+
+def test_a_task_that_is_claimed_too_late_is_given_back(lifecycle):
+  entered, go_on = threading.Event(), threading.Event()
+
+  class Slow(LocalQueue):
+    def claim(self, wait_s):
+      entered.set()
+      go_on.wait(_LONG)
+      return super().claim(wait_s)
+
+  async def agent(task):
+    await asyncio.Event().wait()
+
+  _create(lifecycle, 'a')
+  pool = _pool(lifecycle, agent, queue=Slow(lifecycle, 'pool', 'http://127.0.0.1:1'))
+  assert entered.wait(_LONG)
+  pool.stop(0.0)
+  go_on.set()
+  _wait(lifecycle, lambda: pool.progress().cancelled == 1)
+  assert _states(lifecycle) == {'a': 'queued'}
+
+
+def test_an_agent_may_end_its_attempt_itself(lifecycle):
+  def agent(task):
+    state = AttemptState.SUCCEEDED if task.rollout_id == 'good' else AttemptState.FAILED
+    lifecycle.finish(task.attempt_id, state, 'own')
+    return 1.0 if task.rollout_id == 'late' else None
+
+  _create(lifecycle, 'good', 'bad', 'late')
+  with _pool(lifecycle, agent) as pool:
+    _wait(lifecycle, lambda: pool.progress().succeeded == 3)
+    assert pool.progress().error == ''
+  assert _states(lifecycle) == {'good': 'succeeded', 'bad': 'failed', 'late': 'failed'}
+  assert lifecycle.store.rollout('bad').error == 'own'
+
+
+def test_a_pool_outlives_the_errors_of_its_queue(lifecycle, monkeypatch, caplog):
+  monkeypatch.setattr('ragen_jax.serving.pool._PAUSE_S', 0.01)
+  failures = iter([UserError('the disk is full')] * 3)
+
+  class Broken(LocalQueue):
+    def claim(self, wait_s):
+      for failure in failures:
+        raise failure
+      return super().claim(wait_s)
+
+    def finish(self, task, state, error):
+      super().finish(task, state, error)
+      raise UserError('the disk is full again')
+
+  _create(lifecycle, 'a')
+  queue = Broken(lifecycle, 'pool', 'http://127.0.0.1:1')
+  with _pool(lifecycle, lambda task: None, queue=queue) as pool:
+    _wait(lifecycle, lambda: pool.progress().succeeded == 1)
+  messages = [record.getMessage() for record in caplog.records]
+  assert messages.count('no task can be claimed: UserError: the disk is full') == 1
+  assert 'the end of a.1 cannot be reported: UserError: the disk is full again' in messages
+
+
+def test_no_task_is_claimed_while_too_many_agents_hang(lifecycle, monkeypatch):
+  monkeypatch.setattr('ragen_jax.serving.pool._PAUSE_S', 0.01)
+  go_on = threading.Event()
+  _create(lifecycle, 'a', 'b', timeout_s=0.05)
+  with _pool(lifecycle, lambda task: go_on.wait(_LONG), max_concurrency=2, grace_s=0.01) as pool:
+    _wait(lifecycle, lambda: pool.progress().abandoned == 2)
+    _create(lifecycle, 'c')
+    assert _states(lifecycle)['c'] == 'queued' and pool.progress().running == 0
+    go_on.set()
+    _wait(lifecycle, lambda: _states(lifecycle)['c'] == 'succeeded')
+    assert pool.progress().abandoned == 0
+
+
+def test_a_queue_waits_for_a_rollout(lifecycle):
+  queue = LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1')
+  assert queue.claim(0.0) is None and queue.claim(0.01) is None
+  found = []
+  waiter = threading.Thread(target=lambda: found.append(queue.claim(_LONG)))
+  waiter.start()
+  _create(lifecycle, 'a')
+  waiter.join(_LONG)
+  assert found[0].rollout_id == 'a'
+
+
+def test_settings_of_a_pool_are_checked(lifecycle):
+  with pytest.raises(UserError, match=r'^max_concurrency=0; allowed: integers from 1$'):
+    _pool(lifecycle, lambda task: None, max_concurrency=0)
+
+
+def test_a_server_that_does_not_answer_is_an_error_of_the_queue(lifecycle, monkeypatch):
+  monkeypatch.setattr('ragen_jax.serving.client._PATIENCE_S', 0.0)
+  with contextlib.closing(socket.create_server(('127.0.0.1', 0))) as unused:
+    port = unused.getsockname()[1]
+  with _pool(lifecycle, lambda task: None, queue=Queue(f'http://127.0.0.1:{port}', 'admin')) as pool:
+    _wait(lifecycle, lambda: 'does not answer' in pool.progress().error)
