@@ -60,9 +60,7 @@ class Replies:
     return 200, {'content-type': sse.CONTENT_TYPE}, b''.join(self.events(spec, choices))
 
   def events(self, spec, choices):
-    readers = [
-      reader(self.fmt, parse_calls=spec.parse_calls, parallel=spec.parallel_tool_calls) for _ in self.replies
-    ]
+    readers = [reader(self.fmt, parse_calls=spec.parse_calls, parallel=spec.parallel_tool_calls) for _ in self.replies]
     stream = chat.ChatStream(spec, head('chatcmpl'), readers, self.tok.token_bytes)
     events = stream.start(self.prompt)
     left = [pieces(self.tok, reply, self.seed + k) for k, reply in enumerate(self.replies)]

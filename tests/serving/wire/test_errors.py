@@ -44,6 +44,6 @@ def test_wrong_values_are_one_short_line():
 
 def test_errors_can_be_raised_and_caught():
   """Frameworks set the traceback of exceptions that they pass on."""
-  with pytest.raises(errors.ApiError, match='^no$') as e:
+  with pytest.raises(errors.ApiError, match=r'^no$') as e:
     raise errors.not_found('no').with_traceback(None)
   e.value.__traceback__ = None

@@ -87,7 +87,6 @@ _CHANGES = {
   'continue_final_message': True,
   'response_format': {'type': 'json_object'},
   'text': {'format': {'type': 'json_schema'}},
-  'include': ['message.output_text.logprobs'],
   'previous_response_id': 'resp_1',
   'echo': True,
 }
