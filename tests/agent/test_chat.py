@@ -52,3 +52,21 @@ def test_qwen_tokenizer_passes_its_vectors(qwen_tokenizer_dir):
 def test_the_built_in_tokenizer_reads_back_every_text(text):
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize('NFC', text)
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(qwen_tokenizer_dir, tiny):
+  text = 'a <tool_call> é🙂日本 <think>\n\n' + ''.join(map(chr, range(1, 0x250)))
+  for tokenizer in (ChatTokenizer(qwen_tokenizer_dir), tiny):
+    ids = tokenizer.encode_once(text)
+    assert ids == tokenizer.encode(text)
+    joined = b''.join(tokenizer.token_bytes(i) for i in ids)
+    assert joined.decode() == unicodedata.normalize('NFC', text)
+    assert tokenizer.token_bytes(tokenizer.stop_ids[0]) == b'<|im_end|>'
+    assert tokenizer.token_bytes(tokenizer.size + 10**6) == b''
+
+
+def test_added_tokens_are_listed_with_their_ids(qwen_tokenizer_dir, tiny):
+  for tokenizer in (ChatTokenizer(qwen_tokenizer_dir), tiny):
+    assert set(tokenizer.specials) < set(tokenizer.added)
+    for text, id_ in tokenizer.added.items():
+      assert tokenizer.encode(text) == (id_,)

@@ -66,7 +66,7 @@ def test_qwen_2_5_is_found(qwen):
   assert fmt.stop_id == 151645
 
 
-# -- plain conversations are those of the built-in rollout --------------------------------------------------------------
+# -- plain conversations are those of the built-in rollout -------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', ['tiny', 'qwen'])

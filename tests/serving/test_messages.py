@@ -29,7 +29,7 @@ def test_chat_messages_of_every_role():
     {'role': 'user', 'content': 'hi', 'name': 'ann'},
     {'role': 'assistant', 'content': None, 'tool_calls': [CALL], 'refusal': None, 'annotations': []},
     {'role': 'tool', 'content': 'done', 'tool_call_id': 'c1'},
-    {'role': 'assistant', 'content': [{'type': 'refusal', 'refusal': 'no'}], 'reasoning_content': 'hm', 'tool_calls': None},
+    {'role': 'assistant', 'content': [{'type': 'refusal', 'refusal': 'no'}], 'reasoning_content': 'hm'},
   ])  # fmt: skip
   assert read == (
     Message(Role.SYSTEM, 'rules'),

@@ -130,12 +130,12 @@ RESPONSES = (
   *_TOOLS,
   *_TEMPLATE,
   _honour('max_output_tokens', 'most tokens of a reply'),
-  _honour('top_logprobs', 'number of likeliest alternatives for each token'),
-  _honour('include', 'message.output_text.logprobs asks for log-probabilities'),
   _honour('previous_response_id', 'the call that this one continues'),
   Field('text', Treatment.LENIENT, 'format text; others need constrained decoding'),
   *_IGNORED,
-  *_ignore('reasoning', 'truncation', 'max_tool_calls', 'stream_options', 'context_management'),
+  *_ignore(
+    'include', 'top_logprobs', 'reasoning', 'truncation', 'max_tool_calls', 'stream_options', 'context_management'
+  ),
   _refuse('background', 'an answer is given in the request that asks for it'),
   _refuse('conversation', 'use previous_response_id'),
   _refuse('prompt', 'there are no stored prompts'),

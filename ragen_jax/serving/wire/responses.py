@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ragen_jax.serving.messages import Message, Role, from_responses, tools_from_responses
@@ -12,9 +12,8 @@ from ragen_jax.serving.wire import sse
 from ragen_jax.serving.wire.body import Body
 from ragen_jax.serving.wire.errors import ApiError, wrong_value
 from ragen_jax.serving.wire.fields import RESPONSES
-from ragen_jax.serving.wire.results import Choice, Head, Piece, Rest, token_logprobs, versions
+from ragen_jax.serving.wire.results import Choice, Head, Piece, Rest, versions
 from ragen_jax.serving.wire.spec import (
-  MOST_ALTERNATIVES,
   CallSpec,
   Kind,
   Limits,
@@ -25,8 +24,6 @@ from ragen_jax.serving.wire.spec import (
   read_text_format,
   read_tool_choice,
 )
-
-_LOGPROBS = 'message.output_text.logprobs'
 
 
 def parse(body: dict[str, Any], limits: Limits) -> CallSpec:
@@ -54,7 +51,6 @@ def read(body: Body, limits: Limits) -> CallSpec:
   text_format = read_text_format(body.mapping('text').get('format'), 'text.format', limits)
   parallel = body.boolean('parallel_tool_calls', True)
   max_tokens = body.integer('max_output_tokens', 1, limits.context)
-  top = body.integer('top_logprobs', 0, MOST_ALTERNATIVES) or 0
   metadata, previous = body.mapping('metadata'), body.string('previous_response_id')
   return CallSpec(
     kind=Kind.RESPONSES,
@@ -71,8 +67,8 @@ def read(body: Body, limits: Limits) -> CallSpec:
     seed=read_seed(body),
     stream=body.boolean('stream', False),
     include_usage=True,
-    logprobs=top > 0 or _LOGPROBS in body.items('include', limits.messages),
-    top_logprobs=top,
+    logprobs=False,
+    top_logprobs=0,
     return_token_ids=body.boolean('return_token_ids', False),
     echo=False,
     previous_response_id=previous,
@@ -102,7 +98,6 @@ def answer(
   reader: ReplyReader,
   prompt: Sequence[int],
   generated: Generated,
-  token_bytes: Callable[[int], bytes],
 ) -> dict[str, Any]:
   """The JSON answer: the object that ends a stream of the same reply.
 
@@ -113,9 +108,8 @@ def answer(
     reader: a new reader.
     prompt: ids of the prompt.
     generated: the reply of the engine, which was not aborted.
-    token_bytes: the bytes of a token.
   """
-  stream = ResponseStream(spec, head, params, reader, token_bytes)
+  stream = ResponseStream(spec, head, params, reader)
   stream.finish(prompt, generated)
   return stream.response
 
@@ -133,16 +127,13 @@ class ResponseStream:
     head: Head,
     params: SamplingParams,
     reader: ReplyReader,
-    token_bytes: Callable[[int], bytes],
   ):
     """Begins a stream; see `answer` for the arguments."""
-    self._spec, self._head, self._reader, self._token_bytes = spec, head, reader, token_bytes
+    self._spec, self._head, self._reader = spec, head, reader
     self._rest = Rest()
     self._number = 0  # of the next event
     self._text: list[str] = []  # of the open item
     self._open: dict[str, Any] | None = None  # the item that grows: a message or a thought
-    # Of the tokens since the last message; those of a thought or a call before a message are counted to it.
-    self._logprobs: list[dict[str, Any]] = []
     self.response: dict[str, Any] = {
       'id': head.id,
       'object': 'response',
@@ -154,7 +145,6 @@ class ResponseStream:
       'output': [],
       'temperature': params.temperature,
       'top_p': params.top_p,
-      'top_logprobs': spec.top_logprobs,
       'truncation': 'disabled',
       'usage': None,
       'user': spec.user or None,
@@ -169,7 +159,6 @@ class ResponseStream:
   def piece(self, piece: Piece) -> list[bytes]:
     """The events of new tokens; there are none while their text is held back."""
     self._rest.add(piece)
-    self._keep_logprobs(piece)
     return self._encode(self._reader.feed(piece.ids, piece.text))
 
   def finish(self, prompt: Sequence[int], generated: Generated) -> list[bytes]:
@@ -177,7 +166,6 @@ class ResponseStream:
     if generated.finish is Finish.ABORTED:
       raise ValueError('an aborted reply has no answer')
     rest = self._rest.of(generated)
-    self._keep_logprobs(rest)
     encoded = self._encode(self._reader.feed(rest.ids, rest.text) + self._reader.finish())
     if not self.response['output'] and self._open is None:
       encoded += map(sse.named_event, self._begin_text('message'))  # clients expect an item
@@ -209,10 +197,6 @@ class ResponseStream:
   def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
     self._number += 1
     return {'type': kind, 'sequence_number': self._number - 1, **fields}
-
-  def _keep_logprobs(self, piece: Piece) -> None:
-    if self._spec.logprobs:
-      self._logprobs += token_logprobs(piece, self._spec.top_logprobs, self._token_bytes)
 
   def _advance(self, event: Event) -> list[dict[str, Any]]:
     match event:
@@ -270,25 +254,24 @@ class ResponseStream:
     self._open = {'type': kind, **fields}
     index = len(self.response['output'])
     added = self._event('response.output_item.added', output_index=index, item=self._open)
-    return [added, self._event('response.content_part.added', **self._at(), part=self._part('', []))]
+    return [added, self._event('response.content_part.added', **self._at(), part=self._part(''))]
 
-  def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+  def _part(self, text: str) -> dict[str, Any]:
     if self._open['type'] == 'reasoning':
       return {'type': 'reasoning_text', 'text': text}
-    return {'type': 'output_text', 'text': text, 'annotations': [], 'logprobs': logprobs}
+    return {'type': 'output_text', 'text': text, 'annotations': [], 'logprobs': []}
 
   def _close(self, status: str) -> list[dict[str, Any]]:
     """Completes the open item, if there is one."""
     if self._open is None:
       return []
-    text, logprobs = ''.join(self._text), []
+    text = ''.join(self._text)
     self._text.clear()
     if self._open['type'] == 'message':
-      logprobs, self._logprobs = self._logprobs, []
-      done = self._event('response.output_text.done', **self._at(), text=text, logprobs=logprobs)
+      done = self._event('response.output_text.done', **self._at(), text=text, logprobs=[])
     else:
       done = self._event('response.reasoning_text.done', **self._at(), text=text)
-    part = self._part(text, logprobs)
+    part = self._part(text)
     events = [done, self._event('response.content_part.done', **self._at(), part=part)]
     item = {**self._open, 'status': status, 'content': [part]}
     events.append(self._event('response.output_item.done', output_index=len(self.response['output']), item=item))
@@ -298,10 +281,10 @@ class ResponseStream:
 
 
 def _usage(choice: Choice) -> dict[str, Any]:
-  prompt, sampled = len(choice.prompt), len(choice.generated.ids)
+  prompt, sampled, cached = len(choice.prompt), len(choice.generated.ids), choice.generated.cached_tokens
   return {
     'input_tokens': prompt,
-    'input_tokens_details': {'cached_tokens': choice.generated.cached_tokens},
+    'input_tokens_details': {'cached_tokens': cached, 'cache_write_tokens': prompt - cached},
     'output_tokens': sampled,
     'output_tokens_details': {'reasoning_tokens': choice.reply.thought_tokens},
     'total_tokens': prompt + sampled,
