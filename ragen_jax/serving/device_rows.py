@@ -61,9 +61,7 @@ class DeviceRows:
     if jax.process_count() > 1:
       raise UserError(f'serving: needs one process, and this run has {jax.process_count()}')
     if rows % share.shards:
-      raise UserError(
-        f'slots={rows}: must be a multiple of {share.shards}, the number of parts of the mesh that hold rows'
-      )
+      raise UserError(f'slots={rows}: must be a multiple of {share.shards}, the number of shards of the mesh')
     self.widths = tuple(sorted(set(widths)))
     self.fed_columns = 0
     self._sampler = sampler
