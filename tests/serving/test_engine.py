@@ -84,7 +84,7 @@ def mixed_requests():
       'top_k': rng.choice([0, 0, 6]),
       'max_tokens': rng.randrange(1, 20),
       'top_logprobs': rng.choice([0, 0, 3]),
-      'stop': rng.choice([(), (), ('a', 'bc'), ('e',)]),
+      'stop': rng.choice([(), (), (), ('xy', 'a'), ('bc', 'z ')]),
     }
     found.append(request(rng.choice(bases)[: rng.randrange(1, 40)], seed=i, **params))
   return found
