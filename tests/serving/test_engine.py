@@ -82,9 +82,9 @@ def mixed_requests():
       'temperature': rng.choice([0.0, 0.7, 1.0, 1.0, 2.0]),
       'top_p': rng.choice([1.0, 1.0, 0.8]),
       'top_k': rng.choice([0, 0, 6]),
-      'max_tokens': rng.randrange(1, 20),
+      'max_tokens': rng.randrange(1, 30),
       'top_logprobs': rng.choice([0, 0, 3]),
-      'stop': rng.choice([(), (), (), ('xy', 'a'), ('bc', 'z ')]),
+      'stop': rng.choice([(), (), (), ('q', 'ja'), ('k', 'mz')]),
     }
     found.append(request(rng.choice(bases)[: rng.randrange(1, 40)], seed=i, **params))
   return found
