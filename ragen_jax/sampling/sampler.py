@@ -133,12 +133,12 @@ class Sampler:
     return self._layout(after, self._state_specs)
 
   def _decode_rows(
-    self, params, state, key_data, budget, temperature, by_row=None, *, columns, sampling, alternatives=0
+    self, params, state, key_data, budget, temperature, by_row=None, rows=None, *, columns, sampling, alternatives=0
   ):
-    state, reply = decode(
+    part, reply = decode(
       self.graphdef,
       params,
-      state,
+      state if rows is None else self._by_shard(kv_cache.take_rows, state, rows),
       jax.random.wrap_key_data(key_data),
       budget,
       temperature,
@@ -150,7 +150,8 @@ class Sampler:
       alternatives=alternatives,
     )
     reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
-    return self._layout(state, self._state_specs), reply, self._layout(jnp.any(reply.open), PartitionSpec())
+    after = part if rows is None else self._by_shard(kv_cache.put_rows, state, rows, part)
+    return self._layout(after, self._state_specs), reply, self._layout(jnp.any(reply.open), PartitionSpec())
 
   def _place(self, x):
     return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
@@ -385,11 +386,22 @@ class Sampler:
     columns: int,
     sampling: Sampling | RowSampling,
     alternatives: int = 0,
+    rows: np.ndarray | None = None,
   ) -> tuple[SamplerState, Reply, jax.Array]:
-    """Samples for the rows of this process; see `decode.decode`. `state` is donated.
+    """Samples for rows of this process; see `decode.decode`. `state` is donated.
 
     All temperatures above 0 share one program, as do all `RowSampling`. The reply has the rows of all processes;
     `processes.own_rows` returns those of this process.
+
+    Args:
+      params: the weights.
+      state: B rows.
+      keys: PRNG keys [b].
+      budget: i32[b].
+      columns: see `decode.decode`, as are the following ones.
+      sampling: of all rows, or numbers for each of the b rows.
+      alternatives: compiled in.
+      rows: i32[b], the rows that take part, as in `extend`. Default all B.
 
     Returns:
       The state after, the `Reply`, and bool[], whether a reply of any process is still open.
@@ -406,6 +418,7 @@ class Sampler:
       budget=self._place(budget),
       columns=columns,
       alternatives=alternatives,
+      rows=None if rows is None else self._place(rows),
       **drawn,
     )
 

@@ -39,6 +39,7 @@ class DeviceRows:
   Attributes:
     widths: columns of the programs that feed prompts, ascending.
     fed_columns: columns that were computed to feed prompts, padding included.
+    row_steps: rows times steps of the programs that sampled.
   """
 
   def __init__(self, sampler: Sampler, params: Any, *, rows: int, max_context: int, chunk: int, widths: Sequence[int]):
@@ -61,11 +62,9 @@ class DeviceRows:
     if jax.process_count() > 1:
       raise UserError(f'serving: needs one process, and this run has {jax.process_count()}')
     if rows % share.shards:
-      raise UserError(
-        f'slots={rows}: must be a multiple of {share.shards}, the number of parts of the mesh that hold rows'
-      )
+      raise UserError(f'slots={rows}: must be a multiple of {share.shards}, the number of shards of the mesh')
     self.widths = tuple(sorted(set(widths)))
-    self.fed_columns = 0
+    self.fed_columns = self.row_steps = 0
     self._sampler = sampler
     self._shards, self._own = share.shards, rows // share.shards
     self._chunk = chunk
@@ -74,21 +73,18 @@ class DeviceRows:
     fitting = sampler.rows_that_fit(self._own, self._size) * share.shards
     if fitting < rows:
       raise UserError(f'slots={rows}: only {fitting} rows of {self._size} columns fit into the free memory')
-    self._sizes = {width: self._sub_batches(width) for width in self.widths}
+    self._sizes = {width: self._feed_sizes(width) for width in self.widths}
+    self._decode_sizes = _sub_batches(self._own)
     self._weights = _committed(sampler.decode_weights(params))
     # Whether weights are gathered depends on the memory that is free, and must not change with it later.
     self._gathered = not changed_weights(self._weights, sampler.abstract_weights(self._weights))
     self._state = _committed(sampler.init(self._own * share.own, self._size))
     self._expected = _shapes(params)
 
-  def _sub_batches(self, width: int) -> tuple[int, ...]:
-    """Numbers of rows of a shard that a program of a width is compiled for, ascending."""
+  def _feed_sizes(self, width: int) -> tuple[int, ...]:
+    """Numbers of rows of a shard that a program of a width feeds."""
     columns = max(self._own * self.widths[0], self.widths[-1])
-    most, size, sizes = min(self._own, columns // width), 1, []
-    while size < most:
-      sizes.append(size)
-      size *= _GROWTH
-    return (*sizes, most)
+    return _sub_batches(min(self._own, columns // width))
 
   def check_weights(self, params: Any) -> None:
     """Checks that weights can take the place of the present ones.
@@ -116,39 +112,36 @@ class DeviceRows:
 
   def feed(self, feeds: Sequence[Feed], width: int) -> None:
     """Feeds rows, each of them once."""
-    by_shard = [[f for f in feeds if f.row // self._own == shard] for shard in range(self._shards)]
     most = self._sizes[width][-1]
+    by_shard = [[f for f in feeds if f.row // self._own == shard] for shard in range(self._shards)]
     for start in range(0, max(map(len, by_shard)), most):
-      self._extend([part[start : start + most] for part in by_shard], width)
+      self._extend([f for part in by_shard for f in part[start : start + most]], width)
 
-  def _extend(self, by_shard: list[list[Feed]], width: int) -> None:
+  def _extend(self, feeds: Sequence[Feed], width: int) -> None:
     """Feeds at most as many rows of each shard as the largest sub-batch has."""
-    fed = max(map(len, by_shard))
-    size = next(n for n in self._sizes[width] if n >= fed)
-    tokens = np.zeros((self._shards, size, width), np.int32)
-    count, begins = np.zeros((self._shards, size), np.int32), np.zeros((self._shards, size), bool)
-    rows = np.zeros((self._shards, size), np.int32)
-    for shard, feeds in enumerate(by_shard):
-      own = [f.row % self._own for f in feeds]
-      if size == self._own:
-        rows[shard] = np.arange(size)
-      else:  # each row once, so those without ids are other rows of the shard
-        others = [i for i in range(self._own) if i not in own]
-        rows[shard] = [*own, *others[: size - len(own)]]
-      at = {row: i for i, row in enumerate(rows[shard].tolist())}
-      for f in feeds:
-        i = at[f.row % self._own]
-        tokens[shard, i, : len(f.ids)] = f.ids
-        count[shard, i], begins[shard, i] = len(f.ids), f.begins
-    self._state = self._sampler.extend(
-      self._weights,
-      self._state,
-      tokens.reshape(-1, width),
-      count.reshape(-1),
-      begins.reshape(-1),
-      rows=None if size == self._own else rows.reshape(-1),
-    )
+    batch = self._batch([f.row for f in feeds], self._sizes[width])
+    tokens = np.zeros((batch.size, width), np.int32)
+    count, begins = np.zeros((batch.size,), np.int32), np.zeros((batch.size,), bool)
+    for i, f in zip(batch.at, feeds, strict=True):
+      tokens[i, : len(f.ids)] = f.ids
+      count[i], begins[i] = len(f.ids), f.begins
+    self._state = self._sampler.extend(self._weights, self._state, tokens, count, begins, rows=batch.taken)
     self.fed_columns += tokens.size
+
+  def _batch(self, rows: Sequence[int], sizes: Sequence[int]) -> _Batch:
+    """The smallest sub-batch that holds some rows."""
+    by_shard = [[row % self._own for row in rows if row // self._own == shard] for shard in range(self._shards)]
+    size = next(n for n in sizes if n >= max(map(len, by_shard)))
+    if size == self._own:
+      return _Batch(self._shards * size, None, np.asarray(rows, np.int32))
+    taken = np.zeros((self._shards, size), np.int32)
+    at = {}
+    for shard, own in enumerate(by_shard):
+      # Each row at most once, so those that fill up are others.
+      others = [i for i in range(self._own) if i not in own]
+      taken[shard] = [*own, *others[: size - len(own)]]
+      at |= {shard * self._own + row: shard * size + i for i, row in enumerate(own)}
+    return _Batch(self._shards * size, taken.reshape(-1), np.asarray([at[row] for row in rows], np.int32))
 
   def copy(self, source: int, target: int, columns: int) -> None:
     """Gives a row the first `columns` columns of a row of the same shard, which may be itself."""
@@ -156,28 +149,42 @@ class DeviceRows:
     copies[target // self._own] = source % self._own, target % self._own, columns
     self._state = self._sampler.copy_rows(self._state, copies)
 
-  def decode(self, keys: np.ndarray, budget: np.ndarray, sampling: RowSampling, *, alternatives: bool) -> Reply:
-    """Samples a chunk.
+  def decode(
+    self, rows: Sequence[int], keys: np.ndarray, budget: np.ndarray, sampling: RowSampling, *, alternatives: bool
+  ) -> Reply:
+    """Samples a chunk for n rows.
 
     Args:
-      keys: u32[B, 2], data of the rows' PRNG keys.
-      budget: i32[B], the most tokens that each row may still get; 0 leaves it as it is.
-      sampling: how each row is sampled.
+      rows: the rows, each once.
+      keys: u32[n, 2], data of their PRNG keys.
+      budget: i32[n], the most tokens that each row may still get.
+      sampling: how each of them is sampled.
       alternatives: record the likeliest tokens.
 
     Returns:
-      The tokens, on the host.
+      The tokens of the n rows, on the host.
     """
+    batch = self._batch(rows, self._decode_sizes[-1:] if alternatives else self._decode_sizes)
+
+    def spread(x: np.ndarray, others: int) -> np.ndarray:
+      """The numbers of the n rows, and one for the other rows of the batch."""
+      every = np.full((batch.size, *x.shape[1:]), others, x.dtype)
+      every[batch.at] = x
+      return every
+
     self._state, reply, _ = self._sampler.decode(
       self._weights,
       self._state,
-      jax.random.wrap_key_data(keys),
-      budget,
+      jax.random.wrap_key_data(spread(keys, 0)),
+      spread(budget, 0),
       columns=self._chunk,
-      sampling=sampling,
+      sampling=RowSampling(spread(sampling.temperature, 1), spread(sampling.top_p, 1), spread(sampling.top_k, 0)),
       alternatives=min(TOP_LOGPROBS, self._sampler.vocab_limit) if alternatives else 0,
+      rows=batch.taken,
     )
-    return jax.device_get(reply)
+    reply = jax.device_get(reply)
+    self.row_steps += batch.size * int(reply.count.max())
+    return jax.tree.map(lambda x: x[batch.at], reply)
 
   def wait(self) -> None:
     """Returns when the device has done what it was given."""
@@ -185,18 +192,41 @@ class DeviceRows:
 
   def compile(self) -> None:
     """Runs every program once, on rows that stay as they are."""
+    fed_columns = self.fed_columns
     for width in self.widths:
       for size in self._sizes[width]:
-        nothing = [Feed(i, np.zeros((0,), np.int32), False) for i in range(size)]
-        self._extend([nothing] * self._shards, width)
-    self.fed_columns = 0
+        self._extend([Feed(i, np.zeros((0,), np.int32), False) for i in range(size)], width)
+    self.fed_columns = fed_columns
     self.copy(0, 0, self._size)
-    rows = self._own * self._shards
-    sampling = RowSampling(
-      temperature=np.ones(rows, np.float32), top_p=np.ones(rows, np.float32), top_k=np.zeros(rows, np.int32)
-    )
-    for alternatives in (False, True):
-      self.decode(np.zeros((rows, 2), np.uint32), np.zeros(rows, np.int32), sampling, alternatives=alternatives)
+    for size, alternatives in [*((n, False) for n in self._decode_sizes), (1, True)]:
+      numbers = np.ones(size, np.float32)
+      sampling = RowSampling(temperature=numbers, top_p=numbers, top_k=np.zeros(size, np.int32))
+      nothing = np.zeros((size, 2), np.uint32), np.zeros(size, np.int32)
+      self.decode(range(size), *nothing, sampling, alternatives=alternatives)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+  """The rows that a program gets.
+
+  Attributes:
+    size: number of rows, those of all shards.
+    taken: i32[size], the rows of each shard, numbered within it; None for all rows.
+    at: i32[n], where the rows are that it is about.
+  """
+
+  size: int
+  taken: np.ndarray | None
+  at: np.ndarray
+
+
+def _sub_batches(most: int) -> tuple[int, ...]:
+  """Numbers of rows that programs are compiled for, ascending."""
+  sizes, size = [], 1
+  while size < most:
+    sizes.append(size)
+    size *= _GROWTH
+  return (*sizes, most)
 
 
 def _committed(tree: Any) -> Any:

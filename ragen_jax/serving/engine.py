@@ -215,7 +215,7 @@ class Engine:
         fed_tokens=counts['fed_tokens'],
         fed_columns=scheduler.rows.fed_columns,
         sampled_tokens=counts['sampled_tokens'],
-        row_steps=counts['row_steps'],
+        row_steps=scheduler.rows.row_steps,
         copies=counts['copies'],
         chunks=counts['chunks'],
         finished=counts['finished'],

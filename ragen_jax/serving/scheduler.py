@@ -43,7 +43,6 @@ class Scheduler:
     self.calls: dict[int, Call] = {}
     self.version = version
     self.counts: collections.Counter[str] = collections.Counter()
-    self._slots = settings.slots
     self._stop_ids = sampler.stop_ids
     self._table = SlotTable(settings.slots, sampler.share.shards, settings.max_context, worth=settings.widths[0])
 
@@ -114,24 +113,23 @@ class Scheduler:
       self.rows.wait()
       return
     calls = [self.calls[slot.index] for slot in ready]
-    keys, budget = np.zeros((self._slots, 2), np.uint32), np.zeros((self._slots,), np.int32)
-    sampling = RowSampling(
-      temperature=np.ones(budget.shape, np.float32),
-      top_p=np.ones(budget.shape, np.float32),
-      top_k=np.zeros(budget.shape, np.int32),
+    params = [call.request.params for call in calls]
+    reply = self.rows.decode(
+      [slot.index for slot in ready],
+      np.asarray([call.request.key for call in calls], np.uint32),
+      np.asarray([call.budget - len(call.ids) for call in calls], np.int32),
+      RowSampling(
+        temperature=np.asarray([p.temperature for p in params], np.float32),
+        top_p=np.asarray([p.top_p for p in params], np.float32),
+        top_k=np.asarray([p.top_k for p in params], np.int32),
+      ),
+      alternatives=any(p.top_logprobs for p in params),
     )
-    for slot, call in zip(ready, calls, strict=True):
-      i, params = slot.index, call.request.params
-      keys[i], budget[i] = call.request.key, call.budget - len(call.ids)
-      sampling.temperature[i], sampling.top_p[i], sampling.top_k[i] = params.temperature, params.top_p, params.top_k
-    alternatives = any(call.request.params.top_logprobs for call in calls)
-    reply = self.rows.decode(keys, budget, sampling, alternatives=alternatives)
     self.counts['chunks'] += 1
-    self.counts['row_steps'] += self._slots * int(reply.count.max())
-    for slot, call in zip(ready, calls, strict=True):
+    for i, (slot, call) in enumerate(zip(ready, calls, strict=True)):
       before = len(call.ids)
-      slot.append(reply.tokens[slot.index, : reply.count[slot.index]])
-      finish = call.take(reply, slot.index, self.version, self._stop_ids)
+      slot.append(reply.tokens[i, : reply.count[i]])
+      finish = call.take(reply, i, self.version, self._stop_ids)
       self.counts['sampled_tokens'] += len(call.ids) - before
       if finish is not None:
         self._end(slot, len(call.prompt) + len(call.ids), Finish.ABORTED if call.cancelled else finish)

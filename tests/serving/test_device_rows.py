@@ -24,12 +24,12 @@ def device_rows(sampler, params, **changes):
   return DeviceRows(sampler, params, **options)
 
 
-def plain(rows=ROWS):
-  return RowSampling(np.ones(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.int32))
-
-
-def keys(rows=ROWS):
-  return np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
+def decode(rows, batch, *, budget, alternatives=False):
+  """A chunk for some rows, each with its number as its key."""
+  n = len(batch)
+  keys = np.stack([np.zeros(n), batch], axis=1).astype(np.uint32)
+  plain = RowSampling(np.ones(n, np.float32), np.ones(n, np.float32), np.zeros(n, np.int32))
+  return rows.decode(batch, keys, np.asarray(budget, np.int32), plain, alternatives=alternatives)
 
 
 def check_reply(sampler, params, reply, row, prompt):
@@ -57,14 +57,31 @@ def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled(sampler
   rows.feed([Feed(1, texts[1][:3], False)], 4)
   fed[1] = np.concatenate([texts[5][:20], texts[1][:3]])
   assert rows.fed_columns == 6 * 4 + 3 * 16 + 4
-  reply = rows.decode(keys(), np.asarray([4, 4, 4, 0, 2, 4]), plain(), alternatives=False)
-  assert reply.count[3] == 0 and reply.count[4] <= 2
-  for row in (0, 1, 2, 4, 5):
-    check_reply(sampler, params, reply, row, fed[row])
-  again = rows.decode(keys(), np.full(ROWS, 4), plain(), alternatives=True)
-  check_reply(sampler, params, again, 3, fed[3])
-  assert again.top_tokens.shape == (ROWS, 4, 20)
+  reply = decode(rows, [5, 0, 4, 1, 2], budget=[4, 4, 2, 4, 4])
+  assert reply.count[2] <= 2
+  for i, row in enumerate([5, 0, 4, 1, 2]):
+    check_reply(sampler, params, reply, i, fed[row])
+  reply = decode(rows, [3], budget=[4], alternatives=True)
+  check_reply(sampler, params, reply, 0, fed[3])
+  assert reply.top_tokens.shape == (1, 4, 20)
   assert sampler.traces == traces
+
+
+def test_a_row_is_sampled_alone_or_with_others_alike(sampler_and_params):
+  """One row, four rows and all rows are programs of their own; rows that do not take part stay as they are."""
+  rows, found = device_rows(*sampler_and_params), []
+  texts = [np.asarray(p, np.int32) for p in prompts(ROWS, 4)]
+  for others, computed in (([], 1), ([1, 5], 4), ([0, 1, 2, 3, 5], 6)):
+    rows.feed([Feed(i, text, True) for i, text in enumerate(texts)], 4)
+    before = rows.row_steps
+    reply = decode(rows, [*others, 4], budget=[4] * (len(others) + 1))
+    assert rows.row_steps - before == computed * reply.count.max()
+    if len(others) == 2:  # the rows that filled the batch up begin now
+      assert decode(rows, [0, 2, 3], budget=[4] * 3).count.all()
+    found.append((reply.tokens[-1].tolist(), reply.logprobs[-1]))
+  assert found[0][0] == found[1][0] == found[2][0]
+  for _, logprobs in found[1:]:
+    np.testing.assert_allclose(logprobs, found[0][1], atol=1e-5)
 
 
 def test_weights_are_replaced_without_a_new_program(sampler_and_params):
@@ -76,7 +93,7 @@ def test_weights_are_replaced_without_a_new_program(sampler_and_params):
     rows.check_weights(version)
     rows.set_weights(version)
     rows.feed([Feed(0, prompt, True)], 4)
-    reply = rows.decode(keys(), np.asarray([4, 0, 0, 0, 0, 0]), plain(), alternatives=False)
+    reply = decode(rows, [0], budget=[4])
     check_reply(sampler, version, reply, 0, prompt)
   assert sampler.traces == traces
 
@@ -84,7 +101,7 @@ def test_weights_are_replaced_without_a_new_program(sampler_and_params):
 def test_weights_of_another_model_are_refused(sampler_and_params):
   sampler, params = sampler_and_params
   rows = device_rows(sampler, params)
-  with pytest.raises(ValueError, match=r'^params: has no weight .*layers'):
+  with pytest.raises(ValueError, match=r'^params: has no weight .*embed_tokens'):
     rows.check_weights({name: part for name, part in params.items() if name != 'policy'})
   other = weights(1)
   other['value_head']['kernel'].set_value(np.zeros(3, np.float32))

@@ -9,6 +9,7 @@ from ragen_jax.serving.calls import Call
 from ragen_jax.serving.scheduler import Scheduler
 from ragen_jax.serving.types import Finish
 from tests.support.serving import (
+  VOCAB,
   ByteTokenizer,
   Listener,
   expected_logprobs,
@@ -22,7 +23,8 @@ from tests.support.serving import (
 
 @pytest.fixture(scope='module')
 def sampler_and_params():
-  return small_sampler()
+  """Replies end by their lengths and stop strings only."""
+  return small_sampler(stop=VOCAB)
 
 
 @pytest.fixture
