@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
@@ -148,6 +149,8 @@ def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iter
   if not plays_agents(config):
     yield {'train': None, 'eval': None}
     return
+  if jax.process_count() > 1:
+    raise UserError(f'train.tags={config.train.tags}: agent programs play in one process, not {jax.process_count()}')
   runners = [config.envs[tag].runner for tag in dict.fromkeys((*config.train.tags, *config.eval.tags))]
   open_server = import_open_server()
   with (

@@ -100,7 +100,11 @@ def _iterate(config: ConfigDict, workdir: str, model: LanguageModel, trainer: Tr
 
       played = rollout_metrics(rollout, config.train.group_size)
       verdict = run.log_iteration(
-        state, metrics | update_metrics | played | probed, batch, fresh=fresh, empty=not selection.groups
+        state,
+        metrics | update_metrics | played | probed | trainer.player.metrics,
+        batch,
+        fresh=fresh,
+        empty=not selection.groups,
       )
       if fresh and processes.is_first():
         run.log_episodes(state, *trainer.recorder.records(rollout, selection, batch, state.iteration - 1))

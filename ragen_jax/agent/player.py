@@ -24,12 +24,14 @@ class Player(Protocol):
     group_size: G, number of episodes of a group.
     max_turns: maximum number of replies of an episode.
     reply_prefix: the part of every reply that is forced.
+    metrics: metrics of the last rollout that its episodes do not tell.
   """
 
   specs: list[EnvSpec]
   group_size: int
   max_turns: int
   reply_prefix: str
+  metrics: dict[str, float]
 
   def check(self, first_seed: int) -> None:
     """Checks what can be checked before anything large is compiled.
@@ -86,6 +88,7 @@ class EnvironmentPlayer:
     self.proxy = proxy
     self._sampler = sampler
     self.specs, self.group_size = proxy.envs.specs, proxy.envs.group_size
+    self.metrics: dict[str, float] = {}
     self.max_turns, self.reply_prefix = proxy.limits.max_turns, proxy.context.reply_prefix
 
   def check(self, first_seed: int) -> None:

@@ -14,6 +14,7 @@ from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Episode, Limits
 from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker, Speaker
+from ragen_jax.envs import AgentTasks
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings
 from ragen_jax.viewer.records import Played, first_rows, text_records
@@ -28,13 +29,13 @@ class EvaluationLevels:
   Attributes:
     spec: the environment.
     first: seed of the first level.
-    envs: the batch that plays the levels, for speakers of text.
+    envs: the batch that plays the levels, for speakers of text; None if programs outside play.
     best: f32[levels], the best possible success probability on each level; None if unknown.
   """
 
   spec: EnvSpec
   first: int
-  envs: EnvStateManager
+  envs: EnvStateManager | None
   best: np.ndarray | None
 
 
@@ -42,6 +43,10 @@ def evaluation_levels(specs: list[EnvSpec], settings: EvaluationSettings) -> lis
   """The levels of each environment, with their seeds from the batch of all environments."""
   parts, first = [], settings.first_level
   for spec in specs:
+    if isinstance(spec.env, AgentTasks):
+      parts.append(EvaluationLevels(spec, first, None, None))
+      first += spec.num_groups
+      continue
     envs = EnvStateManager([spec], settings.group_size)
     if not envs.has_outside:
       envs.reset(first)

@@ -13,12 +13,13 @@ import json
 import logging
 import pathlib
 import sys
+import tempfile
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import build
+from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.endpoint_client import EndpointSettings
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
@@ -110,7 +111,11 @@ def _play_all(
   endpoint = EndpointSpeaker(build.fill(EndpointSettings, e), build.sampling(e)) if e.endpoint else None
   # Loaded before anything is played, because a run in progress may delete the checkpoint in the meantime.
   model = load_weights(config, checkpointer, step) if e.step != 'none' else None
-  others, records = _play_baselines(config, levels, endpoint, step or 0)
+  others, records = [], []
+  if build_agents.plays_agents(config):
+    _log.info('agent programs play %s; there are no baselines', ', '.join(e.tags))
+  else:
+    others, records = _play_baselines(config, levels, endpoint, step or 0)
   models = []
   if model is not None:
     models, own = _play_model(config, *model, step, levels)
@@ -127,7 +132,10 @@ def _play_model(
     config.eval.greedy_too = False  # the sampled episodes are greedy already
   name = f'checkpoint {step}' if step is not None else f'model {model_name(config)}'
   _log.info('%s: %s', name, policy.describe())
-  sampled, greedy, records, not_finite = build.make_evaluator(config, policy).episodes(params, step or 0)
+  # The store is not kept, so that programs play again in the next evaluation.
+  with tempfile.TemporaryDirectory() as store, build_agents.open_players(config, policy, store) as players:
+    evaluator = build.make_evaluator(config, policy, players['eval'])
+    sampled, greedy, records, not_finite = evaluator.episodes(params, step or 0)
   if not_finite:
     _log.warning('%s: not finite: %s', name, not_finite)
   splits = [(describe_sampling(build.sampling(config.eval)), sampled), ('greedy', greedy)]

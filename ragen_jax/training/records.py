@@ -73,7 +73,8 @@ class Recorder:
     Returns:
       The episodes, and their records from `viewer.records.episode_records`.
     """
-    s, rows = self._settings, self.rows(iteration)
+    s = self._settings
+    rows = [row for row in self.rows(iteration) if row < len(rollout.episodes)]
     t, fresh = rollout.trajectory, selection.fresh
     columns, mask, width = batch.columns[:fresh], batch.mask[:fresh], t.tokens.shape[1]
     values = t.values if s.records_values else None

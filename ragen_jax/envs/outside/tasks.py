@@ -9,6 +9,7 @@ import pathlib
 from typing import Any, ClassVar
 
 from ragen_jax.envs.outside.base import Session, TextEnvironment
+from ragen_jax.utils.errors import UserError
 
 # Larger files are read by the agents themselves.
 _LARGEST_FILE = 1 << 30
@@ -73,5 +74,5 @@ class AgentTasks(TextEnvironment):
     return 'The agent program writes the prompts.'
 
   def open(self, rows: int) -> Session:
-    """Raises ValueError: there are no turns to play."""
-    raise ValueError('the tasks of an agent are played by programs, not turn by turn')
+    """Raises UserError: there are no turns to play."""
+    raise UserError("tags of the type 'agent' are played by programs, in training, --mode=eval and --mode=serve")
