@@ -49,7 +49,7 @@ class Lifecycle:
 
   Attributes:
     store: the store.
-    changes: announces every rollout that was queued or is over, when this is stored.
+    changes: announces every rollout that was queued or is over, and every attempt that ended, when this is stored.
   """
 
   def __init__(self, store: Store, clock: Callable[[], float]):
@@ -130,12 +130,13 @@ class Lifecycle:
         return record
       if record.state in OVER:
         raise Conflict(f'rollout {rollout_id!r} is {record.state} and cannot be cancelled')
-      now = self._clock()
+      now, ended = self._clock(), []
       if record.state == RolloutState.RUNNING:
         tables.end_attempt(record.attempt_id, AttemptState.CANCELLED, '', False, now)
+        ended.append(record.attempt_id)
       tables.end_rollout(rollout_id, RolloutState.CANCELLED, '', now)
       record = tables.rollout(rollout_id)
-    self.changes.notify()
+    self.changes.notify(ended)
     return record
 
   # -- attempts
@@ -190,11 +191,11 @@ class Lifecycle:
       raise Invalid(f"state='{state}'; allowed: {', '.join(sorted(_REPORTED))}")
     with self.store.write() as tables:
       attempt = tables.attempt(attempt_id)
-      if attempt.state != state:
-        attempt = _running(tables, attempt_id)
-        self._end(tables, attempt, state, error, lost=False)
+      if attempt.state == state:
+        return tables.rollout(attempt.rollout_id)
+      self._end(tables, _running(tables, attempt_id), state, error, lost=False)
       record = tables.rollout(attempt.rollout_id)
-    self.changes.notify()
+    self.changes.notify([attempt_id])
     return record
 
   def release(self, attempt_id: str, error: str) -> None:
@@ -206,7 +207,7 @@ class Lifecycle:
     """
     with self.store.write() as tables:
       self._end(tables, _running(tables, attempt_id), AttemptState.UNRESPONSIVE, error, lost=True)
-    self.changes.notify()
+    self.changes.notify([attempt_id])
 
   def recover(self, lost_workers: Collection[str]) -> int:
     """Puts the store in order after the process that used it has ended; called once at the start.
@@ -218,14 +219,14 @@ class Lifecycle:
       The number of attempts that were released.
     """
     with self.store.write() as tables:
-      released = 0
+      released = []
       while lost := tables.running_of(lost_workers, _SWEEP):
         for attempt in lost:
           self._end(tables, attempt, AttemptState.UNRESPONSIVE, 'the server stopped', lost=True)
-        released += len(lost)
+        released += [attempt.attempt_id for attempt in lost]
       tables.touch_running(self._clock())
-    self.changes.notify()
-    return released
+    self.changes.notify(released)
+    return len(released)
 
   def sweep(self) -> list[AttemptRecord]:
     """Ends the attempts that exceed their limits: those that took too long, and those that gave no sign of life.
@@ -246,7 +247,7 @@ class Lifecycle:
           error = f'gave no sign of life for heartbeat_s={limits.heartbeat_s:g}'
         self._end(tables, attempt, state, error, lost=False)
       ended = [tables.attempt(attempt.attempt_id) for attempt, _ in overdue]
-    self.changes.notify()
+    self.changes.notify([attempt.attempt_id for attempt in ended])
     return ended
 
   # -- rewards

@@ -402,7 +402,12 @@ def test_the_number_of_rewards_is_bounded(lifecycle, monkeypatch):
 
 def test_changes_are_announced_after_they_are_stored(lifecycle, clock):
   seen = []
-  stop = lifecycle.changes.subscribe(lambda: seen.append(lifecycle.store.counts()))
+
+  def listener(ended):
+    states = [str(state) for state, n in lifecycle.store.counts().items() if n]
+    seen.append((states, [(x, str(lifecycle.store.attempt(x).state)) for x in ended]))
+
+  stop = lifecycle.changes.subscribe(listener)
   count = lifecycle.changes.count
   lifecycle.create(new_rollout('a', max_attempts=2))
   assert lifecycle.changes.wait(count, 60.0) == count + 1
@@ -411,11 +416,30 @@ def test_changes_are_announced_after_they_are_stored(lifecycle, clock):
   lifecycle.claim('w')
   clock.now = 1100.0
   lifecycle.sweep()
-  assert [[state for state, n in counts.items() if n] for counts in seen] == [['queued'], ['queued'], ['failed']]
+  lifecycle.create(new_rollout('a', max_attempts=2))  # exists
+  lifecycle.finish('a.2', S.TIMEOUT, '')  # was reported
+  assert seen == [
+    (['queued'], []), (['queued'], [('a.1', 'failed')]), (['failed'], [('a.2', 'timeout')]),
+  ]  # fmt: skip
   stop()
   lifecycle.create(new_rollout('b'))
   assert len(seen) == 3
   assert lifecycle.changes.wait(lifecycle.changes.count, 0.0) == lifecycle.changes.count
+
+
+def test_every_end_of_an_attempt_is_announced(lifecycle):
+  for name, worker in (('a', 'w'), ('b', 'w'), ('c', 'w'), ('d', 'lost'), ('e', 'lost')):
+    lifecycle.create(new_rollout(name))
+    lifecycle.start(name, worker)
+  lifecycle.create(new_rollout('queued'))
+  seen = []
+  lifecycle.changes.subscribe(seen.append)
+  lifecycle.cancel('a')
+  lifecycle.cancel('queued')
+  lifecycle.finish('b.1', S.SUCCEEDED, '')
+  lifecycle.release('c.1', '')
+  lifecycle.recover(['lost'])
+  assert seen == [('a.1',), (), ('b.1',), ('c.1',), ('d.1', 'e.1')]
 
 
 # -- any order of operations
