@@ -195,6 +195,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.heartbeat = 0.0
   # Attempts at a task before it counts as failed.
   config.serve.max_attempts = 2
+  # Hours for which the store keeps rollouts that are over and collected.
+  config.serve.keep = 24.0
   # Agents whose tokens are trained, as a regular expression for the whole name; '' is the name of the default agent.
   config.serve.trained = '.*'
   # A group in which not every attempt ended with a reward: 'drop' it, or 'keep' the attempts that did.

@@ -68,6 +68,7 @@ def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> Ag
       pad_id=tokenizer.pad_id,
     ),
     max_turns=max(config.envs[tag].max_turns for tag in config[section].tags),
+    keep_s=3600 * s.keep,
   )
 
 

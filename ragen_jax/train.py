@@ -98,13 +98,9 @@ def _iterate(config: ConfigDict, workdir: str, model: LanguageModel, trainer: Tr
         with run.timer('update_actor'):
           state, update_metrics = trainer.update(state, batch, selection)
 
-      played = rollout_metrics(rollout, config.train.group_size)
+      played = rollout_metrics(rollout, config.train.group_size) | trainer.player.metrics
       verdict = run.log_iteration(
-        state,
-        metrics | update_metrics | played | probed | trainer.player.metrics,
-        batch,
-        fresh=fresh,
-        empty=not selection.groups,
+        state, metrics | update_metrics | played | probed, batch, fresh=fresh, empty=not selection.groups
       )
       if fresh and processes.is_first():
         run.log_episodes(state, *trainer.recorder.records(rollout, selection, batch, state.iteration - 1))

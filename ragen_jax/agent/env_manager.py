@@ -11,6 +11,7 @@ import numpy as np
 
 from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +139,15 @@ class EnvStateManager:
 
     Returns:
       The first observations, one for each row.
+
+    Raises:
+      UserError: programs play an environment over HTTP.
     """
+    for spec in self.specs:
+      if spec.env.played_by_programs:
+        raise UserError(
+          f"envs.{spec.tag}.type='agent': programs play it, in training and --mode=eval; this mode plays turn by turn"
+        )
     self.level_seeds = first_seed + self.row_group.astype(np.int64)
     members = np.arange(self.rows) % self.group_size
     for i, pool in self.pools.items():

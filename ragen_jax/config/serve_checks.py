@@ -35,7 +35,7 @@ def check_serve(config: ConfigDict) -> None:
     'serve.max_attempts',
   )  # fmt: skip
   rules.at_least(config, 0, 'serve.grace', 'serve.heartbeat')
-  rules.above(config, 0, 'serve.timeout')
+  rules.above(config, 0, 'serve.timeout', 'serve.keep')
   try:
     re.compile(s.trained)
   except re.error as e:

@@ -115,6 +115,7 @@ class Game(abc.ABC):
     action_help: for free-text actions, one line about the form of an action; otherwise empty.
     has_solver: whether `solve` exists. Without a solver `optimal` is NaN, and there are no demonstrations.
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
+    played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
   """
 
   name: ClassVar[str]
@@ -122,6 +123,7 @@ class Game(abc.ABC):
   action_help: ClassVar[str] = ''
   has_solver: ClassVar[bool] = True
   is_outside: ClassVar[bool] = False
+  played_by_programs: ClassVar[bool] = False
 
   # -- text about the game -------------------------------------------------------------------------------------------
 

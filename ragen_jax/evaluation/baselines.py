@@ -14,7 +14,6 @@ from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Episode, Limits
 from ragen_jax.agent.speakers import RandomSpeaker, SolverSpeaker, Speaker
-from ragen_jax.envs import AgentTasks
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings
 from ragen_jax.viewer.records import Played, first_rows, text_records
@@ -43,7 +42,7 @@ def evaluation_levels(specs: list[EnvSpec], settings: EvaluationSettings) -> lis
   """The levels of each environment, with their seeds from the batch of all environments."""
   parts, first = [], settings.first_level
   for spec in specs:
-    if isinstance(spec.env, AgentTasks):
+    if spec.env.played_by_programs:
       parts.append(EvaluationLevels(spec, first, None, None))
       first += spec.num_groups
       continue

@@ -107,7 +107,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'logging': {
     '': ('compilation_cache',),
     'checkpoint': ('every', 'keep'),
-    'serve': ('host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'grace', 'max_concurrency'),
+    'serve': ('host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'grace', 'keep', 'max_concurrency'),
     'logging': ('episodes', 'episodes_every', 'trajectories'),
     'monitor': ('information_every', 'gradients_every', 'max_bad_iterations'),
     'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 _GRACE_S = 10.0  # how long a stopped agent may take to end
 _LOOK_S = 1.0  # between two looks for attempts that are late
+_MOST_PRUNED = 10_000  # rollouts that are deleted at a time
 _REPORT_S = 60.0  # between two lines about a rollout that waits for workers
 
 
@@ -46,12 +47,14 @@ class AgentSettings:
     limits: time-outs and retries of a rollout.
     episodes: how attempts become episodes.
     max_turns: most calls of an attempt.
+    keep_s: seconds for which the store keeps rollouts that were collected.
   """
 
   mode: str
   limits: Limits
   episodes: EpisodeSettings
   max_turns: int
+  keep_s: float
 
 
 class AgentPlayer:
@@ -127,7 +130,9 @@ class AgentPlayer:
     rollout, self.metrics = build_rollout(groups, episodes, self._tokenizer.decode)
     if rollout is None or all(e.status == Status.ENV_ERROR for e in rollout.episodes):
       raise UserError(f'{self._settings.mode}: {_why_nothing(groups)}')
-    lifecycle.store.close_rollouts([r for r, x in records.items() if x.closed is None], time.time())
+    now = time.time()
+    lifecycle.store.close_rollouts([r for r, x in records.items() if x.closed is None], now)
+    lifecycle.store.prune(0, now - self._settings.keep_s, _MOST_PRUNED)
     return rollout
 
   def _queue(self, key: jax.Array, first_seed: int, prefix: str) -> list[tuple[EnvSpec, int, list[RolloutRecord]]]:

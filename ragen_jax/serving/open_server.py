@@ -69,5 +69,6 @@ def open_server(
       AppSettings(admin_key, settings.open_access, settings.max_body), service, engine.stats,
       model.tokenizer.token_bytes,
     )  # fmt: skip
+    stack.callback(lifecycle.changes.subscribe(lambda ended: [service.forget(attempt) for attempt in ended]))
     http = stack.enter_context(HttpServer(app.asgi, settings.host, settings.port, settings.max_connections))
     yield AgentServer(engine, lifecycle, http.url, admin_key)

@@ -9,7 +9,6 @@ import pathlib
 from typing import Any, ClassVar
 
 from ragen_jax.envs.outside.base import Session, TextEnvironment
-from ragen_jax.utils.errors import UserError
 
 # Larger files are read by the agents themselves.
 _LARGEST_FILE = 1 << 30
@@ -30,6 +29,7 @@ class AgentTasks(TextEnvironment):
   runner: str = ''
 
   name: ClassVar[str] = 'agent'
+  played_by_programs: ClassVar[bool] = True
 
   def __post_init__(self):
     self._lines  # noqa: B018, a file that cannot be read is reported at once
@@ -74,5 +74,5 @@ class AgentTasks(TextEnvironment):
     return 'The agent program writes the prompts.'
 
   def open(self, rows: int) -> Session:
-    """Raises UserError: there are no turns to play."""
-    raise UserError("tags of the type 'agent' are played by programs, in training, --mode=eval and --mode=serve")
+    """Raises TypeError: there are no turns to play."""
+    raise TypeError('the tasks of agents are not played turn by turn')
