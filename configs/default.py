@@ -187,7 +187,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.max_body = 16_777_216
   # Seconds for which a call goes on after its client has gone away, in case the client repeats it.
   config.serve.grace = 10.0
-  # Attempts that the runner of `envs.TAG.runner` plays at a time.
+  # Attempts that the runner of `envs.Agent.runner` plays at a time.
   config.serve.max_concurrency = 16
   # Longest time of an attempt, in seconds.
   config.serve.timeout = 600.0

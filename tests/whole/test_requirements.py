@@ -52,7 +52,7 @@ def test_every_requirement_is_imported():
 
 def test_everything_that_the_program_imports_is_required():
   packages = _imported('ragen_jax', 'configs', 'main.py') - OPTIONAL
-  required = {*_requirements('requirements.txt'), *_requirements('requirements-endpoint.txt')}
+  required = {name for file in ('', '-endpoint', '-serve') for name in _requirements(f'requirements{file}.txt')}
   missing = {package for package in packages if not _distributions({package}) & required}
   assert missing == set()
 
@@ -64,5 +64,6 @@ def test_extras_are_files_of_their_own(file):
   assert line in (ROOT / 'pyproject.toml').read_text().splitlines()
 
 
-def test_the_tests_install_what_the_extras_need():
-  assert set(_requirements('requirements-endpoint.txt').values()) <= set(_requirements('requirements-dev.txt').values())
+@pytest.mark.parametrize('file', ['requirements-endpoint.txt', 'requirements-serve.txt'])
+def test_the_tests_install_what_the_extras_need(file):
+  assert set(_requirements(file).values()) <= set(_requirements('requirements-dev.txt').values())
