@@ -43,6 +43,7 @@ class HttpServer:
     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
       self._socket.bind((host, port))
+      self._socket.listen(_BACKLOG)  # clients may connect before the thread accepts
     except OSError as e:
       self._socket.close()
       raise UserError(f'serve.host={host!r}, serve.port={port}: cannot be bound ({e.strerror}); 0 is any port') from e
@@ -54,7 +55,6 @@ class HttpServer:
       backlog=_BACKLOG, timeout_keep_alive=75, timeout_graceful_shutdown=5, server_header=False, date_header=True,
     )  # fmt: skip
     self._server = uvicorn.Server(config)
-    self._loop: asyncio.AbstractEventLoop | None = None
     self._started = threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True, name='ragen_jax-http')
     self._thread.start()
@@ -65,13 +65,8 @@ class HttpServer:
     asyncio.run(self._serve())
 
   async def _serve(self) -> None:
-    self._loop = asyncio.get_running_loop()
-    self._loop.call_soon(self._started.set)
+    asyncio.get_running_loop().call_soon(self._started.set)
     await self._server.serve(sockets=[self._socket])
-
-  def call(self, coroutine: Any, timeout_s: float) -> Any:
-    """Runs a coroutine on the server's event loop and returns its result."""
-    return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
   def __enter__(self) -> HttpServer:
     return self
