@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 _FIRST_FOLLOWER_S = 5.0
 _MOST_SESSIONS = 1024  # in memory; others are rebuilt from the store when their attempt calls again
 
+
 class Engine(Protocol):
   """What the service needs of `engine.Engine`."""
 
@@ -112,6 +113,9 @@ class Pending:
     params: how the replies are sampled.
     prompts: ids of the prompt of each reply.
     changed: names of sampling parameters that are not as asked for.
+    followers: number of clients that follow the request.
+    last_follower: the time at which the last one left; a moment ahead before the first one comes.
+    moved: set, and replaced, when the first follower comes or the last one leaves.
   """
 
   def __init__(
@@ -127,6 +131,7 @@ class Pending:
     self.followers = 0
     # The request's handler follows a moment later.
     self.last_follower = time.monotonic() + _FIRST_FOLLOWER_S
+    self.moved = asyncio.Event()
 
   def add(self, index: int, piece: Piece) -> None:
     """A part of a reply."""
@@ -156,7 +161,7 @@ class Pending:
     Raises:
       ApiError: the request failed.
     """
-    self.followers += 1
+    self._move(1)
     try:
       at = 0
       while True:
@@ -171,8 +176,13 @@ class Pending:
           return
         await news.wait()
     finally:
-      self.followers -= 1
       self.last_follower = time.monotonic()
+      self._move(-1)
+
+  def _move(self, by: int) -> None:
+    self.followers += by
+    self.moved.set()
+    self.moved = asyncio.Event()
 
   async def choices(self) -> list[Choice]:
     """All replies, when they are complete and stored; raises ApiError if the request failed."""
@@ -229,7 +239,16 @@ class Service:
     self._engine, self._tokenizer = engine, tokenizer
     self._trained = re.compile(settings.trained)
     self._open: collections.OrderedDict[str, _Open] = collections.OrderedDict()
-    self._tasks: set[asyncio.Task] = set()
+    self._tasks: dict[asyncio.Task, Pending] = {}
+    self._stopping = False
+
+  def stop(self) -> None:
+    """Ends all requests: their clients are told to try again, perhaps at another server with the same store."""
+    self._stopping = True
+    for task, pending in list(self._tasks.items()):
+      if not pending.over:
+        pending.end(_stops())
+      task.cancel()
 
   # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -245,6 +264,8 @@ class Service:
     Raises:
       ApiError: the request cannot be answered.
     """
+    if self._stopping:
+      raise _stops()
     self._check_model(spec)
     if access.attempt is None:
       return self._begin_outside(spec)
@@ -407,6 +428,10 @@ class Service:
           raise errors.internal(f'the engine has stopped: {broken}', retry=True) from broken
         aborted = aborted or any(x.finish is Finish.ABORTED for x in outcomes)
         pending.end(await finish(pending, replies, outcomes, aborted))
+      except asyncio.CancelledError:
+        for ticket in tickets:
+          ticket.cancel()
+        raise
       except Exception as e:  # noqa: BLE001, whoever follows the request must hear of it
         pending.end(api_error(e))
       finally:
@@ -416,8 +441,8 @@ class Service:
             open_.session.release(reply.plan)
 
     task = asyncio.create_task(run())
-    self._tasks.add(task)
-    task.add_done_callback(self._tasks.discard)
+    self._tasks[task] = pending
+    task.add_done_callback(self._tasks.pop)
 
   def _check_length(self, prompt: tuple[int, ...]) -> None:
     limit = self.settings.limits.context
@@ -430,20 +455,23 @@ class Service:
     """Waits for the replies, and for someone who wants them. Returns whether nobody does: they are aborted."""
     waiting = asyncio.gather(*found)
     while True:
-      if pending.followers:
-        pending.last_follower = time.monotonic()
-      left = pending.last_follower + self.settings.grace_s - time.monotonic()
-      if waiting.done():
-        if pending.followers or left <= 0:
-          return not pending.followers
-        await asyncio.sleep(min(left, 0.05))
-        continue
-      if left <= 0:
-        for ticket in tickets:
-          ticket.cancel()
-        await waiting
-        return True
-      await asyncio.wait([waiting], timeout=max(min(left, 1.0), 0.01))
+      if waiting.done() and pending.followers:
+        return False
+      left = None
+      if not pending.followers:
+        left = pending.last_follower + self.settings.grace_s - time.monotonic()
+        if left <= 0:
+          for ticket in tickets:
+            ticket.cancel()
+          await waiting
+          return True
+      moved = asyncio.ensure_future(pending.moved.wait())
+      try:
+        await asyncio.wait(
+          {moved} if waiting.done() else {moved, waiting}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+        )
+      finally:
+        moved.cancel()
 
   async def _finish_outside(
     self, pending: Pending, replies: list[_Reply], found: list[Generated], aborted: bool
@@ -537,6 +565,10 @@ class Service:
   def sessions(self) -> int:
     """Number of attempts with a session in memory."""
     return len(self._open)
+
+
+def _stops() -> errors.ApiError:
+  return errors.overloaded('the server stops', retry_after_s=1.0)
 
 
 def _unknown_response(call_id: str) -> errors.ApiError:
