@@ -206,6 +206,7 @@ class Engine:
     with self._changed:
       scheduler, counts = self._scheduler, self._scheduler.counts
       return EngineStats(
+        alive=not (self._over or self._closing),
         slots=self.settings.slots,
         used=len(scheduler.calls),
         queued=len(self._queue),
