@@ -204,8 +204,8 @@ def decode(
     step, window, hidden, reply = carry
     live, done = reply.open, reply.count
     if by_row:
-      drawn = draw_row_tokens(scores(hidden), keys, state.draw_position + done, sampling, alternatives)
-      token, logprob, entropy, top_tokens, top_logprobs = drawn
+      position = state.draw_position + done
+      token, logprob, entropy, top = draw_row_tokens(scores(hidden), keys, position, sampling, alternatives)
     else:
       token, logprob, entropy = draw_tokens(scores(hidden), keys, state.draw_position + done, sampling)
     token = jnp.where(live, token, 0)
@@ -231,8 +231,8 @@ def decode(
       entropies=record(reply.entropies, entropy),
       count=done + live,
       open=live & ~stopped & (done + 1 < budget),
-      top_tokens=record(reply.top_tokens, top_tokens) if alternatives else None,
-      top_logprobs=record(reply.top_logprobs, top_logprobs) if alternatives else None,
+      top_tokens=record(reply.top_tokens, top[0]) if alternatives else None,
+      top_logprobs=record(reply.top_logprobs, top[1]) if alternatives else None,
     )
     return step + 1, window, jnp.where(live[:, None], after[:, 0], hidden), reply
 

@@ -83,7 +83,7 @@ def draw_tokens(
 
 def draw_row_tokens(
   logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: RowSampling, alternatives: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
   """`draw_tokens` with numbers of its own for each row: a row gets the token that it gets there.
 
   Args:
@@ -95,7 +95,8 @@ def draw_row_tokens(
 
   Returns:
     tokens, log-probabilities and entropies as of `draw_tokens`, and the likeliest tokens i32[B, N] of the distribution
-    that was drawn from with their log-probabilities f32[B, N], -inf for tokens that cannot be drawn.
+    that was drawn from with their log-probabilities f32[B, N], -inf for tokens that cannot be drawn; None without
+    alternatives.
   """
   greedy = sampling.temperature == 0
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
@@ -110,8 +111,11 @@ def draw_row_tokens(
   logp = jax.lax.cond(jnp.any(filtered), filter_them, lambda: logp)  # the filters sort the vocabulary
   drawn = draw(jnp.exp(logp), _uniforms(keys, positions))
   tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
-  top_logprobs, top_tokens = jax.lax.top_k(logp, alternatives)
-  return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0], entropies, top_tokens, top_logprobs
+  top = None
+  if alternatives:
+    top_logprobs, top_tokens = jax.lax.top_k(logp, alternatives)
+    top = top_tokens, top_logprobs
+  return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0], entropies, top
 
 
 def _uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ def open_stream(
     return _ChatStream(chat.ChatStream(spec, head, readers, token_bytes), prompts)
   if spec.kind is Kind.COMPLETIONS:
     return _CompletionStream(completions.CompletionStream(spec, head, len(prompts), token_bytes), prompts, decode)
-  return _ResponseStream(responses.ResponseStream(spec, head, params, new_reader(0), token_bytes), prompts[0])
+  return _ResponseStream(responses.ResponseStream(spec, head, params, new_reader(0)), prompts[0])
 
 
 def whole_answer(
@@ -75,7 +75,7 @@ def whole_answer(
   if spec.kind is Kind.COMPLETIONS:
     return completions.answer(spec, head, choices, token_bytes)
   (choice,) = choices
-  return responses.answer(spec, head, params, new_reader(0), choice.prompt, choice.generated, token_bytes)
+  return responses.answer(spec, head, params, new_reader(0), choice.prompt, choice.generated)
 
 
 class _ChatStream:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from ragen_jax.serving import answers, prometheus, rollout_api
 from ragen_jax.serving.page import PAGE
 from ragen_jax.serving.records import RequestError
-from ragen_jax.serving.service import OUTSIDE, Access, Pending, Service, request_digest, request_error
+from ragen_jax.serving.service import OUTSIDE, Access, Pending, Service, api_error, request_digest, request_error
 from ragen_jax.serving.wire import errors, sse
 from ragen_jax.serving.wire.body import read_json
 from ragen_jax.serving.wire.spec import Kind, header_warnings
@@ -99,6 +99,8 @@ class App:
         response = _error_response(request_error(e))
       except ClientDisconnect:
         response = Response(status_code=499)
+      except Exception as e:  # noqa: BLE001, whatever it is, the client must be told
+        response = _error_response(api_error(e))
       self._statuses[path, response.status_code] = self._statuses.get((path, response.status_code), 0) + 1
       return response
 
@@ -141,11 +143,15 @@ class App:
     key, wanted = self._key(http), http.path_params.get('attempt')
     if wanted is None and (self._is_admin(http) or (self._settings.open_access and not key.startswith('rk-'))):
       return OUTSIDE
-    attempt = await asyncio.to_thread(self._service.lifecycle.authenticate, key, False)
-    if wanted not in (None, attempt.attempt_id):
-      raise errors.unauthorized(f'the key belongs to another attempt than {wanted!r}')
-    rollout = await asyncio.to_thread(self._service.lifecycle.store.rollout, attempt.rollout_id)
-    return Access(attempt, rollout)
+    lifecycle = self._service.lifecycle
+
+    def find() -> Access:
+      attempt = lifecycle.authenticate(key, False)
+      if wanted not in (None, attempt.attempt_id):
+        raise errors.unauthorized(f'the key belongs to another attempt than {wanted!r}')
+      return Access(attempt, lifecycle.store.rollout(attempt.rollout_id))
+
+    return await asyncio.to_thread(find)
 
   # -- bodies --------------------------------------------------------------------------------------------------------
 
@@ -258,10 +264,10 @@ class App:
   async def _health(self, _: Request) -> Response:
     s = self._stats()
     told = {
-      'status': 'ok', 'policy_version': s.version, 'slots': s.slots, 'slots_used': s.used, 'queued': s.queued,
-      'paused': s.paused,
+      'status': 'ok' if s.alive else 'stopped', 'policy_version': s.version, 'slots': s.slots, 'slots_used': s.used,
+      'queued': s.queued, 'paused': s.paused,
     }  # fmt: skip
-    return _json_response(told)
+    return _json_response(told, 200 if s.alive else 503)
 
   async def _metrics(self, _: Request) -> Response:
     states = await asyncio.to_thread(self._service.lifecycle.store.counts)

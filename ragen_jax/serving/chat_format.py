@@ -72,8 +72,7 @@ class QwenFormat:
       raise UserError(f'the tokenizer has the special token {short[0]!r} of one character; text could become it')
     self._marks = {text: added[text] for text in marks}
     self._forbidden_ids = frozenset(added[text] for text in forbidden)
-    # The lookahead finds occurrences that overlap.
-    self._forbidden = re.compile(f'(?={"|".join(map(re.escape, forbidden))})')
+    self._forbidden = re.compile('|'.join(map(re.escape, forbidden)))
     of_format = [*marks, *(text for text in (_RESULT, _END_RESULT) if marks and text in added)]
     self._of_format = {text: added[text] for text in of_format}
 
@@ -116,7 +115,7 @@ class QwenFormat:
     ids = self._join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
     if self._forbidden_ids.isdisjoint(ids):
       return ids
-    return self._join(text)  # Unicode normalisation made the spelling
+    return self._join(text)  # spellings that overlap, or that Unicode normalisation made: character by character
 
   def _join(self, parts) -> tuple[int, ...]:
     return tuple(i for part in parts if part for i in self._tokenizer.encode_once(part))

@@ -7,7 +7,8 @@ ends replies, admits calls that wait and feeds their prompts:
 
 The draw of a token depends on the call's key and on the token's column in its row, as in a rollout. A reply therefore
 depends neither on the calls beside it, nor on its slot, nor on which part of its prompt was fed before, except for the
-rounding of programs of different shapes.
+rounding of programs of different shapes. Log-probabilities are those of the distribution that a token was drawn from,
+as in `draw.draw_tokens`: divided by the temperature, after top-k and top-p; at temperature 0 those of the model.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Engine:
     """Makes the cache and starts the thread.
 
     Args:
-      sampler: the compiled programs; it must not be used by others while the engine works.
+      sampler: the compiled programs.
       tokenizer: decodes replies.
       settings: the size.
       params: weights of the `ActorCritic`, as they are trained. The engine may hold these very arrays until other
@@ -205,6 +206,7 @@ class Engine:
     with self._changed:
       scheduler, counts = self._scheduler, self._scheduler.counts
       return EngineStats(
+        alive=not (self._over or self._closing),
         slots=self.settings.slots,
         used=len(scheduler.calls),
         queued=len(self._queue),

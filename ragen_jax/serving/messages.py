@@ -117,6 +117,12 @@ def canonical(message: Message) -> str:
   return json.dumps([message.role, message.text, calls], ensure_ascii=False, separators=(',', ':'))
 
 
+def from_canonical(text: str) -> Message:
+  """The message of a text of `canonical`, without ids and reasoning."""
+  role, content, calls = json.loads(text)
+  return Message(Role(role), content, tuple(ToolCall('', name, arguments) for name, arguments in calls))
+
+
 def _canonical_arguments(text: str) -> str:
   try:
     value = parse_json(text or '{}')

@@ -9,6 +9,7 @@ from ragen_jax.serving.settings import EngineStats
 
 # Fields of `EngineStats` -> (name, type, help).
 _ENGINE = {
+  'alive': ('up', 'gauge', 'whether calls are served'),
   'slots': ('slots', 'gauge', 'rows of the device'),
   'used': ('slots_used', 'gauge', 'rows with a reply'),
   'queued': ('queued_calls', 'gauge', 'calls that wait for a row'),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from ragen_jax.serving.records import Invalid, Limits, NewRollout, RolloutRecord
 from ragen_jax.serving.types import AttemptState, Reward
 
 _LONGEST_WAIT_S = 60.0
+_LOOK_S = 1.0  # between two looks whether a worker that waits is still there
 _MOST_LISTED = 500
 # Of rollouts that say nothing about it.
 _DEFAULT_LIMITS = {'timeout_s': 600.0, 'heartbeat_s': 0.0, 'max_attempts': 1, 'retry_on': []}
@@ -54,17 +56,33 @@ class RolloutApi:
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
       raise Invalid(f'wait_s={wait_s!r:.40}; allowed: seconds from 0')
     deadline = time.monotonic() + min(wait_s, _LONGEST_WAIT_S)
-    changes = self._lifecycle.changes
-    while True:
-      seen = changes.count
-      claimed = await asyncio.to_thread(self._lifecycle.claim, worker)
-      if claimed is not None:
-        task = task_of(claimed, str(http.base_url).rstrip('/'))
-        return task.to_json() | {'api_key': task.api_key, 'base_url': task.base_url}
-      left = deadline - time.monotonic()
-      if left <= 0 or await http.is_disconnected():
-        return None
-      await asyncio.to_thread(changes.wait, seen, min(left, 1.0))
+    with self._news() as news:
+      while True:
+        news.clear()
+        claimed = await asyncio.to_thread(self._lifecycle.claim, worker)
+        if claimed is not None:
+          task = task_of(claimed, str(http.base_url).rstrip('/'))
+          return task.to_json() | {'api_key': task.api_key, 'base_url': task.base_url}
+        left = deadline - time.monotonic()
+        if left <= 0 or await http.is_disconnected():
+          return None
+        with contextlib.suppress(TimeoutError):
+          await asyncio.wait_for(news.wait(), min(left, _LOOK_S))
+
+  @contextlib.contextmanager
+  def _news(self) -> Iterator[asyncio.Event]:
+    """An event of this loop that every change of the rollouts sets. Waiting for it takes no thread."""
+    loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+      with contextlib.suppress(RuntimeError):  # the loop has closed
+        loop.call_soon_threadsafe(news.set)
+
+    unsubscribe = self._lifecycle.changes.subscribe(tell)
+    try:
+      yield news
+    finally:
+      unsubscribe()
 
   async def list(self, http: Request, body: dict[str, Any]) -> dict[str, Any]:
     """GET /rollouts: those that are over, in their order, after a cursor, or the latest before a cursor."""

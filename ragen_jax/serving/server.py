@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
+from ragen_jax.serving.wire.errors import ApiError
 from ragen_jax.utils.errors import UserError
 
 _START_S = 30.0
@@ -19,6 +22,16 @@ _BACKLOG = 2048
 _log = logging.getLogger(__name__)
 
 
+class _NoApiErrors(logging.Filter):
+  """Leaves out the errors that break an answer on purpose; the client has to see them, and not the log."""
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], ApiError))
+
+
+_NO_API_ERRORS = _NoApiErrors()
+
+
 class HttpServer:
   """Serves an ASGI application until it is closed. Use it as a context manager.
 
@@ -26,11 +39,12 @@ class HttpServer:
     url: its address, with the port that was chosen.
   """
 
-  def __init__(self, app: Any, host: str, port: int, most_connections: int):
+  def __init__(self, app: Any, on_stop: Callable[[], None], host: str, port: int, most_connections: int):
     """Binds the address and starts the thread.
 
     Args:
       app: the application.
+      on_stop: called on the application's event loop when the server is about to stop; it should end open requests.
       host: address to bind; '127.0.0.1' is this machine only.
       port: port; 0 chooses a free one.
       most_connections: further connections get the status 503.
@@ -39,10 +53,12 @@ class HttpServer:
       UserError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    self._on_stop = on_stop
     self._socket = socket.socket(family)
     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
       self._socket.bind((host, port))
+      self._socket.listen(_BACKLOG)  # clients may connect before the thread accepts
     except OSError as e:
       self._socket.close()
       raise UserError(f'serve.host={host!r}, serve.port={port}: cannot be bound ({e.strerror}); 0 is any port') from e
@@ -54,6 +70,7 @@ class HttpServer:
       backlog=_BACKLOG, timeout_keep_alive=75, timeout_graceful_shutdown=5, server_header=False, date_header=True,
     )  # fmt: skip
     self._server = uvicorn.Server(config)
+    logging.getLogger('uvicorn.error').addFilter(_NO_API_ERRORS)
     self._loop: asyncio.AbstractEventLoop | None = None
     self._started = threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True, name='ragen_jax-http')
@@ -69,10 +86,6 @@ class HttpServer:
     self._loop.call_soon(self._started.set)
     await self._server.serve(sockets=[self._socket])
 
-  def call(self, coroutine: Any, timeout_s: float) -> Any:
-    """Runs a coroutine on the server's event loop and returns its result."""
-    return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-
   def __enter__(self) -> HttpServer:
     return self
 
@@ -81,6 +94,8 @@ class HttpServer:
 
   def close(self) -> None:
     """Stops the server; open requests have a few seconds to end."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+      self._loop.call_soon_threadsafe(self._on_stop)
     self._server.should_exit = True
     self._thread.join(_STOP_S)
     if self._thread.is_alive():

@@ -26,6 +26,7 @@ from ragen_jax.serving.answers import ID_PREFIX
 from ragen_jax.serving.chat_format import QwenFormat
 from ragen_jax.serving.engine import EngineStopped, QueueFull
 from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.messages import Message, Role, from_canonical
 from ragen_jax.serving.records import AttemptRecord, RequestError, RolloutRecord
 from ragen_jax.serving.reply_reader import BadCalls, ReplyReader
 from ragen_jax.serving.sessions import Plan, Session
@@ -35,6 +36,9 @@ from ragen_jax.serving.wire.results import Choice, Head, Piece
 from ragen_jax.serving.wire.spec import CallSpec, Kind, Limits
 
 _log = logging.getLogger(__name__)
+
+_FIRST_FOLLOWER_S = 5.0
+_MOST_SESSIONS = 1024  # in memory; others are rebuilt from the store when their attempt calls again
 
 
 class Engine(Protocol):
@@ -109,6 +113,9 @@ class Pending:
     params: how the replies are sampled.
     prompts: ids of the prompt of each reply.
     changed: names of sampling parameters that are not as asked for.
+    followers: number of clients that follow the request.
+    last_follower: the time at which the last one left; a moment ahead before the first one comes.
+    moved: set, and replaced, when the first follower comes or the last one leaves.
   """
 
   def __init__(
@@ -122,7 +129,9 @@ class Pending:
     self._error: Exception | None = None
     self._news = asyncio.Event()
     self.followers = 0
-    self.last_follower = time.monotonic()
+    # The request's handler follows a moment later.
+    self.last_follower = time.monotonic() + _FIRST_FOLLOWER_S
+    self.moved = asyncio.Event()
 
   def add(self, index: int, piece: Piece) -> None:
     """A part of a reply."""
@@ -152,7 +161,7 @@ class Pending:
     Raises:
       ApiError: the request failed.
     """
-    self.followers += 1
+    self._move(1)
     try:
       at = 0
       while True:
@@ -167,8 +176,13 @@ class Pending:
           return
         await news.wait()
     finally:
-      self.followers -= 1
       self.last_follower = time.monotonic()
+      self._move(-1)
+
+  def _move(self, by: int) -> None:
+    self.followers += by
+    self.moved.set()
+    self.moved = asyncio.Event()
 
   async def choices(self) -> list[Choice]:
     """All replies, when they are complete and stored; raises ApiError if the request failed."""
@@ -184,8 +198,25 @@ class _Open:
   def __init__(self, session: Session):
     self.session = session
     self.lock = asyncio.Lock()  # of storing: calls are stored in the order of their indices
-    self.running: dict[str, Pending] = {}  # by request key
+    self.running: dict[str, list[Pending]] = {}  # by request key
     self.count = 0  # requests that are being answered
+
+  def unfollowed(self, digest: str) -> Pending | None:
+    """The running request that a repetition joins: the first that nobody follows, else the last; None if none runs."""
+    running = self.running.get(digest, [])
+    return next((p for p in running if not p.followers), running[-1] if running else None)
+
+  def add(self, digest: str, pending: Pending) -> None:
+    """A request is being answered."""
+    self.count += 1
+    self.running.setdefault(digest, []).append(pending)
+
+  def remove(self, digest: str, pending: Pending) -> None:
+    """The request is answered."""
+    self.count -= 1
+    self.running[digest].remove(pending)
+    if not self.running[digest]:
+      del self.running[digest]
 
 
 class Service:
@@ -208,7 +239,16 @@ class Service:
     self._engine, self._tokenizer = engine, tokenizer
     self._trained = re.compile(settings.trained)
     self._open: collections.OrderedDict[str, _Open] = collections.OrderedDict()
-    self._tasks: set[asyncio.Task] = set()
+    self._tasks: dict[asyncio.Task, Pending] = {}
+    self._stopping = False
+
+  def stop(self) -> None:
+    """Ends all requests: their clients are told to try again, perhaps at another server with the same store."""
+    self._stopping = True
+    for task, pending in list(self._tasks.items()):
+      if not pending.over:
+        pending.end(_stops())
+      task.cancel()
 
   # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -224,12 +264,14 @@ class Service:
     Raises:
       ApiError: the request cannot be answered.
     """
+    if self._stopping:
+      raise _stops()
     self._check_model(spec)
     if access.attempt is None:
       return self._begin_outside(spec)
     open_ = await self._opened(access.attempt)
     if repeated:
-      if (running := open_.running.get(digest)) is not None:
+      if (running := open_.unfollowed(digest)) is not None:
         self.counts['repeated'] += 1
         return running
       if recorded := await self._recorded(access, spec, digest):
@@ -248,6 +290,8 @@ class Service:
   def _begin_outside(self, spec: CallSpec) -> Pending:
     """A request outside of attempts: sampled with the defaults of evaluations, and not stored."""
     seed = secrets.randbits(63) if spec.seed is None else spec.seed
+    if spec.previous_response_id:
+      raise _unknown_response(spec.previous_response_id)
     if spec.kind is Kind.COMPLETIONS:
       prompts = [self._prompt_ids(p) for p in spec.prompts]
     else:
@@ -295,10 +339,30 @@ class Service:
       return [p for ids in prompts for p in session.plan_ids(ids, agent=spec.agent, digest=digest, choices=spec.n)]
     return list(
       session.plan(
-        spec.messages, tools=spec.tools, options=spec.template, agent=spec.agent, digest=digest, choices=spec.n,
-        previous=spec.previous_response_id,
+        self._conversation(session, spec), tools=spec.tools, options=spec.template, agent=spec.agent, digest=digest,
+        choices=spec.n, previous=spec.previous_response_id,
       )
     )  # fmt: skip
+
+  def _conversation(self, session: Session, spec: CallSpec) -> Sequence[Message]:
+    """The messages of a request, behind those of the response that it continues.
+
+    A system message of the request replaces the earlier one, which otherwise stays, unlike OpenAI's, so that the
+    request extends its row.
+    """
+    previous = spec.previous_response_id
+    if not previous:
+      return spec.messages
+    try:
+      texts = session.conversation(previous)
+    except KeyError:
+      texts = ()
+    if not texts:
+      raise _unknown_response(previous)
+    earlier = [from_canonical(text) for text in texts]
+    if spec.messages[0].role is Role.SYSTEM and earlier[0].role is Role.SYSTEM:
+      return [spec.messages[0], *earlier[1:], *spec.messages[1:]]
+    return [*earlier, *spec.messages]
 
   def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
     return self.chat_format.encode_untrusted(prompt) if isinstance(prompt, str) else prompt
@@ -350,10 +414,9 @@ class Service:
       except (ValueError, QueueFull, EngineStopped, errors.ApiError) as e:
         for ticket in tickets:
           ticket.cancel()
-        raise _as_api_error(e) from e
+        raise (errors.bad_request('', str(e)) if isinstance(e, ValueError) else api_error(e)) from e
     if open_ is not None:
-      open_.count += 1
-      open_.running[digest] = pending
+      open_.add(digest, pending)
     self.counts['requests'] += 1
 
     async def run() -> None:
@@ -365,19 +428,21 @@ class Service:
           raise errors.internal(f'the engine has stopped: {broken}', retry=True) from broken
         aborted = aborted or any(x.finish is Finish.ABORTED for x in outcomes)
         pending.end(await finish(pending, replies, outcomes, aborted))
+      except asyncio.CancelledError:
+        for ticket in tickets:
+          ticket.cancel()
+        raise
       except Exception as e:  # noqa: BLE001, whoever follows the request must hear of it
-        pending.end(_as_api_error(e))
+        pending.end(api_error(e))
       finally:
         if open_ is not None:
-          open_.count -= 1
-          if open_.running.get(digest) is pending:
-            del open_.running[digest]
+          open_.remove(digest, pending)
           for reply in replies:
             open_.session.release(reply.plan)
 
     task = asyncio.create_task(run())
-    self._tasks.add(task)
-    task.add_done_callback(self._tasks.discard)
+    self._tasks[task] = pending
+    task.add_done_callback(self._tasks.pop)
 
   def _check_length(self, prompt: tuple[int, ...]) -> None:
     limit = self.settings.limits.context
@@ -390,20 +455,23 @@ class Service:
     """Waits for the replies, and for someone who wants them. Returns whether nobody does: they are aborted."""
     waiting = asyncio.gather(*found)
     while True:
-      if pending.followers:
-        pending.last_follower = time.monotonic()
-      left = pending.last_follower + self.settings.grace_s - time.monotonic()
-      if waiting.done():
-        if pending.followers or left <= 0:
-          return not pending.followers
-        await asyncio.sleep(min(left, 0.05))
-        continue
-      if left <= 0:
-        for ticket in tickets:
-          ticket.cancel()
-        await waiting
-        return True
-      await asyncio.wait([waiting], timeout=max(min(left, 1.0), 0.01))
+      if waiting.done() and pending.followers:
+        return False
+      left = None
+      if not pending.followers:
+        left = pending.last_follower + self.settings.grace_s - time.monotonic()
+        if left <= 0:
+          for ticket in tickets:
+            ticket.cancel()
+          await waiting
+          return True
+      moved = asyncio.ensure_future(pending.moved.wait())
+      try:
+        await asyncio.wait(
+          {moved} if waiting.done() else {moved, waiting}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+        )
+      finally:
+        moved.cancel()
 
   async def _finish_outside(
     self, pending: Pending, replies: list[_Reply], found: list[Generated], aborted: bool
@@ -483,6 +551,10 @@ class Service:
       calls = await asyncio.to_thread(self.lifecycle.store.calls, attempt.attempt_id)
       session = Session.from_calls(attempt.attempt_id, self.chat_format, calls)
       open_ = self._open.setdefault(attempt.attempt_id, _Open(session))
+    self._open.move_to_end(attempt.attempt_id)
+    idle = [key for key, known in self._open.items() if not known.count and known is not open_]
+    for key in idle[: max(len(self._open) - _MOST_SESSIONS, 0)]:
+      del self._open[key]
     return open_
 
   def forget(self, attempt_id: str) -> None:
@@ -494,10 +566,14 @@ class Service:
     """Number of attempts with a session in memory."""
     return len(self._open)
 
-  async def close(self) -> None:
-    """Waits for requests that are being stored; the engine is closed before."""
-    if self._tasks:
-      await asyncio.wait(self._tasks, timeout=10)
+
+def _stops() -> errors.ApiError:
+  return errors.overloaded('the server stops', retry_after_s=1.0)
+
+
+def _unknown_response(call_id: str) -> errors.ApiError:
+  message = f'previous_response_id={call_id!r:.80}: the attempt has no such response'
+  return errors.bad_request('previous_response_id', message, 'previous_response_not_found')
 
 
 def request_digest(path: str, body: bytes, own_key: str) -> str:
@@ -507,15 +583,13 @@ def request_digest(path: str, body: bytes, own_key: str) -> str:
   return hashlib.sha256(path.encode() + b'\0' + body).hexdigest()
 
 
-def _as_api_error(error: BaseException) -> errors.ApiError:
+def api_error(error: BaseException) -> errors.ApiError:
   """The error that a client sees."""
   match error:
     case errors.ApiError():
       return error
     case QueueFull():
       return errors.overloaded(str(error), retry_after_s=1.0)
-    case ValueError():
-      return errors.bad_request('', str(error))
     case RequestError():
       return request_error(error)
     case EngineStopped():

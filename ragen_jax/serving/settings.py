@@ -44,6 +44,7 @@ class EngineStats:
   """What an engine holds and has done.
 
   Attributes:
+    alive: whether calls are served; False after an error, and when the engine is closed.
     slots: rows of the device.
     used: rows with a reply.
     queued: calls that wait for a row.
@@ -62,6 +63,7 @@ class EngineStats:
     busy_seconds: wall-clock time in which the thread fed and sampled.
   """
 
+  alive: bool
   slots: int
   used: int
   queued: int

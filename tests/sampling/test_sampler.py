@@ -179,7 +179,7 @@ def test_a_copied_row_goes_on_as_the_row_that_it_was_copied_from(model):
   assert n > 1 and reply.tokens[0].tolist() == reply.tokens[2].tolist()
   # Cut to the prompt's first four tokens and fed the others again, the row gives the same reply.
   state = sampler.copy_rows(state, np.asarray([[2, 2, 4]], np.int32))
-  state = sampler.extend(params, state, tokens[:, 4:], np.asarray([0, 0, 2], np.int32))
+  state = sampler.extend(params, state, tokens[[0, 0, 0], 4:], np.asarray([0, 0, 2], np.int32))
   _, again, _ = sampler.decode(params, state, keys, np.asarray([0, 0, 8]), columns=8, sampling=PLAIN)
   assert again.tokens[2].tolist() == reply.tokens[0].tolist()
   np.testing.assert_allclose(again.logprobs[2], reply.logprobs[0], atol=1e-5)

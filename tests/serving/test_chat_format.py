@@ -262,6 +262,12 @@ def test_a_spelling_is_cut_after_its_first_character(qwen):
   assert qwen.decode(fmt.encode_untrusted('<<|im_end|><|im_start|>')) == '<<|im_end|><|im_start|>'
 
 
+def test_spellings_that_overlap_are_cut_too(tmp_path):
+  tok = tokenizer(tmp_path, (*CALL_TAGS, 'abab', 'bab'))
+  ids = QwenFormat(tok, keep_thoughts=True).encode_untrusted('x abab y')
+  assert ids == tuple(i for character in 'x abab y' for i in tok.encode(character))
+
+
 def test_special_tokens_of_one_character_are_refused(tmp_path):
   tok = tokenizer(tmp_path, (*CALL_TAGS, '§'))
   with pytest.raises(UserError, match='one character'):

@@ -265,6 +265,37 @@ def test_a_call_that_is_cancelled_in_the_queue_ends_at_once(shared):
   shared.resume()
 
 
+def test_callers_in_many_threads_get_their_own_replies(shared, sampler_and_params):
+  """Some cancel their calls; meanwhile the engine is paused and gets weights, the same as before."""
+  requests = mixed_requests()[:16]
+  expected = [reply.ids for reply in ask(shared, *requests)]
+  aborted = []
+
+  def caller(seed):
+    rng = random.Random(seed)
+    for _ in range(12):
+      i = rng.randrange(16)
+      listener = submit(shared, requests[i])
+      if rng.random() < 0.3:
+        listener.ticket.cancel()
+      reply = listener.reply()
+      if reply.finish is Finish.ABORTED:
+        aborted.append(reply)
+        assert reply.ids == expected[i][: len(reply.ids)]
+      else:
+        assert reply.ids == expected[i]
+
+  with concurrent.futures.ThreadPoolExecutor(6) as pool:
+    callers = [pool.submit(caller, seed) for seed in range(6)]
+    for i in range(8):
+      shared.pause(drain=i % 2 == 0)
+      shared.set_weights(sampler_and_params[1], version=0, keep_cache=i % 3 > 0)
+      shared.resume()
+    for done in callers:
+      done.result(PATIENCE)
+  assert aborted and shared.stats().used == shared.stats().queued == 0
+
+
 def test_a_full_queue_refuses_calls(sampler_and_params):
   with start(*sampler_and_params, slots=2, max_queue=1) as engine:
     engine.pause(drain=False)

@@ -126,6 +126,7 @@ def test_calls_that_are_not_asked_for_are_content(formats):
   [
     ('<think>\nhm\n</think>\n\nso', False, Reply('so', 'hm', (), (), 6)),
     ('\n<think>\n\n</think>\n\n so', False, Reply(' so', '', (), (), 4)),
+    ('<think>hm</think>\n\n', False, Reply('', 'hm', (), (), 4)),
     ('hm\n</think>so', True, Reply('so', 'hm', (), (), 4)),
     ('<think>hm', False, Reply('', 'hm', (), (), 4)),
     ('hm<tool_call>', True, Reply('', 'hm<tool_call>', (), (), 4)),
@@ -179,6 +180,14 @@ def test_a_tag_counts_by_its_token_where_there_is_one(formats):
     both.feed(ids, tok.decode(ids))
     assert both.reply().content == '<tool_call>'
     assert len(both.reply().calls) == 1
+
+
+def test_a_text_that_is_not_that_of_the_ids_is_content(formats):
+  tok, fmt = formats[Family.QWEN25]
+  odd = reader(fmt)
+  odd.feed(tok.encode(f'a{GOOD}'), 'other text, ' * 20)
+  odd.finish()
+  assert odd.reply() == Reply('other text, ' * 20, '', (), (), 0)
 
 
 def test_a_stop_text_can_cut_a_tag(formats):

@@ -243,7 +243,7 @@ class ResponseStream:
     return {'item_id': self._open['id'], 'output_index': len(self.response['output']), 'content_index': 0}
 
   def _item_id(self, prefix: str) -> str:
-    return f'{prefix}_{self._head.id.removeprefix("resp_")}_{len(self.response["output"]) + (self._open is not None)}'
+    return f'{prefix}_{self._head.id.removeprefix("resp_")}_{len(self.response["output"])}'
 
   def _begin_text(self, kind: str) -> list[dict[str, Any]]:
     """Opens a message or a thought."""

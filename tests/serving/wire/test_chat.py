@@ -186,6 +186,17 @@ def test_streams_say_what_whole_answers_say(tok, fmt, seed):
     assert logprobs == expected['logprobs']['content']
 
 
+def test_tokens_are_told_once(tok, fmt):
+  """Where they end a thought and several calls at a time, too."""
+  spec = _parse(stream=True, tools=[TOOL], logprobs=True, return_token_ids=True)
+  stream = chat.ChatStream(spec, head('chatcmpl'), [reader(fmt)], tok.token_bytes)
+  reply = generated(tok, CALLS)
+  chunks = [c['choices'][0] for c in _data(stream.finish(0, reply) + stream.end([])[-1:])]
+  assert len(chunks) == 5  # thought, content, two calls, end
+  assert [i for c in chunks for i in c.get('token_ids', [])] == list(reply.ids)
+  assert sum(len(c['logprobs']['content']) for c in chunks if c['logprobs']) == len(reply.ids)
+
+
 def test_openai_reads_answers(tok, fmt):
   replies = Replies(tok, fmt, generated(tok, CALLS), generated(tok, 'ok', finish=Finish.LENGTH))
   with server([replies.answer] * 2) as (url, asked):
