@@ -74,7 +74,7 @@ class RolloutApi:
     """An event of this loop that every change of the rollouts sets. Waiting for it takes no thread."""
     loop, news = asyncio.get_running_loop(), asyncio.Event()
 
-    def tell() -> None:
+    def tell(_: tuple[str, ...]) -> None:
       with contextlib.suppress(RuntimeError):  # the loop has closed
         loop.call_soon_threadsafe(news.set)
 
