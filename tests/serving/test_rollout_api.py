@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip('starlette')
 
-from ragen_jax.serving.lifecycle import Lifecycle  # noqa: E402
-from ragen_jax.serving.rollout_api import RolloutApi  # noqa: E402
-from ragen_jax.serving.store import Store  # noqa: E402
+from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.rollout_api import RolloutApi
+from ragen_jax.serving.store import Store
 
 
 def test_a_claim_that_waits_gets_the_next_rollout(tmp_path):
