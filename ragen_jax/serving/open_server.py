@@ -69,7 +69,5 @@ def open_server(
       AppSettings(admin_key, settings.open_access, settings.max_body), service, engine.stats,
       model.tokenizer.token_bytes,
     )  # fmt: skip
-    http = stack.enter_context(
-      HttpServer(app.asgi, service.stop, settings.host, settings.port, settings.max_connections)
-    )
+    http = stack.enter_context(HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections))
     yield AgentServer(engine, lifecycle, http.url, admin_key)
