@@ -62,7 +62,7 @@ class App:
     self._settings, self._service = settings, service
     self._stats, self._token_bytes = engine_stats, token_bytes
     self._statuses: dict[tuple[str, int], int] = {}
-    api = rollout_api.RolloutApi(service.lifecycle, service.forget)
+    self._api = api = rollout_api.RolloutApi(service.lifecycle, service.forget)
     calls = {'chat/completions': Kind.CHAT, 'completions': Kind.COMPLETIONS, 'responses': Kind.RESPONSES}
     routes = [self._route(f'{at}/v1/{path}', 'POST', self._call_handler(kind))
               for at in ('', '/attempts/{attempt}') for path, kind in calls.items()]  # fmt: skip
@@ -84,6 +84,11 @@ class App:
       self._route('/attempts/{attempt}/heartbeat', 'POST', self._of_attempt(api.heartbeat, for_reward=False)),
     ]
     self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
+
+  def stop(self) -> None:
+    """Ends the requests that are open, on the event loop."""
+    self._service.stop()
+    self._api.stop()
 
   # -- errors and keys -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ _LONGEST_NAME = 200  # characters
 
 def check_new(new: NewRollout) -> None:
   """Checks all fields of a rollout."""
-  if new.rollout_id and not (isinstance(new.rollout_id, str) and _ID.fullmatch(new.rollout_id)):
+  if new.rollout_id != '' and not (isinstance(new.rollout_id, str) and _ID.fullmatch(new.rollout_id)):
     raise Invalid(f"rollout_id={_cut(new.rollout_id)}; allowed: 1 to 128 letters, digits and '_.-'")
   check_name('group', new.group)
   if new.mode not in ('train', 'val'):

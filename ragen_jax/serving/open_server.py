@@ -70,7 +70,5 @@ def open_server(
       model.tokenizer.token_bytes,
     )  # fmt: skip
     stack.callback(lifecycle.changes.subscribe(lambda ended: [service.forget(attempt) for attempt in ended]))
-    http = stack.enter_context(
-      HttpServer(app.asgi, service.stop, settings.host, settings.port, settings.max_connections)
-    )
+    http = stack.enter_context(HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections))
     yield AgentServer(engine, lifecycle, http.url, admin_key)

@@ -29,7 +29,12 @@ class RolloutApi:
 
   def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None]):
     """Takes the rollouts; `ended` is called with the id of an attempt that is over."""
-    self._lifecycle, self._ended = lifecycle, ended
+    self._lifecycle, self._ended, self._stopping = lifecycle, ended, False
+
+  def stop(self) -> None:
+    """Workers that wait for a rollout get none."""
+    self._stopping = True
+    self._lifecycle.changes.notify()
 
   async def create(self, http: Request, body: dict[str, Any]) -> dict[str, Any]:
     """POST /rollouts: queues a rollout; `limits` may leave fields out."""
@@ -45,8 +50,8 @@ class RolloutApi:
     limits['retry_on'] = tuple(limits['retry_on'])
     words = int.from_bytes(os.urandom(4)), int.from_bytes(os.urandom(4))
     new = NewRollout(
-      rollout_id=body.get('rollout_id', ''), input=body.get('input'), group=body.get('group', ''),
-      mode=body.get('mode', 'train'), limits=Limits(**limits), metadata=body.get('metadata'), key=words,
+      rollout_id=_or(body.get('rollout_id'), ''), input=body.get('input'), group=_or(body.get('group'), ''),
+      mode=_or(body.get('mode'), 'train'), limits=Limits(**limits), metadata=body.get('metadata'), key=words,
     )  # fmt: skip
     return described(await asyncio.to_thread(self._lifecycle.create, new))
 
@@ -64,7 +69,7 @@ class RolloutApi:
           task = task_of(claimed, str(http.base_url).rstrip('/'))
           return task.to_json() | {'api_key': task.api_key, 'base_url': task.base_url}
         left = deadline - time.monotonic()
-        if left <= 0 or await http.is_disconnected():
+        if left <= 0 or self._stopping or await http.is_disconnected():
           return None
         with contextlib.suppress(TimeoutError):
           await asyncio.wait_for(news.wait(), min(left, _LOOK_S))
@@ -182,6 +187,10 @@ def _known(body: dict[str, Any], allowed: set[str]) -> None:
   unknown = sorted(set(body) - allowed)
   if unknown:
     raise Invalid(f'{unknown[0]!r:.60}: there is no such field; allowed: {", ".join(sorted(allowed))}')
+
+
+def _or(value: Any, default: Any) -> Any:
+  return default if value is None else value
 
 
 def _whole(text: str, name: str) -> int:

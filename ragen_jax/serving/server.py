@@ -66,7 +66,7 @@ class HttpServer:
     shown = {'0.0.0.0': '127.0.0.1', '::': '[::1]'}.get(host, f'[{host}]' if ':' in host else host)
     self.url = f'http://{shown}:{bound}'
     config = uvicorn.Config(
-      app, log_level='warning', access_log=False, lifespan='off', limit_concurrency=most_connections,
+      app, log_config=None, log_level='warning', access_log=False, lifespan='off', limit_concurrency=most_connections,
       backlog=_BACKLOG, timeout_keep_alive=75, timeout_graceful_shutdown=5, server_header=False, date_header=True,
     )  # fmt: skip
     self._server = uvicorn.Server(config)

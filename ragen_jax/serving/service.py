@@ -115,7 +115,7 @@ class Pending:
     changed: names of sampling parameters that are not as asked for.
     followers: number of clients that follow the request.
     last_follower: the time at which the last one left; a moment ahead before the first one comes.
-    moved: set, and replaced, when the first follower comes or the last one leaves.
+    moved: set, and replaced, when a follower comes or leaves.
   """
 
   def __init__(

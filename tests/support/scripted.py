@@ -210,5 +210,5 @@ def serve(
     chat_format = QwenFormat(engine.tokenizer, keep_thoughts=True)
     service = Service(service_settings(**changes), engine, lifecycle, engine.tokenizer, chat_format)
     app = App(AppSettings(ADMIN, open_access, max_body), service, engine.stats, engine.tokenizer.token_bytes)
-    with HttpServer(app.asgi, service.stop, '127.0.0.1', 0, 64) as http:
+    with HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 64) as http:
       yield Server(engine, service, lifecycle, http.url)

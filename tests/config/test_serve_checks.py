@@ -1,0 +1,44 @@
+"""What cannot be served is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs import default
+from ragen_jax.config.serve_checks import check_serve
+from tests.support.configs import assert_refused, small_config
+
+_AGENT = {'train.tags': ('Agent',), 'eval.tags': ('Agent',)}
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'serve.host': ''}, r"^serve\.host='': must be an address such as '127\.0\.0\.1'$"),
+    ({'serve.host': ' a'}, r"^serve\.host=' a': "),
+    ({'serve.port': -1}, r'^serve\.port=-1: must be from 0, any free port, to 65535$'),
+    ({'serve.port': 65536}, r'^serve\.port=65536: '),
+    ({'serve.model': ''}, r"^serve\.model='': must be letters, digits"),
+    ({'serve.model': 'a:b'}, r"^serve\.model='a:b': "),
+    ({'serve.model': 'gpt-4'}, r"^serve\.model='gpt-4': .* must not begin like a name of OpenAI's models$"),
+    ({'serve.model': 'o3-mini'}, r"^serve\.model='o3-mini': "),
+    ({'serve.slots': 0}, r'^serve\.slots=0: must be at least 1$'),
+    ({'serve.max_attempts': 0}, r'^serve\.max_attempts=0: '),
+    ({'serve.grace': -1.0}, r'^serve\.grace=-1\.0: must be at least 0$'),
+    ({'serve.timeout': 0.0}, r'^serve\.timeout=0\.0: '),
+    ({'serve.trained': '('}, r"^serve\.trained='\(': must be a regular expression \(.*\)$"),
+    ({'serve.incomplete': 'guess'}, r"^serve\.incomplete='guess': .*drop"),
+    ({'serve.bad_calls': 'guess'}, r"^serve\.bad_calls='guess': .*content"),
+    ({**_AGENT, 'eval.tags': ('Agent', 'FrozenLake')}, r"Agent of the type 'agent' cannot be mixed with FrozenLake$"),
+    ({**_AGENT, 'eval.greedy_too': True, 'eval.temperature': 0.0}, r'^eval\.greedy_too=True: '),
+    ({**_AGENT, 'filter.max_rollouts': 2}, r'^filter\.max_rollouts=2: must be 1 if agent programs play$'),
+  ],
+)
+def test_what_is_refused(fields, message):
+  assert_refused(check_serve, small_config(fields), message)
+
+
+def test_what_is_allowed():
+  check_serve(default.get_config())
+  check_serve(small_config(_AGENT))
+  check_serve(small_config({'serve.model': 'Qwen/Qwen2.5-0.5B_x', 'serve.port': 0, 'serve.trained': 'a|b|'}))

@@ -1,0 +1,25 @@
+"""The open parts of a server."""
+
+from __future__ import annotations
+
+from ragen_jax.serving.agent_server import AgentServer
+from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.store import Store
+from ragen_jax.serving.types import AttemptState
+from tests.support.endpoint_store import Clock, new_rollout
+
+
+def test_a_sweep_ends_every_attempt_that_is_late(tmp_path, monkeypatch):
+  monkeypatch.setattr('ragen_jax.serving.lifecycle._SWEEP', 2)
+  clock = Clock()
+  with Store(tmp_path / 'store') as store:
+    lifecycle = Lifecycle(store, clock)
+    for _ in range(5):
+      lifecycle.create(new_rollout(timeout_s=10.0, heartbeat_s=0.0))
+    attempts = [lifecycle.claim('w').attempt.attempt_id for _ in range(5)]
+    server = AgentServer(None, lifecycle, 'http://127.0.0.1:1', 'key')
+    server.sweep()
+    assert len(store.running()) == 5
+    clock.now += 11
+    server.sweep()
+    assert {store.attempt(a).state for a in attempts} == {AttemptState.TIMEOUT} and not store.running()

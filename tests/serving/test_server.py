@@ -1,0 +1,94 @@
+"""The server's thread: it serves at once, refuses an address that is taken, and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from ragen_jax.serving.server import HttpServer
+from ragen_jax.serving.wire.errors import internal
+from ragen_jax.utils.errors import UserError
+from tests.support.serving import PATIENCE, until
+
+
+async def hello(scope, receive, send):
+  if scope['path'] in ('/broken', '/wrong'):
+    await send({'type': 'http.response.start', 'status': 200, 'headers': []})
+    raise internal('a break on purpose', retry=False) if scope['path'] == '/broken' else TypeError('a mistake')
+  await send({'type': 'http.response.start', 'status': 200, 'headers': []})
+  await send({'type': 'http.response.body', 'body': b'hello'})
+
+
+def get(url):
+  with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+    return answer.read(), dict(answer.headers)
+
+
+def test_it_serves_until_it_is_closed():
+  stopped = []
+  with HttpServer(hello, lambda: stopped.append(threading.current_thread().name), '127.0.0.1', 0, 8) as server:
+    body, headers = get(server.url)
+    assert body == b'hello' and 'server' not in {name.lower() for name in headers}
+    assert server.url.startswith('http://127.0.0.1:') and not stopped
+  assert stopped == ['ragen_jax-http']
+  with pytest.raises(urllib.error.URLError):
+    get(server.url)
+  server.close()  # again
+
+
+def test_an_address_that_is_taken_is_one_line():
+  with socket.socket() as taken:
+    taken.bind(('127.0.0.1', 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(UserError, match=rf"serve\.host='127\.0\.0\.1', serve\.port={port}: cannot be bound"):
+      HttpServer(hello, lambda: None, '127.0.0.1', port, 8)
+  with pytest.raises(UserError, match='cannot be bound'):
+    HttpServer(hello, lambda: None, 'no.such.host.invalid', 0, 8)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason='no IPv6')
+def test_ipv6():
+  try:
+    server = HttpServer(hello, lambda: None, '::1', 0, 8)
+  except UserError:
+    pytest.skip('no IPv6')
+  with server:
+    assert server.url.startswith('http://[::1]:') and get(server.url)[0] == b'hello'
+
+
+def test_too_many_connections_are_refused():
+  entered, go = threading.Semaphore(0), threading.Event()
+
+  async def slow(scope, receive, send):
+    entered.release()
+    await asyncio.to_thread(go.wait, PATIENCE)
+    await hello(scope, receive, send)
+
+  with HttpServer(slow, lambda: None, '127.0.0.1', 0, 2) as server:
+    first = threading.Thread(target=get, args=(server.url,))
+    first.start()
+    assert entered.acquire(timeout=PATIENCE)
+    with pytest.raises(urllib.error.HTTPError) as e:
+      get(server.url)
+    go.set()
+    first.join(PATIENCE)
+    assert e.value.code == 503
+
+
+def test_an_answer_that_is_broken_on_purpose_is_not_logged(caplog):
+  with HttpServer(hello, lambda: None, '127.0.0.1', 0, 8) as server:
+    with pytest.raises(http.client.IncompleteRead):
+      get(f'{server.url}/broken')
+    get(server.url)
+    assert not caplog.records
+    with pytest.raises(http.client.IncompleteRead):
+      get(f'{server.url}/wrong')
+    until(lambda: caplog.records)
+  assert 'a mistake' in str(caplog.records[0].exc_info[1])
