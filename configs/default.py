@@ -199,7 +199,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.keep = 24.0
   # Agents whose tokens are trained, as a regular expression for the whole name; '' is the name of the default agent.
   config.serve.trained = '.*'
-  # A group in which not every attempt ended with a reward: 'drop' it, or 'keep' the attempts that did.
+  # A group of which an attempt is missing, because it was cancelled or ended without a call: 'drop' it, or 'keep' the
+  # others. Attempts that failed or got no reward stay in their group, and are not learnt from.
   config.serve.incomplete = 'drop'
   # Name of the rewards that decide about success; empty for all rewards.
   config.serve.success_reward = ''

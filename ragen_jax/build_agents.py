@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # The most that one request of an agent program may hold.
 _MOST_REPLIES, _MOST_MESSAGES, _MOST_TOOLS = 64, 4096, 256
+# The most calls of an attempt, if no environment says so.
+_MOST_CALLS = 100_000
 
 
 def plays_agents(config: ConfigDict) -> bool:
@@ -47,13 +49,18 @@ def plays_agents(config: ConfigDict) -> bool:
   return bool(agents)
 
 
+def _limits(config: ConfigDict) -> AttemptLimits:
+  """Time-outs and retries of rollouts."""
+  s, retried = config.serve, (AttemptState.FAILED, AttemptState.TIMEOUT, AttemptState.UNRESPONSIVE)
+  return AttemptLimits(timeout_s=s.timeout, heartbeat_s=s.heartbeat, max_attempts=s.max_attempts, retry_on=retried)
+
+
 def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> AgentSettings:
   """How programs play the tasks of `config.train` or `config.eval`."""
   s, tokenizer = config.serve, model.tokenizer
-  retried = (AttemptState.FAILED, AttemptState.TIMEOUT, AttemptState.UNRESPONSIVE)
   return AgentSettings(
     mode='train' if section == 'train' else 'val',
-    limits=AttemptLimits(timeout_s=s.timeout, heartbeat_s=s.heartbeat, max_attempts=s.max_attempts, retry_on=retried),
+    limits=_limits(config),
     # `AgentPlayer.play` sets how the tokens are drawn.
     episodes=build.fill(
       EpisodeSettings,
@@ -72,8 +79,14 @@ def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> Ag
   )
 
 
-def server_settings(config: ConfigDict, model: LanguageModel) -> ServerSettings:
-  """The settings of the server of `config.serve`."""
+def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -> ServerSettings:
+  """The settings of the server of `config.serve`.
+
+  Args:
+    config: the run's config.
+    model: the model.
+    trains: whether a trainer, or an evaluation, creates the rollouts; otherwise clients do.
+  """
   s, a = config.serve, config.agent
   of = {
     section: build.fill(SamplingParams, config[section], max_tokens=a.max_response_tokens, stop=(), top_logprobs=0)
@@ -84,6 +97,8 @@ def server_settings(config: ConfigDict, model: LanguageModel) -> ServerSettings:
     ServerSettings,
     s,
     open_access=s.host in LOOPBACK,
+    rollout_limits=_limits(config),
+    creates=not trains,
     engine=build.fill(
       EngineSettings,
       s,
@@ -105,7 +120,7 @@ def server_settings(config: ConfigDict, model: LanguageModel) -> ServerSettings:
       training=of['train'],
       evaluation=of['eval'],
       bad_calls=BadCalls(s.bad_calls),
-      max_calls=max(turns),
+      max_calls=max(turns) if trains else _MOST_CALLS,
       grace_s=s.grace,
     ),
   )
@@ -155,7 +170,7 @@ def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iter
   runners = [config.envs[tag].runner for tag in dict.fromkeys((*config.train.tags, *config.eval.tags))]
   open_server = import_open_server()
   with (
-    open_server(server_settings(config, model), model, param_state(model.model), 0, workdir) as server,
+    open_server(server_settings(config, model, trains=True), model, param_state(model.model), 0, workdir) as server,
     run_agents(
       server, runners, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
     ),

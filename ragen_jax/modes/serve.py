@@ -46,7 +46,7 @@ def serve(config: ConfigDict, workdir: str, *, given: bool, stop: threading.Even
       compare_with_run(config, workdir, warm_start='data' in checkpointer.meta(step))
     use_compilation_cache(config.compilation_cache, workdir)
     policy, params = load_weights(config, checkpointer, step)
-  settings = build_agents.server_settings(config, policy)
+  settings = build_agents.server_settings(config, policy, trains=False)
   name = f'checkpoint {step} of {workdir}' if step is not None else f'model {model_name(config)}'
   with open_server(settings, policy, params, step or 0, os.path.join(workdir, 'serve')) as server:
     _log.info('%s: %s', name, policy.describe())

@@ -116,10 +116,11 @@ class AgentPlayer:
     episodes = dataclasses.replace(
       self._settings.episodes, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
     )
+    server.service.use_sampling(self._settings.mode, sampling)
     server.engine.set_weights(params, version=policy_version, keep_cache=False)
     server.engine.resume()
     try:
-      tasks = self._queue(key, first_seed, f'{self._settings.mode}-{policy_version}-{_digest(params, sampling)}')
+      tasks = self._queue(key, first_seed, policy_version, _digest(params, sampling))
       records = self._wait([r for _, _, records in tasks for r in records])
     finally:
       server.engine.pause(drain=True)
@@ -135,8 +136,11 @@ class AgentPlayer:
     lifecycle.store.prune(0, now - self._settings.keep_s, _MOST_PRUNED)
     return rollout
 
-  def _queue(self, key: jax.Array, first_seed: int, prefix: str) -> list[tuple[EnvSpec, int, list[RolloutRecord]]]:
+  def _queue(
+    self, key: jax.Array, first_seed: int, version: int, digest: str
+  ) -> list[tuple[EnvSpec, int, list[RolloutRecord]]]:
     """Creates the rollouts: (spec, number of the task, its rollouts) for each group."""
+    prefix = f'{self._settings.mode}-{version}-{digest}'
     rows = sum(spec.num_groups for spec in self.specs) * self.group_size
     words, tasks, group = iter(split_key(key, rows)), [], 0
     for spec in self.specs:
@@ -145,7 +149,8 @@ class AgentPlayer:
         for member in range(self.group_size):
           new = NewRollout(
             rollout_id=f'{prefix}-{seed}-{member}', input=spec.env.task(seed, member), group=f'{prefix}-{seed}',
-            mode=self._settings.mode, limits=self._settings.limits, metadata={'tag': spec.tag}, key=next(words),
+            mode=self._settings.mode, limits=self._settings.limits,
+            metadata={'tag': spec.tag, 'iteration': version}, key=next(words),
           )  # fmt: skip
           own.append(self._server.lifecycle.create(new))
         tasks.append((spec, seed, own))

@@ -6,7 +6,8 @@ import dataclasses
 
 from ragen_jax.serving.engine import Engine
 from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.service import ServiceSettings
+from ragen_jax.serving.records import Limits
+from ragen_jax.serving.service import Service, ServiceSettings
 from ragen_jax.serving.settings import EngineSettings
 
 ADMIN_KEY = 'RAGEN_ADMIN_KEY'
@@ -26,6 +27,8 @@ class ServerSettings:
     max_body: largest body of a request, in bytes.
     keep_thoughts: whether the thoughts of earlier replies stay in the conversation.
     open_access: calls outside of attempts need no key.
+    rollout_limits: of rollouts whose creator says nothing about them.
+    creates: whether rollouts may be created over HTTP.
     engine: the engine's size.
     service: how requests are answered.
   """
@@ -36,6 +39,8 @@ class ServerSettings:
   max_body: int
   keep_thoughts: bool
   open_access: bool
+  rollout_limits: Limits
+  creates: bool
   engine: EngineSettings
   service: ServiceSettings
 
@@ -46,13 +51,15 @@ class AgentServer:
   Attributes:
     engine: samples replies.
     lifecycle: the rollouts.
+    service: answers the calls.
     url: the server's address.
     admin_key: the key of the rollout API.
   """
 
-  def __init__(self, engine: Engine, lifecycle: Lifecycle, url: str, admin_key: str):
+  def __init__(self, engine: Engine, lifecycle: Lifecycle, service: Service, url: str, admin_key: str):
     """Takes open parts."""
-    self.engine, self.lifecycle, self.url, self.admin_key = engine, lifecycle, url, admin_key
+    self.engine, self.lifecycle, self.service = engine, lifecycle, service
+    self.url, self.admin_key = url, admin_key
 
   def sweep(self) -> None:
     """Ends attempts that are late or give no sign of life."""

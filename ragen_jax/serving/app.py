@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from ragen_jax.serving import answers, prometheus, rollout_api
 from ragen_jax.serving.page import PAGE
-from ragen_jax.serving.records import RequestError
+from ragen_jax.serving.records import Limits, RequestError
 from ragen_jax.serving.service import OUTSIDE, Access, Pending, Service, api_error, request_digest, request_error
 from ragen_jax.serving.wire import errors, sse
 from ragen_jax.serving.wire.body import read_json
@@ -40,11 +40,15 @@ class AppSettings:
     admin_key: the key of the rollout API.
     open_access: calls outside of attempts need no key; otherwise they need the admin key.
     max_body: largest body of a request, in bytes.
+    rollout_limits: of rollouts whose creator says nothing about them.
+    creates: whether rollouts may be created over HTTP.
   """
 
   admin_key: str
   open_access: bool
   max_body: int
+  rollout_limits: Limits
+  creates: bool
 
 
 class App:
@@ -62,7 +66,9 @@ class App:
     self._settings, self._service = settings, service
     self._stats, self._token_bytes = engine_stats, token_bytes
     self._statuses: dict[tuple[str, int], int] = {}
-    self._api = api = rollout_api.RolloutApi(service.lifecycle, service.forget)
+    self._api = api = rollout_api.RolloutApi(
+      service.lifecycle, service.forget, settings.rollout_limits, creates=settings.creates
+    )
     calls = {'chat/completions': Kind.CHAT, 'completions': Kind.COMPLETIONS, 'responses': Kind.RESPONSES}
     routes = [self._route(f'{at}/v1/{path}', 'POST', self._call_handler(kind))
               for at in ('', '/attempts/{attempt}') for path, kind in calls.items()]  # fmt: skip

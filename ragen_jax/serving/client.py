@@ -130,7 +130,9 @@ def task() -> Task:
 def reward(
   value: float, call: str | int | None = None, agent: str = '', name: str = '', of: Task | None = None
 ) -> None:
-  """Posts a reward. Rewards of a call add up; rewards may come after `finish`, until the rollout is trained.
+  """Posts a reward. Rewards of a call add up.
+
+  A reward may come after `finish`, until the trainer collects the rollouts of an iteration because all have ended.
 
   Args:
     value: a finite number; ValueError for NaN and infinity.

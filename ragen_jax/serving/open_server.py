@@ -66,9 +66,12 @@ def open_server(
     chat_format = QwenFormat(model.tokenizer, keep_thoughts=settings.keep_thoughts)
     service = Service(settings.service, engine, lifecycle, model.tokenizer, chat_format)
     app = App(
-      AppSettings(admin_key, settings.open_access, settings.max_body), service, engine.stats,
+      AppSettings(
+        admin_key, settings.open_access, settings.max_body, settings.rollout_limits, settings.creates
+      ),
+      service, engine.stats,
       model.tokenizer.token_bytes,
     )  # fmt: skip
     stack.callback(lifecycle.changes.subscribe(lambda ended: [service.forget(attempt) for attempt in ended]))
     http = stack.enter_context(HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections))
-    yield AgentServer(engine, lifecycle, http.url, admin_key)
+    yield AgentServer(engine, lifecycle, service, http.url, admin_key)

@@ -45,7 +45,7 @@ async function list(older) {
     for (const r of page.rollouts) {
       const row = add(by('rows'), 'tr');
       add(row, 'td', r.rollout_id); add(row, 'td', r.mode); add(row, 'td', r.state, r.state);
-      add(row, 'td', r.attempts); add(row, 'td', r.iteration ?? '');
+      add(row, 'td', r.attempts); add(row, 'td', r.metadata?.iteration ?? '');
       add(row, 'td', JSON.stringify(r.input).slice(0, 80));
       row.onclick = () => show(r.rollout_id);
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -14,22 +15,28 @@ from starlette.requests import Request
 
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.pool import task_of
-from ragen_jax.serving.records import Invalid, Limits, NewRollout, RolloutRecord
+from ragen_jax.serving.records import Conflict, Invalid, Limits, NewRollout, RolloutRecord
 from ragen_jax.serving.types import AttemptState, Reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_S = 1.0  # between two looks whether a worker that waits is still there
 _MOST_LISTED = 500
-# Of rollouts that say nothing about it.
-_DEFAULT_LIMITS = {'timeout_s': 600.0, 'heartbeat_s': 0.0, 'max_attempts': 1, 'retry_on': []}
 
 
 class RolloutApi:
   """Handlers of routes: a body in, JSON out."""
 
-  def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None]):
-    """Takes the rollouts; `ended` is called with the id of an attempt that is over."""
+  def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None], limits: Limits, *, creates: bool):
+    """Takes the rollouts.
+
+    Args:
+      lifecycle: the rollouts.
+      ended: called with the id of an attempt that is over.
+      limits: of rollouts that say nothing about them.
+      creates: whether rollouts may be created; the trainer creates those of a run itself.
+    """
     self._lifecycle, self._ended, self._stopping = lifecycle, ended, False
+    self._limits, self._creates = dataclasses.asdict(limits), creates
 
   def stop(self) -> None:
     """Workers that wait for a rollout get none."""
@@ -39,13 +46,15 @@ class RolloutApi:
   async def create(self, http: Request, body: dict[str, Any]) -> dict[str, Any]:
     """POST /rollouts: queues a rollout; `limits` may leave fields out."""
     del http
+    if not self._creates:
+      raise Conflict('the trainer creates the rollouts of a run; others are created with --mode=serve')
     _known(body, {'rollout_id', 'input', 'group', 'mode', 'limits', 'metadata'})
     limits = body.get('limits') or {}
     if not isinstance(limits, dict):
       raise Invalid('limits: must be an object')
-    _known(limits, set(_DEFAULT_LIMITS))
-    limits = _DEFAULT_LIMITS | limits
-    if not isinstance(limits['retry_on'], list):
+    _known(limits, set(self._limits))
+    limits = self._limits | limits
+    if not isinstance(limits['retry_on'], list | tuple):
       raise Invalid('limits.retry_on: must be a list')
     limits['retry_on'] = tuple(limits['retry_on'])
     words = int.from_bytes(os.urandom(4)), int.from_bytes(os.urandom(4))
@@ -174,7 +183,7 @@ def described(record: RolloutRecord) -> dict[str, Any]:
   return {
     'rollout_id': record.rollout_id, 'group': record.group, 'mode': record.mode, 'state': str(record.state),
     'input': record.input, 'metadata': record.metadata, 'attempts': record.attempts, 'attempt_id': record.attempt_id,
-    'error': record.error, 'created': record.created, 'ended': record.ended, 'iteration': record.iteration,
+    'error': record.error, 'created': record.created, 'ended': record.ended,
     'closed': record.closed,
   }  # fmt: skip
 

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving import keys
 from ragen_jax.serving.answers import ID_PREFIX
 from ragen_jax.serving.chat_format import QwenFormat
@@ -237,6 +238,7 @@ class Service:
     self.settings, self.lifecycle, self.chat_format = settings, lifecycle, chat_format
     self.counts: collections.Counter[str] = collections.Counter()
     self._engine, self._tokenizer = engine, tokenizer
+    self._sampling = {'train': settings.training, 'val': settings.evaluation}
     self._trained = re.compile(settings.trained)
     self._open: collections.OrderedDict[str, _Open] = collections.OrderedDict()
     self._tasks: dict[asyncio.Task, Pending] = {}
@@ -311,14 +313,16 @@ class Service:
     session, rollout, attempt = open_.session, access.rollout, access.attempt
     plans = self._plan(session, spec, digest)
     try:
-      defaults = self.settings.training if rollout.mode == 'train' else self.settings.evaluation
-      params, changed = spec.sampling_params(defaults, fixed=True)
+      params, changed = spec.sampling_params(self._sampling[rollout.mode], fixed=True)
+      seed = spec.seed
+      if seed is not None and rollout.mode == 'train':  # the attempts of a group would get the same replies
+        seed, changed = None, (*changed, 'seed')
       replies = []
       for plan in plans:
-        if spec.seed is None:
+        if seed is None:
           key = keys.row_key(rollout.key, attempt=attempt.number, row=plan.row, aborted=plan.aborted)
         else:
-          key = keys.seed_key(spec.seed, plan.choice)
+          key = keys.seed_key(seed, plan.choice)
         text = self._tokenizer.decode(plan.prompt) if spec.echo else ''
         replies.append(_Reply(plan, plan.prompt, text, key))
       pending = Pending(spec, self._head(spec), params, changed, [p.prompt for p in plans])
@@ -539,6 +543,11 @@ class Service:
     )
 
   # -- sessions ------------------------------------------------------------------------------------------------------
+
+  def use_sampling(self, mode: str, sampling: Sampling) -> None:
+    """Sets how the tokens of attempts with a mode, 'train' or 'val', are drawn from now on; from any thread."""
+    drawn = dataclasses.asdict(sampling)
+    self._sampling[mode] = dataclasses.replace(self._sampling[mode], **drawn)
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids."""

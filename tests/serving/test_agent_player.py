@@ -128,7 +128,7 @@ def test_settings_are_the_configs(policy):
   config = agents_config(serve__timeout=7.0, serve__bad_calls='arguments', serve__trained='a.*')
   settings = build_agents.agent_settings(config, policy, 'train')
   assert settings.limits.timeout_s == 7.0 and settings.episodes.group_size == SIZE and settings.mode == 'train'
-  server = build_agents.server_settings(config, policy)
+  server = build_agents.server_settings(config, policy, trains=True)
   assert server.service.bad_calls == 'arguments' and server.service.trained == 'a.*' and server.engine.slots == 4
   assert server.service.training.temperature == 0.7 != server.service.evaluation.temperature
   assert dataclasses.astuple(server.engine)[0] == config.serve.slots

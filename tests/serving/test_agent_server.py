@@ -17,7 +17,7 @@ def test_a_sweep_ends_every_attempt_that_is_late(tmp_path, monkeypatch):
     for _ in range(5):
       lifecycle.create(new_rollout(timeout_s=10.0, heartbeat_s=0.0))
     attempts = [lifecycle.claim('w').attempt.attempt_id for _ in range(5)]
-    server = AgentServer(None, lifecycle, 'http://127.0.0.1:1', 'key')
+    server = AgentServer(None, lifecycle, None, 'http://127.0.0.1:1', 'key')
     server.sweep()
     assert len(store.running()) == 5
     clock.now += 11

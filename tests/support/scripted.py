@@ -20,6 +20,7 @@ from ragen_jax.serving.client import Task
 from ragen_jax.serving.engine import QueueFull
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.pool import task_of
+from ragen_jax.serving.records import Limits as RolloutLimits
 from ragen_jax.serving.reply_reader import BadCalls
 from ragen_jax.serving.server import HttpServer
 from ragen_jax.serving.service import Service, ServiceSettings
@@ -209,6 +210,8 @@ def serve(
     lifecycle = Lifecycle(store, time.time)
     chat_format = QwenFormat(engine.tokenizer, keep_thoughts=True)
     service = Service(service_settings(**changes), engine, lifecycle, engine.tokenizer, chat_format)
-    app = App(AppSettings(ADMIN, open_access, max_body), service, engine.stats, engine.tokenizer.token_bytes)
+    limits_of_rollouts = RolloutLimits(timeout_s=600.0, heartbeat_s=0.0, max_attempts=1, retry_on=())
+    settings = AppSettings(ADMIN, open_access, max_body, limits_of_rollouts, creates=True)
+    app = App(settings, service, engine.stats, engine.tokenizer.token_bytes)
     with HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 64) as http:
       yield Server(engine, service, lifecycle, http.url)
