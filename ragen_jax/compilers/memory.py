@@ -118,7 +118,7 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     kept['reference weights'] = reference_bytes(trainer, state)
   sampling = sampler_plan(config, as_run, state, sum(kept.values()))
   phases = {'update': dict(kept), 'rollout': dict(kept), 'evaluation': dict(kept)}
-  phases['update']['gradients'] = bytes_per_device(state.trained)
+  phases['update']['gradients'] = bytes_per_device(trainer.learner.abstract(state.trained)[0])
   low = compute_dtype(config).itemsize
   # The update casts the weights of a layer when it runs the layer; without remat, they are kept for the backward pass.
   if low < 4 and not config.model.remat:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
 from ragen_jax.training.memory import UpdateMemory
-from ragen_jax.training.packing import number_of_shapes
 from ragen_jax.utils.sizes import round_up
 
-# Widths of bins are multiples of this, which blocks of attention kernels divide.
-_BIN_STEP = 512
+# Widths of bins are multiples of this, the tile of accelerators.
+_BIN_STEP = 128
+# Numbers of scored tokens of a rollout's rows are multiples of this.
+_REPLY_STEP = 512
 # Bins may be so wide even if no row is: in wider bins fewer columns stay empty, and attention costs more.
 _BIN_WIDTH = 2048
 _GIB = 2**30
@@ -73,7 +74,7 @@ def batching(
   if s.packing:
     rows = -(-s.mini_batch_size // s.shards)  # more columns than these are not needed
     columns = micro * s.width // s.shards if s.micro_batch_size else min(memory().columns(limit()), rows * s.width)
-    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards)
+    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards, _REPLY_STEP)
   return BatchingSettings(micro_batch_size=micro, length_step=s.length_step, whole_rows=s.whole_rows, packing=packing)
 
 
@@ -84,10 +85,9 @@ def describe(settings: SizeSettings, chosen: BatchingSettings, memory: UpdateMem
   text = f'{chosen.micro_batch_size} rows of up to {s.width} columns at once'
   if chosen.packing is not None:
     columns = chosen.packing.columns
-    shapes = number_of_shapes(chosen.packing, s.mini_batch_size)
     text = (
       f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device, a gradient program '
-      f'for each of the shapes that lengths lead to, {shapes} at most'
+      'for each of the shapes that lengths lead to'
     )
   need = f'about {memory.total(columns) / _GIB:.1f} GiB a device'
   if s.micro_batch_size:

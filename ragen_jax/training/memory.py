@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import tree_shardings
+from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.training.scoring import ScoringSettings
 
@@ -111,7 +112,7 @@ def update_memory(
   mesh, params = model.mesh, param_state(model.model)
   trained, _ = lora.partition(params)
   tensor = mesh.shape['tensor']
-  kept = _bytes(params, mesh) + 3 * _bytes(trained, mesh)  # gradients and two moments
+  kept = _bytes(params, mesh) + 3 * _bytes(trained, mesh, shardings=optimizer_shardings)  # gradients and two moments
   if reference:
     kept += _bytes(trained['policy'], mesh)
   always = always_column = layers = widest = scores = 0
@@ -148,10 +149,10 @@ def update_memory(
   )
 
 
-def _bytes(tree: Any, mesh: Mesh | None, size: int = 0) -> int:
+def _bytes(tree: Any, mesh: Mesh | None, size: int = 0, shardings: Callable[[Any, Mesh], Any] = tree_shardings) -> int:
   """Bytes of a tree of weights on one device of a mesh; of one copy without a mesh. `size` replaces their types'."""
   leaves = jax.tree.leaves(tree)
   shapes = [x.shape for x in leaves]
   if mesh is not None:
-    shapes = [s.shard_shape(x.shape) for x, s in zip(leaves, jax.tree.leaves(tree_shardings(tree, mesh)), strict=True)]
+    shapes = [s.shard_shape(x.shape) for x, s in zip(leaves, jax.tree.leaves(shardings(tree, mesh)), strict=True)]
   return sum(math.prod(shape) * (size or np.dtype(x.dtype).itemsize) for x, shape in zip(leaves, shapes, strict=True))

@@ -124,7 +124,7 @@ def test_a_number_is_taken_as_it_is_and_asks_for_no_memory():
   own = dataclasses.replace(_SIZES, micro_batch_size=4)
   assert batch_sizes.batching(own, asked, asked).micro_batch_size == 4
   packed = batch_sizes.batching(dataclasses.replace(own, packing=True, max_context=3600), asked, asked)
-  assert packed.packing.width == 4096 and packed.packing.columns == 2 * 4096 and packed.packing.shards == 2
+  assert packed.packing.width == 3712 and packed.packing.columns == 2 * 3712 and packed.packing.shards == 2
   assert 'micro_batch_size=4' in batch_sizes.describe(own, packed, _MEMORY, 2**40)
 
 
