@@ -6,7 +6,7 @@ sets a field by its name. A suffix of the file's name, `configs/frozenlake_ppo.p
 the settings for its size (`ragen_jax/models/presets.py` lists the models). The environments are in environments.py.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from configs import environments
 
@@ -40,8 +40,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.attention = 'auto'
   # Dtype of the frozen weights with LoRA: 'float32' or 'bfloat16'. Trained weights are float32.
   config.model.param_dtype = 'float32'
-  # Recompute each layer's activations in the backward pass: less memory, about a third more work.
-  config.model.remat = False
+  # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
+  # and attention: half of the memory, almost no more work), True (whole layers: a tenth of the memory, about a third
+  # more work) or 'auto' (as little as the memory of the devices allows, for each shape of batches).
+  config.model.remat = FieldReference(False, field_type=object)
   # Whether the critic is a second model that starts from the same weights (RAGEN's choice), or a value head on the
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over
   # each rollout.
@@ -471,7 +473,7 @@ def get_config(model: str = '') -> ConfigDict:
 def _real_model(config: ConfigDict) -> None:
   """Settings for pretrained models: the paper's batch, lengths, learning rates and evaluation; packed updates."""
   config.num_iterations = 200
-  config.model.remat = True
+  config.model.remat = 'auto'
   config.model.logits_chunk = 2048
   config.train.groups = 8
   config.train.group_size = 16

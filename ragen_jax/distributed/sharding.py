@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -97,6 +99,45 @@ def _shardings(tree: Any, mesh: Mesh, spec: Callable[[str, tuple[int, ...], Mesh
     return NamedSharding(mesh, spec('/'.join(names), leaf.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def exchanged(weights: Any, mesh: Mesh) -> Any:
+  """The same weights; in the backward pass the devices add their gradients up here, and each keeps its part.
+
+  Args:
+    weights: a tree of weights.
+    mesh: the devices that the rows of a batch are divided over.
+  """
+  return jax.tree.map(_exchanged, weights, tree_shardings(weights, mesh), optimizer_shardings(weights, mesh))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _exchanged(x: jax.Array, whole: NamedSharding, divided: NamedSharding) -> jax.Array:
+  del whole, divided
+  return x
+
+
+def _exchange(whole: NamedSharding, divided: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+  # In two steps. In one, the partitioner would compute the parts one after the other, between which it sends them.
+  return (jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(gradient, whole), divided),)
+
+
+def copied_to_rows(weights: Any, mesh: Mesh) -> Any:
+  """A copy of weights for each part of the rows: [...] -> [row_shards, ...], a copy on each device.
+
+  The gradient of a copy needs no other device; the gradients of all copies are exchanged as `exchanged` says.
+  """
+
+  def copy(x, sharding):
+    spec = PartitionSpec(ROW_AXES, *without_axis(sharding.spec, 'fsdp'))
+    return jax.lax.with_sharding_constraint(
+      jnp.broadcast_to(x, (row_shards(mesh), *x.shape)), NamedSharding(mesh, spec)
+    )
+
+  return jax.tree.map(copy, exchanged(weights, mesh), tree_shardings(weights, mesh))
+
+
+_exchanged.defvjp(lambda x, *_: (x, None), _exchange)
 
 
 # The mesh axes that rows are divided over.

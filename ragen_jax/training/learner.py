@@ -29,8 +29,8 @@ SKIPPED = 'train/skipped_steps'
 class Learner:
   """The compiled programs of an optimiser step.
 
-  With LoRA, gradients and optimiser state exist for the trained weights only. On a mesh, they are divided over the copies
-  of the weights (`sharding.optimizer_spec`): each device updates its part, and then the parts are exchanged.
+  With LoRA, gradients and optimiser state exist for the trained weights only. On a mesh, they are divided over the
+  copies of the weights (`sharding.optimizer_spec`): each device updates its part, and then the parts are exchanged.
 
   Attributes:
     optimizer: see `make_optimizer`.
@@ -81,7 +81,9 @@ class Learner:
       # The weights before were finite, so those after are if the updates are.
       finite = _all_finite((found, norms, optax.tree.norm(updates)))
       new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
-      return self._as_weights(new), self._divided(new_state), norms | {SKIPPED: 1 - finite.astype(jnp.int32)}
+      # First divided: the compiler would otherwise exchange both, the weights before and those after.
+      new, new_state = self._divided((new, new_state))
+      return self._as_weights(new), new_state, norms | {SKIPPED: 1 - finite.astype(jnp.int32)}
 
     def apply_critic(trained, opt_state, gradients, found, lr_scale):
       def select(path, new, old):

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
-from ragen_jax.training.scoring import ScoringSettings
+from ragen_jax.models.qwen import REMAT
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
@@ -48,6 +48,7 @@ class UpdateMemory:
 
   Attributes:
     kept: weights, reference, gradients and the optimiser's state.
+    saved: by `qwen.REMAT`, what the layers keep for the backward pass: bytes, and bytes for each column.
     head: in the product with the vocabulary.
     head_column: the same for each column.
     layers: in the backward pass.
@@ -57,6 +58,7 @@ class UpdateMemory:
   """
 
   kept: int
+  saved: Mapping[str, tuple[int, int]]
   head: int
   head_column: int
   layers: int
@@ -64,22 +66,25 @@ class UpdateMemory:
   scores_column: int
   most_scores: int
 
-  def activations(self, columns: int) -> int:
-    """What the gradient program needs in addition to its arguments and results."""
+  def activations(self, columns: int, remat: str) -> int:
+    """What the gradient program needs in addition to its arguments and results; `remat` is one of `qwen.REMAT`."""
+    saved, saved_column = self.saved[remat]
     scores = min(columns * self.scores_column, self.most_scores)
-    return max(self.head + columns * self.head_column, self.layers + columns * self.layers_column + scores)
+    most = max(self.head + columns * self.head_column, self.layers + columns * self.layers_column + scores)
+    return saved + columns * saved_column + most
 
-  def total(self, columns: int) -> int:
+  def total(self, columns: int, remat: str) -> int:
     """All memory of the update."""
-    return self.kept + self.activations(columns)
+    return self.kept + self.activations(columns, remat)
 
-  def columns(self, limit: float) -> int:
+  def columns(self, limit: float, remat: str) -> int:
     """The most columns whose total is at most `limit`; 0 if none is."""
-    return max(bisect.bisect_right(range(_MOST_COLUMNS), limit, key=self.total) - 1, 0)
+    found = bisect.bisect_right(range(_MOST_COLUMNS), limit, key=lambda columns: self.total(columns, remat))
+    return max(found - 1, 0)
 
 
 def update_memory(
-  model: LanguageModel, scoring: ScoringSettings, *, width: int, reference: bool, dtype: Any = None
+  model: LanguageModel, *, logits_chunk: int, width: int, reference: bool, dtype: Any = None
 ) -> UpdateMemory:
   """Estimates the memory of the update from the shapes of a model and its layout.
 
@@ -104,7 +109,7 @@ def update_memory(
 
   Args:
     model: concrete or abstract; its mesh divides weights and columns.
-    scoring: reads `remat` and `logits_chunk`.
+    logits_chunk: token positions whose logits a device holds at once; 0 holds those of all.
     width: T, columns of a row or of a bin.
     reference: the first weights of the policy are kept for KL terms.
     dtype: of computations; None for that of the model.
@@ -115,16 +120,21 @@ def update_memory(
   kept = _bytes(params, mesh) + 3 * _bytes(trained, mesh, shardings=optimizer_shardings)  # gradients and two moments
   if reference:
     kept += _bytes(trained['policy'], mesh)
-  always = always_column = layers = widest = scores = 0
+  always = layers = widest = scores = 0
+  saved = {remat: (0, 0) for remat in REMAT}
   for name, trunk in (('policy', model.model.policy), ('critic', model.model.critic)):
     if trunk is None:
       continue
     c, size = trunk.cfg, np.dtype(dtype or trunk.dtype).itemsize
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
-    always_column += c.num_layers * (size * c.hidden_size if scoring.remat else layer)
-    own = _bytes(params[name]['layers'], mesh, size)
-    always += own if trunk.scan_layers or not scoring.remat else 0
+    costly = size * (2 * c.hidden_size + (heads + (c.num_heads * c.head_dim) + 2 * c.intermediate_size) // tensor)
+    casts = _bytes(params[name]['layers'], mesh, size)
+    of_trunk = {'none': (casts, layer), 'elementwise': (0, costly), 'layers': (0, size * c.hidden_size)}
+    for remat, (once, column) in of_trunk.items():
+      saved[remat] = (
+        saved[remat][0] + (casts if trunk.scan_layers else once), saved[remat][1] + c.num_layers * column
+      )  # fmt: skip
     if trunk.scan_layers and 'layers' in trained[name]:
       layers += _bytes(trained[name]['layers'], mesh, size)
     if mesh.shape['fsdp'] > 1:
@@ -140,10 +150,11 @@ def update_memory(
     always += 4 * embedding // mesh.shape['fsdp']
   return UpdateMemory(
     kept,
-    head=always + size * embedding + scoring.logits_chunk * 3 * logits,
-    head_column=always_column + (0 if scoring.logits_chunk else 4 * logits),
+    saved=saved,
+    head=always + size * embedding + logits_chunk * 3 * logits,
+    head_column=0 if logits_chunk else 4 * logits,
     layers=always + layers,
-    layers_column=always_column + widest,
+    layers_column=widest,
     scores_column=scores,
     most_scores=3 * 4 * _MOST_SCORES,
   )

@@ -4,9 +4,9 @@
                                                     3 3 3 3 0 0 0
 
 The rows of a bin do not see each other, and the positions of each begin at 0, so packing changes numbers by rounding
-only. The number and the width of bins come from a list (`bin_shapes`), cheapest first. An iteration uses the first shape
-with room for each of its mini-batches. That is one call of the program if memory allows, because the devices exchange
-all gradients in every call.
+only. The number and the width of bins come from a list (`bin_shapes`), cheapest first. An iteration uses the first
+shape with room for each of its mini-batches. That is one call of the program if memory allows, because the devices
+exchange all gradients in every call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ragen_jax.training.batches import (
 )
 from ragen_jax.utils.sizes import round_up
 
-# Columns of a bin where attention takes as long as all else, for models of less than a billion weights. It takes time in
-# proportion to the width, so narrow bins are better, unless they leave more columns empty.
+# Columns of a bin where attention takes as long as all else, for models of less than a billion weights. It takes time
+# in proportion to the width, so narrow bins are better, unless they leave more columns empty.
 _WIDE = 3500
 # Columns that would take as long as a call of its own: the exchange of the gradients, reading the weights.
 _CALL = 1000

@@ -86,6 +86,12 @@ def test_a_fused_reduction_that_keeps_its_part_sends_half():
   whole, part = (_of([fusion.replace('NAME', name)], inner) for name in ('fusion.1', 'all-reduce-scatter.1'))
   assert whole.collectives == {'all-reduce': _SIZE} and part.collectives == {'reduce-scatter': _SIZE}
   assert part.sent == whole.sent / 2 == _SIZE * 7 / 8
+  # Or only the computation has the name.
+  named = _of(
+    [fusion.replace('NAME', 'fusion.2').replace('%sum', '%all-reduce-scatter.3')],
+    inner.replace('%sum ', '%all-reduce-scatter.3 '),
+  )
+  assert named == part
 
 
 _LOOP = """\
@@ -182,12 +188,13 @@ def test_attention_kernels_count_by_their_shapes(width, columns_last, kind, prod
   """Forward: scores and output. Backward: scores and gradients of probabilities, and of what is returned."""
   size = f'{width},2048' if columns_last else f'2048,{width}'
   of_queries, of_keys, layout = f'bf16[4,14,{size}]', f'bf16[4,2,{size}]', '{3,2,1,0}'
-  out = {'forward': f'{of_queries}{layout}', 'queries': f'{of_queries}{layout}'}
-  out['keys and values'] = f'({of_keys}{layout}, {of_keys}{layout})'
+  block = 'f32[4,512,64]{2,1,0}'  # which a kernel keeps to itself
+  out = {'forward': f'{of_queries}{layout}', 'queries': f'({block}, {of_queries}{layout})'}
+  out['keys and values'] = f'({block}, {of_keys}{layout}, {of_keys}{layout})'
   more = ', %q, %s' if kind != 'forward' else ''
   found = _of([
     f'%q = {of_queries}{layout} constant(0)', f'%k = {of_keys}{layout} constant(0)',
-    '%s = f32[4,14,8,2048]{3,2,1,0} constant(0)',
+    '%s = f32[4,14,1,2048]{3,2,1,0} constant(0)',
     f'%o = {out[kind]} custom-call(%q, %k, %k{more}), custom_call_target="tpu_custom_call"',
   ])  # fmt: skip
   operations = 2 * products * (4 * 14 * 2048) * 2048 * width / 2

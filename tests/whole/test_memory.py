@@ -259,8 +259,8 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
     shapes = [x.shape for x in jax.tree.leaves(residuals) if x.dtype == jnp.bfloat16]
     return sum({(512, 768), (768, 512)} >= {shape} for shape in shapes)
 
-  assert kept(False) == 3 * cfg.num_layers  # gate, up and down of every layer
-  assert kept(True) == 0
+  assert kept('none') == 3 * cfg.num_layers  # gate, up and down of every layer
+  assert kept('elementwise') == kept('layers') == 0
 
 
 # -- The same numbers --------------------------------------------------------------------------------------------------
