@@ -1,10 +1,12 @@
 """Log-probs and entropies from logits over a long vocabulary, read as few times as possible.
 
-    forward    m = max x    Z = sum exp(x - m)    log p(t) = x[t] - m - log Z    H = log Z - sum exp(x - m) (x - m) / Z
-    backward   dx = g (1[t] - p) - h p (log p + H), for gradients g of log p(t) and h of H
+    forward    m = max x    Z = sum exp(x - m)    E = sum exp(x - m) (x - m) / Z
+               log p(t) = x[t] - m - log Z        H = log Z - E
+    backward   dx = g (1[t] - p) - h p (x - m - E)    for gradients g of log p(t) and h of H
 
 The forward pass reads the logits twice, the second time for both sums; the backward pass once, because it has the sums.
-`losses.token_logprobs` and `losses.token_entropy`, which are differentiated operation by operation, read them ten times.
+`losses.token_logprobs` and `losses.token_entropy`, which are differentiated operation by operation, read them more
+often.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ def logprobs_and_entropies(logits: jax.Array, targets: jax.Array) -> tuple[jax.A
 
 
 def _forward(logits: jax.Array, targets: jax.Array):
-  most = jnp.max(logits, axis=-1, keepdims=True)
-  shifted = logits - most
+  most = jnp.max(logits, axis=-1)
+  shifted = logits - most[..., None]
   weights = jnp.exp(shifted)
   total, weighted = jnp.sum(weights, axis=-1), jnp.sum(weights * shifted, axis=-1)
-  entropies = checkpoint_name(jnp.log(total) - weighted / total, SUMS)
-  normaliser = checkpoint_name(most[..., 0] + jnp.log(total), SUMS)
+  mean = weighted / total
   chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  return (chosen - normaliser, entropies), (logits, targets, normaliser, entropies)
+  most, total, mean = (checkpoint_name(x, SUMS) for x in (most, total, mean))
+  return (chosen - (most + jnp.log(total)), jnp.log(total) - mean), (logits, targets, most, total, mean)
 
 
 def _backward(kept, gradients):
-  logits, targets, normaliser, entropies = kept
-  of_logprobs, of_entropies = (g[..., None] for g in gradients)
-  logprobs = logits - normaliser[..., None]
+  logits, targets, *sums = kept
+  most, total, mean, of_logprobs, of_entropies = (x[..., None] for x in (*sums, *gradients))
+  shifted = logits - most
+  p = jnp.exp(shifted) / total
   chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
-  p = jnp.exp(logprobs)
-  return of_logprobs * (chosen - p) - of_entropies * p * (logprobs + entropies[..., None]), None
+  return of_logprobs * (chosen - p) - of_entropies * p * (shifted - mean), None
 
 
 logprobs_and_entropies.defvjp(_forward, _backward)
