@@ -235,7 +235,7 @@ def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
   tokens = int(rollout.trajectory.length.sum()) * config.algorithm.ppo_epochs
   # Operations for each weight and token: 2 forward, 4 backward, and 2 for another forward pass with remat of whole
   # layers. Attention is not counted.
-  operations = (8 if config.model.remat is True else 6) * size * tokens
+  operations = (8 if trainer.settings.loss.scoring.remat.remat == 'layers' else 6) * size * tokens
   stats = jax.devices()[0].memory_stats() or {}
   return {
     'parameters': size,

@@ -41,8 +41,8 @@ def get_config(model: str = '') -> ConfigDict:
   # Dtype of the frozen weights with LoRA: 'float32' or 'bfloat16'. Trained weights are float32.
   config.model.param_dtype = 'float32'
   # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
-  # and attention: half of the memory, almost no more work), True (whole layers: a tenth of the memory, about a third
-  # more work) or 'auto' (as little as the memory of the devices allows, for each shape of batches).
+  # and attention), True (whole layers, which needs the least memory) or 'auto' (for each shape of batches the fastest
+  # that fits: of models less than 1,536 wide whole layers, of others 'elementwise' where memory allows).
   config.model.remat = FieldReference(False, field_type=object)
   # Whether the critic is a second model that starts from the same weights (RAGEN's choice), or a value head on the
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over

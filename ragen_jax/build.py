@@ -334,7 +334,8 @@ def scoring_settings(
   config: ConfigDict, model: LanguageModel, temperature: float, limit: Callable[[], float] = memory.usable
 ) -> ScoringSettings:
   """The settings for scoring tokens that were sampled with this temperature."""
-  remat = batch_sizes.remat_settings(config.model.remat, lambda: update_memory(config, model), limit)
+  width = model.model.policy.cfg.hidden_size
+  remat = batch_sizes.remat_settings(config.model.remat, width, lambda: update_memory(config, model), limit)
   return fill(ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size, remat=remat)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ragen_jax.models.qwen import REMAT
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
 from ragen_jax.training.memory import UpdateMemory
 from ragen_jax.training.scoring import RematSettings
@@ -24,6 +23,9 @@ AUTO = 'auto'
 REMAT_OF = {False: 'none', 'elementwise': 'elementwise', True: 'layers'}
 # More columns than any device can take.
 ANY_COLUMNS = 2**31
+# A number of a product takes 2 D operations to compute again, and about 12 bytes of traffic to keep in the stack of all
+# layers. In narrower models, accelerators compute it again in less time.
+_KEEP_FROM_WIDTH = 1536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +65,22 @@ class SizeSettings:
     return round_up(self.max_context, self.length_step)
 
 
-def remat_settings(name: bool | str, memory: Callable[[], UpdateMemory], limit: Callable[[], float]) -> RematSettings:
-  """What the backward pass computes again; `memory` and `limit` are asked only for 'auto'.
+def remat_settings(
+  name: bool | str, width: int, memory: Callable[[], UpdateMemory], limit: Callable[[], float]
+) -> RematSettings:
+  """What the backward pass computes again; `memory` and `limit` are asked only where they decide.
 
   Args:
-    name: `config.model.remat`: a key of `REMAT_OF`, or 'auto' for as little as memory allows.
+    name: `config.model.remat`: a key of `REMAT_OF`, or 'auto' for the fastest that fits.
+    width: D of the policy.
     memory: of the update.
     limit: bytes that a device may hold.
   """
   if name != AUTO:
-    at = REMAT.index(REMAT_OF[name])
-    return RematSettings(none=ANY_COLUMNS if at < 1 else 0, elementwise=ANY_COLUMNS if at < 2 else 0)
-  found, most = memory(), limit()
-  return RematSettings(none=found.columns(most, 'none'), elementwise=found.columns(most, 'elementwise'))
+    return RematSettings(REMAT_OF[name], ANY_COLUMNS)
+  if width < _KEEP_FROM_WIDTH:
+    return RematSettings('layers', ANY_COLUMNS)
+  return RematSettings('elementwise', memory().columns(limit(), 'elementwise'))
 
 
 def micro_batch_size(settings: SizeSettings, memory: UpdateMemory, limit: float) -> int:
@@ -123,11 +128,8 @@ def describe(
       f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device, a gradient program '
       'for each of the shapes that lengths lead to'
     )
-  if s.remat == AUTO:
-    text += (
-      f'; the backward pass computes nothing again up to {remat.none} columns, only what is cheap up to '
-      f'{remat.elementwise}, else whole layers'
-    )
+  if remat.remat == 'elementwise' and remat.columns < ANY_COLUMNS:
+    text += f', up to {remat.columns} of them without computing products again'
   total = memory.total(columns, remat.choose(columns))
   need = f'about {total / _GIB:.1f} GiB a device'
   if s.micro_batch_size:

@@ -72,14 +72,20 @@ class Learner:
       return jax.jit(program, donate_argnums=2)
 
     def apply(trained, opt_state, gradients, found, lr_scale):
-      trained = self._divided(trained)
-      updates, new_state = optimizer.update(gradients, opt_state, trained)
-      if lr_scale is not None:  # a product with 1 would round the sum with the weights otherwise
-        updates = jax.tree.map(lambda u: lr_scale * u, updates)
-      new = optax.apply_updates(trained, updates)
-      norms = _norms(gradients)
+      def update(gradients, opt_state, trained):
+        updates, new_state = optimizer.update(gradients, opt_state, trained)
+        if lr_scale is None:  # a product with 1 would round the sum with the weights otherwise
+          return updates, new_state
+        return jax.tree.map(lambda u: lr_scale * u, updates), new_state
+
+      trained, norms = self._divided(trained), _norms(gradients)
       # The weights before were finite, so those after are if the updates are.
-      finite = _all_finite((found, norms, optax.tree.norm(updates)))
+      finite = _all_finite((found, norms, optax.tree.norm(update(gradients, opt_state, trained)[0])))
+      # The updates are computed a second time, because the compiler would otherwise hold all of them until it knows
+      # whether the step is taken.
+      gradients, opt_state, trained, finite = jax.lax.optimization_barrier((gradients, opt_state, trained, finite))
+      updates, new_state = update(gradients, opt_state, trained)
+      new = optax.apply_updates(trained, updates)
       new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
       # First divided: the compiler would otherwise exchange both, the weights before and those after.
       new, new_state = self._divided((new, new_state))

@@ -33,18 +33,16 @@ class RematSettings:
   """What the backward pass computes again, by the columns that go through the model at once on one device.
 
   Attributes:
-    none: up to so many columns, nothing.
-    elementwise: up to so many, all but products with weights and attention; above, whole layers.
+    remat: one of `qwen.REMAT`.
+    columns: the most columns for it; with more, 'layers'.
   """
 
-  none: int
-  elementwise: int
+  remat: str
+  columns: int
 
   def choose(self, columns: int) -> str:
     """One of `qwen.REMAT`."""
-    if columns <= self.none:
-      return 'none'
-    return 'elementwise' if columns <= self.elementwise else 'layers'
+    return self.remat if columns <= self.columns else 'layers'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ def scoring(**fields: Any) -> ScoringSettings:
 
 def remat(name: str) -> RematSettings:
   """Settings that take one of `qwen.REMAT` for any number of columns."""
-  return RematSettings(*{'none': (2**31, 2**31), 'elementwise': (0, 2**31), 'layers': (0, 0)}[name])
+  return RematSettings(name, columns=2**31)
 
 
 def loss(**fields: Any) -> LossSettings:
