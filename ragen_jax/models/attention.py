@@ -28,6 +28,8 @@ _ROW_BLOCK = 64
 
 # The implementations of `causal`.
 IMPLEMENTATIONS = ('einsum', 'blocks', 'splash', 'cudnn', 'pallas')
+# Those that hold scores in memory, of all columns or of blocks.
+HOLDING_SCORES = ('einsum', 'blocks')
 
 # The name of results that a backward pass may keep instead of attending again. Kernels without it have operations of
 # their own, whose results include the sums that their backward pass needs.
@@ -160,7 +162,7 @@ def attend(
 def _query_block(per_query: int, settings: AttentionSettings) -> int:
   """Queries per block, from the scores per query of a device: about `_BLOCK_SCORES` scores, in tiles if possible."""
   block = _BLOCK_SCORES // per_query
-  if settings.implementation in ('einsum', 'blocks'):
+  if settings.implementation in HOLDING_SCORES:
     return max(block, _MIN_BLOCK)
   if block < _TILE:
     return _TILE if _TILE * per_query <= _MAX_SCORES else max(block - block % _PART, _PART)

@@ -17,6 +17,7 @@ from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
+from ragen_jax.models.attention import HOLDING_SCORES
 from ragen_jax.models.qwen import REMAT
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
@@ -91,21 +92,25 @@ def update_memory(
   With a bytes for a number in computations, L layers of width D with P weights in all, N query and K key/value heads of
   width H, an MLP of width F and a vocabulary of V, the program holds
 
-    always          L D a for each column: the inputs of the layers, with remat
-                    L w a for each column: all that the layers keep, without
+    always          L D a for each column: the inputs of the layers, with remat of 'layers'
+                    L (2 D + (2 N + 2 K) H + 2 F) a for each column: what 'elementwise' keeps
+                    L w a for each column: all that the layers keep, with 'none'
                     P a: the layers' weights as computed with, if they are stacked or kept for the backward pass
                     V D 4: the gradient of the embedding as head
     with logits     V D a: the head as computed with
-                    3 V 4 for each position of `logits_chunk`: logits, softmax, gradient
+                    V D 4: a second gradient of the head, which adds up over the chunks
+                    V (4 + a) for each position of `logits_chunk`: logits and their gradient
                     4 V 4 for each column without chunks: more is kept for the backward pass
     in the layers   V D 4: the gradient of the embedding as input, if it is another sum
                     P a: gradients of the layers' weights, if layers are scanned
                     w a for each column, w = 6 D + 4 (N + 2 K) H + 6 F: the layer that is differentiated
-                    3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`
+                    3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`;
+                    kernels of attention hold none
 
-  Weights are divided over `fsdp` and `tensor`; heads, MLP and vocabulary of activations over `tensor`; with `fsdp` two
-  layers are gathered at a time. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers hold at the same
-  time; a test compares the sum with a compiler's.
+  Weights are divided over `fsdp` and `tensor`, gradients and moments over `data` as well; heads, MLP and vocabulary of
+  activations over `tensor`; with `fsdp` two layers are gathered at a time, and the gradient of the head is whole on
+  each device. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers hold at the same time, which a test
+  compares with a compiler's.
 
   Args:
     model: concrete or abstract; its mesh divides weights and columns.
@@ -142,16 +147,20 @@ def update_memory(
     if 'embed_tokens' in trained[name]:
       layers += _bytes({'embed_tokens': params[name]['embed_tokens']}, mesh, 4)
     # The trunks run one after the other.
-    widest, scores = max(widest, layer), max(scores, 3 * 4 * width * c.num_heads // tensor)
+    widest = max(widest, layer)
+    if trunk.attention.implementation in HOLDING_SCORES:
+      scores = max(scores, 3 * 4 * width * c.num_heads // tensor)
   c, size = model.model.policy.cfg, np.dtype(dtype or model.model.policy.dtype).itemsize
   embedding = c.vocab_size * c.hidden_size // tensor
   logits = 4 * c.vocab_size // tensor
+  head = size * embedding
   if 'embed_tokens' in trained['policy']:
     always += 4 * embedding // mesh.shape['fsdp']
+    head += 2 * 4 * embedding - 4 * embedding // mesh.shape['fsdp'] if logits_chunk else 0
   return UpdateMemory(
     kept,
     saved=saved,
-    head=always + size * embedding + logits_chunk * 3 * logits,
+    head=always + head + logits_chunk * (logits + size * c.vocab_size // tensor),
     head_column=0 if logits_chunk else 4 * logits,
     layers=always + layers,
     layers_column=widest,
