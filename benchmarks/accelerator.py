@@ -233,9 +233,9 @@ def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
     clock.append(time.perf_counter())
   seconds = np.diff(clock)
   tokens = int(rollout.trajectory.length.sum()) * config.algorithm.ppo_epochs
-  # Operations for each weight and token: 2 forward, 4 backward, and with remat 2 for another forward pass. Attention
-  # is not counted.
-  operations = (8 if config.model.remat else 6) * size * tokens
+  # Operations for each weight and token: 2 forward, 4 backward, and 2 for another forward pass with remat of whole
+  # layers. Attention is not counted.
+  operations = (8 if trainer.settings.loss.scoring.remat.remat == 'layers' else 6) * size * tokens
   stats = jax.devices()[0].memory_stats() or {}
   return {
     'parameters': size,

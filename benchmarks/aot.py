@@ -70,24 +70,23 @@ def _growing(chips: int) -> dict[str, int]:
   scale = chips // 8
   return {
     'train.groups': 8 * scale, 'eval.groups': 64 * scale, 'optimizer.mini_batch_size': 32 * scale,
-    'optimizer.micro_batch_size': 8 * scale,
   }  # fmt: skip
 
 
 CASES = {
-  '0.5b v5e:2x4': Case('qwen2.5-0.5b', 'v5e:2x4', {'optimizer.micro_batch_size': 8}),
+  '0.5b v5e:2x4': Case('qwen2.5-0.5b', 'v5e:2x4'),
   '0.5b v5e:4x4': Case('qwen2.5-0.5b', 'v5e:4x4', _growing(16), GROWING),
   '0.5b v5e:8x8': Case('qwen2.5-0.5b', 'v5e:8x8', _growing(64), GROWING),
   '0.5b v5e:16x16': Case('qwen2.5-0.5b', 'v5e:16x16', _growing(256), GROWING),
-  '0.5b v6e:2x2': Case('qwen2.5-0.5b', 'v6e:2x2', {'optimizer.micro_batch_size': 4}),
-  '0.5b h100:1': Case('qwen2.5-0.5b', 'h100:1', {'optimizer.micro_batch_size': 4}),
-  '0.5b h100:8': Case('qwen2.5-0.5b', 'h100:8', {'optimizer.micro_batch_size': 8}),
-  '1.5b v5e:2x4': Case('qwen2.5-1.5b', 'v5e:2x4', {'optimizer.micro_batch_size': 8, 'mesh.fsdp': 8}),
-  '1.5b h100:8': Case('qwen2.5-1.5b', 'h100:8', {'optimizer.micro_batch_size': 8}),
-  '7b v5p:2x2x1 fsdp': Case('qwen2.5-7b', 'v5p:2x2x1', {'optimizer.micro_batch_size': 4, 'mesh.fsdp': 4}),
-  '7b v5p:2x2x1 tensor': Case('qwen2.5-7b', 'v5p:2x2x1', {'optimizer.micro_batch_size': 4, 'mesh.tensor': 4}),
-  '7b h100:8 fsdp': Case('qwen2.5-7b', 'h100:8', {'optimizer.micro_batch_size': 8, 'mesh.fsdp': 8}),
-  '7b h100:8 mixed': Case('qwen2.5-7b', 'h100:8', {'optimizer.micro_batch_size': 8, 'mesh.fsdp': 2, 'mesh.tensor': 4}),
+  '0.5b v6e:2x2': Case('qwen2.5-0.5b', 'v6e:2x2'),
+  '0.5b h100:1': Case('qwen2.5-0.5b', 'h100:1'),
+  '0.5b h100:8': Case('qwen2.5-0.5b', 'h100:8'),
+  '1.5b v5e:2x4': Case('qwen2.5-1.5b', 'v5e:2x4', {'mesh.fsdp': 8}),
+  '1.5b h100:8': Case('qwen2.5-1.5b', 'h100:8'),
+  '7b v5p:2x2x1 fsdp': Case('qwen2.5-7b', 'v5p:2x2x1', {'mesh.fsdp': 4}),
+  '7b v5p:2x2x1 tensor': Case('qwen2.5-7b', 'v5p:2x2x1', {'mesh.tensor': 4}),
+  '7b h100:8 fsdp': Case('qwen2.5-7b', 'h100:8', {'mesh.fsdp': 8}),
+  '7b h100:8 mixed': Case('qwen2.5-7b', 'h100:8', {'mesh.fsdp': 2, 'mesh.tensor': 4}),
 }  # fmt: skip
 QUICK = ('0.5b v5e:2x4', '0.5b h100:8')
 

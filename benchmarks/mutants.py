@@ -107,10 +107,12 @@ MUTATIONS = [
   ),
   *_of(
     'training/scoring.py', _GRADIENT,
-    (' / settings.temperature\n', '\n'),
+    ('module.policy.logits(hidden) / settings.temperature', 'module.policy.logits(hidden)'),
+    ('rest).logits(hidden) / settings.temperature', 'rest).logits(hidden)'),
     ('(columns - 1)[:, :, None]', 'columns[:, :, None]'),
-    ('jnp.arange(logits.shape[-1]) < settings.vocab_limit', 'jnp.arange(logits.shape[-1]) <= settings.vocab_limit'),
-    ('jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :r]', 'x.reshape(b, -1)[:, :r]'),
+    ('< settings.vocab_limit, logits, -jnp.inf)', '<= settings.vocab_limit, logits, -jnp.inf)'),
+    ('< settings.vocab_limit, logits, _IMPOSSIBLE)', '<= settings.vocab_limit, logits, _IMPOSSIBLE)'),
+    ('jnp.moveaxis(x, 0, 2).reshape(b, -1)[:, :r]', 'x.reshape(b, -1)[:, :r]'),
     ('trunk = module.policy if module.critic is None else module.critic', 'trunk = module.policy', _WARM_UP),
     ('jax.lax.stop_gradient(hidden) if freeze_policy', 'hidden if freeze_policy', _WARM_UP),
   ),
@@ -130,7 +132,7 @@ MUTATIONS = [
   *_of(
     'training/learner.py', _STEPS,
     ('lr_scale * u', 'u'),
-    ('jax.tree.map(jnp.add, gradients, new)', 'new', _GRADIENT),
+    ('jax.tree.map(jnp.add, gradients, self._divided(new))', 'self._divided(new)', _GRADIENT),
     ('found[name] + x if name in found else x', 'x', _GRADIENT),
     ('jnp.maximum(found[name], x)', 'jnp.minimum(found[name], x)', _GRADIENT),
     ('return new if is_critic_weight(path) else old', 'return new'),
@@ -156,9 +158,15 @@ MUTATIONS = [
       _PACKING + 'packing_changes_no_scores_and_no_gradient_of_the_critic_alone',
     ),
     ('>= sizes[i]).all(axis=1)', '>= sizes[i]).any(axis=1)', _PACKING + 'items_with_two_sizes_fit_in_both'),
-    ('if width >= longest:', 'if True:', _PACKING + 'shapes_grow_by_a_fifth_or_a_step_and_stay_within_memory'),
     (
-      'all(len(own) <= calls * bins for own in packed)', 'any(len(own) <= calls * bins for own in packed)',
+      'narrowest = round_up(longest, settings.step)', 'narrowest = settings.step',
+      _PACKING + 'shapes_are_within_memory_and_the_last_has_room_for_any_rows',
+    ),
+    (
+      '(1 + width / _WIDE)', '1', _PACKING + 'rows_of_one_length_fill_nine_tenths_of_one_call',
+    ),
+    (
+      'any(len(own) > calls * bins for own in packed)', 'all(len(own) > calls * bins for own in packed)',
       _PACKING + 'a_shape_has_room_for_every_mini_batch_in_one_call',
     ),
   ),
@@ -166,7 +174,7 @@ MUTATIONS = [
     'training/memory.py', 'training/test_memory.py::test_what_is_kept_is_counted_exactly',
     ('_bytes(params, mesh) + 3 * _bytes', '_bytes(params, mesh) + 2 * _bytes'),
     ("kept += _bytes(trained['policy'], mesh)", 'kept += 0'),
-    ('key=self.total) - 1', 'key=self.total)', 'training/test_memory.py::test_columns_are_the_most_that_fit'),
+    ('max(found - 1, 0)', 'found', 'training/test_memory.py::test_columns_are_the_most_that_fit'),
   ),
   *_of(
     'training/batch_sizes.py', 'training/test_memory.py::test_micro_batches_are_the_largest_even_division_that_fits',

@@ -6,7 +6,7 @@ sets a field by its name. A suffix of the file's name, `configs/frozenlake_ppo.p
 the settings for its size (`ragen_jax/models/presets.py` lists the models). The environments are in environments.py.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from configs import environments
 
@@ -40,8 +40,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.attention = 'auto'
   # Dtype of the frozen weights with LoRA: 'float32' or 'bfloat16'. Trained weights are float32.
   config.model.param_dtype = 'float32'
-  # Recompute each layer's activations in the backward pass: less memory, about a third more work.
-  config.model.remat = False
+  # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
+  # and attention), True (whole layers, which needs the least memory) or 'auto' (for each shape of batches the fastest
+  # that fits: of models less than 1,536 wide whole layers, of others 'elementwise' where memory allows).
+  config.model.remat = FieldReference(False, field_type=object)
   # Whether the critic is a second model that starts from the same weights (RAGEN's choice), or a value head on the
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over
   # each rollout.
@@ -416,7 +418,7 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ---------------------------------------
   config.mesh = ConfigDict()
-  # Data-parallel copies of the weights; -1 for as many as the devices allow.
+  # Data-parallel copies of the weights, each with its part of the optimiser's state; -1 for as many as devices allow.
   config.mesh.data = -1
   # Parts into which the weights and the optimiser's state are divided; each part has rows of its own too.
   config.mesh.fsdp = 1
@@ -515,7 +517,7 @@ def get_config(model: str = '') -> ConfigDict:
 def _real_model(config: ConfigDict) -> None:
   """Settings for pretrained models: the paper's batch, lengths, learning rates and evaluation; packed updates."""
   config.num_iterations = 200
-  config.model.remat = True
+  config.model.remat = 'auto'
   config.model.logits_chunk = 2048
   config.train.groups = 8
   config.train.group_size = 16

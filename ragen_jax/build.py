@@ -247,6 +247,7 @@ def make_trainer(
   model: LanguageModel,
   held_out: frozenset[bytes] = frozenset(),
   player: Player | None = None,
+  limit: Callable[[], float] = memory.usable,
 ) -> Trainer:
   """Makes the trainer of a run.
 
@@ -255,15 +256,18 @@ def make_trainer(
     model: the initial model.
     held_out: levels that are not trained on (`Evaluator.held_out`); games with very few levels keep them.
     player: plays the episodes; default the policy, turn by turn.
+    limit: bytes that a device may hold, for what is chosen by memory.
   """
   if player is None:
     specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
     proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
     player = EnvironmentPlayer(proxy, model.sampler)
-  return Trainer(trainer_settings(config, model, player.max_turns), model, player)
+  return Trainer(trainer_settings(config, model, player.max_turns, limit), model, player)
 
 
-def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -> TrainerSettings:
+def trainer_settings(
+  config: ConfigDict, model: LanguageModel, max_turns: int, limit: Callable[[], float] = memory.usable
+) -> TrainerSettings:
   """The settings of `make_trainer`; `max_turns` is the maximum number of replies of an episode."""
   a = config.algorithm
   estimator = ESTIMATORS[a.adv_estimator]
@@ -284,10 +288,10 @@ def trainer_settings(config: ConfigDict, model: LanguageModel, max_turns: int) -
       a,
       advantages=fill(AdvantageSettings, a, high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam),
       reward=fill(RewardSettings, config.reward),
-      batching=batching_settings(config, model),
+      batching=batching_settings(config, model, limit),
       **roles,
     ),
-    loss=loss_settings(config, model),
+    loss=loss_settings(config, model, limit),
     update=fill(
       UpdateSettings,
       config.optimizer,
@@ -312,7 +316,7 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   """The memory of the update per device; `dtype` of computations is that of the model unless it is given."""
   a = config.algorithm
   return memory.update_memory(
-    model, scoring_settings(config, model, config.train.temperature), width=size_settings(config, model).width,
+    model, logits_chunk=config.model.logits_chunk, width=size_settings(config, model).width,
     reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, dtype=dtype,
   )  # fmt: skip
 
@@ -322,7 +326,7 @@ def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
   a = config.algorithm
   return fill(
     SizeSettings, config.optimizer, max_context=config.agent.max_context, length_step=config.length_step,
-    whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh),
+    whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh), remat=config.model.remat,
   )  # fmt: skip
 
 
@@ -335,22 +339,26 @@ def batching_settings(
 
 def describe_batching(config: ConfigDict, trainer: Trainer) -> str:
   """What goes through the model at once in the update, and why, in one line."""
-  sizes, found = size_settings(config, trainer.model), update_memory(config, trainer.model)
-  return batch_sizes.describe(sizes, trainer.settings.estimate.batching, found, memory.usable())
+  sizes, found, s = size_settings(config, trainer.model), update_memory(config, trainer.model), trainer.settings
+  return batch_sizes.describe(sizes, s.estimate.batching, s.loss.scoring.remat, found, memory.usable())
 
 
-def scoring_settings(config: ConfigDict, model: LanguageModel, temperature: float) -> ScoringSettings:
+def scoring_settings(
+  config: ConfigDict, model: LanguageModel, temperature: float, limit: Callable[[], float] = memory.usable
+) -> ScoringSettings:
   """The settings for scoring tokens that were sampled with this temperature."""
-  return fill(ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size)
+  width = model.model.policy.cfg.hidden_size
+  remat = batch_sizes.remat_settings(config.model.remat, width, lambda: update_memory(config, model), limit)
+  return fill(ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size, remat=remat)
 
 
-def loss_settings(config: ConfigDict, model: LanguageModel) -> LossSettings:
+def loss_settings(config: ConfigDict, model: LanguageModel, limit: Callable[[], float] = memory.usable) -> LossSettings:
   """The loss settings of a run. Bounds of `config.algorithm` that are 0 (off) become None."""
   a = config.algorithm
   return fill(
     LossSettings,
     a,
-    scoring=scoring_settings(config, model, config.train.temperature),
+    scoring=scoring_settings(config, model, config.train.temperature, limit),
     pg_coef=1.0,
     clip_ratio_c=a.clip_ratio_c or None,
     value_clip=a.value_clip or None,

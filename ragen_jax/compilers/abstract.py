@@ -77,8 +77,7 @@ def abstract_state(trainer: Trainer) -> TrainState:
   """Shapes, types and layout of the arrays of `Trainer.init`, without the reference."""
   params = param_state(trainer.model.model)
   trained, frozen = lora.partition(laid_out(params, tree_shardings(params, trainer.model.mesh)))
-  opt_state = jax.eval_shape(trainer.learner.optimizer.init, trained)
-  return TrainState(trained, frozen, laid_out(opt_state, tree_shardings(opt_state, trainer.model.mesh)))
+  return TrainState(trained, frozen, trainer.learner.abstract(trained)[1])
 
 
 def laid_out(tree: Any, shardings: Any) -> Any:

@@ -109,7 +109,7 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     compiled: bytes of activations by the fields that determine them. Missing entries are compiled and added.
   """
   policy, as_run = (abstract_policy(config, dtype) for dtype in (jnp.float32, compute_dtype(config)))
-  trainer = build.make_trainer(config, policy)
+  trainer = build.make_trainer(config, policy, limit=lambda: usable_bytes(config))
   state = abstract_state(trainer)
   params, opt_state = state.params, state.opt_state
   limit = usable_bytes(config)
@@ -118,7 +118,7 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     kept['reference weights'] = reference_bytes(trainer, state)
   sampling = sampler_plan(config, as_run, state, sum(kept.values()))
   phases = {'update': dict(kept), 'rollout': dict(kept), 'evaluation': dict(kept)}
-  phases['update']['gradients'] = bytes_per_device(state.trained)
+  phases['update']['gradients'] = bytes_per_device(trainer.learner.abstract(state.trained)[0])
   low = compute_dtype(config).itemsize
   # The update casts the weights of a layer when it runs the layer; without remat, they are kept for the backward pass.
   if low < 4 and not config.model.remat:
@@ -156,7 +156,7 @@ def shaped_by(config: ConfigDict, phase: str, rows: int = 0, gathered: bool = Tr
     rows: rows of the devices in the last two.
     gathered: whether weights are gathered in the last two.
   """
-  sizes = select(config.to_dict(), 'memory') if phase == 'update' else (rows, gathered)
+  sizes = (*select(config.to_dict(), 'memory'), config.model.remat) if phase == 'update' else (rows, gathered)
   weights = (config.lora.rank, config.model.param_dtype)
   return ('update' if phase == 'update' else 'rollout', sizes, weights, select(config.to_dict(), 'devices'))
 

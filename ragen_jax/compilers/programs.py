@@ -87,12 +87,12 @@ class Run:
 def make_run(config: ConfigDict, devices: Sequence[Any] | None = None) -> Run:
   """The run of a config on devices that need not be there; default those of this process."""
   policy = abstract.abstract_policy(config, abstract.compute_dtype(config), devices)
-  trainer = build.make_trainer(config, policy)
+  trainer = build.make_trainer(config, policy, limit=lambda: abstract.usable_bytes(config))
   state = abstract.abstract_state(trainer)
   kept = bytes_per_device((state.params, state.opt_state)) + abstract.reference_bytes(trainer, state)
   return Run(
     config, trainer, state, lengths.from_config(config, trainer.player.max_turns),
-    batching=build.batching_settings(config, policy, lambda: abstract.usable_bytes(config)),
+    batching=trainer.settings.estimate.batching,
     sampling=abstract.sampler_plan(config, policy, state, kept),
   )  # fmt: skip
 

@@ -142,7 +142,7 @@ class _Reader:
         if kind not in _COLLECTIVES:
           continue
         work = self._collective(kind, y)
-        if kind == 'all-reduce' and 'all-reduce-scatter' in x.name:
+        if kind == 'all-reduce' and any('all-reduce-scatter' in name for name in (x.name, *x.called)):
           work = Work(0.0, 1, {'reduce-scatter': work.collectives[kind]}, work.sent / 2)
         found += dataclasses.replace(work, kernels=0)
     return found
@@ -161,19 +161,20 @@ class _Reader:
     return max(flops / (_PRODUCTS * self._chip.flops), moved / (_MEMORY * self._chip.hbm_bandwidth), least)
 
   def _attention_seconds(self, x: Instruction, operands: list[Instruction]) -> float:
-    """A kernel that the compiler knows nothing of, taken for attention over [..., heads, T, H]."""
+    """A kernel that the compiler knows nothing of, taken for attention over [..., heads, T, H] or [..., H, T]."""
     inputs = [a for y in operands for a in y.results]
     moved = sum(a.bytes for a in (*inputs, *x.results) if not a.on_chip) / (_MEMORY * self._chip.hbm_bandwidth)
     wide = [a for a in inputs if len(a.shape) >= 3 and a.shape[-1] >= 32 and a.dtype in ('bf16', 'f16', 'f32')]
     if len(wide) < 2:
       return moved
-    width = wide[0].shape[-1]
     queries = max(wide, key=lambda a: a.size)
-    keys = min(wide, key=lambda a: a.size)
-    columns = keys.shape[-2]
-    # Forward: scores and output. Backward: the scores again and the gradients of probabilities and of what is returned.
+    # Kernels for narrow heads take [..., H, T]; rows are longer than heads are wide.
+    width = min(queries.shape[-2:])
+    keys = min((a for a in wide if width in a.shape[-2:]), key=lambda a: a.size)
+    columns = max(keys.shape[-2:])
+    # Forward: scores and output. Backward: scores again, gradients of probabilities and of what is returned.
     backward = len(wide) >= 4
-    products = 2 + (1 + max(len([a for a in x.results if a.size >= keys.size]), 1) if backward else 0)
+    products = 2 + (max(len([a for a in x.results if a.size >= keys.size]), 1) if backward else 0)
     flops = 2 * products * (queries.size // width) * columns * width / 2  # a causal mask leaves half
     return max(flops / (_ATTENTION * min(width / 128, 1) * self._chip.flops), moved)
 

@@ -25,6 +25,7 @@ from ragen_jax.models.attention import IMPLEMENTATIONS
 from ragen_jax.models.attention_choice import AUTO, choose_attention
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.training import batch_sizes
 from ragen_jax.utils.errors import UserError
 
 __all__ = ['check_config', 'check_eval', 'check_plan', 'check_sft']
@@ -60,6 +61,9 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   rules.plain_numbers(config)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
   rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
+  remat = config.model.remat
+  allowed = any(remat is x or (isinstance(x, str) and remat == x) for x in (batch_sizes.AUTO, *batch_sizes.REMAT_OF))
+  rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, True')
   _check_adapters(config)
   check_algorithm(config)
   _check_ranges(config)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.utils.errors import UserError
 
 # Pattern for the path of a weight -> mesh axis of each dimension. The first match counts. Weights that match no pattern
-# (norms, the value head) are copied to every device. The optimiser's state has the layout of its weights.
+# (norms, the value head) are copied to every device. Gradients and the optimiser's state are divided further, see
+# `optimizer_spec`.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'embed_tokens$', ('tensor', 'fsdp')),  # [V, D]
   (r'[qkv]_proj/kernel$', ('fsdp', 'tensor', None)),  # [D, heads, H]
@@ -56,15 +61,83 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   return PartitionSpec()
 
 
-def tree_shardings(tree: Any, mesh: Mesh) -> Any:
-  """A tree of `NamedSharding`, one for each leaf of a tree of weights or of an optimiser's state."""
+# Smaller arrays of the optimiser stay whole: to exchange their parts takes longer than to compute all of them.
+_LEAST_DIVIDED = 2**12
 
+
+def optimizer_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """The layout of the gradient of a weight and of its moments: that of the weight, divided over `data` as well.
+
+  Every copy of the weights would otherwise hold the same gradients and moments and compute the same update (ZeRO, arXiv
+  1910.02054). The first dimension that `data` divides is divided; if there is none, or the array is small, the layout
+  is that of the weight. Arguments and errors are those of `weight_spec`.
+  """
+  spec, parts = weight_spec(path, shape, mesh), mesh.shape['data']
+  if parts == 1 or math.prod(shape) < _LEAST_DIVIDED:
+    return spec
+  axes = [*spec, *[None] * (len(shape) - len(spec))]
+  for i, (size, axis) in enumerate(zip(shape, axes, strict=True)):
+    if size % (parts * (1 if axis is None else mesh.shape[axis])) == 0:
+      return PartitionSpec(*axes[:i], 'data' if axis is None else (axis, 'data'), *axes[i + 1 :])
+  return spec
+
+
+def tree_shardings(tree: Any, mesh: Mesh) -> Any:
+  """A tree of `NamedSharding`, one for each leaf of a tree of weights."""
+  return _shardings(tree, mesh, weight_spec)
+
+
+def optimizer_shardings(tree: Any, mesh: Mesh) -> Any:
+  """A tree of `NamedSharding`, one for each leaf of a tree of gradients or of an optimiser's state."""
+  return _shardings(tree, mesh, optimizer_spec)
+
+
+def _shardings(tree: Any, mesh: Mesh, spec: Callable[[str, tuple[int, ...], Mesh], PartitionSpec]) -> Any:
   def of(path, leaf):
     names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
     names = [n for n in names if n != 'value']
-    return NamedSharding(mesh, weight_spec('/'.join(names), leaf.shape, mesh))
+    return NamedSharding(mesh, spec('/'.join(names), leaf.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def exchanged(weights: Any, mesh: Mesh) -> Any:
+  """The same weights; in the backward pass the devices add their gradients up here, and each keeps its part.
+
+  Args:
+    weights: a tree of weights.
+    mesh: the devices that the rows of a batch are divided over.
+  """
+  return jax.tree.map(_exchanged, weights, tree_shardings(weights, mesh), optimizer_shardings(weights, mesh))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _exchanged(x: jax.Array, whole: NamedSharding, divided: NamedSharding) -> jax.Array:
+  del whole, divided
+  return x
+
+
+def _exchange(whole: NamedSharding, divided: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+  # In two steps. In one, the partitioner would compute the parts one after the other, between which it sends them.
+  return (jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(gradient, whole), divided),)
+
+
+def copied_to_rows(weights: Any, mesh: Mesh) -> Any:
+  """A copy of weights for each part of the rows: [...] -> [row_shards, ...], a copy on each device.
+
+  The gradient of a copy needs no other device; the gradients of all copies are exchanged as `exchanged` says.
+  """
+
+  def copy(x, sharding):
+    spec = PartitionSpec(ROW_AXES, *without_axis(sharding.spec, 'fsdp'))
+    return jax.lax.with_sharding_constraint(
+      jnp.broadcast_to(x, (row_shards(mesh), *x.shape)), NamedSharding(mesh, spec)
+    )
+
+  return jax.tree.map(copy, exchanged(weights, mesh), tree_shardings(weights, mesh))
+
+
+_exchanged.defvjp(lambda x, *_: (x, None), _exchange)
 
 
 # The mesh axes that rows are divided over.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from ragen_jax.distributed.sharding import ROW_AXES
@@ -26,6 +28,13 @@ _ROW_BLOCK = 64
 
 # The implementations of `causal`.
 IMPLEMENTATIONS = ('einsum', 'blocks', 'splash', 'cudnn', 'pallas')
+# Those that hold scores in memory, of all columns or of blocks.
+HOLDING_SCORES = ('einsum', 'blocks')
+
+# The name of results that a backward pass may keep instead of attending again. Kernels without it have operations of
+# their own, whose results include the sums that their backward pass needs.
+KEPT = 'attention'
+_FORWARD_KERNELS = {'cudnn': 'dot_product_attention_fwd_wrapper', 'pallas': 'pallas_call'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +83,7 @@ def causal(
     mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
     if segments is not None:
       mask = mask & (segments[:, None, :] == segments[:, :, None])
-    return attend(q, k, v, mask, settings=settings)
+    return checkpoint_name(attend(q, k, v, mask, settings=settings), KEPT)
   attend_rows = _implementation(settings)
   if settings.mesh is None:
     return attend_rows(q, k, v, segments)
@@ -84,9 +93,16 @@ def causal(
   )(q, k, v, segments)
 
 
+def is_kept(primitive: Any, settings: AttentionSettings, **parameters: Any) -> bool:
+  """Whether an operation of `causal`, with its parameters, gives what a backward pass should keep."""
+  if primitive.name == 'name':  # of `checkpoint_name`
+    return parameters['name'] == KEPT
+  return primitive.name == _FORWARD_KERNELS.get(settings.implementation)
+
+
 def _implementation(settings: AttentionSettings):
   if settings.implementation == 'blocks':
-    return attend_causal_by_row
+    return lambda *args: checkpoint_name(attend_causal_by_row(*args), KEPT)
   # Imported here, because the kernels' modules take a third of a second and a run on CPU needs none of them.
   from ragen_jax.models import attention_kernels
 
@@ -146,7 +162,7 @@ def attend(
 def _query_block(per_query: int, settings: AttentionSettings) -> int:
   """Queries per block, from the scores per query of a device: about `_BLOCK_SCORES` scores, in tiles if possible."""
   block = _BLOCK_SCORES // per_query
-  if settings.implementation in ('einsum', 'blocks'):
+  if settings.implementation in HOLDING_SCORES:
     return max(block, _MIN_BLOCK)
   if block < _TILE:
     return _TILE if _TILE * per_query <= _MAX_SCORES else max(block - block % _PART, _PART)

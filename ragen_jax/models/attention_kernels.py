@@ -15,6 +15,8 @@ import numpy as np
 from jax.experimental.pallas.ops.gpu import attention as pallas_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 
+from ragen_jax.models.attention import KEPT
+
 # Block lengths of the kernels for TPUs, multiples of the 128 lanes. Large blocks are faster: every block has a fixed
 # cost, and the backward pass reads all keys once for each block of queries.
 _SPLASH_BLOCKS = (512, 384, 256)
@@ -71,7 +73,7 @@ def _splash_kernel(
   )  # fmt: skip
   with jax.ensure_compile_time_eval():
     kernel = splash_attention.make_splash_mha(
-      mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+      mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret, residual_checkpoint_name=KEPT
     )
   # On the host, the description of the blocks belongs to no device, trace or mesh.
   return jax.tree.map(np.asarray, kernel)

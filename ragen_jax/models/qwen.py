@@ -8,6 +8,7 @@ Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388) reports; the layout of the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-from ragen_jax.distributed.sharding import looked_up
-from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal
+from ragen_jax.distributed.sharding import exchanged, looked_up
+from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal, is_kept
 
 # Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
 # bound by launch overhead. For wide models, joining the kernels would only copy weights.
@@ -26,6 +27,11 @@ _FUSE_BELOW_WIDTH = 512
 # body for each layer takes minutes to compile for an accelerator; few layers are faster without the copy of the weights
 # that the loop needs.
 _SCAN_FROM_LAYERS = 8
+
+
+# What the backward pass computes again: nothing; all but products with weights and attention, whose results are kept;
+# or all of a layer, of which only the input is kept.
+REMAT = ('none', 'elementwise', 'layers')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +105,14 @@ def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: An
   The fixed 0.02 that is usual for wide models is too small at width 64: layers would hardly change the residual stream.
   """
   return (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+
+
+def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, **parameters: Any) -> bool:
+  """Whether a result is kept where the rest of a layer is computed again."""
+  if primitive is jax.lax.dot_general_p:
+    _, (batch, _) = parameters['dimension_numbers']
+    return not batch  # a product with weights
+  return is_kept(primitive, attention, **parameters)
 
 
 class RMSNorm(nnx.Module):
@@ -287,6 +301,7 @@ class Qwen(nnx.Module):
     """
     self.cfg = cfg
     self.dtype = dtype
+    self.attention = attention
     self.scan_layers = cfg.num_layers >= _SCAN_FROM_LAYERS
     # Set on a mesh: the layout of activations, rows divided. Without it the compiler may choose the layout of the
     # weights, and every device would compute all rows.
@@ -320,7 +335,7 @@ class Qwen(nnx.Module):
     cache: tuple[LayerCache, ...] | None = None,
     window: tuple[LayerCache, ...] | None = None,
     column: jax.Array | int = 0,
-    remat: bool = False,
+    remat: str = 'none',
     segments: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
     """Runs the layers.
@@ -333,7 +348,7 @@ class Qwen(nnx.Module):
       cache: one `LayerCache` of S columns per layer, which is only read; it needs a window.
       window: one `LayerCache` of C columns per layer; the T new columns are written at `column`.
       column: i32[], the first column of the window to write.
-      remat: recompute each layer's activations in the backward pass instead of storing them.
+      remat: what the backward pass computes again, one of `REMAT`.
       segments: i32[B, T], the sequence that each column belongs to if rows are packed. Without a mask and a window,
         columns attend to their own sequence only.
 
@@ -350,16 +365,21 @@ class Qwen(nnx.Module):
     written = []
     for i, layer in enumerate(self.layers):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
-      if remat:
-        x, new = nnx.remat(lambda m, *a: m(*a))(layer, x, positions, mask, *of_layer, column, segments)
+      if remat != 'none':
+        again = nnx.remat(lambda m, *a: m(*a), policy=self._kept(remat))
+        x, new = again(layer, x, positions, mask, *of_layer, column, segments)
       else:
         x, new = layer(x, positions, mask, *of_layer, column, segments)
       x = self._lay_out(x)
       written.append(new)
     return self.norm(x), (None if window is None else tuple(written))
 
+  def _kept(self, remat: str) -> Any:
+    """The policy of `jax.checkpoint` for 'elementwise' and 'layers'; None keeps nothing."""
+    return None if remat == 'layers' else functools.partial(_is_costly, attention=self.attention)
+
   def _scan(
-    self, x: jax.Array, positions: jax.Array, mask: jax.Array | None, remat: bool, segments: jax.Array | None
+    self, x: jax.Array, positions: jax.Array, mask: jax.Array | None, remat: str, segments: jax.Array | None
   ) -> jax.Array:
     """The layers as one loop over their weights: [B, T, D] -> [B, T, D] before the last norm.
 
@@ -376,11 +396,15 @@ class Qwen(nnx.Module):
     stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
 
     def body(x, weights):
+      if self.activation_sharding is not None:
+        weights = exchanged(weights, self.activation_sharding.mesh)
       x, _ = nnx.merge(graphdef, weights)(x, positions, mask, None, None, 0, segments)
       return self._lay_out(x), None
 
-    # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
-    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, stacked)[0]
+    if remat != 'none':
+      # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
+      body = jax.checkpoint(body, prevent_cse=False, policy=self._kept(remat))
+    return jax.lax.scan(body, x, stacked)[0]
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""

@@ -67,7 +67,7 @@ def candidates(config: ConfigDict, phase: str, rows: int) -> Iterator[dict[str, 
   if phase != 'update' and rows and rows % (2 * row_shards(mesh)) == 0:
     yield {'agent.rows_in_flight': rows // 2}
   if phase == 'update':
-    if not config.model.remat:
+    if config.model.remat is False:
       yield {'model.remat': True}
     if not 0 < config.model.logits_chunk <= 1024:
       yield {'model.logits_chunk': 1024}

@@ -93,12 +93,12 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   },
   'memory': {
     '': ('length_step',),
-    'model': ('remat', 'logits_chunk'),
+    'model': ('logits_chunk',),
     'agent': ('drop_finished',),
     'optimizer': ('micro_batch_size',),
   },
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
-  'kernels': {'model': ('attention',)},
+  'kernels': {'model': ('attention', 'remat')},
   'shapes': {
     'agent': ('schedule', 'decode_chunk', 'rows_in_flight'),
     'optimizer': ('packing',),

@@ -7,19 +7,30 @@ from collections.abc import Callable
 
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
 from ragen_jax.training.memory import UpdateMemory
-from ragen_jax.training.packing import number_of_shapes
+from ragen_jax.training.scoring import RematSettings
 from ragen_jax.utils.sizes import round_up
 
-# Widths of bins are multiples of this, which blocks of attention kernels divide.
-_BIN_STEP = 512
+# Widths of bins are multiples of this, the tile of accelerators.
+_BIN_STEP = 128
+# Numbers of scored tokens of a rollout's rows are multiples of this.
+_REPLY_STEP = 512
 # Bins may be so wide even if no row is: in wider bins fewer columns stay empty, and attention costs more.
 _BIN_WIDTH = 2048
 _GIB = 2**30
 
+# Values of `config.model.remat`.
+AUTO = 'auto'
+REMAT_OF = {False: 'none', 'elementwise': 'elementwise', True: 'layers'}
+# More columns than any device can take.
+ANY_COLUMNS = 2**31
+# A number of a product takes 2 D operations to compute again, and about 12 bytes of traffic to keep in the stack of all
+# layers. In narrower models, accelerators compute it again in less time.
+_KEEP_FROM_WIDTH = 1536
+
 
 @dataclasses.dataclass(frozen=True)
 class SizeSettings:
-  """What the sizes depend on. Fields are those of `config.optimizer`, except for the last four.
+  """What the sizes depend on. Fields are those of `config.optimizer`, except for the last five.
 
   Attributes:
     mini_batch_size: episodes of an optimiser step.
@@ -29,6 +40,7 @@ class SizeSettings:
     length_step: widths of rows that are not packed are multiples of this.
     whole_rows: any column may be a scored token, not only the sampled ones.
     shards: parts into which rows are divided.
+    remat: what may be computed again, see `remat_settings`.
   """
 
   mini_batch_size: int
@@ -38,6 +50,12 @@ class SizeSettings:
   length_step: int
   whole_rows: bool
   shards: int
+  remat: bool | str
+
+  @property
+  def economical(self) -> str:
+    """The choice of `qwen.REMAT` that needs the least memory."""
+    return 'layers' if self.remat == AUTO else REMAT_OF[self.remat]
 
   @property
   def width(self) -> int:
@@ -45,6 +63,24 @@ class SizeSettings:
     if self.packing:
       return max(round_up(self.max_context, _BIN_STEP), _BIN_WIDTH)
     return round_up(self.max_context, self.length_step)
+
+
+def remat_settings(
+  name: bool | str, width: int, memory: Callable[[], UpdateMemory], limit: Callable[[], float]
+) -> RematSettings:
+  """What the backward pass computes again; `memory` and `limit` are asked only where they decide.
+
+  Args:
+    name: `config.model.remat`: a key of `REMAT_OF`, or 'auto' for the fastest that fits.
+    width: D of the policy.
+    memory: of the update.
+    limit: bytes that a device may hold.
+  """
+  if name != AUTO:
+    return RematSettings(REMAT_OF[name], ANY_COLUMNS)
+  if width < _KEEP_FROM_WIDTH:
+    return RematSettings('layers', ANY_COLUMNS)
+  return RematSettings('elementwise', memory().columns(limit(), 'elementwise'))
 
 
 def micro_batch_size(settings: SizeSettings, memory: UpdateMemory, limit: float) -> int:
@@ -58,7 +94,7 @@ def micro_batch_size(settings: SizeSettings, memory: UpdateMemory, limit: float)
   s = settings
   if s.micro_batch_size:
     return s.micro_batch_size
-  most = memory.columns(limit) // s.width * s.shards
+  most = memory.columns(limit, s.economical) // s.width * s.shards
   sizes = [n for n in range(s.shards, s.mini_batch_size + 1, s.shards) if s.mini_batch_size % n == 0]
   return max((n for n in sizes if n <= most), default=s.shards)
 
@@ -72,25 +108,31 @@ def batching(
   packing = None
   if s.packing:
     rows = -(-s.mini_batch_size // s.shards)  # more columns than these are not needed
-    columns = micro * s.width // s.shards if s.micro_batch_size else min(memory().columns(limit()), rows * s.width)
-    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards)
+    columns = micro * s.width // s.shards
+    if not s.micro_batch_size:
+      columns = min(memory().columns(limit(), s.economical), rows * s.width)
+    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards, _REPLY_STEP)
   return BatchingSettings(micro_batch_size=micro, length_step=s.length_step, whole_rows=s.whole_rows, packing=packing)
 
 
-def describe(settings: SizeSettings, chosen: BatchingSettings, memory: UpdateMemory, limit: float) -> str:
-  """What goes through the model at once, and why, in one line."""
+def describe(
+  settings: SizeSettings, chosen: BatchingSettings, remat: RematSettings, memory: UpdateMemory, limit: float
+) -> str:
+  """What goes through the model at once, what is computed again, and why, in one line."""
   s = settings
   columns = chosen.micro_batch_size * s.width // s.shards
   text = f'{chosen.micro_batch_size} rows of up to {s.width} columns at once'
   if chosen.packing is not None:
     columns = chosen.packing.columns
-    shapes = number_of_shapes(chosen.packing, s.mini_batch_size)
     text = (
       f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device, a gradient program '
-      f'for each of the shapes that lengths lead to, {shapes} at most'
+      'for each of the shapes that lengths lead to'
     )
-  need = f'about {memory.total(columns) / _GIB:.1f} GiB a device'
+  if remat.remat == 'elementwise' and remat.columns < ANY_COLUMNS:
+    text += f', up to {remat.columns} of them without computing products again'
+  total = memory.total(columns, remat.choose(columns))
+  need = f'about {total / _GIB:.1f} GiB a device'
   if s.micro_batch_size:
     return f'update: {text}, as optimizer.micro_batch_size={s.micro_batch_size} says ({need})'
-  fits = '' if memory.total(columns) <= limit else '; the estimate is that even this does not fit'
+  fits = '' if total <= limit else '; the estimate is that even this does not fit'
   return f'update: {text}; chosen for the {limit / _GIB:.1f} GiB that may be filled ({need}){fits}'

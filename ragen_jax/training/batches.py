@@ -86,12 +86,14 @@ class PackingSettings:
     width: the most columns of a bin, if no row is longer; a multiple of `step`.
     columns: the most columns that go through the model at once on one device; at least one bin does.
     shards: parts into which the bins of a micro-batch are divided.
+    reply_step: the number of scored tokens of a rollout's rows is rounded up to a multiple of this.
   """
 
   step: int
   width: int
   columns: int
   shards: int
+  reply_step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,7 @@ class BatchingSettings:
   @property
   def reply_step(self) -> int:
     """The number of scored tokens of a rollout's rows is rounded up to a multiple of this."""
-    return max(self.length_step // 2, 1) if self.packing is None else self.packing.step
+    return max(self.length_step // 2, 1) if self.packing is None else self.packing.reply_step
 
 
 # Values in rows and columns that do not exist, where not 0.

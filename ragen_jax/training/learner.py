@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from ragen_jax.distributed.sharding import tree_shardings
+from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.optimizer import is_critic_weight
@@ -29,11 +29,12 @@ SKIPPED = 'train/skipped_steps'
 class Learner:
   """The compiled programs of an optimiser step.
 
-  With LoRA, gradients and optimiser state exist for the trained weights only.
+  With LoRA, gradients and optimiser state exist for the trained weights only. On a mesh, they are divided over the
+  copies of the weights (`sharding.optimizer_spec`): each device updates its part, and then the parts are exchanged.
 
   Attributes:
     optimizer: see `make_optimizer`.
-    mesh: the weights' layout; None for one device.
+    mesh: the devices; None for one.
     traces: how often a gradient program has been traced: once for each pair of widths.
   """
 
@@ -52,7 +53,7 @@ class Learner:
       graphdef: of the `ActorCritic`.
       optimizer: of the trained weights.
       loss: of a micro-batch.
-      mesh: the weights' layout; None for one device.
+      mesh: the devices; None for one.
       critic_loss: the loss of steps that train the critic alone.
     """
     self.mesh = mesh
@@ -64,21 +65,31 @@ class Learner:
         self.traces += 1
         gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen), batch), has_aux=True)
         new, (sums, maxima) = gradient(trained)
-        # All in one layout: `apply` takes them, and another layout would compile it anew.
-        return self._as_weights(jax.tree.map(jnp.add, gradients, new)), self._as_weights((sums, maxima))
+        # Always the same layouts: `apply` takes both, and another layout would compile it anew.
+        gradients = jax.tree.map(jnp.add, gradients, self._divided(new))
+        return self._divided(gradients), self._as_weights((sums, maxima))
 
       return jax.jit(program, donate_argnums=2)
 
     def apply(trained, opt_state, gradients, found, lr_scale):
-      updates, new_state = optimizer.update(gradients, opt_state, trained)
-      if lr_scale is not None:  # a product with 1 would round the sum with the weights otherwise
-        updates = jax.tree.map(lambda u: lr_scale * u, updates)
-      new = optax.apply_updates(trained, updates)
-      norms = _norms(gradients)
+      def update(gradients, opt_state, trained):
+        updates, new_state = optimizer.update(gradients, opt_state, trained)
+        if lr_scale is None:  # a product with 1 would round the sum with the weights otherwise
+          return updates, new_state
+        return jax.tree.map(lambda u: lr_scale * u, updates), new_state
+
+      trained, norms = self._divided(trained), _norms(gradients)
       # The weights before were finite, so those after are if the updates are.
-      finite = _all_finite((found, norms, optax.tree.norm(updates)))
+      finite = _all_finite((found, norms, optax.tree.norm(update(gradients, opt_state, trained)[0])))
+      # The updates are computed a second time, because the compiler would otherwise hold all of them until it knows
+      # whether the step is taken.
+      gradients, opt_state, trained, finite = jax.lax.optimization_barrier((gradients, opt_state, trained, finite))
+      updates, new_state = update(gradients, opt_state, trained)
+      new = optax.apply_updates(trained, updates)
       new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
-      return self._as_weights(new), self._as_weights(new_state), norms | {SKIPPED: 1 - finite.astype(jnp.int32)}
+      # First divided: the compiler would otherwise exchange both, the weights before and those after.
+      new, new_state = self._divided((new, new_state))
+      return self._as_weights(new), new_state, norms | {SKIPPED: 1 - finite.astype(jnp.int32)}
 
     def apply_critic(trained, opt_state, gradients, found, lr_scale):
       def select(path, new, old):
@@ -101,12 +112,29 @@ class Learner:
     """Inside a program: lays a tree out as the weights are; another layout would compile the programs anew."""
     return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, tree_shardings(tree, self.mesh))
 
+  def _divided(self, tree: Any) -> Any:
+    """Inside a program: lays a tree out as gradients and optimiser state are."""
+    return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, optimizer_shardings(tree, self.mesh))
+
   def init(self, trained: Any) -> Any:
-    """The optimiser's state for the trained weights, laid out as they are."""
+    """The optimiser's state for the trained weights."""
     if self.mesh is None:
       return jax.jit(self.optimizer.init)(trained)
-    shardings = tree_shardings(jax.eval_shape(self.optimizer.init, trained), self.mesh)
+    shardings = optimizer_shardings(jax.eval_shape(self.optimizer.init, trained), self.mesh)
     return jax.jit(self.optimizer.init, out_shardings=shardings)(trained)
+
+  def abstract(self, trained: Any) -> tuple[Any, Any]:
+    """The gradients and the optimiser's state of (abstract) trained weights, as shapes, types and layouts."""
+    return self._laid_out(trained), self._laid_out(jax.eval_shape(self.optimizer.init, trained))
+
+  def _laid_out(self, tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    if self.mesh is None:
+      shardings = [getattr(x, 'sharding', None) for x in leaves]
+    else:
+      shardings = jax.tree.leaves(optimizer_shardings(tree, self.mesh))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)]
+    return jax.tree.unflatten(structure, shapes)
 
   def gradients(
     self, state: TrainState, micro_batches: Iterable[Any], *, critic_only: bool = False
@@ -122,7 +150,9 @@ class Learner:
       Gradients of `state.trained`, and the loss's metrics over all micro-batches.
     """
     accumulate = self._accumulate_critic if critic_only else self._accumulate
-    gradients, found = zeros_like(state.trained), {}
+    # Laid out as they will be, so that the first micro-batch runs the others' program.
+    zeros = self._laid_out(state.trained)
+    gradients, found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), zeros), {}
     for batch in micro_batches:
       gradients, stats = accumulate(state.trained, state.frozen, gradients, batch)
       found = _combine(found, stats)
@@ -162,12 +192,13 @@ class Learner:
   def lower(self, state: TrainState, batch: Any) -> dict[str, jax.stages.Lowered]:
     """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract."""
     trained = state.trained
-    accumulate = self._accumulate.lower(trained, state.frozen, trained, batch)
+    gradients, _ = self.abstract(trained)
+    accumulate = self._accumulate.lower(trained, state.frozen, gradients, batch)
     sums, maxima = accumulate.out_info[1]
     found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sums | maxima)
     return {
       'accumulate': accumulate,
-      'apply': self._apply.lower(trained, state.opt_state, trained, found, np.float32(1)),
+      'apply': self._apply.lower(trained, state.opt_state, gradients, found, np.float32(1)),
     }
 
 
@@ -190,8 +221,3 @@ def _norms(gradients: Any) -> dict[str, jax.Array]:
   critic = optax.tree.norm([x for path, x in leaves if is_critic_weight(path)])
   actor = optax.tree.norm([x for path, x in leaves if 'critic' not in gradients or not is_critic_weight(path)])
   return {'actor/grad_norm': actor, 'critic/grad_norm': critic}
-
-
-def zeros_like(params: Any) -> Any:
-  """Gradients to begin with, laid out as the weights are, so that the first micro-batch runs the others' program."""
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=getattr(x, 'sharding', None)), params)

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import math
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from jax.sharding import Mesh
 
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import tree_shardings
+from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
-from ragen_jax.training.scoring import ScoringSettings
+from ragen_jax.models.attention import HOLDING_SCORES
+from ragen_jax.models.qwen import REMAT
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
@@ -47,6 +49,7 @@ class UpdateMemory:
 
   Attributes:
     kept: weights, reference, gradients and the optimiser's state.
+    saved: by `qwen.REMAT`, what the layers keep for the backward pass: bytes, and bytes for each column.
     head: in the product with the vocabulary.
     head_column: the same for each column.
     layers: in the backward pass.
@@ -56,6 +59,7 @@ class UpdateMemory:
   """
 
   kept: int
+  saved: Mapping[str, tuple[int, int]]
   head: int
   head_column: int
   layers: int
@@ -63,47 +67,54 @@ class UpdateMemory:
   scores_column: int
   most_scores: int
 
-  def activations(self, columns: int) -> int:
-    """What the gradient program needs in addition to its arguments and results."""
+  def activations(self, columns: int, remat: str) -> int:
+    """What the gradient program needs in addition to its arguments and results; `remat` is one of `qwen.REMAT`."""
+    saved, saved_column = self.saved[remat]
     scores = min(columns * self.scores_column, self.most_scores)
-    return max(self.head + columns * self.head_column, self.layers + columns * self.layers_column + scores)
+    most = max(self.head + columns * self.head_column, self.layers + columns * self.layers_column + scores)
+    return saved + columns * saved_column + most
 
-  def total(self, columns: int) -> int:
+  def total(self, columns: int, remat: str) -> int:
     """All memory of the update."""
-    return self.kept + self.activations(columns)
+    return self.kept + self.activations(columns, remat)
 
-  def columns(self, limit: float) -> int:
+  def columns(self, limit: float, remat: str) -> int:
     """The most columns whose total is at most `limit`; 0 if none is."""
-    return max(bisect.bisect_right(range(_MOST_COLUMNS), limit, key=self.total) - 1, 0)
+    found = bisect.bisect_right(range(_MOST_COLUMNS), limit, key=lambda columns: self.total(columns, remat))
+    return max(found - 1, 0)
 
 
 def update_memory(
-  model: LanguageModel, scoring: ScoringSettings, *, width: int, reference: bool, dtype: Any = None
+  model: LanguageModel, *, logits_chunk: int, width: int, reference: bool, dtype: Any = None
 ) -> UpdateMemory:
   """Estimates the memory of the update from the shapes of a model and its layout.
 
   With a bytes for a number in computations, L layers of width D with P weights in all, N query and K key/value heads of
   width H, an MLP of width F and a vocabulary of V, the program holds
 
-    always          L D a for each column: the inputs of the layers, with remat
-                    L w a for each column: all that the layers keep, without
+    always          L D a for each column: the inputs of the layers, with remat of 'layers'
+                    L (2 D + (2 N + 2 K) H + 2 F) a for each column: what 'elementwise' keeps
+                    L w a for each column: all that the layers keep, with 'none'
                     P a: the layers' weights as computed with, if they are stacked or kept for the backward pass
                     V D 4: the gradient of the embedding as head
     with logits     V D a: the head as computed with
-                    3 V 4 for each position of `logits_chunk`: logits, softmax, gradient
+                    V D 4: a second gradient of the head, which adds up over the chunks
+                    V (4 + a) for each position of `logits_chunk`: logits and their gradient
                     4 V 4 for each column without chunks: more is kept for the backward pass
     in the layers   V D 4: the gradient of the embedding as input, if it is another sum
                     P a: gradients of the layers' weights, if layers are scanned
                     w a for each column, w = 6 D + 4 (N + 2 K) H + 6 F: the layer that is differentiated
-                    3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`
+                    3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`;
+                    kernels of attention hold none
 
-  Weights are divided over `fsdp` and `tensor`; heads, MLP and vocabulary of activations over `tensor`; with `fsdp` two
-  layers are gathered at a time. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers hold at the same
-  time; a test compares the sum with a compiler's.
+  Weights are divided over `fsdp` and `tensor`, gradients and moments over `data` as well; heads, MLP and vocabulary of
+  activations over `tensor`; with `fsdp` two layers are gathered at a time, and the gradient of the head is whole on
+  each device. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers hold at the same time, which a test
+  compares with a compiler's.
 
   Args:
     model: concrete or abstract; its mesh divides weights and columns.
-    scoring: reads `remat` and `logits_chunk`.
+    logits_chunk: token positions whose logits a device holds at once; 0 holds those of all.
     width: T, columns of a row or of a bin.
     reference: the first weights of the policy are kept for KL terms.
     dtype: of computations; None for that of the model.
@@ -111,19 +122,24 @@ def update_memory(
   mesh, params = model.mesh, param_state(model.model)
   trained, _ = lora.partition(params)
   tensor = mesh.shape['tensor']
-  kept = _bytes(params, mesh) + 3 * _bytes(trained, mesh)  # gradients and two moments
+  kept = _bytes(params, mesh) + 3 * _bytes(trained, mesh, shardings=optimizer_shardings)  # gradients and two moments
   if reference:
     kept += _bytes(trained['policy'], mesh)
-  always = always_column = layers = widest = scores = 0
+  always = layers = widest = scores = 0
+  saved = {remat: (0, 0) for remat in REMAT}
   for name, trunk in (('policy', model.model.policy), ('critic', model.model.critic)):
     if trunk is None:
       continue
     c, size = trunk.cfg, np.dtype(dtype or trunk.dtype).itemsize
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
-    always_column += c.num_layers * (size * c.hidden_size if scoring.remat else layer)
-    own = _bytes(params[name]['layers'], mesh, size)
-    always += own if trunk.scan_layers or not scoring.remat else 0
+    costly = size * (2 * c.hidden_size + (heads + (c.num_heads * c.head_dim) + 2 * c.intermediate_size) // tensor)
+    casts = _bytes(params[name]['layers'], mesh, size)
+    of_trunk = {'none': (casts, layer), 'elementwise': (0, costly), 'layers': (0, size * c.hidden_size)}
+    for remat, (once, column) in of_trunk.items():
+      saved[remat] = (
+        saved[remat][0] + (casts if trunk.scan_layers else once), saved[remat][1] + c.num_layers * column
+      )  # fmt: skip
     if trunk.scan_layers and 'layers' in trained[name]:
       layers += _bytes(trained[name]['layers'], mesh, size)
     if mesh.shape['fsdp'] > 1:
@@ -131,27 +147,32 @@ def update_memory(
     if 'embed_tokens' in trained[name]:
       layers += _bytes({'embed_tokens': params[name]['embed_tokens']}, mesh, 4)
     # The trunks run one after the other.
-    widest, scores = max(widest, layer), max(scores, 3 * 4 * width * c.num_heads // tensor)
+    widest = max(widest, layer)
+    if trunk.attention.implementation in HOLDING_SCORES:
+      scores = max(scores, 3 * 4 * width * c.num_heads // tensor)
   c, size = model.model.policy.cfg, np.dtype(dtype or model.model.policy.dtype).itemsize
   embedding = c.vocab_size * c.hidden_size // tensor
   logits = 4 * c.vocab_size // tensor
+  head = size * embedding
   if 'embed_tokens' in trained['policy']:
     always += 4 * embedding // mesh.shape['fsdp']
+    head += 2 * 4 * embedding - 4 * embedding // mesh.shape['fsdp'] if logits_chunk else 0
   return UpdateMemory(
     kept,
-    head=always + size * embedding + scoring.logits_chunk * 3 * logits,
-    head_column=always_column + (0 if scoring.logits_chunk else 4 * logits),
+    saved=saved,
+    head=always + head + logits_chunk * (logits + size * c.vocab_size // tensor),
+    head_column=0 if logits_chunk else 4 * logits,
     layers=always + layers,
-    layers_column=always_column + widest,
+    layers_column=widest,
     scores_column=scores,
     most_scores=3 * 4 * _MOST_SCORES,
   )
 
 
-def _bytes(tree: Any, mesh: Mesh | None, size: int = 0) -> int:
+def _bytes(tree: Any, mesh: Mesh | None, size: int = 0, shardings: Callable[[Any, Mesh], Any] = tree_shardings) -> int:
   """Bytes of a tree of weights on one device of a mesh; of one copy without a mesh. `size` replaces their types'."""
   leaves = jax.tree.leaves(tree)
   shapes = [x.shape for x in leaves]
   if mesh is not None:
-    shapes = [s.shard_shape(x.shape) for x, s in zip(leaves, jax.tree.leaves(tree_shardings(tree, mesh)), strict=True)]
+    shapes = [s.shard_shape(x.shape) for x, s in zip(leaves, jax.tree.leaves(shardings(tree, mesh)), strict=True)]
   return sum(math.prod(shape) * (size or np.dtype(x.dtype).itemsize) for x, shape in zip(leaves, shapes, strict=True))

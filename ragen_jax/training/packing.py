@@ -4,14 +4,15 @@
                                                     3 3 3 3 0 0 0
 
 The rows of a bin do not see each other, and the positions of each begin at 0, so packing changes numbers by rounding
-only. The shapes of bins form a ladder (`bin_shapes`). An iteration uses the first shape with room for each of its
-mini-batches, in one call of the program if memory allows, because the devices exchange all gradients in every call.
+only. The number and the width of bins come from a list (`bin_shapes`), cheapest first. An iteration uses the first
+shape with room for each of its mini-batches. That is one call of the program if memory allows, because the devices
+exchange all gradients in every call.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -29,10 +30,16 @@ from ragen_jax.training.batches import (
 )
 from ragen_jax.utils.sizes import round_up
 
-# Columns of a shape relative to the one before: larger means fewer programs and more empty columns.
-_GROWTH = 1.2
+# Columns of a bin where attention takes as long as all else, for models of less than a billion weights. It takes time
+# in proportion to the width, so narrow bins are better, unless they leave more columns empty.
+_WIDE = 3500
+# Columns that would take as long as a call of its own: the exchange of the gradients, reading the weights.
+_CALL = 1000
+# Shapes whose costs differ by less count as equal, and the widest, with room for most lengths, is the first of them: a
+# run then needs fewer programs.
+_EQUAL = 1.1
 # Scored tokens of a bin, as shares of its width.
-_REPLIES = (0.375, 0.75, 1.0)
+_REPLIES = (0.375, 0.5, 0.625, 0.75, 1.0)
 
 _Rows = TypeVar('_Rows', bound=TokenRows)
 
@@ -64,34 +71,31 @@ def pack(sizes: np.ndarray, capacity: int | Sequence[int]) -> list[list[int]]:
   return bins
 
 
-def bin_shapes(settings: PackingSettings, longest: int) -> Iterator[tuple[int, int, int]]:
-  """The ladder of shapes, each with at least as many columns as the one before.
+def bin_shapes(settings: PackingSettings, longest: int, rows: int) -> list[tuple[int, int, int]]:
+  """The shapes of mini-batches, cheapest first; the last of them have room for any rows.
 
   Args:
     settings: see `PackingSettings`.
-    longest: columns of the longest row; narrower bins are left out.
+    longest: columns of the longest row.
+    rows: of the largest mini-batch.
 
-  Yields:
+  Returns:
     (calls, bins, width): calls of the program for a mini-batch, bins of a call on all devices, columns of a bin.
   """
-  widest = max(settings.width, round_up(longest, settings.step))
-  most = max(settings.columns // widest, 1)  # bins of a call on one device
-  columns = settings.step
-  while True:
-    bins = -(-columns // widest)
-    calls = -(-bins // most)
-    bins = -(-bins // calls)
-    width = round_up(-(-columns // bins), settings.step) if calls == 1 else widest
-    if width >= longest:
-      yield calls, bins * settings.shards, width
-    columns = max(round_up(int(columns * _GROWTH), settings.step), columns + settings.step)
+  narrowest = round_up(longest, settings.step)
+  shapes = set()
+  for width in range(narrowest, max(settings.width, narrowest) + 1, settings.step):
+    most = max(settings.columns // width, 1)  # bins of a call on one device
+    for bins in range(1, -(-max(rows, 1) // settings.shards) + 1):
+      calls = -(-bins // most)
+      shapes.add((calls, -(-bins // calls), width))
 
+  def order(shape: tuple[int, int, int]) -> tuple[int, ...]:
+    calls, bins, width = shape
+    cost = calls * (bins * width * (1 + width / _WIDE) + _CALL)
+    return math.floor(math.log(cost) / math.log(_EQUAL)), -width, bins, calls
 
-def number_of_shapes(settings: PackingSettings, rows: int) -> int:
-  """How many shapes there are up to mini-batches of `rows` rows of the greatest width, an upper bound of a run's."""
-  columns = -(-rows // settings.shards) * settings.width * settings.shards
-  ladder = itertools.takewhile(lambda x: (x[0] * x[1] * x[2]) < columns, bin_shapes(settings, 1))
-  return (len({shape[1:] for shape in ladder}) + 1) * len(_REPLIES)
+  return [(calls, bins * settings.shards, width) for calls, bins, width in sorted(shapes, key=order)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +167,8 @@ def pack_batches(
     The micro-batches of each group.
   """
   longest = max((int(length[rows].max()) for rows in groups if len(rows)), default=1)
-  ladder = bin_shapes(settings, longest)
-  return next(found for shape in ladder if (found := _packed(groups, length, scored, shape)) is not None)
+  shapes = bin_shapes(settings, longest, max(map(len, groups), default=1))
+  return next(found for shape in shapes if (found := _packed(groups, length, scored, shape)) is not None)
 
 
 def _packed(
@@ -174,17 +178,19 @@ def _packed(
   calls, bins, width = shape
   if any(length[rows].sum() > calls * bins * width for rows in groups):
     return None
-  for share in _REPLIES:
+  found = None
+  for share in reversed(_REPLIES):
     replies = int(share * width)
     if any((scored[rows] > replies).any() for rows in groups):
-      continue
+      break
     packed = [pack(np.stack([length[rows], scored[rows]], axis=1), (width, replies)) for rows in groups]
-    if all(len(own) <= calls * bins for own in packed):
-      return [
-        _calls([rows[own] for own in members], bins, length, width, replies) if members else []
-        for rows, members in zip(groups, packed, strict=True)
-      ]
-  return None
+    if any(len(own) > calls * bins for own in packed):
+      break
+    found = [
+      _calls([rows[own] for own in members], bins, length, width, replies) if members else []
+      for rows, members in zip(groups, packed, strict=True)
+    ]
+  return found
 
 
 def _calls(members: list[np.ndarray], bins: int, length: np.ndarray, width: int, replies: int) -> list[PackedBatch]:

@@ -14,14 +14,35 @@ from jax.sharding import Mesh
 
 from ragen_jax.algorithms import losses
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.distributed.sharding import copied_to_rows, row_shards
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.batches import MicroBatch, TokenRows, micro_batches
+from ragen_jax.training.logits import SUMS, logprobs_and_entropies
 from ragen_jax.training.packing import PackedBatch
+
+# The logit of a token that has no probability.
+_IMPOSSIBLE = -1e30
 
 # Micro-batches that are scored one after the other.
 Plans = Sequence[MicroBatch | PackedBatch]
+
+
+@dataclasses.dataclass(frozen=True)
+class RematSettings:
+  """What the backward pass computes again, by the columns that go through the model at once on one device.
+
+  Attributes:
+    remat: one of `qwen.REMAT`.
+    columns: the most columns for it; with more, 'layers'.
+  """
+
+  remat: str
+  columns: int
+
+  def choose(self, columns: int) -> str:
+    """One of `qwen.REMAT`."""
+    return self.remat if columns <= self.columns else 'layers'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,27 +54,27 @@ class ScoringSettings:
     vocab_limit: ids from here on are padding of the embedding, which the sampler never draws; they get no probability.
       0 is no limit.
     logits_chunk: token positions whose logits over the vocabulary a device holds at once; 0 holds those of all.
-    remat: recompute the activations of each layer in the backward pass.
+    remat: see `RematSettings`.
   """
 
   temperature: float
   vocab_limit: int
   logits_chunk: int
-  remat: bool
+  remat: RematSettings
 
 
 def _states_before(
   trunk: Qwen,
   tokens: jax.Array,
   columns: jax.Array,
-  remat: bool,
+  remat: RematSettings,
   segments: jax.Array | None,
   embeddings: jax.Array | None,
   positions: jax.Array | None,
 ) -> jax.Array:
   """[B, R, D]: the hidden states that emit the tokens at `columns`, each that of the column before."""
   x = trunk.embed(tokens) if embeddings is None else embeddings
-  hidden, _ = trunk(x, positions, remat=remat, segments=segments)
+  hidden, _ = trunk(x, positions, remat=remat.choose(tokens.size // _row_shards(trunk)), segments=segments)
   return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
 
 
@@ -123,30 +144,52 @@ def score_tokens(
       module, tokens, columns, settings, segments, embeddings=critic_embeddings, positions=positions
     )
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
-  b, r, d = hidden.shape
-  graphdef, params = nnx.split(module.policy)
-
-  def score(params, hidden, targets):
-    logits = nnx.merge(graphdef, params).logits(hidden) / settings.temperature
-    if 0 < settings.vocab_limit < logits.shape[-1]:
-      logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, -jnp.inf)
-    return losses.token_logprobs(logits, targets), losses.token_entropy(logits)
-
-  # A chunk holds some columns of all rows, so that every device has its rows' part of each chunk.
-  width = max(settings.logits_chunk // -(-b // _row_shards(module.policy)), 1)
+  b, r, _ = hidden.shape
+  shards = _row_shards(module.policy)
+  width = max(settings.logits_chunk // -(-b // shards), 1)
   if settings.logits_chunk and width < r:
-    width = -(-r // -(-r // width))  # chunks of equal size
-    pad = -r % width
-    chunks = (
-      jnp.moveaxis(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(b, -1, width, d), 1, 0),  # [R/c, B, c, D]
-      jnp.moveaxis(jnp.pad(targets, ((0, 0), (0, pad))).reshape(b, -1, width), 1, 0),  # [R/c, B, c]
-    )
-    # Under checkpoint neither pass holds more than one chunk's [B, c, V].
-    one = jax.checkpoint(lambda xs: score(params, *xs))
-    logprobs, entropies = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :r], jax.lax.map(one, chunks))
+    return *_score_in_chunks(module.policy, hidden, targets, settings, width), values
+  logits = module.policy.logits(hidden) / settings.temperature
+  if 0 < settings.vocab_limit < logits.shape[-1]:
+    logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, -jnp.inf)
+  return losses.token_logprobs(logits, targets), losses.token_entropy(logits), values
+
+
+def _score_in_chunks(
+  trunk: Qwen, hidden: jax.Array, targets: jax.Array, settings: ScoringSettings, width: int
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probs and entropies f32[B, R] of targets i32[B, R] from hidden states [B, R, D], `width` columns at a time.
+
+  A chunk holds some columns of all rows, so that every device has its rows' part of each chunk. The rows of a device
+  have a copy of the output projection to themselves: the gradient of the copy adds up over the chunks on the device,
+  and the devices exchange it once.
+  """
+  b, r, d = hidden.shape
+  shards = _row_shards(trunk)
+  width = -(-r // -(-r // width))  # chunks of equal size
+  pad = -r % width
+  # [R/c, s, B/s, c, ...] for s parts of the rows.
+  chunks = (
+    jnp.moveaxis(jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(shards, b // shards, -1, width, d), 2, 0),
+    jnp.moveaxis(jnp.pad(targets, ((0, 0), (0, pad))).reshape(shards, b // shards, -1, width), 2, 0),
+  )
+  graphdef, head, rest = nnx.split(trunk, lambda path, _: path[0] in ('embed_tokens', 'lm_head'), ...)
+  if shards > 1:
+    head = copied_to_rows(head, trunk.activation_sharding.mesh)
   else:
-    logprobs, entropies = score(params, hidden, targets)
-  return logprobs, entropies, values
+    head = jax.tree.map(lambda x: x[None], head)
+
+  def score(head, hidden, targets):
+    logits = nnx.merge(graphdef, head, rest).logits(hidden) / settings.temperature
+    if 0 < settings.vocab_limit < logits.shape[-1]:
+      logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, _IMPOSSIBLE)
+    return logprobs_and_entropies(logits, targets)
+
+  # Under checkpoint neither pass holds more than one chunk's [B, c, V].
+  policy = jax.checkpoint_policies.save_only_these_names(SUMS)
+  one = jax.checkpoint(lambda xs: jax.vmap(score)(head, *xs), policy=policy)
+  found = jax.lax.map(one, chunks)
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(b, -1)[:, :r], found)
 
 
 def _row_shards(trunk: Qwen) -> int:

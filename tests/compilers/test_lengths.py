@@ -179,7 +179,7 @@ def test_programs_of_a_run_only_grow_and_one_shape_needs_one_of_each():
   assert once == {'extend': 1, 'decode': 1, 'select': 0, 'resize': 0, 'gradient': 1, 'score': 1, 'apply': 1}
 
 
-@pytest.mark.parametrize('packing', [None, PackingSettings(step=64, width=512, columns=1024, shards=1)])
+@pytest.mark.parametrize('packing', [None, PackingSettings(step=64, width=512, columns=1024, shards=1, reply_step=64)])
 def test_gradient_shapes_are_those_of_the_planner(packing):
   """One iteration, counted again from the same episodes with NumPy."""
   config, assumed = _config(), dataclasses.replace(FULL, limit=1024)

@@ -86,6 +86,12 @@ def test_a_fused_reduction_that_keeps_its_part_sends_half():
   whole, part = (_of([fusion.replace('NAME', name)], inner) for name in ('fusion.1', 'all-reduce-scatter.1'))
   assert whole.collectives == {'all-reduce': _SIZE} and part.collectives == {'reduce-scatter': _SIZE}
   assert part.sent == whole.sent / 2 == _SIZE * 7 / 8
+  # Or only the computation has the name.
+  named = _of(
+    [fusion.replace('NAME', 'fusion.2').replace('%sum', '%all-reduce-scatter.3')],
+    inner.replace('%sum ', '%all-reduce-scatter.3 '),
+  )
+  assert named == part
 
 
 _LOOP = """\
@@ -176,14 +182,22 @@ def test_a_product_takes_the_peak_and_a_gpus_kernel_a_least_time():
 
 
 @pytest.mark.parametrize('width', [64, 128])
-def test_attention_kernels_count_by_their_shapes(width):
-  shape, keys = f'bf16[4,14,2048,{width}]', f'bf16[4,2,2048,{width}]'
-  layout = '{3,2,1,0}'
+@pytest.mark.parametrize('columns_last', [False, True])
+@pytest.mark.parametrize(('kind', 'products'), [('forward', 2), ('keys and values', 4), ('queries', 3)])
+def test_attention_kernels_count_by_their_shapes(width, columns_last, kind, products):
+  """Forward: scores and output. Backward: scores and gradients of probabilities, and of what is returned."""
+  size = f'{width},2048' if columns_last else f'2048,{width}'
+  of_queries, of_keys, layout = f'bf16[4,14,{size}]', f'bf16[4,2,{size}]', '{3,2,1,0}'
+  block = 'f32[4,512,64]{2,1,0}'  # which a kernel keeps to itself
+  out = {'forward': f'{of_queries}{layout}', 'queries': f'({block}, {of_queries}{layout})'}
+  out['keys and values'] = f'({block}, {of_keys}{layout}, {of_keys}{layout})'
+  more = ', %q, %s' if kind != 'forward' else ''
   found = _of([
-    f'%q = {shape}{layout} constant(0)', f'%k = {keys}{layout} constant(0)',
-    f'%o = {shape}{layout} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"',
+    f'%q = {of_queries}{layout} constant(0)', f'%k = {of_keys}{layout} constant(0)',
+    '%s = f32[4,14,1,2048]{3,2,1,0} constant(0)',
+    f'%o = {out[kind]} custom-call(%q, %k, %k{more}), custom_call_target="tpu_custom_call"',
   ])  # fmt: skip
-  operations = 4 * (4 * 14 * 2048) * 2048 * width / 2
+  operations = 2 * products * (4 * 14 * 2048) * 2048 * width / 2
   assert found.seconds == pytest.approx(operations / (0.5 * width / 128 * 197e12))
 
 

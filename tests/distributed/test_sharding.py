@@ -9,7 +9,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from ragen_jax.distributed.mesh import AXES
-from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings, weight_spec
+from ragen_jax.distributed.sharding import (
+  optimizer_shardings,
+  optimizer_spec,
+  row_sharding,
+  row_shards,
+  tree_shardings,
+  weight_spec,
+)
 from ragen_jax.utils.errors import UserError
 from tests.support import adapters
 
@@ -51,6 +58,33 @@ def test_heads_of_adapters_and_their_moments_are_divided_like_the_heads_of_the_m
   moments = jax.eval_shape(optax.adam(1e-3).init, params)
   found = [x.spec for x in jax.tree.leaves(tree_shardings(moments, MESH)[0].mu)]
   assert found == [x.spec for x in jax.tree.leaves(shardings)]
+
+
+@pytest.mark.parametrize(
+  ('path', 'shape', 'axes'),
+  [
+    ('mu/policy/embed_tokens', (4096, 64), (('tensor', 'data'), 'fsdp')),
+    ('mu/policy/embed_tokens', (4098, 64), ('tensor', ('fsdp', 'data'))),  # its halves are odd
+    ('mu/policy/layers/3/self_attn/q_proj/kernel', (64, 4, 16), (('fsdp', 'data'), 'tensor', None)),
+    ('nu/policy/layers/3/self_attn/o_proj/kernel', (2, 64, 64), ('tensor', 'data', 'fsdp')),
+    ('nu/policy/layers/3/mlp/down_proj/kernel', (66, 66), ('tensor', 'fsdp')),  # nothing that 4 divides
+    ('mu/policy/layers/3/self_attn/k_proj/kernel', (64, 2, 16), ('fsdp', 'tensor', None)),  # small
+    ('mu/policy/norm/weight', (8192,), ('data',)),
+    ('count', (), ()),
+  ],
+)
+def test_the_optimisers_arrays_are_divided_over_the_copies_of_the_weights_too(path, shape, axes):
+  assert optimizer_spec(path, shape, MESH) == PartitionSpec(*axes)
+  one_copy = AbstractMesh((1, 2, 2), AXES)
+  assert optimizer_spec(path, shape, one_copy) == weight_spec(path, shape, one_copy)
+
+
+def test_gradients_and_moments_have_one_layout():
+  params = {'policy': {'embed_tokens': jax.ShapeDtypeStruct((4096, 64), 'float32')}}
+  moments = jax.eval_shape(optax.adam(1e-3).init, params)
+  (gradient,) = jax.tree.leaves(optimizer_shardings(params, MESH))
+  assert [x.spec for x in jax.tree.leaves(optimizer_shardings(moments, MESH)[0].mu)] == [gradient.spec]
+  assert gradient.shard_shape((4096, 64)) == (1024, 32)
 
 
 def test_rows_are_divided_over_two_axes():

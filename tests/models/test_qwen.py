@@ -274,7 +274,7 @@ def test_a_window_behind_a_cache_is_one_forward():
 
 
 @functools.cache
-def loss_and_gradient(remat: bool, attention: AttentionSettings):
+def loss_and_gradient(remat: str, attention: AttentionSettings):
   model = fresh('qwen3', num_layers=1, attention=attention)
   # 70 columns: a whole block of queries and a part of one, when attending row by row.
   tokens = jnp.asarray(ragged((70, 41), seed=6)[0])
@@ -289,10 +289,13 @@ def loss_and_gradient(remat: bool, attention: AttentionSettings):
   return loss, {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
 
 
-@pytest.mark.parametrize(('remat', 'attention'), [(True, EINSUM), (False, BLOCKS), (True, SPLASH)])
+@pytest.mark.parametrize(
+  ('remat', 'attention'),
+  [('layers', EINSUM), ('none', BLOCKS), ('elementwise', BLOCKS), ('layers', SPLASH), ('elementwise', SPLASH)],
+)
 def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
   loss, gradient = loss_and_gradient(remat, attention)
-  expected, expected_gradient = loss_and_gradient(False, EINSUM)
+  expected, expected_gradient = loss_and_gradient('none', EINSUM)
   np.testing.assert_allclose(loss, expected, rtol=1e-6)
   assert gradient.keys() == expected_gradient.keys()
   for path, want in expected_gradient.items():
@@ -300,7 +303,7 @@ def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, 
 
 
 @functools.cache
-def gradient_of_scores(architecture: str, *, scan: bool, remat: bool, packed: bool, by_row: bool, adapters: bool):
+def gradient_of_scores(architecture: str, *, scan: bool, remat: str, packed: bool, by_row: bool, adapters: bool):
   """Loss and gradients of three layers, of packed rows or not; of the adapters alone with LoRA."""
   model = fresh(architecture, num_layers=3, attention=BLOCKS if by_row else EINSUM)
   if adapters:
@@ -330,10 +333,10 @@ def gradient_of_scores(architecture: str, *, scan: bool, remat: bool, packed: bo
 
 
 _WAYS = [
-  {'architecture': 'qwen2', 'remat': True, 'packed': True, 'by_row': False, 'adapters': False},
-  {'architecture': 'qwen3', 'remat': True, 'packed': False, 'by_row': True, 'adapters': False},
-  {'architecture': 'qwen3', 'remat': False, 'packed': True, 'by_row': False, 'adapters': True},
-  {'architecture': 'qwen2', 'remat': True, 'packed': True, 'by_row': True, 'adapters': True},
+  {'architecture': 'qwen2', 'remat': 'layers', 'packed': True, 'by_row': False, 'adapters': False},
+  {'architecture': 'qwen3', 'remat': 'elementwise', 'packed': False, 'by_row': True, 'adapters': False},
+  {'architecture': 'qwen3', 'remat': 'none', 'packed': True, 'by_row': False, 'adapters': True},
+  {'architecture': 'qwen2', 'remat': 'elementwise', 'packed': True, 'by_row': True, 'adapters': True},
 ]
 
 
@@ -354,15 +357,16 @@ def test_deep_models_are_scanned_and_one_body_serves_all_their_layers():
 
     def run(state):
       model = nnx.merge(graphdef, state)
-      return model(model.embed(jnp.ones((2, 5), jnp.int32)), remat=True)[0]
+      return model(model.embed(jnp.ones((2, 5), jnp.int32)), remat='layers')[0]
 
     return str(jax.make_jaxpr(run)(state)).count('dot_general')
 
   assert products(9) == products(8) < products(2) * 2 < products(7)
 
 
-def test_remat_runs_the_layers_a_second_time_in_the_backward_pass():
-  graphdef, state = nnx.split(fresh())
+def test_products_run_a_second_time_in_the_backward_pass_only_where_layers_are_computed_again():
+  model = fresh()
+  graphdef, state = nnx.split(model)
   tokens = jnp.ones((2, 5), jnp.int32)
 
   def products(remat):
@@ -372,7 +376,10 @@ def test_remat_runs_the_layers_a_second_time_in_the_backward_pass():
 
     return str(jax.make_jaxpr(jax.grad(run))(state)).count('dot_general')
 
-  assert products(True) > products(False)
+  weights = products('layers') - products('elementwise')
+  assert products('layers') > products('elementwise') > products('none')
+  # One product for q, k and v, one for gate and up, and that of attention's output; that of `down` is not needed again.
+  assert weights == 3 * model.cfg.num_layers, weights
 
 
 def test_padding_on_the_right_changes_nothing_before_it():

@@ -59,7 +59,7 @@ def gradient_of_model(settings, mesh=None):
   @jax.grad
   def gradient(params, tokens):
     model = nnx.merge(graphdef, params)
-    return jnp.mean(jnp.sin(model(model.embed(tokens), remat=True)[0]))
+    return jnp.mean(jnp.sin(model(model.embed(tokens), remat='layers')[0]))
 
   return [np.asarray(x) for x in jax.tree.leaves(gradient(params, tokens))]
 

@@ -22,12 +22,12 @@ from ragen_jax.training.batches import MicroBatch, MiniBatch, micro_batches, pla
 from ragen_jax.training.learner import Learner
 from ragen_jax.training.objective import LossSettings
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
-from ragen_jax.training.scoring import ScoringSettings
+from ragen_jax.training.scoring import RematSettings, ScoringSettings
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from tests.support.configs import small_config
 
-_SCORING = {'temperature': 1.0, 'vocab_limit': 0, 'logits_chunk': 0, 'remat': False}
+_SCORING = {'temperature': 1.0, 'vocab_limit': 0, 'logits_chunk': 0, 'remat': 'none'}
 _LOSS = {
   'ratio_level': 'token', 'clip_ratio_low': 0.2, 'clip_ratio_high': 0.28, 'clip_ratio_c': 3.0, 'pg_coef': 1.0,
   'kl_loss_coef': 0.0, 'kl_kind': 'k3', 'value_clip': 0.5, 'value_coef': 0.5, 'entropy_coef': 0.001,
@@ -39,8 +39,14 @@ _OPTIMIZER = {
 
 
 def scoring(**fields: Any) -> ScoringSettings:
-  """Scoring as the sampler draws by default; `fields` differ."""
-  return ScoringSettings(**_SCORING | fields)
+  """Scoring as the sampler draws by default; `fields` differ, `remat` is one of `qwen.REMAT`."""
+  found = _SCORING | fields
+  return ScoringSettings(**found | {'remat': remat(found['remat'])})
+
+
+def remat(name: str) -> RematSettings:
+  """Settings that take one of `qwen.REMAT` for any number of columns."""
+  return RematSettings(name, columns=2**31)
 
 
 def loss(**fields: Any) -> LossSettings:

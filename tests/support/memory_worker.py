@@ -125,20 +125,20 @@ def real():
 def main() -> None:
   memory.use_cpu_devices(8)
   one = model(num_layers=1)
-  by_weights, by_rows = make_mesh(1, 8, 1), dict(remat=True, logits_chunk=256)
+  by_weights, by_rows = make_mesh(1, 8, 1), dict(remat='layers', logits_chunk=256)
   found = {
     'whole': update(one, score=True),
     'chunk_128': update(one, score=True, logits_chunk=128),
     'chunk_128_twice': update(one, score=True, replies=2 * REPLIES, logits_chunk=128),
     'chunk_256': update(one, score=True, logits_chunk=256),
     'keep': update(model(64, num_layers=6)),
-    'remat': update(model(64, num_layers=6), remat=True),
+    'remat': update(model(64, num_layers=6), remat='layers'),
     'rollout': rollout(one),
     'attention_whole': attention(2**40),
     'attention_blocks': attention(2**20),
     'one_device': update(model(512, num_layers=3, hidden_size=64), **by_rows),
     # A chunk is of one device, so its eighth for an eighth of the rows.
-    'fsdp': update(model(512, by_weights, num_layers=3, hidden_size=64), by_weights, remat=True, logits_chunk=32),
+    'fsdp': update(model(512, by_weights, num_layers=3, hidden_size=64), by_weights, remat='layers', logits_chunk=32),
     'fsdp_left_alone': update(model(512, num_layers=3, hidden_size=64), by_weights, **by_rows),
     'real': real(),
   }

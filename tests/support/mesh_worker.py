@@ -1,35 +1,55 @@
 """Plays and updates once on each mesh that is asked for and writes down what came of it; run by test_mesh.py.
 
-python -m tests.support.mesh_worker MODEL DIRECTORY SHAPE,SHAPE,... [COORDINATOR PROCESSES PROCESS]
+python -m tests.support.mesh_worker MODEL DIRECTORY CHECKPOINT SHAPE,SHAPE,... [COORDINATOR PROCESSES PROCESS]
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from typing import Any
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.distributed import processes
+from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.training.learner import SKIPPED
 from tests.support.configs import small_config
 
 
-def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
-  """One iteration with a mesh such as '2x2x2': the tokens played, the update's numbers and the new weights."""
+def _config(model: str, shape: str) -> ConfigDict:
   config = small_config(
     model__path=model, train__groups=8, train__group_size=2, optimizer__mini_batch_size=8,
     optimizer__micro_batch_size=8, envs__FrozenLake__max_turns=2, **json.loads(os.environ.get('CONFIG_FIELDS', '{}')),
   )  # fmt: skip
   config.mesh.data, config.mesh.fsdp, config.mesh.tensor = map(int, shape.split('x'))
+  return config
+
+
+def play_and_update(model: str, shape: str, workdir: str, restored: str = '') -> dict[str, np.ndarray]:
+  """One iteration with a mesh such as '2x2x2': the tokens played, the update's numbers and the new weights.
+
+  Args:
+    model: directory of the model.
+    shape: data x fsdp x tensor.
+    workdir: where the state after the iteration is saved.
+    restored: a workdir with a state of another mesh, which is read first; '' for none.
+  """
+  config = _config(model, shape)
   policy = build.load_policy(config)
   embedding = policy.model.policy.embed_tokens[...]
   shards = len({str(index) for index in embedding.sharding.devices_indices_map(embedding.shape).values()})
   trainer = build.make_trainer(config, policy)
-  state = trainer.init()
+  state, found = trainer.init(), {}
+  if restored:
+    with Checkpointer(restored, keep=1) as other:
+      arrays = jax.tree.leaves(other.restore(state.saved())[0])
+    found = {f'restored{i}': x for i, x in enumerate(processes.all_rows(arrays))}
   before = [x.sharding for x in jax.tree.leaves((state.params, state.opt_state))]
   rollout, selection = trainer.collect(state)
   batch, metrics = trainer.estimate(state, selection)
@@ -37,7 +57,11 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
   after = jax.tree.leaves((state.params, state.opt_state))
   more = {name: x for name, x in more.items() if name != 'actor/ratio'}  # a histogram
   moved = sum(not x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(after, before, strict=True))
+  with Checkpointer(workdir, keep=1) as checkpointer:
+    checkpointer.save(1, state.saved())
   weights = processes.all_rows(jax.tree.leaves(state.params))
+  saved = processes.all_rows(jax.tree.leaves(state.saved()))
+  one, *_ = [x for x in jax.tree.leaves(state.opt_state) if x.shape == embedding.shape]
   # A step with a NaN keeps all, in the same program.
   bad = batch.replace(advantages=np.where(batch.mask, np.nan, 0).astype(np.float32))
   rows, programs = np.flatnonzero(selection.keep)[:8], trainer.learner._apply._cache_size()
@@ -52,17 +76,26 @@ def play_and_update(model: str, shape: str) -> dict[str, np.ndarray]:
     'advantages': batch.advantages,
     'metrics': np.asarray(json.dumps(metrics | more)),
     'shards': np.asarray(shards),
+    'moment_shards': np.asarray(one.size // math.prod(one.sharding.shard_shape(one.shape))),
+    **{f'saved{i}': x for i, x in enumerate(saved)},
+    **found,
     'moved': np.asarray(moved),
     **{f'w{i}': x for i, x in enumerate(weights)},
   }
 
 
+def saved_like(model: str) -> dict[str, Any]:
+  """The arrays of a checkpoint, on one device."""
+  config = _config(model, '1x1x1')
+  return build.make_trainer(config, build.load_policy(config)).init().saved()
+
+
 def main() -> None:
-  model, directory, shapes = sys.argv[1:4]
-  if len(sys.argv) > 4:
-    processes.connect(sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
+  model, directory, checkpoint, shapes = sys.argv[1:5]
+  if len(sys.argv) > 5:
+    processes.connect(sys.argv[5], int(sys.argv[6]), int(sys.argv[7]))
   for shape in shapes.split(','):
-    result = play_and_update(model, shape)
+    result = play_and_update(model, shape, os.path.join(directory, f'state-{shape}'), checkpoint)
     if processes.is_first():
       np.savez(os.path.join(directory, f'{shape}.npz'), **result)
 

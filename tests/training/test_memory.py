@@ -19,6 +19,7 @@ from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
 from ragen_jax.training.batches import abstract_mini_batch
 from ragen_jax.training.memory import UpdateMemory
+from ragen_jax.training.scoring import RematSettings
 from ragen_jax.training.state import TrainState
 from tests.support import learning
 from tests.support.configs import small_config
@@ -61,18 +62,19 @@ def _compiled(model: LanguageModel, rows: int, width: int, replies: int, **scori
 @pytest.mark.parametrize(
   ('model', 'scoring'),
   [
-    ({}, {'remat': True, 'logits_chunk': 64}),
-    ({'adapters': True}, {'remat': True, 'logits_chunk': 64}),
-    ({'num_layers': 3}, {'remat': False, 'logits_chunk': 0}),
-    ({'num_layers': 8, 'vocab_size': 64}, {'remat': False, 'logits_chunk': 0}),
+    ({}, {'remat': 'layers', 'logits_chunk': 64}),
+    ({'adapters': True}, {'remat': 'layers', 'logits_chunk': 64}),
+    ({'vocab_size': 64}, {'remat': 'elementwise', 'logits_chunk': 64}),
+    ({'num_layers': 3}, {'remat': 'none', 'logits_chunk': 0}),
+    ({'num_layers': 8, 'vocab_size': 64}, {'remat': 'none', 'logits_chunk': 0}),
   ],
 )
 def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):
   """Below, a run would choose more columns than fit; far above, it would leave the device idle."""
   made = _model(**model)
-  found = memory.update_memory(made, learning.scoring(**scoring), width=128, reference=False)
+  found = memory.update_memory(made, logits_chunk=scoring['logits_chunk'], width=128, reference=False)
   for rows in (2, 16):
-    needed, estimated = _compiled(made, rows, 128, 96, **scoring), found.activations(rows * 128)
+    needed, estimated = _compiled(made, rows, 128, 96, **scoring), found.activations(rows * 128, scoring['remat'])
     assert 0.9 * needed <= estimated <= 2.5 * needed, (rows, needed, estimated)
 
 
@@ -82,29 +84,47 @@ def test_what_is_kept_is_counted_exactly():
     params = nnx.split(made.model)[1]
     opt_state = jax.eval_shape(learning.optimizer().init, params)
     size = sum(x.size * 4 for x in jax.tree.leaves((params, params, opt_state)))  # weights, gradients, moments
-    found = memory.update_memory(made, learning.scoring(), width=128, reference=False)
+    found = memory.update_memory(made, logits_chunk=0, width=128, reference=False)
     assert size - 64 <= found.kept <= size  # but for the optimiser's counters
     policy = sum(x.size * 4 for x in jax.tree.leaves(params['policy']))
-    more = memory.update_memory(made, learning.scoring(), width=128, reference=True)
+    more = memory.update_memory(made, logits_chunk=0, width=128, reference=True)
     assert more.kept == found.kept + policy
 
 
 def test_columns_are_the_most_that_fit():
+  saved = {'none': (50, 9), 'elementwise': (0, 4), 'layers': (0, 1)}
   found = UpdateMemory(
-    kept=1000, head=500, head_column=1, layers=100, layers_column=7, scores_column=5, most_scores=300
+    kept=1000, saved=saved, head=500, head_column=1, layers=100, layers_column=7, scores_column=5, most_scores=300
   )
-  for limit in (1499, 1500, 1600, 1999, 2000, 10_000):
-    columns = found.columns(limit)
-    assert found.total(columns) <= limit < found.total(columns + 1) or (columns == 0 and limit < 1501)
-  assert found.columns(0) == 0
+  for remat in saved:
+    for limit in (1499, 1500, 1600, 1999, 2000, 10_000):
+      columns = found.columns(limit, remat)
+      assert found.total(columns, remat) <= limit < found.total(columns + 1, remat) or (columns == 0 and limit < 1560)
+    assert found.columns(0, remat) == 0
+  assert found.columns(10_000, 'none') < found.columns(10_000, 'elementwise') < found.columns(10_000, 'layers')
+
+
+def test_what_is_computed_again_is_the_fastest_that_fits():
+  def asked():
+    raise AssertionError('asked for the memory')
+
+  for name, remat in ((False, 'none'), ('elementwise', 'elementwise'), (True, 'layers')):
+    assert batch_sizes.remat_settings(name, 4096, asked, asked).choose(10**6) == remat
+  # A narrow model computes products again in less time than it reads them.
+  assert batch_sizes.remat_settings('auto', 896, asked, asked).choose(128) == 'layers'
+  wide = batch_sizes.remat_settings('auto', 3584, lambda: _MEMORY, lambda: 2 * 2**30 + 5000 * 2**20)
+  assert wide.columns == 5000 and (wide.choose(5000), wide.choose(5001)) == ('elementwise', 'layers')
 
 
 _SIZES = SizeSettings(
-  mini_batch_size=24, micro_batch_size=0, packing=False, max_context=700, length_step=128, whole_rows=False, shards=2
-)
+  mini_batch_size=24, micro_batch_size=0, packing=False, max_context=700, length_step=128, whole_rows=False, shards=2,
+  remat='auto',
+)  # fmt: skip
+_NOTHING = dict.fromkeys(('none', 'elementwise', 'layers'), (0, 0))
 _MEMORY = UpdateMemory(
-  kept=2**30, head=0, head_column=0, layers=2**30, layers_column=2**20, scores_column=0, most_scores=0
+  kept=2**30, saved=_NOTHING, head=0, head_column=0, layers=2**30, layers_column=2**20, scores_column=0, most_scores=0
 )
+_REMAT = RematSettings('elementwise', 1000)
 
 
 @pytest.mark.parametrize(('rows', 'expected'), [(0.5, 2), (1.0, 2), (3.9, 6), (4.0, 8), (7.0, 12), (100.0, 24)])
@@ -113,7 +133,8 @@ def test_micro_batches_are_the_largest_even_division_that_fits(rows, expected):
   assert batch_sizes.micro_batch_size(_SIZES, _MEMORY, limit) == expected
   chosen = batch_sizes.batching(_SIZES, lambda: _MEMORY, lambda: limit)
   assert chosen.micro_batch_size == expected and chosen.packing is None and chosen.reply_step == 64
-  text = batch_sizes.describe(_SIZES, chosen, _MEMORY, limit)
+  text = batch_sizes.describe(_SIZES, chosen, _REMAT, _MEMORY, limit)
+  assert 'up to 1000 of them without computing products again' in text
   assert f'{expected} rows of up to 768 columns' in text and f'{limit / 2**30:.1f} GiB' in text
 
 
@@ -124,8 +145,8 @@ def test_a_number_is_taken_as_it_is_and_asks_for_no_memory():
   own = dataclasses.replace(_SIZES, micro_batch_size=4)
   assert batch_sizes.batching(own, asked, asked).micro_batch_size == 4
   packed = batch_sizes.batching(dataclasses.replace(own, packing=True, max_context=3600), asked, asked)
-  assert packed.packing.width == 4096 and packed.packing.columns == 2 * 4096 and packed.packing.shards == 2
-  assert 'micro_batch_size=4' in batch_sizes.describe(own, packed, _MEMORY, 2**40)
+  assert packed.packing.width == 3712 and packed.packing.columns == 2 * 3712 and packed.packing.shards == 2
+  assert 'micro_batch_size=4' in batch_sizes.describe(own, packed, _REMAT, _MEMORY, 2**40)
 
 
 def test_packed_columns_are_those_that_fit_and_no_more_than_a_mini_batch_needs():
@@ -154,7 +175,7 @@ def test_a_run_without_a_number_takes_what_fits(policy, monkeypatch):
   config = small_config(optimizer__micro_batch_size=0, optimizer__mini_batch_size=16, length_step=64)
   found = build.update_memory(config, policy)
   for rows, expected in ((16, 16), (5, 4)):
-    limit = found.total(rows * 512)
+    limit = found.total(rows * 512, 'none')
     monkeypatch.setattr(memory, 'device_memory', lambda limit=limit: limit / memory.USABLE + 1)
     trainer = build.make_trainer(config, policy)
     assert trainer.settings.estimate.batching.micro_batch_size == expected

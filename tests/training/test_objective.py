@@ -123,7 +123,7 @@ _CASES = [
   # ratio level, estimator of the KL, aggregation, episodes of the rows, options of the scores
   ('token', 'k3', 'seq-mean-token-mean', [0, 1, 1, 2, 2, 3, 4], {}),
   ('turn', 'k2', 'seq-mean-token-sum-norm', [0, 1, 1, 2, 2, 3, 4], {'logits_chunk': 5}),
-  ('sequence', 'k1', 'seq-mean-token-sum', [0, 1, 2, 3, 4, 5, 6], {'remat': True}),
+  ('sequence', 'k1', 'seq-mean-token-sum', [0, 1, 2, 3, 4, 5, 6], {'remat': 'elementwise'}),
   ('token', 'abs', 'token-mean', [0, 1, 1, 2, 2, 3, 4], {}),
 ]
 

@@ -83,7 +83,9 @@ def test_on_a_mesh_each_device_works_on_its_own_rows(compiled):
 
 def test_the_plan_is_what_a_mesh_of_eight_really_holds(compiled):
   real, planned = compiled['real'], compiled['real']['planned']
-  assert planned['weights (float32)'] == planned['gradients'] == real['params']
+  assert planned['weights (float32)'] == real['params']
+  # Divided over the copies of the weights, but for small arrays; the optimiser's counters are the rest.
+  assert 0 <= real['opt_state'] - 2 * planned['gradients'] < 64 and planned['gradients'] < 0.6 * real['params']
   assert planned['reference weights'] == real['reference'] < real['params']  # the policy's, without the value head
   assert (planned["optimiser's state"], planned['cache']) == (real['opt_state'], real['cache'])
   assert planned['activations'] == pytest.approx(real['activations'], rel=0.1)
@@ -259,8 +261,8 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
     shapes = [x.shape for x in jax.tree.leaves(residuals) if x.dtype == jnp.bfloat16]
     return sum({(512, 768), (768, 512)} >= {shape} for shape in shapes)
 
-  assert kept(False) == 3 * cfg.num_layers  # gate, up and down of every layer
-  assert kept(True) == 0
+  assert kept('none') == 3 * cfg.num_layers  # gate, up and down of every layer
+  assert kept('elementwise') == kept('layers') == 0
 
 
 # -- The same numbers --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.load import load_params, load_value_head
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.value_head import ValueHead
+from ragen_jax.runs.checkpoints import Checkpointer
 from tests.support import mesh_worker
 from tests.support.paths import ROOT
 
@@ -49,10 +51,10 @@ def _wait(workers, seconds=580):
   return [w.wait() for w in workers]
 
 
-def _run(model, directory, shapes, processes=1, **fields):
+def _run(model, directory, shapes, processes=1, checkpoint='', **fields):
   """Runs the worker over some shapes; what it found, by shape."""
   directory.mkdir()
-  command = [sys.executable, '-m', 'tests.support.mesh_worker', model, str(directory), ','.join(shapes)]
+  command = [sys.executable, '-m', 'tests.support.mesh_worker', model, str(directory), checkpoint, ','.join(shapes)]
   extra = [[]]
   if processes > 1:
     address = f'127.0.0.1:{_free_port()}'
@@ -89,8 +91,14 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def one_device(model):
-  return mesh_worker.play_and_update(model, '1x1x1')
+def workdir(tmp_path_factory):
+  """With the state of one device."""
+  return str(tmp_path_factory.mktemp('one'))
+
+
+@pytest.fixture(scope='module')
+def one_device(model, workdir):
+  return mesh_worker.play_and_update(model, '1x1x1', workdir)
 
 
 def _assert_same(many, one):
@@ -113,12 +121,27 @@ def _assert_same(many, one):
 @pytest.mark.parametrize(
   'shards', [{'2x2x2': 4}, pytest.param({'8x1x1': 1, '1x8x1': 8, '1x2x4': 8}, marks=pytest.mark.slow)]
 )
-def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model, one_device, shards):
-  found = _run(model, tmp_path / 'eight', [*shards])
+def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model, one_device, workdir, shards):
+  found = _run(model, tmp_path / 'eight', [*shards], checkpoint=workdir)
   # In how many parts the embedding lies, as it comes from the file.
   assert {shape: int(found[shape]['shards']) for shape in found} == shards
-  for result in found.values():
+  for shape, result in found.items():
     _assert_same(result, one_device)
+    assert result['moment_shards'] == 8  # each device has its part of the optimiser's state
+    _assert_restored(result, one_device)
+    # And back on one device, to the last bit.
+    like = mesh_worker.saved_like(model)
+    with Checkpointer(str(tmp_path / 'eight' / f'state-{shape}'), keep=1) as checkpointer:
+      arrays = jax.tree.leaves(checkpointer.restore(like)[0])
+    _assert_restored({f'restored{i}': np.asarray(x) for i, x in enumerate(arrays)}, result)
+
+
+def _assert_restored(found, saved):
+  """What was read is what was saved on another mesh."""
+  names = [name for name in saved if name.startswith('saved')]
+  assert len(names) > 10
+  for name in names:
+    np.testing.assert_array_equal(found[name.replace('saved', 'restored')], saved[name])
 
 
 @pytest.mark.slow

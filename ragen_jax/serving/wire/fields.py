@@ -66,7 +66,7 @@ _COMMON = (
   _honour('stream', 'server-sent events'),
   _honour('user', 'repeated in the answers of responses; otherwise without effect'),
   _honour('metadata', 'repeated in the answers of responses; otherwise without effect'),
-  _honour('seed', "replaces the key of the draws, except in training"),
+  _honour('seed', 'replaces the key of the draws, except in training'),
   _honour('return_token_ids', 'ids of prompt and reply in the answer'),
   _refuse('min_p', 'the sampler has no such filter'),
   _refuse('frequency_penalty', _OFF_POLICY),
