@@ -44,7 +44,7 @@ LENGTHS = {
   'plan.turns': 5,
 }  # fmt: skip
 # Programs of the cases that only show how a machine grows.
-GROWING = ('extend_first', 'extend_later', 'decode', 'select', 'resize', 'gradient', 'apply')
+GROWING = ('extend_*', 'decode*', 'resize*', 'gradient', 'apply')
 SEED = 0
 
 
@@ -56,7 +56,7 @@ class Case:
     preset: the model.
     topology: the machine.
     fields: fields of the config.
-    programs: of `compilers.programs`; empty for all.
+    programs: patterns of names of `compilers.programs`; empty for all.
   """
 
   preset: str
@@ -116,7 +116,7 @@ def worker(name: str, log: pathlib.Path, only: str, quick: bool) -> None:
   check_plan(config)
   check_config(config, weights=False)
   run = programs.make_run(config, topologies.devices(topology))
-  found = [p for p in programs.of_run(run) if not case.programs or p.name in case.programs]
+  found = [p for p in programs.of_run(run) if any(fnmatch.fnmatch(p.name, pattern) for pattern in case.programs or '*')]
   known = {x['program']: x for x in _lines(log) if 'seconds' in x or 'failure' in x}
   measured = []
   for program in found:
@@ -188,6 +188,7 @@ def measure(name: str, only: str, results: dict[str, Any], args: argparse.Namesp
   held = results['cases'].setdefault(name, {'programs': {}, 'estimate': None})
   held |= {key: dataclasses.asdict(CASES[name])[key] for key in ('preset', 'topology', 'fields')}
   keep = {n: r for n, r in held['programs'].items() if args.missing or not fnmatch.fnmatch(n, only)}
+  held['programs'] = dict(keep)  # what the case no longer has goes
   with tempfile.TemporaryDirectory() as folder:
     log = pathlib.Path(folder) / 'log'
     for record in keep.values():
@@ -302,7 +303,11 @@ def summary(name: str, case: dict[str, Any]) -> str:
   if not e:
     return f'{name}: {len(case["programs"])} programs'
   iteration, hours = aot_tables.number(e['iteration']), aot_tables.number(e['chip_hours'])
-  return f'{name}: iteration {iteration} s, MFU {aot_tables.share(e["mfu"])}, chip-hours {hours}'
+  steps, idle = e['rollout']['decode'], aot_tables.share(e['rollout']['idle'])
+  return (
+    f'{name}: iteration {iteration} s, {steps} decode steps with {idle} idle rows, MFU {aot_tables.share(e["mfu"])}, '
+    f'chip-hours {hours}'
+  )
 
 
 if __name__ == '__main__':

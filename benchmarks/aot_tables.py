@@ -35,7 +35,7 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 def cases_table(results: dict[str, Any]) -> str:
   """One line a case."""
   head = ['Model and machine', 'GiB: rollout, evaluation, update', 'Rollout s', 'Scoring s', 'Update s', 'Links s',
-          'Iteration s', 'MFU of the update', 'Decode step / floor', 'Gathered a token, GB',
+          'Iteration s', 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor', 'Gathered a token, GB',
           'Programs: first iteration, run', 'CPU s of their compilation', 'Chip-hours']  # fmt: skip
   rows = []
   for name, case in results['cases'].items():
@@ -53,6 +53,8 @@ def cases_table(results: dict[str, Any]) -> str:
         number(_total(x['links'] for x in e['parts'].values())),
         number(e['iteration']),
         share(e['mfu']),
+        str(e['rollout']['decode']) if 'rollout' in e else '',
+        share(e['rollout']['idle']) if 'rollout' in e else '',
         number(e['decode_to_floor']),
         number(e['decode']['gathered'], 3, 1e9),
         ', '.join(map(str, made['programs'])),

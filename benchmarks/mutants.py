@@ -330,17 +330,23 @@ MUTATIONS = [
   ),
   *_of(
     'sampling/kv_cache.py', 'sampling/test_kv_cache.py',
-    ('v=write_rows(layer.v, window.v,', 'v=write_rows(layer.v, window.k,'),
-    ('jnp.where(is_new, new, held)', 'new'),
-    ('held), at, axis=0', 'held), at - 1, axis=0'),
+    ('v=write(layer.v, window.v)', 'v=write(layer.v, window.k)'),
+    ('jnp.where(is_new, rows, b), at]', 'rows, at]'),
+    ('from_window &= is_new[:, None, None]', 'from_window &= True'),
+    ('jnp.where(is_new[i], own,', 'jnp.where(True, own,'),
     ('x.at[rows].set(own', 'x.at[rows].add(own'),
-    ('x = x[rows, :size]', 'x = x[: len(rows), :size]'),
+  ),
+  *_of(
+    'sampling/shapes.py', 'sampling/test_shapes.py',
+    ('if n >= live', 'if n > live'),
+    ('if size >= columns', 'if size > columns'),
+    ('quarters <= size * 3 // 4', 'quarters < size * 3 // 4'),
+    ('if calls * self.fed < self.rows', 'if calls < self.rows'),
   ),
   *_of(
     'agent/sampler_speaker.py', 'agent/test_schedules.py',
     ('limits.max_response_tokens - len(self._open[r])', 'limits.max_response_tokens'),
     ('self._longest += columns', 'pass'),
-    ('any(not p.fresh for p in prompts.values())', 'False'),
   ),
   *_of(
     'models/attention_kernels.py', 'models/test_attention_kernels.py',

@@ -160,15 +160,16 @@ def get_config(model: str = '') -> ConfigDict:
   config.agent.max_context = 512
   # Added to the reward of a turn whose reply has the wrong format or an unknown action; 0 or negative.
   config.agent.format_penalty = -0.1
-  # Halve the batch on the devices as soon as half of its rows on every device are free and no episode waits.
+  # Sample with 3/4, 1/2, 5/16 or 1/8 of the rows of every device as soon as no more of them have an episode.
   config.agent.drop_finished = True
   # When episodes get their next prompts: 'lockstep', all on the devices together, after the longest reply;
   # 'continuous', each as soon as its reply is complete. The sampled tokens are the same; log-probs differ by rounding.
   config.agent.schedule = 'lockstep'
-  # Maximum tokens of each reply that the devices sample before the host looks for complete replies.
+  # Maximum tokens of each reply that the devices sample before the host looks for complete replies. With 'continuous'
+  # it looks earlier if a quarter of the rows of a device have one.
   config.agent.decode_chunk = 32
-  # Maximum number of episodes on the devices at a time; the others wait. A multiple of the mesh's row shards, or 0: as
-  # many as fit in the memory of the devices.
+  # Maximum number of episodes on the devices at a time; the others wait, also if fewer fit in the memory of a device.
+  # A multiple of the mesh's row shards, or 0: as many as fit.
   config.agent.rows_in_flight = 0
 
   # -- Agent programs over HTTP: --mode=serve, and training on tags of the type 'agent' (docs/agents.md). --------------
@@ -499,7 +500,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Kept episodes per environment that are also written to TensorBoard, as text and pictures.
   config.logging.trajectories = 4
 
-  # Column counts of timelines and caches are rounded up to multiples of this, so that few programs are compiled.
+  # Column counts of timelines and caches are multiples of this, so that few programs are compiled.
   config.length_step = 64
   # Directory for compiled programs, which later starts reuse; empty for none, 'auto' for <workdir>/xla_cache.
   config.compilation_cache = 'auto'
@@ -526,6 +527,8 @@ def _real_model(config: ConfigDict) -> None:
   config.agent.max_response_tokens = 400
   config.agent.max_context = 3600
   config.agent.schedule = 'continuous'
+  # Evaluations run the programs of training.
+  config.agent.rows_in_flight = config.train.get_oneway_ref('groups') * config.train.get_oneway_ref('group_size')
   config.optimizer.actor_lr = 1e-6
   config.optimizer.critic_lr = 1e-5
   config.optimizer.mini_batch_size = 32

@@ -63,13 +63,13 @@ class Limits:
     max_response_tokens: maximum tokens of a reply.
     max_context: maximum columns of a row, including its last reply.
     format_penalty: added to the reward of a turn whose reply is not valid; 0 or negative.
-    length_step: cache sizes are rounded up to multiples of this, and observation widths to multiples of a quarter.
-    drop_finished: whether finished rows leave the batch once half of the rows of every device have finished.
+    length_step: cache sizes are multiples of this, and observation widths of a quarter; see `sampling.shapes`.
+    drop_finished: whether only a part of the rows is decoded when fewer have an episode.
     schedule: one of `SCHEDULES`. 'lockstep' feeds the next prompts when all replies are complete; 'continuous' feeds a
       row when its reply is complete, while the others go on.
     decode_chunk: the most tokens of each row that are sampled before complete replies are looked for.
-    rows_in_flight: the most episodes that are on the devices at a time, while the others wait; 0 for as many as their
-      memory holds.
+    rows_in_flight: the most episodes that are on the devices at a time, while the others wait, if their memory holds so
+      many; 0 for as many as it holds.
   """
 
   max_turns: int

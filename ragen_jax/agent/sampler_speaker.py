@@ -17,8 +17,8 @@ from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.distributed import processes
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
+from ragen_jax.sampling.shapes import Shapes, largest_cache
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,6 @@ class FedRows:
   count: np.ndarray
   slots: np.ndarray
   keys: jax.Array
-
-
-def largest_cache(limits: Limits) -> int:
-  """The most columns that the cache may have: a row of full length, and the columns that a program writes behind it."""
-  width = max(limits.length_step // 4, 1)
-  return round_up(limits.max_context + max(width, decode_columns(limits)), limits.length_step)
 
 
 def decode_columns(limits: Limits) -> int:
@@ -119,8 +113,9 @@ class SamplerSpeaker:
     size = rows // share.own
     if limits.rows_in_flight:
       size = min(size, limits.rows_in_flight // share.shards)
-    else:
-      size = self._sampler.rows_that_fit(size, largest_cache(limits))
+    most = largest_cache(limits.max_context, decode_columns(limits), limits.length_step)
+    size = self._sampler.rows_that_fit(size, most)
+    self._shapes = Shapes(size, share.shards, limits.max_context, decode_columns(limits), limits.length_step)
     # Round-robin, so that a level with long episodes is spread over all shards.
     self._slots = np.arange(size * share.own, dtype=np.int32).reshape(-1, share.own).T.reshape(-1)
 
@@ -152,98 +147,85 @@ class SamplerSpeaker:
       if prompt:
         by_shard[shard, np.flatnonzero(by_shard[shard] < 0)[0]] = row
         prompts |= prompt
-    self._waits = bool(waiting)
     return prompts
 
-  def _buckets(self, rows: int) -> list[int]:
-    """Numbers of rows of a shard that programs are compiled for: halves of `rows`, down to an eighth."""
-    sizes = [rows]
-    while len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] * self._sampler.share.shards > 8:
-      sizes.append(sizes[-1] // 2)
-    return sizes
+  def _resize(self, columns: int) -> None:
+    """Makes the cache, or adds columns that are needed."""
+    size = self._shapes.cache(columns)
+    if self._state is None:
+      self._state, self._size = self._sampler.init(len(self._slots), size), size
+    elif size > self._size:
+      self._state, self._size = self._sampler.resize(self._state, size), size
 
-  def _arrange(self, limits: Limits, busiest: int, waits: bool, columns: int) -> None:
-    """Makes the cache, or drops rows without an episode and adds columns.
+  def _selection(self, wanted: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Some rows of each shard: the slots i32[b], and their numbers within the shards; None for all rows.
 
     Args:
-      limits: of the rollout.
-      busiest: the most episodes that any shard has.
-      waits: episodes wait for a row, in any process.
-      columns: needed columns of the cache.
+      wanted: bool[B'], slots that come first.
+      rows: of a shard.
     """
-    share, size = self._sampler.share, round_up(columns, limits.length_step)
-    by_shard = self._slots.reshape(share.own, -1)
-    bucket = by_shard.shape[1]
-    if self._state is None:
-      self._state, self._size, self._full = self._sampler.init(len(self._slots), size), size, bucket
-      return
-    if limits.drop_finished and not waits:
-      bucket = min(b for b in self._buckets(self._full) if b >= busiest)
-    if bucket >= by_shard.shape[1] and size <= self._size:
-      return
-    order = np.tile(np.arange(bucket, dtype=np.int32), (share.own, 1))
-    if bucket < by_shard.shape[1]:
-      order = np.argsort(by_shard < 0, axis=1, kind='stable')[:, :bucket].astype(np.int32)
-    self._slots = np.take_along_axis(by_shard, order, axis=1).reshape(-1)
-    self._size = size
-    self._state = self._sampler.arrange(self._state, order.reshape(-1), size)
+    if rows == self._shapes.rows:
+      return np.arange(len(self._slots)), None
+    by_shard = wanted.reshape(self._sampler.share.own, -1)
+    taken = np.argsort(~by_shard, axis=1, kind='stable')[:, :rows].astype(np.int32)
+    return (taken + self._shapes.rows * np.arange(len(taken))[:, None]).reshape(-1), taken.reshape(-1)
 
   # -- prompts --------------------------------------------------------------------------------------------------------
 
   def _feed(self, log: EpisodeLog, prompts: dict[int, Prompt]) -> bool:
     """Feeds prompts to their rows. Returns False if no process has an episode that goes on."""
-    share, limits, length = self._sampler.share, log.limits, log.timeline.length
-    by_shard = self._slots.reshape(share.own, -1)
-    tokens = {row: len(prompt.ids) for row, prompt in prompts.items()}
-    after = [int(length[row]) + tokens.get(row, 0) for row in self._slots.tolist() if row >= 0]
+    length = log.timeline.length
+    by_shard = self._slots.reshape(self._sampler.share.own, -1)
+    after = [int(length[row]) + (len(prompts[row].ids) if row in prompts else 0) for row in self._slots if row >= 0]
+    sizes: list[int] = []
+    kinds = {first: {row: p for row, p in prompts.items() if p.fresh == first} for first in (True, False)}
+    for own in kinds.values():
+      sizes += [
+        int(np.isin(by_shard, list(own)).sum(axis=1).max()),
+        max((len(p.ids) for p in own.values()), default=0),
+        int(length[list(own)].max(initial=0)),
+      ]
     # Processes agree on shapes, and go on until the last of them is done.
-    busiest, fed, widest, before, longest, continued, waits = processes.largest(
-      (
-        int((by_shard >= 0).sum(axis=1).max()),
-        int(np.isin(by_shard, list(prompts)).sum(axis=1).max()),
-        max(tokens.values(), default=0),
-        int(length[list(tokens)].max(initial=0)),
-        max(after, default=0),
-        any(not p.fresh for p in prompts.values()),
-        self._waits,
-      )
-    )
-    if not busiest:
+    live, longest, *sizes = processes.largest((int((by_shard >= 0).sum(axis=1).max()), max(after, default=0), *sizes))
+    if not live:
       return False
-    # Finer than the cache: every column of an observation is computed, filled or not.
-    width = round_up(widest, max(limits.length_step // 4, 1))
     self._longest = longest
-    self._arrange(limits, busiest, bool(waits), max(before + width, longest + decode_columns(limits)))
-    self._keys = self._row_keys(log)
-    if fed:
-      self._extend(log, prompts, width, fed, all_begin=not continued)
+    self._decoded = self._shapes.decoded_rows(live) if log.limits.drop_finished else self._shapes.rows
+    fed, widest, before = (dict(zip(kinds, sizes[i::3], strict=True)) for i in range(3))
+    width = {first: self._shapes.width(widest[first], before[first]) for first in kinds if fed[first]}
+    self._resize(max([longest + decode_columns(log.limits), *(before[first] + w for first, w in width.items())]))
+    if fed[True]:
+      self._keys = self._row_keys(log)
+    for first, w in width.items():
+      self._extend(log, kinds[first], w, fed[first], all_begin=first)
     for row in prompts:
       log.timeline.append_context(row, prompts[row].ids, len(log.past(row)))
       self._open[row] = []
     return True
 
   def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], width: int, fed: int, *, all_begin: bool) -> None:
-    """Feeds prompts of up to `width` tokens to at most `fed` rows of each shard."""
-    by_shard = self._slots.reshape(self._sampler.share.own, -1)
-    bucket = min(b for b in self._buckets(by_shard.shape[1]) if b >= fed)
-    own, taken = self._slots, None
-    if bucket < by_shard.shape[1]:
-      taken = np.argsort(~np.isin(by_shard, list(prompts)), axis=1, kind='stable')[:, :bucket].astype(np.int32)
-      own, taken = np.take_along_axis(by_shard, taken, axis=1).reshape(-1), taken.reshape(-1)
-    tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
-    count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
-    for i, row in enumerate(own.tolist()):
-      prompt = prompts.get(row)
-      if prompt is not None:
+    """Feeds prompts of up to `width` tokens, to at most `fed` rows of each shard."""
+    calls, rows = self._shapes.calls(fed)
+    left = np.isin(self._slots, list(prompts))
+    for _ in range(calls):
+      at, selected = self._selection(left, rows)
+      own = np.where(left[at], self._slots[at], -1)
+      left[at] = False
+      tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
+      count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
+      for i, row in enumerate(own.tolist()):
+        if row < 0:
+          continue
+        prompt = prompts[row]
         if prompt.images:
           raise UserError(f'{log.envs.specs[log.envs.row_env[row]].tag}: the policy reads no images')
         tokens[i, : len(prompt.ids)] = prompt.ids
         count[i], begins[i] = len(prompt.ids), prompt.fresh
-    if self._observer is not None:
-      self._observer(FedRows(own.copy(), tokens, count, self._slots.copy(), self._keys))
-    self._state = self._sampler.extend(
-      self._params, self._state, tokens, count, begins, rows=taken, all_begin=all_begin
-    )
+      if self._observer is not None:
+        self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
+      self._state = self._sampler.extend(
+        self._params, self._state, tokens, count, begins, rows=selected, all_begin=all_begin
+      )
 
   def _row_keys(self, log: EpisodeLog) -> jax.Array:
     """The keys of the device's rows. If a token row begins in a later turn, the turn is folded into its key.
@@ -265,30 +247,33 @@ class SamplerSpeaker:
   def _sample(self, log: EpisodeLog) -> dict[int, list[int]]:
     """Samples until replies are complete: all of them in lockstep, else some, perhaps none. Returns their ids."""
     limits, columns = log.limits, decode_columns(log.limits)
+    lockstep = limits.schedule == 'lockstep'
+    at, selected = self._selection(self._slots >= 0, self._decoded)
+    slots, keys = self._slots[at], self._keys if selected is None else self._keys[at]
     complete: dict[int, list[int]] = {}
     while True:
-      left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in self._slots.tolist()]
+      left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in slots.tolist()]
       self._state, reply, goes_on = self._sampler.decode(
         self._params,
         self._state,
-        self._keys,
+        keys,
         np.asarray(left, np.int32),
         columns=columns,
         sampling=self._sampling,
+        rows=selected,
+        enough=None if lockstep else self._shapes.enough(self._decoded),
       )
-      reply = processes.own_rows(reply)
-      self._take(log, reply, complete)
-      if limits.schedule != 'lockstep' or not bool(goes_on):
+      self._take(log, slots, processes.own_rows(reply), complete)
+      if not lockstep or not bool(goes_on):
         return complete
       # The longest row of all processes is at most so long.
       self._longest += columns
-      by_shard = self._slots.reshape(self._sampler.share.own, -1)
-      self._arrange(limits, by_shard.shape[1], True, self._longest + columns)
+      self._resize(self._longest + columns)
 
-  def _take(self, log: EpisodeLog, reply: Reply, complete: dict[int, list[int]]) -> None:
+  def _take(self, log: EpisodeLog, slots: np.ndarray, reply: Reply, complete: dict[int, list[int]]) -> None:
     """Writes sampled tokens to the timeline, and moves the replies that are complete to `complete`."""
-    log.row_steps += len(self._slots) * int(reply.count.max(initial=0))
-    for i, row in enumerate(self._slots.tolist()):
+    log.row_steps += len(slots) * int(reply.count.max(initial=0))
+    for i, row in enumerate(slots.tolist()):
       n = int(reply.count[i])
       if not n:
         continue

@@ -27,12 +27,12 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import capacity
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.sampler import changed_weights
+from ragen_jax.sampling.shapes import Shapes, largest_cache
 from ragen_jax.training.batches import BatchingSettings, MicroBatch, MiniBatch, abstract_mini_batch
 from ragen_jax.training.memory import USABLE
 from ragen_jax.training.packing import PackedBatch, plan_batches
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
-from ragen_jax.utils.sizes import round_up
 
 _GIB = 2**30
 
@@ -130,8 +130,9 @@ def prompt_columns(config: ConfigDict) -> int:
   """Columns of the longest observation, after rounding."""
   agent = config.agent
   room = agent.max_context - agent.max_response_tokens
-  tokens = min(config.plan.prompt_tokens, room) if agent.context == 'full' else room
-  return round_up(tokens, max(config.length_step // 4, 1))
+  return sampler_shapes(config, 1, 1).width(
+    min(config.plan.prompt_tokens, room) if agent.context == 'full' else room, before=0
+  )
 
 
 def chunk_columns(config: ConfigDict) -> int:
@@ -139,10 +140,14 @@ def chunk_columns(config: ConfigDict) -> int:
   return min(config.agent.decode_chunk, config.agent.max_response_tokens)
 
 
+def sampler_shapes(config: ConfigDict, rows: int, shards: int) -> Shapes:
+  """The sizes that `SamplerSpeaker` chooses from, with `rows` rows of `shards` devices."""
+  return Shapes(rows // shards, shards, config.agent.max_context, chunk_columns(config), config.length_step)
+
+
 def cache_columns(config: ConfigDict) -> int:
   """The columns that `SamplerSpeaker` counts with where it chooses how many rows it samples at a time."""
-  step = config.length_step
-  return round_up(config.agent.max_context + max(step // 4, chunk_columns(config)), step)
+  return largest_cache(config.agent.max_context, chunk_columns(config), config.length_step)
 
 
 def temporary_bytes(lowered: jax.stages.Lowered) -> int:
@@ -206,9 +211,7 @@ def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, k
     size = episodes(config, phase) // shards
     if config.agent.rows_in_flight:
       size = min(size, config.agent.rows_in_flight // shards)
-    else:
-      size = capacity.rows_that_fit(size, row, int(limit - kept - copied))
-    rows[phase] = size * shards
+    rows[phase] = shards * capacity.rows_that_fit(size, row, int(limit - kept - copied))
   return SamplerPlan(params, gathered, copied, rows)
 
 

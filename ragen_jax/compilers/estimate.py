@@ -10,8 +10,8 @@ from ragen_jax import build
 from ragen_jax.compilers import cost
 from ragen_jax.compilers.abstract import compute_dtype, episodes
 from ragen_jax.compilers.cost import Cost
-from ragen_jax.compilers.lengths import shapes_of_run
-from ragen_jax.compilers.programs import Program, Run
+from ragen_jax.compilers.lengths import Steps, shapes_of_run, steps_of
+from ragen_jax.compilers.programs import Program, Run, calls
 from ragen_jax.compilers.topologies import Topology
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.sampling.draw import GREEDY
@@ -99,6 +99,7 @@ class Estimate:
     evaluation: seconds of evaluations for each iteration.
     mfu: share of the peak that the products of the update need, of the time of the update.
     decode: the decode step.
+    rollout: the steps of a rollout.
     compilation: programs and their compilation.
     sampled: tokens that an iteration samples.
     iterations: of the run.
@@ -110,6 +111,7 @@ class Estimate:
   evaluation: float
   mfu: float
   decode: DecodeStep
+  rollout: Steps
   compilation: Compilation
   sampled: int
   iterations: int
@@ -136,18 +138,18 @@ def measure(program: Program, topology: Topology) -> Measured:
 
 def of_run(run: Run, topology: Topology, measured: Sequence[Measured]) -> Estimate:
   """Adds the costs of the programs of `programs.of_run` up."""
-  by_name = {m.program.name: m for m in measured}
 
-  def part(*names: str) -> Seconds:
-    return sum((_seconds(by_name[n], topology) for n in names if n in by_name), Seconds())
+  def part(phase: str, *kinds: str) -> Seconds:
+    chosen = (m for m in measured if m.program.phase == phase and m.program.kind in kinds)
+    return sum((_seconds(m, topology) for m in chosen), Seconds())
 
   parts = {
-    'extend': part('extend_first', 'extend_later'),
-    'decode': part('decode'),
-    'arrange': part('weights', 'select', 'resize'),
-    'scoring': part('score'),
-    'gradients': part('gradient'),
-    'optimiser': part('apply'),
+    'extend': part('rollout', 'extend'),
+    'decode': part('rollout', 'decode'),
+    'arrange': part('rollout', 'weights', 'resize'),
+    'scoring': part('scoring', 'score'),
+    'gradients': part('update', 'gradient'),
+    'optimiser': part('update', 'apply'),
   }
   memory: dict[str, float] = {}
   for m in measured:
@@ -157,9 +159,10 @@ def of_run(run: Run, topology: Topology, measured: Sequence[Measured]) -> Estima
   return Estimate(
     memory=memory,
     parts=parts,
-    evaluation=part('eval_extend', 'eval_decode').total,
+    evaluation=part('evaluation', 'extend', 'decode').total,
     mfu=useful_operations(run) / (update * topology.size * topology.chip.flops) if update else math.nan,
-    decode=_decode_step(run, topology, by_name.get('decode')),
+    decode=_decode_step(run, topology, next((m for m in measured if m.program.name == 'decode'), None)),
+    rollout=steps_of(calls(run, 'rollout')),
     compilation=_compilation(run, measured),
     sampled=rows * n.turns * n.reply,
     iterations=run.config.num_iterations,
@@ -245,7 +248,7 @@ def _again(run: Run, first: dict[str, int]) -> dict[str, int]:
   """Programs that evaluations compile besides those of the first rollout, by kind."""
   config = run.config
   other_rows = run.rows('evaluation') != run.rows('rollout')
-  again = {kind: first[kind] for kind in ('extend', 'decode', 'select', 'resize') if kind in first and other_rows}
+  again = {kind: first[kind] for kind in ('extend', 'decode', 'resize') if kind in first and other_rows}
   # Temperatures above 0 share a program.
   trained, *others = (
     (x.temperature > 0, x.top_p, x.top_k)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from ragen_jax.compilers.abstract import chunk_columns, shape_of
+from ragen_jax.compilers.abstract import chunk_columns, sampler_shapes, shape_of
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.packing import plan_batches
-from ragen_jax.utils.sizes import round_up
 
 # Simulated episodes: the spread of a reply's length (of its logarithm), the share of episodes that end in each turn,
 # and how the mean of replies changes from the first iteration to the last.
@@ -81,16 +80,6 @@ def from_config(config: ConfigDict, max_turns: int) -> Lengths:
   )
 
 
-def observation_columns(config: ConfigDict, tokens: int) -> int:
-  """Columns of an observation, as `SamplerSpeaker` rounds them."""
-  return round_up(tokens, max(config.length_step // 4, 1))
-
-
-def cache_size(config: ConfigDict, before: int, tokens: int) -> int:
-  """Columns of the cache when observations of up to `tokens` tokens follow rows of up to `before` columns."""
-  return round_up(before + max(observation_columns(config, tokens), tokens + chunk_columns(config)), config.length_step)
-
-
 def shapes_of_run(
   config: ConfigDict, lengths: Lengths, batching: BatchingSettings, iterations: int, *, rows: int, shards: int
 ) -> list[dict[str, int]]:
@@ -110,7 +99,7 @@ def shapes_of_run(
   Returns:
     Numbers of programs by kind, one dict an iteration; kinds are those of `programs.Program`.
   """
-  kinds = ('extend', 'decode', 'select', 'resize', 'gradient', 'score')
+  kinds = ('extend', 'decode', 'resize', 'gradient', 'score')
   seen: dict[str, set] = {kind: set() for kind in kinds}
   rng, counts = np.random.default_rng(0), []
   episodes = config.train.groups * config.train.group_size
@@ -136,7 +125,8 @@ def simulated(rng, lengths: Lengths, config: ConfigDict, episodes: int, mean: fl
 def assumed(lengths: Lengths, episodes: int) -> tuple[np.ndarray, np.ndarray]:
   """The same for episodes that all have the assumed turns, and replies around the assumed mean up to the longest."""
   replies = _replies(np.random.default_rng(0), lengths, episodes, lengths.reply, lengths.longest)
-  replies[0] = lengths.longest  # the longest of each turn
+  turns = np.arange(lengths.turns)
+  replies[turns % episodes, turns] = lengths.longest  # one of each turn
   return replies, np.full(episodes, lengths.turns)
 
 
@@ -150,25 +140,51 @@ class Call:
   """A call of a program of the sampler, with the sizes that it is compiled for.
 
   Attributes:
-    kind: 'extend', 'decode', or 'select' and 'resize' for each layer.
-    rows: of the devices; before, where they change.
-    size: columns of the cache; before, where they change. 0 where the cache takes no part.
-    fed: rows that get an observation, or that are kept.
+    kind: 'extend', 'decode', or 'resize' for each layer.
+    rows: of the devices that take part.
+    size: columns of the cache; before, where they change. 0 where the cache is not read.
     width: columns of the observation, or of the cache after.
     first: all observations are first prompts.
+    steps: tokens that `decode` samples for each row.
+    used: those of them that were needed, over all rows.
   """
 
   kind: str
   rows: int
   size: int
-  fed: int = 0
   width: int = 0
   first: bool = False
+  steps: int = 0
+  used: int = 0
 
   @property
   def shape(self) -> tuple[int | bool, ...]:
     """What a program is compiled for."""
-    return dataclasses.astuple(self)[1:]
+    return self.rows, self.size, self.width, self.first
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """What a rollout decodes.
+
+  Attributes:
+    decode: tokens of each row that takes part, over all calls of `decode`.
+    extend: calls of `extend`.
+    idle: share of the decoded rows that sampled no token.
+  """
+
+  decode: int
+  extend: int
+  idle: float
+
+
+def steps_of(calls: Iterable[Call]) -> Steps:
+  """The steps of the calls of a rollout."""
+  decode, extend, rows, used = 0, 0, 0, 0
+  for c in calls:
+    extend += c.kind == 'extend'
+    decode, rows, used = decode + c.steps, rows + c.steps * c.rows, used + c.used
+  return Steps(decode, extend, 1 - used / max(rows, 1))
 
 
 def rollout_calls(
@@ -184,26 +200,19 @@ def rollout_calls(
     rows: of the devices.
     shards: parts into which they are divided.
   """
-  agent, chunk, step = config.agent, chunk_columns(config), config.length_step
+  agent, chunk, sizes = config.agent, chunk_columns(config), sampler_shapes(config, rows, shards)
   room = lengths.limit - agent.max_response_tokens
   slots = np.arange(rows).reshape(-1, shards).T.copy()  # the episode of each row of the devices, -1 if none
   waiting = list(range(rows, len(turns)))
   turn, left, used = (np.zeros(len(turns), np.int64) for _ in range(3))
-  buckets, size = _buckets(rows // shards, shards), 0
+  size = 0
 
-  def resize(bucket: int, columns: int) -> Iterator[Call]:
-    nonlocal slots, size
-    columns, now = round_up(columns, step), slots.shape[1]
-    if not size:
-      size = columns
-    if bucket >= now and columns <= size:
-      return
-    yield Call('select', now * shards, 0, bucket * shards)
-    yield Call('resize', now * shards, size, bucket * shards, columns)
-    if bucket < now:
-      order = np.argsort(slots < 0, axis=1, kind='stable')[:, :bucket]
-      slots = np.take_along_axis(slots, order, axis=1)
-    size = columns
+  def resize(columns: int) -> Iterator[Call]:
+    nonlocal size
+    wanted = sizes.cache(columns)
+    if size and wanted > size:
+      yield Call('resize', rows, size, wanted)
+    size = max(size, wanted)
 
   while True:
     while waiting and (slots < 0).any():
@@ -215,39 +224,43 @@ def rollout_calls(
     asks = held[left[held] == 0]
     fresh = turn[asks] == 0 if lengths.whole else np.ones(len(asks), bool)
     used[asks[fresh]] = 0
-    tokens = np.where(fresh, lengths.prompt, lengths.observation)
-    width, before = observation_columns(config, int(tokens.max(initial=0))), int(used[asks].max(initial=0))
-    used[asks] = np.minimum(used[asks] + tokens, room)
+    feeds = []
+    for first, fed, tokens in ((True, asks[fresh], lengths.prompt), (False, asks[~fresh], lengths.observation)):
+      if len(fed):
+        before = int(used[fed].max())
+        feeds.append((first, fed, before, sizes.width(tokens, before)))
+        used[fed] = np.minimum(used[fed] + tokens, room)
     longest = int(used[held].max())
-    bucket = slots.shape[1]
-    if agent.drop_finished and not waiting:
-      bucket = min(b for b in buckets if b >= (slots >= 0).sum(axis=1).max())
-    yield from resize(bucket, max(before + width, longest + chunk))
-    if len(asks):
-      fed = np.isin(slots, asks).sum(axis=1).max()
-      fed = min(b for b in _buckets(slots.shape[1], shards) if b >= fed)
-      yield Call('extend', slots.size, size, fed * shards, width, bool(fresh.all()))
+    yield from resize(max([longest + chunk, *(before + width for _, _, before, width in feeds)]))
+    for first, fed, _, width in feeds:
+      calls, part = sizes.calls(int(np.isin(slots, fed).sum(axis=1).max()))
+      for _ in range(calls):
+        yield Call('extend', part * shards, size, width, first)
     left[asks] = replies[asks, turn[asks]]
+    bucket = sizes.rows
+    if agent.drop_finished:
+      bucket = sizes.decoded_rows(int((slots >= 0).sum(axis=1).max()))
     while True:
-      yield Call('decode', slots.size, size)
-      taken = np.minimum(left[held], chunk)
+      steps = min(chunk, int(left[held].max()))
+      if agent.schedule != 'lockstep':
+        steps = min(steps, _until(np.where(slots >= 0, left[slots], 0), sizes.enough(bucket)))
+      taken = np.minimum(left[held], steps)
+      yield Call('decode', bucket * shards, size, steps=steps, used=int(taken.sum()))
       used[held] += taken
       left[held] -= taken
       if agent.schedule != 'lockstep' or not left[held].any():
         break
       longest += chunk
-      yield from resize(slots.shape[1], longest + chunk)
+      yield from resize(longest + chunk)
     done = held[left[held] == 0]
     turn[done] += 1
     slots[np.isin(slots, done[turn[done] >= turns[done]])] = -1
 
 
-def _buckets(rows: int, shards: int) -> list[int]:
-  """Rows of a shard that programs are compiled for, as `SamplerSpeaker` has them."""
-  sizes = [rows]
-  while len(sizes) < 4 and sizes[-1] % 2 == 0 and sizes[-1] * shards > 8:
-    sizes.append(sizes[-1] // 2)
-  return sizes
+def _until(left: np.ndarray, enough: int) -> int:
+  """Steps until a shard has enough complete replies: `left` i64[shards, rows], 0 for rows without a reply."""
+  ordered = np.sort(np.where(left > 0, left, np.iinfo(np.int64).max), axis=1)
+  return int(ordered[:, min(enough, left.shape[1]) - 1].min())
 
 
 def _update_shapes(

@@ -9,6 +9,7 @@ hold both.)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -30,6 +31,7 @@ from ragen_jax.compilers.abstract import (
   prompt_columns,
   reference_bytes,
   sampler_plan,
+  sampler_shapes,
   temporary_bytes,
   usable_bytes,
 )
@@ -172,16 +174,23 @@ def _activations(
   """Bytes per device that the largest program of a phase needs in addition to its arguments and results."""
   sampler = trainer.model.sampler
   if phase == 'update':
-    lowered = trainer.learner.lower(state, abstract_batch(config, trainer, micro))
-  else:
-    lowered = sampler.lower(
-      sampler.abstract_weights(state.params, sampling.gathered),
-      sampler.abstract_state(sampling.rows[phase], cache_columns(config)),
-      width=prompt_columns(config),
-      columns=chunk_columns(config),
-      sampling=PLAIN,
+    return max(
+      temporary_bytes(x) for x in trainer.learner.lower(state, abstract_batch(config, trainer, micro)).values()
     )
-  return max(temporary_bytes(x) for x in lowered.values())
+  rows, shards = sampling.rows[phase], row_shards(trainer.model.mesh)
+  lower = functools.partial(
+    sampler.lower,
+    sampler.abstract_weights(state.params, sampling.gathered),
+    sampler.abstract_state(rows, cache_columns(config)),
+    width=prompt_columns(config),
+    columns=chunk_columns(config),
+    sampling=PLAIN,
+  )
+  lowered = [*lower().values()]
+  _, *parts = sampler_shapes(config, rows, shards).decoded
+  if parts and config.agent.drop_finished:
+    lowered.append(lower(rows=parts[0] * shards)['decode'])
+  return max(temporary_bytes(x) for x in lowered)
 
 
 def _types(tree: Any) -> str:

@@ -102,33 +102,38 @@ def of_run(run: Run) -> list[Program]:
   return [*_rollout(run), *_evaluation(run), *_update(run)]
 
 
-def _calls(run: Run, phase: str) -> list[Call]:
-  """Of the sampler, for episodes of the assumed lengths."""
+def calls(run: Run, phase: str) -> list[Call]:
+  """Of the sampler in 'rollout' or 'evaluation', for episodes of the assumed lengths."""
   replies, turns = lengths.assumed(run.lengths, abstract.episodes(run.config, phase))
   shards = row_shards(run.mesh)
   return list(lengths.rollout_calls(run.config, run.lengths, replies, turns, rows=run.rows(phase), shards=shards))
 
 
 def _rollout(run: Run) -> list[Program]:
-  calls = _calls(run, 'rollout')
-  first, later = ([c for c in calls if c.kind == 'extend' and c.first == x] for x in (True, False))
-  decode, resize = ([c for c in calls if c.kind == kind] for kind in ('decode', 'resize'))
-  found = [*_cast(run), _extend(run, 'extend_first', 'rollout', first, 1)]
-  if later:
-    found.append(_extend(run, 'extend_later', 'rollout', later, 1))
-  found.append(_decode(run, 'decode', 'rollout', decode, 1))
-  if resize:
-    found += _arrange(run, resize)
+  """One program for each shape; those of a kind in the order of the tokens that they decode, or of their calls."""
+  made = calls(run, 'rollout')
+  found = [*_cast(run)]
+  for name, make, chosen in (
+    ('extend_first', _extend, [c for c in made if c.kind == 'extend' and c.first]),
+    ('extend_later', _extend, [c for c in made if c.kind == 'extend' and not c.first]),
+    ('decode', _decode, [c for c in made if c.kind == 'decode']),
+    ('resize', _resize, [c for c in made if c.kind == 'resize']),
+  ):
+    weight: collections.Counter = collections.Counter()
+    for c in chosen:
+      weight[c.shape] += c.steps or 1
+    for i, (shape, _) in enumerate(weight.most_common()):
+      found.append(make(run, f'{name}_{i + 1}' if i else name, 'rollout', [c for c in chosen if c.shape == shape], 1))
   return found
 
 
 def _evaluation(run: Run) -> list[Program]:
   """The largest cache that an evaluation may need."""
-  config, calls = run.config, _calls(run, 'evaluation')
+  config, made = run.config, calls(run, 'evaluation')
   size = abstract.cache_columns(config)
   share = (1 + config.eval.greedy_too) / config.eval.every if config.eval.every else 0
   extend, decode = (
-    [dataclasses.replace(c, size=max(c.size, size)) for c in calls if c.kind == kind] for kind in ('extend', 'decode')
+    [dataclasses.replace(c, size=max(c.size, size)) for c in made if c.kind == kind] for kind in ('extend', 'decode')
   )
   return [
     _extend(run, 'eval_extend', 'evaluation', extend, share),
@@ -173,54 +178,52 @@ def _update(run: Run) -> list[Program]:
   return found
 
 
-def _lower_rollout(run: Run, name: str, call: Call) -> jax.stages.Lowered:
+def _lower_rollout(run: Run, name: str, call: Call, rows: int) -> jax.stages.Lowered:
   config, sampler = run.config, run.trainer.model.sampler
   return sampler.lower(
     run.sampling.params,
-    sampler.abstract_state(call.rows, call.size),
-    width=call.width or lengths.observation_columns(config, 1),
+    sampler.abstract_state(rows, call.size),
+    width=call.width or max(config.length_step // 4, 1),
     columns=abstract.chunk_columns(config),
     sampling=PLAIN,
-    rows=call.fed or None,
+    rows=call.rows,
   )[name]
 
 
-def _extend(run: Run, name: str, phase: str, calls: list[Call], share: float) -> Program:
-  """Of calls with different sizes one program: of the most frequent number of rows, with the largest cache."""
-  fed = collections.Counter(c.fed for c in calls).most_common(1)[0][0]
+def _largest(calls: list[Call]) -> Call:
+  """Of calls with different sizes one: the rows and the columns of the largest."""
   largest = max(calls, key=lambda c: c.rows * c.size)
-  call = dataclasses.replace(largest, fed=fed, width=max(c.width for c in calls), first=all(c.first for c in calls))
-  lower = functools.partial(_lower_rollout, run, 'extend_first' if call.first else 'extend', call)
-  shape = f'{fed} of {call.rows} rows, {call.width} of {call.size} columns'
+  return dataclasses.replace(largest, width=max(c.width for c in calls), first=all(c.first for c in calls))
+
+
+def _extend(run: Run, name: str, phase: str, calls: list[Call], share: float) -> Program:
+  call, rows = _largest(calls), run.rows(phase)
+  lower = functools.partial(_lower_rollout, run, 'extend_first' if call.first else 'extend', call, rows)
+  shape = f'{call.rows} of {rows} rows, {call.width} of {call.size} columns'
   return Program(name, 'extend', phase, shape, lower, share * len(calls), _held(run))
 
 
 def _decode(run: Run, name: str, phase: str, calls: list[Call], share: float) -> Program:
-  call = max(calls, key=lambda c: c.rows * c.size)
-  lower, trips = functools.partial(_lower_rollout, run, 'decode', call), abstract.chunk_columns(run.config)
-  shape = f'{call.rows} rows, {call.size} columns'
-  trips = min(trips, run.lengths.longest)
-  return Program(name, 'decode', phase, shape, lower, share * len(calls), _held(run), loop_trips=trips)
+  """Calls end when enough replies are complete; the program's loop counts with their mean."""
+  call, rows = _largest(calls), run.rows(phase)
+  lower, steps = functools.partial(_lower_rollout, run, 'decode', call, rows), sum(c.steps for c in calls)
+  trips = max(round(steps / len(calls)), 1)
+  shape = f'{call.rows} of {rows} rows, {call.size} columns'
+  return Program(name, 'decode', phase, shape, lower, share * steps / trips, _held(run), loop_trips=trips)
 
 
-def _arrange(run: Run, calls: list[Call]) -> list[Program]:
-  sampler, runs, layers = run.trainer.model.sampler, len(calls), run.cfg.num_layers
-  call = max(calls, key=lambda c: c.fed * c.width)
+def _resize(run: Run, name: str, phase: str, calls: list[Call], share: float) -> Program:
+  sampler, layers, call = run.trainer.model.sampler, run.cfg.num_layers, calls[0]
   state = sampler.abstract_state(call.rows, call.size)
-  held = _held(run) + bytes_per_device(run.sampling.params)
-  cache = bytes_per_device(sampler.abstract_state(call.fed, call.width).cache)
-  shape = f'{call.rows} to {call.fed} rows, {call.size} to {call.width} columns'
+  cache = bytes_per_device(sampler.abstract_state(call.rows, call.width).cache)
+  # The layers before are new already, those after still old.
+  held = _held(run) + bytes_per_device(run.sampling.params) + cache * (layers - 1) // layers
+  shape = f'{call.rows} rows, {call.size} to {call.width} columns'
 
-  def lower(name):
-    return lambda: sampler.lower_arrange(state, rows=call.fed, size=call.width)[name]
+  def lower():
+    return sampler.lower_resize(state, size=call.width)
 
-  return [
-    Program('select', 'select', 'rollout', shape, lower('select'), runs, held + cache),
-    # The layers before are new already, those after still old.
-    Program(
-      'resize', 'resize', 'rollout', shape, lower('resize'), runs * layers, held + cache * (layers - 1) // layers
-    ),
-  ]
+  return Program(name, 'resize', phase, shape, lower, share * len(calls) * layers, held)
 
 
 def _cast(run: Run) -> list[Program]:

@@ -206,8 +206,25 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
   frequencies = (theta ** (-np.arange(half) / half)).astype(np.float32)  # [H/2]
   angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
   cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+  if x.shape[1] == 1:
+    return jax.lax.platform_dependent(x, cos, sin, tpu=_rotated_by_product, default=_rotated)
+  return _rotated(x, cos, sin)
+
+
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  half = x.shape[-1] // 2
   x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def _rotated_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """The same numbers. TPUs copy halves of a head, and exchange them sooner by a product with ones and zeros."""
+  swap = jnp.asarray(np.roll(np.eye(x.shape[-1]), x.shape[-1] // 2, axis=1), x.dtype)
+  swapped = jnp.einsum(
+    'BTNH,HJ->BTNJ', x, swap, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+  )
+  cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+  return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
 
 
 class Attention(nnx.Module):

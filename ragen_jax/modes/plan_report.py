@@ -110,6 +110,8 @@ def _write_time(found: Estimate, topology: Topology, measured: Sequence[Measured
     f'MFU of the update: {found.mfu:.1%}.\n'
     f'Decode step: {1e3 * step.seconds.total:.2f} ms, {step.seconds.total / step.floor:.2f} times the floor of reading '
     f'weights and cache ({1e3 * step.floor:.2f} ms); {step.gathered / 1e9:.3f} GB of weights gathered a token.\n'
+    f'Steps of a rollout: {found.rollout.decode}, in which {found.rollout.idle:.0%} of the rows sample no token, and '
+    f'{found.rollout.extend} calls that feed prompts.\n'
     f'Programs: {made.programs[0]} for the first iteration and its evaluation ({made.cpu_seconds[0]:.0f} CPU s of '
     f'compilation), {made.programs[1]} for {found.iterations} iterations ({made.cpu_seconds[1]:.0f} CPU s), the last '
     f'new one in iteration {made.last_new}.\n'

@@ -37,8 +37,9 @@ def bytes_per_row(cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1) ->
   """Memory of one row on one device while it is sampled.
 
   The cache has 2 L S K H numbers; one layer of it is held twice while it is resized. Sampling holds the logits of the
-  row three times in float32: as they are, as probabilities and as their sums. A first prompt, assumed to have up to 512
-  columns, holds the MLP's three arrays of F numbers a column.
+  row three times in float32, as they are and to draw, and up to three quarters of the cache twice: where some of the
+  rows have no episode, the program copies the others. A first prompt, assumed to have up to 512 columns, holds the
+  MLP's three arrays of F numbers a column.
 
   Args:
     cfg: the policy's shape.
@@ -48,7 +49,8 @@ def bytes_per_row(cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1) ->
   """
   layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * np.dtype(dtype).itemsize
   prompt = 3 * min(columns, _PROMPT) * (cfg.intermediate_size // tensor) * np.dtype(dtype).itemsize
-  return (cfg.num_layers + 1) * layer + max(3 * 4 * -(-cfg.vocab_size // tensor), prompt)
+  sampling = cfg.num_layers * layer * 3 // 4 + 3 * 4 * -(-cfg.vocab_size // tensor)
+  return (cfg.num_layers + 1) * layer + max(sampling, prompt)
 
 
 def rows_that_fit(rows: int, row_bytes: int, free: int | None) -> int:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from ragen_jax.models.qwen import CacheMask, LayerCache
+from ragen_jax.models.qwen import CacheMask
 from ragen_jax.sampling.draw import RowSampling, Sampling, draw_row_tokens, draw_tokens
-from ragen_jax.sampling.kv_cache import SamplerState, append_window
+from ragen_jax.sampling.kv_cache import Added, SamplerState
 
 
 @struct.dataclass
@@ -53,8 +53,8 @@ def extend(
   embeddings: jax.Array | None = None,
   is_embedded: jax.Array | None = None,
   rotary_offsets: jax.Array | None = None,
-) -> SamplerState:
-  """Appends up to O tokens to each row and runs the model over them.
+) -> Added:
+  """Runs the model over up to O new tokens of each row.
 
   Args:
     graphdef: structure of the `ActorCritic`.
@@ -70,7 +70,7 @@ def extend(
       next text column follows after the largest offset.
 
   Returns:
-    The state after.
+    What `kv_cache.append` adds to the state.
   """
   model = nnx.merge(graphdef, params).policy
   chex.assert_shape(tokens, (*state.count.shape, None))
@@ -98,23 +98,20 @@ def extend(
     window=model.init_cache(rows, width),
   )
   last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-  return SamplerState(
-    cache=_appended(state, window, count > 0),
+  after = SamplerState(
+    cache=(),
     count=state.count + count,
     draw_position=state.draw_position + count,
     rotary=rotary,
     hidden=jnp.where((count > 0)[:, None], last, state.hidden),
   )
+  return Added(after, window, count)
 
 
 def _kept(state: SamplerState) -> jax.Array:
   """bool[B, 1, S]: the columns of the cache that belong to the rows."""
   size = state.cache[0].k.shape[1]
   return jnp.arange(size)[None, None, :] < state.count[:, None, None]
-
-
-def _appended(state: SamplerState, window: tuple[LayerCache, ...], is_new: jax.Array) -> tuple[LayerCache, ...]:
-  return tuple(append_window(kept, new, state.count, is_new) for kept, new in zip(state.cache, window, strict=True))
 
 
 def rotary_positions(
@@ -153,6 +150,7 @@ def decode(
   keys: jax.Array,
   budget: jax.Array,
   temperature: jax.Array | None,
+  enough: jax.Array,
   *,
   columns: int,
   stop_ids: tuple[int, ...],
@@ -160,10 +158,11 @@ def decode(
   sampling: Sampling | RowSampling,
   with_values: bool = True,
   alternatives: int = 0,
-) -> tuple[SamplerState, Reply]:
-  """Samples up to C tokens for each row; the loop ends with the last row that goes on.
+  shards: int = 1,
+) -> tuple[Added, Reply]:
+  """Samples up to C tokens for each row; the loop ends with the last row that goes on, or with `enough` complete rows.
 
-  The next call continues a reply that is still open after C tokens, and draws what a single longer call would. The stop
+  The next call continues a reply that is still open, and draws what a single longer call would. The stop
   token is part of the reply and goes through the model like every other token, so that the next turn attends to it.
 
   Args:
@@ -173,6 +172,7 @@ def decode(
     keys: PRNG keys [B], one per row and episode.
     budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
     temperature: f32[], used with a `Sampling` unless `sampling.temperature` is 0.
+    enough: i32[], complete replies of a shard with which the loop ends; more than its rows for all.
     columns: C.
     stop_ids: tokens that end a reply.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
@@ -180,9 +180,10 @@ def decode(
       nothing.
     with_values: record values. Must be off for a critic with its own trunk: values are read from the policy's trunk.
     alternatives: N, number of likeliest tokens to record for each token; more than 0 needs a `RowSampling`.
+    shards: number of equal parts that the rows are divided into.
 
   Returns:
-    The state after and the `Reply`.
+    What `kv_cache.append` adds to the state, and the `Reply`.
   """
   module = nnx.merge(graphdef, params)
   model, value_head = module.policy, module.value_head
@@ -238,20 +239,21 @@ def decode(
 
   def not_finished(carry):
     step, _, _, reply = carry
-    return (step < columns) & jnp.any(reply.open)
+    complete = jnp.sum(((budget > 0) & ~reply.open).reshape(shards, -1), axis=1)
+    return (step < columns) & jnp.any(reply.open) & jnp.all(complete < enough)
 
   rows = len(budget)
   empty = _empty_reply(budget, columns, alternatives)
   start = (jnp.zeros((), jnp.int32), model.init_cache(rows, columns), state.hidden, empty)
   _, window, hidden, reply = jax.lax.while_loop(not_finished, body, start)
-  state = SamplerState(
-    cache=_appended(state, window, reply.count > 0),
+  after = SamplerState(
+    cache=(),
     count=state.count + reply.count,
     draw_position=state.draw_position + reply.count,
     rotary=state.rotary + reply.count,
     hidden=hidden,
   )
-  return state, reply
+  return Added(after, window, reply.count), reply
 
 
 def _empty_reply(budget: jax.Array, columns: int, alternatives: int) -> Reply:

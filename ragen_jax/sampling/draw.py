@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-# Vocabularies larger than this are sampled in two steps: a block of this many tokens, then a token in the block.
-_BLOCK = 512
+# Vocabularies larger than the first number are sampled in two steps: a block of so many tokens, then a token in the
+# block. The first that divides the vocabulary is taken, so that it needs no padding.
+_BLOCKS = (512, 256, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +70,19 @@ def draw_tokens(
     tokens i32[B], their log-probabilities f32[B] under the filtered distribution, and the entropies f32[B] of the
     distributions before the filters, in nats.
   """
-  logp = jax.nn.log_softmax(logits, axis=-1)
-  entropies = -jnp.sum(jnp.exp(logp) * jnp.maximum(logp, -1e30), axis=-1)
+  most = jnp.max(logits, axis=-1, keepdims=True)
+  below = logits - most  # of the most likely token; at most 0
+  total = jnp.sum(jnp.exp(below), axis=-1)
+  entropies = jnp.log(total) - jnp.sum(jnp.exp(below) * jnp.maximum(below, -1e30), axis=-1) / total
   greedy = sampling.temperature == 0
   if not greedy and (sampling.top_k > 0 or sampling.top_p < 1.0):
-    logp = jax.nn.log_softmax(filter_logits(logits, sampling.top_k, sampling.top_p), axis=-1)
+    below = filter_logits(logits, sampling.top_k, sampling.top_p) - most
+    total = jnp.sum(jnp.exp(below), axis=-1)
   if greedy:
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
   else:
-    tokens = draw(jnp.exp(logp), _uniforms(keys, positions))
-  return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0], entropies
+    tokens = inverse_cdf(below, _uniforms(keys, positions))
+  return tokens, jnp.take_along_axis(below, tokens[:, None], axis=-1)[:, 0] - jnp.log(total), entropies
 
 
 def draw_row_tokens(
@@ -109,7 +113,8 @@ def draw_row_tokens(
     return jnp.where(filtered[:, None], kept, logp)
 
   logp = jax.lax.cond(jnp.any(filtered), filter_them, lambda: logp)  # the filters sort the vocabulary
-  drawn = draw(jnp.exp(logp), _uniforms(keys, positions))
+  # As `draw_tokens` has them: relative to the most likely token, whose logit is 0.
+  drawn = inverse_cdf(logp - jnp.max(logp, axis=-1, keepdims=True), _uniforms(keys, positions))
   tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
   top = None
   if alternatives:
@@ -153,30 +158,33 @@ def _nucleus_threshold(ordered: jax.Array, top_p: float | jax.Array) -> jax.Arra
   return jnp.take_along_axis(ordered, jnp.maximum(last, 0), axis=-1)
 
 
-def draw(probs: jax.Array, u: jax.Array) -> jax.Array:
+def inverse_cdf(logits: jax.Array, u: jax.Array) -> jax.Array:
   """Inverse-CDF sampling, which needs one uniform number per row instead of one per token.
 
+  Of a large vocabulary only the logits and sums of blocks are held in memory, and no probabilities.
+
   Args:
-    probs: f32[B, V]; the rows need not sum to exactly 1.
+    logits: f32[B, V], logarithms of the probabilities, whose sum need not be 1; at most about 0.
     u: f32[B] in [0, 1).
 
   Returns:
-    i32[B]; never a token of probability 0.
+    i32[B]; never a token of logit -inf.
   """
-  b, v = probs.shape
-  if v > _BLOCK:  # first the block, then the token in it
-    padded = jnp.pad(probs, ((0, 0), (0, -v % _BLOCK))).reshape(b, -1, _BLOCK)
-    sums = jnp.sum(padded, axis=-1)  # [B, V/block]
+  b, v = logits.shape
+  if v > _BLOCKS[0]:  # first the block, then the token in it
+    size = next((n for n in _BLOCKS if v % n == 0), _BLOCKS[0])
+    blocks = jnp.pad(logits, ((0, 0), (0, -v % size)), constant_values=-jnp.inf).reshape(b, -1, size)
+    sums = jnp.sum(jnp.exp(blocks), axis=-1)  # [B, V/block]
     upto = jnp.cumsum(sums, axis=-1)
     target = _below(u * upto[:, -1], upto[:, -1])
     block = jnp.sum(upto <= target[:, None], axis=-1)
     start = jnp.take_along_axis(upto - sums, block[:, None], axis=1)[:, 0]
-    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]  # [B, block]
-    cumulative = jnp.cumsum(inside, axis=-1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, block]
+    cumulative = jnp.cumsum(jnp.exp(inside), axis=-1)
     rest = jnp.clip(target - start, 0.0, None)
     token = jnp.sum(cumulative <= _below(rest, cumulative[:, -1])[:, None], axis=-1)
-    return (block * _BLOCK + token).astype(jnp.int32)
-  cumulative = jnp.cumsum(probs, axis=-1)
+    return (block * size + token).astype(jnp.int32)
+  cumulative = jnp.cumsum(jnp.exp(logits), axis=-1)
   target = _below(u * cumulative[:, -1], cumulative[:, -1])
   return jnp.sum(cumulative <= target[:, None], axis=-1).astype(jnp.int32)
 

@@ -1,5 +1,5 @@
-"""The sampler: `extend` appends observations, `decode` samples replies, `arrange` selects rows and resizes the cache,
-`copy_rows` copies rows.
+"""The sampler: `extend` appends observations, `decode` samples replies, `resize` adds columns to the cache, `copy_rows`
+copies rows.
 
 The programs are in `decode.py` and `kv_cache.py`. This module compiles them, divides rows and heads over the mesh, and
 counts how often each is traced.
@@ -69,15 +69,14 @@ class Sampler:
     self.stop_ids = tuple(stop_ids)
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
     self.values = values and model.critic is None
-    self.traces = {'arrange': 0, 'copy': 0, 'extend': 0, 'decode': 0}
+    self.traces = {'resize': 0, 'copy': 0, 'extend': 0, 'decode': 0}
     self._policy = model.policy
     self._state_specs = kv_cache.state_specs(self.cfg.num_layers)
     self._mesh = mesh
     self.share = processes.row_share(mesh)
     self._init = jax.jit(self._init_rows, static_argnames=('rows', 'size'))
     self._casts: dict[tuple[bool, tuple[int, ...]], Any] = {}
-    self._select = jax.jit(self._counted('arrange', functools.partial(self._by_shard, kv_cache.take_rows)))
-    self._resize = jax.jit(self._resize_rows, static_argnames='size')
+    self._resize = jax.jit(self._counted('resize', self._resize_layer), static_argnames='size')
     self._copy = jax.jit(self._counted('copy', functools.partial(self._by_shard, kv_cache.copy_rows)), donate_argnums=0)
     self._extend = jax.jit(
       self._counted('extend', self._extend_rows), static_argnames='all_begin', donate_argnames='state'
@@ -106,52 +105,52 @@ class Sampler:
   def _init_rows(self, rows: int, size: int) -> SamplerState:
     return self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs)
 
-  def _by_shard(self, fn: Any, state: SamplerState, rows: jax.Array, *more: SamplerState) -> SamplerState:
-    """`fn(state, rows, *more)` with the rows of each shard numbered within it, so that none changes its device."""
+  def _by_shard(self, fn: Any, state: SamplerState, rows: jax.Array | None, *added: kv_cache.Added) -> SamplerState:
+    """`fn(state, rows, *added)` with the rows of each shard numbered within it, so that none changes its device."""
     if self._mesh is None:
-      return fn(state, rows, *more)
-    specs = self._state_specs.replace(cache=self._state_specs.cache[: len(state.cache)])
-    in_specs = (specs, PartitionSpec(ROW_AXES), *(specs for _ in more))
-    return jax.shard_map(fn, mesh=self._mesh, in_specs=in_specs, out_specs=specs, check_vma=False)(state, rows, *more)
+      return fn(state, rows, *added)
+    specs, of_rows = self._state_specs, PartitionSpec(ROW_AXES)
+    given = [kv_cache.Added(specs.replace(cache=()), specs.cache, of_rows) for _ in added]
+    return jax.shard_map(fn, mesh=self._mesh, in_specs=(specs, of_rows, *given), out_specs=specs, check_vma=False)(
+      state, rows, *added
+    )
 
-  def _resize_rows(self, layer: LayerCache, rows: jax.Array, size: int) -> LayerCache:
-    if self._mesh is None:
-      return kv_cache.resize(layer, rows, size)
-    cache, of_rows = self._state_specs.cache[0], PartitionSpec(ROW_AXES)
-    return jax.shard_map(
-      functools.partial(kv_cache.resize, size=size),
-      mesh=self._mesh,
-      in_specs=(cache, of_rows),
-      out_specs=cache,
-      check_vma=False,
-    )(layer, rows)
+  def _resize_layer(self, layer: LayerCache, size: int) -> LayerCache:
+    return self._layout(kv_cache.resize(layer, size), self._state_specs.cache[0])
+
+  def _part(self, state: SamplerState, rows: jax.Array | None) -> SamplerState:
+    """The rows that a program runs on."""
+    return state if rows is None else self._by_shard(kv_cache.take_rows, state, rows)
+
+  def _append(self, state: SamplerState, rows: jax.Array | None, added: kv_cache.Added) -> SamplerState:
+    return self._layout(self._by_shard(kv_cache.append, state, rows, added), self._state_specs)
 
   def _extend_rows(self, params, state, tokens, count, begins, rows, *, all_begin, **columns):
-    part = state if rows is None else self._by_shard(kv_cache.take_rows, state, rows)
-    part = extend(self.graphdef, params, part, tokens, count, begins, all_begin=all_begin, **columns)
-    after = part if rows is None else self._by_shard(kv_cache.put_rows, state, rows, part)
-    return self._layout(after, self._state_specs)
+    part = self._part(state, rows)
+    added = extend(self.graphdef, params, part, tokens, count, begins, all_begin=all_begin, **columns)
+    return self._append(state, rows, added)
 
   def _decode_rows(
-    self, params, state, key_data, budget, temperature, by_row=None, rows=None, *, columns, sampling, alternatives=0
+    self, params, state, key_data, budget, temperature, enough, rows, by_row=None, *, columns, sampling, alternatives=0
   ):
-    part, reply = decode(
+    added, reply = decode(
       self.graphdef,
       params,
-      state if rows is None else self._by_shard(kv_cache.take_rows, state, rows),
+      self._part(state, rows),
       jax.random.wrap_key_data(key_data),
       budget,
       temperature,
+      enough,
       columns=columns,
       stop_ids=self.stop_ids,
       vocab_limit=self.vocab_limit,
       sampling=sampling if by_row is None else by_row,
       with_values=self.values,
       alternatives=alternatives,
+      shards=self.share.shards,
     )
     reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
-    after = part if rows is None else self._by_shard(kv_cache.put_rows, state, rows, part)
-    return self._layout(after, self._state_specs), reply, self._layout(jnp.any(reply.open), PartitionSpec())
+    return self._append(state, rows, added), reply, self._layout(jnp.any(reply.open), PartitionSpec())
 
   def _place(self, x):
     return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
@@ -257,68 +256,54 @@ class Sampler:
       width: columns of the observation.
       columns: see `decode`.
       sampling: see `decode`.
-      rows: rows of all processes that get an observation; default all, which is another program than a selection.
+      rows: rows of all processes that take part; default all, which is another program than a selection.
 
     Returns:
       The lowered programs by name; 'extend_first' is that of first prompts (`all_begin`).
     """
     every, by_rows = len(state.count), state.count.sharding
-    key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), every)))
+    part = rows or every
+    key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), part)))
 
     def abstract(shape, dtype):
       return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
 
-    fed = rows or every
+    selected = None if part == every else abstract((part,), jnp.int32)
     observation = dict(
-      tokens=abstract((fed, width), jnp.int32), count=abstract((fed,), jnp.int32), begins=abstract((fed,), bool),
-      rows=None if fed == every else abstract((fed,), jnp.int32),
+      tokens=abstract((part, width), jnp.int32), count=abstract((part,), jnp.int32), begins=abstract((part,), bool),
+      rows=selected,
     )  # fmt: skip
     return {
       'extend_first': self._extend.lower(params=params, state=state, **observation, all_begin=True),
       'extend': self._extend.lower(params=params, state=state, **observation, all_begin=False),
       'decode': self._decode.lower(
         params=params, state=state, key_data=abstract(key_data.shape, key_data.dtype),
-        budget=abstract((every,), jnp.int32), temperature=np.float32(1), columns=columns, sampling=sampling,
+        budget=abstract((part,), jnp.int32), temperature=np.float32(1), enough=np.int32(1), rows=selected,
+        columns=columns, sampling=sampling,
       ),
     }  # fmt: skip
 
-  def lower_arrange(self, state: SamplerState, *, rows: int, size: int) -> dict[str, jax.stages.Lowered]:
-    """The two programs of `arrange` for given shapes, to be compiled without being run; arguments may be abstract.
+  def lower_resize(self, state: SamplerState, *, size: int) -> jax.stages.Lowered:
+    """The program of `resize` for given shapes, which runs once for each layer; arguments may be abstract."""
+    return self._resize.lower(state.cache[0], size=size)
 
-    Args:
-      state: before, see `abstract_state`.
-      rows: rows of all processes after.
-      size: columns after.
-
-    Returns:
-      'select' runs once, 'resize' once for each layer.
-    """
-    kept = jax.ShapeDtypeStruct((rows,), np.int32, sharding=state.count.sharding)
-    return {
-      'select': self._select.lower(state.replace(cache=()), kept),
-      'resize': self._resize.lower(state.cache[0], kept, size=size),
-    }
-
-  def arrange(self, state: SamplerState, rows: np.ndarray, size: int) -> SamplerState:
-    """Selects rows and resizes the cache. Rows stay on their device: they are numbered within each shard.
+  def resize(self, state: SamplerState, size: int) -> SamplerState:
+    """Adds columns to the cache.
 
     Args:
       state: the state before. Its cache is deleted layer by layer, so that the old and the new cache are never both
         held completely.
-      rows: i32[B'], the rows of this process to keep, the same number in each of its shards.
-      size: S after, at least as many as the longest kept row has columns.
+      size: S after.
 
     Returns:
       The state after.
     """
-    rows = self._place(rows)
-    after = self._select(state.replace(cache=()), rows)
     layers = []
     for layer in state.cache:
-      layers.append(self._resize(layer, rows, size=size))
+      layers.append(self._resize(layer, size=size))
       for x in jax.tree.leaves(layer):
         x.delete()
-    return after.replace(cache=tuple(layers))
+    return state.replace(cache=tuple(layers))
 
   def copy_rows(self, state: SamplerState, copies: np.ndarray) -> SamplerState:
     """Copies rows of this process within their shards; see `kv_cache.copy_rows`. `state` is donated.
@@ -387,11 +372,12 @@ class Sampler:
     sampling: Sampling | RowSampling,
     alternatives: int = 0,
     rows: np.ndarray | None = None,
+    enough: int | None = None,
   ) -> tuple[SamplerState, Reply, jax.Array]:
     """Samples for rows of this process; see `decode.decode`. `state` is donated.
 
-    All temperatures above 0 share one program, as do all `RowSampling`. The reply has the rows of all processes;
-    `processes.own_rows` returns those of this process.
+    All temperatures above 0 share one program, as do all `RowSampling`. The reply has the rows of all processes that
+    take part; `processes.own_rows` returns those of this process.
 
     Args:
       params: the weights.
@@ -402,6 +388,7 @@ class Sampler:
       sampling: of all rows, or numbers for each of the b rows.
       alternatives: compiled in.
       rows: i32[b], the rows that take part, as in `extend`. Default all B.
+      enough: complete replies of a shard with which the call ends; default all.
 
     Returns:
       The state after, the `Reply`, and bool[], whether a reply of any process is still open.
@@ -416,9 +403,10 @@ class Sampler:
       state=state,
       key_data=self._place(jax.random.key_data(keys)),
       budget=self._place(budget),
+      enough=jnp.int32(len(budget) + 1 if enough is None else enough),
+      rows=None if rows is None else self._place(rows),
       columns=columns,
       alternatives=alternatives,
-      rows=None if rows is None else self._place(rows),
       **drawn,
     )
 

@@ -11,7 +11,7 @@ import pytest
 from ragen_jax.compilers import estimate, programs, topologies
 from ragen_jax.compilers.cost import CompileFailure, Cost
 from ragen_jax.compilers.estimate import Measured
-from ragen_jax.compilers.lengths import shapes_of_run
+from ragen_jax.compilers.lengths import shapes_of_run, steps_of
 from ragen_jax.compilers.work import Work
 from tests.support.configs import small_config
 
@@ -44,6 +44,7 @@ def test_an_iteration_is_the_sum_of_its_programs_and_collectives(run):
   assert found.iteration == pytest.approx(others + 2.5 * runs['gradient'])
   assert found.evaluation == runs['eval_extend'] + runs['eval_decode'] > 0
   assert found.chip_hours == pytest.approx(8 * 12 * (found.iteration + found.evaluation) / 3600)
+  assert found.rollout == steps_of(programs.calls(run, 'rollout')) and found.rollout.decode > 0
   n = run.lengths
   assert found.sampled == run.config.train.groups * run.config.train.group_size * n.turns * n.reply
 
@@ -112,10 +113,10 @@ def test_what_follows_from_a_refused_program_is_not_a_number(run, monkeypatch):
     raise CompileFailure('Ran out of memory')
 
   monkeypatch.setattr(estimate.cost, 'compile_program', refuse)
-  (program,) = [p for p in programs.of_run(run) if p.name == 'select']
+  (program,) = [p for p in programs.of_run(run) if p.name == 'extend_first']
   refused = estimate.measure(program, TOPOLOGY)
   assert refused.cost is None and refused.failure == 'Ran out of memory' and refused.memory == math.inf
-  measured = [refused if m.program.name == 'select' else m for m in _measured(run)]
+  measured = [refused if m.program.name == 'extend_first' else m for m in _measured(run)]
   found = estimate.of_run(run, TOPOLOGY, measured)
   assert math.isnan(found.iteration) and math.isnan(found.decode.seconds.total)
   assert found.memory['rollout'] == math.inf and math.isfinite(found.mfu)

@@ -94,7 +94,7 @@ class _Sampler:
   stop_ids = (1,)
 
   def __init__(self, shards):
-    self.share, self.calls, self.fed = types.SimpleNamespace(own=shards, shards=shards, parts=1), [], None
+    self.share, self.calls = types.SimpleNamespace(own=shards, shards=shards, parts=1), []
 
   def decode_weights(self, params):
     return params
@@ -102,25 +102,35 @@ class _Sampler:
   def init(self, rows, size):
     return rows, size
 
-  def arrange(self, state, rows, size):
-    self.calls += [Call('select', state[0], 0, len(rows)), Call('resize', *state, len(rows), size)]
-    return len(rows), size
+  def resize(self, state, size):
+    self.calls.append(Call('resize', *state, size))
+    return state[0], size
 
   def extend(self, params, state, tokens, count, begins, *, rows, all_begin):
-    self.calls.append(Call('extend', *state, len(count), tokens.shape[1], all_begin))
+    assert len(count) == (state[0] if rows is None else len(rows))
+    self.calls.append(Call('extend', len(count), state[1], tokens.shape[1], all_begin))
     return state
 
-  def decode(self, params, state, keys, budget, *, columns, sampling):
-    self.calls.append(Call('decode', *state))
-    speaker, log = self.speaker, self.log
-    left = np.zeros(len(budget), int)
-    for i, row in enumerate(speaker._slots.tolist()):
-      if row in speaker._open:
-        left[i] = log.replies[row, log.turn[row]] - len(speaker._open[row])
-    count = np.minimum(left, columns)
+  def decode(self, params, state, keys, budget, *, columns, sampling, rows, enough):
+    shards = self.share.own
+    at = np.arange(state[0]).reshape(shards, -1)
+    if rows is not None:
+      at = np.take_along_axis(at, rows.reshape(shards, -1), axis=1)
+    left = np.zeros(at.size, int)
+    for i, row in enumerate(self.speaker._slots[at.reshape(-1)].tolist()):
+      if row in self.speaker._open:
+        left[i] = self.log.replies[row, self.log.turn[row]] - len(self.speaker._open[row])
+    steps = 0
+    while steps < min(columns, left.max()):
+      steps += 1
+      complete = ((left > 0) & (left <= steps)).reshape(shards, -1).sum(axis=1)
+      if enough is not None and complete.max() >= enough:
+        break
+    count = np.minimum(left, steps)
+    self.calls.append(Call('decode', len(budget), state[1], steps=steps, used=count.sum()))
     zeros = np.zeros((len(budget), columns))
-    reply = Reply(np.full(zeros.shape, 7), *[zeros] * 3, count=count, open=left > columns)
-    return state, reply, (left > columns).any()
+    reply = Reply(np.full(zeros.shape, 7), *[zeros] * 3, count=count, open=left > steps)
+    return state, reply, (left > steps).any()
 
 
 def _of_the_speaker(monkeypatch, config, assumed, replies, turns, rows, shards):
@@ -135,7 +145,7 @@ def _of_the_speaker(monkeypatch, config, assumed, replies, turns, rows, shards):
       log.turn[row] += 1
       if log.turn[row] >= turns[row]:
         log.status[row] = Status.SUCCESS
-  return sampler.calls
+  return sampler.calls, log
 
 
 @pytest.mark.parametrize('schedule', ['lockstep', 'continuous'])
@@ -147,8 +157,27 @@ def test_calls_are_those_of_the_speaker(monkeypatch, schedule, context, rows, sh
   assumed = dataclasses.replace(FULL, turns=4, whole=context == 'full', limit=900)
   replies, turns = lengths.simulated(np.random.default_rng(3), assumed, config, 32, 40)
   found = list(lengths.rollout_calls(config, assumed, replies, turns, rows=rows, shards=shards))
-  assert found == _of_the_speaker(monkeypatch, config, assumed, replies, turns, rows, shards)
-  assert {c.kind for c in found} == {'extend', 'decode', 'select', 'resize'}
+  calls, log = _of_the_speaker(monkeypatch, config, assumed, replies, turns, rows, shards)
+  assert found == calls
+  assert {c.kind for c in found} == {'extend', 'decode', *(['resize'] if context == 'full' else [])}
+  told, sampled = lengths.steps_of(found), sum(row[:n].sum() for row, n in zip(replies, turns, strict=True))
+  assert told.decode == sum(c.steps for c in calls) and told.extend == sum(c.kind == 'extend' for c in calls)
+  assert told.idle == pytest.approx(1 - sampled / log.row_steps)
+
+
+def test_a_continuous_rollout_decodes_little_more_than_its_longest_row():
+  config = small_config(agent__schedule='continuous', agent__decode_chunk=32, length_step=64)
+  config.update_from_flattened_dict({'agent.max_context': 2000, 'agent.max_response_tokens': 300})
+  long = dataclasses.replace(FULL, reply=150, longest=300, turns=5, limit=2000)
+  replies, turns = lengths.assumed(long, 128)
+  assert (replies.max(axis=0) == 300).all() and replies[0].sum() < 1500
+  steps = {}
+  for schedule in ('lockstep', 'continuous'):
+    config.agent.schedule = schedule
+    steps[schedule] = lengths.steps_of(lengths.rollout_calls(config, long, replies, turns, rows=128, shards=8))
+  assert steps['lockstep'].decode == 1500 and steps['lockstep'].idle > 0.45
+  longest = replies.sum(axis=1).max()
+  assert longest <= steps['continuous'].decode < 1.05 * longest and steps['continuous'].idle < 0.15
 
 
 def _config(**fields):
@@ -176,7 +205,7 @@ def test_programs_of_a_run_only_grow_and_one_shape_needs_one_of_each():
   config.length_step = 1024
   short = dataclasses.replace(FULL, limit=1024, turns=1)
   once = _shapes(config, short, 30)[-1]
-  assert once == {'extend': 1, 'decode': 1, 'select': 0, 'resize': 0, 'gradient': 1, 'score': 1, 'apply': 1}
+  assert once == {'extend': 1, 'decode': 1, 'resize': 0, 'gradient': 1, 'score': 1, 'apply': 1}
 
 
 @pytest.mark.parametrize('packing', [None, PackingSettings(step=64, width=512, columns=1024, shards=1, reply_step=64)])

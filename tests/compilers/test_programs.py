@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
 
@@ -16,6 +17,8 @@ from ragen_jax.sampling.capacity import bytes_per_device
 from tests.support.configs import small_config
 
 _IN_FLIGHT = {'agent__rows_in_flight': 4}
+# The cache of episodes needs more than the smallest size.
+_GROWING = {'length_step': 64, 'agent__max_context': 256}
 
 
 def _run(**fields):
@@ -25,27 +28,34 @@ def _run(**fields):
 
 
 def test_an_iteration_runs_its_programs_as_often_as_turns_layers_and_micro_batches_say():
-  run = _run(algorithm__ppo_epochs=2, eval__every=4, length_step=64)
+  run = _run(algorithm__ppo_epochs=2, eval__every=4, **_GROWING)
   found = {p.name: p for p in programs.of_run(run)}
   config, turns = run.config, run.lengths.turns
   assert turns > 1
   rows = config.train.groups * config.train.group_size
   micro = rows // config.optimizer.micro_batch_size
-  runs = {name: p.runs for name, p in found.items()}
-  share = (1 + config.eval.greedy_too) / 4
+  runs = collections.Counter()
+  for p in found.values():
+    runs[p.phase, p.kind] += p.runs
+  share, sizes = (1 + config.eval.greedy_too) / 4, sum(p.kind == 'resize' for p in found.values())
+  assert sizes > 0 and len({p.name for p in found.values()}) == len(found)
   assert runs == {
-    'extend_first': 1, 'extend_later': turns - 1, 'decode': turns, 'select': turns - 1, 'weights': 1,
-    'resize': (turns - 1) * run.cfg.num_layers, 'eval_extend': share * turns, 'eval_decode': share * turns,
-    'score': micro * (config.algorithm.old_logprobs == 'trainer'), 'gradient': 2 * micro, 'gradient_widest': 0,
-    'apply': 2 * rows // config.optimizer.mini_batch_size,
+    ('rollout', 'weights'): 1, ('rollout', 'extend'): turns, ('rollout', 'decode'): turns,
+    ('rollout', 'resize'): sizes * run.cfg.num_layers,
+    ('evaluation', 'extend'): share * turns, ('evaluation', 'decode'): share * turns,
+    ('scoring', 'score'): micro * (config.algorithm.old_logprobs == 'trainer'), ('update', 'gradient'): 2 * micro,
+    ('update', 'apply'): 2 * rows // config.optimizer.mini_batch_size,
   }  # fmt: skip
-  assert found['decode'].loop_trips == run.lengths.longest and len({p.name for p in found.values()}) == len(found)
+  assert found['extend_first'].runs == 1 and found['decode'].loop_trips == run.lengths.longest
+  shapes = {p.shape for p in found.values() if p.name.startswith(('extend', 'decode', 'resize'))}
+  assert len(shapes) == sum(p.name.startswith(('extend', 'decode', 'resize')) for p in found.values())
 
 
 def test_with_a_window_every_turn_begins_a_row():
   run = _run(agent__context='window')
   found = {p.name: p for p in programs.of_run(run)}
-  assert 'extend_later' not in found and found['extend_first'].runs == run.lengths.turns
+  assert 'extend_later' not in found
+  assert sum(p.runs for name, p in found.items() if name.startswith('extend_first')) == run.lengths.turns
   rows = run.config.train.groups * run.config.train.group_size * run.lengths.turns
   assert found['gradient'].runs == rows / run.config.optimizer.micro_batch_size
 
@@ -53,7 +63,7 @@ def test_with_a_window_every_turn_begins_a_row():
 @pytest.mark.parametrize('kl', [0.0, 0.1])
 def test_what_a_run_holds_besides_the_arguments_of_a_program(kl):
   """Arguments and the rest together are the state, and the reference where there is one."""
-  run = _run(algorithm__kl_loss_coef=kl, length_step=64)
+  run = _run(algorithm__kl_loss_coef=kl, **_GROWING)
   found = {p.name: p for p in programs.of_run(run)}
   size = bytes_per_device
   moments = size(run.state.opt_state)
@@ -64,8 +74,8 @@ def test_what_a_run_holds_besides_the_arguments_of_a_program(kl):
   assert found['decode'].resident == moments + reference + trained and run.sampling.copied * 2 == trained
   assert found['apply'].resident == reference
   assert found['weights'].resident + trained == size(run.state.params) + moments + reference
-  cache = found['select'].resident - size(run.state.params) - run.sampling.copied - moments - reference
-  assert cache > 0 and found['resize'].resident < found['select'].resident
+  cache = found['resize'].resident - size(run.state.params) - run.sampling.copied - moments - reference
+  assert cache > 0
 
 
 def test_rows_are_those_that_fit_into_the_planned_memory():
@@ -77,8 +87,11 @@ def test_rows_are_those_that_fit_into_the_planned_memory():
 
 
 def test_waiting_episodes_are_played_with_the_same_programs():
-  whole, parts = ({p.name: p for p in programs.of_run(_run(length_step=64, **x))} for x in ({}, _IN_FLIGHT))
-  assert parts['decode'].runs > whole['decode'].runs and parts['decode'].shape.startswith('4 rows')
+  whole, parts = (
+    [p for p in programs.of_run(_run(length_step=64, **x)) if p.name.startswith('decode')] for x in ({}, _IN_FLIGHT)
+  )
+  assert sum(p.runs * p.loop_trips for p in parts) > sum(p.runs * p.loop_trips for p in whole)
+  assert parts[0].shape.startswith('4 of 4 rows') and whole[0].shape.startswith('16 of 16 rows')
 
 
 def test_micro_batches_are_those_of_the_planned_memory():
@@ -101,11 +114,11 @@ def test_every_program_lowers_for_an_accelerator(monkeypatch, platform, fields):
     algorithm__kl_loss_coef=0.1,
     model__remat=True,
     model__logits_chunk=64,
-    length_step=64,
+    **_GROWING,
     **fields,
   )
   found = programs.of_run(run)
-  assert {p.kind for p in found} >= {'weights', 'extend', 'decode', 'select', 'resize', 'gradient', 'apply', 'score'}
+  assert {p.kind for p in found} >= {'weights', 'extend', 'decode', 'resize', 'gradient', 'apply', 'score'}
   for program in found:
     assert 'stablehlo' in program.lower().as_text(), program.name
 

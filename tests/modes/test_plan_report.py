@@ -67,7 +67,8 @@ def test_with_the_compiler_every_program_is_compiled_and_the_run_is_told(monkeyp
   names = [p.name for p in programs.of_run(programs.make_run(_config()))]
   assert all(any(line.startswith(f'{name} ') for line in text.splitlines()) for name in names)
   for words in ('Memory, GiB per device:', 'It fits: up to', 'Seconds of an iteration', 'MFU of the update:',
-                'Decode step:', 'Programs:', 'Cost of the run:', TOPOLOGY.chip.source):  # fmt: skip
+                'Decode step:', 'Steps of a rollout:', 'Programs:', 'Cost of the run:',
+                TOPOLOGY.chip.source):  # fmt: skip
     assert words in text
   assert 'refused' not in text and 'nan' not in text
 

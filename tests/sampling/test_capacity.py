@@ -12,13 +12,14 @@ from tests.support.models import random_model
 
 
 @pytest.mark.parametrize(('dtype', 'tensor'), [(jnp.float32, 1), (jnp.bfloat16, 2)])
-def test_a_row_s_bytes_are_those_of_its_cache_one_more_layer_and_its_prompt(dtype, tensor):
+def test_a_row_s_bytes_are_those_of_its_cache_one_more_layer_and_its_programs(dtype, tensor):
   model = random_model(40).policy
   layers = model.cfg.num_layers
   cache = jax.eval_shape(lambda: model.init_cache(1, 96, dtype))
   held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) // tensor
   prompt = 3 * 96 * model.cfg.intermediate_size // tensor * jnp.dtype(dtype).itemsize
-  expected = held + held // layers + max(3 * 4 * 40 // tensor, prompt)
+  sampling = held * 3 // 4 + 3 * 4 * 40 // tensor
+  expected = held + held // layers + max(sampling, prompt)
   assert capacity.bytes_per_row(model.cfg, 96, dtype, tensor) == expected
   state = jax.eval_shape(lambda: init_state(model, 1, 96))
   assert sum(x.size for x in jax.tree.leaves(state.cache)) * jnp.dtype(dtype).itemsize == held * tensor

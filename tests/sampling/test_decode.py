@@ -14,7 +14,7 @@ from flax import nnx
 from ragen_jax.sampling import decode as programs
 from ragen_jax.sampling.decode import rotary_positions
 from ragen_jax.sampling.draw import PLAIN
-from ragen_jax.sampling.kv_cache import init_state
+from ragen_jax.sampling.kv_cache import append, init_state
 from tests.support.models import random_model
 
 VOCAB, STOP = 40, 7
@@ -31,16 +31,18 @@ def model():
 def run(model):
   """(extend, decode) of the model, compiled."""
   graphdef, params = nnx.split(model)
-  extend = jax.jit(functools.partial(programs.extend, graphdef, params), static_argnames='all_begin')
-  decode = jax.jit(
-    functools.partial(programs.decode, graphdef, params, stop_ids=(STOP,), vocab_limit=VOCAB),
-    static_argnames=('columns', 'sampling'),
-  )
 
-  def append(state, tokens, count, begins=None, **options):
-    return extend(state, tokens, count, jnp.zeros(len(count), bool) if begins is None else begins, **options)
+  @functools.partial(jax.jit, static_argnames='all_begin')
+  def extend(state, tokens, count, begins=None, **options):
+    begins = jnp.zeros(len(count), bool) if begins is None else begins
+    return append(state, None, programs.extend(graphdef, params, state, tokens, count, begins, **options))
 
-  return append, decode
+  @functools.partial(jax.jit, static_argnames=('columns', 'sampling'))
+  def decode(state, *arguments, **options):
+    added, reply = programs.decode(graphdef, params, state, *arguments, stop_ids=(STOP,), vocab_limit=VOCAB, **options)
+    return append(state, None, added), reply
+
+  return extend, decode
 
 
 def tokens_and_counts(rows: int = 3, width: int = 6, seed: int = 0):
@@ -53,8 +55,9 @@ def sample(decode, state, *, columns=5, seed=1, budget=100, keys=None):
   rows = len(state.count)
   keys = jax.random.split(jax.random.key(seed), rows) if keys is None else keys
   return decode(
-    state, keys, jnp.broadcast_to(jnp.asarray(budget), rows), jnp.float32(1), columns=columns, sampling=PLAIN
-  )
+    state, keys, jnp.broadcast_to(jnp.asarray(budget), rows), jnp.float32(1), jnp.int32(rows + 1), columns=columns,
+    sampling=PLAIN,
+  )  # fmt: skip
 
 
 def test_extending_with_embeddings_of_the_tokens_is_extending_with_the_tokens(model, run):

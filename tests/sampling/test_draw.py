@@ -13,14 +13,14 @@ from ragen_jax.sampling.draw import (
   PLAIN,
   RowSampling,
   Sampling,
-  draw,
   draw_row_tokens,
   draw_tokens,
   filter_logits,
+  inverse_cdf,
 )
 
 
-@pytest.mark.parametrize('size', [5, 300, 3000])
+@pytest.mark.parametrize('size', [5, 300, 3000, 3072, 1920])
 def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
   rng = np.random.default_rng(size)
   p = rng.dirichlet(np.full(size, 0.3)).astype(np.float32)
@@ -31,7 +31,7 @@ def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
   @jax.jit
   def draws_of(i):
     u = jax.random.uniform(jax.random.fold_in(jax.random.key(1), i), (2000,))
-    return draw(jnp.broadcast_to(p, (2000, size)), u)
+    return inverse_cdf(jnp.broadcast_to(jnp.log(p), (2000, size)), u)
 
   draws = np.concatenate([np.asarray(draws_of(i)) for i in range(n // 2000)])
   counts = np.bincount(draws, minlength=size)
@@ -46,12 +46,12 @@ def test_draw_takes_the_first_and_the_last_possible_token_at_the_ends_of_the_uni
   p = np.zeros((2, 1500), np.float32)
   p[:, 3], p[:, 1400] = 0.5, 0.5
   u = jnp.asarray([0.0, np.nextafter(np.float32(1), np.float32(0))])
-  assert draw(jnp.asarray(p), u).tolist() == [3, 1400]
+  assert inverse_cdf(jnp.log(p), u).tolist() == [3, 1400]
   # Also where a whole block of tokens before the first one, or behind the last one, is impossible.
   p = np.zeros((2, 3000), np.float32)
   p[:, 700], p[:, 1400] = 0.5, 0.5
-  assert draw(jnp.asarray(p), u).tolist() == [700, 1400]
-  assert draw(jnp.asarray(p[:, 600:800]), u).tolist() == [100, 100]
+  assert inverse_cdf(jnp.log(p), u).tolist() == [700, 1400]
+  assert inverse_cdf(jnp.log(p[:, 600:800]), u).tolist() == [100, 100]
 
 
 def test_top_k_and_top_p_keep_the_right_tokens():
@@ -79,6 +79,29 @@ def test_a_row_s_draw_depends_on_its_key_and_position_only():
   np.testing.assert_array_equal(draw_tokens(logits, keys[order], positions[order], PLAIN)[0], tokens[order])
   moved = draw_tokens(logits, keys, positions + 1, PLAIN)[0]
   assert (moved != tokens).all()
+
+
+@pytest.mark.parametrize('filters', [(0, 1.0), (20, 0.9)], ids=['plain', 'filtered'])
+def test_tokens_and_numbers_are_those_of_the_softmax(filters):
+  """Against probabilities in float64; of 2,000 tokens some are impossible, and logits are far from 0."""
+  k, p = filters
+  logits = 4 * jax.random.normal(jax.random.key(1), (64, 2000)) + 300
+  logits = logits.at[:, 1500:].set(-jnp.inf)
+  keys, positions = jax.random.split(jax.random.key(0), 64), jnp.arange(64)
+  tokens, logprobs, entropies = draw_tokens(logits, keys, positions, Sampling(1.0, p, k))
+
+  def softmax(x):
+    e = np.exp(x - x.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True)
+
+  whole, kept = (softmax(np.asarray(x, np.float64)) for x in (logits, filter_logits(logits, k, p)))
+  np.testing.assert_allclose(entropies, -np.sum(whole * np.log(np.maximum(whole, 1e-300)), axis=1), rtol=1e-5)
+  np.testing.assert_allclose(logprobs, np.log(kept[np.arange(64), tokens]), rtol=1e-5, atol=1e-5)
+  u = [float(jax.random.uniform(jax.random.fold_in(key, n))) for key, n in zip(keys, positions, strict=True)]
+  upto = np.cumsum(kept, axis=1)
+  for row, token in enumerate(tokens.tolist()):
+    before = upto[row, token - 1] if token else 0.0
+    assert before - 1e-5 <= u[row] <= upto[row, token] + 1e-5
 
 
 def test_temperature_zero_takes_the_most_likely_token_whatever_the_key():

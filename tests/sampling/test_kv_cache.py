@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ragen_jax.models.qwen import LayerCache
+from ragen_jax.sampling import kv_cache
 from ragen_jax.sampling.kv_cache import (
   SamplerState,
   append_window,
@@ -39,7 +40,7 @@ def state():
 
 def test_the_window_goes_behind_each_row_s_last_column(state):
   new = jnp.broadcast_to(jnp.asarray([[100.0, 101], [200, 201], [300, 301]])[:, :, None, None], (3, 2, 2, 4))
-  after = append_window(state.cache[0], LayerCache(k=new, v=2 * new), state.count, jnp.ones(3, bool))
+  after = append_window(state.cache[0], None, LayerCache(k=new, v=2 * new), state.count, jnp.ones(3, bool))
   expected = np.asarray(state.cache[0].k[:, :, 0, 0]).copy()
   for row, n in enumerate(COUNT):
     expected[row, n : n + 2] = [100 * (row + 1), 100 * (row + 1) + 1]
@@ -52,10 +53,35 @@ def test_a_row_without_new_columns_keeps_all_of_its_own(state):
   """Row 2 is full but for one column, so a window of 3 would not fit behind it."""
   full = state.replace(count=jnp.asarray([4, 3, 6], jnp.int32))
   new = jnp.full((3, 3, 2, 4), 99.0)
-  after = append_window(full.cache[0], LayerCache(k=new, v=new), full.count, jnp.asarray([True, False, False]))
+  after = append_window(full.cache[0], None, LayerCache(k=new, v=new), full.count, jnp.asarray([True, False, False]))
   np.testing.assert_array_equal(after.k[1:], full.cache[0].k[1:])
   np.testing.assert_array_equal(after.v[1:], full.cache[0].v[1:])
   assert (after.k[0, 4:] == 99).all()
+
+
+@pytest.mark.parametrize('on_tpu', ['all', 'some'])
+def test_tpus_write_windows_as_other_devices_do(on_tpu):
+  rng = np.random.default_rng(0)
+  kept, new = (jnp.asarray(rng.normal(size=(5, n, 2, 4)), jnp.bfloat16) for n in (9, 3))
+  at, is_new = jnp.asarray([0, 6, 2, 9, 4]), jnp.asarray([True, True, False, False, True])
+  if on_tpu == 'all':
+    got, rows = kv_cache._by_columns(kept, new, at, is_new, None), None
+  else:
+    rows = jnp.asarray([3, 1, 4])
+    at, is_new, new = at[rows], is_new[rows], new[:3]
+    got = kv_cache._by_slices(kept, new, at, is_new, rows)
+  np.testing.assert_array_equal(got, kv_cache._by_scatter(kept, new, at, is_new, rows))
+  assert (got != kept).any()
+
+
+def test_windows_of_some_rows_go_to_these_rows_only(state):
+  """Rows 2 and 0, of which row 0 has no new columns."""
+  rows, new = jnp.asarray([2, 0]), jnp.full((2, 2, 2, 4), 99.0)
+  is_new = jnp.asarray([True, False])
+  after = append_window(state.cache[0], rows, LayerCache(k=new, v=-new), state.count[rows], is_new)
+  np.testing.assert_array_equal(after.k[:2], state.cache[0].k[:2])
+  np.testing.assert_array_equal(after.v[2, :5], state.cache[0].v[2, :5])
+  assert (after.k[2, 5:] == 99).all() and (after.v[2, 5:] == -99).all()
 
 
 def test_rows_are_taken_in_the_given_order_and_put_back(state):
@@ -82,13 +108,11 @@ def test_rows_are_copied_whole_or_cut(state):
   chex.assert_trees_all_equal(take_rows(whole, rows[:1]), take_rows(state, rows[1:2]))
 
 
-@pytest.mark.parametrize('size', [5, 7, 12])
-def test_resizing_keeps_the_first_columns_of_the_selected_rows(state, size):
-  after = resize(state.cache[0], jnp.asarray([2, 1]), size)
-  assert after.k.shape == (2, size, 2, 4)
-  same = min(size, 7)
-  np.testing.assert_array_equal(after.k[:, :same], state.cache[0].k[jnp.asarray([2, 1]), :same])
-  np.testing.assert_array_equal(after.v[:, :same], state.cache[0].v[jnp.asarray([2, 1]), :same])
+def test_resizing_adds_columns_at_the_end(state):
+  after = resize(state.cache[0], 12)
+  assert after.k.shape == (3, 12, 2, 4)
+  np.testing.assert_array_equal(after.k[:, :7], state.cache[0].k)
+  np.testing.assert_array_equal(after.v[:, :7], state.cache[0].v)
 
 
 def test_a_new_state_is_empty():

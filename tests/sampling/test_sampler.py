@@ -34,29 +34,33 @@ def _full_logprobs(model, tokens):
 
 
 def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, order=None, drop=None):
-  """Plays `turns` turns of random observations of ragged length; returns each row's timeline and records."""
+  """Plays `turns` turns of random observations of ragged length; returns each row's timeline and records.
+
+  `order` is the episode of each row of the state. Episodes other than those of `drop` end after the first turn.
+  """
   state = sampler.init(rows, 32)
-  batch = np.arange(rows) if order is None else np.asarray(order)
+  order = np.arange(rows) if order is None else np.asarray(order)
+  batch, selected = order, None
   timelines = {r: [] for r in range(rows)}
   records = {r: [] for r in range(rows)}  # (column, logprob, value, entropy) of sampled tokens
   observations = {(t, r): rng.integers(8, VOCAB, size=rng.integers(1, 9)) for t in range(turns) for r in range(rows)}
   stopped = []
   for turn in range(turns):
-    if turn and drop is not None:
-      keep = np.flatnonzero(np.isin(batch, drop))
-      state = sampler.arrange(state, keep, 96)
-      batch, drop = batch[keep], None
-    elif turn == 1:
-      state = sampler.arrange(state, np.arange(len(batch)), 96)
+    if turn == 1:
+      state = sampler.resize(state, 96)
+      if drop is not None:
+        selected = np.flatnonzero(np.isin(order, drop)).astype(np.int32)
+        batch = order[selected]
     tokens, count = np.zeros((len(batch), 8), np.int32), np.zeros(len(batch), np.int32)
     for i, r in enumerate(batch):
       obs = observations[turn, int(r)]
       tokens[i, : len(obs)], count[i] = obs, len(obs)
       timelines[int(r)].extend(obs.tolist())
-    state = sampler.extend(params, state, jnp.asarray(tokens), jnp.asarray(count))
+    state = sampler.extend(params, state, jnp.asarray(tokens), jnp.asarray(count), rows=selected)
     state, reply, goes_on = sampler.decode(
-      params, state, keys[jnp.asarray(batch)], np.full(len(batch), max_new), columns=max_new, sampling=sampling
-    )
+      params, state, keys[jnp.asarray(batch)], np.full(len(batch), max_new), columns=max_new, sampling=sampling,
+      rows=selected,
+    )  # fmt: skip
     reply = jax.device_get(reply)
     assert not goes_on and not reply.open.any()
     last = np.take_along_axis(reply.tokens, np.maximum(reply.count - 1, 0)[:, None], axis=1)[:, 0]
@@ -216,20 +220,64 @@ def test_some_rows_are_fed_while_the_others_are_left_alone(model):
     np.testing.assert_allclose(reply.logprobs[row, :n], logprobs[-n:], atol=1e-4)
 
 
-def test_rows_are_selected_and_resized(model):
+def test_some_rows_sample_while_the_others_are_left_alone(model):
+  """Rows 3 and 0 of four sample what they do among all."""
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  first = np.random.default_rng(0).integers(8, VOCAB, size=(4, 6)).astype(np.int32)
+  state = sampler.extend(params, sampler.init(4, 24), first, np.asarray([6, 2, 5, 4], np.int32))
+  before, keys, rows = jax.device_get(state), jax.random.split(jax.random.key(0), 4), np.asarray([3, 0], np.int32)
+  state, part, _ = sampler.decode(
+    params, state, keys[rows], np.full(2, 5), columns=5, sampling=PLAIN, rows=rows
+  )  # fmt: skip
+  after = jax.device_get(state)
+  assert after.count.tolist() == [6 + part.count[1], 2, 5, 4 + part.count[0]]
+  for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+    np.testing.assert_array_equal(got[[1, 2]], want[[1, 2]])
+  again = sampler.extend(params, sampler.init(4, 24), first, np.asarray([6, 2, 5, 4], np.int32))
+  whole, reply, _ = sampler.decode(params, again, keys, np.full(4, 5), columns=5, sampling=PLAIN)
+  np.testing.assert_array_equal(part.tokens, reply.tokens[rows])
+  np.testing.assert_allclose(part.logprobs, reply.logprobs[rows], atol=1e-5)
+  np.testing.assert_allclose(after.hidden[rows], whole.hidden[rows], atol=1e-5)
+  for row in rows.tolist():
+    for got, want in zip(jax.tree.leaves(after.cache), jax.tree.leaves(whole.cache), strict=True):
+      np.testing.assert_allclose(got[row, : after.count[row]], want[row, : after.count[row]], atol=1e-5)
+
+
+def test_a_call_ends_with_enough_complete_replies_and_the_next_goes_on(model):
+  """Budgets of 2, 3, 9 and 9 tokens, of which some end with a stop token before."""
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  first = np.random.default_rng(1).integers(8, VOCAB, size=(4, 6)).astype(np.int32)
+  keys, budget = jax.random.split(jax.random.key(2), 4), np.asarray([2, 3, 9, 9])
+  options = dict(columns=9, sampling=PLAIN)
+
+  def fed():
+    return sampler.extend(params, sampler.init(4, 24), first, np.full(4, 6, np.int32))
+
+  _, whole, goes_on = sampler.decode(params, fed(), keys, budget, **options)
+  complete = np.sort(np.asarray(whole.count))
+  assert not goes_on and complete[1] < complete[3]
+  for enough in (1, 2, 3):
+    state, begun, goes_on = sampler.decode(params, fed(), keys, budget, **options, enough=enough)
+    assert int(begun.count.max()) == complete[enough - 1]
+    assert bool(goes_on) == bool(begun.open.any()) == bool(complete[enough - 1] < complete[3])
+    left = np.where(begun.open, budget - begun.count, 0)
+    _, rest, _ = sampler.decode(params, state, keys, left, **options)
+    for row in range(4):
+      parts = [np.asarray(x.tokens)[row, : x.count[row]] for x in (begun, rest)]
+      np.testing.assert_array_equal(np.concatenate(parts), whole.tokens[row, : whole.count[row]])
+
+
+def test_the_cache_is_resized(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   state = sampler.init(3, 16)
   state = sampler.extend(params, state, np.arange(8, 20, dtype=np.int32).reshape(3, 4), np.asarray([4, 2, 0]))
-  state = sampler.extend(params, state, np.arange(20, 29, dtype=np.int32).reshape(3, 3), np.asarray([1, 3, 2]))
   before = jax.device_get(state)
-  after = jax.device_get(sampler.arrange(state, np.asarray([2, 0]), 6))
-  assert after.count.tolist() == [2, 5] and after.hidden.shape[0] == 2
-  for new, old in ((0, 2), (1, 0)):
-    n = int(after.count[new])
-    for new_layer, old_layer in zip(after.cache, before.cache, strict=True):
-      assert new_layer.k.shape[1] == 6
-      np.testing.assert_array_equal(new_layer.k[new, :n], old_layer.k[old, :n])
-      np.testing.assert_array_equal(new_layer.v[new, :n], old_layer.v[old, :n])
+  after = jax.device_get(sampler.resize(state, 24))
+  for new, old in zip(after.cache, before.cache, strict=True):
+    assert new.k.shape[1] == 24
+    np.testing.assert_array_equal(new.k[:, :16], old.k)
+    np.testing.assert_array_equal(new.v[:, :16], old.v)
+  assert after.count.tolist() == [4, 2, 0]
 
 
 def test_weights_for_decoding_are_cast_once_and_nothing_else_changes(model):
@@ -257,8 +305,8 @@ def test_each_program_is_traced_once_per_shape(model):
   run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
   run(np.random.default_rng(1), sampling=PLAIN)
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
-  assert sampler.traces == {'arrange': 1, 'copy': 0, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(2), sampling=Sampling(0.5, 1.0, 0))  # temperatures above 0 share a program
-  assert sampler.traces == {'arrange': 1, 'copy': 0, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(3), sampling=GREEDY)
-  assert sampler.traces == {'arrange': 1, 'copy': 0, 'extend': 2, 'decode': 4}
+  assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 4}

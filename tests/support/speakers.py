@@ -86,25 +86,26 @@ class ScriptedSampler:
     del size
     return np.arange(rows)
 
-  def arrange(self, state, rows, size):
+  def resize(self, state, size):
     del size
-    return state[rows]
+    return state
 
   def extend(self, params, state, tokens, count, begins, *, rows, all_begin):
     del params, tokens, count, begins, rows, all_begin
     return state
 
-  def decode(self, params, state, keys, budget, *, columns, sampling):
-    del params, keys, sampling
-    tokens = np.zeros((len(state), columns), np.int32)
-    count = np.zeros((len(state),), np.int32)
-    for i, row in enumerate(state):
+  def decode(self, params, state, keys, budget, *, columns, sampling, rows, enough):
+    del params, keys, sampling, enough
+    part = state if rows is None else state[rows]
+    tokens = np.zeros((len(part), columns), np.int32)
+    count = np.zeros((len(part),), np.int32)
+    for i, row in enumerate(part):
       if budget[i]:
         ids = self._replies[row][self._turn]
         tokens[i, : len(ids)], count[i] = ids, len(ids)
     self._turn += 1
     nothing = np.zeros(tokens.shape, np.float32)
-    fields = (tokens, nothing, nothing, nothing, count, np.zeros(len(state), bool))
+    fields = (tokens, nothing, nothing, nothing, count, np.zeros(len(part), bool))
     return state, Reply(*(jax.numpy.asarray(x) for x in fields)), np.asarray(False)
 
 

@@ -215,7 +215,7 @@ def test_the_sampler_reuses_its_cache():
     keys = jax.random.split(jax.random.key(0), 4)
     again, _, _ = sampler.decode(params, after, keys, np.full(4, 6), columns=6, sampling=PLAIN)
     assert all(x.is_deleted() for x in jax.tree.leaves(after))
-    moved = sampler.arrange(again, np.arange(4, dtype=np.int32), 48)
+    moved = sampler.resize(again, 48)
   assert all(x.is_deleted() for x in jax.tree.leaves(again.cache))
   assert not any(x.is_deleted() for x in jax.tree.leaves((moved, params)))
 

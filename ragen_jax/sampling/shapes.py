@@ -1,0 +1,85 @@
+"""The sizes that the sampler's programs are compiled for: a few of each, whatever the lengths of prompts and replies.
+
+`agent.sampler_speaker` chooses from them, and `compilers.lengths` counts the programs that follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ragen_jax.utils.sizes import round_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+  """The sizes of a rollout.
+
+  Attributes:
+    rows: rows of a shard of the devices.
+    shards: number of parts that the rows are divided into.
+    max_context: most columns of a row.
+    chunk: columns that a call of `decode` writes.
+    step: the smallest cache; larger ones, and prompts, are multiples of it and of a quarter of it.
+  """
+
+  rows: int
+  shards: int
+  max_context: int
+  chunk: int
+  step: int
+
+  @property
+  def fed(self) -> int:
+    """Rows of a shard that a call of `extend` feeds, unless it feeds all: a quarter."""
+    return max(self.rows // 4, 1)
+
+  @property
+  def decoded(self) -> tuple[int, ...]:
+    """Rows of a shard that `decode` may run on, in descending order: all, and 12, 8, 5 and 2 sixteenths.
+
+    Parts have at least two rows, with which a product of matrices is not one of vectors, and four of all shards.
+    """
+    parts = (self.rows * n // 16 for n in (12, 8, 5, 2) if self.rows * n % 16 == 0)
+    return (self.rows, *(n for n in parts if n > 1 and n * self.shards >= 4))
+
+  @property
+  def caches(self) -> tuple[int, ...]:
+    """Columns of the cache, in ascending order: a quarter, a half and all of the largest one."""
+    largest = largest_cache(self.max_context, self.chunk, self.step)
+    return tuple(sorted({round_up(-(-largest // n), self.step) for n in (4, 2, 1)}))
+
+  def cache(self, columns: int) -> int:
+    """The smallest cache with so many columns."""
+    return next((size for size in self.caches if size >= columns), round_up(columns, self.step))
+
+  def calls(self, fed: int) -> tuple[int, int]:
+    """How often `extend` is called to feed `fed` rows of the shard with most, and the rows of a shard in each call."""
+    calls = -(-fed // self.fed)
+    return (calls, self.fed) if calls * self.fed < self.rows else (1, self.rows)
+
+  def decoded_rows(self, live: int) -> int:
+    """The fewest rows of a shard that `decode` may run on if `live` of them must be among them."""
+    return min(n for n in self.decoded if n >= live)
+
+  def enough(self, decoded: int) -> int:
+    """Complete replies of a shard for which `decode` ends early, of `decoded` rows, so that their rows can be fed."""
+    return min(self.fed, max(decoded // 4, 1))
+
+  def width(self, tokens: int, before: int) -> int:
+    """Columns of a prompt of `tokens` tokens that follows up to `before` columns.
+
+    One of two sizes an octave, 2^n or 3 * 2^(n-1) quarters of `step`. Where the cache would be too short for it, a
+    multiple of `step`, or else of a quarter.
+    """
+    unit = max(self.step // 4, 1)
+    quarters = max(-(-tokens // unit), 1)
+    size = 1 << (quarters - 1).bit_length()
+    if size >= 4 and quarters <= size * 3 // 4:
+      size = size * 3 // 4
+    sizes = (size, round_up(quarters, 4), quarters)
+    return next((n * unit for n in sizes if before + n * unit <= self.caches[-1]), quarters * unit)
+
+
+def largest_cache(max_context: int, chunk: int, step: int) -> int:
+  """The most columns that a cache needs: a row of full length, and what a program writes behind it."""
+  return round_up(max_context + max(step // 4, chunk, 1), step)
