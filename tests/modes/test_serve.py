@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import signal
+import subprocess
 import threading
 
 import pytest
@@ -75,8 +76,8 @@ def test_what_cannot_be_served(tmp_path, monkeypatch, fields, message):
 @pytest.mark.slow
 def test_an_interrupt_ends_the_program(tmp_path):
   flags = [f'--config.{name}={value}' for name, value in _SMALL.items()]
-  program = start_main('--config=configs/frozenlake_ppo.py', '--mode=serve', *flags, f'--workdir={tmp_path}', text=True,
-                       stderr=-1)  # fmt: skip
+  given = ['--config=configs/frozenlake_ppo.py', '--mode=serve', '--config.eval.step=base', f'--workdir={tmp_path}']
+  program = start_main(*given, *flags, text=True, stderr=subprocess.PIPE)
   lines = []
   try:
     for line in program.stderr:
