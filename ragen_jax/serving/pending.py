@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -96,7 +97,8 @@ class Pending:
 
   async def choices(self) -> list[Choice]:
     """All replies, when they are complete and stored; raises ApiError if the request failed."""
-    async for news in self.follow():
-      if isinstance(news, list):
-        return news
+    async with contextlib.aclosing(self.follow()) as following:
+      async for news in following:
+        if isinstance(news, list):
+          return news
     raise AssertionError('follow ends with the replies')
