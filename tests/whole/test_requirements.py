@@ -52,7 +52,8 @@ def test_every_requirement_is_imported():
 
 def test_everything_that_the_program_imports_is_required():
   packages = _imported('ragen_jax', 'configs', 'main.py') - OPTIONAL
-  required = {*_requirements('requirements.txt'), *_requirements('requirements-endpoint.txt')}
+  files = ('requirements.txt', 'requirements-endpoint.txt', 'requirements-serve.txt')
+  required = {name for file in files for name in _requirements(file)}
   missing = {package for package in packages if not _distributions({package}) & required}
   assert missing == set()
 
@@ -65,4 +66,6 @@ def test_extras_are_files_of_their_own(file):
 
 
 def test_the_tests_install_what_the_extras_need():
-  assert set(_requirements('requirements-endpoint.txt').values()) <= set(_requirements('requirements-dev.txt').values())
+  installed = set(_requirements('requirements-dev.txt').values())
+  for file in ('requirements-endpoint.txt', 'requirements-serve.txt'):
+    assert set(_requirements(file).values()) <= installed
