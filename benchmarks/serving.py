@@ -1,24 +1,31 @@
 """Calls and tokens a second of the serving engine against the number of callers.
 
   python benchmarks/serving.py
+  python benchmarks/serving.py --http        # each call goes through the server, and is stored
   python benchmarks/serving.py --shape=0.5b --prompt=512 --reply=128      # random weights, for an accelerator
 
 Each caller plays conversations: a first prompt, then in each turn a reply and an observation, as an agent does. Prompts
 are random ids; the first half of each first prompt is the same for all. Replies have no stop token, so that all runs do
 the same work. Two ways to compare with: `alone` is an engine with a single row, for one caller; `lockstep` calls the
 sampler's programs directly, once for the prompts and once for the replies of a turn of all rows, as a rollout does.
-Compilation is not timed: every run is played once before, and the fastest of several is reported. `useful` is the share
-of computed rows and steps that became a token, `idle` the share of the time in which the engine's thread had no work.
+Compilation is not timed: every run is played once before. With --http a conversation is an attempt of a rollout whose
+prompts are ids, and each caller keeps its connection.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import http.client
 import json
 import pathlib
 import sys
+import tempfile
 import threading
 import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +43,18 @@ from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
 from ragen_jax.models.value_head import ActorCritic  # noqa: E402
 from ragen_jax.sampling.draw import PLAIN  # noqa: E402
 from ragen_jax.sampling.sampler import Sampler  # noqa: E402
+from ragen_jax.serving.app import App, AppSettings  # noqa: E402
+from ragen_jax.serving.chat_format import QwenFormat  # noqa: E402
 from ragen_jax.serving.engine import Engine  # noqa: E402
+from ragen_jax.serving.lifecycle import Lifecycle  # noqa: E402
+from ragen_jax.serving.records import Limits, NewRollout  # noqa: E402
+from ragen_jax.serving.reply_reader import BadCalls  # noqa: E402
+from ragen_jax.serving.server import HttpServer  # noqa: E402
+from ragen_jax.serving.service import Service, ServiceSettings  # noqa: E402
 from ragen_jax.serving.settings import EngineSettings  # noqa: E402
+from ragen_jax.serving.store import Store  # noqa: E402
 from ragen_jax.serving.types import GenerateRequest, SamplingParams  # noqa: E402
+from ragen_jax.serving.wire.spec import Limits as WireLimits  # noqa: E402
 
 # A reply that takes longer has hung.
 _PATIENCE = 600.0
@@ -71,25 +87,72 @@ class Work:
     return self.prompt + self.turns * self.reply + (self.turns - 1) * self.observation
 
 
-def play(engine: Engine, work: Work, conversation: int) -> None:
-  """A conversation, call by call."""
+Ask = Callable[[int, list[int]], Sequence[int]]  # number of a conversation, and its ids so far -> ids of the reply
+
+
+def ask_engine(engine: Engine, work: Work, conversation: int, row: list[int]) -> Sequence[int]:
+  """A call of the engine itself."""
   params = SamplingParams(1.0, 1.0, 0, max_tokens=work.reply, stop=(), top_logprobs=0)
+  done, outcomes = threading.Event(), []
+
+  def on_done(outcome):
+    outcomes.append(outcome)
+    done.set()
+
+  engine.submit(GenerateRequest(tuple(row), (0, conversation), params), lambda _: None, on_done)
+  if not done.wait(_PATIENCE) or isinstance(outcomes[0], BaseException):
+    raise RuntimeError(f'conversation {conversation}: {outcomes or "no reply"}')
+  return outcomes[0].ids
+
+
+class Server:
+  """A server with a store; `ask` is a call over HTTP."""
+
+  def __init__(self, engine: Engine, tokenizer: ChatTokenizer, work: Work, stack: contextlib.ExitStack):
+    directory = stack.enter_context(tempfile.TemporaryDirectory())
+    self._lifecycle = Lifecycle(stack.enter_context(Store(f'{directory}/agents.sqlite')), time.time)
+    sampling = SamplingParams(1.0, 1.0, 0, max_tokens=work.reply, stop=(), top_logprobs=0)
+    context = engine.settings.max_context
+    settings = ServiceSettings(
+      model='policy', limits=WireLimits(work.vocab, context + 1, 1, 1, 1, lenient=False), training=sampling,
+      evaluation=sampling, trained='.*', bad_calls=BadCalls.CONTENT, max_calls=work.turns, grace_s=1.0,
+    )  # fmt: skip
+    chat_format = QwenFormat(tokenizer, keep_thoughts=True)
+    service = Service(settings, engine, self._lifecycle, tokenizer, chat_format)
+    limits = Limits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
+    settings = AppSettings('no admin calls', False, 1 << 24, limits, creates=False)
+    app = App(settings, service, engine.stats, tokenizer.token_bytes)
+    self._http = stack.enter_context(HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 1024))
+    self._of_caller = threading.local()
+
+  def ask(self, conversation: int, row: list[int]) -> Sequence[int]:
+    """The reply to the ids of a conversation; the first call of one begins an attempt."""
+    mine = self._of_caller
+    if getattr(mine, 'conversation', None) != conversation:
+      limits = Limits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
+      new = NewRollout('', conversation, '', 'train', limits, None, (0, conversation))
+      mine.key = self._lifecycle.start(self._lifecycle.create(new).rollout_id, 'benchmark').api_key
+      mine.conversation = conversation
+    if not hasattr(mine, 'connection'):
+      address = urllib.parse.urlsplit(self._http.url)
+      mine.connection = http.client.HTTPConnection(address.hostname, address.port, timeout=_PATIENCE)
+    body = json.dumps({'model': 'policy', 'prompt': row, 'return_token_ids': True})
+    mine.connection.request('POST', '/v1/completions', body, {'Authorization': f'Bearer {mine.key}'})
+    answer = json.loads(mine.connection.getresponse().read())
+    if 'choices' not in answer:
+      raise RuntimeError(f'conversation {conversation}: {answer}')
+    return answer['choices'][0]['token_ids']
+
+
+def play(ask: Ask, work: Work, conversation: int) -> None:
+  """A conversation, call by call."""
   row: list[int] = []
   for part in work.parts(conversation):
     row += part
-    done, outcomes = threading.Event(), []
-
-    def on_done(outcome, done=done, outcomes=outcomes):
-      outcomes.append(outcome)
-      done.set()
-
-    engine.submit(GenerateRequest(tuple(row), (0, conversation), params), lambda _: None, on_done)
-    if not done.wait(_PATIENCE) or isinstance(outcomes[0], BaseException):
-      raise RuntimeError(f'conversation {conversation}: {outcomes or "no reply"}')
-    row += outcomes[0].ids
+    row += ask(conversation, row)
 
 
-def run(engine: Engine, work: Work, callers: int, conversations: int) -> float:
+def run(ask: Ask, work: Work, callers: int, conversations: int) -> float:
   """Seconds that some callers take for some conversations together."""
   left, lock, errors = iter(range(conversations)), threading.Lock(), []
 
@@ -100,7 +163,7 @@ def run(engine: Engine, work: Work, callers: int, conversations: int) -> float:
       if conversation is None:
         return
       try:
-        play(engine, work, conversation)
+        play(ask, work, conversation)
       except RuntimeError as e:
         errors.append(e)
 
@@ -143,7 +206,7 @@ def main() -> None:
   parser.add_argument('--prompt', type=int, default=128)
   parser.add_argument('--observation', type=int, default=24)
   parser.add_argument('--reply', type=int, default=32)
-  parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--http', action='store_true')
   parser.add_argument('--out', type=pathlib.Path)
   arguments = parser.parse_args()
   model = make_model(arguments.shape)
@@ -152,41 +215,51 @@ def main() -> None:
   sampler = Sampler(model, stop_ids=(cfg.vocab_size,), vocab_limit=vocab)
   work = Work(arguments, vocab)
   params = sampler.decode_weights(nnx.split(model)[1])
-  found = {}
+  found, lines = {}, []
 
   def measure(name: str, conversations: int, seconds: float, **more: float) -> None:
     calls = conversations * work.turns
     numbers = {'calls_per_s': calls / seconds, 'tokens_per_s': calls * work.reply / seconds, **more}
     found[name] = {k: round(x, 3) for k, x in numbers.items()}
-    print(f'{name:>12}  ' + '  '.join(f'{k} {x:10.2f}' for k, x in numbers.items()), flush=True)
+    lines.append(f'{name:>12}  ' + '  '.join(f'{k} {x:10.2f}' for k, x in numbers.items()))
+    print(lines[-1], flush=True)
 
-  def engine_of(slots: int) -> Engine:
+  @contextlib.contextmanager
+  def engine_of(slots: int) -> Iterator[tuple[Engine, Ask]]:
     context = work.columns
     widths = tuple(sorted({min(width, context) for width in arguments.widths}))
     settings = EngineSettings(slots=slots, max_context=context, chunk=arguments.chunk, widths=widths, max_queue=1024)
-    engine = Engine(sampler, tokenizer, settings, params=params, version=0)
-    engine.compile()
-    return engine
+    with contextlib.ExitStack() as stack:
+      engine = stack.enter_context(Engine(sampler, tokenizer, settings, params=params, version=0))
+      engine.compile()
+      yield (
+        engine,
+        (Server(engine, tokenizer, work, stack).ask if arguments.http else functools.partial(ask_engine, engine, work)),
+      )
 
   print(f'{hardware()}; {vars(arguments)}')
-  repeats = range(arguments.repeats + 1)  # the first is not timed
-  with engine_of(1) as engine:
-    measure('alone', 4, min([run(engine, work, 1, 4) for _ in repeats][1:]))
-  with engine_of(arguments.slots) as engine:
+  with engine_of(1) as (_, ask):
+    for _ in range(2):
+      seconds = run(ask, work, 1, 4)
+    measure('alone', 4, seconds)
+  with engine_of(arguments.slots) as (engine, ask):
     for callers in arguments.callers:
       conversations = max(2 * callers, 4)
-      before, start = engine.stats(), time.perf_counter()
-      seconds = [run(engine, work, callers, conversations) for _ in repeats]
-      after, passed = engine.stats(), time.perf_counter() - start
+      run(ask, work, callers, callers)
+      before = engine.stats()
+      seconds = run(ask, work, callers, conversations)
+      after = engine.stats()
+      steps = after.row_steps - before.row_steps
       measure(
         f'{callers} callers',
         conversations,
-        min(seconds[1:]),
-        useful=(after.sampled_tokens - before.sampled_tokens) / (after.row_steps - before.row_steps),
-        idle=1 - (after.busy_seconds - before.busy_seconds) / passed,
+        seconds,
+        useful=(after.sampled_tokens - before.sampled_tokens) / steps,
+        idle=1 - (after.busy_seconds - before.busy_seconds) / seconds,
       )
-  rows = arguments.slots
-  measure('lockstep', 2 * rows, min([lockstep(sampler, params, work, rows, 2 * rows) for _ in repeats][1:]))
+  for _ in range(2):
+    seconds = lockstep(sampler, params, work, arguments.slots, 2 * arguments.slots)
+  measure('lockstep', 2 * arguments.slots, seconds)
   if arguments.out:
     record = {'hardware': hardware(), 'arguments': {k: str(x) for k, x in vars(arguments).items()}, 'found': found}
     arguments.out.write_text(json.dumps(record, indent=2) + '\n')

@@ -22,14 +22,13 @@ from ragen_jax.serving.settings import EngineSettings
 from ragen_jax.serving.types import AttemptState, SamplingParams
 from ragen_jax.serving.wire.spec import Limits as WireLimits
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.sizes import round_up
 
 _log = logging.getLogger(__name__)
 
 # The most that one request of an agent program may hold.
 _MOST_REPLIES, _MOST_MESSAGES, _MOST_TOOLS = 64, 4096, 256
 # The most calls of an attempt, if no environment says so.
-_MOST_CALLS = 100_000
+_MOST_CALLS = 10_000
 
 
 def plays_agents(config: ConfigDict) -> bool:
@@ -92,7 +91,8 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
     section: build.fill(SamplingParams, config[section], max_tokens=a.max_response_tokens, stop=(), top_logprobs=0)
     for section in ('train', 'eval')
   }
-  turns = [config.envs[tag].max_turns for tag in (*config.train.tags, *config.eval.tags)]
+  tags = (*config.train.tags, *config.eval.tags)
+  most_calls = max(config.envs[tag].max_turns for tag in tags) if trains else _MOST_CALLS
   return build.fill(
     ServerSettings,
     s,
@@ -120,7 +120,7 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
       training=of['train'],
       evaluation=of['eval'],
       bad_calls=BadCalls(s.bad_calls),
-      max_calls=max(turns) if trains else _MOST_CALLS,
+      max_calls=most_calls,
       grace_s=s.grace,
     ),
   )
@@ -131,7 +131,7 @@ def _prompt_widths(config: ConfigDict) -> tuple[int, ...]:
   step, widths = config.length_step, []
   width = max(step // 4, 1)
   while not widths or (widths[-1] < config.agent.max_context and len(widths) < 4):
-    widths.append(min(width, round_up(config.agent.max_context, max(step // 4, 1))))
+    widths.append(min(width, config.agent.max_context))
     width *= 4
   return tuple(dict.fromkeys(widths))
 

@@ -244,7 +244,7 @@ def test_a_call_that_is_cancelled_ends_as_aborted_and_frees_its_slot(gated):
   gate.allow(1)
   gate.wait()  # the first chunk was delivered
   first.wait_for_piece()
-  assert engine.stats().used == 2
+  assert engine.stats().used == 2 and engine.stats().alive
   first.ticket.cancel()
   gate.open()
   reply = first.reply()
@@ -367,6 +367,7 @@ def test_calls_that_are_open_when_the_engine_closes_end_as_aborted(endless, back
   closed.result(PATIENCE)
   assert collections.Counter(listener.reply().finish for listener in listeners) == {Finish.ABORTED: 4}
   engine.close()
+  assert not engine.stats().alive
   with pytest.raises(EngineStopped, match=r'^the engine is closed$'):
     submit(engine, request((9,)))
   with pytest.raises(EngineStopped, match=r'^the engine is closed$'):

@@ -68,6 +68,7 @@ def test_ids_and_groups_are_made_where_none_are_given(lifecycle):
     ({'rollout_id': 'a/b'}, r"^rollout_id='a/b'; allowed: 1 to 128 letters"),
     ({'rollout_id': 'a' * 129}, r'^rollout_id='),
     ({'rollout_id': 3}, r'^rollout_id=3; '),
+    ({'rollout_id': []}, r'^rollout_id=\[\]; '),
     ({'group': 'a\nb'}, r'^group='),
     ({'group': 'a' * 201}, r'^group='),
     ({'group': None}, r'^group=None; allowed: at most 200 printable characters$'),

@@ -11,6 +11,7 @@ from ragen_jax.serving.messages import (
   Role,
   ToolCall,
   canonical,
+  from_canonical,
   from_chat,
   from_responses,
   parse_json,
@@ -141,3 +142,13 @@ def test_text_that_is_no_json_is_an_error(text):
   with pytest.raises(ValueError):
     parse_json(text)
   assert canonical(_assistant('', text)) == canonical(_assistant('', text))
+
+
+def test_a_canonical_text_is_read_as_a_message_that_says_the_same():
+  calls = (ToolCall('c1', 'f', '{"b": 1, "a": "ü"}'), ToolCall('c2', 'g', 'no JSON'))
+  for message in (
+    Message(Role.USER, 'a\n"b"'), Message(Role.ASSISTANT, '', calls, reasoning='hm'),
+    Message(Role.TOOL, '3', call_id='c1'),
+  ):  # fmt: skip
+    read = from_canonical(canonical(message))
+    assert canonical(read) == canonical(message) and (read.role, read.text) == (message.role, message.text)

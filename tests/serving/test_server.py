@@ -42,6 +42,24 @@ def test_it_serves_until_it_is_closed():
   server.close()  # again
 
 
+def test_answers_do_not_wait_for_acknowledgements():
+  seen = []
+
+  async def look(scope, receive, send):
+    loop = asyncio.get_running_loop()
+    # The server's connections are sockets of the loop's selector.
+    for key in list(loop._selector.get_map().values()):
+      sock = socket.socket(fileno=socket.dup(key.fd)) if key.fd else None
+      with sock:
+        if sock.family == socket.AF_INET and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+          seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+    await hello(scope, receive, send)
+
+  with HttpServer(look, lambda: None, '127.0.0.1', 0, 8) as server:
+    get(server.url)
+  assert seen and all(seen)
+
+
 def test_an_address_that_is_taken_is_one_line():
   with socket.socket() as taken:
     taken.bind(('127.0.0.1', 0))

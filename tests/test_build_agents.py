@@ -1,0 +1,86 @@
+"""The parts of a run with agent programs are made as its config says."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import sys
+import types
+
+import pytest
+
+from ragen_jax import build_agents
+from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.utils.errors import UserError
+from tests.support.configs import small_config
+
+_AGENT = {'train.tags': ('Agent',), 'eval.tags': ('Agent',)}
+
+
+@pytest.fixture
+def model():
+  """What the settings ask of a model."""
+  return types.SimpleNamespace(tokenizer=types.SimpleNamespace(stop_ids=(5,), pad_id=6, size=300))
+
+
+@pytest.mark.parametrize('step', [1, 16, 64, 256])
+@pytest.mark.parametrize('context', [2, 100, 512, 32768])
+def test_prompts_are_fed_in_a_few_widths(step, context):
+  config = small_config({'length_step': step, 'agent.max_context': context})
+  widths = build_agents._prompt_widths(config)
+  assert 1 <= len(widths) <= 4 and list(widths) == sorted(set(widths)) and widths[0] >= 1
+  assert all(b <= 4 * a for a, b in itertools.pairwise(widths))
+
+
+@pytest.mark.parametrize('fields', [{}, {'agent.max_context': 100, 'length_step': 256}, {'agent.max_context': 6000}])
+def test_the_engine_takes_the_widths(model, fields):
+  settings = build_agents.server_settings(small_config(fields), model)
+  assert isinstance(settings.engine, EngineSettings) and settings.engine.max_context == settings.service.limits.context
+
+
+def test_the_calls_of_an_attempt(model):
+  config = small_config({'envs.Agent.max_turns': 7, 'envs.FrozenLake.max_turns': 3})
+  assert build_agents.server_settings(config, model).service.max_calls == 10_000
+  with config.unlocked():
+    config.update_from_flattened_dict(_AGENT)
+  assert build_agents.server_settings(config, model).service.max_calls == 7
+
+
+def test_training_and_evaluation_are_collected_in_their_own_ways(model):
+  config = small_config({**_AGENT, 'serve.incomplete': 'drop', 'train.group_size': 3, 'eval.temperature': 0.25})
+  train, evaluation = (build_agents.agent_settings(config, model, s) for s in ('train', 'eval'))
+  assert (train.mode, evaluation.mode) == ('train', 'val')
+  assert (train.episodes.group_size, evaluation.episodes.group_size) == (3, 1)
+  assert (train.episodes.incomplete, evaluation.episodes.incomplete) == ('drop', 'keep')
+  assert evaluation.episodes.temperature == 0.25 and train.episodes.stop_id == 5 and train.episodes.pad_id == 6
+
+
+def test_access_without_a_key_is_for_this_machine(model):
+  for host, allowed in (
+    ('127.0.0.1', True),
+    ('localhost', True),
+    ('::1', True),
+    ('0.0.0.0', False),
+    ('10.0.0.1', False),
+  ):
+    assert build_agents.server_settings(small_config({'serve.host': host}), model).open_access is allowed
+
+
+def test_a_missing_package_is_one_line(monkeypatch):
+  wanted = builtins.__import__
+
+  def without(name, *arguments, **options):
+    if name.partition('.')[0] == 'uvicorn':
+      raise ModuleNotFoundError("No module named 'uvicorn'", name='uvicorn')
+    return wanted(name, *arguments, **options)
+
+  for name in ('ragen_jax.serving.open_server', 'ragen_jax.serving.server'):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  monkeypatch.setattr(builtins, '__import__', without)
+  with pytest.raises(UserError, match=r"needs the package uvicorn; install it with 'pip install -r requirements-serve"):
+    build_agents.import_open_server()
+
+
+def test_other_runs_open_no_server(tmp_path):
+  with build_agents.open_players(small_config(), None, str(tmp_path)) as players:
+    assert players == {'train': None, 'eval': None} and not list(tmp_path.iterdir())
