@@ -265,7 +265,7 @@ MUTATIONS = [
     ('jnp.where(ends, 0.0, gamma * lam)', 'jnp.where(ends, 0.0, lam)'),
     ('jnp.where(ends, end_values, next_values)', 'next_values'),
     ('jnp.where(turn_ends, targets, rewards)', 'jnp.where(turn_ends, targets + rewards, rewards)'),
-    ('jnp.lexsort((first_turn, episode))', 'jnp.argsort(episode, stable=True)'),
+    ('jnp.lexsort((turn.ravel(), episode.ravel()))', 'jnp.argsort(episode.ravel(), stable=True)'),
     ('high_level_lam = lam if high_level_lam is None else high_level_lam', 'high_level_lam = lam'),
   ),
   *_of(
@@ -326,7 +326,7 @@ MUTATIONS = [
     ('jnp.where((count > 0)[:, None], last, state.hidden)', 'last'),
     ('live & ~stopped', 'live', 'sampling/test_sampler.py'),
     ('.shape[-1]) < vocab_limit', '.shape[-1]) <= vocab_limit', 'sampling/test_sampler.py'),
-    ('logits if greedy else logits / temperature', 'logits', 'sampling/test_sampler.py'),
+    ('logits / temperature if divided else logits', 'logits', 'sampling/test_sampler.py'),
   ),
   *_of(
     'sampling/kv_cache.py', 'sampling/test_kv_cache.py',
