@@ -12,6 +12,7 @@ from ragen_jax import build, build_agents
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.player import EnvironmentPlayer
+from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.types import RolloutState
 from ragen_jax.utils.errors import UserError
@@ -90,6 +91,19 @@ def test_rollouts_that_the_store_holds_are_not_played_again(played):
   np.testing.assert_array_equal(again.trajectory.tokens, rollout.trajectory.tokens)
   np.testing.assert_array_equal(again.trajectory.logprobs, rollout.trajectory.logprobs)
   assert {r.attempts for r in records} == {1}
+
+
+def test_greedy_evaluations_are_greedy(policy, tmp_path):
+  config, params, key = agents_config(), param_state(policy.model), jax.random.key(5)
+  limits = small_config(agent__max_context=512, agent__max_response_tokens=32, envs__FrozenLake__max_turns=5)
+  specs = build.env_specs(limits, ('FrozenLake',), (2,))
+  inside = EnvironmentPlayer(build.agent_proxy(limits, policy.tokenizer, policy.sampler, specs, 1), policy.sampler)
+  with build_agents.open_players(config, policy, str(tmp_path)) as players:
+    found = [players['eval'].play(params, key, sampling, FIRST) for sampling in (GREEDY, Sampling(0.5, 1.0, 0))]
+    store = players['eval']._server.lifecycle.store
+    drawn = {call.params.temperature for r in store.completed(0, 100) for call in store.calls(r.attempt_id)}
+  assert drawn == {0.0, 0.5}
+  np.testing.assert_array_equal(found[0].trajectory.tokens, inside.play(params, key, GREEDY, FIRST).trajectory.tokens)
 
 
 def test_agents_that_fail_end_the_run_with_the_reason(policy, tmp_path):

@@ -271,12 +271,15 @@ def test_calls_of_nobody_are_sampled_as_in_evaluation_and_not_stored(server):
   assert server.store.counts() == {} or not any(server.store.counts().values())
 
 
-def test_a_seed_replaces_the_key(server):
-  one, other = server.attempt(key=(1, 2)), server.attempt(key=(3, 4))
+def test_a_seed_replaces_the_key_except_in_training(server):
+  one, other = server.attempt(key=(1, 2), mode='val'), server.attempt(key=(3, 4), mode='val')
   for task, options in ((one, {}), (other, {}), (one, {'seed': 7}), (other, {'seed': 7})):
     chat(server.client(task), **options)
   keys = [r.key for r in server.engine.requests]
   assert keys[:2] == [(1, 2), (3, 4)] and keys[2] == keys[3] not in keys[:2]
+  trained = server.client(server.attempt(key=(5, 6))).chat.completions.with_raw_response
+  raw = trained.create(model='policy', messages=ASK, seed=7)
+  assert raw.headers['x-ragen-changed'] == 'seed' and server.engine.requests[4].key == (5, 6)
 
 
 # -- weights, pauses and streams that break ----------------------------------------------------------------------------
