@@ -205,7 +205,8 @@ def test_a_program_that_cannot_start_fails_the_attempt(tmp_path):
 
 @pytest.mark.parametrize('script', ["trap '' TERM; ", 'trap "exit 0" TERM; ', ''])
 def test_a_late_program_is_killed_with_its_children(tmp_path, script):
-  script += 'sleep 1000 & echo $! $$ > pids.tmp; echo waiting; mv pids.tmp pids; while true; do wait; done'
+  script += 'sleep 120 & echo $! $$ > pids.tmp; echo waiting; mv pids.tmp pids; '
+  script += 'n=0; while [ $n -lt 100000 ]; do wait; n=$((n + 1)); done'  # ends by itself if the test is killed
   watch = Watch(_LONG)
   late = threading.Thread(target=lambda: _until_exists(tmp_path / 'pids') and watch.cancel())
   late.start()
@@ -217,7 +218,7 @@ def test_a_late_program_is_killed_with_its_children(tmp_path, script):
 
 
 def test_a_program_may_clean_up(tmp_path):
-  script = 'trap "echo gone > cleaned; exit" TERM; touch ready; sleep 1000 & wait'
+  script = 'trap "echo gone > cleaned; exit" TERM; touch ready; sleep 120 & wait'
   watch = Watch(_LONG)
   late = threading.Thread(target=lambda: _until_exists(tmp_path / 'ready') and watch.cancel())
   late.start()
@@ -239,7 +240,7 @@ def test_a_program_takes_too_long():
 
 
 def test_children_that_a_program_leaves_are_killed(tmp_path):
-  assert _shell('sleep 1000 & echo $! > pid', cwd=tmp_path).state == AttemptState.SUCCEEDED
+  assert _shell('sleep 120 & echo $! > pid', cwd=tmp_path).state == AttemptState.SUCCEEDED
   assert _ends((tmp_path / 'pid').read_text().strip())
 
 
