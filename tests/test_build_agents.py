@@ -34,16 +34,16 @@ def test_prompts_are_fed_in_a_few_widths(step, context):
 
 @pytest.mark.parametrize('fields', [{}, {'agent.max_context': 100, 'length_step': 256}, {'agent.max_context': 6000}])
 def test_the_engine_takes_the_widths(model, fields):
-  settings = build_agents.server_settings(small_config(fields), model)
+  settings = build_agents.server_settings(small_config(fields), model, trains=True)
   assert isinstance(settings.engine, EngineSettings) and settings.engine.max_context == settings.service.limits.context
 
 
-def test_the_calls_of_an_attempt(model):
-  config = small_config({'envs.Agent.max_turns': 7, 'envs.FrozenLake.max_turns': 3})
-  assert build_agents.server_settings(config, model).service.max_calls == 10_000
-  with config.unlocked():
-    config.update_from_flattened_dict(_AGENT)
-  assert build_agents.server_settings(config, model).service.max_calls == 7
+def test_a_trainer_limits_calls_and_creates_the_rollouts(model):
+  config = small_config({**_AGENT, 'envs.Agent.max_turns': 7, 'envs.FrozenLake.max_turns': 3, 'serve.timeout': 9.0})
+  train, serve = (build_agents.server_settings(config, model, trains=trains) for trains in (True, False))
+  assert (train.service.max_calls, serve.service.max_calls) == (7, 10_000)
+  assert (train.creates, serve.creates) == (False, True)
+  assert train.rollout_limits.timeout_s == serve.rollout_limits.timeout_s == 9.0
 
 
 def test_training_and_evaluation_are_collected_in_their_own_ways(model):
@@ -63,7 +63,7 @@ def test_access_without_a_key_is_for_this_machine(model):
     ('0.0.0.0', False),
     ('10.0.0.1', False),
   ):
-    assert build_agents.server_settings(small_config({'serve.host': host}), model).open_access is allowed
+    assert build_agents.server_settings(small_config({'serve.host': host}), model, trains=False).open_access is allowed
 
 
 def test_a_missing_package_is_one_line(monkeypatch):
