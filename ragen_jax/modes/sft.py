@@ -48,7 +48,6 @@ from ragen_jax.sft.packing import batches
 from ragen_jax.sft.skipped import SkippedSteps, diverged
 from ragen_jax.sft.trainer import SftSettings, SftTrainer
 from ragen_jax.training.run_log import RunLog
-from ragen_jax.training.scoring import ScoringSettings
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import EpisodeWriter
 
@@ -137,7 +136,7 @@ def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:
   """The trainer of a warm start, with fresh optimiser state."""
   o = config.optimizer
   settings = build.fill(SftSettings, config.sft, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
-  scoring = build.fill(ScoringSettings, config.model, temperature=1.0, vocab_limit=policy.tokenizer.size)
+  scoring = build.scoring_settings(config, policy, temperature=1.0)
   return SftTrainer(settings, scoring, policy.model, policy.mesh)
 
 

@@ -16,6 +16,11 @@ from tests.support.configs import assert_refused, small_config
 _check = functools.partial(check_config, weights=False)
 
 
+@pytest.mark.parametrize('remat', [False, True, 'elementwise', 'auto'])
+def test_every_choice_of_what_is_computed_again_is_allowed(remat):
+  _check(small_config(model__remat=remat))
+
+
 @pytest.mark.parametrize(
   ('field', 'value', 'message'),
   [
@@ -49,6 +54,8 @@ _check = functools.partial(check_config, weights=False)
     ('model.preset', 'gpt', r"model\.preset='gpt'.*tiny"),
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),
     ('model.dtype', 'int8', r"model\.dtype='int8'.*bfloat16"),
+    ('model.remat', 'some', r"model\.remat='some': allowed: auto, False, elementwise, True"),
+    ('model.remat', 1, r'model\.remat=1: allowed: auto'),
     ('model.attention', 'flash', r"model\.attention='flash'.*auto.*splash"),
     ('model.attention', 'splash', r"model\.attention='splash': runs on TPUs"),
     ('train.top_p', 0.9, r"algorithm\.old_logprobs='sampler'.*'trainer'"),

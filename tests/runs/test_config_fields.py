@@ -68,6 +68,7 @@ def test_a_longer_run_is_free_unless_the_learning_rate_depends_on_its_length():
     ('monitor.information_samples', False, True, False, False),
     ('mesh.data', True, False, True, False),
     ('model.attention', True, True, True, False),
+    ('model.remat', True, True, True, False),
     ('checkpoint.keep', True, True, True, False),
     ('sft.steps', True, False, True, False),
     ('sft.output', True, True, True, False),
