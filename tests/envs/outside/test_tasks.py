@@ -50,5 +50,5 @@ def test_a_file_that_is_too_large(tmp_path, monkeypatch):
 def test_there_are_no_turns():
   tasks = AgentTasks()
   assert envs.AgentTasks is AgentTasks and tasks.name == 'agent' and tasks.rules()
-  with pytest.raises(ValueError, match='not turn by turn'):
+  with pytest.raises(TypeError, match='not played turn by turn'):
     tasks.open(4)
