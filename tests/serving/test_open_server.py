@@ -42,7 +42,7 @@ def policy():
 
 @pytest.fixture(scope='module')
 def server(policy, tmp_path_factory):
-  settings = build_agents.server_settings(_config(), policy, trains=True)
+  settings = build_agents.server_settings(_config(), policy, trains=False)
   with open_server(settings, policy, param_state(policy.model), 2, str(tmp_path_factory.mktemp('run'))) as opened:
     yield opened
 
@@ -142,7 +142,7 @@ def test_a_client_that_goes_away_frees_its_place(server):
 
 
 def test_after_a_restart_local_attempts_are_played_again_and_others_go_on(policy, tmp_path):
-  settings = build_agents.server_settings(_config(), policy, trains=True)
+  settings = build_agents.server_settings(_config(), policy, trains=False)
   params = param_state(policy.model)
   with open_server(settings, policy, params, 0, str(tmp_path)) as server:
     local, remote = begin(server, LOCAL_WORKER), begin(server, 'elsewhere')
@@ -175,7 +175,7 @@ def test_the_admin_key(monkeypatch):
 
 def test_open_access_is_for_this_machine_only(policy, tmp_path, monkeypatch):
   monkeypatch.setenv(ADMIN_KEY, 'a-key-of-16-chars')
-  settings = dataclasses.replace(build_agents.server_settings(_config(), policy, trains=True), host='0.0.0.0')
+  settings = dataclasses.replace(build_agents.server_settings(_config(), policy, trains=False), host='0.0.0.0')
   opened = open_server(settings, policy, param_state(policy.model), 0, str(tmp_path))
   with pytest.raises(UserError, match=r'calls without a key are allowed on 127\.0\.0\.1 only'), opened:
     pass
