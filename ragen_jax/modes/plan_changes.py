@@ -16,6 +16,8 @@ from ragen_jax.utils.errors import UserError
 
 # Upper limit for the number of accepted changes in `fit`.
 _MAX_CHANGES = 24
+# Chunks of logits to try, each after the one before was not enough.
+_LOGITS_CHUNKS = (1024, 256)
 # The fields of the `-lora` variant of a config that affect memory.
 ADAPTERS = {'lora.rank': 64, 'model.param_dtype': 'bfloat16'}
 
@@ -69,8 +71,9 @@ def candidates(config: ConfigDict, phase: str, rows: int) -> Iterator[dict[str, 
   if phase == 'update':
     if config.model.remat is False:
       yield {'model.remat': True}
-    if not 0 < config.model.logits_chunk <= 1024:
-      yield {'model.logits_chunk': 1024}
+    chunk = next((n for n in _LOGITS_CHUNKS if not 0 < config.model.logits_chunk <= n), 0)
+    if chunk:
+      yield {'model.logits_chunk': chunk}
     if o.micro_batch_size and o.micro_batch_size % 2 == 0:
       yield {'optimizer.micro_batch_size': o.micro_batch_size // 2}
   elif phase == 'evaluation':

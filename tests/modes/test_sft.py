@@ -25,8 +25,9 @@ from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
-from ragen_jax.training.scoring import ScoringSettings, score_tokens
+from ragen_jax.training.scoring import score_tokens
 from ragen_jax.utils.errors import Diverged, UserError
+from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
@@ -62,7 +63,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=0.5, hurry=0.5)
   demonstrator = Demonstrator(np.random.default_rng(9), style)
   trajectory = AgentProxy(EnvStateManager(specs, 1), context, limits).rollout(demonstrator, 5000).trajectory
-  scoring = build.fill(ScoringSettings, config.model, temperature=1.0, vocab_limit=0)
+  scoring = learning.scoring()
   columns, mask = sampled_columns(trajectory.loss_mask)
   best = at_columns(trajectory.values, columns, mask)[mask]
   _, _, values = score_tokens(policy.model, trajectory.tokens, columns, scoring)
