@@ -116,6 +116,7 @@ def test_overlong_contexts_drop_turns_and_never_outgrow_their_columns(played):
     assert t.length.max() > 150  # it really was at the limit
 
 
+@pytest.mark.slow
 def test_a_context_too_short_for_its_window_ends_or_drops(tmp_path):
   for overlong, ended in (('end', True), ('drop_oldest', False)):
     config = small_config(

@@ -77,6 +77,7 @@ def test_neither_loss_reaches_the_other_model():
   assert policy == 0 and critic > 0
 
 
+@pytest.mark.slow
 def test_an_update_is_that_of_two_models_each_with_its_own_clip():
   """Against runs without the other's loss: the policy with a value head that learns nothing, the critic as a policy."""
   model = _separate()

@@ -49,6 +49,7 @@ def compiled():
   return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
   for program in ('accumulate', 'score'):
     whole, one, two = (compiled[name][program] for name in ('whole', 'chunk_128', 'chunk_256'))
@@ -61,26 +62,31 @@ def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
     assert compiled['chunk_128_twice'][program] < 1.1 * one
 
 
+@pytest.mark.slow
 def test_a_prompt_makes_no_logits(compiled):
   assert compiled['rollout']['extend'] * 8 < PROMPT_LOGITS / 4  # of all eight devices together
 
 
+@pytest.mark.slow
 def test_recomputed_layers_keep_less(compiled):
   assert compiled['remat']['accumulate'] < 0.5 * compiled['keep']['accumulate']
 
 
+@pytest.mark.slow
 def test_attention_in_blocks_holds_no_scores_of_all_queries(compiled):
   scores = 8 * 8 * 1024 * 1024 * 4
   assert compiled['attention_whole'] > 2 * scores
   assert compiled['attention_blocks'] < scores / 4
 
 
+@pytest.mark.slow
 def test_on_a_mesh_each_device_works_on_its_own_rows(compiled):
   """Eight devices, eight rows, weights divided: an eighth of the activations, which the compiler does not see to."""
   assert compiled['fsdp']['accumulate'] < compiled['one_device']['accumulate'] / 5
   assert compiled['fsdp_left_alone']['accumulate'] > compiled['one_device']['accumulate'] / 3
 
 
+@pytest.mark.slow
 def test_the_plan_is_what_a_mesh_of_eight_really_holds(compiled):
   real, planned = compiled['real'], compiled['real']['planned']
   assert planned['weights (float32)'] == real['params']
