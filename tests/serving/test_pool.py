@@ -251,7 +251,8 @@ def test_no_task_is_claimed_while_too_many_agents_hang(lifecycle, monkeypatch):
     assert _states(lifecycle)['c'] == 'queued' and pool.progress().running == 0
     go_on.set()
     _wait(lifecycle, lambda: _states(lifecycle)['c'] == 'succeeded')
-    assert pool.progress().abandoned == 0
+    # Either thread's end lets `c` be claimed; the other's may come later.
+    _wait(lifecycle, lambda: pool.progress().abandoned == 0)
 
 
 def test_a_queue_waits_for_a_rollout(lifecycle):
