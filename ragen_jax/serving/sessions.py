@@ -108,7 +108,6 @@ class Session:
     self._aborted: collections.Counter[bytes] = collections.Counter()  # of the same digests
     self._agents: set[str] = set()
     self._requests = 0
-    self._latest: dict[str, int] = {}  # digest of a request's body -> the latest such request
 
   @classmethod
   def from_calls(cls, attempt_id: str, chat_format: Format, calls: Iterable[StoredCall]) -> Session:
@@ -178,27 +177,6 @@ class Session:
   def release(self, plan: Plan) -> None:
     """Gives back the row of a plan that will not be committed. Does nothing if it is not reserved."""
     self._running.pop(plan, None)
-
-  def find_retry(self, digest: str) -> tuple[Plan | StoredCall, ...]:
-    """The latest request with a digest: for each choice its plan if it is running, or its recorded call.
-
-    A client that repeats a request, and says so, waits for the running calls or gets the recorded replies. A request
-    that is not marked as a repetition is a new sample.
-
-    Returns:
-      An entry for each choice; () if there is no such request, or if a choice was aborted or released.
-    """
-    latest = self._latest.get(digest) if digest else None
-    if latest is None:
-      return ()
-    found = [(p.choice, p.choices, p) for p in self._running if p.request == latest]
-    for call in self.calls:
-      if call.request_digest == digest and call.generated.finish != Finish.ABORTED:
-        told = json.loads(call.messages)
-        if told['request'] == latest:
-          found.append((told['choice'], told['choices'], call))
-    found.sort(key=lambda entry: entry[0])
-    return tuple(x for _, _, x in found) if found and len(found) == found[0][1] else ()
 
   # -- results ---------------------------------------------------------------------------------------------------------
 
@@ -276,8 +254,6 @@ class Session:
     """Numbers a request. Returns the fields that its plans have in common."""
     number = self._requests
     self._requests += 1
-    if digest:
-      self._latest[digest] = number
     return {
       'agent': agent, 'digest': digest, 'request': number, 'choices': choices, 'conversation': conversation
     }  # fmt: skip
@@ -332,9 +308,6 @@ class Session:
     told, generated = json.loads(call.messages), call.generated
     self.calls.append(call)
     self._requests = max(self._requests, told['request'] + 1)
-    if call.request_digest:
-      latest = self._latest.get(call.request_digest, -1)
-      self._latest[call.request_digest] = max(latest, told['request'])
     prompt = self._rows.get(call.row, b'') + _bytes(call.context)
     if generated.finish == Finish.ABORTED:
       self._aborted[_digest(prompt)] += 1

@@ -294,30 +294,6 @@ def test_the_ids_of_a_reply_that_looks_like_another_are_told_by_its_tool_calls()
     assert plan.row == row and plan.prompt[: len(one.prompt + reply.ids)] == one.prompt + reply.ids
 
 
-# -- retries and restarts ----------------------------------------------------------------------------------------------
-
-
-def test_a_retry_gets_the_running_or_the_recorded_choices():
-  agent = Agent()
-  session = agent.session
-  assert session.find_retry('d') == ()
-  plans = agent.plan(*START, digest='d', choices=2)
-  assert session.find_retry('d') == plans and session.find_retry('other') == () and session.find_retry('') == ()
-  second = agent.commit(plans[1], generated('b'))
-  assert session.find_retry('d') == (plans[0], second)
-  first = agent.commit(plans[0], generated('a'))
-  assert session.find_retry('d') == (first, second)
-  assert Session.from_calls('attempt', FORMAT, session.calls).find_retry('d') == (first, second)
-  # A new sample of the same request: from now on it is the one that a retry means.
-  (third,) = agent.plan(*START, digest='d', choices=1)
-  assert session.find_retry('d') == (third,)
-  session.release(third)
-  assert session.find_retry('d') == ()
-  (fourth,) = agent.plan(*START, digest='d', choices=1)
-  agent.commit(fourth, generated('a', finish=Finish.ABORTED))
-  assert session.find_retry('d') == ()
-
-
 # -- any client --------------------------------------------------------------------------------------------------------
 
 REPLIES = ('ok', 'no', '<think>t</think>ok')
