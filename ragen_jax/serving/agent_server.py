@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Any
+
+import jax
 
 from ragen_jax.serving.engine import Engine
 from ragen_jax.serving.lifecycle import Lifecycle
@@ -60,6 +64,25 @@ class AgentServer:
     """Takes open parts."""
     self.engine, self.lifecycle, self.service = engine, lifecycle, service
     self.url, self.admin_key = url, admin_key
+    self._weights: tuple[int, list[weakref.ref]] | None = None  # version and arrays of the last `use_weights`
+
+  def use_weights(self, params: Any, version: int) -> None:
+    """Has the engine sample with these weights, between two chunks; nothing happens if they are the last ones.
+
+    Replies in flight go on. What older weights have computed is computed again, so that each log-probability is that of
+    its token's version given the whole row.
+
+    Args:
+      params: see `Engine.set_weights`.
+      version: recorded for each token.
+    """
+    leaves = jax.tree.leaves(params)
+    if self._weights is not None:
+      known, arrays = self._weights
+      if known == version and len(arrays) == len(leaves) and all(a() is x for a, x in zip(arrays, leaves, strict=True)):
+        return
+    self.engine.set_weights(params, version=version, keep_cache=False)
+    self._weights = version, [weakref.ref(x) for x in leaves]
 
   def sweep(self) -> None:
     """Ends attempts that are late or give no sign of life."""

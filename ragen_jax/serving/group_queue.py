@@ -86,7 +86,7 @@ class _Group:
   rollouts: tuple[str, ...]
   left: set[str]
   cancelled: set[str] = dataclasses.field(default_factory=set)
-  oldest: tuple[float, int] | None = None
+  oldest: tuple[int, int] | None = None
 
 
 class GroupQueue:
@@ -182,8 +182,8 @@ class GroupQueue:
     if not group.left and group.oldest is None:
       group.oldest = self._oldest_version(group), record.completed
 
-  def _oldest_version(self, group: _Group) -> float:
-    """The oldest version that sampled a token of the group which may be trained; infinity if there is none."""
+  def _oldest_version(self, group: _Group) -> int:
+    """The oldest version of the group's tokens that may be trained; without such tokens the one that queued it."""
     attempts = [self._store.rollout(rollout_id).attempt_id for rollout_id in group.rollouts]
     calls = [call for attempt in attempts if attempt for call in self._store.calls(attempt)]
     versions = [
@@ -191,7 +191,7 @@ class GroupQueue:
       for call in calls
       if call.trained and call.generated.finish is not Finish.ABORTED and call.generated.ids
     ]
-    return min(versions, default=float('inf'))
+    return min(versions, default=group.queued_in)
 
   def renew_stale(self, iteration: int, key: jax.Array, *, running: bool) -> int:
     """Gives up the groups that are too old to be trained, and queues their tasks again.
