@@ -200,6 +200,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.max_attempts = 2
   # Hours for which the store keeps rollouts that are over and collected.
   config.serve.keep = 24.0
+  # 0 is synchronous: all attempts of an iteration end, then the weights change. Above 0, agents go on playing while the
+  # trainer learns, and this is the most updates between the weights that sampled a token and those that the token is
+  # trained with. Needs algorithm.tis_cap.
+  config.serve.max_staleness = 0
   # Agents whose tokens are trained, as a regular expression for the whole name; '' is the name of the default agent.
   config.serve.trained = '.*'
   # A group of which an attempt is missing, because it was cancelled or ended without a call: 'drop' it, or 'keep' the

@@ -66,7 +66,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'replay': ('groups', 'max_age'),
     'serve': (
       'timeout', 'heartbeat', 'max_attempts', 'trained', 'incomplete', 'success_reward', 'success_score',
-      'keep_thoughts', 'bad_calls',
+      'keep_thoughts', 'bad_calls', 'max_staleness',
     ),
     'monitor': (
       'ema_decay', 'echo_trap', 'baseline_steps', 'min_signals', 'patience', 'rollback_lr', 'max_rollbacks',

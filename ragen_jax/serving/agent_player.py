@@ -22,6 +22,7 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, AgentServer
+from ragen_jax.serving.client import Task
 from ragen_jax.serving.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.keys import split_key
 from ragen_jax.serving.pool import LocalQueue, Pool
@@ -230,32 +231,30 @@ def _digest(params: Any, sampling: Sampling) -> str:
 
 @contextlib.contextmanager
 def run_agents(
-  server: AgentServer, runners: Sequence[str], *, max_concurrency: int, heartbeat_s: float
+  server: AgentServer, runner: Runner | None, *, max_concurrency: int, heartbeat_s: float
 ) -> Iterator[Callable[[], Any] | None]:
   """Plays queued tasks with a runner while the block runs.
 
   Args:
     server: the server.
-    runners: `AgentTasks.runner` of all tasks.
+    runner: plays a task; None if outside workers do.
     max_concurrency: most attempts at a time.
     heartbeat_s: time between two signs of life, in seconds.
 
   Yields:
     Gives the pool's progress; None if outside workers play.
-
-  Raises:
-    UserError: the tasks have different runners, or a runner cannot be imported.
   """
-  wanted = set(runners)
-  if len(wanted) > 1:
-    raise UserError(f'envs: the tasks of one run have one runner, not {", ".join(sorted(map(repr, wanted)))}')
-  (name,) = wanted
-  if not name:
+  if runner is None:
     yield None
     return
   queue = LocalQueue(server.lifecycle, LOCAL_WORKER, server.url)
-  with Pool(queue, make_runner(name), max_concurrency, heartbeat_s, _GRACE_S) as pool:
+  with Pool(queue, runner, max_concurrency, heartbeat_s, _GRACE_S) as pool:
     yield pool.progress
+
+
+def function_runner(function: Callable[[Task], Any]) -> Runner:
+  """The runner of a function in this process."""
+  return FunctionRunner(function, _GRACE_S)
 
 
 def make_runner(name: str) -> Runner:
@@ -266,7 +265,7 @@ def make_runner(name: str) -> Runner:
   """
   words = shlex.split(name)
   if len(words) == 1 and ':' in name:
-    return FunctionRunner(load_function(name), _GRACE_S)
+    return function_runner(load_function(name))
   words = [sys.executable if words[0] == 'python' else words[0], *words[1:]]
   environment = {k: v for k, v in os.environ.items() if k not in (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')}
   return ProgramRunner(words, None, environment, _GRACE_S)
