@@ -58,7 +58,7 @@ def check_serve(config: ConfigDict) -> None:
 
 
 def _check_staleness(config: ConfigDict, agents: bool) -> None:
-  """Checks that what is sampled ahead is corrected for its age, and that no other part of the run keeps old rollouts."""
+  """Checks that tokens sampled ahead are corrected for their age, and that nothing else keeps old rollouts."""
   ahead = config.serve.max_staleness > 0
   for ok, allowed in (
     (agents, "must be 0 unless agent programs play (envs.TAG.type='agent')"),
@@ -80,7 +80,5 @@ def _check_environment(config: ConfigDict, tag: str) -> None:
   rules.check(config, field, name in others, f'{ENVIRONMENT}TAG names an environment of envs: {", ".join(others)}')
   build.env_specs(config, (name,), (1,), field=field)
   rules.check(config, f'envs.{tag}.tasks', not config.envs[tag].tasks, f"must be '' with {field}={runner!r}")
-  turns = config.envs[name].max_turns
-  rules.check(
-    config, f'envs.{tag}.max_turns', config.envs[tag].max_turns >= turns, f'must be at least envs.{name}.max_turns={turns}'
-  )
+  turns, enough = config.envs[name].max_turns, config.envs[tag].max_turns >= config.envs[name].max_turns
+  rules.check(config, f'envs.{tag}.max_turns', enough, f'must be at least envs.{name}.max_turns={turns}')

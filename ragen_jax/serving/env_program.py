@@ -1,4 +1,4 @@
-"""An agent program that plays an environment of the config: the rollout loop, with a policy that is called over HTTP."""
+"""An agent program that plays an environment of the config: the rollout loop, with a policy that it calls over HTTP."""
 
 from __future__ import annotations
 

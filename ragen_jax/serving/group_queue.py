@@ -92,9 +92,7 @@ class _Group:
 class GroupQueue:
   """The open tasks of a run. One thread uses it."""
 
-  def __init__(
-    self, lifecycle: Lifecycle, settings: QueueSettings, specs: Sequence[EnvSpec], now: Callable[[], float]
-  ):
+  def __init__(self, lifecycle: Lifecycle, settings: QueueSettings, specs: Sequence[EnvSpec], now: Callable[[], float]):
     """Goes on with the open tasks of the store; training rollouts of other kinds are closed.
 
     Args:

@@ -124,9 +124,7 @@ class _Rewards:
   of_episodes: jax.Array
 
 
-def _importance_metrics(
-  importance: np.ndarray, present: np.ndarray, older: np.ndarray, cap: float
-) -> dict[str, float]:
+def _importance_metrics(importance: np.ndarray, present: np.ndarray, older: np.ndarray, cap: float) -> dict[str, float]:
   """Means of the importance weights f32[B, R] of tokens of the present and of older weights, and the share at the cap.
 
   Without older tokens, the first alone.
