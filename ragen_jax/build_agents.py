@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator
 
@@ -217,12 +216,13 @@ def _make_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:
   if not name.startswith(ENVIRONMENT):
     return make_runner(name) if name else None
   tag = name.removeprefix(ENVIRONMENT)
-  held_out = functools.cache(lambda: _held_out(config, tag))
+  specs = build.env_specs(config, (tag,), (1,))
+  held_out = {'train': _held_out(config, tag), 'val': frozenset()}
+  envs = {mode: EnvStateManager(specs, 1, held_out=levels) for mode, levels in held_out.items()}
 
   def make(mode: str) -> AgentProxy:
-    specs = build.env_specs(config, (tag,), (1,))
-    envs = EnvStateManager(specs, 1, held_out=held_out() if mode == 'train' else frozenset())
-    return AgentProxy(envs, build.context_manager(config, model.tokenizer, specs), build.episode_limits(config, specs))
+    context = build.context_manager(config, model.tokenizer, specs)
+    return AgentProxy(envs[mode].fresh_copy(), context, build.episode_limits(config, specs))
 
   return function_runner(EnvironmentProgram(make, config.serve.model))
 

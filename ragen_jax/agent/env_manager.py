@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -107,6 +108,18 @@ class EnvStateManager:
       i: make_pool(s, counts[i], group_size) for i, s in enumerate(self.specs) if counts[i]
     }
     self._slices = {i: slice(sum(counts[:i]), sum(counts[: i + 1])) for i in self.pools}
+
+  def fresh_copy(self) -> EnvStateManager:
+    """A batch of the same environments that shares the compiled programs, for another thread.
+
+    Raises:
+      RuntimeError: an environment outside JAX plays here already; its session cannot be shared.
+    """
+    if self.has_outside and hasattr(self, 'level_seeds'):
+      raise RuntimeError('fresh_copy: this batch was reset, and its sessions are open')
+    other = copy.copy(self)
+    other.pools = {i: copy.copy(pool) for i, pool in self.pools.items()}
+    return other
 
   @property
   def traces(self) -> int:

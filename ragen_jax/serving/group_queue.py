@@ -75,7 +75,8 @@ class _Group:
     rollouts: ids.
     left: those that are not over.
     cancelled: those that were cancelled, by a person.
-    oldest: the oldest version of its tokens, and its place in the order of completion; None before it is over.
+    oldest: the oldest version of its tokens, once it is over; None if it has none.
+    completed: its place in the order in which groups were over; None before.
   """
 
   spec: int
@@ -86,7 +87,13 @@ class _Group:
   rollouts: tuple[str, ...]
   left: set[str]
   cancelled: set[str] = dataclasses.field(default_factory=set)
-  oldest: tuple[int, int] | None = None
+  oldest: int | None = None
+  completed: int | None = None
+
+  @property
+  def age(self) -> tuple[int, int]:
+    """Orders groups that are over, the oldest tokens first."""
+    return self.queued_in if self.oldest is None else self.oldest, self.completed
 
 
 class GroupQueue:
@@ -177,11 +184,11 @@ class GroupQueue:
     group.left.discard(record.rollout_id)
     if record.state == RolloutState.CANCELLED:
       group.cancelled.add(record.rollout_id)
-    if not group.left and group.oldest is None:
-      group.oldest = self._oldest_version(group), record.completed
+    if not group.left and group.completed is None:
+      group.oldest, group.completed = self._oldest_version(group), record.completed
 
-  def _oldest_version(self, group: _Group) -> int:
-    """The oldest version of the group's tokens that may be trained; without such tokens the one that queued it."""
+  def _oldest_version(self, group: _Group) -> int | None:
+    """The oldest version of the group's tokens that may be trained; None if there are none."""
     attempts = [self._store.rollout(rollout_id).attempt_id for rollout_id in group.rollouts]
     calls = [call for attempt in attempts if attempt for call in self._store.calls(attempt)]
     versions = [
@@ -189,7 +196,7 @@ class GroupQueue:
       for call in calls
       if call.trained and call.generated.finish is not Finish.ABORTED and call.generated.ids
     ]
-    return min(versions, default=group.queued_in)
+    return min(versions, default=None)
 
   def renew_stale(self, iteration: int, key: jax.Array, *, running: bool) -> int:
     """Gives up the groups that are too old to be trained, and queues their tasks again.
@@ -205,9 +212,10 @@ class GroupQueue:
     last = iteration - self._settings.max_staleness  # the oldest version that may be trained
 
     def stale(group: _Group) -> bool:
-      if group.oldest is not None:
-        return group.oldest[0] < last
-      return running and group.queued_in < last and self._oldest_version(group) < last
+      oldest = group.oldest
+      if running and group.completed is None and group.queued_in < last:  # otherwise no token can be too old
+        oldest = self._oldest_version(group)
+      return oldest is not None and oldest < last
 
     found = [group_id for group_id, group in self._groups.items() if stale(group)]
     for group_id in found:
@@ -236,7 +244,11 @@ class GroupQueue:
     chosen: list[str] = []
     last = iteration - self._settings.max_staleness
     for i, spec in enumerate(self._specs):
-      ready = [(g.oldest, name) for name, g in self._groups.items() if g.spec == i and g.oldest and g.oldest[0] >= last]
+      ready = [
+        (group.age, name)
+        for name, group in self._groups.items()
+        if group.spec == i and group.completed is not None and (group.oldest is None or group.oldest >= last)
+      ]
       if len(ready) < spec.num_groups:
         return []
       chosen += [name for _, name in sorted(ready)[: spec.num_groups]]
@@ -271,7 +283,7 @@ class GroupQueue:
 
   def counts(self) -> tuple[int, int]:
     """Numbers of open tasks that are queued or played, and of those that are over and wait for an iteration."""
-    over = sum(group.oldest is not None for group in self._groups.values())
+    over = sum(group.completed is not None for group in self._groups.values())
     return len(self._groups) - over, over
 
 

@@ -59,7 +59,7 @@ def program(tokenizer):
     config = small_config(agent__max_context=512, agent__max_response_tokens=32)
     env = registry.make('python', {'class_path': f'{text_games.GAMES}:Climb', 'workers': 0})
     specs = [EnvSpec('Climb', env, Budget(20, 20, 1), 25, 1)]
-    envs = build_agents.EnvStateManager(specs, 1)
+    envs = build_agents.EnvStateManager(specs, 1).fresh_copy()
     limits = build.episode_limits(config, specs)
     return build_agents.AgentProxy(envs, build.context_manager(config, tokenizer, specs), limits)
 

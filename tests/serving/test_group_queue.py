@@ -180,6 +180,16 @@ def test_a_group_that_becomes_too_old_is_given_up_and_played_again(path):
     assert before.input in [r.input for g in run.queue.taken(2) + run.take(3) for r in g.rollouts]
 
 
+def test_a_group_that_has_not_begun_is_not_too_old(path):
+  with Run(path) as run:
+    run.fill(0)
+    begun = run.begin()
+    assert run.queue.renew_stale(9, KEY, running=True) == 0
+    run.call(begun)
+    assert run.queue.renew_stale(1, KEY, running=True) == 0 and run.queue.renew_stale(9, KEY, running=False) == 0
+    assert run.queue.renew_stale(9, KEY, running=True) == 1
+
+
 def test_one_old_token_makes_its_whole_group_too_old(path):
   with Run(path) as run:
     run.fill(0)
@@ -220,7 +230,8 @@ def test_a_group_without_tokens_is_trained_in_its_turn(path):
     while attempt := run.begin():
       run.end(attempt, AttemptState.FAILED)
     run.queue.look()
-    assert [r.metadata['number'] for g in run.queue.take(0) for r in g.rollouts] == [0, 0]
+    assert run.queue.renew_stale(9, KEY, running=True) == 0
+    assert [r.metadata['number'] for g in run.queue.take(9) for r in g.rollouts] == [0, 0]
 
 
 def test_the_oldest_groups_are_trained_first(path):
