@@ -344,7 +344,7 @@ def test_whatever_happens_each_task_is_trained_once_whole_and_in_time(path, seed
   """Agents of random speed, crashes, and resumes from earlier iterations."""
   rng, k, iterations = random.Random(seed), 1 + seed % 2, 6
   run = Run(path, max_staleness=k, iterations=iterations)
-  iteration, running, taken, stale = 0, [], {}, 0
+  iteration, running, taken, stale, pace = 0, [], {}, 0, {}
   while iteration < iterations:
     if groups := run.queue.taken(iteration):
       assert ids(groups) == taken.setdefault(iteration, ids(groups))
@@ -358,7 +358,11 @@ def test_whatever_happens_each_task_is_trained_once_whole_and_in_time(path, seed
           break
         if len(running) < 5 and (attempt := run.begin()):
           running.append(attempt)
-        attempt = running[min(int(rng.expovariate(0.7)), len(running) - 1)]  # late ones are slow
+        attempt = rng.choice(running)
+        if attempt not in pace:
+          pace[attempt] = rng.choice((1.0, 1.0, 1.0, 0.03))
+        if rng.random() > pace[attempt]:
+          continue
         if run.store.attempt(attempt).state != AttemptState.RUNNING:
           running.remove(attempt)
         elif rng.random() < 0.5:
@@ -384,4 +388,4 @@ def test_whatever_happens_each_task_is_trained_once_whole_and_in_time(path, seed
   assert tasks == {(tag, n): SIZE for tag, end in (('A', 12), ('B', 6)) for n in range(end)}, 'nothing is lost'
   assert run.open_tasks() == []
   run.store.close()
-  assert stale or seed != 1
+  assert stale, 'some agents were too slow'
