@@ -176,9 +176,11 @@ def test_heartbeats_tell_that_the_attempt_is_over(server):
   with client.heartbeat(server.task(heartbeat_s=0.03), lambda: told.append(1)) as over:
     assert over.wait(_LONG)
   assert len(server.bodies(path)) == 5
-  with client.heartbeat(server.task(heartbeat_s=0.03)) as over:
-    pass
-  assert not over.is_set()
+  before = threading.enumerate()
+  with client.heartbeat(server.task(heartbeat_s=3 * _LONG)) as over:
+    (thread,) = [t for t in threading.enumerate() if t.name == 'ragen-heartbeat' and t not in before]
+  thread.join(_LONG)  # it ends with the block, long before its next sign of life
+  assert not thread.is_alive() and not over.is_set() and len(server.bodies(path)) == 5
 
 
 # -- workers
