@@ -163,11 +163,13 @@ def test_after_a_restart_iterations_are_repeated_with_the_same_rollouts(monkeypa
     say(task, 3)
     return float(task.input['seed'] % 5)
 
-  with opened(monkeypatch, policy, tmp_path, program, train__groups=2) as (player, _, _):
+  # Whatever is old enough is deleted, but not what the checkpoints of the last four iterations may need again.
+  fields = dict(train__groups=2, serve__keep=1e-9, checkpoint__every=2, checkpoint__keep=1)
+  with opened(monkeypatch, policy, tmp_path, program, **fields) as (player, _, _):
     before = [play(player, policy, i) for i in range(2)]
     until(lambda: player._server.lifecycle.store.counts()[RolloutState.RUNNING] == 0 or len(played) >= 8)
   known = len(played)
-  with opened(monkeypatch, policy, tmp_path, program, train__groups=2) as (player, _, server):
+  with opened(monkeypatch, policy, tmp_path, program, **fields) as (player, _, server):
     again = [play(player, policy, i) for i in range(2)]
     assert server.engine.stats().sampled_tokens == 0, 'nothing is sampled by the weights of a repeated iteration'
     for ours, theirs in zip(again, before, strict=True):
