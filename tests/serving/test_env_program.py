@@ -54,9 +54,13 @@ class Answers:
 
 @pytest.fixture
 def program(tokenizer):
+  return make_program(tokenizer)
+
+
+def make_program(tokenizer, **fields):
   def make(mode):
     made.append(mode)
-    config = small_config(agent__max_context=512, agent__max_response_tokens=32)
+    config = small_config(agent__max_context=512, agent__max_response_tokens=32, **fields)
     env = registry.make('python', {'class_path': f'{text_games.GAMES}:Climb', 'workers': 0})
     specs = [EnvSpec('Climb', env, Budget(20, 20, 1), 25, 1)]
     envs = build_agents.EnvStateManager(specs, 1).fresh_copy()
@@ -116,6 +120,13 @@ def test_an_episode_ends_when_its_context_is_full(monkeypatch, tokenizer, progra
   program.play(_task())
   assert 1 < len(server.asked) < 9
   assert len(server.asked[-1]['prompt']) <= 512 - 32 and {b['max_tokens'] for b in server.asked} == {32}
+
+
+def test_a_context_of_single_turns_has_a_row_for_each_turn(monkeypatch, tokenizer):
+  server = Answers(monkeypatch, tokenizer, *[UP] * 4)
+  make_program(tokenizer, agent__context='single_turn', agent__context_turns=1).play(_task())
+  prompts = [body['prompt'] for body in server.asked]
+  assert len(prompts) == 4 and max(map(len, prompts)) - min(map(len, prompts)) < 10
 
 
 def test_a_speaker_says_nothing_for_an_episode_that_is_over():

@@ -202,7 +202,9 @@ def test_one_old_token_makes_its_whole_group_too_old(path):
     run.queue.look()
     assert run.queue.counts() == (0, 6)
     assert run.queue.renew_stale(2, KEY, running=False) == 0
-    assert run.queue.renew_stale(3, KEY, running=False) == 1 and run.queue.counts() == (1, 5)
+    old = run.store.rollout(attempts[0].rpartition('.')[0])
+    assert old.rollout_id not in ids(run.queue.take(3)) and run.queue.counts() == (0, 3)
+    assert run.queue.renew_stale(3, KEY, running=False) == 1 and run.queue.counts() == (1, 2)
 
 
 def test_the_age_is_that_of_tokens_that_may_be_trained(path):
