@@ -113,22 +113,23 @@ def markdown(now: Round, rejected: dict[str, int], final: Final | None) -> str:
 
 def describe(score: Score) -> str:
   """'0.439 ± 0.028'."""
-  error = score.standard_error
-  return f'{score.mean:.3f}' + ('' if math.isnan(error) else f' ± {error:.3f}')
+  return f'{score.mean:.3f}{_margin(score.standard_error)}'
 
 
 def describe_final(now: Round, final: Final) -> str:
   """The comparison in one line."""
+  count, first = len(final.first.tasks), describe(final.first)
   if now.best.number == 0:
-    return f'The first prompt remains the best: {describe(final.first)} on {len(final.first.tasks)} further tasks.'
-  difference = statistics.fmean(final.differences)
-  error = standard_error(final.differences)
+    return f'The first prompt remains the best: {first} on {count} further tasks.'
+  difference = f'{statistics.fmean(final.differences):+.3f}{_margin(standard_error(final.differences))}'
   return (
-    f'On {len(final.best.tasks)} further tasks prompt {now.best.number} scores {describe(final.best)}, the first prompt '
-    f'{describe(final.first)}: a difference of {difference:+.3f}'
-    + ('' if math.isnan(error) else f' ± {error:.3f}')
-    + '.'
+    f'On {count} further tasks prompt {now.best.number} scores {describe(final.best)} and the first prompt {first}, '
+    f'a difference of {difference}.'
   )
+
+
+def _margin(error: float) -> str:
+  return '' if math.isnan(error) else f' ± {error:.3f}'
 
 
 def _to_json(prompt: Prompt, now: Round) -> dict[str, Any]:

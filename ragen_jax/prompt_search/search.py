@@ -32,8 +32,8 @@ from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-# Why no new prompt came of a batch of training tasks: no attempt failed; the critic's first or second reply was lost, or
-# the first was empty; or the second has no prompt, or one that is empty, too long, its parent's text, without a
+# Why no new prompt came of a batch of training tasks: no attempt failed; the critique was lost or is empty; the reply
+# with the new prompt was lost, or has none; or the new prompt is empty, too long, its parent's text, without a
 # placeholder of its parent or with another one, or equal to an earlier prompt.
 REASONS = (
   'nothing_failed', 'critique_lost', 'critique_empty', 'edit_lost', 'no_prompt', 'empty', 'too_long', 'unchanged',
