@@ -119,7 +119,8 @@ def excerpt(text: str, most: int) -> str:
     return quoted
   half = (most - len(_LEFT_OUT) - 20) // 2
   left_out = _LEFT_OUT.format(len(quoted) - 2 * half)
-  return f'{quoted[:half]}\n{left_out}\n{_MARK}{quoted[-half:]}'
+  head, tail = quoted[:half].rstrip('\n'), quoted[-half:].lstrip('\n')
+  return f'{head}\n{left_out}\n{_MARK}{tail}'
 
 
 def _describe(failure: Failure, most: int) -> str:
