@@ -15,9 +15,10 @@ from ragen_jax import build
 from ragen_jax.agent.env_manager import first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.envs import AgentTasks
+from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
 from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, run_agents
-from ragen_jax.serving.agent_server import LOOPBACK, ServerSettings
+from ragen_jax.serving.agent_server import LOOPBACK, AgentServer, ServerSettings
 from ragen_jax.serving.episodes import EpisodeSettings
 from ragen_jax.serving.records import Limits as AttemptLimits
 from ragen_jax.serving.reply_reader import BadCalls
@@ -103,12 +104,14 @@ def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> Ag
   )
 
 
-def prompt_search_player(config: ConfigDict, model: LanguageModel) -> AgentSettings:
-  """How programs play the tasks of a prompt search: as in evaluations."""
+def prompt_player(config: ConfigDict, model: LanguageModel, server: AgentServer) -> PromptPlayer:
+  """Plays the tasks of a prompt search, as in evaluations."""
   settings = agent_settings(config, model, 'eval')
-  return dataclasses.replace(
-    settings, episodes=dataclasses.replace(settings.episodes, group_size=config.prompt.attempts)
-  )
+  episodes = dataclasses.replace(settings.episodes, group_size=config.prompt.attempts)
+  tags = tuple(dict.fromkeys((*config.train.tags, *config.eval.tags)))
+  specs = build.env_specs(config, tags, (1,) * len(tags))
+  settings = dataclasses.replace(settings, episodes=episodes)
+  return PromptPlayer(settings, server, specs, model.tokenizer, config.seed, config.prompt.failed_score)
 
 
 def prompt_tasks(config: ConfigDict) -> TaskRanges:

@@ -23,7 +23,6 @@ from ragen_jax.modes.chosen_checkpoint import compare_with_run, find_step, load_
 from ragen_jax.prompt_search import report
 from ragen_jax.prompt_search.critic import Critic
 from ragen_jax.prompt_search.journal import Journal
-from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.search import Final, Round, Search, SearchSettings
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
@@ -85,10 +84,7 @@ def optimize_prompt(config: ConfigDict, workdir: str, *, given: bool) -> tuple[R
       MetricWriter(folder) as writer,
     ):
       _log.info('agents call the policy at %s/v1', server.url)
-      player = PromptPlayer(
-        build_agents.prompt_search_player(config, policy), server, config.seed, config.prompt.failed_score,
-        policy.tokenizer.decode,
-      )  # fmt: skip
+      player = build_agents.prompt_player(config, policy, server)
       search = Search(
         build.fill(SearchSettings, config.prompt), journal, player, _critic(config, server),
         build_agents.prompt_tasks(config),

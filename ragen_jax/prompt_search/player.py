@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Status
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.prompt_search.tasks import Task
 from ragen_jax.prompt_search.wording import Failure
 from ragen_jax.serving import keys
-from ragen_jax.serving.agent_player import AgentSettings
+from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings
 from ragen_jax.serving.agent_server import AgentServer
 from ragen_jax.serving.episodes import FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.records import NewRollout, RolloutRecord, metadata_with_prompt
-from ragen_jax.serving.waiting import finished_attempt, wait_until_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,26 +37,27 @@ class Attempt:
   shown: Failure
 
 
-class PromptPlayer:
+class PromptPlayer(AgentPlayer):
   """Plays tasks with prompts. What the store holds already, from before a restart, is not played again."""
 
   def __init__(
-    self, settings: AgentSettings, server: AgentServer, seed: int, failed_score: float,
-    decode: Callable[[Sequence[int]], str],
+    self, settings: AgentSettings, server: AgentServer, specs: list[EnvSpec], tokenizer: ChatTokenizer, seed: int,
+    failed_score: float,
   ):  # fmt: skip
     """Plays nothing.
 
     Args:
       settings: how tasks are played; `settings.episodes.group_size` is the number of attempts at each task.
       server: serves the policy.
+      specs: where the tasks come from; whether this process plays them follows from their runners.
+      tokenizer: gives the text of ids.
       seed: of the draws, with the number of the task and of the attempt; all prompts have the same draws.
       failed_score: the score of an attempt that failed or got no reward.
-      decode: the text of ids.
     """
-    self._settings, self._server, self._seed = settings, server, seed
-    self._failed_score, self._decode = failed_score, decode
+    super().__init__(settings, server, specs, settings.episodes.group_size, tokenizer)
+    self._seed, self._failed_score = seed, failed_score
 
-  def play(self, trials: Sequence[tuple[str, Sequence[Task]]]) -> list[list[list[Attempt]]]:
+  def try_prompts(self, trials: Sequence[tuple[str, Sequence[Task]]]) -> list[list[list[Attempt]]]:
     """Plays all tasks of all trials together.
 
     Args:
@@ -64,20 +66,19 @@ class PromptPlayer:
     Returns:
       For each trial and each of its tasks the attempts.
     """
-    queued = [[self._queue(prompt, task) for task in tasks] for prompt, tasks in trials]
-    ids = {record.rollout_id for trial in queued for records in trial for record in records}
-    own_runner = any(task.env.runner for _, tasks in trials for task in tasks)
-    over = wait_until_over(self._server, ids, own_runner=own_runner)
+    queued = [[self._create(prompt, task) for task in tasks] for prompt, tasks in trials]
+    created = {record.rollout_id: record for trial in queued for records in trial for record in records}
+    over = self._wait(list(created.values()))
     return [
       [self._read(task, [over[r.rollout_id] for r in records]) for task, records in zip(tasks, trial, strict=True)]
       for (_, tasks), trial in zip(trials, queued, strict=True)
     ]
 
-  def _queue(self, prompt: str, task: Task) -> list[RolloutRecord]:
+  def _create(self, prompt: str, task: Task) -> list[RolloutRecord]:
     """Creates the rollouts of a task, unless they are there."""
     digest = hashlib.sha256(json.dumps([prompt, task.tag]).encode()).hexdigest()[:20]
     group, records = f'{digest}-{task.number}', []
-    for member in range(self._settings.episodes.group_size):
+    for member in range(self.group_size):
       new = NewRollout(
         rollout_id=f'{group}-{member}', input=task.env.task(task.number, member), group=group,
         mode=self._settings.mode, limits=self._settings.limits,
@@ -89,9 +90,9 @@ class PromptPlayer:
 
   def _read(self, task: Task, records: Sequence[RolloutRecord]) -> list[Attempt]:
     """The attempts of a task whose rollouts are over."""
-    ended = tuple(finished_attempt(self._server.lifecycle.store, record) for record in records)
+    ended = tuple(self._finished(record) for record in records)
     played = TaskAttempts(task.tag, task.number, ended)
-    rollout, _ = build_rollout([played], self._settings.episodes, self._decode)
+    rollout, _ = build_rollout([played], self._settings.episodes, self._tokenizer.decode)
     # There is no rollout if no attempt has called the policy.
     episodes = rollout.episodes if rollout is not None else [None] * len(ended)
     return [self._attempt(r.input, own, e) for r, own, e in zip(records, ended, episodes, strict=True)]

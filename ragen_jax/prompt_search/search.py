@@ -259,7 +259,7 @@ class Search:
     start = (number - 1) * s.beam * s.branches
     missing = [i for i, key in enumerate(keys) if self._journal.find(key) is None]
     trials = [(parents[i].text, self._tasks.for_critiques((start + i) * s.tasks, s.tasks)) for i in missing]
-    played = dict(zip(missing, self._player.play(trials), strict=True)) if trials else {}
+    played = dict(zip(missing, self._player.try_prompts(trials), strict=True)) if trials else {}
     chats = {}
     for i, attempts in played.items():
       failures = [a.shown for own in attempts for a in own if not a.success]
@@ -292,7 +292,7 @@ class Search:
     """The scores of prompts on tasks; plays what the journal does not have."""
     keys = [f'{purpose}/{hashlib.sha256(text.encode()).hexdigest()[:20]}' for text in texts]
     missing = [i for i, key in enumerate(keys) if self._journal.find(key) is None]
-    played = self._player.play([(texts[i], tasks) for i in missing]) if missing else []
+    played = self._player.try_prompts([(texts[i], tasks) for i in missing]) if missing else []
     for i, attempts in zip(missing, played, strict=True):
       self._journal.add(keys[i], dataclasses.asdict(Score.of(attempts)))
     found = [self._journal.find(key) for key in keys]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import shlex
 import sys
@@ -21,17 +22,20 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, AgentServer
-from ragen_jax.serving.episodes import EpisodeSettings, TaskAttempts, build_rollout
+from ragen_jax.serving.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.keys import split_key
 from ragen_jax.serving.pool import LocalQueue, Pool
-from ragen_jax.serving.records import Limits, NewRollout, RolloutRecord, metadata_with_prompt
+from ragen_jax.serving.records import OVER, Limits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.runners import FunctionRunner, ProgramRunner, Runner, load_function
-from ragen_jax.serving.types import AttemptState
-from ragen_jax.serving.waiting import finished_attempt, wait_until_over
+from ragen_jax.serving.types import AttemptState, RolloutState
 from ragen_jax.utils.errors import UserError
 
+_log = logging.getLogger(__name__)
+
 _GRACE_S = 10.0  # how long a stopped agent may take to end
+_LOOK_S = 1.0  # between two looks for attempts that are late
 _MOST_PRUNED = 10_000  # rollouts that are deleted at a time
+_REPORT_S = 60.0  # between two lines about a rollout that waits for workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +122,12 @@ class AgentPlayer:
     server.engine.set_weights(params, version=policy_version, keep_cache=False)
     server.engine.resume()
     try:
-      tasks = self._queue(key, first_seed, policy_version, _digest(params, sampling, self._settings.prompt))
-      own_runner = any(spec.env.runner for spec in self.specs)
-      records = wait_until_over(server, [r.rollout_id for _, _, own in tasks for r in own], own_runner=own_runner)
+      tasks = self._queue(key, first_seed, policy_version, _digest(params, sampling))
+      records = self._wait([r for _, _, records in tasks for r in records])
     finally:
       server.engine.pause(drain=True)
     groups = [
-      TaskAttempts(spec.tag, seed, tuple(finished_attempt(lifecycle.store, records[r.rollout_id]) for r in own))
+      TaskAttempts(spec.tag, seed, tuple(self._finished(records[r.rollout_id]) for r in own))
       for spec, seed, own in tasks
     ]
     rollout, self.metrics = build_rollout(groups, episodes, self._tokenizer.decode)
@@ -139,7 +142,8 @@ class AgentPlayer:
     self, key: jax.Array, first_seed: int, version: int, digest: str
   ) -> list[tuple[EnvSpec, int, list[RolloutRecord]]]:
     """Creates the rollouts: (spec, number of the task, its rollouts) for each group."""
-    prefix = f'{self._settings.mode}-{version}-{digest}'
+    prompt = self._settings.prompt
+    prefix = f'{self._settings.mode}-{version}-{digest}{_mark(prompt)}'
     rows = sum(spec.num_groups for spec in self.specs) * self.group_size
     words, tasks, group = iter(split_key(key, rows)), [], 0
     for spec in self.specs:
@@ -149,13 +153,47 @@ class AgentPlayer:
           new = NewRollout(
             rollout_id=f'{prefix}-{seed}-{member}', input=spec.env.task(seed, member), group=f'{prefix}-{seed}',
             mode=self._settings.mode, limits=self._settings.limits,
-            metadata=metadata_with_prompt({'tag': spec.tag, 'iteration': version}, self._settings.prompt),
-            key=next(words),
+            metadata=metadata_with_prompt({'tag': spec.tag, 'iteration': version}, prompt), key=next(words),
           )  # fmt: skip
           own.append(self._server.lifecycle.create(new))
         tasks.append((spec, seed, own))
         group += 1
     return tasks
+
+  def _wait(self, rollouts: Sequence[RolloutRecord]) -> dict[str, RolloutRecord]:
+    """Waits until all rollouts are over, and ends attempts that are late. Returns them by id."""
+    lifecycle = self._server.lifecycle
+    store, changes = lifecycle.store, lifecycle.changes
+    over: dict[str, RolloutRecord] = {}
+    told = time.monotonic()
+    while True:
+      seen = changes.count
+      for r in rollouts:
+        if r.rollout_id not in over:
+          record = store.rollout(r.rollout_id)
+          if record.state in OVER:
+            over[r.rollout_id] = record
+      if len(over) == len(rollouts):
+        return over
+      self._server.sweep()
+      if time.monotonic() - told > _REPORT_S:
+        told = time.monotonic()
+        running = len(store.running())
+        _log.info('%d of %d tasks are over, %d are being played', len(over), len(rollouts), running)
+        if not running and not any(spec.env.runner for spec in self.specs):
+          _log.info('workers claim tasks at %s with the key of %s', self._server.url, ADMIN_KEY)
+      changes.wait(seen, _LOOK_S)
+
+  def _finished(self, record: RolloutRecord) -> FinishedAttempt:
+    """The attempt that counts: the last one."""
+    store = self._server.lifecycle.store
+    state = {
+      RolloutState.SUCCEEDED: AttemptState.SUCCEEDED, RolloutState.CANCELLED: AttemptState.CANCELLED,
+    }.get(record.state, AttemptState.FAILED)  # fmt: skip
+    if not record.attempt_id:
+      return FinishedAttempt(record.rollout_id, state, record.error, (), ())
+    calls, rewards = store.calls(record.attempt_id), store.rewards(record.attempt_id)
+    return FinishedAttempt(record.attempt_id, state, record.error, tuple(calls), tuple(rewards))
 
 
 def _why_nothing(groups: Sequence[TaskAttempts]) -> str:
@@ -168,14 +206,18 @@ def _why_nothing(groups: Sequence[TaskAttempts]) -> str:
   return text + (f'; the first failed with: {failed[0].error}' if failed else '; agents must post a reward')
 
 
-def _digest(params: Any, sampling: Sampling, prompt: str) -> str:
-  """A few letters that tell weights and prompts apart, so that a rollout of others is never taken for one of these."""
+def _digest(params: Any, sampling: Sampling) -> str:
+  """A few letters that tell weights apart, so that a rollout of other weights is never taken for one of these."""
   small = [x for x in jax.tree.leaves(params) if x.ndim < 2]
   digest = hashlib.sha256(repr(sampling).encode())
   for x in jax.device_get(small):
     digest.update(np.ascontiguousarray(x).tobytes())
-  digest.update(prompt.encode())
   return digest.hexdigest()[:10]
+
+
+def _mark(prompt: str) -> str:
+  """A few letters that tell prompts apart, so that a rollout of another prompt is never taken; '' for none."""
+  return f'-{hashlib.sha256(prompt.encode()).hexdigest()[:10]}' if prompt else ''
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from ragen_jax.agent.episode import TextReply
 from ragen_jax.prompt_search.critic import Critic
 from ragen_jax.prompt_search.journal import Journal
 from ragen_jax.prompt_search.search import REASONS, Score, Search, standard_error
@@ -185,14 +186,12 @@ def test_scores_and_standard_errors():
 
 
 def test_the_critic_is_asked_a_few_at_a_time(tmp_path):
+  sizes = []
+
   class Speaker:
-    sizes = []
-
     def replies(self, chats):
-      from ragen_jax.agent.episode import TextReply
-
-      self.sizes.append(len(chats))
+      sizes.append(len(chats))
       return [TextReply('Bad.')] * len(chats)
 
   _run(tmp_path, Programs(_stars), Critic(Speaker(), 2), branches=5, rounds=1)
-  assert Speaker.sizes == [2, 2, 1] * 2
+  assert sizes == [2, 2, 1] * 2

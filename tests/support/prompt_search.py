@@ -42,7 +42,7 @@ class Programs:
     """Takes the score of a prompt at the task of a number; None for an attempt that fails."""
     self.played, self._score = [], score
 
-  def play(self, trials):
+  def try_prompts(self, trials):
     return [[[self._attempt(prompt, task)] for task in tasks] for prompt, tasks in trials]
 
   def _attempt(self, prompt, task):
