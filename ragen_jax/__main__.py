@@ -95,10 +95,12 @@ MODES: dict[str, tuple[Callable[[ConfigDict, Sequence[str]], None], str]] = {
 }
 _WITHOUT_WORKDIR = ('play', 'plan')
 _ONE_PROCESS = ('play', 'plan', 'view', 'plot')
-_RESUMES = {
-  'train': 'the same command resumes from the last checkpoint, if there is one',
-  'sft': 'the same command resumes from the last checkpoint, if there is one',
-  'optimize_prompt': 'the same command goes on where this one stopped',
+_RESUMES = 'interrupted; the same command resumes from the last checkpoint, if there is one'
+# The last line of a mode that is interrupted; other modes have no more to say.
+_INTERRUPTED = {
+  'train': _RESUMES,
+  'sft': _RESUMES,
+  'optimize_prompt': 'interrupted; the same command goes on where this one stopped',
 }
 
 # -- Flags. ------------------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def run() -> None:
       sys.stderr.write(f'error: {e}\n')
     processes.leave(e.status, together=e.everywhere)
   except KeyboardInterrupt as e:
-    sys.stderr.write('; '.join(['interrupted', *filter(None, [_RESUMES.get(_MODE.value)])]) + '\n')
+    sys.stderr.write(_INTERRUPTED.get(_MODE.value, 'interrupted') + '\n')
     processes.leave(getattr(e, 'status', 130))
 
 
