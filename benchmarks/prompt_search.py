@@ -1,6 +1,6 @@
 """Shows that --mode=optimize_prompt finds a better prompt, with a critic that does not know which one is better.
 
-  python benchmarks/prompt_search.py           writes benchmarks/results/prompt_search.json; about 3 minutes on 2 cores
+  python benchmarks/prompt_search.py           writes benchmarks/results/prompt_search.json; about 5 minutes on 2 cores
   python benchmarks/prompt_search.py --quick   one small round, to runs/quick
 
 The built-in model plays FrozenLake through docs/examples/frozenlake.py, whose rules are the prompt. The first prompt is

@@ -18,9 +18,11 @@ def check_prompt(config: ConfigDict) -> None:
   Raises:
     UserError: a field has a value that is not allowed; the first such field is named.
   """
-  prompt = build_agents.initial_prompt(config)
+  prompt, field = build_agents.initial_prompt(config), 'prompt.file' if config.prompt.file else 'prompt.text'
+  # Arguments that are no UTF-8 reach Python as surrogates.
+  right = not any('\ud800' <= character <= '\udfff' for character in prompt)
+  rules.check(config, field, right, 'is not Unicode text')
   if prompt and not build_agents.plays_agents(config):
-    field = 'prompt.file' if config.prompt.file else 'prompt.text'
     rules.check(config, field, False, "is for agent programs; must be empty unless train.tags are of the type 'agent'")
 
 

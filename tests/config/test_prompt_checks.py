@@ -20,6 +20,7 @@ _SEARCH = {**_AGENT, 'prompt.text': 'Go {where}'}
   [
     ({'prompt.text': 'Go'}, r"^prompt\.text='Go': is for agent programs; must be empty unless train\.tags are"),
     ({**_AGENT, 'prompt.text': 'Go', 'prompt.file': 'x'}, r"^prompt\.file='x': must be empty with prompt\.text$"),
+    ({**_AGENT, 'prompt.text': 'a\udcff'}, r"^prompt\.text='a\\udcff': is not Unicode text$"),
     ({**_AGENT, 'prompt.file': 'no/such'}, r"^prompt\.file='no/such': cannot be read \(No such file or directory\)$"),
   ],
 )

@@ -26,7 +26,7 @@ _SMALL = {
   'model.preset': 'tiny', 'train.tags': ('Agent',), 'eval.tags': ('Agent',), 'eval.step': 'base', 'serve.port': 0,
   'serve.slots': 2, 'serve.max_concurrency': 2, 'serve.max_attempts': 1, 'agent.max_context': 128,
   'agent.max_response_tokens': 8, 'envs.Agent.runner': f'{ROOT}/tests/support/agents.py:starred',
-  'prompt.text': 'Go *\n', 'prompt.rounds': 2, 'prompt.beam': 1, 'prompt.branches': 2, 'prompt.tasks': 1,
+  'prompt.text': 'Go *\n', 'prompt.rounds': 2, 'prompt.beam': 1, 'prompt.branches': 2, 'prompt.tasks': 1, 'prompt.attempts': 2,
   'prompt.held_out': 2, 'prompt.final': 2, 'prompt.critic_tries': 1, 'prompt.critic_workers': 1,
   'prompt.critic_timeout': 60.0,
 }  # fmt: skip
@@ -78,6 +78,7 @@ def test_a_better_prompt_is_found(found):
   assert final.differences == pytest.approx([0.2, 0.2])
   assert (folder / 'best_prompt.txt').read_text() == 'Go ***\n'
   written = json.loads((folder / 'prompts.json').read_text())
+  assert [p['attempts'] for p in written['prompts']] == [4] * 5
   assert written['best'] == now.best.number and written['final']['difference'] == pytest.approx(0.2)
   assert [row['prompt/best_score'] for row in read_metrics(folder)] == pytest.approx([0.1, 0.2, 0.3])
   assert list(folder.glob('tb/*tfevents*'))

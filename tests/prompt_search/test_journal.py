@@ -39,6 +39,14 @@ def test_a_process_may_end_at_any_byte(tmp_path):
     assert reopened.find('later') == {'value': 9} and [i for i in range(2) if reopened.find(f'k{i}')] == kept
 
 
+def test_a_result_is_on_the_disk_when_it_is_added(tmp_path, monkeypatch):
+  synced, path = [], tmp_path / 'j.jsonl'
+  monkeypatch.setattr('os.fsync', lambda _: synced.append(path.stat().st_size))
+  journal = Journal(path, HEAD)
+  journal.add('k', {'value': 1})
+  assert len(synced) == 2 and synced[-1] == path.stat().st_size
+
+
 def test_another_search_is_refused(tmp_path):
   Journal(tmp_path / 'j.jsonl', HEAD)
   with pytest.raises(UserError, match=r'belongs to another search: seed was 3 and is 4; choose another --workdir'):

@@ -59,10 +59,11 @@ def test_all_prompts_are_scored_on_the_same_held_out_tasks_and_chosen_without_th
 
 def test_each_critique_sees_training_tasks_of_its_own(tmp_path):
   programs, critic = Programs(_stars), Script(_numbered())
-  _run(tmp_path, programs, critic, branches=3)
+  _run(tmp_path, programs, critic, branches=3, rounds=3)
   numbers = [n for _, tag, n in programs.played if tag == 'Train']
-  assert len(numbers) == len(set(numbers)) == 2 * (3 + 6)
-  assert min(numbers) == 1000 and max(numbers) < 1000 + 2 * settings(branches=3).batches
+  assert len(numbers) == len(set(numbers)) == 2 * (3 + 6 + 6)
+  # The range that `TaskRanges.check` compares with the held-out tasks.
+  assert min(numbers) == 1000 and max(numbers) < 1000 + 2 * settings(branches=3, rounds=3).batches
   seen = ''.join(critic.critiques)
   assert all(f'{{"seed": {n}}}' in seen for n in numbers)
   assert not any(f'{{"seed": {n}}}' in seen for n in range(10, 17))
