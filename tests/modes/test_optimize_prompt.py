@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import types
 
 import pytest
@@ -16,7 +17,9 @@ from ragen_jax.utils.errors import UserError
 from tests.support.chat_server import good, server
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
+from tests.support.processes import start_main
 from tests.support.prompt_search import quoted_prompt, tagged
+from tests.support.serving import PATIENCE, until
 
 pytest.importorskip('starlette')
 pytest.importorskip('uvicorn')
@@ -26,8 +29,8 @@ _SMALL = {
   'model.preset': 'tiny', 'train.tags': ('Agent',), 'eval.tags': ('Agent',), 'eval.step': 'base', 'serve.port': 0,
   'serve.slots': 2, 'serve.max_concurrency': 2, 'serve.max_attempts': 1, 'agent.max_context': 128,
   'agent.max_response_tokens': 8, 'envs.Agent.runner': f'{ROOT}/tests/support/agents.py:starred',
-  'prompt.text': 'Go *\n', 'prompt.rounds': 2, 'prompt.beam': 1, 'prompt.branches': 2, 'prompt.tasks': 1, 'prompt.attempts': 2,
-  'prompt.held_out': 2, 'prompt.final': 2, 'prompt.critic_tries': 1, 'prompt.critic_workers': 1,
+  'prompt.text': 'Go *\n', 'prompt.rounds': 2, 'prompt.beam': 1, 'prompt.branches': 2, 'prompt.tasks': 1,
+  'prompt.attempts': 2, 'prompt.held_out': 2, 'prompt.final': 2, 'prompt.critic_tries': 1, 'prompt.critic_workers': 1,
   'prompt.critic_timeout': 60.0,
 }  # fmt: skip
 
@@ -126,6 +129,32 @@ def test_another_search_is_refused_before_anything_is_loaded(found, fields, mess
   workdir, _, _ = found
   with pytest.raises(UserError, match=message):
     optimize_prompt(_config('http://127.0.0.1:9/v1', **fields), str(workdir), given=False)
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_after_kill(found, tmp_path):
+  workdir, (now, final), asked = found
+  journal = tmp_path / 'prompt_search' / 'journal.jsonl'
+  flags = {name: value for name, value in _SMALL.items() if not name.endswith('.tags')}
+  flags |= {'prompt.critic_model': 'script', 'prompt.critic_key': 'CRITIC_KEY', 'compilation_cache': ''}
+  flags |= {'eval.group_size': 1, 'length_step': 256, 'envs.FrozenLake.max_turns': 3}
+  with server([_critic] * 100) as (url, requests):
+    given = ['--config=configs/agents_ppo.py', '--mode=optimize_prompt', f'--workdir={tmp_path}']
+    given += [f'--config.{name}={value}' for name, value in {**flags, 'prompt.critic': url}.items()]
+    for results in (2, 6):
+      program = start_main(*given, stderr=subprocess.DEVNULL)
+      try:
+        until(lambda wanted=results: journal.exists() and journal.read_bytes().count(b'\n') > wanted)
+      finally:
+        program.kill()
+        program.wait(PATIENCE)
+    program = start_main(*given, stderr=subprocess.PIPE, text=True)
+    _, said = program.communicate(timeout=2 * PATIENCE)
+  assert program.returncode == 0, said
+  written = [json.loads((folder / 'prompt_search' / 'prompts.json').read_text()) for folder in (workdir, tmp_path)]
+  assert written[0] == written[1]
+  # A request that was in flight when the process ended may be repeated, and no other.
+  assert len(asked) <= len(requests) <= len(asked) + 2
 
 
 @pytest.mark.slow
