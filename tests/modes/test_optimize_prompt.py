@@ -133,7 +133,7 @@ def test_another_search_is_refused_before_anything_is_loaded(found, fields, mess
 
 @pytest.mark.slow
 def test_the_same_command_goes_on_after_kill(found, tmp_path):
-  workdir, (now, final), asked = found
+  workdir, _, asked = found
   journal = tmp_path / 'prompt_search' / 'journal.jsonl'
   flags = {name: value for name, value in _SMALL.items() if not name.endswith('.tags')}
   flags |= {'prompt.critic_model': 'script', 'prompt.critic_key': 'CRITIC_KEY', 'compilation_cache': ''}
