@@ -12,6 +12,7 @@ import json
 import math
 import os
 import time
+import urllib.parse
 from typing import Any
 
 from ragen_jax.agent.episode import Chat, TextReply
@@ -119,8 +120,10 @@ class EndpointClient:
       admin_api_key='',
       timeout=self._timeout_s,
       max_retries=0,  # see EndpointSpeaker
-      # A redirect would send the key to another server.
-      http_client=openai.DefaultHttpxClient(follow_redirects=False, timeout=self._timeout_s),
+      # A redirect would send the key to another server. The proxies of the environment do not reach this machine.
+      http_client=openai.DefaultHttpxClient(
+        follow_redirects=False, timeout=self._timeout_s, trust_env=not _is_here(self._url)
+      ),
     )
 
   def request(self, chat: Chat) -> TextReply:
@@ -177,6 +180,13 @@ class EndpointClient:
     line = one_line(f'{what}: {detail}'.removesuffix(': '), str)
     line = line.replace(self._key, '***') if self._key else line
     return line if len(line) <= 300 else line[:297] + '...'
+
+
+def _is_here(url: str) -> bool:
+  """Whether an address is one of this machine, without encryption."""
+  parts = urllib.parse.urlsplit(url)
+  host = parts.hostname or ''
+  return parts.scheme == 'http' and (host in ('localhost', '::1') or host.startswith('127.'))
 
 
 def read_reply(answer: bytes) -> TextReply:

@@ -44,6 +44,16 @@ def test_replies_come_in_order_with_the_key_and_the_seed():
   }  # fmt: skip
 
 
+def test_a_server_on_this_machine_is_asked_without_a_proxy(monkeypatch):
+  for name in ('NO_PROXY', 'no_proxy'):
+    monkeypatch.delenv(name, raising=False)
+  for name in ('HTTP_PROXY', 'http_proxy', 'ALL_PROXY'):
+    monkeypatch.setenv(name, 'http://127.0.0.1:9')
+  with server([_echo]) as (url, asked):
+    assert _critic(url).replies(_chats('a')) == ['A']
+  assert len(asked) == 1
+
+
 def test_without_key_and_seed_none_is_sent():
   with server([]) as (url, asked):
     _critic(url, key='', seed=None).replies(_chats('a'))
