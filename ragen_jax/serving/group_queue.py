@@ -20,7 +20,7 @@ import jax
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.serving.keys import folded_keys
 from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.records import OVER, Limits, NewRollout, NotFound, RolloutRecord
+from ragen_jax.serving.records import OVER, Limits, NewRollout, NotFound, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.types import Finish, RolloutState
 from ragen_jax.utils.errors import UserError
 
@@ -39,12 +39,14 @@ class QueueSettings:
     iterations: of the run; no task of a later one is queued.
     group_size: G, rollouts of a task.
     limits: time-outs and retries of a rollout.
+    prompt: given to the programs; '' for none.
   """
 
   max_staleness: int
   iterations: int
   group_size: int
   limits: Limits
+  prompt: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +165,9 @@ class GroupQueue:
     """Queues a group, in place of old rollouts."""
     group_id = f'{_PREFIX}-{spec}-{meta["number"]}-{meta["trial"]}'
     words = folded_keys(key, (spec, meta['number'], meta['trial']), len(tasks))
+    metadata = metadata_with_prompt(meta, self._settings.prompt)
     new = [
-      NewRollout(f'{group_id}-{member}', task, group_id, 'train', self._settings.limits, meta, words[member])
+      NewRollout(f'{group_id}-{member}', task, group_id, 'train', self._settings.limits, metadata, words[member])
       for member, task in enumerate(tasks)
     ]
     self._lifecycle.replace(old, new)

@@ -58,7 +58,7 @@ def weights(policy, version):
 @contextlib.contextmanager
 def opened(monkeypatch, policy, directory, program, **changes):
   """The players and the server of a run whose tasks a function plays."""
-  monkeypatch.setattr(build_agents, '_make_runner', lambda *_: FunctionRunner(program, 0.05))  # s to end
+  monkeypatch.setattr(build_agents, 'task_runner', lambda *_: FunctionRunner(program, 0.05))  # s to end
   with build_agents.open_players(async_config(**changes), policy, str(directory)) as players:
     yield players['train'], players['eval'], players['train']._server
 

@@ -14,7 +14,7 @@ from ragen_jax.envs import AgentTasks, Budget
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.serving.group_queue import GroupQueue, QueueSettings
 from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.records import OVER
+from ragen_jax.serving.records import OVER, prompt_of
 from ragen_jax.serving.store import Store
 from ragen_jax.serving.types import AttemptState, Finish, RolloutState
 from ragen_jax.utils.errors import UserError
@@ -42,7 +42,7 @@ class Run:
     self.store.write = lambda durable=True: Store.write(self.store, durable=False)
     self.lifecycle = Lifecycle(self.store, self.clock)
     self.lifecycle.recover(['local'])
-    settings = QueueSettings(max_staleness, iterations, SIZE, limits(max_attempts=2))
+    settings = QueueSettings(max_staleness, iterations, SIZE, limits(max_attempts=2), 'Be brief.')
     self.queue = GroupQueue(self.lifecycle, settings, specs, self.clock)
 
   def __enter__(self):
@@ -116,6 +116,7 @@ def test_the_tasks_are_those_of_the_synchronous_run_in_whole_groups(path):
     # Iteration i has the seeds FIRST + 3 i, and two of them are those of A.
     seeds = {tag: sorted({r.input['seed'] - FIRST for r in records if r.metadata['tag'] == tag}) for tag in 'AB'}
     assert seeds == {'A': [0, 1, 3, 4], 'B': [2, 5]}
+    assert {prompt_of(r.metadata) for r in records} == {'Be brief.'}
     assert all(r.input == {'seed': r.metadata['seed'], 'member': r.ordinal} for r in records)
     assert len({r.key for r in records}) == len(records)
     assert not run.queue.take(0) and run.queue.counts() == (6, 0)
