@@ -79,7 +79,7 @@ def hf_model(transformers, family: str, directory: pathlib.Path):
   with torch.no_grad():
     for name, weight in theirs.named_parameters():
       noise = torch.randn(weight.shape, generator=rng)
-      if 'norm' in name and name.endswith('weight') or 'ln_q' in name:
+      if ('norm' in name and name.endswith('weight')) or 'ln_q' in name:
         weight.copy_(1 + 0.3 * noise)
       elif name.endswith('bias'):
         weight.copy_(0.2 * noise)

@@ -1,0 +1,209 @@
+"""Decoders with images against `transformers` on the same weights, and turns with a cache against whole rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision import features
+from ragen_jax.models.vision.positions import feature_columns, image_starts, rope_positions
+from ragen_jax.models.vision.tower import Features
+from ragen_jax.sampling.draw import GREEDY
+from ragen_jax.sampling.sampler import Sampler
+from tests.support import vision
+from tests.support.vision import IMAGE, START, Conversation
+
+WIDE, SMALL = (12, 18), (4, 6)
+GRIDS = (WIDE, SMALL)
+# All rows are padded to one length, so that each family compiles one program.
+COLUMNS = 96
+
+
+def in_groups(rows: list[Conversation]) -> tuple[dict, list[list[int]]]:
+  """The patches of all images by grid, and the first row of each image's features in their table, by row."""
+  patches, first, start = {}, [[None] * len(row.grids) for row in rows], 0
+  for grid in GRIDS:
+    own = [(r, i) for r, row in enumerate(rows) for i, g in enumerate(row.grids) if g == grid]
+    patches[grid] = np.stack([rows[r].patches[i] for r, i in own])
+    for r, i in own:
+      first[r][i] = start
+      start += grid[0] * grid[1] // 4
+  return patches, first
+
+
+def padded(parts, fill, columns=COLUMNS):
+  out = np.full((len(parts), columns, *parts[0].shape[1:]), fill, np.int32)
+  for row, part in zip(out, parts, strict=True):
+    row[: len(part)] = part
+  return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Rows as the model takes them: i32[B, T], the features' index i32[B, T], positions i32[B, T, 3]."""
+
+  tokens: np.ndarray
+  index: np.ndarray
+  positions: np.ndarray
+  patches: dict
+
+
+def batch_of(model: Qwen, rows: list[Conversation]) -> Batch:
+  patches, first = in_groups(rows)
+  cfg = model.cfg.vision
+  return Batch(
+    padded([row.tokens for row in rows], 0),
+    padded([feature_columns(row.tokens, row.grids, cfg, f) for row, f in zip(rows, first, strict=True)], -1),
+    padded([rope_positions(row.tokens, row.grids, cfg)[0] for row in rows], 0),
+    patches,
+  )
+
+
+def see(model: Qwen, patches: dict) -> Features:
+  return features.table([model.see(x, grid) for grid, x in patches.items()])
+
+
+def hidden_states(model: Qwen, tokens, index, positions, seen: Features):
+  x, deepstack = features.insert(model.embed(tokens), seen, index)
+  return model(x, positions, deepstack=deepstack)[0]
+
+
+@nnx.jit
+def logits_of(model: Qwen, tokens, index, positions, seen: Features):
+  return model.logits(hidden_states(model, tokens, index, positions, seen))
+
+
+@functools.partial(nnx.jit, static_argnames='grid')
+def tower(model: Qwen, patches, grid):
+  return model.see(patches, grid)
+
+
+def logits(model: Qwen, batch: Batch) -> np.ndarray:
+  seen = features.table([tower(model, jnp.asarray(x), grid) for grid, x in batch.patches.items()])
+  return np.asarray(logits_of(model, batch.tokens, batch.index, batch.positions, seen))
+
+
+def hf_inputs(torch, row: Conversation) -> dict:
+  tokens = torch.tensor(row.tokens)[None]
+  return {
+    'input_ids': tokens,
+    'mm_token_type_ids': (tokens == IMAGE).int(),
+    'pixel_values': torch.tensor(np.concatenate(row.patches)),
+    'image_grid_thw': torch.tensor([[1, *grid] for grid in row.grids]),
+  }
+
+
+@pytest.fixture(scope='module')
+def rows(pair) -> list[Conversation]:
+  """Rows with two and one image, of which no two have the same length."""
+  values = pair.ours.cfg.vision.patch_values
+  return [
+    vision.conversation((WIDE, SMALL), values, (3, 5, 4), seed=1),
+    vision.conversation((SMALL,), values, (6, 7), seed=2),
+    vision.conversation((SMALL, WIDE), values, (2, 1, 9), seed=3),
+  ]
+
+
+def test_logits_are_those_of_transformers(pair, rows):
+  import torch
+
+  found = logits(pair.ours, batch_of(pair.ours, rows))
+  for row, own in zip(rows, found, strict=True):
+    with torch.no_grad():
+      expected = pair.theirs(**hf_inputs(torch, row)).logits[0].numpy()
+    assert np.std(expected) > 0.5, 'too flat to show a difference'
+    np.testing.assert_allclose(own[: len(row.tokens)], expected, rtol=0, atol=1e-4)
+
+
+def test_rows_do_not_see_the_images_of_others(pair, rows):
+  batch = batch_of(pair.ours, rows)
+  changed = batch.patches | {SMALL: batch.patches[SMALL] + np.arange(3)[:, None, None] // 2}  # the last small image
+  before, after = logits(pair.ours, batch), logits(pair.ours, dataclasses.replace(batch, patches=changed))
+  np.testing.assert_array_equal(after[:2], before[:2])
+  first = image_starts(rows[2].tokens, rows[2].grids, pair.ours.cfg.vision)[0]
+  np.testing.assert_array_equal(after[2, :first], before[2, :first])
+  assert np.abs(after[2, first:] - before[2, first:]).max() > 0.1
+
+
+def turns(pair) -> list[list[Conversation]]:
+  """Three turns of two rows, which bring an image each, in one of them of another size."""
+  values = pair.ours.cfg.vision.patch_values
+  plan = [
+    ((WIDE, (3, 2)), (SMALL, (5, 4))),
+    ((SMALL, (1, 6)), (SMALL, (4, 1))),
+    ((SMALL, (2, 2)), (WIDE, (7, 3))),
+  ]
+  return [
+    [vision.conversation((grid,), values, text, seed=10 * t + r) for r, (grid, text) in enumerate(turn)]
+    for t, turn in enumerate(plan)
+  ]
+
+
+REPLY = 5
+PROMPT = 68
+
+
+def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_whole_rows(pair):
+  model, cfg = pair.ours, pair.ours.cfg.vision
+  policy = ActorCritic(model)
+  # The tokens of images are never drawn.
+  sampler, params = Sampler(policy, stop_ids=(), vocab_limit=START), nnx.split(policy)[1]
+  state = sampler.init(2, 2 * PROMPT + COLUMNS)
+  written = [Conversation(np.zeros(0, int), (), ()) for _ in range(2)]
+  replied, log_probs = [[], []], [[], []]
+  next_position = [0, 0]
+  for turn in turns(pair):
+    seen, first, start = [], [[0], [0]], 0
+    for r, part in enumerate(turn):
+      seen.append(tower(model, jnp.asarray(part.patches[0])[None], part.grids[0]))
+      first[r], start = [start], start + part.grids[0][0] * part.grids[0][1] // 4
+    offsets = [rope_positions(part.tokens, part.grids, cfg) for part in turn]
+    index = padded([feature_columns(p.tokens, p.grids, cfg, f) for p, f in zip(turn, first, strict=True)], -1, PROMPT)
+    embeddings, deepstack = features.insert(jnp.zeros((2, PROMPT, 64)), features.table(seen), jnp.asarray(index))
+    state = sampler.extend(
+      params, state, padded([p.tokens for p in turn], 0, PROMPT), np.array([len(p.tokens) for p in turn], np.int32),
+      embeddings=embeddings, is_embedded=index >= 0, deepstack=deepstack,
+      rotary_offsets=padded([p for p, _ in offsets], 0, PROMPT),
+    )  # fmt: skip
+    # A turn's positions go on where the row's own end: they differ between rows that had images of other sizes.
+    next_position = [at + advance for at, (_, advance) in zip(next_position, offsets, strict=True)]
+    assert state.rotary.tolist() == next_position
+    keys = jax.random.split(jax.random.key(0), 2)
+    state, reply, _ = sampler.decode(params, state, keys, np.full(2, REPLY), columns=REPLY, sampling=GREEDY)
+    next_position = [at + REPLY for at in next_position]
+    for r, part in enumerate(turn):
+      before = written[r]
+      own = np.asarray(reply.tokens)[r]
+      log_probs[r] += np.asarray(reply.logprobs)[r].tolist()
+      replied[r] += range(len(before.tokens) + len(part.tokens), len(before.tokens) + len(part.tokens) + REPLY)
+      written[r] = Conversation(
+        np.concatenate([before.tokens, part.tokens, own]), before.grids + part.grids, before.patches + part.patches
+      )
+  assert next_position[0] != next_position[1]
+  assert sampler.traces == {'resize': 0, 'copy': 0, 'extend': 1, 'decode': 1}
+
+  patches, first = in_groups(written)
+  seen = features.table([tower(model, jnp.asarray(x), grid) for grid, x in patches.items()])
+  tokens = padded([row.tokens for row in written], 0, 2 * COLUMNS)
+  index = [feature_columns(row.tokens, row.grids, cfg, f) for row, f in zip(written, first, strict=True)]
+  positions = [rope_positions(row.tokens, row.grids, cfg) for row in written]
+  assert [p for _, p in positions] == next_position
+  whole = np.asarray(
+    logits_of(model, tokens, padded(index, -1, 2 * COLUMNS), padded([p for p, _ in positions], 0, 2 * COLUMNS), seen)
+  )
+  for r, columns in enumerate(replied):
+    assert len(columns) == 3 * REPLY
+    before, own = whole[r, np.array(columns) - 1, :START], written[r].tokens[columns]
+    np.testing.assert_array_equal(own, before.argmax(-1))
+    expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(before)), own[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(log_probs[r], expected, rtol=0, atol=1e-4)
+  drawn = np.concatenate([row.tokens[columns] for row, columns in zip(written, replied, strict=True)])
+  assert len(np.unique(drawn)) > 3, 'too monotonous to show a difference'
