@@ -19,7 +19,7 @@ _TEXT = {
   'num_key_value_heads': 2, 'rms_norm_eps': 1e-6, 'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': 0,
 }  # fmt: skip
 _VISION = {
-  'depth': 4, 'hidden_size': 32, 'num_heads': 2, 'intermediate_size': 40, 'out_hidden_size': 64,
+  'depth': 3, 'hidden_size': 32, 'num_heads': 2, 'intermediate_size': 40, 'out_hidden_size': 64,
   'temporal_patch_size': 2, 'spatial_merge_size': 2,
 }  # fmt: skip
 _IDS = {
@@ -28,9 +28,6 @@ _IDS = {
   'vision_start_token_id': START,
   'vision_end_token_id': END,
 }
-# Rows and columns of patches. The first has more tokens a side than a window, and sides that windows do not divide.
-GRIDS = {QWEN2_5_VL: ((12, 18), (4, 6)), QWEN3_VL: ((12, 18), (4, 6))}
-
 # preprocessor_config.json of the hub, with less pixels at least.
 PROCESSORS = {
   QWEN2_5_VL: {
@@ -53,7 +50,8 @@ def hf_config(transformers, family: str, **text):
   """A small config whose every part matters."""
   if family == QWEN2_5_VL:
     rope = {'rope_type': 'default', 'rope_theta': 1e4, 'mrope_section': [2, 3, 3]}
-    vision = _VISION | {'patch_size': 14, 'window_size': 112, 'fullatt_block_indexes': [1, 3]}
+    vision = _VISION | {'patch_size': 14, 'window_size': 112, 'fullatt_block_indexes': [1]}
+    text = {'num_hidden_layers': 2} | text
     make = transformers.Qwen2_5_VLConfig
   else:
     rope = {'rope_type': 'default', 'rope_theta': 1e4, 'mrope_section': [3, 3, 2], 'mrope_interleaved': True}

@@ -71,6 +71,8 @@ def read_processor(directory: str, vision: VisionConfig) -> ProcessorConfig:
       raw = json.load(f)
   except (OSError, ValueError) as e:
     raise UserError(f'{where}: cannot be read, and images need it ({e})') from e
+  if not isinstance(raw, dict):
+    raise UserError(f'{where}: must hold a JSON object, not {type(raw).__name__}')
   for ours, value in (('patch_size', vision.patch_size), ('temporal_patch_size', vision.temporal_patch_size),
                       ('merge_size', vision.merge_size)):  # fmt: skip
     if raw.get(ours, value) != value:

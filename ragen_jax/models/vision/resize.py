@@ -1,4 +1,4 @@
-"""Bicubic resizing of images of bytes, with the numbers of Pillow's `Image.resize`, in NumPy."""
+"""Bicubic resizing of images of bytes, with the numbers of Pillow 13's `Image.resize`, in NumPy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def _resize_lines(image: np.ndarray, new: int) -> np.ndarray:
 
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
-  """Resizes an image, first its rows and then its columns.
+  """Resizes an image in one direction and then in the other, with whole numbers between them.
+
+  Rows come first, unless the height shrinks by more than twice as many pixels as the width. Earlier versions of Pillow
+  begin with the rows in this case too; their bytes differ from these by a few levels.
 
   Args:
     image: u8[H, W, channels].
@@ -63,7 +66,11 @@ def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     width: new number of columns.
 
   Returns:
-    u8[height, width, channels], those of Pillow with `Resampling.BICUBIC`.
+    u8[height, width, channels], those of Pillow 13 with `Resampling.BICUBIC`.
   """
-  rows = _resize_lines(image, width)
-  return _resize_lines(rows.swapaxes(0, 1), height).swapaxes(0, 1)
+  lost_rows, lost_columns = image.shape[0] - height, image.shape[1] - width
+  if lost_rows > max(0, 2 * lost_columns):
+    columns_first = _resize_lines(image.swapaxes(0, 1), height).swapaxes(0, 1)
+    return _resize_lines(columns_first, width)
+  rows_first = _resize_lines(image, width)
+  return _resize_lines(rows_first.swapaxes(0, 1), height).swapaxes(0, 1)

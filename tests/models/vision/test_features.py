@@ -11,20 +11,31 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.models import lora
+from ragen_jax.models.checkpoint.names import stored_name, weights
+from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision import features
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 from ragen_jax.models.vision.positions import feature_columns, image_starts, rope_positions
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler
-from tests.support import vision
+from ragen_jax.training.scoring import score_tokens
+from tests.support import learning, vision
 from tests.support.vision import IMAGE, START, Conversation
 
+# Rows and columns of patches. The first has more tokens a side than a window, and sides that windows do not divide.
 WIDE, SMALL = (12, 18), (4, 6)
 GRIDS = (WIDE, SMALL)
 # All rows are padded to one length, so that each family compiles one program.
-COLUMNS = 96
+COLUMNS = 112
+
+# For tests of what both families share.
+_QWEN2_5_IS_SLOW = pytest.mark.parametrize(
+  'pair', [pytest.param(QWEN2_5_VL, marks=pytest.mark.slow), QWEN3_VL], indirect=True, scope='module'
+)
 
 
 def in_groups(rows: list[Conversation]) -> tuple[dict, list[list[int]]]:
@@ -151,12 +162,13 @@ REPLY = 5
 PROMPT = 68
 
 
+@_QWEN2_5_IS_SLOW
 def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_whole_rows(pair):
   model, cfg = pair.ours, pair.ours.cfg.vision
   policy = ActorCritic(model)
   # The tokens of images are never drawn.
   sampler, params = Sampler(policy, stop_ids=(), vocab_limit=START), nnx.split(policy)[1]
-  state = sampler.init(2, 2 * PROMPT + COLUMNS)
+  state = sampler.init(2, COLUMNS + PROMPT)
   written = [Conversation(np.zeros(0, int), (), ()) for _ in range(2)]
   replied, log_probs = [[], []], [[], []]
   next_position = [0, 0]
@@ -192,13 +204,11 @@ def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_who
 
   patches, first = in_groups(written)
   seen = features.table([tower(model, jnp.asarray(x), grid) for grid, x in patches.items()])
-  tokens = padded([row.tokens for row in written], 0, 2 * COLUMNS)
+  tokens = padded([row.tokens for row in written], 0)
   index = [feature_columns(row.tokens, row.grids, cfg, f) for row, f in zip(written, first, strict=True)]
   positions = [rope_positions(row.tokens, row.grids, cfg) for row in written]
   assert [p for _, p in positions] == next_position
-  whole = np.asarray(
-    logits_of(model, tokens, padded(index, -1, 2 * COLUMNS), padded([p for p, _ in positions], 0, 2 * COLUMNS), seen)
-  )
+  whole = np.asarray(logits_of(model, tokens, padded(index, -1), padded([p for p, _ in positions], 0), seen))
   for r, columns in enumerate(replied):
     assert len(columns) == 3 * REPLY
     before, own = whole[r, np.array(columns) - 1, :START], written[r].tokens[columns]
@@ -207,3 +217,96 @@ def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_who
     np.testing.assert_allclose(log_probs[r], expected, rtol=0, atol=1e-4)
   drawn = np.concatenate([row.tokens[columns] for row, columns in zip(written, replied, strict=True)])
   assert len(np.unique(drawn)) > 3, 'too monotonous to show a difference'
+
+
+@pytest.fixture(scope='module')
+def loss_and_gradient(pair):
+  """A policy-gradient loss of a row with an image, its gradient, the row and its weights."""
+  values = pair.ours.cfg.vision.patch_values
+  row = vision.conversation((WIDE,), values, (3, 6), seed=4)
+  first = feature_columns(row.tokens, row.grids, pair.ours.cfg.vision, (0,))
+  positions = rope_positions(row.tokens, row.grids, pair.ours.cfg.vision)[0]
+  weight = np.random.default_rng(5).normal(size=len(row.tokens) - 1).astype(np.float32)
+  weight *= row.tokens[1:] < START
+  graphdef, params = nnx.split(ActorCritic(pair.ours))
+  columns = jnp.arange(1, len(row.tokens), dtype=jnp.int32)[None]
+  tokens = jnp.asarray(row.tokens, jnp.int32)[None]
+
+  def loss(params):
+    model = nnx.merge(graphdef, params)
+    seen = features.table([model.policy.see(jnp.asarray(row.patches[0])[None], WIDE, remat=True)])
+    x, deepstack = features.insert(model.policy.embed(tokens), seen, jnp.asarray(first)[None])
+    log_probs, _, _ = score_tokens(
+      model, tokens, columns, learning.scoring(), embeddings=x, positions=jnp.asarray(positions)[None],
+      deepstack=deepstack,
+    )  # fmt: skip
+    return -jnp.sum(log_probs[0] * weight)
+
+  return loss, jax.jit(jax.value_and_grad(loss)), params, row, weight
+
+
+@_QWEN2_5_IS_SLOW
+def test_gradients_are_those_of_transformers_and_of_finite_differences(pair, loss_and_gradient):
+  import torch
+
+  _, run, params, row, weight = loss_and_gradient
+  value, gradient = run(params)
+  pair.theirs.zero_grad()
+  log_probs = torch.log_softmax(pair.theirs(**hf_inputs(torch, row)).logits[0, :-1], -1)
+  log_probs = log_probs.gather(-1, torch.tensor(row.tokens[1:, None]))[:, 0]
+  loss = -(log_probs * torch.tensor(weight)).sum()
+  loss.backward()
+  np.testing.assert_allclose(value, loss.item(), rtol=1e-4)
+  found = {path[1:]: np.asarray(x[...]) for path, x in nnx.to_flat_state(gradient) if path[0] == 'policy'}
+  expected = {stored_name(name, pair.ours.cfg): x.grad for name, x in pair.theirs.named_parameters()}
+  plan = weights(pair.ours.cfg)
+  assert {w.name for w in plan} == set(expected)
+  for w in plan:
+    want = expected[w.name].numpy()
+    error = np.linalg.norm(w.to_hf(found[w.path]) - want)
+    # The bias of keys changes no softmax: its gradient is a sum of rounding errors.
+    assert error <= 1e-3 * np.linalg.norm(want) or ('bias' in w.path and error < 1e-4), w.name
+
+  # Along its own gradient, the tower changes the loss by the norm of the gradient.
+  def moved(scale):
+    def of(path, x, g):
+      return x + scale * g if path[:2] == ('policy', 'visual') else x
+
+    flat = dict(nnx.to_flat_state(gradient))
+    return nnx.from_flat_state(
+      [(path, x.replace(of(path, x[...], flat[path][...]))) for path, x in nnx.to_flat_state(params)]
+    )
+
+  norm = np.sqrt(sum(np.sum(x**2) for path, x in found.items() if path[0] == 'visual'))
+  step = 1e-2 / norm
+  difference = (run(moved(step / norm))[0] - run(moved(-step / norm))[0]) / (2 * step)
+  np.testing.assert_allclose(difference, norm, rtol=1e-2)
+
+
+@_QWEN2_5_IS_SLOW
+def test_a_frozen_tower_gets_no_gradient_and_the_others_do(pair, loss_and_gradient):
+  loss, _, params, _, _ = loss_and_gradient
+  graphdef, own = nnx.split(pair.ours)
+  model = ActorCritic(nnx.merge(graphdef, own))
+  assert lora.partition(nnx.split(model)[1])[1] == {}
+  freeze(model.policy.visual)
+  both = nnx.split(model)[1]
+  trained, frozen = lora.partition(both)
+  in_tower = {path for path, _ in nnx.to_flat_state(params) if path[:2] == ('policy', 'visual')}
+  assert in_tower and {path for path, _ in nnx.to_flat_state(frozen)} == in_tower
+  before = dict(nnx.to_flat_state(params))
+  for path, x in nnx.to_flat_state(lora.join(trained, frozen)):
+    assert path[0] == 'value_head' or x[...] is before[path][...], path
+  # What a step differentiates is the trained part: shapes are enough to see which weights that is.
+  whole = lambda trained: lora.join(trained, jax.tree.map(lambda x: x, frozen))  # noqa: E731 (as in `lora.merge`)
+  gradient = jax.eval_shape(jax.grad(lambda trained: loss(whole(trained))), trained)
+  assert {path for path, _ in nnx.to_flat_state(gradient)} == {p for p, _ in nnx.to_flat_state(params)} - in_tower
+  # Adapters are on the decoder; the tower beside them is trained unless it is frozen.
+  for is_frozen in (True, False):
+    model = ActorCritic(nnx.merge(graphdef, own))
+    if is_frozen:
+      freeze(model.policy.visual)
+    lora.attach(model.policy, lora.LoraConfig(2, 2, lora.TARGETS), nnx.Rngs(0))
+    trained = {path for path, _ in nnx.to_flat_state(lora.partition(nnx.split(model)[1])[0])}
+    assert {p for p in trained if p[:2] == ('policy', 'visual')} == (set() if is_frozen else in_tower)
+    assert {p[-1] for p in trained if p[0] == 'policy' and p[1] != 'visual'} == {'lora_a', 'lora_b'}
