@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning, vision
+from tests.support.paths import ROOT
 from tests.support.vision import IMAGE, START, Conversation
 
 # Rows and columns of patches. The first has more tokens a side than a window, and sides that windows do not divide.
@@ -310,3 +314,63 @@ def test_a_frozen_tower_gets_no_gradient_and_the_others_do(pair, loss_and_gradie
     trained = {path for path, _ in nnx.to_flat_state(lora.partition(nnx.split(model)[1])[0])}
     assert {p for p in trained if p[:2] == ('policy', 'visual')} == (set() if is_frozen else in_tower)
     assert {p[-1] for p in trained if p[0] == 'policy' and p[1] != 'visual'} == {'lora_a', 'lora_b'}
+
+
+_ON_A_MESH = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import place, place_rows, row_sharding, tree_shardings
+from ragen_jax.models.checkpoint.load import load_model
+from ragen_jax.models.vision import features
+
+directory, out, data, fsdp, tensor = sys.argv[1:]
+model = load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
+mesh = make_mesh(int(data), int(fsdp), int(tensor))
+if mesh.size > 1:
+  model.activation_sharding = row_sharding(mesh)
+graphdef, params = nnx.split(model)
+params = place(params, tree_shardings(params, mesh))
+qkv = params['visual']['blocks'][0]['attn']['qkv']['kernel'][...]
+assert len({str(x.index) for x in qkv.addressable_shards}) == int(fsdp) * int(tensor)
+rng = np.random.default_rng(0)
+patches = rng.normal(size=(8, 216, model.cfg.vision.patch_values)).astype(np.float32)
+tokens = rng.integers(1, 90, (8, 64)).astype(np.int32)
+index = np.where((np.arange(64) >= 4) & (np.arange(64) < 58), np.arange(64) - 4 + 54 * np.arange(8)[:, None], -1)
+patches, tokens, index = place_rows((patches, tokens, index.astype(np.int32)), mesh)
+
+@jax.jit
+@jax.value_and_grad
+def run(params):
+  model = nnx.merge(graphdef, params)
+  x, deepstack = features.insert(model.embed(tokens), features.table([model.see(patches, (12, 18))]), index)
+  hidden, _ = model(x, deepstack=deepstack)
+  return jnp.mean(jax.nn.log_softmax(model.logits(hidden))[..., 7])
+
+loss, gradient = run(params)
+flat = {'/'.join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradient)}
+np.savez(out, loss=loss, **flat)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [(2, 2, 2), (1, 8, 1)])
+def test_eight_devices_see_the_same(pair, tmp_path, mesh):
+  def run(name, *mesh):
+    flags = f'--xla_force_host_platform_device_count={np.prod(mesh)}'
+    done = subprocess.run(
+      [sys.executable, '-c', _ON_A_MESH, pair.directory, str(tmp_path / name), *map(str, mesh)],
+      env=os.environ | {'PYTHONPATH': str(ROOT), 'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'},
+      capture_output=True,
+      text=True,
+      check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return np.load(tmp_path / f'{name}.npz')
+
+  expected, found = run('one', 1, 1, 1), run('many', *mesh)
+  for name in expected.files:
+    want = expected[name]
+    error = np.linalg.norm(found[name] - want)
+    assert error <= 1e-4 * np.linalg.norm(want) or ('bias' in name and error < 1e-6), name
