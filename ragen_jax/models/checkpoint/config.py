@@ -242,17 +242,17 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   }
   if cfg.architecture == 'qwen3':
     config['attention_bias'] = False
+  raw = {}
   if tokenizer_dir is not None:
     config |= _token_ids(tokenizer_dir)
     source = os.path.join(tokenizer_dir, CONFIG_FILE)
-    if os.path.isfile(source):
-      raw = read_json(source)
-      raw = (raw.get('text_config') or {}) | raw
-      config |= {field: raw[field] for field in _CARRIED_FIELDS if raw.get(field) is not None}
+    raw = read_json(source) if os.path.isfile(source) else {}
+    described = (raw.get('text_config') or {}) | raw
+    config |= {field: described[field] for field in _CARRIED_FIELDS if described.get(field) is not None}
     for field in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
       if isinstance(config.get(field), int) and config[field] >= cfg.vocab_size:
         raise UserError(f'{tokenizer_dir}: {field}={config[field]} is outside of vocab_size={cfg.vocab_size}')
-  return config if cfg.vision is None else vision_config.write(config, cfg)
+  return config if cfg.vision is None else vision_config.write(config, cfg, raw)
 
 
 def _token_ids(tokenizer_dir: str) -> dict[str, int]:

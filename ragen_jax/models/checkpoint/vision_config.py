@@ -23,6 +23,9 @@ TRUNK_DEFAULTS = {
   QWEN3_VL: {'rope_theta': 5e5, 'rms_norm_eps': 1e-6},
 }
 
+# Fields of a source's `vision_config` that do not describe the shape and are copied unchanged into an export.
+_CARRIED_FIELDS = ('tokens_per_second', 'initializer_range')
+
 _SECTIONS = {QWEN2_5_VL: [16, 24, 24], QWEN3_VL: [24, 20, 20]}
 _ACTIVATIONS = {QWEN2_5_VL: 'silu', QWEN3_VL: 'gelu_pytorch_tanh'}
 _IDS = {'image_token_id': 151655, 'video_token_id': 151656, 'vision_start_token_id': 151652,
@@ -104,12 +107,13 @@ def _blocks(vision: dict[str, Any], field: str, where: str) -> tuple[int, ...]:
   return tuple(value)
 
 
-def write(config: dict[str, Any], cfg: QwenConfig) -> dict[str, Any]:
+def write(config: dict[str, Any], cfg: QwenConfig, source: dict[str, Any]) -> dict[str, Any]:
   """The `config.json` of a model that reads images, in the layout of the published files of its family.
 
   Args:
     config: the fields of a text model of the same decoder.
     cfg: the shape of the model.
+    source: the file that the model comes from; {} for none.
   """
   v = cfg.vision
   vision = {
@@ -125,6 +129,8 @@ def write(config: dict[str, Any], cfg: QwenConfig) -> dict[str, Any]:
     'temporal_patch_size': v.temporal_patch_size,
     'spatial_merge_size': v.merge_size,
   }
+  described = source.get('vision_config') or {}
+  vision |= {field: described[field] for field in _CARRIED_FIELDS if field in described}
   sections = list(cfg.rope_sections)
   own = {name: getattr(v, name) for name in _IDS}
   if v.family == QWEN2_5_VL:

@@ -142,6 +142,9 @@ def test_transformers_opens_an_export_with_the_same_bits(pair, tmp_path, transfo
   import torch
 
   out = str(tmp_path / 'out')
+  source = json.loads((pathlib.Path(pair.directory) / 'config.json').read_text())
+  source['vision_config']['tokens_per_second'] = 7
+  edit_config(pair.directory, **source)
   save_model(out, pair.ours, pair.ours.cfg, 'float32', tokenizer_dir=pair.directory, max_shard_bytes=50_000)
   files = contents(out)
   assert files['preprocessor_config.json'] == contents(pair.directory)['preprocessor_config.json']
@@ -153,6 +156,7 @@ def test_transformers_opens_an_export_with_the_same_bits(pair, tmp_path, transfo
   assert found.keys() == expected.keys()
   for name, weight in found.items():
     assert torch.equal(weight, expected[name]), name
+  assert theirs.config.vision_config.tokens_per_second == 7
   # The rest of the config is right too: the same logits with images, of which one is wider than a window.
   row = conversation(((12, 18), (4, 6)), pair.ours.cfg.vision.patch_values, (2, 3, 1))
   tokens = torch.tensor(row.tokens)[None]
