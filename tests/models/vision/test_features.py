@@ -148,6 +148,20 @@ def test_rows_do_not_see_the_images_of_others(pair, rows):
   assert np.abs(after[2, first:] - before[2, first:]).max() > 0.1
 
 
+@_QWEN2_5_IS_SLOW
+def test_decoders_in_a_loop_add_features_after_their_first_layers(pair):
+  graphdef, params = nnx.split(pair.ours)
+  rng = np.random.default_rng(6)
+  x, deepstack = (jnp.asarray(rng.normal(size=(2, *shape, 64)), jnp.float32) for shape in ((7,), (2, 7)))
+  found = {}
+  for scan in (False, True):
+    model = nnx.merge(graphdef, params)
+    model.scan_layers = scan
+    found[scan] = nnx.jit(lambda model, x, deepstack: model(x, deepstack=deepstack)[0])(model, x, deepstack)
+  np.testing.assert_allclose(found[True], found[False], rtol=0, atol=1e-5)
+  assert np.abs(found[True] - pair.ours(x)[0]).max() > 0.1
+
+
 def turns(pair) -> list[list[Conversation]]:
   """Three turns of two rows, which bring an image each, in one of them of another size."""
   values = pair.ours.cfg.vision.patch_values

@@ -63,6 +63,7 @@ def _tower(cfg: VisionConfig, dtype=jnp.float32) -> VisionTower:
   return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), params))
 
 
+@pytest.mark.slow
 def test_blocks_in_a_loop_and_computed_again_give_the_same_features_and_gradients():
   patches = np.random.default_rng(1).normal(size=(1, 48, _SMALL.patch_values)).astype(np.float32)
 
