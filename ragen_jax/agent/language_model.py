@@ -122,7 +122,12 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
 
 
 def make_sampler(
-  model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None, *, values: bool = True
+  model: ActorCritic,
+  tokenizer: ChatTokenizer,
+  mesh: Mesh | None = None,
+  *,
+  values: bool = True,
+  decode_shards: int = 1,
 ) -> Sampler:
   """A sampler that ends replies at the stop tokens of the tokenizer's chat format.
 
@@ -131,8 +136,10 @@ def make_sampler(
     tokenizer: the model's tokenizer.
     mesh: the devices that rows are divided over.
     values: whether to record the critic's values.
+    decode_shards: see `Sampler`.
   """
-  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh)
+  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh,
+    decode_shards=decode_shards)
 
 
 def param_state(model: ActorCritic) -> nnx.State:

@@ -199,7 +199,7 @@ def _seconds(m: Measured, topology: Topology) -> Seconds:
   if m.cost is None or m.cost.work is None:
     return Seconds(math.nan, math.nan)
   work = m.cost.work
-  return Seconds(m.program.runs * work.seconds, m.program.runs * work.sent / topology.chip.link_bandwidth)
+  return Seconds(m.program.runs * work.seconds, m.program.runs * work.link_seconds(topology.chip))
 
 
 def _decode_step(run: Run, topology: Topology, m: Measured | None) -> DecodeStep:
@@ -212,7 +212,7 @@ def _decode_step(run: Run, topology: Topology, m: Measured | None) -> DecodeStep
   if not loops:
     return DecodeStep(Seconds(math.nan, math.nan), floor, math.nan, math.nan)
   body = max(loops, key=lambda w: w.seconds)
-  seconds = Seconds(body.seconds, body.sent / topology.chip.link_bandwidth)
+  seconds = Seconds(body.seconds, body.link_seconds(topology.chip))
   return DecodeStep(seconds, floor, body.collectives.get('all-gather', 0), sum(body.collectives.values()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,36 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   return PartitionSpec()
 
 
+# Weights that neighbouring devices divide among them while tokens are sampled: most of a model, and no heads.
+_SHARED = re.compile(r'(embed_tokens|(gate|up|down)_proj/.*|lm_head/.*)$')
+
+
+def sampling_mesh(mesh: Mesh, group: int) -> Mesh:
+  """The same devices in the same order, with `group` neighbours along `fsdp`; `group` divides `row_shards`."""
+  shape = (row_shards(mesh) // group, group, mesh.shape['tensor'])
+  return Mesh(mesh.devices.reshape(shape), mesh.axis_names)
+
+
+def sampling_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """The layout of one weight while tokens are sampled: heads over `tensor`, MLP and vocabulary over `fsdp` too.
+
+  A device attends with its own rows, and computes the MLP and the logits of its neighbours' rows as well, with its part
+  of these weights. Arguments and errors are those of `weight_spec`; the mesh is that of `sampling_mesh`.
+  """
+  spec = without_axis(weight_spec(path, shape, mesh), 'fsdp')
+  if not _SHARED.search(path):
+    return spec
+  axes = tuple(('tensor', 'fsdp') if name == 'tensor' else name for name in spec)
+  parts = mesh.shape['tensor'] * mesh.shape['fsdp']
+  for size, axis in zip(shape, axes, strict=True):
+    if axis is not None and size % parts:
+      raise UserError(
+        f'agent.decode_shards={mesh.shape["fsdp"]}: with mesh.tensor={mesh.shape["tensor"]} it does not divide the '
+        f'{size} of {path} {list(shape)}'
+      )
+  return PartitionSpec(*axes)
+
+
 # Smaller arrays of the optimiser stay whole: to exchange their parts takes longer than to compute all of them.
 _LEAST_DIVIDED = 2**12
 
@@ -94,11 +124,15 @@ def optimizer_shardings(tree: Any, mesh: Mesh) -> Any:
 
 def _shardings(tree: Any, mesh: Mesh, spec: Callable[[str, tuple[int, ...], Mesh], PartitionSpec]) -> Any:
   def of(path, leaf):
-    names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
-    names = [n for n in names if n != 'value']
-    return NamedSharding(mesh, spec('/'.join(names), leaf.shape, mesh))
+    return NamedSharding(mesh, spec(path_of(path), leaf.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def path_of(path: Sequence[Any]) -> str:
+  """The path of a leaf of a tree of weights, as `RULES` has it."""
+  names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
+  return '/'.join(n for n in names if n != 'value')
 
 
 def exchanged(weights: Any, mesh: Mesh) -> Any:
@@ -147,6 +181,11 @@ ROW_AXES = ('data', 'fsdp')
 def row_shards(mesh: Mesh) -> int:
   """Number of parts that rows are divided into."""
   return mesh.shape['data'] * mesh.shape['fsdp']
+
+
+def shared_rows(mesh: Mesh) -> NamedSharding:
+  """The layout of arrays [B, ...] that each device of a `sampling_mesh` has with the rows of its neighbours."""
+  return NamedSharding(mesh, PartitionSpec('data'))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:

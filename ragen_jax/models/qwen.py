@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-from ragen_jax.distributed.sharding import exchanged, looked_up
+from ragen_jax.distributed.sharding import exchanged, looked_up, row_sharding, shared_rows
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal, is_kept
 
 # Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
@@ -271,13 +271,17 @@ class MLP(nnx.Module):
     self.gate_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
     self.up_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
     self.down_proj = Projection((f,), (d,), bias=False, param_dtype=param_dtype, rngs=rngs)
+    self.sampling_mesh: jax.sharding.Mesh | None = None  # see `Qwen.sample_on`
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    if self.sampling_mesh is not None:
+      x = jax.lax.with_sharding_constraint(x, shared_rows(self.sampling_mesh))
     if self.fused:
       gate, up = fused_projection(x, [self.gate_proj, self.up_proj])
     else:
       gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(jax.nn.silu(gate) * up)
+    y = self.down_proj(jax.nn.silu(gate) * up)
+    return y if self.sampling_mesh is None else jax.lax.with_sharding_constraint(y, row_sharding(self.sampling_mesh))
 
 
 class Layer(nnx.Module):
@@ -323,6 +327,7 @@ class Qwen(nnx.Module):
     # Set on a mesh: the layout of activations, rows divided. Without it the compiler may choose the layout of the
     # weights, and every device would compute all rows.
     self.activation_sharding: jax.sharding.NamedSharding | None = None
+    self.sampling_mesh: jax.sharding.Mesh | None = None  # see `sample_on`
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
@@ -333,10 +338,19 @@ class Qwen(nnx.Module):
     if not cfg.tie_word_embeddings:
       self.lm_head = Projection((cfg.hidden_size,), (cfg.vocab_size,), bias=False, param_dtype=param_dtype, rngs=rngs)
 
+  def sample_on(self, mesh: jax.sharding.Mesh) -> None:
+    """Lays computations out for weights of `sharding.sampling_spec`."""
+    self.activation_sharding = row_sharding(mesh)
+    self.sampling_mesh = mesh
+    for layer in self.layers:
+      layer.mlp.sampling_mesh = mesh
+
   def embed(self, tokens: jax.Array) -> jax.Array:
     """Token ids i32[B, T] -> embeddings [B, T, D]."""
+    if self.sampling_mesh is not None:
+      tokens = jax.lax.with_sharding_constraint(tokens, shared_rows(self.sampling_mesh))
     x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
-    if self.activation_sharding is not None:
+    if self.sampling_mesh is None and self.activation_sharding is not None:
       x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
     return self._lay_out(x)
 
@@ -425,6 +439,8 @@ class Qwen(nnx.Module):
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""
+    if self.sampling_mesh is not None:
+      hidden = jax.lax.with_sharding_constraint(hidden, shared_rows(self.sampling_mesh))
     if self.cfg.tie_word_embeddings:
       head = self.embed_tokens[...].astype(hidden.dtype)  # [V, D]
       return jnp.einsum('...D,VD->...V', hidden, head, preferred_element_type=jnp.float32)

@@ -70,7 +70,7 @@ def _write_program(m: Measured, topology: Topology, out: TextIO) -> None:
   work = m.cost.work
   times = ('-', '-')
   if work is not None:
-    times = (f'{1e3 * work.seconds:.2f}', f'{1e3 * work.sent / topology.chip.link_bandwidth:.2f}')
+    times = (f'{1e3 * work.seconds:.2f}', f'{1e3 * work.link_seconds(topology.chip):.2f}')
   out.write(
     f'{p.name:16}{runs:>6}{m.cost.compile_cpu_seconds:15.1f}{m.cost.hbm / _GIB:8.2f}{times[0]:>10}{times[1]:>10}  '
     f'{p.shape}\n'
