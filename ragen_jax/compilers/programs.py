@@ -232,6 +232,8 @@ def _cast(run: Run) -> list[Program]:
   if not s.copied:
     return []
   shape = f'to {run.trainer.model.model.policy.dtype}' + (', gathered' if s.gathered else '')
+  if sampler.decode_shards > 1:
+    shape += f', MLP and vocabulary over {sampler.decode_shards} devices'
   held = _bytes(run, 'params', 'opt_state', 'reference') - _copied_from(run)
   return [
     Program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -183,14 +184,51 @@ def row_shards(mesh: Mesh) -> int:
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
-def shared_rows(mesh: Mesh) -> NamedSharding:
-  """The layout of arrays [B, ...] that each device of a `sampling_mesh` has with the rows of its neighbours."""
-  return NamedSharding(mesh, PartitionSpec('data'))
-
-
 def row_sharding(mesh: Mesh) -> NamedSharding:
   """The layout of arrays [B, ...] with rows divided."""
   return NamedSharding(mesh, PartitionSpec(ROW_AXES))
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingLayout:
+  """How the computations of sampled tokens are laid out.
+
+  Attributes:
+    mesh: the devices that rows are divided over; None for one.
+    shared: weights are laid out as `sampling_spec` says, so a device needs the rows of its neighbours for the MLP and
+      the logits. The mesh is a `sampling_mesh`.
+    least_rows: rows that a product with weights has on each device at least; those that are not there are zeros.
+  """
+
+  mesh: Mesh | None
+  shared: bool
+  least_rows: int
+
+  def gathered(self, x: jax.Array) -> jax.Array:
+    """Rows [B, ...] with those of the neighbours, if they are needed."""
+    if not self.shared:
+      return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec('data')))
+
+  def divided(self, x: jax.Array) -> jax.Array:
+    """The rows that `gathered` gathered, each on its own device."""
+    return jax.lax.with_sharding_constraint(x, row_sharding(self.mesh)) if self.shared else x
+
+  def padded(self, x: jax.Array) -> jax.Array:
+    """Rows [B, ...] with as many rows of zeros as are missing, behind the rows of each device."""
+    shards = 1 if self.mesh is None else row_shards(self.mesh)
+    missing = self.least_rows - len(x) // shards
+    if missing <= 0:
+      return x
+    x = x.reshape(shards, -1, *x.shape[1:])
+    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))).reshape(-1, *x.shape[2:])
+
+  def without_padding(self, x: jax.Array, rows: int) -> jax.Array:
+    """The `rows` rows that `padded` got."""
+    if len(x) == rows:
+      return x
+    shards = 1 if self.mesh is None else row_shards(self.mesh)
+    return x.reshape(shards, -1, *x.shape[1:])[:, : rows // shards].reshape(rows, *x.shape[1:])
 
 
 def looked_up(mesh: Mesh) -> NamedSharding:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 
-from ragen_jax.distributed.sharding import exchanged, looked_up, row_sharding, shared_rows
+from ragen_jax.distributed.sharding import SamplingLayout, exchanged, looked_up, row_sharding
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal, is_kept
 
 # Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
@@ -241,12 +241,15 @@ class Attention(nnx.Module):
     if cfg.qk_norm:
       self.q_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
       self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
+    self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
   def __call__(self, x, positions, mask, cache, window, column, segments=None):
     if self.cfg.hidden_size < _FUSE_BELOW_WIDTH:
       q, k, v = fused_projection(x, [self.q_proj, self.k_proj, self.v_proj])
     else:
       q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    if self.sampling is not None:
+      q, k, v = (self.sampling.without_padding(part, len(positions)) for part in (q, k, v))
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     q, k = rotary(q, positions, self.cfg.rope_theta), rotary(k, positions, self.cfg.rope_theta)
@@ -256,7 +259,10 @@ class Attention(nnx.Module):
         v=jax.lax.dynamic_update_slice_in_dim(window.v, v.astype(window.v.dtype), column, axis=1),
       )
       kept = None if cache is None else (cache.k, cache.v, mask.kept)
-      return self.o_proj(attend(q, window.k, window.v, mask.new, kept, settings=self.attention)), window
+      out = attend(q, window.k, window.v, mask.new, kept, settings=self.attention)
+      if self.sampling is not None and len(x) > len(out):
+        out = self.sampling.padded(out)
+      return self.o_proj(out), window
     if mask is None:
       return self.o_proj(causal(q, k, v, segments, self.attention)), None
     return self.o_proj(attend(q, k, v, mask, settings=self.attention)), None
@@ -271,17 +277,17 @@ class MLP(nnx.Module):
     self.gate_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
     self.up_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
     self.down_proj = Projection((f,), (d,), bias=False, param_dtype=param_dtype, rngs=rngs)
-    self.sampling_mesh: jax.sharding.Mesh | None = None  # see `Qwen.sample_on`
+    self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    if self.sampling_mesh is not None:
-      x = jax.lax.with_sharding_constraint(x, shared_rows(self.sampling_mesh))
+    if self.sampling is not None:
+      x = self.sampling.gathered(x)
     if self.fused:
       gate, up = fused_projection(x, [self.gate_proj, self.up_proj])
     else:
       gate, up = self.gate_proj(x), self.up_proj(x)
     y = self.down_proj(jax.nn.silu(gate) * up)
-    return y if self.sampling_mesh is None else jax.lax.with_sharding_constraint(y, row_sharding(self.sampling_mesh))
+    return y if self.sampling is None else self.sampling.divided(y)
 
 
 class Layer(nnx.Module):
@@ -327,7 +333,7 @@ class Qwen(nnx.Module):
     # Set on a mesh: the layout of activations, rows divided. Without it the compiler may choose the layout of the
     # weights, and every device would compute all rows.
     self.activation_sharding: jax.sharding.NamedSharding | None = None
-    self.sampling_mesh: jax.sharding.Mesh | None = None  # see `sample_on`
+    self.sampling: SamplingLayout | None = None  # see `sample_on`
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
@@ -338,19 +344,21 @@ class Qwen(nnx.Module):
     if not cfg.tie_word_embeddings:
       self.lm_head = Projection((cfg.hidden_size,), (cfg.vocab_size,), bias=False, param_dtype=param_dtype, rngs=rngs)
 
-  def sample_on(self, mesh: jax.sharding.Mesh) -> None:
-    """Lays computations out for weights of `sharding.sampling_spec`."""
-    self.activation_sharding = row_sharding(mesh)
-    self.sampling_mesh = mesh
+  def sample_on(self, layout: SamplingLayout) -> None:
+    """Lays computations out for the sampling of tokens."""
+    if layout.shared:
+      self.activation_sharding = row_sharding(layout.mesh)
+    self.sampling = layout
     for layer in self.layers:
-      layer.mlp.sampling_mesh = mesh
+      layer.self_attn.sampling = layer.mlp.sampling = layout
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """Token ids i32[B, T] -> embeddings [B, T, D]."""
-    if self.sampling_mesh is not None:
-      tokens = jax.lax.with_sharding_constraint(tokens, shared_rows(self.sampling_mesh))
+    shared = self.sampling is not None and self.sampling.shared
+    if shared:
+      tokens = self.sampling.gathered(tokens)
     x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
-    if self.sampling_mesh is None and self.activation_sharding is not None:
+    if not shared and self.activation_sharding is not None:
       x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
     return self._lay_out(x)
 
@@ -393,7 +401,9 @@ class Qwen(nnx.Module):
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
     if self.scan_layers and window is None:
       return self.norm(self._scan(x, positions, mask, remat, segments)), None
-    written = []
+    rows, written = len(x), []
+    if self.sampling is not None and x.shape[1] == 1:
+      x = self._lay_out(self.sampling.padded(x))
     for i, layer in enumerate(self.layers):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
@@ -403,7 +413,10 @@ class Qwen(nnx.Module):
         x, new = layer(x, positions, mask, *of_layer, column, segments)
       x = self._lay_out(x)
       written.append(new)
-    return self.norm(x), (None if window is None else tuple(written))
+    x = self.norm(x)
+    if self.sampling is not None:
+      x = self.sampling.without_padding(x, rows)
+    return x, (None if window is None else tuple(written))
 
   def _kept(self, remat: str) -> Any:
     """The policy of `jax.checkpoint` for 'elementwise' and 'layers'; None keeps nothing."""
@@ -439,13 +452,16 @@ class Qwen(nnx.Module):
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""
-    if self.sampling_mesh is not None:
-      hidden = jax.lax.with_sharding_constraint(hidden, shared_rows(self.sampling_mesh))
+    rows = len(hidden)
+    if self.sampling is not None:
+      hidden = self.sampling.gathered(self.sampling.padded(hidden))
     if self.cfg.tie_word_embeddings:
       head = self.embed_tokens[...].astype(hidden.dtype)  # [V, D]
-      return jnp.einsum('...D,VD->...V', hidden, head, preferred_element_type=jnp.float32)
-    head = self.lm_head.matrix(hidden.dtype)  # [D, V]
-    return jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
+      logits = jnp.einsum('...D,VD->...V', hidden, head, preferred_element_type=jnp.float32)
+    else:
+      head = self.lm_head.matrix(hidden.dtype)  # [D, V]
+      logits = jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
+    return logits if self.sampling is None else self.sampling.without_padding(logits, rows)
 
   def init_cache(self, batch: int, size: int, dtype: Any | None = None) -> tuple[LayerCache, ...]:
     """An empty cache for `batch` rows of `size` columns; the default type is that of activations."""

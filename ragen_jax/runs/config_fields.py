@@ -100,7 +100,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
   'kernels': {'model': ('attention', 'remat')},
   'shapes': {
-    'agent': ('schedule', 'decode_chunk', 'rows_in_flight'),
+    'agent': ('schedule', 'decode_chunk', 'rows_in_flight', 'decode_shards'),
     'optimizer': ('packing',),
     'serve': ('slots',),
   },

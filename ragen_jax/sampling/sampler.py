@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import ROW_AXES, path_of, sampling_mesh, sampling_spec, without_axis
+from ragen_jax.distributed.sharding import ROW_AXES, SamplingLayout, path_of, sampling_mesh, sampling_spec, without_axis
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import capacity, kv_cache
@@ -26,6 +26,10 @@ from ragen_jax.sampling.decode import Reply, decode, extend
 from ragen_jax.sampling.draw import RowSampling, Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.utils.errors import UserError
+
+# Rows of a device with which TPUs compute products of matrices. With fewer, their compiler computes products of vectors,
+# which take half as long again.
+_LEAST_ROWS = {'tpu': 8}
 
 __all__ = ['Reply', 'RowSampling', 'Sampler', 'SamplerState', 'Sampling']
 
@@ -37,6 +41,7 @@ class Sampler:
     traces: number of traces of each program, by name.
     share: the rows that belong to this process.
     values: whether values are recorded.
+    decode_shards: neighbouring devices that divide the MLP and the vocabulary among them.
   """
 
   def __init__(
@@ -67,11 +72,14 @@ class Sampler:
       raise UserError(
         f'mesh.tensor={mesh.shape["tensor"]}: does not divide the {model.policy.cfg.num_kv_heads} key/value heads'
       )
-    self.divided = decode_shards > 1
-    if self.divided:
+    self.decode_shards = decode_shards
+    if decode_shards > 1:
       mesh = sampling_mesh(mesh, decode_shards)
-      model = nnx.merge(*nnx.split(model))  # with the same arrays
-      model.policy.sample_on(mesh)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    model = nnx.merge(*nnx.split(model))  # a structure of its own, with the same arrays
+    model.policy.sample_on(
+      SamplingLayout(mesh, decode_shards > 1, 1 if decode_shards > 1 else _LEAST_ROWS.get(platform, 1))
+    )
     self.graphdef, _ = nnx.split(model)
     self.cfg = model.policy.cfg
     self.stop_ids = tuple(stop_ids)
@@ -215,7 +223,7 @@ class Sampler:
     return self._cast(changed, wanted, gathered).lower({i: leaves[i] for i in changed}) if changed else None
 
   def _can_gather(self, params: Any) -> bool:
-    if self._mesh is None or self.divided or self._mesh.shape['fsdp'] == 1:
+    if self._mesh is None or self.decode_shards > 1 or self._mesh.shape['fsdp'] == 1:
       return True
     needed = 2 * capacity.bytes_per_device(self.abstract_weights({'policy': params['policy']}))
     free = capacity.free_bytes(self._mesh.local_devices)
@@ -229,7 +237,7 @@ class Sampler:
       if not name.startswith('policy/') or x.ndim < 2:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
       sharding = x.sharding
-      if self.divided:
+      if self.decode_shards > 1:
         sharding = NamedSharding(self._mesh, sampling_spec(name, x.shape, self._mesh))
       elif gathered and isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, without_axis(sharding.spec, 'fsdp'))
