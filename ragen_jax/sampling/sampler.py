@@ -27,8 +27,8 @@ from ragen_jax.sampling.draw import RowSampling, Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.utils.errors import UserError
 
-# Rows of a device with which TPUs compute products of matrices. With fewer, their compiler computes products of vectors,
-# which take half as long again.
+# Rows of a device with which the compiler of TPUs computes products of matrices. With fewer it computes products of
+# vectors, which take half as long again.
 _LEAST_ROWS = {'tpu': 8}
 
 __all__ = ['Reply', 'RowSampling', 'Sampler', 'SamplerState', 'Sampling']
