@@ -318,7 +318,7 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   a = config.algorithm
   return memory.update_memory(
     model, logits_chunk=config.model.logits_chunk, width=size_settings(config, model).width,
-    reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, dtype=dtype,
+    reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, platform=model.mesh.devices.flat[0].platform, dtype=dtype,
   )  # fmt: skip
 
 
