@@ -98,8 +98,9 @@ def test_advice_is_given_only_where_a_number_asks_for_it(monkeypatch):
     gradient=exchanging,
   )  # fmt: skip
   assert '--config.optimizer.micro_batch_size=2 or more' in text
-  monkeypatch.setattr(plan_report.division, 'choose', lambda asked, *_: asked or 4)
-  text, _ = _report_of(_config(num_iterations=500, agent__decode_shards=1), TOPOLOGY)
+  with monkeypatch.context() as patch:
+    patch.setattr(plan_report.division, 'choose', lambda asked, *_: asked or 4)
+    text, _ = _report_of(_config(num_iterations=500, agent__decode_shards=1), TOPOLOGY)
   assert 'reads all weights for every token: --config.agent.decode_shards=4' in text
   slow = dataclasses.replace(same, compile_cpu_seconds=1e7)
   text, _ = _report_of(_config(), TOPOLOGY, gradient=slow)
