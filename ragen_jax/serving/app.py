@@ -20,10 +20,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ragen_jax.serving import answers, prometheus, rollout_api
+from ragen_jax.serving.failures import api_error, request_error
 from ragen_jax.serving.page import PAGE
 from ragen_jax.serving.pending import Pending
 from ragen_jax.serving.records import Limits, RequestError
-from ragen_jax.serving.service import OUTSIDE, Access, Service, api_error, request_digest, request_error
+from ragen_jax.serving.service import OUTSIDE, Access, Service, request_digest
 from ragen_jax.serving.wire import errors, sse
 from ragen_jax.serving.wire.body import read_json
 from ragen_jax.serving.wire.spec import Kind, header_warnings

@@ -1,25 +1,15 @@
-"""What a request does to the attempt: retries, clients that go away, restarts, rows, and what is kept in memory."""
+"""What a request does to the attempt: retries, restarts, rows, and what is stored."""
 
 from __future__ import annotations
-
-import contextlib
-import http.client
-import json
-import threading
-import urllib.parse
 
 import openai
 import pytest
 from openai import OpenAI
 
 from ragen_jax.serving import service
-from ragen_jax.serving.records import Conflict, Gone, Invalid, NotFound, Unauthorized
-from ragen_jax.serving.types import AttemptState, Finish
-from tests.support.scripted import ScriptedEngine, serve
-from tests.support.serving import PATIENCE, until
+from tests.support.scripted import ASK, Asking, ScriptedEngine, chat, said, serve
+from tests.support.serving import until
 from tests.support.wire import CALL_TAGS, TOOL, tokenizer
-
-ASK = [{'role': 'user', 'content': 'What is 1 + 1?'}]
 
 
 @pytest.fixture(scope='module')
@@ -36,33 +26,6 @@ def engine(tok):
 def server(tmp_path, engine):
   with serve(tmp_path, engine) as opened:
     yield opened
-
-
-def chat(client, **changes):
-  return client.chat.completions.create(**dict(model='policy', messages=ASK) | changes)
-
-
-def said(answer, then):
-  return [{'role': 'assistant', 'content': answer.choices[0].message.content}, {'role': 'user', 'content': then}]
-
-
-class Asking:
-  """A request in a thread; `answer` waits for it."""
-
-  def __init__(self, client, **changes):
-    self._found = []
-    self._thread = threading.Thread(target=self._ask, args=(client, changes), daemon=True)
-    self._thread.start()
-
-  def _ask(self, client, changes):
-    try:
-      self._found.append(chat(client, **changes))
-    except openai.OpenAIError as e:
-      self._found.append(e)
-
-  def answer(self):
-    self._thread.join(PATIENCE)
-    return self._found[0]
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------
@@ -140,98 +103,6 @@ def test_an_idempotency_key_of_a_client_without_a_mark(server):
   answers = [chat(client, extra_headers={'Idempotency-Key': k}) for k in ('a', 'a', 'b')]
   assert answers[0].id == answers[1].id != answers[2].id
   assert len(server.calls(task)) == 2
-
-
-# -- clients that go away ----------------------------------------------------------------------------------------------
-
-
-def go_away(task, engine, *, stream):
-  """Sends a request, and closes the connection when the engine has it."""
-  url = urllib.parse.urlsplit(task.base_url)
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
-  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': stream})
-  connection.request('POST', f'{url.path}/chat/completions', body, {'Authorization': f'Bearer {task.api_key}'})
-  sampled = engine.next_call()
-  sampled.tell(2)
-  if stream:
-    connection.getresponse().read1(10)
-  connection.sock.close() if connection.sock else None
-  connection.close()
-  return sampled
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_a_client_that_goes_away_frees_the_slot_and_trains_nothing(tmp_path, engine, stream):
-  engine.held = True
-  with serve(tmp_path, engine, grace_s=0.0) as server:
-    task = server.attempt()
-    sampled = go_away(task, engine, stream=stream)
-    assert sampled.cancelled.wait(PATIENCE)
-    until(lambda: server.calls(task))
-    (stored,) = server.calls(task)
-    assert stored.generated.finish == Finish.ABORTED and len(stored.generated.ids) == 2
-    # The next call takes the row, and draws with another key.
-    engine.held = False
-    chat(server.client(task))
-    assert server.calls(task)[1].row == 0 and server.calls(task)[1].new_row_cause == ''
-    assert engine.requests[1].key != engine.requests[0].key
-    assert server.service.counts['aborted'] == 1
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_without_grace_a_client_that_stays_is_answered(tmp_path, engine, stream):
-  engine.held = True
-  with serve(tmp_path, engine, grace_s=0.0) as server:
-    asking = Asking(server.client(server.attempt()), stream=stream)
-    sampled = engine.next_call()
-    assert not sampled.cancelled.wait(0.3), 'it waits for as long as its client does'
-    sampled.end()
-    answer = asking.answer()
-    texts = [c.choices[0].delta.content for c in answer] if stream else [answer.choices[0].message.content]
-    assert ''.join(t or '' for t in texts) == 'answer 0'
-
-
-def test_a_client_that_comes_back_within_the_grace_gets_the_reply(server, engine):
-  engine.held = True
-  task = server.attempt()
-  sampled = go_away(task, engine, stream=False)
-  sampled.end()
-  assert not sampled.cancelled.is_set()
-  url = urllib.parse.urlsplit(task.base_url)
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
-  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': False})
-  headers = {'Authorization': f'Bearer {task.api_key}', 'x-stainless-retry-count': '1'}
-  with contextlib.closing(connection):
-    connection.request('POST', f'{url.path}/chat/completions', body, headers)
-    answer = json.loads(connection.getresponse().read())
-  (stored,) = server.calls(task)
-  assert stored.call_id == answer['id'] and stored.generated.finish == Finish.STOP and len(engine.requests) == 1
-
-
-# -- the end of the server ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_a_server_that_stops_tells_its_clients_to_try_again(tmp_path, engine, stream, caplog):
-  engine.held = True
-  with serve(tmp_path, engine) as server:
-    task = server.attempt()
-    asking = Asking(server.client(task), stream=stream)
-    sampled = engine.next_call()
-    if stream:
-      sampled.tell(2)
-      stream = asking.answer()
-  assert sampled.cancelled.wait(PATIENCE)
-  if stream:
-    with pytest.raises(openai.APIError, match='the server stops'):
-      list(stream)
-  else:
-    error = asking.answer()
-    assert isinstance(error, openai.InternalServerError) and error.status_code == 503
-    assert error.response.headers['x-should-retry'] == 'true'
-  assert not caplog.records
-  with serve(tmp_path, engine) as server:
-    assert server.calls(task) == []
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
@@ -327,33 +198,6 @@ def test_a_request_of_which_one_reply_is_refused_leaves_nothing(server, engine):
   assert [c.row for c in server.calls(task)] == [0]
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_idle_sessions_leave_memory_and_come_back(server, monkeypatch):
-  monkeypatch.setattr(service, '_MOST_SESSIONS', 2)
-  tasks = [server.attempt() for _ in range(4)]
-  firsts = [chat(server.client(task)) for task in tasks]
-  assert server.service.sessions == 2
-  for task, first in zip(tasks, firsts, strict=True):
-    chat(server.client(task), messages=[*ASK, *said(first, 'And 2 + 2?')])
-    assert [(c.index, c.row) for c in server.calls(task)] == [(0, 0), (1, 0)]
-
-
-def test_a_session_with_a_running_request_stays(server, engine, monkeypatch):
-  monkeypatch.setattr(service, '_MOST_SESSIONS', 1)
-  engine.held = True
-  task = server.attempt()
-  asking = Asking(server.client(task))
-  sampled = engine.next_call()
-  engine.held = False
-  for _ in range(3):
-    chat(server.client(server.attempt()))
-  assert server.service.sessions == 2
-  sampled.end()
-  assert asking.answer().id == server.calls(task)[0].call_id
-
-
 def test_a_call_that_cannot_be_stored_is_not_answered_and_the_session_is_read_again(server, monkeypatch):
   task = server.attempt()
   first = chat(server.client(task))
@@ -366,33 +210,9 @@ def test_a_call_that_cannot_be_stored_is_not_answered_and_the_session_is_read_ag
   assert [(c.index, c.row, c.new_row_cause) for c in server.calls(task)] == [(0, 0, ''), (1, 0, '')]
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  ('error', 'status', 'code'),
-  [
-    (Invalid('a'), 400, 'invalid_value'), (Unauthorized('a'), 401, 'invalid_api_key'),
-    (NotFound('a'), 404, 'not_found'), (Conflict('a'), 409, 'conflict'), (Gone('a'), 410, 'rollout_over'),
-  ],
-)  # fmt: skip
-def test_errors_of_the_store(error, status, code):
-  told = service.api_error(error)
-  assert (told.status, told.code, told.message, told.retry) == (status, code, 'a', False)
-
-
 def test_a_digest_tells_requests_apart():
   digests = {
     service.request_digest('chat', b'a', ''), service.request_digest('chat', b'b', ''),
     service.request_digest('completions', b'a', ''), service.request_digest('chat', b'a', 'k'),
   }  # fmt: skip
   assert len(digests) == 4 and service.request_digest('chat', b'b', 'k') in digests
-
-
-def test_a_finished_attempt_is_forgotten(server):
-  task = server.attempt()
-  chat(server.client(task))
-  assert server.service.sessions == 1
-  server.service.forget(task.attempt_id)
-  server.lifecycle.finish(task.attempt_id, AttemptState.SUCCEEDED, '')
-  assert server.service.sessions == 0

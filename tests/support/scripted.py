@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import openai
 from openai import OpenAI
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.serving.app import App, AppSettings
-from ragen_jax.serving.calls import Piece
 from ragen_jax.serving.chat_format import QwenFormat
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.engine import QueueFull
@@ -26,12 +26,13 @@ from ragen_jax.serving.server import HttpServer
 from ragen_jax.serving.service import Service, ServiceSettings
 from ragen_jax.serving.settings import EngineStats
 from ragen_jax.serving.store import Store
-from ragen_jax.serving.types import Finish, Generated, GenerateRequest, SamplingParams, StoredCall
+from ragen_jax.serving.types import Finish, Generated, GenerateRequest, Piece, SamplingParams, StoredCall
 from tests.support.endpoint_store import new_rollout
 from tests.support.serving import PATIENCE
 from tests.support.wire import limits
 
 ADMIN = 'admin-key-of-the-tests'
+ASK = [{'role': 'user', 'content': 'What is 1 + 1?'}]
 
 
 class ScriptedCall:
@@ -215,3 +216,32 @@ def serve(
     app = App(settings, service, engine.stats, engine.tokenizer.token_bytes)
     with HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 64) as http:
       yield Server(engine, service, lifecycle, http.url)
+
+
+def chat(client, **changes):
+  """Asks for a chat completion."""
+  return client.chat.completions.create(**dict(model='policy', messages=ASK) | changes)
+
+
+def said(answer, then):
+  """The messages with which a conversation goes on."""
+  return [{'role': 'assistant', 'content': answer.choices[0].message.content}, {'role': 'user', 'content': then}]
+
+
+class Asking:
+  """A request in a thread; `answer` waits for it."""
+
+  def __init__(self, client, **changes):
+    self._found = []
+    self._thread = threading.Thread(target=self._ask, args=(client, changes), daemon=True)
+    self._thread.start()
+
+  def _ask(self, client, changes):
+    try:
+      self._found.append(chat(client, **changes))
+    except openai.OpenAIError as e:
+      self._found.append(e)
+
+  def answer(self):
+    self._thread.join(PATIENCE)
+    return self._found[0]
