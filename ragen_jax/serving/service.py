@@ -24,13 +24,14 @@ from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving import keys, prompts
 from ragen_jax.serving.answers import ID_PREFIX
 from ragen_jax.serving.chat_format import QwenFormat
+from ragen_jax.serving.engines import Engines
 from ragen_jax.serving.failures import stops
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.open_sessions import OpenSession, OpenSessions
 from ragen_jax.serving.pending import Pending
 from ragen_jax.serving.records import AttemptRecord, RolloutRecord
 from ragen_jax.serving.reply_reader import BadCalls, ReplyReader
-from ragen_jax.serving.running import Engine, PlannedReply, RunningRequests
+from ragen_jax.serving.running import PlannedReply, RunningRequests
 from ragen_jax.serving.types import Finish, Generated, SamplingParams, StoredCall
 from ragen_jax.serving.wire import errors
 from ragen_jax.serving.wire.results import Choice, Head
@@ -46,7 +47,7 @@ class ServiceSettings:
     limits: what a request may ask for.
     training: sampling of attempts that are trained; `max_tokens` is the most that a request gets.
     evaluation: the same for attempts that evaluate, and the defaults of calls outside of attempts.
-    trained: the agents whose tokens are trained, as a regular expression that matches the whole name.
+    trained: the agents whose tokens are trained, as a regular expression that matches the whole name; no frozen ones.
     bad_calls: what becomes of a tool call that cannot be read.
     max_calls: most requests of an attempt.
     grace_s: how long a request goes on after its client has gone away.
@@ -89,13 +90,13 @@ class Service:
   """
 
   def __init__(
-    self, settings: ServiceSettings, engine: Engine, lifecycle: Lifecycle, tokenizer: ChatTokenizer,
+    self, settings: ServiceSettings, engines: Engines, lifecycle: Lifecycle, tokenizer: ChatTokenizer,
     chat_format: QwenFormat,
   ):  # fmt: skip
     """Answers nothing yet."""
     self.settings, self.lifecycle, self.chat_format = settings, lifecycle, chat_format
     self.counts: collections.Counter[str] = collections.Counter()
-    self._engine, self._tokenizer = engine, tokenizer
+    self._engines, self._tokenizer = engines, tokenizer
     self._sampling = {'train': settings.training, 'val': settings.evaluation}
     self._trained = re.compile(settings.trained)
     self._sessions = OpenSessions(lifecycle.store, chat_format)
@@ -123,7 +124,7 @@ class Service:
     """
     if self._stopping:
       raise stops()
-    self._check_model(spec)
+    self._check_names(spec)
     if access.attempt is None:
       return self._begin_outside(spec)
     open_ = await self._sessions.open(access.attempt)
@@ -139,10 +140,16 @@ class Service:
       raise errors.bad_request('', f'the attempt has made {limit} calls; no more are allowed', 'call_limit')
     return self._begin_in(access, open_, spec, digest)
 
-  def _check_model(self, spec: CallSpec) -> None:
+  def _check_names(self, spec: CallSpec) -> None:
     if spec.model != self.settings.model:
       message = f'model={spec.model!r}: must be {self.settings.model!r}'
       raise errors.not_found(message, 'model_not_found')
+    if self._engines.is_frozen(spec.agent) and self._is_trained(spec.agent):
+      message = f'the agent {spec.agent!r:.80} matches serve.trained and serve.frozen; it may be one of them only'
+      raise errors.bad_request('model', message)
+
+  def _is_trained(self, agent: str) -> bool:
+    return self._trained.fullmatch(agent) is not None
 
   def _begin_outside(self, spec: CallSpec) -> Pending:
     """A request outside of attempts: sampled with the defaults of evaluations, and not stored."""
@@ -152,9 +159,8 @@ class Service:
     replies = [PlannedReply(None, p, self._repeated_text(spec, p), keys.seed_key(seed, i)) for i, p in enumerate(found)]
     params, changed = spec.sampling_params(self.settings.evaluation, fixed=False)
     pending = Pending(spec, self._head(spec), params, changed, found)
-    self._running.start(
-      self._engine, pending, replies, functools.partial(self._answer_outside, pending, replies), lambda: None
-    )
+    answer = functools.partial(self._answer_outside, pending, replies)
+    self._running.start(self._engines.of(spec.agent), pending, replies, answer, lambda: None)
     self.counts['requests'] += 1
     return pending
 
@@ -183,7 +189,7 @@ class Service:
           session.release(plan)
 
       store = functools.partial(self._store, open_, attempt, pending, replies, digest)
-      self._running.start(self._engine, pending, replies, store, ended)
+      self._running.start(self._engines.of(spec.agent), pending, replies, store, ended)
     except BaseException:
       for plan in plans:
         session.release(plan)
@@ -247,7 +253,7 @@ class Service:
     if aborted:
       found = [dataclasses.replace(g, finish=Finish.ABORTED) for g in found]
       self.counts['aborted'] += len(found)
-    trained = self._trained.fullmatch(pending.spec.agent) is not None
+    trained = self._is_trained(pending.spec.agent)
     async with open_.lock:
       for i, (reply, generated) in enumerate(zip(replies, found, strict=True)):
         said: tuple = ()
