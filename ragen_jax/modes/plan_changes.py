@@ -68,7 +68,7 @@ def candidates(config: ConfigDict, phase: str, rows: int) -> Iterator[dict[str, 
   """
   o, mesh = config.optimizer, make_mesh(**config.mesh)
   if build_agents.plays_agents(config):
-    if config.serve.slots % (2 * row_shards(mesh)) == 0:
+    if phase != 'update' and config.serve.slots % (2 * row_shards(mesh)) == 0:
       yield {'serve.slots': config.serve.slots // 2}
   elif phase != 'update' and rows and rows % (2 * row_shards(mesh)) == 0:
     yield {'agent.rows_in_flight': rows // 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from ragen_jax.serving import prometheus
@@ -31,6 +32,13 @@ def test_every_number_has_a_type_and_a_form_that_prometheus_reads():
     'ragen_aborted_total 1', 'ragen_repeated_total 4',
   ):  # fmt: skip
     assert line in lines
+
+
+def test_frozen_weights_have_a_label():
+  stats = {'': STATS, 'a"@3': dataclasses.replace(STATS, version=3)}
+  lines = prometheus.render(stats, {}, {}, {}, 0).splitlines()
+  assert 'ragen_policy_version 7' in lines and r'ragen_policy_version{frozen="a\"@3"} 3' in lines
+  assert len([line for line in lines if line == '# TYPE ragen_up gauge']) == 1
 
 
 def test_counters_are_named_as_counters():

@@ -216,3 +216,43 @@ def test_a_digest_tells_requests_apart():
     service.request_digest('completions', b'a', ''), service.request_digest('chat', b'a', 'k'),
   }  # fmt: skip
   assert len(digests) == 4 and service.request_digest('chat', b'b', 'k') in digests
+
+
+# -- agents with frozen weights ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def frozen(tok):
+  return ScriptedEngine(tok, lambda prompt, number: f'frozen {number}')
+
+
+def test_agents_are_routed_to_their_weights(tmp_path, engine, frozen):
+  frozen.version = 0
+  with serve(tmp_path, engine, trained='a', frozen={'base': frozen}, agents=(('b.*', 'base'),)) as server:
+    task = server.attempt()
+    answers = [chat(server.client(task), model=f'policy:{agent}') for agent in ('a', 'bob', 'a', 'c')]
+    assert [a.choices[0].message.content for a in answers] == ['answer 0', 'frozen 0', 'answer 1', 'answer 2']
+    assert [a.policy_version for a in answers] == [3, 0, 3, 3]
+    assert [c.trained for c in server.calls(task)] == [True, False, True, False]
+    # Calls outside of attempts, too.
+    assert chat(server.client(), model='policy:bob').choices[0].message.content == 'frozen 1'
+    assert chat(server.client()).choices[0].message.content == 'answer 3'
+
+
+def test_an_agent_that_is_frozen_and_trained_is_refused(tmp_path, engine, frozen):
+  with serve(tmp_path, engine, trained='b+', frozen={'base': frozen}, agents=(('b.*', 'base'),)) as server:
+    task = server.attempt()
+    with pytest.raises(openai.BadRequestError, match=r"the agent 'bb' matches serve\.trained and serve\.frozen"):
+      chat(server.client(task), model='policy:bb')
+    assert chat(server.client(task), model='policy:bob').choices[0].message.content == 'frozen 0'
+    assert not engine.requests and len(server.calls(task)) == 1
+
+
+def test_a_conversation_of_two_agents_is_one_row(tmp_path, engine, frozen):
+  with serve(tmp_path, engine, trained='a', frozen={'base': frozen}, agents=(('b', 'base'),)) as server:
+    task = server.attempt()
+    first = chat(server.client(task), model='policy:a')
+    chat(server.client(task), model='policy:b', messages=[*ASK, *said(first, 'And you?')])
+    calls = server.calls(task)
+    assert [(c.agent, c.row, c.new_row_cause, c.trained) for c in calls] == [('a', 0, '', True), ('b', 0, '', False)]
+    assert frozen.requests[0].prompt[: len(engine.requests[0].prompt)] == engine.requests[0].prompt
