@@ -86,7 +86,7 @@ def test_weights_are_held_in_the_type_of_computations(run):
   config = config_of(f'a={run}@3', 'b=tiny', model__dtype='bfloat16')
   model = build.load_policy(config)
   for found in build_frozen.load_frozen(config, model).values():
-    assert {x.dtype for x in jax.tree.leaves(found.params['policy']) if x.ndim > 1} == {jnp.bfloat16}
+    assert {x.dtype for x in jax.tree.leaves(found.params['policy']) if x.ndim > 1} == {jnp.dtype('bfloat16')}
 
 
 def test_a_separate_critic_is_left_out(policy):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
 from ragen_jax.serving.engine import EngineStopped
 from ragen_jax.serving.engines import Engines
-from tests.support.serving import expected_logprobs, prompts, request, settings, small_sampler, start, submit, weights
+from tests.support.serving import expected_logprobs, prompts, request, small_sampler, start, submit, weights
 
 FROZEN = 3  # seed of the frozen weights
 
@@ -71,17 +73,18 @@ def test_all_are_held_together(made, drain):
   assert not any(s.paused for s in engines.stats().values())
 
 
-def test_an_engine_that_has_stopped_is_told():
-  sampler, params = small_sampler()
-  with start(sampler, params, slots=1) as policy, start(sampler, params, slots=1) as frozen:
+def test_an_engine_that_has_stopped_is_told(made):
+  sampler, params, _ = made
+  with start(sampler, params) as policy, start(sampler, params) as frozen:
     frozen.close()
     engines = Engines(policy, {'old': frozen}, ())
-    for do in (lambda: engines.pause(drain=True), engines.compile):
-      with pytest.raises(EngineStopped):
-        do()
+    with pytest.raises(EngineStopped):
+      engines.pause(drain=True)
     assert [s.alive for s in engines.stats().values()] == [True, False]
 
 
-def test_columns_of_a_row():
-  assert settings(max_context=96, chunk=4, widths=(8, 16)).columns == 104
-  assert settings(max_context=96, chunk=12, widths=(8, 16)).columns == 108
+def test_all_are_compiled():
+  compiled = []
+  policy, frozen = (types.SimpleNamespace(compile=lambda name=name: compiled.append(name)) for name in 'pf')
+  Engines(policy, {'old': frozen}, ()).compile()
+  assert compiled == ['p', 'f']
