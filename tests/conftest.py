@@ -19,7 +19,7 @@ if os.environ['JAX_PLATFORMS'] == 'cpu':
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers inherit the variable
   _CACHE = tempfile.TemporaryDirectory(prefix='ragen-jax-tests-')
   os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.03')
 # No test connects to a model hub.
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
@@ -44,12 +44,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   items.sort(key=rank)
 
 
+# Programs that were compiled, or read from the cache, since the compiled programs were last freed.
+_programs = 0
+_MOST_PROGRAMS = 300
+
+
+def _count_programs(event: str, duration: float, **_: object) -> None:
+  del duration
+  global _programs
+  _programs += event == '/jax/core/compile/backend_compile_duration'
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_programs)
+
+
 @pytest.fixture(scope='module', autouse=True)
 def _forget_programs():
-  """Frees the compiled programs of a test file, which would stay in memory until the process ends."""
+  """Frees the compiled programs of test files, which would stay in memory until the process ends.
+
+  It takes half a second, so it waits until there are many.
+  """
+  global _programs
   yield
-  jax.clear_caches()
-  gc.collect()
+  if _programs > _MOST_PROGRAMS:
+    jax.clear_caches()
+    gc.collect()
+    _programs = 0
 
 
 @pytest.fixture(scope='session')

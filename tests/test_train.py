@@ -32,7 +32,8 @@ def _comparable(workdir):
   return [{name: x for name, x in line.items() if not name.startswith(_NOT_COMPARED)} for line in read_metrics(workdir)]
 
 
-@pytest.mark.parametrize('estimator', ['gae', pytest.param('grpo', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('estimator', ['gae', 'grpo'])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimator):
   fields = {'algorithm__adv_estimator': estimator, 'eval__greedy_too': False, 'eval__every': 1}
   config = small_config(num_iterations=2, **fields)
@@ -50,6 +51,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
+@pytest.mark.slow
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path, caplog):
   fields = {'eval__greedy_too': False, 'eval__every': 1}
   train.train_and_evaluate(small_config(num_iterations=3, **fields), str(tmp_path / 'whole'))

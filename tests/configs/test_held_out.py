@@ -20,6 +20,7 @@ def held_out(shared_boards) -> set[bytes]:
   return shared_boards.held_out_boards()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban'])
 def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, shared_boards, held_out):
   config = sft_tiny.get_config()

@@ -113,6 +113,7 @@ def worker(*arguments: str, **environment: str):
   return json.loads(found.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_eight_devices_attend_as_one_does():
   """Each device attends with its rows and heads, and needs nothing of the others."""
   found = worker('mesh', XLA_FLAGS='--xla_force_host_platform_device_count=8', JAX_PLATFORMS='cpu')

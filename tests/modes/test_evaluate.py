@@ -181,6 +181,7 @@ def test_the_same_again_takes_its_place_and_another_does_not(evaluated):
   assert json.loads(pathlib.Path(found['path']).read_text())['rows'] == found['rows']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('form', ['merged', pytest.param('adapter', marks=pytest.mark.slow)])
 def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
   """Two ways to the same weights: a checkpoint, and a Hugging Face directory or adapters beside the base."""

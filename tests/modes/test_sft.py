@@ -120,6 +120,7 @@ def test_metrics_are_written_and_explained(whole):
   assert (pathlib.Path(workdir) / 'tb').is_dir() and (pathlib.Path(workdir) / 'trajectories.html').is_file()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_path, monkeypatch):
   reference, workdir = whole
   config = reference.copy_and_resolve_references()
@@ -163,6 +164,7 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
   assert 'skipped, because the loss, its gradient or the update is not finite' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothing(tmp_path, monkeypatch):
   config, workdir = _quick(tmp_path, 'bad', eval__groups=4)
   config.sft.update(steps=2, checkpoint_every=1)

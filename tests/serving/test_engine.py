@@ -508,6 +508,7 @@ print(json.dumps([sampler.traces == traces, stats.copies, [r.ids for r in replie
 """
 
 
+@pytest.mark.slow
 def test_rows_over_two_devices_have_the_same_replies(shared):
   flags = '--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0'
   found = run_python(_ON_TWO_DEVICES, env=environment(XLA_FLAGS=flags))

@@ -31,6 +31,7 @@ def _demonstrations(style, tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), group
   return rollout.trajectory, rollout.episodes, proxy.envs.optimal(), tokenizer, context
 
 
+@pytest.mark.slow
 def test_an_expert_without_noise_reaches_the_optimum_and_noise_costs():
   expert = _style(discount=1.0, noise=0.0, hurry=0.0)
   _, episodes, optimal, _, _ = _demonstrations(expert, groups=256)

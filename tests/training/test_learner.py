@@ -30,7 +30,7 @@ def _learner(model, **fields):
   return learning.learner(model, learning.optimizer(critic_lr=3e-2, grad_clip=1e9), **fields)
 
 
-@pytest.mark.parametrize('size', [1, 5, 12])
+@pytest.mark.parametrize('size', [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 12])
 def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
   model = random_model(30)
   batch, length = _batch(0)

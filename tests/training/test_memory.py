@@ -63,10 +63,10 @@ def _compiled(model: LanguageModel, rows: int, width: int, replies: int, **scori
   ('model', 'scoring'),
   [
     ({}, {'remat': 'layers', 'logits_chunk': 64}),
-    ({'adapters': True}, {'remat': 'layers', 'logits_chunk': 64}),
-    ({'vocab_size': 64}, {'remat': 'elementwise', 'logits_chunk': 64}),
+    pytest.param({'adapters': True}, {'remat': 'layers', 'logits_chunk': 64}, marks=pytest.mark.slow),
+    pytest.param({'vocab_size': 64}, {'remat': 'elementwise', 'logits_chunk': 64}, marks=pytest.mark.slow),
     ({'num_layers': 3}, {'remat': 'none', 'logits_chunk': 0}),
-    ({'num_layers': 8, 'vocab_size': 64}, {'remat': 'none', 'logits_chunk': 0}),
+    pytest.param({'num_layers': 8, 'vocab_size': 64}, {'remat': 'none', 'logits_chunk': 0}, marks=pytest.mark.slow),
   ],
 )
 def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):

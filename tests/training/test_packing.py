@@ -229,6 +229,7 @@ def test_packing_changes_neither_loss_nor_gradient(level):
   assert len(set(traces)) == 1  # one program serves all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('separate', [False, True])
 def test_packing_changes_no_scores_and_no_gradient_of_the_critic_alone(separate):
   model = _model(separate)

@@ -70,6 +70,7 @@ def test_the_score_of_a_thought_under_its_own_prompt_is_what_the_sampler_recorde
   np.testing.assert_allclose(np.diag(scores), recorded, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_probes_run_when_they_are_due(policy, played):
   rollout, _ = played
   trainer, state, probes = _probes(

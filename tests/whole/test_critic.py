@@ -95,6 +95,7 @@ def test_an_update_is_that_of_two_models_each_with_its_own_clip():
   assert min(metrics['actor/grad_norm'], metrics['critic/grad_norm']) > 0.1  # so the clip acted on both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('separate', [False, True])
 def test_the_critic_can_learn_alone(separate):
   model = _separate() if separate else random_model(_VOCAB)

@@ -226,6 +226,7 @@ def test_the_sampler_reuses_its_cache():
   assert not any(x.is_deleted() for x in jax.tree.leaves((moved, params)))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
   config, given, init = _config(num_iterations=1, eval__greedy_too=False), [], Trainer.init
   monkeypatch.setattr(Trainer, 'init', lambda self: given.append(init(self)) or given[-1])
