@@ -77,6 +77,7 @@ def play(config, policy, directory) -> tuple[list[Iteration], object]:
     for i in range(ITERATIONS):
       params = jax.device_get(state.params)
       rollout, selection = trainer.collect(state)
+      assert all(s.paused for s in server.engines.stats().values()), 'no agent is sampled during an update'
       batch, _ = trainer.estimate(state, selection)
       state, _ = trainer.update(state, batch, selection)
       store = server.lifecycle.store
