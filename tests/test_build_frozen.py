@@ -91,6 +91,8 @@ def test_weights_are_held_in_the_type_of_computations(run):
 
 def test_a_separate_critic_is_left_out(policy):
   config = config_of('a=base', model__separate_critic=True)
+  (of,) = build_frozen.frozen_models(config).values()
+  assert not of.config.model.separate_critic and config.model.separate_critic, 'it is not even loaded'
   (found,) = build_frozen.load_frozen(config, build.load_policy(config)).values()
   assert set(found.params) == {'policy', 'value_head'} and not found.sampler.values
   # The structure is that of a model without adapters and without a critic of its own.

@@ -12,6 +12,7 @@ from ragen_jax.compilers import memory
 from ragen_jax.compilers.abstract import abstract_policy
 from ragen_jax.compilers.serving import SERVER_CACHE, server_memory
 from ragen_jax.modes.plan_changes import candidates
+from ragen_jax.runs.workdir import record_config
 from ragen_jax.serving.device_rows import DeviceRows
 from tests.support.configs import small_config
 
@@ -47,11 +48,13 @@ def test_the_engines_hold_what_is_counted():
   assert counted[_WEIGHTS] == sum(held(x._weights) for x in frozen)
 
 
-def test_weights_are_counted_in_the_type_of_computations_and_without_a_critic():
+def test_weights_are_counted_in_the_type_of_computations_and_without_a_critic(tmp_path):
   policy = abstract_policy(config_of(), jnp.float32)
   wide = server_memory(config_of('b=base'), policy)[_WEIGHTS]
   narrow = server_memory(config_of('b=base', model__dtype='bfloat16', model__separate_critic=True), policy)[_WEIGHTS]
   assert wide / 2 < narrow < 0.53 * wide
+  record_config(tmp_path, config_of(model__separate_critic=True).to_dict())
+  assert server_memory(config_of(f'b={tmp_path}@1'), policy)[_WEIGHTS] == wide
 
 
 def test_without_programs_there_is_no_server():

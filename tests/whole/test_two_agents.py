@@ -87,6 +87,7 @@ def play(config, policy, directory) -> tuple[list[Iteration], object]:
       weights = digest(engine._scheduler.rows._weights)
       found.append(Iteration(rollout, params, batch, calls, weights, engine.stats().cached_tokens))
     stats = server.engines.stats()
+  assert not any(s.alive for s in server.engines.stats().values())
   return found, (jax.device_get(state.params), stats)
 
 
@@ -178,6 +179,10 @@ def test_the_frozen_engine_feeds_no_prompt_again_after_an_update(played):
   first, second = played[0]
   shared = min(len(calls[0].context) for calls in second.calls)
   assert second.cached - first.cached >= shared
+
+
+def test_the_example_is_short():
+  assert len((ROOT / 'docs' / 'examples' / 'two_agents.py').read_text().splitlines()) < 60
 
 
 def test_the_same_seed_plays_the_same_episodes(played, base, policy, tmp_path):
