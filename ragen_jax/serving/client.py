@@ -308,7 +308,12 @@ def _call(agent: Callable[[Task], Any], task: Task) -> Any:
 
   async def play() -> Any:
     loop, job = asyncio.get_running_loop(), asyncio.ensure_future(agent(task))
-    with heartbeat(task, lambda: loop.call_soon_threadsafe(job.cancel)) as over:
+
+    def cancel() -> None:
+      with contextlib.suppress(RuntimeError):  # the loop has closed, so the agent has ended
+        loop.call_soon_threadsafe(job.cancel)
+
+    with heartbeat(task, cancel) as over:
       try:
         done, _ = await asyncio.wait([job], timeout=task.timeout_s)
         if not done:

@@ -135,8 +135,8 @@ class Progress:
 class Pool:
   """Plays tasks of a queue until it is stopped. Use it as a context manager, or call `stop`.
 
-  Abandoned threads take no place among the running attempts; while as many are left as attempts may run, no task is
-  claimed.
+  Abandoned threads take no place among the running attempts; while as many are left as attempts may run, no claim
+  begins.
   """
 
   def __init__(self, queue: TaskQueue, runner: Runner, max_concurrency: int, heartbeat_s: float, stop_s: float):
@@ -195,7 +195,7 @@ class Pool:
     """Claims no more tasks, cancels and releases those that run, and waits for their ends.
 
     Returns:
-      Whether all ended within `timeout_s` seconds.
+      Whether all ended within `timeout_s` seconds, and no claim is left that may still bring a task.
     """
     deadline = time.monotonic() + timeout_s
     self._stopping.set()
@@ -206,7 +206,8 @@ class Pool:
     with self._changed:
       for _, watch in self._running.values():
         watch.cancel()
-      return self._changed.wait_for(lambda: not self._running, max(deadline - time.monotonic(), 0.0))
+      ended = self._changed.wait_for(lambda: not self._running, max(deadline - time.monotonic(), 0.0))
+    return ended and not any(thread.is_alive() for thread in self._threads)
 
   # -- threads
 

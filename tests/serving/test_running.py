@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import threading
 import urllib.parse
 
 import openai
@@ -50,6 +51,18 @@ def go_away(task, engine, *, stream):
   return sampled
 
 
+def come_back(task):
+  """Repeats the request of `go_away`: status, headers and body of the answer."""
+  url = urllib.parse.urlsplit(task.base_url)
+  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
+  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': False})
+  headers = {'Authorization': f'Bearer {task.api_key}', 'x-stainless-retry-count': '1'}
+  with contextlib.closing(connection):
+    connection.request('POST', f'{url.path}/chat/completions', body, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.headers, json.loads(answer.read())
+
+
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_client_that_goes_away_frees_the_slot_and_trains_nothing(tmp_path, engine, stream):
   engine.held = True
@@ -68,8 +81,30 @@ def test_a_client_that_goes_away_frees_the_slot_and_trains_nothing(tmp_path, eng
     assert server.service.counts['aborted'] == 1
 
 
+def test_a_client_that_comes_back_too_late_asks_again(tmp_path, engine, monkeypatch):
+  engine.held = True
+  with serve(tmp_path, engine, grace_s=0.0) as server:
+    task, go_on, store = server.attempt(), threading.Event(), server.store.add_calls
+    monkeypatch.setattr(server.store, 'add_calls', lambda *a: (go_on.wait(PATIENCE), store(*a)))
+    assert go_away(task, engine, stream=False).cancelled.wait(PATIENCE)
+    engine.held = False
+    found = []
+    late = threading.Thread(target=lambda: found.append(come_back(task)), daemon=True)
+    late.start()
+    until(lambda: server.service.counts['repeated'])  # it follows the request that is being aborted
+    go_on.set()
+    late.join(PATIENCE)
+    status, headers, _ = found[0]
+    assert status == 500 and headers['x-should-retry'] == 'true'
+    status, _, answer = come_back(task)
+    aborted, sampled = server.calls(task)
+    assert status == 200 and answer['id'] == sampled.call_id != aborted.call_id
+    assert (aborted.generated.finish, sampled.generated.finish) == (Finish.ABORTED, Finish.STOP)
+
+
 @pytest.mark.parametrize('stream', [False, True])
-def test_without_grace_a_client_that_stays_is_answered(tmp_path, engine, stream):
+def test_without_grace_a_client_that_stays_is_answered(tmp_path, engine, monkeypatch, stream):
+  monkeypatch.setattr('ragen_jax.serving.pending._FIRST_FOLLOWER_S', PATIENCE)
   engine.held = True
   with serve(tmp_path, engine, grace_s=0.0) as server:
     asking = Asking(server.client(server.attempt()), stream=stream)
@@ -87,13 +122,7 @@ def test_a_client_that_comes_back_within_the_grace_gets_the_reply(server, engine
   sampled = go_away(task, engine, stream=False)
   sampled.end()
   assert not sampled.cancelled.is_set()
-  url = urllib.parse.urlsplit(task.base_url)
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
-  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': False})
-  headers = {'Authorization': f'Bearer {task.api_key}', 'x-stainless-retry-count': '1'}
-  with contextlib.closing(connection):
-    connection.request('POST', f'{url.path}/chat/completions', body, headers)
-    answer = json.loads(connection.getresponse().read())
+  _, _, answer = come_back(task)
   (stored,) = server.calls(task)
   assert stored.call_id == answer['id'] and stored.generated.finish == Finish.STOP and len(engine.requests) == 1
 

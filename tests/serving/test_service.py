@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import importlib
+import threading
+
 import openai
 import pytest
 from openai import OpenAI
 
 from ragen_jax.serving import service
 from tests.support.scripted import ASK, Asking, ScriptedEngine, chat, said, serve
-from tests.support.serving import until
+from tests.support.serving import PATIENCE, until
 from tests.support.wire import CALL_TAGS, TOOL, tokenizer
+
+# The HTTP library of OpenAI's client, whose name depends on the client's version.
+httpx = importlib.import_module(openai.DefaultHttpxClient.__base__.__module__.partition('.')[0])
 
 
 @pytest.fixture(scope='module')
@@ -31,12 +39,29 @@ def server(tmp_path, engine):
 # -- retries -----------------------------------------------------------------------------------------------------------
 
 
+class GivesUp(httpx.HTTPTransport):
+  """The time-out of a client's first try: not after some time but when the engine has the call."""
+
+  def __init__(self, engine):
+    super().__init__()
+    self.engine, self.calls = engine, []
+
+  def handle_request(self, request):
+    if self.calls:
+      return super().handle_request(request)
+    url = request.url
+    with contextlib.closing(http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE)) as connection:
+      connection.request('POST', url.path, request.read(), dict(request.headers))
+      self.calls.append(self.engine.next_call())
+    raise httpx.ReadTimeout('timed out', request=request)
+
+
 def test_a_time_out_and_the_clients_retry_are_one_sample(server, engine):
   engine.held = True
-  task = server.attempt()
-  asking = Asking(server.client(task, timeout=1.0, max_retries=8))
-  sampled = engine.next_call()
+  task, transport = server.attempt(), GivesUp(engine)
+  asking = Asking(server.client(task, max_retries=1, http_client=httpx.Client(transport=transport)))
   until(lambda: server.service.counts['repeated'])  # the client gave up once, and asks again
+  (sampled,) = transport.calls
   sampled.tell(3)
   sampled.end()
   answer = asking.answer()
@@ -103,6 +128,23 @@ def test_an_idempotency_key_of_a_client_without_a_mark(server):
   answers = [chat(client, extra_headers={'Idempotency-Key': k}) for k in ('a', 'a', 'b')]
   assert answers[0].id == answers[1].id != answers[2].id
   assert len(server.calls(task)) == 2
+
+
+def test_a_key_that_comes_twice_at_a_time_is_one_sample(server, engine, monkeypatch):
+  together, find = threading.Barrier(2), server.store.calls_of_request
+
+  def find_both(*arguments):
+    together.wait(PATIENCE)  # neither has begun when the store is asked for the other's answer
+    return find(*arguments)
+
+  monkeypatch.setattr(server.store, 'calls_of_request', find_both)
+  engine.held = True
+  task = server.attempt()
+  asking = [Asking(server.client(task), extra_headers={'Idempotency-Key': 'a'}) for _ in range(2)]
+  sampled = engine.next_call()
+  until(lambda: server.service.counts['repeated'])
+  sampled.end()
+  assert asking[0].answer().id == asking[1].answer().id and len(server.calls(task)) == len(engine.requests) == 1
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
