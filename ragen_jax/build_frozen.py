@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 
 from flax import nnx
@@ -83,11 +84,15 @@ def _model(config: ConfigDict, name: str) -> FrozenModel:
   if name == BASE:
     return FrozenModel(own, '', '')
   workdir, at, step = name.rpartition('@')
-  if at:
+  if at and not os.path.isdir(name):
     try:
       run = flatten(changed_fields(workdir, config.to_dict())[0])
     except UserError as e:
       raise UserError(f'serve.frozen: {name!r}: {e}') from e
+    if run.get('sft.from_scratch'):
+      raise UserError(
+        f'serve.frozen: {name!r}: a model from scratch has its own tokenizer; name the written model, {run["sft.output"]}'
+      )
     weights = {field: run[field] for field in (*fields_of('weights'), 'model.param_dtype') if field in run}
     own.update_from_flattened_dict(weights)
     return FrozenModel(own, workdir, step)

@@ -113,7 +113,7 @@ def test_a_checkpoint_with_a_separate_critic(tmp_path):
 
 
 def test_a_model_with_another_tokenizer_is_refused(policy, tmp_path):
-  directory = tmp_path / 'model'
+  directory = tmp_path / 'model@2'
   shutil.copytree(presets.resolve('tiny', ''), directory)
   (same,) = build_frozen.load_frozen(config_of(f'a={directory}'), policy).values()
   assert equal(same.params, param_state(policy.model))
@@ -135,6 +135,12 @@ def test_models_that_are_not_there(policy, run, tmp_path):
     with pytest.raises(UserError, match=rf"^serve\.frozen: '{name}': .*{message}") as e:
       build_frozen.load_frozen(config_of(f'a={name}'), policy)
     assert '\n' not in str(e.value)
+
+
+def test_a_warm_start_from_scratch_is_refused(tmp_path):
+  record_config(tmp_path, config_of(sft__from_scratch=True, sft__output='written').to_dict())
+  with pytest.raises(UserError, match='a model from scratch has its own tokenizer; name the written model, written$'):
+    build_frozen.frozen_models(config_of(f'a={tmp_path}@1'))
 
 
 def test_the_models_weights_are_those_of_its_run_and_all_else_is_the_configs(run, tmp_path):
