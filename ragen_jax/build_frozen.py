@@ -91,7 +91,8 @@ def _model(config: ConfigDict, name: str) -> FrozenModel:
       raise UserError(f'serve.frozen: {name!r}: {e}') from e
     if run.get('sft.from_scratch'):
       raise UserError(
-        f'serve.frozen: {name!r}: a model from scratch has its own tokenizer; name the written model, {run["sft.output"]}'
+        f'serve.frozen: {name!r}: a model from scratch has its own tokenizer; name the written model, '
+        f'{run["sft.output"]}'
       )
     weights = {field: run[field] for field in (*fields_of('weights'), 'model.param_dtype') if field in run}
     own.update_from_flattened_dict(weights)

@@ -139,7 +139,7 @@ def test_models_that_are_not_there(policy, run, tmp_path):
 
 def test_a_warm_start_from_scratch_is_refused(tmp_path):
   record_config(tmp_path, config_of(sft__from_scratch=True, sft__output='written').to_dict())
-  with pytest.raises(UserError, match='a model from scratch has its own tokenizer; name the written model, written$'):
+  with pytest.raises(UserError, match=r'a model from scratch has its own tokenizer; name the written model, written$'):
     build_frozen.frozen_models(config_of(f'a={tmp_path}@1'))
 
 
