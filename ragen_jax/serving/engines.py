@@ -45,7 +45,13 @@ class Engines:
       frozen: by the names of their weights.
       agents: regular expressions, each with the name of the weights of the agents whose whole name it matches; the
         first that matches counts.
+
+    Raises:
+      ValueError: there is no engine of a name.
     """
+    missing = {name for _, name in agents} - frozen.keys()
+    if missing:
+      raise ValueError(f'there is no engine of {", ".join(sorted(missing))}')
     self.policy, self.frozen = policy, dict(frozen)
     self._agents = [(re.compile(expression), name) for expression, name in agents]
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ragen_jax.serving.client import Over, ServerError, Task
 from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.records import Claim, Gone, NotFound, RequestError
+from ragen_jax.serving.records import Claim, Gone, NotFound, RequestError, prompt_of
 from ragen_jax.serving.runners import Runner
 from ragen_jax.serving.types import AttemptState
 from ragen_jax.serving.watch import Outcome, Watch
@@ -98,6 +98,7 @@ def task_of(claim: Claim, server_url: str) -> Task:
     rollout_id=rollout.rollout_id, attempt_id=attempt_record.attempt_id, number=attempt_record.number,
     mode=rollout.mode, group=rollout.group, input=rollout.input, timeout_s=rollout.limits.timeout_s,
     heartbeat_s=rollout.limits.heartbeat_s, server_url=server_url.rstrip('/'), api_key=claim.api_key,
+    prompt=prompt_of(rollout.metadata),
   )  # fmt: skip
 
 

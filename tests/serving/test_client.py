@@ -103,6 +103,9 @@ def test_a_task_is_read_from_the_environment(monkeypatch):
   assert task.base_url == 'http://host:1/attempts/a.1/v1'
   assert 'secret' not in repr(task) and 'secret' not in json.dumps(task.to_json())
   assert client.Task.from_json(task.to_json(), task.server_url, 'secret') == task
+  assert task.prompt == '', 'a server of an earlier version sends none'
+  prompted = client.Task.from_json(_FIELDS | {'prompt': 'Go.'}, 'http://127.0.0.1:1', 'secret')
+  assert prompted.prompt == 'Go.' and prompted.to_json()['prompt'] == 'Go.'
 
 
 def test_requests_of_an_attempt(server, monkeypatch):

@@ -35,6 +35,11 @@ def test_the_first_expression_counts():
   assert (engines.of('a'), engines.of('b'), engines.of('c')) == (2, 1, 'policy')
 
 
+def test_every_name_has_an_engine():
+  with pytest.raises(ValueError, match=r'^there is no engine of three, two$'):
+    Engines('policy', {'one': 1}, (('a', 'one'), ('b', 'two'), ('c', 'three')))
+
+
 def test_each_engine_has_its_own_weights_and_keeps_them(made):
   sampler, _, engines = made
   asked = request(prompts(1, 30)[0], max_tokens=6)

@@ -291,3 +291,12 @@ def test_a_server_that_does_not_answer_is_an_error_of_the_queue(lifecycle, monke
     queue = Queue(f'http://127.0.0.1:{silent.getsockname()[1]}', 'admin')
     with _pool(lifecycle, lambda task: None, queue=queue) as pool:
       _wait(lifecycle, lambda: 'does not answer' in pool.progress().error)
+
+
+@pytest.mark.parametrize(
+  ('metadata', 'prompt'),
+  [(None, ''), ({'tag': 'a'}, ''), ({'prompt': 'Go.'}, 'Go.'), ({'prompt': 3}, ''), ('prompt', ''), (['prompt'], '')],
+)
+def test_the_prompt_of_a_task_is_in_the_metadata_of_its_rollout(lifecycle, metadata, prompt):
+  _create(lifecycle, 'r', metadata=metadata)
+  assert LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1').claim(0.0).prompt == prompt
