@@ -30,7 +30,7 @@ def config_of_example():
     {
       'train.groups': 4, 'train.group_size': 2, 'eval.groups': 2, 'optimizer.mini_batch_size': 8,
       'optimizer.micro_batch_size': 8, 'optimizer.actor_lr': 2e-3, 'optimizer.warmup_steps': 0,
-      'optimizer.final_lr_fraction': 1.0, 'serve.port': 0, 'serve.slots': 8, 'serve.max_concurrency': 8,
+      'optimizer.final_lr_fraction': 1.0, 'serve.port': 0, 'serve.slots': 4, 'serve.max_concurrency': 2,
       'length_step': 256, 'envs.Agent.runner': f'{ROOT}/docs/examples/two_agents.py:play',
     }
   )  # fmt: skip
@@ -187,7 +187,7 @@ def test_the_example_is_short():
 
 def test_the_same_seed_plays_the_same_episodes(played, base, policy, tmp_path):
   config = config_of_example()
-  config.serve.max_concurrency = 3
+  config.serve.max_concurrency = 1
   nnx.update(policy.model, jax.tree.map(jnp.asarray, base))  # training has used its weights up
   with build_agents.open_players(config, policy, str(tmp_path)) as players:
     trainer = build.make_trainer(config, policy, frozenset(), players['train'])
