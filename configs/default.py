@@ -206,6 +206,11 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.keep = 24.0
   # Agents whose tokens are trained, as a regular expression for the whole name; '' is the name of the default agent.
   config.serve.trained = '.*'
+  # Agents with frozen weights, which are not trained, as texts 'AGENTS=MODEL'. AGENTS is a regular expression for
+  # the whole name; the first entry that matches counts. MODEL is 'base', the model before training; WORKDIR@STEP, the
+  # checkpoint of a run (a number, 'best' or 'latest'); the name of a preset; or the directory of a checkpoint. Its
+  # tokenizer must be that of the policy.
+  config.serve.frozen = ()
   # A group of which an attempt is missing, because it was cancelled or ended without a call: 'drop' it, or 'keep' the
   # others. Attempts that failed or got no reward stay in their group, and are not learnt from.
   config.serve.incomplete = 'drop'

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import build
+from ragen_jax import build, build_frozen
 from ragen_jax.agent.env_manager import first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.envs import AgentTasks
@@ -151,6 +151,7 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
     open_access=s.host in LOOPBACK,
     rollout_limits=_limits(config),
     creates=not trains,
+    frozen=build_frozen.frozen_agents(config),
     engine=build.fill(
       EngineSettings,
       s,
@@ -220,9 +221,10 @@ def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iter
   if jax.process_count() > 1:
     raise UserError(f'train.tags={config.train.tags}: agent programs play in one process, not {jax.process_count()}')
   runners = [config.envs[tag].runner for tag in dict.fromkeys((*config.train.tags, *config.eval.tags))]
-  open_server = import_open_server()
+  open_server, settings = import_open_server(), server_settings(config, model, trains=True)
+  frozen = build_frozen.load_frozen(config, model)
   with (
-    open_server(server_settings(config, model, trains=True), model, param_state(model.model), 0, workdir) as server,
+    open_server(settings, model, param_state(model.model), 0, workdir, frozen) as server,
     run_agents(
       server, runners, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
     ),

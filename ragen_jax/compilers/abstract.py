@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from ragen_jax import build
+from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
 from ragen_jax.compilers import topologies
@@ -212,7 +212,9 @@ def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, k
   rows = {}
   for phase in ('rollout', 'evaluation'):
     size = episodes(config, phase) // shards
-    if config.agent.rows_in_flight:
+    if build_agents.plays_agents(config):
+      size = min(size, config.serve.slots // shards)
+    elif config.agent.rows_in_flight:
       size = min(size, config.agent.rows_in_flight // shards)
     rows[phase] = shards * capacity.rows_that_fit(size, row, int(limit - kept - copied))
   return SamplerPlan(params, gathered, copied, rows)

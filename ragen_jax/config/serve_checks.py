@@ -6,7 +6,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from ragen_jax import build_agents
+from ragen_jax import build_agents, build_frozen
 from ragen_jax.config import rules
 from ragen_jax.serving.episodes import INCOMPLETE
 from ragen_jax.serving.reply_reader import BadCalls
@@ -15,6 +15,7 @@ from ragen_jax.utils.errors import UserError
 _MODEL = re.compile(r'[A-Za-z0-9_./-]{1,100}')
 # Clients choose another endpoint for models of these names.
 _TAKEN = re.compile(r'gpt|codex|o[0-9]', re.IGNORECASE)
+_NAME = re.compile(r'[\w-]*')
 
 
 def check_serve(config: ConfigDict) -> None:
@@ -40,6 +41,7 @@ def check_serve(config: ConfigDict) -> None:
     re.compile(s.trained)
   except re.error as e:
     raise UserError(f'serve.trained={s.trained!r}: must be a regular expression ({e})') from e
+  _check_frozen(config)
   rules.one_of(config, 'serve.incomplete', INCOMPLETE)
   rules.one_of(config, 'serve.bad_calls', tuple(map(str, BadCalls)))
   if not build_agents.plays_agents(config):
@@ -49,3 +51,22 @@ def check_serve(config: ConfigDict) -> None:
     'must be False if eval.temperature is 0',
   )  # fmt: skip
   rules.check(config, 'filter.max_rollouts', config.filter.max_rollouts == 1, 'must be 1 if agent programs play')
+
+
+def _check_frozen(config: ConfigDict) -> None:
+  """Checks that the frozen models can be found, and that no agent whose name is spelled out is frozen and trained."""
+  build_frozen.frozen_models(config)
+  trained = config.serve.trained
+  for agents, _ in build_frozen.frozen_agents(config):
+    both = [name for name in _names(agents) if re.fullmatch(trained, name)]
+    both += [name for name in _names(trained) if re.fullmatch(agents, name)]
+    if both:
+      raise UserError(
+        f'serve.trained={trained!r}: must not match the frozen agent {both[0]!r} (serve.frozen={config.serve.frozen!r})'
+      )
+
+
+def _names(expression: str) -> list[str]:
+  """The names that are alternatives of an expression without other operators than |."""
+  parts = expression.split('|')
+  return parts if all(_NAME.fullmatch(part) for part in parts) else []

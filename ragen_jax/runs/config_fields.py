@@ -66,7 +66,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     ),
     'replay': ('groups', 'max_age'),
     'serve': (
-      'timeout', 'heartbeat', 'max_attempts', 'trained', 'incomplete', 'success_reward', 'success_score',
+      'timeout', 'heartbeat', 'max_attempts', 'trained', 'frozen', 'incomplete', 'success_reward', 'success_score',
       'keep_thoughts', 'bad_calls',
     ),
     'prompt': ('text', 'file'),

@@ -120,12 +120,12 @@ class AgentPlayer:
     )
     server.service.use_sampling(self._settings.mode, sampling)
     server.engine.set_weights(params, version=policy_version, keep_cache=False)
-    server.engine.resume()
+    server.engines.resume()
     try:
       tasks = self._queue(key, first_seed, policy_version, _digest(params, sampling))
       records = self._wait([r for _, _, records in tasks for r in records])
     finally:
-      server.engine.pause(drain=True)
+      server.engines.pause(drain=True)
     groups = [
       TaskAttempts(spec.tag, seed, tuple(self._finished(records[r.rollout_id]) for r in own))
       for spec, seed, own in tasks
