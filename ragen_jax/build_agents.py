@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import build
+from ragen_jax import build, build_frozen
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
@@ -157,6 +157,7 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
     open_access=s.host in LOOPBACK,
     rollout_limits=_limits(config),
     creates=not trains,
+    frozen=build_frozen.frozen_agents(config),
     engine=build.fill(
       EngineSettings,
       s,
@@ -225,14 +226,12 @@ def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iter
     return
   if jax.process_count() > 1:
     raise UserError(f'train.tags={config.train.tags}: agent programs play in one process, not {jax.process_count()}')
-  runner = task_runner(config, model)
-  open_server = import_open_server()
+  runner, frozen = task_runner(config, model), build_frozen.load_frozen(config, model)
+  open_server, settings = import_open_server(), server_settings(config, model, trains=True)
   with contextlib.ExitStack() as stack:
-    server = stack.enter_context(
-      open_server(server_settings(config, model, trains=True), model, param_state(model.model), 0, workdir)
-    )
+    server = stack.enter_context(open_server(settings, model, param_state(model.model), 0, workdir, frozen))
     # Attempts that are queued since before a restart begin at once, and must not be sampled by the initial weights.
-    server.engine.pause(drain=False)
+    server.engines.pause(drain=False)
     heartbeat_s = config.serve.heartbeat or 30.0
     stack.enter_context(
       run_agents(server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=heartbeat_s)

@@ -6,7 +6,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from ragen_jax import build, build_agents
+from ragen_jax import build, build_agents, build_frozen
 from ragen_jax.config import rules
 from ragen_jax.envs import AgentTasks
 from ragen_jax.serving.env_program import ENVIRONMENT
@@ -17,6 +17,7 @@ from ragen_jax.utils.errors import UserError
 _MODEL = re.compile(r'[A-Za-z0-9_./-]{1,100}')
 # Clients choose another endpoint for models of these names.
 _TAKEN = re.compile(r'gpt|codex|o[0-9]', re.IGNORECASE)
+_NAME = re.compile(r'[\w-]*')
 
 
 def check_serve(config: ConfigDict) -> None:
@@ -42,6 +43,7 @@ def check_serve(config: ConfigDict) -> None:
     re.compile(s.trained)
   except re.error as e:
     raise UserError(f'serve.trained={s.trained!r}: must be a regular expression ({e})') from e
+  _check_frozen(config)
   rules.one_of(config, 'serve.incomplete', INCOMPLETE)
   rules.one_of(config, 'serve.bad_calls', tuple(map(str, BadCalls)))
   agents = build_agents.plays_agents(config)
@@ -82,3 +84,22 @@ def _check_environment(config: ConfigDict, tag: str) -> None:
   rules.check(config, f'envs.{tag}.tasks', not config.envs[tag].tasks, f"must be '' with {field}={runner!r}")
   turns, enough = config.envs[name].max_turns, config.envs[tag].max_turns >= config.envs[name].max_turns
   rules.check(config, f'envs.{tag}.max_turns', enough, f'must be at least envs.{name}.max_turns={turns}')
+
+
+def _check_frozen(config: ConfigDict) -> None:
+  """Checks that the frozen models can be found, and that no agent whose name is spelled out is frozen and trained."""
+  build_frozen.frozen_models(config)
+  trained = config.serve.trained
+  for agents, _ in build_frozen.frozen_agents(config):
+    both = [name for name in _names(agents) if re.fullmatch(trained, name)]
+    both += [name for name in _names(trained) if re.fullmatch(agents, name)]
+    if both:
+      raise UserError(
+        f'serve.trained={trained!r}: must not match the frozen agent {both[0]!r} (serve.frozen={config.serve.frozen!r})'
+      )
+
+
+def _names(expression: str) -> list[str]:
+  """The names that are alternatives of an expression without other operators than |."""
+  parts = expression.split('|')
+  return parts if all(_NAME.fullmatch(part) for part in parts) else []

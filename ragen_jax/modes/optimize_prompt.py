@@ -14,7 +14,7 @@ import sys
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import build, build_agents
+from ragen_jax import build, build_agents, build_frozen
 from ragen_jax.agent.endpoint_client import EndpointSettings, read_key
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
 from ragen_jax.config.checks import check_config, check_eval
@@ -76,8 +76,9 @@ def optimize_prompt(config: ConfigDict, workdir: str, *, given: bool) -> tuple[R
     _log.info('%s: %s', name, policy.describe())
     runner = build_agents.task_runner(config, policy)
     served = build_agents.server_settings(config, policy, trains=True)
+    frozen = build_frozen.load_frozen(config, policy)
     with (
-      open_server(served, policy, params, step or 0, folder) as server,
+      open_server(served, policy, params, step or 0, folder, frozen) as server,
       run_agents(
         server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
       ),

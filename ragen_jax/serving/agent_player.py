@@ -124,12 +124,12 @@ class AgentPlayer:
       server.use_weights(params, policy_version)
     else:
       server.engine.set_weights(params, version=policy_version, keep_cache=False)
-    server.engine.resume()
+    server.engines.resume()
     try:
       tasks = self._queue(key, first_seed, policy_version, _digest(params, sampling))
       records = self._wait([r for _, _, records in tasks for r in records])
     finally:
-      server.engine.pause(drain=not self._settings.ahead)
+      server.engines.pause(drain=not self._settings.ahead)
     rollout = self._collect([(s.tag, seed, [records[r.rollout_id] for r in own]) for s, seed, own in tasks], sampling)
     now = time.time()
     lifecycle.store.close_rollouts([r for r, x in records.items() if x.closed is None], now)

@@ -83,11 +83,11 @@ class AsyncAgentPlayer(AgentPlayer):
     groups = self._groups.taken(policy_version)
     if not groups:
       server.use_weights(params, policy_version)
-      server.engine.resume()
+      server.engines.resume()
       try:
         groups, renewed = self._take(policy_version, first_seed, key)
       finally:
-        server.engine.pause(drain=False)
+        server.engines.pause(drain=False)
     waited = time.monotonic() - start
     self._groups.fill(policy_version, first_seed, key)  # for the time of the update
     rollout = self._collect([(g.tag, g.seed, g.rollouts) for g in groups], sampling)

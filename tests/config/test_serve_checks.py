@@ -29,6 +29,14 @@ _RUNNER = {**_AGENT, 'envs.Agent.runner': 'env:FrozenLake'}
     ({'serve.grace': -1.0}, r'^serve\.grace=-1\.0: must be at least 0$'),
     ({'serve.timeout': 0.0}, r'^serve\.timeout=0\.0: '),
     ({'serve.trained': '('}, r"^serve\.trained='\(': must be a regular expression \(.*\)$"),
+    ({'serve.frozen': ('a',)}, r"^serve\.frozen=\('a',\): entries must be 'AGENTS=MODEL', such as 'critic=base'$"),
+    ({'serve.frozen': ('a=no/run@3',)}, r"^serve\.frozen: 'no/run@3': workdir no/run holds no run"),
+    (
+      {'serve.frozen': ('a|b=base',)},
+      r"^serve\.trained='\.\*': must not match the frozen agent 'a' \(serve\.frozen=\('a\|b=base',\)\)$",
+    ),
+    ({'serve.frozen': ('w.*=base',), 'serve.trained': 'a|walker'}, r"must not match the frozen agent 'walker'"),
+    ({'serve.frozen': ('=base',), 'serve.trained': 'a|'}, r"must not match the frozen agent ''"),
     ({'serve.incomplete': 'guess'}, r"^serve\.incomplete='guess': .*drop"),
     ({'serve.bad_calls': 'guess'}, r"^serve\.bad_calls='guess': .*content"),
     ({**_AGENT, 'eval.tags': ('Agent', 'FrozenLake')}, r"Agent of the type 'agent' cannot be mixed with FrozenLake$"),
@@ -72,4 +80,5 @@ def test_what_is_allowed():
   check_serve(small_config(_AHEAD))
   check_serve(small_config(_RUNNER))
   check_serve(small_config({**_AHEAD, 'serve.max_staleness': 0, 'algorithm.tis_cap': 0.0, 'train.online_k': 3}))
+  check_serve(small_config({'serve.frozen': ('b|c=base', 'd.*=tiny'), 'serve.trained': 'a|'}))
   check_serve(small_config({'serve.model': 'Qwen/Qwen2.5-0.5B_x', 'serve.port': 0, 'serve.trained': 'a|b|'}))

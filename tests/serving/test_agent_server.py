@@ -32,7 +32,7 @@ def test_a_sweep_ends_every_attempt_that_is_late(tmp_path, monkeypatch):
 def test_equal_weights_are_not_set_twice():
   calls = []
   engine = types.SimpleNamespace(set_weights=lambda params, **fields: calls.append((params, fields)))
-  server = AgentServer(engine, None, None, 'http://127.0.0.1:1', 'key')
+  server = AgentServer(types.SimpleNamespace(policy=engine), None, None, 'http://127.0.0.1:1', 'key')
   first, other = ({'w': jnp.ones(2), 'b': jnp.zeros(1)} for _ in range(2))
   for params, version in ((first, 1), (dict(first), 1), (first, 2), (other, 2), (first | {'w': other['w']}, 2)):
     server.use_weights(params, version)

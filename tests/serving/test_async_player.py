@@ -193,8 +193,8 @@ def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next
     original = server.engine.set_weights
     monkeypatch.setattr(server.engine, 'set_weights', lambda *a, **k: set_.append(k) or original(*a, **k))
     drains = []
-    pause = server.engine.pause
-    monkeypatch.setattr(server.engine, 'pause', lambda *, drain: drains.append(drain) or pause(drain=drain))
+    pause = server.engines.pause
+    monkeypatch.setattr(server.engines, 'pause', lambda *, drain: drains.append(drain) or pause(drain=drain))
     play(player, policy, 0)
     params = weights(policy, 1)
     for _ in range(2):

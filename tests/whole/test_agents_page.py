@@ -101,7 +101,7 @@ def test_the_table_of_errors_has_every_error():
 
 def test_the_table_of_prometheus_metrics_is_what_the_server_tells():
   stats = EngineStats(**{field.name: 0 for field in dataclasses.fields(EngineStats)})
-  text = prometheus.render(stats, {}, {}, {}, 0)
+  text = prometheus.render({'': stats}, {}, {}, {}, 0)
   types_ = dict(re.findall(r'^# TYPE (\S+) (.*)$', text, re.MULTILINE))
   wanted = [(name, types_[name], about) for name, about in re.findall(r'^# HELP (\S+) (.*)$', text, re.MULTILINE)]
   assert _tables(_section('## The page and metrics')) == [wanted]
