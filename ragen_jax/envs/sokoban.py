@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base, sokoban_levels
+from ragen_jax.envs.drawing import sokoban as drawing
 from ragen_jax.envs.sokoban_boards import (
   BOX,
   BOX_ON_TARGET,
@@ -24,8 +25,6 @@ from ragen_jax.envs.sokoban_boards import (
   PLAYER,
   PLAYER_ON_TARGET,
   TARGET,
-  TILE,
-  draw_tiles,
   encode_boards,
   parse_board,
   parse_boxoban,
@@ -220,6 +219,19 @@ class Sokoban(base.Environment):
     )
     return after, base.StepOutput(reward=reward, effective=moves)
 
+  @property
+  def image_grid(self) -> tuple[int, int]:
+    """The board, border included."""
+    return self.dim
+
+  def cells(self, state: State) -> jax.Array:
+    """The codes of cells."""
+    return drawing.cells(state.walls, state.targets, state.boxes, state.player)
+
+  def tiles(self, tile: int) -> np.ndarray:
+    """A tile for each of `symbols`."""
+    return drawing.tiles(tile)
+
   # -- text ----------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
@@ -293,12 +305,6 @@ class Sokoban(base.Environment):
       '\n'.join([size] + [f'{title}: {", ".join(at[kind])}' for kind, title in kinds.items() if kind in at])
       for at in listed
     ]
-
-  def render_rgb(self, state: State) -> np.ndarray:
-    """One state as a picture in flat colours, u8[16 R, 16 C, 3]."""
-    contents = _contents(jax.tree.map(lambda x: np.asarray(x)[None], state))[0]
-    tiles = draw_tiles()[contents]  # [R, C, 16, 16, 3]
-    return tiles.swapaxes(1, 2).reshape(self.dim[0] * TILE, self.dim[1] * TILE, 3)
 
   def from_text(self, text: str) -> State:
     """Reads one fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which contains one.
