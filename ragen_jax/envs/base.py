@@ -9,8 +9,8 @@ no episode. `Game` is the interface for prompts, replies and evaluations. Its tw
 The methods of an `Environment` are of three sorts:
 
 - traced, for one instance, under `jit` and `vmap`: `reset(key)`, `step(state, action, key)` and `pixels(state, tile)`;
-- host, for a batch of states with NumPy leaves [N, ...]: `render`, `solve`, `optimal`, `legal_actions`, `rationale`;
-  and for one state without a batch axis: `render_rgb`, `from_text`;
+- host, for a batch of states with NumPy leaves [N, ...]: `render`, `solve`, `optimal`, `legal_actions`, `rationale`,
+  `scenes`; and for one state without a batch axis: `render_rgb`, `from_text`;
 - text about the game, made from its options: `rules`, `legend`, `parse_action`, `format_action`, `action_words`.
 """
 
@@ -26,6 +26,7 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs.drawing.tiles import PICTURE_TILE, check_tile, compose
+from ragen_jax.envs.scenes import Scene
 
 
 @struct.dataclass
@@ -201,6 +202,14 @@ class Game(abc.ABC):
   def rationale(self, states: Any) -> list[str]:
     """For each of N states, a short true sentence: the thought in demonstrations. The default is empty."""
     return [''] * len(np.asarray(states.done))
+
+  def scenes(self, states: Any) -> list[Scene]:
+    """For each of N states, the places of the player and the other things, which replies may describe.
+
+    Raises:
+      NotImplementedError: the game has no board with a player.
+    """
+    raise NotImplementedError(f'{self.name} has no scenes')
 
   def from_text(self, text: str) -> Any:
     """Reads one state (no batch axis, NumPy leaves) from a text that `render` writes.

@@ -18,6 +18,7 @@ from flax import struct
 from ragen_jax.envs import base
 from ragen_jax.envs.drawing import frozen_lake as drawing
 from ragen_jax.envs.options import check_choice, check_flag, is_integer, is_number
+from ragen_jax.envs.scenes import Scene, make_scenes
 from ragen_jax.envs.solvers import frozen_lake as solver
 
 LEFT, DOWN, RIGHT, UP = range(4)
@@ -207,6 +208,12 @@ class FrozenLake(base.Environment):
       f'Holes: {", ".join(hole) or "none"}'
       for start, goal, player, hole in zip(*squares, holes_of, strict=True)
     ]
+
+  def scenes(self, states: State) -> list[Scene]:
+    """Player, goal and holes."""
+    goals = np.arange(self.size**2) == np.asarray(states.goal)[:, None]
+    player = np.stack(np.divmod(np.asarray(states.player), self.size), axis=1)
+    return make_scenes(player, {'goal': goals.reshape(-1, self.size, self.size), 'hole': np.asarray(states.holes)})
 
   def rationale(self, states: State) -> list[str]:
     """Where the player and the goal are, as (row, column), and on which sides of the player there is a hole."""

@@ -17,6 +17,7 @@ from flax import struct
 
 from ragen_jax.envs import base, sokoban_levels
 from ragen_jax.envs.drawing import sokoban as drawing
+from ragen_jax.envs.scenes import Scene, make_scenes
 from ragen_jax.envs.sokoban_boards import (
   BOX,
   BOX_ON_TARGET,
@@ -351,6 +352,10 @@ class Sokoban(base.Environment):
     """
     del discount
     return sokoban_solver.SokobanSolution(states, budget, self.max_steps)
+
+  def scenes(self, states: State) -> list[Scene]:
+    """Player, boxes and targets."""
+    return make_scenes(states.player, {'box': states.boxes, 'target': states.targets})
 
   def rationale(self, states: State) -> list[str]:
     """The places of the player, of the boxes that are not on a target, and of the targets without a box."""
