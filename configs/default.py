@@ -215,6 +215,51 @@ def get_config(model: str = '') -> ConfigDict:
   # A tool call that is no JSON: its text is 'content', or a call with the text as 'arguments'.
   config.serve.bad_calls = 'content'
 
+  # -- The prompt of agent programs, and its search with --mode=optimize_prompt (docs/agents.md). ----------------------
+  config.prompt = ConfigDict()
+  # The prompt, which programs read as `task.prompt`, and with which a search begins; empty for that of `prompt.file`,
+  # or for none.
+  config.prompt.text = ''
+  # A UTF-8 file with the prompt; empty for that of `prompt.text`.
+  config.prompt.file = ''
+  # The following fields are for --mode=optimize_prompt only. Rounds of the search.
+  config.prompt.rounds = 3
+  # Prompts that survive a round.
+  config.prompt.beam = 4
+  # New prompts that a round makes of each of them.
+  config.prompt.branches = 4
+  # Training tasks whose failed attempts one critique sees.
+  config.prompt.tasks = 4
+  # Attempts at each task; they differ in the sampled tokens.
+  config.prompt.attempts = 1
+  # Held-out tasks on which every prompt is scored; the scores decide which survive.
+  config.prompt.held_out = 32
+  # Further held-out tasks on which the chosen prompt and the first one are compared at the end.
+  config.prompt.final = 64
+  # Score of an attempt that failed or got no reward.
+  config.prompt.failed_score = 0.0
+  # Longest prompt, in characters.
+  config.prompt.max_chars = 8000
+  # Characters of the failed attempts in one request to the critic.
+  config.prompt.shown_chars = 16_000
+  # Base address of the OpenAI-compatible server of the model that writes critiques and prompts, such as
+  # 'http://localhost:8001/v1'; empty for the policy itself.
+  config.prompt.critic = ''
+  # Name of this server's model.
+  config.prompt.critic_model = ''
+  # Name of the environment variable with this server's API key.
+  config.prompt.critic_key = 'OPENAI_API_KEY'
+  # Temperature of critiques and new prompts.
+  config.prompt.critic_temperature = 1.0
+  # Maximum tokens of one reply of the critic; 0 uses the server's limit.
+  config.prompt.critic_max_tokens = 2048
+  # Time-out for one reply of the critic, in seconds.
+  config.prompt.critic_timeout = 120.0
+  # Requests to the critic in flight at a time.
+  config.prompt.critic_workers = 4
+  # Tries for one reply of the critic; if all fail, the new prompt is given up.
+  config.prompt.critic_tries = 4
+
   # -- The update. ----------------------------------------------------------------------------------------------------
   config.algorithm = ConfigDict()
   # Advantage estimator: 'gae' (PPO), 'turn_wise_gae', 'bi_level_gae', 'grpo', 'dr_grpo', 'rloo', 'brpo', 'arpo',

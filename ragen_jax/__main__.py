@@ -68,6 +68,12 @@ def _serve(config: ConfigDict, workdirs: Sequence[str]) -> None:
   serve(config, workdirs[0], given=bool(_WORKDIR.value), stop=threading.Event())
 
 
+def _optimize_prompt(config: ConfigDict, workdirs: Sequence[str]) -> None:
+  from ragen_jax.modes.optimize_prompt import optimize_prompt
+
+  optimize_prompt(config, workdirs[0], given=bool(_WORKDIR.value))
+
+
 def _plot(config: ConfigDict, workdirs: Sequence[str]) -> None:
   from ragen_jax.modes.plot import plot
 
@@ -84,11 +90,18 @@ MODES: dict[str, tuple[Callable[[ConfigDict, Sequence[str]], None], str]] = {
   'export': (_export, 'write a checkpoint in Hugging Face format'),
   'plan': (_plan, 'estimate the memory per device'),
   'serve': (_serve, 'serve a checkpoint over an OpenAI-compatible endpoint'),
+  'optimize_prompt': (_optimize_prompt, 'search for a better prompt of agent programs, or resume the search'),
   'plot': (_plot, 'draw the curves of runs'),
 }
 _WITHOUT_WORKDIR = ('play', 'plan')
 _ONE_PROCESS = ('play', 'plan', 'view', 'plot')
-_RESUMABLE = ('train', 'sft')
+_RESUMES = 'interrupted; the same command resumes from the last checkpoint, if there is one'
+# The last line of a mode that is interrupted; other modes have no more to say.
+_INTERRUPTED = {
+  'train': _RESUMES,
+  'sft': _RESUMES,
+  'optimize_prompt': 'interrupted; the same command goes on where this one stopped',
+}
 
 # -- Flags. ------------------------------------------------------------------------------------------------------------
 
@@ -153,8 +166,7 @@ def run() -> None:
       sys.stderr.write(f'error: {e}\n')
     processes.leave(e.status, together=e.everywhere)
   except KeyboardInterrupt as e:
-    resumable = 'interrupted; the same command resumes from the last checkpoint, if there is one'
-    sys.stderr.write((resumable if _MODE.value in _RESUMABLE else 'interrupted') + '\n')
+    sys.stderr.write(_INTERRUPTED.get(_MODE.value, 'interrupted') + '\n')
     processes.leave(getattr(e, 'status', 130))
 
 

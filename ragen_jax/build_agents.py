@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import pathlib
 from collections.abc import Iterator
 
 import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.env_manager import first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.envs import AgentTasks
+from ragen_jax.prompt_search.player import PromptPlayer
+from ragen_jax.prompt_search.tasks import TaskRanges
 from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, run_agents
-from ragen_jax.serving.agent_server import LOOPBACK, ServerSettings
+from ragen_jax.serving.agent_server import LOOPBACK, AgentServer, ServerSettings
 from ragen_jax.serving.episodes import EpisodeSettings
 from ragen_jax.serving.records import Limits as AttemptLimits
 from ragen_jax.serving.reply_reader import BadCalls
@@ -54,6 +59,26 @@ def _limits(config: ConfigDict) -> AttemptLimits:
   return AttemptLimits(timeout_s=s.timeout, heartbeat_s=s.heartbeat, max_attempts=s.max_attempts, retry_on=retried)
 
 
+def initial_prompt(config: ConfigDict) -> str:
+  """The prompt of `prompt.text` or `prompt.file`, without white space at its ends; '' for none.
+
+  Raises:
+    UserError: both are given, or the file cannot be read.
+  """
+  p = config.prompt
+  if p.text and p.file:
+    raise UserError(f'prompt.file={p.file!r}: must be empty with prompt.text')
+  if not p.file:
+    return p.text.strip()
+  try:
+    text = pathlib.Path(p.file).read_text(encoding='utf-8')
+  except OSError as e:
+    raise UserError(f'prompt.file={p.file!r}: cannot be read ({e.strerror})') from e
+  except UnicodeDecodeError as e:
+    raise UserError(f'prompt.file={p.file!r}: is not UTF-8') from e
+  return text.strip()
+
+
 def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> AgentSettings:
   """How programs play the tasks of `config.train` or `config.eval`."""
   s, tokenizer = config.serve, model.tokenizer
@@ -75,6 +100,33 @@ def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> Ag
     ),
     max_turns=max(config.envs[tag].max_turns for tag in config[section].tags),
     keep_s=3600 * s.keep,
+    prompt=initial_prompt(config),
+  )
+
+
+def prompt_player(config: ConfigDict, model: LanguageModel, server: AgentServer) -> PromptPlayer:
+  """Plays the tasks of a prompt search, as in evaluations."""
+  settings = agent_settings(config, model, 'eval')
+  episodes = dataclasses.replace(settings.episodes, group_size=config.prompt.attempts)
+  tags = tuple(dict.fromkeys((*config.train.tags, *config.eval.tags)))
+  specs = build.env_specs(config, tags, (1,) * len(tags))
+  settings = dataclasses.replace(settings, episodes=episodes)
+  return PromptPlayer(settings, server, specs, model.tokenizer, config.seed, config.prompt.failed_score)
+
+
+def prompt_tasks(config: ConfigDict) -> TaskRanges:
+  """The tasks of a prompt search: those of `train.tags` for critiques, those of `eval.tags` for scores."""
+  envs = {}
+  for section in ('train', 'eval'):
+    tags = tuple(config[section].tags)
+    specs = build.env_specs(config, tags, (1,) * len(tags), field=f'{section}.tags')
+    envs[section] = tuple((spec.tag, spec.env) for spec in specs)
+  return TaskRanges(
+    train=envs['train'],
+    held_out=envs['eval'],
+    train_first=first_training_level(config.train.first_level, config.seed),
+    held_out_first=config.eval.first_level,
+    scored=config.prompt.held_out,
   )
 
 

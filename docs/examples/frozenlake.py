@@ -1,7 +1,8 @@
 """A program that plays FrozenLake over HTTP, with the prompts and the game of this project.
 
 The policy is called as any OpenAI-compatible server is. `benchmarks/agents.py` compares training with this program and
-training with the environment itself: in synchronous mode both give the same rows.
+training with the environment itself: in synchronous mode both give the same rows. The task's prompt, if there is one,
+takes the place of the rules at the beginning of the conversation (`benchmarks/prompt_search.py` searches for one).
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import numpy as np
 
 import ragen_jax
 from ragen_jax import build
+from ragen_jax.agent import templates
 from ragen_jax.agent.episode import Status, Turn, status_after_turn
 from ragen_jax.agent.pools import JaxPool
 from ragen_jax.serving import client
 
 _CONFIG = ragen_jax.load_config('frozenlake_ppo')
 _SPECS = build.env_specs(_CONFIG, ('FrozenLake',), (1,))
+_RULES = templates.describe_task(_SPECS[0], _CONFIG.agent.action_sep)
 _GAMES: queue.SimpleQueue[JaxPool] = queue.SimpleQueue()  # games that no attempt uses; each is compiled once
 
 
@@ -44,6 +47,8 @@ def _play(task: client.Task, game: JaxPool) -> None:
   while status == Status.RUNNING:
     observation, left = env.render(game.states)[0], budget.max_actions - int(game.used[0])
     messages = _CONTEXT.messages(0, turns, observation, left)
+    if task.prompt:
+      messages = [m | {'content': m['content'].replace(_RULES, task.prompt)} for m in messages]
     prefix = _CONTEXT.reply_prefix
     answer = ask(task, [*messages, {'role': 'assistant', 'content': prefix}])
     text = prefix + answer['choices'][0]['message']['content']

@@ -12,13 +12,15 @@ import json
 import math
 import os
 import time
+import urllib.parse
 from typing import Any
 
 from ragen_jax.agent.episode import Chat, TextReply
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError, one_line
 
-_KEY = 'OPENAI_API_KEY'
+# The environment variable that holds the key of the evaluated server.
+KEY_VARIABLE = 'OPENAI_API_KEY'
 _RETRIED_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _RATE_LIMIT_STATUS = (429, 503)
 # Names of the HTTP library's errors before a connection; the library's module differs between versions of openai.
@@ -55,41 +57,58 @@ class RequestError(Exception):
     wait_s: seconds to wait before the next try, from the server's Retry-After header; 0 without the header.
     rate_limit: the server asks for fewer requests.
     unreachable: there was no connection.
+    status: the HTTP status; 0 without one.
   """
 
   def __init__(
-    self, message: str, *, retry: bool, wait_s: float = 0.0, rate_limit: bool = False, unreachable: bool = False
-  ):
+    self, message: str, *, retry: bool, wait_s: float = 0.0, rate_limit: bool = False, unreachable: bool = False,
+    status: int = 0,
+  ):  # fmt: skip
     super().__init__(message)
     self.retry, self.wait_s, self.rate_limit, self.unreachable = retry, wait_s, rate_limit, unreachable
+    self.status = status
+
+
+def read_key(variable: str) -> str:
+  """The API key in an environment variable; '' without one.
+
+  Raises:
+    UserError: the key cannot be sent.
+  """
+  key = os.environ.get(variable, '').strip()
+  if not (key.isascii() and key.isprintable()) or ' ' in key:
+    raise UserError(f'the environment variable {variable} has characters that no key has')
+  return key
 
 
 class EndpointClient:
   """Requests one reply in each call; thread-safe."""
 
-  def __init__(self, settings: EndpointSettings, sampling: Sampling):
-    """Sends no request. The key is read from the environment variable OPENAI_API_KEY; without it, no key is sent.
+  def __init__(self, settings: EndpointSettings, sampling: Sampling, key: str, seed: int | None, field: str):
+    """Sends no request.
 
     Args:
       settings: the endpoint.
       sampling: how tokens are drawn.
+      key: the API key; '' sends none.
+      seed: seed of the draws, for servers that accept one; None sends none.
+      field: the config's field with the address, for errors.
 
     Raises:
-      UserError: the openai package is missing, or the key cannot be sent.
+      UserError: the openai package is missing.
     """
     self._url, self._timeout_s = settings.endpoint, settings.endpoint_timeout
     self._body: dict[str, Any] = {'model': settings.endpoint_model, 'temperature': sampling.temperature}
     self._body |= {'max_tokens': settings.endpoint_max_tokens} if settings.endpoint_max_tokens else {}
     self._body |= {'top_p': sampling.top_p} if sampling.top_p < 1 else {}
     self._body |= {'extra_body': {'top_k': sampling.top_k}} if sampling.top_k else {}
-    self._key = os.environ.get(_KEY, '').strip()
-    if not (self._key.isascii() and self._key.isprintable()) or ' ' in self._key:
-      raise UserError(f'the environment variable {_KEY} has characters that no key has')
+    self._body |= {} if seed is None else {'seed': seed}
+    self._key = key
     try:
       import openai
     except ImportError as e:
       raise UserError(
-        "eval.endpoint needs the openai package; install it with 'pip install -r requirements-endpoint.txt'"
+        f"{field} needs the openai package; install it with 'pip install -r requirements-endpoint.txt'"
       ) from e
     self._openai, omit = openai, openai.Omit()
     # Set explicitly: otherwise the package would send the values of other environment variables.
@@ -101,8 +120,10 @@ class EndpointClient:
       admin_api_key='',
       timeout=self._timeout_s,
       max_retries=0,  # see EndpointSpeaker
-      # A redirect would send the key to another server.
-      http_client=openai.DefaultHttpxClient(follow_redirects=False, timeout=self._timeout_s),
+      # A redirect would send the key to another server. The proxies of the environment do not reach this machine.
+      http_client=openai.DefaultHttpxClient(
+        follow_redirects=False, timeout=self._timeout_s, trust_env=not _is_here(self._url)
+      ),
     )
 
   def request(self, chat: Chat) -> TextReply:
@@ -120,7 +141,8 @@ class EndpointClient:
       reason = self._reason(f'status {code} {e.response.reason_phrase}'.rstrip(), detail)
       wait_s = retry_after(e.response.headers.get('retry-after'))
       where = '' if retry else f'{self._url.rstrip("/")}/chat/completions answers '
-      raise RequestError(where + reason, retry=retry, wait_s=wait_s, rate_limit=code in _RATE_LIMIT_STATUS) from e
+      limited = code in _RATE_LIMIT_STATUS
+      raise RequestError(where + reason, retry=retry, wait_s=wait_s, rate_limit=limited, status=code) from e
     except (openai.APIConnectionError, TimeoutError) as e:
       cause = e.__cause__
       if type(cause).__name__ in _NO_CONNECTION:
@@ -158,6 +180,13 @@ class EndpointClient:
     line = one_line(f'{what}: {detail}'.removesuffix(': '), str)
     line = line.replace(self._key, '***') if self._key else line
     return line if len(line) <= 300 else line[:297] + '...'
+
+
+def _is_here(url: str) -> bool:
+  """Whether an address is one of this machine, without encryption."""
+  parts = urllib.parse.urlsplit(url)
+  host = parts.hostname or ''
+  return parts.scheme == 'http' and (host in ('localhost', '::1') or host.startswith('127.'))
 
 
 def read_reply(answer: bytes) -> TextReply:

@@ -16,7 +16,7 @@ import random
 import threading
 import time
 
-from ragen_jax.agent.endpoint_client import EndpointClient, EndpointSettings, RequestError
+from ragen_jax.agent.endpoint_client import KEY_VARIABLE, EndpointClient, EndpointSettings, RequestError, read_key
 from ragen_jax.agent.episode import Chat, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.sampling.sampler import Sampling
@@ -43,19 +43,25 @@ class EndpointSpeaker:
 
   writes_tokens = False
 
-  def __init__(self, settings: EndpointSettings, sampling: Sampling, backoff_s: float = 1.0):
+  def __init__(
+    self, settings: EndpointSettings, sampling: Sampling, backoff_s: float = 1.0, *, key: str | None = None,
+    seed: int | None = None, field: str = 'eval.endpoint',
+  ):  # fmt: skip
     """Sends no request.
 
     Args:
       settings: the endpoint.
       sampling: how tokens are drawn.
       backoff_s: seconds before the second try, doubled for each further try up to 30, times a random factor.
+      key: the API key, '' for none; None reads it from the environment variable OPENAI_API_KEY.
+      seed: seed of the draws, for servers that accept one; None sends none.
+      field: the config's field with the address, for errors.
 
     Raises:
       UserError: the openai package is missing, or the key cannot be sent.
     """
-    self._settings, self._backoff_s = settings, backoff_s
-    self._client = EndpointClient(settings, sampling)
+    self._settings, self._backoff_s, self._field = settings, backoff_s, field
+    self._client = EndpointClient(settings, sampling, read_key(KEY_VARIABLE) if key is None else key, seed, field)
     self._gone_after = max(_GONE_AFTER, 2 * settings.endpoint_workers)
     self._lock = threading.Lock()
     self._not_before = 0.0  # time.monotonic() until which a rate limit holds all requests back
@@ -92,9 +98,9 @@ class EndpointSpeaker:
         [functools.partial(self._first_reply, chats[0])], what='reply', workers=1, timeout_s=limit
       )
       if isinstance(reply, RequestError):
-        raise UserError(f'eval.endpoint={s.endpoint!r}: {reply}') from reply
+        raise UserError(f'{self._field}={s.endpoint!r}: {reply}') from reply
       if fault is not None:
-        raise UserError(f'eval.endpoint={s.endpoint!r}: {fault}')
+        raise UserError(f'{self._field}={s.endpoint!r}: {fault}')
       first, self._reached = [reply], True
     calls = [functools.partial(self._reply_or_loss, chat) for chat in chats[len(first) :]]
     answers = run_calls(calls, what='reply', workers=s.endpoint_workers, timeout_s=limit)

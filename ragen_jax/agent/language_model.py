@@ -19,6 +19,7 @@ from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.models.checkpoint.load import load_model, load_value_head
 from ragen_jax.models.checkpoint.names import weights
+from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler
@@ -173,6 +174,8 @@ def _load_trunk(
     )
   if mesh.size > 1:
     qwen.activation_sharding = row_sharding(mesh)
+  if qwen.visual is not None:
+    freeze(qwen.visual)  # episodes have no images, and weight decay must not change what has no gradient
   return qwen
 
 

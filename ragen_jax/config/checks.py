@@ -15,6 +15,7 @@ from ragen_jax.config import rules
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.evaluation_checks import check_eval
 from ragen_jax.config.level_checks import check_level_files, check_levels
+from ragen_jax.config.prompt_checks import check_prompt
 from ragen_jax.config.serve_checks import check_serve
 from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
@@ -47,7 +48,7 @@ _NOT_NEGATIVE = (
 
 
 def check_config(config: ConfigDict, *, weights: bool = True) -> None:
-  """Checks everything but the sections of other modes (`eval.step` and later, `sft`, `plan`).
+  """Checks everything but what other modes read (`eval.step` and later, `prompt.rounds` and later, `sft`, `plan`).
 
   A model from the hub is downloaded here, so a wrong name or path is reported before the workdir is written to.
 
@@ -73,6 +74,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
     counts = build.group_counts(config[section], section)
     build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
   check_serve(config)
+  check_prompt(config)
   check_levels(config)
   check_level_files(config, 'train')
   if weights:

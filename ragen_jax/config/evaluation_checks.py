@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import urllib.parse
 
 from ml_collections import ConfigDict
 
@@ -30,20 +29,10 @@ def check_eval(config: ConfigDict) -> None:
   rules.at_least(config, 0, 'eval.endpoint_max_tokens')
   rules.check(config, 'eval.endpoint_timeout', 0 < e.endpoint_timeout < math.inf, 'must be above 0, in seconds')
   rules.check(
-    config, 'eval.endpoint', not e.endpoint or _is_address(e.endpoint),
+    config, 'eval.endpoint', not e.endpoint or rules.is_address(e.endpoint),
     "must be an address such as 'http://localhost:8000/v1', or empty",
   )  # fmt: skip
   rules.check(
     config, 'eval.endpoint_model', bool(e.endpoint_model) == bool(e.endpoint),
     f'must name a model of eval.endpoint={e.endpoint!r}, and must be empty without an endpoint',
   )  # fmt: skip
-
-
-def _is_address(url: str) -> bool:
-  """Whether `url` is an HTTP address without user name, password, query or fragment."""
-  try:
-    parts = urllib.parse.urlsplit(url)
-    plain = url.isascii() and url.isprintable() and ' ' not in url and not {'@', '?', '#'} & set(url)
-    return parts.scheme in ('http', 'https') and bool(parts.hostname) and parts.port != 0 and plain
-  except ValueError:  # the port is not a number
-    return False

@@ -6,6 +6,7 @@ Each raises a UserError of one line with the field, its value and the allowed va
 from __future__ import annotations
 
 import math
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,3 +91,13 @@ def positive_fraction(config: ConfigDict, *fields: str) -> None:
   """Each field is above 0 and at most 1."""
   for field in fields:
     check(config, field, 0 < get(config, field) <= 1, 'must be above 0 and at most 1')
+
+
+def is_address(url: str) -> bool:
+  """Whether `url` is an HTTP address without user name, password, query or fragment."""
+  try:
+    parts = urllib.parse.urlsplit(url)
+    plain = url.isascii() and url.isprintable() and ' ' not in url and not {'@', '?', '#'} & set(url)
+    return parts.scheme in ('http', 'https') and bool(parts.hostname) and parts.port != 0 and plain
+  except ValueError:  # the port is not a number
+    return False

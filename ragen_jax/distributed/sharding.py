@@ -26,6 +26,14 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'(gate|up)_proj/kernel$', ('fsdp', 'tensor')),  # [D, F]
   (r'down_proj/kernel$', ('tensor', 'fsdp')),  # [F, D]
   (r'lm_head/kernel$', ('fsdp', 'tensor')),  # [D, V]
+  # Vision towers, with U for their width.
+  (r'patch_embed/proj/kernel$', (None, 'fsdp')),  # [values of a patch, U]
+  (r'pos_embed$', (None, 'fsdp')),  # [positions, U]
+  (r'attn/qkv/kernel$', ('fsdp', None, 'tensor', None)),  # [U, 3, heads, H]
+  (r'attn/qkv/bias$', (None, 'tensor', None)),  # [3, heads, H]
+  (r'attn/proj/kernel$', ('tensor', None, 'fsdp')),  # [heads, H, U]
+  (r'linear_fc1/kernel$', ('fsdp', 'tensor')),  # [U, F], of mergers [4 U, 4 U]
+  (r'linear_fc2/kernel$', ('tensor', 'fsdp')),  # [F, U], of mergers [4 U, D]
   # LoRA with rank r: A has the input axes of its projection, B the output axes.
   (r'[qkv]_proj/adapter/lora_a$', ('fsdp', None)),  # [D, r]
   (r'[qkv]_proj/adapter/lora_b$', (None, 'tensor', None)),  # [r, heads, H]

@@ -1,8 +1,9 @@
 """LoRA (arXiv 2106.09685): low-rank adapters beside frozen projections, compatible with PEFT.
 
 A projection with an adapter computes x W + (x A) B * alpha / rank; W and A B are only added when a merged checkpoint is
-written. `partition` splits the weights of a model into trained and frozen ones. With adapters, the adapters and all
-weights outside of the policy (the critic) are trained; without adapters, all weights are.
+written. `partition` splits the weights of a model into trained and frozen ones. With adapters, the adapters, the
+policy's vision tower and all weights outside of the policy (the critic) are trained; without adapters, all weights are.
+`Frozen` weights are never trained, which is how a vision tower is frozen (`layers.freeze`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ragen_jax.models.qwen import Projection, Qwen
+from ragen_jax.models.layers import Frozen, Projection
+from ragen_jax.models.qwen import Qwen
 
 TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 ALL_LINEAR = 'all-linear'
+
+# The attribute of `Qwen` that holds the vision tower.
+VISION = 'visual'
 
 _LEAVES = ('lora_a', 'lora_b')
 
@@ -119,10 +124,18 @@ def merged(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 
 
 def partition(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-  """Splits the weights of an `ActorCritic` into (trained, frozen). Without adapters, `frozen` is empty."""
-  if not any(path[-1] in _LEAVES for path, _ in nnx.to_flat_state(params)):
+  """Splits the weights of an `ActorCritic` into (trained, frozen). `frozen` is empty if all weights are trained."""
+  flat = nnx.to_flat_state(params)
+  adapted = any(path[-1] in _LEAVES for path, _ in flat)
+
+  def is_trained(path, weight):
+    if isinstance(weight, Frozen):
+      return False
+    return not adapted or path[0] != 'policy' or path[1] == VISION or path[-1] in _LEAVES
+
+  if all(is_trained(path, weight) for path, weight in flat):
     return params, nnx.State({})
-  return nnx.split_state(params, lambda path, _: path[0] != 'policy' or path[-1] in _LEAVES, ...)
+  return nnx.split_state(params, is_trained, ...)
 
 
 def join(trained: nnx.State, frozen: nnx.State) -> nnx.State:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
 from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
 from ragen_jax.utils.errors import UserError
 
 TINY = 'tiny'
@@ -26,6 +28,11 @@ PRESETS = {
   'qwen3-1.7b': 'Qwen/Qwen3-1.7B',
   'qwen3-4b': 'Qwen/Qwen3-4B',
   'qwen3-8b': 'Qwen/Qwen3-8B',
+  'qwen2.5-vl-3b': 'Qwen/Qwen2.5-VL-3B-Instruct',
+  'qwen2.5-vl-7b': 'Qwen/Qwen2.5-VL-7B-Instruct',
+  'qwen3-vl-2b': 'Qwen/Qwen3-VL-2B-Instruct',
+  'qwen3-vl-4b': 'Qwen/Qwen3-VL-4B-Instruct',
+  'qwen3-vl-8b': 'Qwen/Qwen3-VL-8B-Instruct',
 }
 
 # Name -> shape as in its config.json. Embeddings are padded beyond the tokenizer's 151,665 or 151,669 tokens.
@@ -37,6 +44,36 @@ _QWEN2_7B = QwenConfig(
   head_dim=128, tie_word_embeddings=False,
 )  # fmt: skip
 _QWEN3 = QwenConfig(architecture='qwen3', num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
+# Models that read images: the decoder of a text model, rotary positions on three axes, and a tower.
+_IMAGE_TOKENS = dict(
+  image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653
+)
+_TOWER2_5 = VisionConfig(
+  family=QWEN2_5_VL, depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=2048,
+  patch_size=14, temporal_patch_size=2, merge_size=2, window_size=112, full_blocks=(7, 15, 23, 31), num_positions=0,
+  deepstack_blocks=(), **_IMAGE_TOKENS,
+)  # fmt: skip
+_TOWER3 = VisionConfig(
+  family=QWEN3_VL, depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, out_hidden_size=2048,
+  patch_size=16, temporal_patch_size=2, merge_size=2, window_size=0, full_blocks=(), num_positions=2304,
+  deepstack_blocks=(5, 11, 17), **_IMAGE_TOKENS,
+)  # fmt: skip
+
+
+def _with_tower(decoder: QwenConfig, tower: VisionConfig, **changes: Any) -> QwenConfig:
+  windows = tower.family == QWEN2_5_VL
+  tower = dataclasses.replace(tower, out_hidden_size=decoder.hidden_size, **changes)
+  return dataclasses.replace(
+    decoder, rope_theta=decoder.rope_theta if windows else 5e6, rope_interleaved=not windows,
+    rope_sections=(16, 24, 24) if windows else (24, 20, 20), vision=tower,
+  )  # fmt: skip
+
+
+_QWEN3_1_7B = dataclasses.replace(_QWEN3, hidden_size=2048, intermediate_size=6144)
+_QWEN3_4B = dataclasses.replace(_QWEN3, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32)
+_QWEN3_8B = dataclasses.replace(
+  _QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_word_embeddings=False
+)
 _SHAPES = {
   'qwen2.5-0.5b': _QWEN2_0_5B,
   'qwen2.5-0.5b-instruct': _QWEN2_0_5B,
@@ -48,10 +85,15 @@ _SHAPES = {
   'qwen2.5-7b-instruct': _QWEN2_7B,
   'r1-distill-qwen-1.5b': dataclasses.replace(_QWEN2_1_5B, rope_theta=1e4, tie_word_embeddings=False),
   'qwen3-0.6b': dataclasses.replace(_QWEN3, hidden_size=1024, intermediate_size=3072),
-  'qwen3-1.7b': dataclasses.replace(_QWEN3, hidden_size=2048, intermediate_size=6144),
-  'qwen3-4b': dataclasses.replace(_QWEN3, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32),
-  'qwen3-8b': dataclasses.replace(
-    _QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_word_embeddings=False
+  'qwen3-1.7b': _QWEN3_1_7B,
+  'qwen3-4b': _QWEN3_4B,
+  'qwen3-8b': _QWEN3_8B,
+  'qwen2.5-vl-3b': _with_tower(_QWEN2_3B, _TOWER2_5),
+  'qwen2.5-vl-7b': _with_tower(_QWEN2_7B, _TOWER2_5),
+  'qwen3-vl-2b': _with_tower(_QWEN3_1_7B, _TOWER3),
+  'qwen3-vl-4b': _with_tower(_QWEN3_4B, _TOWER3),
+  'qwen3-vl-8b': _with_tower(
+    _QWEN3_8B, _TOWER3, depth=27, hidden_size=1152, intermediate_size=4304, deepstack_blocks=(8, 16, 24)
   ),
 }
 

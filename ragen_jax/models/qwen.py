@@ -13,11 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx, struct
 
-from ragen_jax.distributed.sharding import exchanged, looked_up
+from ragen_jax.distributed.sharding import looked_up
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal, is_kept
+from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
+from ragen_jax.models.rotary import frequency_axes, rotary
+from ragen_jax.models.vision.config import VisionConfig
+from ragen_jax.models.vision.tower import Features, VisionTower
+from ragen_jax.utils.errors import UserError
 
 # Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
 # bound by launch overhead. For wide models, joining the kernels would only copy weights.
@@ -50,6 +54,9 @@ class QwenConfig:
     rope_theta: base of the wavelengths of the rotary embedding.
     rms_norm_eps: epsilon added to the mean square in every norm.
     tie_word_embeddings: whether the output projection is the transposed embedding.
+    rope_sections: frequencies of the rotary embedding on each axis of an image's positions; () for text models.
+    rope_interleaved: whether the axes take turns among the frequencies, see `rotary.frequency_axes`.
+    vision: the shape of the tower that reads images; None for text models.
   """
 
   architecture: str = 'qwen2'
@@ -63,6 +70,14 @@ class QwenConfig:
   rope_theta: float = 1e6
   rms_norm_eps: float = 1e-6
   tie_word_embeddings: bool = True
+  rope_sections: tuple[int, ...] = ()
+  rope_interleaved: bool = False
+  vision: VisionConfig | None = None
+
+  @property
+  def rope_axes(self) -> tuple[int, ...]:
+    """The axis of each frequency of the rotary embedding; () for text models."""
+    return frequency_axes(self.rope_sections, interleaved=self.rope_interleaved) if self.rope_sections else ()
 
   @property
   def qkv_bias(self) -> bool:
@@ -99,132 +114,12 @@ class CacheMask:
   new: jax.Array
 
 
-def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
-  """Gaussian initial values with standard deviation 1/sqrt(fan_in).
-
-  The fixed 0.02 that is usual for wide models is too small at width 64: layers would hardly change the residual stream.
-  """
-  return (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
-
-
 def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, **parameters: Any) -> bool:
   """Whether a result is kept where the rest of a layer is computed again."""
   if primitive is jax.lax.dot_general_p:
     _, (batch, _) = parameters['dimension_numbers']
     return not batch  # a product with weights
   return is_kept(primitive, attention, **parameters)
-
-
-class RMSNorm(nnx.Module):
-  """x / rms(x) * weight over the last axis, in fp32."""
-
-  def __init__(self, size: int, eps: float, param_dtype: Any):
-    self.weight = nnx.Param(jnp.ones((size,), param_dtype))
-    self.eps = eps
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-    return (x32 * self.weight[...].astype(jnp.float32)).astype(x.dtype)
-
-
-class Projection(nnx.Module):
-  """A linear map from axes `inputs` to axes `outputs`: kernel of shape `inputs + outputs`, bias of shape `outputs`."""
-
-  def __init__(
-    self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, param_dtype: Any, rngs: nnx.Rngs
-  ):
-    fan_in = 1
-    for n in inputs:
-      fan_in *= n
-    self.kernel = nnx.Param(fan_in_normal(rngs.params(), inputs + outputs, fan_in, param_dtype))
-    self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
-    self.inputs = inputs
-    self.outputs = outputs
-    self.adapter = None  # set by `lora.attach`
-
-  def matrix(self, dtype: Any) -> jax.Array:
-    """The kernel as a matrix [prod(inputs), prod(outputs)]."""
-    return self.kernel[...].astype(dtype).reshape(_size(self.inputs), _size(self.outputs))
-
-  def vector(self, dtype: Any) -> jax.Array:
-    """The bias as a vector [prod(outputs)]; zeros if there is none."""
-    if self.bias is None:
-      return jnp.zeros((_size(self.outputs),), dtype)
-    return self.bias[...].astype(dtype).reshape(-1)
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., *inputs] -> [..., *outputs]."""
-    batch = x.shape[: x.ndim - len(self.inputs)]
-    x = x.reshape(-1, _size(self.inputs))
-    y = x @ self.matrix(x.dtype)
-    if self.bias is not None:
-      y = y + self.vector(x.dtype)
-    if self.adapter is not None:
-      y = y + self.adapter(x)
-    return y.reshape(batch + self.outputs)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-  n = 1
-  for s in shape:
-    n *= s
-  return n
-
-
-def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Array]:
-  """Several projections of one input as a single matrix product: [..., D] -> [..., *outputs] for each projection."""
-  kernel = jnp.concatenate([p.matrix(x.dtype) for p in projections], axis=1)
-  batch, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
-  y = x @ kernel
-  if any(p.bias is not None for p in projections):
-    y = y + jnp.concatenate([p.vector(x.dtype) for p in projections])
-  outs, start = [], 0
-  for p in projections:
-    width = _size(p.outputs)
-    out = y[:, start : start + width]
-    if p.adapter is not None:
-      out = out + p.adapter(x)
-    outs.append(out.reshape(batch + p.outputs))
-    start += width
-  return outs
-
-
-def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotary embedding (RoFormer, arXiv 2104.09864), halves convention.
-
-  Args:
-    x: queries or keys [B, T, heads, H].
-    positions: i32[B, T].
-    theta: base of the wavelengths.
-
-  Returns:
-    [B, T, heads, H], in the type of x.
-  """
-  half = x.shape[-1] // 2
-  # Computed on the host, so that every program has the same constants.
-  frequencies = (theta ** (-np.arange(half) / half)).astype(np.float32)  # [H/2]
-  angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
-  cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-  if x.shape[1] == 1:
-    return jax.lax.platform_dependent(x, cos, sin, tpu=_rotated_by_product, default=_rotated)
-  return _rotated(x, cos, sin)
-
-
-def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  half = x.shape[-1] // 2
-  x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-  return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
-
-
-def _rotated_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """The same numbers. TPUs copy halves of a head, and exchange them sooner by a product with ones and zeros."""
-  swap = jnp.asarray(np.roll(np.eye(x.shape[-1]), x.shape[-1] // 2, axis=1), x.dtype)
-  swapped = jnp.einsum(
-    'BTNH,HJ->BTNJ', x, swap, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-  )
-  cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-  return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -249,7 +144,7 @@ class Attention(nnx.Module):
       q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotary(q, positions, self.cfg.rope_theta), rotary(k, positions, self.cfg.rope_theta)
+    q, k = (rotary(x, positions, self.cfg.rope_theta, self.cfg.rope_axes) for x in (q, k))
     if window is not None:
       window = LayerCache(
         k=jax.lax.dynamic_update_slice_in_dim(window.k, k.astype(window.k.dtype), column, axis=1),
@@ -332,6 +227,10 @@ class Qwen(nnx.Module):
     self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     if not cfg.tie_word_embeddings:
       self.lm_head = Projection((cfg.hidden_size,), (cfg.vocab_size,), bias=False, param_dtype=param_dtype, rngs=rngs)
+    if cfg.vision is None:
+      self.visual = None
+    else:
+      self.visual = VisionTower(cfg.vision, dtype=dtype, param_dtype=param_dtype, attention=attention, rngs=rngs)
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """Token ids i32[B, T] -> embeddings [B, T, D]."""
@@ -339,6 +238,21 @@ class Qwen(nnx.Module):
     if self.activation_sharding is not None:
       x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
     return self._lay_out(x)
+
+  def see(self, patches: jax.Array, grid: tuple[int, int], *, remat: bool = False) -> Features:
+    """The features of images of one size, which `vision.features.insert` puts into columns; see `VisionTower`.
+
+    Args:
+      patches: f32[I, P, values], of I images, see `vision.processor`.
+      grid: rows and columns of patches of each image; compiled in.
+      remat: whether the backward pass computes the tower's blocks again.
+
+    Raises:
+      UserError: the model reads text only.
+    """
+    if self.visual is None:
+      raise UserError('the model reads text only (its config.json has no vision_config), and there are images')
+    return self.visual(patches, grid, remat=remat)
 
   def _lay_out(self, x: jax.Array) -> jax.Array:
     return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
@@ -354,12 +268,14 @@ class Qwen(nnx.Module):
     column: jax.Array | int = 0,
     remat: str = 'none',
     segments: jax.Array | None = None,
+    deepstack: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
     """Runs the layers.
 
     Args:
       x: [B, T, D], embedded columns: `embed(tokens)`, or other embeddings in some columns.
-      positions: i32[B, T], rotary positions; default 0..T-1, restarting with each segment.
+      positions: i32[B, T], rotary positions, or i32[B, T, 3] on the axes of images; default 0..T-1 on all axes,
+        restarting with each segment.
       mask: bool[B or 1, T, T], the columns that each column attends to. Without a window the default is causal, which
         is sufficient for rows that are padded on the right. With a window it is a `CacheMask`, and required.
       cache: one `LayerCache` of S columns per layer, which is only read; it needs a window.
@@ -368,6 +284,8 @@ class Qwen(nnx.Module):
       remat: what the backward pass computes again, one of `REMAT`.
       segments: i32[B, T], the sequence that each column belongs to if rows are packed. Without a mask and a window,
         columns attend to their own sequence only.
+      deepstack: [B, n, T, D], added to the hidden states after each of the first n layers (DeepStack, arXiv
+        2406.04334): features of images in their columns, zero in others.
 
     Returns:
       Hidden states [B, T, D] after the last norm, and the updated window (None if there was none).
@@ -377,51 +295,39 @@ class Qwen(nnx.Module):
       if segments is not None:
         begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
-    if self.scan_layers and window is None:
-      return self.norm(self._scan(x, positions, mask, remat, segments)), None
+    added = 0 if deepstack is None else deepstack.shape[1]
+    one_by_one = added if self.scan_layers and window is None else len(self.layers)
     written = []
-    for i, layer in enumerate(self.layers):
+    for i, layer in enumerate(list(self.layers)[:one_by_one]):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
         again = nnx.remat(lambda m, *a: m(*a), policy=self._kept(remat))
         x, new = again(layer, x, positions, mask, *of_layer, column, segments)
       else:
         x, new = layer(x, positions, mask, *of_layer, column, segments)
+      if i < added:
+        x = x + deepstack[:, i].astype(x.dtype)
       x = self._lay_out(x)
       written.append(new)
+    if one_by_one < len(self.layers):
+      x = self._scan(list(self.layers)[one_by_one:], x, positions, mask, remat, segments)
     return self.norm(x), (None if window is None else tuple(written))
 
   def _kept(self, remat: str) -> Any:
     """The policy of `jax.checkpoint` for 'elementwise' and 'layers'; None keeps nothing."""
     return None if remat == 'layers' else functools.partial(_is_costly, attention=self.attention)
 
-  def _scan(
-    self, x: jax.Array, positions: jax.Array, mask: jax.Array | None, remat: str, segments: jax.Array | None
-  ) -> jax.Array:
-    """The layers as one loop over their weights: [B, T, D] -> [B, T, D] before the last norm.
+  def _scan(self, layers, x, positions, mask, remat, segments) -> jax.Array:
+    """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]."""
 
-    The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. A
-    norm's stay as they are: it computes in fp32.
-    """
-    parts = [nnx.split(layer) for layer in self.layers]
-    graphdef = parts[0][0]
+    def run(layer, x):
+      x, _ = layer(x, positions, mask, None, None, 0, segments)
+      return self._lay_out(x)
 
-    def stack(path, *weights):
-      is_norm = 'weight' in {getattr(p, 'key', None) for p in path}
-      return jnp.stack([w if is_norm else w.astype(x.dtype) for w in weights])
-
-    stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
-
-    def body(x, weights):
-      if self.activation_sharding is not None:
-        weights = exchanged(weights, self.activation_sharding.mesh)
-      x, _ = nnx.merge(graphdef, weights)(x, positions, mask, None, None, 0, segments)
-      return self._lay_out(x), None
-
-    if remat != 'none':
-      # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
-      body = jax.checkpoint(body, prevent_cse=False, policy=self._kept(remat))
-    return jax.lax.scan(body, x, stacked)[0]
+    # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
+    again = functools.partial(jax.checkpoint, prevent_cse=False, policy=self._kept(remat))
+    mesh = None if self.activation_sharding is None else self.activation_sharding.mesh
+    return scan_layers(layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""

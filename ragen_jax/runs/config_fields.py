@@ -16,7 +16,8 @@ fields that distinguish runs in a plot.
   kernels         the choice among equal implementations on a device: numbers change by rounding only
   shapes          the shapes and the order of programs: numbers change by rounding only
   logging         the output of a run, and the end of a run whose numbers are not finite
-  other_modes     read by --mode=eval, --mode=export or --mode=plan only
+  prompt_search   affects the prompts that --mode=optimize_prompt finds; no other mode reads it
+  other_modes     read by --mode=eval, --mode=export or --mode=plan only, or how a prompt search asks its critic
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'timeout', 'heartbeat', 'max_attempts', 'trained', 'incomplete', 'success_reward', 'success_score',
       'keep_thoughts', 'bad_calls',
     ),
+    'prompt': ('text', 'file'),
     'monitor': (
       'ema_decay', 'echo_trap', 'baseline_steps', 'min_signals', 'patience', 'rollback_lr', 'max_rollbacks',
       'flat_reward_patience', 'hopeless_patience', 'empty_patience',
@@ -112,7 +114,14 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'monitor': ('information_every', 'gradients_every', 'max_bad_iterations'),
     'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),
   },
+  'prompt_search': {
+    'prompt': (
+      'rounds', 'beam', 'branches', 'tasks', 'attempts', 'held_out', 'final', 'failed_score', 'max_chars',
+      'shown_chars', 'critic_model', 'critic_temperature', 'critic_max_tokens',
+    ),
+  },
   'other_modes': {
+    'prompt': ('critic', 'critic_key', 'critic_timeout', 'critic_workers', 'critic_tries'),
     'eval': (
       'step', 'baselines', 'endpoint', 'endpoint_model', 'endpoint_timeout', 'endpoint_workers', 'endpoint_tries',
       'endpoint_max_tokens',
@@ -126,9 +135,12 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 # Roles of fields that do not change a run's curves.
-_WITHOUT_EFFECT = {'logging', 'other_modes', 'warm_start', 'devices', 'kernels', 'shapes', 'memory', 'diagnostics'}
+_WITHOUT_EFFECT = {
+  'logging', 'other_modes', 'prompt_search', 'warm_start', 'devices', 'kernels', 'shapes', 'memory', 'diagnostics',
+}  # fmt: skip
 # Sections that training does not read.
 _NOT_READ_BY_TRAINING = ('sft', 'export', 'plan')
+_EVAL_OF_PROMPT_SEARCH = ('tags', 'first_level', 'temperature', 'top_p', 'top_k')
 
 
 def names() -> Iterator[tuple[str, str]]:
@@ -188,7 +200,7 @@ def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[st
   Returns:
     Dotted names, and dotted name -> reason for a field that may not change because of another field.
   """
-  free = fields_of('logging', 'other_modes', 'devices', 'kernels', 'shapes', 'warm_start')
+  free = fields_of('logging', 'other_modes', 'prompt_search', 'devices', 'kernels', 'shapes', 'warm_start')
   fraction = config['optimizer']['final_lr_fraction']
   if fraction == 1:
     return free | fields_of('length'), {}
@@ -197,8 +209,20 @@ def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[st
 
 def free_in_warm_start() -> frozenset[str]:
   """The fields that may change when a warm start is resumed; fields of `eval` may not change."""
-  free = fields_of('training', 'length', 'diagnostics', 'logging', 'other_modes', 'kernels', 'shapes')
+  free = fields_of('training', 'length', 'diagnostics', 'logging', 'other_modes', 'prompt_search', 'kernels', 'shapes')
   return frozenset(name for name in free if not name.startswith('eval.'))
+
+
+def read_by_prompt_search(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Dotted name -> value of the fields that the result of a prompt search depends on, but for the first prompt."""
+  named = ('train.tags', 'train.first_level', *(f'eval.{name}' for name in _EVAL_OF_PROMPT_SEARCH))
+  return {
+    name: value
+    for name, value in flatten(read_by_training(config)).items()
+    if name in named
+    or (role_of(name) in ('weights', 'learning', 'prompt_search') and not name.startswith('optimizer.'))
+    or (role_of(name) == 'training' and name.startswith('serve.'))
+  }
 
 
 def free_in_export(config: Mapping[str, Any]) -> frozenset[str]:

@@ -53,6 +53,7 @@ def extend(
   embeddings: jax.Array | None = None,
   is_embedded: jax.Array | None = None,
   rotary_offsets: jax.Array | None = None,
+  deepstack: jax.Array | None = None,
 ) -> Added:
   """Runs the model over up to O new tokens of each row.
 
@@ -66,8 +67,9 @@ def extend(
     all_begin: every row with tokens begins, so the cache is not read.
     embeddings: [B, O, D], used instead of the embedding of the token, for example for the columns of an image.
     is_embedded: bool[B, O], the columns that take `embeddings`; default all.
-    rotary_offsets: i32[B, O], rotary position of each column relative to `state.rotary`; default 0..O-1. The row's
-      next text column follows after the largest offset.
+    rotary_offsets: i32[B, O] or [B, O, axes], rotary position of each column relative to `state.rotary`; default
+      0..O-1. The row's next text column follows after the largest offset.
+    deepstack: [B, n, O, D], see `Qwen`; default none.
 
   Returns:
     What `kv_cache.append` adds to the state.
@@ -96,6 +98,7 @@ def extend(
     mask=CacheMask(kept=None if all_begin else _kept(state), new=causal),
     cache=None if all_begin else state.cache,
     window=model.init_cache(rows, width),
+    deepstack=deepstack,
   )
   last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
   after = SamplerState(

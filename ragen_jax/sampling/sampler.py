@@ -331,6 +331,7 @@ class Sampler:
     embeddings: jax.Array | None = None,
     is_embedded: jax.Array | None = None,
     rotary_offsets: jax.Array | None = None,
+    deepstack: jax.Array | None = None,
   ) -> SamplerState:
     """Appends observations to rows of this process; see `decode.extend`. `state` is donated.
 
@@ -345,9 +346,11 @@ class Sampler:
       all_begin: see `decode.extend`; compiled in.
       embeddings: see `decode.extend`, as are the following ones.
       is_embedded: bool[b, O].
-      rotary_offsets: i32[b, O].
+      rotary_offsets: i32[b, O] or [b, O, axes].
+      deepstack: [b, n, O, D].
     """
     columns = {'embeddings': embeddings, 'is_embedded': is_embedded, 'rotary_offsets': rotary_offsets}
+    columns['deepstack'] = deepstack
     columns = {name: self._place(x) for name, x in columns.items() if x is not None}
     begins = np.zeros(len(count), bool) if begins is None else begins
     return self._extend(

@@ -25,7 +25,7 @@ from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, AgentServer
 from ragen_jax.serving.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.keys import split_key
 from ragen_jax.serving.pool import LocalQueue, Pool
-from ragen_jax.serving.records import OVER, Limits, NewRollout, RolloutRecord
+from ragen_jax.serving.records import OVER, Limits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.runners import FunctionRunner, ProgramRunner, Runner, load_function
 from ragen_jax.serving.types import AttemptState, RolloutState
 from ragen_jax.utils.errors import UserError
@@ -48,6 +48,7 @@ class AgentSettings:
     episodes: how attempts become episodes.
     max_turns: most calls of an attempt.
     keep_s: seconds for which the store keeps rollouts that were collected.
+    prompt: given to the programs; '' for none.
   """
 
   mode: str
@@ -55,6 +56,7 @@ class AgentSettings:
   episodes: EpisodeSettings
   max_turns: int
   keep_s: float
+  prompt: str
 
 
 class AgentPlayer:
@@ -140,7 +142,8 @@ class AgentPlayer:
     self, key: jax.Array, first_seed: int, version: int, digest: str
   ) -> list[tuple[EnvSpec, int, list[RolloutRecord]]]:
     """Creates the rollouts: (spec, number of the task, its rollouts) for each group."""
-    prefix = f'{self._settings.mode}-{version}-{digest}'
+    prompt = self._settings.prompt
+    prefix = f'{self._settings.mode}-{version}-{digest}{_mark(prompt)}'
     rows = sum(spec.num_groups for spec in self.specs) * self.group_size
     words, tasks, group = iter(split_key(key, rows)), [], 0
     for spec in self.specs:
@@ -150,7 +153,7 @@ class AgentPlayer:
           new = NewRollout(
             rollout_id=f'{prefix}-{seed}-{member}', input=spec.env.task(seed, member), group=f'{prefix}-{seed}',
             mode=self._settings.mode, limits=self._settings.limits,
-            metadata={'tag': spec.tag, 'iteration': version}, key=next(words),
+            metadata=metadata_with_prompt({'tag': spec.tag, 'iteration': version}, prompt), key=next(words),
           )  # fmt: skip
           own.append(self._server.lifecycle.create(new))
         tasks.append((spec, seed, own))
@@ -210,6 +213,11 @@ def _digest(params: Any, sampling: Sampling) -> str:
   for x in jax.device_get(small):
     digest.update(np.ascontiguousarray(x).tobytes())
   return digest.hexdigest()[:10]
+
+
+def _mark(prompt: str) -> str:
+  """A few letters that tell prompts apart, so that a rollout of another prompt is never taken; '' for none."""
+  return f'-{hashlib.sha256(prompt.encode()).hexdigest()[:10]}' if prompt else ''
 
 
 @contextlib.contextmanager

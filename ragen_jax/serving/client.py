@@ -78,6 +78,8 @@ class Task:
     heartbeat_s: longest time between two signs of life, in seconds; 0 asks for none.
     server_url: address of the server, such as 'http://127.0.0.1:8000'.
     api_key: the attempt's key, for calls of the policy and for rewards.
+    prompt: the prompt that the program is to use: that of the run's config, or one that --mode=optimize_prompt tries;
+      '' for none.
   """
 
   rollout_id: str
@@ -90,6 +92,7 @@ class Task:
   heartbeat_s: float
   server_url: str
   api_key: str = dataclasses.field(repr=False)
+  prompt: str = ''
 
   @property
   def base_url(self) -> str:
@@ -107,8 +110,9 @@ class Task:
   @classmethod
   def from_json(cls, fields: dict[str, Any], server_url: str, api_key: str) -> Task:
     """The task with the fields of `to_json`; other fields are ignored."""
-    known = {name: fields[name] for name in _PUBLIC}
-    return cls(**known, server_url=server_url.rstrip('/'), api_key=api_key)
+    # A server of an earlier version sends no prompt.
+    known = {name: fields[name] for name in _PUBLIC if name != 'prompt'}
+    return cls(**known, server_url=server_url.rstrip('/'), api_key=api_key, prompt=fields.get('prompt', ''))
 
 
 _PUBLIC = frozenset(field.name for field in dataclasses.fields(Task)) - {'server_url', 'api_key'}
@@ -308,7 +312,12 @@ def _call(agent: Callable[[Task], Any], task: Task) -> Any:
 
   async def play() -> Any:
     loop, job = asyncio.get_running_loop(), asyncio.ensure_future(agent(task))
-    with heartbeat(task, lambda: loop.call_soon_threadsafe(job.cancel)) as over:
+
+    def cancel() -> None:
+      with contextlib.suppress(RuntimeError):  # the loop has closed, so the agent has ended
+        loop.call_soon_threadsafe(job.cancel)
+
+    with heartbeat(task, cancel) as over:
       try:
         done, _ = await asyncio.wait([job], timeout=task.timeout_s)
         if not done:

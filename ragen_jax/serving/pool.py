@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ragen_jax.serving.client import Over, ServerError, Task
 from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.records import Claim, Gone, NotFound, RequestError
+from ragen_jax.serving.records import Claim, Gone, NotFound, RequestError, prompt_of
 from ragen_jax.serving.runners import Runner
 from ragen_jax.serving.types import AttemptState
 from ragen_jax.serving.watch import Outcome, Watch
@@ -98,6 +98,7 @@ def task_of(claim: Claim, server_url: str) -> Task:
     rollout_id=rollout.rollout_id, attempt_id=attempt_record.attempt_id, number=attempt_record.number,
     mode=rollout.mode, group=rollout.group, input=rollout.input, timeout_s=rollout.limits.timeout_s,
     heartbeat_s=rollout.limits.heartbeat_s, server_url=server_url.rstrip('/'), api_key=claim.api_key,
+    prompt=prompt_of(rollout.metadata),
   )  # fmt: skip
 
 
@@ -135,8 +136,8 @@ class Progress:
 class Pool:
   """Plays tasks of a queue until it is stopped. Use it as a context manager, or call `stop`.
 
-  Abandoned threads take no place among the running attempts; while as many are left as attempts may run, no task is
-  claimed.
+  Abandoned threads take no place among the running attempts; while as many are left as attempts may run, no claim
+  begins.
   """
 
   def __init__(self, queue: TaskQueue, runner: Runner, max_concurrency: int, heartbeat_s: float, stop_s: float):
@@ -195,7 +196,7 @@ class Pool:
     """Claims no more tasks, cancels and releases those that run, and waits for their ends.
 
     Returns:
-      Whether all ended within `timeout_s` seconds.
+      Whether all ended within `timeout_s` seconds, and no claim is left that may still bring a task.
     """
     deadline = time.monotonic() + timeout_s
     self._stopping.set()
@@ -206,7 +207,8 @@ class Pool:
     with self._changed:
       for _, watch in self._running.values():
         watch.cancel()
-      return self._changed.wait_for(lambda: not self._running, max(deadline - time.monotonic(), 0.0))
+      ended = self._changed.wait_for(lambda: not self._running, max(deadline - time.monotonic(), 0.0))
+    return ended and not any(thread.is_alive() for thread in self._threads)
 
   # -- threads
 

@@ -95,6 +95,17 @@ class NewRollout:
   key: tuple[int, int]
 
 
+def metadata_with_prompt(metadata: dict[str, Any], prompt: str) -> dict[str, Any]:
+  """Metadata of a rollout whose program gets a prompt; '' leaves them as they are."""
+  return metadata | {'prompt': prompt} if prompt else metadata
+
+
+def prompt_of(metadata: Any) -> str:
+  """The prompt in the metadata of a rollout; '' if there is none."""
+  prompt = metadata.get('prompt', '') if isinstance(metadata, dict) else ''
+  return prompt if isinstance(prompt, str) else ''
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutRecord:
   """A rollout as it is stored.

@@ -185,12 +185,13 @@ class Service:
       return self._begin_outside(spec)
     open_ = await self._opened(access.attempt)
     if repeated:
-      if (running := open_.unfollowed(digest)) is not None:
+      known = open_.unfollowed(digest) or await self._recorded(access, spec, digest)
+      if known is None:  # while the store was read, the same request may have come again, or the session been dropped
+        open_ = await self._opened(access.attempt)
+        known = open_.unfollowed(digest)
+      if known is not None:
         self.counts['repeated'] += 1
-        return running
-      if recorded := await self._recorded(access, spec, digest):
-        self.counts['repeated'] += 1
-        return recorded
+        return known
     if len(open_.session.calls) + open_.count >= self.settings.max_calls:
       limit = self.settings.max_calls
       raise errors.bad_request('', f'the attempt has made {limit} calls; no more are allowed', 'call_limit')
@@ -428,7 +429,8 @@ class Service:
         self._open.pop(attempt.attempt_id, None)
         raise
     if aborted:
-      raise errors.internal('the client has gone away; the reply is aborted', retry=False)
+      # A client that came back too late hears this, and asks again.
+      raise errors.internal('the client has gone away; the reply is aborted', retry=True)
     self.counts['calls'] += len(calls)
     for call in calls:
       self.counts[f'new_row:{call.new_row_cause}' if call.new_row_cause else 'row'] += 1

@@ -71,10 +71,12 @@ def _states_before(
   segments: jax.Array | None,
   embeddings: jax.Array | None,
   positions: jax.Array | None,
+  deepstack: jax.Array | None,
 ) -> jax.Array:
   """[B, R, D]: the hidden states that emit the tokens at `columns`, each that of the column before."""
   x = trunk.embed(tokens) if embeddings is None else embeddings
-  hidden, _ = trunk(x, positions, remat=remat.choose(tokens.size // _row_shards(trunk)), segments=segments)
+  chosen = remat.choose(tokens.size // _row_shards(trunk))
+  hidden, _ = trunk(x, positions, remat=chosen, segments=segments, deepstack=deepstack)
   return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
 
 
@@ -88,6 +90,7 @@ def value_tokens(
   freeze_policy: bool = False,
   embeddings: jax.Array | None = None,
   positions: jax.Array | None = None,
+  deepstack: jax.Array | None = None,
 ) -> jax.Array:
   """The critic's values of the states that sampled tokens were drawn from; no logits are computed.
 
@@ -99,13 +102,14 @@ def value_tokens(
     segments: i32[B, T], for rows that hold several sequences, see `Qwen`.
     freeze_policy: stop the gradient before the policy's trunk; a separate critic is trained as usual.
     embeddings: [B, T, D], the embedded columns of the critic's trunk; None for `trunk.embed(tokens)`.
-    positions: i32[B, T], rotary positions; None for 0, 1, ...
+    positions: i32[B, T], or i32[B, T, 3] on the axes of images, rotary positions; None for 0, 1, ...
+    deepstack: [B, n, T, D], see `Qwen`.
 
   Returns:
     f32[B, R].
   """
   trunk = module.policy if module.critic is None else module.critic
-  hidden = _states_before(trunk, tokens, columns, settings.remat, segments, embeddings, positions)
+  hidden = _states_before(trunk, tokens, columns, settings.remat, segments, embeddings, positions, deepstack)
   return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
 
 
@@ -119,6 +123,8 @@ def score_tokens(
   embeddings: jax.Array | None = None,
   critic_embeddings: jax.Array | None = None,
   positions: jax.Array | None = None,
+  deepstack: jax.Array | None = None,
+  critic_deepstack: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log-probs, entropies and values of sampled tokens, from one forward pass of each trunk.
 
@@ -131,18 +137,22 @@ def score_tokens(
     embeddings: [B, T, D], the embedded columns of the policy's trunk, whose columns need not be tokens (images); None
       for `trunk.embed(tokens)`.
     critic_embeddings: the same for the trunk of a separate critic.
-    positions: i32[B, T], rotary positions of both trunks; None for 0, 1, ..., beginning again with each segment.
+    positions: i32[B, T], or i32[B, T, 3] on the axes of images, rotary positions of both trunks; None for 0, 1, ...,
+      beginning again with each segment.
+    deepstack: [B, n, T, D], what the policy's trunk adds after its first layers, see `Qwen`.
+    critic_deepstack: the same for the trunk of a separate critic.
 
   Returns:
     (logprobs, entropies, values), each f32[B, R].
   """
-  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, embeddings, positions)
+  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, embeddings, positions, deepstack)
   if module.critic is None:
     values = module.value_head(hidden)
   else:
     values = value_tokens(
-      module, tokens, columns, settings, segments, embeddings=critic_embeddings, positions=positions
-    )
+      module, tokens, columns, settings, segments, embeddings=critic_embeddings, positions=positions,
+      deepstack=critic_deepstack,
+    )  # fmt: skip
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
   b, r, _ = hidden.shape
   shards = _row_shards(module.policy)

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 
+import openai
 import pytest
 
 from ragen_jax.agent.endpoint_client import EndpointSettings
@@ -16,6 +17,8 @@ from ragen_jax.agent.episode import TextReply
 from ragen_jax.sampling.draw import Sampling
 from ragen_jax.utils.errors import UserError
 from tests.support.chat_server import good, server
+from tests.support.serving import until
+from tests.support.stopped_clock import stop_clock
 
 KEY = 'sk-secret-0123'
 
@@ -26,7 +29,7 @@ def _environment(monkeypatch):
   monkeypatch.setenv('OPENAI_API_KEY', KEY)
 
 
-def _settings(url, *, max_tokens=64, timeout=5.0, workers=4, tries=3):
+def _settings(url, *, max_tokens=64, timeout=60.0, workers=4, tries=3):
   return EndpointSettings(
     endpoint=url, endpoint_model='some-model', endpoint_max_tokens=max_tokens, endpoint_timeout=timeout,
     endpoint_workers=workers, endpoint_tries=tries,
@@ -79,21 +82,26 @@ def test_a_rate_limit_is_waited_for_by_all():
   def timed(answer):
     return lambda _: (begun.append(time.monotonic()), answer)[1]
 
-  with server([timed(answer) for answer in [good(), limited, *[good()] * 19]]) as (url, asked):
+  def on_its_way(_):
+    begun.append(time.monotonic())
+    until(lambda: policy._not_before)  # the other worker has read the limit, however slowly
+    return good()
+
+  with server([timed(good()), timed(limited), *[on_its_way] * 19]) as (url, asked):
     policy = _policy(url, workers=2)
     assert _speak(policy, 20) == [TextReply('Up', 3)] * 20
-  # But for what was on its way, also the other worker's come a second later.
-  assert sum(t > begun[1] + 0.9 for t in begun) >= 15
+  # But for the one that was on its way, also the other worker's come a second later.
+  assert sum(t > begun[1] + 0.9 for t in begun) >= 18
   assert len(asked) == 21 and not policy.lost
 
 
 def test_retry_after_may_be_a_date_and_more_than_ten_minutes_is_not_waited_for():
-  until = int(time.time() + 1.5)  # to the second
-  date = email.utils.formatdate(until, usegmt=True)
+  moment = int(time.time() + 1.5)  # to the second
+  date = email.utils.formatdate(moment, usegmt=True)
   with server([(503, {'Retry-After': date}, ''), (429, {'Retry-After': '3600'}, '')]) as (url, asked):
     policy = _policy(url, backoff_s=0.0)
     assert _speak(policy, 1)[0].answered is False  # the first try waits for the date, the second has no patience
-  assert until - 0.01 <= time.time() < until + 60
+  assert moment - 0.01 <= time.time() < moment + 60
   assert len(asked) == 2 and 'status 429' in next(iter(policy.lost))
 
 
@@ -103,15 +111,36 @@ def test_retry_after_may_be_a_date_and_more_than_ten_minutes_is_not_waited_for()
     (500, {}, 'oops'), (529, {}, ''), (200, {}, '<html>'), (200, {}, '{}'), (200, {}, '[]'), (200, {}, '[' * 100_000),
     (200, {}, '{"choices": []}'), (200, {}, '{"choices": [{"message": {"content": 5}}]}'), (200, {}, b'\xff\xfe'),
     (200, {'Content-Length': '9999'}, '{'), (200, {}, '{"error": {"message": "busy"}}'), (200, {}, ' ' * (2 << 20)),
-    None, 0.6,
+    None,
   ],
   ids=str,
 )  # fmt: skip
 def test_a_bad_answer_is_asked_for_again(bad):
   with server([bad]) as (url, asked):
-    policy = _policy(url, timeout=0.3)
+    policy = _policy(url)
     assert _speak(policy, 1) == [TextReply('Up', 3)]
   assert len(asked) == 2 and not policy.lost
+
+
+def test_a_late_answer_is_asked_for_again(monkeypatch):
+  tries = []
+
+  class Hurried(openai.DefaultHttpxClient):
+    def send(self, request, **options):
+      limits = request.extensions['timeout']
+      tries.append(limits['read'])
+      limits['read'] = 0.1 if len(tries) == 1 else limits['read']  # the first request expires
+      return super().send(request, **options)
+
+  def late(_):
+    until(lambda: len(asked) > 1)
+    return good('late')
+
+  monkeypatch.setattr(openai, 'DefaultHttpxClient', Hurried)
+  with server([late]) as (url, asked):
+    policy = _policy(url)
+    assert [said.answered for said in _speak(policy, 1)] == [True]
+  assert len(asked) == 2 and not policy.lost and tries == [60.0, 60.0]
 
 
 def test_a_reply_that_never_comes_is_lost_and_counted(caplog):
@@ -166,13 +195,13 @@ def test_no_part_of_the_key_is_told_where_a_message_is_cut(before, caplog):
 
 
 def test_a_server_that_is_not_there_is_told_in_one_line():
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    url = f'http://127.0.0.1:{free.getsockname()[1]}/v1'
-  for address in (url, 'http://no-such-host.invalid/v1'):
-    with pytest.raises(UserError, match=r'cannot be reached \(.+\)') as e:
-      _speak(_policy(address), 2)
-    assert '\n' not in str(e.value) and address in str(e.value)
+  with socket.socket() as silent:
+    silent.bind(('127.0.0.1', 0))  # it does not listen, and nobody else can
+    url = f'http://127.0.0.1:{silent.getsockname()[1]}/v1'
+    for address in (url, 'http://no-such-host.invalid/v1'):
+      with pytest.raises(UserError, match=r'cannot be reached \(.+\)') as e:
+        _speak(_policy(address), 2)
+      assert '\n' not in str(e.value) and address in str(e.value)
 
 
 def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch):
@@ -182,12 +211,16 @@ def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch):
   assert 'sk-a' not in str(e.value)
 
 
-def test_an_answer_that_trickles_in_has_one_limit_for_all_of_it():
-  def trickle(_):
-    return 200, {}, (b' ' for _ in range(40))
+def test_an_answer_that_trickles_in_has_one_limit_for_all_of_it(monkeypatch):
+  clock = stop_clock(monkeypatch, 'ragen_jax.agent.endpoint_client')
 
-  with server([trickle]) as (url, asked):
-    policy = _policy(url, timeout=0.3)
+  def parts():
+    yield b' '
+    clock.now += 61.0
+    yield from [b' '] * 40
+
+  with server([lambda _: (200, {}, parts())]) as (url, asked):
+    policy = _policy(url)
     assert _speak(policy, 1) == [TextReply('Up', 3)]
   assert len(asked) == 2
 

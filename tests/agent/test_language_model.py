@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,13 @@ from ragen_jax.models import lora
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.save import save_model
+from ragen_jax.models.presets import resolve
+from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.models import random_model, random_policy
+from tests.support.vision import write_processor
 
 _ADAPTERS = lora.LoraConfig(rank=2, alpha=6, targets=('q_proj', 'down_proj'))
 
@@ -40,6 +45,35 @@ def _describe(model: ActorCritic, devices: str) -> str:
   told, where = LanguageModel('', model, None, None, None).describe().rsplit(', ', 1)
   assert where == devices
   return told
+
+
+def test_the_tower_of_a_model_that_reads_images_is_not_trained(tmp_path):
+  source, directory = resolve('tiny', ''), tmp_path / 'model'
+  raw = json.loads((pathlib.Path(source) / 'config.json').read_text())
+  vision = {
+    'depth': 1, 'hidden_size': 16, 'num_heads': 2, 'intermediate_size': 24, 'out_hidden_size': 32, 'patch_size': 16,
+    'temporal_patch_size': 2, 'spatial_merge_size': 2, 'num_position_embeddings': 16, 'deepstack_visual_indexes': [],
+  }  # fmt: skip
+  text = {
+    'vocab_size': raw['vocab_size'], 'hidden_size': 32, 'intermediate_size': 24, 'num_hidden_layers': 1,
+    'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16, 'rms_norm_eps': 1e-6,
+    'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4, 'mrope_section': [3, 3, 2],
+                        'mrope_interleaved': True},
+  }  # fmt: skip
+  directory.mkdir()
+  config = {
+    'model_type': 'qwen3_vl', 'text_config': text, 'vision_config': vision, 'image_token_id': 1, 'video_token_id': 2,
+    'vision_start_token_id': 3, 'vision_end_token_id': 4, 'tie_word_embeddings': True,
+  }  # fmt: skip
+  (directory / 'config.json').write_text(json.dumps(config))
+  write_processor(directory, 'qwen3_vl')
+  cfg = read_config(str(directory))
+  save_model(str(tmp_path / 'saved'), Qwen(cfg, rngs=nnx.Rngs(0)), cfg, 'float32', tokenizer_dir=source)
+  write_processor(tmp_path / 'saved', 'qwen3_vl')
+  loaded = build.load_policy(small_config(model__preset='', model__path=str(tmp_path / 'saved')))
+  trained, frozen = lora.partition(param_state(loaded.model))
+  assert {path[:2] for path, _ in nnx.to_flat_state(frozen)} == {('policy', 'visual')}
+  assert not any('visual' in path for path, _ in nnx.to_flat_state(trained))
 
 
 def test_a_description_counts_the_parameters(monkeypatch):

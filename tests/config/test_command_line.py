@@ -81,7 +81,8 @@ def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(tmp_path, ar
 def test_help_lists_the_modes_and_the_shipped_configs():
   result = run_main('--help')
   assert result.returncode == 0 and result.stderr == ''
-  for text in ('--config:', '--workdir:', '<train|eval|sft|play|view|export|plan|serve|plot>', 'frozenlake_ppo'):
+  modes = '<train|eval|sft|play|view|export|plan|serve|optimize_prompt|plot>'
+  for text in ('--config:', '--workdir:', modes, 'frozenlake_ppo'):
     assert text in result.stdout
 
 

@@ -43,6 +43,14 @@ def test_a_dimension_that_does_not_divide_is_named():
     ('policy/layers/3/self_attn/q_proj/adapter/lora_b', (4, 4, 16), (None, 'tensor', None)),
     ('policy/layers/3/input_layernorm/weight', (64,), ()),
     ('value_head/kernel', (64,), ()),
+    ('policy/visual/blocks/3/attn/qkv/kernel', (32, 3, 4, 8), ('fsdp', None, 'tensor', None)),
+    ('policy/visual/blocks/3/attn/qkv/bias', (3, 4, 8), (None, 'tensor', None)),
+    ('policy/visual/blocks/3/attn/proj/kernel', (4, 8, 32), ('tensor', None, 'fsdp')),
+    ('policy/visual/blocks/3/mlp/gate_proj/kernel', (32, 64), ('fsdp', 'tensor')),
+    ('policy/visual/deepstack_mergers/0/linear_fc2/kernel', (128, 64), ('tensor', 'fsdp')),
+    ('policy/visual/patch_embed/proj/kernel', (1536, 32), (None, 'fsdp')),
+    ('policy/visual/pos_embed', (64, 32), (None, 'fsdp')),
+    ('policy/visual/blocks/3/norm1/weight', (32,), ()),
   ],
 )
 def test_every_kind_of_weight_has_its_axes(path, shape, axes):

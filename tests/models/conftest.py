@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.save import save_model
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.vision.config import FAMILIES
+from tests.support import vision
 from tests.support.checkpoints import SMALL, random_params
 
 
@@ -38,3 +46,25 @@ def transformers():
   import transformers
 
   return transformers
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """A model that reads images, by `transformers` and by us, and its directory."""
+
+  family: str
+  theirs: Any
+  ours: Qwen
+  directory: str
+
+
+@functools.cache
+def _pair(transformers, family: str, directory) -> Pair:
+  theirs = vision.hf_model(transformers, family, directory)
+  return Pair(family, theirs, load_model(str(directory), dtype=jnp.float32, param_dtype=jnp.float32), str(directory))
+
+
+@pytest.fixture(scope='module', params=FAMILIES)
+def pair(request, transformers, tmp_path_factory) -> Pair:
+  # One model a family, however many files of tests ask for it.
+  return _pair(transformers, request.param, tmp_path_factory.getbasetemp() / request.param)

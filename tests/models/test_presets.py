@@ -77,6 +77,25 @@ def test_presets_have_the_size_that_is_published(preset, millions):
   assert size / 1e6 == pytest.approx(millions, abs=0.6)
 
 
+@pytest.mark.parametrize(
+  ('preset', 'size', 'tensors', 'tower', 'mergers'),
+  [
+    # The totals of the published files, and of their parts.
+    pytest.param('qwen2.5-vl-3b', 3_754_622_976, 824, 631_975_680, 36_708_608, marks=pytest.mark.slow),
+    pytest.param('qwen2.5-vl-7b', 8_292_166_656, 729, 631_975_680, 44_574_464, marks=pytest.mark.slow),
+    pytest.param('qwen3-vl-2b', 2_127_532_032, 625, 306_242_560, 100_714_496, marks=pytest.mark.slow),
+    pytest.param('qwen3-vl-4b', 4_437_815_808, 713, 306_242_560, 109_105_152, marks=pytest.mark.slow),
+    ('qwen3-vl-8b', 8_767_123_696, 750, 415_891_440, 160_496_896),
+  ],
+)
+def test_presets_that_read_images_have_the_weights_that_are_published(preset, size, tensors, tower, mergers):
+  plan = weights(presets.shape(preset, ''))
+  assert (sum(w.size for w in plan), len(plan)) == (size, tensors)
+  visual = [w for w in plan if w.path[0] == 'visual']
+  assert sum(w.size for w in visual if 'merger' in str(w.path)) == mergers
+  assert sum(w.size for w in visual) == tower + mergers
+
+
 def test_every_preset_has_a_shape():
   assert all(presets.shape(name, '').hidden_size for name in presets.names())
   with pytest.raises(UserError, match=r"model\.preset='gpt'"):

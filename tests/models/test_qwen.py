@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.models import lora, qwen
+from ragen_jax.models import lora
 from ragen_jax.models.attention import EINSUM, AttentionSettings
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import weights
@@ -423,15 +423,3 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
     start += n
   joined = hidden(model, jnp.asarray(row[None]))[0]
   assert np.abs(joined[30:] - packed[30:]).max() > 0.1
-
-
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-def test_tpus_rotate_one_column_to_the_same_numbers(dtype):
-  x = jax.random.normal(jax.random.key(0), (5, 1, 3, 16), dtype)
-  angles = jnp.arange(5.0)[:, None, None, None] * jnp.linspace(0.1, 2, 8)
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
-  expected = qwen._rotated(x, cos, sin)
-  np.testing.assert_allclose(
-    *(np.asarray(a, np.float32) for a in (qwen._rotated_by_product(x, cos, sin), expected)), rtol=1e-6, atol=1e-6
-  )
-  assert (expected[1:] != x[1:]).any() and (expected[0] == x[0]).all()

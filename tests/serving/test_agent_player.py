@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+import types
 
 import jax
 import numpy as np
@@ -14,6 +16,12 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.player import EnvironmentPlayer
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.serving.agent_player import AgentPlayer
+from ragen_jax.serving.client import Task
+from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.pool import LocalQueue
+from ragen_jax.serving.records import prompt_of
+from ragen_jax.serving.store import Store
 from ragen_jax.serving.types import RolloutState
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
@@ -142,7 +150,28 @@ def test_settings_are_the_configs(policy):
   config = agents_config(serve__timeout=7.0, serve__bad_calls='arguments', serve__trained='a.*')
   settings = build_agents.agent_settings(config, policy, 'train')
   assert settings.limits.timeout_s == 7.0 and settings.episodes.group_size == SIZE and settings.mode == 'train'
+  assert settings.prompt == ''
   server = build_agents.server_settings(config, policy, trains=True)
   assert server.service.bad_calls == 'arguments' and server.service.trained == 'a.*' and server.engine.slots == 4
   assert server.service.training.temperature == 0.7 != server.service.evaluation.temperature
   assert dataclasses.astuple(server.engine)[0] == config.serve.slots
+
+
+def test_programs_get_the_prompt_of_the_config_and_attempts_with_another_are_played_anew(policy, tmp_path):
+  config = agents_config(prompt__text=' Go.\n')
+  specs = build.env_specs(config, ('Agent',), (2,))
+  with Store(tmp_path / 'store.sqlite') as store:
+    lifecycle, ids = Lifecycle(store, time.time), []
+    for text in ('Go.', 'Stay.', ''):
+      config.prompt.text = text
+      settings = build_agents.agent_settings(config, policy, 'train')
+      player = AgentPlayer(settings, types.SimpleNamespace(lifecycle=lifecycle), specs, SIZE, None)
+      records = [r for _, _, own in player._queue(jax.random.key(0), FIRST, 3, 'abc') for r in own]
+      ids += [r.rollout_id for r in records]
+      assert [prompt_of(r.metadata) for r in records] == [text] * 4
+      assert all(r.metadata.items() >= {'tag': 'Agent', 'iteration': 3}.items() for r in records)
+    assert len(set(ids)) == 12
+    # As before there were prompts, so that a store of an earlier version is read.
+    assert ids[8] == f'train-3-abc-{FIRST}-0' and records[0].metadata == {'tag': 'Agent', 'iteration': 3}
+    claimed = LocalQueue(lifecycle, 'worker', 'http://127.0.0.1:1').claim(0.0)
+    assert claimed.prompt == 'Go.' and Task.from_json(claimed.to_json(), '', 'key').prompt == 'Go.'

@@ -103,6 +103,9 @@ def test_a_task_is_read_from_the_environment(monkeypatch):
   assert task.base_url == 'http://host:1/attempts/a.1/v1'
   assert 'secret' not in repr(task) and 'secret' not in json.dumps(task.to_json())
   assert client.Task.from_json(task.to_json(), task.server_url, 'secret') == task
+  assert task.prompt == '', 'a server of an earlier version sends none'
+  prompted = client.Task.from_json(_FIELDS | {'prompt': 'Go.'}, 'http://127.0.0.1:1', 'secret')
+  assert prompted.prompt == 'Go.' and prompted.to_json()['prompt'] == 'Go.'
 
 
 def test_requests_of_an_attempt(server, monkeypatch):
@@ -176,9 +179,11 @@ def test_heartbeats_tell_that_the_attempt_is_over(server):
   with client.heartbeat(server.task(heartbeat_s=0.03), lambda: told.append(1)) as over:
     assert over.wait(_LONG)
   assert len(server.bodies(path)) == 5
-  with client.heartbeat(server.task(heartbeat_s=0.03)) as over:
-    pass
-  assert not over.is_set()
+  before = threading.enumerate()
+  with client.heartbeat(server.task(heartbeat_s=3 * _LONG)) as over:
+    (thread,) = [t for t in threading.enumerate() if t.name == 'ragen-heartbeat' and t not in before]
+  thread.join(_LONG)  # it ends with the block, long before its next sign of life
+  assert not thread.is_alive() and not over.is_set() and len(server.bodies(path)) == 5
 
 
 # -- workers
@@ -253,6 +258,25 @@ def test_an_async_agent_is_cancelled_when_it_is_late_or_its_attempt_is_over(serv
   assert ends == ['late', 'over']
   assert server.bodies('/attempts/late/finish') == [{'state': 'timeout', 'error': 'took longer than timeout_s=0.05'}]
   assert server.bodies('/attempts/over/finish') == []
+
+
+def test_a_heartbeat_that_is_answered_after_the_agents_end_changes_nothing(server, monkeypatch):
+  asked, go_on, raised, threads = threading.Event(), threading.Event(), [], []
+  monkeypatch.setattr(threading, 'excepthook', raised.append)
+
+  async def agent(task):
+    threads.extend(t for t in threading.enumerate() if t.name == 'ragen-heartbeat' and t not in before)
+    await asyncio.to_thread(asked.wait, _LONG)
+
+  _claims(server, {'heartbeat_s': 0.03})
+  server.answers['/attempts/a.1/heartbeat'] = [lambda: (asked.set(), go_on.wait(_LONG), (410, {}))[-1]]
+  before = threading.enumerate()
+  assert _work(server, agent, 1) == 1
+  go_on.set()  # the agent's event loop has closed
+  for thread in threads:
+    thread.join(_LONG)
+  assert len(threads) == 1 and not raised
+  assert server.bodies('/attempts/a.1/finish') == [{'state': 'succeeded', 'error': ''}]
 
 
 def test_an_attempt_that_is_over_does_not_end_the_worker(server):

@@ -315,6 +315,14 @@ def test_calls_that_begin_with_the_same_text_in_a_group_have_the_same_anchor():
   assert rollout.anchors[rollout.trajectory.length > 0].tolist() == [[0, 1, 1], [0, -1, -1], [2, 3, -1], [2, 3, 4]]
 
 
+def test_agents_that_begin_with_the_same_text_have_anchors_of_their_own():
+  agent = Agent()
+  for name in ('writer', 'critic', 'writer'):
+    agent.call(*START, reply='a', agent=name)
+  rollout, _ = _build([_attempt(agent, _reward(1.0))])
+  assert rollout.anchors[0].tolist() == [0, 1, 0]
+
+
 def test_metrics_tell_how_calls_became_rows():
   agent = Agent()
   agent.call(*START, reply='a')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 import time
@@ -87,10 +86,10 @@ def test_as_many_run_at_a_time_as_are_allowed(lifecycle):
   def agent(task):
     together.wait(_LONG)  # three must be here at the same time
 
-  _create(lifecycle, *(f'r{i}' for i in range(30)))
   queue = Watched(lifecycle, 'pool', 'http://127.0.0.1:1')
   with _pool(lifecycle, agent, max_concurrency=3, queue=queue) as pool:
     pools.append(pool)
+    _create(lifecycle, *(f'r{i}' for i in range(30)))  # now: what is claimed before is not seen
     _wait(lifecycle, lambda: pool.progress().succeeded == 30)
   assert max(busy) == 2
 
@@ -198,9 +197,10 @@ def test_a_task_that_is_claimed_too_late_is_given_back(lifecycle):
   _create(lifecycle, 'a')
   pool = _pool(lifecycle, agent, queue=Slow(lifecycle, 'pool', 'http://127.0.0.1:1'))
   assert entered.wait(_LONG)
-  pool.stop(0.0)
+  assert not pool.stop(0.0)  # the claim may still bring a task
   go_on.set()
   _wait(lifecycle, lambda: pool.progress().cancelled == 1)
+  assert pool.stop(_LONG)
   assert _states(lifecycle) == {'a': 'queued'}
 
 
@@ -243,11 +243,24 @@ def test_a_pool_outlives_the_errors_of_its_queue(lifecycle, monkeypatch, caplog)
 
 def test_no_task_is_claimed_while_too_many_agents_hang(lifecycle, monkeypatch):
   monkeypatch.setattr('ragen_jax.serving.pool._PAUSE_S', 0.01)
-  go_on = threading.Event()
+  go_on, rounds, forget_ended = threading.Event(), [], Pool._forget_ended
+
+  def counted(self):
+    rounds.append(threading.current_thread().name)
+    forget_ended(self)
+
+  def wait_for_rounds():
+    """A claim that had begun is over, and a later look found no place."""
+    before = rounds.count('ragen_jax-pool-claim')
+    _wait(lifecycle, lambda: rounds.count('ragen_jax-pool-claim') >= before + 2)
+
+  monkeypatch.setattr(Pool, '_forget_ended', counted)
   _create(lifecycle, 'a', 'b', timeout_s=0.05)
   with _pool(lifecycle, lambda task: go_on.wait(_LONG), max_concurrency=2, grace_s=0.01) as pool:
     _wait(lifecycle, lambda: pool.progress().abandoned == 2)
+    wait_for_rounds()
     _create(lifecycle, 'c')
+    wait_for_rounds()
     assert _states(lifecycle)['c'] == 'queued' and pool.progress().running == 0
     go_on.set()
     _wait(lifecycle, lambda: _states(lifecycle)['c'] == 'succeeded')
@@ -273,7 +286,17 @@ def test_settings_of_a_pool_are_checked(lifecycle):
 
 def test_a_server_that_does_not_answer_is_an_error_of_the_queue(lifecycle, monkeypatch):
   monkeypatch.setattr('ragen_jax.serving.client._PATIENCE_S', 0.0)
-  with contextlib.closing(socket.create_server(('127.0.0.1', 0))) as unused:
-    port = unused.getsockname()[1]
-  with _pool(lifecycle, lambda task: None, queue=Queue(f'http://127.0.0.1:{port}', 'admin')) as pool:
-    _wait(lifecycle, lambda: 'does not answer' in pool.progress().error)
+  with socket.socket() as silent:
+    silent.bind(('127.0.0.1', 0))  # it does not listen, and nobody else can
+    queue = Queue(f'http://127.0.0.1:{silent.getsockname()[1]}', 'admin')
+    with _pool(lifecycle, lambda task: None, queue=queue) as pool:
+      _wait(lifecycle, lambda: 'does not answer' in pool.progress().error)
+
+
+@pytest.mark.parametrize(
+  ('metadata', 'prompt'),
+  [(None, ''), ({'tag': 'a'}, ''), ({'prompt': 'Go.'}, 'Go.'), ({'prompt': 3}, ''), ('prompt', ''), (['prompt'], '')],
+)
+def test_the_prompt_of_a_task_is_in_the_metadata_of_its_rollout(lifecycle, metadata, prompt):
+  _create(lifecycle, 'r', metadata=metadata)
+  assert LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1').claim(0.0).prompt == prompt

@@ -72,12 +72,13 @@ def test_a_closed_rollout_takes_no_reward(server):
 
 def test_a_worker_waits_for_a_rollout_without_a_thread_of_the_server(server):
   queue, found = client.Queue(server.url, ADMIN, 'w'), []
-  waiting = [threading.Thread(target=lambda: found.append(queue.claim(30.0))) for _ in range(12)]
+  task = server.attempt()  # before anybody else could claim it
+  waiting = [threading.Thread(target=lambda: found.append(queue.claim(60.0))) for _ in range(12)]
   for thread in waiting:
     thread.start()
   until(lambda: len(server.lifecycle.changes._listeners) == len(waiting))
   # More workers wait than the server has threads, and calls go on.
-  assert chat(server.client(server.attempt())).id
+  assert chat(server.client(task)).id
   for k in range(12):
     ask(server, '/rollouts', {'input': k})
   for thread in waiting:

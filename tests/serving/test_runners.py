@@ -205,10 +205,11 @@ def test_a_program_that_cannot_start_fails_the_attempt(tmp_path):
 
 @pytest.mark.parametrize('script', ["trap '' TERM; ", 'trap "exit 0" TERM; ', ''])
 def test_a_late_program_is_killed_with_its_children(tmp_path, script):
-  script += 'sleep 120 & echo $! $$ > pids.tmp; echo waiting; mv pids.tmp pids; '
+  # Only the shell itself writes: the end of another program in the foreground would be one more line of output.
+  script += 'sleep 120 & echo $! $$ > pids; echo waiting; : > ready; '
   script += 'n=0; while [ $n -lt 100000 ]; do wait; n=$((n + 1)); done'  # ends by itself if the test is killed
   watch = Watch(_LONG)
-  late = threading.Thread(target=lambda: _until_exists(tmp_path / 'pids') and watch.cancel())
+  late = threading.Thread(target=lambda: _until_exists(tmp_path / 'ready') and watch.cancel())
   late.start()
   outcome = _shell(script, cwd=tmp_path, watch=watch)
   late.join()
@@ -218,7 +219,7 @@ def test_a_late_program_is_killed_with_its_children(tmp_path, script):
 
 
 def test_a_program_may_clean_up(tmp_path):
-  script = 'trap "echo gone > cleaned; exit" TERM; touch ready; sleep 120 & wait'
+  script = 'trap "echo gone > cleaned; exit" TERM; : > ready; sleep 120 & wait'
   watch = Watch(_LONG)
   late = threading.Thread(target=lambda: _until_exists(tmp_path / 'ready') and watch.cancel())
   late.start()

@@ -102,6 +102,15 @@ def test_a_reply_ends_where_the_context_ends(scheduler):
   assert len(reply.ids) == 1
 
 
+def test_a_call_that_is_cancelled_while_its_last_token_is_sampled_is_aborted(scheduler):
+  c = call(prompts(1, 4, seed=8)[0], max_tokens=3)
+  scheduler.prepare([c], lambda _: None)
+  c.cancelled = True
+  scheduler.sample()
+  assert len(c.ids) == 3 and c.listener.reply().finish is Finish.ABORTED
+  assert scheduler.counts['aborted'] == 1 and scheduler.counts['finished'] == 0
+
+
 def test_a_cancelled_call_frees_its_slot_also_while_its_prompt_is_fed(scheduler):
   calls = [call(p, max_tokens=90) for p in prompts(4, 60, seed=7)]
   step(scheduler, *calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib
 import json
 import threading
 import urllib.parse
@@ -19,6 +20,8 @@ from tests.support.scripted import ScriptedEngine, serve
 from tests.support.serving import PATIENCE, until
 from tests.support.wire import CALL_TAGS, TOOL, tokenizer
 
+# The HTTP library of OpenAI's client, whose name depends on the client's version.
+httpx = importlib.import_module(openai.DefaultHttpxClient.__base__.__module__.partition('.')[0])
 ASK = [{'role': 'user', 'content': 'What is 1 + 1?'}]
 
 
@@ -68,12 +71,29 @@ class Asking:
 # -- retries -----------------------------------------------------------------------------------------------------------
 
 
+class GivesUp(httpx.HTTPTransport):
+  """The time-out of a client's first try: not after some time but when the engine has the call."""
+
+  def __init__(self, engine):
+    super().__init__()
+    self.engine, self.calls = engine, []
+
+  def handle_request(self, request):
+    if self.calls:
+      return super().handle_request(request)
+    url = request.url
+    with contextlib.closing(http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE)) as connection:
+      connection.request('POST', url.path, request.read(), dict(request.headers))
+      self.calls.append(self.engine.next_call())
+    raise httpx.ReadTimeout('timed out', request=request)
+
+
 def test_a_time_out_and_the_clients_retry_are_one_sample(server, engine):
   engine.held = True
-  task = server.attempt()
-  asking = Asking(server.client(task, timeout=1.0, max_retries=8))
-  sampled = engine.next_call()
+  task, transport = server.attempt(), GivesUp(engine)
+  asking = Asking(server.client(task, max_retries=1, http_client=httpx.Client(transport=transport)))
   until(lambda: server.service.counts['repeated'])  # the client gave up once, and asks again
+  (sampled,) = transport.calls
   sampled.tell(3)
   sampled.end()
   answer = asking.answer()
@@ -142,6 +162,23 @@ def test_an_idempotency_key_of_a_client_without_a_mark(server):
   assert len(server.calls(task)) == 2
 
 
+def test_a_key_that_comes_twice_at_a_time_is_one_sample(server, engine, monkeypatch):
+  together, find = threading.Barrier(2), server.store.calls_of_request
+
+  def find_both(*arguments):
+    together.wait(PATIENCE)  # neither has begun when the store is asked for the other's answer
+    return find(*arguments)
+
+  monkeypatch.setattr(server.store, 'calls_of_request', find_both)
+  engine.held = True
+  task = server.attempt()
+  asking = [Asking(server.client(task), extra_headers={'Idempotency-Key': 'a'}) for _ in range(2)]
+  sampled = engine.next_call()
+  until(lambda: server.service.counts['repeated'])
+  sampled.end()
+  assert asking[0].answer().id == asking[1].answer().id and len(server.calls(task)) == len(engine.requests) == 1
+
+
 # -- clients that go away ----------------------------------------------------------------------------------------------
 
 
@@ -158,6 +195,18 @@ def go_away(task, engine, *, stream):
   connection.sock.close() if connection.sock else None
   connection.close()
   return sampled
+
+
+def come_back(task):
+  """Repeats the request of `go_away`: status, headers and body of the answer."""
+  url = urllib.parse.urlsplit(task.base_url)
+  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
+  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': False})
+  headers = {'Authorization': f'Bearer {task.api_key}', 'x-stainless-retry-count': '1'}
+  with contextlib.closing(connection):
+    connection.request('POST', f'{url.path}/chat/completions', body, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.headers, json.loads(answer.read())
 
 
 @pytest.mark.parametrize('stream', [False, True])
@@ -178,8 +227,30 @@ def test_a_client_that_goes_away_frees_the_slot_and_trains_nothing(tmp_path, eng
     assert server.service.counts['aborted'] == 1
 
 
+def test_a_client_that_comes_back_too_late_asks_again(tmp_path, engine, monkeypatch):
+  engine.held = True
+  with serve(tmp_path, engine, grace_s=0.0) as server:
+    task, go_on, store = server.attempt(), threading.Event(), server.store.add_calls
+    monkeypatch.setattr(server.store, 'add_calls', lambda *a: (go_on.wait(PATIENCE), store(*a)))
+    assert go_away(task, engine, stream=False).cancelled.wait(PATIENCE)
+    engine.held = False
+    found = []
+    late = threading.Thread(target=lambda: found.append(come_back(task)), daemon=True)
+    late.start()
+    until(lambda: server.service.counts['repeated'])  # it follows the request that is being aborted
+    go_on.set()
+    late.join(PATIENCE)
+    status, headers, _ = found[0]
+    assert status == 500 and headers['x-should-retry'] == 'true'
+    status, _, answer = come_back(task)
+    aborted, sampled = server.calls(task)
+    assert status == 200 and answer['id'] == sampled.call_id != aborted.call_id
+    assert (aborted.generated.finish, sampled.generated.finish) == (Finish.ABORTED, Finish.STOP)
+
+
 @pytest.mark.parametrize('stream', [False, True])
-def test_without_grace_a_client_that_stays_is_answered(tmp_path, engine, stream):
+def test_without_grace_a_client_that_stays_is_answered(tmp_path, engine, monkeypatch, stream):
+  monkeypatch.setattr('ragen_jax.serving.pending._FIRST_FOLLOWER_S', PATIENCE)
   engine.held = True
   with serve(tmp_path, engine, grace_s=0.0) as server:
     asking = Asking(server.client(server.attempt()), stream=stream)
@@ -197,13 +268,7 @@ def test_a_client_that_comes_back_within_the_grace_gets_the_reply(server, engine
   sampled = go_away(task, engine, stream=False)
   sampled.end()
   assert not sampled.cancelled.is_set()
-  url = urllib.parse.urlsplit(task.base_url)
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
-  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': False})
-  headers = {'Authorization': f'Bearer {task.api_key}', 'x-stainless-retry-count': '1'}
-  with contextlib.closing(connection):
-    connection.request('POST', f'{url.path}/chat/completions', body, headers)
-    answer = json.loads(connection.getresponse().read())
+  _, _, answer = come_back(task)
   (stored,) = server.calls(task)
   assert stored.call_id == answer['id'] and stored.generated.finish == Finish.STOP and len(engine.requests) == 1
 

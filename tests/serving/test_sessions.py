@@ -227,6 +227,15 @@ def _thoughts():
   return agent.call(*START, assistant('<think>t</think>a'), user('v'), options='forgets')
 
 
+def _earlier_thoughts():
+  """The thought is not in the last reply, but in one that it continues."""
+  agent = Agent()
+  agent.call(*START, reply=generated('<think>t</think>a', split=1), options='forgets')
+  messages = (*START, assistant('<think>t</think>a'), Message('tool', 'seen'))
+  assert agent.call(*messages, reply=generated('b', split=0), options='forgets')[0].row == 0
+  return agent.call(*messages, assistant('b'), user('v'), options='forgets')
+
+
 def _template():
   agent = Agent()
   agent.call(*START, reply=generated('a', split=1), options='forgets')
@@ -256,8 +265,8 @@ def _conversation():
 @pytest.mark.parametrize(
   ('cause', 'make'),
   [
-    ('thinking', _thoughts), ('template', _template), ('tools_changed', _tools), ('edited_history', _edited),
-    ('sub_agent', _sub_agent), ('conversation', _conversation),
+    ('thinking', _thoughts), ('thinking', _earlier_thoughts), ('template', _template), ('tools_changed', _tools),
+    ('edited_history', _edited), ('sub_agent', _sub_agent), ('conversation', _conversation),
   ],
 )  # fmt: skip
 def test_causes_of_new_rows_that_are_written_anew(cause, make):
@@ -418,6 +427,15 @@ def _check_restart(agent, client):
             a.session.release(plan)
   for _, _, name in client.got:
     assert agent.session.conversation(name) == other.session.conversation(name)
+
+
+def test_after_a_restart_the_latest_of_equal_replies_is_continued():
+  agent = Agent()
+  for split in (0, 1):
+    agent.call(*START, reply=generated('ab', split=split))
+  other = Agent(Session.from_calls('attempt', FORMAT, agent.session.calls))
+  other.call(*START, reply=generated('ab', split=2))
+  assert other.plan(*START, assistant('ab'), user('v'))[0].row == 2
 
 
 def test_a_conversation_is_told_from_the_stored_calls():

@@ -67,6 +67,16 @@ def test_columns_behind_a_stop_string_are_dropped_before_the_row_is_continued():
   assert following.slot.columns == 4
 
 
+def test_the_hidden_state_behind_a_stop_string_is_not_that_of_the_row_s_last_token():
+  t = table(slots=1)
+  placement = t.place(ids(1, 2))
+  t.begin(placement, ids(1, 2))
+  feed(placement.slot)
+  placement.slot.append(ids(3, 4, 5))
+  t.end(placement.slot, 4)
+  assert t.place(ids(1, 2, 3, 4)).kept == 3
+
+
 def test_another_continuation_keeps_its_slot_and_its_beginning_is_copied():
   t = table()
   play(t, ids(1, 2, 3, 4), ids(5))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from tests.support.paths import ROOT
@@ -21,6 +24,15 @@ def environment(devices: int | None = None, **variables: str) -> dict[str, str]:
   if devices is not None:
     found['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
   return found | variables
+
+
+@contextlib.contextmanager
+def coordinator() -> Iterator[str]:
+  """An address for the processes of a run, whose port nobody else gets while the block runs."""
+  with socket.socket() as held:
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's coordinator does
+    held.bind(('127.0.0.1', 0))
+    yield f'127.0.0.1:{held.getsockname()[1]}'
 
 
 def main_command(*arguments: str) -> list[str]:

@@ -8,9 +8,18 @@ import time
 import pytest
 
 from ragen_jax.utils.threads import Fault, run_calls
+from tests.support.stopped_clock import stop_clock
 from tests.support.text_games import (
   Nameless,
 )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """The clock of the time limits."""
+  stopped = stop_clock(monkeypatch, 'ragen_jax.utils.threads')
+  yield stopped
+  stopped.release.set()
 
 
 def test_a_fault_is_written_in_one_short_line():
@@ -19,40 +28,35 @@ def test_a_fault_is_written_in_one_short_line():
 
 
 def test_calls_keep_their_order_and_run_side_by_side():
-  barrier = threading.Barrier(4, timeout=20)  # breaks unless four wait at once
-  results = run_calls([lambda i=i: (barrier.wait(), i)[1] for i in range(8)], what='step', workers=4, timeout_s=30)
+  barrier = threading.Barrier(4, timeout=60)  # breaks unless four wait at once
+  results = run_calls([lambda i=i: (barrier.wait(), i)[1] for i in range(8)], what='step', workers=4, timeout_s=90)
   assert results == [(i, None) for i in range(8)]
   assert run_calls([], what='step', workers=2, timeout_s=1) == []
   main = threading.get_ident()
   assert run_calls([threading.get_ident], what='step', workers=0, timeout_s=1) == [(main, None)]
-  assert run_calls([threading.get_ident], what='step', workers=1, timeout_s=9)[0][0] != main
+  assert run_calls([threading.get_ident], what='step', workers=1, timeout_s=90)[0][0] != main
 
 
-def test_a_call_that_hangs_is_left_behind_and_the_others_are_not():
-  release = threading.Event()
-  functions = [lambda: 'a', lambda: release.wait(60), lambda: 'b', lambda: 1 / 0, lambda: 'c']
+def test_a_call_that_hangs_is_left_behind_and_the_others_are_not(clock):
+  functions = [lambda: 'a', lambda: clock.hang(1.0), lambda: 'b', lambda: 1 / 0, lambda: 'c']
   start = time.monotonic()
   results = run_calls(functions, what='step', workers=1, timeout_s=0.3)
-  assert time.monotonic() - start < 20
-  release.set()
+  assert time.monotonic() - start < 60  # it hangs for longer
   assert [result for result, _ in results] == ['a', None, 'b', None, 'c']
   assert results[1][1] == Fault('step took longer than 0.3 s', hung=True)
   assert results[3][1].kind == 'step raised ZeroDivisionError'
   assert 'test_threads.py' in results[3][1].detail
 
 
-def test_the_limit_is_one_call_s_own_and_not_that_of_the_queue():
-  results = run_calls([lambda: time.sleep(0.15)] * 6, what='step', workers=1, timeout_s=0.6)
+def test_the_limit_is_one_call_s_own_and_not_that_of_the_queue(clock):
+  results = run_calls([lambda: clock.take(0.025)] * 6, what='step', workers=1, timeout_s=0.1)
   assert results == [(None, None)] * 6
 
 
-def test_where_nothing_answers_the_rest_is_not_tried():
-  release, begun = threading.Event(), []
-  functions = [lambda i=i: (begun.append(i), release.wait(60)) for i in range(50)]
-  start = time.monotonic()
+def test_where_nothing_answers_the_rest_is_not_tried(clock):
+  begun = []
+  functions = [lambda i=i: (begun.append(i), clock.hang(1.0)) for i in range(50)]
   results = run_calls(functions, what='reset', workers=1, timeout_s=0.2)
-  assert time.monotonic() - start < 8
-  release.set()
   assert begun == [0, 1, 2]
   assert {fault.kind for _, fault in results} == {'reset took longer than 0.2 s'}
   assert [fault.hung for _, fault in results] == [True] * 3 + [False] * 47
@@ -66,10 +70,10 @@ def test_exceptions_of_any_kind_become_faults(workers):
   errors = [Nameless(), GeneratorExit(), SystemExit(1), UnicodeError('\ud800')]
   errors += [KeyboardInterrupt()] * workers  # in a thread, it does not come from the user
   start = time.monotonic()
-  results = run_calls([lambda e=e: fail(e) for e in errors], what='step', workers=workers, timeout_s=20)
-  assert time.monotonic() - start < 10
+  results = run_calls([lambda e=e: fail(e) for e in errors], what='step', workers=workers, timeout_s=90)
+  assert time.monotonic() - start < 60
   assert [fault.kind for _, fault in results] == [f'step raised {type(e).__name__}' for e in errors]
   assert 'Nameless that cannot be written: RuntimeError' in str(results[0][1])
   assert '?' in str(results[3][1]) and str(results[3][1]).encode()
   with pytest.raises(KeyboardInterrupt):
-    run_calls([lambda: fail(KeyboardInterrupt())], what='step', workers=0, timeout_s=20)
+    run_calls([lambda: fail(KeyboardInterrupt())], what='step', workers=0, timeout_s=90)

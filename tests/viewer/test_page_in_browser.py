@@ -52,7 +52,7 @@ def _found(page):
 
 
 def _wait(page, condition):
-  return WebDriverWait(page, 10, poll_frequency=0.02).until(lambda _: condition())
+  return WebDriverWait(page, 60, poll_frequency=0.02).until(lambda _: condition())
 
 
 def _all(page, selector):

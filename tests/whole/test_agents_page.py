@@ -192,6 +192,14 @@ def test_the_function_of_the_page_plays(programs):
   assert [m['role'] for m in got[1][2]['messages']] == ['user', 'assistant', 'user']
 
 
+def test_the_function_with_a_prompt_of_the_page_plays(programs):
+  pytest.importorskip('openai')
+  play = load_function(f'{programs}/prompted_agent.py:play')
+  with _stub() as (url, got):
+    assert asyncio.run(play(dataclasses.replace(_task(url), prompt='Answer.'))) == 1.0
+  assert got[0][2]['messages'] == [{'role': 'system', 'content': 'Answer.'}, {'role': 'user', 'content': '2 + 2'}]
+
+
 def test_the_program_of_the_page_plays(programs, monkeypatch):
   pytest.importorskip('openai')
   monkeypatch.chdir(programs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 from ragen_jax.runs.metrics import read_metrics
 from tests.support.metrics import comparable_metrics
 from tests.support.paths import ROOT
-from tests.support.processes import environment, run_main, start_main
+from tests.support.processes import coordinator, environment, run_main, start_main
 
 FLAGS = [
   '--config=configs/frozenlake_ppo.py',
@@ -39,11 +38,14 @@ def _start(workdir, processes, *flags):
   return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _start_pair(workdir, log, *flags):
+@pytest.fixture
+def address():
+  with coordinator() as held:
+    yield held
+
+
+def _start_pair(workdir, log, address, *flags):
   """Two processes without launch/local.sh, which would stop one when the other fails."""
-  with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{s.getsockname()[1]}'
   flags = [*FLAGS, f'--workdir={workdir}', *flags, f'--coordinator={address}', '--num_processes=2']
   variables = environment(XLA_FLAGS='')
   return [start_main(*flags, f'--process_id={i}', env=variables, stdout=log, stderr=log) for i in range(2)]
@@ -52,14 +54,14 @@ def _start_pair(workdir, log, *flags):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # most of it is compilation, and machines are busy
 @pytest.mark.skipif(shutil.which('bash') is None, reason='launch/local.sh is a bash script')
-def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path):
+def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path, address):
   one, two = tmp_path / 'one', tmp_path / 'two'
   alone = _start(one, 1, '--config.num_iterations=3')
   output = alone.communicate(timeout=300)[0]
   assert alone.returncode == 0, output
 
   log = (tmp_path / 'log').open('w+')
-  workers = _start_pair(two, log, '--config.num_iterations=1000')
+  workers = _start_pair(two, log, address, '--config.num_iterations=1000')
   try:
     while not (two / 'checkpoints' / '1').exists():
       assert all(w.poll() is None for w in workers), (tmp_path / 'log').read_text()

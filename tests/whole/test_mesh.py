@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.checkpoints import Checkpointer
 from tests.support import mesh_worker
 from tests.support.paths import ROOT
+from tests.support.processes import coordinator
 
 
 def _environment(devices):
@@ -33,12 +33,6 @@ def _environment(devices):
     'JAX_PLATFORMS': 'cpu',
     'PYTHONPATH': str(ROOT),
   }
-
-
-def _free_port():
-  with socket.socket() as s:
-    s.bind(('127.0.0.1', 0))
-    return s.getsockname()[1]
 
 
 def _wait(workers, seconds=580):
@@ -56,17 +50,17 @@ def _run(model, directory, shapes, processes=1, checkpoint='', **fields):
   directory.mkdir()
   command = [sys.executable, '-m', 'tests.support.mesh_worker', model, str(directory), checkpoint, ','.join(shapes)]
   extra = [[]]
-  if processes > 1:
-    address = f'127.0.0.1:{_free_port()}'
-    extra = [[address, str(processes), str(i)] for i in range(processes)]
   environment = _environment(math.prod(map(int, shapes[0].split('x'))) // processes)
   environment |= {'CONFIG_FIELDS': json.dumps(fields)}
   logs = [directory / f'{i}.log' for i in range(processes)]
   workers = []
-  for arguments, log in zip(extra, logs, strict=True):
-    with log.open('w') as file:
-      workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file))
-  codes = _wait(workers)
+  with coordinator() as address:
+    if processes > 1:
+      extra = [[address, str(processes), str(i)] for i in range(processes)]
+    for arguments, log in zip(extra, logs, strict=True):
+      with log.open('w') as file:
+        workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file))
+    codes = _wait(workers)
   assert codes == [0] * processes, '\n'.join(log.read_text()[-3000:] for log in logs)
   return {shape: np.load(directory / f'{shape}.npz') for shape in shapes}
 

@@ -4,7 +4,8 @@ A checkpoint is a directory with `config.json`, `model.safetensors` (or shards a
 if this project wrote it, `value_head.safetensors`. A critic with its own trunk is a checkpoint in the subdirectory
 `critic` of the policy's checkpoint; it has no output projection, and the value head is stored in that subdirectory.
 Only JSON and safetensors files are read, so code in a checkpoint never runs. The layouts are those of
-`Qwen2ForCausalLM` and `Qwen3ForCausalLM` in `transformers`.
+`Qwen2ForCausalLM`, `Qwen3ForCausalLM` and, for models that read images, of `Qwen2_5_VLForConditionalGeneration` and
+`Qwen3VLForConditionalGeneration` in `transformers`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ragen_jax.models.checkpoint import vision_config
+from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
 
@@ -30,7 +33,14 @@ CRITIC_DIRECTORY = 'critic'
 # Type names in safetensors headers -> NumPy type names; other stored types are refused.
 DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
 
-_ARCHITECTURES = {'Qwen2ForCausalLM': 'qwen2', 'Qwen3ForCausalLM': 'qwen3'}
+# Class -> `model_type`.
+_ARCHITECTURES = {
+  'Qwen2ForCausalLM': 'qwen2',
+  'Qwen3ForCausalLM': 'qwen3',
+  'Qwen2_5_VLForConditionalGeneration': 'qwen2_5_vl',
+  'Qwen3VLForConditionalGeneration': 'qwen3_vl',
+}
+_UNQUANTISED = 'use the weights in float32, bfloat16 or float16'
 
 # Fields of a source's config.json that do not describe the shape and are copied unchanged into an export.
 _CARRIED_FIELDS = (
@@ -99,15 +109,28 @@ def read_config(directory: str) -> QwenConfig:
   """
   where = os.path.join(directory, CONFIG_FILE)
   raw = read_json(where)
-  architecture = _architecture(raw, where)
+  family = _family(raw, where)
+  if family not in vision_config.TRUNKS:
+    return _read_trunk(raw, family, where)
+  text = raw.get('text_config') or raw
+  text = vision_config.TRUNK_DEFAULTS[family] | {k: v for k, v in text.items() if v is not None}
+  if raw.get('quantization_config'):
+    raise unsupported(raw, 'quantization_config', _UNQUANTISED, where)
+  text['tie_word_embeddings'] = bool(raw.get('tie_word_embeddings') or text.get('tie_word_embeddings'))
+  trunk = _read_trunk(text, vision_config.TRUNKS[family], where)
+  return dataclasses.replace(trunk, **vision_config.read(raw, text, trunk, family, where))
+
+
+def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfig:
+  """The shape of the decoder."""
   _check_features(raw, architecture, where)
-  num_heads, num_layers = _integer(raw, 'num_attention_heads', where), _integer(raw, 'num_hidden_layers', where)
-  hidden_size = _integer(raw, 'hidden_size', where)
-  num_kv_heads = num_heads if raw.get('num_key_value_heads', 0) is None else _integer(raw, 'num_key_value_heads', where)
+  num_heads, num_layers = integer(raw, 'num_attention_heads', where), integer(raw, 'num_hidden_layers', where)
+  hidden_size = integer(raw, 'hidden_size', where)
+  num_kv_heads = num_heads if raw.get('num_key_value_heads', 0) is None else integer(raw, 'num_key_value_heads', where)
   if num_heads % num_kv_heads:
     raise UserError(f'{where}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}')
   if raw.get('head_dim') is not None:
-    head_dim = _integer(raw, 'head_dim', where)
+    head_dim = integer(raw, 'head_dim', where)
   elif architecture == 'qwen3' and 'head_dim' not in raw:
     head_dim = 128
   else:
@@ -116,12 +139,12 @@ def read_config(directory: str) -> QwenConfig:
     raise UserError(f'{where}: head_dim={head_dim} must be even')
   if _has_sliding_window(raw, num_layers):
     field = 'layer_types' if raw.get('layer_types') else 'use_sliding_window'
-    raise _unsupported(raw, field, 'every layer must attend to the whole context', where)
+    raise unsupported(raw, field, 'every layer must attend to the whole context', where)
   return QwenConfig(
     architecture=architecture,
-    vocab_size=_integer(raw, 'vocab_size', where),
+    vocab_size=integer(raw, 'vocab_size', where),
     hidden_size=hidden_size,
-    intermediate_size=_integer(raw, 'intermediate_size', where),
+    intermediate_size=integer(raw, 'intermediate_size', where),
     num_layers=num_layers,
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
@@ -132,40 +155,29 @@ def read_config(directory: str) -> QwenConfig:
   )
 
 
-def _unsupported(raw: dict[str, Any], field: str, allowed: str, where: str) -> UserError:
-  return UserError(f'{where}: {field}={raw.get(field)!r} is not supported; {allowed}')
-
-
-def _integer(raw: dict[str, Any], field: str, where: str) -> int:
-  value = raw.get(field)
-  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-    raise UserError(f'{where}: {field}={value!r} must be a positive integer')
-  return value
-
-
-def _architecture(raw: dict[str, Any], where: str) -> str:
-  """'qwen2' or 'qwen3'."""
+def _family(raw: dict[str, Any], where: str) -> str:
+  """One of the values of `_ARCHITECTURES`."""
   names = raw.get('architectures')
   if names is None and raw.get('model_type') in _ARCHITECTURES.values():
-    architecture = raw['model_type']
+    family = raw['model_type']
   elif isinstance(names, list) and len(names) == 1 and names[0] in _ARCHITECTURES:
-    architecture = _ARCHITECTURES[names[0]]
+    family = _ARCHITECTURES[names[0]]
   else:
-    raise _unsupported(raw, 'architectures', f'supported are {", ".join(_ARCHITECTURES)}', where)
-  if raw.get('model_type', architecture) != architecture:
-    raise _unsupported(raw, 'model_type', f'architectures={names!r} goes with {architecture!r}', where)
-  return architecture
+    raise unsupported(raw, 'architectures', f'supported are {", ".join(_ARCHITECTURES)}', where)
+  if raw.get('model_type', family) != family:
+    raise unsupported(raw, 'model_type', f'architectures={names!r} goes with {family!r}', where)
+  return family
 
 
 def _check_features(raw: dict[str, Any], architecture: str, where: str) -> None:
   """Raises UserError for a field that requires something other than a plain Qwen2 or Qwen3 model."""
   if raw.get('hidden_act', 'silu') != 'silu':
-    raise _unsupported(raw, 'hidden_act', "only 'silu' is", where)
+    raise unsupported(raw, 'hidden_act', "only 'silu' is", where)
   if raw.get('quantization_config'):
-    raise _unsupported(raw, 'quantization_config', 'use the weights in float32, bfloat16 or float16', where)
+    raise unsupported(raw, 'quantization_config', _UNQUANTISED, where)
   # Qwen2 ignores this field: it always has biases, and loading checks that they are in the weights.
   if architecture == 'qwen3' and raw.get('attention_bias', False):
-    raise _unsupported(raw, 'attention_bias', 'Qwen3 models have no bias', where)
+    raise unsupported(raw, 'attention_bias', 'Qwen3 models have no bias', where)
 
 
 def _has_sliding_window(raw: dict[str, Any], num_layers: int) -> bool:
@@ -181,7 +193,8 @@ def _rope_theta(raw: dict[str, Any], where: str) -> float:
   field = 'rope_scaling' if raw.get('rope_scaling') else 'rope_parameters'
   rope = raw.get(field) or {}
   kind = rope.get('rope_type', rope.get('type', 'default'))
-  if kind != 'default':
+  # Older files of models that read images have another name for unscaled rotary embeddings of several axes.
+  if kind != 'default' and not (kind == 'mrope' and 'mrope_section' in rope):
     raise UserError(f"{where}: {field}.rope_type={kind!r} is not supported; only 'default' (unscaled) is")
   if any(isinstance(value, dict) for value in rope.values()):
     raise UserError(f'{where}: {field}={rope!r} differs from layer to layer, which is not supported')
@@ -205,10 +218,10 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   Raises:
     UserError: a special token's id is outside of the vocabulary.
   """
-  architecture = {kind: name for name, kind in _ARCHITECTURES.items()}[cfg.architecture]
+  family = cfg.architecture if cfg.vision is None else cfg.vision.family
   config = {
-    'architectures': [architecture],
-    'model_type': cfg.architecture,
+    'architectures': [{kind: name for name, kind in _ARCHITECTURES.items()}[family]],
+    'model_type': family,
     'vocab_size': cfg.vocab_size,
     'hidden_size': cfg.hidden_size,
     'intermediate_size': cfg.intermediate_size,
@@ -229,16 +242,17 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   }
   if cfg.architecture == 'qwen3':
     config['attention_bias'] = False
+  raw = {}
   if tokenizer_dir is not None:
     config |= _token_ids(tokenizer_dir)
     source = os.path.join(tokenizer_dir, CONFIG_FILE)
-    if os.path.isfile(source):
-      raw = read_json(source)
-      config |= {field: raw[field] for field in _CARRIED_FIELDS if raw.get(field) is not None}
+    raw = read_json(source) if os.path.isfile(source) else {}
+    described = (raw.get('text_config') or {}) | raw
+    config |= {field: described[field] for field in _CARRIED_FIELDS if described.get(field) is not None}
     for field in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
       if isinstance(config.get(field), int) and config[field] >= cfg.vocab_size:
         raise UserError(f'{tokenizer_dir}: {field}={config[field]} is outside of vocab_size={cfg.vocab_size}')
-  return config
+  return config if cfg.vision is None else vision_config.write(config, cfg, raw)
 
 
 def _token_ids(tokenizer_dir: str) -> dict[str, int]:

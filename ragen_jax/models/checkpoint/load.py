@@ -24,7 +24,7 @@ from ragen_jax.models.checkpoint.config import (
   read_json,
   trunk_config,
 )
-from ragen_jax.models.checkpoint.names import Weight, abstract_model, list_names, weights
+from ragen_jax.models.checkpoint.names import Weight, abstract_model, list_names, stored_name, weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -99,7 +99,7 @@ def load_params(
   for file in files:
     with _open(file) as tensors:
       for name in tensors.offset_keys():
-        weight = wanted.get(name)
+        weight = wanted.get(stored_name(name, cfg))
         if weight is not None:
           array = weight.from_hf(tensors.get_tensor(name))
           sharding = None if sharding_fn is None else sharding_fn(weight.path)
@@ -164,8 +164,8 @@ def _check_tensors(
   tied_head = None
   for file in files:
     with _open(file) as tensors:
-      for name in tensors.keys():  # noqa: SIM118 (not a mapping: it cannot be iterated)
-        header = tensors.get_slice(name)
+      for found_name in tensors.keys():  # noqa: SIM118 (not a mapping: it cannot be iterated)
+        header, name = tensors.get_slice(found_name), stored_name(found_name, cfg)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
         if name == 'lm_head.weight' and cfg.tie_word_embeddings:
           tied_head = None if ignore_head else file
@@ -185,19 +185,26 @@ def _check_tensors(
     'of another shape': misshapen,
     f'of a type other than {"/".join(DTYPES)}': mistyped,
   }
+  tower = [name for name, w in wanted.items() if w.path[0] == 'visual']
+  if tower and missing.keys() >= set(tower):
+    raise UserError(
+      f'{directory}: has no vision tower, which {CONFIG_FILE} describes: {list_names(tower[:1])} is missing'
+    )
   problems = [f'{len(names)} {kind}: {list_names(names)}' for kind, names in found.items() if names]
   if problems:
     raise UserError(f'{directory}: the weights do not fit {CONFIG_FILE}; {"; ".join(problems)}')
   if tied_head is not None:
-    _check_tied(directory, files, tied_head)
+    embedding = next(name for name, w in wanted.items() if w.path == ('embed_tokens',))
+    _check_tied(directory, files, tied_head, embedding, cfg)
 
 
-def _check_tied(directory: str, files: list[str], tied_head: str) -> None:
+def _check_tied(directory: str, files: list[str], tied_head: str, stored: str, cfg: QwenConfig) -> None:
   """Raises UserError if an output projection is stored beside tied embeddings and differs from the embedding."""
-  name, rows = 'model.embed_tokens.weight', 4096
+  rows = 4096
   for file in files:
     with _open(file) as tensors, _open(tied_head) as others:
-      if name not in tensors.keys():  # noqa: SIM118
+      name = next((n for n in tensors.keys() if stored_name(n, cfg) == stored), None)  # noqa: SIM118
+      if name is None:
         continue
       embedding, head = tensors.get_slice(name), others.get_slice('lm_head.weight')
       shape = embedding.get_shape()

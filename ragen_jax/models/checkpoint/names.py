@@ -12,9 +12,11 @@ import numpy as np
 from flax import nnx
 
 from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_VL
 
-# Parameter path, tensor name, tensor shape. A kernel is the transposed [out, in] of `torch.nn.Linear`, with heads as
-# separate axes. Rows for parameters that a model lacks (a bias, a norm, an output projection) are skipped.
+# Parameter path, tensor name, tensor shape. A kernel is the transposed [out, in] of `torch.nn.Linear`, or of a
+# convolution [out, ...] without overlap, with heads as separate axes. Rows for parameters that a model lacks (a bias, a
+# norm, an output projection) are skipped.
 _TABLE = (
   ('embed_tokens', 'model.embed_tokens.weight', 'V D'),
   ('layers.*.input_layernorm.weight', 'model.layers.*.input_layernorm.weight', 'D'),
@@ -34,6 +36,57 @@ _TABLE = (
   ('norm.weight', 'model.norm.weight', 'D'),
   ('lm_head.kernel', 'lm_head.weight', 'V D'),
 )
+
+# The same for vision towers. U, W: widths of blocks and of their MLP; M: width of a token's patches; P: positions.
+_ATTENTION = (
+  ('visual.blocks.*.attn.qkv.kernel', 'visual.blocks.*.attn.qkv.weight', '3U U'),
+  ('visual.blocks.*.attn.qkv.bias', 'visual.blocks.*.attn.qkv.bias', '3U'),
+  ('visual.blocks.*.attn.proj.kernel', 'visual.blocks.*.attn.proj.weight', 'U U'),
+  ('visual.blocks.*.attn.proj.bias', 'visual.blocks.*.attn.proj.bias', 'U'),
+  ('visual.patch_embed.proj.kernel', 'visual.patch_embed.proj.weight', 'U C t p p'),
+  ('visual.patch_embed.proj.bias', 'visual.patch_embed.proj.bias', 'U'),
+  ('visual.pos_embed', 'visual.pos_embed.weight', 'P U'),
+)
+
+
+def _linear(ours: str, theirs: str, axes: str) -> tuple[tuple[str, str, str], ...]:
+  """The rows of a linear map or norm with a bias."""
+  kind = 'weight' if ' ' not in axes else 'kernel'
+  return (f'{ours}.{kind}', f'{theirs}.weight', axes), (f'{ours}.bias', f'{theirs}.bias', axes.split()[0])
+
+
+_VISION_TABLES = {
+  QWEN2_5_VL: (
+    *_ATTENTION,
+    *_linear('visual.blocks.*.norm1', 'visual.blocks.*.norm1', 'U'),
+    *_linear('visual.blocks.*.norm2', 'visual.blocks.*.norm2', 'U'),
+    *_linear('visual.blocks.*.mlp.gate_proj', 'visual.blocks.*.mlp.gate_proj', 'W U'),
+    *_linear('visual.blocks.*.mlp.up_proj', 'visual.blocks.*.mlp.up_proj', 'W U'),
+    *_linear('visual.blocks.*.mlp.down_proj', 'visual.blocks.*.mlp.down_proj', 'U W'),
+    *_linear('visual.merger.norm', 'visual.merger.ln_q', 'U'),
+    *_linear('visual.merger.linear_fc1', 'visual.merger.mlp.0', 'M M'),
+    *_linear('visual.merger.linear_fc2', 'visual.merger.mlp.2', 'D M'),
+  ),
+  QWEN3_VL: (
+    *_ATTENTION,
+    *_linear('visual.blocks.*.norm1', 'visual.blocks.*.norm1', 'U'),
+    *_linear('visual.blocks.*.norm2', 'visual.blocks.*.norm2', 'U'),
+    *_linear('visual.blocks.*.mlp.linear_fc1', 'visual.blocks.*.mlp.linear_fc1', 'W U'),
+    *_linear('visual.blocks.*.mlp.linear_fc2', 'visual.blocks.*.mlp.linear_fc2', 'U W'),
+    *_linear('visual.merger.norm', 'visual.merger.norm', 'U'),
+    *_linear('visual.merger.linear_fc1', 'visual.merger.linear_fc1', 'M M'),
+    *_linear('visual.merger.linear_fc2', 'visual.merger.linear_fc2', 'D M'),
+    *_linear('visual.deepstack_mergers.*.norm', 'visual.deepstack_merger_list.*.norm', 'M'),
+    *_linear('visual.deepstack_mergers.*.linear_fc1', 'visual.deepstack_merger_list.*.linear_fc1', 'M M'),
+    *_linear('visual.deepstack_mergers.*.linear_fc2', 'visual.deepstack_merger_list.*.linear_fc2', 'D M'),
+  ),
+}
+
+# Beginnings of names in checkpoints of models that read images, and those in the tables. The published Qwen2.5-VL files
+# have the names of the tables, the Qwen3-VL files the others; `transformers` reads and writes both, and so do we.
+# The first pair that fits counts.
+_NESTED = (('model.visual.', 'visual.'), ('model.language_model.', 'model.'))
+_WRITTEN_NESTED = (QWEN3_VL,)
 
 # Names that an error lists of each kind.
 _MAX_LISTED = 8
@@ -67,25 +120,47 @@ class Weight:
 
   def from_hf(self, tensor: np.ndarray) -> np.ndarray:
     """[hf_shape] -> [shape], a view."""
-    return (tensor.T if self.transposed else tensor).reshape(self.shape)
+    return (tensor.reshape(len(tensor), -1).T if self.transposed else tensor).reshape(self.shape)
 
   def to_hf(self, array: np.ndarray) -> np.ndarray:
     """[shape] -> [hf_shape], a view."""
-    return array.reshape(self.hf_shape[::-1]).T if self.transposed else array.reshape(self.hf_shape)
+    if not self.transposed:
+      return array.reshape(self.hf_shape)
+    matrix = array.reshape(-1, self.hf_shape[0]).T
+    return matrix if len(self.hf_shape) == 2 else matrix.reshape(self.hf_shape)
+
+
+def stored_name(name: str, cfg: QwenConfig) -> str:
+  """The name under which a model of this shape is stored, of a tensor with one of the names that it may have."""
+  if cfg.vision is None:
+    return name
+  for nested, plain in _NESTED:
+    if name.startswith((nested, plain)):
+      rest = name.removeprefix(nested).removeprefix(plain)
+      return (nested if cfg.vision.family in _WRITTEN_NESTED else plain) + rest
+  return name
 
 
 @functools.lru_cache(maxsize=8)
 def weights(cfg: QwenConfig) -> tuple[Weight, ...]:
   """All parameters of a model of this shape, in the order of the layers."""
   shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.split(abstract_model(cfg))[1])}
-  n, k, h = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+  n, k, h, v = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.vision
   sizes = {'V': cfg.vocab_size, 'D': cfg.hidden_size, 'F': cfg.intermediate_size, 'H': h, 'NH': n * h, 'KH': k * h}
+  repeated = {'layers': cfg.num_layers}
+  table = _TABLE
+  if v is not None:
+    sizes |= {'U': v.hidden_size, '3U': 3 * v.hidden_size, 'W': v.intermediate_size, 'P': v.num_positions}
+    sizes |= {'M': v.hidden_size * v.merge_size**2, 'C': CHANNELS, 't': v.temporal_patch_size, 'p': v.patch_size}
+    repeated |= {'blocks': v.depth, 'deepstack_mergers': len(v.deepstack_blocks)}
+    table += _VISION_TABLES[v.family]
   found = []
-  for ours, theirs, axes in _TABLE:
-    for layer in range(cfg.num_layers) if '*' in ours else (None,):
-      path = tuple(layer if part == '*' else part for part in ours.split('.'))
+  for ours, theirs, axes in table:
+    of_many = ours.partition('.*')[0].rpartition('.')[2]
+    for i in range(repeated[of_many]) if '*' in ours else (None,):
+      path = tuple(i if part == '*' else part for part in ours.split('.'))
       if path in shapes:
-        name = theirs.replace('*', str(layer))
+        name = stored_name(theirs.replace('*', str(i)), cfg)
         found.append(Weight(path, shapes[path], name, tuple(sizes[axis] for axis in axes.split())))
   unnamed = shapes.keys() - {w.path for w in found}
   if unnamed:

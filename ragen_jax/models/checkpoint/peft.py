@@ -128,7 +128,7 @@ def save(
     'base_model_name_or_path': base,
     'r': config.rank,
     'lora_alpha': config.alpha,
-    'target_modules': list(config.targets),
+    'target_modules': _target_modules(model, config),
     'lora_dropout': 0.0,
     'bias': 'none',
     'inference_mode': True,
@@ -142,11 +142,19 @@ def save(
     write_json(os.path.join(new, ADAPTER_CONFIG_FILE), described)
 
 
+def _target_modules(model: Qwen, config: lora.LoraConfig) -> list[str]:
+  """The modules that PEFT adapts: all with a target's name, or those of the decoder beside a vision tower."""
+  if model.visual is None:
+    return list(config.targets)
+  return ['.'.join(map(str, path)) for path in lora.adapters(model)]
+
+
 def _named(model: Qwen) -> list[tuple[str, nnx.Param, tuple[int, int]]]:
   """(PEFT's name, parameter, its shape as a matrix [inputs, r] or [r, outputs]) of every adapter weight."""
   named = []
+  decoder = '' if model.visual is None else 'language_model.'
   for path, adapter in lora.adapters(model).items():
-    module = 'base_model.model.model.' + '.'.join(map(str, path))
+    module = f'base_model.model.model.{decoder}' + '.'.join(map(str, path))
     rank = adapter.lora_b.shape[0]
     named.append((f'{module}.lora_A.weight', adapter.lora_a, (-1, rank)))
     named.append((f'{module}.lora_B.weight', adapter.lora_b, (rank, -1)))

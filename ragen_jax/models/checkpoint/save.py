@@ -43,6 +43,9 @@ _TOKENIZER_FILES = (
   'vocab.json',
   'merges.txt',
   'chat_template.jinja',
+  'chat_template.json',
+  'preprocessor_config.json',
+  'video_preprocessor_config.json',
   'generation_config.json',
 )
 
@@ -73,8 +76,8 @@ def save_model(
       stored weights, one tensor at a time.
     cfg: the shape of the model.
     dtype: float32, bfloat16 or float16, the type of the stored weights.
-    tokenizer_dir: source of tokenizer files, token ids and context length; usually the checkpoint that training
-      started from. Without it, tokenizer files in `directory` are kept.
+    tokenizer_dir: source of the files of tokenizer and image processor, token ids and context length; usually the
+      checkpoint that training started from. Without it, these files in `directory` are kept.
     value_head: stored in float32, in the critic's directory if `critic` is given, else beside the weights.
     critic: the critic's own trunk, stored in the subdirectory `critic`; an older one there is removed in any case.
     critic_cfg: the shape of `critic`; default `trunk_config(cfg)`.

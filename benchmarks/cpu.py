@@ -1,0 +1,317 @@
+"""Times sampling and learning on a CPU beside `transformers` with PyTorch, and how they grow; draws the growth.
+
+  python benchmarks/cpu.py                 all parts; about 15 minutes on 2 cores
+  python benchmarks/cpu.py --parts=turns   some parts
+  python benchmarks/cpu.py --quick         all parts at tiny sizes, to runs/quick
+
+Two things are always compared in one run and in turns, A B A B, and the ratio is of their medians. All numbers are
+float32, and both sides use all cores. Weights are random, except those of the built-in model.
+
+  decode  tokens a second of the sampler at temperature 1, and of `transformers`' `generate` (needs PyTorch): the
+          built-in model with 128 rows, and Qwen2.5-0.5B's shape with 8 rows
+  update  seconds of one AdamW step on the mean log-prob of a mini-batch, and of the same step in PyTorch: the same
+          models. The losses of both are compared too.
+  turns   seconds of an episode of several turns with the cache, and of reading the conversation again in each turn
+  growth  seconds of sampling and of an update with more rows, turns, longer replies and a larger vocabulary
+
+PyTorch and matplotlib are not in requirements.txt: `pip install torch matplotlib`. Without PyTorch, the comparison with
+it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from benchmarks.accelerator import SHAPE, has_torch, sampler_of  # noqa: E402
+from benchmarks.learning_curves import hardware  # noqa: E402
+from ragen_jax.models import presets  # noqa: E402
+from ragen_jax.models.checkpoint.load import load_model  # noqa: E402
+from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
+from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
+from ragen_jax.models.value_head import ActorCritic  # noqa: E402
+from ragen_jax.sampling.draw import PLAIN  # noqa: E402
+from ragen_jax.training.scoring import RematSettings, ScoringSettings, score_tokens  # noqa: E402
+
+REPEATS = 3
+LEARNING_RATE = 1e-5
+NONE = RematSettings('none', 2**31)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What is sampled or learnt.
+
+  Attributes:
+    rows: number of rows.
+    prompt: tokens of a prompt.
+    new: tokens of a reply.
+    turns: replies of an episode.
+  """
+
+  rows: int
+  prompt: int
+  new: int
+  turns: int = 1
+
+
+CASES = {'built-in': Work(128, 160, 32), '0.5B': Work(8, 64, 32)}
+QUICK = {'built-in': Work(4, 16, 4), '0.5B': Work(2, 8, 4)}
+QUICK_SHAPE = dataclasses.replace(SHAPE, vocab_size=512, hidden_size=32, intermediate_size=64, num_layers=2,
+                                  num_heads=2, num_kv_heads=1, head_dim=16)  # fmt: skip
+
+
+def interleaved(*runs: Callable[[], Any]) -> list[float]:
+  """Median seconds of functions that wait for their results, run in turns; the first call of each, which compiles, is
+  left out."""
+  for run in runs:
+    run()
+  times: list[list[float]] = [[] for _ in runs]
+  for _ in range(REPEATS):
+    for own, run in zip(times, runs, strict=True):
+      start = time.perf_counter()
+      run()
+      own.append(time.perf_counter() - start)
+  return [statistics.median(own) for own in times]
+
+
+def tokens_of(rows: int, width: int, vocab_size: int) -> np.ndarray:
+  """Random token ids i32[rows, width]."""
+  return np.random.default_rng(0).integers(0, vocab_size, (rows, width)).astype(np.int32)
+
+
+def checkpoints(directory: str, quick: bool) -> dict[str, str]:
+  """The checkpoint of each case."""
+  shape = QUICK_SHAPE if quick else SHAPE
+  path = f'{directory}/half'
+  save_model(path, Qwen(shape, rngs=nnx.Rngs(0)), shape, 'float32', tokenizer_dir=presets.resolve('tiny', ''))
+  return {'built-in': str(presets.resolve('tiny', '')), '0.5B': path}
+
+
+def load(path: str) -> Qwen:
+  """A model in float32."""
+  return load_model(path, dtype=jnp.float32, param_dtype=jnp.float32)
+
+
+def load_torch(path: str) -> Any:
+  """The same model of `transformers`."""
+  import torch
+  from transformers import AutoModelForCausalLM
+
+  return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def sampling(model: Qwen, work: Work, cached: bool) -> Callable[[], Any]:
+  """A function that samples whole episodes: prompts of `prompt` tokens and replies of `new` tokens in `turns` turns."""
+  sampler, params = sampler_of(model)
+  prompts = tokens_of(work.rows, work.prompt * work.turns, model.cfg.vocab_size)
+  parts = prompts.reshape(work.rows, work.turns, work.prompt)
+  keys, budget = jax.random.split(jax.random.key(0), work.rows), np.full(work.rows, work.new)
+  columns = (work.prompt + work.new) * work.turns
+
+  def run() -> Any:
+    state, history, reply = sampler.init(work.rows, columns), np.zeros((work.rows, 0), np.int32), None
+    for turn in range(work.turns):
+      fed = parts[:, turn]
+      if not cached:
+        history = np.concatenate([history, fed], axis=1)
+        state, fed = sampler.init(work.rows, columns), history
+      state = sampler.extend(params, state, fed, np.full(work.rows, fed.shape[1], np.int32))
+      state, reply, _ = sampler.decode(params, state, keys, budget, columns=work.new, sampling=PLAIN)
+      if not cached:
+        history = np.concatenate([history, np.asarray(reply.tokens)], axis=1)
+    return jax.block_until_ready(reply.tokens)
+
+  return run
+
+
+def updating(model: Qwen, work: Work) -> Callable[[], float]:
+  """A function that makes an AdamW step on the mean log-prob of all replies, and returns the loss before it."""
+  policy = ActorCritic(model)
+  graph, state = nnx.split(policy)
+  settings = ScoringSettings(temperature=1.0, vocab_limit=0, logits_chunk=0, remat=NONE)
+  width = (work.prompt + work.new) * work.turns
+  tokens = jnp.asarray(tokens_of(work.rows, width, model.cfg.vocab_size))
+  sampled = jnp.arange(width).reshape(work.turns, -1)[:, work.prompt :].reshape(-1)
+  columns = jnp.broadcast_to(sampled, (work.rows, len(sampled)))
+  optimizer = optax.adamw(LEARNING_RATE)
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(state, moments):
+    def loss_of(state):
+      return -score_tokens(nnx.merge(graph, state), tokens, columns, settings)[0].mean()
+
+    loss, gradient = jax.value_and_grad(loss_of)(state)
+    updates, moments = optimizer.update(gradient, moments, state)
+    return optax.apply_updates(state, updates), moments, loss
+
+  held = [jax.tree.map(jnp.copy, state)]
+  held.append(optimizer.init(held[0]))
+
+  def run() -> float:
+    held[0], held[1], loss = step(*held)
+    return float(loss)
+
+  return run
+
+
+def updating_torch(model: Any, work: Work) -> Callable[[], float]:
+  """The same step in PyTorch; logits are computed only where they are needed."""
+  import torch
+
+  width = (work.prompt + work.new) * work.turns
+  tokens = torch.as_tensor(tokens_of(work.rows, width, model.config.vocab_size), dtype=torch.long)
+  columns = torch.arange(width).reshape(work.turns, -1)[:, work.prompt :].reshape(-1)
+  optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-4)
+
+  def run() -> float:
+    logits = model(tokens, logits_to_keep=columns - 1).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, columns].flatten())
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+  return run
+
+
+def decode(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
+  """See the top."""
+  found = {}
+  for name, work in cases.items():
+    runs, tokens = [sampling(load(paths[name]), work, cached=True)], work.rows * work.new
+    if has_torch():
+      import torch
+
+      theirs = load_torch(paths[name]).eval()
+      ids = torch.as_tensor(tokens_of(work.rows, work.prompt, theirs.config.vocab_size), dtype=torch.long)
+
+      def generate(theirs=theirs, ids=ids, work=work):
+        with torch.no_grad():
+          theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=work.new, min_new_tokens=work.new,
+            do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0,
+          )  # fmt: skip
+
+      runs.append(generate)
+    seconds = interleaved(*runs)
+    found[name] = dataclasses.asdict(work) | {'seconds': seconds[0], 'tokens_per_s': tokens / seconds[0]}
+    if len(seconds) > 1:
+      found[name] |= {'transformers_seconds': seconds[1], 'ratio': seconds[1] / seconds[0]}
+  return found
+
+
+def update(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
+  """See the top."""
+  found = {}
+  for name, work in cases.items():
+    runs = [updating(load(paths[name]), work)]
+    if has_torch():
+      runs.append(updating_torch(load_torch(paths[name]).train(), work))
+    losses = [run() for run in runs]
+    seconds = interleaved(*runs)
+    found[name] = dataclasses.asdict(work) | {'seconds': seconds[0], 'loss': losses[0]}
+    if len(seconds) > 1:
+      found[name] |= {'torch_seconds': seconds[1], 'ratio': seconds[1] / seconds[0], 'torch_loss': losses[1]}
+  return found
+
+
+def turns(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
+  """See the top."""
+  work = dataclasses.replace(cases['built-in'], prompt=cases['built-in'].prompt // 4, turns=5)
+  model = load(paths['built-in'])
+  cached, read = interleaved(sampling(model, work, cached=True), sampling(model, work, cached=False))
+  return dataclasses.asdict(work) | {'seconds': cached, 'seconds_without_cache': read, 'ratio': read / cached}
+
+
+def growth(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
+  """See the top."""
+  base = cases['built-in']
+  base = dataclasses.replace(base, rows=base.rows // 4, prompt=base.prompt // 4)
+  model = load(paths['built-in'])
+  found: dict[str, Any] = {'base': dataclasses.asdict(base)}
+  for field, name in (('rows', 'rows'), ('turns', 'turns'), ('new', 'tokens of a reply')):
+    found[name] = []
+    for factor in (1, 2, 4, 8):
+      work = dataclasses.replace(base, **{field: getattr(base, field) * factor})
+      (sampled,), (learnt,) = interleaved(sampling(model, work, cached=True)), interleaved(updating(model, work))
+      found[name].append({'value': getattr(work, field), 'sampling_s': sampled, 'update_s': learnt})
+  found['vocabulary'] = []
+  for factor in (1, 4, 16, 64):
+    config: QwenConfig = dataclasses.replace(model.cfg, vocab_size=model.cfg.vocab_size * factor)
+    other = Qwen(config, rngs=nnx.Rngs(0))
+    (sampled,), (learnt,) = interleaved(sampling(other, base, cached=True)), interleaved(updating(other, base))
+    found['vocabulary'].append({'value': config.vocab_size, 'sampling_s': sampled, 'update_s': learnt})
+  return found
+
+
+def draw(found: dict[str, Any], path: pathlib.Path) -> None:
+  """Draws seconds against the size, a panel for each kind of growth; both axes are logarithmic."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot
+
+  from ragen_jax.plots.style import figure_style, save_figure
+
+  names = [name for name in found if name != 'base']
+  with figure_style():
+    figure, axes = pyplot.subplots(1, len(names), figsize=(3 * len(names), 2.6), sharey=True, layout='constrained')
+    for axis, name in zip(axes, names, strict=True):
+      sizes = [point['value'] for point in found[name]]
+      for key, label in (('sampling_s', 'sampling'), ('update_s', 'update')):
+        axis.plot(sizes, [point[key] for point in found[name]], marker='o', label=label)
+      axis.set(xscale='log', yscale='log', xlabel=name, xticks=sizes, xticklabels=[f'{size:,}' for size in sizes])
+      axis.minorticks_off()
+    axes[0].set_ylabel('seconds')
+    axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(figure, path)
+
+
+def main() -> None:
+  parts = {'decode': decode, 'update': update, 'turns': turns, 'growth': growth}
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--parts', default=','.join(parts), help='parts to run, separated by commas')
+  parser.add_argument('--quick', action='store_true', help='tiny sizes')
+  arguments = parser.parse_args()
+  wanted = arguments.parts.split(',')
+  unknown = sorted(set(wanted) - set(parts))
+  if unknown:
+    sys.exit(f'error: --parts={unknown[0]}: allowed: {", ".join(parts)}')
+  out = ROOT / ('runs/quick/cpu.json' if arguments.quick else 'benchmarks/results/cpu.json')
+  figure = out.with_suffix('.png') if arguments.quick else ROOT / 'docs' / 'images' / 'cpu_growth.png'
+  out.parent.mkdir(parents=True, exist_ok=True)
+  record = json.loads(out.read_text()) if out.is_file() else {}
+  with tempfile.TemporaryDirectory() as directory:
+    paths = checkpoints(directory, arguments.quick)
+    for part in wanted:
+      record[part] = parts[part](paths, QUICK if arguments.quick else CASES) | {'hardware': hardware()}
+      print(f'{part}: {json.dumps(record[part])}', flush=True)
+      out.write_text(json.dumps(record, indent=1) + '\n')
+  if 'growth' in wanted:
+    draw({name: points for name, points in record['growth'].items() if name != 'hardware'}, figure)
+    print(f'drawn to {figure}')
+  print(f'written to {out}')
+
+
+if __name__ == '__main__':
+  main()

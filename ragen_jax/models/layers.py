@@ -1,0 +1,163 @@
+"""Parts that the decoder and the vision tower share: linear maps, norms, and a loop over layers of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from ragen_jax.distributed.sharding import exchanged
+
+
+def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
+  """Gaussian initial values with standard deviation 1/sqrt(fan_in).
+
+  The fixed 0.02 that is usual for wide models is too small at width 64: layers would hardly change the residual stream.
+  """
+  return (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) * weight over the last axis, in fp32."""
+
+  def __init__(self, size: int, eps: float, param_dtype: Any):
+    self.weight = nnx.Param(jnp.ones((size,), param_dtype))
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+    return (x32 * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+  """(x - mean) / deviation * weight + bias over the last axis, in fp32."""
+
+  def __init__(self, size: int, eps: float, param_dtype: Any):
+    self.weight = nnx.Param(jnp.ones((size,), param_dtype))
+    self.bias = nnx.Param(jnp.zeros((size,), param_dtype))
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+    return (x32 * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Projection(nnx.Module):
+  """A linear map from axes `inputs` to axes `outputs`: kernel of shape `inputs + outputs`, bias of shape `outputs`."""
+
+  def __init__(
+    self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, param_dtype: Any, rngs: nnx.Rngs
+  ):
+    fan_in = 1
+    for n in inputs:
+      fan_in *= n
+    self.kernel = nnx.Param(fan_in_normal(rngs.params(), inputs + outputs, fan_in, param_dtype))
+    self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
+    self.inputs = inputs
+    self.outputs = outputs
+    self.adapter = None  # set by `lora.attach`
+
+  def matrix(self, dtype: Any) -> jax.Array:
+    """The kernel as a matrix [prod(inputs), prod(outputs)]."""
+    return self.kernel[...].astype(dtype).reshape(_size(self.inputs), _size(self.outputs))
+
+  def vector(self, dtype: Any) -> jax.Array:
+    """The bias as a vector [prod(outputs)]; zeros if there is none."""
+    if self.bias is None:
+      return jnp.zeros((_size(self.outputs),), dtype)
+    return self.bias[...].astype(dtype).reshape(-1)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """[..., *inputs] -> [..., *outputs]."""
+    batch = x.shape[: x.ndim - len(self.inputs)]
+    x = x.reshape(-1, _size(self.inputs))
+    y = x @ self.matrix(x.dtype)
+    if self.bias is not None:
+      y = y + self.vector(x.dtype)
+    if self.adapter is not None:
+      y = y + self.adapter(x)
+    return y.reshape(batch + self.outputs)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+  n = 1
+  for s in shape:
+    n *= s
+  return n
+
+
+def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Array]:
+  """Several projections of one input as a single matrix product: [..., D] -> [..., *outputs] for each projection."""
+  kernel = jnp.concatenate([p.matrix(x.dtype) for p in projections], axis=1)
+  batch, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+  y = x @ kernel
+  if any(p.bias is not None for p in projections):
+    y = y + jnp.concatenate([p.vector(x.dtype) for p in projections])
+  outs, start = [], 0
+  for p in projections:
+    width = _size(p.outputs)
+    out = y[:, start : start + width]
+    if p.adapter is not None:
+      out = out + p.adapter(x)
+    outs.append(out.reshape(batch + p.outputs))
+    start += width
+  return outs
+
+
+def scan_layers(
+  layers: Sequence[nnx.Module],
+  x: jax.Array,
+  run: Callable[[nnx.Module, jax.Array], jax.Array],
+  *,
+  mesh: Mesh | None,
+  checkpoint: Callable[[Callable], Callable] | None,
+) -> jax.Array:
+  """`x = run(layer, x)` for each layer, as one loop over their weights.
+
+  The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. A
+  norm's stay as they are: it computes in fp32.
+
+  Args:
+    layers: modules of one structure.
+    x: input of the first layer, in the type of the computations.
+    run: a layer and its input -> its output, of the same shape and type.
+    mesh: the devices over which the gradients of the weights are exchanged; None for one device.
+    checkpoint: applied to the body of the loop, to compute parts of it again in the backward pass; None keeps all.
+
+  Returns:
+    The output of the last layer.
+  """
+  parts = [nnx.split(layer) for layer in layers]
+  graphdef = parts[0][0]
+
+  def stack(path, *weights):
+    is_norm = any('norm' in str(getattr(p, 'key', '')) for p in path)
+    return jnp.stack([w if is_norm else w.astype(x.dtype) for w in weights])
+
+  stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
+
+  def body(x, weights):
+    if mesh is not None:
+      weights = exchanged(weights, mesh)
+    return run(nnx.merge(graphdef, weights), x), None
+
+  return jax.lax.scan(body if checkpoint is None else checkpoint(body), x, stacked)[0]
+
+
+class Frozen(nnx.Param):
+  """A weight that no run trains; `lora.partition` puts it beside the weights under adapters."""
+
+
+def freeze(module: nnx.Module) -> None:
+  """Makes all weights of a module `Frozen`."""
+  for _, part in nnx.iter_modules(module):
+    for name, value in list(vars(part).items()):
+      if isinstance(value, nnx.Param) and not isinstance(value, Frozen):
+        setattr(part, name, Frozen(value.get_value()))

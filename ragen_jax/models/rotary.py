@@ -1,0 +1,72 @@
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864), of one axis or of several."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The axes of an image's positions: time, height, width.
+AXES = 3
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float, axes: tuple[int, ...] = ()) -> jax.Array:
+  """Rotary embedding, halves convention.
+
+  Args:
+    x: queries or keys [B, T, heads, H].
+    positions: i32[B, T], or i32[B, T, AXES] if columns have a position on each axis.
+    theta: base of the wavelengths.
+    axes: the axis that each of the H/2 frequencies reads its position from, see `frequency_axes`; needed for positions
+      on several axes. A column with equal positions is rotated like one with a single position.
+
+  Returns:
+    [B, T, heads, H], in the type of x.
+  """
+  half = x.shape[-1] // 2
+  # Computed on the host, so that every program has the same constants.
+  frequencies = (theta ** (-np.arange(half) / half)).astype(np.float32)  # [H/2]
+  if positions.ndim == 2:
+    angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
+  else:  # each frequency has one axis, and the products with the others are zero
+    by_axis = np.where(np.asarray(axes) == np.arange(AXES)[:, None], frequencies, np.float32(0))  # [AXES, H/2]
+    angles = sum(positions[..., i, None].astype(jnp.float32) * by_axis[i] for i in range(AXES))
+  cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+  if x.shape[1] == 1:
+    return jax.lax.platform_dependent(x, cos, sin, tpu=_rotated_by_product, default=rotated)
+  return rotated(x, cos, sin)
+
+
+def frequency_axes(sections: tuple[int, ...], *, interleaved: bool) -> tuple[int, ...]:
+  """The axis that each frequency of a multi-axis rotary embedding reads its position from.
+
+      sections (2, 3, 3)   blocked      0 0 1 1 1 2 2 2
+      sections (4, 2, 2)   interleaved  0 1 2 0 1 2 0 0
+
+  Args:
+    sections: number of frequencies of each axis.
+    interleaved: the axes take turns until the second and the third have their frequencies; otherwise each has a block.
+
+  Returns:
+    An axis for each frequency.
+  """
+  if not interleaved:
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+  return tuple(i % AXES if i < AXES * sections[i % AXES] else 0 for i in range(sum(sections)))
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """Rotates the two halves of each head: [..., heads, H] with the cosines and sines [..., 1, H/2] of its angles."""
+  half = x.shape[-1] // 2
+  x1, x2 = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+  return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def _rotated_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """The same numbers. TPUs copy halves of a head, and exchange them sooner by a product with ones and zeros."""
+  swap = jnp.asarray(np.roll(np.eye(x.shape[-1]), x.shape[-1] // 2, axis=1), x.dtype)
+  swapped = jnp.einsum(
+    'BTNH,HJ->BTNJ', x, swap, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+  )
+  cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+  return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
