@@ -241,7 +241,7 @@ def test_wrong_files_are_faults_in_one_line(data, message):
   assert isinstance(fault, Fault) and str(fault).startswith(message) and '\n' not in str(fault)
 
 
-def test_a_run_with_a_text_model_refuses_images():
+def test_a_run_refuses_images():
   from configs import default
 
   config = default.get_config()
@@ -249,5 +249,5 @@ def test_a_run_with_a_text_model_refuses_images():
   config.envs.Lamp = {**config.envs.FrozenLake.to_dict(), **tag}
   for field in set(config.envs.FrozenLake) - {'type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words'}:
     del config.envs.Lamp[field]
-  with pytest.raises(UserError, match=r'envs\.Lamp\.images=1: must be 0, since the model reads only text'):
+  with pytest.raises(UserError, match=r'envs\.Lamp\.images=1: must be 0, since prompts hold only text'):
     build.env_specs(config, ('Lamp',), (1,))
