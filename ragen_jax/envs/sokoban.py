@@ -1,7 +1,4 @@
-"""Sokoban: push every box onto a target.
-
-Levels are made from a key, each with a solution, or read from a file in Boxoban's format.
-"""
+"""Sokoban: push every box onto a target. Levels are made from a key, with a solution, or read from a Boxoban file."""
 
 from __future__ import annotations
 

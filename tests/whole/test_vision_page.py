@@ -72,3 +72,15 @@ def test_the_forms_and_the_sentences_of_the_page():
   for name, reply in rows:
     assert read_sections(reply, name).correct
   assert sum(counts.sum() for counts in read_claims(PAGE.split('## The state reward')[1]).values()) == 2
+
+
+def test_the_table_of_floors_is_that_of_the_benchmark():
+  cases = json.loads((ROOT / 'benchmarks' / 'results' / 'description_floors.json').read_text())['cases']
+  for row in ('another board', 'constant'):
+    assert f'| {" | ".join(f"{case[row]:.3f}" for case in cases.values())} |' in PAGE
+  with benchmark('description_floors') as module:
+    assert list(cases) == list(module.CASES)
+    for name, told in module.measure(12)['cases'].items():
+      # Neither is always right.
+      assert 0 < told['another board'] < 1 and 0.3 < told['constant'] < 1, name
+      assert sum(counts.sum() for counts in read_claims(told['constant description']).values()) in (2, 3, 4)
