@@ -142,7 +142,7 @@ def _record(m: Any, topology: Any) -> dict[str, Any]:
     'memory': m.memory,
     'compile_cpu_seconds': round(m.cost.compile_cpu_seconds, 2),
     'seconds': work and work.seconds,
-    'link_seconds': work and work.sent / topology.chip.link_bandwidth,
+    'link_seconds': work and work.link_seconds(topology.chip),
     'collectives': work and work.collectives,
     'kernels': work and work.kernels,
     'cost': dataclasses.asdict(m.cost),

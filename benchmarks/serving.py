@@ -46,6 +46,7 @@ from ragen_jax.sampling.sampler import Sampler  # noqa: E402
 from ragen_jax.serving.app import App, AppSettings  # noqa: E402
 from ragen_jax.serving.chat_format import QwenFormat  # noqa: E402
 from ragen_jax.serving.engine import Engine  # noqa: E402
+from ragen_jax.serving.engines import Engines  # noqa: E402
 from ragen_jax.serving.lifecycle import Lifecycle  # noqa: E402
 from ragen_jax.serving.records import Limits, NewRollout  # noqa: E402
 from ragen_jax.serving.reply_reader import BadCalls  # noqa: E402
@@ -118,10 +119,11 @@ class Server:
       evaluation=sampling, trained='.*', bad_calls=BadCalls.CONTENT, max_calls=work.turns, grace_s=1.0,
     )  # fmt: skip
     chat_format = QwenFormat(tokenizer, keep_thoughts=True)
-    service = Service(settings, engine, self._lifecycle, tokenizer, chat_format)
+    engines = Engines(engine, {}, ())
+    service = Service(settings, engines, self._lifecycle, tokenizer, chat_format)
     limits = Limits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
     settings = AppSettings('no admin calls', False, 1 << 24, limits, creates=False)
-    app = App(settings, service, engine.stats, tokenizer.token_bytes)
+    app = App(settings, service, engines.stats, tokenizer.token_bytes)
     self._http = stack.enter_context(HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 1024))
     self._of_caller = threading.local()
 

@@ -171,6 +171,10 @@ def get_config(model: str = '') -> ConfigDict:
   # Maximum number of episodes on the devices at a time; the others wait, also if fewer fit in the memory of a device.
   # A multiple of the mesh's row shards, or 0: as many as fit.
   config.agent.rows_in_flight = 0
+  # Neighbouring devices that divide the MLP and the vocabulary among them while tokens are sampled, each with the
+  # attention of its own rows. They read less of the weights for each token, and exchange rows twice a layer. Divides
+  # mesh.data * mesh.fsdp; 1: each device has all weights, up to mesh.tensor; 0: chosen for the model and the chip.
+  config.agent.decode_shards = 0
 
   # -- Agent programs over HTTP: --mode=serve, and training on tags of the type 'agent' (docs/agents.md). --------------
   config.serve = ConfigDict()
@@ -200,8 +204,17 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.max_attempts = 2
   # Hours for which the store keeps rollouts that are over and collected.
   config.serve.keep = 24.0
+  # 0 is synchronous: all attempts of an iteration end, then the weights change. Above 0, agents go on playing while the
+  # trainer learns, and this is the most updates between the weights that sampled a token and those that the token is
+  # trained with. Needs algorithm.tis_cap.
+  config.serve.max_staleness = 0
   # Agents whose tokens are trained, as a regular expression for the whole name; '' is the name of the default agent.
   config.serve.trained = '.*'
+  # Agents with frozen weights, which are not trained, as texts 'AGENTS=MODEL'. AGENTS is a regular expression for
+  # the whole name; the first entry that matches counts. MODEL is 'base', the model before training; WORKDIR@STEP, the
+  # checkpoint of a run (a number, 'best' or 'latest'); the name of a preset; or the directory of a checkpoint. Its
+  # tokenizer must be that of the policy.
+  config.serve.frozen = ()
   # A group of which an attempt is missing, because it was cancelled or ended without a call: 'drop' it, or 'keep' the
   # others. Attempts that failed or got no reward stay in their group, and are not learnt from.
   config.serve.incomplete = 'drop'

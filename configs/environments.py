@@ -178,8 +178,8 @@ def by_tag() -> ConfigDict:
       'type': 'agent',
       # File of tasks, one JSON value a line; '' for the tasks {"seed": n, "member": i}.
       'tasks': '',
-      # What plays a task: a Python function 'package.module:function' or 'file.py:function', or a command; '' for
-      # workers that claim tasks.
+      # What plays a task: a Python function 'package.module:function' or 'file.py:function'; 'env:TAG', the environment
+      # of another tag; or a command; '' for workers that claim tasks.
       'runner': '',
       # Calls of an attempt.
       'max_turns': 20,

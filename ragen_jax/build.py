@@ -234,6 +234,7 @@ def load_policy(config: ConfigDict) -> LanguageModel:
     adapter_path=config.lora.path,
     seed=config.seed,
     records_values=ESTIMATORS[a.adv_estimator].needs_critic and a.old_logprobs == 'sampler',
+    decode_shards=config.agent.decode_shards,
   )
   return language_models.load(settings, make_mesh(**config.mesh))
 
@@ -319,7 +320,7 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   a = config.algorithm
   return memory.update_memory(
     model, logits_chunk=config.model.logits_chunk, width=size_settings(config, model).width,
-    reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, dtype=dtype,
+    reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, platform=model.mesh.devices.flat[0].platform, dtype=dtype,
   )  # fmt: skip
 
 

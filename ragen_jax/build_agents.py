@@ -11,17 +11,22 @@ from collections.abc import Iterator
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import build
-from ragen_jax.agent.env_manager import first_training_level
+from ragen_jax import build, build_frozen
+from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.envs import AgentTasks
 from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
-from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, run_agents
+from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, function_runner, make_runner, run_agents
 from ragen_jax.serving.agent_server import LOOPBACK, AgentServer, ServerSettings
+from ragen_jax.serving.async_player import AsyncAgentPlayer
+from ragen_jax.serving.env_program import ENVIRONMENT, EnvironmentProgram
 from ragen_jax.serving.episodes import EpisodeSettings
+from ragen_jax.serving.group_queue import QueueSettings
 from ragen_jax.serving.records import Limits as AttemptLimits
 from ragen_jax.serving.reply_reader import BadCalls
+from ragen_jax.serving.runners import Runner
 from ragen_jax.serving.service import ServiceSettings
 from ragen_jax.serving.settings import EngineSettings
 from ragen_jax.serving.types import AttemptState, SamplingParams
@@ -100,6 +105,7 @@ def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> Ag
     ),
     max_turns=max(config.envs[tag].max_turns for tag in config[section].tags),
     keep_s=3600 * s.keep,
+    ahead=s.max_staleness > 0,
     prompt=initial_prompt(config),
   )
 
@@ -151,6 +157,7 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
     open_access=s.host in LOOPBACK,
     rollout_limits=_limits(config),
     creates=not trains,
+    frozen=build_frozen.frozen_agents(config),
     engine=build.fill(
       EngineSettings,
       s,
@@ -219,19 +226,58 @@ def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iter
     return
   if jax.process_count() > 1:
     raise UserError(f'train.tags={config.train.tags}: agent programs play in one process, not {jax.process_count()}')
-  runners = [config.envs[tag].runner for tag in dict.fromkeys((*config.train.tags, *config.eval.tags))]
-  open_server = import_open_server()
-  with (
-    open_server(server_settings(config, model, trains=True), model, param_state(model.model), 0, workdir) as server,
-    run_agents(
-      server, runners, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
-    ),
-  ):
+  runner, frozen = task_runner(config, model), build_frozen.load_frozen(config, model)
+  open_server, settings = import_open_server(), server_settings(config, model, trains=True)
+  with contextlib.ExitStack() as stack:
+    server = stack.enter_context(open_server(settings, model, param_state(model.model), 0, workdir, frozen))
+    # Attempts that are queued since before a restart begin at once, and must not be sampled by the initial weights.
+    server.engines.pause(drain=False)
+    heartbeat_s = config.serve.heartbeat or 30.0
+    stack.enter_context(
+      run_agents(server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=heartbeat_s)
+    )
     _log.info('agents call the policy at %s/v1', server.url)
-    players = {}
-    for section in ('train', 'eval'):
-      specs = build.env_specs(config, tuple(config[section].tags), build.group_counts(config[section], section))
-      players[section] = AgentPlayer(
-        agent_settings(config, model, section), server, specs, config[section].group_size, model.tokenizer
-      )
-    yield players
+    yield {section: _make_player(config, model, server, section) for section in ('train', 'eval')}
+
+
+def _make_player(config: ConfigDict, model: LanguageModel, server: AgentServer, section: str) -> AgentPlayer:
+  """The player of the tags of `config.train` or `config.eval`."""
+  specs = build.env_specs(config, tuple(config[section].tags), build.group_counts(config[section], section))
+  settings, size = agent_settings(config, model, section), config[section].group_size
+  if section == 'eval' or not config.serve.max_staleness:
+    return AgentPlayer(settings, server, specs, size, model.tokenizer)
+  queue = QueueSettings(config.serve.max_staleness, config.num_iterations, size, settings.limits, settings.prompt)
+  c = config.checkpoint
+  # One more checkpoint, because the newest may be damaged.
+  repeatable = (c.keep + 1) * c.every if c.every else config.num_iterations
+  return AsyncAgentPlayer(settings, queue, server, specs, model.tokenizer, repeatable)
+
+
+def task_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:
+  """What plays the tasks of a run; None for workers that claim them.
+
+  Raises:
+    UserError: the tags have different runners, or a function cannot be imported.
+  """
+  wanted = {config.envs[tag].runner for tag in (*config.train.tags, *config.eval.tags)}
+  if len(wanted) > 1:
+    raise UserError(f'envs: the tasks of one run have one runner, not {", ".join(sorted(map(repr, wanted)))}')
+  (name,) = wanted
+  if not name.startswith(ENVIRONMENT):
+    return make_runner(name) if name else None
+  tag = name.removeprefix(ENVIRONMENT)
+  specs = build.env_specs(config, (tag,), (1,))
+  held_out = {'train': _held_out(config, tag), 'val': frozenset()}
+  envs = {mode: EnvStateManager(specs, 1, held_out=levels) for mode, levels in held_out.items()}
+
+  def make(mode: str) -> AgentProxy:
+    context = build.context_manager(config, model.tokenizer, specs)
+    return AgentProxy(envs[mode].fresh_copy(), context, build.episode_limits(config, specs))
+
+  return function_runner(EnvironmentProgram(make, config.serve.model))
+
+
+def _held_out(config: ConfigDict, tag: str) -> frozenset[bytes]:
+  """The levels of an environment that evaluations play, see `EnvStateManager`."""
+  levels = EnvStateManager(build.env_specs(config, (tag,), (config.eval.groups,)), 1)
+  return frozenset(levels.levels_from(config.eval.first_level))

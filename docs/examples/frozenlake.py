@@ -1,8 +1,9 @@
 """A program that plays FrozenLake over HTTP, with the prompts and the game of this project.
 
-The policy is called as any OpenAI-compatible server is. `benchmarks/agents.py` compares training with this program and
-training with the environment itself: in synchronous mode both give the same rows. The task's prompt, if there is one,
-takes the place of the rules at the beginning of the conversation (`benchmarks/prompt_search.py` searches for one).
+The policy is called as any OpenAI-compatible server is. `benchmarks/agents_learning.py` compares training with this
+program and training with the environment itself: in synchronous mode both give the same rows. The task's prompt, if
+there is one, takes the place of the rules at the beginning of the conversation (`benchmarks/prompt_search.py` searches
+for one).
 """
 
 from __future__ import annotations
@@ -21,40 +22,38 @@ from ragen_jax.agent.episode import Status, Turn, status_after_turn
 from ragen_jax.agent.pools import JaxPool
 from ragen_jax.serving import client
 
-_CONFIG = ragen_jax.load_config('frozenlake_ppo')
-_SPECS = build.env_specs(_CONFIG, ('FrozenLake',), (1,))
-_RULES = templates.describe_task(_SPECS[0], _CONFIG.agent.action_sep)
-_GAMES: queue.SimpleQueue[JaxPool] = queue.SimpleQueue()  # games that no attempt uses; each is compiled once
-
-
-_CONTEXT = build.context_manager(_CONFIG, ragen_jax.load_policy(_CONFIG).tokenizer, _SPECS)
+CONFIG = ragen_jax.load_config('frozenlake_ppo')
+SPECS = build.env_specs(CONFIG, ('FrozenLake',), (1,))
+RULES = templates.describe_task(SPECS[0], CONFIG.agent.action_sep)
+GAMES: queue.SimpleQueue[JaxPool] = queue.SimpleQueue()  # games that no attempt uses; each is compiled once
+CONTEXT = build.context_manager(CONFIG, ragen_jax.load_policy(CONFIG).tokenizer, SPECS)
 
 
 def play(task: client.Task) -> float:
   """Plays an episode. Posts the reward of each turn, and returns what is left for the whole episode: nothing."""
-  game = _GAMES.get() if not _GAMES.empty() else JaxPool(_SPECS[0], 1, 1)
+  game = GAMES.get() if not GAMES.empty() else JaxPool(SPECS[0], 1, 1)
   try:
     _play(task, game)
   finally:
-    _GAMES.put(game)
+    GAMES.put(game)
   return 0.0
 
 
 def _play(task: client.Task, game: JaxPool) -> None:
-  budget, env = _SPECS[0].budget, _SPECS[0].env
+  budget, env = SPECS[0].budget, SPECS[0].env
   game.reset(np.asarray([task.input['seed']]), np.asarray([task.input['member']]))
   turns, status = [], Status.RUNNING
   while status == Status.RUNNING:
     observation, left = env.render(game.states)[0], budget.max_actions - int(game.used[0])
-    messages = _CONTEXT.messages(0, turns, observation, left)
+    messages = CONTEXT.messages(0, turns, observation, left)
     if task.prompt:
-      messages = [m | {'content': m['content'].replace(_RULES, task.prompt)} for m in messages]
-    prefix = _CONTEXT.reply_prefix
+      messages = [m | {'content': m['content'].replace(RULES, task.prompt)} for m in messages]
+    prefix = CONTEXT.reply_prefix
     answer = ask(task, [*messages, {'role': 'assistant', 'content': prefix}])
     text = prefix + answer['choices'][0]['message']['content']
-    read = _CONTEXT.parse(0, text)
+    read = CONTEXT.parse(0, text)
     rewards, executed, _ = game.step([list(read.actions)])
-    penalty = 0.0 if read.valid else _CONFIG.agent.format_penalty
+    penalty = 0.0 if read.valid else CONFIG.agent.format_penalty
     actions = list(read.names[: executed[0]])
     turns.append(Turn(observation, text, actions, rewards[0], penalty, read.valid, 0, actions_left=left))
     if turns[-1].reward:

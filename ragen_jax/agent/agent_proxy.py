@@ -41,13 +41,20 @@ class AgentProxy:
     self._share = share
 
   def rollout(
-    self, speaker: Speaker, first_seed: int, *, policy_version: int = 0, pictured: Collection[int] = ()
+    self,
+    speaker: Speaker,
+    first_seed: int,
+    *,
+    first_member: int = 0,
+    policy_version: int = 0,
+    pictured: Collection[int] = (),
   ) -> Rollout:
     """Plays one episode in each row. If processes share the rows, each plays its own, and all return the whole rollout.
 
     Args:
       speaker: gives the replies.
       first_seed: seed of the first level, see `EnvStateManager.reset`.
+      first_member: see `EnvStateManager.reset`.
       policy_version: number of updates that led to the speaker's weights; recorded in the trajectory.
       pictured: rows of the whole batch whose boards are drawn, for the viewer.
 
@@ -58,7 +65,7 @@ class AgentProxy:
       UserError: the speaker writes tokens, and a first prompt does not fit into the context.
     """
     envs, context = self.envs, self.context
-    observations = envs.reset(first_seed)
+    observations = envs.reset(first_seed, first_member=first_member)
     log = EpisodeLog(envs, context, self.limits, observations, writes_tokens=speaker.writes_tokens, pictured=pictured)
     while (replies := speaker.reply(log)) is not None:
       if not replies:

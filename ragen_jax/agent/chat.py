@@ -83,6 +83,11 @@ class ChatTokenizer:
     self.added = {token.content: i for i, token in added.items()}
     self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
 
+  def same_tokens(self, other: ChatTokenizer) -> bool:
+    """Whether both tokenizers have the same token for each id."""
+    mine, theirs = (x._backend.get_vocab(with_added_tokens=True) for x in (self, other))
+    return mine == theirs
+
   def encode_once(self, text: str) -> tuple[int, ...]:
     """`encode` for a text that is unlikely to come again: the ids are not kept."""
     return tuple(self._backend.encode(text, add_special_tokens=False).ids)

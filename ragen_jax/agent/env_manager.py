@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -108,6 +109,18 @@ class EnvStateManager:
     }
     self._slices = {i: slice(sum(counts[:i]), sum(counts[: i + 1])) for i in self.pools}
 
+  def fresh_copy(self) -> EnvStateManager:
+    """A batch of the same environments that shares the compiled programs, for another thread.
+
+    Raises:
+      RuntimeError: an environment outside JAX plays here already; its session cannot be shared.
+    """
+    if self.has_outside and hasattr(self, 'level_seeds'):
+      raise RuntimeError('fresh_copy: this batch was reset, and its sessions are open')
+    other = copy.copy(self)
+    other.pools = {i: copy.copy(pool) for i, pool in self.pools.items()}
+    return other
+
   @property
   def traces(self) -> int:
     """Number of compilations of a step, over all environments."""
@@ -131,11 +144,12 @@ class EnvStateManager:
     """The pool that a row belongs to."""
     return self.pools[int(self.row_env[row])]
 
-  def reset(self, first_seed: int) -> list[str]:
+  def reset(self, first_seed: int, *, first_member: int = 0) -> list[str]:
     """Starts fresh episodes: group g's level is made from seed `first_seed + g`.
 
     Args:
       first_seed: seed of the first level, in 0 .. 2**32 - groups.
+      first_member: number of the first episode of each group; members of equal numbers have equal randomness.
 
     Returns:
       The first observations, one for each row.
@@ -149,7 +163,7 @@ class EnvStateManager:
           f"envs.{spec.tag}.type='agent': programs play it, in training and --mode=eval; this mode plays turn by turn"
         )
     self.level_seeds = first_seed + self.row_group.astype(np.int64)
-    members = np.arange(self.rows) % self.group_size
+    members = first_member + np.arange(self.rows) % self.group_size
     for i, pool in self.pools.items():
       own = self._slices[i]
       pool.reset(self.level_seeds[own], members[own])

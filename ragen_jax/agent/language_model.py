@@ -22,6 +22,7 @@ from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sampling import division
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.utils.errors import UserError
 
@@ -61,7 +62,7 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-  """The model to load. Fields are those of `config.model`, except for the last five.
+  """The model to load. Fields are those of `config.model`, except for the last six.
 
   Attributes:
     preset: a name of `presets`, whose checkpoint is loaded if `path` is empty.
@@ -74,6 +75,7 @@ class ModelSettings:
     adapter_path: directory of initial adapters; '' for fresh ones.
     seed: seed of fresh adapters.
     records_values: whether the sampler records values.
+    decode_shards: `config.agent.decode_shards`, see `sampling.division`.
   """
 
   preset: str
@@ -86,6 +88,7 @@ class ModelSettings:
   adapter_path: str
   seed: int
   records_values: bool
+  decode_shards: int
 
 
 def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
@@ -118,12 +121,18 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
   # Places the weights that no loader has placed yet.
   _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
   nnx.update(model, place(rest, tree_shardings(rest, mesh)))
-  sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values)
+  shards = division.choose(settings.decode_shards, model.policy.cfg, settings.dtype, mesh)
+  sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values, decode_shards=shards)
   return LanguageModel(directory, model, tokenizer, sampler, mesh)
 
 
 def make_sampler(
-  model: ActorCritic, tokenizer: ChatTokenizer, mesh: Mesh | None = None, *, values: bool = True
+  model: ActorCritic,
+  tokenizer: ChatTokenizer,
+  mesh: Mesh | None = None,
+  *,
+  values: bool = True,
+  decode_shards: int = 1,
 ) -> Sampler:
   """A sampler that ends replies at the stop tokens of the tokenizer's chat format.
 
@@ -132,8 +141,16 @@ def make_sampler(
     tokenizer: the model's tokenizer.
     mesh: the devices that rows are divided over.
     values: whether to record the critic's values.
+    decode_shards: see `Sampler`.
   """
-  return Sampler(model, stop_ids=tokenizer.stop_ids, vocab_limit=tokenizer.size, values=values, mesh=mesh)
+  return Sampler(
+    model,
+    stop_ids=tokenizer.stop_ids,
+    vocab_limit=tokenizer.size,
+    values=values,
+    mesh=mesh,
+    decode_shards=decode_shards,
+  )
 
 
 def param_state(model: ActorCritic) -> nnx.State:

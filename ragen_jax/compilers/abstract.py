@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from ragen_jax import build
+from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
 from ragen_jax.compilers import topologies
@@ -24,7 +24,7 @@ from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.sampling import capacity
+from ragen_jax.sampling import capacity, division
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.sampler import changed_weights
 from ragen_jax.sampling.shapes import Shapes, largest_cache
@@ -70,7 +70,10 @@ def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | Non
   model = nnx.eval_shape(make)
   directory = presets.resolve(presets.TINY, '')
   tokenizer = ChatTokenizer(directory)
-  return LanguageModel(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
+  sampler = make_sampler(
+    model, tokenizer, mesh, decode_shards=division.choose(config.agent.decode_shards, shape, dtype, mesh)
+  )
+  return LanguageModel(directory, model, tokenizer, sampler, mesh)
 
 
 def abstract_state(trainer: Trainer) -> TrainState:
@@ -178,7 +181,7 @@ class SamplerPlan:
 
   Attributes:
     params: the weights that the sampler's programs take.
-    gathered: whether they are gathered over `fsdp`.
+    gathered: whether they are laid out for decoding, and not over `fsdp` as the trained ones.
     copied: bytes a device of those that are not the trained ones.
     rows: of the devices, in 'rollout' and 'evaluation'; at most the episodes.
   """
@@ -200,7 +203,7 @@ def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, k
   """
   sampler, mesh, limit = policy.sampler, policy.mesh, usable_bytes(config)
   needed = 2 * bytes_per_device(sampler.abstract_weights({'policy': state.params['policy']}))
-  gathered = mesh.shape['fsdp'] == 1 or needed <= limit - kept
+  gathered = mesh.shape['fsdp'] == 1 or sampler.decode_shards > 1 or needed <= limit - kept
   params = sampler.abstract_weights(state.params, gathered)
   leaves = jax.tree.leaves(params)
   copied = bytes_per_device([leaves[i] for i in changed_weights(state.params, params)])
@@ -209,7 +212,9 @@ def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, k
   rows = {}
   for phase in ('rollout', 'evaluation'):
     size = episodes(config, phase) // shards
-    if config.agent.rows_in_flight:
+    if build_agents.plays_agents(config):
+      size = min(size, config.serve.slots // shards)
+    elif config.agent.rows_in_flight:
       size = min(size, config.agent.rows_in_flight // shards)
     rows[phase] = shards * capacity.rows_that_fit(size, row, int(limit - kept - copied))
   return SamplerPlan(params, gathered, copied, rows)

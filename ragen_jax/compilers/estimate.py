@@ -14,6 +14,7 @@ from ragen_jax.compilers.lengths import Steps, shapes_of_run, steps_of
 from ragen_jax.compilers.programs import Program, Run, calls
 from ragen_jax.compilers.topologies import Topology
 from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.sampling.division import weights_read
 from ragen_jax.sampling.draw import GREEDY
 
 
@@ -63,7 +64,7 @@ class DecodeStep:
 
   Attributes:
     seconds: of the step.
-    floor: seconds that reading the weights once and the used part of the cache takes at least.
+    floor: seconds that reading the device's weights once and the used part of the cache takes at least.
     gathered: bytes that a device receives of gathered weights.
     collectives: bytes of all collectives.
   """
@@ -199,7 +200,7 @@ def _seconds(m: Measured, topology: Topology) -> Seconds:
   if m.cost is None or m.cost.work is None:
     return Seconds(math.nan, math.nan)
   work = m.cost.work
-  return Seconds(m.program.runs * work.seconds, m.program.runs * work.sent / topology.chip.link_bandwidth)
+  return Seconds(m.program.runs * work.seconds, m.program.runs * work.link_seconds(topology.chip))
 
 
 def _decode_step(run: Run, topology: Topology, m: Measured | None) -> DecodeStep:
@@ -207,12 +208,13 @@ def _decode_step(run: Run, topology: Topology, m: Measured | None) -> DecodeStep
   size, tensor = compute_dtype(run.config).itemsize, mesh.shape['tensor']
   rows = run.rows('rollout') // row_shards(mesh)
   cache = 2 * size * c.num_layers * c.num_kv_heads * c.head_dim * rows * (n.row // 2)
-  floor = (sum(_weights(run)) * size + cache) / tensor / topology.chip.hbm_bandwidth
+  weights = weights_read(run.trainer.model.sampler.decode_shards, c, tensor)
+  floor = (weights * size + cache / tensor) / topology.chip.hbm_bandwidth
   loops = m.cost.work.loops if m and m.cost and m.cost.work else ()
   if not loops:
     return DecodeStep(Seconds(math.nan, math.nan), floor, math.nan, math.nan)
   body = max(loops, key=lambda w: w.seconds)
-  seconds = Seconds(body.seconds, body.sent / topology.chip.link_bandwidth)
+  seconds = Seconds(body.seconds, body.link_seconds(topology.chip))
   return DecodeStep(seconds, floor, body.collectives.get('all-gather', 0), sum(body.collectives.values()))
 
 

@@ -35,6 +35,7 @@ from ragen_jax.compilers.abstract import (
   temporary_bytes,
   usable_bytes,
 )
+from ragen_jax.compilers.serving import server_memory
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.capacity import bytes_per_device
@@ -118,6 +119,8 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
   kept = {f'weights ({_types(params)})': bytes_per_device(params), "optimiser's state": bytes_per_device(opt_state)}
   if trainer.settings.reference:
     kept['reference weights'] = reference_bytes(trainer, state)
+  served = server_memory(config, as_run)
+  kept |= served
   sampling = sampler_plan(config, as_run, state, sum(kept.values()))
   phases = {'update': dict(kept), 'rollout': dict(kept), 'evaluation': dict(kept)}
   phases['update']['gradients'] = bytes_per_device(trainer.learner.abstract(state.trained)[0])
@@ -128,15 +131,19 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     phases['update']['weights as computed with'] = (
       bytes_per_device([x for x in wide if x.dtype == jnp.float32]) * low // 4
     )
-  columns = cache_columns(config)
+  columns, shards = cache_columns(config), row_shards(policy.mesh)
+  if served and sampling.copied:
+    phases['update']['server: weights'] = sampling.copied
   for phase in ('rollout', 'evaluation'):
     if sampling.copied:
       phases[phase]['weights as computed with'] = sampling.copied
+    if served:
+      continue
     state_of_rows = as_run.sampler.abstract_state(sampling.rows[phase], columns)
     phases[phase]['key/value cache'] = cache = bytes_per_device(state_of_rows.cache)
     # Between turns, the old and the new cache of one layer are held at the same time.
     phases[phase]['one layer of it twice'] = cache // policy.sampler.cfg.num_layers
-  rows = {phase: n // row_shards(policy.mesh) for phase, n in sampling.rows.items()}
+  rows = {phase: (config.serve.slots if served else n) // shards for phase, n in sampling.rows.items()}
   _, micro = micro_batches(config, trainer, build.batching_settings(config, policy, lambda: limit))
   found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns, micro)
   for phase, kinds in phases.items():

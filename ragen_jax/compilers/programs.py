@@ -15,6 +15,7 @@ from ragen_jax import build
 from ragen_jax.compilers import abstract, lengths
 from ragen_jax.compilers.abstract import SamplerPlan
 from ragen_jax.compilers.lengths import Call, Lengths
+from ragen_jax.compilers.serving import SERVER_CACHE, server_memory
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.sampling.capacity import bytes_per_device
@@ -60,6 +61,7 @@ class Run:
     lengths: the assumed lengths of its episodes.
     batching: the sizes of micro-batches, chosen for the planned memory.
     sampling: the weights and rows that it samples with.
+    served: what the server of agents holds all the time, see `server_memory`.
   """
 
   config: ConfigDict
@@ -68,6 +70,7 @@ class Run:
   lengths: Lengths
   batching: BatchingSettings
   sampling: SamplerPlan
+  served: dict[str, int]
 
   @property
   def cfg(self) -> QwenConfig:
@@ -90,10 +93,12 @@ def make_run(config: ConfigDict, devices: Sequence[Any] | None = None) -> Run:
   trainer = build.make_trainer(config, policy, limit=lambda: abstract.usable_bytes(config))
   state = abstract.abstract_state(trainer)
   kept = bytes_per_device((state.params, state.opt_state)) + abstract.reference_bytes(trainer, state)
+  served = server_memory(config, policy)
   return Run(
     config, trainer, state, lengths.from_config(config, trainer.player.max_turns),
     batching=trainer.settings.estimate.batching,
-    sampling=abstract.sampler_plan(config, policy, state, kept),
+    sampling=abstract.sampler_plan(config, policy, state, kept + sum(served.values())),
+    served=served,
   )  # fmt: skip
 
 
@@ -150,7 +155,8 @@ def _update(run: Run) -> list[Program]:
   _, widest = plan(rows=size)
   score_calls, score_shape = plan(length=n.row, sampled=n.sampled, rows=rows)
   runs = config.algorithm.ppo_epochs * rows / size * calls
-  held = _bytes(run, 'opt_state', 'reference')
+  served = sum(run.served.values()) + (run.sampling.copied if run.served else 0)
+  held = _bytes(run, 'opt_state', 'reference') + served
   scored = (config.algorithm.old_logprobs == 'trainer') + trainer.settings.reference
 
   def batch(shape):
@@ -169,7 +175,7 @@ def _update(run: Run) -> list[Program]:
     ),
     Program('gradient', 'gradient', 'update', text(mean), learn('accumulate', mean), runs, held),
     Program('apply', 'apply', 'update', 'all weights', learn('apply', mean),
-            build.steps_per_iteration(config), _bytes(run, 'frozen', 'reference')),
+            build.steps_per_iteration(config), _bytes(run, 'frozen', 'reference') + served),
   ]  # fmt: skip
   if widest != mean:
     found.insert(
@@ -232,6 +238,8 @@ def _cast(run: Run) -> list[Program]:
   if not s.copied:
     return []
   shape = f'to {run.trainer.model.model.policy.dtype}' + (', gathered' if s.gathered else '')
+  if sampler.decode_shards > 1:
+    shape += f', MLP and vocabulary over {sampler.decode_shards} devices'
   held = _bytes(run, 'params', 'opt_state', 'reference') - _copied_from(run)
   return [
     Program(
@@ -242,7 +250,8 @@ def _cast(run: Run) -> list[Program]:
 
 def _held(run: Run) -> int:
   """Bytes a device besides the arguments while rows are sampled; the weights that were copied are among them."""
-  return _bytes(run, 'opt_state', 'reference') + _copied_from(run)
+  others = sum(size for kind, size in run.served.items() if kind != SERVER_CACHE)
+  return _bytes(run, 'opt_state', 'reference') + _copied_from(run) + others
 
 
 def _copied_from(run: Run) -> int:

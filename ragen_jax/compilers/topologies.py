@@ -20,59 +20,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies as jax_topologies
 
+from ragen_jax.distributed.chips import CHIPS, Chip
 from ragen_jax.utils.errors import UserError
-
-_GB = 10**9
-_GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-  """The numbers of one chip as its maker gives them.
-
-  Attributes:
-    platform: 'tpu' or 'cuda'.
-    flops: bf16 operations a second at most, products of dense matrices with float32 sums.
-    hbm_bytes: memory.
-    hbm_bandwidth: bytes a second between memory and chip.
-    link_bandwidth: bytes a second that a chip sends to the others, over all its links, one way.
-    clock: Hz of the compiler's cycles: the clock at which the matrix units have the peak `flops`.
-    shapes: the names that follow the colon, '2x4' for TPUs and '8' for GPUs; those that are offered most.
-    source: where the numbers come from.
-  """
-
-  platform: str
-  flops: float
-  hbm_bytes: float
-  hbm_bandwidth: float
-  link_bandwidth: float
-  clock: float
-  shapes: tuple[str, ...]
-  source: str
-
-
-_FLAT = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
-_CUBES = ('2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8')
-_GPUS = ('1', '2', '4', '8')
-
-# Links of TPUs: half of the documented bandwidth, which counts both directions. The memory of TPUs is in GiB.
-CHIPS: dict[str, Chip] = {
-  'v5e': Chip(
-    'tpu', 197e12, 16 * _GIB, 819e9, 100e9, 1.5e9, _FLAT, 'https://cloud.google.com/tpu/docs/v5e'
-  ),
-  'v6e': Chip(
-    'tpu', 918e12, 32 * _GIB, 1640e9, 224e9, 1.75e9, _FLAT, 'https://cloud.google.com/tpu/docs/v6e'
-  ),
-  'v5p': Chip(
-    'tpu', 459e12, 95 * _GIB, 2765e9, 300e9, 1.75e9, _CUBES, 'https://cloud.google.com/tpu/docs/v5p'
-  ),
-  'h100': Chip(
-    'cuda', 989e12, 80 * _GIB, 3352e9, 450e9, 1.98e9, _GPUS, 'https://www.nvidia.com/en-us/data-center/h100/'
-  ),
-  'h200': Chip(
-    'cuda', 989e12, 141 * _GB, 4800e9, 450e9, 1.98e9, _GPUS, 'https://www.nvidia.com/en-us/data-center/h200/'
-  ),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

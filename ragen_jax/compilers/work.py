@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from ragen_jax.compilers.hlo import Instruction, Program
-from ragen_jax.compilers.topologies import Chip
+from ragen_jax.distributed.chips import Chip
 
 # Shares of peak and bandwidth that large kernels reach: of an H200, benchmarks/accelerator.py has 790 of 989 TFLOP/s
 # and 4.3 of 4.8 TB/s.
@@ -42,6 +42,7 @@ class Work:
     kernels: that are started.
     collectives: bytes of the results of collectives, by kind.
     sent: bytes that a device sends at least for them, in a ring.
+    waits: seconds that the collectives take besides, however few their bytes.
     loops: the loops whose number of runs the compiler does not know, and those in them, one run each.
   """
 
@@ -49,6 +50,7 @@ class Work:
   kernels: int = 0
   collectives: dict[str, float] = dataclasses.field(default_factory=dict)
   sent: float = 0.0
+  waits: float = 0.0
   loops: tuple[Work, ...] = ()
 
   def __add__(self, other: Work) -> Work:
@@ -60,6 +62,7 @@ class Work:
         for kind in self.collectives | other.collectives
       },
       self.sent + other.sent,
+      self.waits + other.waits,
       self.loops + other.loops,
     )
 
@@ -69,12 +72,16 @@ class Work:
     if found is None:
       return None
     loops = tuple(cls.from_dict(x) for x in found['loops'])
-    return cls(found['seconds'], found['kernels'], found['collectives'], found['sent'], loops)
+    return cls(found['seconds'], found['kernels'], found['collectives'], found['sent'], found['waits'], loops)
 
   def times(self, n: float) -> Work:
     """`n` runs; its loops are still told for one run."""
     collectives = {kind: size * n for kind, size in self.collectives.items()}
-    return Work(self.seconds * n, self.kernels * n, collectives, self.sent * n, self.loops)
+    return Work(self.seconds * n, self.kernels * n, collectives, self.sent * n, self.waits * n, self.loops)
+
+  def link_seconds(self, chip: Chip) -> float:
+    """Seconds of the collectives, none of them hidden behind work."""
+    return self.sent / chip.link_bandwidth + self.waits
 
 
 def of_program(program: Program, chip: Chip, devices: int, loop_trips: int = 1) -> Work:
@@ -131,7 +138,10 @@ class _Reader:
       data = [a for a in results if a.shape]
       results = tuple(data[len(data) // 2 :])
     size = sum(a.bytes for a in results)
-    return Work(0.0, 1, {kind: size}, _sent(kind, size, _group_size(x, self._devices)))
+    group = _group_size(x, self._devices)
+    # A sum that all devices get is a sum whose parts stay divided, and a gather of the parts.
+    exchanges = 2 if kind == 'all-reduce' else 1
+    return Work(0.0, 1, {kind: size}, _sent(kind, size, group), exchanges * self._chip.exchange_seconds(group))
 
   def _collectives_inside(self, x: Instruction) -> Work:
     """Of a fusion; a reduction that keeps its own part only sends half as much as one that gives all to all."""
@@ -143,7 +153,7 @@ class _Reader:
           continue
         work = self._collective(kind, y)
         if kind == 'all-reduce' and any('all-reduce-scatter' in name for name in (x.name, *x.called)):
-          work = Work(0.0, 1, {'reduce-scatter': work.collectives[kind]}, work.sent / 2)
+          work = Work(0.0, 1, {'reduce-scatter': work.collectives[kind]}, work.sent / 2, work.waits / 2)
         found += dataclasses.replace(work, kernels=0)
     return found
 

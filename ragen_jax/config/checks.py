@@ -26,6 +26,7 @@ from ragen_jax.models.attention import IMPLEMENTATIONS
 from ragen_jax.models.attention_choice import AUTO, choose_attention
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.sampling import division
 from ragen_jax.training import batch_sizes
 from ragen_jax.utils.errors import UserError
 
@@ -43,7 +44,7 @@ _NOT_NEGATIVE = (
   'logging.episodes', 'logging.episodes_every', 'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef',
   'optimizer.actor_lr', 'optimizer.critic_lr', 'optimizer.warmup_steps', 'optimizer.weight_decay',
   'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high', 'train.first_level', 'eval.first_level',
-  'optimizer.critic_warmup', 'agent.rows_in_flight', 'optimizer.micro_batch_size',
+  'optimizer.critic_warmup', 'agent.rows_in_flight', 'agent.decode_shards', 'optimizer.micro_batch_size',
 )  # fmt: skip
 
 
@@ -189,5 +190,6 @@ def _check_weights(config: ConfigDict) -> None:
   cfg = read_config(directory)
   weight_shardings(cfg, mesh)
   choose_attention(config.model.attention, cfg, build.compute_dtype(config), mesh)
+  division.choose(config.agent.decode_shards, cfg, build.compute_dtype(config), mesh)
   if config.model.separate_critic:
     weight_shardings(read_config(critic_directory(directory)), mesh)

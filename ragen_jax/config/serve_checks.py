@@ -6,8 +6,10 @@ import re
 
 from ml_collections import ConfigDict
 
-from ragen_jax import build_agents
+from ragen_jax import build, build_agents, build_frozen
 from ragen_jax.config import rules
+from ragen_jax.envs import AgentTasks
+from ragen_jax.serving.env_program import ENVIRONMENT
 from ragen_jax.serving.episodes import INCOMPLETE
 from ragen_jax.serving.reply_reader import BadCalls
 from ragen_jax.utils.errors import UserError
@@ -15,6 +17,7 @@ from ragen_jax.utils.errors import UserError
 _MODEL = re.compile(r'[A-Za-z0-9_./-]{1,100}')
 # Clients choose another endpoint for models of these names.
 _TAKEN = re.compile(r'gpt|codex|o[0-9]', re.IGNORECASE)
+_NAME = re.compile(r'[\w-]*')
 
 
 def check_serve(config: ConfigDict) -> None:
@@ -34,18 +37,69 @@ def check_serve(config: ConfigDict) -> None:
     config, 1, 'serve.slots', 'serve.max_queue', 'serve.max_connections', 'serve.max_body', 'serve.max_concurrency',
     'serve.max_attempts',
   )  # fmt: skip
-  rules.at_least(config, 0, 'serve.grace', 'serve.heartbeat')
+  rules.at_least(config, 0, 'serve.grace', 'serve.heartbeat', 'serve.max_staleness')
   rules.above(config, 0, 'serve.timeout', 'serve.keep')
   try:
     re.compile(s.trained)
   except re.error as e:
     raise UserError(f'serve.trained={s.trained!r}: must be a regular expression ({e})') from e
+  _check_frozen(config)
   rules.one_of(config, 'serve.incomplete', INCOMPLETE)
   rules.one_of(config, 'serve.bad_calls', tuple(map(str, BadCalls)))
-  if not build_agents.plays_agents(config):
+  agents = build_agents.plays_agents(config)
+  _check_staleness(config, agents)
+  if not agents:
     return
   rules.check(
     config, 'eval.greedy_too', not config.eval.greedy_too or config.eval.temperature > 0,
     'must be False if eval.temperature is 0',
   )  # fmt: skip
   rules.check(config, 'filter.max_rollouts', config.filter.max_rollouts == 1, 'must be 1 if agent programs play')
+  for tag in (*config.train.tags, *config.eval.tags):
+    _check_environment(config, tag)
+
+
+def _check_staleness(config: ConfigDict, agents: bool) -> None:
+  """Checks that tokens sampled ahead are corrected for their age, and that nothing else keeps old rollouts."""
+  ahead = config.serve.max_staleness > 0
+  for ok, allowed in (
+    (agents, "must be 0 unless agent programs play (envs.TAG.type='agent')"),
+    (config.algorithm.tis_cap > 0, "above 0 needs algorithm.tis_cap above 0, with algorithm.old_logprobs='trainer'"),
+    (config.train.online_k == 1, f'must be 0 with train.online_k={config.train.online_k}'),
+    (config.replay.groups == 0, f'must be 0 with replay.groups={config.replay.groups}'),
+    (config.monitor.echo_trap != 'rollback', "must be 0 with monitor.echo_trap='rollback'"),
+  ):
+    rules.check(config, 'serve.max_staleness', ok or not ahead, allowed)
+
+
+def _check_environment(config: ConfigDict, tag: str) -> None:
+  """Checks the environment that a built-in runner plays, if the tag has one."""
+  runner, field = config.envs[tag].runner, f'envs.{tag}.runner'
+  if not runner.startswith(ENVIRONMENT):
+    return
+  name = runner.removeprefix(ENVIRONMENT)
+  others = [other for other, options in config.envs.items() if options.get('type') != AgentTasks.name]
+  rules.check(config, field, name in others, f'{ENVIRONMENT}TAG names an environment of envs: {", ".join(others)}')
+  build.env_specs(config, (name,), (1,), field=field)
+  rules.check(config, f'envs.{tag}.tasks', not config.envs[tag].tasks, f"must be '' with {field}={runner!r}")
+  turns, enough = config.envs[name].max_turns, config.envs[tag].max_turns >= config.envs[name].max_turns
+  rules.check(config, f'envs.{tag}.max_turns', enough, f'must be at least envs.{name}.max_turns={turns}')
+
+
+def _check_frozen(config: ConfigDict) -> None:
+  """Checks that the frozen models can be found, and that no agent whose name is spelled out is frozen and trained."""
+  build_frozen.frozen_models(config)
+  trained = config.serve.trained
+  for agents, _ in build_frozen.frozen_agents(config):
+    both = [name for name in _names(agents) if re.fullmatch(trained, name)]
+    both += [name for name in _names(trained) if re.fullmatch(agents, name)]
+    if both:
+      raise UserError(
+        f'serve.trained={trained!r}: must not match the frozen agent {both[0]!r} (serve.frozen={config.serve.frozen!r})'
+      )
+
+
+def _names(expression: str) -> list[str]:
+  """The names that are alternatives of an expression without other operators than |."""
+  parts = expression.split('|')
+  return parts if all(_NAME.fullmatch(part) for part in parts) else []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +70,36 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   return PartitionSpec()
 
 
+# Weights that neighbouring devices divide among them while tokens are sampled: most of a model, and no heads.
+_SHARED = re.compile(r'(embed_tokens|(gate|up|down)_proj/.*|lm_head/.*)$')
+
+
+def sampling_mesh(mesh: Mesh, group: int) -> Mesh:
+  """The same devices in the same order, with `group` neighbours along `fsdp`; `group` divides `row_shards`."""
+  shape = (row_shards(mesh) // group, group, mesh.shape['tensor'])
+  return Mesh(mesh.devices.reshape(shape), mesh.axis_names)
+
+
+def sampling_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """The layout of one weight while tokens are sampled: heads over `tensor`, MLP and vocabulary over `fsdp` too.
+
+  A device attends with its own rows, and computes the MLP and the logits of its neighbours' rows as well, with its part
+  of these weights. Arguments and errors are those of `weight_spec`; the mesh is that of `sampling_mesh`.
+  """
+  spec = without_axis(weight_spec(path, shape, mesh), 'fsdp')
+  if not _SHARED.search(path):
+    return spec
+  axes = tuple(('tensor', 'fsdp') if name == 'tensor' else name for name in spec)
+  parts = mesh.shape['tensor'] * mesh.shape['fsdp']
+  for size, axis in zip(shape, axes, strict=True):
+    if axis is not None and size % parts:
+      raise UserError(
+        f'agent.decode_shards={mesh.shape["fsdp"]}: with mesh.tensor={mesh.shape["tensor"]} it does not divide the '
+        f'{size} of {path} {list(shape)}'
+      )
+  return PartitionSpec(*axes)
+
+
 # Smaller arrays of the optimiser stay whole: to exchange their parts takes longer than to compute all of them.
 _LEAST_DIVIDED = 2**12
 
@@ -102,11 +133,15 @@ def optimizer_shardings(tree: Any, mesh: Mesh) -> Any:
 
 def _shardings(tree: Any, mesh: Mesh, spec: Callable[[str, tuple[int, ...], Mesh], PartitionSpec]) -> Any:
   def of(path, leaf):
-    names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
-    names = [n for n in names if n != 'value']
-    return NamedSharding(mesh, spec('/'.join(names), leaf.shape, mesh))
+    return NamedSharding(mesh, spec(path_of(path), leaf.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def path_of(path: Sequence[Any]) -> str:
+  """The path of a leaf of a tree of weights, as `RULES` has it."""
+  names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
+  return '/'.join(n for n in names if n != 'value')
 
 
 def exchanged(weights: Any, mesh: Mesh) -> Any:
@@ -160,6 +195,48 @@ def row_shards(mesh: Mesh) -> int:
 def row_sharding(mesh: Mesh) -> NamedSharding:
   """The layout of arrays [B, ...] with rows divided."""
   return NamedSharding(mesh, PartitionSpec(ROW_AXES))
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingLayout:
+  """How the computations of sampled tokens are laid out.
+
+  Attributes:
+    mesh: the devices that rows are divided over; None for one.
+    shared: weights are laid out as `sampling_spec` says, so a device needs the rows of its neighbours for the MLP and
+      the logits. The mesh is a `sampling_mesh`.
+    least_rows: rows that a product with weights has on each device at least; those that are not there are zeros.
+  """
+
+  mesh: Mesh | None
+  shared: bool
+  least_rows: int
+
+  def gathered(self, x: jax.Array) -> jax.Array:
+    """Rows [B, ...] with those of the neighbours, if they are needed."""
+    if not self.shared:
+      return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec('data')))
+
+  def divided(self, x: jax.Array) -> jax.Array:
+    """The rows that `gathered` gathered, each on its own device."""
+    return jax.lax.with_sharding_constraint(x, row_sharding(self.mesh)) if self.shared else x
+
+  def padded(self, x: jax.Array) -> jax.Array:
+    """Rows [B, ...] with as many rows of zeros as are missing, behind the rows of each device."""
+    shards = 1 if self.mesh is None else row_shards(self.mesh)
+    missing = self.least_rows - len(x) // shards
+    if missing <= 0:
+      return x
+    x = x.reshape(shards, -1, *x.shape[1:])
+    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))).reshape(-1, *x.shape[2:])
+
+  def without_padding(self, x: jax.Array, rows: int) -> jax.Array:
+    """The `rows` rows that `padded` got."""
+    if len(x) == rows:
+      return x
+    shards = 1 if self.mesh is None else row_shards(self.mesh)
+    return x.reshape(shards, -1, *x.shape[1:])[:, : rows // shards].reshape(rows, *x.shape[1:])
 
 
 def looked_up(mesh: Mesh) -> NamedSharding:

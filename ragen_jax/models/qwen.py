@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from ragen_jax.distributed.sharding import looked_up
+from ragen_jax.distributed.sharding import SamplingLayout, looked_up, row_sharding
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal, is_kept
 from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
 from ragen_jax.models.rotary import frequency_axes, rotary
@@ -136,12 +136,15 @@ class Attention(nnx.Module):
     if cfg.qk_norm:
       self.q_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
       self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
+    self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
   def __call__(self, x, positions, mask, cache, window, column, segments=None):
     if self.cfg.hidden_size < _FUSE_BELOW_WIDTH:
       q, k, v = fused_projection(x, [self.q_proj, self.k_proj, self.v_proj])
     else:
       q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    if self.sampling is not None:
+      q, k, v = (self.sampling.without_padding(part, len(positions)) for part in (q, k, v))
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     q, k = (rotary(x, positions, self.cfg.rope_theta, self.cfg.rope_axes) for x in (q, k))
@@ -151,7 +154,10 @@ class Attention(nnx.Module):
         v=jax.lax.dynamic_update_slice_in_dim(window.v, v.astype(window.v.dtype), column, axis=1),
       )
       kept = None if cache is None else (cache.k, cache.v, mask.kept)
-      return self.o_proj(attend(q, window.k, window.v, mask.new, kept, settings=self.attention)), window
+      out = attend(q, window.k, window.v, mask.new, kept, settings=self.attention)
+      if self.sampling is not None and len(x) > len(out):
+        out = self.sampling.padded(out)
+      return self.o_proj(out), window
     if mask is None:
       return self.o_proj(causal(q, k, v, segments, self.attention)), None
     return self.o_proj(attend(q, k, v, mask, settings=self.attention)), None
@@ -166,13 +172,17 @@ class MLP(nnx.Module):
     self.gate_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
     self.up_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
     self.down_proj = Projection((f,), (d,), bias=False, param_dtype=param_dtype, rngs=rngs)
+    self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    if self.sampling is not None:
+      x = self.sampling.gathered(x)
     if self.fused:
       gate, up = fused_projection(x, [self.gate_proj, self.up_proj])
     else:
       gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(jax.nn.silu(gate) * up)
+    y = self.down_proj(jax.nn.silu(gate) * up)
+    return y if self.sampling is None else self.sampling.divided(y)
 
 
 class Layer(nnx.Module):
@@ -218,6 +228,7 @@ class Qwen(nnx.Module):
     # Set on a mesh: the layout of activations, rows divided. Without it the compiler may choose the layout of the
     # weights, and every device would compute all rows.
     self.activation_sharding: jax.sharding.NamedSharding | None = None
+    self.sampling: SamplingLayout | None = None  # see `sample_on`
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
@@ -232,10 +243,21 @@ class Qwen(nnx.Module):
     else:
       self.visual = VisionTower(cfg.vision, dtype=dtype, param_dtype=param_dtype, attention=attention, rngs=rngs)
 
+  def sample_on(self, layout: SamplingLayout) -> None:
+    """Lays computations out for the sampling of tokens."""
+    if layout.shared:
+      self.activation_sharding = row_sharding(layout.mesh)
+    self.sampling = layout
+    for layer in self.layers:
+      layer.self_attn.sampling = layer.mlp.sampling = layout
+
   def embed(self, tokens: jax.Array) -> jax.Array:
     """Token ids i32[B, T] -> embeddings [B, T, D]."""
+    shared = self.sampling is not None and self.sampling.shared
+    if shared:
+      tokens = self.sampling.gathered(tokens)
     x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
-    if self.activation_sharding is not None:
+    if not shared and self.activation_sharding is not None:
       x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
     return self._lay_out(x)
 
@@ -297,7 +319,10 @@ class Qwen(nnx.Module):
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
     added = 0 if deepstack is None else deepstack.shape[1]
     one_by_one = added if self.scan_layers and window is None else len(self.layers)
-    written = []
+    rows, written = len(x), []
+    pads = self.sampling is not None and window is not None and deepstack is None and x.shape[1] == 1
+    if pads:
+      x = self._lay_out(self.sampling.padded(x))
     for i, layer in enumerate(list(self.layers)[:one_by_one]):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
@@ -311,7 +336,8 @@ class Qwen(nnx.Module):
       written.append(new)
     if one_by_one < len(self.layers):
       x = self._scan(list(self.layers)[one_by_one:], x, positions, mask, remat, segments)
-    return self.norm(x), (None if window is None else tuple(written))
+    x = self.norm(x)
+    return (self.sampling.without_padding(x, rows) if pads else x), (None if window is None else tuple(written))
 
   def _kept(self, remat: str) -> Any:
     """The policy of `jax.checkpoint` for 'elementwise' and 'layers'; None keeps nothing."""
@@ -331,11 +357,16 @@ class Qwen(nnx.Module):
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""
+    rows = len(hidden)
+    if self.sampling is not None:
+      hidden = self.sampling.gathered(self.sampling.padded(hidden))
     if self.cfg.tie_word_embeddings:
       head = self.embed_tokens[...].astype(hidden.dtype)  # [V, D]
-      return jnp.einsum('...D,VD->...V', hidden, head, preferred_element_type=jnp.float32)
-    head = self.lm_head.matrix(hidden.dtype)  # [D, V]
-    return jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
+      logits = jnp.einsum('...D,VD->...V', hidden, head, preferred_element_type=jnp.float32)
+    else:
+      head = self.lm_head.matrix(hidden.dtype)  # [D, V]
+      logits = jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
+    return logits if self.sampling is None else self.sampling.without_padding(logits, rows)
 
   def init_cache(self, batch: int, size: int, dtype: Any | None = None) -> tuple[LayerCache, ...]:
     """An empty cache for `batch` rows of `size` columns; the default type is that of activations."""

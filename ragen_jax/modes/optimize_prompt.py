@@ -14,7 +14,7 @@ import sys
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import build, build_agents
+from ragen_jax import build, build_agents, build_frozen
 from ragen_jax.agent.endpoint_client import EndpointSettings, read_key
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
 from ragen_jax.config.checks import check_config, check_eval
@@ -74,12 +74,13 @@ def optimize_prompt(config: ConfigDict, workdir: str, *, given: bool) -> tuple[R
     policy, params = load_weights(config, checkpointer, step)
     name = f'checkpoint {step} of {workdir}' if step is not None else f'model {model_name(config)}'
     _log.info('%s: %s', name, policy.describe())
-    runners = [config.envs[tag].runner for tag in dict.fromkeys((*config.train.tags, *config.eval.tags))]
+    runner = build_agents.task_runner(config, policy)
     served = build_agents.server_settings(config, policy, trains=True)
+    frozen = build_frozen.load_frozen(config, policy)
     with (
-      open_server(served, policy, params, step or 0, folder) as server,
+      open_server(served, policy, params, step or 0, folder, frozen) as server,
       run_agents(
-        server, runners, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
+        server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
       ),
       MetricWriter(folder) as writer,
     ):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from ragen_jax import build_agents
 from ragen_jax.compilers import memory
 from ragen_jax.compilers.memory import MemoryPlan
 from ragen_jax.config.checks import check_config
@@ -66,7 +67,10 @@ def candidates(config: ConfigDict, phase: str, rows: int) -> Iterator[dict[str, 
     rows: rows of the devices in the last two.
   """
   o, mesh = config.optimizer, make_mesh(**config.mesh)
-  if phase != 'update' and rows and rows % (2 * row_shards(mesh)) == 0:
+  if build_agents.plays_agents(config):
+    if phase != 'update' and config.serve.slots % (2 * row_shards(mesh)) == 0:
+      yield {'serve.slots': config.serve.slots // 2}
+  elif phase != 'update' and rows and rows % (2 * row_shards(mesh)) == 0:
     yield {'agent.rows_in_flight': rows // 2}
   if phase == 'update':
     if config.model.remat is False:

@@ -10,11 +10,13 @@ import jax
 from ml_collections import ConfigDict
 
 from ragen_jax.compilers import estimate, programs, topologies
+from ragen_jax.compilers.abstract import compute_dtype
 from ragen_jax.compilers.estimate import Estimate, Measured
 from ragen_jax.compilers.programs import Run
 from ragen_jax.compilers.topologies import Topology
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.modes.plan_changes import candidates
+from ragen_jax.sampling import division
 from ragen_jax.training.memory import USABLE
 
 _GIB = 2**30
@@ -70,7 +72,7 @@ def _write_program(m: Measured, topology: Topology, out: TextIO) -> None:
   work = m.cost.work
   times = ('-', '-')
   if work is not None:
-    times = (f'{1e3 * work.seconds:.2f}', f'{1e3 * work.sent / topology.chip.link_bandwidth:.2f}')
+    times = (f'{1e3 * work.seconds:.2f}', f'{1e3 * work.link_seconds(topology.chip):.2f}')
   out.write(
     f'{p.name:16}{runs:>6}{m.cost.compile_cpu_seconds:15.1f}{m.cost.hbm / _GIB:8.2f}{times[0]:>10}{times[1]:>10}  '
     f'{p.shape}\n'
@@ -104,7 +106,7 @@ def _write_time(found: Estimate, topology: Topology, measured: Sequence[Measured
   source = "the compiler's cycles" if by_compiler else 'operations and bytes at what such a chip reaches'
   seconds = found.iteration
   out.write(
-    f'\nSeconds of an iteration, + collectives at full speed of the links:   {parts}\n'
+    f'\nSeconds of an iteration, + collectives:   {parts}\n'
     f'Together {seconds:.2f} s, {found.sampled / seconds:.0f} sampled tokens a second; evaluations '
     f'{found.evaluation:.2f} s an iteration.\n'
     f'MFU of the update: {found.mfu:.1%}.\n'
@@ -140,7 +142,10 @@ def _advice(run: Run, found: Estimate, topology: Topology) -> Iterator[str]:
     if change is not None:
       flags = ' '.join(f'--config.{name}={value}' for name, value in change.items())
       yield f'the {worst} does not fit: {flags}'
-  if found.decode.gathered > _MUCH_GATHERED and mesh['fsdp'] > 1:
+  best = division.choose(0, run.cfg, compute_dtype(c), run.mesh)
+  if c.agent.decode_shards == 1 and best > 1:
+    yield f'each device reads all weights for every token: --config.agent.decode_shards={best}'
+  elif found.decode.gathered > _MUCH_GATHERED and mesh['fsdp'] > 1:
     heads = run.cfg.num_kv_heads
     tensor = max(n for n in range(1, heads + 1) if heads % n == 0 and (mesh['fsdp'] * mesh['tensor']) % n == 0)
     if tensor > mesh['tensor']:

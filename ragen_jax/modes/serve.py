@@ -9,7 +9,7 @@ import threading
 import jax
 from ml_collections import ConfigDict
 
-from ragen_jax import build_agents
+from ragen_jax import build_agents, build_frozen
 from ragen_jax.config.checks import check_config, check_eval
 from ragen_jax.modes.chosen_checkpoint import compare_with_run, find_step, load_weights, model_name
 from ragen_jax.runs.checkpoints import Checkpointer
@@ -47,10 +47,11 @@ def serve(config: ConfigDict, workdir: str, *, given: bool, stop: threading.Even
     use_compilation_cache(config.compilation_cache, workdir)
     policy, params = load_weights(config, checkpointer, step)
   settings = build_agents.server_settings(config, policy, trains=False)
+  frozen = build_frozen.load_frozen(config, policy)
   name = f'checkpoint {step} of {workdir}' if step is not None else f'model {model_name(config)}'
-  with open_server(settings, policy, params, step or 0, os.path.join(workdir, 'serve')) as server:
+  with open_server(settings, policy, params, step or 0, os.path.join(workdir, 'serve'), frozen) as server:
     _log.info('%s: %s', name, policy.describe())
-    server.engine.compile()
+    server.engines.compile()
     _log.info('serving %r at %s/v1; rollouts are at %s', config.serve.model, server.url, server.url)
     if not os.environ.get(ADMIN_KEY):
       _log.info('the rollout API is closed: %s is not set in the environment', ADMIN_KEY)

@@ -66,8 +66,8 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     ),
     'replay': ('groups', 'max_age'),
     'serve': (
-      'timeout', 'heartbeat', 'max_attempts', 'trained', 'incomplete', 'success_reward', 'success_score',
-      'keep_thoughts', 'bad_calls',
+      'timeout', 'heartbeat', 'max_attempts', 'trained', 'frozen', 'incomplete', 'success_reward', 'success_score',
+      'keep_thoughts', 'bad_calls', 'max_staleness',
     ),
     'prompt': ('text', 'file'),
     'monitor': (
@@ -102,7 +102,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
   'kernels': {'model': ('attention', 'remat')},
   'shapes': {
-    'agent': ('schedule', 'decode_chunk', 'rows_in_flight'),
+    'agent': ('schedule', 'decode_chunk', 'rows_in_flight', 'decode_shards'),
     'optimizer': ('packing',),
     'serve': ('slots',),
   },

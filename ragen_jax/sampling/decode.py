@@ -243,7 +243,9 @@ def decode(
   def not_finished(carry):
     step, _, _, reply = carry
     complete = jnp.sum(((budget > 0) & ~reply.open).reshape(shards, -1), axis=1)
-    return (step < columns) & jnp.any(reply.open) & jnp.all(complete < enough)
+    of_shards = jnp.stack([reply.open.reshape(shards, -1).any(axis=1), complete >= enough])
+    any_open, any_enough = of_shards.any(axis=1)  # one exchange between devices for both
+    return (step < columns) & any_open & ~any_enough
 
   rows = len(budget)
   empty = _empty_reply(budget, columns, alternatives)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import ROW_AXES, without_axis
+from ragen_jax.distributed.sharding import ROW_AXES, SamplingLayout, path_of, sampling_mesh, sampling_spec, without_axis
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import capacity, kv_cache
@@ -26,6 +26,10 @@ from ragen_jax.sampling.decode import Reply, decode, extend
 from ragen_jax.sampling.draw import RowSampling, Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.utils.errors import UserError
+
+# Rows of a device with which the compiler of TPUs computes products of matrices. With fewer it computes products of
+# vectors, which take half as long again.
+_LEAST_ROWS = {'tpu': 8}
 
 __all__ = ['Reply', 'RowSampling', 'Sampler', 'SamplerState', 'Sampling']
 
@@ -37,6 +41,7 @@ class Sampler:
     traces: number of traces of each program, by name.
     share: the rows that belong to this process.
     values: whether values are recorded.
+    decode_shards: neighbouring devices that divide the MLP and the vocabulary among them.
   """
 
   def __init__(
@@ -47,6 +52,7 @@ class Sampler:
     vocab_limit: int | None = None,
     values: bool = True,
     mesh: Mesh | None = None,
+    decode_shards: int = 1,
   ):
     """Takes the structure of a model; weights are arguments of every call.
 
@@ -56,6 +62,8 @@ class Sampler:
       vocab_limit: see `decode`; default the whole vocabulary.
       values: record values, if the critic reads the policy's trunk.
       mesh: the devices that rows and heads are divided over; default one device.
+      decode_shards: neighbouring devices that divide the MLP and the vocabulary among them, see
+        `sharding.sampling_spec`; above 1, it needs a mesh.
 
     Raises:
       UserError: `mesh.tensor` does not divide the key/value heads; see also `processes.row_share`.
@@ -64,6 +72,14 @@ class Sampler:
       raise UserError(
         f'mesh.tensor={mesh.shape["tensor"]}: does not divide the {model.policy.cfg.num_kv_heads} key/value heads'
       )
+    self.decode_shards = decode_shards
+    if decode_shards > 1:
+      mesh = sampling_mesh(mesh, decode_shards)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    model = nnx.merge(*nnx.split(model))  # a structure of its own, with the same arrays
+    model.policy.sample_on(
+      SamplingLayout(mesh, decode_shards > 1, 1 if decode_shards > 1 else _LEAST_ROWS.get(platform, 1))
+    )
     self.graphdef, _ = nnx.split(model)
     self.cfg = model.policy.cfg
     self.stop_ids = tuple(stop_ids)
@@ -207,7 +223,7 @@ class Sampler:
     return self._cast(changed, wanted, gathered).lower({i: leaves[i] for i in changed}) if changed else None
 
   def _can_gather(self, params: Any) -> bool:
-    if self._mesh is None or self._mesh.shape['fsdp'] == 1:
+    if self._mesh is None or self.decode_shards > 1 or self._mesh.shape['fsdp'] == 1:
       return True
     needed = 2 * capacity.bytes_per_device(self.abstract_weights({'policy': params['policy']}))
     free = capacity.free_bytes(self._mesh.local_devices)
@@ -217,11 +233,13 @@ class Sampler:
     """Shapes, types and layout of `decode_weights`; arguments may be abstract."""
 
     def of(path, x):
-      names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
-      if names[0] != 'policy' or x.ndim < 2:
+      name = path_of(path)
+      if not name.startswith('policy/') or x.ndim < 2:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
       sharding = x.sharding
-      if gathered and isinstance(sharding, NamedSharding):
+      if self.decode_shards > 1:
+        sharding = NamedSharding(self._mesh, sampling_spec(name, x.shape, self._mesh))
+      elif gathered and isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, without_axis(sharding.spec, 'fsdp'))
       return jax.ShapeDtypeStruct(x.shape, self._policy.dtype, sharding=sharding)
 

@@ -22,6 +22,7 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, AgentServer
+from ragen_jax.serving.client import Task
 from ragen_jax.serving.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.keys import split_key
 from ragen_jax.serving.pool import LocalQueue, Pool
@@ -33,9 +34,9 @@ from ragen_jax.utils.errors import UserError
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 10.0  # how long a stopped agent may take to end
-_LOOK_S = 1.0  # between two looks for attempts that are late
-_MOST_PRUNED = 10_000  # rollouts that are deleted at a time
-_REPORT_S = 60.0  # between two lines about a rollout that waits for workers
+LOOK_S = 1.0  # between two looks for attempts that are late
+MOST_PRUNED = 10_000  # rollouts that are deleted at a time
+REPORT_S = 60.0  # between two lines about a rollout that waits for workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,8 @@ class AgentSettings:
     episodes: how attempts become episodes.
     max_turns: most calls of an attempt.
     keep_s: seconds for which the store keeps rollouts that were collected.
+    ahead: whether training attempts go on between rollouts. Their replies in flight wait then, and do not end, when a
+      rollout is complete.
     prompt: given to the programs; '' for none.
   """
 
@@ -56,6 +59,7 @@ class AgentSettings:
   episodes: EpisodeSettings
   max_turns: int
   keep_s: float
+  ahead: bool
   prompt: str
 
 
@@ -115,27 +119,36 @@ class AgentPlayer:
     """
     del pictured
     server, lifecycle = self._server, self._server.lifecycle
-    episodes = dataclasses.replace(
-      self._settings.episodes, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-    )
     server.service.use_sampling(self._settings.mode, sampling)
-    server.engine.set_weights(params, version=policy_version, keep_cache=False)
-    server.engine.resume()
+    if self._settings.ahead:
+      server.use_weights(params, policy_version)
+    else:
+      server.engine.set_weights(params, version=policy_version, keep_cache=False)
+    server.engines.resume()
     try:
       tasks = self._queue(key, first_seed, policy_version, _digest(params, sampling))
       records = self._wait([r for _, _, records in tasks for r in records])
     finally:
-      server.engine.pause(drain=True)
-    groups = [
-      TaskAttempts(spec.tag, seed, tuple(self._finished(records[r.rollout_id]) for r in own))
-      for spec, seed, own in tasks
-    ]
-    rollout, self.metrics = build_rollout(groups, episodes, self._tokenizer.decode)
-    if rollout is None or all(e.status == Status.ENV_ERROR for e in rollout.episodes):
-      raise UserError(f'{self._settings.mode}: {_why_nothing(groups)}')
+      server.engines.pause(drain=not self._settings.ahead)
+    rollout = self._collect([(s.tag, seed, [records[r.rollout_id] for r in own]) for s, seed, own in tasks], sampling)
     now = time.time()
     lifecycle.store.close_rollouts([r for r, x in records.items() if x.closed is None], now)
-    lifecycle.store.prune(0, now - self._settings.keep_s, _MOST_PRUNED)
+    lifecycle.store.prune(0, now - self._settings.keep_s, MOST_PRUNED)
+    return rollout
+
+  def _collect(self, groups: Sequence[tuple[str, int, Sequence[RolloutRecord]]], sampling: Sampling) -> Rollout:
+    """The rollout of groups, (tag, number of the task, its rollouts) each; sets the metrics.
+
+    Raises:
+      UserError: no group can be learnt from.
+    """
+    episodes = dataclasses.replace(
+      self._settings.episodes, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+    )
+    tasks = [TaskAttempts(tag, seed, tuple(self._finished(r) for r in records)) for tag, seed, records in groups]
+    rollout, self.metrics = build_rollout(tasks, episodes, self._tokenizer.decode)
+    if rollout is None or all(e.status == Status.ENV_ERROR for e in rollout.episodes):
+      raise UserError(f'{self._settings.mode}: {_why_nothing(tasks)}')
     return rollout
 
   def _queue(
@@ -176,13 +189,17 @@ class AgentPlayer:
       if len(over) == len(rollouts):
         return over
       self._server.sweep()
-      if time.monotonic() - told > _REPORT_S:
+      if time.monotonic() - told > REPORT_S:
         told = time.monotonic()
-        running = len(store.running())
-        _log.info('%d of %d tasks are over, %d are being played', len(over), len(rollouts), running)
-        if not running and not any(spec.env.runner for spec in self.specs):
-          _log.info('workers claim tasks at %s with the key of %s', self._server.url, ADMIN_KEY)
-      changes.wait(seen, _LOOK_S)
+        self._report(f'{len(over)} of {len(rollouts)}')
+      changes.wait(seen, LOOK_S)
+
+  def _report(self, over: str) -> None:
+    """Logs how many tasks are over."""
+    running = len(self._server.lifecycle.store.running())
+    _log.info('%s tasks are over, %d are being played', over, running)
+    if not running and not any(spec.env.runner for spec in self.specs):
+      _log.info('workers claim tasks at %s with the key of %s', self._server.url, ADMIN_KEY)
 
   def _finished(self, record: RolloutRecord) -> FinishedAttempt:
     """The attempt that counts: the last one."""
@@ -222,32 +239,30 @@ def _mark(prompt: str) -> str:
 
 @contextlib.contextmanager
 def run_agents(
-  server: AgentServer, runners: Sequence[str], *, max_concurrency: int, heartbeat_s: float
+  server: AgentServer, runner: Runner | None, *, max_concurrency: int, heartbeat_s: float
 ) -> Iterator[Callable[[], Any] | None]:
   """Plays queued tasks with a runner while the block runs.
 
   Args:
     server: the server.
-    runners: `AgentTasks.runner` of all tasks.
+    runner: plays a task; None if outside workers do.
     max_concurrency: most attempts at a time.
     heartbeat_s: time between two signs of life, in seconds.
 
   Yields:
     Gives the pool's progress; None if outside workers play.
-
-  Raises:
-    UserError: the tasks have different runners, or a runner cannot be imported.
   """
-  wanted = set(runners)
-  if len(wanted) > 1:
-    raise UserError(f'envs: the tasks of one run have one runner, not {", ".join(sorted(map(repr, wanted)))}')
-  (name,) = wanted
-  if not name:
+  if runner is None:
     yield None
     return
   queue = LocalQueue(server.lifecycle, LOCAL_WORKER, server.url)
-  with Pool(queue, make_runner(name), max_concurrency, heartbeat_s, _GRACE_S) as pool:
+  with Pool(queue, runner, max_concurrency, heartbeat_s, _GRACE_S) as pool:
     yield pool.progress
+
+
+def function_runner(function: Callable[[Task], Any]) -> Runner:
+  """The runner of a function in this process."""
+  return FunctionRunner(function, _GRACE_S)
 
 
 def make_runner(name: str) -> Runner:
@@ -258,7 +273,7 @@ def make_runner(name: str) -> Runner:
   """
   words = shlex.split(name)
   if len(words) == 1 and ':' in name:
-    return FunctionRunner(load_function(name), _GRACE_S)
+    return function_runner(load_function(name))
   words = [sys.executable if words[0] == 'python' else words[0], *words[1:]]
   environment = {k: v for k, v in os.environ.items() if k not in (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')}
   return ProgramRunner(words, None, environment, _GRACE_S)

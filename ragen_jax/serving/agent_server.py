@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Any
+
+import jax
 
 from ragen_jax.serving.engine import Engine
+from ragen_jax.serving.engines import Engines
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.records import Limits
 from ragen_jax.serving.service import Service, ServiceSettings
@@ -29,7 +34,8 @@ class ServerSettings:
     open_access: calls outside of attempts need no key.
     rollout_limits: of rollouts whose creator says nothing about them.
     creates: whether rollouts may be created over HTTP.
-    engine: the engine's size.
+    frozen: agents with frozen weights, see `Engines`.
+    engine: the size of each engine.
     service: how requests are answered.
   """
 
@@ -41,6 +47,7 @@ class ServerSettings:
   open_access: bool
   rollout_limits: Limits
   creates: bool
+  frozen: tuple[tuple[str, str], ...]
   engine: EngineSettings
   service: ServiceSettings
 
@@ -49,17 +56,41 @@ class AgentServer:
   """The open parts of a server.
 
   Attributes:
-    engine: samples replies.
+    engines: sample replies.
     lifecycle: the rollouts.
     service: answers the calls.
     url: the server's address.
     admin_key: the key of the rollout API.
   """
 
-  def __init__(self, engine: Engine, lifecycle: Lifecycle, service: Service, url: str, admin_key: str):
+  def __init__(self, engines: Engines, lifecycle: Lifecycle, service: Service, url: str, admin_key: str):
     """Takes open parts."""
-    self.engine, self.lifecycle, self.service = engine, lifecycle, service
+    self.engines, self.lifecycle, self.service = engines, lifecycle, service
     self.url, self.admin_key = url, admin_key
+    self._weights: tuple[int, list[weakref.ref]] | None = None  # version and arrays of the last `use_weights`
+
+  def use_weights(self, params: Any, version: int) -> None:
+    """Has the engine sample with these weights, between two chunks; nothing happens if they are the last ones.
+
+    Replies in flight go on. What older weights have computed is computed again, so that each log-probability is that of
+    its token's version given the whole row.
+
+    Args:
+      params: see `Engine.set_weights`.
+      version: recorded for each token.
+    """
+    leaves = jax.tree.leaves(params)
+    if self._weights is not None:
+      known, arrays = self._weights
+      if known == version and len(arrays) == len(leaves) and all(a() is x for a, x in zip(arrays, leaves, strict=True)):
+        return
+    self.engine.set_weights(params, version=version, keep_cache=False)
+    self._weights = version, [weakref.ref(x) for x in leaves]
+
+  @property
+  def engine(self) -> Engine:
+    """Samples the policy."""
+    return self.engines.policy
 
   def sweep(self) -> None:
     """Ends attempts that are late or give no sign of life."""

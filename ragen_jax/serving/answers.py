@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ragen_jax.serving.reply_reader import ReplyReader
-from ragen_jax.serving.types import SamplingParams
+from ragen_jax.serving.types import Piece, SamplingParams
 from ragen_jax.serving.wire import chat, completions, responses
 from ragen_jax.serving.wire.errors import ApiError
-from ragen_jax.serving.wire.results import Choice, Head, Piece
+from ragen_jax.serving.wire.results import Choice, Head
 from ragen_jax.serving.wire.spec import CallSpec, Kind
 
 PARSERS = {Kind.CHAT: chat.parse, Kind.COMPLETIONS: completions.parse, Kind.RESPONSES: responses.parse}

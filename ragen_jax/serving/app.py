@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,10 +20,12 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ragen_jax.serving import answers, prometheus, rollout_api
+from ragen_jax.serving.failures import api_error, request_error
 from ragen_jax.serving.page import PAGE
 from ragen_jax.serving.pending import Pending
 from ragen_jax.serving.records import Limits, RequestError
-from ragen_jax.serving.service import OUTSIDE, Access, Service, api_error, request_digest, request_error
+from ragen_jax.serving.service import OUTSIDE, Access, Service, request_digest
+from ragen_jax.serving.settings import EngineStats
 from ragen_jax.serving.wire import errors, sse
 from ragen_jax.serving.wire.body import read_json
 from ragen_jax.serving.wire.spec import Kind, header_warnings
@@ -55,17 +57,23 @@ class AppSettings:
 class App:
   """The routes of a service."""
 
-  def __init__(self, settings: AppSettings, service: Service, engine_stats: Callable[[], Any], token_bytes: Any):
+  def __init__(
+    self,
+    settings: AppSettings,
+    service: Service,
+    stats: Callable[[], Mapping[str, EngineStats]],
+    token_bytes: Callable[[int], bytes],
+  ):
     """Makes the routes; `asgi` is the application.
 
     Args:
       settings: see `AppSettings`.
       service: answers requests.
-      engine_stats: gives the engine's `EngineStats`.
+      stats: see `Engines.stats`.
       token_bytes: the bytes of a token.
     """
     self._settings, self._service = settings, service
-    self._stats, self._token_bytes = engine_stats, token_bytes
+    self._stats, self._token_bytes = stats, token_bytes
     self._statuses: dict[tuple[str, int], int] = {}
     self._api = api = rollout_api.RolloutApi(
       service.lifecycle, service.forget, settings.rollout_limits, creates=settings.creates
@@ -274,12 +282,17 @@ class App:
     return _json_response(model | {'id': wanted})
 
   async def _health(self, _: Request) -> Response:
-    s = self._stats()
+    found = self._stats()
+    alive = all(s.alive for s in found.values())
     told = {
-      'status': 'ok' if s.alive else 'stopped', 'policy_version': s.version, 'slots': s.slots, 'slots_used': s.used,
-      'queued': s.queued, 'paused': s.paused,
+      name: {
+        'policy_version': s.version, 'slots': s.slots, 'slots_used': s.used, 'queued': s.queued, 'paused': s.paused
+      }
+      for name, s in found.items()
     }  # fmt: skip
-    return _json_response(told, 200 if s.alive else 503)
+    policy = told.pop('')
+    status = {'status': 'ok' if alive else 'stopped'}
+    return _json_response(status | policy | ({'frozen': told} if told else {}), 200 if alive else 503)
 
   async def _metrics(self, _: Request) -> Response:
     states = await asyncio.to_thread(self._service.lifecycle.store.counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ import numpy as np
 
 from ragen_jax.sampling.decode import Reply
 from ragen_jax.serving.text import ReplyText
-from ragen_jax.serving.types import Finish, Generated, GenerateRequest
+from ragen_jax.serving.types import Finish, Generated, GenerateRequest, Piece
 
 _log = logging.getLogger(__name__)
 
@@ -19,24 +18,6 @@ _log = logging.getLogger(__name__)
 TOP_LOGPROBS = 20
 # Temperatures between 0 and this one would divide logits to infinity.
 _SMALLEST_TEMPERATURE = 1e-3
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-  """A part of a reply, in the order of the parts. The ids and the texts of all parts are those of the reply.
-
-  Attributes:
-    ids: new ids, perhaps none.
-    logprobs: f32[n], as of `Generated`.
-    top: as of `Generated`.
-    text: new text that will not change. It may belong to earlier ids: a character whose bytes are incomplete and text
-      that may begin a stop string come later than their ids.
-  """
-
-  ids: tuple[int, ...]
-  logprobs: np.ndarray
-  top: tuple[tuple[tuple[int, float], ...], ...]
-  text: str
 
 
 class Call:

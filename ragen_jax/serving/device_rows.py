@@ -42,14 +42,14 @@ class DeviceRows:
     row_steps: rows times steps of the programs that sampled.
   """
 
-  def __init__(self, sampler: Sampler, params: Any, *, rows: int, max_context: int, chunk: int, widths: Sequence[int]):
+  def __init__(self, sampler: Sampler, params: Any, *, rows: int, columns: int, chunk: int, widths: Sequence[int]):
     """Makes the cache.
 
     Args:
       sampler: the compiled programs.
       params: weights of the `ActorCritic`, as they are trained.
       rows: B.
-      max_context: the most columns of a row that hold tokens.
+      columns: of a row: those that hold tokens, and those that a program writes behind them.
       chunk: columns of a call of `decode`.
       widths: columns of the programs that feed prompts. The smallest feeds all rows at once. A wider program feeds as
         many rows as make no more columns, at least one: it would need more memory, and would keep replies waiting.
@@ -68,8 +68,7 @@ class DeviceRows:
     self._sampler = sampler
     self._shards, self._own = share.shards, rows // share.shards
     self._chunk = chunk
-    # A program writes its columns behind the row's last one, filled or not.
-    self._size = max_context + max(self.widths[0], chunk)
+    self._size = columns
     fitting = sampler.rows_that_fit(self._own, self._size) * share.shards
     if fitting < rows:
       raise UserError(f'slots={rows}: only {fitting} rows of {self._size} columns fit into the free memory')

@@ -24,10 +24,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ragen_jax.sampling.sampler import Sampler
-from ragen_jax.serving.calls import Call, Piece, check_request
+from ragen_jax.serving.calls import Call, check_request
 from ragen_jax.serving.scheduler import Scheduler
 from ragen_jax.serving.settings import EngineSettings, EngineStats
-from ragen_jax.serving.types import Finish, Generated, GenerateRequest
+from ragen_jax.serving.types import Finish, Generated, GenerateRequest, Piece
 from ragen_jax.utils.errors import describe_error
 
 _log = logging.getLogger(__name__)

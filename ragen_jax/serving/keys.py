@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -52,6 +53,16 @@ def seed_key(seed: int, choice: int) -> tuple[int, int]:
 def split_key(key: jax.Array, rows: int) -> list[tuple[int, int]]:
   """The keys of rollouts, which are those of the rows of a rollout in our environments."""
   return [tuple(words) for words in np.asarray(jax.random.key_data(jax.random.split(key, rows))).tolist()]
+
+
+def folded_keys(key: jax.Array, folds: Sequence[int], rows: int) -> list[tuple[int, int]]:
+  """`split_key` of a key into which numbers were folded, computed on the host."""
+  words = np.asarray(jax.random.key_data(key))
+  with jax.default_device(_on_host()):
+    folded = jax.random.wrap_key_data(words)
+    for number in folds:
+      folded = jax.random.fold_in(folded, number)
+    return split_key(folded, rows)
 
 
 def _words(key: jax.Array) -> tuple[int, int]:

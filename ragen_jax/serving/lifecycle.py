@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from ragen_jax.serving.changes import Changes
 from ragen_jax.serving.checks import check_name, check_new, check_value
@@ -76,7 +76,6 @@ class Lifecycle:
     """
     check_new(new)
     rollout_id = new.rollout_id or f'r-{secrets.token_hex(8)}'
-    group = new.group or rollout_id
     digest = _digest_of(new)
     with self.store.write() as tables:
       if (known := tables.find_rollout(rollout_id)) is not None:
@@ -85,17 +84,43 @@ class Lifecycle:
         return known
       if (iteration := tables.iteration_of(rollout_id)) is not None:
         raise Conflict(f'rollout {rollout_id!r} was trained by iteration {iteration} and deleted')
-      record = RolloutRecord(
-        seq=0, rollout_id=rollout_id, input=new.input, group=group, ordinal=0, mode=new.mode,
-        state=RolloutState.QUEUED, limits=new.limits, metadata=new.metadata, key=new.key, attempt_id='', attempts=0,
-        error='', created=self._clock(), ended=None, completed=None, iteration=None, closed=None,
-      )  # fmt: skip
-      record = tables.insert_rollout(record, digest)
+      named = dataclasses.replace(new, rollout_id=rollout_id, group=new.group or rollout_id)
+      record = self._insert(tables, named, digest)
     self.changes.notify()
     return record
 
+  def replace(self, old: Sequence[str], new: Sequence[NewRollout]) -> None:
+    """Queues rollouts in place of others, which are cancelled unless they are over, and closed: all of it or nothing.
+
+    Args:
+      old: rollouts that no iteration took.
+      new: the rollouts to queue, with ids and groups.
+
+    Raises:
+      Invalid: a value is not allowed.
+      NotFound: a rollout of `old` does not exist.
+      Conflict: an iteration took a rollout of `old`, or there is or was a rollout with an id of `new`.
+    """
+    for one in new:
+      check_new(one)
+    ended: list[str] = []
+    with self.store.write() as tables:
+      for rollout_id in old:
+        record = tables.rollout(rollout_id)
+        if record.iteration is not None:
+          raise Conflict(f'rollout {rollout_id!r} was taken by iteration {record.iteration} and cannot be replaced')
+        if record.state not in OVER:
+          ended += self._cancel(tables, record)
+        if record.closed is None:
+          tables.close_rollout(rollout_id, None, self._clock())
+      for one in new:
+        if tables.find_rollout(one.rollout_id) is not None or tables.iteration_of(one.rollout_id) is not None:
+          raise Conflict(f'rollout {one.rollout_id!r} exists, or was trained')
+        self._insert(tables, one, _digest_of(one))
+    self.changes.notify(ended)
+
   def claim(self, worker: str) -> Claim | None:
-    """Starts an attempt of the oldest queued rollout; None if no rollout is queued."""
+    """Starts an attempt of the oldest queued rollout, first of those that evaluate; None if no rollout is queued."""
     check_name('worker', worker)
     with self.store.write() as tables:
       record = tables.oldest_queued()
@@ -130,11 +155,7 @@ class Lifecycle:
         return record
       if record.state in OVER:
         raise Conflict(f'rollout {rollout_id!r} is {record.state} and cannot be cancelled')
-      now, ended = self._clock(), []
-      if record.state == RolloutState.RUNNING:
-        tables.end_attempt(record.attempt_id, AttemptState.CANCELLED, '', False, now)
-        ended.append(record.attempt_id)
-      tables.end_rollout(rollout_id, RolloutState.CANCELLED, '', now)
+      ended = self._cancel(tables, record)
       record = tables.rollout(rollout_id)
     self.changes.notify(ended)
     return record
@@ -296,6 +317,22 @@ class Lifecycle:
     return reward
 
   # -- inside a transaction
+
+  def _insert(self, tables: Tables, new: NewRollout, digest: str) -> RolloutRecord:
+    record = RolloutRecord(
+      seq=0, rollout_id=new.rollout_id, input=new.input, group=new.group, ordinal=0, mode=new.mode,
+      state=RolloutState.QUEUED, limits=new.limits, metadata=new.metadata, key=new.key, attempt_id='', attempts=0,
+      error='', created=self._clock(), ended=None, completed=None, iteration=None, closed=None,
+    )  # fmt: skip
+    return tables.insert_rollout(record, digest)
+
+  def _cancel(self, tables: Tables, record: RolloutRecord) -> list[str]:
+    """Cancels a rollout that is not over; returns its attempt if one ended."""
+    now, running = self._clock(), record.state == RolloutState.RUNNING
+    if running:
+      tables.end_attempt(record.attempt_id, AttemptState.CANCELLED, '', False, now)
+    tables.end_rollout(record.rollout_id, RolloutState.CANCELLED, '', now)
+    return [record.attempt_id] if running else []
 
   def _start(self, tables: Tables, record: RolloutRecord, worker: str) -> Claim:
     now, number = self._clock(), record.attempts + 1

@@ -7,14 +7,17 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ragen_jax.agent.language_model import LanguageModel
+from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, LOOPBACK, AgentServer, ServerSettings
 from ragen_jax.serving.app import App, AppSettings
 from ragen_jax.serving.chat_format import QwenFormat
 from ragen_jax.serving.engine import Engine
+from ragen_jax.serving.engines import Engines, FrozenWeights
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.server import HttpServer
 from ragen_jax.serving.service import Service
@@ -38,7 +41,12 @@ def read_admin_key(host: str) -> str:
 
 @contextlib.contextmanager
 def open_server(
-  settings: ServerSettings, model: LanguageModel, params: Any, version: int, directory: str
+  settings: ServerSettings,
+  model: LanguageModel,
+  params: Any,
+  version: int,
+  directory: str,
+  frozen: Mapping[str, FrozenWeights] = types.MappingProxyType({}),
 ) -> Iterator[AgentServer]:
   """Opens the store in a directory, and serves a model until the block ends.
 
@@ -48,6 +56,7 @@ def open_server(
     params: its weights.
     version: number of updates that led to the weights.
     directory: of the store, agents.sqlite; it is created.
+    frozen: the weights that `settings.frozen` names.
 
   Raises:
     UserError: the address, the store or the device cannot be used.
@@ -60,18 +69,22 @@ def open_server(
     store = stack.enter_context(Store(os.path.join(directory, 'agents.sqlite')))
     lifecycle = Lifecycle(store, time.time)
     lifecycle.recover([LOCAL_WORKER])
-    engine = stack.enter_context(
-      Engine(model.sampler, model.tokenizer, settings.engine, params=params, version=version)
-    )
+
+    def engine(sampler: Sampler, weights: Any, updates: int) -> Engine:
+      return stack.enter_context(Engine(sampler, model.tokenizer, settings.engine, params=weights, version=updates))
+
+    policy = engine(model.sampler, params, version)
+    others = {name: engine(own.sampler, own.params, own.version) for name, own in frozen.items()}
+    engines = Engines(policy, others, settings.frozen)
     chat_format = QwenFormat(model.tokenizer, keep_thoughts=settings.keep_thoughts)
-    service = Service(settings.service, engine, lifecycle, model.tokenizer, chat_format)
+    service = Service(settings.service, engines, lifecycle, model.tokenizer, chat_format)
     app = App(
       AppSettings(
         admin_key, settings.open_access, settings.max_body, settings.rollout_limits, settings.creates
       ),
-      service, engine.stats,
+      service, engines.stats,
       model.tokenizer.token_bytes,
     )  # fmt: skip
     stack.callback(lifecycle.changes.subscribe(lambda ended: [service.forget(attempt) for attempt in ended]))
     http = stack.enter_context(HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections))
-    yield AgentServer(engine, lifecycle, service, http.url, admin_key)
+    yield AgentServer(engines, lifecycle, service, http.url, admin_key)

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ragen_jax.serving.types import SamplingParams
-from ragen_jax.serving.wire.results import Choice, Head, Piece
+from ragen_jax.serving.types import Piece, SamplingParams
+from ragen_jax.serving.wire.results import Choice, Head
 from ragen_jax.serving.wire.spec import CallSpec
 
 _FIRST_FOLLOWER_S = 5.0  # the handler of a request follows it a moment later

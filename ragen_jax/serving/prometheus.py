@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 from ragen_jax.serving.settings import EngineStats
@@ -30,7 +29,7 @@ _ENGINE = {
 
 
 def render(
-  stats: EngineStats,
+  stats: Mapping[str, EngineStats],
   counts: Mapping[str, int],
   statuses: Mapping[tuple[str, int], int],
   rollouts: Mapping[str, int],
@@ -39,16 +38,16 @@ def render(
   """All metrics.
 
   Args:
-    stats: of the engine.
+    stats: of each engine, see `Engines.stats`; those of frozen weights have the label `frozen`.
     counts: of the service, by name; 'row' and 'new_row:<cause>' count calls by the rows that they extend or begin.
     statuses: number of responses by route and HTTP status.
     rollouts: number of rollouts by state.
     sessions: attempts with a session in memory.
   """
   lines: list[str] = []
-  values = dataclasses.asdict(stats)
+  by_label = {f'{{frozen="{_escape(weights)}"}}' if weights else '': s for weights, s in stats.items()}
   for field, (name, kind, about) in _ENGINE.items():
-    lines += _metric(name, kind, about, {'': float(values[field])})
+    lines += _metric(name, kind, about, {label: float(getattr(s, field)) for label, s in by_label.items()})
   lines += _metric('sessions', 'gauge', 'attempts with a session in memory', {'': sessions})
   by_route = {f'{{route="{_escape(route)}",status="{status}"}}': n for (route, status), n in sorted(statuses.items())}
   lines += _metric('requests_total', 'counter', 'responses by route and status', by_route)

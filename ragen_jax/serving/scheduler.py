@@ -36,7 +36,7 @@ class Scheduler:
       sampler,
       params,
       rows=settings.slots,
-      max_context=settings.max_context,
+      columns=settings.columns,
       chunk=settings.chunk,
       widths=settings.widths,
     )

@@ -1,4 +1,4 @@
-"""A request from its body to its stored calls: everything between HTTP and the engine.
+"""A call of the policy from its request to its stored answer: what HTTP asks of the server.
 
 A request of an attempt is planned by the attempt's session, sampled by the engine, stored, and only then answered. A
 client that goes away may come back: its request goes on for a while, and a marked repetition joins it. If none comes,
@@ -12,46 +12,30 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import hashlib
-import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.serving import keys
+from ragen_jax.serving import keys, prompts
 from ragen_jax.serving.answers import ID_PREFIX
 from ragen_jax.serving.chat_format import QwenFormat
-from ragen_jax.serving.engine import EngineStopped, QueueFull
+from ragen_jax.serving.engines import Engines
+from ragen_jax.serving.failures import stops
 from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.messages import Message, Role, from_canonical
+from ragen_jax.serving.open_sessions import OpenSession, OpenSessions
 from ragen_jax.serving.pending import Pending
-from ragen_jax.serving.records import AttemptRecord, RequestError, RolloutRecord
+from ragen_jax.serving.records import AttemptRecord, RolloutRecord
 from ragen_jax.serving.reply_reader import BadCalls, ReplyReader
-from ragen_jax.serving.sessions import Plan, Session
-from ragen_jax.serving.types import Finish, Generated, GenerateRequest, SamplingParams, StoredCall
+from ragen_jax.serving.running import PlannedReply, RunningRequests
+from ragen_jax.serving.types import Finish, Generated, SamplingParams, StoredCall
 from ragen_jax.serving.wire import errors
-from ragen_jax.serving.wire.results import Choice, Head, Piece
+from ragen_jax.serving.wire.results import Choice, Head
 from ragen_jax.serving.wire.spec import CallSpec, Kind, Limits
-
-_log = logging.getLogger(__name__)
-
-_MOST_SESSIONS = 1024  # in memory; others are rebuilt from the store when their attempt calls again
-
-
-class Engine(Protocol):
-  """What the service needs of `engine.Engine`."""
-
-  def submit(
-    self,
-    request: GenerateRequest,
-    on_piece: Callable[[Piece], None],
-    on_done: Callable[[Generated | BaseException], None],
-  ) -> Any:
-    """Asks for a reply; the result has a method `cancel`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +47,7 @@ class ServiceSettings:
     limits: what a request may ask for.
     training: sampling of attempts that are trained; `max_tokens` is the most that a request gets.
     evaluation: the same for attempts that evaluate, and the defaults of calls outside of attempts.
-    trained: the agents whose tokens are trained, as a regular expression that matches the whole name.
+    trained: the agents whose tokens are trained, as a regular expression that matches the whole name; no frozen ones.
     bad_calls: what becomes of a tool call that cannot be read.
     max_calls: most requests of an attempt.
     grace_s: how long a request goes on after its client has gone away.
@@ -95,43 +79,6 @@ class Access:
 OUTSIDE = Access(None, None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reply:
-  """A reply of a request that is being sampled."""
-
-  plan: Plan | None
-  prompt: tuple[int, ...]
-  prompt_text: str
-  key: tuple[int, int]
-
-
-class _Open:
-  """The session of an attempt that runs."""
-
-  def __init__(self, session: Session):
-    self.session = session
-    self.lock = asyncio.Lock()  # of storing: calls are stored in the order of their indices
-    self.running: dict[str, list[Pending]] = {}  # by request key
-    self.count = 0  # requests that are being answered
-
-  def unfollowed(self, digest: str) -> Pending | None:
-    """The running request that a repetition joins: the first that nobody follows, else the last; None if none runs."""
-    running = self.running.get(digest, [])
-    return next((p for p in running if not p.followers), running[-1] if running else None)
-
-  def add(self, digest: str, pending: Pending) -> None:
-    """A request is being answered."""
-    self.count += 1
-    self.running.setdefault(digest, []).append(pending)
-
-  def remove(self, digest: str, pending: Pending) -> None:
-    """The request is answered."""
-    self.count -= 1
-    self.running[digest].remove(pending)
-    if not self.running[digest]:
-      del self.running[digest]
-
-
 class Service:
   """Answers requests. All methods but `__init__` run on the event loop.
 
@@ -143,26 +90,23 @@ class Service:
   """
 
   def __init__(
-    self, settings: ServiceSettings, engine: Engine, lifecycle: Lifecycle, tokenizer: ChatTokenizer,
+    self, settings: ServiceSettings, engines: Engines, lifecycle: Lifecycle, tokenizer: ChatTokenizer,
     chat_format: QwenFormat,
   ):  # fmt: skip
     """Answers nothing yet."""
     self.settings, self.lifecycle, self.chat_format = settings, lifecycle, chat_format
     self.counts: collections.Counter[str] = collections.Counter()
-    self._engine, self._tokenizer = engine, tokenizer
+    self._engines, self._tokenizer = engines, tokenizer
     self._sampling = {'train': settings.training, 'val': settings.evaluation}
     self._trained = re.compile(settings.trained)
-    self._open: collections.OrderedDict[str, _Open] = collections.OrderedDict()
-    self._tasks: dict[asyncio.Task, Pending] = {}
+    self._sessions = OpenSessions(lifecycle.store, chat_format)
+    self._running = RunningRequests(settings.grace_s)
     self._stopping = False
 
   def stop(self) -> None:
     """Ends all requests: their clients are told to try again, perhaps at another server with the same store."""
     self._stopping = True
-    for task, pending in list(self._tasks.items()):
-      if not pending.over:
-        pending.end(_stops())
-      task.cancel()
+    self._running.stop()
 
   # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -179,15 +123,15 @@ class Service:
       ApiError: the request cannot be answered.
     """
     if self._stopping:
-      raise _stops()
-    self._check_model(spec)
+      raise stops()
+    self._check_names(spec)
     if access.attempt is None:
       return self._begin_outside(spec)
-    open_ = await self._opened(access.attempt)
+    open_ = await self._sessions.open(access.attempt)
     if repeated:
       known = open_.unfollowed(digest) or await self._recorded(access, spec, digest)
       if known is None:  # while the store was read, the same request may have come again, or the session been dropped
-        open_ = await self._opened(access.attempt)
+        open_ = await self._sessions.open(access.attempt)
         known = open_.unfollowed(digest)
       if known is not None:
         self.counts['repeated'] += 1
@@ -197,35 +141,36 @@ class Service:
       raise errors.bad_request('', f'the attempt has made {limit} calls; no more are allowed', 'call_limit')
     return self._begin_in(access, open_, spec, digest)
 
-  def _check_model(self, spec: CallSpec) -> None:
+  def _check_names(self, spec: CallSpec) -> None:
     if spec.model != self.settings.model:
       message = f'model={spec.model!r}: must be {self.settings.model!r}'
       raise errors.not_found(message, 'model_not_found')
+    if self._engines.is_frozen(spec.agent) and self._is_trained(spec.agent):
+      message = f'the agent {spec.agent!r:.80} matches serve.trained and serve.frozen; it may be one of them only'
+      raise errors.bad_request('model', message)
+
+  def _is_trained(self, agent: str) -> bool:
+    return self._trained.fullmatch(agent) is not None
 
   def _begin_outside(self, spec: CallSpec) -> Pending:
     """A request outside of attempts: sampled with the defaults of evaluations, and not stored."""
+    found = prompts.outside(self.chat_format, spec)
+    self._check_lengths(found)
     seed = secrets.randbits(63) if spec.seed is None else spec.seed
-    if spec.previous_response_id:
-      raise _unknown_response(spec.previous_response_id)
-    if spec.kind is Kind.COMPLETIONS:
-      prompts = [self._prompt_ids(p) for p in spec.prompts]
-    else:
-      prompts = [self.chat_format.render(spec.messages, spec.tools, spec.template)]
-    prompts = [p for p in prompts for _ in range(spec.n)]
-    replies = [
-      _Reply(None, p, self._tokenizer.decode(p) if spec.echo else '', keys.seed_key(seed, i))
-      for i, p in enumerate(prompts)
-    ]
+    replies = [PlannedReply(None, p, self._repeated_text(spec, p), keys.seed_key(seed, i)) for i, p in enumerate(found)]
     params, changed = spec.sampling_params(self.settings.evaluation, fixed=False)
-    pending = Pending(spec, self._head(spec), params, changed, prompts)
-    self._start(pending, replies, self._finish_outside)
+    pending = Pending(spec, self._head(spec), params, changed, found)
+    answer = functools.partial(self._answer_outside, pending, replies)
+    self._running.start(self._engines.of(spec.agent), pending, replies, answer, lambda: None)
+    self.counts['requests'] += 1
     return pending
 
-  def _begin_in(self, access: Access, open_: _Open, spec: CallSpec, digest: str) -> Pending:
+  def _begin_in(self, access: Access, open_: OpenSession, spec: CallSpec, digest: str) -> Pending:
     """A request of an attempt."""
     session, rollout, attempt = open_.session, access.rollout, access.attempt
-    plans = self._plan(session, spec, digest)
+    plans = prompts.plan(self.chat_format, session, spec, digest)
     try:
+      self._check_lengths([p.prompt for p in plans])
       params, changed = spec.sampling_params(self._sampling[rollout.mode], fixed=True)
       seed = spec.seed
       if seed is not None and rollout.mode == 'train':  # the attempts of a group would get the same replies
@@ -236,53 +181,35 @@ class Service:
           key = keys.row_key(rollout.key, attempt=attempt.number, row=plan.row, aborted=plan.aborted)
         else:
           key = keys.seed_key(seed, plan.choice)
-        text = self._tokenizer.decode(plan.prompt) if spec.echo else ''
-        replies.append(_Reply(plan, plan.prompt, text, key))
+        replies.append(PlannedReply(plan, plan.prompt, self._repeated_text(spec, plan.prompt), key))
       pending = Pending(spec, self._head(spec), params, changed, [p.prompt for p in plans])
 
-      async def finish(pending: Pending, replies: list[_Reply], found: list[Generated], aborted: bool) -> list[Choice]:
-        return await self._store(open_, attempt, pending, replies, found, digest, aborted)
+      def ended() -> None:
+        open_.remove(digest, pending)
+        for plan in plans:
+          session.release(plan)
 
-      self._start(pending, replies, finish, open_, digest)
+      store = functools.partial(self._store, open_, attempt, pending, replies, digest)
+      self._running.start(self._engines.of(spec.agent), pending, replies, store, ended)
     except BaseException:
       for plan in plans:
         session.release(plan)
       raise
+    open_.add(digest, pending)
+    self.counts['requests'] += 1
     return pending
 
-  def _plan(self, session: Session, spec: CallSpec, digest: str) -> list[Plan]:
-    if spec.kind is Kind.COMPLETIONS:
-      prompts = [self._prompt_ids(p) for p in spec.prompts]
-      return [p for ids in prompts for p in session.plan_ids(ids, agent=spec.agent, digest=digest, choices=spec.n)]
-    return list(
-      session.plan(
-        self._conversation(session, spec), tools=spec.tools, options=spec.template, agent=spec.agent, digest=digest,
-        choices=spec.n, previous=spec.previous_response_id,
-      )
-    )  # fmt: skip
+  def _check_lengths(self, found: Sequence[tuple[int, ...]]) -> None:
+    limit = self.settings.limits.context
+    for prompt in found:
+      if not prompt:
+        raise errors.bad_request('prompt', 'the prompt has no tokens')
+      if len(prompt) >= limit:
+        raise errors.too_long(len(prompt), limit)
 
-  def _conversation(self, session: Session, spec: CallSpec) -> Sequence[Message]:
-    """The messages of a request, behind those of the response that it continues.
-
-    A system message of the request replaces the earlier one, which otherwise stays, unlike OpenAI's, so that the
-    request extends its row.
-    """
-    previous = spec.previous_response_id
-    if not previous:
-      return spec.messages
-    try:
-      texts = session.conversation(previous)
-    except KeyError:
-      texts = ()
-    if not texts:
-      raise _unknown_response(previous)
-    earlier = [from_canonical(text) for text in texts]
-    if spec.messages[0].role is Role.SYSTEM and earlier[0].role is Role.SYSTEM:
-      return [spec.messages[0], *earlier[1:], *spec.messages[1:]]
-    return [*earlier, *spec.messages]
-
-  def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-    return self.chat_format.encode_untrusted(prompt) if isinstance(prompt, str) else prompt
+  def _repeated_text(self, spec: CallSpec, prompt: Sequence[int]) -> str:
+    """The prompt as completions repeat it."""
+    return self._tokenizer.decode(prompt) if spec.echo else ''
 
   def _head(self, spec: CallSpec) -> Head:
     model = f'{spec.model}:{spec.agent}' if spec.agent else spec.model
@@ -293,122 +220,41 @@ class Service:
     calls = await asyncio.to_thread(self.lifecycle.store.calls_of_request, access.attempt.attempt_id, digest)
     if not calls or any(call.generated.finish is Finish.ABORTED for call in calls):
       return None
-    prompts = await asyncio.to_thread(self._stored_prompts, access.attempt.attempt_id, calls)
+    found = await asyncio.to_thread(self._stored_prompts, access.attempt.attempt_id, calls)
     head = dataclasses.replace(self._head(spec), id=calls[0].call_id)
-    pending = Pending(spec, head, calls[0].params, (), prompts)
-    texts = [self._tokenizer.decode(p) if spec.echo else '' for p in prompts]
+    pending = Pending(spec, head, calls[0].params, (), found)
+    texts = [self._repeated_text(spec, p) for p in found]
     pending.end([self._choice(pending, i, c.generated, texts[i]) for i, c in enumerate(calls)])
     return pending
 
   def _stored_prompts(self, attempt_id: str, calls: Sequence[StoredCall]) -> list[tuple[int, ...]]:
-    prompts: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
     rows: dict[int, tuple[int, ...]] = {}
     for call in self.lifecycle.store.calls(attempt_id):
-      prompts[call.call_id] = rows.get(call.row, ()) + call.context
+      found[call.call_id] = rows.get(call.row, ()) + call.context
       if call.generated.finish is not Finish.ABORTED:
-        rows[call.row] = prompts[call.call_id] + call.generated.ids
-    return [prompts[call.call_id] for call in calls]
+        rows[call.row] = found[call.call_id] + call.generated.ids
+    return [found[call.call_id] for call in calls]
 
-  # -- sampling ------------------------------------------------------------------------------------------------------
+  # -- answers -------------------------------------------------------------------------------------------------------
 
-  def _start(self, pending: Pending, replies: list[_Reply], finish: Any, open_: _Open | None = None, digest: str = ''):
-    """Submits the replies to the engine, and finishes the request in a task."""
-    loop, found, tickets = asyncio.get_running_loop(), [], []
-    for i, reply in enumerate(replies):
-      done = loop.create_future()
-      found.append(done)
-
-      def on_piece(piece: Piece, i: int = i) -> None:
-        _on_loop(loop, lambda: pending.add(i, piece))
-
-      def on_done(outcome: Generated | BaseException, done: asyncio.Future = done) -> None:
-        _on_loop(loop, lambda: done.done() or done.set_result(outcome))
-
-      try:
-        self._check_length(reply.prompt)
-        request = GenerateRequest(reply.prompt, reply.key, pending.params)
-        tickets.append(self._engine.submit(request, on_piece, on_done))
-      except (ValueError, QueueFull, EngineStopped, errors.ApiError) as e:
-        for ticket in tickets:
-          ticket.cancel()
-        raise (errors.bad_request('', str(e)) if isinstance(e, ValueError) else api_error(e)) from e
-    if open_ is not None:
-      open_.add(digest, pending)
-    self.counts['requests'] += 1
-
-    async def run() -> None:
-      try:
-        aborted = await self._sampled(pending, found, tickets)
-        outcomes = [f.result() for f in found]
-        broken = next((x for x in outcomes if isinstance(x, BaseException)), None)
-        if broken is not None:
-          raise errors.internal(f'the engine has stopped: {broken}', retry=True) from broken
-        aborted = aborted or any(x.finish is Finish.ABORTED for x in outcomes)
-        pending.end(await finish(pending, replies, outcomes, aborted))
-      except asyncio.CancelledError:
-        for ticket in tickets:
-          ticket.cancel()
-        raise
-      except Exception as e:  # noqa: BLE001, whoever follows the request must hear of it
-        pending.end(api_error(e))
-      finally:
-        if open_ is not None:
-          open_.remove(digest, pending)
-          for reply in replies:
-            open_.session.release(reply.plan)
-
-    task = asyncio.create_task(run())
-    self._tasks[task] = pending
-    task.add_done_callback(self._tasks.pop)
-
-  def _check_length(self, prompt: tuple[int, ...]) -> None:
-    limit = self.settings.limits.context
-    if not prompt:
-      raise errors.bad_request('prompt', 'the prompt has no tokens')
-    if len(prompt) >= limit:
-      raise errors.too_long(len(prompt), limit)
-
-  async def _sampled(self, pending: Pending, found: list[asyncio.Future], tickets: list[Any]) -> bool:
-    """Waits for the replies, and for someone who wants them. Returns whether nobody does: they are aborted."""
-    waiting = asyncio.gather(*found)
-    while True:
-      if waiting.done() and pending.followers:
-        return False
-      left = None
-      if not pending.followers:
-        left = pending.last_follower + self.settings.grace_s - time.monotonic()
-        if left <= 0:
-          for ticket in tickets:
-            ticket.cancel()
-          await waiting
-          return True
-      moved = asyncio.ensure_future(pending.moved.wait())
-      try:
-        await asyncio.wait(
-          {moved} if waiting.done() else {moved, waiting}, timeout=left, return_when=asyncio.FIRST_COMPLETED
-        )
-      finally:
-        moved.cancel()
-
-  async def _finish_outside(
-    self, pending: Pending, replies: list[_Reply], found: list[Generated], aborted: bool
+  async def _answer_outside(
+    self, pending: Pending, replies: Sequence[PlannedReply], found: list[Generated], aborted: bool
   ) -> list[Choice]:
     if aborted:
       raise errors.internal('the reply was aborted', retry=False)
     return [self._choice(pending, i, g, replies[i].prompt_text) for i, g in enumerate(found)]
 
-  # -- storing -------------------------------------------------------------------------------------------------------
-
   async def _store(
-    self, open_: _Open, attempt: AttemptRecord, pending: Pending, replies: list[_Reply], found: list[Generated],
-    digest: str, aborted: bool,
+    self, open_: OpenSession, attempt: AttemptRecord, pending: Pending, replies: Sequence[PlannedReply], digest: str,
+    found: list[Generated], aborted: bool,
   ) -> list[Choice]:  # fmt: skip
     """Stores the calls of a request; afterwards they can be answered."""
     choices, calls = [], []
     if aborted:
       found = [dataclasses.replace(g, finish=Finish.ABORTED) for g in found]
       self.counts['aborted'] += len(found)
-    trained = self._trained.fullmatch(pending.spec.agent) is not None
+    trained = self._is_trained(pending.spec.agent)
     async with open_.lock:
       for i, (reply, generated) in enumerate(zip(replies, found, strict=True)):
         said: tuple = ()
@@ -426,7 +272,7 @@ class Service:
         await asyncio.to_thread(self.lifecycle.store.add_calls, calls, [digest], time.time())
       except BaseException:
         # The session holds calls that the store does not; the next request reads the store again.
-        self._open.pop(attempt.attempt_id, None)
+        self._sessions.forget(attempt.attempt_id)
         raise
     if aborted:
       # A client that came back too late hears this, and asks again.
@@ -467,36 +313,14 @@ class Service:
     """The text of ids."""
     return self._tokenizer.decode(ids)
 
-  async def _opened(self, attempt: AttemptRecord) -> _Open:
-    """The session of an attempt; after a restart of the server it is rebuilt from the store."""
-    open_ = self._open.get(attempt.attempt_id)
-    if open_ is None:
-      calls = await asyncio.to_thread(self.lifecycle.store.calls, attempt.attempt_id)
-      session = Session.from_calls(attempt.attempt_id, self.chat_format, calls)
-      open_ = self._open.setdefault(attempt.attempt_id, _Open(session))
-    self._open.move_to_end(attempt.attempt_id)
-    idle = [key for key, known in self._open.items() if not known.count and known is not open_]
-    for key in idle[: max(len(self._open) - _MOST_SESSIONS, 0)]:
-      del self._open[key]
-    return open_
-
   def forget(self, attempt_id: str) -> None:
     """Drops the session of an attempt that is over."""
-    self._open.pop(attempt_id, None)
+    self._sessions.forget(attempt_id)
 
   @property
   def sessions(self) -> int:
     """Number of attempts with a session in memory."""
-    return len(self._open)
-
-
-def _stops() -> errors.ApiError:
-  return errors.overloaded('the server stops', retry_after_s=1.0)
-
-
-def _unknown_response(call_id: str) -> errors.ApiError:
-  message = f'previous_response_id={call_id!r:.80}: the attempt has no such response'
-  return errors.bad_request('previous_response_id', message, 'previous_response_not_found')
+    return len(self._sessions)
 
 
 def request_digest(path: str, body: bytes, own_key: str) -> str:
@@ -504,41 +328,3 @@ def request_digest(path: str, body: bytes, own_key: str) -> str:
   if own_key:
     return f'key:{hashlib.sha256(own_key.encode()).hexdigest()}'
   return hashlib.sha256(path.encode() + b'\0' + body).hexdigest()
-
-
-def api_error(error: BaseException) -> errors.ApiError:
-  """The error that a client sees."""
-  match error:
-    case errors.ApiError():
-      return error
-    case QueueFull():
-      return errors.overloaded(str(error), retry_after_s=1.0)
-    case RequestError():
-      return request_error(error)
-    case EngineStopped():
-      return errors.internal(str(error), retry=True)
-  _log.error('a request failed', exc_info=error)
-  return errors.internal(f'{type(error).__name__}: {error}', retry=False)
-
-
-def request_error(error: RequestError) -> errors.ApiError:
-  """An error of the store as the wire's."""
-  match error.status:
-    case 401:
-      return errors.unauthorized(str(error))
-    case 404:
-      return errors.not_found(str(error))
-    case 410:
-      return errors.over(str(error))
-    case 409:
-      return dataclasses.replace(errors.over(str(error)), status=409, type='conflict_error', code='conflict')
-  return errors.bad_request('', str(error))
-
-
-def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:
-  """Calls something on the loop from another thread; does nothing if the loop has closed."""
-  try:
-    loop.call_soon_threadsafe(call)
-  except RuntimeError:
-    if not loop.is_closed():
-      raise

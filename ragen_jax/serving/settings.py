@@ -27,6 +27,11 @@ class EngineSettings:
   widths: tuple[int, ...]
   max_queue: int
 
+  @property
+  def columns(self) -> int:
+    """Columns of a row of the device: programs write theirs behind the last one, filled or not."""
+    return self.max_context + max(self.widths[0], self.chunk)
+
   def __post_init__(self):
     for name, least in (('slots', 1), ('chunk', 1), ('max_queue', 0)):
       if getattr(self, name) < least:

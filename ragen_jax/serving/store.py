@@ -150,6 +150,21 @@ class Store:
     with self.read() as tables:
       return tables.recent(before, _bound(limit))
 
+  def unclosed(self, mode: str) -> list[RolloutRecord]:
+    """All rollouts of a mode that were neither taken nor closed, in order of creation."""
+    found: list[RolloutRecord] = []
+    while True:
+      with self.read() as tables:
+        page = tables.unclosed(mode, found[-1].seq if found else 0, _LONGEST_LIST)
+      found += page
+      if len(page) < _LONGEST_LIST:
+        return found
+
+  def last_completed(self) -> int:
+    """The latest cursor of `completed`: the place of the rollout that was over last; 0 if none was."""
+    with self.read() as tables:
+      return tables.last_completed()
+
   def group(self, group: str) -> list[RolloutRecord]:
     """The rollouts of a group in order of creation; at most 10,000."""
     with self.read() as tables:
@@ -184,6 +199,11 @@ class Store:
     """Ids of the rollouts that a training iteration took, in its order; empty if it took none."""
     with self.read() as tables:
       return tables.batch(iteration)
+
+  def last_batch(self) -> int:
+    """The last training iteration that took rollouts; -1 if none did."""
+    with self.read() as tables:
+      return tables.last_batch()
 
   # -- writing
 

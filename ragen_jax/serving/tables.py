@@ -60,8 +60,17 @@ class Tables:
     """Rollouts of a group in order of creation."""
     return self._rollouts('group_id = ? ORDER BY ordinal LIMIT ?', group, limit)
 
+  def unclosed(self, mode: str, after: int, limit: int) -> list[RolloutRecord]:
+    """Rollouts of a mode that are neither taken nor closed, created after the one with `seq` = `after`, in order."""
+    return self._rollouts('closed IS NULL AND mode = ? AND seq > ? ORDER BY seq LIMIT ?', mode, after, limit)
+
+  def last_completed(self) -> int:
+    """The place of the rollout that was over last; 0 if none was."""
+    return self._sql("SELECT value FROM counters WHERE name = 'completed'").fetchone()[0]
+
   def oldest_queued(self) -> RolloutRecord | None:
-    return _first(self._rollouts('state = ? ORDER BY seq LIMIT 1', str(RolloutState.QUEUED)))
+    """The first in the queue. A trainer waits for all of an evaluation, so its rollouts precede those of training."""
+    return _first(self._rollouts("state = ? ORDER BY mode = 'train', seq LIMIT 1", str(RolloutState.QUEUED)))
 
   def counts(self) -> dict[RolloutState, int]:
     """Number of rollouts in each state."""
@@ -253,6 +262,10 @@ class Tables:
     """Ids of the rollouts that an iteration took, in its order; empty if it took none."""
     rows = self._sql('SELECT rollout_id FROM batches WHERE iteration = ? ORDER BY ordinal', (iteration,))
     return tuple(row[0] for row in rows)
+
+  def last_batch(self) -> int:
+    """The last iteration that took rollouts; -1 if none did."""
+    return self._sql('SELECT coalesce(max(iteration), -1) FROM batches').fetchone()[0]
 
   def iteration_of(self, rollout_id: str) -> int | None:
     """The iteration that took a rollout; also known after the rollout was deleted."""

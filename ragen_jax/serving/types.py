@@ -53,6 +53,24 @@ class GenerateRequest:
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+  """A part of a reply, in the order of the parts. The ids and the texts of all parts are those of the reply.
+
+  Attributes:
+    ids: new ids, perhaps none.
+    logprobs: f32[n], as of `Generated`.
+    top: as of `Generated`.
+    text: new text that will not change. It may belong to earlier ids: a character whose bytes are incomplete and text
+      that may begin a stop string come later than their ids.
+  """
+
+  ids: tuple[int, ...]
+  logprobs: np.ndarray
+  top: tuple[tuple[tuple[int, float], ...], ...]
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Generated:
   """A reply of the engine.
 

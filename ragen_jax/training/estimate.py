@@ -124,6 +124,18 @@ class _Rewards:
   of_episodes: jax.Array
 
 
+def _importance_metrics(importance: np.ndarray, present: np.ndarray, older: np.ndarray, cap: float) -> dict[str, float]:
+  """Means of the importance weights f32[B, R] of tokens of the present and of older weights, and the share at the cap.
+
+  Without older tokens, the first alone.
+  """
+  if not older.any():
+    return {'rollout/importance_mean': mean(importance[present])}
+  found = {'rollout/importance_mean': mean(importance[present])} if present.any() else {}
+  found['rollout/importance_older_mean'] = mean(importance[older])
+  return found | {'rollout/importance_capped': mean(importance[present | older] >= np.float32(cap))}
+
+
 class TargetEstimator:
   """Makes the `TrainBatch` of a selection."""
 
@@ -197,12 +209,14 @@ class TargetEstimator:
     if s.old_logprobs == 'trainer':
       recorded = logprobs
       logprobs, values = self._scorer.score(state.params, rows, plans)
-      fresh = sampled & (np.arange(len(sampled)) < selection.fresh)[:, None]  # older weights sampled replayed rows
-      metrics |= logprob_gap(logprobs, recorded, fresh)
+      present = sampled & (at_columns(t.versions, rows.columns, rows.mask) == state.iteration)
+      older = sampled & ~present  # of rows that were played ahead, or are replayed
+      if present.any() or not older.any():
+        metrics |= logprob_gap(logprobs, recorded, present)
       if s.tis_cap > 0:
         importance = losses.truncated_importance_weights(logprobs, recorded, sampled, s.tis_cap)
         importance = np.where(sampled, importance, 1).astype(np.float32)
-        metrics['rollout/importance_mean'] = mean(importance[fresh])
+        metrics |= _importance_metrics(importance, present, older, s.tis_cap)
     elif s.needs_critic and not s.records_values:
       values = self._scorer.values(state.params, rows, plans)
     if state.reference is not None:

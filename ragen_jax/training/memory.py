@@ -85,7 +85,7 @@ class UpdateMemory:
 
 
 def update_memory(
-  model: LanguageModel, *, logits_chunk: int, width: int, reference: bool, dtype: Any = None
+  model: LanguageModel, *, logits_chunk: int, width: int, reference: bool, platform: str, dtype: Any = None
 ) -> UpdateMemory:
   """Estimates the memory of the update from the shapes of a model and its layout.
 
@@ -103,6 +103,8 @@ def update_memory(
                     4 V 4 for each column without chunks: more is kept for the backward pass
     in the layers   V D 4: the gradient of the embedding as input, if it is another sum
                     P a: gradients of the layers' weights, if layers are scanned
+                    P (4 + a): TPUs only, the same once more and as they are added up, if layers are scanned; their
+                    compiler has a place of its own for them
                     w a for each column, w = 6 D + 4 (N + 2 K) H + 6 F: the layer that is differentiated
                     3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`;
                     kernels of attention hold none
@@ -117,6 +119,7 @@ def update_memory(
     logits_chunk: token positions whose logits a device holds at once; 0 holds those of all.
     width: T, columns of a row or of a bin.
     reference: the first weights of the policy are kept for KL terms.
+    platform: of the devices, as `jax.Device.platform` has it.
     dtype: of computations; None for that of the model.
   """
   mesh, params = model.mesh, param_state(model.model)
@@ -142,6 +145,8 @@ def update_memory(
       )  # fmt: skip
     if trunk.scan_layers and 'layers' in trained[name]:
       layers += _bytes(trained[name]['layers'], mesh, size)
+      if platform == 'tpu':
+        layers += _bytes(trained[name]['layers'], mesh, size + 4, optimizer_shardings)
     if mesh.shape['fsdp'] > 1:
       layers += 2 * _bytes(params[name]['layers'], None, size) // (c.num_layers * tensor)
     if 'embed_tokens' in trained[name]:

@@ -10,6 +10,7 @@ import pytest
 
 from configs import default
 from ragen_jax import build
+from ragen_jax import envs as registry
 from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.episode import Episode, Status
 from ragen_jax.agent.metrics import episode_metrics
@@ -18,6 +19,7 @@ from ragen_jax.envs.base import Budget
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.viewer.tensorboard import transcript
+from tests.support.text_games import GAMES
 
 
 @pytest.fixture(scope='module')
@@ -175,3 +177,36 @@ def test_training_levels_of_seeds_and_rollouts_follow_one_another():
   assert first_training_level(10_000, 0) == 10_000
   assert first_training_level(10_000, 2) == 20_010_000
   assert [first_training_level(500, 1, rollout=i, groups=64) for i in range(3)] == [10_000_500, 10_000_564, 10_000_628]
+
+
+def test_a_copy_plays_for_itself_and_compiles_nothing(manager):
+  manager.reset(7)
+  other = manager.fresh_copy()
+  before = manager.render()
+  assert other.reset(9) != before and manager.render() == before
+  manager.step([[0]] * manager.rows)
+  traces = manager.traces
+  other.step([[0]] * other.rows)
+  assert manager.traces == traces
+  assert (manager.level_seeds != other.level_seeds).all()
+
+
+def test_sessions_outside_are_not_copied():
+  env = registry.make('python', {'class_path': f'{GAMES}:Climb', 'workers': 0})
+  manager = EnvStateManager([EnvSpec('Climb', env, Budget(5, 5, 1), 10, 1)], 1)
+  first, second = manager.fresh_copy(), manager.fresh_copy()
+  assert first.reset(0) != second.reset(1) and first.render() != second.render()
+  with pytest.raises(RuntimeError, match='this batch was reset'):
+    first.fresh_copy()
+
+
+def test_the_luck_of_a_member_does_not_depend_on_its_row():
+  specs = [EnvSpec('FrozenLake', FrozenLake(), Budget(5, 10, 5), 10, 1)]
+  whole, single = EnvStateManager(specs, 3), EnvStateManager(specs, 1)
+  whole.reset(4)
+  actions = [1, 2, 1, 2]
+  whole.step([actions] * 3)
+  for member in range(3):
+    single.reset(4, first_member=member)
+    single.step([actions])
+    assert single.render() == whole.render()[member : member + 1]

@@ -27,7 +27,7 @@ def run():
 
 
 def _cost(seconds, sent=0.0, memory=100, cpu=7.0, loops=()):
-  work = Work(seconds, 1, {}, sent, loops)
+  work = Work(seconds, 1, {}, sent, 0.0, loops)
   return Cost(memory, 20, 10, 5, cpu + 1, cpu, work, True)
 
 

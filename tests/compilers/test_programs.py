@@ -131,7 +131,8 @@ def test_the_planned_chip_decides_how_rows_attend(monkeypatch):
   assert not asked  # CPUs stand for any devices
   chip = types.SimpleNamespace(platform='tpu')
   monkeypatch.setattr(abstract, 'make_mesh', lambda **_: types.SimpleNamespace(devices=np.array([chip]), size=1))
-  monkeypatch.setattr(abstract, 'make_sampler', lambda *_: None)
+  monkeypatch.setattr(abstract, 'make_sampler', lambda *_, **__: None)
+  monkeypatch.setattr(abstract.division, 'choose', lambda *_: 1)
   config = small_config(model__attention='splash')
   abstract.abstract_policy(config, jnp.bfloat16, [chip])
   ((name, _, dtype, found),) = asked

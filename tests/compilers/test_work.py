@@ -61,6 +61,9 @@ def test_cycles_are_the_compilers_own_and_none_where_it_has_no_estimate():
 def test_bytes_of_collectives_by_kind_and_group(groups, size, kind, sent):
   found = _of([f'%c = bf16[1024,1024]{{1,0}} {kind}(%x), channel_id=1, replica_groups={groups}'])
   assert found.collectives == {kind: _SIZE} and found.sent == pytest.approx(sent(size)) and found.seconds == 0
+  waits = (1 + (kind == 'all-reduce')) * TPU.exchange_seconds(size)  # a sum for all is exchanged twice
+  assert found.waits == pytest.approx(waits)
+  assert found.link_seconds(TPU) == pytest.approx(found.sent / TPU.link_bandwidth + waits)
 
 
 def test_of_a_started_collective_the_results_count_once():
@@ -86,6 +89,7 @@ def test_a_fused_reduction_that_keeps_its_part_sends_half():
   whole, part = (_of([fusion.replace('NAME', name)], inner) for name in ('fusion.1', 'all-reduce-scatter.1'))
   assert whole.collectives == {'all-reduce': _SIZE} and part.collectives == {'reduce-scatter': _SIZE}
   assert part.sent == whole.sent / 2 == _SIZE * 7 / 8
+  assert part.waits == pytest.approx(whole.waits / 2) and part.waits == pytest.approx(TPU.exchange_seconds(8))
   # Or only the computation has the name.
   named = _of(
     [fusion.replace('NAME', 'fusion.2').replace('%sum', '%all-reduce-scatter.3')],
@@ -219,5 +223,5 @@ def test_operations_are_those_that_xla_counts():
 
 
 def test_work_goes_through_json():
-  found = Work(1.0, 2, {'all-gather': 3}, 4.0, (Work(5.0, 6, {'all-reduce': 7}, 8.0),))
+  found = Work(1.0, 2, {'all-gather': 3}, 4.0, 0.5, (Work(5.0, 6, {'all-reduce': 7}, 8.0, 0.25),))
   assert Work.from_dict(dataclasses.asdict(found)) == found and Work.from_dict(None) is None

@@ -58,6 +58,7 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
     ('model.remat', 1, r'model\.remat=1: allowed: auto'),
     ('model.attention', 'flash', r"model\.attention='flash'.*auto.*splash"),
     ('model.attention', 'splash', r"model\.attention='splash': runs on TPUs"),
+    ('agent.decode_shards', 2, r'agent\.decode_shards=2: must divide the 1 row shards.*allowed are 0, 1'),
     ('train.top_p', 0.9, r"algorithm\.old_logprobs='sampler'.*'trainer'"),
   ],
 )
@@ -74,7 +75,7 @@ def test_what_cannot_run_is_refused_in_one_line(field, value, message):
     (1, ['num_iterations', 'train.groups', 'train.group_size', 'eval.groups', 'eval.group_size', 'checkpoint.keep']),
     (1, ['agent.max_response_tokens', 'agent.max_context', 'algorithm.ppo_epochs', 'length_step']),
     (1, ['optimizer.mini_batch_size', 'agent.decode_chunk']),
-    (0, ['optimizer.micro_batch_size', 'agent.rows_in_flight']),
+    (0, ['optimizer.micro_batch_size', 'agent.rows_in_flight', 'agent.decode_shards']),
     (0, ['seed', 'train.top_k', 'eval.top_k', 'eval.every', 'eval.temperature', 'train.first_level']),
     (0, ['eval.first_level', 'checkpoint.every', 'model.logits_chunk', 'lora.rank']),
     (0, ['logging.trajectories', 'logging.episodes', 'logging.episodes_every']),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -10,10 +12,12 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.sharding import (
+  SamplingLayout,
   optimizer_shardings,
   optimizer_spec,
   row_sharding,
   row_shards,
+  sampling_spec,
   tree_shardings,
   weight_spec,
 )
@@ -98,3 +102,37 @@ def test_gradients_and_moments_have_one_layout():
 def test_rows_are_divided_over_two_axes():
   assert row_shards(MESH) == 4
   assert row_sharding(MESH).shard_shape((16, 5)) == (4, 5)
+
+
+@pytest.mark.parametrize(
+  ('path', 'shape', 'axes'),
+  [
+    ('policy/embed_tokens', (96, 64), (('tensor', 'fsdp'), None)),
+    ('policy/lm_head/kernel', (64, 96), (None, ('tensor', 'fsdp'))),
+    ('policy/layers/3/self_attn/k_proj/kernel', (64, 2, 16), (None, 'tensor', None)),
+    ('policy/layers/3/self_attn/o_proj/kernel', (4, 16, 64), ('tensor', None, None)),
+    ('policy/layers/3/mlp/up_proj/kernel', (64, 128), (None, ('tensor', 'fsdp'))),
+    ('policy/layers/3/mlp/down_proj/kernel', (128, 64), (('tensor', 'fsdp'), None)),
+    ('policy/layers/3/mlp/gate_proj/adapter/lora_a', (64, 4), (None, None)),
+    ('policy/layers/3/mlp/gate_proj/adapter/lora_b', (4, 128), (None, ('tensor', 'fsdp'))),
+    ('policy/layers/3/self_attn/q_proj/adapter/lora_b', (4, 4, 16), (None, 'tensor', None)),
+    ('policy/norm/weight', (64,), ()),
+  ],
+)
+def test_neighbours_divide_the_mlp_and_the_vocabulary_while_they_sample(path, shape, axes):
+  assert sampling_spec(path, shape, MESH) == PartitionSpec(*axes)
+
+
+def test_weights_that_neighbours_cannot_divide_are_named():
+  with pytest.raises(UserError, match=r'agent\.decode_shards=2: with mesh\.tensor=2 .* the 98 of .*embed_tokens') as e:
+    sampling_spec('policy/embed_tokens', (98, 64), MESH)
+  assert '\n' not in str(e.value)
+
+
+def test_rows_of_zeros_come_and_go():
+  layout, x = SamplingLayout(None, False, 8), jnp.arange(6.0).reshape(3, 2)
+  padded = layout.padded(x)
+  np.testing.assert_array_equal(padded, np.pad(x, ((0, 5), (0, 0))))
+  np.testing.assert_array_equal(layout.without_padding(padded, 3), x)
+  many = jnp.ones((9, 2))
+  assert layout.padded(many) is many and layout.without_padding(many, 9) is many

@@ -76,7 +76,7 @@ def test_with_the_compiler_every_program_is_compiled_and_the_run_is_told(monkeyp
 def _report_of(config, topology, **other):
   """What is advised where every program costs the same, but for some."""
   run = programs.make_run(config)
-  work = Work(1.0, 1, {}, 0.0, (Work(1e-9, 1),))
+  work = Work(1.0, 1, {}, 0.0, 0.0, (Work(1e-9, 1),))
   same = Cost(2**20, 0, 0, 0, 1.0, 1.0, work, True)
   measured = [Measured(p, other.get(p.name, same)) for p in programs.of_run(run)]
   out = io.StringIO()
@@ -86,7 +86,7 @@ def _report_of(config, topology, **other):
   return out.getvalue(), same
 
 
-def test_advice_is_given_only_where_a_number_asks_for_it():
+def test_advice_is_given_only_where_a_number_asks_for_it(monkeypatch):
   quiet, same = _report_of(_config(num_iterations=500), TOPOLOGY)
   assert 'What may be better' not in quiet and 'It fits' in quiet
   large = dataclasses.replace(same, temporary=100 * 2**30)
@@ -98,6 +98,10 @@ def test_advice_is_given_only_where_a_number_asks_for_it():
     gradient=exchanging,
   )  # fmt: skip
   assert '--config.optimizer.micro_batch_size=2 or more' in text
+  with monkeypatch.context() as patch:
+    patch.setattr(plan_report.division, 'choose', lambda asked, *_: asked or 4)
+    text, _ = _report_of(_config(num_iterations=500, agent__decode_shards=1), TOPOLOGY)
+  assert 'reads all weights for every token: --config.agent.decode_shards=4' in text
   slow = dataclasses.replace(same, compile_cpu_seconds=1e7)
   text, _ = _report_of(_config(), TOPOLOGY, gradient=slow)
   assert '--config.length_step needs fewer programs (now 64)' in text

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+import urllib.request
 
 import pytest
 from openai import OpenAI
@@ -32,7 +33,8 @@ def test_a_model_is_served_until_it_is_stopped(tmp_path, caplog, monkeypatch):
 
   def run():
     try:
-      serve.serve(small_config(_SMALL), str(tmp_path), given=False, stop=stop)
+      frozen = {'serve.frozen': ('old=base',), 'serve.trained': ''}
+      serve.serve(small_config({**_SMALL, **frozen}), str(tmp_path), given=False, stop=stop)
     except BaseException as e:  # noqa: BLE001, the test tells it
       failed.append(e)
 
@@ -49,6 +51,10 @@ def test_a_model_is_served_until_it_is_stopped(tmp_path, caplog, monkeypatch):
     openai = OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0)
     answer = openai.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'a'}])
     assert 1 <= answer.usage.completion_tokens <= 8 and answer.policy_version == 0
+    told = {'model': 'policy:old', 'messages': [{'role': 'user', 'content': 'a'}]}
+    assert openai.chat.completions.create(**told).model == 'policy:old'
+    with urllib.request.urlopen(f'{url}/health', timeout=PATIENCE) as health:
+      assert set(json.load(health)['frozen']) == {'base'}
     created = client._post(f'{url}/rollouts', 'a-key-of-16-chars', {'input': 3}, 0.0, PATIENCE)
     assert client.work(lambda task: 0.5, url, 'a-key-of-16-chars', wait_s=0.0, max_tasks=1) == 1
     assert created['state'] == 'queued' and (tmp_path / 'serve' / 'agents.sqlite').exists()

@@ -26,7 +26,7 @@ _EPISODES = EpisodeSettings(
   group_size=2, incomplete='keep', off_policy='exclude', temperature=0.7, top_p=1.0, top_k=0, success_reward='',
   success_score=1.0, stop_id=0, pad_id=0,
 )  # fmt: skip
-_SETTINGS = AgentSettings('val', limits(max_attempts=1), _EPISODES, 5, 1.0, prompt='')
+_SETTINGS = AgentSettings('val', limits(max_attempts=1), _EPISODES, 5, 1.0, ahead=False, prompt='')
 
 
 @pytest.fixture

@@ -310,3 +310,30 @@ def test_each_program_is_traced_once_per_shape(model):
   assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(3), sampling=GREEDY)
   assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 4}
+
+
+def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, monkeypatch):
+  """TPUs compute products of few rows with rows of zeros added; the tokens and what is recorded stay as they are."""
+  found = []
+  for least in (1, 8):
+    monkeypatch.setattr('ragen_jax.sampling.sampler._LEAST_ROWS', {'cpu': least})
+    sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+    keys = jax.random.split(jax.random.key(5), 4)
+    found.append(
+      _run_turns(
+        sampler, params, keys, np.random.default_rng(1), turns=2, rows=4, max_new=6, sampling=PLAIN, drop=[1, 3]
+      )
+    )
+    state = jax.eval_shape(lambda s=sampler: s.init(2, 32))
+    products = str(
+      jax.make_jaxpr(lambda p, s, w=sampler: w._decode(
+        params=p, state=s, key_data=jnp.zeros((2, 2), jnp.uint32), budget=jnp.ones(2, jnp.int32), temperature=1.0,
+        enough=1, rows=None, columns=2, sampling=PLAIN,
+      ))(params, state)
+    )  # fmt: skip
+    width = model.policy.cfg.intermediate_size
+    assert f'f32[{max(least, 2)},{width}] = dot_general' in products
+  (timelines, records, _), (padded, padded_records, _) = found
+  assert timelines == padded
+  for row, expected in records.items():
+    np.testing.assert_allclose(padded_records[row], expected, atol=1e-5)

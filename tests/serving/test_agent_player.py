@@ -57,7 +57,8 @@ def build_config():
 
 @pytest.fixture(scope='module')
 def played(policy, tmp_path_factory):
-  """The rollout of the program, that of the environment, and the store's records after them."""
+  """The rollout of the program, twice, that of the environment, the store's records and the metrics of the program; the
+  rollout and the metrics of the built-in runner."""
   config, params, key = agents_config(), param_state(policy.model), jax.random.key(5)
   limits = small_config(agent__max_context=512, agent__max_response_tokens=32, envs__FrozenLake__max_turns=5)
   specs = build.env_specs(limits, ('FrozenLake',), (GROUPS,))
@@ -68,11 +69,17 @@ def played(policy, tmp_path_factory):
     rollout = player.play(params, key, SAMPLING, FIRST, policy_version=4)
     again = player.play(params, key, SAMPLING, FIRST, policy_version=4)
     records = player._server.lifecycle.store.completed(0, 100)
-    yield rollout, again, expected, records, dict(player.metrics)
+    own = rollout, again, expected, records, dict(player.metrics)
+  runner = {'envs__Agent__runner': 'env:FrozenLake', 'serve__success_reward': 'success', 'serve__success_score': 0.0}
+  config = agents_config(envs__FrozenLake__max_turns=5, **runner)
+  with build_agents.open_players(config, policy, str(tmp_path_factory.mktemp('runner'))) as players:
+    built_in = players['train'].play(params, key, SAMPLING, FIRST, policy_version=4)
+  yield *own, built_in, dict(players['train'].metrics)
 
 
-def test_rows_are_those_of_the_environment(played):
-  rollout, _, expected, _, _ = played
+@pytest.mark.parametrize('which', [0, 5], ids=['a program', 'the built-in runner'])
+def test_rows_are_those_of_the_environment(played, which):
+  rollout, expected = played[which], played[2]
   ours, theirs = rollout.trajectory, expected.trajectory
   np.testing.assert_array_equal(ours.length, theirs.length)
   for name in ('tokens', 'loss_mask', 'turn', 'group', 'episode', 'policy_version'):
@@ -85,8 +92,15 @@ def test_rows_are_those_of_the_environment(played):
   assert max(len(e.turns) for e in rollout.episodes) > 1, 'an episode of several calls'
 
 
+def test_the_built_in_runner_tells_the_environments_rewards_and_success(played):
+  *_, rollout, metrics = played
+  assert metrics['serving/reward/success'] == 0.0 and metrics['serving/reward/environment'] > 0
+  assert {e.status for e in rollout.episodes} == {Status.SUCCESS, Status.FAILURE}
+  assert metrics['serving/calls'] == sum(len(e.turns) for e in rollout.episodes)
+
+
 def test_every_call_extends_its_row(played):
-  rollout, _, _, records, metrics = played
+  rollout, _, _, records, metrics, *_ = played
   calls = sum(len(e.turns) for e in rollout.episodes)
   assert metrics['serving/calls'] == calls
   assert metrics['serving/new_rows/first'] == GROUPS * SIZE
@@ -95,7 +109,7 @@ def test_every_call_extends_its_row(played):
 
 
 def test_rollouts_that_the_store_holds_are_not_played_again(played):
-  rollout, again, _, records, _ = played
+  rollout, again, _, records, *_ = played
   np.testing.assert_array_equal(again.trajectory.tokens, rollout.trajectory.tokens)
   np.testing.assert_array_equal(again.trajectory.logprobs, rollout.trajectory.logprobs)
   assert {r.attempts for r in records} == {1}

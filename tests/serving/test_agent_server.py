@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import types
+
+import jax.numpy as jnp
+
 from ragen_jax.serving.agent_server import AgentServer
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.store import Store
@@ -23,3 +27,14 @@ def test_a_sweep_ends_every_attempt_that_is_late(tmp_path, monkeypatch):
     clock.now += 11
     server.sweep()
     assert {store.attempt(a).state for a in attempts} == {AttemptState.TIMEOUT} and not store.running()
+
+
+def test_equal_weights_are_not_set_twice():
+  calls = []
+  engine = types.SimpleNamespace(set_weights=lambda params, **fields: calls.append((params, fields)))
+  server = AgentServer(types.SimpleNamespace(policy=engine), None, None, 'http://127.0.0.1:1', 'key')
+  first, other = ({'w': jnp.ones(2), 'b': jnp.zeros(1)} for _ in range(2))
+  for params, version in ((first, 1), (dict(first), 1), (first, 2), (other, 2), (first | {'w': other['w']}, 2)):
+    server.use_weights(params, version)
+  assert [fields['version'] for _, fields in calls] == [1, 2, 2, 2]
+  assert calls[0] == (first, {'version': 1, 'keep_cache': False})

@@ -541,6 +541,19 @@ def test_health_and_metrics(server, engine):
   assert status == 503 and json.loads(raw)['status'] == 'stopped'
 
 
+def test_the_health_of_frozen_weights(tmp_path, engine, tok):
+  frozen = ScriptedEngine(tok, lambda prompt, number: '')
+  frozen.version = 0
+  with serve(tmp_path, engine, frozen={'base': frozen}, trained='a') as server:
+    _, _, raw = call(server, '/health', method='GET')
+    told = json.loads(raw)
+    assert told['policy_version'] == 3 and told['frozen']['base']['policy_version'] == 0
+    assert set(told['frozen']['base']) == {'policy_version', 'slots', 'slots_used', 'queued', 'paused'}
+    assert b'ragen_up{frozen="base"} 1' in call(server, '/metrics', method='GET')[2]
+    frozen.alive = False
+    assert call(server, '/health', method='GET')[0] == 503
+
+
 def test_agents_are_named_by_the_model(server):
   task = server.attempt()
   chat(server.client(task), model='policy:writer')

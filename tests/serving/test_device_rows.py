@@ -20,7 +20,7 @@ def sampler_and_params():
 
 
 def device_rows(sampler, params, **changes):
-  options = dict(rows=ROWS, max_context=96, chunk=4, widths=(4, 16)) | changes
+  options = dict(rows=ROWS, columns=100, chunk=4, widths=(4, 16)) | changes
   return DeviceRows(sampler, params, **options)
 
 

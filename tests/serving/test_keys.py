@@ -39,3 +39,10 @@ def test_seeds():
 def test_the_keys_of_rollouts_are_those_of_rows():
   key = jax.random.key(5)
   assert keys.split_key(key, 3) == [tuple(w) for w in jax.random.key_data(jax.random.split(key, 3)).tolist()]
+
+
+def test_keys_with_folded_numbers_are_others():
+  key = jax.random.key(5)
+  assert keys.folded_keys(key, (), 2) == keys.split_key(key, 2)
+  folded = jax.random.fold_in(jax.random.fold_in(key, 3), 4)
+  assert keys.folded_keys(key, (3, 4), 2) == keys.split_key(folded, 2)

@@ -237,6 +237,45 @@ def test_cancellation(lifecycle):
     lifecycle.cancel('d')
 
 
+def test_replacing_closes_the_old_and_queues_the_new(lifecycle):
+  _started(lifecycle, 'a')
+  lifecycle.create(new_rollout('b'))
+  _started(lifecycle, 'c')
+  lifecycle.finish('c.1', S.SUCCEEDED, '')
+  ended = []
+  lifecycle.changes.subscribe(ended.extend)
+  lifecycle.replace(['a', 'b', 'c'], [new_rollout('d', group='g'), new_rollout('e', group='g')])
+  old = [lifecycle.store.rollout(name) for name in 'abc']
+  assert [r.state for r in old] == [RolloutState.CANCELLED] * 2 + [RolloutState.SUCCEEDED]
+  assert all(r.closed is not None and r.iteration is None for r in old) and ended == ['a.1']
+  assert lifecycle.store.attempt('a.1').state == S.CANCELLED
+  assert [(r.rollout_id, r.ordinal) for r in lifecycle.store.unclosed('train')] == [('d', 0), ('e', 1)]
+  lifecycle.replace(['a'], ())  # again does nothing
+  assert lifecycle.store.rollout('a') == old[0]
+
+
+def test_replacing_is_all_or_nothing(lifecycle):
+  for name in 'abc':
+    _started(lifecycle, name)
+  lifecycle.finish('b.1', S.SUCCEEDED, '')
+  lifecycle.store.take_batch(0, ['b'], 1.0)
+  for old, new, error, message in (
+    ('ab', 'd', Conflict, r"^rollout 'b' was taken by iteration 0 and cannot be replaced$"),
+    ('ax', 'd', NotFound, "'x'"),
+    ('a', 'dc', Conflict, r"^rollout 'c' exists, or was trained$"),
+  ):
+    with pytest.raises(error, match=message):
+      lifecycle.replace(list(old), [new_rollout(name) for name in new])
+    assert lifecycle.store.rollout('a').state == RolloutState.RUNNING
+    assert [r.rollout_id for r in lifecycle.store.unclosed('train')] == ['a', 'c']
+
+
+def test_evaluations_are_claimed_first(lifecycle):
+  for name, mode in (('a', 'train'), ('b', 'val'), ('c', 'train'), ('d', 'val')):
+    lifecycle.create(new_rollout(name, mode=mode))
+  assert [lifecycle.claim('w').rollout.rollout_id for _ in range(4)] == ['b', 'd', 'a', 'c']
+
+
 # -- time
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import numpy as np
 import pytest
 
 from ragen_jax.serving.pending import Pending
+from ragen_jax.serving.types import Piece
 from ragen_jax.serving.wire.errors import ApiError, internal
-from ragen_jax.serving.wire.results import Piece
 
 
 def _pending():
@@ -17,7 +18,7 @@ def _pending():
 
 
 def _piece(id_):
-  return Piece((id_,), [0.0], (), str(id_))
+  return Piece((id_,), np.zeros(1), (), str(id_))
 
 
 async def _read(pending):

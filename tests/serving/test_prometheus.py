@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from ragen_jax.serving import prometheus
@@ -18,7 +19,7 @@ _SAMPLE = re.compile(r'ragen_[a-z_]+(\{[a-z]+="(?:[^"\\]|\\.)*"(,[a-z]+="(?:[^"\
 def test_every_number_has_a_type_and_a_form_that_prometheus_reads():
   counts = {'calls': 5, 'row': 3, 'new_row:fork': 2, 'aborted': 1, 'repeated': 4}
   statuses = {('/v1/a"b\\\n', 200): 3, ('/v1/x', 404): 1}
-  text = prometheus.render(STATS, counts, statuses, {RolloutState.QUEUED: 6}, 2)
+  text = prometheus.render({'': STATS}, counts, statuses, {RolloutState.QUEUED: 6}, 2)
   lines = text.splitlines()
   assert text.endswith('\n') and all(line.startswith('# ') or _SAMPLE.fullmatch(line) for line in lines)
   named = {re.split('[ {]', line)[0] for line in lines if not line.startswith('#')}
@@ -33,8 +34,15 @@ def test_every_number_has_a_type_and_a_form_that_prometheus_reads():
     assert line in lines
 
 
+def test_frozen_weights_have_a_label():
+  stats = {'': STATS, 'a"@3': dataclasses.replace(STATS, version=3)}
+  lines = prometheus.render(stats, {}, {}, {}, 0).splitlines()
+  assert 'ragen_policy_version 7' in lines and r'ragen_policy_version{frozen="a\"@3"} 3' in lines
+  assert len([line for line in lines if line == '# TYPE ragen_up gauge']) == 1
+
+
 def test_counters_are_named_as_counters():
-  lines = prometheus.render(STATS, {}, {}, {}, 0).splitlines()
+  lines = prometheus.render({'': STATS}, {}, {}, {}, 0).splitlines()
   for line in lines:
     if line.startswith('# TYPE'):
       _, _, name, kind = line.split()

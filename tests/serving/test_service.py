@@ -1,28 +1,23 @@
-"""What a request does to the attempt: retries, clients that go away, restarts, rows, and what is kept in memory."""
+"""What a request does to the attempt: retries, restarts, rows, and what is stored."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import importlib
-import json
 import threading
-import urllib.parse
 
 import openai
 import pytest
 from openai import OpenAI
 
 from ragen_jax.serving import service
-from ragen_jax.serving.records import Conflict, Gone, Invalid, NotFound, Unauthorized
-from ragen_jax.serving.types import AttemptState, Finish
-from tests.support.scripted import ScriptedEngine, serve
+from tests.support.scripted import ASK, Asking, ScriptedEngine, chat, said, serve
 from tests.support.serving import PATIENCE, until
 from tests.support.wire import CALL_TAGS, TOOL, tokenizer
 
 # The HTTP library of OpenAI's client, whose name depends on the client's version.
 httpx = importlib.import_module(openai.DefaultHttpxClient.__base__.__module__.partition('.')[0])
-ASK = [{'role': 'user', 'content': 'What is 1 + 1?'}]
 
 
 @pytest.fixture(scope='module')
@@ -39,33 +34,6 @@ def engine(tok):
 def server(tmp_path, engine):
   with serve(tmp_path, engine) as opened:
     yield opened
-
-
-def chat(client, **changes):
-  return client.chat.completions.create(**dict(model='policy', messages=ASK) | changes)
-
-
-def said(answer, then):
-  return [{'role': 'assistant', 'content': answer.choices[0].message.content}, {'role': 'user', 'content': then}]
-
-
-class Asking:
-  """A request in a thread; `answer` waits for it."""
-
-  def __init__(self, client, **changes):
-    self._found = []
-    self._thread = threading.Thread(target=self._ask, args=(client, changes), daemon=True)
-    self._thread.start()
-
-  def _ask(self, client, changes):
-    try:
-      self._found.append(chat(client, **changes))
-    except openai.OpenAIError as e:
-      self._found.append(e)
-
-  def answer(self):
-    self._thread.join(PATIENCE)
-    return self._found[0]
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------
@@ -179,126 +147,6 @@ def test_a_key_that_comes_twice_at_a_time_is_one_sample(server, engine, monkeypa
   assert asking[0].answer().id == asking[1].answer().id and len(server.calls(task)) == len(engine.requests) == 1
 
 
-# -- clients that go away ----------------------------------------------------------------------------------------------
-
-
-def go_away(task, engine, *, stream):
-  """Sends a request, and closes the connection when the engine has it."""
-  url = urllib.parse.urlsplit(task.base_url)
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
-  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': stream})
-  connection.request('POST', f'{url.path}/chat/completions', body, {'Authorization': f'Bearer {task.api_key}'})
-  sampled = engine.next_call()
-  sampled.tell(2)
-  if stream:
-    connection.getresponse().read1(10)
-  connection.sock.close() if connection.sock else None
-  connection.close()
-  return sampled
-
-
-def come_back(task):
-  """Repeats the request of `go_away`: status, headers and body of the answer."""
-  url = urllib.parse.urlsplit(task.base_url)
-  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
-  body = json.dumps({'model': 'policy', 'messages': ASK, 'stream': False})
-  headers = {'Authorization': f'Bearer {task.api_key}', 'x-stainless-retry-count': '1'}
-  with contextlib.closing(connection):
-    connection.request('POST', f'{url.path}/chat/completions', body, headers)
-    answer = connection.getresponse()
-    return answer.status, answer.headers, json.loads(answer.read())
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_a_client_that_goes_away_frees_the_slot_and_trains_nothing(tmp_path, engine, stream):
-  engine.held = True
-  with serve(tmp_path, engine, grace_s=0.0) as server:
-    task = server.attempt()
-    sampled = go_away(task, engine, stream=stream)
-    assert sampled.cancelled.wait(PATIENCE)
-    until(lambda: server.calls(task))
-    (stored,) = server.calls(task)
-    assert stored.generated.finish == Finish.ABORTED and len(stored.generated.ids) == 2
-    # The next call takes the row, and draws with another key.
-    engine.held = False
-    chat(server.client(task))
-    assert server.calls(task)[1].row == 0 and server.calls(task)[1].new_row_cause == ''
-    assert engine.requests[1].key != engine.requests[0].key
-    assert server.service.counts['aborted'] == 1
-
-
-def test_a_client_that_comes_back_too_late_asks_again(tmp_path, engine, monkeypatch):
-  engine.held = True
-  with serve(tmp_path, engine, grace_s=0.0) as server:
-    task, go_on, store = server.attempt(), threading.Event(), server.store.add_calls
-    monkeypatch.setattr(server.store, 'add_calls', lambda *a: (go_on.wait(PATIENCE), store(*a)))
-    assert go_away(task, engine, stream=False).cancelled.wait(PATIENCE)
-    engine.held = False
-    found = []
-    late = threading.Thread(target=lambda: found.append(come_back(task)), daemon=True)
-    late.start()
-    until(lambda: server.service.counts['repeated'])  # it follows the request that is being aborted
-    go_on.set()
-    late.join(PATIENCE)
-    status, headers, _ = found[0]
-    assert status == 500 and headers['x-should-retry'] == 'true'
-    status, _, answer = come_back(task)
-    aborted, sampled = server.calls(task)
-    assert status == 200 and answer['id'] == sampled.call_id != aborted.call_id
-    assert (aborted.generated.finish, sampled.generated.finish) == (Finish.ABORTED, Finish.STOP)
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_without_grace_a_client_that_stays_is_answered(tmp_path, engine, monkeypatch, stream):
-  monkeypatch.setattr('ragen_jax.serving.pending._FIRST_FOLLOWER_S', PATIENCE)
-  engine.held = True
-  with serve(tmp_path, engine, grace_s=0.0) as server:
-    asking = Asking(server.client(server.attempt()), stream=stream)
-    sampled = engine.next_call()
-    assert not sampled.cancelled.wait(0.3), 'it waits for as long as its client does'
-    sampled.end()
-    answer = asking.answer()
-    texts = [c.choices[0].delta.content for c in answer] if stream else [answer.choices[0].message.content]
-    assert ''.join(t or '' for t in texts) == 'answer 0'
-
-
-def test_a_client_that_comes_back_within_the_grace_gets_the_reply(server, engine):
-  engine.held = True
-  task = server.attempt()
-  sampled = go_away(task, engine, stream=False)
-  sampled.end()
-  assert not sampled.cancelled.is_set()
-  _, _, answer = come_back(task)
-  (stored,) = server.calls(task)
-  assert stored.call_id == answer['id'] and stored.generated.finish == Finish.STOP and len(engine.requests) == 1
-
-
-# -- the end of the server ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('stream', [False, True])
-def test_a_server_that_stops_tells_its_clients_to_try_again(tmp_path, engine, stream, caplog):
-  engine.held = True
-  with serve(tmp_path, engine) as server:
-    task = server.attempt()
-    asking = Asking(server.client(task), stream=stream)
-    sampled = engine.next_call()
-    if stream:
-      sampled.tell(2)
-      stream = asking.answer()
-  assert sampled.cancelled.wait(PATIENCE)
-  if stream:
-    with pytest.raises(openai.APIError, match='the server stops'):
-      list(stream)
-  else:
-    error = asking.answer()
-    assert isinstance(error, openai.InternalServerError) and error.status_code == 503
-    assert error.response.headers['x-should-retry'] == 'true'
-  assert not caplog.records
-  with serve(tmp_path, engine) as server:
-    assert server.calls(task) == []
-
-
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
@@ -392,33 +240,6 @@ def test_a_request_of_which_one_reply_is_refused_leaves_nothing(server, engine):
   assert [c.row for c in server.calls(task)] == [0]
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_idle_sessions_leave_memory_and_come_back(server, monkeypatch):
-  monkeypatch.setattr(service, '_MOST_SESSIONS', 2)
-  tasks = [server.attempt() for _ in range(4)]
-  firsts = [chat(server.client(task)) for task in tasks]
-  assert server.service.sessions == 2
-  for task, first in zip(tasks, firsts, strict=True):
-    chat(server.client(task), messages=[*ASK, *said(first, 'And 2 + 2?')])
-    assert [(c.index, c.row) for c in server.calls(task)] == [(0, 0), (1, 0)]
-
-
-def test_a_session_with_a_running_request_stays(server, engine, monkeypatch):
-  monkeypatch.setattr(service, '_MOST_SESSIONS', 1)
-  engine.held = True
-  task = server.attempt()
-  asking = Asking(server.client(task))
-  sampled = engine.next_call()
-  engine.held = False
-  for _ in range(3):
-    chat(server.client(server.attempt()))
-  assert server.service.sessions == 2
-  sampled.end()
-  assert asking.answer().id == server.calls(task)[0].call_id
-
-
 def test_a_call_that_cannot_be_stored_is_not_answered_and_the_session_is_read_again(server, monkeypatch):
   task = server.attempt()
   first = chat(server.client(task))
@@ -431,21 +252,6 @@ def test_a_call_that_cannot_be_stored_is_not_answered_and_the_session_is_read_ag
   assert [(c.index, c.row, c.new_row_cause) for c in server.calls(task)] == [(0, 0, ''), (1, 0, '')]
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  ('error', 'status', 'code'),
-  [
-    (Invalid('a'), 400, 'invalid_value'), (Unauthorized('a'), 401, 'invalid_api_key'),
-    (NotFound('a'), 404, 'not_found'), (Conflict('a'), 409, 'conflict'), (Gone('a'), 410, 'rollout_over'),
-  ],
-)  # fmt: skip
-def test_errors_of_the_store(error, status, code):
-  told = service.api_error(error)
-  assert (told.status, told.code, told.message, told.retry) == (status, code, 'a', False)
-
-
 def test_a_digest_tells_requests_apart():
   digests = {
     service.request_digest('chat', b'a', ''), service.request_digest('chat', b'b', ''),
@@ -454,10 +260,41 @@ def test_a_digest_tells_requests_apart():
   assert len(digests) == 4 and service.request_digest('chat', b'b', 'k') in digests
 
 
-def test_a_finished_attempt_is_forgotten(server):
-  task = server.attempt()
-  chat(server.client(task))
-  assert server.service.sessions == 1
-  server.service.forget(task.attempt_id)
-  server.lifecycle.finish(task.attempt_id, AttemptState.SUCCEEDED, '')
-  assert server.service.sessions == 0
+# -- agents with frozen weights ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def frozen(tok):
+  return ScriptedEngine(tok, lambda prompt, number: f'frozen {number}')
+
+
+def test_agents_are_routed_to_their_weights(tmp_path, engine, frozen):
+  frozen.version = 0
+  with serve(tmp_path, engine, trained='a', frozen={'base': frozen}, agents=(('b.*', 'base'),)) as server:
+    task = server.attempt()
+    answers = [chat(server.client(task), model=f'policy:{agent}') for agent in ('a', 'bob', 'a', 'c')]
+    assert [a.choices[0].message.content for a in answers] == ['answer 0', 'frozen 0', 'answer 1', 'answer 2']
+    assert [a.policy_version for a in answers] == [3, 0, 3, 3]
+    assert [c.trained for c in server.calls(task)] == [True, False, True, False]
+    # Calls outside of attempts, too.
+    assert chat(server.client(), model='policy:bob').choices[0].message.content == 'frozen 1'
+    assert chat(server.client()).choices[0].message.content == 'answer 3'
+
+
+def test_an_agent_that_is_frozen_and_trained_is_refused(tmp_path, engine, frozen):
+  with serve(tmp_path, engine, trained='b+', frozen={'base': frozen}, agents=(('b.*', 'base'),)) as server:
+    task = server.attempt()
+    with pytest.raises(openai.BadRequestError, match=r"the agent 'bb' matches serve\.trained and serve\.frozen"):
+      chat(server.client(task), model='policy:bb')
+    assert chat(server.client(task), model='policy:bob').choices[0].message.content == 'frozen 0'
+    assert not engine.requests and len(server.calls(task)) == 1
+
+
+def test_a_conversation_of_two_agents_is_one_row(tmp_path, engine, frozen):
+  with serve(tmp_path, engine, trained='a', frozen={'base': frozen}, agents=(('b', 'base'),)) as server:
+    task = server.attempt()
+    first = chat(server.client(task), model='policy:a')
+    chat(server.client(task), model='policy:b', messages=[*ASK, *said(first, 'And you?')])
+    calls = server.calls(task)
+    assert [(c.agent, c.row, c.new_row_cause, c.trained) for c in calls] == [('a', 0, '', True), ('b', 0, '', False)]
+    assert frozen.requests[0].prompt[: len(engine.requests[0].prompt)] == engine.requests[0].prompt

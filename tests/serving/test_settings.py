@@ -25,3 +25,8 @@ def test_sizes_that_make_no_engine_are_refused(change, message):
   with pytest.raises(UserError) as e:
     settings(**change)
   assert str(e.value) == message
+
+
+def test_columns_of_a_row_hold_what_programs_write_behind_its_tokens():
+  assert settings(max_context=96, chunk=4, widths=(8, 16)).columns == 104
+  assert settings(max_context=96, chunk=12, widths=(8, 16)).columns == 108

@@ -457,3 +457,17 @@ def test_a_copy_of_the_files_of_a_running_store_is_a_store(tmp_path):
       shutil.copy(tmp_path / name, tmp_path / 'copy' / name)
   with Store(tmp_path / 'copy' / 'a') as store:
     assert store.attempt(attempt_id).state == AttemptState.SUCCEEDED
+
+
+def test_what_is_open_and_where_the_lists_end(store, monkeypatch):
+  monkeypatch.setattr('ragen_jax.serving.store._LONGEST_LIST', 2)
+  assert (store.last_completed(), store.last_batch(), store.unclosed('train')) == (0, -1, [])
+  for name in 'abcde':
+    _over(store, name)
+  _over(store, 'v', mode='val')
+  store.take_batch(4, ['b', 'd'], 1.0)
+  store.close_rollouts(['a'], 1.0)
+  Lifecycle(store, Clock()).create(new_rollout('f'))
+  assert [r.rollout_id for r in store.unclosed('train')] == ['c', 'e', 'f'], 'over several pages'
+  assert [r.rollout_id for r in store.unclosed('val')] == ['v']
+  assert store.last_completed() == store.rollout('v').completed == 6 and store.last_batch() == 4

@@ -7,17 +7,19 @@ import dataclasses
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import openai
 from openai import OpenAI
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.serving.app import App, AppSettings
-from ragen_jax.serving.calls import Piece
 from ragen_jax.serving.chat_format import QwenFormat
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.engine import QueueFull
+from ragen_jax.serving.engines import Engines
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.pool import task_of
 from ragen_jax.serving.records import Limits as RolloutLimits
@@ -26,12 +28,13 @@ from ragen_jax.serving.server import HttpServer
 from ragen_jax.serving.service import Service, ServiceSettings
 from ragen_jax.serving.settings import EngineStats
 from ragen_jax.serving.store import Store
-from ragen_jax.serving.types import Finish, Generated, GenerateRequest, SamplingParams, StoredCall
+from ragen_jax.serving.types import Finish, Generated, GenerateRequest, Piece, SamplingParams, StoredCall
 from tests.support.endpoint_store import new_rollout
 from tests.support.serving import PATIENCE
 from tests.support.wire import limits
 
 ADMIN = 'admin-key-of-the-tests'
+ASK = [{'role': 'user', 'content': 'What is 1 + 1?'}]
 
 
 class ScriptedCall:
@@ -203,15 +206,52 @@ class Server:
 
 @contextlib.contextmanager
 def serve(
-  directory: pathlib.Path, engine: ScriptedEngine, *, open_access: bool = True, max_body: int = 1 << 20, **changes
+  directory: pathlib.Path,
+  engine: ScriptedEngine,
+  *,
+  frozen: Mapping[str, ScriptedEngine] = types.MappingProxyType({}),
+  agents: Sequence[tuple[str, str]] = (),
+  open_access: bool = True,
+  max_body: int = 1 << 20,
+  **changes,
 ) -> Iterator[Server]:
   """A server with a store in a directory; the same directory again is the same server after a restart."""
   with Store(directory / 'agents.sqlite') as store:
     lifecycle = Lifecycle(store, time.time)
     chat_format = QwenFormat(engine.tokenizer, keep_thoughts=True)
-    service = Service(service_settings(**changes), engine, lifecycle, engine.tokenizer, chat_format)
+    engines = Engines(engine, frozen, agents)
+    service = Service(service_settings(**changes), engines, lifecycle, engine.tokenizer, chat_format)
     limits_of_rollouts = RolloutLimits(timeout_s=600.0, heartbeat_s=0.0, max_attempts=1, retry_on=())
     settings = AppSettings(ADMIN, open_access, max_body, limits_of_rollouts, creates=True)
-    app = App(settings, service, engine.stats, engine.tokenizer.token_bytes)
+    app = App(settings, service, engines.stats, engine.tokenizer.token_bytes)
     with HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 64) as http:
       yield Server(engine, service, lifecycle, http.url)
+
+
+def chat(client, **changes):
+  """Asks for a chat completion."""
+  return client.chat.completions.create(**dict(model='policy', messages=ASK) | changes)
+
+
+def said(answer, then):
+  """The messages with which a conversation goes on."""
+  return [{'role': 'assistant', 'content': answer.choices[0].message.content}, {'role': 'user', 'content': then}]
+
+
+class Asking:
+  """A request in a thread; `answer` waits for it."""
+
+  def __init__(self, client, **changes):
+    self._found = []
+    self._thread = threading.Thread(target=self._ask, args=(client, changes), daemon=True)
+    self._thread.start()
+
+  def _ask(self, client, changes):
+    try:
+      self._found.append(chat(client, **changes))
+    except openai.OpenAIError as e:
+      self._found.append(e)
+
+  def answer(self):
+    self._thread.join(PATIENCE)
+    return self._found[0]

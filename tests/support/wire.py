@@ -12,8 +12,8 @@ import tokenizers
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.serving.chat_format import QwenFormat
 from ragen_jax.serving.reply_reader import BadCalls, ReplyReader
-from ragen_jax.serving.types import Finish, Generated, SamplingParams
-from ragen_jax.serving.wire.results import Head, Piece
+from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
+from ragen_jax.serving.wire.results import Head
 from ragen_jax.serving.wire.spec import Limits
 
 SPECIALS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
@@ -81,7 +81,7 @@ def pieces(tok: ChatTokenizer, reply: Generated, seed: int) -> list[Piece]:
     if draw.random() < 0.1 and end == len(reply.ids):
       break
     text = reply.text[shown:ready]
-    parts.append(Piece(reply.ids[at:end], [float(x) for x in reply.logprobs[at:end]], reply.top[at:end], text))
+    parts.append(Piece(reply.ids[at:end], reply.logprobs[at:end], reply.top[at:end], text))
     at, shown = end, ready
   return parts
 

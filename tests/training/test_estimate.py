@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ragen_jax.agent.episode import Status
+from ragen_jax.training.rollout_metrics import policy_lag
 from tests.support import learning
 
 
@@ -100,6 +101,38 @@ def test_importance_weights_are_one_where_both_programs_agree_and_capped_where_n
   other = dataclasses.replace(rollout, trajectory=halved)
   batch, _ = trainer.estimate(state, dataclasses.replace(selection, rollout=other))
   np.testing.assert_allclose(batch.importance[batch.mask], 1.5, atol=1e-3)
+
+
+@pytest.mark.parametrize('share', [0.0, 0.5, 1.0])
+def test_tokens_of_older_weights_are_weighted_by_the_present_ones(policy, played, share):
+  """w = min(p_present / p_recorded, cap) token by token, and the ratio of PPO is to the present weights."""
+  rollout, _ = played
+  cap = 1.05
+  trainer, state = learning.make_trainer(policy, algorithm__old_logprobs='trainer', algorithm__tis_cap=cap)
+  state = _nudge(state, 0.01).replace(iteration=3)
+  t = rollout.trajectory
+  older = t.loss_mask & (np.random.default_rng(0).random(t.loss_mask.shape) < share)
+  versions = np.where(older, 1, np.where(t.loss_mask, 3, 0)).astype(np.int32)
+  selection = trainer.select(dataclasses.replace(rollout, trajectory=t.replace(versions=versions)))
+  batch, metrics = trainer.estimate(state, selection)
+  weights, of_older, of_present, capped = np.ones_like(batch.importance), [], [], 0
+  gaps = []
+  for b, r in zip(*np.nonzero(batch.mask), strict=True):
+    column = batch.columns[b, r]
+    gap = float(batch.old_logprobs[b, r]) - float(t.logprobs[b, column])
+    weights[b, r] = min(np.exp(gap), cap)
+    capped += np.exp(gap) >= cap
+    (of_older if older[b, column] else of_present).append(weights[b, r])
+    gaps += [] if older[b, column] else [abs(gap)]
+  np.testing.assert_allclose(batch.importance, weights, atol=1e-5)
+  assert 0 < capped < batch.mask.sum() and weights.min() < 0.95
+  expected = {'rollout/importance_mean': of_present, 'rollout/logprob_gap_mean': gaps}
+  expected |= {'rollout/importance_older_mean': of_older}
+  for name, values in expected.items():
+    assert (name in metrics) == bool(values)
+    assert not values or metrics[name] == pytest.approx(np.mean(values), rel=1e-4)
+  assert metrics.get('rollout/importance_capped') == (pytest.approx(capped / batch.mask.sum()) if of_older else None)
+  assert policy_lag(selection, state.iteration)['rollout/policy_lag_max'] == (2 if share else 0)
 
 
 def test_masks_that_are_off_train_every_token(policy, played):

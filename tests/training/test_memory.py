@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from ragen_jax import build
 from ragen_jax.agent.language_model import LanguageModel
-from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.models import lora
+from ragen_jax.distributed.mesh import AXES, make_mesh
+from ragen_jax.models import lora, presets
+from ragen_jax.models.attention import AttentionSettings
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training import batch_sizes, memory
@@ -72,7 +75,7 @@ def _compiled(model: LanguageModel, rows: int, width: int, replies: int, **scori
 def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):
   """Below, a run would choose more columns than fit; far above, it would leave the device idle."""
   made = _model(**model)
-  found = memory.update_memory(made, logits_chunk=scoring['logits_chunk'], width=128, reference=False)
+  found = memory.update_memory(made, logits_chunk=scoring['logits_chunk'], width=128, reference=False, platform='cpu')
   for rows in (2, 16):
     needed, estimated = _compiled(made, rows, 128, 96, **scoring), found.activations(rows * 128, scoring['remat'])
     assert 0.9 * needed <= estimated <= 2.5 * needed, (rows, needed, estimated)
@@ -84,11 +87,48 @@ def test_what_is_kept_is_counted_exactly():
     params = nnx.split(made.model)[1]
     opt_state = jax.eval_shape(learning.optimizer().init, params)
     size = sum(x.size * 4 for x in jax.tree.leaves((params, params, opt_state)))  # weights, gradients, moments
-    found = memory.update_memory(made, logits_chunk=0, width=128, reference=False)
+    found = memory.update_memory(made, logits_chunk=0, width=128, reference=False, platform='cpu')
     assert size - 64 <= found.kept <= size  # but for the optimiser's counters
     policy = sum(x.size * 4 for x in jax.tree.leaves(params['policy']))
-    more = memory.update_memory(made, logits_chunk=0, width=128, reference=True)
+    more = memory.update_memory(made, logits_chunk=0, width=128, reference=True, platform='cpu')
     assert more.kept == found.kept + policy
+
+
+# GiB that compilers need for the gradient program in addition to its arguments and results (jax 0.10.2, libtpu
+# 0.0.42.1, 2026-11-22), with the kernels of attention of each.
+@pytest.mark.parametrize(
+  ('preset', 'mesh', 'platform', 'remat', 'columns', 'needed'),
+  [
+    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'layers', 5632, 3.82),  # v5e:2x4
+    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'layers', 14848, 4.51),
+    ('qwen2.5-0.5b', (8, 1, 1), 'gpu', 'layers', 5632, 3.99),  # h100:8
+    ('qwen2.5-1.5b', (8, 1, 1), 'gpu', 'elementwise', 5632, 13.09),
+    ('qwen2.5-7b', (1, 4, 1), 'tpu', 'elementwise', 11264, 52.37),  # v5p:2x2x1
+    ('qwen2.5-7b', (1, 1, 4), 'tpu', 'elementwise', 45056, 64.75),
+    ('qwen2.5-7b', (1, 8, 1), 'gpu', 'elementwise', 5632, 25.05),
+    ('qwen2.5-7b', (1, 8, 1), 'gpu', 'layers', 5632, 11.51),
+    ('qwen2.5-7b', (1, 2, 4), 'gpu', 'elementwise', 22528, 26.43),
+    ('qwen2.5-7b', (1, 4, 2), 'gpu', 'elementwise', 11264, 23.67),
+  ],
+)
+def test_the_whole_is_within_a_tenth_of_what_compilers_of_accelerators_need(
+  preset, mesh, platform, remat, columns, needed
+):
+  made = dataclasses.replace(_pretrained(preset), mesh=AbstractMesh(mesh, AXES))
+  found = memory.update_memory(
+    made, logits_chunk=2048, width=3712, reference=False, platform=platform, dtype='bfloat16'
+  )
+  assert found.total(columns, remat) == pytest.approx(found.kept + needed * 2**30, rel=0.1)
+
+
+@functools.cache
+def _pretrained(preset):
+  """An abstract pretrained model with kernels of attention."""
+  attention = AttentionSettings('splash', None)
+  model = nnx.eval_shape(
+    lambda: ActorCritic(Qwen(presets.shape(preset, ''), attention=attention, rngs=nnx.Rngs(0)), None)
+  )
+  return LanguageModel('', model, None, None, make_mesh(1, 1, 1))
 
 
 def test_columns_are_the_most_that_fit():

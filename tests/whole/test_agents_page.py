@@ -17,7 +17,9 @@ import pytest
 from ragen_jax.config import checks, command_line
 from ragen_jax.serving import prometheus
 from ragen_jax.serving.agent_player import make_runner
+from ragen_jax.serving.async_player import METRICS
 from ragen_jax.serving.client import Task
+from ragen_jax.serving.env_program import PENALTY, REWARD, SUCCESS
 from ragen_jax.serving.episodes import EpisodeSettings, build_rollout
 from ragen_jax.serving.runners import load_function
 from ragen_jax.serving.sessions import NEW_ROW_CAUSES
@@ -99,7 +101,7 @@ def test_the_table_of_errors_has_every_error():
 
 def test_the_table_of_prometheus_metrics_is_what_the_server_tells():
   stats = EngineStats(**{field.name: 0 for field in dataclasses.fields(EngineStats)})
-  text = prometheus.render(stats, {}, {}, {}, 0)
+  text = prometheus.render({'': stats}, {}, {}, {}, 0)
   types_ = dict(re.findall(r'^# TYPE (\S+) (.*)$', text, re.MULTILINE))
   wanted = [(name, types_[name], about) for name, about in re.findall(r'^# HELP (\S+) (.*)$', text, re.MULTILINE)]
   assert _tables(_section('## The page and metrics')) == [wanted]
@@ -118,6 +120,11 @@ def test_the_metrics_page_explains_every_metric_of_a_rollout():
       stem, _, rest = name.partition('{')
       told += [stem + x for x in rest.rstrip('}').split(',')] if rest else [stem]
   assert sorted(told) == sorted([*metrics, 'serving/reward/NAME'])
+
+
+def test_the_metrics_page_explains_asynchronous_training():
+  page = (ROOT / 'docs' / 'metrics.md').read_text(encoding='utf-8')
+  assert [name for name, _ in _tables(_section('### Agent programs', page))[1]] == list(METRICS)
 
 
 def test_the_page_names_the_variables_of_a_program():
@@ -211,6 +218,16 @@ def test_the_program_of_the_page_plays(programs, monkeypatch):
   (_, _, reward) = got[1]
   assert [path for path, _, _ in got] == ['/attempts/r.1/v1/chat/completions', '/attempts/r.1/rewards']
   assert (reward['value'], reward['call']) == (1.0, 'chatcmpl-1')
+
+
+def test_the_environment_of_the_page_can_be_played(programs, monkeypatch):
+  monkeypatch.chdir(programs)
+  monkeypatch.syspath_prepend(str(ROOT))
+  config = command_line.load_config('my_environment.py')
+  checks.check_config(config)
+  assert config.envs.Agent.runner == 'env:FrozenLake'
+  (names,) = {re.findall(r'names? `(\w+)` and `(\w+)`', _section('### An environment of this project'))[0]}
+  assert (*names, config.serve.success_reward) == (REWARD, PENALTY, SUCCESS)
 
 
 def test_the_config_of_the_page_can_run(programs, monkeypatch):

@@ -120,7 +120,7 @@ with open(log, 'a') as f:
 
 def test_a_measured_program_comes_back_from_its_record():
   program = programs.Program('decode', 'decode', 'rollout', '8 rows', lambda: None, 5.0, 7)
-  work = Work(1.0, 2, {'all-gather': 3}, 4.0, (Work(5.0, 6),))
+  work = Work(1.0, 2, {'all-gather': 3}, 4.0, 0.5, (Work(5.0, 6),))
   made = Measured(program, Cost(1, 2, 3, 4, 5.0, 6.0, work, True))
   record = json.loads(json.dumps(aot._record(made, topologies.parse('v5e:2x4'))))
   assert aot._recalled(program, record) == made

@@ -154,3 +154,19 @@ def test_two_processes_change_nothing(tmp_path, model, one_device):
 def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
   one = _run(model, tmp_path / 'one', ['1x1x1'], model__separate_critic=True)['1x1x1']
   _assert_same(_run(model, tmp_path / 'eight', ['2x2x2'], model__separate_critic=True)['2x2x2'], one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(('shards', 'shapes'), [(2, ['8x1x1']), (4, ['2x2x2', '1x8x1'])])
+def test_devices_that_divide_the_mlp_among_them_sample_the_same_tokens(tmp_path, model, one_device, shards, shapes):
+  for result in _run(model, tmp_path / 'eight', shapes, agent__decode_shards=shards).values():
+    _assert_same(result, one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_devices_that_divide_the_mlp_among_them_serve_the_same_replies():
+  command = [sys.executable, '-m', 'tests.support.rows_worker']
+  done = subprocess.run(command, cwd=ROOT, env=_environment(8), capture_output=True, text=True, timeout=580)
+  assert done.returncode == 0, done.stderr[-3000:]

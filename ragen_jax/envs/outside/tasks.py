@@ -21,8 +21,8 @@ class AgentTasks(TextEnvironment):
   Attributes:
     tasks: a file with one JSON value for each line; level number n is the line n modulo the number of lines. '' makes
       tasks of the numbers themselves: {"seed": n, "member": i}, where i numbers the episodes of a group.
-    runner: what plays a task: a Python function 'package.module:function', or a command, such as 'python agent.py'; ''
-      for workers that claim tasks over HTTP.
+    runner: what plays a task: a Python function 'package.module:function'; an environment of the config, 'env:TAG'; or
+      a command, such as 'python agent.py'; '' for workers that claim tasks over HTTP.
   """
 
   tasks: str = ''

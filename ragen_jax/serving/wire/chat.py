@@ -7,12 +7,12 @@ from typing import Any
 
 from ragen_jax.serving.messages import Message, Role, ToolCall, from_chat, tools_from_chat
 from ragen_jax.serving.reply_reader import CallDone, ContentDelta, Event, ReplyReader, ThoughtDelta
-from ragen_jax.serving.types import Finish, Generated
+from ragen_jax.serving.types import Finish, Generated, Piece
 from ragen_jax.serving.wire import sse
 from ragen_jax.serving.wire.body import Body
 from ragen_jax.serving.wire.errors import ApiError, bad_request
 from ragen_jax.serving.wire.fields import CHAT
-from ragen_jax.serving.wire.results import Choice, Head, Piece, Rest, token_logprobs, usage, versions, whole
+from ragen_jax.serving.wire.results import Choice, Head, Rest, token_logprobs, usage, versions, whole
 from ragen_jax.serving.wire.spec import (
   MOST_ALTERNATIVES,
   CallSpec,

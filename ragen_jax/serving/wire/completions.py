@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ragen_jax.serving.messages import TemplateOptions
-from ragen_jax.serving.types import Finish, Generated
+from ragen_jax.serving.types import Finish, Generated, Piece
 from ragen_jax.serving.wire import sse
 from ragen_jax.serving.wire.body import Body
 from ragen_jax.serving.wire.errors import ApiError, bad_request, wrong_value
 from ragen_jax.serving.wire.fields import COMPLETIONS
-from ragen_jax.serving.wire.results import Choice, Head, Piece, Rest, finite, usage, versions, whole
+from ragen_jax.serving.wire.results import Choice, Head, Rest, finite, usage, versions, whole
 from ragen_jax.serving.wire.spec import (
   MOST_ALTERNATIVES,
   CallSpec,

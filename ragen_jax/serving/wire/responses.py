@@ -7,12 +7,12 @@ from typing import Any
 
 from ragen_jax.serving.messages import Message, Role, from_responses, tools_from_responses
 from ragen_jax.serving.reply_reader import CallDone, ContentDelta, Event, ReplyReader, ThoughtDelta
-from ragen_jax.serving.types import Finish, Generated, SamplingParams
+from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
 from ragen_jax.serving.wire import sse
 from ragen_jax.serving.wire.body import Body
 from ragen_jax.serving.wire.errors import ApiError, wrong_value
 from ragen_jax.serving.wire.fields import RESPONSES
-from ragen_jax.serving.wire.results import Choice, Head, Piece, Rest, versions
+from ragen_jax.serving.wire.results import Choice, Head, Rest, versions
 from ragen_jax.serving.wire.spec import (
   CallSpec,
   Kind,

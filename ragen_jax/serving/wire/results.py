@@ -1,4 +1,4 @@
-"""Parts of answers that several endpoints share: pieces, log-probabilities and usage."""
+"""Parts of answers that several endpoints share: rests, log-probabilities and usage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ragen_jax.serving.reply_reader import Reply
-from ragen_jax.serving.types import Generated
+from ragen_jax.serving.types import Generated, Piece
 
 # Clients read JSON, which has no infinity; OpenAI's interface writes this number for a token that cannot be drawn.
 _LOWEST_LOGPROB = -9999.0
@@ -26,23 +26,6 @@ class Head:
   id: str
   created: int
   model: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-  """Tokens of a reply that is being sampled.
-
-  Attributes:
-    ids: the new ids.
-    logprobs: the log-probability of each id.
-    top: for each id the likeliest alternatives as (id, log-probability); empty unless asked for.
-    text: the text that became known with them.
-  """
-
-  ids: tuple[int, ...]
-  logprobs: Sequence[float]
-  top: Sequence[Sequence[tuple[int, float]]]
-  text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +62,9 @@ class Rest:
     """The tokens and the text of a complete reply that no piece had."""
     return Piece(
       ids=tuple(generated.ids[self._ids :]),
-      text=generated.text[self._text :],
-      logprobs=[float(x) for x in generated.logprobs[self._ids :]],
+      logprobs=generated.logprobs[self._ids :],
       top=generated.top[self._ids :],
+      text=generated.text[self._text :],
     )
 
 

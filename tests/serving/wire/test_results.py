@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ragen_jax.serving.reply_reader import Reply
-from ragen_jax.serving.wire.results import Choice, Piece, Rest, token_logprobs, usage, versions, whole
+from ragen_jax.serving.types import Piece
+from ragen_jax.serving.wire.results import Choice, Rest, token_logprobs, usage, versions, whole
 from tests.support.wire import generated, pieces, tokenizer
 
 
@@ -24,7 +25,7 @@ def _choice(tok, index, prompt, text, **changes):
 def test_tokens_have_their_bytes_and_alternatives(tok):
   ids = tok.encode('aé')
   top = tuple(((i, -0.5), (tok.encode('b')[0], -math.inf)) for i in ids)
-  piece = Piece(ids, [-0.25, -math.inf, -0.5], top, 'aé')
+  piece = Piece(ids, np.array([-0.25, -math.inf, -0.5]), top, 'aé')
   first, second, third = token_logprobs(piece, 1, tok.token_bytes)
   alternative = {'token': 'a', 'logprob': -0.5, 'bytes': [97]}
   assert first == {'token': 'a', 'logprob': -0.25, 'bytes': [97], 'top_logprobs': [alternative]}
@@ -32,7 +33,7 @@ def test_tokens_have_their_bytes_and_alternatives(tok):
   assert bytes(second['bytes'] + third['bytes']).decode() == 'é'
   assert token_logprobs(piece, 2, tok.token_bytes)[0]['top_logprobs'][1]['logprob'] == -9999.0
   # A list, even without alternatives: clients iterate over it.
-  assert token_logprobs(Piece(ids, [0.0] * 3, (), ''), 0, tok.token_bytes)[0]['top_logprobs'] == []
+  assert token_logprobs(Piece(ids, np.zeros(3), (), ''), 0, tok.token_bytes)[0]['top_logprobs'] == []
 
 
 def test_the_rest_is_what_no_piece_had(tok):

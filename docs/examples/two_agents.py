@@ -1,0 +1,53 @@
+"""Two agents cross a frozen lake in turns: 'walker', which is trained, and 'partner', whose weights are frozen.
+
+Both see one conversation, so the replies of both are in one row. The program is for `configs/two_agents_ppo.py`. It
+writes the prompts that the built-in model knows, as `frozenlake.py` does.
+"""
+
+import numpy as np
+import openai
+from openai import OpenAI
+
+from docs.examples.frozenlake import CONFIG, CONTEXT, GAMES, SPECS
+from ragen_jax.agent.episode import Status, Turn, status_after_turn
+from ragen_jax.agent.pools import JaxPool
+from ragen_jax.serving import client
+
+CONNECTIONS = openai.DefaultHttpxClient()  # of all attempts
+AGENTS = ('walker', 'partner')
+
+
+def play(task: client.Task) -> None:
+  """Plays an episode. The walker gets the reward of the goal, whoever reaches it."""
+  game = GAMES.get() if not GAMES.empty() else JaxPool(SPECS[0], 1, 1)
+  try:
+    cross(game, task, OpenAI(base_url=task.base_url, api_key=task.api_key, http_client=CONNECTIONS))
+  finally:
+    GAMES.put(game)
+
+
+def cross(game: JaxPool, task: client.Task, model: OpenAI) -> None:
+  """Plays turn by turn."""
+  budget, env, turns, status = SPECS[0].budget, SPECS[0].env, [], Status.RUNNING
+  game.reset(np.asarray([task.input['seed']]), np.asarray([task.input['member']]))
+  while status == Status.RUNNING:
+    observation, left = env.render(game.states)[0], budget.max_actions - int(game.used[0])
+    agent = AGENTS[len(turns) % 2]
+    messages = CONTEXT.messages(0, turns, observation, left)
+    answer = model.chat.completions.create(
+      model=f'policy:{agent}',
+      messages=[*messages, {'role': 'assistant', 'content': CONTEXT.reply_prefix}],
+      extra_body={'continue_final_message': True, 'add_generation_prompt': False},
+    )
+    text = CONTEXT.reply_prefix + answer.choices[0].message.content
+    read = CONTEXT.parse(0, text)
+    rewards, executed, _ = game.step([list(read.actions)])
+    actions, penalty = list(read.names[: executed[0]]), 0.0 if read.valid else CONFIG.agent.format_penalty
+    turns.append(Turn(observation, text, actions, rewards[0], penalty, read.valid, 0, actions_left=left))
+    if penalty and agent == 'walker':
+      client.reward(penalty, call=answer.id, of=task)
+    status = status_after_turn(
+      done=bool(game.done[0]), success=bool(game.success[0]), actions_left=budget.max_actions - int(game.used[0]),
+      last_turn=len(turns) == budget.max_turns,
+    )  # fmt: skip
+  client.reward(sum(turn.reward for turn in turns), agent='walker', name='goal', of=task)

@@ -1,0 +1,236 @@
+"""Agents play while the trainer learns: versions of tokens, the bound of their age, restarts; with the real engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from ragen_jax import build, build_agents
+from ragen_jax.agent.language_model import param_state
+from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.serving import env_program
+from ragen_jax.serving.agent_player import AgentPlayer
+from ragen_jax.serving.async_player import METRICS, AsyncAgentPlayer
+from ragen_jax.serving.client import Over, ServerError
+from ragen_jax.serving.runners import FunctionRunner
+from ragen_jax.serving.types import AttemptState, RolloutState
+from tests.support.configs import small_config
+from tests.support.serving import PATIENCE, Gate, forward, until
+
+pytest.importorskip('starlette')
+pytest.importorskip('uvicorn')
+
+SAMPLING = Sampling(0.7, 1.0, 0)
+FIRST, KEY = 90_000, jax.random.key(5)
+PROMPT = list(range(300, 310))
+
+
+def async_config(**changes):
+  given = dict(
+    num_iterations=4, train__tags=('Agent',), eval__tags=('Agent',), train__groups=1, train__group_size=1,
+    eval__groups=1, eval__group_size=1, train__temperature=0.7, serve__port=0, serve__slots=2,
+    serve__max_concurrency=4, serve__max_staleness=1, serve__max_attempts=1, algorithm__old_logprobs='trainer',
+    algorithm__tis_cap=2.0, optimizer__mini_batch_size=1, optimizer__micro_batch_size=1, agent__max_context=96,
+    agent__max_response_tokens=32, agent__decode_chunk=4, envs__Agent__runner='a program of the test',
+  )  # fmt: skip
+  return small_config(**given | changes)
+
+
+@pytest.fixture(scope='module')
+def policy():
+  """The built-in model, whose replies have no stop token, so that they end with their budgets."""
+  loaded = build.load_policy(async_config())
+  vocabulary = loaded.model.policy.cfg.vocab_size
+  sampler = Sampler(loaded.model, stop_ids=(vocabulary,), vocab_limit=min(loaded.tokenizer.size, vocabulary))
+  return dataclasses.replace(loaded, sampler=sampler)
+
+
+def weights(policy, version):
+  """The weights after so many updates: each moves all of them a little."""
+  return jax.tree.map(lambda x: x * (1 + 0.03 * version) if x.ndim > 1 else x, param_state(policy.model))
+
+
+@contextlib.contextmanager
+def opened(monkeypatch, policy, directory, program, **changes):
+  """The players and the server of a run whose tasks a function plays."""
+  monkeypatch.setattr(build_agents, 'task_runner', lambda *_: FunctionRunner(program, 0.05))  # s to end
+  with build_agents.open_players(async_config(**changes), policy, str(directory)) as players:
+    yield players['train'], players['eval'], players['train']._server
+
+
+def play(player, policy, iteration):
+  first = FIRST + iteration * sum(spec.num_groups for spec in player.specs)
+  return player.play(weights(policy, iteration), KEY, SAMPLING, first, policy_version=iteration)
+
+
+def say(task, tokens, prompt=PROMPT):
+  """Ids of a reply of so many tokens."""
+  body = {'model': 'policy', 'prompt': prompt, 'max_tokens': tokens, 'return_token_ids': True}
+  status, answer = env_program._post(f'{task.base_url}/completions', task.api_key, body, PATIENCE)
+  if status == 410:
+    raise Over(status, 'over')
+  assert status == 200, answer
+  return answer['choices'][0]['token_ids']
+
+
+def logprobs(sampler, params, ids):
+  """Log-probs of a reply to PROMPT by one forward pass, as tokens are drawn."""
+  logits, _ = forward(sampler, params, (*PROMPT, *ids))
+  drawn = logits[len(PROMPT) - 1 : -1, : sampler.vocab_limit] / SAMPLING.temperature
+  return np.asarray(jax.nn.log_softmax(drawn))[np.arange(len(ids)), ids]
+
+
+def test_a_reply_goes_on_with_new_weights_and_each_token_has_its_version(monkeypatch, policy, tmp_path):
+  gate = Gate(policy.sampler)
+  slow_is_sampled = threading.Event()
+
+  def program(task):
+    if task.input['seed'] == FIRST:
+      say(task, 32)
+    else:
+      assert slow_is_sampled.wait(PATIENCE)
+      say(task, 1, PROMPT[::-1])
+    return 1.0
+
+  def drive():  # the third chunk of the slow reply is the last before the weights change
+    gate.wait()
+    slow_is_sampled.set()
+    until(lambda: server.engine.stats().queued)
+    gate.allow(2)
+    until(lambda: server.engine.stats().paused)
+    gate.allow(1)
+
+  own = dataclasses.replace(policy, sampler=gate)
+  with opened(monkeypatch, own, tmp_path, program, num_iterations=2) as (player, _, server):
+    driver = threading.Thread(target=drive, daemon=True)
+    driver.start()
+    fast = play(player, policy, 0)
+    driver.join(PATIENCE)
+    assert server.engine.stats().used == 1, 'the slow reply is in flight while the trainer learns'
+    gate.open()
+    slow = play(player, policy, 1)
+  assert fast.trajectory.versions[fast.trajectory.loss_mask].tolist() == [0]
+  t, mask = slow.trajectory, slow.trajectory.loss_mask
+  assert t.versions[mask].tolist() == [0] * 12 + [1] * 20 and t.policy_version.tolist() == [0]
+  ids = t.tokens[mask].tolist()
+  of = [logprobs(policy.sampler, weights(policy, version), ids) for version in (0, 1)]
+  np.testing.assert_allclose(t.logprobs[mask], np.concatenate([of[0][:12], of[1][12:]]), atol=2e-4)
+  assert np.abs(of[0] - of[1]).max() > 1e-2, 'the weights differ'
+
+
+def test_nobody_waits_for_an_agent_that_is_too_slow_and_its_task_is_played_again(monkeypatch, policy, tmp_path):
+  released, told = threading.Event(), []
+
+  def program(task):
+    say(task, 2)
+    if task.rollout_id == 'ahead-0-1-0-0':  # the second task of the first iteration
+      assert released.wait(PATIENCE)
+      try:
+        say(task, 2)
+      except Over as e:
+        told.append(e.status)
+        raise
+    return 1.0
+
+  with opened(monkeypatch, policy, tmp_path, program, train__groups=2) as (player, _, server):
+    tasks, stale, lag = [], [], []
+    for iteration in range(4):
+      rollout = play(player, policy, iteration)
+      tasks += [e.level_seed - FIRST for e in rollout.episodes]
+      stale.append(player.metrics['serving/groups_stale'])
+      lag.append(iteration - int(rollout.trajectory.policy_version.min()))
+      assert set(METRICS) <= set(player.metrics) and player.metrics['serving/wait_s'] >= 0
+      ahead = player.metrics['serving/groups_ahead'] + player.metrics['serving/groups_ready']
+      assert ahead == min(2 * 2, 2 * (3 - iteration))
+    released.set()
+    until(lambda: told)
+    slow = server.lifecycle.store.attempt('ahead-0-1-0-0.1')
+  assert sorted(tasks) == list(range(8)), 'each task is trained once'
+  assert stale == [0, 0, 1, 0] and max(lag) <= 1
+  assert slow.state == AttemptState.CANCELLED and told == [410]
+
+
+def test_after_a_restart_iterations_are_repeated_with_the_same_rollouts(monkeypatch, policy, tmp_path):
+  played = []
+
+  def program(task):
+    played.append(task.attempt_id)
+    say(task, 3)
+    return float(task.input['seed'] % 5)
+
+  # Whatever is old enough is deleted, but not what the checkpoints of the last four iterations may need again.
+  fields = dict(train__groups=2, serve__keep=1e-9, checkpoint__every=2, checkpoint__keep=1)
+  with opened(monkeypatch, policy, tmp_path, program, **fields) as (player, _, _):
+    before = [play(player, policy, i) for i in range(2)]
+    until(lambda: player._server.lifecycle.store.counts()[RolloutState.RUNNING] == 0 or len(played) >= 8)
+  known = len(played)
+  with opened(monkeypatch, policy, tmp_path, program, **fields) as (player, _, server):
+    again = [play(player, policy, i) for i in range(2)]
+    assert server.engine.stats().sampled_tokens == 0, 'nothing is sampled by the weights of a repeated iteration'
+    for ours, theirs in zip(again, before, strict=True):
+      jax.tree.map(np.testing.assert_array_equal, ours.trajectory, theirs.trajectory)
+      assert [e.score for e in ours.episodes] == [e.score for e in theirs.episodes]
+    rest = [play(player, policy, i) for i in (2, 3)]
+  seeds = [e.level_seed - FIRST for rollout in (*before, *rest) for e in rollout.episodes]
+  assert sorted(seeds) == list(range(8)) and known >= 4
+
+
+def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next_iteration(
+  monkeypatch, policy, tmp_path
+):
+  set_ = []
+
+  def program(task):
+    say(task, 2)
+    return 1.0
+
+  with opened(monkeypatch, policy, tmp_path, program) as (player, evaluation, server):
+    original = server.engine.set_weights
+    monkeypatch.setattr(server.engine, 'set_weights', lambda *a, **k: set_.append(k) or original(*a, **k))
+    drains = []
+    pause = server.engines.pause
+    monkeypatch.setattr(server.engines, 'pause', lambda *, drain: drains.append(drain) or pause(drain=drain))
+    play(player, policy, 0)
+    params = weights(policy, 1)
+    for _ in range(2):
+      rollout = evaluation.play(params, KEY, SAMPLING, 5, policy_version=1)
+      assert set(rollout.trajectory.versions[rollout.trajectory.loss_mask].tolist()) == {1}
+    player.play(params, KEY, SAMPLING, FIRST + 1, policy_version=1)
+  assert set_ == [{'version': 0, 'keep_cache': False}, {'version': 1, 'keep_cache': False}]
+  assert drains == [False] * 4
+
+
+def test_nothing_is_sampled_before_the_first_rollout(monkeypatch, policy, tmp_path):
+  asked = threading.Event()
+
+  def program(task):
+    asked.set()
+    try:
+      say(task, 2)
+    except (Over, ServerError, OSError):
+      return None
+    return 1.0
+
+  with opened(monkeypatch, policy, tmp_path, program) as (player, _, server):
+    player._groups.fill(0, FIRST, KEY)  # as if they were left from before a restart
+    assert asked.wait(PATIENCE)
+    until(lambda: server.engine.stats().queued == 2)
+    assert server.engine.stats().sampled_tokens == 0
+    rollout = play(player, policy, 1)
+  assert set(rollout.trajectory.versions[rollout.trajectory.loss_mask].tolist()) == {1}
+
+
+def test_without_staleness_the_players_are_the_synchronous_ones(monkeypatch, policy, tmp_path):
+  fields = {'serve__max_staleness': 0, 'algorithm__tis_cap': 0.0}
+  with opened(monkeypatch, policy, tmp_path, None, **fields) as (player, evaluation, _):
+    assert type(player) is type(evaluation) is AgentPlayer
+    assert not player._settings.ahead and not evaluation._settings.ahead
+  with opened(monkeypatch, policy, tmp_path / 'other', None, checkpoint__every=3, checkpoint__keep=2) as players:
+    player, evaluation, _ = players
+    assert type(player) is AsyncAgentPlayer and type(evaluation) is AgentPlayer
+    assert player._settings.ahead and evaluation._settings.ahead and player._repeatable == 9
