@@ -71,7 +71,7 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 # Weights that neighbouring devices divide among them while tokens are sampled: most of a model, and no heads.
-_SHARED = re.compile(r'(embed_tokens|(gate|up|down)_proj/.*|lm_head/.*)$')
+_SHARED = re.compile(r'^policy/(embed_tokens|layers/.*/(gate|up|down)_proj/.*|lm_head/.*)$')
 
 
 def sampling_mesh(mesh: Mesh, group: int) -> Mesh:
