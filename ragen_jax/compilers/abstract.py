@@ -22,6 +22,7 @@ from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import EINSUM
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint.config import trunk_config
+from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling import capacity, division
@@ -61,6 +62,8 @@ def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | Non
     policy = Qwen(shape, param_dtype=jnp.dtype(config.model.param_dtype), **common)
     if adapters is not None:
       lora.attach(policy, adapters, rngs)
+    if policy.visual is not None:
+      freeze(policy.visual)  # as `language_model.load` does
     critic = Qwen(trunk_config(shape), **common) if config.model.separate_critic else None
     for model in (policy, critic):
       if model is not None and mesh.size > 1:
