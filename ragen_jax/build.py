@@ -106,6 +106,8 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
+    if env.is_outside and env.image_form is not None:
+      raise UserError(f'envs.{tag}.images={env.image_form.count}: must be 0, since prompts hold only text')
     specs.append(EnvSpec(tag, env, budget, max_words, count))
   return specs
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragen_jax.envs.outside.base import read_observation, read_reward, read_step
+from ragen_jax.envs.outside.images import ImageObservation
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault
@@ -285,27 +286,27 @@ class OutsidePool(Pool):
     self.faults = {}
     self._done, self._success = np.zeros((self.rows,), bool), np.zeros((self.rows,), bool)
     self.used = np.zeros((self.rows,), np.int32)
-    self._texts = [''] * self.rows
+    form = self.spec.env.image_form
+    self._seen: list[str | ImageObservation] = [''] * self.rows
     self._seeds = seeds
     rows = range(self.rows)
     results = self._ask('reset', lambda: self._session.reset(rows, seeds.tolist(), members.tolist()), self.rows)
-    for row, result in zip(rows, map(read_observation, results), strict=True):
+    for row, result in zip(rows, (read_observation(raw, form) for raw in results), strict=True):
       if isinstance(result, Fault):
         self._fail(row, result)
       else:
-        self._texts[row] = result
+        self._seen[row] = result
     for row in rows:
       first = row - row % self.group_size
-      if self._texts[row] != self._texts[first] and not {row, first} & set(self.faults):
-        message = (
-          'envs.%s, level %d: first observations differ within a group; reset must give equal text for equal seeds'
-        )
+      if self._seen[row] != self._seen[first] and not {row, first} & set(self.faults):
+        message = 'envs.%s, level %d: first observations differ within a group; equal seeds must give equal ones'
         self._warn('members', message, self.spec.tag, seeds[row])
 
   def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
     """See `Pool`."""
     rewards: list[list[float]] = [[] for _ in range(self.rows)]
     effective = np.zeros((self.rows,), np.int32)
+    form = self.spec.env.image_form
     # The rows play their first actions, then their second, and so on.
     for i in range(self.spec.budget.max_actions_per_turn):
       rows = [
@@ -317,14 +318,14 @@ class OutsidePool(Pool):
         break
       chosen = [actions[row][i] for row in rows]
       results = self._ask('step', functools.partial(self._session.step, rows, chosen), len(rows))
-      for row, result in zip(rows, map(read_step, results), strict=True):
+      for row, result in zip(rows, (read_step(raw, form) for raw in results), strict=True):
         if isinstance(result, Fault):
           self._fail(row, result)
           continue
-        changed = result.observation != self._texts[row]
+        changed = result.observation != self._seen[row]
         rewards[row].append(result.reward)
         effective[row] += changed if result.effective is None else result.effective
-        self._texts[row] = result.observation
+        self._seen[row] = result.observation
         self._done[row], self._success[row] = result.done, result.success
         self.used[row] += 1
     return [tuple(own) for own in rewards], np.asarray([len(own) for own in rewards], np.int32), effective
@@ -354,7 +355,12 @@ class OutsidePool(Pool):
 
   def render(self) -> list[str]:
     """See `Pool`."""
-    return list(self._texts)
+    return [seen.text if isinstance(seen, ImageObservation) else seen for seen in self._seen]
+
+  def picture(self, row: int) -> np.ndarray | None:
+    """The first image of the observation; None for text alone."""
+    seen = self._seen[row]
+    return seen.images[0] if isinstance(seen, ImageObservation) else None
 
   def legal_actions(self) -> list[list[str]]:
     """See `Pool`."""

@@ -8,9 +8,9 @@ no episode. `Game` is the interface for prompts, replies and evaluations. Its tw
 
 The methods of an `Environment` are of three sorts:
 
-- traced, for one instance, under `jit` and `vmap`: `reset(key)` and `step(state, action, key)`;
-- host, for a batch of states with NumPy leaves [N, ...]: `render`, `solve`, `optimal`, `legal_actions`, `rationale`;
-  and for one state without a batch axis: `render_rgb`, `from_text`;
+- traced, for one instance, under `jit` and `vmap`: `reset(key)`, `step(state, action, key)` and `pixels(state, tile)`;
+- host, for a batch of states with NumPy leaves [N, ...]: `render`, `solve`, `optimal`, `legal_actions`, `rationale`,
+  `scenes`; and for one state without a batch axis: `render_rgb`, `from_text`;
 - text about the game, made from its options: `rules`, `legend`, `parse_action`, `format_action`, `action_words`.
 """
 
@@ -24,6 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+from ragen_jax.envs.drawing.tiles import PICTURE_TILE, check_tile, compose
+from ragen_jax.envs.scenes import Scene
 
 
 @struct.dataclass
@@ -200,6 +203,14 @@ class Game(abc.ABC):
     """For each of N states, a short true sentence: the thought in demonstrations. The default is empty."""
     return [''] * len(np.asarray(states.done))
 
+  def scenes(self, states: Any) -> list[Scene]:
+    """For each of N states, the places of the player and the other things, which replies may describe.
+
+    Raises:
+      NotImplementedError: the game has no board with a player.
+    """
+    raise NotImplementedError(f'{self.name} has no scenes')
+
   def from_text(self, text: str) -> Any:
     """Reads one state (no batch axis, NumPy leaves) from a text that `render` writes.
 
@@ -240,6 +251,38 @@ class Environment(Game):
     reward = jnp.where(state.done, 0.0, out.reward).astype(jnp.float32)
     return after, StepOutput(reward=reward, effective=out.effective & ~state.done)
 
+  # -- images, traced ------------------------------------------------------------------------------------------------
+
+  @property
+  def image_grid(self) -> tuple[int, int] | None:
+    """Rows and columns of tiles of the images that `pixels` draws; None if the environment draws none."""
+    return None
+
+  def cells(self, state: Any) -> jax.Array:
+    """i32 of shape `image_grid`, the index into `tiles` at each place of a state's image."""
+    raise NotImplementedError(f'{self.name} draws no images')
+
+  def tiles(self, tile: int) -> np.ndarray:
+    """The tiles of images, u8[K, tile, tile, 3]; one tile for each symbol of the board."""
+    raise NotImplementedError(f'{self.name} draws no images')
+
+  def pixels(self, state: Any, tile: int) -> jax.Array:
+    """An image of the board of one state, u8[rows * tile, columns * tile, 3]. Equal boards have equal images.
+
+    An image shows what `render` writes with symbols of the board, and nothing of the lines around the board.
+
+    Args:
+      state: the state.
+      tile: side of a tile in pixels. With the pixels of a visual token of the model, 28 for Qwen2.5-VL or 32 for
+        Qwen3-VL, a tile is one token, and the processor does not resize the image.
+
+    Raises:
+      NotImplementedError: the environment draws no images.
+      ValueError: the size is not allowed.
+    """
+    check_tile(tile)
+    return compose(self.tiles(tile), self.cells(state))
+
   # -- text about the game -------------------------------------------------------------------------------------------
 
   @property
@@ -265,10 +308,12 @@ class Environment(Game):
   def render(self, states: Any) -> list[str]:
     """The observations as text, for a batch of states with NumPy leaves [N, ...]."""
 
-  @abc.abstractmethod
   def render_rgb(self, state: Any) -> np.ndarray:
-    """A picture of one state (no batch axis), u8[height, width, 3]. It depends on the state and the options alone.
+    """A picture of one state (no batch axis) for people, u8[height, width, 3]; by default a small image of `pixels`.
+
+    It depends on the state and the options alone.
 
     Raises:
       NotImplementedError: the environment draws no pictures.
     """
+    return np.asarray(self.pixels(state, PICTURE_TILE))

@@ -33,25 +33,14 @@ from ragen_jax.envs.countdown_expressions import (
   unpadded,
   value_of,
 )
+from ragen_jax.envs.drawing.font import small_digits
 from ragen_jax.envs.options import check_choice, check_integer, is_number
 from ragen_jax.envs.solvers.countdown import Level, find_expressions
 from ragen_jax.envs.solvers.one_action import OneActionSolution
 
 _LEVEL_OPERATORS = ('+-', '+-*', '+-*/')
 
-# The picture: digits of 3 x 5 dots, row by row, with 4 pixels a dot, in cells of 4 x 7 dots.
-_DIGITS = (
-  '111101101101111',
-  '010110010010111',
-  '111001111100111',
-  '111001111001111',
-  '101101111001001',
-  '111100111001111',
-  '111100111101111',
-  '111001010010010',
-  '111101111101111',
-  '111101111001111',
-)
+# The picture: digits of 3 x 5 dots, with 4 pixels a dot, in cells of 4 x 7 dots.
 _DOT = 4
 _CELL = (7, 4)
 _PAPER_RGB = (30, 34, 46)
@@ -286,16 +275,15 @@ class Countdown(base.Environment):
     columns = max(len(' '.join(words)) for words in widest)
     dots = np.zeros((2 * _CELL[0] + 1, columns * _CELL[1] + 1, 3), np.uint8)
     dots[:] = _PAPER_RGB
-    colour = _OPEN_RGB
+    colour, digits = _OPEN_RGB, small_digits()
     if state.done:
       colour = _RIGHT_RGB if state.success else _NEAR_RGB if _uses_each_number(state) else _WRONG_RGB
     given = ' '.join(str(v) for v in np.asarray(state.numbers).tolist() if v)
     for i, (line, rgb) in enumerate(((given, _NUMBER_RGB), (str(int(state.target)), colour))):
       for j, digit in enumerate(line):
         if digit != ' ':
-          glyph = np.array([dot == '1' for dot in _DIGITS[int(digit)]]).reshape(5, 3)
           row, column = i * _CELL[0] + 2, j * _CELL[1] + 1
-          dots[row : row + 5, column : column + 3][glyph] = rgb
+          dots[row : row + 5, column : column + 3][digits[int(digit)]] = rgb
     return dots.repeat(_DOT, axis=0).repeat(_DOT, axis=1)
 
   def legal_actions(self, states: State) -> list[list[Tokens]]:

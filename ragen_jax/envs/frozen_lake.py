@@ -16,7 +16,9 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base
+from ragen_jax.envs.drawing import frozen_lake as drawing
 from ragen_jax.envs.options import check_choice, check_flag, is_integer, is_number
+from ragen_jax.envs.scenes import Scene, make_scenes
 from ragen_jax.envs.solvers import frozen_lake as solver
 
 LEFT, DOWN, RIGHT, UP = range(4)
@@ -24,15 +26,6 @@ LEFT, DOWN, RIGHT, UP = range(4)
 _OBSERVATIONS = ('grid', 'coord', 'grid_coord')
 _MEANINGS = ('player', 'ice', 'hole', 'goal', 'player in a hole', 'player on the goal')
 _DESC_LETTERS = 'SFHG'
-
-# Sizes in pixels and colours of the picture. The player is an inset, so that the rim of its tile stays visible.
-_TILE = 16
-_INSET = 4
-_ICE_RGB = (214, 236, 250)
-_HOLE_RGB = (27, 48, 87)
-_GOAL_RGB = (72, 176, 98)
-_PLAYER_RGB = (222, 110, 42)
-_LINE_RGB = (168, 202, 224)
 
 
 @struct.dataclass
@@ -135,6 +128,19 @@ class FrozenLake(base.Environment):
     out = base.StepOutput(reward=success.astype(jnp.float32), effective=player != state.player)
     return state.replace(done=done, success=success, player=player), out
 
+  @property
+  def image_grid(self) -> tuple[int, int]:
+    """The lake."""
+    return self.size, self.size
+
+  def cells(self, state: State) -> jax.Array:
+    """The index into `symbols` of each square."""
+    return drawing.cells(state.holes, state.goal, state.player)
+
+  def tiles(self, tile: int) -> np.ndarray:
+    """A tile for each of `symbols`."""
+    return drawing.tiles(tile)
+
   # -- text ----------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
@@ -203,16 +209,11 @@ class FrozenLake(base.Environment):
       for start, goal, player, hole in zip(*squares, holes_of, strict=True)
     ]
 
-  def render_rgb(self, state: State) -> np.ndarray:
-    """One state as flat tiles of 16 x 16 pixels, u8[16 size, 16 size, 3]."""
-    size = self.size
-    tiles = np.where(np.asarray(state.holes)[:, :, None], _HOLE_RGB, _ICE_RGB).astype(np.uint8)
-    tiles[divmod(int(state.goal), size)] = _GOAL_RGB
-    picture = tiles.repeat(_TILE, axis=0).repeat(_TILE, axis=1)
-    picture[::_TILE], picture[:, ::_TILE] = _LINE_RGB, _LINE_RGB
-    row, column = (_TILE * x for x in divmod(int(state.player), size))
-    picture[row + _INSET : row + _TILE - _INSET, column + _INSET : column + _TILE - _INSET] = _PLAYER_RGB
-    return picture
+  def scenes(self, states: State) -> list[Scene]:
+    """Player, goal and holes."""
+    goals = np.arange(self.size**2) == np.asarray(states.goal)[:, None]
+    player = np.stack(np.divmod(np.asarray(states.player), self.size), axis=1)
+    return make_scenes(player, {'goal': goals.reshape(-1, self.size, self.size), 'hole': np.asarray(states.holes)})
 
   def rationale(self, states: State) -> list[str]:
     """Where the player and the goal are, as (row, column), and on which sides of the player there is a hole."""

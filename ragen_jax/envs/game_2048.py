@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base
+from ragen_jax.envs.drawing import game_2048 as drawing
 from ragen_jax.envs.options import check_choice, is_integer
 
 UP, RIGHT, DOWN, LEFT = range(4)
@@ -26,11 +27,6 @@ _FOUR_PROBABILITY = 0.1
 # The largest tile that a board can hold, by a chain of merges that begins with a 4.
 _LARGEST_GOAL = 2**17
 _REWARDS = ('log', 'raw')
-
-# The picture: tiles of 16 x 16 pixels with a rim of 1.
-_TILE = 16
-_RIM_RGB = (119, 110, 101)
-_EMPTY_RGB = (150, 140, 130)
 
 
 @struct.dataclass
@@ -99,6 +95,19 @@ class Game2048(base.Environment):
     return state, base.StepOutput(reward=reward.astype(jnp.float32), effective=effective)
 
   @property
+  def image_grid(self) -> tuple[int, int]:
+    """The board."""
+    return _SIZE, _SIZE
+
+  def cells(self, state: State) -> jax.Array:
+    """The exponents of the tiles."""
+    return jnp.asarray(state.board)
+
+  def tiles(self, tile: int) -> np.ndarray:
+    """An image for each exponent up to the goal's."""
+    return drawing.tiles(tile, self._goal_exponent)
+
+  @property
   def _goal_exponent(self) -> int:
     return int(self.goal).bit_length() - 1
 
@@ -134,15 +143,6 @@ class Game2048(base.Environment):
     boards = np.asarray(states.board)  # [N, 4, 4]
     legal = _can_push(boards) & ~np.asarray(states.done)[:, None]
     return [np.flatnonzero(row).tolist() for row in legal]
-
-  def render_rgb(self, state: State) -> np.ndarray:
-    """The board as coloured tiles, u8[64, 64, 3], from pale over red to violet at the goal."""
-    board = np.asarray(state.board)
-    colours = np.array([_EMPTY_RGB, *(_colour(e / self._goal_exponent) for e in range(1, self._goal_exponent + 1))])
-    picture = colours.astype(np.uint8)[board].repeat(_TILE, axis=0).repeat(_TILE, axis=1)
-    for edge in (0, _TILE - 1):
-      picture[edge::_TILE], picture[:, edge::_TILE] = _RIM_RGB, _RIM_RGB
-    return picture
 
   def from_text(self, text: str) -> State:
     """Reads one state (no batch axis) from an observation.
@@ -230,9 +230,3 @@ def _can_push(boards: np.ndarray) -> np.ndarray:
     ahead, tile = turned[..., :-1], turned[..., 1:]
     changes.append(((tile > 0) & ((ahead == 0) | (ahead == tile))).any((-2, -1)))
   return np.stack(changes, axis=-1)
-
-
-def _colour(share: float) -> tuple[float, float, float]:
-  """A colour for a share in (0, 1]: pale, orange, red, violet."""
-  stops = np.array([[238, 228, 218], [242, 160, 90], [220, 60, 60], [110, 50, 160]])
-  return tuple(np.interp(3 * share, range(4), channel) for channel in stops.T)

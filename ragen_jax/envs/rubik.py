@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base
+from ragen_jax.envs.drawing import rubik as drawing
 from ragen_jax.envs.options import check_flag, check_integer
 from ragen_jax.envs.rubik_cube import (
   FACES,
@@ -33,13 +34,6 @@ COLOURS = 'WYORGB'
 _COLOUR_NAMES = ('white', 'yellow', 'orange', 'red', 'green', 'blue')
 
 _LINE = re.compile(rf'([{FACES}]): ([{COLOURS}]) ([{COLOURS}]) / ([{COLOURS}]) ([{COLOURS}])')
-
-# The picture: the net, stickers of 16 x 16 pixels.
-_TILE = 16
-_NET = {'U': (0, 2), 'L': (2, 0), 'F': (2, 2), 'R': (2, 4), 'B': (2, 6), 'D': (4, 2)}  # top left: row, column
-_RGB = ((245, 245, 245), (250, 215, 40), (245, 130, 30), (200, 30, 45), (30, 150, 75), (30, 80, 190))
-_LINE_RGB = (20, 20, 20)
-_GROUND_RGB = (120, 120, 120)
 
 
 @struct.dataclass
@@ -133,6 +127,19 @@ class Rubik2x2(base.Environment):
     out = base.StepOutput(reward=solved.astype(jnp.float32), effective=(stickers != state.stickers).any())
     return state.replace(stickers=stickers, done=solved, success=solved), out
 
+  @property
+  def image_grid(self) -> tuple[int, int]:
+    """The net of the cube."""
+    return drawing.GRID
+
+  def cells(self, state: State) -> jax.Array:
+    """The colours of the net, from 1, and 0 where no sticker is."""
+    return drawing.cells(state.stickers)
+
+  def tiles(self, tile: int) -> np.ndarray:
+    """The ground and a tile for each colour."""
+    return drawing.tiles(tile)
+
   # -- text ----------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
@@ -162,16 +169,6 @@ class Rubik2x2(base.Environment):
     return [
       '\n'.join(f'{face}: {a} {b} / {c} {d}' for face, (a, b, c, d) in zip(FACES, cube, strict=True)) for cube in cubes
     ]
-
-  def render_rgb(self, state: State) -> np.ndarray:
-    """The net of one cube, u8[96, 128, 3], stickers of 16 x 16 pixels."""
-    picture = np.full((6 * _TILE, 8 * _TILE, 3), _GROUND_RGB, np.uint8)
-    for place, colour in enumerate(np.asarray(state.stickers).tolist()):
-      face, i = divmod(place, 4)
-      row, col = (_TILE * (x + y) for x, y in zip(_NET[FACES[face]], divmod(i, 2), strict=True))
-      picture[row : row + _TILE, col : col + _TILE] = _LINE_RGB
-      picture[row + 1 : row + _TILE - 1, col + 1 : col + _TILE - 1] = _RGB[colour]
-    return picture
 
   def from_text(self, text: str) -> State:
     """Reads one state (no batch axis) from an observation.

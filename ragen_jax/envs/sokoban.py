@@ -1,7 +1,4 @@
-"""Sokoban: push every box onto a target.
-
-Levels are made from a key, each with a solution, or read from a file in Boxoban's format.
-"""
+"""Sokoban: push every box onto a target. Levels are made from a key, with a solution, or read from a Boxoban file."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base, sokoban_levels
+from ragen_jax.envs.drawing import sokoban as drawing
+from ragen_jax.envs.scenes import Scene, make_scenes
 from ragen_jax.envs.sokoban_boards import (
   BOX,
   BOX_ON_TARGET,
@@ -24,8 +23,6 @@ from ragen_jax.envs.sokoban_boards import (
   PLAYER,
   PLAYER_ON_TARGET,
   TARGET,
-  TILE,
-  draw_tiles,
   encode_boards,
   parse_board,
   parse_boxoban,
@@ -220,6 +217,19 @@ class Sokoban(base.Environment):
     )
     return after, base.StepOutput(reward=reward, effective=moves)
 
+  @property
+  def image_grid(self) -> tuple[int, int]:
+    """The board, border included."""
+    return self.dim
+
+  def cells(self, state: State) -> jax.Array:
+    """The codes of cells."""
+    return drawing.cells(state.walls, state.targets, state.boxes, state.player)
+
+  def tiles(self, tile: int) -> np.ndarray:
+    """A tile for each of `symbols`."""
+    return drawing.tiles(tile)
+
   # -- text ----------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
@@ -294,12 +304,6 @@ class Sokoban(base.Environment):
       for at in listed
     ]
 
-  def render_rgb(self, state: State) -> np.ndarray:
-    """One state as a picture in flat colours, u8[16 R, 16 C, 3]."""
-    contents = _contents(jax.tree.map(lambda x: np.asarray(x)[None], state))[0]
-    tiles = draw_tiles()[contents]  # [R, C, 16, 16, 3]
-    return tiles.swapaxes(1, 2).reshape(self.dim[0] * TILE, self.dim[1] * TILE, 3)
-
   def from_text(self, text: str) -> State:
     """Reads one fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which contains one.
 
@@ -345,6 +349,10 @@ class Sokoban(base.Environment):
     """
     del discount
     return sokoban_solver.SokobanSolution(states, budget, self.max_steps)
+
+  def scenes(self, states: State) -> list[Scene]:
+    """Player, boxes and targets."""
+    return make_scenes(states.player, {'box': states.boxes, 'target': states.targets})
 
   def rationale(self, states: State) -> list[str]:
     """The places of the player, of the boxes that are not on a target, and of the targets without a box."""

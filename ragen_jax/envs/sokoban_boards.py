@@ -1,4 +1,4 @@
-"""Boards of Sokoban with a code for each cell: from states, from text, from Boxoban's level files, and as pictures."""
+"""Boards of Sokoban with a code for each cell: from states, from text, and from Boxoban's level files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 MEANINGS = ('wall', 'empty floor', 'target', 'box on target', 'box', 'player', 'player on target')
 # The same cells in Boxoban's level files (and most other collections).
 BOXOBAN = ('#', ' ', '.', '*', '$', '@', '+')
-TILE = 16  # pixels
 
 
 def encode_boards(walls: np.ndarray, targets: np.ndarray, boxes: np.ndarray, player: np.ndarray) -> np.ndarray:
@@ -107,31 +106,3 @@ def parse_boxoban(text: str, dim: tuple[int, int], num_boxes: int) -> list[dict[
     size = (min(len(lines), dim[0]), min(len(lines[0]), dim[1]))
     levels.append(parse_board(lines, size, dim, num_boxes, BOXOBAN, title))
   return levels
-
-
-def draw_tiles() -> np.ndarray:
-  """u8[7, 16, 16, 3], a picture for each code of a cell."""
-  wall, floor, target, box, placed, player = (
-    (74, 78, 89),
-    (236, 232, 221),
-    (214, 69, 65),
-    (176, 121, 62),
-    (74, 154, 84),
-    (52, 101, 190),
-  )
-  y, x = np.mgrid[:TILE, :TILE] - (TILE - 1) / 2
-  ring = (np.hypot(x, y) < 6.5) & (np.hypot(x, y) > 3.5)
-  disc = np.hypot(x, y) < 5.0
-  square = np.maximum(abs(x), abs(y)) < 6.0
-  edge = square & (np.maximum(abs(x), abs(y)) > 4.0)
-  tiles = np.full((7, TILE, TILE, 3), floor, np.uint8)
-  tiles[:, -1] = tiles[:, :, -1] = (222, 217, 203)  # the lines between cells
-  tiles[WALL] = wall
-  for kind in (TARGET, PLAYER_ON_TARGET):
-    tiles[kind, ring] = target
-  for kind, colour in ((BOX, box), (BOX_ON_TARGET, placed)):
-    tiles[kind, square] = colour
-    tiles[kind, edge] = tuple(int(0.7 * part) for part in colour)
-  for kind in (PLAYER, PLAYER_ON_TARGET):
-    tiles[kind, disc] = player
-  return tiles

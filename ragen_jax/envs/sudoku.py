@@ -18,6 +18,7 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base, sudoku_levels
+from ragen_jax.envs.drawing import sudoku as drawing
 from ragen_jax.envs.options import check_flag, is_integer, is_number
 from ragen_jax.envs.solvers import sudoku as solver
 
@@ -38,15 +39,6 @@ _WRONG_ITEM = re.compile(r'row ([1-9]) col ([1-9]) is not ([1-9](?:, [1-9])*)')
 # Hints are shown if at most this many cells are empty, as in RAGEN-2.
 _HINTED_CELLS = 10
 _HINT = re.compile(r'Row ([1-9]) col ([1-9]):((?: [1-9])*)')
-
-# The picture: cells of 16 x 16 pixels; digits of 3 x 5 dots, each row of dots an octal digit, with 2 x 2 pixels a dot.
-_TILE = 16
-_FONT = {1: '26227', 2: '71747', 3: '71717', 4: '55711', 5: '74717', 6: '74757', 7: '71122', 8: '75757', 9: '75717'}
-_PAPER_RGB = (250, 250, 246)
-_THIN_RGB = (196, 196, 190)
-_THICK_RGB = (60, 60, 60)
-_GIVEN_RGB = (20, 20, 20)
-_PLACED_RGB = (30, 90, 200)
 
 
 @struct.dataclass
@@ -164,6 +156,19 @@ class Sudoku(base.Environment):
     state = state.replace(board=board, wrong=wrong, done=complete, success=complete)
     return state, base.StepOutput(reward=reward.astype(jnp.float32), effective=right)
 
+  @property
+  def image_grid(self) -> tuple[int, int]:
+    """The board."""
+    return self.side, self.side
+
+  def cells(self, state: State) -> jax.Array:
+    """The code of each cell: its digit, whether it is given, and the lines around it."""
+    return drawing.cells(state.board, state.given)
+
+  def tiles(self, tile: int) -> np.ndarray:
+    """A tile for each code of `cells`."""
+    return drawing.tiles(tile, self.side)
+
   # -- text ----------------------------------------------------------------------------------------------------------
 
   @property
@@ -240,19 +245,6 @@ class Sudoku(base.Environment):
     lines = ['|'.join(''.join(row[i : i + box]) for i in range(0, self.side, box)).rstrip() for row in cells]
     between = '\n' + '+'.join(['-' * 3 * box] * box) + '\n'
     return between.join('\n'.join(lines[i : i + box]) for i in range(0, self.side, box))
-
-  def render_rgb(self, state: State) -> np.ndarray:
-    """One board as a picture, u8[16 S + 1, 16 S + 1, 3]: given digits black, placed ones blue."""
-    picture = np.full((_TILE * self.side + 1, _TILE * self.side + 1, 3), _PAPER_RGB, np.uint8)
-    for step, colour in ((_TILE, _THIN_RGB), (_TILE * math.isqrt(self.side), _THICK_RGB)):
-      picture[::step], picture[:, ::step] = colour, colour
-    board, given = np.asarray(state.board), np.asarray(state.given)
-    for row, col in np.argwhere(board > 0):
-      dots = np.array([[int(line) >> shift & 1 for shift in (2, 1, 0)] for line in _FONT[int(board[row, col])]], bool)
-      dots = dots.repeat(2, axis=0).repeat(2, axis=1)  # [10, 6]
-      top, left = row * _TILE + 4, col * _TILE + 6
-      picture[top : top + 10, left : left + 6][dots] = _GIVEN_RGB if given[row, col] else _PLACED_RGB
-    return picture
 
   def from_text(self, text: str) -> State:
     """Reads one state (no batch axis) from an observation. The solution is found by search.

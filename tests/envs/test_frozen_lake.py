@@ -210,18 +210,6 @@ def test_bad_desc():
     FrozenLake(size=2).from_desc(['SX', 'FG'])
 
 
-_TILES = (('ice', 2, 2), ('hole', 0, 2), ('goal', 1, 3), ('under the player', 0, 0))
-
-
-def test_picture():
-  env = FrozenLake()
-  picture = env.render_rgb(env.from_text('P_O_\n___G\n____\n____'))
-  assert picture.shape == (64, 64, 3) and picture.dtype == np.uint8
-  colour = {name: tuple(picture[row * 16 + 2, column * 16 + 2]) for name, row, column in _TILES}
-  assert len(set(colour.values())) == 3 and colour['ice'] == colour['under the player']
-  assert tuple(picture[8, 8]) not in colour.values()
-
-
 def test_rules_tell_the_configuration():
   slippery = FrozenLake(success_rate=0.8).rules()
   assert 'slippery' in slippery and '0.8' in slippery and '0.1' in slippery and '4 by 4' in slippery

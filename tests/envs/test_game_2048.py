@@ -331,20 +331,6 @@ def test_actions_and_rules():
   assert 'a tile of 2048' in Game2048().rules() and 'log2' not in Game2048(reward='raw').rules()
 
 
-def test_picture():
-  env = Game2048()
-  exponents = np.array([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [0, 0, 0, 0]])
-  state = one(states_of(np.where(exponents, 2**exponents, 0)[None]))
-  picture = env.render_rgb(state)
-  assert picture.shape == (64, 64, 3) and picture.dtype == np.uint8
-  colours = [tuple(picture[16 * row + 8, 16 * column + 8]) for row in range(3) for column in range(4)]
-  assert len(set(colours)) == 12
-  assert tuple(picture[56, 8]) == colours[0] != tuple(picture[0, 0])
-  # The goal's colour is the same for every goal.
-  small = Game2048(goal=8).render_rgb(state.replace(board=np.where(exponents == 1, 3, 0)))
-  assert tuple(small[8, 24]) == colours[11]
-
-
 @pytest.mark.parametrize(
   ('field', 'value'),
   [('goal', 4), ('goal', 100), ('goal', 2**18), ('goal', 64.0), ('goal', True), ('reward', 'linear')],

@@ -190,21 +190,6 @@ def test_rules_and_legend():
   assert env.legend() == {'W': 'white', 'Y': 'yellow', 'O': 'orange', 'R': 'red', 'G': 'green', 'B': 'blue'}
 
 
-def test_picture():
-  env, cube = Rubik2x2(), after_turns(WHOLE, "R U F' L")
-  picture = env.render_rgb(one(cubes([cube])))
-  assert picture.shape == (96, 128, 3) and picture.dtype == np.uint8
-  colour = {}
-  for (place, face), row, col in zip(
-    enumerate(np.repeat(list('UDLRFB'), 4)), [0, 0, 1, 1] * 6, [0, 1] * 12, strict=True
-  ):
-    down, right = {'U': (0, 2), 'L': (2, 0), 'F': (2, 2), 'R': (2, 4), 'B': (2, 6), 'D': (4, 2)}[face]
-    colour.setdefault(cube[place], set()).add(tuple(picture[16 * (down + row) + 8, 16 * (right + col) + 8].tolist()))
-  assert sorted(colour) == list(range(6)) and all(len(seen) == 1 for seen in colour.values())
-  assert len(set.union(*colour.values())) == 6
-  assert tuple(picture[8, 8].tolist()) == tuple(picture[80, 120].tolist()) not in set.union(*colour.values())
-
-
 def test_thoughts_are_true():
   names = set()
   states = jax.tree.map(lambda *x: np.concatenate(x), *(make_levels(Rubik2x2(scramble_depth=d), 30) for d in (1, 2, 4)))

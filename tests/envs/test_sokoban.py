@@ -10,7 +10,6 @@ import pytest
 
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.sokoban import Sokoban
-from ragen_jax.envs.sokoban_boards import TILE
 from tests.support.environments import batch, one, raises_one_line
 from tests.support.games.sokoban import (
   AMPLE,
@@ -230,21 +229,6 @@ def test_rationale_is_true():
   ]
   solved = '#######\n#_P___#\n#___√_#\n#_√___#\n#_____#\n#######'
   assert thoughts(TWO, solved) == ['All boxes are on targets.']
-
-
-def test_picture():
-  state = TWO.from_text('#######\n#_P_O_#\n#_X___#\n#_√___#\n#_____#\n#######')
-  image = TWO.render_rgb(state)
-  assert image.shape == (6 * TILE, 7 * TILE, 3) and image.dtype == np.uint8
-  on_target = TWO.render_rgb(TWO.from_text('#######\n#_S_O_#\n#_X___#\n#_X___#\n#_____#\n#######'))
-
-  def tile(image, r, c):
-    return image[r * TILE : (r + 1) * TILE, c * TILE : (c + 1) * TILE].tobytes()
-
-  assert tile(image, 0, 0) == tile(image, 5, 6) and tile(image, 1, 1) == tile(image, 4, 5)
-  kinds = {tile(image, r, c) for r in range(6) for c in range(7)}
-  assert len(kinds) == 6  # all but a player on a target
-  assert tile(on_target, 1, 2) not in kinds and tile(on_target, 3, 2) == tile(image, 2, 2)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

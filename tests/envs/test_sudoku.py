@@ -297,22 +297,6 @@ def test_rules_and_legend():
   assert set(Sudoku().legend()) == {'.', 'n', '[n]'}
 
 
-def test_picture():
-  env = Sudoku()
-  state = env.from_text(TEXT.replace('[1] . ', '[1] 3 '))
-  picture = env.render_rgb(state)
-  assert picture.shape == (65, 65, 3) and picture.dtype == np.uint8
-  cells = [[picture[16 * r + 1 : 16 * r + 16, 16 * c + 1 : 16 * c + 16] for c in range(4)] for r in range(4)]
-  given, placed, empty = cells[0][0], cells[0][1], cells[0][2]
-  assert len(np.unique(empty.reshape(-1, 3), axis=0)) == 1
-  colours = [{tuple(rgb) for rgb in cell.reshape(-1, 3).tolist()} - {tuple(empty[0, 0])} for cell in (given, placed)]
-  assert len(colours[0]) == len(colours[1]) == 1 and colours[0] != colours[1]
-  # A given 3 and the placed one have one shape, the other digits others.
-  shapes = [(cells[r][c] != empty).any(axis=2) for r, c in ((0, 1), (1, 2), (0, 0), (2, 1), (3, 3))]
-  assert (shapes[0] == shapes[1]).all() and len({shape.tobytes() for shape in shapes}) == 4
-  assert (picture[32, 8] != picture[16, 8]).any() and LARGE.render_rgb(one(make_levels(LARGE, 40))).shape[0] == 145
-
-
 def test_thoughts_are_true():
   states, rng = make_levels(LARGE, 40), np.random.default_rng(2)
   kinds = set()

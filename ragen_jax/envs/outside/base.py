@@ -1,4 +1,4 @@
-"""The interface of environments outside JAX, which exchange text on the host. Their failures do not end a run.
+"""The interface of environments outside JAX, which exchange text and images on the host. Failures do not end a run.
 
 A `TextEnvironment` has the same interface for prompts and replies as an `Environment`. It opens `Session`s, which play
 it on many rows at once. If a session raises, hangs or returns nonsense, the agent ends the episode as an error and
@@ -22,6 +22,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from ragen_jax.envs.base import Game
+from ragen_jax.envs.outside.images import ImageForm, ImageObservation, read_image_observation
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault, attempt
 
@@ -35,7 +36,7 @@ class Session(abc.ABC):
   """The rows of a rollout that play one environment, numbered from 0. Each row plays one episode after another."""
 
   @abc.abstractmethod
-  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[str | Fault]:
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """Starts new episodes.
 
     Args:
@@ -44,7 +45,7 @@ class Session(abc.ABC):
       members: the number of each row in its group, to seed randomness that the members do not share.
 
     Returns:
-      The first observation of each row, or a `Fault`.
+      The first observation of each row, an input of `read_observation`: text, or with images a mapping; or a `Fault`.
     """
 
   @abc.abstractmethod
@@ -69,6 +70,11 @@ class TextEnvironment(Game):
 
   has_solver: ClassVar[bool] = False
   is_outside: ClassVar[bool] = True
+
+  @property
+  def image_form(self) -> ImageForm | None:
+    """Number and size of the images in each observation; None for text alone."""
+    return None
 
   @abc.abstractmethod
   def open(self, rows: int) -> Session:
@@ -123,24 +129,32 @@ class TextStep:
   """The checked outcome of one action.
 
   Attributes:
-    observation: the text after the action.
+    observation: the text after the action, or text and images.
     reward: a number of at most 1e15 in magnitude.
     done: whether the game is over.
     success: whether the game is over and won.
     effective: whether the action changed anything; None if the environment does not say.
   """
 
-  observation: str
+  observation: str | ImageObservation
   reward: float
   done: bool
   success: bool
   effective: bool | None = None
 
 
-def read_observation(raw: Any) -> str | Fault:
-  """A checked observation; characters that UTF-8 cannot encode become question marks."""
+def read_observation(raw: Any, form: ImageForm | None = None) -> str | ImageObservation | Fault:
+  """A checked observation; characters that UTF-8 cannot encode become question marks.
+
+  Args:
+    raw: a `Fault`, a text, or with images {'text': str, 'images': [u8[height, width, 3], ...]}.
+    form: `TextEnvironment.image_form`.
+  """
   if isinstance(raw, Fault):
     return raw
+  if form is not None:
+    observation, fault = attempt(functools.partial(read_image_observation, raw, form), 'reading an observation')
+    return fault or observation
   if not isinstance(raw, str):
     return Fault('observation is not a string', one_line(raw))
   return str.encode(raw, 'utf-8', 'replace').decode('utf-8')
@@ -157,24 +171,25 @@ def read_reward(raw: Any) -> float | Fault:
   return number
 
 
-def read_step(raw: Any) -> TextStep | Fault:
+def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:
   """The checked result of a step.
 
   Args:
     raw: a `Fault`, or (observation, reward, done, info). `info` is the success as a bool, or a mapping with 'success'
       (required once the game is over) and optionally 'effective'.
+    form: `TextEnvironment.image_form`.
   """
   if isinstance(raw, Fault):
     return raw
-  step, fault = attempt(functools.partial(_read_step, raw), 'reading a step')
+  step, fault = attempt(functools.partial(_read_step, raw, form), 'reading a step')
   return fault or step
 
 
-def _read_step(raw: Any) -> TextStep | Fault:
+def _read_step(raw: Any, form: ImageForm | None) -> TextStep | Fault:
   if not isinstance(raw, tuple | list) or len(raw) != 4:
     return Fault('step did not return (observation, reward, done, success)', one_line(raw))
   observation, reward, done, info = raw
-  observation = read_observation(observation)
+  observation = read_observation(observation, form)
   if isinstance(observation, Fault):
     return observation
   if not isinstance(reward, numbers.Real | np.bool_):

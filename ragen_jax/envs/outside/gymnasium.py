@@ -17,6 +17,7 @@ from ragen_jax.envs.options import (
   check_workers,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
+from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
 from ragen_jax.utils.errors import describe_error, one_line
 from ragen_jax.utils.imports import import_function
@@ -49,6 +50,9 @@ class GymnasiumEnvironment(TextEnvironment):
       won if it terminated with a reward above 0.
     workers: number of threads, see `PythonEnvironment`.
     step_timeout_s: time limit of a step, a reset or a close, in seconds.
+    images: 1 if each observation contains the image that the environment renders, which needs render_mode='rgb_array'
+      in kwargs; 0 for text alone. With an image, the text is empty unless `render` is set.
+    image_size: (height, width) of the image, in pixels.
   """
 
   name: ClassVar[str] = 'gymnasium'
@@ -64,13 +68,18 @@ class GymnasiumEnvironment(TextEnvironment):
   success: str = ''
   workers: int = 1
   step_timeout_s: float = 60.0
+  images: int = 0
+  image_size: tuple[int, int] = (0, 0)
 
   def __post_init__(self):
     values = {
       'kwargs': check_mapping('gymnasium', 'kwargs', self.kwargs),
       'action_names': check_action_names('gymnasium', self.action_names),
       'symbols': check_legend('gymnasium', 'symbols', self.symbols),
+      '_image_form': check_image_options('gymnasium', self.images, self.image_size),
     }
+    if self.images and (self.images > 1 or values['kwargs'].get('render_mode') != 'rgb_array'):
+      raise ValueError(f"gymnasium: images={self.images}; allowed: 0, or 1 with render_mode='rgb_array' in kwargs")
     check_text('gymnasium', 'id', self.id, blank=False)
     check_text('gymnasium', 'task', self.task, blank=False)
     check_text('gymnasium', 'action_help', self.action_help)
@@ -117,6 +126,11 @@ class GymnasiumEnvironment(TextEnvironment):
         f'gymnasium: id={self.id!r} with kwargs={one_line(self.kwargs)} cannot be made ({describe_error(e)})'
       ) from e
 
+  @property
+  def image_form(self) -> ImageForm | None:
+    """From `images` and `image_size`."""
+    return self._image_form
+
   def rules(self) -> str:
     """`task`."""
     return self.task
@@ -158,24 +172,27 @@ class _Game:
     self._env = spec._make()
     self._ansi = spec.kwargs.get('render_mode') == 'ansi'
 
-  def _text(self, observation: Any) -> str:
+  def _observation(self, observation: Any) -> Any:
+    if self._spec.images:
+      text = '' if self._spec._render is None else self._spec._render(observation)
+      return {'text': text, 'images': [self._env.render()]}
     if self._spec._render is not None:
       return self._spec._render(observation)
     return self._env.render() if self._ansi else str(observation)
 
-  def reset(self, seed: int, member: int) -> str:
+  def reset(self, seed: int, member: int) -> Any:
     observation, _ = self._env.reset(seed=seed)
     # The generator of the level makes the level; all later random numbers come from the generator of the member.
     self._env.unwrapped.np_random = np.random.default_rng([seed, member])
-    return self._text(observation)
+    return self._observation(observation)
 
-  def step(self, text: str) -> tuple[str, Any, bool, dict[str, Any]]:
+  def step(self, text: str) -> tuple[Any, Any, bool, dict[str, Any]]:
     observation, reward, terminated, truncated, info = self._env.step(self._spec._action(text))
     reward = reward.item() if isinstance(reward, np.ndarray) and reward.size == 1 else reward
     done = bool(terminated or truncated)
     success = done and self._is_won(observation, reward, terminated, truncated, info)
     outcome = {'success': success} | ({'effective': info['effective']} if 'effective' in info else {})
-    return self._text(observation), reward, done, outcome
+    return self._observation(observation), reward, done, outcome
 
   def _is_won(self, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> bool:
     judge: Callable[..., Any] | None = self._spec._success

@@ -14,6 +14,8 @@ All requests are POST with a JSON body. `episodes` is a list; the list of an ans
   observations.
 - `step` counts the actions of an episode from 0. The client repeats a request if the answer is lost. A server that has
   already executed action number `step` of an episode must then return the same answer and not execute it again.
+- With the options `images` and `image_size`, an observation is {"text": "...", "images": ["..."]}; an image is a PNG
+  file as base64.
 - {"error": "..."} instead of an episode's answer ends that episode as an error. `success` may be missing until the game
   is over; `effective` (optional) tells whether the action changed anything.
 - /close ends episodes, including some that are over. A client that crashes closes nothing, so a server should drop
@@ -43,6 +45,7 @@ from ragen_jax.envs.options import (
   check_whole_number,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
 from ragen_jax.utils.threads import Fault, run_calls
 
 _LONGEST_WAIT_S = 30.0
@@ -80,6 +83,8 @@ class HttpEnvironment(TextEnvironment):
     backoff_s: seconds before the second try, doubled before each further try, at most 30.
     batch_size: number of episodes in one request.
     workers: number of simultaneous requests.
+    images: number of images in each observation, see envs/outside/images.py; 0 for text alone.
+    image_size: (height, width) of every image, in pixels.
   """
 
   name: ClassVar[str] = 'http'
@@ -95,6 +100,8 @@ class HttpEnvironment(TextEnvironment):
   backoff_s: float = 0.5
   batch_size: int = 64
   workers: int = 4
+  images: int = 0
+  image_size: tuple[int, int] = (0, 0)
 
   def __post_init__(self):
     if not isinstance(self.url, str) or not self.url.startswith(('http://', 'https://')):
@@ -109,6 +116,7 @@ class HttpEnvironment(TextEnvironment):
       'action_names': check_action_names('http', self.action_names),
       'symbols': check_legend('http', 'symbols', self.symbols),
       'options': check_mapping('http', 'options', self.options),
+      '_image_form': check_image_options('http', self.images, self.image_size),
     }
     try:
       json.dumps(values['options'], allow_nan=False)
@@ -118,6 +126,11 @@ class HttpEnvironment(TextEnvironment):
       values['action_help'] = FREE_TEXT
     for field, value in values.items():
       object.__setattr__(self, field, value)
+
+  @property
+  def image_form(self) -> ImageForm | None:
+    """From `images` and `image_size`."""
+    return self._image_form
 
   def rules(self) -> str:
     """`task`."""
@@ -153,7 +166,7 @@ class HttpSession(Session):
     self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
     self._warned_of_end = False
 
-  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[str | Fault]:
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """See `Session`."""
     self.end()
     episodes = []
@@ -162,7 +175,7 @@ class HttpSession(Session):
       self._count += 1
       episodes.append({'id': self._ids[row], 'seed': int(seed), 'member': int(member)})
     answers = self._ask('reset', rows, episodes, options=self._env.options)
-    return [a if isinstance(a, Fault) else a.get('observation') for a in answers]
+    return [a if isinstance(a, Fault) else self._observation(a) for a in answers]
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
     """See `Session`."""
@@ -173,7 +186,12 @@ class HttpSession(Session):
     for row in rows:
       self._steps[row] += 1
     answers = self._ask('step', rows, episodes)
-    return [a if isinstance(a, Fault) else (a.get('observation'), a.get('reward'), a.get('done'), a) for a in answers]
+    return [a if isinstance(a, Fault) else (self._observation(a), a.get('reward'), a.get('done'), a) for a in answers]
+
+  def _observation(self, answer: Mapping[str, Any]) -> Any:
+    """The observation of an answer, with its PNG files as arrays."""
+    raw, form = answer.get('observation'), self._env.image_form
+    return raw if form is None else decode_images(raw, form)
 
   def end(self) -> None:
     """Closes all episodes that may be open on the server; the server must drop those that cannot be closed."""

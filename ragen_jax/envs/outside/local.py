@@ -34,11 +34,11 @@ class LocalSession(Session):
     self._games: list[Any] = [None] * rows
     weakref.finalize(self, close_all, self._games, workers=workers, timeout_s=step_timeout_s)
 
-  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[str | Fault]:
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """See `Session`. Making a row's object is part of its first reset."""
     games = self._games
 
-    def start(row: int, seed: int, member: int) -> tuple[Any, str]:
+    def start(row: int, seed: int, member: int) -> tuple[Any, Any]:
       game = games[row] if games[row] is not None else self._make()
       try:
         return game, game.reset(seed, member)

@@ -22,6 +22,7 @@ from ragen_jax.envs.options import (
   check_workers,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
+from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
 from ragen_jax.utils.errors import describe_error, one_line
 from ragen_jax.utils.imports import import_object
@@ -41,6 +42,7 @@ class PythonEnvironment(TextEnvironment):
                                         whether it is won. `success` can be a dict with 'success' and optionally
                                         'effective': whether the action changed anything. Without 'effective', an action
                                         is effective if the observation changed.
+                                        With `images` observations are mappings {'text': str, 'images': [arrays]}.
     close()                             optional; called when the object is no longer needed.
 
   Attributes of the class or of its objects, which may also be methods without arguments:
@@ -58,6 +60,8 @@ class PythonEnvironment(TextEnvironment):
     workers: number of threads; 0 plays in the caller's thread, without a time limit. More than 1 helps if steps wait
       for a network or a process. Only one thread at a time then uses an object, but not always the same thread.
     step_timeout_s: time limit of a step, a reset or a close, in seconds.
+    images: number of images in each observation, see envs/outside/images.py; 0 for text alone.
+    image_size: (height, width) of every image, in pixels.
   """
 
   name: ClassVar[str] = 'python'
@@ -66,10 +70,13 @@ class PythonEnvironment(TextEnvironment):
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   workers: int = 1
   step_timeout_s: float = 60.0
+  images: int = 0
+  image_size: tuple[int, int] = (0, 0)
 
   def __post_init__(self):
     object.__setattr__(self, 'options', check_mapping('python', 'options', self.options))
     check_workers('python', self.workers, self.step_timeout_s)
+    object.__setattr__(self, '_image_form', check_image_options('python', self.images, self.image_size))
     cls = import_object('python: class_path', self.class_path)
     for method in ('reset', 'step'):
       if not inspect.isclass(cls) or not callable(getattr(cls, method, None)):
@@ -95,6 +102,11 @@ class PythonEnvironment(TextEnvironment):
     for field, value in texts.items():
       object.__setattr__(self, field, value)
     object.__setattr__(self, '_class', cls)
+
+  @property
+  def image_form(self) -> ImageForm | None:
+    """From `images` and `image_size`."""
+    return self._image_form
 
   @property
   def action_names(self) -> tuple[str, ...]:

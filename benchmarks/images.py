@@ -1,0 +1,126 @@
+"""Images a second that environments draw of themselves, as a policy with Qwen2.5-VL or Qwen3-VL sees them.
+
+  python benchmarks/images.py [--quick] [--output=benchmarks/results/images.json]
+
+A batch of 128 states goes through one compiled call of `pixels`, with tiles of 28 and 32 pixels: one visual token a
+tile. The states are fresh levels. The images stay on the device. Compilation is not timed. The cases take turns, and
+the result is the median over these turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ragen_jax.envs.base import Environment  # noqa: E402
+from ragen_jax.envs.frozen_lake import FrozenLake  # noqa: E402
+from ragen_jax.envs.game_2048 import Game2048  # noqa: E402
+from ragen_jax.envs.rubik import Rubik2x2  # noqa: E402
+from ragen_jax.envs.sokoban import Sokoban  # noqa: E402
+from ragen_jax.envs.sudoku import Sudoku  # noqa: E402
+
+BATCH = 128
+TILES = (28, 32)
+CASES: dict[str, Environment] = {
+  'FrozenLake 4x4': FrozenLake(),
+  'Sokoban 6x6': Sokoban(),
+  '2048': Game2048(),
+  'Sudoku 4x4': Sudoku(),
+  'Sudoku 9x9': Sudoku(side=9, empty_cells=30),
+  "Rubik's cube": Rubik2x2(),
+}
+
+
+class Program:
+  """The compiled drawing of a batch of fresh levels."""
+
+  def __init__(self, env: Environment, tile: int):
+    keys = jax.random.split(jax.random.key(0), BATCH)
+    self._states = jax.jit(jax.vmap(env.reset))(keys)
+    draw = jax.jit(jax.vmap(lambda state: env.pixels(state, tile)))
+    self._draw = draw.lower(self._states).compile()
+    self.shape = tuple(self.images().shape[1:])
+
+  def images(self) -> np.ndarray:
+    """u8[128, H, W, 3]."""
+    return np.asarray(self._draw(self._states))
+
+  def seconds(self, calls: int) -> float:
+    """The time of some calls after one another."""
+    began = time.perf_counter()
+    for _ in range(calls):
+      images = self._draw(self._states)
+    images.block_until_ready()
+    return time.perf_counter() - began
+
+
+def measure(quick: bool) -> dict[str, Any]:
+  """Images a second of every case and size of tiles."""
+  repeats, calls = (2, 2) if quick else (9, 50)
+  programs = {(case, tile): Program(env, tile) for case, env in CASES.items() for tile in TILES}
+  seconds = {name: [] for name in programs}
+  for _ in range(repeats):
+    for name, program in programs.items():
+      seconds[name].append(program.seconds(calls))
+  found: dict[str, Any] = {case: {} for case in CASES}
+  for (case, tile), program in programs.items():
+    middle = statistics.median(seconds[case, tile])
+    found[case][f'{tile} pixels a tile'] = {
+      'height': program.shape[0],
+      'width': program.shape[1],
+      'visual tokens': program.shape[0] * program.shape[1] // tile**2,
+      'images a second': float(f'{BATCH * calls / middle:.4g}'),
+    }
+  return {'batch': BATCH, 'repeats': repeats, 'calls': calls, 'cases': found}
+
+
+def hardware() -> dict[str, Any]:
+  """The machine of the measurement, and the versions of the packages."""
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+  models = [line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')]
+  return {
+    'cpu': models[0] if models else platform.processor(),
+    'cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
+    'load': os.getloadavg()[0],
+    'device': jax.devices()[0].device_kind,
+    'python': platform.python_version(),
+    'versions': {name: importlib.metadata.version(name) for name in ('jax', 'jaxlib', 'numpy')},
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--quick', action='store_true', help='few calls; writes nothing unless --output is given')
+  parser.add_argument('--output', type=pathlib.Path, help='the JSON file')
+  arguments = parser.parse_args()
+  output = arguments.output
+  if output is None and not arguments.quick:
+    output = ROOT / 'benchmarks' / 'results' / 'images.json'
+  found = {'date': datetime.date.today().isoformat(), 'quick': arguments.quick, 'hardware': hardware()}
+  found |= measure(arguments.quick)
+  for case, sizes in found['cases'].items():
+    for size, told in sizes.items():
+      print(f'{case:16}{size}: {told["height"]}x{told["width"]}, {told["images a second"]:12,.0f} images/s')
+  if output is not None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(found, indent=2) + '\n')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,85 @@
+"""Descriptions of a state by relations to the player: the true one of a scene, and the claims that a text makes.
+
+A relation has two parts: where a thing is vertically and horizontally, seen from the player. The words are a closed
+vocabulary, and a claim is one sentence of a fixed form:
+
+  the box is above and to the left; the target is in the same row and to the right
+
+Text that is no claim has no effect. Claims are found in one pass over the text, so no text takes long or raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragen_jax.envs.scenes import KINDS, Scene
+
+# The words of the signs -1, 0, 1 of row and column differences, thing minus player.
+VERTICAL = ('above', 'in the same row', 'below')
+HORIZONTAL = ('to the left', 'in the same column', 'to the right')
+
+_CLAIM = re.compile(rf'\b({"|".join(KINDS)}) is ({"|".join(VERTICAL)}) and ({"|".join(HORIZONTAL)})\b')
+
+
+def true_relations(scene: Scene) -> dict[str, np.ndarray]:
+  """The relations of a scene.
+
+  Returns:
+    Kind -> i64[3, 3], number of things by vertical and horizontal relation, in the order of the words; for the kinds of
+    the scene.
+  """
+  counts = {kind: np.zeros((3, 3), np.int64) for kind in scene.things}
+  for kind, places in scene.things.items():
+    if places:
+      rows, columns = (np.sign(np.array(places) - scene.player) + 1).T
+      np.add.at(counts[kind], (rows, columns), 1)
+  return counts
+
+
+def read_claims(text: str) -> dict[str, np.ndarray]:
+  """The claims of a text, in the form of `true_relations`, for every kind. Letter case and blanks are ignored."""
+  counts = {kind: np.zeros((3, 3), np.int64) for kind in KINDS}
+  for kind, vertical, horizontal in _CLAIM.findall(' '.join(text.lower().split())):
+    counts[kind][VERTICAL.index(vertical), HORIZONTAL.index(horizontal)] += 1
+  return counts
+
+
+def describe(scene: Scene) -> str:
+  """The description of a scene, one claim for each thing."""
+  claims = []
+  for kind, counts in true_relations(scene).items():
+    for (row, column), count in np.ndenumerate(counts):
+      claims += [write_claim(kind, row, column)] * int(count)
+  return '; '.join(claims)
+
+
+def write_claim(kind: str, row: int, column: int) -> str:
+  """A claim.
+
+  Args:
+    kind: of `KINDS`.
+    row: index of the relation in `VERTICAL`.
+    column: index of the relation in `HORIZONTAL`.
+  """
+  return f'the {kind} is {VERTICAL[row]} and {HORIZONTAL[column]}'
+
+
+def claim_rules(kinds: Sequence[str]) -> str:
+  """The request for descriptions in a prompt.
+
+  Args:
+    kinds: the kinds of the game.
+  """
+  return (
+    f'To describe a board, write one sentence for each {" and each ".join(kinds)}, separated by semicolons: '
+    f'"the {kinds[0]} is V and H". V is {_or(VERTICAL)}; H is {_or(HORIZONTAL)}; both are seen from the player. '
+    'Write no other words.'
+  )
+
+
+def _or(words: Sequence[str]) -> str:
+  quoted = [f'"{word}"' for word in words]
+  return f'{", ".join(quoted[:-1])} or {quoted[-1]}'

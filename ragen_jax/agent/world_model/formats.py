@@ -1,0 +1,106 @@
+"""The five forms of replies of a visual agent (VAGEN, arXiv 2510.16907, section 3): their tags, request and reader.
+
+A reply is of a form if it has exactly the tags of the form, each once and in order, and nothing but blanks outside the
+innermost tags. Reading takes one pass over the text and never raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from ragen_jax.agent.world_model.descriptions import claim_rules
+
+# The form's name -> what is between <think> tags: the sections in their order, () for the thought itself, None for no
+# thought.
+FORMATS: dict[str, tuple[str, ...] | None] = {
+  'no_think': None,
+  'free_think': (),
+  'state_estimation': ('observation', 'reasoning'),
+  'transition_modeling': ('reasoning', 'prediction'),
+  'world_modeling': ('observation', 'reasoning', 'prediction'),
+}
+# Sections that describe a board: before the actions of the turn, and after them.
+OBSERVATION, PREDICTION = 'observation', 'prediction'
+
+_CONTENTS = {
+  'think': 'your thoughts',
+  'observation': 'the board as you see it',
+  'reasoning': 'your plan',
+  'prediction': 'the board after your actions',
+  'answer': 'your actions',
+}
+_TAG = re.compile(rf'<(/?)({"|".join(_CONTENTS)})>')
+
+
+@dataclasses.dataclass(frozen=True)
+class Sections:
+  """A reply by its tags.
+
+  Attributes:
+    correct: whether the reply is of its form.
+    texts: name of an innermost tag -> its text; empty if the reply is not of its form.
+  """
+
+  correct: bool
+  texts: dict[str, str]
+
+
+def innermost_tags(form: str) -> tuple[str, ...]:
+  """The tags of a form that contain text, in order."""
+  sections = FORMATS[form]
+  return (*(() if sections is None else sections or ('think',)), 'answer')
+
+
+def read_sections(reply: str, form: str) -> Sections:
+  """Reads a reply, with its forced prefix and without its stop token.
+
+  Args:
+    reply: any text.
+    form: a key of `FORMATS`.
+  """
+  names = innermost_tags(form)
+  wrapped = bool(FORMATS[form])
+  inner = [(slash, name) for name in names for slash in ('', '/')]
+  expected = [('', 'think'), *inner[:-2], ('/', 'think'), *inner[-2:]] if wrapped else inner
+  texts, end, opened = {}, 0, ''
+  number = 0
+  for tag in _TAG.finditer(reply):
+    if number == len(expected) or tag.groups() != expected[number]:
+      return Sections(False, {})
+    slash, name = tag.groups()
+    between = reply[end : tag.start()]
+    if slash and opened == name:
+      texts[name] = between
+    elif between.strip():
+      return Sections(False, {})
+    opened = '' if slash or (wrapped and name == 'think') else name
+    end, number = tag.end(), number + 1
+  if number < len(expected) or reply[end:].strip():
+    return Sections(False, {})
+  return Sections(True, texts)
+
+
+def write_reply(form: str, texts: dict[str, str]) -> str:
+  """A reply of a form, the inverse of `read_sections`.
+
+  Args:
+    form: a key of `FORMATS`.
+    texts: tag -> text, for the tags of `innermost_tags`.
+  """
+  written = [f'<{name}>{texts[name]}</{name}>' for name in innermost_tags(form)]
+  thought = ''.join(written[:-1])
+  return (f'<think>{thought}</think>' if FORMATS[form] else thought) + written[-1]
+
+
+def describe_form(form: str, kinds: Sequence[str]) -> str:
+  """The request for a form in a prompt.
+
+  Args:
+    form: a key of `FORMATS`.
+    kinds: kinds of things that the game has, see `Scene`.
+  """
+  asked = f'Answer as {write_reply(form, _CONTENTS)} and nothing else.'
+  describes = {OBSERVATION, PREDICTION} & set(innermost_tags(form))
+  return f'{asked} {claim_rules(kinds)}' if describes else asked

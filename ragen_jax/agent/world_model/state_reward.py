@@ -1,0 +1,130 @@
+"""The reward of a described state, computed exactly from the environment's state, without a judge.
+
+A description is compared with the truth for each kind of thing. Claims and things are paired so that the credit is
+largest: 1 for a pair that agrees in both parts of the relation, 1/2 for one part. With c claims and t things the score
+of the kind is F1 = 2 credit / (c + t). Kinds that neither the text nor the board has are left out; the others are
+averaged with weights. `above_floor` subtracts what a description that does not look at the board reaches.
+
+Source: VAGEN's world-model reward (arXiv 2510.16907), with the `exact` scorer of its later code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+
+from ragen_jax.agent.world_model.descriptions import read_claims, true_relations
+from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION, Sections
+from ragen_jax.envs.scenes import Scene
+
+# Weights of the kinds; those that are present are divided by their sum.
+WEIGHTS = {'box': 0.5, 'target': 0.5, 'goal': 0.7, 'hole': 0.3}
+
+
+@dataclasses.dataclass(frozen=True)
+class StateRewardSettings:
+  """The rewards of a turn besides the environment's.
+
+  Attributes:
+    format_reward: reward of a reply of the right form with valid actions.
+    section_reward: reward of a described section with the score 1.
+    floor: score of a section that is worth nothing, from 0 to below 1, see `above_floor`.
+  """
+
+  format_reward: float
+  section_reward: float
+  floor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnReward:
+  """The rewards of a turn besides the environment's.
+
+  Attributes:
+    format_reward: for the form of the reply.
+    scores: described section -> score, 0 to 1, before the floor is subtracted. Without the format reward it is empty.
+    rewards: described section -> reward.
+  """
+
+  format_reward: float
+  scores: dict[str, float]
+  rewards: dict[str, float]
+
+
+def score_turn(
+  sections: Sections, actions_valid: bool, before: Scene, after: Scene, settings: StateRewardSettings
+) -> TurnReward:
+  """The rewards of a turn: its observation is compared with the state before it, its prediction with the state after.
+
+  Args:
+    sections: the reply.
+    actions_valid: whether the reply has at least one action and all its actions exist.
+    before: the state that the reply answers.
+    after: the state after all actions of the turn.
+    settings: the sizes of the rewards.
+  """
+  if not (sections.correct and actions_valid):
+    return TurnReward(0.0, {}, {})
+  scenes = {OBSERVATION: before, PREDICTION: after}
+  scores = {
+    name: score_description(sections.texts[name], scene) for name, scene in scenes.items() if name in sections.texts
+  }
+  rewards = {name: settings.section_reward * above_floor(score, settings.floor) for name, score in scores.items()}
+  return TurnReward(settings.format_reward, scores, rewards)
+
+
+def above_floor(score: float, floor: float) -> float:
+  """The part of a score above the floor, stretched to 0..1."""
+  return max(0.0, (score - floor) / (1 - floor))
+
+
+def score_description(text: str, scene: Scene) -> float:
+  """How well a text describes a scene, 0 to 1; 1 exactly if its claims are the true ones, in any order."""
+  claims, truth = read_claims(text), true_relations(scene)
+  nothing = np.zeros((3, 3), np.int64)
+  total = weight = 0.0
+  for kind, own in WEIGHTS.items():
+    claimed, true = claims[kind], truth.get(kind, nothing)
+    if claimed.sum() + true.sum():
+      total += own * f1(claimed, true)
+      weight += own
+  return total / weight if weight else 0.0
+
+
+def f1(claimed: np.ndarray, true: np.ndarray) -> float:
+  """The score of one kind.
+
+  Args:
+    claimed: i64[3, 3], number of claims by vertical and horizontal relation.
+    true: i64[3, 3], number of things by relation; at least one of both is not empty.
+  """
+  # Pairs that agree in both parts come first: exchanging partners for one never lowers the credit.
+  full = np.minimum(claimed, true)
+  half = _most_pairs((claimed - full).reshape(9), (true - full).reshape(9))
+  return float((2 * full.sum() + half) / (claimed.sum() + true.sum()))
+
+
+def _most_pairs(claimed: np.ndarray, true: np.ndarray) -> int:
+  """The most pairs that share a row or a column of the 3 x 3 relations, each used at most as often as counted.
+
+  By max-flow min-cut it is the smallest cut: claims outside a set of relations, and things that share a part with the
+  set.
+
+  Args:
+    claimed: i64[9].
+    true: i64[9].
+  """
+  chosen, reached = _cuts()
+  return int((~chosen @ claimed + reached @ true).min())
+
+
+@functools.cache
+def _cuts() -> tuple[np.ndarray, np.ndarray]:
+  """bool[512, 9] twice: every set of relations, and the relations that share a row or column with one of the set."""
+  chosen = np.array(list(itertools.product((False, True), repeat=9)))
+  row, column = np.divmod(np.arange(9), 3)
+  shares = (row[:, None] == row) | (column[:, None] == column)
+  return chosen, chosen @ shares
