@@ -200,7 +200,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.timeout = 600.0
   # Longest time between two signs of life of an attempt, in seconds; calls are signs of life; 0 asks for none.
   config.serve.heartbeat = 0.0
-  # Attempts at a task before it counts as failed.
+  # Maximum number of attempts at a rollout; if all fail, the rollout has failed.
   config.serve.max_attempts = 2
   # Hours for which the store keeps rollouts that are over and collected.
   config.serve.keep = 24.0

@@ -1,4 +1,4 @@
-"""The requests that are being answered: their replies are sampled for as long as somebody wants them."""
+"""The requests that are being answered: starts the sampling of their replies, and ends it if no client waits any more."""
 
 from __future__ import annotations
 
