@@ -230,8 +230,8 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- The prompt of agent programs, and its search with --mode=optimize_prompt (docs/agents.md). ----------------------
   config.prompt = ConfigDict()
-  # The prompt that programs read as `task.prompt`, and the first prompt of a search; empty for that in `prompt.file`, or
-  # for no prompt.
+  # The prompt that programs read as `task.prompt`, and the first prompt of a search; empty for that in `prompt.file`,
+  # or for no prompt.
   config.prompt.text = ''
   # A UTF-8 file with the prompt; must be empty with `prompt.text`.
   config.prompt.file = ''

@@ -1,8 +1,8 @@
 """Rollouts of asynchronous training: agent programs go on playing while the trainer learns, see `group_queue`.
 
 Sampling and learning use the devices in turns. The devices sample until enough groups are complete; then the trainer
-uses them until its next rollout. Meanwhile programs go on, and their calls of the model wait. Replies that have begun go
-on with the new weights.
+uses them until its next rollout. Meanwhile programs go on, and their calls of the model wait. Replies that have begun
+go on with the new weights.
 """
 
 from __future__ import annotations

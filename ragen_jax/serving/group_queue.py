@@ -1,10 +1,10 @@
 """The queue of asynchronous training: which tasks are played before the iteration that trains them.
 
 A group is the rollouts of one task. It is trained only if its oldest token is at most k updates old; k is
-`serve.max_staleness`. A tag with n groups an iteration has the tasks 0, 1, 2, ... While iteration i is played, the tasks
-with numbers below (i + k + 1) n have been queued, and i n tasks have been trained. So at most (k + 1) n tasks are open,
-and the last of them is trained by iteration i + k if no group takes longer than k iterations. If a group takes longer,
-it is closed, and its task is queued again at the end, with new attempts.
+`serve.max_staleness`. A tag with n groups an iteration has the tasks 0, 1, 2, ... While iteration i is played, the
+tasks with numbers below (i + k + 1) n have been queued, and i n tasks have been trained. So at most (k + 1) n tasks are
+open, and the last of them is trained by iteration i + k if no group takes longer than k iterations. If a group takes
+longer, it is closed, and its task is queued again at the end, with new attempts.
 
 Everything that must survive a restart is in the store. The open tasks are its rollouts that were neither taken by an
 iteration nor closed, and the groups of an iteration are recorded before they are trained.

@@ -1,4 +1,4 @@
-"""The requests that are being answered: starts the sampling of their replies, and ends it if no client waits any more."""
+"""The requests that are being answered: their replies are sampled until they end or no client waits for them."""
 
 from __future__ import annotations
 
