@@ -5,9 +5,9 @@
   python benchmarks/mutants.py --check                # only checks that every break can still be made
 
 A break (a mutation, as in mutation testing) replaces one piece of text of a module by another: a sign, a bound, a mask,
-an argument. It is made in a copy of the repository, and the tests named for it run there. The break is 'killed' if a
-test fails. A break that survives needs a new test, because no test would notice such a mistake. A break whose text does
-not occur exactly once is refused, so that a change of the code cannot make it obsolete unnoticed.
+an argument. It is made in a copy of the repository, and the tests named for it run there, slow ones too. The break is
+'killed' if a test fails. A break that survives needs a new test, because no test would notice such a mistake. A break
+whose text does not occur exactly once is refused, so that a change of the code cannot make it obsolete unnoticed.
 
 The exit status is 1 if a break survives, or if a test fails without a break.
 """
@@ -480,7 +480,8 @@ def _copy(to: pathlib.Path) -> None:
 def _pytest(copy: pathlib.Path, cache: str, tests: tuple[str, ...]) -> tuple[int, str]:
   """Runs tests of a copy: (exit status, output); status -1 is a time-out. `cache` holds compiled programs."""
   paths = [f'tests/{test}' for test in tests]
-  command = [sys.executable, '-m', 'pytest', '-x', '-q', '-n', '0', '-p', 'no:cacheprovider', '--tb=line', *paths]
+  options = ['-x', '-q', '-n', '0', '-m', '', '-p', 'no:cacheprovider', '--tb=line']
+  command = [sys.executable, '-m', 'pytest', *options, *paths]
   # The tests use the cache that a pytest-xdist worker gets from its parent, because most programs are the same with and
   # without the break.
   environment = os.environ | {

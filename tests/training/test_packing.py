@@ -187,7 +187,9 @@ def _model(separate: bool) -> ActorCritic:
   return model
 
 
-@pytest.mark.parametrize('level', RATIO_LEVELS)
+@pytest.mark.parametrize(
+  'level', [pytest.param(level, marks=() if level == 'token' else pytest.mark.slow) for level in RATIO_LEVELS]
+)
 def test_packing_changes_neither_loss_nor_gradient(level):
   """If this fails, a run on an accelerator learns from other gradients than one on a CPU."""
   separate = level == 'turn'

@@ -82,6 +82,7 @@ def test_only_what_is_trained_has_gradients_and_optimiser_state_and_the_base_sta
     assert np.abs(np.asarray(a) - b).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_recomputing_layers_changes_nothing():
   stepped = []
   for remat in ('none', 'elementwise', 'layers'):

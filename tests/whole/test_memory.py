@@ -104,6 +104,7 @@ def _config(**fields):
   return small_config(**small | {'model__dtype': 'float32'} | fields)
 
 
+@pytest.mark.slow
 def test_the_plan_is_what_one_device_really_holds():
   config = _config()
   policy = build.load_policy(config)
