@@ -118,9 +118,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.eval.top_k = 0
   # Evaluate a second time with greedy decoding.
   config.eval.greedy_too = True
-  # Checkpoint: 'latest', 'best' by held-out success, or the number of an iteration; 'base' is the config's model without
-  # a checkpoint, and 'none' evaluates no model. This field is for --mode=eval, --mode=serve and --mode=optimize_prompt,
-  # the following ones are for --mode=eval only.
+  # Checkpoint: 'latest', 'best' by held-out success, or the number of an iteration; 'base' is the config's model
+  # without a checkpoint, and 'none' evaluates no model. This field is for --mode=eval, --mode=serve and
+  # --mode=optimize_prompt, the following ones are for --mode=eval only.
   config.eval.step = 'latest'
   # Baselines on the same levels: 'random' (legal actions, valid replies) and 'solver' (optimal play, if the environment
   # has a solver).
