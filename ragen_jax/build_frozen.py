@@ -140,7 +140,8 @@ def _load(of: FrozenModel, policy: LanguageModel) -> FrozenWeights:
       params = restore_params(checkpointer, model.model, model.mesh, version)
   actor = ActorCritic(model.model.policy)
   actor.value_head = model.model.value_head
-  sampler = make_sampler(actor, model.tokenizer, model.mesh, values=False)
+  shards = model.sampler.decode_shards
+  sampler = make_sampler(actor, model.tokenizer, model.mesh, values=False, decode_shards=shards)
   if sampler.graphdef == policy.sampler.graphdef and sampler.stop_ids == policy.sampler.stop_ids:
     sampler = policy.sampler
   params = sampler.decode_weights(nnx.State({name: part for name, part in params.items() if name != 'critic'}))

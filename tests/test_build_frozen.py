@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +89,15 @@ def test_weights_are_held_in_the_type_of_computations(run):
   model = build.load_policy(config)
   for found in build_frozen.load_frozen(config, model).values():
     assert {x.dtype for x in jax.tree.leaves(found.params['policy']) if x.ndim > 1} == {jnp.dtype('bfloat16')}
+
+
+def test_frozen_models_are_divided_while_tokens_are_sampled_as_the_config_says(policy, monkeypatch):
+  own, asked = build.load_policy(config_of()), []
+  loaded = dataclasses.replace(own, sampler=types.SimpleNamespace(decode_shards=4))  # on a mesh with four rows' shards
+  monkeypatch.setattr(build_frozen.build, 'load_policy', lambda _: loaded)
+  monkeypatch.setattr(build_frozen, 'make_sampler', lambda *_, **fields: asked.append(fields) or own.sampler)
+  build_frozen.load_frozen(config_of('a=base'), policy)
+  assert asked == [{'values': False, 'decode_shards': 4}]
 
 
 def test_a_separate_critic_is_left_out(policy):

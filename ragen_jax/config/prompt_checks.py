@@ -9,11 +9,12 @@ from ml_collections import ConfigDict
 from ragen_jax import build_agents
 from ragen_jax.config import rules
 from ragen_jax.prompt_search.wording import LEAST_SHOWN
+from ragen_jax.serving.env_program import ENVIRONMENT
 from ragen_jax.utils.errors import UserError
 
 
 def check_prompt(config: ConfigDict) -> None:
-  """Checks that there is at most one prompt, and that agent programs play if there is one.
+  """Checks that there is at most one prompt, and that agent programs play which read it if there is one.
 
   Raises:
     UserError: a field has a value that is not allowed; the first such field is named.
@@ -24,6 +25,12 @@ def check_prompt(config: ConfigDict) -> None:
   rules.check(config, field, right, 'is not Unicode text')
   if prompt and not build_agents.plays_agents(config):
     rules.check(config, field, False, "is for agent programs; must be empty unless train.tags are of the type 'agent'")
+  for tag in (*config.train.tags, *config.eval.tags) if prompt else ():
+    runner = config.envs[tag].runner
+    rules.check(
+      config, field, not runner.startswith(ENVIRONMENT),
+      f'is not read by envs.{tag}.runner={runner!r}, whose prompts are those of the environment; must be empty',
+    )  # fmt: skip
 
 
 def check_prompt_search(config: ConfigDict) -> None:

@@ -84,6 +84,8 @@ def _check_environment(config: ConfigDict, tag: str) -> None:
   rules.check(config, f'envs.{tag}.tasks', not config.envs[tag].tasks, f"must be '' with {field}={runner!r}")
   turns, enough = config.envs[name].max_turns, config.envs[tag].max_turns >= config.envs[name].max_turns
   rules.check(config, f'envs.{tag}.max_turns', enough, f'must be at least envs.{name}.max_turns={turns}')
+  trained = re.fullmatch(config.serve.trained, '') is not None
+  rules.check(config, 'serve.trained', trained, f"must match '', the name of the agent of {field}={runner!r}")
 
 
 def _check_frozen(config: ConfigDict) -> None:

@@ -130,7 +130,13 @@ class AgentPlayer:
       records = self._wait([r for _, _, records in tasks for r in records])
     finally:
       server.engines.pause(drain=not self._settings.ahead)
-    rollout = self._collect([(s.tag, seed, [records[r.rollout_id] for r in own]) for s, seed, own in tasks], sampling)
+    groups = [(spec.tag, seed, [records[r.rollout_id] for r in own]) for spec, seed, own in tasks]
+    try:
+      rollout = self._collect(groups, sampling)
+    except UserError:
+      # The same command, perhaps with a better program, plays them again.
+      lifecycle.store.discard(list(records), time.time())
+      raise
     now = time.time()
     lifecycle.store.close_rollouts([r for r, x in records.items() if x.closed is None], now)
     lifecycle.store.prune(0, now - self._settings.keep_s, MOST_PRUNED)

@@ -20,6 +20,7 @@ from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_player import LOOK_S, MOST_PRUNED, REPORT_S, AgentPlayer, AgentSettings
 from ragen_jax.serving.agent_server import AgentServer
 from ragen_jax.serving.group_queue import GroupQueue, QueueSettings, Taken
+from ragen_jax.utils.errors import UserError
 
 # Metrics of an iteration that only asynchronous training has.
 METRICS = ('serving/groups_ahead', 'serving/groups_ready', 'serving/groups_stale', 'serving/wait_s')
@@ -91,7 +92,10 @@ class AsyncAgentPlayer(AgentPlayer):
         server.engines.pause(drain=False)
     waited = time.monotonic() - start
     self._groups.fill(policy_version, first_seed, key)  # for the time of the update
-    rollout = self._collect([(g.tag, g.seed, g.rollouts) for g in groups], sampling)
+    try:
+      rollout = self._collect([(g.tag, g.seed, g.rollouts) for g in groups], sampling)
+    except UserError as e:  # the iteration keeps what it took
+      raise UserError(f'{e}; delete {server.lifecycle.store.path} to play the tasks again') from e
     self.metrics |= dict(zip(METRICS, map(float, (*self._groups.counts(), renewed, waited)), strict=True))
     before = time.time() - self._settings.keep_s
     server.lifecycle.store.prune(policy_version - self._repeatable, before, MOST_PRUNED)

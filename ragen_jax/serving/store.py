@@ -293,6 +293,18 @@ class Store:
         if record.closed is None:
           tables.close_rollout(rollout_id, None, now)
 
+  def discard(self, rollout_ids: Sequence[str], now: float) -> None:
+    """Deletes rollouts that are over, with their attempts, calls and rewards; they may be created again.
+
+    Raises:
+      NotFound: a rollout does not exist.
+      Conflict: a rollout is not over, or an iteration took it.
+    """
+    self.close_rollouts(rollout_ids, now)
+    with self.write() as tables:
+      for rollout_id in rollout_ids:
+        tables.delete_rollout(rollout_id)
+
   def prune(self, before_iteration: int, before: float, limit: int) -> int:
     """Deletes old rollouts with their attempts, calls and rewards; later rollouts use their space in the file.
 

@@ -124,6 +124,10 @@ class Tables:
     )
     return self._sql(query, (before, before_iteration, limit)).rowcount
 
+  def delete_rollout(self, rollout_id: str) -> None:
+    """Deletes a rollout with all that belongs to it."""
+    self._sql('DELETE FROM rollouts WHERE rollout_id = ?', (rollout_id,))
+
   def _rollouts(self, condition: str, *values: Any) -> list[RolloutRecord]:
     rows = self._sql(f'SELECT {_ROLLOUT} FROM rollouts WHERE {condition}', values).fetchall()
     return [_rollout(*row) for row in rows]

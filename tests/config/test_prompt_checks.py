@@ -19,6 +19,10 @@ _SEARCH = {**_AGENT, 'prompt.text': 'Go {where}'}
   ('fields', 'message'),
   [
     ({'prompt.text': 'Go'}, r"^prompt\.text='Go': is for agent programs; must be empty unless train\.tags are"),
+    (
+      {**_AGENT, 'prompt.text': 'Go', 'envs.Agent.runner': 'env:FrozenLake'},
+      r"^prompt\.text='Go': is not read by envs\.Agent\.runner='env:FrozenLake', whose prompts are those of",
+    ),
     ({**_AGENT, 'prompt.text': 'Go', 'prompt.file': 'x'}, r"^prompt\.file='x': must be empty with prompt\.text$"),
     ({**_AGENT, 'prompt.text': 'a\udcff'}, r"^prompt\.text='a\\udcff': is not Unicode text$"),
     ({**_AGENT, 'prompt.file': 'no/such'}, r"^prompt\.file='no/such': cannot be read \(No such file or directory\)$"),

@@ -65,6 +65,10 @@ _RUNNER = {**_AGENT, 'envs.Agent.runner': 'env:FrozenLake'}
       r"^envs\.Agent\.tasks='x\.jsonl': must be '' with envs\.Agent\.runner=",
     ),
     (
+      {**_RUNNER, 'serve.trained': 'walker'},
+      r"^serve\.trained='walker': must match '', the name of the agent of envs\.Agent\.runner='env:FrozenLake'$",
+    ),
+    (
       {**_RUNNER, 'envs.Agent.max_turns': 2},
       r'^envs\.Agent\.max_turns=2: must be at least envs\.FrozenLake\.max_turns=3$',
     ),
@@ -79,6 +83,7 @@ def test_what_is_allowed():
   check_serve(small_config(_AGENT))
   check_serve(small_config(_AHEAD))
   check_serve(small_config(_RUNNER))
+  check_serve(small_config({**_RUNNER, 'serve.trained': 'walker|'}))
   check_serve(small_config({**_AHEAD, 'serve.max_staleness': 0, 'algorithm.tis_cap': 0.0, 'train.online_k': 3}))
   check_serve(small_config({'serve.frozen': ('b|c=base', 'd.*=tiny'), 'serve.trained': 'a|'}))
   check_serve(small_config({'serve.model': 'Qwen/Qwen2.5-0.5B_x', 'serve.port': 0, 'serve.trained': 'a|b|'}))

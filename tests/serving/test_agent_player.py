@@ -128,11 +128,18 @@ def test_greedy_evaluations_are_greedy(policy, tmp_path):
   np.testing.assert_array_equal(found[0].trajectory.tokens, inside.play(params, key, GREEDY, FIRST).trajectory.tokens)
 
 
-def test_agents_that_fail_end_the_run_with_the_reason(policy, tmp_path):
-  config = agents_config(envs__Agent__runner=f'{ROOT}/tests/support/agents.py:broken', serve__max_attempts=1)
-  expected = pytest.raises(UserError, match=r'of 6 attempts 6 failed .*RuntimeError: the program is broken')
-  with build_agents.open_players(config, policy, str(tmp_path)) as players, expected:
-    players['train'].play(param_state(policy.model), jax.random.key(0), SAMPLING, FIRST)
+@pytest.mark.parametrize('section', ['train', 'eval'])
+def test_agents_that_fail_end_the_run_with_the_reason_and_mended_ones_play_again(policy, tmp_path, section):
+  def play(program):
+    runner = f'{ROOT}/tests/support/agents.py:{program}'
+    config = agents_config(envs__Agent__runner=runner, serve__max_attempts=1, serve__incomplete='keep')
+    with build_agents.open_players(config, policy, str(tmp_path)) as players:
+      return players[section].play(param_state(policy.model), jax.random.key(0), SAMPLING, FIRST)
+
+  with pytest.raises(UserError, match=r'of (6|2) attempts \1 failed .*RuntimeError: the program is broken'):
+    play('broken')
+  rollout = play('forgetful')
+  assert {e.status for e in rollout.episodes if not e.error} == {Status.FAILURE}
 
 
 def test_an_episode_without_a_reward_is_no_zero(policy, tmp_path):

@@ -19,6 +19,7 @@ from ragen_jax.serving.async_player import METRICS, AsyncAgentPlayer
 from ragen_jax.serving.client import Over, ServerError
 from ragen_jax.serving.runners import FunctionRunner
 from ragen_jax.serving.types import AttemptState, RolloutState
+from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.serving import PATIENCE, Gate, forward, until
 
@@ -203,6 +204,24 @@ def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next
     player.play(params, KEY, SAMPLING, FIRST + 1, policy_version=1)
   assert set_ == [{'version': 0, 'keep_cache': False}, {'version': 1, 'keep_cache': False}]
   assert drains == [False] * 4
+
+
+def test_an_iteration_that_cannot_be_learnt_from_says_how_its_tasks_are_played_again(monkeypatch, policy, tmp_path):
+  message = r'ZeroDivisionError.*; delete \S+/agents\.sqlite to play the tasks again$'
+  for _ in range(2):
+    with (
+      opened(monkeypatch, policy, tmp_path, lambda task: 1 / 0) as (player, *_),
+      pytest.raises(UserError, match=message),
+    ):
+      play(player, policy, 0)
+  (tmp_path / 'agents.sqlite').unlink()
+
+  def program(task):
+    say(task, 2)
+    return 1.0
+
+  with opened(monkeypatch, policy, tmp_path, program) as (player, _, _):
+    assert [e.score for e in play(player, policy, 0).episodes] == [1.0]
 
 
 def test_nothing_is_sampled_before_the_first_rollout(monkeypatch, policy, tmp_path):

@@ -209,6 +209,17 @@ def test_pruning_deletes_old_rollouts_and_trains_none_again(store):
   assert [x.rollout_id for x in store.completed(last, 10)] == ['g']  # places are not given twice
 
 
+def test_discarded_rollouts_may_be_created_again(store):
+  attempts = {name: _over(store, name) for name in 'abc'}
+  store.take_batch(0, ['c'], 10.0)
+  with pytest.raises(Conflict, match='taken by iteration 0'):
+    store.discard(['a', 'c'], 11.0)
+  assert store.rollout('a').closed is None, 'all or none'
+  store.discard(['a', 'b'], 11.0)
+  assert [x.rollout_id for x in store.completed(0, 10)] == ['c'] and store.calls(attempts['a']) == []
+  assert Lifecycle(store, Clock()).create(new_rollout('a')).attempts == 0
+
+
 def test_deleted_rollouts_make_room_for_new_ones(store):
   def fill(names):
     for name in names:

@@ -33,7 +33,7 @@ def _serve(model: ActorCritic, shape: tuple[int, int, int], decode_shards: int):
   params = nnx.split(model)[1]
   params = jax.device_put(params, tree_shardings(params, mesh))
   sampler = Sampler(model, stop_ids=(3,), mesh=mesh, decode_shards=decode_shards, vocab_limit=1000)
-  rows, rng = DeviceRows(sampler, params, rows=_ROWS, max_context=64, chunk=8, widths=(8,)), np.random.default_rng(0)
+  rows, rng = DeviceRows(sampler, params, rows=_ROWS, columns=72, chunk=8, widths=(8,)), np.random.default_rng(0)
   rows.feed([Feed(i, rng.integers(5, 900, size=6).astype(np.int32), True) for i in range(_ROWS)], 8)
   keys, every = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), _ROWS))), np.arange(_ROWS)
   sampling = RowSampling(
