@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.utils.errors import UserError
 
@@ -71,7 +71,7 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 # Weights that neighbouring devices divide among them while tokens are sampled: most of a model, and no heads.
-_SHARED = re.compile(r'(embed_tokens|(gate|up|down)_proj/.*|lm_head/.*)$')
+_SHARED = re.compile(r'^policy/(embed_tokens|layers/.*/(gate|up|down)_proj/.*|lm_head/.*)$')
 
 
 def sampling_mesh(mesh: Mesh, group: int) -> Mesh:
@@ -86,7 +86,9 @@ def sampling_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpe
   A device attends with its own rows, and computes the MLP and the logits of its neighbours' rows as well, with its part
   of these weights. Arguments and errors are those of `weight_spec`; the mesh is that of `sampling_mesh`.
   """
-  spec = without_axis(weight_spec(path, shape, mesh), 'fsdp')
+  # The neighbours are not those of the training: what `fsdp` divides there stays whole here.
+  whole = AbstractMesh((1, 1, mesh.shape['tensor']), mesh.axis_names)
+  spec = without_axis(weight_spec(path, shape, whole), 'fsdp')
   if not _SHARED.search(path):
     return spec
   axes = tuple(('tensor', 'fsdp') if name == 'tensor' else name for name in spec)

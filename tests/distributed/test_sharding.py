@@ -116,6 +116,11 @@ def test_rows_are_divided_over_two_axes():
     ('policy/layers/3/mlp/gate_proj/adapter/lora_a', (64, 4), (None, None)),
     ('policy/layers/3/mlp/gate_proj/adapter/lora_b', (4, 128), (None, ('tensor', 'fsdp'))),
     ('policy/layers/3/self_attn/q_proj/adapter/lora_b', (4, 4, 16), (None, 'tensor', None)),
+    # A tower is no part of the sampled layers; its MLP may have a width that neighbours do not divide.
+    ('policy/visual/blocks/0/mlp/gate_proj/kernel', (64, 90), (None, 'tensor')),
+    # The width stays whole, so neighbours need not divide it.
+    ('policy/embed_tokens', (96, 63), (('tensor', 'fsdp'), None)),
+    ('policy/layers/3/self_attn/q_proj/kernel', (63, 4, 16), (None, 'tensor', None)),
     ('policy/norm/weight', (64,), ()),
   ],
 )
