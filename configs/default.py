@@ -118,9 +118,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.eval.top_k = 0
   # Evaluate a second time with greedy decoding.
   config.eval.greedy_too = True
-  # This field is for --mode=eval and --mode=serve, the following ones for --mode=eval only. Checkpoint: 'latest',
-  # 'best' by held-out success, or the number of an iteration; 'base' is the config's model without a checkpoint, and
-  # 'none' evaluates no model.
+  # Checkpoint: 'latest', 'best' by held-out success, or the number of an iteration; 'base' is the config's model
+  # without a checkpoint, and 'none' evaluates no model. This field is for --mode=eval, --mode=serve and
+  # --mode=optimize_prompt, the following ones are for --mode=eval only.
   config.eval.step = 'latest'
   # Baselines on the same levels: 'random' (legal actions, valid replies) and 'solver' (optimal play, if the environment
   # has a solver).
@@ -160,7 +160,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.agent.max_context = 512
   # Added to the reward of a turn whose reply has the wrong format or an unknown action; 0 or negative.
   config.agent.format_penalty = -0.1
-  # Sample with 3/4, 1/2, 5/16 or 1/8 of the rows of every device as soon as no more of them have an episode.
+  # When episodes have ended, sample with 3/4, 1/2, 5/16 or 1/8 of the rows of every device, if the others fit in these.
   config.agent.drop_finished = True
   # When episodes get their next prompts: 'lockstep', all on the devices together, after the longest reply;
   # 'continuous', each as soon as its reply is complete. The sampled tokens are the same; log-probs differ by rounding.
@@ -168,12 +168,12 @@ def get_config(model: str = '') -> ConfigDict:
   # Maximum tokens of each reply that the devices sample before the host looks for complete replies. With 'continuous'
   # it looks earlier if a quarter of the rows of a device have one.
   config.agent.decode_chunk = 32
-  # Maximum number of episodes on the devices at a time; the others wait, also if fewer fit in the memory of a device.
-  # A multiple of the mesh's row shards, or 0: as many as fit.
+  # Maximum number of episodes on the devices at a time, a multiple of the mesh's row shards; the others wait. Fewer are
+  # on the devices if their memory holds fewer. 0: as many as fit.
   config.agent.rows_in_flight = 0
-  # Neighbouring devices that divide the MLP and the vocabulary among them while tokens are sampled, each with the
-  # attention of its own rows. They read less of the weights for each token, and exchange rows twice a layer. Divides
-  # mesh.data * mesh.fsdp; 1: each device has all weights, up to mesh.tensor; 0: chosen for the model and the chip.
+  # Number of neighbouring devices that divide the weights of the MLP and of the vocabulary among them during sampling.
+  # Each device then reads less for every token, but exchanges rows with the others twice a layer. Attention is not
+  # divided. Must divide mesh.data * mesh.fsdp. 1: only mesh.tensor divides weights; 0: chosen for the model and chip.
   config.agent.decode_shards = 0
 
   # -- Agent programs over HTTP: --mode=serve, and training on tags of the type 'agent' (docs/agents.md). --------------
@@ -184,7 +184,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.port = 8000
   # Name of the policy in requests; 'policy:writer' also names the agent that calls.
   config.serve.model = 'policy'
-  # Rows of the device: the most replies that are sampled at a time.
+  # Rows of the key/value cache: the maximum number of replies that are sampled at a time.
   config.serve.slots = 16
   # Maximum number of calls that wait for a row; further calls get the status 503.
   config.serve.max_queue = 4096
@@ -200,60 +200,60 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.timeout = 600.0
   # Longest time between two signs of life of an attempt, in seconds; calls are signs of life; 0 asks for none.
   config.serve.heartbeat = 0.0
-  # Attempts at a task before it counts as failed.
+  # Maximum number of attempts at a rollout; if all fail, the rollout has failed.
   config.serve.max_attempts = 2
   # Hours for which the store keeps rollouts that are over and collected.
   config.serve.keep = 24.0
-  # 0 is synchronous: all attempts of an iteration end, then the weights change. Above 0, agents go on playing while the
-  # trainer learns, and this is the most updates between the weights that sampled a token and those that the token is
-  # trained with. Needs algorithm.tis_cap.
+  # 0: synchronous training; all attempts of an iteration end, then the weights change. Above 0: asynchronous training;
+  # programs go on playing during the update, and this is the maximum number of updates between the weights that sampled
+  # a token and those that the update with this token starts from. Needs algorithm.tis_cap above 0.
   config.serve.max_staleness = 0
   # Agents whose tokens are trained, as a regular expression for the whole name; '' is the name of the default agent.
   config.serve.trained = '.*'
-  # Agents with frozen weights, which are not trained, as texts 'AGENTS=MODEL'. AGENTS is a regular expression for
-  # the whole name; the first entry that matches counts. MODEL is 'base', the model before training; WORKDIR@STEP, the
-  # checkpoint of a run (a number, 'best' or 'latest'); the name of a preset; or the directory of a checkpoint. Its
-  # tokenizer must be that of the policy.
+  # Agents that play with frozen weights and are not trained: entries 'AGENTS=MODEL'. AGENTS is a regular expression for
+  # the whole name; the first entry that matches applies. MODEL is 'base', the model before training; WORKDIR@STEP, a
+  # checkpoint of a run (STEP is an iteration, 'best' or 'latest'); the name of a preset; or the directory of a Hugging
+  # Face checkpoint. The model must have the policy's tokenizer.
   config.serve.frozen = ()
-  # A group of which an attempt is missing, because it was cancelled or ended without a call: 'drop' it, or 'keep' the
-  # others. Attempts that failed or got no reward stay in their group, and are not learnt from.
+  # What happens to a group if an attempt was cancelled or ended without a call: 'drop' the group, or 'keep' the other
+  # attempts. Attempts that failed or got no reward stay in their group, and are not learnt from.
   config.serve.incomplete = 'drop'
-  # Name of the rewards that decide about success; empty for all rewards.
+  # Name of the rewards that are summed for the success of an episode; empty for all rewards.
   config.serve.success_reward = ''
   # An episode succeeds if these rewards sum to at least this number.
   config.serve.success_score = 1.0
-  # Keep the thoughts of earlier replies in the conversation; Qwen3's own template leaves them out, so that a row ends
-  # with each message of the user.
+  # Keep the thoughts of earlier replies in the conversation. Qwen3's own template leaves them out, so that each message
+  # of the user begins a new row.
   config.serve.keep_thoughts = True
-  # A tool call that is no JSON: its text is 'content', or a call with the text as 'arguments'.
+  # What the answer has for a tool call that is no JSON: 'content', its text; or 'arguments', a call with this text.
   config.serve.bad_calls = 'content'
 
   # -- The prompt of agent programs, and its search with --mode=optimize_prompt (docs/agents.md). ----------------------
   config.prompt = ConfigDict()
-  # The prompt, which programs read as `task.prompt`, and with which a search begins; empty for that of `prompt.file`,
-  # or for none.
+  # The prompt that programs read as `task.prompt`, and the first prompt of a search; empty for that in `prompt.file`,
+  # or for no prompt.
   config.prompt.text = ''
-  # A UTF-8 file with the prompt; empty for that of `prompt.text`.
+  # A UTF-8 file with the prompt; must be empty with `prompt.text`.
   config.prompt.file = ''
-  # The following fields are for --mode=optimize_prompt only. Rounds of the search.
+  # Number of rounds of the search. This and the following fields are for --mode=optimize_prompt only.
   config.prompt.rounds = 3
-  # Prompts that survive a round.
+  # Number of prompts that a round keeps for the next one.
   config.prompt.beam = 4
-  # New prompts that a round makes of each of them.
+  # New prompts that a round makes from each prompt of the beam.
   config.prompt.branches = 4
-  # Training tasks whose failed attempts one critique sees.
+  # Training tasks of one critique, which is written about their unsuccessful attempts.
   config.prompt.tasks = 4
   # Attempts at each task; they differ in the sampled tokens.
   config.prompt.attempts = 1
-  # Held-out tasks on which every prompt is scored; the scores decide which survive.
+  # Held-out tasks on which every prompt is scored; the beam keeps the prompts with the highest mean scores.
   config.prompt.held_out = 32
-  # Further held-out tasks on which the chosen prompt and the first one are compared at the end.
+  # Further held-out tasks on which the best prompt and the first one are compared at the end.
   config.prompt.final = 64
-  # Score of an attempt that failed or got no reward.
+  # Score of an attempt that ended with an error or got no reward.
   config.prompt.failed_score = 0.0
-  # Longest prompt, in characters.
+  # Maximum length of a prompt, in characters.
   config.prompt.max_chars = 8000
-  # Characters of the failed attempts in one request to the critic.
+  # Maximum characters of attempts in one request to the critic.
   config.prompt.shown_chars = 16_000
   # Base address of the OpenAI-compatible server of the model that writes critiques and prompts, such as
   # 'http://localhost:8001/v1'; empty for the policy itself.
@@ -270,7 +270,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.prompt.critic_timeout = 120.0
   # Requests to the critic in flight at a time.
   config.prompt.critic_workers = 4
-  # Tries for one reply of the critic; if all fail, the new prompt is given up.
+  # Tries for one reply of the critic; if all fail, the round makes one new prompt less.
   config.prompt.critic_tries = 4
 
   # -- The update. ----------------------------------------------------------------------------------------------------

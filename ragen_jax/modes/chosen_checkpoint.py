@@ -1,4 +1,4 @@
-"""The checkpoint that --mode=eval and --mode=serve use: `eval.step` in the workdir, or the config's model as it is."""
+"""The checkpoint of --mode=eval, serve and optimize_prompt: `eval.step` in the workdir, or the config's model."""
 
 from __future__ import annotations
 

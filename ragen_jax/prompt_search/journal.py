@@ -1,4 +1,4 @@
-"""The journal of a search: a file with the results that were obtained so far, which are not obtained again."""
+"""The journal of a search: a file with the results so far, which a search reads after an interruption."""
 
 from __future__ import annotations
 

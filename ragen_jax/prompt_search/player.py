@@ -1,4 +1,4 @@
-"""Agent programs play tasks with a prompt, through the store, the queue and the runners of training."""
+"""Plays tasks with a prompt: by agent programs, with the same store, queue and runners as training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The results of a search: a table of its prompts as JSON and Markdown, the best prompt, and metrics.
 
-<workdir>/prompt_search/prompts.json      every prompt with its score, its parent and the critique that it answers
-<workdir>/prompt_search/prompts.md        the same for people
+<workdir>/prompt_search/prompts.json      every prompt with its score, its parent and the critique that it follows
+<workdir>/prompt_search/prompts.md        the same as text for people
 <workdir>/prompt_search/best_prompt.txt   the prompt with the best score so far
 <workdir>/prompt_search/tb/               metrics of each round, for TensorBoard; also in metrics.jsonl
 """

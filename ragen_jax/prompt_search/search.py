@@ -3,13 +3,13 @@
   beam = [the first prompt]
   in each round:
     each prompt of the beam plays `branches` batches of training tasks
-    for each batch with failed attempts, the critic writes a critique, and then a new prompt that answers it
-    every new prompt is scored on the held-out tasks, which are the same, with the same draws, for all prompts
-    beam = the `beam` prompts with the best scores so far in it; of equal ones the older
-  the best prompt and the first one play tasks that no score has used
+    for each batch with failed attempts, the critic writes a critique of them, and then a new prompt that follows it
+    every new prompt is scored on the held-out tasks; tasks and random draws are the same for all prompts
+    beam = the `beam` prompts with the best scores, of the beam and the new prompts; of equal ones the older
+  the best prompt and the first one play tasks that were not used for scores
 
-Every score and every reply of the critic goes to the journal as soon as it is there. A search that goes on after an
-interruption takes the same steps and reads them from the journal.
+Every score and every reply of the critic is written to the journal when it is known. After an interruption, a search
+takes the same steps again and reads their results from the journal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-# Why no new prompt came of a batch of training tasks: no attempt failed; the critique was lost or is empty; the reply
+# Why a batch of training tasks gave no new prompt: no attempt failed; the critique was lost or is empty; the reply
 # with the new prompt was lost, or has none; or the new prompt is empty, too long, its parent's text, without a
 # placeholder of its parent or with another one, or equal to an earlier prompt.
 REASONS = (

@@ -1,7 +1,7 @@
-"""The requests to the critic, and what is read from its replies.
+"""The wording of the requests to the critic, and the parsing of its replies.
 
-Texts that were not written here (prompts, tasks, conversations, critiques) are quoted: each of their lines begins with
-'| '. So nothing in them can look like a part of the request.
+Texts from elsewhere (prompts, tasks, conversations, critiques) are quoted: each of their lines begins with '| '. So the
+critic cannot mistake them for a part of the request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Rollouts of asynchronous training: agents go on playing while the trainer learns, see `group_queue`.
+"""Rollouts of asynchronous training: agent programs go on playing while the trainer learns, see `group_queue`.
 
-The devices alternate: they sample until enough groups are over, and are the trainer's until its next rollout. Meanwhile
-agents play, and their calls wait. Replies in flight go on with the new weights.
+Sampling and learning use the devices in turns. The devices sample until enough groups are complete; then the trainer
+uses them until its next rollout. Meanwhile programs go on, and their calls of the model wait. Replies that have begun
+go on with the new weights.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class FrozenWeights:
 class Engines:
   """Routes agents to engines, and pauses and resumes all of them.
 
-  Frozen weights are never replaced, so their engines keep what their slots hold over the updates of the policy.
+  Frozen weights are never replaced, so the caches of their engines stay valid when the policy is updated.
 
   Attributes:
     policy: samples the present weights.

@@ -1,4 +1,4 @@
-"""An agent program that plays an environment of the config: the rollout loop, with a policy that it calls over HTTP."""
+"""An agent program that plays an environment of the config: it runs the rollout loop and calls the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragen_jax.utils.errors import UserError
 
 # `AgentTasks.runner` of environments: 'env:FrozenLake' plays the tag FrozenLake.
 ENVIRONMENT = 'env:'
-# Names of the rewards. An episode that succeeds gets a reward SUCCESS of 0, which only tells that it did.
+# Names of the rewards. An episode that succeeds gets a reward SUCCESS of 0, which only marks it.
 REWARD, PENALTY, SUCCESS = 'environment', 'format', 'success'
 
 _BUSY = 503

@@ -1,12 +1,13 @@
-"""The groups of asynchronous training: played ahead of the iteration that trains them, never too old, never lost.
+"""The queue of asynchronous training: which tasks are played before the iteration that trains them.
 
-A tag with n groups an iteration has the tasks 0, 1, 2, ...; while iteration i is played, the tasks below (i + k + 1) n
-have been queued, where k is the bound of the staleness, and i n of them have been trained. So at most (k + 1) n tasks
-are open, and the last of them is trained by iteration i + k if no group takes longer than k iterations. A group that
-does is given up: its task is queued again at the end, with new attempts.
+A group is the rollouts of one task. It is trained only if its oldest token is at most k updates old; k is
+`serve.max_staleness`. A tag with n groups an iteration has the tasks 0, 1, 2, ... While iteration i is played, the
+tasks with numbers below (i + k + 1) n have been queued, and i n tasks have been trained. So at most (k + 1) n tasks are
+open, and the last of them is trained by iteration i + k if no group takes longer than k iterations. If a group takes
+longer, it is closed, and its task is queued again at the end, with new attempts.
 
-Everything that must survive a restart is in the store: the open tasks are its rollouts that were neither taken nor
-closed, and the batch of each iteration is there before it is trained.
+Everything that must survive a restart is in the store. The open tasks are its rollouts that were neither taken by an
+iteration nor closed, and the groups of an iteration are recorded before they are trained.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class _Group:
     queued_in: the iteration that queued it; all its tokens have this version or a later one.
     rollouts: ids.
     left: those that are not over.
-    cancelled: those that were cancelled, by a person.
+    cancelled: those that a person has cancelled.
     oldest: the oldest version of its tokens, once it is over; None if it has none.
-    completed: its place in the order in which groups were over; None before.
+    completed: its place in the order in which groups ended; None before it has ended.
   """
 
   spec: int

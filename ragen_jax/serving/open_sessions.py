@@ -1,4 +1,4 @@
-"""The sessions of attempts that call: in memory, and rebuilt from the store when they are needed again."""
+"""The sessions of the attempts that call the policy: kept in memory, and rebuilt from the store when they are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts of a request: planned in the session of its attempt, or rendered for a request outside of attempts."""
+"""The prompts of a request as token ids: planned by the session of its attempt, or rendered outside of attempts."""
 
 from __future__ import annotations
 

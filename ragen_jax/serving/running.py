@@ -1,4 +1,4 @@
-"""The requests that are being answered: their replies are sampled for as long as somebody wants them."""
+"""The requests that are being answered: their replies are sampled until they end or no client waits for them."""
 
 from __future__ import annotations
 

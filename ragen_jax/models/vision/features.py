@@ -1,4 +1,4 @@
-"""A table of the features of many images, and how columns read it."""
+"""The features of all images as one table, and how the columns of rows read it."""
 
 from __future__ import annotations
 

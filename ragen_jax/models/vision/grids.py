@@ -1,7 +1,7 @@
-"""Tables of an image's patches, which depend on the size of the image only: order, windows, angles, positions.
+"""Tables that depend only on the size of an image: order, windows, rotary angles and positions of its patches.
 
-A grid is (rows, columns) of patches, both divisible by the merge size m. Patches are listed token by token: the tokens
-row by row, and in each token its m × m patches row by row.
+A grid is (rows, columns) of patches, both divisible by the merge size m. Each visual token has m × m patches. Patches
+are listed token by token, tokens row by row, and the patches of a token row by row:
 
     grid (4, 4), m = 2        0  1 |  4  5
                               2  3 |  6  7

@@ -1,4 +1,4 @@
-"""Rotary positions of columns on the axes time, height and width, and the placeholders of images in token ids."""
+"""Rotary positions of columns on the axes time, height and width, and the placeholder ids of images in rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From images to patches: the numbers of `Qwen2VLImageProcessor` of `transformers`, on the host and on the device.
+"""Computes patches from images, on the host or on the device, equal to `Qwen2VLImageProcessor` of `transformers`.
 
-The host's path resizes an image to a size that the tower can read. The device's path takes images that have such a
-size, and gives the same numbers.
+On the host, an image is first resized to a size that the tower can read. On the device, images must have such a size
+already; the patches are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bicubic resizing of images of bytes, with the numbers of Pillow 13's `Image.resize`, in NumPy."""
+"""Bicubic resizing of u8 images in NumPy, with the same results as `Image.resize` of Pillow 13."""
 
 from __future__ import annotations
 

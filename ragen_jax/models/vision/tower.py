@@ -1,8 +1,8 @@
-"""The vision towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631): patches to features.
+"""The vision towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631): features from patches.
 
 Parameters have the names of Hugging Face checkpoints with two exceptions (`checkpoint.names`): the mergers of both
-families are called alike, and so are their norms. Images of one call have one size; those of several sizes take one
-call for each.
+families have the same names, and so do their norms. All images of one call have the same size; images of several sizes
+need one call for each size.
 """
 
 from __future__ import annotations
