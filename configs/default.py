@@ -264,7 +264,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.prompt.critic_key = 'OPENAI_API_KEY'
   # Temperature of critiques and new prompts.
   config.prompt.critic_temperature = 1.0
-  # Maximum tokens of one reply of the critic; 0 uses the server's limit.
+  # Maximum tokens of one reply of the critic; 0 uses the server's limit. If the policy is the critic, at most
+  # agent.max_response_tokens.
   config.prompt.critic_max_tokens = 2048
   # Time-out for one reply of the critic, in seconds.
   config.prompt.critic_timeout = 120.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -19,7 +20,7 @@ from ragen_jax.envs import AgentTasks
 from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
 from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, function_runner, make_runner, run_agents
-from ragen_jax.serving.agent_server import LOOPBACK, AgentServer, ServerSettings
+from ragen_jax.serving.agent_server import ADMIN_KEY, LOOPBACK, AgentServer, ServerSettings
 from ragen_jax.serving.async_player import AsyncAgentPlayer
 from ragen_jax.serving.env_program import ENVIRONMENT, EnvironmentProgram
 from ragen_jax.serving.episodes import EpisodeSettings
@@ -263,8 +264,11 @@ def task_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:
   if len(wanted) > 1:
     raise UserError(f'envs: the tasks of one run have one runner, not {", ".join(sorted(map(repr, wanted)))}')
   (name,) = wanted
+  field = f'envs.{config.train.tags[0]}.runner'
+  if not name and not os.environ.get(ADMIN_KEY):
+    raise UserError(f"{field}='': workers claim tasks with the key of {ADMIN_KEY}, which is not set in the environment")
   if not name.startswith(ENVIRONMENT):
-    return make_runner(name) if name else None
+    return make_runner(field, name) if name else None
   tag = name.removeprefix(ENVIRONMENT)
   specs = build.env_specs(config, (tag,), (1,))
   held_out = {'train': _held_out(config, tag), 'val': frozenset()}

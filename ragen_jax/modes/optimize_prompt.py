@@ -107,11 +107,11 @@ def optimize_prompt(config: ConfigDict, workdir: str, *, given: bool) -> tuple[R
 
 def _critic(config: ConfigDict, server: AgentServer) -> Critic:
   """The critic of the config, or the policy itself."""
-  p = config.prompt
+  p, longest = config.prompt, config.agent.max_response_tokens
   settings = EndpointSettings(
     endpoint=p.critic or f'{server.url}/v1',
     endpoint_model=p.critic_model or config.serve.model,
-    endpoint_max_tokens=p.critic_max_tokens,
+    endpoint_max_tokens=p.critic_max_tokens if p.critic else min(p.critic_max_tokens or longest, longest),
     endpoint_timeout=p.critic_timeout,
     endpoint_workers=p.critic_workers,
     endpoint_tries=p.critic_tries,

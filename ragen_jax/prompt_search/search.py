@@ -276,6 +276,8 @@ class Search:
         found[i] = critique
         continue
       lost = told.get('reply', '') is None
+      if lost and not rejected['critique_lost']:
+        _log.warning('round %d: the critic did not answer the request for critique %d', number, i)
       rejected['nothing_failed' if 'nothing_failed' in told else 'critique_lost' if lost else 'critique_empty'] += 1
     return found
 

@@ -74,8 +74,9 @@ class TaskRanges:
         before = seen.setdefault(_content(task), own := f'held-out task {task.number} of {task.tag}')
         if before != own:
           raise UserError(
-            f'{what}={len(tasks)}: {own} is the same as {before}; scores need tasks of their own, '
-            'so give eval.tags more tasks or ask for fewer'
+            f'{what}={len(tasks)}: {own} is the same as {before}; the search needs {self.scored + final} different '
+            'held-out tasks that are no training tasks, so give eval.tags more tasks, or lower prompt.held_out and '
+            'prompt.final'
           )
 
 

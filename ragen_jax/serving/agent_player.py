@@ -226,7 +226,12 @@ def _why_nothing(groups: Sequence[TaskAttempts]) -> str:
   unrewarded = [a for a in attempts if a.state is AttemptState.SUCCEEDED and not a.rewards]
   text = f'none of {len(groups)} tasks can be learnt from: of {len(attempts)} attempts {len(failed)} failed'
   text += f' and {len(unrewarded)} got no reward'
-  return text + (f'; the first failed with: {failed[0].error}' if failed else '; agents must post a reward')
+  if failed:
+    return f'{text}; the first failed with: {failed[0].error}'
+  if unrewarded:
+    return f'{text}; agents must post a reward'
+  agents = sorted({call.agent for a in attempts for call in a.calls})
+  return f'{text}, but no call is of an agent that serve.trained names; calls are of {", ".join(map(repr, agents))}'
 
 
 def _digest(params: Any, sampling: Sampling) -> str:
@@ -271,15 +276,19 @@ def function_runner(function: Callable[[Task], Any]) -> Runner:
   return FunctionRunner(function, _GRACE_S)
 
 
-def make_runner(name: str) -> Runner:
+def make_runner(field: str, name: str) -> Runner:
   """The runner that `AgentTasks.runner` names: a function 'package.module:function', or a command.
+
+  Args:
+    field: the config field with the name, for errors.
+    name: the function or the command.
 
   Raises:
     UserError: the function cannot be imported.
   """
   words = shlex.split(name)
   if len(words) == 1 and ':' in name:
-    return function_runner(load_function(name))
+    return function_runner(load_function(field, name))
   words = [sys.executable if words[0] == 'python' else words[0], *words[1:]]
   environment = {k: v for k, v in os.environ.items() if k not in (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')}
   return ProgramRunner(words, None, environment, _GRACE_S)

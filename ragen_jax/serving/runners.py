@@ -41,14 +41,18 @@ class Runner(Protocol):
     """Plays a task until it ends, or until `watch` says that it is cancelled or late. Raises nothing."""
 
 
-def load_function(path: str) -> Callable[[Task], Any]:
+def load_function(field: str, path: str) -> Callable[[Task], Any]:
   """An agent's function by its path 'package.module:function'.
+
+  Args:
+    field: the config field with the path, for errors.
+    path: where it is.
 
   Raises:
     UserError: the path has another form, cannot be imported, or names no function.
   """
   try:
-    return import_function('agent', path)
+    return import_function(field, path)
   except ValueError as e:
     raise UserError(str(e)) from e
 

@@ -107,7 +107,7 @@ def open_writer(path: pathlib.Path) -> sqlite3.Connection:
     if not new:
       with path.open('rb') as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-          raise UserError(f'store {path} is not an SQLite file; move it away or choose another file')
+          raise UserError(f'store {path} is not an SQLite file; move it away or choose another --workdir')
   except OSError as e:
     raise UserError(f'store {path} cannot be used: {e.strerror or e}') from e
   connection = None
@@ -125,7 +125,7 @@ def open_writer(path: pathlib.Path) -> sqlite3.Connection:
       connection.executescript(script)
   except sqlite3.Error as e:
     _close(connection)
-    raise UserError(f'store {path} cannot be used ({e}); restore it from a copy or choose another file') from e
+    raise UserError(f'store {path} cannot be used ({e}); restore it from a copy or choose another --workdir') from e
   except UserError:
     _close(connection)
     raise
@@ -146,9 +146,9 @@ def _check(path: pathlib.Path, connection: sqlite3.Connection) -> None:
   if not (version or application or tables):
     return  # its process was killed before it made the tables
   if application != _APPLICATION:
-    raise UserError(f'store {path} was written by another program; move it away or choose another file')
+    raise UserError(f'store {path} was written by another program; move it away or choose another --workdir')
   if version != VERSION:
-    raise UserError(f'store {path} has version {version}; allowed: {VERSION}; move it away or choose another file')
+    raise UserError(f'store {path} has version {version}; allowed: {VERSION}; move it away or choose another --workdir')
   found = connection.execute('PRAGMA quick_check(1)').fetchone()[0]
   if found != 'ok':
     raise UserError(f'store {path} is damaged ({" ".join(found.split())}); restore it from a copy')

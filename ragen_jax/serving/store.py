@@ -48,7 +48,7 @@ class Store:
     self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
     with contextlib.ExitStack() as stack:
       lock = self.path.with_name(f'{self.path.name}.lock')
-      stack.enter_context(file_lock(lock, f'store {path}', 'wait for it or choose another file'))
+      stack.enter_context(file_lock(lock, f'store {path}', 'wait for it or choose another --workdir'))
       self._writer = open_writer(self.path)
       stack.callback(self._writer.close)
       self._reader = connect(self.path)

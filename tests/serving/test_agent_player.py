@@ -163,8 +163,22 @@ def test_agents_and_environments_do_not_mix():
 def test_a_runner_that_cannot_be_imported_is_one_line(policy, tmp_path):
   config = agents_config(envs__Agent__runner='no.such.module:play')
   opened = build_agents.open_players(config, policy, str(tmp_path))
-  with pytest.raises(UserError, match=r"agent='no\.such\.module:play' cannot be imported"), opened:
+  with pytest.raises(UserError, match=r"^envs\.Agent\.runner='no\.such\.module:play' cannot be imported"), opened:
     pass
+
+
+def test_remote_workers_need_a_key(policy, tmp_path, monkeypatch):
+  monkeypatch.delenv('RAGEN_ADMIN_KEY', raising=False)
+  opened = build_agents.open_players(agents_config(envs__Agent__runner=''), policy, str(tmp_path))
+  with pytest.raises(UserError, match=r"^envs\.Agent\.runner='': .* RAGEN_ADMIN_KEY, which is not set"), opened:
+    pass
+
+
+def test_a_run_without_a_call_of_a_trained_agent_says_whose_calls_there_are(policy, tmp_path):
+  config = agents_config(serve__trained='writer')
+  refused = pytest.raises(UserError, match=r"0 got no reward, but no call is of an agent .*; calls are of ''$")
+  with build_agents.open_players(config, policy, str(tmp_path)) as players, refused:
+    players['train'].play(param_state(policy.model), jax.random.key(0), SAMPLING, FIRST)
 
 
 def test_settings_are_the_configs(policy):

@@ -131,15 +131,15 @@ def test_agents_that_block_do_not_hold_one_another_up():
 
 
 def test_functions_are_found_by_their_path():
-  assert load_function('json:dumps') is json.dumps
+  assert load_function('runner', 'json:dumps') is json.dumps
   for path, message in (
-    ('json.dumps', r"^agent='json.dumps'; allowed: 'package.module:name' or 'file.py:name'$"),
-    ('json:none', r"^agent='json:none' cannot be imported \(AttributeError: .*\); allowed: what Python can import$"),
-    ('no_such_module:f', r"^agent='no_such_module:f' cannot be imported \(ModuleNotFoundError"),
-    ('json:__name__', r"^agent='json:__name__' is str; allowed: a function$"),
+    ('json.dumps', r"^runner='json.dumps'; allowed: 'package.module:name' or 'file.py:name'$"),
+    ('json:none', r"^runner='json:none' cannot be imported \(AttributeError: .*\); allowed: what Python can import$"),
+    ('no_such_module:f', r"^runner='no_such_module:f' cannot be imported \(ModuleNotFoundError"),
+    ('json:__name__', r"^runner='json:__name__' is str; allowed: a function$"),
   ):
     with pytest.raises(UserError, match=message):
-      load_function(path)
+      load_function('runner', path)
 
 
 # -- programs

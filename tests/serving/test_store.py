@@ -295,7 +295,7 @@ def test_threads_share_a_store(store):
 
 
 def test_two_processes_cannot_use_one_store(store):
-  with pytest.raises(UserError, match=r'^store .* is in use by another run; wait for it or choose another file$'):
+  with pytest.raises(UserError, match=r'^store .* is in use by another run; wait for it or choose another --workdir$'):
     Store(store.path)
   store.close()
   Store(store.path).close()
@@ -310,7 +310,7 @@ def _refused(path, message):
 def test_files_of_others_are_refused_and_not_touched(tmp_path):
   path = tmp_path / 'a'
   path.write_text('a text that is longer than a header')
-  _refused(path, r'is not an SQLite file; move it away or choose another file$')
+  _refused(path, r'is not an SQLite file; move it away or choose another --workdir$')
   assert path.read_text().startswith('a text')
   other = tmp_path / 'b'
   with sqlite3.connect(other) as connection:

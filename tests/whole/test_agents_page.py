@@ -192,7 +192,7 @@ def programs(tmp_path):
 
 def test_the_function_of_the_page_plays(programs):
   pytest.importorskip('openai')
-  play = load_function(f'{programs}/my_agent.py:play')
+  play = load_function('runner', f'{programs}/my_agent.py:play')
   with _stub() as (url, got):
     assert asyncio.run(play(_task(url))) == 1.0
   assert [(path, key) for path, key, _ in got] == [('/attempts/r.1/v1/chat/completions', 'Bearer rk-key')] * 2
@@ -201,7 +201,7 @@ def test_the_function_of_the_page_plays(programs):
 
 def test_the_function_with_a_prompt_of_the_page_plays(programs):
   pytest.importorskip('openai')
-  play = load_function(f'{programs}/prompted_agent.py:play')
+  play = load_function('runner', f'{programs}/prompted_agent.py:play')
   with _stub() as (url, got):
     assert asyncio.run(play(dataclasses.replace(_task(url), prompt='Answer.'))) == 1.0
   assert got[0][2]['messages'] == [{'role': 'system', 'content': 'Answer.'}, {'role': 'user', 'content': '2 + 2'}]
@@ -213,7 +213,7 @@ def test_the_program_of_the_page_plays(programs, monkeypatch):
   monkeypatch.setenv('PYTHONPATH', str(ROOT))
   command = re.search(r"runner = '(python my_program\.py)'", PAGE).group(1)
   with _stub() as (url, got):
-    outcome = make_runner(command).run(_task(url), Watch(120.0))
+    outcome = make_runner('runner', command).run(_task(url), Watch(120.0))
   assert (outcome.state, outcome.error) == (AttemptState.SUCCEEDED, '')
   (_, _, reward) = got[1]
   assert [path for path, _, _ in got] == ['/attempts/r.1/v1/chat/completions', '/attempts/r.1/rewards']
