@@ -178,7 +178,8 @@ def test_the_policy_as_critic_is_asked_by_its_name_with_the_seed_and_never_with_
     assert _make_critic(config, own).replies([[{'role': 'user', 'content': 'a'}]]) == ['Up']
   _, headers, body = asked[0]
   assert headers.get('Authorization') == key
-  assert (body['model'], body['seed'], body['temperature'], body['max_tokens']) == ('ours', 5, 1.0, config.agent.max_response_tokens)
+  longest = config.agent.max_response_tokens
+  assert (body['model'], body['seed'], body['temperature'], body['max_tokens']) == ('ours', 5, 1.0, longest)
 
 
 def test_what_cannot_be_run(tmp_path):
