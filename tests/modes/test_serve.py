@@ -80,7 +80,10 @@ def test_what_cannot_be_served(tmp_path, monkeypatch, fields, message):
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_program(tmp_path):
+def test_an_interrupt_ends_the_program(tmp_path, request):
+  # A program of a shell's background ignores SIGINT, and so do its children; a signal with a handler is theirs again.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
   flags = [f'--config.{name}={value}' for name, value in _SMALL.items()]
   given = ['--config=configs/frozenlake_ppo.py', '--mode=serve', '--config.eval.step=base', f'--workdir={tmp_path}']
   program = start_main(*given, *flags, text=True, stderr=subprocess.PIPE)
