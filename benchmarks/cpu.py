@@ -1,6 +1,6 @@
 """Times sampling and learning on a CPU beside `transformers` with PyTorch, and how they grow; draws the growth.
 
-  python benchmarks/cpu.py                 all parts; about 15 minutes on 2 cores
+  python benchmarks/cpu.py                 all parts; `update` needs more than 24 GB
   python benchmarks/cpu.py --parts=turns   some parts
   python benchmarks/cpu.py --quick         all parts at tiny sizes, to runs/quick
 
