@@ -1,11 +1,12 @@
 """Times sampling and learning on a CPU beside `transformers` with PyTorch, and how they grow; draws the growth.
 
-  python benchmarks/cpu.py                 all parts; `update` needs more than 24 GB
+  python benchmarks/cpu.py                 all parts, on a machine with 24 GB
   python benchmarks/cpu.py --parts=turns   some parts
   python benchmarks/cpu.py --quick         all parts at tiny sizes, to runs/quick
 
-Two things are always compared in one run and in turns, A B A B, and the ratio is of their medians. All numbers are
-float32, and both sides use all cores. Weights are random, except those of the built-in model.
+Two things are always compared in one run, and the ratio is of their medians: in turns, A B A B, but in `update` one
+after the other, because the optimiser states of both do not fit in memory. All numbers are float32, and both sides use
+all cores. Weights are random, except those of the built-in model.
 
   decode  tokens a second of the sampler at temperature 1, and of `transformers`' `generate` (needs PyTorch): the
           built-in model with 128 rows, and Qwen2.5-0.5B's shape with 8 rows
@@ -14,8 +15,7 @@ float32, and both sides use all cores. Weights are random, except those of the b
   turns   seconds of an episode of several turns with the cache, and of reading the conversation again in each turn
   growth  seconds of sampling and of an update with more rows, turns, longer replies and a larger vocabulary
 
-PyTorch and matplotlib are not in requirements.txt: `pip install torch matplotlib`. Without PyTorch, the comparison with
-it is left out.
+PyTorch is not in requirements.txt: `pip install torch`. Without it, the comparisons with it are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import json
 import pathlib
 import statistics
@@ -144,7 +145,10 @@ def sampling(model: Qwen, work: Work, cached: bool) -> Callable[[], Any]:
 
 
 def updating(model: Qwen, work: Work) -> Callable[[], float]:
-  """A function that makes an AdamW step on the mean log-prob of all replies, and returns the loss before it."""
+  """A function that makes an AdamW step on the mean log-prob of all replies, and returns the loss before it.
+
+  It overwrites the weights of the model, which cannot be used any more.
+  """
   policy = ActorCritic(model)
   graph, state = nnx.split(policy)
   settings = ScoringSettings(temperature=1.0, vocab_limit=0, logits_chunk=0, remat=NONE)
@@ -163,8 +167,7 @@ def updating(model: Qwen, work: Work) -> Callable[[], float]:
     updates, moments = optimizer.update(gradient, moments, state)
     return optax.apply_updates(state, updates), moments, loss
 
-  held = [jax.tree.map(jnp.copy, state)]
-  held.append(optimizer.init(held[0]))
+  held = [state, optimizer.init(state)]
 
   def run() -> float:
     held[0], held[1], loss = step(*held)
@@ -221,16 +224,22 @@ def decode(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
 
 def update(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
   """See the top."""
+  makers = {'': lambda path, work: updating(load(path), work)}
+  if has_torch():
+    makers['torch_'] = lambda path, work: updating_torch(load_torch(path).train(), work)
   found = {}
   for name, work in cases.items():
-    runs = [updating(load(paths[name]), work)]
+    found[name] = dataclasses.asdict(work)
+    for side, make in makers.items():
+      run = make(paths[name], work)
+      found[name][f'{side}loss'] = run()
+      (found[name][f'{side}seconds'],) = interleaved(run)
+      # Weights, gradients and moments of one side are freed before the other's are made.
+      del run
+      jax.clear_caches()
+      gc.collect()
     if has_torch():
-      runs.append(updating_torch(load_torch(paths[name]).train(), work))
-    losses = [run() for run in runs]
-    seconds = interleaved(*runs)
-    found[name] = dataclasses.asdict(work) | {'seconds': seconds[0], 'loss': losses[0]}
-    if len(seconds) > 1:
-      found[name] |= {'torch_seconds': seconds[1], 'ratio': seconds[1] / seconds[0], 'torch_loss': losses[1]}
+      found[name]['ratio'] = found[name]['torch_seconds'] / found[name]['seconds']
   return found
 
 
@@ -252,7 +261,10 @@ def growth(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
     found[name] = []
     for factor in (1, 2, 4, 8):
       work = dataclasses.replace(base, **{field: getattr(base, field) * factor})
-      (sampled,), (learnt,) = interleaved(sampling(model, work, cached=True)), interleaved(updating(model, work))
+      (sampled,), (learnt,) = (
+        interleaved(sampling(model, work, cached=True)),
+        interleaved(updating(load(paths['built-in']), work)),
+      )
       found[name].append({'value': getattr(work, field), 'sampling_s': sampled, 'update_s': learnt})
   found['vocabulary'] = []
   for factor in (1, 4, 16, 64):
