@@ -37,10 +37,19 @@ _SPDX = {
 # Packages that are installed on other systems only, such as Windows; stated by their files.
 _OTHER_SYSTEMS = {'colorama': 'BSD-3-Clause', 'httpx2-jsfetch': 'BSD-3-Clause', 'nest-asyncio': 'BSD-2-Clause'}
 # Licences that a program under Apache-2.0 may depend on.
-_ALLOWED = frozenset(
-  ['0BSD', 'AFL-2.1', 'Apache-2.0', 'BSD-2-Clause', 'BSD-3-Clause', 'CC0-1.0', 'CNRI-Python', 'ISC', 'MIT', 'MIT-CMU']
-  + ['MPL-2.0', 'PSF-2.0', 'Zlib']
+_PERMISSIVE = (
+  '0BSD',
+  'Apache-2.0',
+  'BSD-2-Clause',
+  'BSD-3-Clause',
+  'CC0-1.0',
+  'ISC',
+  'MIT',
+  'MIT-CMU',
+  'PSF-2.0',
+  'Zlib',
 )
+_ALLOWED = frozenset((*_PERMISSIVE, 'AFL-2.1', 'CNRI-Python', 'MPL-2.0'))
 
 _TITLE = """# Licences of the dependencies
 
