@@ -62,11 +62,11 @@ def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | Non
     policy = Qwen(shape, param_dtype=jnp.dtype(config.model.param_dtype), **common)
     if adapters is not None:
       lora.attach(policy, adapters, rngs)
-    if policy.visual is not None:
-      freeze(policy.visual)  # as `language_model.load` does
     critic = Qwen(trunk_config(shape), **common) if config.model.separate_critic else None
-    for model in (policy, critic):
-      if model is not None and mesh.size > 1:
+    for model in filter(None, (policy, critic)):
+      if model.visual is not None and config.model.vision == 'frozen':  # as in `language_model.load`
+        freeze(model.visual)
+      if mesh.size > 1:
         model.activation_sharding = row_sharding(mesh)
     return ActorCritic(policy, critic)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from ml_collections import ConfigDict
 
@@ -42,18 +44,20 @@ def check_images(config: ConfigDict, *, weights: bool) -> None:
       image_observations.check_images(spec, processor)
 
 
+def check_texts(config: ConfigDict, tags: Sequence[str], reader: str) -> None:
+  """Raises UserError if an environment shows images; `reader` names what gets text only."""
+  for spec in build.env_specs(config, tuple(tags), (1,) * len(tags)):
+    if shows_images(spec):
+      raise UserError(f'{_field(spec)}: {reader} gets text only')
+
+
 def _specs(config: ConfigDict, section: str) -> list[EnvSpec]:
-  tags = []
-  for tag in config[section].tags:
-    runner = config.envs[tag].get('runner', '')
-    tags.append(tag)
-    if runner.startswith('env:'):
-      tags.append(runner.removeprefix('env:'))
-  specs = build.env_specs(config, tuple(dict.fromkeys(tags)), (1,) * len(dict.fromkeys(tags)))
-  for spec in specs:
-    if shows_images(spec) and spec.tag not in config[section].tags:
-      raise UserError(f'{_field(spec)}: programs that play tasks get text only')
-  return specs
+  """The environments of training or evaluation, which the policy itself plays."""
+  tags = tuple(config[section].tags)
+  runners = {config.envs[tag].get('runner', '') for tag in tags}
+  played = sorted(name.removeprefix('env:') for name in runners if name.startswith('env:'))
+  check_texts(config, played, 'a program that plays tasks')
+  return build.env_specs(config, tags, (1,) * len(tags), field=f'{section}.tags')
 
 
 def _field(spec: EnvSpec) -> str:

@@ -8,7 +8,7 @@ import pathlib
 import jax
 import pytest
 
-from ragen_jax.config.checks import check_config
+from ragen_jax.config.checks import check_config, check_eval
 from ragen_jax.config.image_checks import check_images
 from ragen_jax.models import presets
 from ragen_jax.models.vision.config import QWEN3_VL
@@ -49,9 +49,7 @@ def test_a_model_of_text_and_images_of_an_environment():
   assert_refused(check_config, seeing_config(), rf"^envs\.FrozenLake\.observation='image': {told}")
   assert_refused(check_config, _with_lamp(eval__tags=('Lamp',)), rf'^envs\.Lamp\.images=1: {told}')
   path = presets.resolve('tiny', '')
-  assert_refused(
-    check_config, seeing_config(model__path=path), rf"'image': model\.path={path!r} reads text"
-  )
+  assert_refused(check_config, seeing_config(model__path=path), rf"'image': model\.path={path!r} reads text")
   # The plan of a run knows it without weights.
   assert_refused(lambda c: check_config(c, weights=False), seeing_config(), 'reads text only')
   check_config(seeing_config(model__preset='qwen3-vl-2b'), weights=False)
@@ -78,8 +76,15 @@ def test_options_of_images(seeing):
 
 def test_programs_get_text_only(seeing):
   config = _changed(seeing, envs__Agent__runner='env:FrozenLake', train__tags=('Agent',), eval__tags=('Agent',))
-  told = r"^envs\.FrozenLake\.observation='image': programs that play tasks get text only$"
+  told = r"^envs\.FrozenLake\.observation='image': a program that plays tasks gets text only$"
   assert_refused(lambda c: check_images(c, weights=False), config, told)
+
+
+def test_models_on_a_server_get_text_only(seeing):
+  told = r"^envs\.FrozenLake\.observation='image': eval\.endpoint='http://localhost:1/v1' gets text only$"
+  fields = {'eval__endpoint': 'http://localhost:1/v1', 'eval__endpoint_model': 'm'}
+  assert_refused(check_eval, _changed(seeing, **fields), told)
+  check_eval(_changed(seeing, envs__FrozenLake__observation='grid', **fields))
 
 
 def test_a_wrong_processor(seeing, tmp_path):
@@ -92,9 +97,7 @@ def test_a_wrong_processor(seeing, tmp_path):
   assert_refused(check_config, config, r'preprocessor_config\.json: patch_size=14 differs from the 4 of vision_config')
   write_processor(tmp_path, min_pixels=4096)  # boards of 32 x 32 pixels would be enlarged
   check_config(config)  # with larger tiles
-  assert_refused(
-    check_config, _changed(config, envs__FrozenLake__tile=8), r'32x32 pixels to 64x64; allowed: 16'
-  )
+  assert_refused(check_config, _changed(config, envs__FrozenLake__tile=8), r'32x32 pixels to 64x64; allowed: 16')
 
 
 def test_a_checkpoint_without_a_tower(seeing, tmp_path):
