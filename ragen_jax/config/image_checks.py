@@ -13,7 +13,6 @@ from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.language_model import check_vision
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
-from ragen_jax.models.vision.processor import read_processor
 from ragen_jax.utils.errors import UserError
 
 
@@ -22,14 +21,16 @@ def check_images(config: ConfigDict, *, weights: bool) -> None:
 
   Args:
     config: the run's config.
-    weights: whether the checkpoint exists; its processor is compared with the images.
+    weights: whether the checkpoint exists; otherwise a preset's processor is that of the published checkpoint.
 
   Raises:
     UserError: the model reads text only, its processor would resize the images of a board, or there are processes.
   """
+  specs = [s for section in ('train', 'eval') for s in _specs(config, section) if shows_images(s)]
+  if not specs and config.model.vision == 'frozen':
+    return
   shape = presets.shape(config.model.preset, config.model.path)
   check_vision(config.model.vision, shape)
-  specs = [s for section in ('train', 'eval') for s in _specs(config, section) if shows_images(s)]
   if not specs:
     return
   field = _field(specs[0])
@@ -38,10 +39,10 @@ def check_images(config: ConfigDict, *, weights: bool) -> None:
     raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as qwen2.5-vl-3b')
   if jax.process_count() > 1:
     raise UserError(f'{field}: images need one process, there are {jax.process_count()}; devices may be many')
-  if weights:
-    processor = read_processor(presets.resolve(config.model.preset, config.model.path), shape.vision)
-    for spec in specs:
-      image_observations.check_images(spec, processor)
+  path = presets.resolve(config.model.preset, config.model.path) if weights else config.model.path
+  processor = presets.processor(config.model.preset, path)
+  for spec in specs:
+    image_observations.check_images(spec, processor)
 
 
 def check_texts(config: ConfigDict, tags: Sequence[str], reader: str) -> None:
