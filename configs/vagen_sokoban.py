@@ -1,6 +1,6 @@
 """VAGEN-Full on Sokoban 6x6 with one box (arXiv 2510.16907): bi-level GAE, and a reward for described states.
 
-python main.py --config=configs/vagen_sokoban.py:qwen2.5-vl-3b
+python main.py --config=configs/vagen_sokoban.py
 
 docs/reproduce_vagen.md compares the settings with the paper's and has the commands of its other runs. Not run: it needs
 a GPU or TPU.
@@ -9,7 +9,7 @@ a GPU or TPU.
 from configs import default
 
 
-def get_config(model: str = ''):
+def get_config(model: str = 'qwen2.5-vl-3b'):
   """Sokoban with levels of at most five moves, and VAGEN's settings."""
   config = default.get_config(model)
   config.train.tags = config.eval.tags = ('SimpleSokoban',)
@@ -45,6 +45,4 @@ def with_vagen(config):
   config.algorithm.kl_reward_coef = 0.001
   config.algorithm.kl_kind = 'k1'
   config.optimizer.mini_batch_size = 32
-  if config.model.preset == 'tiny':
-    config.optimizer.micro_batch_size = 32
   return config

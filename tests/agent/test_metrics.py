@@ -10,7 +10,7 @@ import pytest
 
 from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.metrics import METRICS, episode_metrics, is_share, k_values, metric_rows, pass_at_k
-from ragen_jax.agent.world_model.state_reward import ReplyReward
+from ragen_jax.agent.world_model.state_reward import NO_REWARD, ReplyReward
 
 
 @pytest.mark.parametrize('n', [1, 3, 4, 6])
@@ -89,7 +89,7 @@ def test_metrics_of_descriptions_are_what_counting_gives():
     e.form, e.graded = 'world_modeling', ('observation', 'prediction')
     for turn in e.turns:
       turn.sections = {'answer': ''} if rng.random() < 0.8 else {}
-      turn.reply_reward = ReplyReward(0.5, *_described(rng)) if turn.sections else ReplyReward()
+      turn.reply_reward = ReplyReward(0.5, *_described(rng)) if turn.sections else NO_REWARD
   found = episode_metrics(episodes, 4, 'train')
   for tag in ('A', 'B'):
     own = [e for e in episodes if e.tag == tag]
