@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.segments import images_of
@@ -128,3 +130,14 @@ def test_rows_whose_placeholders_are_not_those_of_their_images_are_refused(playe
   larger = tuple(np.zeros((40, 32, 3), np.uint8) for _ in rollout.images)
   with pytest.raises(UserError, match=r'image placeholders \(id \d+\) do not match'):
     sight.inputs(state.params, t, larger)
+
+
+def test_an_update_trains_the_decoder_and_not_a_frozen_tower(played):
+  trainer, state, rollout = played
+  selected = trainer.select(rollout)
+  batch, _ = trainer.estimate(state, selected)
+  before = jax.device_get(nnx.to_pure_dict(state.params))
+  after, metrics = trainer.update(learning.copied(state), batch, selected)
+  assert metrics['actor/grad_norm'] > 1e-3 and metrics['rollout/logprob_gap_max'] < 1e-4
+  changed = jax.tree.map(lambda x, y: bool(np.any(x != y)), before, jax.device_get(nnx.to_pure_dict(after.params)))
+  assert not any(jax.tree.leaves(changed['policy'].pop('visual'))) and all(jax.tree.leaves(changed['policy']['layers']))
