@@ -12,7 +12,7 @@ from flax import nnx
 from ragen_jax import build
 from ragen_jax.models import lora
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
-from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.train import train_and_evaluate
 from ragen_jax.training import objective
 from ragen_jax.training.learner import Learner
@@ -96,13 +96,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, vision):
   train_and_evaluate(config, str(tmp_path / 'parts'))
   config.num_iterations = 2
   train_and_evaluate(config, str(tmp_path / 'parts'))
-  like = build.make_trainer(config, build.load_policy(config)).init().saved()
   found = []
   for name in ('whole', 'parts'):
-    with Checkpointer(str(tmp_path / name), keep=1) as checkpointer:
-      found.append(jax.tree.leaves(checkpointer.restore(like)[0]))
-  for a, b in zip(*found, strict=True):
-    np.testing.assert_array_equal(a, b)
+    lines = read_metrics(tmp_path / name)
+    found.append([{k: x for k, x in line.items() if not k.startswith(('timing_s/', 'perf/'))} for line in lines])
+  assert found[0] == found[1]  # floats, to the last bit
+  assert [line['step'] for line in found[0]] == [0, 1, 2] and found[0][2]['rollout/replayed_groups'] > 0
 
 
 @pytest.mark.parametrize('vision', ['frozen', 'trained'])
