@@ -15,6 +15,9 @@ def transcript(episode: Episode) -> str:
     lines += [f'turn {i + 1}', _code(turn.observation), _code(turn.reply)]
     executed = ' || '.join(turn.actions) or 'none'
     lines.append(f'carried out: {executed}; reward {turn.reward:g}, penalty {turn.penalty:g}')
+    scores = [f'{name} {score:.2f}' for name, score in turn.reply_reward.scores.items()]
+    if scores:
+      lines.append(f'described: {", ".join(scores)}; state reward {turn.reply_reward.state_reward:.3g}')
   return '\n\n'.join([*lines, 'end', _code(episode.final_observation)])
 
 
