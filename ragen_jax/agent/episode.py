@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ragen_jax.agent.segments import Observation
 from ragen_jax.agent.world_model.state_reward import NO_REWARD, ReplyReward, ReplyRewardSettings
 from ragen_jax.envs.scenes import Scene
 
@@ -118,7 +119,7 @@ class Turn:
   """One turn of an episode, as prompts, statistics and the viewer need it.
 
   Attributes:
-    observation: the environment's text at the start of the turn.
+    observation: of the environment at the start of the turn: text, or segments if it contains images.
     reply: the whole reply, with the forced prefix, without the stop token.
     actions: the names of the executed actions.
     rewards: the environment's reward for each executed action, without the format penalty.
@@ -138,7 +139,7 @@ class Turn:
     reply_reward: the rewards for the form of the reply and for described states. They are not part of `score`.
   """
 
-  observation: str
+  observation: Observation
   reply: str
   actions: list[str]
   rewards: tuple[float, ...]
@@ -176,7 +177,7 @@ class Episode:
     group: group id, as in the trajectory.
     level_seed: the seed of the level.
     turns: the turns, in order.
-    final_observation: the environment's text after the last action.
+    final_observation: of the environment after the last action.
     status: how the episode ended.
     outside: whether the environment is outside JAX.
     error: the fault, if the environment failed.
@@ -189,7 +190,7 @@ class Episode:
   group: int
   level_seed: int
   turns: list[Turn]
-  final_observation: str = ''
+  final_observation: Observation = ''
   status: Status = Status.RUNNING
   outside: bool = False
   error: str = ''

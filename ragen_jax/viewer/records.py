@@ -13,8 +13,12 @@ import numpy as np
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Turn
 from ragen_jax.agent.rollout import Rollout
+<<<<<<< HEAD
 from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION
 from ragen_jax.agent.world_model.marks import mark_description
+=======
+from ragen_jax.agent.segments import images_of, written
+>>>>>>> main
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.viewer.schema import DescriptionRecord, EpisodeRecord, EpisodeSummary
 
@@ -161,18 +165,19 @@ def _record(
   """The record of an episode: its summary, what training made of it, its turns and its end."""
   episode = played.rollout.episodes[row]
   summary = _summary(episode, played.step, played.split, row % played.group_size)
-  end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
+  end = {'final_observation': written(episode.final_observation), 'final_picture': episode.final_picture}
   return summary | (training or {}) | {'turns': turns} | end
 
 
 def _outcome(turn: Turn) -> dict[str, Any]:
   """The part of a turn's record that is common to all speakers: the board, the outcome, and the descriptions."""
   paid = math.fsum((turn.reply_reward.format_reward, turn.reply_reward.state_reward))
-  described = _descriptions(turn)
+  described, images = _descriptions(turn), images_of(turn.observation)
   return {
     **({'reply_reward': float(f'{paid:.{_DIGITS}g}')} if paid else {}),
     **({'descriptions': described} if described else {}),
-    'observation': turn.observation,
+    **({'images': images} if images else {}),
+    'observation': written(turn.observation),
     'picture': turn.picture,
     'actions': list(turn.actions),
     'valid': turn.valid,

@@ -1,7 +1,7 @@
 """The record of an episode, which `viewer.records` makes, `viewer.store` writes and page.html reads.
 
 A record consists of JSON values and pictures, which are u8[H, W, 3] (None if the environment draws none). In a file and
-in the page, a picture is an index into the file's list of PNG images.
+in the page, a picture is an index into the file's list of PNG images, which has each distinct picture once.
 """
 
 # No `from __future__ import annotations`: `__required_keys__` would ignore `NotRequired`.
@@ -80,6 +80,7 @@ class TurnRecord(TypedDict):
     penalty: the format penalty; 0 or negative.
     reply_reward: the reward for the form of the reply and for its descriptions, which is not part of the score; absent
       if it is 0.
+    images: the images that the policy saw in the observation; absent if it saw none.
     descriptions: the sections that describe the board, if the reply is of its form and the board is known.
   """
 
@@ -102,6 +103,7 @@ class TurnRecord(TypedDict):
   reward: float
   penalty: float
   reply_reward: NotRequired[float]
+  images: NotRequired[list[Any]]
   descriptions: NotRequired[list[DescriptionRecord]]
 
 
