@@ -13,12 +13,9 @@ import numpy as np
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Turn
 from ragen_jax.agent.rollout import Rollout
-<<<<<<< HEAD
+from ragen_jax.agent.segments import images_of, written
 from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION
 from ragen_jax.agent.world_model.marks import mark_description
-=======
-from ragen_jax.agent.segments import images_of, written
->>>>>>> main
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.viewer.schema import DescriptionRecord, EpisodeRecord, EpisodeSummary
 

@@ -40,6 +40,7 @@ def episode_record(
   score: float = 0.0,
   text: str = 'I think so.',
   described: bool = False,
+  seen: int = 0,
   rng: np.random.Generator | None = None,
 ) -> dict:
   """An episode as `viewer.records.episode_records` gives it, made up."""
@@ -50,6 +51,9 @@ def episode_record(
     image[:16, 16 * (at % 4) : 16 * (at % 4) + 16] = (220, 110, 40)
     image[48:, 16 * (level % 4) : 16 * (level % 4) + 16] = (70, 170, 100)
     return image
+
+  def image(number):
+    return np.full((32, 32, 3), 10 + number, np.uint8)
 
   def numbers(scale):
     return [float(f'{x:.4g}') for x in rng.normal(size=tokens) * scale]
@@ -63,7 +67,7 @@ def episode_record(
       **({'advantage': numbers(1)} if split == 'train' else {}),
       'closed': True, 'observation': f'board {at}', 'picture': picture(at), 'actions': ['Left'], 'valid': True,
       'effective': 1, 'reward': score / turns, 'penalty': 0.0, **({'descriptions': DESCRIPTIONS} if described else {}),
-      **({'reply_reward': 0.75} if described else {}),
+      **({'reply_reward': 0.75} if described else {}), **({'images': [image(k) for k in range(seen)]} if seen else {}),
     }  # fmt: skip
 
   learnt = {'learnt': True, 'prompts_trained': False} if split == 'train' else {}
@@ -108,6 +112,7 @@ def write_run(workdir, *, attacks=False):
         tokens=30,
         rng=rng,
         described=step == 3,
+        seen=2 * (step == 4),
       )
       for i in range(20)
     ]

@@ -347,3 +347,20 @@ def test_descriptions_are_beside_the_boards_that_they_are_about_with_right_and_w
   for (before, *described), (after, *_) in itertools.pairwise(turns):
     assert described == [before, after]
   assert '+0.75 for the reply' in _all(page, '.turn .outcome')[0].text
+
+
+def test_images_that_the_policy_saw_are_shown_in_place_of_the_board(page, run):
+  _set(page, 'step-max', '4')
+  _set(page, 'step-min', '4')
+  _open(page, split='train')
+  first, end = _all(page, '.turn')[0], _all(page, '.turn')[-1]
+  script = 'return [...arguments[0].querySelectorAll("img")].map(i => [i.className, i.naturalWidth, i.alt])'
+  shown = page.execute_script(script, first)
+  assert [(name, width) for name, width, _ in shown] == [('board seen', 32)] * 2
+  assert [alt for _, _, alt in shown] == [f'Image {i} that the policy saw: board 0' for i in (1, 2)]
+  assert 'the images that the policy saw' in first.text and 'as text' in first.text
+  assert [name for name, *_ in page.execute_script(script, end)] == ['board']
+  # The file has each image once, however many turns show it.
+  (file,) = [x for x in read_episodes(run) if x.path.name == 'train-00000004.jsonl.gz']
+  used = {i for record in file.records() for turn in record['turns'] for i in turn['images']}
+  assert len(used) == 2 and len(set(file.pictures)) == len(file.pictures)

@@ -29,7 +29,7 @@ def check_record(record) -> None:
 def test_made_up_records_and_those_of_text_policies_have_the_keys_of_the_schema():
   for split in ('train', 'val'):
     check_record(episode_record(split=split))
-  check_record(episode_record(described=True))
+  check_record(episode_record(described=True, seen=2))
   turn = Turn(
     'board', '<think>so</think><answer>Up</answer>', ['Up'], (1.0,), 0.0, True, 1, np.zeros((4, 4, 3), np.uint8),
     chat=[{'role': 'user', 'content': 'play'}],

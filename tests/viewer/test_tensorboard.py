@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ragen_jax.agent.episode import Episode, Status, Turn
+from ragen_jax.agent.segments import ImageSegment, TextSegment
 from ragen_jax.agent.world_model.state_reward import ReplyReward
 from ragen_jax.viewer.tensorboard import boards, transcript
 
@@ -42,3 +43,13 @@ def test_a_transcript_tells_the_scores_of_descriptions():
   told = [line for line in lines if line.startswith('described')]
   assert told == ['described: observation 0.75, prediction 1.00; state reward 0.1']
   assert lines.index(told[0]) == lines.index('turn 2') + 4
+
+
+def test_the_images_that_the_policy_saw_take_the_place_of_pictures():
+  episode = _episode(2, 2, 2)
+  saw = [np.full((4, 3, 3), 100 + i, np.uint8) for i in range(2)]
+  episode.turns[0].observation = (TextSegment('left '), ImageSegment(saw[0], 1), ImageSegment(saw[1], 1))
+  strip = boards(episode, gap=1)
+  assert strip.shape == (4, 15, 3)  # two images, and two pictures
+  assert (strip[:, :3] == 100).all() and (strip[:, 4:7] == 101).all() and (strip[:2, 8:11] == 10).all()
+  assert transcript(episode).split('\n\n')[2] == '    left <image><image>'
