@@ -25,10 +25,15 @@ SCENE = Scene((2, 2), {'goal': ((0, 2),), 'hole': ((1, 1), (2, 4), (4, 2))})
     # The second of two right claims about one thing is one too many.
     ('the hole is above and to the left; the hole is above and to the left', [(RIGHT, ''), (WRONG, '')], 3),
     ('the box is above and to the left', [(WRONG, '')], 4),
-    # The first claim fits two holes, and the second one of them only.
     (
       'the hole is below and to the right; the hole is above and to the right',
-      [(HALF, 'the hole is below and in the same column'), (HALF, 'the hole is in the same row and to the right')],
+      [(HALF, 'the hole is in the same row and to the right'), (HALF, 'the hole is above and to the left')],
+      2,
+    ),
+    # The first hole fits both claims, and leaves the first claim to the second hole, which fits no other.
+    (
+      'the hole is above and to the right; the hole is below and to the left',
+      [(HALF, 'the hole is in the same row and to the right'), (HALF, 'the hole is above and to the left')],
       2,
     ),
   ],
@@ -36,9 +41,7 @@ SCENE = Scene((2, 2), {'goal': ((0, 2),), 'hole': ((1, 1), (2, 4), (4, 2))})
 def test_verdicts_by_hand(text, verdicts, missing):
   marks, left = mark_description(text, SCENE)
   assert len(left) == missing and set(left) <= set(describe(SCENE).split('; '))
-  assert [mark.verdict for mark in marks] == [verdict for verdict, _ in verdicts]
-  if len(verdicts) == 1:
-    assert [mark.truth for mark in marks] == [truth for _, truth in verdicts]
+  assert [(mark.verdict, mark.truth) for mark in marks] == verdicts
 
 
 def test_a_true_description_is_right_throughout_and_nothing_is_missing():
