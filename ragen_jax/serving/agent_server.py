@@ -92,6 +92,16 @@ class AgentServer:
     """Samples the policy."""
     return self.engines.policy
 
+  def pause(self, *, drain: bool) -> None:
+    """Holds the calls of all agents, see `Engine.pause`. Until `resume`, the time does not count for attempts."""
+    self.lifecycle.hold()
+    self.engines.pause(drain=drain)
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+    self.lifecycle.go_on()
+    self.engines.resume()
+
   def sweep(self) -> None:
     """Ends attempts that are late or give no sign of life."""
     while self.lifecycle.sweep():

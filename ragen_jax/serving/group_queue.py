@@ -223,27 +223,31 @@ class GroupQueue:
 
     found = [group_id for group_id, group in self._groups.items() if stale(group)]
     for group_id in found:
-      group = self._groups[group_id]
-      tasks = [self._store.rollout(rollout_id).input for rollout_id in group.rollouts]
-      meta = {
-        'tag': self._specs[group.spec].tag, 'iteration': iteration, 'number': group.number, 'trial': group.trial + 1,
-        'seed': group.seed,
-      }  # fmt: skip
-      self._queue(group.spec, meta, tasks, key, group.rollouts)
+      self._renew(self._groups[group_id].rollouts, iteration, key)
       self._forget(group_id)
     return len(found)
 
-  def take(self, iteration: int) -> list[Taken]:
+  def _renew(self, rollouts: Sequence[str], iteration: int, key: jax.Array) -> None:
+    """Queues the task of a group again; its rollouts are given up."""
+    records = [self._store.rollout(rollout_id) for rollout_id in rollouts]
+    before = records[0].metadata
+    meta = before | {'iteration': iteration, 'trial': before['trial'] + 1}
+    meta.pop('prompt', None)
+    spec = [spec.tag for spec in self._specs].index(before['tag'])
+    self._queue(spec, meta, [record.input for record in records], key, rollouts)
+
+  def take(self, iteration: int, key: jax.Array) -> list[Taken]:
     """Gives an iteration its groups, those with the oldest tokens first, and stores which ones.
 
     Args:
       iteration: one that took none before.
+      key: PRNG key of the iteration.
 
     Returns:
       As many groups of each tag as its spec says, tag by tag; none if too few are over.
 
     Raises:
-      UserError: all rollouts of these groups were cancelled.
+      UserError: all rollouts of these groups were cancelled. The tasks of such groups are queued again.
     """
     chosen: list[str] = []
     last = iteration - self._settings.max_staleness
@@ -259,12 +263,28 @@ class GroupQueue:
     groups = [self._groups[name] for name in chosen]
     ids = [rollout_id for group in groups for rollout_id in group.rollouts if rollout_id not in group.cancelled]
     if not ids:
+      for name in [name for name, group in self._groups.items() if len(group.cancelled) == len(group.rollouts)]:
+        self._renew(self._groups[name].rollouts, iteration, key)
+        self._forget(name)
       raise UserError(f'train: all rollouts of the {len(groups)} tasks of iteration {iteration + 1} were cancelled')
     self._store.take_batch(iteration, ids, self._now())
     self._store.close_rollouts([x for group in groups for x in sorted(group.cancelled)], self._now())
     for name in chosen:
       self._forget(name)
     return self.taken(iteration)
+
+  def give_back(self, iteration: int, key: jax.Array) -> None:
+    """Queues the tasks of the groups that an iteration took again, since nothing can be learnt from these rollouts.
+
+    Args:
+      iteration: one that has trained nothing.
+      key: PRNG key of the iteration.
+    """
+    groups = self.taken(iteration)
+    # If the process ends between the two transactions, the next one takes the same groups, and gives them back.
+    self._store.return_batch(iteration)
+    for group in groups:
+      self._renew([record.rollout_id for record in group.rollouts], iteration, key)
 
   def taken(self, iteration: int) -> list[Taken]:
     """The groups that an iteration took, as the store has them, also after a restart; none if it took none.

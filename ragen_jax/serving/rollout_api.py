@@ -174,8 +174,7 @@ class RolloutApi:
   async def heartbeat(self, attempt_id: str, body: dict[str, Any]) -> dict[str, Any]:
     """POST /attempts/<id>/heartbeat."""
     del body
-    await asyncio.to_thread(self._lifecycle.heartbeat, attempt_id)
-    return {}
+    return {'left_s': await asyncio.to_thread(self._lifecycle.heartbeat, attempt_id)}
 
 
 def described(record: RolloutRecord) -> dict[str, Any]:

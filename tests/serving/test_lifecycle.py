@@ -311,6 +311,39 @@ def test_a_silent_attempt_is_ended(lifecycle, clock):
   assert lifecycle.sweep() == []
 
 
+def test_time_for_which_calls_are_held_does_not_count(tmp_path, clock):
+  path = tmp_path / 'store.sqlite'
+  with Store(path) as store:
+    lifecycle = Lifecycle(store, clock)
+    _started(lifecycle, 'a', timeout_s=60.0, heartbeat_s=10.0)
+    clock.now = 1005.0
+    lifecycle.hold()
+    lifecycle.hold()  # changes nothing
+    clock.now = 1015.0
+    _started(lifecycle, 'b', timeout_s=60.0, heartbeat_s=0.0)
+    clock.now = 1100.0
+    assert lifecycle.sweep() == [] and lifecycle.heartbeat('a.1') == 55.0
+  clock.now = 1200.0
+  with Store(path) as store:  # the process has ended in an update
+    lifecycle = Lifecycle(store, clock)
+    lifecycle.recover(())
+    assert lifecycle.sweep() == []
+    lifecycle.go_on()
+    lifecycle.go_on()  # changes nothing
+    assert lifecycle.sweep() == []  # nor does the silence of this time
+    clock.now = 1209.0
+    assert (lifecycle.heartbeat('a.1'), lifecycle.heartbeat('b.1')) == (46.0, 51.0)
+    for clock.now in (1219.0, 1229.0, 1239.0, 1249.0, 1255.0):
+      assert lifecycle.heartbeat('a.1') >= 0 and lifecycle.sweep() == []
+    clock.now = 1255.5
+    assert [x.attempt_id for x in lifecycle.sweep()] == ['a.1']
+    clock.now = 1260.0
+    assert lifecycle.sweep() == []
+    clock.now = 1260.5
+    (ended,) = lifecycle.sweep()
+    assert (ended.attempt_id, ended.error) == ('b.1', 'took longer than timeout_s=60')
+
+
 def test_a_restart_releases_the_workers_that_died_and_spares_the_others(tmp_path, clock):
   path = tmp_path / 'store.sqlite'
   with Store(path) as store:

@@ -124,7 +124,9 @@ def test_failures_are_retried_and_cancelled_rollouts_are_over(server):
 def test_heartbeats(server):
   task = server.attempt()
   before = server.store.attempt(task.attempt_id).last_heartbeat
-  client.Queue(server.url, ADMIN).heartbeat(task)
+  queue = client.Queue(server.url, ADMIN)
+  queue.heartbeat(task)
+  assert 0 < queue.time_left(task) <= task.timeout_s
   assert server.store.attempt(task.attempt_id).last_heartbeat > before
 
 

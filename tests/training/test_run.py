@@ -20,7 +20,7 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.evaluation.evaluator import Evaluation
 from ragen_jax.runs.checkpoints import Checkpointer
-from ragen_jax.runs.interrupt import Stopped
+from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
@@ -57,7 +57,7 @@ def _open(workdir, state=None, replay=None, **fields):
   config = small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
   settings, monitor = build.run_settings(config), build.make_monitor(config)
   replay = replay or ReplayBuffer(ReplaySettings(groups=0, max_age=1))
-  with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor) as (run, state):
+  with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor, Interrupt()) as (run, state):
     yield run, state
 
 

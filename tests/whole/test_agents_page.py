@@ -110,7 +110,7 @@ def test_the_table_of_prometheus_metrics_is_what_the_server_tells():
 def test_the_metrics_page_explains_every_metric_of_a_rollout():
   settings = EpisodeSettings(
     group_size=1, incomplete='drop', off_policy='exclude', temperature=1.0, top_p=1.0, top_k=0, success_reward='',
-    success_score=1.0, stop_id=0, pad_id=0,
+    success_score=1.0, max_calls=9, stop_id=0, pad_id=0,
   )  # fmt: skip
   _, metrics = build_rollout([], settings, str)
   page = (ROOT / 'docs' / 'metrics.md').read_text(encoding='utf-8')
