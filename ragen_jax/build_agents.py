@@ -9,7 +9,6 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_frozen
@@ -163,6 +162,7 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
     open_access=s.host in LOOPBACK,
     rollout_limits=_limits(config),
     creates=not trains,
+    prompt='' if trains else initial_prompt(config),
     frozen=build_frozen.frozen_agents(config),
     engine=build.fill(
       EngineSettings,
@@ -233,8 +233,6 @@ def open_players(
   if not plays_agents(config):
     yield {'train': None, 'eval': None}
     return
-  if jax.process_count() > 1:
-    raise UserError(f'train.tags={config.train.tags}: agent programs play in one process, not {jax.process_count()}')
   runner, frozen = task_runner(config, model), build_frozen.load_frozen(config, model)
   open_server, settings = import_open_server(), server_settings(config, model, trains=True)
   with contextlib.ExitStack() as stack:

@@ -45,6 +45,7 @@ class AppSettings:
     max_body: largest body of a request, in bytes.
     rollout_limits: of rollouts whose creator says nothing about them.
     creates: whether rollouts may be created over HTTP.
+    prompt: of rollouts whose creator gives none; '' for none.
   """
 
   admin_key: str
@@ -52,6 +53,7 @@ class AppSettings:
   max_body: int
   rollout_limits: Limits
   creates: bool
+  prompt: str
 
 
 class App:
@@ -76,7 +78,7 @@ class App:
     self._stats, self._token_bytes = stats, token_bytes
     self._statuses: dict[tuple[str, int], int] = {}
     self._api = api = rollout_api.RolloutApi(
-      service.lifecycle, service.forget, settings.rollout_limits, creates=settings.creates
+      service.lifecycle, service.forget, settings.rollout_limits, creates=settings.creates, prompt=settings.prompt
     )
     calls = {'chat/completions': Kind.CHAT, 'completions': Kind.COMPLETIONS, 'responses': Kind.RESPONSES}
     routes = [self._route(f'{at}/v1/{path}', 'POST', self._call_handler(kind))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.pool import task_of
-from ragen_jax.serving.records import Conflict, Invalid, Limits, NewRollout, RolloutRecord
+from ragen_jax.serving.records import Conflict, Invalid, Limits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.types import AttemptState, Reward
 
 _LONGEST_WAIT_S = 60.0
@@ -26,7 +26,7 @@ _MOST_LISTED = 500
 class RolloutApi:
   """Handlers of routes: a body in, JSON out."""
 
-  def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None], limits: Limits, *, creates: bool):
+  def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None], limits: Limits, *, creates: bool, prompt: str):
     """Takes the rollouts.
 
     Args:
@@ -34,9 +34,10 @@ class RolloutApi:
       ended: called with the id of an attempt that is over.
       limits: of rollouts that say nothing about them.
       creates: whether rollouts may be created; the trainer creates those of a run itself.
+      prompt: of rollouts whose metadata have none; '' for none.
     """
     self._lifecycle, self._ended, self._stopping = lifecycle, ended, False
-    self._limits, self._creates = dataclasses.asdict(limits), creates
+    self._limits, self._creates, self._prompt = dataclasses.asdict(limits), creates, prompt
 
   def stop(self) -> None:
     """Workers that wait for a rollout get none."""
@@ -57,10 +58,13 @@ class RolloutApi:
     if not isinstance(limits['retry_on'], list | tuple):
       raise Invalid('limits.retry_on: must be a list')
     limits['retry_on'] = tuple(limits['retry_on'])
+    metadata = body.get('metadata')
+    if metadata is None or (isinstance(metadata, dict) and 'prompt' not in metadata):
+      metadata = metadata_with_prompt(metadata or {}, self._prompt) or metadata
     words = int.from_bytes(os.urandom(4)), int.from_bytes(os.urandom(4))
     new = NewRollout(
       rollout_id=_or(body.get('rollout_id'), ''), input=body.get('input'), group=_or(body.get('group'), ''),
-      mode=_or(body.get('mode'), 'train'), limits=Limits(**limits), metadata=body.get('metadata'), key=words,
+      mode=_or(body.get('mode'), 'train'), limits=Limits(**limits), metadata=metadata, key=words,
     )  # fmt: skip
     return described(await asyncio.to_thread(self._lifecycle.create, new))
 

@@ -345,42 +345,57 @@ def test_all_cancelled_is_an_error(path):
     run.play()
     run.queue.look()
     for iteration in (0, 1):
-      assert [(g.rollouts[0].metadata[x]) for g in run.queue.take(iteration, KEY) for x in ('number', 'trial')] == [
-        iteration,
-        1,
-      ]
+      (group,) = run.queue.take(iteration, KEY)
+      assert [group.rollouts[0].metadata[name] for name in ('number', 'trial')] == [iteration, 1]
 
 
 @pytest.mark.parametrize('crash', [False, True])
 def test_an_iteration_gives_its_groups_back(path, monkeypatch, crash):
-  with Run(path) as run:
+  """Of three tasks the first is taken, the second has a reward, and the third has none."""
+  with Run(path, specs=SPECS[1:], max_staleness=2) as run:
     run.fill(0)
-    run.play()
+    run.play(SIZE)
     first = run.take(0)
-    cancelled = first[0].rollouts[0].rollout_id
+    rewarded = run.begin()
+    run.call(rewarded)
+    run.lifecycle.post_reward(rewarded, 1.0, None, '', '', '')
+    run.end(rewarded)
+    run.play()
+    run.queue.look()
     if crash:  # between the two transactions
       monkeypatch.setattr(run.lifecycle, 'replace', lambda *_: 1 / 0)
       with pytest.raises(ZeroDivisionError):
         run.queue.give_back(0, KEY)
     else:
       run.queue.give_back(0, KEY)
+      assert run.queue.counts() == (2, 1)
     assert run.store.batch_of(0) == ()
-  with Run(path) as run:
+  with Run(path, specs=SPECS[1:], max_staleness=2) as run:
     if crash:
       assert ids(run.take(0)) == ids(first)
       run.queue.give_back(0, KEY)
     run.fill(0)
-    assert run.queue.counts() == (GROUPS, GROUPS), 'these are queued again, and no others'
+    assert run.queue.counts() == (2, 1), 'nothing else is queued'
     run.play()
-    for iteration, trial in ((0, 0), (1, 1)):  # those with the oldest tokens first
-      groups = run.take(iteration)
-      assert {(g.tag, g.seed) for g in groups if g.rollouts[0].metadata['trial']} == (
-        {(g.tag, g.seed) for g in first} if trial else set()
-      )
-    again = next(r for g in groups for r in g.rollouts if r.ordinal == 0 and g.seed == first[0].seed)
-    assert again.input == first[0].rollouts[0].input and again.key != first[0].rollouts[0].key
-    assert prompt_of(again.metadata) == 'Be brief.'
-    assert run.store.rollout(cancelled).closed and run.store.rollout(cancelled).iteration is None
+    groups = [run.take(iteration)[0] for iteration in range(3)]
+  assert [g.rollouts[0].metadata['trial'] for g in groups] == [0, 1, 1]
+  assert sorted(g.seed for g in groups) == [FIRST, FIRST + 1, FIRST + 2] and groups[1].seed == first[0].seed
+  again, before = groups[1].rollouts[0], first[0].rollouts[0]
+  assert again.input == before.input and again.key != before.key and prompt_of(again.metadata) == 'Be brief.'
+
+
+def test_tasks_whose_attempts_all_failed_are_played_again_after_a_restart(path):
+  with Run(path, specs=SPECS[1:]) as run:
+    run.fill(0)
+    while attempt_id := run.begin():
+      run.call(attempt_id)
+      run.end(attempt_id, AttemptState.SUCCEEDED if attempt_id.startswith('ahead-0-1-0-1') else AttemptState.FAILED)
+  with Run(path, specs=SPECS[1:]) as run:
+    run.fill(0)
+    assert run.queue.counts() == (1, 1)
+    assert {r.rollout_id for r in run.open_tasks() if r.state == RolloutState.QUEUED} == {
+      'ahead-0-0-1-0', 'ahead-0-0-1-1'
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize('seed', range(3))

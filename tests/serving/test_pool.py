@@ -303,22 +303,22 @@ def test_the_prompt_of_a_task_is_in_the_metadata_of_its_rollout(lifecycle, metad
   assert LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1').claim(0.0).prompt == prompt
 
 
-def test_an_attempt_is_not_late_while_calls_are_held(lifecycle):
-  left, go_on = [0.02, 0.01], threading.Event()
+def test_an_attempt_is_not_late_while_calls_are_held(lifecycle, monkeypatch):
+  monkeypatch.setattr('ragen_jax.serving.watch._LEAST_S', 0.01)
+  left, asked, end = [0.02, 0.01], threading.Event(), threading.Event()
 
   class Held(LocalQueue):
     def time_left(self, task):
       if not left:
-        go_on.set()
+        asked.set()
         return super().time_left(task)
       return left.pop()
 
   _create(lifecycle, 'a', timeout_s=0.05)
-  with _pool(
-    lifecycle, lambda task: go_on.wait(_LONG) and None, queue=Held(lifecycle, 'pool', 'http://x'), grace_s=0.01
-  ):
-    assert go_on.wait(_LONG) and not left
+  with _pool(lifecycle, lambda task: end.wait(_LONG) and None, queue=Held(lifecycle, 'pool', 'http://x'), grace_s=0.01):
+    assert asked.wait(_LONG) and not left
     _wait(lifecycle, lambda: lifecycle.store.rollout('a').state == RolloutState.FAILED)
+    end.set()
   (attempt,) = lifecycle.store.attempts('a')
   assert attempt.state == AttemptState.TIMEOUT
   task = task_of(Claim(lifecycle.store.rollout('a'), attempt, 'key'), 'http://x')

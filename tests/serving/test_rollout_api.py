@@ -62,6 +62,19 @@ def test_a_rollout_from_its_creation_to_its_rewards(server):
   assert server.service.sessions == 0, 'the session of a finished attempt is dropped'
 
 
+def test_rollouts_get_the_prompt_of_the_server_unless_they_have_one(tmp_path, tok):
+  given = {'a': None, 'b': {'x': 1}, 'c': {'prompt': 'own'}, 'd': {'prompt': ''}, 'e': [1]}
+  with serve(tmp_path, ScriptedEngine(tok, lambda prompt, number: ''), prompt='Be brief.') as server:
+    for name, metadata in given.items():
+      for _ in range(2):  # the same request again is the same rollout
+        status, told = ask(server, '/rollouts', {'input': 1, 'rollout_id': name, 'metadata': metadata})
+        assert status == 200
+    queue = client.Queue(server.url, ADMIN)
+    tasks = {task.rollout_id: task.prompt for task in (queue.claim(0.0) for _ in given)}
+    assert tasks == {'a': 'Be brief.', 'b': 'Be brief.', 'c': 'own', 'd': '', 'e': ''}
+    assert server.store.rollout('b').metadata == {'x': 1, 'prompt': 'Be brief.'} and told['metadata'] == [1]
+
+
 def test_a_closed_rollout_takes_no_reward(server):
   task = server.attempt(rollout_id='r')
   server.lifecycle.finish(task.attempt_id, AttemptState.SUCCEEDED, '')

@@ -215,6 +215,28 @@ def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, reque
   assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
 
 
+@pytest.mark.parametrize(
+  ('done', 'found', 'saved'), [(0, {}, []), (2, {}, [2]), (3, {}, [2, 3]), (3, {'x': NotFinite(1, 'x')}, [2])]
+)
+def test_a_stop_in_a_rollout_saves_the_state_before_it(tmp_path, monkeypatch, done, found, saved):
+  with pytest.raises(Stopped), _open(tmp_path, eval__every=0) as (run, state):
+    for i in range(1, done + 1):
+      state, _ = _finish(run, _state(i, iteration=i), found=found if i % 2 else {})
+    with run.saved_if_stopped(state):
+      raise Stopped(signal.SIGTERM)
+  assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
+  with _open(tmp_path) as (run, state):
+    assert state.iteration == (saved or [0])[-1]
+
+
+def test_a_stop_after_a_bad_iteration_saves_nothing(tmp_path):
+  with pytest.raises(Stopped), _open(tmp_path) as (run, _):
+    state, _ = _finish(run, _state(1, iteration=1), verdict=_BAD)
+    with run.saved_if_stopped(state):
+      raise Stopped(signal.SIGINT)
+  assert not list(tmp_path.glob('checkpoints/*'))
+
+
 def test_checkpoints_of_a_warm_start_are_refused(tmp_path):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, _state().saved(), {'data': 7})

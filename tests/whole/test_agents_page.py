@@ -75,7 +75,7 @@ def test_the_table_of_endpoints_is_that_of_the_application():
   from ragen_jax.serving.records import Limits
 
   service = types.SimpleNamespace(lifecycle=None, forget=None)
-  app = App(AppSettings('key', False, 1, Limits(1.0, 0.0, 1, ()), True), service, lambda: None, lambda _: b'').asgi
+  app = App(AppSettings('key', False, 1, Limits(1.0, 0.0, 1, ()), True, ''), service, lambda: None, lambda _: b'').asgi
   routes = {(m, re.sub(r'\{(\w+)(?::path)?\}', r'<\1>', r.path)) for r in app.routes for m in r.methods - {'HEAD'}}
   endpoints = _tables(_section('## The wire'))[0]
   assert len({(method, path) for method, path, _, _ in endpoints}) == len(endpoints)
