@@ -317,7 +317,9 @@ class Lifecycle:
     with self.store.write() as tables:
       attempt = tables.attempt(attempt_id)
       if reward_id and (known := tables.reward(attempt_id, reward_id)) is not None:
-        if (known.value, known.agent, known.name) != (value, agent, name):
+        # Other calls may have followed since the first request for the last one.
+        of = known.call_id if call == 'last' else _resolve(tables, attempt_id, call, agent)
+        if (known.call_id, known.value, known.agent, known.name) != (of, value, agent, name):
           raise Conflict(f'attempt {attempt_id!r} has another reward with id={reward_id!r}')
         return known
       if attempt.state not in (AttemptState.RUNNING, AttemptState.SUCCEEDED):

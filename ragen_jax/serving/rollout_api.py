@@ -160,8 +160,8 @@ class RolloutApi:
     if 'value' not in body:
       raise Invalid('value is missing: must be a finite number')
     stored = await asyncio.to_thread(
-      self._lifecycle.post_reward, attempt_id, body['value'], body.get('call'), body.get('agent') or '',
-      body.get('name') or '', body.get('id') or '',
+      self._lifecycle.post_reward, attempt_id, body['value'], body.get('call'), _or(body.get('agent'), ''),
+      _or(body.get('name'), ''), _or(body.get('id'), ''),
     )  # fmt: skip
     return _reward(stored)
 
@@ -206,6 +206,6 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def _whole(text: str, name: str) -> int:
-  if not text.isdecimal() or len(text) > 19:
-    raise Invalid(f'{name}={text!r:.40}; allowed: whole numbers from 0')
-  return int(text)
+  if not text.isdecimal() or len(text) > 19 or (number := int(text)) >= 2**63:
+    raise Invalid(f'{name}={text!r:.40}; allowed: whole numbers from 0 to 2**63 - 1')
+  return number

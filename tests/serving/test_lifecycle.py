@@ -318,8 +318,8 @@ def test_time_for_which_calls_are_held_does_not_count(tmp_path, clock):
     _started(lifecycle, 'a', timeout_s=60.0, heartbeat_s=10.0)
     clock.now = 1005.0
     lifecycle.hold()
-    lifecycle.hold()  # changes nothing
     clock.now = 1015.0
+    lifecycle.hold()  # changes nothing
     _started(lifecycle, 'b', timeout_s=60.0, heartbeat_s=0.0)
     clock.now = 1100.0
     assert lifecycle.sweep() == [] and lifecycle.heartbeat('a.1') == 55.0
@@ -439,6 +439,10 @@ def test_a_repeated_reward_counts_once(lifecycle):
   assert lifecycle.post_reward('a.1', 0.1 + 0.2, 'last', '', 'x', 'id1') == first
   with pytest.raises(Conflict, match=r"^attempt 'a.1' has another reward with id='id1'$"):
     lifecycle.post_reward('a.1', 1.0, 'last', '', 'x', 'id1')
+  assert lifecycle.post_reward('a.1', 0.1 + 0.2, 0, '', 'x', 'id1') == first
+  for other in (1, None):  # another call, or the whole episode
+    with pytest.raises(Conflict, match='has another reward'):
+      lifecycle.post_reward('a.1', 0.1 + 0.2, other, '', 'x', 'id1')
   for _ in range(2):
     lifecycle.post_reward('a.1', 2.0, None, '', '', '')
   lifecycle.finish('a.1', S.SUCCEEDED, '')

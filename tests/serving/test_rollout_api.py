@@ -75,6 +75,15 @@ def test_rollouts_get_the_prompt_of_the_server_unless_they_have_one(tmp_path, to
     assert server.store.rollout('b').metadata == {'x': 1, 'prompt': 'Be brief.'} and told['metadata'] == [1]
 
 
+@pytest.mark.parametrize('field', ['id', 'name', 'agent'])
+def test_texts_of_rewards_are_texts(server, field):
+  task = server.attempt()
+  for value in (0, False, [], {}):  # a 0 must not count as no id: the reward would count again when it is repeated
+    body = {'value': 1.0, field: value}
+    assert ask(server, f'/attempts/{task.attempt_id}/rewards', body, key=task.api_key)[0] == 400
+  assert not server.store.rewards(task.attempt_id)
+
+
 def test_a_closed_rollout_takes_no_reward(server):
   task = server.attempt(rollout_id='r')
   server.lifecycle.finish(task.attempt_id, AttemptState.SUCCEEDED, '')
@@ -200,7 +209,7 @@ def test_what_does_not_exist(server):
   task = server.attempt()
   assert ask(server, f'/attempts/{task.attempt_id}/rewards', {'value': 1, 'call': 'chatcmpl-none'})[0] == 404
   assert ask(server, f'/attempts/{task.attempt_id}/rewards', {'value': 1, 'call': 0})[0] == 404
-  for query in ('limit=x', 'limit=-1', 'after=%C2%B2', 'before=' + '9' * 30):
+  for query in ('limit=x', 'limit=-1', 'after=%C2%B2', 'before=' + '9' * 30, 'after=' + '9' * 19):
     assert ask(server, f'/rollouts?{query}')[0] == 400
 
 
