@@ -11,7 +11,6 @@ from collections.abc import Callable
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.types import AttemptState
 
-
 _LEAST_S = 1.0  # between two questions how much time is left
 
 

@@ -232,10 +232,9 @@ class Run:
     try:
       yield
     except Stopped:
-      saved = self._checkpointer.latest_step() == state.iteration
-      if state.iteration and not saved and not self._monitor.bad_iterations:
-        if self._try_weights is None or not self._try_weights():
-          self._save(state, {})
+      new = state.iteration > 0 and state.iteration != self._checkpointer.latest_step()
+      if new and not self._monitor.bad_iterations and not (self._try_weights and self._try_weights()):
+        self._save(state, {})
       raise
 
   def evaluation_due(self, state: TrainState, verdict: Verdict) -> bool:

@@ -379,7 +379,7 @@ def test_an_iteration_gives_its_groups_back(path, monkeypatch, crash):
     run.play()
     groups = [run.take(iteration)[0] for iteration in range(3)]
   assert [g.rollouts[0].metadata['trial'] for g in groups] == [0, 1, 1]
-  assert sorted(g.seed for g in groups) == [FIRST, FIRST + 1, FIRST + 2] and groups[1].seed == first[0].seed
+  assert [g.seed for g in groups] == [FIRST + 1, FIRST, FIRST + 2] and groups[1].seed == first[0].seed
   again, before = groups[1].rollouts[0], first[0].rollouts[0]
   assert again.input == before.input and again.key != before.key and prompt_of(again.metadata) == 'Be brief.'
 

@@ -327,19 +327,20 @@ def test_time_for_which_calls_are_held_does_not_count(tmp_path, clock):
   with Store(path) as store:  # the process has ended in an update
     lifecycle = Lifecycle(store, clock)
     lifecycle.recover(())
+    clock.now = 1215.0
     assert lifecycle.sweep() == []
     lifecycle.go_on()
     lifecycle.go_on()  # changes nothing
-    assert lifecycle.sweep() == []  # nor does the silence of this time
-    clock.now = 1209.0
+    assert lifecycle.sweep() == []  # nor does the silence of this time count
+    clock.now = 1224.0
     assert (lifecycle.heartbeat('a.1'), lifecycle.heartbeat('b.1')) == (46.0, 51.0)
-    for clock.now in (1219.0, 1229.0, 1239.0, 1249.0, 1255.0):
+    for clock.now in (1234.0, 1244.0, 1254.0, 1264.0, 1270.0):
       assert lifecycle.heartbeat('a.1') >= 0 and lifecycle.sweep() == []
-    clock.now = 1255.5
+    clock.now = 1270.5
     assert [x.attempt_id for x in lifecycle.sweep()] == ['a.1']
-    clock.now = 1260.0
+    clock.now = 1275.0
     assert lifecycle.sweep() == []
-    clock.now = 1260.5
+    clock.now = 1275.5
     (ended,) = lifecycle.sweep()
     assert (ended.attempt_id, ended.error) == ('b.1', 'took longer than timeout_s=60')
 
