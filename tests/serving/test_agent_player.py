@@ -89,13 +89,15 @@ def test_rows_are_those_of_the_environment(played, which):
   np.testing.assert_allclose(rollout.episode_scores, expected.episode_scores)
   # The server does not know why an episode ended without success.
   np.testing.assert_array_equal(ours.status == Status.SUCCESS, theirs.status == Status.SUCCESS)
+  cut_off = theirs.status == Status.OUT_OF_TURNS
+  assert cut_off.any() and (ours.status[cut_off] == Status.OUT_OF_TURNS).all()
   assert max(len(e.turns) for e in rollout.episodes) > 1, 'an episode of several calls'
 
 
 def test_the_built_in_runner_tells_the_environments_rewards_and_success(played):
   *_, rollout, metrics = played
   assert metrics['serving/reward/success'] == 0.0 and metrics['serving/reward/environment'] > 0
-  assert {e.status for e in rollout.episodes} == {Status.SUCCESS, Status.FAILURE}
+  assert {e.status for e in rollout.episodes} == {Status.SUCCESS, Status.OUT_OF_TURNS}
   assert metrics['serving/calls'] == sum(len(e.turns) for e in rollout.episodes)
 
 
