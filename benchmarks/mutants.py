@@ -98,7 +98,7 @@ MUTATIONS = [
     ("_token_weights(valued, mode='token-mean')", "_token_weights(trained, mode='token-mean')"),
     ("several = settings.loss_agg_mode != 'token-mean' and", 'several = False and'),
     ('means[name] / whole for name in', 'means[name] for name in'),
-    ('freeze_policy=True)', 'freeze_policy=False)', _WARM_UP),
+    ('freeze_policy=True, images', 'freeze_policy=False, images', _WARM_UP),
     ('return settings.value_coef * vf_loss', 'return vf_loss', _WARM_UP),
   ),
   *_of(
@@ -110,10 +110,10 @@ MUTATIONS = [
     ('module.policy.logits(hidden) / settings.temperature', 'module.policy.logits(hidden)'),
     ('rest).logits(hidden) / settings.temperature', 'rest).logits(hidden)'),
     ('(columns - 1)[:, :, None]', 'columns[:, :, None]'),
-    ('< settings.vocab_limit, logits, -jnp.inf)', '<= settings.vocab_limit, logits, -jnp.inf)'),
-    ('< settings.vocab_limit, logits, _IMPOSSIBLE)', '<= settings.vocab_limit, logits, _IMPOSSIBLE)'),
+    ('jnp.where(allowed, logits, -jnp.inf)', 'logits'),
+    ('jnp.where(allowed, logits, _IMPOSSIBLE)', 'logits'),
     ('jnp.moveaxis(x, 0, 2).reshape(b, -1)[:, :r]', 'x.reshape(b, -1)[:, :r]'),
-    ('trunk = module.policy if module.critic is None else module.critic', 'trunk = module.policy', _WARM_UP),
+    ('(module.policy, POLICY) if module.critic is None else', '(module.policy, POLICY) if True else', _WARM_UP),
     ('jax.lax.stop_gradient(hidden) if freeze_policy', 'hidden if freeze_policy', _WARM_UP),
   ),
   *_of(
@@ -141,11 +141,11 @@ MUTATIONS = [
   ),
   *_of(
     'training/batches.py', 'training/test_batches.py',
-    ('return np.where(present, x, fill).astype(x.dtype)', 'return x.astype(x.dtype)'),
+    ('return np.where(present.reshape(-1, *(1,) * (x.ndim - 1)), x, fill).astype', 'return x.astype'),
     ('round_up(int(length[part].max()), length_step)', 'int(length[part].max()) // length_step * length_step'),
     ('columns = np.ones(mask.shape, np.int32)', 'columns = np.zeros(mask.shape, np.int32)'),
     ('kept[episode[kept] == e]', 'kept[kept == e]'),
-    ("FILL = {'columns': 1, 'turn': -1}", "FILL = {'columns': 1}"),
+    ("FILL = {'columns': 1, 'turn': -1,", "FILL = {'columns': 1,"),
   ),
   *_of(
     'training/packing.py', _PACKING + 'bins_hold_each_token_once_with_all_that_stands_before_it',
@@ -264,7 +264,7 @@ MUTATIONS = [
     'algorithms/gae.py', 'algorithms/test_gae.py',
     ('jnp.where(ends, 0.0, gamma * lam)', 'jnp.where(ends, 0.0, lam)'),
     ('jnp.where(ends, end_values, next_values)', 'next_values'),
-    ('jnp.where(turn_ends, targets, rewards)', 'jnp.where(turn_ends, targets + rewards, rewards)'),
+    ('jnp.where(turn_ends, targets - inside, rewards)', 'jnp.where(turn_ends, targets, rewards)'),
     ('jnp.lexsort((turn.ravel(), episode.ravel()))', 'jnp.argsort(episode.ravel(), stable=True)'),
     ('high_level_lam = lam if high_level_lam is None else high_level_lam', 'high_level_lam = lam'),
   ),
@@ -279,7 +279,7 @@ MUTATIONS = [
     'agent/trajectory.py', 'agent/test_trajectory.py',
     ('self.rewards[row, self.length[row] - 1]', 'self.rewards[row, self.length[row] - 2]'),
     ('columns = slice(start, self.length[row])', 'columns = slice(start + 1, self.length[row])'),
-    ("parts['turn'] -= 1\n", "parts['turn'] -= 0\n"),
+    ("_FILL = {'turn': -1, 'image': -1}", "_FILL = {'image': -1}"),
     ('rows += [(e, len(rows),', 'rows += [(e, -1,'),
   ),
   *_of(
@@ -325,7 +325,7 @@ MUTATIONS = [
     ('jnp.where(new, largest + 1, 0)', 'jnp.where(new, largest, 0)'),
     ('jnp.where((count > 0)[:, None], last, state.hidden)', 'last'),
     ('live & ~stopped', 'live', 'sampling/test_sampler.py'),
-    ('.shape[-1]) < vocab_limit', '.shape[-1]) <= vocab_limit', 'sampling/test_sampler.py'),
+    ('allowed = vocabulary.allowed(logits.shape[-1], vocab_limit, banned)', 'allowed = None', 'sampling/test_sampler.py'),
     ('logits / temperature if divided else logits', 'logits', 'sampling/test_sampler.py'),
   ),
   *_of(
