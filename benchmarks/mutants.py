@@ -325,7 +325,7 @@ MUTATIONS = [
     ('jnp.where(new, largest + 1, 0)', 'jnp.where(new, largest, 0)'),
     ('jnp.where((count > 0)[:, None], last, state.hidden)', 'last'),
     ('live & ~stopped', 'live', 'sampling/test_sampler.py'),
-    ('allowed = vocabulary.allowed(logits.shape[-1], vocab_limit, banned)', 'allowed = None', 'sampling/test_sampler.py'),
+    ('vocabulary.allowed(logits.shape[-1], vocab_limit, banned)', 'None', 'sampling/test_sampler.py'),
     ('logits / temperature if divided else logits', 'logits', 'sampling/test_sampler.py'),
   ),
   *_of(
