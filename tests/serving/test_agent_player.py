@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import types
@@ -16,6 +17,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.player import EnvironmentPlayer
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.serving import agent_player, pool
 from ragen_jax.serving.agent_player import AgentPlayer
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.lifecycle import Lifecycle
@@ -212,3 +214,18 @@ def test_programs_get_the_prompt_of_the_config_and_attempts_with_another_are_pla
     assert ids[8] == f'train-3-abc-{FIRST}-0' and records[0].metadata == {'tag': 'Agent', 'iteration': 3}
     claimed = LocalQueue(lifecycle, 'worker', 'http://127.0.0.1:1').claim(0.0)
     assert claimed.prompt == 'Go.' and Task.from_json(claimed.to_json(), '', 'key').prompt == 'Go.'
+
+
+def test_a_stop_waits_longer_than_a_program_may_take_to_be_killed(monkeypatch):
+  made = []
+
+  def make(*given):
+    made.append(given)
+    return contextlib.nullcontext(types.SimpleNamespace(progress=None))
+
+  monkeypatch.setattr(agent_player, 'Pool', make)
+  server = types.SimpleNamespace(lifecycle=None, url='http://x')
+  with agent_player.run_agents(server, object(), max_concurrency=1, heartbeat_s=1.0):
+    pass
+  ((*_, stop_s),) = made
+  assert stop_s > agent_player._GRACE_S + pool._CLAIM_S, 'otherwise it would outlive the trainer'
