@@ -653,7 +653,7 @@ MUTATIONS = [
     'agent/world_model/descriptions.py',
     'agent/world_model/test_descriptions.py',
     ('np.array(places) - scene.player', 'scene.player - np.array(places)'),
-    ("' '.join(text.lower().split())", 'text'),
+    ("' '.join(part.lower().split())", "' '.join(part.split())"),
   ),
 ]  # fmt: skip
 
