@@ -1,0 +1,22 @@
+"""Makes the built-in model that sees: a small Qwen3-VL trained on noisy demonstrations of FrozenLake and Sokoban.
+
+python main.py --mode=sft --config=configs/sft_tiny_vl.py
+"""
+
+from configs import sft_tiny
+
+
+def get_config():
+  """The play of the text model's demonstrations, with the board as an image, in each form of replies."""
+  config = sft_tiny.get_config()
+  config.sft.output = 'ragen_jax/models/tiny_vl'
+  config.sft.tags = ('FrozenLake', 'SimpleSokoban')
+  config.sft.levels = (12_500, 3_000)
+  config.sft.forms = ('no_think', 'free_think', 'state_estimation', 'transition_modeling', 'world_modeling')
+  config.sft.tower = (32, 2, 2, 64)
+  config.sft.packing = True
+  config.model.vision = 'trained'
+  config.envs.FrozenLake.observation = 'image'
+  config.envs.SimpleSokoban.observation = 'image'
+  config.eval.tags = ('FrozenLake', 'SimpleSokoban')
+  return config
