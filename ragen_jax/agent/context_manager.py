@@ -176,11 +176,12 @@ class ContextManager:
     Raises:
       UserError: they do not fit under any context policy.
     """
-    length = len(self.first_prompt(env, observation, actions_left).ids)
+    first = self.first_prompt(env, observation, actions_left)
+    length, seen = len(first.ids), sum(span.stop - span.start for span in first.images)
     if length > limits.room:
       raise UserError(
         f'agent.max_context={limits.max_context}: a first prompt of {self._specs[env].tag} and its reply need '
-        f'{length} + {limits.max_response_tokens} tokens'
+        f'{length} + {limits.max_response_tokens} tokens' + (f', {seen} of them for images' if seen else '')
       )
 
   # -- prompts in messages ---------------------------------------------------------------------------------------------

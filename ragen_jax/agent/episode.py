@@ -12,6 +12,8 @@ import math
 
 import numpy as np
 
+from ragen_jax.agent.segments import Observation
+
 Chat = list[dict[str, str]]
 
 
@@ -112,7 +114,7 @@ class Turn:
   """One turn of an episode, as prompts, statistics and the viewer need it.
 
   Attributes:
-    observation: the environment's text at the start of the turn.
+    observation: of the environment at the start of the turn: text, or segments if it contains images.
     reply: the whole reply, with the forced prefix, without the stop token.
     actions: the names of the executed actions.
     rewards: the environment's reward for each executed action, without the format penalty.
@@ -129,7 +131,7 @@ class Turn:
     chat: the conversation up to the reply; only in pictured rows of speakers without tokens.
   """
 
-  observation: str
+  observation: Observation
   reply: str
   actions: list[str]
   rewards: tuple[float, ...]
@@ -164,7 +166,7 @@ class Episode:
     group: group id, as in the trajectory.
     level_seed: the seed of the level.
     turns: the turns, in order.
-    final_observation: the environment's text after the last action.
+    final_observation: of the environment after the last action.
     status: how the episode ended.
     outside: whether the environment is outside JAX.
     error: the fault, if the environment failed.
@@ -175,7 +177,7 @@ class Episode:
   group: int
   level_seed: int
   turns: list[Turn]
-  final_observation: str = ''
+  final_observation: Observation = ''
   status: Status = Status.RUNNING
   outside: bool = False
   error: str = ''

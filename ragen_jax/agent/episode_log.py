@@ -10,6 +10,7 @@ from ragen_jax.agent.context_manager import ContextManager, ParsedReply, Prompt
 from ragen_jax.agent.env_manager import EnvStateManager, StepResult
 from ragen_jax.agent.episode import Chat, Episode, Limits, Status, TextReply, Turn, status_after_turn
 from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.segments import Observation
 from ragen_jax.agent.trajectory import Timeline
 
 
@@ -33,7 +34,7 @@ class EpisodeLog:
     envs: EnvStateManager,
     context: ContextManager,
     limits: Limits,
-    observations: list[str],
+    observations: list[Observation],
     *,
     writes_tokens: bool,
     pictured: Collection[int] = (),
@@ -65,7 +66,7 @@ class EpisodeLog:
     self._keeps_chats = not writes_tokens
     self.row_steps = 0
     self._anchors = np.full((rows, limits.max_turns), -1, np.int32)
-    self._anchor_ids: dict[tuple[int, str], int] = {}
+    self._anchor_ids: dict[tuple[int, Observation], int] = {}
 
   @property
   def live(self) -> list[int]:
@@ -197,4 +198,5 @@ class EpisodeLog:
     anchors = self._anchors[trajectory.episode - envs.first_row]
     scores = np.asarray([e.score for e in self.episodes], np.float32)
     tokens_sampled = int(trajectory.loss_mask.sum())
-    return Rollout(trajectory, self.episodes, anchors, scores, tokens_sampled, pad_id, self.row_steps)
+    images = tuple(self.timeline.images)
+    return Rollout(trajectory, self.episodes, anchors, scores, tokens_sampled, pad_id, self.row_steps, images)

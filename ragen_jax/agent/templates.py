@@ -22,6 +22,7 @@ _STATE = ':\nState:\n'
 _ACTIONS_LEFT = '\nActions left: '
 _WORDS = ' words.'
 _REWARD = 'Reward: '
+_IMAGE_OF_BOARD = 'Each state is an image of the board.'
 PARAGRAPH = '\n\n'
 # The summary of past turns, for prompts of one message.
 MEMORY = 'What you did before:\n'
@@ -44,7 +45,9 @@ def describe_task(spec: EnvSpec, action_sep: str) -> str:
   """
   env, budget = spec.env, spec.budget
   lines = [env.rules()]
-  if env.legend():
+  if spec.tile is not None:
+    lines.append(_IMAGE_OF_BOARD + (f' It shows: {", ".join(env.legend().values())}.' if env.legend() else ''))
+  elif env.legend():
     lines.append('Symbols: ' + ', '.join(f'{symbol} {meaning}' for symbol, meaning in env.legend().items()) + '.')
   if env.action_names:
     lines.append('Actions: ' + ', '.join(env.action_names) + '.')

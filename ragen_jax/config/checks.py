@@ -8,12 +8,13 @@ from __future__ import annotations
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.language_model import weight_shardings
+from ragen_jax.agent.language_model import VISION, check_vision, weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.compilers import topologies
 from ragen_jax.config import rules
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.evaluation_checks import check_eval
+from ragen_jax.config.image_checks import check_images
 from ragen_jax.config.level_checks import check_level_files, check_levels
 from ragen_jax.config.prompt_checks import check_prompt
 from ragen_jax.config.serve_checks import check_serve
@@ -66,6 +67,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   remat = config.model.remat
   allowed = any(remat is x or (isinstance(x, str) and remat == x) for x in (batch_sizes.AUTO, *batch_sizes.REMAT_OF))
   rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, True')
+  rules.one_of(config, 'model.vision', VISION)
   _check_adapters(config)
   check_algorithm(config)
   _check_ranges(config)
@@ -74,6 +76,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   for section in ('train', 'eval'):
     counts = build.group_counts(config[section], section)
     build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
+  check_images(config, weights=weights)
   check_serve(config)
   check_prompt(config)
   check_levels(config)
@@ -188,6 +191,7 @@ def _check_weights(config: ConfigDict) -> None:
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   cfg = read_config(directory)
+  check_vision(config.model.vision, cfg)
   weight_shardings(cfg, mesh)
   choose_attention(config.model.attention, cfg, build.compute_dtype(config), mesh)
   division.choose(config.agent.decode_shards, cfg, build.compute_dtype(config), mesh)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from ragen_jax.envs.drawing.tiles import PICTURE_TILE, check_tile, compose
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile, compose
 from ragen_jax.envs.scenes import Scene
 
 
@@ -307,6 +307,10 @@ class Environment(Game):
   @abc.abstractmethod
   def render(self, states: Any) -> list[str]:
     """The observations as text, for a batch of states with NumPy leaves [N, ...]."""
+
+  def captions(self, states: Any) -> list[str]:
+    """`render` for observations whose board is an image: a mark (`IMAGE_MARK`) and the lines around the board."""
+    return [IMAGE_MARK] * len(np.asarray(states.done))
 
   def render_rgb(self, state: Any) -> np.ndarray:
     """A picture of one state (no batch axis) for people, u8[height, width, 3]; by default a small image of `pixels`.

@@ -32,7 +32,7 @@ from flax import traverse_util
 _ALL = ('*',)
 ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'weights': {
-    'model': ('preset', 'path', 'separate_critic'),
+    'model': ('preset', 'path', 'separate_critic', 'vision'),
     'lora': ('rank', 'alpha', 'targets', 'path'),
   },
   'learning': {
