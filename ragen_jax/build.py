@@ -25,6 +25,8 @@ from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.eyes import Eyes
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.agent.player import EnvironmentPlayer, Player
+from ragen_jax.agent.world_model.formats import has_thought
+from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
@@ -172,7 +174,8 @@ def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[En
 def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
   """The limits of episodes in some environments, in turns and in tokens."""
   max_turns = max(s.budget.max_turns for s in specs)
-  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step)
+  replies = fill(ReplyRewardSettings, config.reward)
+  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step, replies=replies)
 
 
 def agent_proxy(
@@ -410,7 +413,7 @@ def loss_settings(config: ConfigDict, model: LanguageModel, limit: Callable[[], 
 
 def make_probes(config: ConfigDict, trainer: Trainer) -> Probes:
   """Makes the diagnostics of `config.monitor` that need additional passes."""
-  return Probes(fill(ProbeSettings, config.monitor, think=config.agent.think), trainer)
+  return Probes(fill(ProbeSettings, config.monitor, think=has_thought(config.agent.format)), trainer)
 
 
 def make_monitor(config: ConfigDict) -> Monitor:

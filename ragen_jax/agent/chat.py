@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -137,6 +138,17 @@ class ChatTokenizer:
       return (token or '').encode()
     byte_of = _byte_of_characters()
     return bytes(byte_of[character] for character in token)
+
+  def count_until(self, ids: Sequence[int], text: str) -> int:
+    """Number of the first ids whose text contains `text`, which is ASCII; 0 if that of all ids does not."""
+    ids = [int(i) for i in ids]
+    if text not in self.decode(ids):
+      return 0
+    low, high = 1, len(ids)
+    while low < high:
+      middle = (low + high) // 2
+      low, high = (low, middle) if text in self.decode(ids[:middle]) else (middle + 1, high)
+    return low
 
   def decode_batch(self, rows: list[list[int]]) -> list[str]:
     """`decode` for many rows."""

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.agent.segments import Observation
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import UserError
@@ -236,6 +238,15 @@ class EnvStateManager:
   def picture(self, row: int) -> np.ndarray | None:
     """u8[H, W, 3], the current board of a row; None if the environment draws no pictures."""
     return self.pool_of(row).picture(row - self._slices[int(self.row_env[row])].start)
+
+  def scenes(self, rows: Collection[int]) -> dict[int, Scene]:
+    """The current scenes of some rows, whose environments have `scene_kinds`."""
+    found = {}
+    for i, pool in self.pools.items():
+      first, own = self._slices[i].start, [row for row in rows if self.row_env[row] == i]
+      if own:
+        found |= dict(zip(own, pool.scenes([row - first for row in own]), strict=True))
+    return found
 
   def actions_left(self) -> np.ndarray:
     """i32[B], actions that each episode still has."""

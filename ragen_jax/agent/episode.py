@@ -9,10 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import types
+from collections.abc import Mapping
 
 import numpy as np
 
 from ragen_jax.agent.segments import Observation
+from ragen_jax.agent.world_model.state_reward import NO_REWARD, ReplyReward, ReplyRewardSettings
+from ragen_jax.envs.scenes import Scene
 
 Chat = list[dict[str, str]]
 
@@ -72,6 +76,7 @@ class Limits:
     decode_chunk: the most tokens of each row that are sampled before complete replies are looked for.
     rows_in_flight: the most episodes that are on the devices at a time, while the others wait, if their memory holds so
       many; 0 for as many as it holds.
+    replies: the rewards of replies for their form and for described states.
   """
 
   max_turns: int
@@ -83,6 +88,7 @@ class Limits:
   schedule: str
   decode_chunk: int
   rows_in_flight: int
+  replies: ReplyRewardSettings
 
   @property
   def room(self) -> int:
@@ -129,6 +135,9 @@ class Turn:
     ids: the sampled ids of the reply, see `TextReply`.
     closed: whether the reply ended with the chat format's stop token.
     chat: the conversation up to the reply; only in pictured rows of speakers without tokens.
+    sections: innermost tag -> its text; empty if the reply is not of its form.
+    scenes: the states before and after the turn, if the reply should describe one of them.
+    reply_reward: the rewards for the form of the reply and for described states. They are not part of `score`.
   """
 
   observation: Observation
@@ -145,6 +154,9 @@ class Turn:
   ids: tuple[int, ...] = ()
   closed: bool = True
   chat: Chat | None = None
+  sections: Mapping[str, str] = types.MappingProxyType({})
+  scenes: tuple[Scene, Scene] | None = None
+  reply_reward: ReplyReward = NO_REWARD
 
   @property
   def reward(self) -> float:
@@ -153,7 +165,7 @@ class Turn:
 
   @property
   def score(self) -> float:
-    """Sum of the environment's rewards and the format penalty; it becomes the reward of the turn's last token."""
+    """Sum of the environment's rewards and the format penalty; it is paid on the turn's last token."""
     return math.fsum((*self.rewards, self.penalty))
 
 
@@ -171,6 +183,8 @@ class Episode:
     outside: whether the environment is outside JAX.
     error: the fault, if the environment failed.
     final_picture: u8[H, W, 3], the board after the last action; None as in `Turn.picture`.
+    form: the form of its replies, see `formats.FORMATS`; empty if they have none, as those of agent programs.
+    graded: the sections of its replies that are compared with the environment's state.
   """
 
   tag: str
@@ -182,6 +196,8 @@ class Episode:
   outside: bool = False
   error: str = ''
   final_picture: np.ndarray | None = None
+  form: str = ''
+  graded: tuple[str, ...] = ()
 
   @property
   def success(self) -> bool:
@@ -194,5 +210,5 @@ class Episode:
 
   @property
   def score(self) -> float:
-    """Sum of the environment's rewards and of the format penalties; training uses this score."""
+    """Sum of the environment's rewards and of the format penalties, without the rewards of replies."""
     return math.fsum(x for t in self.turns for x in (*t.rewards, t.penalty))

@@ -12,6 +12,8 @@ from ragen_jax.agent.episode import Chat, Episode, Limits, Status, TextReply, Tu
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.segments import Observation
 from ragen_jax.agent.trajectory import Timeline
+from ragen_jax.agent.world_model.formats import described_sections
+from ragen_jax.agent.world_model.state_reward import ReplyReward, score_turn
 
 
 class EpisodeLog:
@@ -54,10 +56,13 @@ class EpisodeLog:
     self.envs, self.context, self.limits = envs, context, limits
     self.timeline = Timeline(rows, limits.max_context if writes_tokens else 0)
     self.observations, self.actions_left = observations, envs.actions_left()
+    form = context.settings.format
+    graded = [described_sections(form) if spec.env.scene_kinds else () for spec in envs.specs]
     self.episodes = [
-      Episode(envs.specs[e].tag, int(g), int(s), [], outside=envs.pools[e].outside)
+      Episode(envs.specs[e].tag, int(g), int(s), [], outside=envs.pools[e].outside, form=form, graded=graded[e])
       for e, g, s in zip(envs.row_env.tolist(), envs.row_group, envs.level_seeds, strict=True)
     ]
+    self._scenes = envs.scenes([row for row, episode in enumerate(self.episodes) if episode.graded])
     self.status = np.full((rows,), Status.RUNNING, np.int32)
     self.status[list(envs.faults)] = Status.ENV_ERROR
     self._turns_allowed = np.asarray([min(limits.max_turns, s.budget.max_turns) for s in envs.specs])[envs.row_env]
@@ -136,6 +141,8 @@ class EpisodeLog:
     envs, before, left = self.envs, self.observations, self.actions_left
     chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}
     self.observations, self.actions_left, faults = envs.render(), envs.actions_left(), envs.faults
+    scenes = self._scenes
+    self._scenes = scenes | envs.scenes([row for row in replies if row in scenes])
     for row in sorted(replies):
       reply, read = replies[row], parsed[row]
       tokens = len(self.context.tokenizer.encode(reply.text)) if reply.tokens is None else reply.tokens
@@ -154,10 +161,16 @@ class EpisodeLog:
         ids=reply.ids,
         closed=reply.closed,
         chat=chats.get(row),
+        sections=read.sections.texts,
+        scenes=(scenes[row], self._scenes[row]) if row in scenes else None,
+        reply_reward=score_turn(
+          read.sections, read.known, scenes.get(row), self._scenes.get(row), self.limits.replies
+        ),
       )
       self.episodes[row].turns.append(turn)
       if self.timeline.length[row]:
         self.timeline.reward_last_token(row, turn.score)
+        self._pay(row, reply.ids, turn.reply_reward)
       anchor = int(envs.row_group[row]), before[row]
       self._anchors[row, len(self.past(row)) - 1] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
       self.status[row] = Status.ENV_ERROR if row in faults else status_after_turn(
@@ -168,6 +181,14 @@ class EpisodeLog:
       )  # fmt: skip
       if row in self._pictures:
         self._pictures[row] = envs.picture(row)
+
+  def _pay(self, row: int, ids: tuple[int, ...], reward: ReplyReward) -> None:
+    """Writes the rewards of a reply to the tokens where they are paid."""
+    self.timeline.add_reply_reward(row, reward.format_reward, 0)
+    for name, value in reward.rewards.items():
+      at_section = self.limits.replies.state_place == 'section'
+      end = self.context.tokenizer.count_until(ids, f'</{name}>') if at_section else len(ids)
+      self.timeline.add_reply_reward(row, value, len(ids) - end)
 
   def end(self, policy_version: int = 0) -> Rollout:
     """Ends the rollout.

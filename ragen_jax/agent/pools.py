@@ -20,6 +20,7 @@ from ragen_jax.agent.image_observations import check_images, tile_of, with_image
 from ragen_jax.agent.segments import Observation
 from ragen_jax.envs.outside.base import read_observation, read_reward, read_step
 from ragen_jax.envs.outside.images import ImageObservation
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import one_line
@@ -111,6 +112,11 @@ class Pool(abc.ABC):
     """u8[H, W, 3], the current board of a row; None if the environment draws no pictures."""
     del row
     return None
+
+  def scenes(self, rows: list[int]) -> list[Scene]:
+    """The current scenes of some rows; only for environments with `scene_kinds`."""
+    del rows
+    raise NotImplementedError(f'{self.spec.env.name} has no scenes')
 
   def levels(self) -> list[bytes]:
     """The initial level of each group as bytes, equal for equal boards of any seed or tag; empty outside JAX."""
@@ -253,6 +259,10 @@ class JaxPool(Pool):
       return self.spec.env.render_rgb(jax.tree.map(lambda x: np.asarray(x)[row], self.states))
     except NotImplementedError:  # a user's environment without pictures
       return None
+
+  def scenes(self, rows: list[int]) -> list[Scene]:
+    """See `Pool`."""
+    return self.spec.env.scenes(jax.tree.map(lambda x: np.asarray(x)[rows], self.states))
 
   def levels(self) -> list[bytes]:
     """See `Pool`."""

@@ -21,8 +21,8 @@ class Rollout:
     episodes: the episodes as text; empty in rollouts from a replay buffer.
     anchors: i32[B, max_turns], equal for turns that began with the same observation of the same level; -1 for turns
       that were not played.
-    episode_scores: f32[episodes], raw scores including penalties: `Episode.score`, rounded once. Comparisons of
-      episodes use these scores, never the float32 sum of a row's rewards.
+    episode_scores: f32[episodes], raw scores including penalties: `Episode.score`, rounded once. Filters and metrics
+      use these scores, estimators `trained_scores`; none the float32 sum of a row's rewards.
     tokens_sampled: number of sampled tokens.
     pad_id: the token that fills unused columns.
     images: the images that the rows show, u8[H, W, 3] each, equal ones once; () in rollouts of text.
@@ -43,6 +43,16 @@ class Rollout:
   def scores(self) -> np.ndarray:
     """f32[B], the raw score of each row's episode."""
     return self.episode_scores[self.trajectory.episode]
+
+  @property
+  def trained_scores(self) -> np.ndarray:
+    """f32[B], the score of each row's episode with the rewards of its replies, which estimators compare.
+
+    Equal for episodes with equal raw scores and equal rewards of replies, in whatever turns.
+    """
+    t = self.trajectory
+    added = np.bincount(t.episode, t.reply_rewards.sum(axis=1, dtype=np.float64), minlength=len(self.episode_scores))
+    return (self.episode_scores + added).astype(np.float32)[t.episode]
 
 
 def _padding(pad_id: int, like: Trajectory) -> Trajectory:

@@ -22,6 +22,8 @@ class Trajectory:
       sampled, or everywhere if the sampler does not record values.
     entropies: f32[B, T], entropy of the distribution of tokens[t], 0 for tokens that were not sampled.
     rewards: f32[B, T], the turn's environment reward and penalties, on the turn's last sampled token.
+    reply_rewards: f32[B, T], the rewards of replies for their form and for described states, on the sampled tokens
+      where they are paid.
     turn: i32[B, T], index of the turn (its observation and its reply), -1 in padding.
     length: i32[B], number of used columns.
     group: i32[B], the prompt group; rows of a group share the level.
@@ -41,6 +43,7 @@ class Trajectory:
   values: np.ndarray
   entropies: np.ndarray
   rewards: np.ndarray
+  reply_rewards: np.ndarray
   turn: np.ndarray
   length: np.ndarray
   group: np.ndarray
@@ -57,7 +60,9 @@ class Trajectory:
     return np.where(self.loss_mask.any(axis=1), oldest, 0).astype(np.int32)
 
 
-_COLUMNS = ('tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'turn', 'versions', 'image')
+_COLUMNS = (
+  'tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'reply_rewards', 'turn', 'versions', 'image',
+)  # fmt: skip
 # The value of unused columns, where not 0.
 _FILL = {'turn': -1, 'image': -1}
 # The update uses column 1 for missing tokens, so even rows without sampled tokens have this column.
@@ -89,6 +94,7 @@ class Timeline:
     self.values = np.zeros(shape, np.float32)
     self.entropies = np.zeros(shape, np.float32)
     self.rewards = np.zeros(shape, np.float32)
+    self.reply_rewards = np.zeros(shape, np.float32)
     self.turn = np.full(shape, -1, np.int32)
     self.image = np.full(shape, -1, np.int32)
     self.images: list[np.ndarray] = []
@@ -148,6 +154,16 @@ class Timeline:
   def reward_last_token(self, row: int, reward: float) -> None:
     """Writes a turn's reward to the row's last column, which is the turn's last sampled token."""
     self.rewards[row, self.length[row] - 1] = reward
+
+  def add_reply_reward(self, row: int, reward: float, before_end: int) -> None:
+    """Adds to the reward of a reply on one of its tokens.
+
+    Args:
+      row: the episode's row, whose last columns are the reply.
+      reward: the addend.
+      before_end: number of the reply's tokens behind the token.
+    """
+    self.reply_rewards[row, self.length[row] - 1 - before_end] += reward
 
   def trajectory(self, *, group, episode, env, status, policy_version: int | None, pad_id: int) -> Trajectory:
     """The rows so far, cut to the length of the longest row.

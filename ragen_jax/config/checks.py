@@ -17,6 +17,7 @@ from ragen_jax.config.evaluation_checks import check_eval
 from ragen_jax.config.image_checks import check_images
 from ragen_jax.config.level_checks import check_level_files, check_levels
 from ragen_jax.config.prompt_checks import check_prompt
+from ragen_jax.config.reply_checks import check_replies
 from ragen_jax.config.serve_checks import check_serve
 from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
@@ -61,6 +62,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   Raises:
     UserError: a field has a value that is not allowed; the first such field is named.
   """
+  rules.not_replaced(config)
   rules.plain_numbers(config)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
   rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
@@ -77,6 +79,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
     counts = build.group_counts(config[section], section)
     build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
   check_images(config, weights=weights)
+  check_replies(config)
   check_serve(config)
   check_prompt(config)
   check_levels(config)

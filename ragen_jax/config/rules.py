@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from ragen_jax.runs.config_fields import REPLACED
 from ragen_jax.utils.errors import UserError
 
 # The range of float32.
@@ -30,6 +31,14 @@ def check(config: ConfigDict, field: str, ok: bool, allowed: str) -> None:
   """Raises UserError unless `ok`; `allowed` describes the allowed values."""
   if not ok:
     raise UserError(f'{field}={get(config, field)!r}: {allowed}')
+
+
+def not_replaced(config: ConfigDict) -> None:
+  """The config sets no field of an earlier version that has another name now."""
+  for field, now in REPLACED.items():
+    section, _, name = field.rpartition('.')
+    if name in get(config, section):
+      raise UserError(f'{field}={get(config, field)!r}: {now}')
 
 
 def plain_numbers(config: ConfigDict) -> None:

@@ -119,6 +119,7 @@ class Game(abc.ABC):
     has_solver: whether `solve` exists. Without a solver `optimal` is NaN, and there are no demonstrations.
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
+    scene_kinds: the kinds of things in its `scenes`; empty for a game without scenes.
   """
 
   name: ClassVar[str]
@@ -127,6 +128,7 @@ class Game(abc.ABC):
   has_solver: ClassVar[bool] = True
   is_outside: ClassVar[bool] = False
   played_by_programs: ClassVar[bool] = False
+  scene_kinds: ClassVar[tuple[str, ...]] = ()
 
   # -- text about the game -------------------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ class FrozenLake(base.Environment):
 
   name: ClassVar[str] = 'frozen_lake'
   action_names: ClassVar[tuple[str, ...]] = ('Left', 'Down', 'Right', 'Up')
+  scene_kinds: ClassVar[tuple[str, ...]] = ('goal', 'hole')
 
   size: int = 4
   p: float = 0.8

@@ -239,7 +239,7 @@ class TargetEstimator:
     s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
     episode = shared_episodes(t.episode)
     of_tokens, of_episodes = _shape_rewards(
-      at_columns(t.rewards, rows.columns, rows.mask),
+      at_columns(t.rewards + t.reply_rewards, rows.columns, rows.mask),
       sampled,
       tokens.turn,
       t.group,
@@ -248,7 +248,7 @@ class TargetEstimator:
       grouping=s.reward.grouping,
       method=s.reward.method,
       episode=episode,
-      scores=selection.rollout.scores,
+      scores=selection.rollout.trained_scores,
     )
     if s.kl_reward_coef <= 0:
       return _Rewards(of_tokens, of_episodes), {}
