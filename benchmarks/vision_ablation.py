@@ -56,7 +56,12 @@ def settings() -> list[tuple[str, str]]:
 def flags(game: str, form: str, reward: str, quick: bool) -> list[str]:
   """The flags of main.py for a setting, without config, seed and workdir."""
   _, tag, episodes = GAMES[game]
-  own = [*FLAGS, f"--config.eval.tags=('{tag}',)", '--config.eval.tag_groups=()', f'--config.eval.group_size={episodes}']
+  own = [
+    *FLAGS,
+    f"--config.eval.tags=('{tag}',)",
+    '--config.eval.tag_groups=()',
+    f'--config.eval.group_size={episodes}',
+  ]
   own += [f'--config.agent.format={form}', *(STATE_REWARD if reward == ON else ('--config.reward.state_reward=0.0',))]
   return [*own, *(QUICK if quick else ())]
 

@@ -40,9 +40,7 @@ GAMES = {
   'Sokoban': ('SimpleSokoban', 1, {'images': 'sokoban_vision_ppo', 'text': 'sokoban_ppo'}),
 }
 LABELS = {'images': 'tiny-vl, images', 'text': 'tiny, text'}
-PANELS = tuple(
-  Panel(game, game, f'{game}: held-out success / best possible', every_iteration=False) for game in GAMES
-)
+PANELS = tuple(Panel(game, game, f'{game}: held-out success / best possible', every_iteration=False) for game in GAMES)
 FLAGS = (
   '--config.eval.every=5', '--config.eval.groups=256', '--config.eval.tag_groups=()', '--config.checkpoint.every=0',
   '--config.logging.episodes_every=0',

@@ -111,9 +111,7 @@ def make_model(
   if tower is not None:
     by_side = head_dim // 2 // AXES  # of the rotary frequencies; time has the rest
     sections = (head_dim // 2 - 2 * by_side, by_side, by_side)
-    cfg = dataclasses.replace(
-      cfg, architecture='qwen3', rope_sections=sections, rope_interleaved=True, vision=tower
-    )
+    cfg = dataclasses.replace(cfg, architecture='qwen3', rope_sections=sections, rope_interleaved=True, vision=tower)
   settings = choose_attention(attention, cfg, dtype, mesh)
   model = ActorCritic(Qwen(cfg, dtype=dtype, attention=settings, rngs=nnx.Rngs(seed)))
   if mesh.size > 1:

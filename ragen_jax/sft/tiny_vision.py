@@ -1,4 +1,4 @@
-"""The fresh vision tower of a warm start from scratch: that of Qwen3-VL, with one visual token for a tile of 8 pixels."""
+"""The fresh vision tower of a warm start from scratch: a small one of Qwen3-VL, with a token for 8 x 8 pixels."""
 
 from __future__ import annotations
 
