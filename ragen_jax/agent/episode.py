@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import types
 from collections.abc import Mapping
 
 import numpy as np
@@ -154,7 +153,7 @@ class Turn:
   ids: tuple[int, ...] = ()
   closed: bool = True
   chat: Chat | None = None
-  sections: Mapping[str, str] = types.MappingProxyType({})
+  sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
   scenes: tuple[Scene, Scene] | None = None
   reply_reward: ReplyReward = NO_REWARD
 

@@ -127,8 +127,8 @@ def bi_level_gae(
   accumulator 0. So A(e_k) = A^H_k, and no discount per token crosses the end of a turn.
 
   S_k is the sum of the rewards on the tokens of turn k before e_k, such as those of described states; VAGEN's rewards
-  are all on e_k. They are earned between e_{k-1} and e_k, so they belong to the step that ends at e_k. Without discounts
-  and decays (all 1) the result is that of `gae`, wherever the rewards are.
+  are all on e_k. They are earned between e_{k-1} and e_k, so they belong to the step that ends at e_k. With all
+  discounts and decays 1 the result is that of `gae`, wherever the rewards are.
 
   The ends of turns follow from the turn indices, independent of rewards. V(e_{K+1}) is `bootstrap` for a truncated
   episode and 0 for one that terminated.

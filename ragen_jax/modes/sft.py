@@ -126,7 +126,7 @@ def lessons(config: ConfigDict, tokenizer: ChatTokenizer) -> list[Lesson]:
     own.agent.format = form
     for spec in build.env_specs(own, tuple(own.sft.tags), _shares(config)):
       context, limits = build.context_manager(own, tokenizer, [spec]), build.episode_limits(own, [spec])
-      found.append(Lesson(spec, context, limits, own.sft.first_level + i * spec.groups))
+      found.append(Lesson(spec, context, limits, own.sft.first_level + i * spec.num_groups))
   return found
 
 

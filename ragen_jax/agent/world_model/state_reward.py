@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import types
 from collections.abc import Mapping
 
 import numpy as np
@@ -58,8 +57,8 @@ class ReplyReward:
   """
 
   format_reward: float = 0.0
-  scores: Mapping[str, float] = types.MappingProxyType({})
-  rewards: Mapping[str, float] = types.MappingProxyType({})
+  scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def state_reward(self) -> float:
