@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from ml_collections import ConfigDict
 
@@ -15,11 +17,12 @@ from ragen_jax.models.vision.processor import read_processor
 from ragen_jax.utils.errors import UserError
 
 
-def check_images(config: ConfigDict, *, weights: bool) -> None:
-  """Checks that the model can read the images of the environments of training and evaluation.
+def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eval'), weights: bool) -> None:
+  """Checks that the model can read the images of the environments of some sections of the config.
 
   Args:
     config: the run's config.
+    sections: names of sections with tags.
     weights: whether the checkpoint exists; its processor is compared with the images.
 
   Raises:
@@ -27,7 +30,7 @@ def check_images(config: ConfigDict, *, weights: bool) -> None:
   """
   shape = presets.shape(config.model.preset, config.model.path)
   check_vision(config.model.vision, shape)
-  specs = [s for section in ('train', 'eval') for s in _specs(config, section) if shows_images(s)]
+  specs = [s for section in sections for s in _specs(config, section) if shows_images(s)]
   if not specs:
     return
   field = _field(specs[0])

@@ -71,6 +71,23 @@ class SftExamples:
     """i32[N], number of tokens in the loss."""
     return self.mask.sum(axis=1)
 
+  @functools.cached_property
+  def image_counts(self) -> dict[tuple[int, int], np.ndarray]:
+    """Images of each conversation, i64[N], by size; with frozen towers tokens of images, see `ImageInputs.sizes`."""
+    if self.images is None:
+      return {}
+    index, gallery = self.images.index, self.images.gallery
+    if gallery.features:
+      return {size: (index >= 0).sum(axis=1) for size in self.images.sizes()}
+    rows, columns = np.nonzero(np.isin(index, gallery.first[:-1]))
+    shown = np.searchsorted(gallery.first, index[rows, columns], side='right') - 1
+    shapes = [image.shape[:2] for image in gallery.pixels]
+    found = {}
+    for size in self.images.sizes():
+      of_size = np.asarray([shape == size for shape in shapes])
+      found[size] = np.bincount(rows[of_size[shown]], minlength=len(index))
+    return found
+
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationSettings:

@@ -23,6 +23,8 @@ from ragen_jax.utils.sizes import round_up
 # A packed micro-batch has (conversations of a step / 16) rows. A packed row contains several conversations, and with
 # few rows the last micro-batch has little padding.
 _CONVERSATIONS_A_PACKED_ROW = 16
+# The same for conversations with images, which are long.
+_OF_IMAGES = 4
 # Trained tokens of a packed row are rounded up to multiples of an eighth of its width, so few programs are compiled.
 _REPLY_STEPS = 8
 
@@ -73,11 +75,23 @@ def batches(
     images=jax.tree.map(lambda x: x[rows], data.images),
   )
   if packing:
-    size = round_up(math.ceil(batch_size / _CONVERSATIONS_A_PACKED_ROW), 1 if mesh is None else row_shards(mesh))
-    plans = _packed(length, mask.sum(axis=1), size, round_up(data.tokens.shape[1], length_step))
+    in_row = _CONVERSATIONS_A_PACKED_ROW if data.images is None else _OF_IMAGES
+    size = round_up(math.ceil(batch_size / in_row), 1 if mesh is None else row_shards(mesh))
+    width = round_up(data.tokens.shape[1], length_step)
+    plans = _packed(length, mask.sum(axis=1), size, width)
+    together = size * width / data.length.mean()
   else:
-    plans = _padded(length, mask.sum(axis=1), max(batch_size // 2, 1), length_step)
-  yield from micro_batches(step, plans, mesh)
+    together = max(batch_size // 2, 1)
+    plans = _padded(length, mask.sum(axis=1), together, length_step)
+  yield from micro_batches(step, plans, mesh, _room_for_images(data, min(together, batch_size)))
+
+
+def _room_for_images(data: SftExamples, together: float) -> dict[tuple[int, int], int]:
+  """A number of images, by size, that a micro-batch of so many conversations seldom exceeds."""
+  return {
+    size: math.ceil(together * counts.mean() + 3 * math.sqrt(together * np.square(counts).mean()))
+    for size, counts in data.image_counts.items()
+  }
 
 
 def _padded(length: np.ndarray, sampled: np.ndarray, size: int, length_step: int) -> list[MicroBatch]:
