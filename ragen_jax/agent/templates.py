@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ragen_jax.agent.world_model.descriptions import CLAIM_SEP, claim_rules, possible_claims
-from ragen_jax.agent.world_model.formats import FORMATS, described_sections, describe_form, innermost_tags, write_reply
+from ragen_jax.agent.world_model.formats import FORMATS, describe_form, described_sections, innermost_tags, write_reply
 from ragen_jax.envs.spec import EnvSpec
 
 SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'

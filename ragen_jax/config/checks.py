@@ -11,7 +11,7 @@ from ragen_jax import build
 from ragen_jax.agent.language_model import VISION, check_vision, weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.compilers import topologies
-from ragen_jax.config import rules
+from ragen_jax.config import limits, rules
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.evaluation_checks import check_eval
 from ragen_jax.config.image_checks import check_images
@@ -45,7 +45,7 @@ _NOT_NEGATIVE = (
   'seed', 'train.top_k', 'eval.top_k', 'eval.every', 'eval.temperature', 'checkpoint.every', 'logging.trajectories',
   'logging.episodes', 'logging.episodes_every', 'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef',
   'optimizer.actor_lr', 'optimizer.critic_lr', 'optimizer.warmup_steps', 'optimizer.weight_decay',
-  'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high', 'train.first_level', 'eval.first_level',
+  'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high',
   'optimizer.critic_warmup', 'agent.rows_in_flight', 'agent.decode_shards', 'optimizer.micro_batch_size',
 )  # fmt: skip
 
@@ -64,7 +64,7 @@ def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True
     UserError: a field has a value that is not allowed; the first such field is named.
   """
   rules.not_replaced(config)
-  rules.plain_numbers(config)
+  limits.check_numbers(config)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
   rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
   remat = config.model.remat
@@ -92,6 +92,7 @@ def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True
 
 def check_plan(config: ConfigDict) -> None:
   """Checks the section `plan`; raises UserError for the first field that cannot be used."""
+  limits.check_numbers(config)
   counts = ('devices', 'prompt_tokens', 'observation_tokens', 'reply_tokens', 'longest_reply')
   rules.at_least(config, 1, *(f'plan.{name}' for name in counts))
   rules.at_least(config, 0, 'plan.turns')

@@ -144,7 +144,7 @@ def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
     for name in match.group(1).split('.'):
       old = old[name]
     if type(old) in TYPES:
-      given = _value_of(argv, re.escape(f'config.{match.group(1)}'))
+      given = _find_value(argv, re.escape(f'config.{match.group(1)}')) or ''
       return f'--config.{match.group(1)}={given}: must be {TYPES[type(old)]}, like the {old} of the config'
   return ' '.join(message.split())
 

@@ -22,7 +22,7 @@ fields that distinguish runs in a plot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from flax import traverse_util
@@ -189,12 +189,12 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
   return {name: {} if value is traverse_util.empty_node else value for name, value in flat.items()}
 
 
-def in_this_version(recorded: Mapping[str, Any]) -> dict[str, Any]:
-  """A flat config that an earlier version recorded, with the fields of this version that do the same."""
+def in_this_version(recorded: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+  """A flat config that an earlier version recorded, with those of `fields` that it lacks as that version acted."""
   own = dict(recorded)
   if 'agent.think' in own:
     own['agent.format'] = 'free_think' if own.pop('agent.think') else 'no_think'
-  return BEFORE | own
+  return {name: value for name, value in BEFORE.items() if name in fields} | own
 
 
 def select(config: Mapping[str, Any], *roles: str) -> tuple[Any, ...]:

@@ -121,10 +121,11 @@ def _check_same(
 def _differences(path: pathlib.Path, old_text: str, new_text: str) -> dict[str, tuple[str, str]]:
   """Dotted name of a field that differs -> (old value, new value)."""
   try:
-    old = _as_text(in_this_version(flatten(json.loads(old_text))))
+    old = flatten(json.loads(old_text))
   except ValueError as e:
     raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
-  new = _as_text(flatten(json.loads(new_text)))
+  new = flatten(json.loads(new_text))
+  old, new = _as_text(in_this_version(old, new)), _as_text(new)
   names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
   return {name: (old.get(name, 'absent'), new.get(name, 'absent')) for name in names}
 

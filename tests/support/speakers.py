@@ -47,7 +47,9 @@ def limits(**changes) -> Limits:
 
 def context_settings(**changes) -> ContextSettings:
   """The settings of the default config, with changes."""
-  fields = dict(format='free_think', force_prefix=True, action_sep='||', context='full', context_turns=5, overlong='end')
+  fields = dict(
+    format='free_think', force_prefix=True, action_sep='||', context='full', context_turns=5, overlong='end'
+  )
   return ContextSettings(**fields | changes)
 
 

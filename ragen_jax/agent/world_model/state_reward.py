@@ -56,9 +56,9 @@ class ReplyReward:
     rewards: described section -> reward.
   """
 
-  format_reward: float = 0.0
-  scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  format_reward: float
+  scores: Mapping[str, float]
+  rewards: Mapping[str, float]
 
   @property
   def state_reward(self) -> float:
@@ -66,7 +66,7 @@ class ReplyReward:
     return math.fsum(self.rewards.values())
 
 
-NO_REWARD = ReplyReward()
+NO_REWARD = ReplyReward(0.0, {}, {})
 
 
 def score_turn(
