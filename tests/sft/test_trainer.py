@@ -26,7 +26,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   trainer = sft.make_trainer(config, policy)
   found, used = [], []
   for packing in (False, True):
-    cut = list(batches(data, rows, batch_size=7, length_step=16, packing=packing, shards=1))
+    cut = list(batches(data, rows, batch_size=7, length_step=16, packing=packing, mesh=None))
     used.append(sum(b.tokens.size for b in cut))
     assert sum(int((b.weights > 0).sum()) for b in cut) == int(data.sampled[rows].sum())
     found.append(trainer.gradients(cut))
