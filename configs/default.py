@@ -50,8 +50,8 @@ def get_config(model: str = '') -> ConfigDict:
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over
   # each rollout.
   config.model.separate_critic = False
-  # Vision tower of a model that reads images: 'frozen' (each distinct image is embedded once in a rollout, and the update
-  # reads these features) or 'trained' (the update runs the tower, and its gradient reaches the tower's weights).
+  # Vision tower of a model that reads images: 'frozen' (each distinct image is embedded once, and the update reads the
+  # features) or 'trained' (the update runs the tower, and its gradient reaches the tower's weights).
   config.model.vision = 'frozen'
   # Token positions whose log-probs over the vocabulary are computed at once in the update; 0: a whole micro-batch.
   config.model.logits_chunk = 0

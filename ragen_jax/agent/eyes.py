@@ -28,9 +28,7 @@ class Eyes:
   encoder: Encoder
   vision: VisionConfig
 
-  def columns(
-    self, prompts: Sequence[Prompt | None], seen: Mapping[bytes, Features], width: int
-  ) -> ImageColumns:
+  def columns(self, prompts: Sequence[Prompt | None], seen: Mapping[bytes, Features], width: int) -> ImageColumns:
     """What the columns of fed rows read of images, on the host.
 
     Args:
@@ -58,8 +56,7 @@ class Eyes:
       positions[row, : len(ids)], _ = rope_positions(ids, grids, self.vision)
       begins = [first[span.segment.digest] for span in prompt.images]
       index[row, : len(ids)] = feature_columns(ids, grids, self.vision, begins)
-    like = parts[0] if parts else next(iter(seen.values()))
-    return ImageColumns(index, positions, stacked(parts, table_rows(sum(counts)), like))
+    return ImageColumns(index, positions, stacked(parts, table_rows(sum(counts)), self.encoder.empty))
 
   def _grid(self, image: np.ndarray) -> tuple[int, int]:
     return image.shape[0] // self.vision.patch_size, image.shape[1] // self.vision.patch_size

@@ -15,7 +15,6 @@ import numpy as np
 from ragen_jax.agent.rollout import Rollout, take_rows
 from ragen_jax.agent.trajectory import Trajectory
 
-
 # Names of images in a checkpoint begin with this, and end with a number.
 _IMAGE = 'image_'
 

@@ -20,8 +20,9 @@ from ragen_jax.models.vision.processor import ProcessorConfig, patches_of
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.utils.sizes import round_up
 
-# Images of a call of the program: it is compiled for these numbers, and for each size of images.
-_IMAGES = (8, 32)
+# Images of a call of the program, which is compiled for each size of images. The number is always the same, because
+# features of another program differ by rounding, and a resumed run computes features in another order.
+_IMAGES = 16
 # Features of a frozen tower that are kept, in bytes.
 _KEPT_BYTES = 2 * 2**30
 
@@ -40,6 +41,7 @@ class Encoder:
     processor: how images become patches.
     traces: number of compilations.
     encoded: number of images that went through the tower.
+    empty: features of no token.
   """
 
   def __init__(self, model: Qwen, processor: ProcessorConfig, mesh: Mesh | None = None):
@@ -53,6 +55,9 @@ class Encoder:
     self.processor = processor
     self.traces = 0
     self.encoded = 0
+    cfg, dtype = model.cfg.vision, np.dtype(model.dtype)
+    stacked = np.zeros((len(cfg.deepstack_blocks), 0, cfg.out_hidden_size), dtype) if cfg.deepstack_blocks else None
+    self.empty = Features(np.zeros((0, cfg.out_hidden_size), dtype), stacked)
     self._graphdef = nnx.split(model.visual)[0]
     self._mesh = mesh
     self._keeps = is_frozen(model.visual)
@@ -91,17 +96,13 @@ class Encoder:
 
   def _encode(self, weights: Any, images: list[np.ndarray]) -> list[Features]:
     """The features of images of one size."""
-    shards = 1 if self._mesh is None else row_shards(self._mesh)
-    few, many = (round_up(n, shards) for n in _IMAGES)
-    calls, start = [], 0
-    while start < len(images):
-      count = many if len(images) - start > few else few
-      part = np.zeros((count, *images[0].shape), np.uint8)
+    count, calls = round_up(_IMAGES, 1 if self._mesh is None else row_shards(self._mesh)), []
+    for start in range(0, len(images), count):
       own = images[start : start + count]
+      part = np.zeros((count, *own[0].shape), np.uint8)
       part[: len(own)] = own
       calls.append(self._program(weights, part if self._mesh is None else place_rows(part, self._mesh)))
-      start += count
-    found = [jax.tree.map(functools.partial(_one, i), part) for part in jax.device_get(calls) for i in _rows(part)]
+    found = [jax.tree.map(functools.partial(_one, i), part) for part in jax.device_get(calls) for i in range(count)]
     return found[: len(images)]
 
   def _keep(self, found: dict[bytes, Features]) -> None:
@@ -113,10 +114,6 @@ class Encoder:
       self._kept.move_to_end(key)
     while self._bytes > _KEPT_BYTES:
       self._bytes -= _bytes(self._kept.popitem(last=False)[1])
-
-
-def _rows(part: Features) -> range:
-  return range(len(part.embeddings))
 
 
 def _one(i: int, x: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ from flax import struct
 
 from ragen_jax.models.vision.tower import Features
 
-
 # Logarithm of the fewest rows of a table on the device, to base 4.
 _LEAST_ROWS = 3
 
