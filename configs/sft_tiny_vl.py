@@ -13,7 +13,9 @@ def get_config():
   config.sft.tags = ('FrozenLake', 'SimpleSokoban')
   config.sft.levels = (12_500, 3_000)
   config.sft.forms = ('no_think', 'free_think', 'state_estimation', 'transition_modeling', 'world_modeling')
-  config.sft.tower = (32, 2, 2, 64)
+  config.sft.tower = (64, 2, 4, 128)
+  config.sft.short_steps = 500
+  config.sft.steps = 900
   config.sft.packing = True
   config.model.vision = 'trained'
   config.envs.FrozenLake.observation = 'image'

@@ -106,7 +106,7 @@ def make_model(
     num_heads=heads,
     num_kv_heads=kv_heads,
     head_dim=head_dim,
-    rope_theta=10_000.0,
+    rope_theta=10_000.0 if tower is None else 1000.0,
   )
   if tower is not None:
     by_side = head_dim // 2 // AXES  # of the rotary frequencies; time has the rest
@@ -114,6 +114,8 @@ def make_model(
     cfg = dataclasses.replace(cfg, architecture='qwen3', rope_sections=sections, rope_interleaved=True, vision=tower)
   settings = choose_attention(attention, cfg, dtype, mesh)
   model = ActorCritic(Qwen(cfg, dtype=dtype, attention=settings, rngs=nnx.Rngs(seed)))
+  if tower is not None:
+    tiny_vision.scale_fresh_weights(model.policy)
   if mesh.size > 1:
     model.policy.activation_sharding = row_sharding(mesh)
     params = nnx.split(model)[1]
