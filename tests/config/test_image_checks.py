@@ -49,9 +49,7 @@ def test_a_model_of_text_and_images_of_an_environment():
   assert_refused(check_config, seeing_config(), rf"^envs\.FrozenLake\.observation='image': {told}")
   assert_refused(check_config, _with_lamp(eval__tags=('Lamp',)), rf'^envs\.Lamp\.images=1: {told}')
   path = presets.resolve('tiny', '')
-  assert_refused(
-    check_config, seeing_config(model__path=path), rf"'image': model\.path={path!r} reads text"
-  )
+  assert_refused(check_config, seeing_config(model__path=path), rf"'image': model\.path={path!r} reads text")
   # The plan of a run knows it without weights.
   assert_refused(lambda c: check_config(c, weights=False), seeing_config(), 'reads text only')
   check_config(seeing_config(model__preset='qwen3-vl-2b'), weights=False)
@@ -92,9 +90,7 @@ def test_a_wrong_processor(seeing, tmp_path):
   assert_refused(check_config, config, r'preprocessor_config\.json: patch_size=14 differs from the 4 of vision_config')
   write_processor(tmp_path, min_pixels=4096)  # boards of 32 x 32 pixels would be enlarged
   check_config(config)  # with larger tiles
-  assert_refused(
-    check_config, _changed(config, envs__FrozenLake__tile=8), r'32x32 pixels to 64x64; allowed: 16'
-  )
+  assert_refused(check_config, _changed(config, envs__FrozenLake__tile=8), r'32x32 pixels to 64x64; allowed: 16')
 
 
 def test_a_checkpoint_without_a_tower(seeing, tmp_path):
