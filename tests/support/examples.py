@@ -51,7 +51,7 @@ def examples_with_images(count: int, seed: int = 0) -> SftExamples:
       mask[row, at + column] = True
   columns, present = sampled_columns(mask)
   positions = np.broadcast_to(np.arange(width, dtype=np.int32)[:, None], (count, width, 3)).copy()
-  processor = ProcessorConfig(4, 2, 2, 64, 65536, (0.5,) * 3, (0.5,) * 3)
+  processor = ProcessorConfig(8, 1, 1, 64, 65536, (0.5,) * 3, (0.5,) * 3)
   gallery = Gallery(pixels, np.arange(len(pixels) + 1), {}, processor)
   return SftExamples(
     tokens=tokens,
