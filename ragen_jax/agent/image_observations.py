@@ -45,6 +45,19 @@ def tile_of(spec: EnvSpec, processor: ProcessorConfig) -> int:
   )
 
 
+def image_columns(spec: EnvSpec, processor: ProcessorConfig) -> int:
+  """Columns of the images of an observation, with the tokens before and after each; 0 without images."""
+  if not shows_images(spec):
+    return 0
+  if spec.tile is not None:
+    tile = tile_of(spec, processor)
+    count, size = 1, tuple(side * tile for side in spec.env.image_grid)
+  else:
+    form = spec.env.image_form
+    count, size = form.count, smart_resize(form.height, form.width, processor)
+  return count * (size[0] * size[1] // processor.factor**2 + 2)
+
+
 def _is_kept(height: int, width: int, processor: ProcessorConfig) -> bool:
   return smart_resize(height, width, processor) == (height, width)
 

@@ -13,7 +13,6 @@ from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.language_model import check_vision
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
-from ragen_jax.models.vision.processor import read_processor
 from ragen_jax.utils.errors import UserError
 
 
@@ -23,14 +22,16 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
   Args:
     config: the run's config.
     sections: names of sections with tags.
-    weights: whether the checkpoint exists; its processor is compared with the images.
+    weights: whether the checkpoint exists; otherwise a preset's processor is that of the published checkpoint.
 
   Raises:
     UserError: the model reads text only, its processor would resize the images of a board, or there are processes.
   """
+  specs = [s for section in sections for s in _specs(config, section) if shows_images(s)]
+  if not specs and config.model.vision == 'frozen':
+    return
   shape = presets.shape(config.model.preset, config.model.path)
   check_vision(config.model.vision, shape)
-  specs = [s for section in sections for s in _specs(config, section) if shows_images(s)]
   if not specs:
     return
   field = _field(specs[0])
@@ -39,24 +40,26 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
     raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as qwen2.5-vl-3b')
   if jax.process_count() > 1:
     raise UserError(f'{field}: images need one process, there are {jax.process_count()}; devices may be many')
-  if weights:
-    processor = read_processor(presets.resolve(config.model.preset, config.model.path), shape.vision)
-    for spec in specs:
-      image_observations.check_images(spec, processor)
+  path = presets.resolve(config.model.preset, config.model.path) if weights else config.model.path
+  processor = presets.processor(config.model.preset, path)
+  for spec in specs:
+    image_observations.check_images(spec, processor)
+
+
+def check_texts(config: ConfigDict, tags: Sequence[str], reader: str) -> None:
+  """Raises UserError if an environment shows images; `reader` names what gets text only."""
+  for spec in build.env_specs(config, tuple(tags), (1,) * len(tags)):
+    if shows_images(spec):
+      raise UserError(f'{_field(spec)}: {reader} gets text only')
 
 
 def _specs(config: ConfigDict, section: str) -> list[EnvSpec]:
-  tags = []
-  for tag in config[section].tags:
-    runner = config.envs[tag].get('runner', '')
-    tags.append(tag)
-    if runner.startswith('env:'):
-      tags.append(runner.removeprefix('env:'))
-  specs = build.env_specs(config, tuple(dict.fromkeys(tags)), (1,) * len(dict.fromkeys(tags)))
-  for spec in specs:
-    if shows_images(spec) and spec.tag not in config[section].tags:
-      raise UserError(f'{_field(spec)}: programs that play tasks get text only')
-  return specs
+  """The environments of training or evaluation, which the policy itself plays."""
+  tags = tuple(config[section].tags)
+  runners = {config.envs[tag].get('runner', '') for tag in tags}
+  played = sorted(name.removeprefix('env:') for name in runners if name.startswith('env:'))
+  check_texts(config, played, 'a program that plays tasks')
+  return build.env_specs(config, tags, (1,) * len(tags), field=f'{section}.tags')
 
 
 def _field(spec: EnvSpec) -> str:

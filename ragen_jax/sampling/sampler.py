@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -278,6 +279,7 @@ class Sampler:
     columns: int,
     sampling: Sampling,
     rows: int | None = None,
+    images: Callable[[int], ImageColumns | None] = lambda rows: None,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers `extend` and `decode` for given shapes, to compile them without running; arguments may be abstract.
 
@@ -288,6 +290,7 @@ class Sampler:
       columns: see `decode`.
       sampling: see `decode`.
       rows: rows of all processes that take part; default all, which is another program than a selection.
+      images: what so many fed rows read of images.
 
     Returns:
       The lowered programs by name; 'extend_first' is that of first prompts (`all_begin`).
@@ -302,7 +305,7 @@ class Sampler:
     selected = None if part == every else abstract((part,), jnp.int32)
     observation = dict(
       tokens=abstract((part, width), jnp.int32), count=abstract((part,), jnp.int32), begins=abstract((part,), bool),
-      rows=selected,
+      rows=selected, images=images(part),
     )  # fmt: skip
     return {
       'extend_first': self._extend.lower(params=params, state=state, **observation, all_begin=True),

@@ -284,6 +284,7 @@ def abstract_mini_batch(
   importance: bool,
   sharding: Any = None,
   packed: bool = False,
+  images: ImageInputs | None = None,
 ) -> MiniBatch:
   """The shapes and types of a micro-batch of `rows` rows, T = `width` and R = `replies`, to compile programs for.
 
@@ -293,6 +294,7 @@ def abstract_mini_batch(
     importance: `importance` exists.
     sharding: the layout of the rows.
     packed: `segments` exists; a row is a bin.
+    images: what the columns read of images.
   """
   types = {
     'tokens': np.int32,
@@ -311,4 +313,4 @@ def abstract_mini_batch(
     shape = (rows, width if name in ('tokens', 'segments') else replies)
     return jax.ShapeDtypeStruct(shape, types.get(name, np.float32), sharding=sharding)
 
-  return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)})
+  return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)} | {'images': images})

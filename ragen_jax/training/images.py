@@ -27,7 +27,7 @@ from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.rotary import AXES
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.encoder import Encoder
-from ragen_jax.models.vision.features import ImageColumns, stacked, table, table_rows
+from ragen_jax.models.vision.features import ImageColumns, abstract_features, stacked, table, table_rows
 from ragen_jax.models.vision.positions import feature_columns, rope_positions
 from ragen_jax.models.vision.processor import ProcessorConfig, patches_of, token_count
 from ragen_jax.models.vision.tower import Features
@@ -253,6 +253,34 @@ class Sight:
       )
     begins = np.flatnonzero(is_image & ~np.concatenate([[False], is_image[:-1]]))
     return shown[begins].tolist()
+
+
+def abstract_inputs(
+  model: LanguageModel, processor: ProcessorConfig, rows: int, width: int, images: int, tokens: int, dtype: Any
+) -> ImageInputs:
+  """The shapes and types of `ImageInputs` for a micro-batch, to compile programs for.
+
+  Args:
+    model: concrete or abstract.
+    processor: of the model.
+    rows: of the micro-batch, or bins.
+    width: T.
+    images: different images of the micro-batch.
+    tokens: of each image, which is taken to be as wide as an image of so many tokens can be.
+    dtype: of features.
+  """
+  mesh, vision = model.mesh, model.model.policy.cfg.vision
+  divided = row_sharding(mesh)
+  index = jax.ShapeDtypeStruct((rows, width), np.int32, sharding=divided)
+  positions = jax.ShapeDtypeStruct((rows, width, AXES), np.int32, sharding=divided)
+  whole = NamedSharding(mesh, PartitionSpec())
+  if is_frozen(model.model.policy.visual):
+    trunks = [POLICY] if model.model.critic is None else [POLICY, CRITIC]
+    features = abstract_features(vision, table_rows(images * tokens), dtype, whole)
+    return ImageInputs(index, positions, FrozenFeatures(dict.fromkeys(trunks, features)))
+  count = round_up(_step_up(images), row_shards(mesh))
+  group = jax.ShapeDtypeStruct((count, processor.factor, tokens * processor.factor, 3), np.uint8, sharding=whole)
+  return ImageInputs(index, positions, Pixels((group,), processor))
 
 
 def make_sight(model: LanguageModel) -> Sight | None:

@@ -8,7 +8,7 @@ import pathlib
 import jax
 import pytest
 
-from ragen_jax.config.checks import check_config
+from ragen_jax.config.checks import check_config, check_eval
 from ragen_jax.config.image_checks import check_images
 from ragen_jax.models import presets
 from ragen_jax.models.vision.config import QWEN3_VL
@@ -61,7 +61,6 @@ def test_options_of_images(seeing):
   for fields, message in (
     ({'envs__FrozenLake__tile': 9}, r'^envs\.FrozenLake\.tile=9: the processor .* 36x36 .* allowed: 8, 10'),
     ({'envs__FrozenLake__tile': 65}, r'^envs\.FrozenLake\.tile=65: must be 0 or .* pixels from 8 to 64$'),
-    ({'envs__FrozenLake__tile': 8.0}, r'^envs\.FrozenLake\.tile=8\.0: must be 0 or a whole number'),
     ({'envs__FrozenLake__observation': 'grid', 'envs__FrozenLake__tile': 8},
      r"^envs\.FrozenLake\.tile=8: needs envs\.FrozenLake\.observation='image'$"),
     ({'envs__FrozenLake__observation': 'picture'}, r"observation='picture'; allowed: grid, coord, grid_coord"),
@@ -76,8 +75,15 @@ def test_options_of_images(seeing):
 
 def test_programs_get_text_only(seeing):
   config = _changed(seeing, envs__Agent__runner='env:FrozenLake', train__tags=('Agent',), eval__tags=('Agent',))
-  told = r"^envs\.FrozenLake\.observation='image': programs that play tasks get text only$"
+  told = r"^envs\.FrozenLake\.observation='image': a program that plays tasks gets text only$"
   assert_refused(lambda c: check_images(c, weights=False), config, told)
+
+
+def test_models_on_a_server_get_text_only(seeing):
+  told = r"^envs\.FrozenLake\.observation='image': eval\.endpoint='http://localhost:1/v1' gets text only$"
+  fields = {'eval__endpoint': 'http://localhost:1/v1', 'eval__endpoint_model': 'm'}
+  assert_refused(check_eval, _changed(seeing, **fields), told)
+  check_eval(_changed(seeing, envs__FrozenLake__observation='grid', **fields))
 
 
 def test_a_wrong_processor(seeing, tmp_path):

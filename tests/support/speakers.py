@@ -94,8 +94,8 @@ class ScriptedSampler:
     del size
     return state
 
-  def extend(self, params, state, tokens, count, begins, *, rows, all_begin):
-    del params, tokens, count, begins, rows, all_begin
+  def extend(self, params, state, tokens, count, begins, *, rows, all_begin, images):
+    del params, tokens, count, begins, rows, all_begin, images
     return state
 
   def decode(self, params, state, keys, budget, *, columns, sampling, rows, enough):

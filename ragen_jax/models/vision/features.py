@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features
 
 # Logarithm of the fewest rows of a table on the device, to base 4.
@@ -70,6 +72,15 @@ def stacked(parts: Sequence[Features], rows: int, like: Features) -> Features:
   if like.deepstack is not None:
     deepstack = fill(1, [part.deepstack for part in parts], like.deepstack)
   return Features(fill(0, [part.embeddings for part in parts], like.embeddings), deepstack)
+
+
+def abstract_features(cfg: VisionConfig, rows: int, dtype: Any, sharding: Any) -> Features:
+  """Shape and type of a `table` of `rows` rows."""
+  shape = (rows, cfg.out_hidden_size)
+  stacked = None
+  if cfg.deepstack_blocks:
+    stacked = jax.ShapeDtypeStruct((len(cfg.deepstack_blocks), *shape), dtype, sharding=sharding)
+  return Features(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), stacked)
 
 
 def insert(x: jax.Array, features: Features, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:
