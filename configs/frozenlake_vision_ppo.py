@@ -17,4 +17,8 @@ def get_config(model: str = ''):
   """
   config = frozenlake_ppo.get_config(model or 'tiny-vl')
   config.envs.FrozenLake.observation = 'image'
+  if config.model.preset == 'tiny-vl':
+    # The longest form describes the board twice, with a sentence for each hole.
+    config.agent.max_response_tokens = 48
+    config.agent.max_context = 640
   return config

@@ -37,7 +37,7 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
   field = _field(specs[0])
   if shape.vision is None:
     model = f'model.path={config.model.path!r}' if config.model.path else f'model.preset={config.model.preset!r}'
-    raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as qwen2.5-vl-3b')
+    raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as {presets.TINY_VL}')
   if jax.process_count() > 1:
     raise UserError(f'{field}: images need one process, there are {jax.process_count()}; devices may be many')
   path = presets.resolve(config.model.preset, config.model.path) if weights else config.model.path

@@ -145,8 +145,8 @@ def processor(preset: str, path: str) -> ProcessorConfig | None:
   vision = shape(preset, path).vision
   if vision is None:
     return None
-  if path:
-    return read_processor(path, vision)
+  if path or preset in BUILT_IN:
+    return read_processor(path or resolve(preset, ''), vision)
   return ProcessorConfig(vision.patch_size, vision.temporal_patch_size, vision.merge_size, *_PROCESSORS[vision.family])
 
 

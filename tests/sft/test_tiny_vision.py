@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.segments import ImageSegment, TextSegment
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.sokoban import Sokoban
+from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.vision.processor import patches_of, read_processor, smart_resize
+from ragen_jax.models.vision.features import insert, table
+from ragen_jax.models.vision.positions import feature_columns, rope_positions
+from ragen_jax.models.vision.processor import patches_of, preprocess, read_processor, smart_resize
 from ragen_jax.sft import tiny_tokenizer, tiny_vision
+from tests.support.configs import small_config
 
 _SHAPE, _TOWER = (32, 2, 4, 2, 8, 64), (16, 2, 2, 32)
 
@@ -65,3 +74,31 @@ def test_initial_positions_are_as_large_as_contents_and_queries_long(fresh):
   for layer in policy.layers:
     np.testing.assert_array_equal(layer.self_attn.q_norm.weight[...], 2.0)
     np.testing.assert_array_equal(layer.self_attn.k_norm.weight[...], 1.0)
+
+
+def test_the_built_in_model_that_sees_is_small_and_opens_in_transformers():
+  directory = pathlib.Path(presets.resolve(presets.TINY_VL, ''))
+  assert sum(f.stat().st_size for f in directory.iterdir()) < 2e6
+  pytest.importorskip('torch', reason='transformers needs PyTorch to run a model')
+  import torch
+  from transformers import Qwen3VLForConditionalGeneration
+
+  policy = build.load_policy(small_config({'model.preset': presets.TINY_VL}))
+  qwen, processor, tokenizer = policy.model.policy, policy.processor, policy.tokenizer
+  assert 150_000 < sum(x.size for x in jax.tree.leaves(nnx.split(qwen)[1])) < 300_000
+  env = FrozenLake()
+  image = np.asarray(env.pixels(env.reset(jax.random.key(0)), 8))
+  patches, grid = preprocess(image, processor)
+  segments = (TextSegment('Turn 1:\nState:\n'), ImageSegment(image, 16), TextSegment('\nActions left: 10<think>'))
+  ids = np.asarray(tokenizer.encode_segments(segments).ids)
+  positions, _ = rope_positions(ids, [grid], qwen.cfg.vision)
+  index = feature_columns(ids, [grid], qwen.cfg.vision, [0])
+  x, _ = insert(qwen.embed(ids[None]), table([qwen.see(patches[None], grid)]), index[None])
+  hidden, _ = qwen(x, positions[None])
+  theirs = Qwen3VLForConditionalGeneration.from_pretrained(str(directory), dtype=torch.float32)
+  with torch.no_grad():
+    expected = theirs(
+      input_ids=torch.tensor(ids[None]), pixel_values=torch.tensor(patches), image_grid_thw=torch.tensor([[1, *grid]]),
+      mm_token_type_ids=torch.tensor((ids == qwen.cfg.vision.image_token_id)[None].astype(np.int64)),
+    ).logits[0].numpy()  # fmt: skip
+  np.testing.assert_allclose(np.asarray(qwen.logits(hidden))[0], expected, atol=1e-4)
