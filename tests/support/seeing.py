@@ -18,6 +18,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ParsedReply
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.agent.templates import prompt_pieces
+from ragen_jax.agent.world_model.formats import read_sections
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen, QwenConfig
@@ -58,7 +59,7 @@ def checkpoint(config: ConfigDict, directory: pathlib.Path, family: str, *, seed
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
   pieces = prompt_pieces(
-    [dataclasses.replace(s, tile=None) for s in specs] + specs, think=config.agent.think,
+    [dataclasses.replace(s, tile=None) for s in specs] + specs, form=config.agent.format,
     action_sep=config.agent.action_sep,
   )  # fmt: skip
   tokenizer = tiny_tokenizer.build(pieces)
@@ -102,6 +103,6 @@ def act_at_random(context: ContextManager, monkeypatch: pytest.MonkeyPatch) -> N
   def parse(env: int, text: str) -> ParsedReply:
     del env
     action = zlib.crc32(text.encode()) % 4
-    return ParsedReply((action,), (FrozenLake.action_names[action],), True)
+    return ParsedReply((action,), (FrozenLake.action_names[action],), True, read_sections(text, 'free_think'))
 
   monkeypatch.setattr(context, 'parse', parse)
