@@ -11,14 +11,15 @@ def get_config():
   config = sft_tiny.get_config()
   config.sft.output = 'ragen_jax/models/tiny_vl'
   config.sft.tags = ('FrozenLake', 'SimpleSokoban')
-  config.sft.levels = (12_500, 3_000)
+  config.sft.levels = (6_000, 2_000)
   config.sft.forms = ('no_think', 'free_think', 'state_estimation', 'transition_modeling', 'world_modeling')
   config.sft.tower = (64, 2, 4, 128)
-  config.sft.short_steps = 500
-  config.sft.steps = 900
+  config.sft.short_steps = 300
+  config.sft.steps = 500
   config.sft.packing = True
   config.model.vision = 'trained'
   config.envs.FrozenLake.observation = 'image'
   config.envs.SimpleSokoban.observation = 'image'
   config.eval.tags = ('FrozenLake', 'SimpleSokoban')
+  config.eval.groups = 256
   return config
