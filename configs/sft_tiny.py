@@ -25,7 +25,7 @@ def get_config():
   config.sft.skip_held_out_of = (
     'bandit_grpo', 'bandit_ppo', 'bandit_starpo_s', 'frozenlake_grpo', 'frozenlake_ppo', 'frozenlake_starpo_s',
     'frozenlake_vision_ppo', 'sft_frozenlake', 'sft_sokoban', 'sokoban_grpo', 'sokoban_ppo', 'sokoban_starpo_s',
-    'sokoban_vision_ppo', 'vagen_frozenlake', 'vagen_sokoban',
+    'sokoban_vision_ppo',
   )  # fmt: skip
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
   config.eval.groups = 768

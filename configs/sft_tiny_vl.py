@@ -9,6 +9,7 @@ from configs import sft_tiny
 def get_config():
   """The play of the text model's demonstrations, with the board as an image, in each form of replies."""
   config = sft_tiny.get_config()
+  config.model.preset = 'tiny-vl'
   config.sft.output = 'ragen_jax/models/tiny_vl'
   config.sft.tags = ('FrozenLake', 'SimpleSokoban')
   config.sft.levels = (6_000, 2_000)
@@ -17,6 +18,7 @@ def get_config():
   config.sft.short_steps = 300
   config.sft.steps = 500
   config.sft.packing = True
+  config.sft.skip_held_out_of += ('vagen_frozenlake', 'vagen_sokoban')
   config.model.vision = 'trained'
   config.envs.FrozenLake.observation = 'image'
   config.envs.SimpleSokoban.observation = 'image'
