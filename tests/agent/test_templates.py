@@ -77,7 +77,8 @@ def test_prompts_of_replies_with_and_without_thought_are_those_of_the_built_in_m
 
 def test_a_tokenizer_for_descriptions_reads_each_of_their_parts_as_one_token(specs):
   pieces = prompt_pieces(specs, form='world_modeling', action_sep='||')
-  for text in ('<observation>', '</prediction>', 'the box is ', 'the hole is ', 'in the same row', 'to the left', '; '):
+  claim = 'the hole is in the same row and to the left'
+  for text in ('<observation>', '</prediction>', 'the box is above and to the right', claim, f'; {claim}'):
     assert text in pieces
   assert not any('hole is' in piece for piece in prompt_pieces(specs, form='free_think', action_sep='||'))
 

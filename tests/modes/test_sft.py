@@ -220,8 +220,10 @@ def test_a_file_of_the_same_play_is_learnt_as_the_play_itself(whole, tmp_path):
 def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
   shown = []
 
-  def join(parts):
-    shown.append([tokenizer.decode(row[:n]) for row, n in zip(parts[0].tokens, parts[0].length, strict=True)])
+  def join(parts, sight, params):
+    del sight, params
+    rows = parts[0].trajectory
+    shown.append([tokenizer.decode(row[:n]) for row, n in zip(rows.tokens, rows.length, strict=True)])
     raise KeyboardInterrupt
 
   monkeypatch.setattr(sft, 'join', join)
