@@ -1,6 +1,9 @@
 """Makes the built-in model that sees: a small Qwen3-VL trained on noisy demonstrations of FrozenLake and Sokoban.
 
 python main.py --mode=sft --config=configs/sft_tiny_vl.py
+
+2026-11-22, seed 0: 24 minutes on 2 cores of an AMD EPYC whose time other work took most of. Success on 128 held-out
+levels of each game at temperature 0.5, with free thoughts: FrozenLake 0.195 of 0.482 at best, Sokoban 0.127 of 1.
 """
 
 from configs import sft_tiny
