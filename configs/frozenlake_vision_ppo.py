@@ -3,8 +3,10 @@
 python main.py --config=configs/frozenlake_vision_ppo.py
 
 The prompt has the board as an image and no text of it. `agent.format` selects another form of replies: the model knows
-all five. 2026-11-22, seed 0, after 10 of the 40 iterations: success on 64 held-out levels from 0.188 to 0.332 at
-temperature 0.5, where 0.466 is the best possible. With a form that describes the board, `--config.reward.state_reward=0.1` rewards true descriptions.
+all five. With a form that describes the board, `--config.reward.state_reward=0.1` rewards true descriptions.
+
+2026-11-22, seed 0, the first 10 of the 40 iterations: success on 64 held-out levels from 0.188 to 0.332 at temperature
+0.5, where 0.466 is the best possible.
 """
 
 from configs import frozenlake_ppo
