@@ -321,3 +321,13 @@ def test_a_fresh_model_that_sees_learns_from_images_and_can_be_loaded(tmp_path):
   assert policy.processor.factor == 8 and not is_frozen(policy.model.policy.visual)
   claim = '; the hole is above and to the left'
   assert all(len(policy.tokenizer.encode(text)) == 1 for text in (claim, '</prediction>', ', the box is at '))
+
+
+@pytest.mark.slow
+def test_the_built_in_model_that_sees_has_the_tokens_of_todays_prompts(tmp_path):
+  config = sft_tiny_vl.get_config()
+  specs = build.env_specs(config, config.sft.tags, config.sft.levels)
+  sft._fresh_policy(config, specs, str(tmp_path))
+  shipped = pathlib.Path(presets.resolve(presets.TINY_VL, ''))
+  for name in ('tokenizer.json', 'tokenizer_config.json', 'preprocessor_config.json'):
+    assert json.loads((tmp_path / name).read_text()) == json.loads((shipped / name).read_text()), name
