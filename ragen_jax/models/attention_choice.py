@@ -18,11 +18,11 @@ AUTO = 'auto'
 
 # Platform -> its implementations, the fastest first; 'auto' takes the first that can be used.
 _BY_PLATFORM = {
-  'tpu': ('splash', 'einsum'),
+  'tpu': ('flash', 'splash', 'einsum'),
   'gpu': ('cudnn', 'pallas', 'einsum'),
   'cpu': ('einsum',),
 }
-_PLATFORM_OF_KERNEL = {'splash': 'tpu', 'cudnn': 'gpu', 'pallas': 'gpu'}
+_PLATFORM_OF_KERNEL = {'flash': 'tpu', 'splash': 'tpu', 'cudnn': 'gpu', 'pallas': 'gpu'}
 # The names that JAX gives to GPUs.
 _GPUS = ('gpu', 'cuda', 'rocm')
 # The first NVIDIA GPUs on which cuDNN has flash attention, and Triton products in bfloat16.

@@ -138,7 +138,11 @@ def update_memory(
     layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
     costly = size * (2 * c.hidden_size + (heads + (c.num_heads * c.head_dim) + 2 * c.intermediate_size) // tensor)
     casts = _bytes(params[name]['layers'], mesh, size)
-    of_trunk = {'none': (casts, layer), 'elementwise': (0, costly), 'layers': (0, size * c.hidden_size)}
+    attended = size * c.num_heads * c.head_dim // tensor
+    of_trunk = {
+      'none': (casts, layer), 'elementwise': (0, costly), 'attention': (0, size * c.hidden_size + attended),
+      'layers': (0, size * c.hidden_size),
+    }  # fmt: skip
     for remat, (once, column) in of_trunk.items():
       saved[remat] = (
         saved[remat][0] + (casts if trunk.scan_layers else once), saved[remat][1] + c.num_layers * column

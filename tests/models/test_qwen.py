@@ -23,6 +23,7 @@ from tests.support import learning
 
 BLOCKS = AttentionSettings('blocks', None)
 SPLASH = AttentionSettings('splash', None, interpret=True)
+FLASH = AttentionSettings('flash', None, interpret=True)
 TOKENS = 90  # of the tokenizer; a vocabulary may be larger
 
 # Small models with one odd corner each or several. Two layers where that is the point, as each costs compilation.
@@ -291,7 +292,7 @@ def loss_and_gradient(remat: str, attention: AttentionSettings):
 
 @pytest.mark.parametrize(
   ('remat', 'attention'),
-  [('layers', EINSUM), ('none', BLOCKS), ('elementwise', BLOCKS), ('layers', SPLASH), ('elementwise', SPLASH)],
+  [('layers', EINSUM), ('none', BLOCKS), ('attention', BLOCKS), ('elementwise', SPLASH), ('attention', FLASH)],
 )
 def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
   loss, gradient = loss_and_gradient(remat, attention)

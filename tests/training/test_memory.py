@@ -99,7 +99,8 @@ def test_what_is_kept_is_counted_exactly():
 @pytest.mark.parametrize(
   ('preset', 'mesh', 'platform', 'remat', 'columns', 'needed'),
   [
-    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'layers', 5632, 3.82),  # v5e:2x4
+    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'attention', 5632, 4.21),  # v5e:2x4
+    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'layers', 5632, 3.82),
     ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'layers', 14848, 4.51),
     ('qwen2.5-0.5b', (8, 1, 1), 'gpu', 'layers', 5632, 3.99),  # h100:8
     ('qwen2.5-1.5b', (8, 1, 1), 'gpu', 'elementwise', 5632, 13.09),
@@ -132,7 +133,7 @@ def _pretrained(preset):
 
 
 def test_columns_are_the_most_that_fit():
-  saved = {'none': (50, 9), 'elementwise': (0, 4), 'layers': (0, 1)}
+  saved = {'none': (50, 9), 'elementwise': (0, 4), 'attention': (0, 2), 'layers': (0, 1)}
   found = UpdateMemory(
     kept=1000, saved=saved, head=500, head_column=1, layers=100, layers_column=7, scores_column=5, most_scores=300
   )
@@ -148,10 +149,11 @@ def test_what_is_computed_again_is_the_fastest_that_fits():
   def asked():
     raise AssertionError('asked for the memory')
 
-  for name, remat in ((False, 'none'), ('elementwise', 'elementwise'), (True, 'layers')):
+  for name, remat in ((False, 'none'), ('elementwise', 'elementwise'), ('attention', 'attention'), (True, 'layers')):
     assert batch_sizes.remat_settings(name, 4096, asked, asked).choose(10**6) == remat
   # A narrow model computes products again in less time than it reads them.
-  assert batch_sizes.remat_settings('auto', 896, asked, asked).choose(128) == 'layers'
+  narrow = batch_sizes.remat_settings('auto', 896, lambda: _MEMORY, lambda: 2 * 2**30 + 5000 * 2**20)
+  assert narrow.columns == 5000 and (narrow.choose(5000), narrow.choose(5001)) == ('attention', 'layers')
   wide = batch_sizes.remat_settings('auto', 3584, lambda: _MEMORY, lambda: 2 * 2**30 + 5000 * 2**20)
   assert wide.columns == 5000 and (wide.choose(5000), wide.choose(5001)) == ('elementwise', 'layers')
 
@@ -160,7 +162,7 @@ _SIZES = SizeSettings(
   mini_batch_size=24, micro_batch_size=0, packing=False, max_context=700, length_step=128, whole_rows=False, shards=2,
   remat='auto',
 )  # fmt: skip
-_NOTHING = dict.fromkeys(('none', 'elementwise', 'layers'), (0, 0))
+_NOTHING = dict.fromkeys(REMAT, (0, 0))
 _MEMORY = UpdateMemory(
   kept=2**30, saved=_NOTHING, head=0, head_column=0, layers=2**30, layers_column=2**20, scores_column=0, most_scores=0
 )
