@@ -93,12 +93,13 @@ def update_memory(
   width H, an MLP of width F and a vocabulary of V, the program holds
 
     always          L D a for each column: the inputs of the layers, with remat of 'layers'
+                    L N H a for each column more: what attention gives, with 'attention'
                     L (2 D + (2 N + 2 K) H + 2 F) a for each column: what 'elementwise' keeps
                     L w a for each column: all that the layers keep, with 'none'
                     P a: the layers' weights as computed with, if they are stacked or kept for the backward pass
                     V D 4: the gradient of the embedding as head
     with logits     V D a: the head as computed with
-                    V D 4: a second gradient of the head, which adds up over the chunks
+                    V D a: a second gradient of the head, which adds up over the chunks
                     V (4 + a) for each position of `logits_chunk`: logits and their gradient
                     4 V 4 for each column without chunks: more is kept for the backward pass
     in the layers   V D 4: the gradient of the embedding as input, if it is another sum
@@ -165,7 +166,7 @@ def update_memory(
   head = size * embedding
   if 'embed_tokens' in trained['policy']:
     always += 4 * embedding // mesh.shape['fsdp']
-    head += 2 * 4 * embedding - 4 * embedding // mesh.shape['fsdp'] if logits_chunk else 0
+    head += (4 + size) * embedding - 4 * embedding // mesh.shape['fsdp'] if logits_chunk else 0
   return UpdateMemory(
     kept,
     saved=saved,

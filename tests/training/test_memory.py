@@ -16,7 +16,7 @@ from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import AttentionSettings
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
