@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def choose_attention(name: str, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> AttentionSettings:
   """How a model attends on the devices of a mesh. Nothing is compiled.
 
-  'auto' takes splash attention on TPUs, cuDNN on GPUs (else Pallas, else 'einsum', with a reason in the log), 'blocks'
+  'auto' takes 'flash' on TPUs, cuDNN on GPUs (else Pallas, else 'einsum', with a reason in the log), 'blocks'
   on one CPU device and 'einsum' on several.
 
   Args:

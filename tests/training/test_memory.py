@@ -95,21 +95,20 @@ def test_what_is_kept_is_counted_exactly():
 
 
 # GiB that compilers need for the gradient program in addition to its arguments and results (jax 0.10.2, libtpu
-# 0.0.42.1, 2026-11-22), with the kernels of attention of each.
+# 0.0.42.1, 2026-11-22), with the kernels of attention of each. The two of 7B on TPUs are of a program whose gradient of
+# the head was float32.
 @pytest.mark.parametrize(
   ('preset', 'mesh', 'platform', 'remat', 'columns', 'needed'),
   [
-    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'attention', 5632, 4.21),  # v5e:2x4
-    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'layers', 5632, 3.82),
-    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'layers', 14848, 4.51),
-    ('qwen2.5-0.5b', (8, 1, 1), 'gpu', 'layers', 5632, 3.99),  # h100:8
-    ('qwen2.5-1.5b', (8, 1, 1), 'gpu', 'elementwise', 5632, 13.09),
+    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'attention', 5632, 3.70),  # v5e:2x4
+    ('qwen2.5-0.5b', (8, 1, 1), 'gpu', 'layers', 5632, 3.73),  # h100:8
+    ('qwen2.5-1.5b', (8, 1, 1), 'gpu', 'elementwise', 5632, 12.65),
     ('qwen2.5-7b', (1, 4, 1), 'tpu', 'elementwise', 11264, 52.37),  # v5p:2x2x1
     ('qwen2.5-7b', (1, 1, 4), 'tpu', 'elementwise', 45056, 64.75),
-    ('qwen2.5-7b', (1, 8, 1), 'gpu', 'elementwise', 5632, 25.05),
-    ('qwen2.5-7b', (1, 8, 1), 'gpu', 'layers', 5632, 11.51),
-    ('qwen2.5-7b', (1, 2, 4), 'gpu', 'elementwise', 22528, 26.43),
-    ('qwen2.5-7b', (1, 4, 2), 'gpu', 'elementwise', 11264, 23.67),
+    ('qwen2.5-7b', (1, 8, 1), 'gpu', 'elementwise', 5632, 22.00),
+    ('qwen2.5-7b', (1, 8, 1), 'gpu', 'layers', 5632, 8.46),
+    ('qwen2.5-7b', (1, 2, 4), 'gpu', 'elementwise', 22528, 25.95),
+    ('qwen2.5-7b', (1, 4, 2), 'gpu', 'elementwise', 11264, 22.15),
   ],
 )
 def test_the_whole_is_within_a_tenth_of_what_compilers_of_accelerators_need(
