@@ -14,11 +14,12 @@ import numpy as np
 from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.episode import Limits, Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
+from ragen_jax.agent.eyes import Eyes
 from ragen_jax.distributed import processes
+from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
 from ragen_jax.sampling.shapes import Shapes, largest_cache
-from ragen_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class SamplerSpeaker:
     sampling: Sampling,
     *,
     observer: Callable[[FedRows], None] | None = None,
+    eyes: Eyes | None = None,
   ):
     """Nothing runs before the first reply.
 
@@ -70,12 +72,15 @@ class SamplerSpeaker:
       key: PRNG key of the draws; it is split into one key for each episode.
       sampling: how tokens are drawn.
       observer: called with prompts before they are fed.
+      eyes: the vision tower of the policy; needed if observations contain images.
     """
     self._sampler = sampler
     self._params = params
     self._key = key
     self._sampling = sampling
     self._observer = observer
+    self._eyes = eyes
+    self._seen: dict[bytes, Features] = {}  # of the rollout's images, by digest
     self._state: SamplerState | None = None
     self._size = 0  # columns of the cache
     self._slots = np.zeros((0,), np.int32)  # the episode of each slot, -1 if free, shard by shard
@@ -196,12 +201,24 @@ class SamplerSpeaker:
     self._resize(max([longest + decode_columns(log.limits), *(before[first] + w for first, w in width.items())]))
     if fed[True]:
       self._keys = self._row_keys(log)
+    self._see(prompts)
     for first, w in width.items():
       self._extend(log, kinds[first], w, fed[first], all_begin=first)
     for row in prompts:
-      log.timeline.append_context(row, prompts[row].ids, len(log.past(row)))
+      log.timeline.append_context(row, prompts[row].ids, len(log.past(row)), prompts[row].images)
       self._open[row] = []
     return True
+
+  def _see(self, prompts: dict[int, Prompt]) -> None:
+    """Computes the features of images that the rollout has not shown yet."""
+    new = {
+      span.segment.digest: span.segment.image
+      for prompt in prompts.values()
+      for span in prompt.images
+      if span.segment.digest not in self._seen
+    }
+    if new:
+      self._seen |= zip(new, self._eyes.encoder(self._params['policy']['visual'], list(new.values())), strict=True)
 
   def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], width: int, fed: int, *, all_begin: bool) -> None:
     """Feeds prompts of up to `width` tokens, to at most `fed` rows of each shard."""
@@ -217,14 +234,15 @@ class SamplerSpeaker:
         if row < 0:
           continue
         prompt = prompts[row]
-        if prompt.images:
-          raise UserError(f'{log.envs.specs[log.envs.row_env[row]].tag}: the policy reads no images')
         tokens[i, : len(prompt.ids)] = prompt.ids
         count[i], begins[i] = len(prompt.ids), prompt.fresh
       if self._observer is not None:
         self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
+      images = None
+      if log.envs.has_images:
+        images = self._eyes.columns([prompts.get(row) for row in own.tolist()], self._seen, width)
       self._state = self._sampler.extend(
-        self._params, self._state, tokens, count, begins, rows=selected, all_begin=all_begin
+        self._params, self._state, tokens, count, begins, rows=selected, all_begin=all_begin, images=images
       )
 
   def _row_keys(self, log: EpisodeLog) -> jax.Array:

@@ -18,8 +18,8 @@ from ragen_jax.distributed.chips import Chip
 # and 4.3 of 4.8 TB/s.
 _PRODUCTS, _MEMORY = 0.8, 0.9
 # Attention kernels: share of what the matrix units can reach for the width of the heads. Those of `attention_tpu` by
-# name; in the instructions that libtpu schedules for a row of 1,408 columns (heads of 64, groups of 7), splash attention
-# has 0.40, 0.58 and 0.56 in its three kernels.
+# name. By the instructions that libtpu schedules for a row of 1,408 columns, heads of 64 and groups of 7, the three
+# kernels of splash attention have 0.40, 0.58 and 0.56.
 _ATTENTION, _ATTENTION_OF = 0.5, {'attention_forward': 0.64, 'attention_backward': 0.85}
 # Least seconds from the start of a GPU's kernel to the start of the next.
 _GPU_KERNEL = 2e-6

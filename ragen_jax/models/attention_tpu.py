@@ -32,9 +32,7 @@ _CONTRACT_ROWS = (((0,), (0,)), ((), ()))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, name: str, interpret: bool
-) -> jax.Array:
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, name: str, interpret: bool) -> jax.Array:
   """Causal grouped-query attention within the segments of each row.
 
   Args:

@@ -76,7 +76,7 @@ class Projection(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., *inputs] -> [..., *outputs]."""
     batch = x.shape[: x.ndim - len(self.inputs)]
-    # A compiler chooses the layout of rows and columns if they are two axes; with one column a row, they are better one.
+    # Compilers choose the layout of rows and columns if they are two axes. With one column a row, one axis is better.
     x = x.reshape(*(batch if math.prod(batch[1:]) > 1 else (-1,)), math.prod(self.inputs))
     y = x @ self.matrix(x.dtype)
     if self.bias is not None:
@@ -146,6 +146,11 @@ def scan_layers(
 
 class Frozen(nnx.Param):
   """A weight that no run trains; `lora.partition` puts it beside the weights under adapters."""
+
+
+def is_frozen(module: nnx.Module) -> bool:
+  """Whether the weights of a module are `Frozen`."""
+  return all(isinstance(weight, Frozen) for _, weight in nnx.to_flat_state(nnx.state(module, nnx.Param)))
 
 
 def freeze(module: nnx.Module) -> None:
