@@ -63,9 +63,12 @@ def _bias(segments_ref: Any, i: jax.Array, j: jax.Array, blocks: int) -> jax.Arr
   return jnp.where((of_keys == of_queries) & (key <= query), 0.0, _MASKED)
 
 
-def _over_keys(run: Callable[[jax.Array, int], None], first: jax.Array, end: jax.Array) -> None:
-  """Calls `run(j, n)` for the blocks of keys first .. end - 1, for n blocks from j on: `_AT_ONCE`, at the end fewer."""
-  at_once = _AT_ONCE
+def _over_keys(run: Callable[[jax.Array, int], None], first: jax.Array, end: jax.Array, blocks: int) -> None:
+  """Calls `run(j, n)`, for n blocks of keys from j on, until all of first .. end - 1 have had their turn.
+
+  n is `_AT_ONCE`, and at the end less. A row has `blocks` blocks.
+  """
+  at_once = _AT_ONCE if blocks >= _AT_ONCE else 1
   while at_once:
     calls = jax.lax.div(end - first, at_once)
     jax.lax.fori_loop(0, calls, functools.partial(_run_one, run, first, at_once), None)
@@ -108,7 +111,7 @@ def _forward_kernel(
     total_ref[...] = total_ref[...] * scale + jnp.sum(weights, axis=0, keepdims=True)
     sum_ref[...] = sum_ref[...] * scale + _dot(v, weights.astype(v.dtype), _CONTRACT_ROWS)  # [H, heads * queries]
 
-  _over_keys(run, first_ref[row, i], i + 1)
+  _over_keys(run, first_ref[row, i], i + 1, k_ref.shape[2] // BLOCK)
   total = total_ref[...]
   _apart(out_ref, sum_ref[...] / total)
   _apart(lse_ref, most_ref[...] + jnp.log(total))
@@ -143,7 +146,7 @@ def _backward_kernel(
     of_k_sum[columns] += _dot(of_scores, q, _CONTRACT_LANES)
     of_q_sum[...] += _dot(k, of_scores, _CONTRACT_ROWS)
 
-  _over_keys(run, first_ref[row, i], i + 1)
+  _over_keys(run, first_ref[row, i], i + 1, k_ref.shape[2] // BLOCK)
   _apart(of_q_ref, of_q_sum[...])
 
   @pl.when(i == pl.num_programs(2) - 1)

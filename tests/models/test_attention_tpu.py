@@ -28,7 +28,7 @@ def test_every_block_of_keys_is_visited_once(blocks):
     jax.debug.callback(lambda j, n=n: visited.extend(range(int(j), int(j) + n)), j, ordered=True)
 
   visited = []
-  jax.jit(functools.partial(attention_tpu._over_keys, run))(jnp.int32(3), jnp.int32(3 + blocks))
+  jax.jit(functools.partial(attention_tpu._over_keys, run, blocks=3 + blocks))(jnp.int32(3), jnp.int32(3 + blocks))
   jax.effects_barrier()
   assert visited == [*range(3, 3 + blocks)]
 

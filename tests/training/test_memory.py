@@ -101,6 +101,7 @@ def test_what_is_kept_is_counted_exactly():
   ('preset', 'mesh', 'platform', 'remat', 'columns', 'needed'),
   [
     ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'attention', 5632, 3.70),  # v5e:2x4
+    ('qwen2.5-0.5b', (8, 1, 1), 'tpu', 'attention', 14848, 4.62),
     ('qwen2.5-0.5b', (8, 1, 1), 'gpu', 'layers', 5632, 3.73),  # h100:8
     ('qwen2.5-1.5b', (8, 1, 1), 'gpu', 'elementwise', 5632, 12.65),
     ('qwen2.5-7b', (1, 4, 1), 'tpu', 'elementwise', 11264, 52.37),  # v5p:2x2x1
