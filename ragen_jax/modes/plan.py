@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from ml_collections import ConfigDict
 
 from ragen_jax.compilers import memory, topologies
-from ragen_jax.compilers.abstract import prompt_columns
+from ragen_jax.compilers.abstract import prompt_columns, visual_columns
 from ragen_jax.compilers.memory import MemoryPlan
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
@@ -107,11 +107,13 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
     out.write(f'{name:{width}}' + ''.join(f'{cell:>12}' for cell in cells) + '\n')
   out.write(f'{"together":{width}}' + ''.join(f'{found.total(x) / _GIB:12.2f}' for x in found.phases) + '\n\n')
   rows, (micro, width, _) = found.cache_rows, found.micro_batch
+  seen = visual_columns(config)
+  images = f', {seen} of them for images' if seen else ''
   out.write(
     f'Update: {micro // row_shards(mesh)} {"bins" if config.optimizer.packing else "rows"} of '
     f'{width} tokens a device at once. Caches: {rows["rollout"]} rows '
     f'(evaluation: {rows["evaluation"]}) of {found.columns} columns a device, and observations of up to '
-    f'{prompt_columns(config)} tokens.\n'
+    f'{prompt_columns(config)} tokens{images}.\n'
     'Activations are those of the programs compiled for CPU in float32, which bounds bfloat16 from above; an '
     "accelerator's compiler orders and fuses otherwise (plan.topology asks it). All else is counted exactly.\n"
   )

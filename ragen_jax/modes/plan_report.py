@@ -10,7 +10,7 @@ import jax
 from ml_collections import ConfigDict
 
 from ragen_jax.compilers import estimate, programs, topologies
-from ragen_jax.compilers.abstract import compute_dtype
+from ragen_jax.compilers.abstract import compute_dtype, visual_columns
 from ragen_jax.compilers.estimate import Estimate, Measured
 from ragen_jax.compilers.programs import Run
 from ragen_jax.compilers.topologies import Topology
@@ -53,12 +53,14 @@ def report(config: ConfigDict, topology: Topology, out: TextIO) -> None:
 def _write_head(run: Run, topology: Topology, kind: str, out: TextIO) -> None:
   c, n = run.config, run.lengths
   parameters = sum(x.size for x in jax.tree.leaves(run.state.params))
+  seen = visual_columns(c)
+  images = f' ({seen} of each for images)' if seen else ''
   arranged = ', '.join(f'{axis}={size}' for axis, size in run.mesh.shape.items())
   out.write(
     f'{c.model.path or c.model.preset}: {parameters / 1e6:.1f}M parameters on {topology.name}, {topology.size} x '
     f'{kind} ({arranged}), compiled for it\n'
-    f'Assumed (plan.*): a prompt of {n.prompt} tokens, later observations of {n.observation}, replies of {n.reply} '
-    f'and {n.longest} for the longest of a turn, {n.turns} turns.\n\n'
+    f'Assumed (plan.*): a prompt of {n.prompt} tokens, later observations of {n.observation}{images}, '
+    f'replies of {n.reply} and {n.longest} for the longest of a turn, {n.turns} turns.\n\n'
     f'{"program":16}{"runs":>6}{"compile CPU s":>15}{"GiB":>8}{"ms":>10}{"links ms":>10}  shape\n'
   )
 

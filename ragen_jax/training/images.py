@@ -227,17 +227,23 @@ class Sight:
     """
     if trajectory.image is None:
       return None
+    return self.of_rows(params, trajectory.tokens, trajectory.length, trajectory.image, images)
+
+  def of_rows(
+    self, params: Any, tokens: np.ndarray, length: np.ndarray, image: np.ndarray, images: Sequence[np.ndarray]
+  ) -> ImageInputs:
+    """`inputs` for rows of i32[B, T] tokens, i32[B] used columns, and i32[B, T] images, see `Trajectory.image`."""
     grids = [_grid(image.shape[:2], self._processor) for image in images]
     counts = [token_count(grid, self._processor.merge_size) for grid in grids]
     first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    index = np.full(trajectory.tokens.shape, -1, np.int32)
+    index = np.full(tokens.shape, -1, np.int32)
     positions = np.zeros((*index.shape, AXES), np.int32)
-    for row, length in enumerate(trajectory.length.tolist()):
-      tokens, shown = trajectory.tokens[row, :length], trajectory.image[row, :length]
-      own = self._shown(row, tokens, shown)
+    for row, end in enumerate(length.tolist()):
+      ids = tokens[row, :end]
+      own = self._shown(row, ids, image[row, :end])
       of_row = [grids[i] for i in own]
-      positions[row, :length], _ = rope_positions(tokens, of_row, self._vision)
-      index[row, :length] = feature_columns(tokens, of_row, self._vision, [int(first[i]) for i in own])
+      positions[row, :end], _ = rope_positions(ids, of_row, self._vision)
+      index[row, :end] = feature_columns(ids, of_row, self._vision, [int(first[i]) for i in own])
     features = {}
     if not self._trained:
       features = {name: encoder(params[name]['visual'], images) for name, encoder in self._encoders.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,24 @@ class ProbeSettings:
   gradient_buckets: int
   bucket_mode: str
   think: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+  """The columns of a row before a thought.
+
+  Attributes:
+    tokens: i32[n].
+    image: i32[n], as in `Trajectory`; None without images.
+  """
+
+  tokens: np.ndarray
+  image: np.ndarray | None
+
+  @property
+  def key(self) -> tuple[bytes, bytes]:
+    """Equal for prompts of equal tokens and images."""
+    return self.tokens.tobytes(), b'' if self.image is None else self.image.tobytes()
 
 
 class Probes:
@@ -138,16 +157,19 @@ class Probes:
     t = rollout.trajectory
     drawn = self.draw_thoughts(rollout, rng, first_only=first_only)
     closed = [(row, columns) for row, columns in drawn if len(columns)]
-    prompts = [t.tokens[row, : columns[0]] for row, columns in closed]
+    prompts = [
+      Prompt(t.tokens[row, : columns[0]], None if t.image is None else t.image[row, : columns[0]])
+      for row, columns in closed
+    ]
     thoughts = [t.tokens[row, columns] for row, columns in closed]
     metrics = {'valid_thinking_rate': len(thoughts) / max(len(drawn), 1)}
     # Equal prompts of several thoughts are scored once.
-    distinct = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
+    distinct = {p.key: i for i, p in reversed(list(enumerate(prompts)))}
     order = {key: i for i, key in enumerate(distinct)}
     if len(order) < 2:
       return metrics
-    own = np.asarray([order[tuple(p)] for p in prompts])
-    scores = self.cross_scores(state.params, [prompts[i] for i in distinct.values()], thoughts)
+    own = np.asarray([order[p.key] for p in prompts])
+    scores = self.cross_scores(state.params, [prompts[i] for i in distinct.values()], thoughts, rollout.images)
     return metrics | mutual_information(scores, own, lengths=np.asarray([len(z) for z in thoughts]))
 
   def draw_thoughts(
@@ -176,9 +198,20 @@ class Probes:
     """Number of tokens of a reply up to the end of its thought; 0 if it does not close a thought."""
     return self._trainer.model.tokenizer.count_until(ids.tolist(), _END) if self._settings.think else 0
 
-  def cross_scores(self, params: Any, prompts: list[np.ndarray], thoughts: list[np.ndarray]) -> np.ndarray:
-    """f64[N, M]: the log-prob in nats of each of N thoughts after each of M prompts, i32[length] each."""
-    rows, length = _cross_rows(prompts, thoughts)
+  def cross_scores(
+    self, params: Any, prompts: list[Prompt], thoughts: list[np.ndarray], images: Sequence[np.ndarray] = ()
+  ) -> np.ndarray:
+    """f64[N, M]: the log-prob in nats of each of N thoughts, i32[length], after each of M prompts.
+
+    Args:
+      params: the weights.
+      prompts: M prompts.
+      thoughts: N thoughts.
+      images: what the prompts' `image` counts.
+    """
+    rows, length, image = _cross_rows(prompts, thoughts)
+    if image is not None:
+      rows = rows.replace(images=self._trainer.sight.of_rows(params, rows.tokens, length, image, images))
     batching = self._trainer.settings.estimate.batching
     every = np.arange(len(length), dtype=np.int32)
     (plans,) = plan_batches([every], length, rows.mask.sum(axis=1), batching)
@@ -186,13 +219,16 @@ class Probes:
     return logprobs.astype(np.float64).sum(axis=1).reshape(len(thoughts), len(prompts))
 
 
-def _cross_rows(prompts: list[np.ndarray], thoughts: list[np.ndarray]) -> tuple[TokenRows, np.ndarray]:
-  """Every thought after every prompt, N * M rows, and their lengths i32[N * M]."""
+def _cross_rows(prompts: list[Prompt], thoughts: list[np.ndarray]) -> tuple[TokenRows, np.ndarray, np.ndarray | None]:
+  """Every thought after every prompt, N * M rows, their lengths i32[N * M], and the images of their columns."""
   pairs = [(x, z) for z in thoughts for x in prompts]
-  length = np.asarray([len(x) + len(z) for x, z in pairs])
+  length = np.asarray([len(x.tokens) + len(z) for x, z in pairs])
   tokens = np.zeros((len(pairs), int(length.max())), np.int32)
-  thought = np.zeros(tokens.shape, bool)
+  thought, image = np.zeros(tokens.shape, bool), np.full(tokens.shape, -1, np.int32)
   for i, (x, z) in enumerate(pairs):
-    tokens[i, : len(x)], tokens[i, len(x) : length[i]] = x, z
-    thought[i, len(x) : length[i]] = True
-  return TokenRows(tokens, *sampled_columns(thought)), length
+    before = len(x.tokens)
+    tokens[i, :before], tokens[i, before : length[i]] = x.tokens, z
+    thought[i, before : length[i]] = True
+    if x.image is not None:
+      image[i, :before] = x.image
+  return TokenRows(tokens, *sampled_columns(thought)), length, image if (image >= 0).any() else None

@@ -112,6 +112,7 @@ class Trainer:
     player: plays episodes.
     scorer: scores tokens.
     learner: takes optimiser steps.
+    sight: makes what programs read of images; None for a model that reads text only.
     estimator: makes advantages.
     replay: the rollouts of earlier iterations.
     recorder: keeps episodes for the viewer.
@@ -137,7 +138,8 @@ class Trainer:
       model.mesh,
       critic_loss=functools.partial(objective.critic_loss, settings=settings.loss),
     )
-    self.estimator = TargetEstimator(settings.estimate, self.scorer, make_sight(model))
+    self.sight = make_sight(model)
+    self.estimator = TargetEstimator(settings.estimate, self.scorer, self.sight)
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, player, model.tokenizer)

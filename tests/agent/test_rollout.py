@@ -6,6 +6,7 @@ import numpy as np
 
 from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows, take_rows
+from ragen_jax.agent.segments import ImageSegment, ImageSpan
 from ragen_jax.agent.trajectory import Timeline
 
 PAD = 99
@@ -77,3 +78,40 @@ def test_padding_rows_are_empty():
   assert (t.tokens[4:] == PAD).all() and (t.turn[4:] == -1).all() and not t.loss_mask[4:].any()
   assert (padded.anchors[4:] == -1).all() and padded.anchors.shape == (6, 2)
   assert len(pad_rows(padded, 3).trajectory.length) == 6
+
+
+def _seeing(*shown: int) -> Rollout:
+  """One row for each number, which shows the image of this number in its middle column; -1 shows none."""
+  timeline = Timeline(len(shown), 4)
+  for row, number in enumerate(shown):
+    segment = ImageSegment(np.full((8, 8, 3), max(number, 0), np.uint8), 1)
+    timeline.append_context(row, (5, 9), 0, [ImageSpan(segment, 1, 2)] if number >= 0 else [])
+    timeline.append_reply(row, (7,), 0)
+  of = np.arange(len(shown))
+  trajectory = timeline.trajectory(group=of, episode=of, env=of * 0, status=of * 0 + 1, policy_version=0, pad_id=PAD)
+  anchors = np.full((len(shown), 1), -1, np.int32)
+  scores = np.zeros(len(shown), np.float32)
+  return Rollout(trajectory, [], anchors, scores, len(shown), PAD, images=tuple(timeline.images))
+
+
+def _shown(rollout: Rollout) -> list[int]:
+  """The number of the image that each row shows."""
+  image = rollout.trajectory.image[:, 1]
+  assert (rollout.trajectory.image[:, [0, 2]] == -1).all()
+  return [int(rollout.images[i][0, 0, 0]) if i >= 0 else -1 for i in image]
+
+
+def test_rollouts_are_joined_with_each_image_once():
+  whole = concatenate([_seeing(3, 4, 3), _seeing(-1, -1), _seeing(5, -1, 4)], renumber=True)
+  assert _shown(whole) == [3, 4, 3, -1, -1, 5, -1, 4] and len(whole.images) == 3
+  assert concatenate([_seeing(-1), _seeing(-1)], renumber=True).trajectory.image is None
+
+
+def test_rows_that_are_taken_keep_their_images_only():
+  rollout = _seeing(3, 4, -1, 5, 3)
+  some = take_rows(rollout, np.array([4, 1, 2]))
+  assert _shown(some) == [3, 4, -1] and len(some.images) == 2
+  none = take_rows(rollout, np.array([2]))
+  assert none.trajectory.image is None and none.images == ()
+  padded = pad_rows(rollout, 4)
+  assert padded.trajectory.image[5:].tolist() == [[-1] * 3] * 3 and padded.images is rollout.images

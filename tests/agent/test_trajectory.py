@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ragen_jax.agent.segments import ImageSegment, ImageSpan
 from ragen_jax.agent.trajectory import Timeline
 
 
@@ -88,3 +89,30 @@ def test_rows_that_were_put_aside_come_before_the_episode_s_last_and_empty_ones_
 def test_episodes_without_tokens_are_rows_of_two_columns_of_padding():
   t = _end(Timeline(3, 0), 3)
   assert t.tokens.tolist() == [[99, 99]] * 3 and not t.length.any() and (t.turn == -1).all()
+
+
+def _board(number: int) -> ImageSegment:
+  return ImageSegment(np.full((8, 16, 3), number, np.uint8), 2)
+
+
+def test_columns_of_images_tell_which_image_and_equal_images_are_one():
+  timeline = Timeline(2, 12)
+  timeline.append_context(0, (5, 9, 9, 6), 0, [ImageSpan(_board(1), 1, 3)])
+  timeline.append_reply(0, (7,), 0)
+  timeline.append_context(0, (9, 9, 5, 9, 9), 1, [ImageSpan(_board(2), 0, 2), ImageSpan(_board(1), 3, 5)])
+  timeline.append_context(1, (5,), 0)
+  t = _end(timeline, 2)
+  assert t.image.tolist() == [[-1, 0, 0, -1, -1, 1, 1, -1, 0, 0], [-1] * 10]
+  assert [int(image[0, 0, 0]) for image in timeline.images] == [1, 2]
+  # A closed row keeps its images, and the next row of the episode begins without any.
+  timeline.begin_row(0)
+  timeline.append_context(0, (5, 9, 9), 2, [ImageSpan(_board(2), 1, 3)])
+  t = _end(timeline, 2)
+  assert t.episode.tolist() == [10, 10, 11]
+  assert t.image[:, :5].tolist() == [[-1, 0, 0, -1, -1], [-1, 1, 1, -1, -1], [-1] * 5] and len(timeline.images) == 2
+
+
+def test_rows_of_text_have_no_images():
+  timeline = Timeline(1, 4)
+  timeline.append_context(0, (5, 6), 0)
+  assert _end(timeline, 1).image is None and not timeline.images

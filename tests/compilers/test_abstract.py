@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import pytest
 
+from ragen_jax import build
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.compilers import abstract
 from ragen_jax.models import lora
+from ragen_jax.models.vision.config import QWEN3_VL
+from ragen_jax.sampling.draw import PLAIN
 from tests.support.configs import small_config
+from tests.support.seeing import checkpoint, seeing_config
 
 
 def test_the_tower_of_a_model_that_reads_images_is_not_trained():
@@ -15,3 +21,42 @@ def test_the_tower_of_a_model_that_reads_images_is_not_trained():
   trained, frozen = lora.partition(param_state(abstract.abstract_policy(config, 'bfloat16').model))
   assert set(frozen['policy']) == {'visual'} and 'visual' not in trained['policy']
   assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(frozen))
+
+
+@pytest.mark.parametrize('vision', ['frozen', 'trained'])
+def test_the_programs_of_a_plan_read_images(tmp_path, vision):
+  fields = {'model__vision': vision, 'model__separate_critic': True, 'optimizer__packing': vision == 'trained'}
+  config = seeing_config(**fields, plan__prompt_tokens=90)
+  config.model.path = checkpoint(config, tmp_path, QWEN3_VL)
+  policy = abstract.abstract_policy(config, jnp.float32)
+  trainer = build.make_trainer(config, policy)
+  state = abstract.abstract_state(trainer)
+  assert abstract.visual_columns(config) == 18 and abstract.prompt_columns(config) == 128
+  assert abstract.prompt_columns(_as_text(config)) == 96
+  _, shape = abstract.micro_batches(config, trainer, trainer.settings.estimate.batching)
+  batch = abstract.abstract_batch(config, trainer, shape)
+  source = batch.images.source
+  if vision == 'frozen':
+    # Four rows of three turns with an image of 16 tokens each.
+    assert {name: x.embeddings.shape for name, x in source.by_trunk.items()} == dict.fromkeys(
+      ('policy', 'critic'), (256, 32)
+    )
+    assert source.by_trunk['policy'].deepstack.shape == (2, 256, 32)
+  else:
+    (pixels,) = source.groups
+    assert pixels.shape[1:] == (8, 128, 3) and len(pixels) >= 4
+  assert abstract.abstract_batch(_as_text(config), trainer, shape).images is None
+  trainer.learner.lower(state, batch)
+  seen = abstract.sampler_images(config, policy, 16, 128)
+  assert seen.features.embeddings.shape == (1024, 32)
+  lowered = policy.sampler.lower(
+    policy.sampler.abstract_weights(state.params), policy.sampler.abstract_state(16, 384), width=128, columns=6,
+    sampling=PLAIN, images=lambda rows: abstract.sampler_images(config, policy, rows, 128),
+  )  # fmt: skip
+  assert '1024x32xf32' in lowered['extend_first'].as_text()
+
+
+def _as_text(config):
+  config = config.copy_and_resolve_references()
+  config.envs.FrozenLake.observation = 'grid'
+  return config

@@ -92,9 +92,12 @@ def checkpoint(config: ConfigDict, directory: pathlib.Path, family: str, *, seed
 
 
 def seeing_policy(config: ConfigDict, directory: pathlib.Path, family: str) -> LanguageModel:
-  """The policy of a random checkpoint, loaded as a run would; sets `config.model.path`."""
+  """The policy of a random checkpoint, loaded as a run would, with a value head; sets `config.model.path`."""
   config.model.path = checkpoint(config, directory, family)
-  return build.load_policy(config)
+  policy = build.load_policy(config)
+  kernel = policy.model.value_head.kernel
+  kernel.set_value(jax.random.normal(jax.random.key(5), kernel.shape))
+  return policy
 
 
 def act_at_random(context: ContextManager, monkeypatch: pytest.MonkeyPatch) -> None:

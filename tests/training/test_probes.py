@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ragen_jax import build
+from ragen_jax.training.probes import Prompt
 from tests.support import learning
 from tests.support.configs import small_config
 
@@ -64,7 +65,7 @@ def test_the_score_of_a_thought_under_its_own_prompt_is_what_the_sampler_recorde
     ids = t.tokens[row, columns].tolist()
     assert '</think>' in policy.tokenizer.decode(ids) and '</think>' not in policy.tokenizer.decode(ids[:-1])
   scores = probes.cross_scores(
-    state.params, [t.tokens[row, : c[0]] for row, c in closed], [t.tokens[row, c] for row, c in closed]
+    state.params, [Prompt(t.tokens[row, : c[0]], None) for row, c in closed], [t.tokens[row, c] for row, c in closed]
   )
   recorded = [t.logprobs[row, columns].sum() for row, columns in closed]
   np.testing.assert_allclose(np.diag(scores), recorded, atol=1e-3)

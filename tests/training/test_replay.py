@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from ragen_jax import train
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.segments import ImageSegment, ImageSpan
+from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from tests.support.configs import small_config
@@ -67,3 +70,25 @@ def test_replayed_groups_are_learnt_from_with_importance_weights_and_a_run_resum
   last = [{n: x for n, x in part[-1].items() if not n.startswith(('timing_s/', 'perf/'))}
           for part in (lines, read_metrics(tmp_path / 'parts'))]  # fmt: skip
   assert last[0] == last[1]
+
+
+def test_images_of_replayed_rows_go_through_a_checkpoint():
+  images = [np.full((8, 8 * i, 3), i, np.uint8) for i in range(1, 13)]
+  timeline = Timeline(len(images) + 1, 4)
+  for row, image in enumerate(images):
+    timeline.append_context(row, (5, *[9] * (row + 1))[:3], 0, [ImageSpan(ImageSegment(image, 1), 1, 2)])
+  timeline.append_context(len(images), (5, 6), 0)
+  of = np.arange(len(images) + 1)
+  trajectory = timeline.trajectory(group=of, episode=of, env=of, status=of, policy_version=0, pad_id=0)
+  rollout = Rollout(trajectory, [], of[:, None], of.astype(np.float32), 0, 0, images=tuple(timeline.images))
+  buffer, again = (ReplayBuffer(ReplaySettings(groups=0, max_age=2)) for _ in range(2))
+  buffer.add(rollout, of[1:], np.ones(len(of)), 0)  # without the first image
+  buffer.add(rollout, of[-1:], np.ones(len(of)), 1)  # a row of text
+  arrays, described = buffer.state()
+  zeros = ReplayBuffer.empty_state(json.loads(json.dumps(described)))
+  assert jax.tree.map(np.shape, zeros) == jax.tree.map(np.shape, arrays)
+  again.load_state(arrays, described)
+  (first, _), (second, _) = again.draw(100, np.random.default_rng(0), 1)
+  assert [image.shape[1] // 8 for image in first.images] == list(range(2, 13))
+  assert first.trajectory.image[:, 1].tolist() == [*range(11), -1]
+  assert second.trajectory.image is None and second.images == ()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.segments import images_of
@@ -13,6 +15,7 @@ from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
 from ragen_jax.training.images import make_sight
 from ragen_jax.training.packing import plan_rows
+from ragen_jax.training.probes import Probes, Prompt
 from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.seeing import act_at_random, seeing_config, seeing_policy
@@ -128,3 +131,27 @@ def test_rows_whose_placeholders_are_not_those_of_their_images_are_refused(playe
   larger = tuple(np.zeros((40, 32, 3), np.uint8) for _ in rollout.images)
   with pytest.raises(UserError, match=r'image placeholders \(id \d+\) do not match'):
     sight.inputs(state.params, t, larger)
+
+
+def test_an_update_trains_the_decoder_and_not_a_frozen_tower(played):
+  trainer, state, rollout = played
+  selected = trainer.select(rollout)
+  batch, _ = trainer.estimate(state, selected)
+  before = jax.device_get(nnx.to_pure_dict(state.params))
+  after, metrics = trainer.update(learning.copied(state), batch, selected)
+  assert metrics['actor/grad_norm'] > 1e-3 and metrics['rollout/logprob_gap_max'] < 1e-4
+  changed = jax.tree.map(lambda x, y: bool(np.any(x != y)), before, jax.device_get(nnx.to_pure_dict(after.params)))
+  assert not any(jax.tree.leaves(changed['policy'].pop('visual'))) and all(jax.tree.leaves(changed['policy']['layers']))
+
+
+@_slow
+def test_a_reply_after_the_prompt_of_another_sees_its_images(played):
+  trainer, state, rollout = played
+  t, drawn = rollout.trajectory, []
+  for row in np.flatnonzero(t.length)[::5][:4]:
+    sampled = np.flatnonzero(t.loss_mask[row])
+    drawn.append((row, sampled[t.turn[row, sampled] == t.turn[row, sampled[-1]]]))
+  prompts = [Prompt(t.tokens[row, : c[0]], t.image[row, : c[0]]) for row, c in drawn]
+  assert len({p.key for p in prompts}) == 4
+  scores = Probes(None, trainer).cross_scores(state.params, prompts, [t.tokens[r, c] for r, c in drawn], rollout.images)
+  np.testing.assert_allclose(np.diag(scores), [t.logprobs[row, c].sum() for row, c in drawn], rtol=0, atol=1e-3)
