@@ -36,15 +36,16 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.path = ''
   # Dtype of computations: 'float32' or 'bfloat16'; 'auto' is float32 on CPU and bfloat16 elsewhere.
   config.model.dtype = 'auto'
-  # Attention of whole rows, in the update and the warm start: 'splash' (kernels for TPUs), 'cudnn' or 'pallas' (kernels
-  # for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or 'einsum' (all scores in
-  # memory; runs everywhere). 'auto' takes the fastest that the devices have.
+  # Attention of whole rows, in the update and the warm start: 'flash' or 'splash' (kernels for TPUs, ours and JAX's),
+  # 'cudnn' or 'pallas' (kernels for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or
+  # 'einsum' (all scores in memory; runs everywhere). 'auto' takes the fastest that the devices have.
   config.model.attention = 'auto'
   # Dtype of the frozen weights with LoRA: 'float32' or 'bfloat16'. Trained weights are float32.
   config.model.param_dtype = 'float32'
   # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
-  # and attention), True (whole layers, which needs the least memory) or 'auto' (for each shape of batches the fastest
-  # that fits: of models less than 1,536 wide whole layers, of others 'elementwise' where memory allows).
+  # and attention), 'attention' (all but attention), True (whole layers, which needs the least memory) or 'auto' (for
+  # each shape of batches the fastest that fits: of models less than 1,536 wide 'attention', of others 'elementwise'; if
+  # neither fits, whole layers).
   config.model.remat = FieldReference(False, field_type=object)
   # Whether the critic is a second model that starts from the same weights (RAGEN's choice), or a value head on the
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over

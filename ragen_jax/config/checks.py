@@ -69,7 +69,7 @@ def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True
   rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
   remat = config.model.remat
   allowed = any(remat is x or (isinstance(x, str) and remat == x) for x in (batch_sizes.AUTO, *batch_sizes.REMAT_OF))
-  rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, True')
+  rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, attention, True')
   rules.one_of(config, 'model.vision', VISION)
   _check_adapters(config)
   check_algorithm(config)
