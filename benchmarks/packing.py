@@ -35,13 +35,12 @@ def main() -> None:
   parser.add_argument('--steps', type=int, default=20)
   arguments = parser.parse_args()
   config = sft_frozenlake.get_config()
+  config.sft.tags, config.sft.levels = TAGS, LEVELS
   policy = build.load_policy(config)
-  specs = build.env_specs(config, TAGS, LEVELS)
-  contexts = [build.context_manager(config, policy.tokenizer, [spec]) for spec in specs]
-  limits = [build.episode_limits(config, [spec]) for spec in specs]
   settings = build.fill(DemonstrationSettings, config.sft, seed=config.seed)
   style = build.fill(DemonstrationStyle, config.sft)
-  data = join(collect_demonstrations(specs, contexts, limits, style, settings, frozenset()))
+  lessons = sft.lessons(config, policy.tokenizer)
+  data = join(collect_demonstrations(lessons, style, settings, frozenset(), None), None, None)
   rng = np.random.default_rng(0)
   size = config.sft.batch_size
   steps = [rng.choice(len(data.length), size=size, replace=False) for _ in range(arguments.steps)]
@@ -53,7 +52,7 @@ def main() -> None:
   trainers = {name: sft.make_trainer(config, build.load_policy(config)) for name in ways}
   cut = {
     name: [
-      list(batches(data, rows, batch_size=size, length_step=config.length_step, packing=packing, shards=1))
+      list(batches(data, rows, batch_size=size, length_step=config.length_step, packing=packing, mesh=None))
       for rows in steps
     ]
     for name, packing in ways.items()

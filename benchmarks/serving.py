@@ -122,7 +122,7 @@ class Server:
     engines = Engines(engine, {}, ())
     service = Service(settings, engines, self._lifecycle, tokenizer, chat_format)
     limits = Limits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
-    settings = AppSettings('no admin calls', False, 1 << 24, limits, creates=False)
+    settings = AppSettings('no admin calls', False, 1 << 24, limits, creates=False, prompt='')
     app = App(settings, service, engines.stats, tokenizer.token_bytes)
     self._http = stack.enter_context(HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 1024))
     self._of_caller = threading.local()

@@ -9,6 +9,7 @@ the settings for its size (`ragen_jax/models/presets.py` lists the models). The 
 from ml_collections import ConfigDict, FieldReference
 
 from configs import environments
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = '') -> ConfigDict:
@@ -28,21 +29,23 @@ def get_config(model: str = '') -> ConfigDict:
   config.num_iterations = 100
 
   config.model = ConfigDict()
-  # Model: 'tiny' or a name from ragen_jax/models/presets.py. The suffix of the config file's name sets it.
+  # Model: 'tiny', 'tiny-vl' (reads images) or a name from ragen_jax/models/presets.py. The suffix of the config file's
+  # name sets it.
   config.model.preset = model or 'tiny'
   # Directory of a Hugging Face checkpoint to use in place of the preset's weights; empty for the preset's weights.
   config.model.path = ''
   # Dtype of computations: 'float32' or 'bfloat16'; 'auto' is float32 on CPU and bfloat16 elsewhere.
   config.model.dtype = 'auto'
-  # Attention of whole rows, in the update and the warm start: 'splash' (kernels for TPUs), 'cudnn' or 'pallas' (kernels
-  # for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or 'einsum' (all scores in
-  # memory; runs everywhere). 'auto' takes the fastest that the devices have.
+  # Attention of whole rows, in the update and the warm start: 'flash' or 'splash' (kernels for TPUs, ours and JAX's),
+  # 'cudnn' or 'pallas' (kernels for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or
+  # 'einsum' (all scores in memory; runs everywhere). 'auto' takes the fastest that the devices have.
   config.model.attention = 'auto'
   # Dtype of the frozen weights with LoRA: 'float32' or 'bfloat16'. Trained weights are float32.
   config.model.param_dtype = 'float32'
   # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
-  # and attention), True (whole layers, which needs the least memory) or 'auto' (for each shape of batches the fastest
-  # that fits: of models less than 1,536 wide whole layers, of others 'elementwise' where memory allows).
+  # and attention), 'attention' (all but attention), True (whole layers, which needs the least memory) or 'auto' (for
+  # each shape of batches the fastest that fits: of models less than 1,536 wide 'attention', of others 'elementwise'; if
+  # neither fits, whole layers).
   config.model.remat = FieldReference(False, field_type=object)
   # Whether the critic is a second model that starts from the same weights (RAGEN's choice), or a value head on the
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over
@@ -439,6 +442,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.tags = ('FrozenLake',)
   # Levels of each tag, in the order of the tags.
   config.sft.levels = (4096,)
+  # Forms of the demonstrated replies, see agent.format, among which the levels of a tag are divided; empty for
+  # agent.format alone.
+  config.sft.forms = ()
   # Demonstrations per level.
   config.sft.group_size = 1
   # Seed of the first level; the seeds must not overlap with those of evaluation.
@@ -465,6 +471,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.batch_size = 64
   # Pack several of them into one row, without attention between them: less padding if their lengths differ.
   config.sft.packing = False
+  # Steps at the beginning that learn from the first reply of each conversation only, which takes less time. A fresh
+  # model that reads images learns sooner to find its way around a single image.
+  config.sft.short_steps = 0
   # Share of the levels, or of the conversations, that is held out to measure the validation loss.
   config.sft.val_fraction = 0.05
   # Steps between two evaluations, in addition to the one after the last step; 0 for no others.
@@ -480,6 +489,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.from_scratch = False
   # Shape of the fresh model: width, layers, query heads, key/value heads, head width, MLP width.
   config.sft.shape = (64, 2, 4, 2, 16, 192)
+  # Shape of the fresh model's vision tower: width, blocks, heads, MLP width; empty for a model that reads text only. An
+  # image has a visual token for each 8 x 8 pixels. Needs model.vision='trained'.
+  config.sft.tower = ()
 
   # -- A run's checkpoint as a Hugging Face directory (--mode=export). -------------------------------------------------
   config.export = ConfigDict()
@@ -580,7 +592,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Directory for compiled programs, which later starts reuse; empty for none, 'auto' for <workdir>/xla_cache.
   config.compilation_cache = 'auto'
 
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     for env in config.envs.values():
       env.max_words = 25  # fits agent.max_response_tokens
   else:
@@ -616,7 +628,7 @@ def _lora(config: ConfigDict) -> None:
   """RAGEN's preset (base-lora): rank and alpha 64; for pretrained models, ten times the learning rates."""
   config.lora.rank = 64
   config.lora.alpha = 64
-  if config.model.preset != 'tiny':
+  if config.model.preset not in BUILT_IN:
     config.model.param_dtype = 'bfloat16'  # as the models are published
     config.optimizer.actor_lr = 1e-5
     config.optimizer.critic_lr = 1e-4

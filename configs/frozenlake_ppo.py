@@ -13,7 +13,7 @@ from configs import default
 def get_config(model: str = ''):
   """The defaults; for the built-in model, settings that suit its size and its warm-started critic."""
   config = default.get_config(model)
-  if config.model.preset == 'tiny':
+  if config.model.preset in ('tiny', 'tiny-vl'):
     config.num_iterations = 40
     config.train.groups = 128
     config.train.group_size = 4

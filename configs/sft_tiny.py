@@ -24,7 +24,8 @@ def get_config():
   config.sft.val_fraction = 0.0
   config.sft.skip_held_out_of = (
     'bandit_grpo', 'bandit_ppo', 'bandit_starpo_s', 'frozenlake_grpo', 'frozenlake_ppo', 'frozenlake_starpo_s',
-    'sft_frozenlake', 'sft_sokoban', 'sokoban_grpo', 'sokoban_ppo', 'sokoban_starpo_s',
+    'frozenlake_vision_ppo', 'sft_frozenlake', 'sft_sokoban', 'sokoban_grpo', 'sokoban_ppo', 'sokoban_starpo_s',
+    'sokoban_vision_ppo',
   )  # fmt: skip
   config.eval.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
   config.eval.groups = 768

@@ -9,7 +9,6 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_frozen
@@ -19,6 +18,7 @@ from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.envs import AgentTasks
 from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
+from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, function_runner, make_runner, run_agents
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOOPBACK, AgentServer, ServerSettings
 from ragen_jax.serving.async_player import AsyncAgentPlayer
@@ -101,6 +101,7 @@ def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> Ag
       temperature=config[section].temperature,
       top_p=config[section].top_p,
       top_k=config[section].top_k,
+      max_calls=_most_calls(config),
       stop_id=tokenizer.stop_ids[0],
       pad_id=tokenizer.pad_id,
     ),
@@ -109,6 +110,11 @@ def agent_settings(config: ConfigDict, model: LanguageModel, section: str) -> Ag
     ahead=s.max_staleness > 0,
     prompt=initial_prompt(config),
   )
+
+
+def _most_calls(config: ConfigDict) -> int:
+  """The most calls of an attempt of a run."""
+  return max(config.envs[tag].max_turns for tag in (*config.train.tags, *config.eval.tags))
 
 
 def prompt_player(config: ConfigDict, model: LanguageModel, server: AgentServer) -> PromptPlayer:
@@ -150,14 +156,13 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
     section: build.fill(SamplingParams, config[section], max_tokens=a.max_response_tokens, stop=(), top_logprobs=0)
     for section in ('train', 'eval')
   }
-  tags = (*config.train.tags, *config.eval.tags)
-  most_calls = max(config.envs[tag].max_turns for tag in tags) if trains else _MOST_CALLS
   return build.fill(
     ServerSettings,
     s,
     open_access=s.host in LOOPBACK,
     rollout_limits=_limits(config),
     creates=not trains,
+    prompt='' if trains else initial_prompt(config),
     frozen=build_frozen.frozen_agents(config),
     engine=build.fill(
       EngineSettings,
@@ -180,7 +185,7 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
       training=of['train'],
       evaluation=of['eval'],
       bad_calls=BadCalls(s.bad_calls),
-      max_calls=most_calls,
+      max_calls=_most_calls(config) if trains else _MOST_CALLS,
       grace_s=s.grace,
     ),
   )
@@ -208,13 +213,16 @@ def import_open_server():
 
 
 @contextlib.contextmanager
-def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iterator[dict[str, AgentPlayer | None]]:
+def open_players(
+  config: ConfigDict, model: LanguageModel, workdir: str, interrupt: Interrupt | None = None
+) -> Iterator[dict[str, AgentPlayer | None]]:
   """Serves the model to the programs that play a run's episodes, and starts the runner of its tasks.
 
   Args:
     config: the run's config.
     model: the initial model.
     workdir: directory of the run; it gets the store.
+    interrupt: ends a play while it waits for attempts; None if nothing does.
 
   Yields:
     The players of 'train' and 'eval'; None each if the policy plays turn by turn, as in other runs.
@@ -225,33 +233,33 @@ def open_players(config: ConfigDict, model: LanguageModel, workdir: str) -> Iter
   if not plays_agents(config):
     yield {'train': None, 'eval': None}
     return
-  if jax.process_count() > 1:
-    raise UserError(f'train.tags={config.train.tags}: agent programs play in one process, not {jax.process_count()}')
   runner, frozen = task_runner(config, model), build_frozen.load_frozen(config, model)
   open_server, settings = import_open_server(), server_settings(config, model, trains=True)
   with contextlib.ExitStack() as stack:
     server = stack.enter_context(open_server(settings, model, param_state(model.model), 0, workdir, frozen))
     # Attempts that are queued since before a restart begin at once, and must not be sampled by the initial weights.
-    server.engines.pause(drain=False)
+    server.pause(drain=False)
     heartbeat_s = config.serve.heartbeat or 30.0
     stack.enter_context(
       run_agents(server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=heartbeat_s)
     )
     _log.info('agents call the policy at %s/v1', server.url)
-    yield {section: _make_player(config, model, server, section) for section in ('train', 'eval')}
+    yield {section: _make_player(config, model, server, section, interrupt) for section in ('train', 'eval')}
 
 
-def _make_player(config: ConfigDict, model: LanguageModel, server: AgentServer, section: str) -> AgentPlayer:
+def _make_player(
+  config: ConfigDict, model: LanguageModel, server: AgentServer, section: str, interrupt: Interrupt | None
+) -> AgentPlayer:
   """The player of the tags of `config.train` or `config.eval`."""
   specs = build.env_specs(config, tuple(config[section].tags), build.group_counts(config[section], section))
   settings, size = agent_settings(config, model, section), config[section].group_size
   if section == 'eval' or not config.serve.max_staleness:
-    return AgentPlayer(settings, server, specs, size, model.tokenizer)
+    return AgentPlayer(settings, server, specs, size, model.tokenizer, interrupt)
   queue = QueueSettings(config.serve.max_staleness, config.num_iterations, size, settings.limits, settings.prompt)
   c = config.checkpoint
   # One more checkpoint, because the newest may be damaged.
   repeatable = (c.keep + 1) * c.every if c.every else config.num_iterations
-  return AsyncAgentPlayer(settings, queue, server, specs, model.tokenizer, repeatable)
+  return AsyncAgentPlayer(settings, queue, server, specs, model.tokenizer, repeatable, interrupt)
 
 
 def task_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:

@@ -98,6 +98,11 @@ def _model(config: ConfigDict, name: str) -> FrozenModel:
     own.update_from_flattened_dict(weights)
     return FrozenModel(own, workdir, step)
   preset = name in presets.names()
+  if not preset and not os.path.isdir(name):
+    raise UserError(
+      f"serve.frozen: {name!r}: must be 'base', WORKDIR@STEP, a directory that exists, or one of the presets "
+      f'{", ".join(presets.names())}'
+    )
   own.update_from_flattened_dict(
     {'model.preset': name if preset else config.model.preset, 'model.path': '' if preset else name, 'lora.rank': 0,
      'lora.path': ''}
@@ -123,10 +128,16 @@ def load_frozen(config: ConfigDict, policy: LanguageModel) -> dict[str, FrozenWe
     try:
       found[name] = _load(of, policy)
     except UserError as e:
-      raise UserError(f'serve.frozen: {name!r}: {e}') from e
+      raise UserError(f'serve.frozen: {name!r}: {_without_field(str(e))}') from e
     agents = ', '.join(repr(expression) for expression, model in frozen_agents(config) if model == name)
     _log.info('agents %s play with the frozen weights of %s, version %d', agents, name, found[name].version)
   return found
+
+
+def _without_field(error: str) -> str:
+  """An error about the policy's model without the fields that name it, which are not those of a frozen model."""
+  error = re.sub(r"^model\.(path|preset)=('[^']*'|\S+?):? ", '', error)
+  return error.replace('give --config.model.path=DIR', 'name this directory instead')
 
 
 def _load(of: FrozenModel, policy: LanguageModel) -> FrozenWeights:

@@ -26,6 +26,7 @@ from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.runs import config_fields
 from ragen_jax.runs.compilation_cache import use_compilation_cache
+from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.runs.summary import summarize
 from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.training.rollout_metrics import rollout_metrics
@@ -62,14 +63,18 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
 def _train(config: ConfigDict, workdir: str) -> None:
   """Loads the model, opens the server of agent programs if there are any, and trains."""
+  plays = build_agents.plays_agents(config)
+  interrupt = Interrupt('iteration, or at once while agent programs play' if plays else 'iteration')
   model = build.load_policy(config)
-  with build_agents.open_players(config, model, workdir) as players:
+  with build_agents.open_players(config, model, workdir, interrupt) as players:
     evaluator = build.make_evaluator(config, model, players['eval'])
     trainer = build.make_trainer(config, model, evaluator.held_out(), players['train'])
-    _iterate(config, workdir, model, trainer, evaluator)
+    _iterate(config, workdir, model, trainer, evaluator, interrupt)
 
 
-def _iterate(config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator) -> None:
+def _iterate(
+  config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator, interrupt: Interrupt
+) -> None:
   """The training loop."""
   probes, monitor = build.make_probes(config, trainer), build.make_monitor(config)
   with processes.same_errors():
@@ -79,7 +84,7 @@ def _iterate(config: ConfigDict, workdir: str, model: LanguageModel, trainer: Tr
     _log.info(build.describe_batching(config, trainer))
   name = f'{config.model.path or config.model.preset}: {model.describe()}'
   settings = build.run_settings(config)
-  with open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor) as (run, state):
+  with open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor, interrupt) as (run, state):
     if state.iteration == 0:
       _log.info('evaluating before training; most of the first minute is compilation')
       with run.timer('testing'):
@@ -90,7 +95,7 @@ def _iterate(config: ConfigDict, workdir: str, model: LanguageModel, trainer: Tr
     while run.goes_on(state):
       with run.timer('step'):
         if fresh:
-          with run.timer('gen'):
+          with run.timer('gen'), run.saved_if_stopped(state):
             rollout, selection = trainer.collect(state)
           with run.timer('adv'):
             batch, metrics = trainer.estimate(state, selection)

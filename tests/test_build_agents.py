@@ -43,6 +43,9 @@ def test_a_trainer_limits_calls_and_creates_the_rollouts(model):
   train, serve = (build_agents.server_settings(config, model, trains=trains) for trains in (True, False))
   assert (train.service.max_calls, serve.service.max_calls) == (7, 10_000)
   assert (train.creates, serve.creates) == (False, True)
+  config.prompt.text = ' Be brief. '
+  served = [build_agents.server_settings(config, model, trains=trains).prompt for trains in (True, False)]
+  assert served == ['', 'Be brief.'], 'the trainer puts it into the rollouts that it creates'
   assert train.rollout_limits.timeout_s == serve.rollout_limits.timeout_s == 9.0
 
 

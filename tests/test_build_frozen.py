@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import types
 
@@ -139,13 +140,33 @@ def test_a_model_with_another_tokenizer_is_refused(policy, tmp_path):
 
 def test_models_that_are_not_there(policy, run, tmp_path):
   for name, message in (
-    (f'{tmp_path}/none', r'model\.path=.* does not exist'),
+    (
+      f'{tmp_path}/none',
+      r"must be 'base', WORKDIR@STEP, a directory that exists, or one of the presets .*qwen2\.5-0\.5b",
+    ),
+    (str(tmp_path), 'has no config.json, so it is no Hugging Face checkpoint'),
     (f'{tmp_path}@3', r'holds no run'),
     (f'{run}@4', r"the step='4': must be latest, best or one of 3, 5$"),
   ):
     with pytest.raises(UserError, match=rf"^serve\.frozen: '{name}': .*{message}") as e:
       build_frozen.load_frozen(config_of(f'a={name}'), policy)
     assert '\n' not in str(e.value)
+
+
+def test_errors_name_no_field_of_the_policy(policy, monkeypatch):
+  for told, expected in (
+    ("model.preset='x': no/x cannot be downloaded (offline); give --config.model.path=DIR",
+     'no/x cannot be downloaded (offline); name this directory instead'),
+    ('model.path=/a/b: the tokenizer lacks x', 'the tokenizer lacks x'),
+    ("model.path='/a b' does not exist", 'does not exist'),
+  ):  # fmt: skip
+
+    def fail(_, told=told):
+      raise UserError(told)
+
+    monkeypatch.setattr(build_frozen.build, 'load_policy', fail)
+    with pytest.raises(UserError, match=f"^serve\\.frozen: 'base': {re.escape(expected)}$"):
+      build_frozen.load_frozen(config_of('a=base'), policy)
 
 
 def test_a_warm_start_from_scratch_is_refused(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from ragen_jax import build, train
 from ragen_jax.evaluation.evaluator import Evaluator
+from ragen_jax.runs.interrupt import Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.trainer import Trainer
@@ -72,7 +75,18 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
   config = small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
   train.train_and_evaluate(config, str(tmp_path / 'whole'))
-  update = Trainer.update
+  update, collect = Trainer.update, Trainer.collect
+
+  def stopped_while_waiting(self, state):  # as when agent programs play
+    if state.iteration == 1:
+      raise Stopped(signal.SIGINT)
+    return collect(self, state)
+
+  monkeypatch.setattr(Trainer, 'collect', stopped_while_waiting)
+  with pytest.raises(Stopped):
+    train.train_and_evaluate(config, str(tmp_path / 'parts'))
+  monkeypatch.undo()
+  assert [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()] == ['1']
 
   def interrupted(self, state, *rest):
     if state.iteration == 1:  # the second iteration
@@ -84,10 +98,35 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
     train.train_and_evaluate(config, str(tmp_path / 'parts'))
   assert stopped.value.status == 130
   monkeypatch.undo()
-  assert [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()] == ['2']
+  assert sorted(p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()) == ['1', '2']
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   assert _comparable(tmp_path / 'whole') == _comparable(tmp_path / 'parts')
+
+
+@pytest.mark.parametrize(
+  ('tag', 'words'), [('Agent', 'at once while agent programs play'), ('FrozenLake', 'iteration')]
+)
+def test_players_and_run_notice_the_same_signal(tmp_path, monkeypatch, capfd, tag, words):
+  seen = []
+
+  @contextlib.contextmanager
+  def open_players(config, model, workdir, interrupt):
+    seen.append(interrupt)
+    yield {'train': None, 'eval': None}
+
+  monkeypatch.setattr(train.build, 'load_policy', lambda _: None)
+  monkeypatch.setattr(train.build, 'make_evaluator', lambda *_: types.SimpleNamespace(held_out=lambda: None))
+  monkeypatch.setattr(train.build, 'make_trainer', lambda *_: None)
+  monkeypatch.setattr(train.build_agents, 'open_players', open_players)
+  monkeypatch.setattr(train, '_iterate', lambda *given: seen.append(given[-1]))
+  train._train(small_config(train__tags=(tag,), eval__tags=(tag,)), str(tmp_path))
+  assert seen[0] is seen[1]
+  seen[0]._on_signal(signal.SIGUSR1, None)
+  signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+  assert words in capfd.readouterr().err
+  with pytest.raises(Stopped):
+    seen[0].check()
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,8 @@ class JaxPool(Pool):
     self._seeds, self.faults = seeds, {}
     self.states = self.fresh_states = jax.device_get(self._device_states)
 
-  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
-    """See `Pool`."""
+  def _stepped(self, actions: list[list[Any]]) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    """The results of `_step_rows` for the actions of a turn."""
     width = self.spec.budget.max_actions_per_turn
     table = np.zeros((self.rows, width, *self.spec.env.action_shape), np.int32)
     count = np.zeros((self.rows,), np.int32)
@@ -223,7 +223,15 @@ class JaxPool(Pool):
       count[i] = min(len(row_actions), width)
       for j, action in enumerate(row_actions[:width]):
         table[i, j] = action
-    results = self._step(self._device_states, table, count, self.used, self._luck)
+    return self._step(self._device_states, table, count, self.used, self._luck)
+
+  def states_after(self, actions: list[list[Any]]) -> Any:
+    """The states, with NumPy leaves [rows, ...], that `step` would lead to; the pool does not change."""
+    return jax.device_get(self._stepped(actions)[0])
+
+  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
+    """See `Pool`."""
+    results = self._stepped(actions)
     self._device_states = results[0]
     self.states, table, executed, effective = jax.device_get(results)
     self.used = self.used + executed

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from ragen_jax.agent.world_model.descriptions import HORIZONTAL, VERTICAL, claim_rules
+from ragen_jax.agent.world_model.descriptions import CLAIM_SEP, claim_rules, possible_claims
 from ragen_jax.agent.world_model.formats import FORMATS, describe_form, described_sections, innermost_tags, write_reply
 from ragen_jax.envs.spec import EnvSpec
 
@@ -164,7 +164,7 @@ def prompt_pieces(specs: list[EnvSpec], *, form: str, action_sep: str) -> list[s
     cut = re.compile('|'.join([_NUMBER, *(re.escape(n) for n in names)]))
     task = describe_task(spec, action_sep)
     if described := describe_descriptions(spec, form):
-      pieces += [described, *VERTICAL, *HORIZONTAL, *(f'the {kind} is ' for kind in env.scene_kinds), ' and ', '; ']
+      pieces += [described, *(lead + claim for lead in ('', CLAIM_SEP) for claim in possible_claims(env.scene_kinds))]
     # Decimals of the rules (probabilities, rewards) are one token. Whole numbers are digits, because limits can change.
     pieces += re.findall(r'\d+\.\d+', task) + re.split(_NUMBER, task)
     texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)

@@ -17,8 +17,10 @@ from ragen_jax.distributed.chips import Chip
 # Shares of peak and bandwidth that large kernels reach: of an H200, benchmarks/accelerator.py has 790 of 989 TFLOP/s
 # and 4.3 of 4.8 TB/s.
 _PRODUCTS, _MEMORY = 0.8, 0.9
-# Attention kernels: share of the peak for heads of 128; narrower heads fill the matrix units in proportion.
-_ATTENTION = 0.5
+# Attention kernels: share of what the matrix units can reach for the width of the heads. Those of `attention_tpu` by
+# name. By the instructions that libtpu schedules for a row of 1,408 columns, heads of 64 and groups of 7, the three
+# kernels of splash attention have 0.40, 0.58 and 0.56.
+_ATTENTION, _ATTENTION_OF = 0.5, {'attention_forward': 0.64, 'attention_backward': 0.85}
 # Least seconds from the start of a GPU's kernel to the start of the next.
 _GPU_KERNEL = 2e-6
 # The compiler writes cycles above this where it has no estimate.
@@ -144,9 +146,14 @@ class _Reader:
     return Work(0.0, 1, {kind: size}, _sent(kind, size, group), exchanges * self._chip.exchange_seconds(group))
 
   def _collectives_inside(self, x: Instruction) -> Work:
-    """Of a fusion; a reduction that keeps its own part only sends half as much as one that gives all to all."""
+    """Of a fusion; a reduction that keeps its own part only sends half as much as one that gives all to all.
+
+    A collective that other work hides stands in all kernels that run meanwhile. It counts in the one that starts it.
+    """
     found = Work()
     for lines in self._program.called(x):
+      if _goes_on(x, lines):
+        continue
       for y in lines.values():
         kind = y.opcode.removesuffix('-start')
         if kind not in _COLLECTIVES:
@@ -186,7 +193,8 @@ class _Reader:
     backward = len(wide) >= 4
     products = 2 + (max(len([a for a in x.results if a.size >= keys.size]), 1) if backward else 0)
     flops = 2 * products * (queries.size // width) * columns * width / 2  # a causal mask leaves half
-    return max(flops / (_ATTENTION * min(width / 128, 1) * self._chip.flops), moved)
+    reached = next((share for name, share in _ATTENTION_OF.items() if name in x.name), _ATTENTION)
+    return max(flops / (reached * min(width / self._chip.matrix_width, 1) * self._chip.flops), moved)
 
   def _operations(self, x: Instruction, lines: dict[str, Instruction]) -> float:
     """Operations of the products in an instruction, or in a fusion."""
@@ -231,6 +239,12 @@ class _Reader:
       if i in parameters and parameters[i].name not in in_place:
         read += min(_bytes(operand), _read_of(parameters[i], inner))
     return max(written, 0) + read
+
+
+def _goes_on(x: Instruction, lines: dict[str, Instruction]) -> bool:
+  """Whether the collectives in a fusion were started by another one."""
+  ends = any('AsyncCollectiveDone' in y.rest for y in lines.values() if y.opcode == 'custom-call')
+  return ends or any('async_collective_fusion' in name for name in x.called)
 
 
 def _is_kernel(x: Instruction) -> bool:

@@ -50,7 +50,7 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
-def check_config(config: ConfigDict, *, weights: bool = True) -> None:
+def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True) -> None:
   """Checks everything but what other modes read (`eval.step` and later, `prompt.rounds` and later, `sft`, `plan`).
 
   A model from the hub is downloaded here, so a wrong name or path is reported before the workdir is written to.
@@ -58,6 +58,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   Args:
     config: the run's config.
     weights: whether the model's weights must exist; False downloads nothing.
+    model: whether `config.model` names the model; False if it is a fresh one.
 
   Raises:
     UserError: a field has a value that is not allowed; the first such field is named.
@@ -68,7 +69,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
   remat = config.model.remat
   allowed = any(remat is x or (isinstance(x, str) and remat == x) for x in (batch_sizes.AUTO, *batch_sizes.REMAT_OF))
-  rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, True')
+  rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, attention, True')
   rules.one_of(config, 'model.vision', VISION)
   _check_adapters(config)
   check_algorithm(config)
@@ -78,13 +79,14 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   for section in ('train', 'eval'):
     counts = build.group_counts(config[section], section)
     build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
-  check_images(config, weights=weights)
+  if model:
+    check_images(config, weights=weights)
   check_replies(config)
   check_serve(config)
   check_prompt(config)
   check_levels(config)
   check_level_files(config, 'train')
-  if weights:
+  if weights and model:
     _check_weights(config)
 
 

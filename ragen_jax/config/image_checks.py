@@ -16,17 +16,18 @@ from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
 
 
-def check_images(config: ConfigDict, *, weights: bool) -> None:
-  """Checks that the model can read the images of the environments of training and evaluation.
+def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eval'), weights: bool) -> None:
+  """Checks that the model can read the images of the environments of some sections of the config.
 
   Args:
     config: the run's config.
+    sections: names of sections with tags.
     weights: whether the checkpoint exists; otherwise a preset's processor is that of the published checkpoint.
 
   Raises:
     UserError: the model reads text only, its processor would resize the images of a board, or there are processes.
   """
-  specs = [s for section in ('train', 'eval') for s in _specs(config, section) if shows_images(s)]
+  specs = [s for section in sections for s in _specs(config, section) if shows_images(s)]
   if not specs and config.model.vision == 'frozen':
     return
   shape = presets.shape(config.model.preset, config.model.path)
@@ -36,7 +37,7 @@ def check_images(config: ConfigDict, *, weights: bool) -> None:
   field = _field(specs[0])
   if shape.vision is None:
     model = f'model.path={config.model.path!r}' if config.model.path else f'model.preset={config.model.preset!r}'
-    raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as qwen2.5-vl-3b')
+    raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as {presets.TINY_VL}')
   if jax.process_count() > 1:
     raise UserError(f'{field}: images need one process, there are {jax.process_count()}; devices may be many')
   path = presets.resolve(config.model.preset, config.model.path) if weights else config.model.path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents, build_frozen
@@ -50,6 +51,10 @@ def check_serve(config: ConfigDict) -> None:
   _check_staleness(config, agents)
   if not agents:
     return
+  processes = jax.process_count()
+  rules.check(
+    config, 'train.tags', processes == 1, f'agent programs play in runs of one process, and there are {processes}'
+  )
   rules.check(
     config, 'eval.greedy_too', not config.eval.greedy_too or config.eval.temperature > 0,
     'must be False if eval.temperature is 0',

@@ -6,10 +6,15 @@ import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.image_observations import shows_images
+from ragen_jax.agent.world_model.formats import FORMATS
 from ragen_jax.config import rules
+from ragen_jax.config.image_checks import check_images
 from ragen_jax.config.level_checks import check_level_files
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models.rotary import AXES
 from ragen_jax.sft import data as sft_data
 from ragen_jax.utils.errors import UserError
 
@@ -45,7 +50,7 @@ def _check_ranges(config: ConfigDict) -> None:
   rules.at_least(config, 1, 'sft.group_size', 'sft.steps', 'sft.batch_size')
   rules.at_least(
     config, 0, 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef', 'sft.eval_every',
-    'sft.checkpoint_every',
+    'sft.checkpoint_every', 'sft.short_steps',
   )  # fmt: skip
   rules.below_one(config, 'sft.val_fraction')
   shards, rows = row_shards(make_mesh(**config.mesh)), max(sft.batch_size // 2, 1)
@@ -65,6 +70,26 @@ def _check_weights(config: ConfigDict) -> None:
   rules.check(config, 'lora.rank', not (sft.from_scratch and rank), 'fresh weights must all be trained')
   rules.check(config, 'export.lora', rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0")
   rules.check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
+  if sft.tower:
+    _check_tower(config)
+  elif sft.from_scratch:
+    rules.check(
+      config, 'model.vision', config.model.vision == 'frozen', 'there is no vision tower to train: sft.tower is empty'
+    )
+
+
+def _check_tower(config: ConfigDict) -> None:
+  """Checks the vision tower of a fresh model."""
+  tower = tuple(config.sft.tower)
+  rules.check(config, 'sft.tower', config.sft.from_scratch, 'must be empty unless sft.from_scratch')
+  rules.check(config, 'sft.tower', len(tower) == 4 and min(tower) > 0, 'must be four positive numbers, or empty')
+  width, _, heads, _ = tower
+  rules.check(config, 'sft.tower', width % (4 * heads) == 0, f'the width must be a multiple of 4 heads, {4 * heads}')
+  rules.check(
+    config, 'sft.shape', config.sft.shape[4] >= 2 * AXES,
+    f'with sft.tower the head width must be at least {2 * AXES}, a frequency for each axis of images',
+  )  # fmt: skip
+  rules.one_of(config, 'model.vision', ('trained',))
 
 
 def _check_demonstrations(config: ConfigDict) -> None:
@@ -75,6 +100,15 @@ def _check_demonstrations(config: ConfigDict) -> None:
   specs = build.env_specs(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags')
   if sft.data:
     return
+  forms = tuple(sft.forms)
+  rules.check(
+    config, 'sft.forms', set(forms) <= set(FORMATS) and len(set(forms)) == len(forms),
+    f'must be different ones of {", ".join(FORMATS)}',
+  )  # fmt: skip
+  rules.check(
+    config, 'sft.levels', min(sft.levels) >= len(forms), f'must be at least {len(forms)}, one for each of sft.forms'
+  )
+  _check_images(config, [spec for spec in specs if shows_images(spec)])
   for spec in specs:
     if not spec.env.has_solver:
       raise UserError(f'sft.tags: {spec.tag!r} has no solver whose play could be demonstrated')
@@ -84,8 +118,22 @@ def _check_demonstrations(config: ConfigDict) -> None:
     f'demonstrated levels overlap with the held-out levels {first}..{last - 1}',
   )  # fmt: skip
   check_level_files(config, 'sft')
-  count = (sum(sft.levels) - sft_data.validation_levels(sum(sft.levels), sft.val_fraction)) * sft.group_size
+  shown = sum(levels // max(len(forms), 1) * max(len(forms), 1) for levels in sft.levels)
+  count = (shown - sft_data.validation_levels(shown, sft.val_fraction)) * sft.group_size
   rules.check(
     config, 'sft.batch_size', sft.batch_size <= count,
     f'must be at most the number of training demonstrations, {count}',
   )  # fmt: skip
+
+
+def _check_images(config: ConfigDict, specs: list[EnvSpec]) -> None:
+  """Checks demonstrations that show images; `specs` are their environments."""
+  sft = config.sft
+  if specs:
+    rules.check(
+      config, 'sft.save_data', not sft.save_data, f'the play of {specs[0].tag} shows images; files hold text only'
+    )
+  if not sft.from_scratch:
+    check_images(config, sections=('sft',), weights=True)
+  elif specs:
+    rules.check(config, 'sft.tower', len(sft.tower) > 0, f'{specs[0].tag} shows images, so the model must read them')

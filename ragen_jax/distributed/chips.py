@@ -20,6 +20,7 @@ class Chip:
     hbm_bandwidth: bytes a second between memory and chip.
     link_bandwidth: bytes a second that a chip sends to the others, over all its links, one way.
     clock: Hz of the compiler's cycles: the clock at which the matrix units have the peak `flops`.
+    matrix_width: numbers of a row of a matrix unit; narrower products fill a part of it.
     shapes: the names of machines that follow the colon, '2x4' for TPUs and '8' for GPUs; those that are offered most.
     kind: how `jax.Device.device_kind` begins.
     source: where the numbers come from.
@@ -31,6 +32,7 @@ class Chip:
   hbm_bandwidth: float
   link_bandwidth: float
   clock: float
+  matrix_width: int
   shapes: tuple[str, ...]
   kind: str
   source: str
@@ -71,20 +73,20 @@ _GPUS = ('1', '2', '4', '8')
 # Links of TPUs: half of the documented bandwidth, which counts both directions. The memory of TPUs is in GiB.
 CHIPS: dict[str, Chip] = {
   'v5e': Chip(
-    'tpu', 197e12, 16 * _GIB, 819e9, 100e9, 1.5e9, _FLAT, 'TPU v5 lite', 'https://cloud.google.com/tpu/docs/v5e'
+    'tpu', 197e12, 16 * _GIB, 819e9, 100e9, 1.5e9, 128, _FLAT, 'TPU v5 lite', 'https://cloud.google.com/tpu/docs/v5e'
   ),
   'v6e': Chip(
-    'tpu', 918e12, 32 * _GIB, 1640e9, 224e9, 1.75e9, _FLAT, 'TPU v6 lite', 'https://cloud.google.com/tpu/docs/v6e'
+    'tpu', 918e12, 32 * _GIB, 1640e9, 224e9, 1.75e9, 256, _FLAT, 'TPU v6 lite', 'https://cloud.google.com/tpu/docs/v6e'
   ),
   'v5p': Chip(
-    'tpu', 459e12, 95 * _GIB, 2765e9, 300e9, 1.75e9, _CUBES, 'TPU v5', 'https://cloud.google.com/tpu/docs/v5p'
+    'tpu', 459e12, 95 * _GIB, 2765e9, 300e9, 1.75e9, 128, _CUBES, 'TPU v5', 'https://cloud.google.com/tpu/docs/v5p'
   ),
   'h100': Chip(
-    'cuda', 989e12, 80 * _GIB, 3352e9, 450e9, 1.98e9, _GPUS, 'NVIDIA H100',
+    'cuda', 989e12, 80 * _GIB, 3352e9, 450e9, 1.98e9, 128, _GPUS, 'NVIDIA H100',
     'https://www.nvidia.com/en-us/data-center/h100/'
   ),
   'h200': Chip(
-    'cuda', 989e12, 141 * _GB, 4800e9, 450e9, 1.98e9, _GPUS, 'NVIDIA H200',
+    'cuda', 989e12, 141 * _GB, 4800e9, 450e9, 1.98e9, 128, _GPUS, 'NVIDIA H200',
     'https://www.nvidia.com/en-us/data-center/h200/'
   ),
 }  # fmt: skip

@@ -27,7 +27,7 @@ _TILE, _PART = 128, 8
 _ROW_BLOCK = 64
 
 # The implementations of `causal`.
-IMPLEMENTATIONS = ('einsum', 'blocks', 'splash', 'cudnn', 'pallas')
+IMPLEMENTATIONS = ('einsum', 'blocks', 'flash', 'splash', 'cudnn', 'pallas')
 # Those that hold scores in memory, of all columns or of blocks.
 HOLDING_SCORES = ('einsum', 'blocks')
 
@@ -56,6 +56,11 @@ class AttentionSettings:
   def shards(self) -> int:
     """Number of devices that the scores are divided over."""
     return 1 if self.mesh is None else self.mesh.size
+
+  @property
+  def for_tpu(self) -> bool:
+    """Whether the kernels are those of TPUs."""
+    return self.implementation in ('flash', 'splash')
 
 
 EINSUM = AttentionSettings('einsum', None)
@@ -136,14 +141,14 @@ def attend(
       of v.
     kept: more columns under the same softmax, in arrays of their own; their mask is the same for all queries. A cache
       that is only read stays where it is, with no copy beside the new columns.
-    settings: of the model. With 'splash', which takes no such mask, JAX's `dot_product_attention` attends to prompts.
+    settings: of the model. The kernels for TPUs take no such mask: JAX's `dot_product_attention` attends to prompts.
 
   Returns:
     [B, T, N, H].
   """
   b, t, n, h = q.shape
   attend_all = _attend
-  if settings.implementation == 'splash' and t > 1:
+  if settings.for_tpu and t > 1:
     attend_all, (k, v, mask), kept = _attend_on_tpu, _joined(k, v, mask, kept), None
   per_query = -(-b * n * (k.shape[1] + (kept[0].shape[1] if kept else 0)) // settings.shards)
   if t * per_query <= _MAX_SCORES:

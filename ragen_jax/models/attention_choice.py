@@ -18,11 +18,11 @@ AUTO = 'auto'
 
 # Platform -> its implementations, the fastest first; 'auto' takes the first that can be used.
 _BY_PLATFORM = {
-  'tpu': ('splash', 'einsum'),
+  'tpu': ('flash', 'splash', 'einsum'),
   'gpu': ('cudnn', 'pallas', 'einsum'),
   'cpu': ('einsum',),
 }
-_PLATFORM_OF_KERNEL = {'splash': 'tpu', 'cudnn': 'gpu', 'pallas': 'gpu'}
+_PLATFORM_OF_KERNEL = {'flash': 'tpu', 'splash': 'tpu', 'cudnn': 'gpu', 'pallas': 'gpu'}
 # The names that JAX gives to GPUs.
 _GPUS = ('gpu', 'cuda', 'rocm')
 # The first NVIDIA GPUs on which cuDNN has flash attention, and Triton products in bfloat16.
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def choose_attention(name: str, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> AttentionSettings:
   """How a model attends on the devices of a mesh. Nothing is compiled.
 
-  'auto' takes splash attention on TPUs, cuDNN on GPUs (else Pallas, else 'einsum', with a reason in the log), 'blocks'
+  'auto' takes 'flash' on TPUs, cuDNN on GPUs (else Pallas, else 'einsum', with a reason in the log), 'blocks'
   on one CPU device and 'einsum' on several.
 
   Args:

@@ -15,14 +15,42 @@ import numpy as np
 from jax.experimental.pallas.ops.gpu import attention as pallas_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 
+from ragen_jax.models import attention_tpu
 from ragen_jax.models.attention import KEPT
 
 # Block lengths of the kernels for TPUs, multiples of the 128 lanes. Large blocks are faster: every block has a fixed
 # cost, and the backward pass reads all keys once for each block of queries.
 _SPLASH_BLOCKS = (512, 384, 256)
 _LANES = 128
+# Columns of a row whose keys, values and gradients `flash` holds on the chip, for heads of 128: 3 kB each.
+_MOST_COLUMNS = 8192
 # Block length of the forward kernel for GPUs.
 _PALLAS_BLOCK = 128
+
+
+def flash(
+  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, *, interpret: bool = False
+) -> jax.Array:
+  """The kernels of `attention_tpu`, and `splash` for rows whose keys do not fit on the chip.
+
+  Args:
+    q: queries [B, T, N, H].
+    k: keys [B, T, K, H].
+    v: values [B, T, K, H].
+    segments: i32[B, T] or None, see `attention.causal`; the columns of a sequence are neighbours.
+    interpret: run the kernels as ordinary operations, on any device.
+
+  Returns:
+    [B, T, N, H].
+  """
+  b, t, _, h = q.shape
+  if t * -(-h // _LANES) > _MOST_COLUMNS:
+    return splash(q, k, v, segments, interpret=interpret)
+  segments = jnp.zeros((b, t), jnp.int32) if segments is None else segments
+  q, k, v, segments = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, segments, attention_tpu.BLOCK)
+  # The layouts that the compiler gives to the products before and after anyway.
+  q, k, v = jnp.transpose(q, (0, 2, 3, 1)), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+  return jnp.transpose(attention_tpu.attention(q, k, v, segments, KEPT, interpret), (0, 3, 1, 2))[:, :t]
 
 
 def splash(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,9 +56,7 @@ class Projection(nnx.Module):
   def __init__(
     self, inputs: tuple[int, ...], outputs: tuple[int, ...], *, bias: bool, param_dtype: Any, rngs: nnx.Rngs
   ):
-    fan_in = 1
-    for n in inputs:
-      fan_in *= n
+    fan_in = math.prod(inputs)
     self.kernel = nnx.Param(fan_in_normal(rngs.params(), inputs + outputs, fan_in, param_dtype))
     self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
     self.inputs = inputs
@@ -66,31 +65,25 @@ class Projection(nnx.Module):
 
   def matrix(self, dtype: Any) -> jax.Array:
     """The kernel as a matrix [prod(inputs), prod(outputs)]."""
-    return self.kernel[...].astype(dtype).reshape(_size(self.inputs), _size(self.outputs))
+    return self.kernel[...].astype(dtype).reshape(math.prod(self.inputs), math.prod(self.outputs))
 
   def vector(self, dtype: Any) -> jax.Array:
     """The bias as a vector [prod(outputs)]; zeros if there is none."""
     if self.bias is None:
-      return jnp.zeros((_size(self.outputs),), dtype)
+      return jnp.zeros((math.prod(self.outputs),), dtype)
     return self.bias[...].astype(dtype).reshape(-1)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., *inputs] -> [..., *outputs]."""
     batch = x.shape[: x.ndim - len(self.inputs)]
-    x = x.reshape(-1, _size(self.inputs))
+    # Compilers choose the layout of rows and columns if they are two axes. With one column a row, one axis is better.
+    x = x.reshape(*(batch if math.prod(batch[1:]) > 1 else (-1,)), math.prod(self.inputs))
     y = x @ self.matrix(x.dtype)
     if self.bias is not None:
       y = y + self.vector(x.dtype)
     if self.adapter is not None:
       y = y + self.adapter(x)
     return y.reshape(batch + self.outputs)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-  n = 1
-  for s in shape:
-    n *= s
-  return n
 
 
 def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Array]:
@@ -102,7 +95,7 @@ def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Ar
     y = y + jnp.concatenate([p.vector(x.dtype) for p in projections])
   outs, start = [], 0
   for p in projections:
-    width = _size(p.outputs)
+    width = math.prod(p.outputs)
     out = y[:, start : start + width]
     if p.adapter is not None:
       out = out + p.adapter(x)

@@ -80,7 +80,7 @@ class Adapter(nnx.Module):
     self.scale = config.scale
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """[n, prod(inputs)] -> [n, prod(outputs)]."""
+    """[..., prod(inputs)] -> [..., prod(outputs)]."""
     a = self.lora_a[...].astype(x.dtype).reshape(x.shape[-1], -1)
     b = self.lora_b[...].astype(x.dtype).reshape(a.shape[-1], -1)
     return ((x @ a) * jnp.asarray(self.scale, x.dtype)) @ b

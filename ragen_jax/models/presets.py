@@ -1,4 +1,4 @@
-"""Models by name: the built-in checkpoint, and checkpoints of the Hugging Face hub that are known to work."""
+"""Models by name: the built-in checkpoints, and checkpoints of the Hugging Face hub that are known to work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
 from ragen_jax.utils.errors import UserError
 
-TINY = 'tiny'
+TINY, TINY_VL = 'tiny', 'tiny-vl'
+# Name -> folder beside this module. `TINY_VL` reads images.
+BUILT_IN = {TINY: 'tiny', TINY_VL: 'tiny_vl'}
 
 # Name -> repository on the hub.
 PRESETS = {
@@ -111,8 +113,8 @@ _DOWNLOADED = ('*.json', '*.safetensors', '*.txt')
 
 
 def names() -> tuple[str, ...]:
-  """The names of all presets, the built-in checkpoint first."""
-  return (TINY, *PRESETS)
+  """The names of all presets, the built-in checkpoints first."""
+  return (*BUILT_IN, *PRESETS)
 
 
 def shape(preset: str, path: str) -> QwenConfig:
@@ -127,7 +129,7 @@ def shape(preset: str, path: str) -> QwenConfig:
   """
   if path:
     return read_config(path)
-  if preset == TINY:
+  if preset in BUILT_IN:
     return read_config(resolve(preset, ''))
   if preset not in _SHAPES:
     raise UserError(f'model.preset={preset!r} is not one of {", ".join(names())}')
@@ -143,8 +145,8 @@ def processor(preset: str, path: str) -> ProcessorConfig | None:
   vision = shape(preset, path).vision
   if vision is None:
     return None
-  if path:
-    return read_processor(path, vision)
+  if path or preset in BUILT_IN:
+    return read_processor(path or resolve(preset, ''), vision)
   return ProcessorConfig(vision.patch_size, vision.temporal_patch_size, vision.merge_size, *_PROCESSORS[vision.family])
 
 
@@ -161,8 +163,8 @@ def resolve(preset: str, path: str) -> str:
   if path:
     _check_checkpoint(path, f'model.path={path!r}')
     return path
-  if preset == TINY:
-    directory = os.path.join(os.path.dirname(os.path.abspath(__file__)), TINY)
+  if preset in BUILT_IN:
+    directory = os.path.join(os.path.dirname(os.path.abspath(__file__)), BUILT_IN[preset])
     _check_checkpoint(directory, f'model.preset={preset!r}: {directory}')
     return directory
   if preset not in PRESETS:

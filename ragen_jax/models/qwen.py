@@ -35,8 +35,8 @@ _SCAN_FROM_LAYERS = 8
 
 
 # What the backward pass computes again: nothing; all but products with weights and attention, whose results are kept;
-# or all of a layer, of which only the input is kept.
-REMAT = ('none', 'elementwise', 'layers')
+# all of a layer but attention; or all of a layer, of which only the input is kept.
+REMAT = ('none', 'elementwise', 'attention', 'layers')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +115,9 @@ class CacheMask:
   new: jax.Array
 
 
-def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, **parameters: Any) -> bool:
+def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, with_products: bool, **parameters: Any) -> bool:
   """Whether a result is kept where the rest of a layer is computed again."""
-  if primitive is jax.lax.dot_general_p:
+  if with_products and primitive is jax.lax.dot_general_p:
     _, (batch, _) = parameters['dimension_numbers']
     return not batch  # a product with weights
   return is_kept(primitive, attention, **parameters)
@@ -359,8 +359,10 @@ class Qwen(nnx.Module):
     return (self.sampling.without_padding(x, rows) if pads else x), (None if window is None else tuple(written))
 
   def _kept(self, remat: str) -> Any:
-    """The policy of `jax.checkpoint` for 'elementwise' and 'layers'; None keeps nothing."""
-    return None if remat == 'layers' else functools.partial(_is_costly, attention=self.attention)
+    """The policy of `jax.checkpoint` for all of `REMAT` but 'none'; None keeps nothing."""
+    if remat == 'layers':
+      return None
+    return functools.partial(_is_costly, attention=self.attention, with_products=remat == 'elementwise')
 
   def _scan(self, layers, x, positions, mask, remat, segments) -> jax.Array:
     """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]."""

@@ -32,6 +32,7 @@ from ragen_jax.runs.workdir import workdir_lock
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_player import run_agents
 from ragen_jax.serving.agent_server import LOOPBACK, AgentServer
+from ragen_jax.serving.keys import critic_seed
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
@@ -122,7 +123,7 @@ def _critic(config: ConfigDict, server: AgentServer) -> Critic:
     settings,
     Sampling(p.critic_temperature, 1.0, 0),
     key=read_key(p.critic_key) if p.critic else own_key,
-    seed=None if p.critic else config.seed,
+    seed=None if p.critic else critic_seed(config.seed),
     field='prompt.critic',
   )
   return Critic(speaker, p.critic_workers)

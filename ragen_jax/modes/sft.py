@@ -14,17 +14,17 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.language_model import LanguageModel, make_sampler
+from ragen_jax.agent.language_model import LanguageModel, make_encoders, make_sampler, param_state
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.config.command_line import load_config
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models.checkpoint.export import check_output, write_policy
 from ragen_jax.models.checkpoint.load import has_value_head
 from ragen_jax.models.checkpoint.save import check_target
+from ragen_jax.models.vision.processor import read_processor
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import free_in_warm_start
@@ -32,11 +32,13 @@ from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.workdir import record_config, workdir_lock
-from ragen_jax.sft import conversations, tiny_tokenizer
+from ragen_jax.sft import conversations, tiny_tokenizer, tiny_vision
 from ragen_jax.sft.data import (
   DemonstrationSettings,
+  Lesson,
   SftExamples,
   collect_demonstrations,
+  first_turns,
   from_file,
   join,
   split,
@@ -47,6 +49,7 @@ from ragen_jax.sft.log import SftLog
 from ragen_jax.sft.packing import batches
 from ragen_jax.sft.skipped import SkippedSteps, diverged
 from ragen_jax.sft.trainer import SftSettings, SftTrainer
+from ragen_jax.training.images import make_sight
 from ragen_jax.training.run_log import RunLog
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.store import EpisodeWriter
@@ -68,7 +71,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     UserError: the config cannot be run, the data cannot be learnt from, or the workdir belongs to another config.
     Diverged: the loss, its gradient, the weights or the last evaluation is not finite; `sft.output` is not written.
   """
-  check_config(config)
+  check_config(config, model=not config.sft.from_scratch)
   check_sft(config)
   check_target(config.sft.output)
   found = conversations.read(config.sft.data) if config.sft.data else []
@@ -78,50 +81,79 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
     use_compilation_cache(config.compilation_cache, workdir)
     specs = []
     if config.sft.from_scratch or not found:
-      specs = build.env_specs(config, config.sft.tags, config.sft.levels)
+      specs = build.env_specs(config, config.sft.tags, config.sft.levels, field='sft.tags')
     scratch = stack.enter_context(tempfile.TemporaryDirectory())
     policy = _fresh_policy(config, specs, scratch) if config.sft.from_scratch else build.load_policy(config)
     if config.lora.rank:  # adapters must not replace their base model
       for source in filter(None, (policy.directory, config.lora.path)):
         check_output(config.sft.output, 'sft.output', source)
     evaluator = build.make_evaluator(config, policy)
-    data = _examples(config, specs, policy, evaluator, found)
+    data = _examples(config, policy, evaluator, found)
     _learn(config, workdir, policy, evaluator, data)
 
 
 def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> LanguageModel:
   """A new tokenizer, saved to `directory`, and a model with fresh weights."""
-  pieces = prompt_pieces(specs, form=config.agent.format, action_sep=config.agent.action_sep)
-  tiny_tokenizer.save(tiny_tokenizer.build(pieces), directory)
-  tokenizer, mesh = ChatTokenizer(directory), make_mesh(**config.mesh)
+  sft, sees = config.sft, bool(config.sft.tower)
+  pieces = dict.fromkeys(
+    piece for form in forms(config) for piece in prompt_pieces(specs, form=form, action_sep=config.agent.action_sep)
+  )
+  tiny_tokenizer.save(tiny_tokenizer.build(pieces, images=sees), directory)
+  tokenizer, mesh = ChatTokenizer(directory, images=sees), make_mesh(**config.mesh)
+  tower = tiny_vision.tower_config(sft.tower, sft.shape[0], tokenizer.added) if sees else None
   model = tiny_tokenizer.make_model(
-    config.sft.shape, tokenizer.size, dtype=build.compute_dtype(config), attention=config.model.attention,
+    sft.shape, tokenizer.size, tower=tower, dtype=build.compute_dtype(config), attention=config.model.attention,
     seed=config.seed, mesh=mesh,
   )  # fmt: skip
-  return LanguageModel(directory, model, tokenizer, make_sampler(model, tokenizer, mesh), mesh)
+  sampler = make_sampler(model, tokenizer, mesh)
+  if not sees:
+    return LanguageModel(directory, model, tokenizer, sampler, mesh)
+  tiny_vision.save_processor(directory)
+  processor = read_processor(directory, tower)
+  return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, make_encoders(model, processor, mesh))
+
+
+def forms(config: ConfigDict) -> tuple[str, ...]:
+  """The forms of replies that are demonstrated."""
+  return tuple(config.sft.forms) or (config.agent.format,)
+
+
+def lessons(config: ConfigDict, tokenizer: ChatTokenizer) -> list[Lesson]:
+  """What is demonstrated: the levels of each tag, divided among the forms."""
+  found = []
+  for i, form in enumerate(forms(config)):
+    own = config.copy_and_resolve_references()
+    own.agent.format = form
+    for spec in build.env_specs(own, tuple(own.sft.tags), _shares(config)):
+      context, limits = build.context_manager(own, tokenizer, [spec]), build.episode_limits(own, [spec])
+      found.append(Lesson(spec, context, limits, own.sft.first_level + i * spec.num_groups))
+  return found
+
+
+def _shares(config: ConfigDict) -> tuple[int, ...]:
+  """Levels of each tag in each form."""
+  return tuple(levels // len(forms(config)) for levels in config.sft.levels)
 
 
 def _examples(
   config: ConfigDict,
-  specs: list[EnvSpec],
   policy: LanguageModel,
   evaluator: Evaluator,
   found: list[conversations.Conversation],
 ) -> SftExamples:
   """The conversations of the file, or demonstrations; demonstrations are written to `sft.save_data` if it is set."""
   sft, tokenizer, max_context = config.sft, policy.tokenizer, config.agent.max_context
+  sight, params = make_sight(policy), param_state(policy.model)
   if found:
     prefix = build.context_manager(config, tokenizer, []).reply_prefix
-    return join([from_file(sft.data, found, tokenizer, prefix, max_context)])
-  contexts = [build.context_manager(config, tokenizer, [spec]) for spec in specs]
-  limits = [build.episode_limits(config, [spec]) for spec in specs]
-  settings = build.fill(DemonstrationSettings, sft, seed=config.seed)
+    return join([from_file(sft.data, found, tokenizer, prefix, max_context)], sight, params)
+  settings, style = build.fill(DemonstrationSettings, sft, seed=config.seed), build.fill(DemonstrationStyle, sft)
   held_out = _held_out(config, evaluator)
-  parts = collect_demonstrations(specs, contexts, limits, build.fill(DemonstrationStyle, sft), settings, held_out)
+  parts = collect_demonstrations(lessons(config, tokenizer), style, settings, held_out, policy.processor)
   if sft.save_data:
-    count = conversations.write(sft.save_data, parts, tokenizer)
+    count = conversations.write(sft.save_data, [part.trajectory for part in parts], tokenizer)
     _log.info('%d conversations written to %s', count, sft.save_data)
-  return join(parts)
+  return join(parts, sight, params)
 
 
 def _held_out(config: ConfigDict, evaluator: Evaluator) -> frozenset[bytes]:
@@ -149,9 +181,10 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
       f'sft.batch_size={sft.batch_size}: must be at most the number of training conversations, {len(shown)}'
     )
   cut = functools.partial(
-    batches, data, batch_size=sft.batch_size, length_step=config.length_step, packing=sft.packing,
-    shards=row_shards(policy.mesh),
+    batches, batch_size=sft.batch_size, length_step=config.length_step, packing=sft.packing,
+    mesh=policy.mesh if policy.mesh.size > 1 else None,
   )  # fmt: skip
+  beginnings = first_turns(data) if sft.short_steps else data
   trainer = make_trainer(config, policy)
   with Checkpointer(workdir, keep=config.checkpoint.keep) as checkpointer:
     done = _restore(trainer, checkpointer, data, workdir, sft.steps)
@@ -170,7 +203,8 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
         last = step == sft.steps
         with log.timer('step'):
           rows = next(draws)
-          micro_batches = list(cut(rows))
+          examples = beginnings if step <= sft.short_steps else data
+          micro_batches = list(cut(examples, rows))
           parts, flag = trainer.step(micro_batches)
           if log.due(step):
             jax.block_until_ready(parts)
@@ -178,7 +212,7 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
         save = last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0)
         if save or log.due(step):
           log.skipped(skipped.read())
-        log.step(step, parts, micro_batches, int(data.length[rows].sum()))
+        log.step(step, parts, micro_batches, int(examples.length[rows].sum()))
         bad = 'the loss, its gradient or the update is not finite' if skipped.in_a_row else ''
         if save and not bad and not trainer.has_finite_loss(micro_batches):
           bad = 'the loss under the new weights is not finite'
@@ -187,7 +221,7 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
           raise diverged(step, bad, checkpointer.latest_step())
         if last or (sft.eval_every and step % sft.eval_every == 0):
           if len(withheld):
-            log.validation(step, trainer.losses(list(cut(withheld))))
+            log.validation(step, trainer.losses(list(cut(data, withheld))))
           evaluation = evaluator(trainer.state.params, step)
           run_log.evaluation(step, evaluation)
           if evaluation.not_finite:

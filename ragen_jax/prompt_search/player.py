@@ -84,7 +84,7 @@ class PromptPlayer(AgentPlayer):
         rollout_id=f'{group}-{member}', input=task.env.task(task.number, member), group=group,
         mode=self._settings.mode, limits=self._settings.limits,
         metadata=metadata_with_prompt({'tag': task.tag}, prompt),
-        key=keys.seed_key(self._seed << 32 | task.number, member),
+        key=keys.task_key(self._seed, task.number, member),
       )  # fmt: skip
       records.append(self._server.lifecycle.create(new))
     return records

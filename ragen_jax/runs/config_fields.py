@@ -81,7 +81,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'data', 'tags', 'levels', 'group_size', 'first_level', 'skip_held_out', 'skip_held_out_of',
       'noise', 'beginner', 'timid', 'hurry',
       'actions_per_turn', 'discount', 'steps', 'batch_size', 'packing', 'val_fraction', 'learning_rate', 'value_coef',
-      'from_scratch', 'shape',
+      'from_scratch', 'shape', 'forms', 'short_steps', 'tower',
     ),
   },
   'length': {'': ('num_iterations',)},

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 
 class Stopped(KeyboardInterrupt):
-  """A signal stopped the run at the end of a step.
+  """A signal stopped the run at the end of a step, or while it waited.
 
   Attributes:
     status: the exit status, 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM.
@@ -27,6 +27,8 @@ class Interrupt:
   Python's own handler raises at an arbitrary point, possibly in a callback that swallows the exception. Kubernetes,
   Slurm and spot machines send SIGTERM some time before they kill a process.
 
+  Outside of the block, no signal is noticed.
+
   Attributes:
     requested: number of the received signal; 0 for none.
   """
@@ -35,6 +37,11 @@ class Interrupt:
     self._noun = noun
     self.requested = 0
     self._old = {}
+
+  def check(self) -> None:
+    """Raises `Stopped` if a signal was received. Code that waits calls this while it waits."""
+    if self.requested:
+      raise Stopped(self.requested)
 
   def __enter__(self) -> Interrupt:
     if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers

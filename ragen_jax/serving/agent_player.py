@@ -20,6 +20,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, AgentServer
 from ragen_jax.serving.client import Task
@@ -73,8 +74,9 @@ class AgentPlayer:
   reply_prefix = ''
 
   def __init__(
-    self, settings: AgentSettings, server: AgentServer, specs: list[EnvSpec], group_size: int, tokenizer: ChatTokenizer
-  ):
+    self, settings: AgentSettings, server: AgentServer, specs: list[EnvSpec], group_size: int,
+    tokenizer: ChatTokenizer, interrupt: Interrupt | None = None,
+  ):  # fmt: skip
     """Plays nothing.
 
     Args:
@@ -83,7 +85,9 @@ class AgentPlayer:
       specs: tasks, `AgentTasks` each.
       group_size: G.
       tokenizer: gives the text of ids.
+      interrupt: ends a play while it waits for attempts; None if nothing does.
     """
+    self._interrupt = interrupt or Interrupt()
     self.specs, self.group_size, self.max_turns = specs, group_size, settings.max_turns
     self._settings, self._server, self._tokenizer = settings, server, tokenizer
     self.metrics: dict[str, float] = {}
@@ -116,6 +120,7 @@ class AgentPlayer:
 
     Raises:
       UserError: no group of attempts can be learnt from.
+      Stopped: a signal was received before all attempts were over. The store keeps those that are over.
     """
     del pictured
     server, lifecycle = self._server, self._server.lifecycle
@@ -124,12 +129,14 @@ class AgentPlayer:
       server.use_weights(params, policy_version)
     else:
       server.engine.set_weights(params, version=policy_version, keep_cache=False)
-    server.engines.resume()
+    drain = False
+    server.resume()
     try:
       tasks = self._queue(key, first_seed, policy_version, _digest(params, sampling))
       records = self._wait([r for _, _, records in tasks for r in records])
+      drain = not self._settings.ahead
     finally:
-      server.engines.pause(drain=not self._settings.ahead)
+      server.pause(drain=drain)
     groups = [(spec.tag, seed, [records[r.rollout_id] for r in own]) for spec, seed, own in tasks]
     try:
       rollout = self._collect(groups, sampling)
@@ -180,7 +187,11 @@ class AgentPlayer:
     return tasks
 
   def _wait(self, rollouts: Sequence[RolloutRecord]) -> dict[str, RolloutRecord]:
-    """Waits until all rollouts are over, and ends attempts that are late. Returns them by id."""
+    """Waits until all rollouts are over, and ends attempts that are late. Returns them by id.
+
+    Raises:
+      Stopped: a signal was received.
+    """
     lifecycle = self._server.lifecycle
     store, changes = lifecycle.store, lifecycle.changes
     over: dict[str, RolloutRecord] = {}
@@ -194,6 +205,7 @@ class AgentPlayer:
             over[r.rollout_id] = record
       if len(over) == len(rollouts):
         return over
+      self._interrupt.check()
       self._server.sweep()
       if time.monotonic() - told > REPORT_S:
         told = time.monotonic()
@@ -267,7 +279,8 @@ def run_agents(
     yield None
     return
   queue = LocalQueue(server.lifecycle, LOCAL_WORKER, server.url)
-  with Pool(queue, runner, max_concurrency, heartbeat_s, _GRACE_S) as pool:
+  # Longer than a runner takes to kill a program that does not end.
+  with Pool(queue, runner, max_concurrency, heartbeat_s, 2 * _GRACE_S) as pool:
     yield pool.progress
 
 

@@ -34,6 +34,7 @@ class ServerSettings:
     open_access: calls outside of attempts need no key.
     rollout_limits: of rollouts whose creator says nothing about them.
     creates: whether rollouts may be created over HTTP.
+    prompt: of rollouts whose creator gives none; '' for none.
     frozen: agents with frozen weights, see `Engines`.
     engine: the size of each engine.
     service: how requests are answered.
@@ -47,6 +48,7 @@ class ServerSettings:
   open_access: bool
   rollout_limits: Limits
   creates: bool
+  prompt: str
   frozen: tuple[tuple[str, str], ...]
   engine: EngineSettings
   service: ServiceSettings
@@ -91,6 +93,16 @@ class AgentServer:
   def engine(self) -> Engine:
     """Samples the policy."""
     return self.engines.policy
+
+  def pause(self, *, drain: bool) -> None:
+    """Holds the calls of all agents, see `Engine.pause`. Until `resume`, the time does not count for attempts."""
+    self.lifecycle.hold()
+    self.engines.pause(drain=drain)
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+    self.lifecycle.go_on()
+    self.engines.resume()
 
   def sweep(self) -> None:
     """Ends attempts that are late or give no sign of life."""

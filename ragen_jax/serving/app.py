@@ -31,6 +31,8 @@ from ragen_jax.serving.wire.body import read_json
 from ragen_jax.serving.wire.spec import Kind, header_warnings
 
 _BODY_S = 60.0  # a body must have arrived after so many seconds
+# A client hears that its body is too large only after it has sent all of it; so many further bytes are read.
+_MOST_DROPPED = 1 << 28
 # A whole answer that takes longer begins with white space, so that no time limit for silence ends it.
 _SILENCE_S = 15.0
 
@@ -45,6 +47,7 @@ class AppSettings:
     max_body: largest body of a request, in bytes.
     rollout_limits: of rollouts whose creator says nothing about them.
     creates: whether rollouts may be created over HTTP.
+    prompt: of rollouts whose creator gives none; '' for none.
   """
 
   admin_key: str
@@ -52,6 +55,7 @@ class AppSettings:
   max_body: int
   rollout_limits: Limits
   creates: bool
+  prompt: str
 
 
 class App:
@@ -76,7 +80,7 @@ class App:
     self._stats, self._token_bytes = stats, token_bytes
     self._statuses: dict[tuple[str, int], int] = {}
     self._api = api = rollout_api.RolloutApi(
-      service.lifecycle, service.forget, settings.rollout_limits, creates=settings.creates
+      service.lifecycle, service.forget, settings.rollout_limits, creates=settings.creates, prompt=settings.prompt
     )
     calls = {'chat/completions': Kind.CHAT, 'completions': Kind.COMPLETIONS, 'responses': Kind.RESPONSES}
     routes = [self._route(f'{at}/v1/{path}', 'POST', self._call_handler(kind))
@@ -176,15 +180,19 @@ class App:
   # -- bodies --------------------------------------------------------------------------------------------------------
 
   async def _raw(self, http: Request) -> bytes:
-    body, limit = bytearray(), self._settings.max_body
+    body, size, limit = bytearray(), 0, self._settings.max_body
     try:
       async with asyncio.timeout(_BODY_S):
         async for part in http.stream():
-          body += part
-          if len(body) > limit:
-            raise errors.too_large(limit)
+          size += len(part)
+          if size <= limit:
+            body += part
+          elif size > limit + _MOST_DROPPED:
+            break
     except TimeoutError as e:
       raise errors.bad_request('', f'the body did not arrive in {_BODY_S:g} s') from e
+    if size > limit:
+      raise errors.too_large(limit)
     return bytes(body)
 
   async def _body(self, http: Request) -> dict[str, Any]:

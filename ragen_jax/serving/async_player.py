@@ -16,6 +16,7 @@ import jax
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_player import LOOK_S, MOST_PRUNED, REPORT_S, AgentPlayer, AgentSettings
 from ragen_jax.serving.agent_server import AgentServer
@@ -42,6 +43,7 @@ class AsyncAgentPlayer(AgentPlayer):
     specs: list[EnvSpec],
     tokenizer: ChatTokenizer,
     repeatable: int,
+    interrupt: Interrupt | None = None,
   ):
     """Goes on with the tasks of the store.
 
@@ -52,8 +54,9 @@ class AsyncAgentPlayer(AgentPlayer):
       specs: tasks, `AgentTasks` each.
       tokenizer: gives the text of ids.
       repeatable: so many iterations may be repeated from their checkpoints; their rollouts are not deleted.
+      interrupt: see `AgentPlayer`.
     """
-    super().__init__(settings, server, specs, queue.group_size, tokenizer)
+    super().__init__(settings, server, specs, queue.group_size, tokenizer, interrupt)
     self._repeatable = repeatable
     self._groups = GroupQueue(server.lifecycle, queue, specs, time.time)
 
@@ -77,7 +80,8 @@ class AsyncAgentPlayer(AgentPlayer):
       pictured: see `Player`; nothing is drawn.
 
     Raises:
-      UserError: no group of attempts can be learnt from.
+      UserError: no group of attempts can be learnt from. Their tasks are queued again.
+      Stopped: a signal was received before the iteration had its groups.
     """
     del pictured
     server, start, renewed = self._server, time.monotonic(), 0
@@ -85,17 +89,19 @@ class AsyncAgentPlayer(AgentPlayer):
     groups = self._groups.taken(policy_version)
     if not groups:
       server.use_weights(params, policy_version)
-      server.engines.resume()
+      server.resume()
       try:
         groups, renewed = self._take(policy_version, first_seed, key)
       finally:
-        server.engines.pause(drain=False)
+        server.pause(drain=False)
     waited = time.monotonic() - start
     self._groups.fill(policy_version, first_seed, key)  # for the time of the update
     try:
       rollout = self._collect([(g.tag, g.seed, g.rollouts) for g in groups], sampling)
-    except UserError as e:  # the iteration keeps what it took
-      raise UserError(f'{e}; delete {server.lifecycle.store.path} to play the tasks again') from e
+    except UserError:
+      # The same command, perhaps with a better program, plays the tasks again.
+      self._groups.give_back(policy_version, key)
+      raise
     self.metrics |= dict(zip(METRICS, map(float, (*self._groups.counts(), renewed, waited)), strict=True))
     before = time.time() - self._settings.keep_s
     server.lifecycle.store.prune(policy_version - self._repeatable, before, MOST_PRUNED)
@@ -110,8 +116,9 @@ class AsyncAgentPlayer(AgentPlayer):
       queue.look()
       renewed += queue.renew_stale(iteration, key, running=False)
       queue.fill(iteration, first_seed, key)
-      if groups := queue.take(iteration):
+      if groups := queue.take(iteration, key):
         return groups, renewed
+      self._interrupt.check()
       self._server.sweep()
       if time.monotonic() - told > REPORT_S:
         told = time.monotonic()

@@ -243,6 +243,12 @@ class Queue:
     """Ends the attempt because the worker stops."""
     finish('failed', error, of=task)
 
+  def time_left(self, task: Task) -> float:
+    """Seconds that the attempt may still take, without updates in which calls wait; 0 if the server does not say."""
+    with contextlib.suppress(ServerError, KeyError, TypeError, ValueError):
+      return float(_post_attempt(task, 'heartbeat', {}, 0.0)['left_s'])
+    return 0.0
+
 
 def work(
   agent: Callable[[Task], Any],
@@ -288,7 +294,7 @@ def _play(agent: Callable[[Task], Any], task: Task, queue: Queue) -> None:
   """Plays a task and reports how it ended."""
   with contextlib.suppress(Over):
     try:
-      value = _call(agent, task)
+      value = _call(agent, task, queue)
       if value is not None:
         queue.reward(task, float(value))
     except Over:
@@ -304,7 +310,7 @@ def _play(agent: Callable[[Task], Any], task: Task, queue: Queue) -> None:
       queue.finish(task, 'succeeded', '')
 
 
-def _call(agent: Callable[[Task], Any], task: Task) -> Any:
+def _call(agent: Callable[[Task], Any], task: Task, queue: Queue) -> Any:
   """The value of an agent's function, async or not, with heartbeats while it runs."""
   if not inspect.iscoroutinefunction(agent):
     with heartbeat(task):
@@ -319,10 +325,13 @@ def _call(agent: Callable[[Task], Any], task: Task) -> Any:
 
     with heartbeat(task, cancel) as over:
       try:
-        done, _ = await asyncio.wait([job], timeout=task.timeout_s)
-        if not done:
-          job.cancel()
-          raise _TookTooLong
+        left = task.timeout_s
+        while not (await asyncio.wait([job], timeout=left))[0]:
+          left = await asyncio.to_thread(queue.time_left, task)
+          if left <= 0:
+            job.cancel()
+            raise _TookTooLong
+          left = max(left, 1.0)
         return job.result()
       except asyncio.CancelledError as e:
         raise (Over(410, 'the attempt is over') if over.is_set() else RuntimeError('the agent was cancelled')) from e

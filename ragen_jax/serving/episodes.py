@@ -41,6 +41,7 @@ class EpisodeSettings:
     temperature, top_p, top_k: how training samples, see `SamplingParams`.
     success_reward: name of the rewards that tell whether an episode succeeded; '' for all rewards.
     success_score: an episode succeeds if these rewards sum to at least this.
+    max_calls: an attempt may make so many calls; an episode that used them all without success is cut off.
     stop_id: the token that ends a reply in the chat format.
     pad_id: the token that fills unused columns.
   """
@@ -53,6 +54,7 @@ class EpisodeSettings:
   top_k: int
   success_reward: str
   success_score: float
+  max_calls: int
   stop_id: int
   pad_id: int
 
@@ -127,7 +129,8 @@ def build_rollout(
   an agent, is on the last call in the loss, or the agent's last. A reward of a call outside the loss is on the latest
   earlier call in the loss of the same agent, or else on the first later one. Rewards of agents that are not trained are
   left out of the score. An attempt that failed, or that has no reward, is an episode with `Status.ENV_ERROR`, which
-  updates leave out; it never counts as one with reward 0.
+  updates leave out; it never counts as one with reward 0. One that made `max_calls` calls without success has
+  `Status.OUT_OF_TURNS`.
 
   Args:
     groups: the tasks, in the order of the rollout's groups.
@@ -207,7 +210,10 @@ def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
   status = Status.ENV_ERROR
   if not error:
     telling = [reward.value for _, reward in counted if settings.success_reward in ('', reward.name)]
-    status = Status.SUCCESS if telling and math.fsum(telling) >= settings.success_score else Status.FAILURE
+    if telling and math.fsum(telling) >= settings.success_score:
+      status = Status.SUCCESS
+    else:
+      status = Status.OUT_OF_TURNS if len(attempt.calls) >= settings.max_calls else Status.FAILURE
   rewards = tuple(tuple(reward.value for at, reward in counted if at == i) for i in range(len(calls)))
   return _Played(False, calls, in_loss, rewards, status, error, counts)
 

@@ -8,6 +8,7 @@ import logging
 from ragen_jax.serving.engine import EngineStopped, QueueFull
 from ragen_jax.serving.records import RequestError
 from ragen_jax.serving.wire import errors
+from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +24,9 @@ def api_error(error: BaseException) -> errors.ApiError:
       return request_error(error)
     case EngineStopped():
       return errors.internal(str(error), retry=True)
+    case UserError():  # the disk is full, say; nothing was stored, and a person may help
+      _log.error('a request failed: %s', error)
+      return errors.internal('the server cannot use its store; its log says why', retry=True)
   _log.error('a request failed', exc_info=error)
   return errors.internal(f'{type(error).__name__}: {error}', retry=False)
 

@@ -116,6 +116,7 @@ class GroupQueue:
     self._cursor = self._store.last_completed()  # before the rollouts are read, so that no end is missed
     self._groups: dict[str, _Group] = {}
     self._of: dict[str, _Group] = {}  # by rollout
+    self._to_renew: list[str] = []  # groups of before the start
     for group_id in dict.fromkeys(record.group for record in self._store.unclosed('train')):
       self._reopen(group_id)
 
@@ -132,6 +133,10 @@ class GroupQueue:
     for record in records:
       if record.state in OVER:
         self._end(record)
+    # Their program may have been mended since.
+    succeeded = any(record.state == RolloutState.SUCCEEDED for record in records)  # its reward may come
+    if self._groups[group_id].completed is not None and not succeeded:
+      self._to_renew.append(group_id)
 
   def _add(self, group_id: str, group: _Group) -> None:
     self._groups[group_id] = group
@@ -144,12 +149,19 @@ class GroupQueue:
   def fill(self, iteration: int, first_seed: int, key: jax.Array) -> None:
     """Queues tasks until as many are open as the bound of the staleness allows.
 
+    Tasks that were over before the start, with no attempt that succeeded, are queued again.
+
     Args:
       iteration: the one that is played.
       first_seed: number of its first task; all tags together have consecutive numbers.
       key: PRNG key of the iteration.
     """
     k, start = self._settings.max_staleness, 0
+    for group_id in self._to_renew:
+      if group_id in self._groups:
+        self._renew(self._groups[group_id].rollouts, iteration, key)
+        self._forget(group_id)
+    self._to_renew = []
     begun = max(iteration, self._store.last_batch() + 1)  # so many iterations have their groups
     every = sum(spec.num_groups for spec in self._specs)
     for i, spec in enumerate(self._specs):
@@ -223,27 +235,31 @@ class GroupQueue:
 
     found = [group_id for group_id, group in self._groups.items() if stale(group)]
     for group_id in found:
-      group = self._groups[group_id]
-      tasks = [self._store.rollout(rollout_id).input for rollout_id in group.rollouts]
-      meta = {
-        'tag': self._specs[group.spec].tag, 'iteration': iteration, 'number': group.number, 'trial': group.trial + 1,
-        'seed': group.seed,
-      }  # fmt: skip
-      self._queue(group.spec, meta, tasks, key, group.rollouts)
+      self._renew(self._groups[group_id].rollouts, iteration, key)
       self._forget(group_id)
     return len(found)
 
-  def take(self, iteration: int) -> list[Taken]:
+  def _renew(self, rollouts: Sequence[str], iteration: int, key: jax.Array) -> None:
+    """Queues the task of a group again; its rollouts are given up."""
+    records = [self._store.rollout(rollout_id) for rollout_id in rollouts]
+    before = records[0].metadata
+    meta = before | {'iteration': iteration, 'trial': before['trial'] + 1}
+    meta.pop('prompt', None)
+    spec = [spec.tag for spec in self._specs].index(before['tag'])
+    self._queue(spec, meta, [record.input for record in records], key, rollouts)
+
+  def take(self, iteration: int, key: jax.Array) -> list[Taken]:
     """Gives an iteration its groups, those with the oldest tokens first, and stores which ones.
 
     Args:
       iteration: one that took none before.
+      key: PRNG key of the iteration.
 
     Returns:
       As many groups of each tag as its spec says, tag by tag; none if too few are over.
 
     Raises:
-      UserError: all rollouts of these groups were cancelled.
+      UserError: all rollouts of these groups were cancelled. The tasks of such groups are queued again.
     """
     chosen: list[str] = []
     last = iteration - self._settings.max_staleness
@@ -259,12 +275,36 @@ class GroupQueue:
     groups = [self._groups[name] for name in chosen]
     ids = [rollout_id for group in groups for rollout_id in group.rollouts if rollout_id not in group.cancelled]
     if not ids:
+      for name in [name for name, group in self._groups.items() if len(group.cancelled) == len(group.rollouts)]:
+        self._renew(self._groups[name].rollouts, iteration, key)
+        self._forget(name)
       raise UserError(f'train: all rollouts of the {len(groups)} tasks of iteration {iteration + 1} were cancelled')
     self._store.take_batch(iteration, ids, self._now())
     self._store.close_rollouts([x for group in groups for x in sorted(group.cancelled)], self._now())
     for name in chosen:
       self._forget(name)
     return self.taken(iteration)
+
+  def give_back(self, iteration: int, key: jax.Array) -> None:
+    """Queues the tasks of the groups that an iteration took again, since nothing can be learnt from these rollouts.
+
+    The same is done with other groups that are over and have no reward.
+
+    Args:
+      iteration: one that has trained nothing.
+      key: PRNG key of the iteration.
+    """
+    groups = self.taken(iteration)
+    # If the process ends between the two transactions, the next one takes the same groups, and gives them back.
+    self._store.return_batch(iteration)
+    over = [name for name, group in self._groups.items() if group.completed is not None]
+    for group in groups:
+      self._renew([record.rollout_id for record in group.rollouts], iteration, key)
+    for name in over:
+      rollouts = self._groups[name].rollouts
+      if not any(self._store.rewards(self._store.rollout(rollout_id).attempt_id) for rollout_id in rollouts):
+        self._renew(rollouts, iteration, key)
+        self._forget(name)
 
   def taken(self, iteration: int) -> list[Taken]:
     """The groups that an iteration took, as the store has them, also after a restart; none if it took none.

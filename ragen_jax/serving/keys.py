@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 # Row r > 0 of an attempt folds _ROW + r into the attempt's key, a later attempt at a rollout _ATTEMPT + its number, and
-# a prompt whose reply was aborted before _ABORTED + the number of aborted replies. Positions of tokens are folded in
-# afterwards, and stay below all of them.
+# a prompt whose reply was aborted before _ABORTED + the number of aborted replies. A further reply of a request with a
+# seed folds _CHOICE + its number, and a further rollout of a prompt search's task _MEMBER + its number. Positions of
+# tokens are folded in afterwards, and stay below all of them.
 _ROW, _ATTEMPT, _ABORTED = 1_000_000_000, 2_000_000_000, 3_000_000_000
+_CHOICE, _MEMBER = 4_000_000_000, 4_100_000_000
 
 
 def _on_host() -> jax.Device:
@@ -45,9 +47,30 @@ def row_key(key: tuple[int, int], *, attempt: int, row: int, aborted: int) -> tu
 
 def seed_key(seed: int, choice: int) -> tuple[int, int]:
   """The key of a request with a seed; each of its replies has its own."""
+  return _folded((seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF, _CHOICE + choice if choice else None)
+
+
+def task_key(seed: int, number: int, member: int) -> tuple[int, int]:
+  """The key of a rollout of a prompt search: that of a task and a member of its group, for all prompts.
+
+  Args:
+    seed: of the search.
+    number: of the task.
+    member: number of the attempt at the task, from 0.
+  """
+  return _folded(seed & 0xFFFFFFFF, number & 0xFFFFFFFF, _MEMBER + member if member else None)
+
+
+def critic_seed(seed: int) -> int:
+  """The seed of the requests of a search to its critic, if that is the policy; its key is no `task_key`."""
+  return 0x7FFFFFFF << 32 | seed & 0xFFFFFFFF
+
+
+def _folded(first: int, second: int, number: int | None) -> tuple[int, int]:
+  """The key of two words into which a number was folded."""
   with jax.default_device(_on_host()):
-    key = jax.random.wrap_key_data(np.asarray([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32))
-    return _words(jax.random.fold_in(key, _ROW + choice) if choice else key)
+    key = jax.random.wrap_key_data(np.asarray([first, second], np.uint32))
+    return _words(key if number is None else jax.random.fold_in(key, number))
 
 
 def split_key(key: jax.Array, rows: int) -> list[tuple[int, int]]:

@@ -181,8 +181,11 @@ class Lifecycle:
       return attempt
     raise Gone(f'attempt {attempt.attempt_id!r} is over ({attempt.state}), and so is its API key')
 
-  def heartbeat(self, attempt_id: str) -> None:
+  def heartbeat(self, attempt_id: str) -> float:
     """Records a sign of life of an attempt.
+
+    Returns:
+      The seconds that the attempt may still take; time for which calls are held does not count.
 
     Raises:
       NotFound: there is no such attempt.
@@ -191,6 +194,17 @@ class Lifecycle:
     with self.store.write(durable=False) as tables:
       _running(tables, attempt_id)
       tables.touch(attempt_id, self._clock())
+      return tables.time_left(attempt_id, self._clock())
+
+  def hold(self) -> None:
+    """Calls of the policy wait from now on, also over a restart; no attempt is late before `go_on`."""
+    with self.store.write() as tables:
+      tables.begin_hold(self._clock())
+
+  def go_on(self) -> None:
+    """Calls wait no more. The time for which they waited does not count for the limits of attempts."""
+    with self.store.write() as tables:
+      tables.end_hold(self._clock())
 
   def finish(self, attempt_id: str, state: AttemptState, error: str) -> RolloutRecord:
     """Ends an attempt as its agent or runner reports; the same report again does nothing.
@@ -256,7 +270,7 @@ class Lifecycle:
       The attempts that it ended, at most 1,000, the oldest first. Call it again while it returns some.
     """
     with self.store.read() as tables:
-      if not tables.overdue(self._clock(), 1):
+      if tables.held_since() is not None or not tables.overdue(self._clock(), 1):
         return []
     with self.store.write() as tables:
       overdue = tables.overdue(self._clock(), _SWEEP)
@@ -303,7 +317,9 @@ class Lifecycle:
     with self.store.write() as tables:
       attempt = tables.attempt(attempt_id)
       if reward_id and (known := tables.reward(attempt_id, reward_id)) is not None:
-        if (known.value, known.agent, known.name) != (value, agent, name):
+        # Other calls may have followed since the first request for the last one.
+        of = known.call_id if call == 'last' else _resolve(tables, attempt_id, call, agent)
+        if (known.call_id, known.value, known.agent, known.name) != (of, value, agent, name):
           raise Conflict(f'attempt {attempt_id!r} has another reward with id={reward_id!r}')
         return known
       if attempt.state not in (AttemptState.RUNNING, AttemptState.SUCCEEDED):

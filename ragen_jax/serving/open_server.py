@@ -80,7 +80,8 @@ def open_server(
     service = Service(settings.service, engines, lifecycle, model.tokenizer, chat_format)
     app = App(
       AppSettings(
-        admin_key, settings.open_access, settings.max_body, settings.rollout_limits, settings.creates
+        admin_key, settings.open_access, settings.max_body, settings.rollout_limits, settings.creates,
+        settings.prompt,
       ),
       service, engines.stats,
       model.tokenizer.token_bytes,

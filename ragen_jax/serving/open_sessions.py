@@ -21,6 +21,7 @@ class OpenSession:
     session: see `Session`.
     lock: of storing: calls are stored in the order of their indices.
     count: requests that are being answered.
+    broken: a call could not be stored, so the session knows more than the store; it stores nothing more.
   """
 
   def __init__(self, session: Session):
@@ -28,6 +29,7 @@ class OpenSession:
     self.session = session
     self.lock = asyncio.Lock()
     self.count = 0
+    self.broken = False
     self._running: dict[str, list[Pending]] = {}  # by request key
 
   def unfollowed(self, digest: str) -> Pending | None:

@@ -44,16 +44,23 @@ async function list(older) {
     by('counts').textContent = counts || 'There is no rollout yet.';
     for (const r of page.rollouts) {
       const row = add(by('rows'), 'tr');
-      add(row, 'td', r.rollout_id); add(row, 'td', r.mode); add(row, 'td', r.state, r.state);
+      const link = add(add(row, 'td'), 'a', r.rollout_id);
+      link.href = '#' + encodeURIComponent(r.rollout_id);
+      add(row, 'td', r.mode); add(row, 'td', r.state, r.state);
       add(row, 'td', r.attempts); add(row, 'td', r.metadata?.iteration ?? '');
       add(row, 'td', JSON.stringify(r.input).slice(0, 80));
-      row.onclick = () => show(r.rollout_id);
+      row.onclick = () => link.click();
+      link.onclick = event => { event.stopPropagation(); if (location.hash === link.hash) show(); };
     }
     by('more').hidden = page.rollouts.length < 50;
   } catch (error) { by('counts').textContent = error.message; }
 }
-async function show(id) {
-  const r = await get('/rollouts/' + encodeURIComponent(id)), box = by('one');
+async function show() {
+  const id = decodeURIComponent(location.hash.slice(1)), box = by('one');
+  if (!id || !key) return;
+  let r;
+  try { r = await get('/rollouts/' + encodeURIComponent(id)); }
+  catch (error) { box.replaceChildren(); add(box, 'p', error.message, 'failed'); return; }
   box.replaceChildren();
   add(box, 'h2', id); add(box, 'pre', JSON.stringify(r.input, null, 2));
   for (const a of r.attempts) {
@@ -69,7 +76,8 @@ async function show(id) {
   }
   box.scrollIntoView();
 }
-by('login').onsubmit = event => { event.preventDefault(); key = by('key').value; list(false); };
+by('login').onsubmit = event => { event.preventDefault(); key = by('key').value; list(false).then(show); };
 by('more').onclick = () => list(true);
+window.onhashchange = show;
 </script></body></html>
 """

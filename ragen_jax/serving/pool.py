@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -44,6 +45,9 @@ class TaskQueue(Protocol):
 
   def release(self, task: Task, error: str) -> None:
     """Ends the attempt because the worker stops."""
+
+  def time_left(self, task: Task) -> float:
+    """Seconds that the attempt may still take, without the time for which its calls were held; 0 if unknown."""
 
 
 class LocalQueue:
@@ -89,6 +93,12 @@ class LocalQueue:
     """Ends the attempt without counting it as a try."""
     with _over():
       self._lifecycle.release(task.attempt_id, error)
+
+  def time_left(self, task: Task) -> float:
+    """Seconds that the attempt may still take, without the time for which its calls were held; 0 if it is over."""
+    with contextlib.suppress(*_QUEUE_ERRORS):
+      return self._lifecycle.heartbeat(task.attempt_id)
+    return 0.0
 
 
 def task_of(claim: Claim, server_url: str) -> Task:
@@ -228,7 +238,7 @@ class Pool:
         self._stopping.wait(_PAUSE_S)
         continue
       if task is not None:
-        watch = Watch(task.timeout_s)
+        watch = Watch(task.timeout_s, functools.partial(self._queue.time_left, task))
         with self._changed:
           self._running[task.attempt_id] = (task, watch)
           if self._stopping.is_set():

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.pool import task_of
-from ragen_jax.serving.records import Conflict, Invalid, Limits, NewRollout, RolloutRecord
+from ragen_jax.serving.records import Conflict, Invalid, Limits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.types import AttemptState, Reward
 
 _LONGEST_WAIT_S = 60.0
@@ -26,7 +26,7 @@ _MOST_LISTED = 500
 class RolloutApi:
   """Handlers of routes: a body in, JSON out."""
 
-  def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None], limits: Limits, *, creates: bool):
+  def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None], limits: Limits, *, creates: bool, prompt: str):
     """Takes the rollouts.
 
     Args:
@@ -34,9 +34,10 @@ class RolloutApi:
       ended: called with the id of an attempt that is over.
       limits: of rollouts that say nothing about them.
       creates: whether rollouts may be created; the trainer creates those of a run itself.
+      prompt: of rollouts whose metadata have none; '' for none.
     """
     self._lifecycle, self._ended, self._stopping = lifecycle, ended, False
-    self._limits, self._creates = dataclasses.asdict(limits), creates
+    self._limits, self._creates, self._prompt = dataclasses.asdict(limits), creates, prompt
 
   def stop(self) -> None:
     """Workers that wait for a rollout get none."""
@@ -57,10 +58,13 @@ class RolloutApi:
     if not isinstance(limits['retry_on'], list | tuple):
       raise Invalid('limits.retry_on: must be a list')
     limits['retry_on'] = tuple(limits['retry_on'])
+    metadata = body.get('metadata')
+    if metadata is None or (isinstance(metadata, dict) and 'prompt' not in metadata):
+      metadata = metadata_with_prompt(metadata or {}, self._prompt) or metadata
     words = int.from_bytes(os.urandom(4)), int.from_bytes(os.urandom(4))
     new = NewRollout(
       rollout_id=_or(body.get('rollout_id'), ''), input=body.get('input'), group=_or(body.get('group'), ''),
-      mode=_or(body.get('mode'), 'train'), limits=Limits(**limits), metadata=body.get('metadata'), key=words,
+      mode=_or(body.get('mode'), 'train'), limits=Limits(**limits), metadata=metadata, key=words,
     )  # fmt: skip
     return described(await asyncio.to_thread(self._lifecycle.create, new))
 
@@ -156,8 +160,8 @@ class RolloutApi:
     if 'value' not in body:
       raise Invalid('value is missing: must be a finite number')
     stored = await asyncio.to_thread(
-      self._lifecycle.post_reward, attempt_id, body['value'], body.get('call'), body.get('agent') or '',
-      body.get('name') or '', body.get('id') or '',
+      self._lifecycle.post_reward, attempt_id, body['value'], body.get('call'), _or(body.get('agent'), ''),
+      _or(body.get('name'), ''), _or(body.get('id'), ''),
     )  # fmt: skip
     return _reward(stored)
 
@@ -174,8 +178,7 @@ class RolloutApi:
   async def heartbeat(self, attempt_id: str, body: dict[str, Any]) -> dict[str, Any]:
     """POST /attempts/<id>/heartbeat."""
     del body
-    await asyncio.to_thread(self._lifecycle.heartbeat, attempt_id)
-    return {}
+    return {'left_s': await asyncio.to_thread(self._lifecycle.heartbeat, attempt_id)}
 
 
 def described(record: RolloutRecord) -> dict[str, Any]:
@@ -203,6 +206,6 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def _whole(text: str, name: str) -> int:
-  if not text.isdecimal() or len(text) > 19:
-    raise Invalid(f'{name}={text!r:.40}; allowed: whole numbers from 0')
-  return int(text)
+  if not text.isdecimal() or len(text) > 19 or (number := int(text)) >= 2**63:
+    raise Invalid(f'{name}={text!r:.40}; allowed: whole numbers from 0 to 2**63 - 1')
+  return number

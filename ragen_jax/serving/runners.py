@@ -81,8 +81,8 @@ class FunctionRunner:
     ending = watch.wait()
     if ending == Ending.ENDED:
       return call.outcome
-    call.cancel()
-    call.thread.join(self._grace_s)
+    if call.cancel():
+      call.thread.join(self._grace_s)
     outcome = Outcome.stopped(ending, task)
     return outcome.leaving(call.thread) if call.thread.is_alive() else outcome
 
@@ -94,16 +94,19 @@ class _Call:
     self._function, self._task, self._watch = function, task, watch
     self._lock = threading.Lock()
     self._cancelled = False
-    self._cancel: Callable[[], None] = lambda: None
+    self._cancel: Callable[[], None] | None = None  # of an async function that has begun
     self.outcome = Outcome.failed('the agent did not end')
     self.thread = threading.Thread(target=self._run, daemon=True, name=f'ragen_jax-agent-{task.attempt_id}')
 
-  def cancel(self) -> None:
-    """Cancels an async function; does nothing to another one, which Python cannot stop."""
+  def cancel(self) -> bool:
+    """Cancels an async function. Returns False for another one, which Python cannot stop."""
     with self._lock:
       self._cancelled = True
+      if self._cancel is None:
+        return False
       with contextlib.suppress(RuntimeError):  # its event loop has closed
         self._cancel()
+      return True
 
   def _run(self) -> None:
     value, fault = attempt(self._play, 'agent')

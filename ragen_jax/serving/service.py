@@ -256,6 +256,8 @@ class Service:
       self.counts['aborted'] += len(found)
     trained = self._is_trained(pending.spec.agent)
     async with open_.lock:
+      if open_.broken:
+        raise errors.internal('another call of the attempt could not be stored', retry=True)
       for i, (reply, generated) in enumerate(zip(replies, found, strict=True)):
         said: tuple = ()
         if not aborted:
@@ -272,6 +274,7 @@ class Service:
         await asyncio.to_thread(self.lifecycle.store.add_calls, calls, [digest], time.time())
       except BaseException:
         # The session holds calls that the store does not; the next request reads the store again.
+        open_.broken = True
         self._sessions.forget(attempt.attempt_id)
         raise
     if aborted:

@@ -275,6 +275,11 @@ class Store:
         tables.close_rollout(rollout_id, iteration, now)
       tables.insert_batch(iteration, ids)
 
+  def return_batch(self, iteration: int) -> None:
+    """Takes the rollouts of a training iteration back: it has not trained them, and they are open again."""
+    with self.write() as tables:
+      tables.delete_batch(iteration)
+
   def close_rollouts(self, rollout_ids: Sequence[str], now: float) -> None:
     """Closes rollouts that no iteration will train: they take no more rewards and `prune` may delete them.
 

@@ -170,6 +170,15 @@ class Tables:
     left = limit - len(found)
     return found + [(a, AttemptState.UNRESPONSIVE) for a in self._attempts(f'{silent} {order}', now, now, left)]
 
+  def time_left(self, attempt_id: str, now: float) -> float:
+    """Seconds until an attempt has run as long as it may; 0 if it does not run."""
+    query = "SELECT started, timeout_s FROM attempts WHERE attempt_id = ? AND state = 'running'"
+    if (row := self._sql(query, (attempt_id,)).fetchone()) is None:
+      return 0.0
+    started, timeout_s = row
+    since = self.held_since()
+    return max(started + timeout_s - (now if since is None else max(since, started)), 0.0)
+
   def tries(self, rollout_id: str) -> int:
     """Number of the rollout's attempts that count as a try."""
     query = 'SELECT count(*) FROM attempts WHERE rollout_id = ? AND NOT lost'
@@ -279,6 +288,32 @@ class Tables:
   def insert_batch(self, iteration: int, rollout_ids: Sequence[str]) -> None:
     rows = [(iteration, i, rollout_id) for i, rollout_id in enumerate(rollout_ids)]
     self._many('INSERT INTO batches VALUES (?, ?, ?)', rows)
+
+  def delete_batch(self, iteration: int) -> None:
+    """The iteration took nothing; its rollouts are open."""
+    self._sql('UPDATE rollouts SET iteration = NULL, closed = NULL WHERE iteration = ?', (iteration,))
+    self._sql('DELETE FROM batches WHERE iteration = ?', (iteration,))
+
+  # -- held calls
+
+  def held_since(self) -> float | None:
+    """Since when calls are held, in seconds since 1970; None if they are not."""
+    row = self._sql("SELECT value FROM counters WHERE name = 'held_since_us'").fetchone()
+    return row[0] / 1e6 if row else None
+
+  def begin_hold(self, now: float) -> None:
+    """Calls are held from now on; nothing changes if they are held already."""
+    self._sql("INSERT OR IGNORE INTO counters VALUES ('held_since_us', ?)", (round(now * 1e6),))
+
+  def end_hold(self, now: float) -> None:
+    """Calls are held no more: the attempts that run get the time for which they were held."""
+    since = self.held_since()
+    if since is None:
+      return
+    self._sql("DELETE FROM counters WHERE name = 'held_since_us'")
+    query = "UPDATE attempts SET timeout_s = timeout_s + max(? - max(?, started), 0) WHERE state = 'running'"
+    self._sql(query, (now, since))
+    self.touch_running(now)
 
 
 def _rollout(*row: Any) -> RolloutRecord:

@@ -6,9 +6,12 @@ import dataclasses
 import enum
 import threading
 import time
+from collections.abc import Callable
 
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.types import AttemptState
+
+_LEAST_S = 1.0  # between two questions how much time is left
 
 
 class Ending(enum.Enum):
@@ -22,9 +25,14 @@ class Ending(enum.Enum):
 class Watch:
   """Waits for what comes first: the agent's end, its cancellation, or its time-out."""
 
-  def __init__(self, timeout_s: float):
-    """Starts the time of an agent, in seconds."""
-    self._deadline = time.monotonic() + timeout_s
+  def __init__(self, timeout_s: float, time_left: Callable[[], float] = lambda: 0.0):
+    """Starts the time of an agent.
+
+    Args:
+      timeout_s: the time that it may take, in seconds.
+      time_left: called when this time is over: seconds that it may still take, since its calls were held; 0 for none.
+    """
+    self._deadline, self._time_left = time.monotonic() + timeout_s, time_left
     self._changed = threading.Condition()
     self._ending: Ending | None = None
 
@@ -38,11 +46,16 @@ class Watch:
 
   def wait(self) -> Ending:
     """Blocks until one of the three has come; what comes later changes nothing."""
-    with self._changed:
-      left = min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX)
-      self._changed.wait_for(lambda: self._ending is not None, max(left, 0.0))
-      self._ending = self._ending or Ending.LATE
-      return self._ending
+    while True:
+      with self._changed:
+        left = min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX)
+        if self._changed.wait_for(lambda: self._ending is not None, max(left, 0.0)):
+          return self._ending
+      more = self._time_left()
+      if more <= 0:
+        self._set(Ending.LATE)
+      else:
+        self._deadline = time.monotonic() + max(more, _LEAST_S)
 
   def _set(self, ending: Ending) -> None:
     with self._changed:

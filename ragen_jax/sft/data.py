@@ -9,6 +9,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
-from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.agent.rollout import Rollout, concatenate
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.sft import conversations
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
+from ragen_jax.training.images import ImageInputs, Sight
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class SftExamples:
     value_scale: f32[N], 1 / mean square of the environment's values, so that environments with large rewards do not
       dominate the value loss.
     level: i32[N], equal for conversations on the same level.
+    images: what the columns read of images; None if no conversation shows any.
   """
 
   tokens: np.ndarray
@@ -50,78 +54,116 @@ class SftExamples:
   values: np.ndarray
   value_scale: np.ndarray
   level: np.ndarray
+  images: ImageInputs | None
 
   @functools.cached_property
   def checksum(self) -> int:
     """A number that distinguishes these conversations from others."""
-    return zlib.crc32(np.ascontiguousarray(self.mask), zlib.crc32(np.ascontiguousarray(self.tokens)))
+    found = zlib.crc32(np.ascontiguousarray(self.mask), zlib.crc32(np.ascontiguousarray(self.tokens)))
+    if self.images is None:
+      return found
+    for image in self.images.gallery.pixels:
+      found = zlib.crc32(np.ascontiguousarray(image), found)
+    return zlib.crc32(np.ascontiguousarray(self.images.index), found)
 
   @functools.cached_property
   def sampled(self) -> np.ndarray:
     """i32[N], number of tokens in the loss."""
     return self.mask.sum(axis=1)
 
+  @functools.cached_property
+  def image_counts(self) -> dict[tuple[int, int], np.ndarray]:
+    """Images of each conversation, i64[N], by size; with frozen towers tokens of images, see `ImageInputs.sizes`."""
+    if self.images is None:
+      return {}
+    index, gallery = self.images.index, self.images.gallery
+    if gallery.features:
+      return {size: (index >= 0).sum(axis=1) for size in self.images.sizes()}
+    rows, columns = np.nonzero(np.isin(index, gallery.first[:-1]))
+    shown = np.searchsorted(gallery.first, index[rows, columns], side='right') - 1
+    shapes = [image.shape[:2] for image in gallery.pixels]
+    found = {}
+    for size in self.images.sizes():
+      of_size = np.asarray([shape == size for shape in shapes])
+      found[size] = np.bincount(rows[of_size[shown]], minlength=len(index))
+    return found
+
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationSettings:
-  """The levels of demonstrations.
+  """How demonstrations are collected.
 
   Attributes:
-    first_level: seed of the first level.
     group_size: number of demonstrations of each level.
     seed: seed of the demonstrators' random numbers.
   """
 
-  first_level: int
   group_size: int
   seed: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+  """Levels of an environment that are demonstrated in one form of replies.
+
+  Attributes:
+    spec: the environment, with its number of levels.
+    context: a context manager of this environment only, with the form of replies.
+    limits: the limits of its episodes.
+    first_level: seed of the first level.
+  """
+
+  spec: EnvSpec
+  context: ContextManager
+  limits: Limits
+  first_level: int
+
+
 def collect_demonstrations(
-  specs: Sequence[EnvSpec],
-  contexts: Sequence[ContextManager],
-  limits: Sequence[Limits],
+  lessons: Sequence[Lesson],
   style: DemonstrationStyle,
   settings: DemonstrationSettings,
   held_out: frozenset[bytes],
-) -> list[Trajectory]:
-  """Collects demonstrations of the exact solvers, by environment.
+  processor: ProcessorConfig | None,
+) -> list[Rollout]:
+  """Collects demonstrations of the exact solvers, by lesson.
 
   Args:
-    specs: the environments, with their numbers of levels.
-    contexts: for each environment, a context manager of this environment only.
-    limits: for each environment, the limits of its episodes.
+    lessons: what is demonstrated.
     style: the quality of the demonstrator's play.
-    settings: the levels.
+    settings: their number and seed.
     held_out: levels that are replaced with others.
+    processor: of the model that reads images; None for a model that reads text only.
 
   Raises:
     UserError: no turn of an environment fits into the context.
   """
   rng = np.random.default_rng(settings.seed)
   parts = []
-  for spec, context, bounds in zip(specs, contexts, limits, strict=True):
-    envs = EnvStateManager([spec], settings.group_size, held_out=held_out)
+  for lesson in lessons:
+    spec, bounds = lesson.spec, lesson.limits
+    envs = EnvStateManager([spec], settings.group_size, held_out=held_out, processor=processor)
     start = time.monotonic()
-    rollout = AgentProxy(envs, context, bounds).rollout(Demonstrator(rng, style), settings.first_level)
+    rollout = AgentProxy(envs, lesson.context, bounds).rollout(Demonstrator(rng, style), lesson.first_level)
     trajectory, episodes = rollout.trajectory, rollout.episodes
     if not trajectory.loss_mask.any():
       raise UserError(f'agent.max_context={bounds.max_context}: no turn of {spec.tag} fits into it')
     _log.info(
-      '%s: %d demonstrations in %.0f s, success %.2f, %.1f tokens each',
+      '%s, %s: %d demonstrations in %.0f s, success %.2f, %.1f tokens each',
       spec.tag,
+      lesson.context.settings.format,
       len(episodes),
       time.monotonic() - start,
       np.mean([e.success for e in episodes]),
       trajectory.length.mean(),
     )
-    parts.append(trajectory)
+    parts.append(rollout)
   return parts
 
 
 def from_file(
   path: str, found: list[conversations.Conversation], tokenizer: ChatTokenizer, reply_prefix: str, max_context: int
-) -> Trajectory:
+) -> Rollout:
   """The conversations of a file as rows. Conversations that are too long are skipped, and counted in a warning.
 
   Args:
@@ -141,28 +183,43 @@ def from_file(
   if left_out:
     template = '%s: %d of %d are skipped, longer than agent.max_context=%d'
     _log.warning(template, source, left_out, len(found), max_context)
-  return trajectory
+  none = np.zeros((count, 0), np.int32)
+  return Rollout(trajectory, [], none, none.sum(axis=1), int(trajectory.loss_mask.sum()), tokenizer.pad_id)
 
 
-def join(parts: list[Trajectory]) -> SftExamples:
-  """Joins the rows of all parts; each part belongs to one environment."""
-  width = max(p.tokens.shape[1] for p in parts)
+def join(parts: list[Rollout], sight: Sight | None, params: Any) -> SftExamples:
+  """Joins the rows of all parts; each part belongs to one environment.
 
-  def stack(name):
-    arrays = [getattr(p, name) for p in parts]
-    return np.concatenate([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in arrays])
-
-  columns, mask = sampled_columns(stack('loss_mask'))
-  values = at_columns(stack('values'), columns, mask)
-  value_scale, level, start = np.ones((len(mask),), np.float32), np.zeros((len(mask),), np.int32), 0
+  Args:
+    parts: rows with whole conversations.
+    sight: of the model; None if it reads text only.
+    params: the model's weights; those of frozen towers are read.
+  """
+  joined = concatenate(parts, renumber=True)
+  whole = joined.trajectory
+  columns, mask = sampled_columns(whole.loss_mask)
+  values = at_columns(whole.values, columns, mask)
+  value_scale, start = np.ones((len(mask),), np.float32), 0
   for part in parts:
-    rows = slice(start, start + len(part.length))
+    rows = slice(start, start + len(part.trajectory.length))
     square = float(np.square(values[rows][mask[rows]]).mean())
     value_scale[rows] = 1 / square if square > 0 else 1.0
-    level[rows] = part.group + (level[start - 1] + 1 if start else 0)
     start = rows.stop
-  length = np.concatenate([p.length for p in parts])
-  return SftExamples(stack('tokens'), length, columns, mask, values, value_scale, level)
+  images = None if sight is None else sight.inputs(params, whole, joined.images)
+  return SftExamples(whole.tokens, whole.length, columns, mask, values, value_scale, whole.group, images)
+
+
+def first_turns(data: SftExamples) -> SftExamples:
+  """The conversations up to the end of their first trained reply, in arrays of the same width."""
+  after = data.columns[:, 1:] - data.columns[:, :-1] > 1  # a gap is behind the reply
+  same = np.cumsum(np.pad(after, ((0, 0), (1, 0))), axis=1) == 0
+  mask = data.mask & same
+  length = (data.columns * mask).max(axis=1).astype(np.int32) + 1
+  images = data.images
+  if images is not None:
+    shown = np.arange(data.tokens.shape[1]) < length[:, None]
+    images = images.replace(index=np.where(shown, images.index, -1))
+  return dataclasses.replace(data, length=length, columns=np.where(mask, data.columns, 1), mask=mask, images=images)
 
 
 def validation_levels(levels: int, fraction: float) -> int:

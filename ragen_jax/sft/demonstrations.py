@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from ragen_jax.agent.episode import Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.pools import JaxPool
 from ragen_jax.agent.speakers import written_reply
+from ragen_jax.agent.world_model.descriptions import describe
+from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION
 from ragen_jax.envs.base import Budget, Solution
 
 
@@ -38,10 +41,16 @@ class DemonstrationStyle:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """A demonstrated turn: the actions, the thought before them, and the expected return of the best play."""
+  """A demonstrated turn.
+
+  Attributes:
+    actions: the actions.
+    texts: tag -> text, for the sections of all forms of replies.
+    value: the expected return of the best play.
+  """
 
   actions: list[Any]
-  thought: str
+  texts: dict[str, str]
   value: float
 
 
@@ -50,6 +59,27 @@ def _own_budget(budget: Budget, style: DemonstrationStyle) -> Budget:
     return budget
   most = min(budget.max_actions_per_turn, style.actions_per_turn)
   return dataclasses.replace(budget, max_actions_per_turn=most)
+
+
+def _texts(pool: JaxPool, plans: dict[int, list[Any]]) -> dict[int, dict[str, str]]:
+  """What the replies with these plans say in each section: the thought, and true descriptions of the board.
+
+  The description of the board after the turn is that of the state that the actions really lead to, so it is true even
+  if chance decides.
+
+  Args:
+    pool: the environment's rows.
+    plans: row -> the actions of its turn.
+  """
+  env, rows = pool.spec.env, list(plans)
+  thoughts = env.rationale(pool.states)
+  texts = {row: {'think': thoughts[row], 'reasoning': thoughts[row]} for row in rows}
+  if env.scene_kinds:
+    after = pool.states_after([plans.get(row, []) for row in range(pool.rows)])
+    for section, states in ((OBSERVATION, pool.states), (PREDICTION, after)):
+      for row, scene in zip(rows, env.scenes(jax.tree.map(lambda x: x[rows], states)), strict=True):
+        texts[row][section] = describe(scene)
+  return texts
 
 
 class Demonstrator:
@@ -120,24 +150,25 @@ class Demonstrator:
     naive_plans = beginner.plan(states, turns_left, left)
     kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
     timid = rng.random(count) < style.timid
-    thoughts, legal = env.rationale(states), env.legal_actions(states)
+    legal = env.legal_actions(states)
     chosen = {}
     for row in running:
       plan = naive_plans[row] if kind[row] == 1 else plans[row]
       if not plan or kind[row] == 0:
         plan = [legal[row][i] for i in rng.integers(len(legal[row]), size=max(len(plan), 1))]
-      chosen[row] = _Plan(plan[:1] if timid[row] else plan, thoughts[row], values[row])
-    return chosen
+      chosen[row] = plan[:1] if timid[row] else plan
+    texts = _texts(pool, chosen)
+    return {row: _Plan(plan, texts[row], values[row]) for row, plan in chosen.items()}
 
   def _write(self, log: EpisodeLog, env: int, row: int, plan: _Plan) -> TextReply | None:
     """Writes a turn's prompt and reply to the row. If they do not fit, ends the episode and returns None."""
     context, timeline = log.context, log.timeline
     prompt = context.next_prompt(env, log.past(row), log.observations[row], int(log.actions_left[row]))
     names = [log.envs.specs[env].env.format_action(action) for action in plan.actions]
-    reply = written_reply(context, names, {'think': plan.thought, 'reasoning': plan.thought})
+    reply = written_reply(context, names, plan.texts)
     if timeline.length[row] + len(prompt.ids) + len(reply.ids) > log.limits.max_context:
       log.leave(row, Status.OUT_OF_CONTEXT)
       return None
-    timeline.append_context(row, prompt.ids, log.turn)
+    timeline.append_context(row, prompt.ids, log.turn, prompt.images)
     timeline.append_reply(row, reply.ids, log.turn, values=plan.value)
     return reply

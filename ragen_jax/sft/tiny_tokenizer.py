@@ -6,6 +6,7 @@ replies, so a fixed sentence needs one token instead of about thirty word pieces
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.rotary import AXES
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision.config import VisionConfig
+from ragen_jax.sft import tiny_vision
 from ragen_jax.utils.sizes import round_up
 
 PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
@@ -29,16 +33,17 @@ _CHAT_TEMPLATE = (
 )
 
 
-def build(pieces: Iterable[str]) -> Tokenizer:
+def build(pieces: Iterable[str], *, images: bool) -> Tokenizer:
   """A tokenizer with one token for each piece. If several pieces match, the longest is used.
 
   Args:
     pieces: texts without special tokens of the chat format, in the order of their ids.
+    images: whether there are special tokens for images.
 
   Returns:
     The tokenizer. Its ids are in the order special tokens, bytes, pieces.
   """
-  specials = [PAD, START, END]
+  specials = [PAD, START, END, *(tiny_vision.SPECIALS if images else ())]
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocab = {token: i for i, token in enumerate(specials + alphabet)}
   tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -70,13 +75,23 @@ def save(tokenizer: Tokenizer, directory: str) -> None:
 
 
 def make_model(
-  shape: Sequence[int], num_tokens: int, *, dtype: Any, attention: str, seed: int, mesh: Mesh
+  shape: Sequence[int],
+  num_tokens: int,
+  *,
+  tower: VisionConfig | None,
+  dtype: Any,
+  attention: str,
+  seed: int,
+  mesh: Mesh,
 ) -> ActorCritic:
   """A policy with fresh weights and a value head, divided over the devices.
+
+  It is a Qwen2, or a Qwen3-VL if it has a tower.
 
   Args:
     shape: model width, layers, query heads, key/value heads, head width, MLP width.
     num_tokens: size of the tokenizer; the embedding is padded to a multiple of 8.
+    tower: the shape of the vision tower; None for a model that reads text only.
     dtype: dtype of computations.
     seed: seed of the weights.
     attention: `config.model.attention`.
@@ -91,10 +106,16 @@ def make_model(
     num_heads=heads,
     num_kv_heads=kv_heads,
     head_dim=head_dim,
-    rope_theta=10_000.0,
+    rope_theta=10_000.0 if tower is None else 1000.0,
   )
+  if tower is not None:
+    by_side = head_dim // 2 // AXES  # of the rotary frequencies; time has the rest
+    sections = (head_dim // 2 - 2 * by_side, by_side, by_side)
+    cfg = dataclasses.replace(cfg, architecture='qwen3', rope_sections=sections, rope_interleaved=True, vision=tower)
   settings = choose_attention(attention, cfg, dtype, mesh)
   model = ActorCritic(Qwen(cfg, dtype=dtype, attention=settings, rngs=nnx.Rngs(seed)))
+  if tower is not None:
+    tiny_vision.scale_fresh_weights(model.policy)
   if mesh.size > 1:
     model.policy.activation_sharding = row_sharding(mesh)
     params = nnx.split(model)[1]

@@ -12,7 +12,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ragen_jax.distributed.sharding import place_rows
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft.packing import SftBatch
@@ -64,7 +63,9 @@ def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
   """
 
   def loss(module: ActorCritic, batch: SftBatch) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
-    logprobs, _, values = score_tokens(module, batch.tokens, batch.columns, scoring, batch.segments)
+    logprobs, _, values = score_tokens(
+      module, batch.tokens, batch.columns, scoring, batch.segments, images=batch.images
+    )
     nll = -jnp.sum(logprobs * batch.weights)
     vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
     return nll + value_coef * vf_loss, ({'loss': nll, 'value_loss': vf_loss}, {})
@@ -74,6 +75,8 @@ def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
 
 class SftTrainer:
   """Trains a model on batches of replies; with LoRA, only adapters and the value head.
+
+  Batches are on the devices of its mesh already.
 
   Attributes:
     state: weights and optimiser state; a step donates its arrays.
@@ -90,23 +93,20 @@ class SftTrainer:
       model: the initial model; the first step donates its trained weights.
       mesh: the devices over which rows and weights are divided.
     """
-    self._mesh = mesh if mesh.size > 1 else None
     self.schedule = make_schedule(settings)
     adamw = optax.adamw(
       self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=weight_decay_mask
     )
     optimizer = optax.chain(optax.clip_by_global_norm(settings.grad_clip), adamw)
     graphdef, params = nnx.split(model)
-    self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), self._mesh)
+    divided = mesh if mesh.size > 1 else None
+    self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), divided)
     trained, frozen = lora.partition(params)
     self.state = TrainState(trained, frozen, self.learner.init(trained), lr_scale=None)
 
-  def _placed(self, batches: list[SftBatch]) -> list[SftBatch]:
-    return batches if self._mesh is None else [place_rows(batch, self._mesh) for batch in batches]
-
   def gradients(self, batches: list[SftBatch]) -> tuple[Any, jax.Array]:
     """The gradients of a step from its micro-batches, and f32[2], loss and value loss."""
-    gradients, found = self.learner.gradients(self.state, self._placed(batches))
+    gradients, found = self.learner.gradients(self.state, batches)
     return gradients, _parts(found)
 
   def step(self, batches: list[SftBatch]) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +116,7 @@ class SftTrainer:
       f32[2], loss and value loss before the step, and i32[], 1 if the step was skipped because a loss, the gradient or
       the update was not finite.
     """
-    self.state, found = self.learner.step(self.state, self._placed(batches))
+    self.state, found = self.learner.step(self.state, batches)
     self.state = self.state.replace(iteration=self.state.iteration + 1)
     return _parts(found), found[SKIPPED]
 
@@ -126,7 +126,7 @@ class SftTrainer:
 
   def losses(self, batches: list[SftBatch]) -> jax.Array:
     """f32[2], loss and value loss of the current weights, which do not change."""
-    return _parts(self.learner.evaluate(self.state, self._placed(batches)))
+    return _parts(self.learner.evaluate(self.state, batches))
 
 
 def _parts(found: dict[str, jax.Array]) -> jax.Array:

@@ -20,7 +20,8 @@ _GIB = 2**30
 
 # Values of `config.model.remat`.
 AUTO = 'auto'
-REMAT_OF = {False: 'none', 'elementwise': 'elementwise', True: 'layers'}
+REMAT_OF = {False: 'none', 'elementwise': 'elementwise', 'attention': 'attention', True: 'layers'}
+_KEPT = {'elementwise': 'products', 'attention': 'attention'}
 # More columns than any device can take.
 ANY_COLUMNS = 2**31
 # A number of a product takes 2 D operations to compute again, and about 12 bytes of traffic to keep in the stack of all
@@ -78,9 +79,8 @@ def remat_settings(
   """
   if name != AUTO:
     return RematSettings(REMAT_OF[name], ANY_COLUMNS)
-  if width < _KEEP_FROM_WIDTH:
-    return RematSettings('layers', ANY_COLUMNS)
-  return RematSettings('elementwise', memory().columns(limit(), 'elementwise'))
+  kept = 'attention' if width < _KEEP_FROM_WIDTH else 'elementwise'
+  return RematSettings(kept, memory().columns(limit(), kept))
 
 
 def micro_batch_size(settings: SizeSettings, memory: UpdateMemory, limit: float) -> int:
@@ -128,8 +128,8 @@ def describe(
       f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device, a gradient program '
       'for each of the shapes that lengths lead to'
     )
-  if remat.remat == 'elementwise' and remat.columns < ANY_COLUMNS:
-    text += f', up to {remat.columns} of them without computing products again'
+  if remat.columns < ANY_COLUMNS:
+    text += f', up to {remat.columns} of them without computing {_KEPT[remat.remat]} again'
   total = memory.total(columns, remat.choose(columns))
   need = f'about {total / _GIB:.1f} GiB a device'
   if s.micro_batch_size:

@@ -8,7 +8,7 @@ episodes do not widen all the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -245,26 +245,30 @@ def plan_micro_batches(
   return plans
 
 
-def micro_batches(batch: _Rows, plans: Sequence[Any], mesh: Mesh | None = None) -> Iterator[_Rows]:
+def micro_batches(
+  batch: _Rows, plans: Sequence[Any], mesh: Mesh | None = None, room: Mapping[tuple[int, int], int] | None = None
+) -> Iterator[_Rows]:
   """The micro-batches of a batch, one after the other.
 
   Args:
     batch: on the host.
     plans: which rows go together: `MicroBatch`, or `PackedBatch` of `training/packing.py`.
     mesh: places the rows of each micro-batch on it; None leaves them on the host.
+    room: images, by size, for which the table of each micro-batch has room at least, see `ImageInputs.sizes`. Batches
+      with about equally many images then have tables of one size, and need one program.
   """
   parts = (plan.cut(batch) for plan in plans)
   if batch.images is not None:
-    yield from _with_images(list(parts), mesh)
+    yield from _with_images(list(parts), mesh, room or {})
     return
   for part in parts:
     yield part if mesh is None else place_rows(part, mesh)
 
 
-def _with_images(parts: list[_Rows], mesh: Mesh | None) -> Iterator[_Rows]:
+def _with_images(parts: list[_Rows], mesh: Mesh | None, room: Mapping[tuple[int, int], int]) -> Iterator[_Rows]:
   """Micro-batches, each with the images that its columns read. All have tables of one size."""
   sizes = [part.images.sizes() for part in parts]
-  size = {key: max(own[key] for own in sizes) for key in (sizes[0] if sizes else ())}
+  size = {key: max(room.get(key, 0), *(own[key] for own in sizes)) for key in (sizes[0] if sizes else ())}
   for part in parts:
     images = part.images.with_source(size, mesh)
     part = part.replace(images=None)

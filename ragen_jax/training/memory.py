@@ -93,12 +93,13 @@ def update_memory(
   width H, an MLP of width F and a vocabulary of V, the program holds
 
     always          L D a for each column: the inputs of the layers, with remat of 'layers'
+                    L N H a for each column more: what attention gives, with 'attention'
                     L (2 D + (2 N + 2 K) H + 2 F) a for each column: what 'elementwise' keeps
                     L w a for each column: all that the layers keep, with 'none'
                     P a: the layers' weights as computed with, if they are stacked or kept for the backward pass
                     V D 4: the gradient of the embedding as head
     with logits     V D a: the head as computed with
-                    V D 4: a second gradient of the head, which adds up over the chunks
+                    V D a: a second gradient of the head, which adds up over the chunks
                     V (4 + a) for each position of `logits_chunk`: logits and their gradient
                     4 V 4 for each column without chunks: more is kept for the backward pass
     in the layers   V D 4: the gradient of the embedding as input, if it is another sum
@@ -138,7 +139,11 @@ def update_memory(
     layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
     costly = size * (2 * c.hidden_size + (heads + (c.num_heads * c.head_dim) + 2 * c.intermediate_size) // tensor)
     casts = _bytes(params[name]['layers'], mesh, size)
-    of_trunk = {'none': (casts, layer), 'elementwise': (0, costly), 'layers': (0, size * c.hidden_size)}
+    attended = size * c.num_heads * c.head_dim // tensor
+    of_trunk = {
+      'none': (casts, layer), 'elementwise': (0, costly), 'attention': (0, size * c.hidden_size + attended),
+      'layers': (0, size * c.hidden_size),
+    }  # fmt: skip
     for remat, (once, column) in of_trunk.items():
       saved[remat] = (
         saved[remat][0] + (casts if trunk.scan_layers else once), saved[remat][1] + c.num_layers * column
@@ -161,7 +166,7 @@ def update_memory(
   head = size * embedding
   if 'embed_tokens' in trained['policy']:
     always += 4 * embedding // mesh.shape['fsdp']
-    head += 2 * 4 * embedding - 4 * embedding // mesh.shape['fsdp'] if logits_chunk else 0
+    head += (4 + size) * embedding - 4 * embedding // mesh.shape['fsdp'] if logits_chunk else 0
   return UpdateMemory(
     kept,
     saved=saved,

@@ -70,8 +70,9 @@ class RunSettings:
 
 @contextlib.contextmanager
 def open_run(
-  settings: RunSettings, workdir: str, model: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
-) -> Iterator[tuple[Run, TrainState]]:
+  settings: RunSettings, workdir: str, model: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor,
+  interrupt: Interrupt,
+) -> Iterator[tuple[Run, TrainState]]:  # fmt: skip
   """Opens the checkpoints and logs of a run, and restores its last checkpoint.
 
   Args:
@@ -81,6 +82,7 @@ def open_run(
     state: the initial state; its arrays are deleted if there is a checkpoint.
     replay: an empty buffer, filled from the checkpoint.
     monitor: a new monitor, restored from the checkpoint.
+    interrupt: notices signals while the run is open.
 
   Yields:
     The run, and the state to continue from.
@@ -96,7 +98,7 @@ def open_run(
     start_step = done + 1 if done else 0
     episodes = EpisodeWriter(workdir, start_step=start_step, enabled=first)
     with (
-      Interrupt() as interrupt,
+      interrupt,
       MetricWriter(workdir, start_step=start_step, enabled=first) as writer,
       Progress(settings.num_iterations, start=done, enabled=first) as progress,
     ):
@@ -214,11 +216,26 @@ class Run:
     self._replay = replay
     self._monitor = monitor
     self._stopped = stopped
+    self._try_weights: Callable[[], Mapping[str, NotFinite]] | None = None  # of the state that the run goes on from
     self.timer = Timer()
 
   def goes_on(self, state: TrainState) -> bool:
     """Whether there is another iteration."""
     return state.iteration < self._settings.num_iterations and not self._stopped
+
+  @contextlib.contextmanager
+  def saved_if_stopped(self, state: TrainState) -> Iterator[None]:
+    """Context manager of a fresh rollout: if a signal ends it, the state before it is saved.
+
+    Nothing is saved before the first iteration, and after iterations with numbers that are not finite.
+    """
+    try:
+      yield
+    except Stopped:
+      new = state.iteration > 0 and state.iteration != self._checkpointer.latest_step()
+      if new and not self._monitor.bad_iterations and not (self._try_weights and self._try_weights()):
+        self._save(state, {})
+      raise
 
   def evaluation_due(self, state: TrainState, verdict: Verdict) -> bool:
     """Whether the weights are evaluated after this iteration: on schedule, or because the run ends."""
@@ -318,6 +335,7 @@ class Run:
     self._stopped = verdict.reason if verdict.action == 'stop' and not not_finite else ''
     if save and (rolled_back or not not_finite):
       self._save(state, scores)
+    self._try_weights = None if rolled_back else try_weights
     self._log_times(state, rollout)
     if not_finite and not rolled_back and (answer != 'bad' or last):
       self._log.metrics.flush()

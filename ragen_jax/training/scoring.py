@@ -181,6 +181,7 @@ def _score_in_chunks(
     jnp.moveaxis(jnp.pad(targets, ((0, 0), (0, pad))).reshape(shards, b // shards, -1, width), 2, 0),
   )
   graphdef, head, rest = nnx.split(trunk, lambda path, _: path[0] in ('embed_tokens', 'lm_head'), ...)
+  head = jax.tree.map(lambda x: x.astype(hidden.dtype), head)  # once, and its gradient is half as large
   if shards > 1:
     head = copied_to_rows(head, trunk.activation_sharding.mesh)
   else:

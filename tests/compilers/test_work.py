@@ -98,6 +98,35 @@ def test_a_fused_reduction_that_keeps_its_part_sends_half():
   assert named == part
 
 
+def test_a_collective_that_other_work_hides_counts_where_it_starts():
+  gather = '%g = bf16[1024,1024]{1,0} all-gather(%p), replica_groups={{0,1}}'
+  inner = ''.join(
+    f"""\
+%{name} (p: bf16[512,1024]) -> bf16[1024,1024] {{
+  %p = bf16[512,1024]{{1,0}} parameter(0)
+  {gather}
+  ROOT %r = bf16[1024,1024]{{1,0}} {root}
+}}
+
+"""
+    for name, root in (
+      ('start', 'custom-call(%g), custom_call_target="AsyncCollectiveStart"'),
+      ('async_collective_fusion.1', 'add(%g, %g)'),
+      ('async_collective_fusion.2', 'add(%g, %g)'),
+      ('done', 'custom-call(%g), custom_call_target="AsyncCollectiveDone"'),
+      ('plain', 'add(%g, %g)'),
+    )
+  )
+
+  def collectives(*names):
+    lines = [f'%f{i} = bf16[1024,1024]{{1,0}} fusion(%x), kind=kCustom, calls=%{x}' for i, x in enumerate(names)]
+    return _of(lines, inner).collectives
+
+  one = {'all-gather': _SIZE}
+  assert collectives('start', 'async_collective_fusion.1', 'async_collective_fusion.2', 'done') == one
+  assert collectives('plain') == one and not collectives('async_collective_fusion.1') and not collectives('done')
+
+
 _LOOP = """\
 %inner_condition (c: s32[]) -> pred[] {
   %i = s32[] parameter(0)
@@ -203,6 +232,23 @@ def test_attention_kernels_count_by_their_shapes(width, columns_last, kind, prod
   ])  # fmt: skip
   operations = 2 * products * (4 * 14 * 2048) * 2048 * width / 2
   assert found.seconds == pytest.approx(operations / (0.5 * width / 128 * 197e12))
+
+
+@pytest.mark.parametrize(('kernel', 'products', 'share'), [('forward', 2, 0.64), ('backward', 5, 0.85)])
+@pytest.mark.parametrize(('chip', 'part'), [('v5e', 0.5), ('v6e', 0.25)])
+def test_kernels_of_this_project_reach_more_and_narrow_heads_fill_a_part_of_the_units(
+  kernel, products, share, chip, part
+):
+  of_queries, of_keys, sums = 'bf16[4,14,64,2048]{3,2,1,0}', 'bf16[4,2,2048,64]{3,2,1,0}', 'f32[4,14,1,2048]{3,2,1,0}'
+  out, more = {
+    'forward': (f'({of_queries}, {sums})', ''), 'backward': (f'({of_queries}, {of_keys}, {of_keys})', ', %q, %s, %q')
+  }[kernel]  # fmt: skip
+  found = _of([
+    f'%q = {of_queries} constant(0)', f'%k = {of_keys} constant(0)', f'%s = {sums} constant(0)',
+    f'%attention_{kernel}.1 = {out} custom-call(%q, %k, %k{more}), custom_call_target="tpu_custom_call"',
+  ], chip=topologies.CHIPS[chip])  # fmt: skip
+  operations = 2 * products * (4 * 14 * 2048) * 2048 * 64 / 2
+  assert found.seconds == pytest.approx(operations / (share * part * topologies.CHIPS[chip].flops))
 
 
 def test_operations_are_those_that_xla_counts():

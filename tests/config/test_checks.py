@@ -16,7 +16,7 @@ from tests.support.configs import assert_refused, small_config
 _check = functools.partial(check_config, weights=False)
 
 
-@pytest.mark.parametrize('remat', [False, True, 'elementwise', 'auto'])
+@pytest.mark.parametrize('remat', [False, True, 'elementwise', 'attention', 'auto'])
 def test_every_choice_of_what_is_computed_again_is_allowed(remat):
   _check(small_config(model__remat=remat))
 
@@ -54,7 +54,7 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
     ('model.preset', 'gpt', r"model\.preset='gpt'.*tiny"),
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),
     ('model.dtype', 'int8', r"model\.dtype='int8'.*bfloat16"),
-    ('model.remat', 'some', r"model\.remat='some': allowed: auto, False, elementwise, True"),
+    ('model.remat', 'some', r"model\.remat='some': allowed: auto, False, elementwise, attention, True"),
     ('model.remat', 1, r'model\.remat=1: allowed: auto'),
     ('model.attention', 'flash', r"model\.attention='flash'.*auto.*splash"),
     ('model.attention', 'splash', r"model\.attention='splash': runs on TPUs"),

@@ -45,7 +45,7 @@ def _changed(config, **fields):
 
 
 def test_a_model_of_text_and_images_of_an_environment():
-  told = r"model\.preset='tiny' reads text only; choose a model with a vision tower, such as qwen2\.5-vl-3b$"
+  told = r"model\.preset='tiny' reads text only; choose a model with a vision tower, such as tiny-vl$"
   assert_refused(check_config, seeing_config(), rf"^envs\.FrozenLake\.observation='image': {told}")
   assert_refused(check_config, _with_lamp(eval__tags=('Lamp',)), rf'^envs\.Lamp\.images=1: {told}')
   path = presets.resolve('tiny', '')

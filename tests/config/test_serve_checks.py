@@ -6,6 +6,7 @@ import pytest
 
 from configs import default
 from ragen_jax.config.serve_checks import check_serve
+from ragen_jax.utils.errors import UserError
 from tests.support.configs import assert_refused, small_config
 
 _AGENT = {'train.tags': ('Agent',), 'eval.tags': ('Agent',)}
@@ -87,3 +88,13 @@ def test_what_is_allowed():
   check_serve(small_config({**_AHEAD, 'serve.max_staleness': 0, 'algorithm.tis_cap': 0.0, 'train.online_k': 3}))
   check_serve(small_config({'serve.frozen': ('b|c=base', 'd.*=tiny'), 'serve.trained': 'a|'}))
   check_serve(small_config({'serve.model': 'Qwen/Qwen2.5-0.5B_x', 'serve.port': 0, 'serve.trained': 'a|b|'}))
+
+
+def test_programs_play_in_one_process(monkeypatch):
+  config = small_config(_AGENT)
+  check_serve(config)
+  monkeypatch.setattr('jax.process_count', lambda: 2)
+  message = r"^train\.tags=\('Agent',\): agent programs play in runs of one process, and there are 2$"
+  with pytest.raises(UserError, match=message):
+    check_serve(config)
+  check_serve(small_config())

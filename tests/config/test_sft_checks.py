@@ -10,6 +10,8 @@ from ragen_jax.config.checks import check_sft
 from tests.support.configs import assert_refused, small_config
 
 _LAST = 1_000_000_000 + 4096  # behind the levels that are demonstrated by default
+# A fresh model that reads images.
+_FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision': 'trained'}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,43 @@ _LAST = 1_000_000_000 + 4096  # behind the levels that are demonstrated by defau
     ({'export.lora': 'adapter'}, r"^export\.lora='adapter': 'adapter' needs lora\.rank above 0$"),
     ({'sft.shape': (64, 2, 4, 2, 16)}, r'^sft\.shape=\(64, 2, 4, 2, 16\): must be six positive numbers$'),
     ({'sft.shape': (64, 2, 4, 0, 16, 192)}, r'^sft\.shape=\(64, 2, 4, 0, 16, 192\): must be six positive numbers$'),
+    # The vision tower of fresh weights.
+    ({'sft.tower': (64, 2, 4, 128)}, r'^sft\.tower=\(64, 2, 4, 128\): must be empty unless sft\.from_scratch$'),
+    (_FRESH | {'sft.tower': (64, 2, 4)}, r'^sft\.tower=\(64, 2, 4\): must be four positive numbers, or empty$'),
+    (_FRESH | {'sft.tower': (60, 2, 4, 128)}, r'^sft\.tower=\(60, .*: the width must be a multiple of 4 heads, 16$'),
+    (
+      _FRESH | {'sft.shape': (64, 2, 4, 2, 4, 192)},
+      r'^sft\.shape=.*: with sft\.tower the head width must be',
+    ),
+    (_FRESH | {'model.vision': 'frozen'}, r"^model\.vision='frozen': allowed: trained$"),
+    (_FRESH | {'sft.tower': ()}, r"^model\.vision='trained': there is no vision tower to train: sft\.tower is empty$"),
+    # Demonstrations with images.
+    (
+      {'envs.FrozenLake.observation': 'image'},
+      r"^envs\.FrozenLake\.observation='image': model\.preset='tiny' reads text only",
+    ),
+    (
+      {'envs.FrozenLake.observation': 'image', 'sft.from_scratch': True},
+      r'^sft\.tower=\(\): FrozenLake shows images, so the model must read them$',
+    ),
+    (
+      _FRESH | {'envs.FrozenLake.observation': 'image', 'sft.save_data': 'x'},
+      r"^sft\.save_data='x': the play of FrozenLake shows images; files hold text only$",
+    ),
+    # Forms of replies.
+    (
+      {'sft.forms': ('no_think', 'think')},
+      r"^sft\.forms=\('no_think', 'think'\): must be different ones of no_think",
+    ),
+    ({'sft.forms': ('no_think', 'no_think')}, r'^sft\.forms=.*: must be different ones of'),
+    (
+      {'sft.forms': ('no_think', 'free_think'), 'sft.levels': (1,), 'sft.batch_size': 1},
+      r'^sft\.levels=\(1,\): must be at least 2, one for each of sft\.forms$',
+    ),
+    (
+      {'sft.forms': ('no_think', 'free_think', 'world_modeling'), 'sft.levels': (65,), 'sft.batch_size': 60},
+      r'^sft\.batch_size=60: must be at most the number of training demonstrations, 59$',
+    ),
     # Conversations in place of demonstrations.
     ({'sft.data': 'x', 'sft.value_coef': 0.1}, r'^sft\.value_coef=0\.1: conversations of sft\.data have no values'),
     (
@@ -57,7 +96,7 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
   ('least', 'names'),
   [
     (1, ('group_size', 'steps', 'batch_size')),
-    (0, ('actions_per_turn', 'learning_rate', 'value_coef', 'eval_every', 'checkpoint_every')),
+    (0, ('actions_per_turn', 'learning_rate', 'value_coef', 'eval_every', 'checkpoint_every', 'short_steps')),
   ],
 )
 def test_numbers_that_are_too_small(least, names):

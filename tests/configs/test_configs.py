@@ -125,7 +125,7 @@ def test_the_large_sudoku_can_be_filled():
 @pytest.mark.parametrize('name', shipped.names())
 def test_the_shipped_configs_can_run(name):
   config = importlib.import_module(f'configs.{name}').get_config()
-  check_config(config, weights=config.model.preset == presets.TINY)
+  check_config(config, weights=config.model.preset in presets.BUILT_IN)
   words = name.split('_')
   if name.endswith(('_ppo', '_grpo')):
     assert config.algorithm.adv_estimator == {'ppo': 'gae', 'grpo': 'grpo'}[words[-1]]

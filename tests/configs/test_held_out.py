@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from configs import sft_tiny
+from configs import sft_tiny, sft_tiny_vl
 from ragen_jax.models import presets
 from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
@@ -35,8 +35,10 @@ def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, shared_
 
 def test_every_shipped_config_that_evaluates_on_a_demonstrated_game_is_skipped():
   config = sft_tiny.get_config()
-  names = {path.stem for path in (ROOT / 'configs').glob('*.py')} - {'__init__', 'default', 'environments', 'sft_tiny'}
+  others = {'__init__', 'default', 'environments', 'sft_tiny', 'sft_tiny_vl'}
+  names = {path.stem for path in (ROOT / 'configs').glob('*.py')} - others
   models = {name: importlib.import_module(f'configs.{name}').get_config().model.preset for name in names}
-  names = {name for name, model in models.items() if model == presets.TINY}
+  names = {name for name, model in models.items() if model in presets.BUILT_IN}
   games = ('frozenlake', 'sokoban', 'bandit')
   assert set(config.sft.skip_held_out_of) == {name for name in names if any(game in name for game in games)}
+  assert set(sft_tiny_vl.get_config().sft.skip_held_out_of) > set(config.sft.skip_held_out_of)

@@ -22,7 +22,7 @@ def _random(columns: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   return tuple(jnp.asarray(rng.normal(size=(2, columns, heads, 8)), jnp.float32) for heads in (4, 2, 2))
 
 
-@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('splash', None)])
+@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('flash', None)])
 def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
   q, k, v = _random(9, seed=0)
   mask = np.random.default_rng(1).random((2, 9, 9)) < 0.6
@@ -37,7 +37,7 @@ def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
       np.testing.assert_allclose(out[b, :, head], weights @ np.asarray(v[b, :, head // 2]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('splash', None)])
+@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('flash', None)])
 def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch, settings):
   """8 queries per block: four whole blocks and a part of one."""
   q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
@@ -86,7 +86,7 @@ def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows,
   assert out.shape == (rows, 600, 14, 64) and set(blocks) == {block}
 
 
-@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('splash', None)])
+@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('flash', None)])
 @pytest.mark.parametrize('queries', [1, 5])
 def test_columns_in_two_arrays_are_columns_in_one(settings, queries):
   """A cache of 9 columns, of which each row has some, and new columns: against one array of all of them."""

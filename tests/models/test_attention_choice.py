@@ -63,10 +63,11 @@ def test_cpus_attend_as_before_kernels():
   assert (many.implementation, many.mesh, many.shards) == ('einsum', mesh, 8)
 
 
-def test_tpus_have_splash_attention():
+def test_tpus_have_kernels_of_their_own():
   mesh = mesh_of('tpu', 4)
-  assert choose_attention('auto', CFG, jnp.bfloat16, mesh).implementation == 'splash'
+  assert choose_attention('auto', CFG, jnp.bfloat16, mesh).implementation == 'flash'
   assert choose_attention('auto', CFG, jnp.bfloat16, mesh).mesh == mesh
+  assert choose_attention('splash', CFG, jnp.bfloat16, mesh).implementation == 'splash'
   assert choose_attention('einsum', CFG, jnp.bfloat16, mesh).implementation == 'einsum'
 
 
@@ -112,7 +113,11 @@ def test_without_cudnn_a_gpu_has_the_kernels_of_pallas(caplog):
   [
     ('splash', mesh_of('cpu'), "'splash': runs on TPUs, and the devices are CPUs; allowed here: auto, einsum, blocks"),
     ('cudnn', mesh_of('cpu'), "'cudnn': runs on GPUs, and the devices are CPUs; allowed here: auto, einsum, blocks"),
-    ('pallas', mesh_of('tpu'), 'runs on GPUs, and the devices are TPUs; allowed here: auto, einsum, blocks, splash'),
+    (
+      'pallas',
+      mesh_of('tpu'),
+      'runs on GPUs, and the devices are TPUs; allowed here: auto, einsum, blocks, flash, splash',
+    ),
     ('splash', mesh_of('gpu', 1, '9.0'), 'are GPUs; allowed here: auto, einsum, blocks, cudnn, pallas'),
     ('cudnn', mesh_of('gpu', 1, '7.5'), "'cudnn': needs an NVIDIA GPU of compute capability 8.0 or later; allowed"),
   ],

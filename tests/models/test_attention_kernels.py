@@ -30,7 +30,7 @@ SHAPES = {
   'packed over blocks': (1, 540, 4, 1, 128, ((300, 200),)),
   'one sequence a row': (2, 130, 7, 1, 64, None),
 }
-KERNELS = ('splash', 'pallas')
+KERNELS = ('flash', 'splash', 'pallas')
 
 
 def make(name: str, dtype=np.float32):
@@ -70,7 +70,7 @@ def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
 
 
 # The kernel of Pallas rounds the gradients of keys and values for every query head, before those of a group are added.
-@pytest.mark.parametrize(('kernel', 'ratio'), [('splash', 1.2), ('pallas', 1.5)])
+@pytest.mark.parametrize(('kernel', 'ratio'), [('flash', 1.2), ('splash', 1.2), ('pallas', 1.5)])
 def test_kernels_in_bfloat16_are_about_as_near_as_attention_in_bfloat16(kernel, ratio):
   want = expected('packed')
   plain = outputs_and_gradients(EINSUM, *make('packed', jnp.bfloat16))
@@ -89,7 +89,8 @@ def test_the_block_of_splash_attention_pads_least(columns, block):
 
 
 @pytest.mark.parametrize(
-  ('kernel', 'platform', 'call'), [('splash', 'tpu', 'tpu_custom_call'), ('pallas', 'cuda', 'triton')]
+  ('kernel', 'platform', 'call'),
+  [('flash', 'tpu', 'tpu_custom_call'), ('splash', 'tpu', 'tpu_custom_call'), ('pallas', 'cuda', 'triton')],
 )
 def test_kernels_are_lowered_for_their_accelerator(kernel, platform, call):
   q, k, v, _, segments = make('packed', jnp.bfloat16)
@@ -98,7 +99,7 @@ def test_kernels_are_lowered_for_their_accelerator(kernel, platform, call):
     jax.grad(lambda *x: jnp.sum(causal(*x, segments, settings).astype(jnp.float32)), argnums=(0, 1, 2))
   )
   text = gradient.trace(q, k, v).lower(lowering_platforms=(platform,)).as_text()
-  # Forward, and backward for the queries and for the keys and values; one kernel does both on GPUs.
+  # Forward, and backward; splash attention has two kernels for that.
   assert text.count(call) >= 2
 
 
@@ -118,7 +119,7 @@ def test_eight_devices_attend_as_one_does():
   """Each device attends with its rows and heads, and needs nothing of the others."""
   found = worker('mesh', XLA_FLAGS='--xla_force_host_platform_device_count=8', JAX_PLATFORMS='cpu')
   assert found.pop('model') < 1e-5
-  assert found.keys() == {'einsum', 'blocks', 'splash', 'pallas'}
+  assert found.keys() == {'einsum', 'blocks', 'flash', 'splash', 'pallas'}
   for implementation, result in found.items():
     assert result['difference'] < 2e-6, implementation
     assert result['parts'] == [8, 8, 8, 8], implementation
@@ -132,10 +133,14 @@ needs_libtpu = pytest.mark.skipif(
 
 @needs_libtpu
 @pytest.mark.parametrize('mesh', ['1x1x1', '2x2x2'])
-@pytest.mark.parametrize(('columns', 'heads'), [(1408, '14,2,64'), (3712, '14,2,64'), (2048, '28,4,128')])
-def test_the_compiler_of_tpus_accepts_splash_attention_and_keeps_no_scores(columns, heads, mesh):
-  found = worker('tpu', str(columns), heads, mesh)
-  assert found['kernels'] == 4, 'forward, forward again in the backward pass, gradients of q and of k and v'
+@pytest.mark.parametrize(
+  ('kernel', 'columns', 'heads'),
+  [('flash', 1408, '14,2,64'), ('flash', 8192, '28,4,128'), ('splash', 3712, '14,2,64'), ('splash', 2048, '28,4,128')],
+)
+def test_the_compiler_of_tpus_accepts_the_kernels_and_keeps_no_scores(kernel, columns, heads, mesh):
+  found = worker('tpu', kernel, str(columns), heads, mesh)
+  # Forward, forward again in the backward pass, and the gradients: all of them, or those of q and of k and v.
+  assert found['kernels'] == {'flash': 3, 'splash': 4}[kernel]
   assert found['collectives'] == 0
   # Scores in float32 of one row and the heads that a device has.
   scores = int(heads.split(',')[0]) // int(mesh[-1]) * columns**2 * 4

@@ -100,3 +100,9 @@ def test_every_preset_has_a_shape():
   assert all(presets.shape(name, '').hidden_size for name in presets.names())
   with pytest.raises(UserError, match=r"model\.preset='gpt'"):
     presets.shape('gpt', '')
+
+
+def test_the_built_in_model_that_sees_has_its_own_processor():
+  own = presets.processor(presets.TINY_VL, '')
+  assert own.factor == 8 and own == presets.processor('', presets.resolve(presets.TINY_VL, ''))
+  assert presets.processor(presets.TINY, '') is None

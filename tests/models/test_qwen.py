@@ -23,6 +23,7 @@ from tests.support import learning
 
 BLOCKS = AttentionSettings('blocks', None)
 SPLASH = AttentionSettings('splash', None, interpret=True)
+FLASH = AttentionSettings('flash', None, interpret=True)
 TOKENS = 90  # of the tokenizer; a vocabulary may be larger
 
 # Small models with one odd corner each or several. Two layers where that is the point, as each costs compilation.
@@ -291,7 +292,7 @@ def loss_and_gradient(remat: str, attention: AttentionSettings):
 
 @pytest.mark.parametrize(
   ('remat', 'attention'),
-  [('layers', EINSUM), ('none', BLOCKS), ('elementwise', BLOCKS), ('layers', SPLASH), ('elementwise', SPLASH)],
+  [('layers', EINSUM), ('none', BLOCKS), ('attention', BLOCKS), ('elementwise', SPLASH), ('attention', FLASH)],
 )
 def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
   loss, gradient = loss_and_gradient(remat, attention)
@@ -423,3 +424,16 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
     start += n
   joined = hidden(model, jnp.asarray(row[None]))[0]
   assert np.abs(joined[30:] - packed[30:]).max() > 0.1
+
+
+@pytest.mark.parametrize(('remat', 'kernels'), [('layers', 4), ('attention', 3), ('elementwise', 3)])
+def test_attention_that_is_kept_does_not_run_a_second_time(remat, kernels):
+  """Kernels of splash attention: one forward, two backward, and one more where attention is computed again."""
+  graphdef, state = nnx.split(fresh(num_layers=1, attention=AttentionSettings('splash', None)))
+
+  def loss(state):
+    model = nnx.merge(graphdef, state)
+    return jnp.sum(model(model.embed(jnp.ones((1, 128), jnp.int32)), remat=remat)[0])
+
+  text = jax.jit(jax.grad(loss)).trace(state).lower(lowering_platforms=('tpu',)).as_text()
+  assert text.count('@tpu_custom_call') == kernels

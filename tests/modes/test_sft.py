@@ -12,7 +12,7 @@ import signal
 import numpy as np
 import pytest
 
-from configs import sft_frozenlake, sft_sokoban
+from configs import sft_frozenlake, sft_sokoban, sft_tiny_vl
 from ragen_jax import build, train
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
@@ -21,6 +21,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import presets
+from ragen_jax.models.layers import is_frozen
 from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
@@ -220,8 +221,10 @@ def test_a_file_of_the_same_play_is_learnt_as_the_play_itself(whole, tmp_path):
 def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
   shown = []
 
-  def join(parts):
-    shown.append([tokenizer.decode(row[:n]) for row, n in zip(parts[0].tokens, parts[0].length, strict=True)])
+  def join(parts, sight, params):
+    del sight, params
+    rows = parts[0].trajectory
+    shown.append([tokenizer.decode(row[:n]) for row, n in zip(rows.tokens, rows.length, strict=True)])
     raise KeyboardInterrupt
 
   monkeypatch.setattr(sft, 'join', join)
@@ -262,3 +265,69 @@ def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):
   config.sft.data = str(tmp_path / 'none.jsonl')
   with pytest.raises(UserError, match=re.escape(f'sft.data={config.sft.data!r}: cannot be read: No such file')):
     sft.train_sft(config, workdir)
+
+
+# -- lessons -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_levels_of_a_tag_are_divided_among_the_forms():
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  config = small_config({'sft.tags': ('FrozenLake', 'Bandit'), 'sft.levels': (9, 4), 'sft.first_level': 100})
+  one = sft.lessons(config, tokenizer)
+  assert [(x.spec.tag, x.context.settings.format, x.first_level, x.spec.num_groups) for x in one] == [
+    ('FrozenLake', 'free_think', 100, 9), ('Bandit', 'free_think', 100, 4),
+  ]  # fmt: skip
+  config.sft.forms = ('no_think', 'world_modeling')
+  two = sft.lessons(config, tokenizer)
+  assert [(x.spec.tag, x.context.settings.format, x.first_level, x.spec.num_groups) for x in two] == [
+    ('FrozenLake', 'no_think', 100, 4), ('Bandit', 'no_think', 100, 2),
+    ('FrozenLake', 'world_modeling', 104, 4), ('Bandit', 'world_modeling', 102, 2),
+  ]  # fmt: skip
+  assert config.agent.format == 'free_think'
+
+
+def test_the_first_steps_learn_from_first_replies(tmp_path, monkeypatch):
+  lengths = []
+
+  def cut(data, rows, **_):
+    lengths.append(int(data.length[rows].max()))
+    if len(lengths) == 4:
+      raise KeyboardInterrupt
+    return []
+
+  monkeypatch.setattr(sft, 'batches', cut)
+  monkeypatch.setattr(sft.SftTrainer, 'step', lambda self, batches: (np.zeros(2), np.zeros(())))
+  config, workdir = _quick(tmp_path, 'short')
+  config.sft.update(tags=('FrozenLake',), levels=(16,), short_steps=2)
+  with pytest.raises(KeyboardInterrupt):
+    sft.train_sft(config, workdir)
+  assert max(lengths[:2]) < min(lengths[2:])
+
+
+@pytest.mark.slow
+def test_a_fresh_model_that_sees_learns_from_images_and_can_be_loaded(tmp_path):
+  config = sft_tiny_vl.get_config()
+  config.sft.update(
+    levels=(40, 40), steps=4, short_steps=2, batch_size=16, output=str(tmp_path / 'model'), skip_held_out=False,
+    tower=(16, 1, 2, 16), shape=(32, 2, 4, 2, 8, 64),
+  )  # fmt: skip
+  config.eval.update(groups=4, group_size=1, greedy_too=False)
+  config.compilation_cache = ''
+  sft.train_sft(config, str(tmp_path / 'run'))
+  line = _lines(tmp_path / 'run')[-1]
+  assert np.isfinite(line['sft/loss']) and 'val-env/FrozenLake/success' in line
+  config.model.path = str(tmp_path / 'model')
+  policy = build.load_policy(config)
+  assert policy.processor.factor == 8 and not is_frozen(policy.model.policy.visual)
+  claim = '; the hole is above and to the left'
+  assert all(len(policy.tokenizer.encode(text)) == 1 for text in (claim, '</prediction>', ', the box is at '))
+
+
+@pytest.mark.slow
+def test_the_built_in_model_that_sees_has_the_tokens_of_todays_prompts(tmp_path):
+  config = sft_tiny_vl.get_config()
+  specs = build.env_specs(config, config.sft.tags, config.sft.levels)
+  sft._fresh_policy(config, specs, str(tmp_path))
+  shipped = pathlib.Path(presets.resolve(presets.TINY_VL, ''))
+  for name in ('tokenizer.json', 'tokenizer_config.json', 'preprocessor_config.json'):
+    assert json.loads((tmp_path / name).read_text()) == json.loads((shipped / name).read_text()), name

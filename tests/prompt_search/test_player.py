@@ -24,7 +24,7 @@ from tests.support.prompt_search import ranges
 
 _EPISODES = EpisodeSettings(
   group_size=2, incomplete='keep', off_policy='exclude', temperature=0.7, top_p=1.0, top_k=0, success_reward='',
-  success_score=1.0, stop_id=0, pad_id=0,
+  success_score=1.0, max_calls=9, stop_id=0, pad_id=0,
 )  # fmt: skip
 _SETTINGS = AgentSettings('val', limits(max_attempts=1), _EPISODES, 5, 1.0, ahead=False, prompt='')
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import types
@@ -16,6 +17,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.player import EnvironmentPlayer
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.serving import agent_player, pool
 from ragen_jax.serving.agent_player import AgentPlayer
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.lifecycle import Lifecycle
@@ -89,13 +91,15 @@ def test_rows_are_those_of_the_environment(played, which):
   np.testing.assert_allclose(rollout.episode_scores, expected.episode_scores)
   # The server does not know why an episode ended without success.
   np.testing.assert_array_equal(ours.status == Status.SUCCESS, theirs.status == Status.SUCCESS)
+  cut_off = theirs.status == Status.OUT_OF_TURNS
+  assert cut_off.any() and (ours.status[cut_off] == Status.OUT_OF_TURNS).all()
   assert max(len(e.turns) for e in rollout.episodes) > 1, 'an episode of several calls'
 
 
 def test_the_built_in_runner_tells_the_environments_rewards_and_success(played):
   *_, rollout, metrics = played
   assert metrics['serving/reward/success'] == 0.0 and metrics['serving/reward/environment'] > 0
-  assert {e.status for e in rollout.episodes} == {Status.SUCCESS, Status.FAILURE}
+  assert {e.status for e in rollout.episodes} == {Status.SUCCESS, Status.OUT_OF_TURNS}
   assert metrics['serving/calls'] == sum(len(e.turns) for e in rollout.episodes)
 
 
@@ -210,3 +214,18 @@ def test_programs_get_the_prompt_of_the_config_and_attempts_with_another_are_pla
     assert ids[8] == f'train-3-abc-{FIRST}-0' and records[0].metadata == {'tag': 'Agent', 'iteration': 3}
     claimed = LocalQueue(lifecycle, 'worker', 'http://127.0.0.1:1').claim(0.0)
     assert claimed.prompt == 'Go.' and Task.from_json(claimed.to_json(), '', 'key').prompt == 'Go.'
+
+
+def test_a_stop_waits_longer_than_a_program_may_take_to_be_killed(monkeypatch):
+  made = []
+
+  def make(*given):
+    made.append(given)
+    return contextlib.nullcontext(types.SimpleNamespace(progress=None))
+
+  monkeypatch.setattr(agent_player, 'Pool', make)
+  server = types.SimpleNamespace(lifecycle=None, url='http://x')
+  with agent_player.run_agents(server, object(), max_concurrency=1, heartbeat_s=1.0):
+    pass
+  ((*_, stop_s),) = made
+  assert stop_s > agent_player._GRACE_S + pool._CLAIM_S, 'otherwise it would outlive the trainer'

@@ -38,3 +38,23 @@ def test_equal_weights_are_not_set_twice():
     server.use_weights(params, version)
   assert [fields['version'] for _, fields in calls] == [1, 2, 2, 2]
   assert calls[0] == (first, {'version': 1, 'keep_cache': False})
+
+
+def test_a_pause_stops_the_time_of_attempts(tmp_path):
+  clock, did = Clock(), []
+  engines = types.SimpleNamespace(pause=lambda drain: did.append(drain), resume=lambda: did.append('resume'))
+  with Store(tmp_path / 'store') as store:
+    lifecycle = Lifecycle(store, clock)
+    lifecycle.create(new_rollout(timeout_s=10.0, heartbeat_s=0.0))
+    attempt_id = lifecycle.claim('w').attempt.attempt_id
+    server = AgentServer(engines, lifecycle, None, 'http://127.0.0.1:1', 'key')
+    for drain in (True, False):
+      server.pause(drain=drain)
+      clock.now += 100
+      server.resume()
+    server.sweep()
+    assert lifecycle.heartbeat(attempt_id) == 10.0
+    clock.now += 11
+    server.sweep()
+    assert store.attempt(attempt_id).state == AttemptState.TIMEOUT
+  assert did == [True, 'resume', False, 'resume']

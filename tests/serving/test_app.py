@@ -485,6 +485,9 @@ def test_a_body_that_is_too_large(tmp_path, engine):
     with pytest.raises(openai.APIStatusError) as e:
       chat(server.client(server.attempt()), messages=[{'role': 'user', 'content': 'x' * 5000}])
     assert e.value.status_code == 413 and e.value.code == 'body_too_large'
+    # More than fits into the buffers between client and server: the client reads only when it has sent all of it.
+    status, _, raw = call(server, '/v1/chat/completions', b'x' * (48 << 20))
+    assert status == 413 and json.loads(raw)['error']['code'] == 'body_too_large'
     assert chat(server.client(server.attempt())).id
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import threading
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import param_state
+from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.serving import env_program
 from ragen_jax.serving.agent_player import AgentPlayer
@@ -57,10 +59,10 @@ def weights(policy, version):
 
 
 @contextlib.contextmanager
-def opened(monkeypatch, policy, directory, program, **changes):
+def opened(monkeypatch, policy, directory, program, interrupt=None, **changes):
   """The players and the server of a run whose tasks a function plays."""
   monkeypatch.setattr(build_agents, 'task_runner', lambda *_: FunctionRunner(program, 0.05))  # s to end
-  with build_agents.open_players(async_config(**changes), policy, str(directory)) as players:
+  with build_agents.open_players(async_config(**changes), policy, str(directory), interrupt) as players:
     yield players['train'], players['eval'], players['train']._server
 
 
@@ -206,22 +208,58 @@ def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next
   assert drains == [False] * 4
 
 
-def test_an_iteration_that_cannot_be_learnt_from_says_how_its_tasks_are_played_again(monkeypatch, policy, tmp_path):
-  message = r'ZeroDivisionError.*; delete \S+/agents\.sqlite to play the tasks again$'
+@pytest.mark.parametrize('staleness', [0, 1])
+def test_a_signal_ends_a_play_at_once_and_what_is_over_is_not_played_again(monkeypatch, policy, tmp_path, staleness):
+  interrupt, played, busy, end = Interrupt(), [], threading.Event(), threading.Event()
+  fields = dict(train__groups=2, serve__max_staleness=staleness, serve__max_attempts=1)
+  fields |= {} if staleness else {'algorithm__tis_cap': 0.0}
+
+  def program(task):
+    played.append(task.input['seed'] - FIRST)
+    say(task, 2)
+    if task.input['seed'] == FIRST + 1 and not end.is_set():
+      busy.set()
+      assert end.wait(PATIENCE)
+    return 1.0
+
+  def stop():
+    assert busy.wait(PATIENCE)
+    until(lambda: store.counts()[RolloutState.SUCCEEDED])
+    interrupt.requested = signal.SIGTERM
+
+  with opened(monkeypatch, policy, tmp_path, program, interrupt, num_iterations=1, **fields) as (player, _, server):
+    store = server.lifecycle.store
+    driver = threading.Thread(target=stop, daemon=True)
+    driver.start()
+    with pytest.raises(Stopped) as stopped:
+      play(player, policy, 0)
+    assert stopped.value.status == 143 and server.engine.stats().paused
+  end.set()
+  known = list(played)
+  with opened(monkeypatch, policy, tmp_path, program, Interrupt(), num_iterations=1, **fields) as (player, _, server):
+    rollout = play(player, policy, 0)
+    assert server.lifecycle.store.counts()[RolloutState.SUCCEEDED] == 2
+  assert sorted(e.level_seed - FIRST for e in rollout.episodes) == [0, 1] and {e.score for e in rollout.episodes} == {
+    1.0
+  }
+  assert sorted(known) == [0, 1] and played[len(known) :] == [1], 'a stopped attempt is no try'
+
+
+def test_tasks_that_cannot_be_learnt_from_are_played_again_by_the_same_command(monkeypatch, policy, tmp_path):
   for _ in range(2):
     with (
       opened(monkeypatch, policy, tmp_path, lambda task: 1 / 0) as (player, *_),
-      pytest.raises(UserError, match=message),
+      pytest.raises(UserError, match=r'^train: none of 1 tasks can be learnt from: .* with: .*ZeroDivisionError'),
     ):
       play(player, policy, 0)
-  (tmp_path / 'agents.sqlite').unlink()
 
   def program(task):
     say(task, 2)
     return 1.0
 
-  with opened(monkeypatch, policy, tmp_path, program) as (player, _, _):
+  with opened(monkeypatch, policy, tmp_path, program) as (player, _, server):
     assert [e.score for e in play(player, policy, 0).episodes] == [1.0]
+    assert server.lifecycle.store.last_batch() == 0
 
 
 def test_nothing_is_sampled_before_the_first_rollout(monkeypatch, policy, tmp_path):

@@ -260,6 +260,19 @@ def test_an_async_agent_is_cancelled_when_it_is_late_or_its_attempt_is_over(serv
   assert server.bodies('/attempts/over/finish') == []
 
 
+def test_a_late_agent_goes_on_if_the_server_has_held_its_calls(server):
+  go_on = threading.Event()
+
+  async def agent(task):
+    await asyncio.to_thread(go_on.wait, _LONG)
+    return 1.0
+
+  _claims(server, {'timeout_s': 0.05})
+  server.answers['/attempts/a.1/heartbeat'] = [lambda: (go_on.set(), (200, {'left_s': 60.0}))[1]]
+  assert _work(server, agent, 1) == 1
+  assert server.bodies('/attempts/a.1/finish') == [{'state': 'succeeded', 'error': ''}]
+
+
 def test_a_heartbeat_that_is_answered_after_the_agents_end_changes_nothing(server, monkeypatch):
   asked, go_on, raised, threads = threading.Event(), threading.Event(), [], []
   monkeypatch.setattr(threading, 'excepthook', raised.append)

@@ -78,6 +78,14 @@ def test_all_are_held_together(made, drain):
   assert not any(s.paused for s in engines.stats().values())
 
 
+@pytest.mark.parametrize('drain', [True, False])
+def test_replies_of_all_end_first_or_none(drain):
+  asked = []
+  engines = [types.SimpleNamespace(pause=lambda *, drain: asked.append(drain)) for _ in range(2)]
+  Engines(engines[0], {'old': engines[1]}, ()).pause(drain=drain)
+  assert asked == [drain, drain]
+
+
 def test_an_engine_that_has_stopped_is_told(made):
   sampler, params, _ = made
   with start(sampler, params) as policy, start(sampler, params) as frozen:

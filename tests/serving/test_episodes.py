@@ -26,7 +26,7 @@ from tests.support.estimators import REWARD, advantage_settings
 START = (system('s'), user('u'))
 SETTINGS = EpisodeSettings(
   group_size=1, incomplete='drop', off_policy='exclude', temperature=1.0, top_p=1.0, top_k=0, success_reward='',
-  success_score=1.0, stop_id=STOP, pad_id=999,
+  success_score=1.0, max_calls=9, stop_id=STOP, pad_id=999,
 )  # fmt: skip
 
 
@@ -100,6 +100,17 @@ def test_calls_are_turns_with_their_texts():
   assert (first.valid, first.closed, first.tokens, second.valid) == (True, False, 5, False)
   assert first.ids == agent.session.calls[0].generated.ids
   assert (episode.tag, episode.level_seed, episode.group, episode.score) == ('Task', 10, 0, 1.75)
+
+
+def test_an_episode_that_used_all_its_calls_without_success_is_cut_off():
+  agent = Agent()
+  agent.call(*START, reply=generated('a', finish=Finish.ABORTED))  # it counts, as for the limit of the server
+  agent.call(*START, reply=generated('b'))
+  for score, most, status in ((0.5, 2, Status.OUT_OF_TURNS), (0.5, 3, Status.FAILURE), (1.0, 2, Status.SUCCESS)):
+    rollout, _ = _build([_attempt(agent, _reward(score))], max_calls=most)
+    assert rollout.episodes[0].status == status and rollout.trajectory.status.tolist() == [status]
+  rollout, _ = _build([_attempt(agent)], max_calls=2)
+  assert rollout.episodes[0].status == Status.ENV_ERROR, 'no reward was posted'
 
 
 @settings(max_examples=60, deadline=None)

@@ -87,7 +87,7 @@ class Run:
     self.fill(iteration)
     self.queue.look()
     self.queue.renew_stale(iteration, KEY, running=True)
-    return self.queue.take(iteration)
+    return self.queue.take(iteration, KEY)
 
   def open_tasks(self):
     return [r for r in self.store.recent(1 << 30, 1000) if r.closed is None]
@@ -119,7 +119,7 @@ def test_the_tasks_are_those_of_the_synchronous_run_in_whole_groups(path):
     assert {prompt_of(r.metadata) for r in records} == {'Be brief.'}
     assert all(r.input == {'seed': r.metadata['seed'], 'member': r.ordinal} for r in records)
     assert len({r.key for r in records}) == len(records)
-    assert not run.queue.take(0) and run.queue.counts() == (6, 0)
+    assert not run.queue.take(0, KEY) and run.queue.counts() == (6, 0)
     run.play()
     groups = run.take(0)
     assert [(g.tag, g.seed - FIRST) for g in groups] == [('A', 0), ('A', 1), ('B', 2)]
@@ -204,7 +204,7 @@ def test_one_old_token_makes_its_whole_group_too_old(path):
     assert run.queue.counts() == (0, 6)
     assert run.queue.renew_stale(2, KEY, running=False) == 0
     old = run.store.rollout(attempts[0].rpartition('.')[0])
-    assert old.rollout_id not in ids(run.queue.take(3)) and run.queue.counts() == (0, 3)
+    assert old.rollout_id not in ids(run.queue.take(3, KEY)) and run.queue.counts() == (0, 3)
     assert run.queue.renew_stale(3, KEY, running=False) == 1 and run.queue.counts() == (1, 2)
 
 
@@ -222,7 +222,7 @@ def test_the_age_is_that_of_tokens_that_may_be_trained(path):
       run.end(attempt)
     run.queue.look()
     assert failed not in attempts and run.queue.renew_stale(6, KEY, running=True) == 0
-    assert len(run.queue.take(6)) == GROUPS
+    assert len(run.queue.take(6, KEY)) == GROUPS
 
 
 def test_a_group_without_tokens_is_trained_in_its_turn(path):
@@ -234,7 +234,7 @@ def test_a_group_without_tokens_is_trained_in_its_turn(path):
       run.end(attempt, AttemptState.FAILED)
     run.queue.look()
     assert run.queue.renew_stale(9, KEY, running=True) == 0
-    assert [r.metadata['number'] for g in run.queue.take(9) for r in g.rollouts] == [0, 0]
+    assert [r.metadata['number'] for g in run.queue.take(9, KEY) for r in g.rollouts] == [0, 0]
 
 
 def test_the_oldest_groups_are_trained_first(path):
@@ -246,7 +246,7 @@ def test_the_oldest_groups_are_trained_first(path):
       run.call(attempt, 7 + (task['number'] in (0, 2)))  # A: 1 and 3 are older than 0 and 2
       run.end(attempt)
     run.queue.look()
-    assert [(g.tag, g.rollouts[0].metadata['number']) for g in run.queue.take(8)] == [('A', 3), ('A', 1), ('B', 1)]
+    assert [(g.tag, g.rollouts[0].metadata['number']) for g in run.queue.take(8, KEY)] == [('A', 3), ('A', 1), ('B', 1)]
 
 
 def test_a_tag_that_is_slow_is_waited_for(path):
@@ -340,6 +340,62 @@ def test_all_cancelled_is_an_error(path):
       run.lifecycle.cancel(record.rollout_id)
     with pytest.raises(UserError, match='all rollouts of the 1 tasks of iteration 1 were cancelled'):
       run.take(0)
+  with Run(path, specs=SPECS[1:]) as run:  # the same command plays the tasks again
+    run.fill(0)
+    run.play()
+    run.queue.look()
+    for iteration in (0, 1):
+      (group,) = run.queue.take(iteration, KEY)
+      assert [group.rollouts[0].metadata[name] for name in ('number', 'trial')] == [iteration, 1]
+
+
+@pytest.mark.parametrize('crash', [False, True])
+def test_an_iteration_gives_its_groups_back(path, monkeypatch, crash):
+  """Of three tasks the first is taken, the second has a reward, and the third has none."""
+  with Run(path, specs=SPECS[1:], max_staleness=2) as run:
+    run.fill(0)
+    run.play(SIZE)
+    first = run.take(0)
+    rewarded = run.begin()
+    run.call(rewarded)
+    run.lifecycle.post_reward(rewarded, 1.0, None, '', '', '')
+    run.end(rewarded)
+    run.play()
+    run.queue.look()
+    if crash:  # between the two transactions
+      monkeypatch.setattr(run.lifecycle, 'replace', lambda *_: 1 / 0)
+      with pytest.raises(ZeroDivisionError):
+        run.queue.give_back(0, KEY)
+    else:
+      run.queue.give_back(0, KEY)
+      assert run.queue.counts() == (2, 1)
+    assert run.store.batch_of(0) == ()
+  with Run(path, specs=SPECS[1:], max_staleness=2) as run:
+    if crash:
+      assert ids(run.take(0)) == ids(first)
+      run.queue.give_back(0, KEY)
+    run.fill(0)
+    assert run.queue.counts() == (2, 1), 'nothing else is queued'
+    run.play()
+    groups = [run.take(iteration)[0] for iteration in range(3)]
+  assert [g.rollouts[0].metadata['trial'] for g in groups] == [0, 1, 1]
+  assert [g.seed for g in groups] == [FIRST + 1, FIRST, FIRST + 2] and groups[1].seed == first[0].seed
+  again, before = groups[1].rollouts[0], first[0].rollouts[0]
+  assert again.input == before.input and again.key != before.key and prompt_of(again.metadata) == 'Be brief.'
+
+
+def test_tasks_whose_attempts_all_failed_are_played_again_after_a_restart(path):
+  with Run(path, specs=SPECS[1:]) as run:
+    run.fill(0)
+    while attempt_id := run.begin():
+      run.call(attempt_id)
+      run.end(attempt_id, AttemptState.SUCCEEDED if attempt_id.startswith('ahead-0-1-0-1') else AttemptState.FAILED)
+  with Run(path, specs=SPECS[1:]) as run:
+    run.fill(0)
+    assert run.queue.counts() == (1, 1)
+    assert {r.rollout_id for r in run.open_tasks() if r.state == RolloutState.QUEUED} == {
+      'ahead-0-0-1-0', 'ahead-0-0-1-1'
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize('seed', range(3))
@@ -357,7 +413,7 @@ def test_whatever_happens_each_task_is_trained_once_whole_and_in_time(path, seed
       while True:
         run.queue.look()
         stale += run.queue.renew_stale(iteration, KEY, running=False)
-        if groups := run.queue.take(iteration):
+        if groups := run.queue.take(iteration, KEY):
           break
         if len(running) < 5 and (attempt := run.begin()):
           running.append(attempt)

@@ -46,3 +46,15 @@ def test_keys_with_folded_numbers_are_others():
   assert keys.folded_keys(key, (), 2) == keys.split_key(key, 2)
   folded = jax.random.fold_in(jax.random.fold_in(key, 3), 4)
   assert keys.folded_keys(key, (3, 4), 2) == keys.split_key(folded, 2)
+
+
+def test_no_two_draws_of_a_prompt_search_or_of_seeds_have_one_key():
+  """Whatever row, attempt or aborted reply they belong to."""
+  begun = [keys.task_key(seed, number, member) for seed in (0, 1) for number in (0, 1, 7) for member in range(4)]
+  begun += [keys.seed_key(keys.critic_seed(seed), 0) for seed in (0, 1)]
+  found = [keys.row_key(key, attempt=a, row=r, aborted=0) for key in begun for a in (1, 2) for r in range(4)]
+  assert len(set(found)) == len(found)
+  # A choice of a request with a seed is no row of another one.
+  rows = {keys.row_key(keys.seed_key(7, 0), attempt=1, row=r, aborted=0) for r in range(9)}
+  assert not rows & {keys.seed_key(7, choice) for choice in range(1, 9)}
+  assert keys.task_key(3, 5, 0) == (3, 5)

@@ -311,6 +311,40 @@ def test_a_silent_attempt_is_ended(lifecycle, clock):
   assert lifecycle.sweep() == []
 
 
+def test_time_for_which_calls_are_held_does_not_count(tmp_path, clock):
+  path = tmp_path / 'store.sqlite'
+  with Store(path) as store:
+    lifecycle = Lifecycle(store, clock)
+    _started(lifecycle, 'a', timeout_s=60.0, heartbeat_s=10.0)
+    clock.now = 1005.0
+    lifecycle.hold()
+    clock.now = 1015.0
+    lifecycle.hold()  # changes nothing
+    _started(lifecycle, 'b', timeout_s=60.0, heartbeat_s=0.0)
+    clock.now = 1100.0
+    assert lifecycle.sweep() == [] and lifecycle.heartbeat('a.1') == 55.0
+  clock.now = 1200.0
+  with Store(path) as store:  # the process has ended in an update
+    lifecycle = Lifecycle(store, clock)
+    lifecycle.recover(())
+    clock.now = 1215.0
+    assert lifecycle.sweep() == []
+    lifecycle.go_on()
+    lifecycle.go_on()  # changes nothing
+    assert lifecycle.sweep() == []  # nor does the silence of this time count
+    clock.now = 1224.0
+    assert (lifecycle.heartbeat('a.1'), lifecycle.heartbeat('b.1')) == (46.0, 51.0)
+    for clock.now in (1234.0, 1244.0, 1254.0, 1264.0, 1270.0):
+      assert lifecycle.heartbeat('a.1') >= 0 and lifecycle.sweep() == []
+    clock.now = 1270.5
+    assert [x.attempt_id for x in lifecycle.sweep()] == ['a.1']
+    clock.now = 1275.0
+    assert lifecycle.sweep() == []
+    clock.now = 1275.5
+    (ended,) = lifecycle.sweep()
+    assert (ended.attempt_id, ended.error) == ('b.1', 'took longer than timeout_s=60')
+
+
 def test_a_restart_releases_the_workers_that_died_and_spares_the_others(tmp_path, clock):
   path = tmp_path / 'store.sqlite'
   with Store(path) as store:
@@ -406,6 +440,10 @@ def test_a_repeated_reward_counts_once(lifecycle):
   assert lifecycle.post_reward('a.1', 0.1 + 0.2, 'last', '', 'x', 'id1') == first
   with pytest.raises(Conflict, match=r"^attempt 'a.1' has another reward with id='id1'$"):
     lifecycle.post_reward('a.1', 1.0, 'last', '', 'x', 'id1')
+  assert lifecycle.post_reward('a.1', 0.1 + 0.2, 0, '', 'x', 'id1') == first
+  for other in (1, None):  # another call, or the whole episode
+    with pytest.raises(Conflict, match='has another reward'):
+      lifecycle.post_reward('a.1', 0.1 + 0.2, other, '', 'x', 'id1')
   for _ in range(2):
     lifecycle.post_reward('a.1', 2.0, None, '', '', '')
   lifecycle.finish('a.1', S.SUCCEEDED, '')

@@ -11,7 +11,8 @@ import pytest
 
 from ragen_jax.serving.client import Queue
 from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.pool import LocalQueue, Pool
+from ragen_jax.serving.pool import LocalQueue, Pool, task_of
+from ragen_jax.serving.records import Claim
 from ragen_jax.serving.runners import FunctionRunner
 from ragen_jax.serving.store import Store
 from ragen_jax.serving.types import AttemptState, RolloutState
@@ -300,3 +301,25 @@ def test_a_server_that_does_not_answer_is_an_error_of_the_queue(lifecycle, monke
 def test_the_prompt_of_a_task_is_in_the_metadata_of_its_rollout(lifecycle, metadata, prompt):
   _create(lifecycle, 'r', metadata=metadata)
   assert LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1').claim(0.0).prompt == prompt
+
+
+def test_an_attempt_is_not_late_while_calls_are_held(lifecycle, monkeypatch):
+  monkeypatch.setattr('ragen_jax.serving.watch._LEAST_S', 0.01)
+  left, asked, end = [0.02, 0.01], threading.Event(), threading.Event()
+
+  class Held(LocalQueue):
+    def time_left(self, task):
+      if not left:
+        asked.set()
+        return super().time_left(task)
+      return left.pop()
+
+  _create(lifecycle, 'a', timeout_s=0.05)
+  with _pool(lifecycle, lambda task: end.wait(_LONG) and None, queue=Held(lifecycle, 'pool', 'http://x'), grace_s=0.01):
+    assert asked.wait(_LONG) and not left
+    _wait(lifecycle, lambda: lifecycle.store.rollout('a').state == RolloutState.FAILED)
+    end.set()
+  (attempt,) = lifecycle.store.attempts('a')
+  assert attempt.state == AttemptState.TIMEOUT
+  task = task_of(Claim(lifecycle.store.rollout('a'), attempt, 'key'), 'http://x')
+  assert LocalQueue(lifecycle, 'pool', 'http://x').time_left(task) == 0.0  # it is over

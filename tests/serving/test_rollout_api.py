@@ -62,6 +62,28 @@ def test_a_rollout_from_its_creation_to_its_rewards(server):
   assert server.service.sessions == 0, 'the session of a finished attempt is dropped'
 
 
+def test_rollouts_get_the_prompt_of_the_server_unless_they_have_one(tmp_path, tok):
+  given = {'a': None, 'b': {'x': 1}, 'c': {'prompt': 'own'}, 'd': {'prompt': ''}, 'e': [1]}
+  with serve(tmp_path, ScriptedEngine(tok, lambda prompt, number: ''), prompt='Be brief.') as server:
+    for name, metadata in given.items():
+      for _ in range(2):  # the same request again is the same rollout
+        status, told = ask(server, '/rollouts', {'input': 1, 'rollout_id': name, 'metadata': metadata})
+        assert status == 200
+    queue = client.Queue(server.url, ADMIN)
+    tasks = {task.rollout_id: task.prompt for task in (queue.claim(0.0) for _ in given)}
+    assert tasks == {'a': 'Be brief.', 'b': 'Be brief.', 'c': 'own', 'd': '', 'e': ''}
+    assert server.store.rollout('b').metadata == {'x': 1, 'prompt': 'Be brief.'} and told['metadata'] == [1]
+
+
+@pytest.mark.parametrize('field', ['id', 'name', 'agent'])
+def test_texts_of_rewards_are_texts(server, field):
+  task = server.attempt()
+  for value in (0, False, [], {}):  # a 0 must not count as no id: the reward would count again when it is repeated
+    body = {'value': 1.0, field: value}
+    assert ask(server, f'/attempts/{task.attempt_id}/rewards', body, key=task.api_key)[0] == 400
+  assert not server.store.rewards(task.attempt_id)
+
+
 def test_a_closed_rollout_takes_no_reward(server):
   task = server.attempt(rollout_id='r')
   server.lifecycle.finish(task.attempt_id, AttemptState.SUCCEEDED, '')
@@ -124,7 +146,9 @@ def test_failures_are_retried_and_cancelled_rollouts_are_over(server):
 def test_heartbeats(server):
   task = server.attempt()
   before = server.store.attempt(task.attempt_id).last_heartbeat
-  client.Queue(server.url, ADMIN).heartbeat(task)
+  queue = client.Queue(server.url, ADMIN)
+  queue.heartbeat(task)
+  assert 0 < queue.time_left(task) <= task.timeout_s
   assert server.store.attempt(task.attempt_id).last_heartbeat > before
 
 
@@ -185,7 +209,7 @@ def test_what_does_not_exist(server):
   task = server.attempt()
   assert ask(server, f'/attempts/{task.attempt_id}/rewards', {'value': 1, 'call': 'chatcmpl-none'})[0] == 404
   assert ask(server, f'/attempts/{task.attempt_id}/rewards', {'value': 1, 'call': 0})[0] == 404
-  for query in ('limit=x', 'limit=-1', 'after=%C2%B2', 'before=' + '9' * 30):
+  for query in ('limit=x', 'limit=-1', 'after=%C2%B2', 'before=' + '9' * 30, 'after=' + '9' * 19):
     assert ask(server, f'/rollouts?{query}')[0] == 400
 
 

@@ -12,6 +12,7 @@ import pytest
 from openai import OpenAI
 
 from ragen_jax.serving import service
+from ragen_jax.utils.errors import UserError
 from tests.support.scripted import ASK, Asking, ScriptedEngine, chat, said, serve
 from tests.support.serving import PATIENCE, until
 from tests.support.wire import CALL_TAGS, TOOL, tokenizer
@@ -250,6 +251,32 @@ def test_a_call_that_cannot_be_stored_is_not_answered_and_the_session_is_read_ag
   monkeypatch.setattr(server.store, 'add_calls', add)
   chat(server.client(task), messages=[*ASK, *said(first, 'kept')])
   assert [(c.index, c.row, c.new_row_cause) for c in server.calls(task)] == [(0, 0, ''), (1, 0, '')]
+
+
+def test_a_full_disk_costs_tries_and_no_call(server, engine, monkeypatch):
+  """Of two calls at a time the first cannot be stored: neither is answered, and both are repeated."""
+  task, add, failed = server.attempt(), server.store.add_calls, []
+
+  def fail_once(*arguments):
+    if not failed:
+      failed.append(1)
+      raise UserError('store x cannot be used: database or disk is full')
+    return add(*arguments)
+
+  monkeypatch.setattr(server.store, 'add_calls', fail_once)
+  engine.held = True
+  asked = [Asking(server.client(task, max_retries=1), messages=[{'role': 'user', 'content': text}]) for text in 'ab']
+  first, second = engine.next_call(), engine.next_call()
+  engine.held = False
+  first.end()
+  until(lambda: failed)
+  second.end()
+  answers = [a.answer() for a in asked]
+  calls = server.calls(task)
+  assert [c.index for c in calls] == [0, 1] and sorted(c.call_id for c in calls) == sorted(a.id for a in answers)
+  assert len(engine.requests) == 4 and len({c.row for c in calls}) == 2
+  chat(server.client(task))
+  assert [c.index for c in server.calls(task)] == [0, 1, 2]
 
 
 def test_a_digest_tells_requests_apart():

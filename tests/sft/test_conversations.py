@@ -10,6 +10,7 @@ import pytest
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.models import presets
+from ragen_jax.modes import sft
 from ragen_jax.sft import conversations
 from ragen_jax.sft.data import DemonstrationSettings, collect_demonstrations
 from ragen_jax.sft.demonstrations import DemonstrationStyle
@@ -37,12 +38,11 @@ def _rows(path, tokenizer, prefix='<think>', limit=512):
 
 def test_demonstrations_that_were_written_are_read_back_token_by_token(tmp_path, tiny):
   config = small_config(sft__noise=0.3)
-  specs = build.env_specs(config, ('FrozenLake', 'Bandit'), (24, 8))
-  contexts = [build.context_manager(config, tiny, [spec]) for spec in specs]
+  config.sft.tags, config.sft.levels = ('FrozenLake', 'Bandit'), (24, 8)
   style = build.fill(DemonstrationStyle, config.sft)
-  limits = [build.episode_limits(config, [spec]) for spec in specs]
   settings = build.fill(DemonstrationSettings, config.sft, seed=0)
-  played = collect_demonstrations(specs, contexts, limits, style, settings, frozenset())
+  parts = collect_demonstrations(sft.lessons(config, tiny), style, settings, frozenset(), None)
+  played = [part.trajectory for part in parts]
   path = str(tmp_path / 'new' / 'data.jsonl')
   assert conversations.write(path, played, tiny) == 32
   again, left_out = _rows(path, tiny)

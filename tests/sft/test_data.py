@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 
+from ragen_jax import build
+from ragen_jax.agent import segments
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.models import presets
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.sft import data as sft_data
-from tests.support.examples import made_up_examples
+from ragen_jax.sft.demonstrations import DemonstrationStyle
+from tests.support.configs import small_config
+from tests.support.examples import examples_with_images, made_up_examples
 
 
 def test_levels_are_kept_back_whole():
@@ -32,3 +40,59 @@ def test_other_conversations_have_another_checksum():
   other = made_up_examples()
   other.tokens[0, 0] += 1
   assert data.checksum != other.checksum
+
+
+def test_first_turns_end_with_the_first_reply_and_keep_their_images():
+  data = examples_with_images(16)
+  first = sft_data.first_turns(data)
+  np.testing.assert_array_equal(first.length, 12)
+  np.testing.assert_array_equal(first.sampled, 4)
+  np.testing.assert_array_equal(first.columns[first.mask].reshape(-1, 4), [[8, 9, 10, 11]] * 16)
+  assert (first.columns[~first.mask] == 1).all()  # columns of other replies are past the end
+  assert ((first.images.index >= 0).sum(axis=1) == 1).all()
+  np.testing.assert_array_equal(first.images.index[:, 4], data.images.index[:, 4])
+  np.testing.assert_array_equal(first.tokens[:, :12], data.tokens[:, :12])
+
+
+def test_other_images_have_another_checksum():
+  data, other = examples_with_images(4), examples_with_images(4)
+  assert data.checksum == other.checksum
+  moved = dataclasses.replace(other, images=other.images.replace(index=other.images.index[::-1]))
+  assert moved.checksum != data.checksum
+  darker = tuple(image // 2 for image in other.images.gallery.pixels)
+  gallery = dataclasses.replace(other.images.gallery, pixels=darker)
+  assert dataclasses.replace(other, images=other.images.replace(gallery=gallery)).checksum != data.checksum
+
+
+def test_parts_are_joined_with_their_levels_values_and_images():
+  config = small_config({'envs.FrozenLake.observation': 'image', 'agent.max_context': 2048})
+  processor = ProcessorConfig(8, 1, 1, 64, 65536, (0.5,) * 3, (0.5,) * 3)
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  tokenizer._image_ids = (4, 5, 6)  # of bytes that no prompt contains
+  style = DemonstrationStyle(discount=0.97, noise=0.5, hurry=0.5, beginner=0.0, timid=0.0, actions_per_turn=0)
+  lessons = []
+  for k, form in enumerate(('no_think', 'world_modeling')):
+    config.agent.format = form
+    [spec] = build.env_specs(config, ('FrozenLake',), (6,))
+    context, limits = build.context_manager(config, tokenizer, [spec]), build.episode_limits(config, [spec])
+    lessons.append(sft_data.Lesson(spec, context, limits, 500 + 6 * k))
+  settings = sft_data.DemonstrationSettings(group_size=2, seed=0)
+  parts = sft_data.collect_demonstrations(lessons, style, settings, frozenset(), processor)
+  for part, form in zip(parts, ('no_think', 'world_modeling'), strict=True):
+    assert part.images and {e.form for e in part.episodes} == {form}
+    _assert_images_are_those_of_the_boards(part)
+  data = sft_data.join(parts, None, None)
+  np.testing.assert_array_equal(data.level, np.repeat(np.arange(12), 2))
+  squares = [np.square(data.values[rows][data.mask[rows]]).mean() for rows in (slice(0, 12), slice(12, 24))]
+  np.testing.assert_allclose(data.value_scale, np.repeat(1 / np.asarray(squares), 12), rtol=1e-5)
+
+
+def _assert_images_are_those_of_the_boards(part):
+  """The k-th image of a row is the one of its k-th turn."""
+  for row, episode in enumerate(part.episodes):
+    shown = part.trajectory.image[row]
+    images = [segments.images_of(turn.observation)[0] for turn in episode.turns]
+    assert (shown >= 0).sum() == 16 * len(images)
+    runs = np.split(shown[shown >= 0], len(images))
+    for run, image in zip(runs, images, strict=True):
+      np.testing.assert_array_equal(part.images[run[0]], image)

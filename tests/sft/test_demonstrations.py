@@ -10,6 +10,8 @@ from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Status
+from ragen_jax.agent.world_model.descriptions import describe
+from ragen_jax.agent.world_model.formats import described_sections
 from ragen_jax.models import presets
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from tests.support.configs import small_config
@@ -22,7 +24,7 @@ def _style(**changes) -> DemonstrationStyle:
 
 
 def _demonstrations(style, tags=('FrozenLake', 'SimpleSokoban', 'Bandit'), groups=64, seed=0, **fields):
-  config = small_config(agent__max_context=512, **fields)
+  config = small_config(**{'agent__max_context': 512} | fields)
   specs = build.env_specs(config, tags, (groups,) * len(tags))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   context = build.context_manager(config, tokenizer, specs)
@@ -90,3 +92,20 @@ def test_values_are_the_best_that_is_still_to_come():
     # A win pays 1 and nothing else pays, so before the first turn the value is the best chance to win.
     assert trajectory.values[row, first] == pytest.approx(best, abs=1e-5)
   assert (trajectory.values[~trajectory.loss_mask] == 0).all() and len(episodes) == 32
+
+
+@pytest.mark.parametrize('form', ['state_estimation', 'transition_modeling', 'world_modeling'])
+def test_descriptions_of_demonstrations_are_true_even_if_chance_decides(form):
+  _, episodes, _, _, _ = _demonstrations(
+    _style(noise=0.2), ('FrozenLake', 'SimpleSokoban'), groups=12, agent__format=form, agent__max_context=4096
+  )
+  sections = described_sections(form)
+  moved = 0
+  for episode in episodes:
+    for turn in episode.turns:
+      assert turn.valid and set(turn.sections) == {*sections, 'reasoning', 'answer'}
+      for name in sections:
+        scene = turn.scenes[name == 'prediction']
+        assert turn.sections[name] == describe(scene)
+      moved += turn.scenes[0] != turn.scenes[1]
+  assert moved > 20 and {e.tag for e in episodes} == {'FrozenLake', 'SimpleSokoban'}

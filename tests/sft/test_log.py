@@ -29,7 +29,7 @@ def _log(writer, stream=None, *, value_loss=True):
 def _play(log, *, skipped=None):
   """All steps: step i has a loss of i, a value loss of 2 i, and micro-batches of 400 columns in all."""
   data = made_up_examples()
-  cut = list(batches(data, np.asarray([0, 1, 2, 3]), batch_size=4, length_step=100, packing=False, shards=1))
+  cut = list(batches(data, np.asarray([0, 1, 2, 3]), batch_size=4, length_step=100, packing=False, mesh=None))
   assert len(cut) > 1 and sum(batch.tokens.size for batch in cut) == 400
   tokens = int(data.length[:4].sum())
   log.timer.pop = lambda: {'timing_s/step': 2.0}

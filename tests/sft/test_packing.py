@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ragen_jax.sft import packing as packing_module
 from ragen_jax.sft.packing import batches
-from tests.support.examples import made_up_examples
+from tests.support.examples import IMAGE, examples_with_images, made_up_examples
 
 
 @pytest.mark.parametrize('packing', [False, True])
 def test_a_steps_micro_batches_hold_each_trained_token_once(packing):
   data, rows = made_up_examples(), np.asarray([6, 0, 1, 3, 2, 5, 4])
-  cut = list(batches(data, rows, batch_size=7, length_step=16, packing=packing, shards=1))
+  cut = list(batches(data, rows, batch_size=7, length_step=16, packing=packing, mesh=None))
   there = np.concatenate([b.weights.ravel() for b in cut]) > 0
   found = np.concatenate([np.take_along_axis(b.tokens, b.columns, axis=1).ravel() for b in cut])[there]
   expected = np.concatenate([data.tokens[row, data.columns[row, data.mask[row]]] for row in rows])
@@ -22,7 +23,22 @@ def test_a_steps_micro_batches_hold_each_trained_token_once(packing):
   np.testing.assert_array_equal(np.sort(targets), np.sort(data.values[rows][data.mask[rows]]))
 
 
-def test_packed_rows_divide_over_the_row_shards():
-  data = made_up_examples()
-  for batch in batches(data, np.arange(8), batch_size=8, length_step=16, packing=True, shards=8):
-    assert len(batch.tokens) == 8
+def test_packed_rows_divide_over_the_row_shards(monkeypatch):
+  monkeypatch.setattr(packing_module, 'row_shards', lambda mesh: 8)
+  monkeypatch.setattr(packing_module, 'micro_batches', lambda step, plans, mesh, room: plans)
+  for plan in batches(made_up_examples(), np.arange(8), batch_size=8, length_step=16, packing=True, mesh=object()):
+    assert len(plan.bins) == 8
+
+
+def test_tables_have_room_for_the_images_of_nearly_all_steps():
+  data = examples_with_images(64)
+  counts = data.image_counts[8, 8]
+  np.testing.assert_array_equal(counts, np.asarray([len(set(row[row >= 0])) for row in data.images.index]))
+  rng, sizes = np.random.default_rng(0), set()
+  for _ in range(20):
+    rows = rng.choice(64, size=16, replace=False)
+    for batch in batches(data, rows, batch_size=16, length_step=16, packing=True, mesh=None):
+      sizes.add(len(batch.images.source.groups[0]))
+      shown = batch.images.index[batch.images.index >= 0]
+      assert (batch.tokens[batch.images.index >= 0] == IMAGE).all() and shown.max() < len(batch.images.source.groups[0])
+  assert len(sizes) == 1

@@ -18,7 +18,7 @@ from tests.support.configs import small_config
 
 
 def test_a_piece_is_one_token_and_any_text_comes_back(tmp_path):
-  tiny_tokenizer.save(tiny_tokenizer.build(['Turn ', 'Turn left', 'a', '<answer>']), str(tmp_path))
+  tiny_tokenizer.save(tiny_tokenizer.build(['Turn ', 'Turn left', 'a', '<answer>'], images=False), str(tmp_path))
   tokenizer = ChatTokenizer(tmp_path)
   assert [len(tokenizer.encode(text)) for text in ('Turn ', 'Turn left', '<answer>', 'a')] == [1, 1, 1, 1]
   for text in ('Turn left, then Turn right', 'Gruß 你好 🙂', '\n\t '):
@@ -28,7 +28,7 @@ def test_a_piece_is_one_token_and_any_text_comes_back(tmp_path):
 def test_a_fresh_model_has_the_shape_that_was_asked_for():
   mesh = make_mesh(1, 1, 1) if jax.device_count() == 1 else make_mesh(-1, 1, 1)
   shape = (32, 2, 4, 2, 8, 64)
-  model = tiny_tokenizer.make_model(shape, 301, dtype='float32', attention='auto', seed=0, mesh=mesh)
+  model = tiny_tokenizer.make_model(shape, 301, tower=None, dtype='float32', attention='auto', seed=0, mesh=mesh)
   cfg = model.policy.cfg
   assert (
     cfg.hidden_size,

@@ -8,12 +8,14 @@ import pytest
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel
+from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import presets
 from ragen_jax.modes import sft
+from ragen_jax.sft import tiny_tokenizer, tiny_vision
 from ragen_jax.sft.packing import batches
 from ragen_jax.sft.trainer import SftSettings, make_schedule
 from tests.support.configs import small_config
-from tests.support.examples import made_up_examples
+from tests.support.examples import IMAGE, examples_with_images, made_up_examples
 from tests.support.models import random_model
 
 
@@ -26,7 +28,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   trainer = sft.make_trainer(config, policy)
   found, used = [], []
   for packing in (False, True):
-    cut = list(batches(data, rows, batch_size=7, length_step=16, packing=packing, shards=1))
+    cut = list(batches(data, rows, batch_size=7, length_step=16, packing=packing, mesh=None))
     used.append(sum(b.tokens.size for b in cut))
     assert sum(int((b.weights > 0).sum()) for b in cut) == int(data.sampled[rows].sum())
     found.append(trainer.gradients(cut))
@@ -43,3 +45,24 @@ def test_the_learning_rate_rises_over_a_twentieth_of_the_steps_and_falls_to_a_te
   )
   rates = [float(make_schedule(settings)(step)) for step in (0, 1, 5, 100)]
   assert rates == pytest.approx([0, 2e-4, 1e-3, 1e-4])
+
+
+def test_the_tower_of_a_fresh_model_learns_the_same_from_packed_rows():
+  data, rows = examples_with_images(8), np.arange(8)
+  ids = dict(zip(tiny_vision.SPECIALS, (42, 43, IMAGE, 44), strict=True))
+  tower, mesh = tiny_vision.tower_config((16, 1, 2, 16), 32, ids), make_mesh(1, 1, 1)
+  model = tiny_tokenizer.make_model(
+    (32, 1, 2, 1, 8, 32), 45, tower=tower, dtype='float32', attention='einsum', seed=0, mesh=mesh
+  )
+  config = small_config(sft__value_coef=0.5)
+  policy = LanguageModel('', model, ChatTokenizer(presets.resolve('tiny', '')), None, mesh)
+  trainer = sft.make_trainer(config, policy)
+  cut = [
+    list(batches(data, rows, batch_size=8, length_step=16, packing=packing, mesh=None)) for packing in (False, True)
+  ]
+  assert sum(b.tokens.size for b in cut[1]) < sum(b.tokens.size for b in cut[0])
+  (one_each, parts), (packed, packed_parts) = (trainer.gradients(batches) for batches in cut)
+  np.testing.assert_allclose(packed_parts, parts, rtol=1e-5)
+  assert all(np.linalg.norm(x) > 0 for x in jax.tree.leaves(one_each['policy']['visual']['patch_embed']))
+  for (path, x), want in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(one_each), strict=True):
+    assert np.linalg.norm(x - want) <= 1e-4 * np.linalg.norm(want) + 1e-7, path

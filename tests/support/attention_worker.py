@@ -72,7 +72,7 @@ def on_mesh():
   segments = np.sort(rng.integers(0, 3, (4, 140)), axis=1).astype(np.int32)
   want = [np.asarray(x) for x in program(EINSUM, None)(q, k, v, segments)]
   found = {}
-  for name in ('einsum', 'blocks', 'pallas', 'splash'):
+  for name in ('einsum', 'blocks', 'pallas', 'splash', 'flash'):
     settings = AttentionSettings(name, mesh, interpret=True)
     run = program(settings, heads)
     placed = [*jax.device_put((q, k, v), heads), jax.device_put(segments, row_sharding(mesh))]
@@ -88,7 +88,7 @@ def on_mesh():
   return found
 
 
-def on_tpu(columns, heads, mesh):
+def on_tpu(kernel, columns, heads, mesh):
   devices = topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x4').devices
   shape = [*map(int, mesh.split('x'))]
   mesh = Mesh(np.asarray(devices[: np.prod(shape)]).reshape(shape), AXES)
@@ -100,7 +100,7 @@ def on_tpu(columns, heads, mesh):
     return jax.ShapeDtypeStruct((rows, int(columns), count, h), jnp.bfloat16, sharding=by_heads)
 
   segments = jax.ShapeDtypeStruct((rows, int(columns)), jnp.int32, sharding=row_sharding(mesh))
-  settings = AttentionSettings('splash', mesh if mesh.size > 1 else None)
+  settings = AttentionSettings(kernel, mesh if mesh.size > 1 else None)
   compiled = program(settings, by_heads).lower(abstract(n), abstract(k), abstract(k), segments).compile()
   text = compiled.as_text()
   return {

@@ -41,7 +41,7 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageMo
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
   pieces = prompt_pieces(specs, form=config.agent.format, action_sep=config.agent.action_sep)
-  tiny_tokenizer.save(tiny_tokenizer.build(pieces), str(files))
+  tiny_tokenizer.save(tiny_tokenizer.build(pieces, images=False), str(files))
   model = random_model(ChatTokenizer(files).size, seed=seed)
   directory = directory / 'model'
   save_model(

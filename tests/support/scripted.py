@@ -213,6 +213,7 @@ def serve(
   agents: Sequence[tuple[str, str]] = (),
   open_access: bool = True,
   max_body: int = 1 << 20,
+  prompt: str = '',
   **changes,
 ) -> Iterator[Server]:
   """A server with a store in a directory; the same directory again is the same server after a restart."""
@@ -222,7 +223,7 @@ def serve(
     engines = Engines(engine, frozen, agents)
     service = Service(service_settings(**changes), engines, lifecycle, engine.tokenizer, chat_format)
     limits_of_rollouts = RolloutLimits(timeout_s=600.0, heartbeat_s=0.0, max_attempts=1, retry_on=())
-    settings = AppSettings(ADMIN, open_access, max_body, limits_of_rollouts, creates=True)
+    settings = AppSettings(ADMIN, open_access, max_body, limits_of_rollouts, creates=True, prompt=prompt)
     app = App(settings, service, engines.stats, engine.tokenizer.token_bytes)
     with HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 64) as http:
       yield Server(engine, service, lifecycle, http.url)

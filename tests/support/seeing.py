@@ -62,7 +62,7 @@ def checkpoint(config: ConfigDict, directory: pathlib.Path, family: str, *, seed
     [dataclasses.replace(s, tile=None) for s in specs] + specs, form=config.agent.format,
     action_sep=config.agent.action_sep,
   )  # fmt: skip
-  tokenizer = tiny_tokenizer.build(pieces)
+  tokenizer = tiny_tokenizer.build(pieces, images=False)
   tokenizer.add_special_tokens(list(VISION_TOKENS))
   tiny_tokenizer.save(tokenizer, str(files))
   start, pad, end, video, _ = map(tokenizer.token_to_id, VISION_TOKENS)

@@ -20,7 +20,7 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.evaluation.evaluator import Evaluation
 from ragen_jax.runs.checkpoints import Checkpointer
-from ragen_jax.runs.interrupt import Stopped
+from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
@@ -57,7 +57,7 @@ def _open(workdir, state=None, replay=None, **fields):
   config = small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
   settings, monitor = build.run_settings(config), build.make_monitor(config)
   replay = replay or ReplayBuffer(ReplaySettings(groups=0, max_age=1))
-  with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor) as (run, state):
+  with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor, Interrupt()) as (run, state):
     yield run, state
 
 
@@ -213,6 +213,28 @@ def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, reque
     _finish(run, _state(iteration=step))
   assert stopped.value.status == 143
   assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
+
+
+@pytest.mark.parametrize(
+  ('done', 'found', 'saved'), [(0, {}, []), (2, {}, [2]), (3, {}, [2, 3]), (3, {'x': NotFinite(1, 'x')}, [2])]
+)
+def test_a_stop_in_a_rollout_saves_the_state_before_it(tmp_path, monkeypatch, done, found, saved):
+  with pytest.raises(Stopped), _open(tmp_path, eval__every=0) as (run, state):
+    for i in range(1, done + 1):
+      state, _ = _finish(run, _state(i, iteration=i), found=found if i % 2 else {})
+    with run.saved_if_stopped(state):
+      raise Stopped(signal.SIGTERM)
+  assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
+  with _open(tmp_path) as (run, state):
+    assert state.iteration == (saved or [0])[-1]
+
+
+def test_a_stop_after_a_bad_iteration_saves_nothing(tmp_path):
+  with pytest.raises(Stopped), _open(tmp_path) as (run, _):
+    state, _ = _finish(run, _state(1, iteration=1), verdict=_BAD)
+    with run.saved_if_stopped(state):
+      raise Stopped(signal.SIGINT)
+  assert not list(tmp_path.glob('checkpoints/*'))
 
 
 def test_checkpoints_of_a_warm_start_are_refused(tmp_path):

@@ -80,7 +80,7 @@ def check_rows(server: Server, task: Task, tok, *, causes):
   assert [call.new_row_cause for call in calls] == causes
   settings = EpisodeSettings(
     group_size=1, incomplete='drop', off_policy='error', temperature=SAMPLING.temperature, top_p=SAMPLING.top_p,
-    top_k=SAMPLING.top_k, success_reward='', success_score=1.0, stop_id=tok.stop_ids[0], pad_id=tok.pad_id,
+    top_k=SAMPLING.top_k, success_reward='', success_score=1.0, max_calls=9, stop_id=tok.stop_ids[0], pad_id=tok.pad_id,
   )  # fmt: skip
   attempt = FinishedAttempt(task.attempt_id, AttemptState.SUCCEEDED, '', tuple(calls), tuple(rewards))
   rollout, metrics = build_rollout([TaskAttempts('Agent', 0, (attempt,))], settings, tok.decode)

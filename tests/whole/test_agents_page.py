@@ -75,7 +75,7 @@ def test_the_table_of_endpoints_is_that_of_the_application():
   from ragen_jax.serving.records import Limits
 
   service = types.SimpleNamespace(lifecycle=None, forget=None)
-  app = App(AppSettings('key', False, 1, Limits(1.0, 0.0, 1, ()), True), service, lambda: None, lambda _: b'').asgi
+  app = App(AppSettings('key', False, 1, Limits(1.0, 0.0, 1, ()), True, ''), service, lambda: None, lambda _: b'').asgi
   routes = {(m, re.sub(r'\{(\w+)(?::path)?\}', r'<\1>', r.path)) for r in app.routes for m in r.methods - {'HEAD'}}
   endpoints = _tables(_section('## The wire'))[0]
   assert len({(method, path) for method, path, _, _ in endpoints}) == len(endpoints)
@@ -110,7 +110,7 @@ def test_the_table_of_prometheus_metrics_is_what_the_server_tells():
 def test_the_metrics_page_explains_every_metric_of_a_rollout():
   settings = EpisodeSettings(
     group_size=1, incomplete='drop', off_policy='exclude', temperature=1.0, top_p=1.0, top_k=0, success_reward='',
-    success_score=1.0, stop_id=0, pad_id=0,
+    success_score=1.0, max_calls=9, stop_id=0, pad_id=0,
   )  # fmt: skip
   _, metrics = build_rollout([], settings, str)
   page = (ROOT / 'docs' / 'metrics.md').read_text(encoding='utf-8')

@@ -120,3 +120,15 @@ def test_sigterm_saves_the_iteration_in_all_processes(tmp_path):
   assert 'the same command resumes from the last checkpoint' in output and 'Traceback' not in output
   steps = [int(p.name) for p in (tmp_path / 'checkpoints').iterdir()]
   assert steps == [read_metrics(tmp_path)[-1]['step']]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_agent_programs_in_two_processes_are_refused_before_anything_starts(tmp_path):
+  workdir = tmp_path / 'run'
+  pair = _start(workdir, 2, '--config=configs/agents_ppo.py')
+  output = pair.communicate(timeout=300)[0]
+  assert pair.returncode == 2, output
+  errors = [line for line in output.splitlines() if 'error: ' in line]
+  assert len(errors) == 1 and errors[0].endswith('play in runs of one process, and there are 2'), output
+  assert not workdir.exists()

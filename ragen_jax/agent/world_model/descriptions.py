@@ -11,6 +11,7 @@ Text that is no claim has no effect. Claims are found in one pass over the text,
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -21,6 +22,9 @@ from ragen_jax.envs.scenes import KINDS, Scene
 # The words of the signs -1, 0, 1 of row and column differences, thing minus player.
 VERTICAL = ('above', 'in the same row', 'below')
 HORIZONTAL = ('to the left', 'in the same column', 'to the right')
+
+# Between two claims.
+CLAIM_SEP = '; '
 
 # Blanks of any number between words.
 _CLAIM = re.compile(
@@ -84,7 +88,7 @@ def describe(scene: Scene) -> str:
   for kind, counts in true_relations(scene).items():
     for (row, column), count in np.ndenumerate(counts):
       claims += [write_claim(kind, row, column)] * int(count)
-  return '; '.join(claims)
+  return CLAIM_SEP.join(claims)
 
 
 def write_claim(kind: str, row: int, column: int) -> str:
@@ -96,6 +100,12 @@ def write_claim(kind: str, row: int, column: int) -> str:
     column: index of the relation in `HORIZONTAL`.
   """
   return f'the {kind} is {VERTICAL[row]} and {HORIZONTAL[column]}'
+
+
+def possible_claims(kinds: Sequence[str]) -> list[str]:
+  """All claims about things of some kinds."""
+  places = list(itertools.product(range(len(VERTICAL)), range(len(HORIZONTAL))))
+  return [write_claim(kind, row, column) for kind in kinds for row, column in places]
 
 
 def claim_rules(kinds: Sequence[str]) -> str:

@@ -64,6 +64,13 @@ def test_shapes():
   assert abs(triangle.mean() - 50) < 0.5 and triangle[0, 0] == 100 and triangle[15, 15] == 0
 
 
+@pytest.mark.parametrize(('value', 'mean'), [(31, 0), (33, 1)])
+def test_the_colour_of_a_pixel_is_the_rounded_mean_of_its_samples(value, mean):
+  canvas = Canvas(8, BLACK)
+  canvas.paint((canvas.x < 1 / 64) & (canvas.y < 1 / 64), (value,) * 3)  # one of 64 samples
+  assert canvas.image()[0, 0].tolist() == [mean] * 3 and not canvas.image()[1:].any()
+
+
 def test_a_person_has_its_coat_and_place():
   canvases = [Canvas(28, WHITE) for _ in range(2)]
   for canvas, x in zip(canvases, (0.5, 0.25), strict=True):

@@ -1,0 +1,157 @@
+"""Learning curves from pixels, beside those of the built-in text model. Writes a JSON file and a figure.
+
+  python benchmarks/vision_learning.py           all runs that are not in the JSON file yet; 2 to 3 hours on 2 cores
+  python benchmarks/vision_learning.py --quick   two short iterations of each, one seed, to runs/quick; 5 minutes
+
+FrozenLake and Sokoban, three seeds each, from images with the model 'tiny-vl' (configs/*_vision_ppo.py) and from text
+with the model 'tiny' (configs/*_ppo.py). Both models come from imitation of the same noisy play. Success is measured on
+the same 256 held-out levels, so it is reported as a fraction of the best possible success on them.
+
+The JSON file has the success on held-out levels and in training. For each setting it has the rise over seeds, which
+'shows' if it exceeds twice its standard error, and for each game the difference between images and text after training.
+Each run is one process with a new workdir; its result is added to the JSON file at once, so an interrupted benchmark
+continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.learning_curves import hardware, run  # noqa: E402
+from ragen_jax.plots.curves import Panel, draw_panels  # noqa: E402
+from ragen_jax.plots.runs import Curve, Run  # noqa: E402
+from ragen_jax.plots.style import figure_style  # noqa: E402
+
+SEEDS = (0, 1, 2)
+# Game -> its tag, episodes of a held-out level (one if the game is deterministic), and the configs by what is read.
+GAMES = {
+  'FrozenLake': ('FrozenLake', 4, {'images': 'frozenlake_vision_ppo', 'text': 'frozenlake_ppo'}),
+  'Sokoban': ('SimpleSokoban', 1, {'images': 'sokoban_vision_ppo', 'text': 'sokoban_ppo'}),
+}
+LABELS = {'images': 'tiny-vl, images', 'text': 'tiny, text'}
+PANELS = tuple(Panel(game, game, f'{game}: held-out success / best possible', every_iteration=False) for game in GAMES)
+FLAGS = (
+  '--config.eval.every=5', '--config.eval.groups=256', '--config.eval.tag_groups=()', '--config.checkpoint.every=0',
+  '--config.logging.episodes_every=0',
+)  # fmt: skip
+QUICK = (
+  '--config.num_iterations=2', '--config.train.groups=16', '--config.eval.groups=16', '--config.eval.every=1',
+  '--config.optimizer.mini_batch_size=32', '--config.optimizer.micro_batch_size=32',
+)  # fmt: skip
+
+
+def flags(game: str, quick: bool) -> list[str]:
+  """The flags of main.py that both settings of a game share."""
+  tag, episodes, _ = GAMES[game]
+  own = [*FLAGS, f"--config.eval.tags=('{tag}',)", f'--config.eval.group_size={episodes}']
+  return [*own, *(QUICK if quick else ())]
+
+
+def fractions(result: dict, key: str = 'sampled') -> list[float]:
+  """Held-out success as a fraction of the best possible, by evaluation."""
+  return [x / result['optimal'] for x in result[key]]
+
+
+def mean_and_error(values: list[float]) -> dict[str, float | None]:
+  """The mean over seeds and its standard error; no error for a single seed."""
+  error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+  return {'mean': round(statistics.fmean(values), 4), 'standard_error': None if error is None else round(error, 4)}
+
+
+def verdict(told: dict[str, float | None]) -> str:
+  """Whether a mean lies above 0 by more than twice its standard error."""
+  if told['standard_error'] is None:
+    return 'one seed only'
+  return 'shows' if told['mean'] > 2 * told['standard_error'] else 'not seen'
+
+
+def of_seeds(runs: dict[str, dict], game: str, kind: str) -> list[dict]:
+  """The runs of a setting, by seed."""
+  return [runs[f'{game} / {kind} / {seed}'] for seed in SEEDS if f'{game} / {kind} / {seed}' in runs]
+
+
+def verdicts(runs: dict[str, dict]) -> dict[str, dict]:
+  """For each setting the fractions before and after and their rise; for each game the difference of the settings."""
+  told = {}
+  for game, (_, _, configs) in GAMES.items():
+    for kind in configs:
+      if found := of_seeds(runs, game, kind):
+        rise = mean_and_error([fractions(r)[-1] - fractions(r)[0] for r in found])
+        told[f'{game}, {kind}'] = {
+          'before': mean_and_error([fractions(r)[0] for r in found]),
+          'after': mean_and_error([fractions(r)[-1] for r in found]),
+          'rise': rise,
+          'learning': verdict(rise),
+          'wall_s': [r['wall_s'] for r in found],
+        }
+    pairs = list(zip(of_seeds(runs, game, 'images'), of_seeds(runs, game, 'text'), strict=False))
+    if pairs:
+      told[f'{game}, images - text'] = mean_and_error([fractions(a)[-1] - fractions(b)[-1] for a, b in pairs])
+  return told
+
+
+def draw(runs: dict[str, dict], path: pathlib.Path) -> None:
+  """Draws the fraction of the best possible success of all settings, sampled."""
+  curves = []
+  for kind, label in LABELS.items():
+    drawn = []
+    for game in GAMES:
+      for found in of_seeds(runs, game, kind):
+        series = {game: (np.asarray(found['step']), np.asarray(fractions(found)))}
+        drawn.append(Run(f'{game} {kind}', {}, series, [], None, {}))
+    if drawn:
+      curves.append(Curve(label, tuple(drawn)))
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with figure_style():
+    draw_panels(PANELS, curves, 7.0).savefig(path, bbox_inches='tight')
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--quick', action='store_true')
+  arguments = parser.parse_args()
+  if importlib.util.find_spec('matplotlib') is None:
+    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
+  results, images, seeds = ROOT / 'benchmarks' / 'results', ROOT / 'docs' / 'images', SEEDS
+  if arguments.quick:
+    results = images = ROOT / 'runs' / 'quick'
+    seeds = SEEDS[:1]
+    (results / 'vision_learning.json').unlink(missing_ok=True)
+  out = results / 'vision_learning.json'
+  record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
+  with tempfile.TemporaryDirectory() as scratch:
+    cache = [f'--config.compilation_cache={scratch}/cache']
+    for seed in seeds:  # seed by seed, so an interrupted benchmark can compare
+      for game, (_, _, configs) in GAMES.items():
+        for kind, config in configs.items():
+          key = f'{game} / {kind} / {seed}'
+          if key in record['runs']:
+            continue
+          workdir = pathlib.Path(scratch) / key.replace(' / ', '-')
+          last = run(f'configs/{config}.py', seed, workdir, [*flags(game, arguments.quick), *cache])
+          record['runs'][key] = last
+          record |= {'command': ' '.join(sys.argv), 'hardware': hardware()}
+          record['flags'] = {g: flags(g, arguments.quick) for g in GAMES}
+          record['verdicts'] = verdicts(record['runs'])
+          out.parent.mkdir(parents=True, exist_ok=True)
+          out.write_text(json.dumps(record, indent=1) + '\n')
+          told = fractions(last)
+          print(f'{key}: {last["wall_s"]} s, {told[0]:.3f} -> {told[-1]:.3f} of the best possible', flush=True)
+  draw(record['runs'], images / 'vision_learning.png')
+  for name, told in record['verdicts'].items():
+    print(f'{name}: {told}')
+
+
+if __name__ == '__main__':
+  main()
