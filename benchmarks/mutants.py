@@ -350,7 +350,7 @@ MUTATIONS = [
   ),
   *_of(
     'models/attention_kernels.py', 'models/test_attention_kernels.py',
-    ('_padded(q * jnp.asarray(h**-0.5, q.dtype), k,', '_padded(q, k,'),
+    ('_padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, segments, block)', '_padded(q, k, v, segments, block)'),
     ('ids = None if segments is None else', 'ids = None if True else'),
     ('sm_scale=h**-0.5, causal=True', 'sm_scale=h**-0.5, causal=False'),
     ('mha(q, k, v, segments,', 'mha(q, k, v, None,'),
