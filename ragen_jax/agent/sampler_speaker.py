@@ -192,40 +192,46 @@ class SamplerSpeaker:
     self._longest = longest
     self._decoded = self._shapes.decoded_rows(live) if log.limits.drop_finished else self._shapes.rows
     fed, widest, before = (dict(zip(kinds, sizes[i::3], strict=True)) for i in range(3))
-    width = {first: self._shapes.width(widest[first], before[first]) for first in kinds if fed[first]}
-    self._resize(max([longest + decode_columns(log.limits), *(before[first] + w for first, w in width.items())]))
+    widths = {first: self._shapes.pieces(widest[first], before[first]) for first in kinds if fed[first]}
+    wanted = (before[first] + sum(pieces) for first, pieces in widths.items())
+    self._resize(max(longest + decode_columns(log.limits), min(max(wanted, default=0), self._shapes.caches[-1])))
     if fed[True]:
       self._keys = self._row_keys(log)
-    for first, w in width.items():
-      self._extend(log, kinds[first], w, fed[first], all_begin=first)
+    for first, pieces in widths.items():
+      self._extend(log, kinds[first], pieces, fed[first], fresh=first)
     for row in prompts:
       log.timeline.append_context(row, prompts[row].ids, len(log.past(row)))
       self._open[row] = []
     return True
 
-  def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], width: int, fed: int, *, all_begin: bool) -> None:
-    """Feeds prompts of up to `width` tokens, to at most `fed` rows of each shard."""
+  def _extend(
+    self, log: EpisodeLog, prompts: dict[int, Prompt], widths: tuple[int, ...], fed: int, *, fresh: bool
+  ) -> None:
+    """Feeds prompts, `widths` columns one after the other, to at most `fed` rows of each shard; all are `fresh` or not."""
     calls, rows = self._shapes.calls(fed)
     left = np.isin(self._slots, list(prompts))
     for _ in range(calls):
       at, selected = self._selection(left, rows)
       own = np.where(left[at], self._slots[at], -1)
       left[at] = False
-      tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
-      count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
-      for i, row in enumerate(own.tolist()):
-        if row < 0:
-          continue
-        prompt = prompts[row]
-        if prompt.images:
-          raise UserError(f'{log.envs.specs[log.envs.row_env[row]].tag}: the policy reads no images')
-        tokens[i, : len(prompt.ids)] = prompt.ids
-        count[i], begins[i] = len(prompt.ids), prompt.fresh
-      if self._observer is not None:
-        self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
-      self._state = self._sampler.extend(
-        self._params, self._state, tokens, count, begins, rows=selected, all_begin=all_begin
-      )
+      of_row = {i: prompts[row] for i, row in enumerate(own.tolist()) if row >= 0}
+      start = 0
+      for width in widths:
+        tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
+        count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
+        for i, prompt in of_row.items():
+          if prompt.images:
+            tag = log.envs.specs[log.envs.row_env[own[i]]].tag
+            raise UserError(f'{tag}: the policy reads no images')
+          ids = prompt.ids[start : start + width]
+          tokens[i, : len(ids)] = ids
+          count[i], begins[i] = len(ids), fresh and not start
+        if self._observer is not None:
+          self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
+        self._state = self._sampler.extend(
+          self._params, self._state, tokens, count, begins, rows=selected, all_begin=fresh and not start
+        )
+        start += width
 
   def _row_keys(self, log: EpisodeLog) -> jax.Array:
     """The keys of the device's rows. If a token row begins in a later turn, the turn is folded into its key.

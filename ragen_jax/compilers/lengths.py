@@ -228,14 +228,16 @@ def rollout_calls(
     for first, fed, tokens in ((True, asks[fresh], lengths.prompt), (False, asks[~fresh], lengths.observation)):
       if len(fed):
         before = int(used[fed].max())
-        feeds.append((first, fed, before, sizes.width(tokens, before)))
+        feeds.append((first, fed, before, sizes.pieces(tokens, before)))
         used[fed] = np.minimum(used[fed] + tokens, room)
     longest = int(used[held].max())
-    yield from resize(max([longest + chunk, *(before + width for _, _, before, width in feeds)]))
-    for first, fed, _, width in feeds:
+    wanted = max((before + sum(pieces) for _, _, before, pieces in feeds), default=0)
+    yield from resize(max(longest + chunk, min(wanted, sizes.caches[-1])))
+    for first, fed, _, pieces in feeds:
       calls, part = sizes.calls(int(np.isin(slots, fed).sum(axis=1).max()))
-      for _ in range(calls):
-        yield Call('extend', part * shards, size, width, first)
+      for i in range(calls * len(pieces)):
+        at = i % len(pieces)
+        yield Call('extend', part * shards, size, pieces[at], first and not at)
     left[asks] = replies[asks, turn[asks]]
     bucket = sizes.rows
     if agent.drop_finished:

@@ -19,7 +19,7 @@ class Shapes:
     shards: number of parts that the rows are divided into.
     max_context: most columns of a row.
     chunk: columns that a call of `decode` writes.
-    step: the smallest cache; larger ones, and prompts, are multiples of it and of a quarter of it.
+    step: the smallest cache; larger ones are multiples of it, and prompts of a quarter of it.
   """
 
   rows: int
@@ -65,19 +65,26 @@ class Shapes:
     """Complete replies of a shard for which `decode` ends early, of `decoded` rows, so that their rows can be fed."""
     return min(self.fed, max(decoded // 4, 1))
 
-  def width(self, tokens: int, before: int) -> int:
-    """Columns of a prompt of `tokens` tokens that follows up to `before` columns.
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """Columns that a call of `extend` feeds, in ascending order: 2^n and 3 * 2^n quarters of `step`."""
+    unit, largest = max(self.step // 4, 1), self.caches[-1]
+    quarters = sorted(m << n for m in (1, 3) for n in range(largest.bit_length()))
+    return tuple(n * unit for n in quarters if n * unit <= largest)
 
-    One of two sizes an octave, 2^n or 3 * 2^(n-1) quarters of `step`. Where the cache would be too short for it, a
-    multiple of `step`, or else of a quarter.
+  def pieces(self, tokens: int, before: int) -> tuple[int, ...]:
+    """Columns of the calls that feed prompts of up to `tokens` tokens, which follow up to `before` columns.
+
+    One call, unless the largest cache has no room for its columns. Each row has room for its tokens.
     """
-    unit = max(self.step // 4, 1)
-    quarters = max(-(-tokens // unit), 1)
-    size = 1 << (quarters - 1).bit_length()
-    if size >= 4 and quarters <= size * 3 // 4:
-      size = size * 3 // 4
-    sizes = (size, round_up(quarters, 4), quarters)
-    return next((n * unit for n in sizes if before + n * unit <= self.caches[-1]), quarters * unit)
+    found: list[int] = []
+    while (fed := sum(found)) < max(tokens, 1):
+      wide = [width for width in self.widths[1:] if before + fed + width <= self.caches[-1]]
+      enough = (width for width in self.widths if width >= tokens - fed)
+      width = next(enough, self.widths[-1])
+      # A call of the least width has room in every row with tokens that are left.
+      found.append(min(width, max(wide, default=self.widths[0])))
+    return tuple(found)
 
 
 def largest_cache(max_context: int, chunk: int, step: int) -> int:
