@@ -45,6 +45,13 @@ def decode_columns(limits: Limits) -> int:
   return min(limits.decode_chunk, limits.max_response_tokens)
 
 
+def rows_at_once(sampler: Sampler, limits: Limits, rows: int) -> int:
+  """How many of `rows` rows of a shard are on the devices at a time. Every process must call."""
+  if limits.rows_in_flight:
+    rows = min(rows, limits.rows_in_flight // sampler.share.shards)
+  return sampler.rows_that_fit(rows, largest_cache(limits.max_context, decode_columns(limits), limits.length_step))
+
+
 class SamplerSpeaker:
   """The policy, which samples tokens for many rows at once.
 
@@ -110,11 +117,7 @@ class SamplerSpeaker:
     rows, share, limits = log.envs.rows, self._sampler.share, log.limits
     self._params = self._sampler.decode_weights(self._params)
     self._began = np.zeros((rows,), np.uint32)
-    size = rows // share.own
-    if limits.rows_in_flight:
-      size = min(size, limits.rows_in_flight // share.shards)
-    most = largest_cache(limits.max_context, decode_columns(limits), limits.length_step)
-    size = self._sampler.rows_that_fit(size, most)
+    size = rows_at_once(self._sampler, limits, rows // share.own)
     self._shapes = Shapes(size, share.shards, limits.max_context, decode_columns(limits), limits.length_step)
     # Round-robin, so that a level with long episodes is spread over all shards.
     self._slots = np.arange(size * share.own, dtype=np.int32).reshape(-1, share.own).T.reshape(-1)

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
+from ragen_jax.sampling.draw import Sampling
 from ragen_jax.utils.sizes import round_up
 
 
@@ -85,6 +88,41 @@ class Shapes:
       # A call of the least width has room in every row with tokens that are left.
       found.append(min(width, max(wide, default=self.widths[0])))
     return tuple(found)
+
+
+  def programs(
+    self, samplings: Collection[Sampling], *, room: int, whole: bool, drop_finished: bool
+  ) -> list[tuple[str, tuple[Any, ...]]]:
+    """The programs that rollouts of these rows may need, in the order in which most of them are needed.
+
+    Args:
+      samplings: how tokens are drawn, as they are compiled in.
+      room: the most tokens of a prompt, and of a row with its next prompt.
+      whole: an episode is one row; otherwise each prompt begins a row.
+      drop_finished: `decode` runs on parts of the rows.
+
+    Returns:
+      Names and shapes, with numbers of rows of all shards:
+      'extend', (rows, those that are fed, columns of the cache, columns of the prompt, whether all begin);
+      'decode', (rows, those that sample, columns of the cache, sampling);
+      'resize', (rows, columns of the cache before, and after).
+    """
+    every, longest = self.rows * self.shards, next((w for w in self.widths if w >= room), self.widths[-1])
+    fed = sorted({self.calls(n)[1] * self.shards for n in range(1, self.rows + 1)}, reverse=True)
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    for size in self.caches:
+      widths = [width for width in self.widths if width <= min(size, longest)]
+      # What follows a first piece of a prompt is no longer than the rest.
+      rest = [w for w in widths if w <= max(room - self.widths[-1], 0) + self.widths[0]] if room > longest else []
+      found += [('extend', (every, part, size, width, True)) for part in fed for width in widths]
+      found += [
+        ('decode', (every, part * self.shards, size, sampling))
+        for sampling in samplings
+        for part in (self.decoded if drop_finished else (self.rows,))
+      ]
+      found += [('extend', (every, part, size, width, False)) for part in fed for width in (widths if whole else rest)]
+      found += [('resize', (every, size, after)) for after in self.caches if after > size]
+    return found
 
 
 def largest_cache(max_context: int, chunk: int, step: int) -> int:
