@@ -14,22 +14,20 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from ragen_jax import build_agents
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.compilers import needed
-from ragen_jax.compilers.abstract import abstract_batch, chunk_columns, episodes, shape_of
+from ragen_jax.compilers.abstract import abstract_batch, chunk_columns
 from ragen_jax.compilers.needed import Program
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.runs.background import Background
 from ragen_jax.sampling.draw import PLAIN
-from ragen_jax.training.packing import plan_batches
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
-# Lengths of the next rollouts, as factors of those of the last one, by urgency.
-_FACTORS = (1.0, 1.05, 0.95, 1.1, 0.9, 1.15)
 # Processors for each thread, and the most threads, that 'auto' takes.
 _PROCESSORS, _MOST_THREADS = 4, 4
 
@@ -48,8 +46,7 @@ class CompileAhead:
 
   - When prompts of a width are fed for the first time, it compiles the programs that feed this width to the same and
     to larger caches, those that sample with these caches, and those that enlarge them.
-  - When a rollout ends, it compiles the programs of updates with its lengths, and with lengths that are up to 15 %
-    greater or 10 % less.
+  - When a rollout ends, it compiles the programs of updates with its lengths, and with somewhat other lengths.
 
   The run's own calls take the compiled programs from the caches of `jax.jit`.
   """
@@ -67,8 +64,8 @@ class CompileAhead:
     self._state = _abstract(state)
     self._weights: Any = None  # of the sampler, as it is called with them
     self._numbers = itertools.count()
-    self._samplings = list(dict.fromkeys(s for drawn in needed.samplings(config).values() for s in drawn))
-    trainer.model.sampler.observer = self._sampler_runs
+    if not build_agents.plays_agents(config):  # a server of agents compiles its programs when it opens
+      trainer.model.sampler.observer = self._sampler_runs
     trainer.learner.observer = trainer.scorer.observer = self._batch_runs
 
   def close(self) -> None:
@@ -87,26 +84,16 @@ class CompileAhead:
 
   def _plan(self, length: np.ndarray, scored: np.ndarray, played: int) -> None:
     """Asks for the programs of `length` i32[B] and `scored` i32[B], of rows of so many episodes."""
-    config, settings = self._config, self._trainer.settings.estimate
-    rng, rollout = np.random.default_rng(0), episodes(config, 'rollout')
-    wanted = max(len(length) * rollout // played, 1)
-    rows = rng.choice(len(length), wanted, replace=wanted > len(length))
-    groups = np.array_split(rows, max(rollout // config.optimizer.mini_batch_size, 1))
-    for urgency, factor in enumerate(_FACTORS):
-      longer = np.minimum(np.ceil(factor * length).astype(np.int64), config.agent.max_context)
-      more = np.minimum(np.ceil(factor * scored).astype(np.int64), longer)
-      for names, parts in ((needed.updates(config), groups), (needed.scored(config, self._trainer), [rows])):
-        plans = plan_batches(parts, longer, more, settings.batching)
-        shapes = dict.fromkeys(shape_of(plan) for own in plans for plan in own)
-        self._want([(name, shape) for name in names for shape in shapes], urgency)
-        if urgency == 0 and names is not parts:
-          self._want_steps(list(shapes))
-
-  def _want_steps(self, shapes: list[tuple[int, int, int]]) -> None:
-    """The optimiser steps after gradients; any shape of a micro-batch will do for them."""
-    for gradient, step in needed.updates(self._config).items():
-      compile_step = functools.partial(self._compile_update, gradient, shapes[0], 'apply')
-      self._background.want([((step, ()), compile_step)], urgency=0)
+    config, batching = self._config, self._trainer.settings.estimate.batching
+    gradients, scores = needed.updates(config), needed.scored(config, self._trainer)
+    for urgency, factor in enumerate(needed.FACTORS):
+      shapes = needed.shapes_after(config, batching, length, scored, played, factor)
+      self._want([(name, shape) for name in gradients for shape in shapes['gradient']], urgency)
+      self._want([(name, shape) for name in scores for shape in shapes['score']], urgency)
+      for gradient, step in gradients.items() if urgency == 0 else ():
+        # The optimiser step is the same for all shapes of micro-batches.
+        compile_step = functools.partial(self._compile_update, gradient, shapes['gradient'][0], 'apply')
+        self._background.want([((step, ()), compile_step)], urgency)
 
   def _batch_runs(self, name: str, shape: tuple[int, ...]) -> None:
     self._background.need((name, shape))
@@ -116,15 +103,8 @@ class CompileAhead:
       self._weights = _abstract(weights)
     if not self._background.need((name, shape)) or name != 'extend':
       return
-    every, _, size, width, begin = shape
-    likely = needed.of_sampler(
-      self._config, row_shards(self._trainer.model.mesh), {'rollout': every, 'evaluation': every}
-    )
-    for other, found in likely:
-      at = found[2] if other != 'resize' else found[1]
-      if at >= size and (other != 'extend' or found[3:] == (width, begin)):
-        greedy = other == 'decode' and found[3] != self._samplings[0]
-        self._want([(other, found)], urgency=1 + (at > size) + greedy)
+    for urgency, program in needed.after_extend(self._config, row_shards(self._trainer.model.mesh), shape):
+      self._want([program], urgency)
 
   def _want(self, programs: list[Program], urgency: int) -> None:
     self._background.want(((p, functools.partial(self._compile, *p)) for p in programs), urgency)

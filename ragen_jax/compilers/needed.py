@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.sampler_speaker import rows_at_once
-from ragen_jax.compilers.abstract import episodes, sampler_shapes
+from ragen_jax.compilers.abstract import episodes, sampler_shapes, shape_of
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.sampling.draw import GREEDY, Sampling
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import BatchingSettings
-from ragen_jax.training.packing import bin_shapes
+from ragen_jax.training.packing import bin_shapes, plan_batches
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.sizes import round_up
+
+# Lengths of the next rollouts, as factors of those of the last one, the most urgent first.
+FACTORS = (1.0, 1.05, 0.95, 1.1)
 
 # A program: its name, and what it is compiled for, as the observers of `Sampler`, `Learner` and `Scorer` are told.
 Program = tuple[str, tuple[Any, ...]]
@@ -26,8 +30,8 @@ Program = tuple[str, tuple[Any, ...]]
 def programs(config: ConfigDict, trainer: Trainer, rows: Mapping[str, int]) -> list[Program]:
   """The programs of rollouts, evaluations, scoring and updates of a run.
 
-  Programs of environments and of advantages, which take little time to compile, are not listed, nor are the
-  measurements of `config.monitor` and, if programs play the episodes, the rollouts.
+  Programs that take little time to compile are not listed: those of environments and of advantages, and the copy of
+  the weights for decoding. Nor are the measurements of `config.monitor` and, if programs play the episodes, rollouts.
 
   Args:
     config: the run's.
@@ -106,6 +110,55 @@ def batch_shapes(config: ConfigDict, trainer: Trainer, *, longer: bool = False) 
     for replies in range(half, min(round_up(most, half), round_up(width, half)) + 1, half)
     if not whole or replies > width - batching.length_step
   ]
+
+
+def after_extend(
+  config: ConfigDict, shards: int, shape: tuple[int, int, int, int, bool]
+) -> Iterator[tuple[int, Program]]:
+  """What a run is likely to need after prompts have been fed, with its urgency.
+
+  The programs that feed as many columns to this cache and to larger ones, and those that sample with these caches and
+  enlarge them.
+
+  Args:
+    config: the run's.
+    shards: parts into which rows are divided.
+    shape: of 'extend', see `Shapes.programs`.
+  """
+  every, _, size, width, begin = shape
+  for name, other in of_sampler(config, shards, {'rollout': every, 'evaluation': every}):
+    at = other[1] if name == 'resize' else other[2]
+    if at >= size and (name != 'extend' or other[3:] == (width, begin)):
+      # An evaluation samples before it is greedy.
+      yield 1 + (at > size) + (name == 'decode' and other[3].temperature == 0), (name, other)
+
+
+def shapes_after(
+  config: ConfigDict, batching: BatchingSettings, length: np.ndarray, scored: np.ndarray, played: int, factor: float
+) -> dict[str, list[tuple[int, int, int]]]:
+  """The shapes of micro-batches of a rollout like another one.
+
+  Args:
+    config: the run's.
+    batching: the sizes of micro-batches.
+    length: i32[B], columns of the rows of the other rollout.
+    scored: i32[B], their scored tokens.
+    played: its episodes.
+    factor: lengths are multiplied with it.
+
+  Returns:
+    Shapes of 'gradient', whose rows are divided over mini-batches, and of 'score'.
+  """
+  rng, rollout = np.random.default_rng(0), episodes(config, 'rollout')
+  wanted = max(len(length) * rollout // played, 1)
+  rows = rng.choice(len(length), wanted, replace=wanted > len(length))
+  length = np.minimum(np.ceil(factor * length).astype(np.int64), config.agent.max_context)
+  scored = np.minimum(np.ceil(factor * scored).astype(np.int64), length)
+  mini_batches = np.array_split(rows, min(max(rollout // config.optimizer.mini_batch_size, 1), wanted))
+  return {
+    name: list(dict.fromkeys(shape_of(p) for own in plan_batches(parts, length, scored, batching) for p in own))
+    for name, parts in (('gradient', mini_batches), ('score', [rows]))
+  }
 
 
 def describe(found: Sequence[Program]) -> str:
