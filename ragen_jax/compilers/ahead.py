@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -51,16 +51,25 @@ class CompileAhead:
   The run's own calls take the compiled programs from the caches of `jax.jit`.
   """
 
-  def __init__(self, config: ConfigDict, trainer: Trainer, state: TrainState, background: Background):
+  def __init__(
+    self,
+    config: ConfigDict,
+    trainer: Trainer,
+    state: TrainState,
+    listed: Collection[Program],
+    background: Background,
+  ):
     """Observes the sampler, the learner and the scorer of a trainer.
 
     Args:
       config: of the run.
       trainer: of the config.
       state: its shapes, types and layouts are read.
+      listed: the programs that the run may need; no others are compiled for updates.
       background: compiles.
     """
     self._config, self._trainer, self._background = config, trainer, background
+    self._listed = set(listed)
     self._state = _abstract(state)
     self._weights: Any = None  # of the sampler, as it is called with them
     self._numbers = itertools.count()
@@ -88,8 +97,9 @@ class CompileAhead:
     gradients, scores = needed.updates(config), needed.scored(config, self._trainer)
     for urgency, factor in enumerate(needed.FACTORS):
       shapes = needed.shapes_after(config, batching, length, scored, played, factor)
-      self._want([(name, shape) for name in gradients for shape in shapes['gradient']], urgency)
-      self._want([(name, shape) for name in scores for shape in shapes['score']], urgency)
+      wanted = [(name, shape) for name in gradients for shape in shapes['gradient']]
+      wanted += [(name, shape) for name in scores for shape in shapes['score']]
+      self._want([program for program in wanted if program in self._listed], urgency)
       for gradient, step in gradients.items() if urgency == 0 else ():
         # The optimiser step is the same for all shapes of micro-batches.
         compile_step = functools.partial(self._compile_update, gradient, shapes['gradient'][0], 'apply')
@@ -156,7 +166,7 @@ def open_ahead(
   if not count:
     yield None
     return
-  with contextlib.closing(CompileAhead(config, trainer, state, Background(count))) as ahead:
+  with contextlib.closing(CompileAhead(config, trainer, state, listed, Background(count))) as ahead:
     evaluator.observer = ahead.expect
     try:
       yield ahead

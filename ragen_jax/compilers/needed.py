@@ -20,8 +20,8 @@ from ragen_jax.training.packing import bin_shapes, plan_batches
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.sizes import round_up
 
-# Lengths of the next rollouts, as factors of those of the last one, the most urgent first.
-FACTORS = (1.0, 1.05, 0.95, 1.1)
+# Tokens of replies in the next rollouts, as factors of those of the last one, the most urgent first.
+FACTORS = (1.0, 1.08, 0.92, 1.16)
 
 # A program: its name, and what it is compiled for, as the observers of `Sampler`, `Learner` and `Scorer` are told.
 Program = tuple[str, tuple[Any, ...]]
@@ -144,7 +144,7 @@ def shapes_after(
     length: i32[B], columns of the rows of the other rollout.
     scored: i32[B], their scored tokens.
     played: its episodes.
-    factor: lengths are multiplied with it.
+    factor: the number of scored tokens is multiplied with it; the other columns stay.
 
   Returns:
     Shapes of 'gradient', whose rows are divided over mini-batches, and of 'score'.
@@ -152,8 +152,9 @@ def shapes_after(
   rng, rollout = np.random.default_rng(0), episodes(config, 'rollout')
   wanted = max(len(length) * rollout // played, 1)
   rows = rng.choice(len(length), wanted, replace=wanted > len(length))
-  length = np.minimum(np.ceil(factor * length).astype(np.int64), config.agent.max_context)
-  scored = np.minimum(np.ceil(factor * scored).astype(np.int64), length)
+  more = np.ceil(factor * scored).astype(np.int64)
+  length = np.minimum(length - scored + more, config.agent.max_context)
+  scored = np.minimum(more, length)
   mini_batches = np.array_split(rows, min(max(rollout // config.optimizer.mini_batch_size, 1), wanted))
   return {
     name: list(dict.fromkeys(shape_of(p) for own in plan_batches(parts, length, scored, batching) for p in own))

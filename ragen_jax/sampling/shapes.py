@@ -107,20 +107,20 @@ class Shapes:
       'decode', (rows, those that sample, columns of the cache, sampling);
       'resize', (rows, columns of the cache before, and after).
     """
-    every, longest = self.rows * self.shards, next((w for w in self.widths if w >= room), self.widths[-1])
+    every, rest = self.rows * self.shards, room - self.widths[-1]  # of a prompt, after its first piece
+    longest, later = (next((w for w in self.widths if w >= tokens), self.widths[-1]) for tokens in (room, rest))
+    later = longest if whole else later if rest > 0 else 0
     fed = sorted({self.calls(n)[1] * self.shards for n in range(1, self.rows + 1)}, reverse=True)
     found: list[tuple[str, tuple[Any, ...]]] = []
     for size in self.caches:
-      widths = [width for width in self.widths if width <= min(size, longest)]
-      # What follows a first piece of a prompt is no longer than the rest.
-      rest = [w for w in widths if w <= max(room - self.widths[-1], 0) + self.widths[0]] if room > longest else []
-      found += [('extend', (every, part, size, width, True)) for part in fed for width in widths]
+      first, follow = ([w for w in self.widths if w <= min(size, most)] for most in (longest, later))
+      found += [('extend', (every, part, size, width, True)) for part in fed for width in first]
       found += [
         ('decode', (every, part * self.shards, size, sampling))
         for sampling in samplings
         for part in (self.decoded if drop_finished else (self.rows,))
       ]
-      found += [('extend', (every, part, size, width, False)) for part in fed for width in (widths if whole else rest)]
+      found += [('extend', (every, part, size, width, False)) for part in fed for width in follow]
       found += [('resize', (every, size, after)) for after in self.caches if after > size]
     return found
 

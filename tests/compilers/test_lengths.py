@@ -214,16 +214,15 @@ def test_a_run_that_compiles_ahead_waits_for_no_program_after_the_first_iteratio
   packing = PackingSettings(step=64, width=1024, columns=8192, shards=1, reply_step=64)
   waits = {}
   for ahead in (0, -1):
-    config = _config(
-      compile_ahead=ahead, agent__schedule='continuous', train__group_size=16, optimizer__mini_batch_size=32
-    )
-    found = lengths.shapes_of_run(config, long, _batching(config, packing), 40, rows=64, shards=1)
+    config = _config(compile_ahead=ahead, agent__schedule='continuous')
+    config.update_from_flattened_dict({'train.group_size': 16, 'optimizer.mini_batch_size': 32})
+    found = lengths.shapes_of_run(config, long, _batching(config, packing), 25, rows=64, shards=1)
     waits[ahead] = [c.awaited for c in found]
     assert all(c.programs[kind] >= n for c in found for kind, n in c.awaited.items())
   for kind in ('extend', 'decode', 'resize', 'gradient'):
     assert waits[0][0][kind] == waits[-1][0][kind] > 0
-    assert waits[-1][19][kind] == waits[-1][-1][kind] <= waits[0][-1][kind]
-  assert sum(waits[-1][-1].values()) < sum(waits[0][19].values()) < sum(waits[0][-1].values())
+    assert waits[-1][9][kind] == waits[-1][-1][kind] <= waits[0][-1][kind]
+  assert sum(waits[-1][-1].values()) < sum(waits[0][9].values()) < sum(waits[0][-1].values())
 
 
 @pytest.mark.parametrize('packing', [None, PackingSettings(step=64, width=512, columns=1024, shards=1, reply_step=64)])
