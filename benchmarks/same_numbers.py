@@ -107,7 +107,7 @@ RUNS = {
       'eval.temperature': 1.0,
       'eval.top_p': 0.9,
       'agent.context': 'single_turn',
-      'agent.think': False,
+      'agent.format': 'no_think',
       'algorithm.adv_estimator': 'gigpo',
     },
   ),

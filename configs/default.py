@@ -48,6 +48,9 @@ def get_config(model: str = '') -> ConfigDict:
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over
   # each rollout.
   config.model.separate_critic = False
+  # Vision tower of a model that reads images: 'frozen' (each distinct image is embedded once, and the update reads the
+  # features) or 'trained' (the update runs the tower, and its gradient reaches the tower's weights).
+  config.model.vision = 'frozen'
   # Token positions whose log-probs over the vocabulary are computed at once in the update; 0: a whole micro-batch.
   config.model.logits_chunk = 0
 
@@ -141,9 +144,11 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- Prompts, replies and limits in tokens. -------------------------------------------------------------------------
   config.agent = ConfigDict()
-  # Format of replies: <think>...</think><answer>...</answer>, or (False) <answer>...</answer>.
-  config.agent.think = True
-  # Put the reply's first tag into the prompt; otherwise the policy has to write it.
+  # Form of replies: 'free_think', <think>...</think><answer>...</answer>; 'no_think', the answer alone; or VAGEN's
+  # 'state_estimation', 'transition_modeling' and 'world_modeling', whose thought describes the board before the turn,
+  # after it, or both (docs/vision.md).
+  config.agent.format = 'free_think'
+  # Put the tags before the reply's first text into the prompt; otherwise the policy has to write them.
   config.agent.force_prefix = True
   # Separator between the actions of one reply.
   config.agent.action_sep = '||'
@@ -350,6 +355,17 @@ def get_config(model: str = '') -> ConfigDict:
   # Normalisation of scores: 'identity' (none), 'mean', 'mean_std' or 'asym_clip' (mean_std, clamped to -1..3);
   # not with turn credit.
   config.reward.method = 'identity'
+  # Reward of a reply that is of its form (agent.format) and names actions that all exist; 0 is off. This reward and the
+  # next are not part of scores in metrics and filters.
+  config.reward.format_reward = 0.0
+  # Reward of a description of the board without mistakes, for each section of the form that describes it; the reward of
+  # other descriptions is smaller (docs/vision.md). 0 is off. For environments that know the places of things on their
+  # boards: FrozenLake and Sokoban.
+  config.reward.state_reward = 0.0
+  # Score of a description, from 0 to below 1, up to which it is worth nothing.
+  config.reward.state_floor = 0.5
+  # Where the reward of a description is paid: on the last token of the 'turn', or of its 'section'.
+  config.reward.state_place = 'turn'
 
   # -- The filter of prompt groups (StarPO-S). -------------------------------------------------------------------------
   config.filter = ConfigDict()

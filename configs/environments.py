@@ -23,8 +23,10 @@ def by_tag() -> ConfigDict:
       # On slippery ice, probability of moving in the chosen direction; the two at right angles share the rest. RAGEN-2
       # has 0.8 or 1.
       'success_rate': 1 / 3,
-      # How the prompt shows the state: 'grid', 'coord' or 'grid_coord'.
+      # How the prompt shows the state: 'grid', 'coord', 'grid_coord' or 'image' (for models that read images).
       'observation': 'grid',
+      # Side of a tile of the image in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
+      'tile': 0,
       # Symbols for player, ice, hole, goal, player in a hole, player on the goal.
       'symbols': 'P_OGX√',
       'max_turns': 5,
@@ -53,8 +55,10 @@ def by_tag() -> ConfigDict:
       # File of levels in Boxoban's format, played in place of generated levels (set dim and num_boxes to match); empty
       # for none.
       'levels': '',
-      # How the prompt shows the state: 'grid', 'coord' or 'grid_coord'.
+      # How the prompt shows the state: 'grid', 'coord', 'grid_coord' or 'image' (for models that read images).
       'observation': 'grid',
+      # Side of a tile of the image in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
+      'tile': 0,
       # Symbols for wall, floor, target, box on target, box, player, player on target.
       'symbols': ('#', '_', 'O', '√', 'X', 'P', 'S'),
       'max_turns': 5,
@@ -132,6 +136,10 @@ def by_tag() -> ConfigDict:
       'goal': 64,
       # Reward of a move whose merged tiles have the sum m: 'log' is 0.1 * log2(1 + m), 'raw' is m.
       'reward': 'log',
+      # How the prompt shows the board: 'text' or 'image' (for models that read images).
+      'observation': 'text',
+      # Side of a tile of the image in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
+      'tile': 0,
       'max_turns': 20,
       'max_actions': 60,
       'max_actions_per_turn': 5,
@@ -146,6 +154,10 @@ def by_tag() -> ConfigDict:
       'scramble_depth': 1,
       # Whether a level is exactly scramble_depth turns from solved (uniform over all such positions).
       'exact_distance': False,
+      # How the prompt shows the board: 'text' or 'image' (for models that read images).
+      'observation': 'text',
+      # Side of a tile of the image in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
+      'tile': 0,
       'max_turns': 5,
       'max_actions': 20,
       'max_actions_per_turn': 4,
@@ -164,6 +176,10 @@ def by_tag() -> ConfigDict:
       'legal_reward': -0.1,
       # Whether the prompt lists the possible digits of each empty cell, if at most 10 are empty; as in RAGEN-2.
       'hints': True,
+      # How the prompt shows the board: 'text' or 'image' (for models that read images).
+      'observation': 'text',
+      # Side of a tile of the image in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
+      'tile': 0,
       'max_turns': 5,
       'max_actions': 10,
       'max_actions_per_turn': 5,

@@ -22,17 +22,22 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
+from ragen_jax.agent.eyes import Eyes
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.agent.player import EnvironmentPlayer, Player
+from ragen_jax.agent.world_model.formats import has_thought
+from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.drawing.tiles import MAX_TILE, MIN_TILE
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint.export import ExportSettings
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.runs.config_fields import read_by_training
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.training import batch_sizes, memory
@@ -91,6 +96,7 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
     if tag not in config.envs:
       raise UserError(f'{field}: {tag!r} is not defined in envs; allowed: {", ".join(config.envs)}')
     options = dict(config.envs[tag])
+    tile = _tile(tag, options)
     env_type = options.pop('type', None)
     if not isinstance(env_type, str):
       raise UserError(f'envs.{tag}.type={env_type!r}: must name an environment, such as {", ".join(registry.TYPES)}')
@@ -106,10 +112,23 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    if env.is_outside and env.image_form is not None:
-      raise UserError(f'envs.{tag}.images={env.image_form.count}: must be 0, since prompts hold only text')
-    specs.append(EnvSpec(tag, env, budget, max_words, count))
+    if tile is not None and (env.is_outside or env.image_grid is None):
+      raise UserError(f"envs.{tag}.observation='image': {env.name} draws no images")
+    specs.append(EnvSpec(tag, env, budget, max_words, count, tile))
   return specs
+
+
+def _tile(tag: str, options: dict[str, Any]) -> int | None:
+  """Takes `tile`, and `observation` if it is 'image' or 'text', out of an environment's options: see `EnvSpec.tile`."""
+  shown = options.get('observation')
+  tile = options.pop('tile', 0)
+  if shown in ('image', 'text'):
+    del options['observation']
+  if not isinstance(tile, int) or isinstance(tile, bool) or (tile and not MIN_TILE <= tile <= MAX_TILE):
+    raise UserError(f'envs.{tag}.tile={tile!r}: must be 0 or a whole number of pixels from {MIN_TILE} to {MAX_TILE}')
+  if tile and shown != 'image':
+    raise UserError(f"envs.{tag}.tile={tile}: needs envs.{tag}.observation='image'")
+  return tile if shown == 'image' else None
 
 
 def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
@@ -155,7 +174,8 @@ def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[En
 def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
   """The limits of episodes in some environments, in turns and in tokens."""
   max_turns = max((s.budget.max_turns for s in specs), default=0)
-  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step)
+  replies = fill(ReplyRewardSettings, config.reward)
+  return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step, replies=replies)
 
 
 def agent_proxy(
@@ -165,11 +185,31 @@ def agent_proxy(
   specs: list[EnvSpec],
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
+  processor: ProcessorConfig | None = None,
 ) -> AgentProxy:
-  """Makes the rollout loop over a batch of environments; `EnvStateManager` describes `held_out`."""
+  """Makes the rollout loop over a batch of environments; `EnvStateManager` describes `held_out` and `processor`."""
   share = sampler.share
-  envs = EnvStateManager(specs, group_size, share=share.index, shares=share.parts, held_out=held_out)
+  envs = EnvStateManager(
+    specs, group_size, share=share.index, shares=share.parts, held_out=held_out, processor=processor
+  )
   return AgentProxy(envs, context_manager(config, tokenizer, specs), episode_limits(config, specs), share=share)
+
+
+def environment_player(
+  config: ConfigDict,
+  model: LanguageModel,
+  specs: list[EnvSpec],
+  group_size: int,
+  held_out: frozenset[bytes] = frozenset(),
+) -> EnvironmentPlayer:
+  """Makes the policy's player of a batch of environments.
+
+  Raises:
+    UserError: the model cannot read the images of an environment.
+  """
+  proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, group_size, held_out, model.processor)
+  eyes = None if model.processor is None else Eyes(model.encoders['policy'], model.model.policy.cfg.vision)
+  return EnvironmentPlayer(proxy, model.sampler, eyes)
 
 
 def sampling(section: ConfigDict) -> Sampling:
@@ -192,8 +232,7 @@ def make_evaluator(config: ConfigDict, model: LanguageModel, player: Player | No
   """
   if player is None:
     specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
-    proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.eval.group_size)
-    player = EnvironmentPlayer(proxy, model.sampler)
+    player = environment_player(config, model, specs, config.eval.group_size)
   return Evaluator(evaluation_settings(config), player, model)
 
 
@@ -263,8 +302,7 @@ def make_trainer(
   """
   if player is None:
     specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
-    proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, config.train.group_size, held_out)
-    player = EnvironmentPlayer(proxy, model.sampler)
+    player = environment_player(config, model, specs, config.train.group_size, held_out)
   return Trainer(trainer_settings(config, model, player.max_turns, limit), model, player)
 
 
@@ -292,6 +330,7 @@ def trainer_settings(
       advantages=fill(AdvantageSettings, a, high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam),
       reward=fill(RewardSettings, config.reward),
       batching=batching_settings(config, model, limit),
+      banned=model.tokenizer.banned,
       **roles,
     ),
     loss=loss_settings(config, model, limit),
@@ -352,7 +391,10 @@ def scoring_settings(
   """The settings for scoring tokens that were sampled with this temperature."""
   width = model.model.policy.cfg.hidden_size
   remat = batch_sizes.remat_settings(config.model.remat, width, lambda: update_memory(config, model), limit)
-  return fill(ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size, remat=remat)
+  return fill(
+    ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size,
+    banned=model.tokenizer.banned, remat=remat,
+  )  # fmt: skip
 
 
 def loss_settings(config: ConfigDict, model: LanguageModel, limit: Callable[[], float] = memory.usable) -> LossSettings:
@@ -371,7 +413,7 @@ def loss_settings(config: ConfigDict, model: LanguageModel, limit: Callable[[], 
 
 def make_probes(config: ConfigDict, trainer: Trainer) -> Probes:
   """Makes the diagnostics of `config.monitor` that need additional passes."""
-  return Probes(fill(ProbeSettings, config.monitor, think=config.agent.think), trainer)
+  return Probes(fill(ProbeSettings, config.monitor, think=has_thought(config.agent.format)), trainer)
 
 
 def make_monitor(config: ConfigDict) -> Monitor:

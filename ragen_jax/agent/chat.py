@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -23,6 +24,11 @@ _IM_START = '<|im_start|>'
 _IM_END = '<|im_end|>'
 # An image of the Qwen-VL family: start, one placeholder for each embedding, end.
 _IMAGE_TOKENS = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>')
+# Tokens of images, videos and places in images, which replies of text have no use for.
+_VISION_TOKENS = (
+  *_IMAGE_TOKENS, '<|vision_pad|>', '<|video_pad|>', '<|object_ref_start|>', '<|object_ref_end|>', '<|box_start|>',
+  '<|box_end|>', '<|quad_start|>', '<|quad_end|>',
+)  # fmt: skip
 _CACHED_SEGMENTS = 65536
 
 
@@ -49,6 +55,7 @@ class ChatTokenizer:
     size: number of ids; larger ids are not tokens of this tokenizer.
     specials: texts of special tokens, which plain text must not contain.
     added: id of each added token, by its text; special tokens are a part of them.
+    banned: ids that are never sampled, ascending: the tokens of images if the model reads images.
   """
 
   def __init__(self, directory: str | Path, *, images: bool = False):
@@ -81,12 +88,18 @@ class ChatTokenizer:
     added = self._backend.get_added_tokens_decoder()
     self.specials = tuple(t.content for t in added.values() if t.special)
     self.added = {token.content: i for i, token in added.items()}
+    self.banned = tuple(sorted(self.added[t] for t in _VISION_TOKENS if t in self.added)) if images else ()
     self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
 
   def same_tokens(self, other: ChatTokenizer) -> bool:
     """Whether both tokenizers have the same token for each id."""
     mine, theirs = (x._backend.get_vocab(with_added_tokens=True) for x in (self, other))
     return mine == theirs
+
+  @property
+  def placeholder(self) -> int | None:
+    """The id that stands for each token of an image; None for a model that reads text only."""
+    return None if self._image_ids is None else self._image_ids[1]
 
   def encode_once(self, text: str) -> tuple[int, ...]:
     """`encode` for a text that is unlikely to come again: the ids are not kept."""
@@ -109,7 +122,7 @@ class ChatTokenizer:
         start, placeholder, end = self._image_ids
         first = len(ids) + 1
         ids += (start, *(placeholder,) * segment.columns, end)
-        images.append(ImageSpan(segment.image, first, first + segment.columns))
+        images.append(ImageSpan(segment, first, first + segment.columns))
       else:
         ids += segment.ids
     return Encoded(ids, tuple(images))
@@ -125,6 +138,17 @@ class ChatTokenizer:
       return (token or '').encode()
     byte_of = _byte_of_characters()
     return bytes(byte_of[character] for character in token)
+
+  def count_until(self, ids: Sequence[int], text: str) -> int:
+    """Number of the first ids whose text contains `text`, which is ASCII; 0 if that of all ids does not."""
+    ids = [int(i) for i in ids]
+    if text not in self.decode(ids):
+      return 0
+    low, high = 1, len(ids)
+    while low < high:
+      middle = (low + high) // 2
+      low, high = (low, middle) if text in self.decode(ids[:middle]) else (middle + 1, high)
+    return low
 
   def decode_batch(self, rows: list[list[int]]) -> list[str]:
     """`decode` for many rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragen_jax.agent import templates
@@ -20,6 +20,7 @@ from ragen_jax.agent.segments import (
   join,
   map_text,
 )
+from ragen_jax.agent.world_model.formats import Sections, opening_tags, read_answer, read_sections
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import UserError
 
@@ -34,8 +35,8 @@ class ContextSettings:
   """The form of replies, and the part of an episode that the policy sees.
 
   Attributes:
-    think: replies have a `<think>` part before the answer.
-    force_prefix: the reply's first tag is part of the prompt rather than sampled.
+    format: the form of replies, a key of `formats.FORMATS`.
+    force_prefix: the tags before a reply's first text are part of the prompt rather than sampled.
     action_sep: the separator between the actions of a turn.
     context: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last
       turns, one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
@@ -44,7 +45,7 @@ class ContextSettings:
       with 'full' begins a new row.
   """
 
-  think: bool
+  format: str
   force_prefix: bool
   action_sep: str
   context: str
@@ -59,12 +60,19 @@ class ParsedReply:
   Attributes:
     actions: parsed actions that exist, at most `max_actions_per_turn`.
     names: their names.
-    valid: the form is right, there is an action, and all named actions exist.
+    known: whether the reply names at least one action, and all actions that it names exist.
+    sections: the reply by its tags, see `read_sections`.
   """
 
   actions: tuple[Any, ...]
   names: tuple[str, ...]
-  valid: bool
+  known: bool
+  sections: Sections
+
+  @property
+  def valid(self) -> bool:
+    """Whether the reply is of its form and its actions are `known`."""
+    return self.sections.correct and self.known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +109,12 @@ class ContextManager:
     """
     self.tokenizer = tokenizer
     self.settings = settings
-    self.reply_prefix = templates.first_tag(settings.think) if settings.force_prefix else ''
+    self.reply_prefix = opening_tags(settings.format) if settings.force_prefix else ''
     self._specs = specs
-    self._tasks = [templates.describe_task(s, settings.action_sep) for s in specs]
+    self._tasks = [
+      templates.describe_task(s, settings.action_sep) + templates.describe_descriptions(s, settings.format)
+      for s in specs
+    ]
 
   # -- prompts in tokens -----------------------------------------------------------------------------------------------
 
@@ -176,11 +187,12 @@ class ContextManager:
     Raises:
       UserError: they do not fit under any context policy.
     """
-    length = len(self.first_prompt(env, observation, actions_left).ids)
+    first = self.first_prompt(env, observation, actions_left)
+    length, seen = len(first.ids), sum(span.stop - span.start for span in first.images)
     if length > limits.room:
       raise UserError(
         f'agent.max_context={limits.max_context}: a first prompt of {self._specs[env].tag} and its reply need '
-        f'{length} + {limits.max_response_tokens} tokens'
+        f'{length} + {limits.max_response_tokens} tokens' + (f', {seen} of them for images' if seen else '')
       )
 
   # -- prompts in messages ---------------------------------------------------------------------------------------------
@@ -217,10 +229,10 @@ class ContextManager:
 
   # -- replies ---------------------------------------------------------------------------------------------------------
 
-  def format_reply(self, actions: Sequence[str], thought: str = '') -> str:
-    """A reply of the right form as the policy samples it, without the forced prefix."""
+  def format_reply(self, actions: Sequence[str], texts: Mapping[str, str]) -> str:
+    """A reply of the right form as the policy samples it, without the forced prefix; see `templates.format_reply`."""
     settings = self.settings
-    whole = templates.format_reply(thought, actions, think=settings.think, action_sep=settings.action_sep)
+    whole = templates.format_reply(texts, actions, form=settings.format, action_sep=settings.action_sep)
     return whole.removeprefix(self.reply_prefix)
 
   def reply_texts(self, replies: list[list[int]]) -> list[str]:
@@ -230,24 +242,24 @@ class ContextManager:
     return [self.reply_prefix + text for text in self.tokenizer.decode_batch(cut)]
 
   def parse(self, env: int, text: str) -> ParsedReply:
-    """Parses a reply. Text after the answer is ignored; a reply without the end of its answer has no actions."""
-    answer = templates.read_answer(text, think=self.settings.think)
+    """Parses a reply. It has the actions of its answer even if it is not of its form, see `read_answer`."""
+    sections, answer = read_sections(text, self.settings.format), read_answer(text, self.settings.format)
     if answer is None:
-      return ParsedReply((), (), False)
+      return ParsedReply((), (), False, sections)
     spec = self._specs[env]
     limit = spec.budget.max_actions_per_turn
     pieces = [p.strip() for p in answer.split(self.settings.action_sep)]
     parsed = [spec.env.read_action(p) for p in pieces if p]
     known = [x for x in parsed if x is not None]
-    valid = bool(known) and len(known) == len(parsed)
-    return ParsedReply(tuple(action for action, _ in known[:limit]), tuple(name for _, name in known[:limit]), valid)
+    actions, names = (tuple(x) for x in zip(*known[:limit], strict=True)) if known else ((), ())
+    return ParsedReply(actions, names, bool(known) and len(known) == len(parsed), sections)
 
   # -- parts of prompts ------------------------------------------------------------------------------------------------
 
   def _turn(self, env: int, turn: int, observation: Observation, actions_left: int) -> Segments:
     """A turn's part of the user message: number, state, actions left, form and length of the reply."""
     before, behind = templates.turn_frame(
-      turn, actions_left, think=self.settings.think, max_words=self._specs[env].max_words
+      turn, actions_left, form=self.settings.format, max_words=self._specs[env].max_words
     )
     return join(before, map_text(templates.plain, observation), behind)
 

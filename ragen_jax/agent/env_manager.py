@@ -6,12 +6,17 @@ import copy
 import dataclasses
 import logging
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
+from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.pools import Pool, make_pool
+from ragen_jax.agent.segments import Observation
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -70,6 +75,7 @@ class EnvStateManager:
     rows: B = groups * G, number of rows in this share; group g has the rows g*G .. g*G+G-1 of the whole batch.
     row_env: i32[B], index into `specs`.
     row_group: i32[B], number of the row's group in the whole batch.
+    has_images: whether observations of the whole batch contain images.
     level_seeds: i64[B], the seed of each row's level, after `reset`.
   """
 
@@ -81,6 +87,7 @@ class EnvStateManager:
     share: int = 0,
     shares: int = 1,
     held_out: frozenset[bytes] = frozenset(),
+    processor: ProcessorConfig | None = None,
   ):
     """Builds the batch; nothing runs before `reset`.
 
@@ -90,6 +97,10 @@ class EnvStateManager:
       share: index of this share, from 0.
       shares: number of shares; it divides the number of groups.
       held_out: levels, in the form of `levels`, that `reset` replaces with others.
+      processor: of the model that reads images; without it, all observations are text.
+
+    Raises:
+      UserError: the model cannot read the images of an environment.
     """
     self._held_out = held_out
     self._warned_few_levels: set[str] = set()
@@ -105,8 +116,9 @@ class EnvStateManager:
     self.row_group = np.repeat(own, group_size).astype(np.int32)
     counts = np.bincount(self.row_env, minlength=len(self.specs)).tolist()
     self.pools: dict[int, Pool] = {
-      i: make_pool(s, counts[i], group_size) for i, s in enumerate(self.specs) if counts[i]
+      i: make_pool(s, counts[i], group_size, processor) for i, s in enumerate(self.specs) if counts[i]
     }
+    self.has_images = processor is not None and any(map(shows_images, self.specs))
     self._slices = {i: slice(sum(counts[:i]), sum(counts[: i + 1])) for i in self.pools}
 
   def fresh_copy(self) -> EnvStateManager:
@@ -144,7 +156,7 @@ class EnvStateManager:
     """The pool that a row belongs to."""
     return self.pools[int(self.row_env[row])]
 
-  def reset(self, first_seed: int, *, first_member: int = 0) -> list[str]:
+  def reset(self, first_seed: int, *, first_member: int = 0) -> list[Observation]:
     """Starts fresh episodes: group g's level is made from seed `first_seed + g`.
 
     Args:
@@ -219,13 +231,22 @@ class EnvStateManager:
       success=np.concatenate([p.success for p in self.pools.values()]),
     )
 
-  def render(self) -> list[str]:
+  def render(self) -> list[Observation]:
     """The current observations, one for each row."""
     return [text for pool in self.pools.values() for text in pool.render()]
 
   def picture(self, row: int) -> np.ndarray | None:
     """u8[H, W, 3], the current board of a row; None if the environment draws no pictures."""
     return self.pool_of(row).picture(row - self._slices[int(self.row_env[row])].start)
+
+  def scenes(self, rows: Collection[int]) -> dict[int, Scene]:
+    """The current scenes of some rows, whose environments have `scene_kinds`."""
+    found = {}
+    for i, pool in self.pools.items():
+      first, own = self._slices[i].start, [row for row in rows if self.row_env[row] == i]
+      if own:
+        found |= dict(zip(own, pool.scenes([row - first for row in own]), strict=True))
+    return found
 
   def actions_left(self) -> np.ndarray:
     """i32[B], actions that each episode still has."""

@@ -9,8 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 
 import numpy as np
+
+from ragen_jax.agent.segments import Observation
+from ragen_jax.agent.world_model.state_reward import NO_REWARD, ReplyReward, ReplyRewardSettings
+from ragen_jax.envs.scenes import Scene
 
 Chat = list[dict[str, str]]
 
@@ -70,6 +75,7 @@ class Limits:
     decode_chunk: the most tokens of each row that are sampled before complete replies are looked for.
     rows_in_flight: the most episodes that are on the devices at a time, while the others wait, if their memory holds so
       many; 0 for as many as it holds.
+    replies: the rewards of replies for their form and for described states.
   """
 
   max_turns: int
@@ -81,6 +87,7 @@ class Limits:
   schedule: str
   decode_chunk: int
   rows_in_flight: int
+  replies: ReplyRewardSettings
 
   @property
   def room(self) -> int:
@@ -112,7 +119,7 @@ class Turn:
   """One turn of an episode, as prompts, statistics and the viewer need it.
 
   Attributes:
-    observation: the environment's text at the start of the turn.
+    observation: of the environment at the start of the turn: text, or segments if it contains images.
     reply: the whole reply, with the forced prefix, without the stop token.
     actions: the names of the executed actions.
     rewards: the environment's reward for each executed action, without the format penalty.
@@ -127,9 +134,12 @@ class Turn:
     ids: the sampled ids of the reply, see `TextReply`.
     closed: whether the reply ended with the chat format's stop token.
     chat: the conversation up to the reply; only in pictured rows of speakers without tokens.
+    sections: innermost tag -> its text; empty if the reply is not of its form.
+    scenes: the states before and after the turn, if the reply should describe one of them.
+    reply_reward: the rewards for the form of the reply and for described states. They are not part of `score`.
   """
 
-  observation: str
+  observation: Observation
   reply: str
   actions: list[str]
   rewards: tuple[float, ...]
@@ -143,6 +153,9 @@ class Turn:
   ids: tuple[int, ...] = ()
   closed: bool = True
   chat: Chat | None = None
+  sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  scenes: tuple[Scene, Scene] | None = None
+  reply_reward: ReplyReward = NO_REWARD
 
   @property
   def reward(self) -> float:
@@ -151,7 +164,7 @@ class Turn:
 
   @property
   def score(self) -> float:
-    """Sum of the environment's rewards and the format penalty; it becomes the reward of the turn's last token."""
+    """Sum of the environment's rewards and the format penalty; it is paid on the turn's last token."""
     return math.fsum((*self.rewards, self.penalty))
 
 
@@ -164,22 +177,26 @@ class Episode:
     group: group id, as in the trajectory.
     level_seed: the seed of the level.
     turns: the turns, in order.
-    final_observation: the environment's text after the last action.
+    final_observation: of the environment after the last action.
     status: how the episode ended.
     outside: whether the environment is outside JAX.
     error: the fault, if the environment failed.
     final_picture: u8[H, W, 3], the board after the last action; None as in `Turn.picture`.
+    form: the form of its replies, see `formats.FORMATS`; empty if they have none, as those of agent programs.
+    graded: the sections of its replies that are compared with the environment's state.
   """
 
   tag: str
   group: int
   level_seed: int
   turns: list[Turn]
-  final_observation: str = ''
+  final_observation: Observation = ''
   status: Status = Status.RUNNING
   outside: bool = False
   error: str = ''
   final_picture: np.ndarray | None = None
+  form: str = ''
+  graded: tuple[str, ...] = ()
 
   @property
   def success(self) -> bool:
@@ -192,5 +209,5 @@ class Episode:
 
   @property
   def score(self) -> float:
-    """Sum of the environment's rewards and of the format penalties; training uses this score."""
+    """Sum of the environment's rewards and of the format penalties, without the rewards of replies."""
     return math.fsum(x for t in self.turns for x in (*t.rewards, t.penalty))

@@ -10,7 +10,10 @@ from ragen_jax.agent.context_manager import ContextManager, ParsedReply, Prompt
 from ragen_jax.agent.env_manager import EnvStateManager, StepResult
 from ragen_jax.agent.episode import Chat, Episode, Limits, Status, TextReply, Turn, status_after_turn
 from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.segments import Observation
 from ragen_jax.agent.trajectory import Timeline
+from ragen_jax.agent.world_model.formats import described_sections
+from ragen_jax.agent.world_model.state_reward import ReplyReward, score_turn
 
 
 class EpisodeLog:
@@ -33,7 +36,7 @@ class EpisodeLog:
     envs: EnvStateManager,
     context: ContextManager,
     limits: Limits,
-    observations: list[str],
+    observations: list[Observation],
     *,
     writes_tokens: bool,
     pictured: Collection[int] = (),
@@ -53,10 +56,13 @@ class EpisodeLog:
     self.envs, self.context, self.limits = envs, context, limits
     self.timeline = Timeline(rows, limits.max_context if writes_tokens else 0)
     self.observations, self.actions_left = observations, envs.actions_left()
+    form = context.settings.format
+    graded = [described_sections(form) if spec.env.scene_kinds else () for spec in envs.specs]
     self.episodes = [
-      Episode(envs.specs[e].tag, int(g), int(s), [], outside=envs.pools[e].outside)
+      Episode(envs.specs[e].tag, int(g), int(s), [], outside=envs.pools[e].outside, form=form, graded=graded[e])
       for e, g, s in zip(envs.row_env.tolist(), envs.row_group, envs.level_seeds, strict=True)
     ]
+    self._scenes = envs.scenes([row for row, episode in enumerate(self.episodes) if episode.graded])
     self.status = np.full((rows,), Status.RUNNING, np.int32)
     self.status[list(envs.faults)] = Status.ENV_ERROR
     self._turns_allowed = np.asarray([min(limits.max_turns, s.budget.max_turns) for s in envs.specs])[envs.row_env]
@@ -65,7 +71,7 @@ class EpisodeLog:
     self._keeps_chats = not writes_tokens
     self.row_steps = 0
     self._anchors = np.full((rows, limits.max_turns), -1, np.int32)
-    self._anchor_ids: dict[tuple[int, str], int] = {}
+    self._anchor_ids: dict[tuple[int, Observation], int] = {}
 
   @property
   def live(self) -> list[int]:
@@ -135,6 +141,8 @@ class EpisodeLog:
     envs, before, left = self.envs, self.observations, self.actions_left
     chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}
     self.observations, self.actions_left, faults = envs.render(), envs.actions_left(), envs.faults
+    scenes = self._scenes
+    self._scenes = scenes | envs.scenes([row for row in replies if row in scenes])
     for row in sorted(replies):
       reply, read = replies[row], parsed[row]
       tokens = len(self.context.tokenizer.encode(reply.text)) if reply.tokens is None else reply.tokens
@@ -153,10 +161,14 @@ class EpisodeLog:
         ids=reply.ids,
         closed=reply.closed,
         chat=chats.get(row),
+        sections=read.sections.texts,
+        scenes=(scenes[row], self._scenes[row]) if row in scenes else None,
+        reply_reward=score_turn(read.sections, read.known, scenes.get(row), self._scenes.get(row), self.limits.replies),
       )
       self.episodes[row].turns.append(turn)
       if self.timeline.length[row]:
         self.timeline.reward_last_token(row, turn.score)
+        self._pay(row, reply.ids, turn.reply_reward)
       anchor = int(envs.row_group[row]), before[row]
       self._anchors[row, len(self.past(row)) - 1] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
       self.status[row] = Status.ENV_ERROR if row in faults else status_after_turn(
@@ -167,6 +179,14 @@ class EpisodeLog:
       )  # fmt: skip
       if row in self._pictures:
         self._pictures[row] = envs.picture(row)
+
+  def _pay(self, row: int, ids: tuple[int, ...], reward: ReplyReward) -> None:
+    """Writes the rewards of a reply to the tokens where they are paid."""
+    self.timeline.add_reply_reward(row, reward.format_reward, 0)
+    for name, value in reward.rewards.items():
+      at_section = self.limits.replies.state_place == 'section'
+      end = self.context.tokenizer.count_until(ids, f'</{name}>') if at_section else len(ids)
+      self.timeline.add_reply_reward(row, value, len(ids) - end)
 
   def end(self, policy_version: int = 0) -> Rollout:
     """Ends the rollout.
@@ -197,4 +217,5 @@ class EpisodeLog:
     anchors = self._anchors[trajectory.episode - envs.first_row]
     scores = np.asarray([e.score for e in self.episodes], np.float32)
     tokens_sampled = int(trajectory.loss_mask.sum())
-    return Rollout(trajectory, self.episodes, anchors, scores, tokens_sampled, pad_id, self.row_steps)
+    images = tuple(self.timeline.images)
+    return Rollout(trajectory, self.episodes, anchors, scores, tokens_sampled, pad_id, self.row_steps, images)

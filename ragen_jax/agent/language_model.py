@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,9 +23,14 @@ from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision.encoder import Encoder
+from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
 from ragen_jax.sampling import division
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.utils.errors import UserError
+
+# Values of `config.model.vision`.
+VISION = ('frozen', 'trained')
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +45,8 @@ class LanguageModel:
     tokenizer: the tokenizer of the checkpoint.
     sampler: the sampler for the model's structure.
     mesh: the devices that hold the weights.
+    processor: how images become patches; None for models that read text only.
+    encoders: the vision towers by trunk, 'policy' and 'critic'; empty for models that read text only.
   """
 
   directory: str
@@ -46,6 +54,8 @@ class LanguageModel:
   tokenizer: ChatTokenizer
   sampler: Sampler
   mesh: Mesh
+  processor: ProcessorConfig | None = None
+  encoders: Mapping[str, Encoder] = dataclasses.field(default_factory=dict)
 
   def describe(self) -> str:
     """Size, precision and devices in a few words: '123k parameters, float32, 1 device (cpu)'."""
@@ -69,6 +79,7 @@ class ModelSettings:
     path: directory of a Hugging Face checkpoint.
     param_dtype: type of the policy's weights.
     separate_critic: load a second trunk for the critic, in float32.
+    vision: whether vision towers are 'frozen' or 'trained'; text models have none.
     attention: how rows attend in the update, see `attention_choice.choose_attention`.
     dtype: type of computations.
     adapters: LoRA adapters; None for none.
@@ -82,6 +93,7 @@ class ModelSettings:
   path: str
   param_dtype: str
   separate_critic: bool
+  vision: str
   attention: str
   dtype: Any
   adapters: lora.LoraConfig | None
@@ -100,7 +112,15 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
     UserError: the checkpoint does not exist or cannot be used, or the mesh does not divide its weights.
   """
   directory = presets.resolve(settings.preset, settings.path)
-  tokenizer = ChatTokenizer(directory)
+  cfg = read_config(directory)
+  check_vision(settings.vision, cfg)
+  tokenizer = ChatTokenizer(directory, images=cfg.vision is not None)
+  processor = None if cfg.vision is None else read_processor(directory, cfg.vision)
+  if processor is not None and tokenizer.placeholder != cfg.vision.image_token_id:
+    raise UserError(
+      f"model.path={directory}: config.json has image_token_id={cfg.vision.image_token_id}, and the tokenizer's "
+      f'placeholder of images is {tokenizer.placeholder}'
+    )
   critic, home = None, directory
   param_dtype = jnp.dtype(settings.param_dtype)
   qwen = _load_trunk(directory, tokenizer, mesh, settings, param_dtype)
@@ -123,7 +143,21 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
   nnx.update(model, place(rest, tree_shardings(rest, mesh)))
   shards = division.choose(settings.decode_shards, model.policy.cfg, settings.dtype, mesh)
   sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values, decode_shards=shards)
-  return LanguageModel(directory, model, tokenizer, sampler, mesh)
+  encoders = {} if processor is None else make_encoders(model, processor, mesh)
+  return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, encoders)
+
+
+def check_vision(vision: str, cfg: QwenConfig) -> None:
+  """Raises UserError if a tower that the model does not have is to be trained."""
+  if vision == 'trained' and cfg.vision is None:
+    raise UserError(f'model.vision={vision!r}: the model reads text only, so there is no vision tower to train')
+
+
+def make_encoders(model: ActorCritic, processor: ProcessorConfig, mesh: Mesh) -> dict[str, Encoder]:
+  """The vision towers of the trunks of a model that reads images."""
+  trunks = {'policy': model.policy, 'critic': model.critic}
+  divided = mesh if mesh.size > 1 else None
+  return {name: Encoder(trunk, processor, divided) for name, trunk in trunks.items() if trunk is not None}
 
 
 def make_sampler(
@@ -147,6 +181,7 @@ def make_sampler(
     model,
     stop_ids=tokenizer.stop_ids,
     vocab_limit=tokenizer.size,
+    banned=tokenizer.banned,
     values=values,
     mesh=mesh,
     decode_shards=decode_shards,
@@ -191,8 +226,8 @@ def _load_trunk(
     )
   if mesh.size > 1:
     qwen.activation_sharding = row_sharding(mesh)
-  if qwen.visual is not None:
-    freeze(qwen.visual)  # episodes have no images, and weight decay must not change what has no gradient
+  if qwen.visual is not None and settings.vision == 'frozen':
+    freeze(qwen.visual)
   return qwen
 
 

@@ -13,6 +13,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ragen_jax.agent.episode import TRUNCATED, Episode, Status
+from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION
+
+
+def _always(episode: Episode) -> bool:
+  del episode
+  return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +29,13 @@ class EpisodeMetric:
     numerator: function of one episode.
     denominator: function of one episode.
     is_share: whether the metric lies between 0 and 1.
+    applies: whether episodes like this one have the metric.
   """
 
   numerator: Callable[[Episode], float]
   denominator: Callable[[Episode], float]
   is_share: bool = False
+  applies: Callable[[Episode], bool] = _always
 
 
 def _one(episode: Episode) -> int:
@@ -43,6 +51,16 @@ def _num_actions(episode: Episode) -> int:
   return sum(len(turn.actions) for turn in episode.turns)
 
 
+def _score_of(section: str) -> EpisodeMetric:
+  """Mean score of the descriptions in the replies that are of their form and have valid actions."""
+  return EpisodeMetric(
+    lambda e: sum(t.reply_reward.scores.get(section, 0.0) for t in e.turns),
+    lambda e: sum(section in t.reply_reward.scores for t in e.turns),
+    is_share=True,
+    applies=lambda e: section in e.graded,
+  )
+
+
 METRICS = {
   'success': EpisodeMetric(lambda e: e.success, _one, is_share=True),
   'score': EpisodeMetric(lambda e: e.score, _one),
@@ -51,6 +69,14 @@ METRICS = {
   'num_turns': EpisodeMetric(_num_turns, _one),
   'action_is_valid': EpisodeMetric(lambda e: sum(t.valid for t in e.turns), _num_turns, is_share=True),
   'action_is_effective': EpisodeMetric(lambda e: sum(t.effective for t in e.turns), _num_actions, is_share=True),
+  'format_correct': EpisodeMetric(
+    lambda e: sum(bool(t.sections) for t in e.turns), _num_turns, is_share=True, applies=lambda e: bool(e.form)
+  ),
+  'observation_score': _score_of(OBSERVATION),
+  'prediction_score': _score_of(PREDICTION),
+  'state_reward': EpisodeMetric(
+    lambda e: sum(t.reply_reward.state_reward for t in e.turns), _one, applies=lambda e: bool(e.graded)
+  ),
   'truncated': EpisodeMetric(lambda e: e.status in TRUNCATED, _one, is_share=True),
   'env_errors': EpisodeMetric(lambda e: e.status == Status.ENV_ERROR, _one, is_share=True),
   # Metrics of evaluations only.
@@ -94,6 +120,8 @@ def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple
   """
   rows = {}
   for name, metric in METRICS.items():
+    if not metric.applies(episodes[0]):
+      continue
     parts = ([part(e) for e in episodes] for part in (metric.numerator, metric.denominator))
     rows[name] = tuple(np.asarray(part, np.float64).reshape(-1, group_size) for part in parts)
   wins = rows['success'][0].sum(axis=1)
@@ -122,6 +150,8 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
     `.../num_actions`, `.../num_turns`, `.../action_is_valid` (share of turns) and `.../action_is_effective` (share of
     actions), `.../truncated` (share of episodes that ran out of turns, actions or context), and, for environments
     outside JAX or if an environment failed, `.../env_errors` (share of episodes whose environment failed).
+    `.../format_correct` (share of replies that are of their form), if replies have one; if they describe states,
+    `.../observation_score`, `.../prediction_score` and `.../state_reward` (mean over episodes).
     A ratio with the denominator 0 is 0.
   """
   metrics = {}

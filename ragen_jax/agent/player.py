@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.eyes import Eyes
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed import processes
@@ -78,15 +79,17 @@ class EnvironmentPlayer:
     proxy: the rollout loop.
   """
 
-  def __init__(self, proxy: AgentProxy, sampler: Sampler):
+  def __init__(self, proxy: AgentProxy, sampler: Sampler, eyes: Eyes | None = None):
     """Plays nothing.
 
     Args:
       proxy: the rollout loop.
       sampler: the sampler of the policy.
+      eyes: the vision tower of the policy; needed if observations contain images.
     """
     self.proxy = proxy
     self._sampler = sampler
+    self._eyes = eyes
     self.specs, self.group_size = proxy.envs.specs, proxy.envs.group_size
     self.metrics: dict[str, float] = {}
     self.max_turns, self.reply_prefix = proxy.limits.max_turns, proxy.context.reply_prefix
@@ -106,7 +109,7 @@ class EnvironmentPlayer:
     pictured: Collection[int] = (),
   ) -> Rollout:
     """See `Player`."""
-    speaker = SamplerSpeaker(self._sampler, params, key, sampling)
+    speaker = SamplerSpeaker(self._sampler, params, key, sampling, eyes=self._eyes)
     return self.proxy.rollout(speaker, first_seed, policy_version=policy_version, pictured=pictured)
 
   def levels(self, first_seed: int) -> frozenset[bytes]:

@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ragen_jax.agent.image_observations import check_images, tile_of, with_images
+from ragen_jax.agent.segments import Observation
 from ragen_jax.envs.outside.base import read_observation, read_reward, read_step
 from ragen_jax.envs.outside.images import ImageObservation
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault
 
@@ -26,16 +30,20 @@ _log = logging.getLogger(__name__)
 FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Further ones are only counted, in %s/env_errors'
 
 
-def make_pool(spec: EnvSpec, rows: int, group_size: int) -> Pool:
+def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None = None) -> Pool:
   """Makes the pool for an environment in JAX or outside it.
 
   Args:
     spec: the environment.
     rows: number of rows, a multiple of `group_size`.
     group_size: G.
+    processor: of the model that reads images; without it, observations are text.
+
+  Raises:
+    UserError: the model cannot read the images of the environment.
   """
   kind = OutsidePool if spec.env.is_outside else JaxPool
-  return kind(spec, rows, group_size)
+  return kind(spec, rows, group_size, processor)
 
 
 class Pool(abc.ABC):
@@ -45,6 +53,7 @@ class Pool(abc.ABC):
     spec: the environment.
     rows: number of rows.
     group_size: G.
+    processor: of the model that reads images; None if observations are text.
     outside: whether the environment is outside JAX. Its reset may have side effects, so it is called only to begin an
       episode: first prompts are not checked in advance, and levels are not compared with held-out levels.
     traces: number of compilations of a step.
@@ -57,10 +66,13 @@ class Pool(abc.ABC):
   outside: bool
   traces = 0
 
-  def __init__(self, spec: EnvSpec, rows: int, group_size: int):
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
     self.spec = spec
     self.rows = rows
     self.group_size = group_size
+    self.processor = processor
+    if processor is not None:
+      check_images(spec, processor)
     self.faults: dict[int, Fault] = {}
     self.used = np.zeros((rows,), np.int32)
 
@@ -93,13 +105,18 @@ class Pool(abc.ABC):
     """
 
   @abc.abstractmethod
-  def render(self) -> list[str]:
+  def render(self) -> list[Observation]:
     """The current observations."""
 
   def picture(self, row: int) -> np.ndarray | None:
     """u8[H, W, 3], the current board of a row; None if the environment draws no pictures."""
     del row
     return None
+
+  def scenes(self, rows: list[int]) -> list[Scene]:
+    """The current scenes of some rows; only for environments with `scene_kinds`."""
+    del rows
+    raise NotImplementedError(f'{self.spec.env.name} has no scenes')
 
   def levels(self) -> list[bytes]:
     """The initial level of each group as bytes, equal for equal boards of any seed or tag; empty outside JAX."""
@@ -132,9 +149,13 @@ class JaxPool(Pool):
 
   outside = False
 
-  def __init__(self, spec: EnvSpec, rows: int, group_size: int):
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
     """Nothing is compiled before `reset`."""
-    super().__init__(spec, rows, group_size)
+    super().__init__(spec, rows, group_size, processor)
+    self._draw = None
+    if processor is not None and spec.tile is not None:
+      tile = tile_of(spec, processor)
+      self._draw = jax.jit(jax.vmap(lambda state: spec.env.pixels(state, tile)))
     self._warned = False
     self._reset = jax.jit(self._reset_rows)
     self._step = jax.jit(self._step_rows)
@@ -224,9 +245,13 @@ class JaxPool(Pool):
       self.states = self.states.replace(done=self.done | failed, success=self.success & ~failed)
     return contained
 
-  def render(self) -> list[str]:
+  def render(self) -> list[Observation]:
     """See `Pool`."""
-    return self.spec.env.render(self.states)
+    env = self.spec.env
+    if self._draw is None:
+      return env.render(self.states)
+    images = np.asarray(self._draw(self._device_states))
+    return [with_images(text, [x], self.processor) for text, x in zip(env.captions(self.states), images, strict=True)]
 
   def picture(self, row: int) -> np.ndarray | None:
     """See `Pool`."""
@@ -234,6 +259,10 @@ class JaxPool(Pool):
       return self.spec.env.render_rgb(jax.tree.map(lambda x: np.asarray(x)[row], self.states))
     except NotImplementedError:  # a user's environment without pictures
       return None
+
+  def scenes(self, rows: list[int]) -> list[Scene]:
+    """See `Pool`."""
+    return self.spec.env.scenes(jax.tree.map(lambda x: np.asarray(x)[rows], self.states))
 
   def levels(self) -> list[bytes]:
     """See `Pool`."""
@@ -261,9 +290,9 @@ class OutsidePool(Pool):
 
   outside = True
 
-  def __init__(self, spec: EnvSpec, rows: int, group_size: int):
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
     """The session is opened at the first `reset`."""
-    super().__init__(spec, rows, group_size)
+    super().__init__(spec, rows, group_size, processor)
     self._warned: set[str] = set()
     self._done, self._success = np.zeros((rows,), bool), np.zeros((rows,), bool)
 
@@ -288,6 +317,7 @@ class OutsidePool(Pool):
     self.used = np.zeros((self.rows,), np.int32)
     form = self.spec.env.image_form
     self._seen: list[str | ImageObservation] = [''] * self.rows
+    self._rendered: dict[int, tuple[str | ImageObservation, Observation]] = {}
     self._seeds = seeds
     rows = range(self.rows)
     results = self._ask('reset', lambda: self._session.reset(rows, seeds.tolist(), members.tolist()), self.rows)
@@ -353,9 +383,17 @@ class OutsidePool(Pool):
       self._warned.add(kind)
       _log.warning(message, *arguments)
 
-  def render(self) -> list[str]:
+  def render(self) -> list[Observation]:
     """See `Pool`."""
-    return [seen.text if isinstance(seen, ImageObservation) else seen for seen in self._seen]
+    for row, seen in enumerate(self._seen):
+      if row not in self._rendered or self._rendered[row][0] is not seen:
+        self._rendered[row] = seen, self._segments(seen)
+    return [self._rendered[row][1] for row in range(self.rows)]
+
+  def _segments(self, seen: str | ImageObservation) -> Observation:
+    if not isinstance(seen, ImageObservation):
+      return seen
+    return seen.text if self.processor is None else with_images(seen.text, seen.images, self.processor)
 
   def picture(self, row: int) -> np.ndarray | None:
     """The first image of the observation; None for text alone."""

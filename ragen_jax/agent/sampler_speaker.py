@@ -14,11 +14,12 @@ import numpy as np
 from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.episode import Limits, Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
+from ragen_jax.agent.eyes import Eyes
 from ragen_jax.distributed import processes
+from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
 from ragen_jax.sampling.shapes import Shapes, largest_cache
-from ragen_jax.utils.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ class SamplerSpeaker:
     sampling: Sampling,
     *,
     observer: Callable[[FedRows], None] | None = None,
+    eyes: Eyes | None = None,
   ):
     """Nothing runs before the first reply.
 
@@ -77,12 +79,15 @@ class SamplerSpeaker:
       key: PRNG key of the draws; it is split into one key for each episode.
       sampling: how tokens are drawn.
       observer: called with prompts before they are fed.
+      eyes: the vision tower of the policy; needed if observations contain images.
     """
     self._sampler = sampler
     self._params = params
     self._key = key
     self._sampling = sampling
     self._observer = observer
+    self._eyes = eyes
+    self._seen: dict[bytes, Features] = {}  # of the rollout's images, by digest
     self._state: SamplerState | None = None
     self._size = 0  # columns of the cache
     self._slots = np.zeros((0,), np.int32)  # the episode of each slot, -1 if free, shard by shard
@@ -196,43 +201,66 @@ class SamplerSpeaker:
     self._decoded = self._shapes.decoded_rows(live) if log.limits.drop_finished else self._shapes.rows
     fed, widest, before = (dict(zip(kinds, sizes[i::3], strict=True)) for i in range(3))
     widths = {first: self._shapes.pieces(widest[first], before[first]) for first in kinds if fed[first]}
-    wanted = (before[first] + sum(pieces) for first, pieces in widths.items())
-    self._resize(max(longest + decode_columns(log.limits), min(max(wanted, default=0), self._shapes.caches[-1])))
+    wanted = max((before[first] + sum(pieces) for first, pieces in widths.items()), default=0)
+    if log.envs.has_images:  # the positions of images are known for whole prompts
+      widths = {first: (sum(pieces),) for first, pieces in widths.items()}
+    else:
+      wanted = min(wanted, self._shapes.caches[-1])
+    self._resize(max(longest + decode_columns(log.limits), wanted))
     if fed[True]:
       self._keys = self._row_keys(log)
+    self._see(prompts)
     for first, pieces in widths.items():
       self._extend(log, kinds[first], pieces, fed[first], fresh=first)
     for row in prompts:
-      log.timeline.append_context(row, prompts[row].ids, len(log.past(row)))
+      log.timeline.append_context(row, prompts[row].ids, len(log.past(row)), prompts[row].images)
       self._open[row] = []
     return True
+
+  def _see(self, prompts: dict[int, Prompt]) -> None:
+    """Computes the features of images that the rollout has not shown yet."""
+    new = {
+      span.segment.digest: span.segment.image
+      for prompt in prompts.values()
+      for span in prompt.images
+      if span.segment.digest not in self._seen
+    }
+    if new:
+      self._seen |= zip(new, self._eyes.encoder(self._params['policy']['visual'], list(new.values())), strict=True)
 
   def _extend(
     self, log: EpisodeLog, prompts: dict[int, Prompt], widths: tuple[int, ...], fed: int, *, fresh: bool
   ) -> None:
-    """Feeds prompts, `widths` columns one after the other, to at most `fed` rows of each shard; all are `fresh` or not."""
+    """Feeds prompts, `widths` columns one after the other, to at most `fed` rows of each shard."""
     calls, rows = self._shapes.calls(fed)
     left = np.isin(self._slots, list(prompts))
     for _ in range(calls):
       at, selected = self._selection(left, rows)
       own = np.where(left[at], self._slots[at], -1)
       left[at] = False
-      of_row = {i: prompts[row] for i, row in enumerate(own.tolist()) if row >= 0}
+      of_row = {i: prompts[row] for i, row in enumerate(own.tolist()) if row in prompts}
       start = 0
       for width in widths:
         tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
         count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
         for i, prompt in of_row.items():
-          if prompt.images:
-            tag = log.envs.specs[log.envs.row_env[own[i]]].tag
-            raise UserError(f'{tag}: the policy reads no images')
           ids = prompt.ids[start : start + width]
           tokens[i, : len(ids)] = ids
           count[i], begins[i] = len(ids), fresh and not start
         if self._observer is not None:
           self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
+        images = None
+        if log.envs.has_images:
+          images = self._eyes.columns([of_row.get(i) for i in range(len(own))], self._seen, width)
         self._state = self._sampler.extend(
-          self._params, self._state, tokens, count, begins, rows=selected, all_begin=fresh and not start
+          self._params,
+          self._state,
+          tokens,
+          count,
+          begins,
+          rows=selected,
+          all_begin=fresh and not start,
+          images=images,
         )
         start += width
 

@@ -6,8 +6,13 @@ A prompt of text only is one `TextSegment`; an image splits the text around it. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+
+import numpy as np
+
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK
+from ragen_jax.models.vision.encoder import digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +24,26 @@ class TextSegment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSegment:
-  """An image, represented by placeholder tokens.
+  """An image, represented by placeholder tokens. Images of equal pixels are equal.
 
   Attributes:
-    image: u8[H, W, 3], or a reference to such an array, which the embedding code resolves.
+    image: u8[H, W, 3], of a size that the vision tower reads.
     columns: number of placeholder tokens, one for each embedding of the image.
   """
 
-  image: Any
+  image: np.ndarray
   columns: int
+
+  @functools.cached_property
+  def digest(self) -> bytes:
+    """Identifies the pixels."""
+    return digest(self.image)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, ImageSegment) and (self.columns, self.digest) == (other.columns, other.digest)
+
+  def __hash__(self) -> int:
+    return hash((self.columns, self.digest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +59,17 @@ Segments = tuple[Segment, ...]
 Observation = str | Segments
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class ImageSpan:
   """The columns of an image in encoded segments.
 
   Attributes:
-    image: the image of its `ImageSegment`.
+    segment: the image.
     start: the first placeholder column.
     stop: the column after the last placeholder.
   """
 
-  image: Any
+  segment: ImageSegment
   start: int
   stop: int
 
@@ -91,6 +107,16 @@ def join(*parts: Observation) -> Segments:
 def map_text(function: Callable[[str], str], observation: Observation) -> Segments:
   """The observation as segments, with a function applied to each text."""
   return tuple(TextSegment(function(s.text)) if isinstance(s, TextSegment) else s for s in join(observation))
+
+
+def images_of(observation: Observation) -> list[np.ndarray]:
+  """The images of an observation, u8[H, W, 3] each, in order."""
+  return [segment.image for segment in join(observation) if isinstance(segment, ImageSegment)]
+
+
+def written(observation: Observation) -> str:
+  """An observation as text for people, with a mark in the place of each image."""
+  return ''.join(IMAGE_MARK if isinstance(s, ImageSegment) else s.text for s in join(observation))
 
 
 def as_text(segments: Segments) -> str:

@@ -6,6 +6,8 @@ warm start (`sft.demonstrations`), a person at a terminal (`modes.play`).
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -39,15 +41,17 @@ class Speaker(Protocol):
     """
 
 
-def written_reply(context: ContextManager, actions: list[str], thought: str = '') -> TextReply:
+def written_reply(
+  context: ContextManager, actions: list[str], texts: Mapping[str, str] = types.MappingProxyType({})
+) -> TextReply:
   """A reply of the right form, with the tokens that a policy would sample for it.
 
   Args:
     context: the form of replies and the tokenizer.
     actions: names of the actions.
-    thought: the thought; ignored if replies have no thoughts.
+    texts: tag -> text, see `templates.format_reply`.
   """
-  text, tokenizer = context.format_reply(actions, thought), context.tokenizer
+  text, tokenizer = context.format_reply(actions, texts), context.tokenizer
   ids = (*tokenizer.encode(text), tokenizer.stop_ids[0])
   return TextReply(context.reply_prefix + text, len(ids), ids=ids)
 

@@ -7,11 +7,13 @@ The built-in model was trained on exactly these texts, and its tokenizer has one
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from ragen_jax.agent.world_model.descriptions import HORIZONTAL, VERTICAL, claim_rules
+from ragen_jax.agent.world_model.formats import FORMATS, describe_form, described_sections, innermost_tags, write_reply
 from ragen_jax.envs.spec import EnvSpec
 
 SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'
@@ -22,13 +24,12 @@ _STATE = ':\nState:\n'
 _ACTIONS_LEFT = '\nActions left: '
 _WORDS = ' words.'
 _REWARD = 'Reward: '
+_IMAGE_OF_BOARD = 'Each state is an image of the board.'
 PARAGRAPH = '\n\n'
 # The summary of past turns, for prompts of one message.
 MEMORY = 'What you did before:\n'
 
 _THINK, _END_THINK, _ANSWER, _END_ANSWER = '<think>', '</think>', '<answer>', '</answer>'
-_WITH_THOUGHT = re.compile(rf'\s*{_THINK}(.*?){_END_THINK}\s*{_ANSWER}(.*?){_END_ANSWER}', re.DOTALL)
-_ANSWER_ONLY = re.compile(rf'\s*{_ANSWER}(.*?){_END_ANSWER}', re.DOTALL)
 
 # Number of levels of each environment from whose texts the pieces are cut.
 _SAMPLE_LEVELS = 64
@@ -44,7 +45,9 @@ def describe_task(spec: EnvSpec, action_sep: str) -> str:
   """
   env, budget = spec.env, spec.budget
   lines = [env.rules()]
-  if env.legend():
+  if spec.tile is not None:
+    lines.append(_IMAGE_OF_BOARD + (f' It shows: {", ".join(env.legend().values())}.' if env.legend() else ''))
+  elif env.legend():
     lines.append('Symbols: ' + ', '.join(f'{symbol} {meaning}' for symbol, meaning in env.legend().items()) + '.')
   if env.action_names:
     lines.append('Actions: ' + ', '.join(env.action_names) + '.')
@@ -64,22 +67,32 @@ def _count(number: int, noun: str) -> str:
   return f'{number} {noun}' if number == 1 else f'{number} {noun}s'
 
 
-def _form(think: bool) -> str:
+def describe_descriptions(spec: EnvSpec, form: str) -> str:
+  """What follows the task if replies describe boards: how descriptions are worded; else empty.
+
+  Args:
+    spec: the environment; one without scenes has no rules for descriptions.
+    form: of replies, a key of `FORMATS`.
+  """
+  kinds = spec.env.scene_kinds
+  return f'\n{claim_rules(kinds)}' if kinds and described_sections(form) else ''
+
+
+def _form(form: str) -> str:
   """The request for a reply, up to the number of words."""
-  thought = f'{_THINK}your thoughts{_END_THINK}' if think else ''
-  return f'\nAnswer as {thought}{_ANSWER}your actions{_END_ANSWER} and nothing else, in at most '
+  return f'\n{describe_form(form)}, in at most '
 
 
-def turn_frame(turn: int, actions_left: int, *, think: bool, max_words: int) -> tuple[str, str]:
+def turn_frame(turn: int, actions_left: int, *, form: str, max_words: int) -> tuple[str, str]:
   """The text before and after the observation of a turn.
 
   Args:
     turn: index of the turn, from 0.
     actions_left: actions that the episode still has.
-    think: whether replies have a thought before the answer.
+    form: of the reply, a key of `FORMATS`.
     max_words: maximum length of a reply, in words.
   """
-  return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}{_form(think)}{max_words}{_WORDS}'
+  return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}{_form(form)}{max_words}{_WORDS}'
 
 
 def reward_line(reward: float) -> str:
@@ -111,38 +124,27 @@ def plain(text: str) -> str:
   return text.replace('<|', '< |')
 
 
-def first_tag(think: bool) -> str:
-  """The tag that a reply begins with."""
-  return _THINK if think else _ANSWER
-
-
-def format_reply(thought: str, actions: Sequence[str], *, think: bool, action_sep: str) -> str:
+def format_reply(texts: Mapping[str, str], actions: Sequence[str], *, form: str, action_sep: str) -> str:
   """A reply of the right form.
 
   Args:
-    thought: the thought; ignored unless `think`.
+    texts: tag -> text; tags that the form does not have are ignored, and those that are missing are empty.
     actions: names of the actions.
-    think: whether replies have a thought before the answer.
+    form: a key of `FORMATS`.
     action_sep: the separator between actions.
   """
-  answer = f'{_ANSWER}{f" {action_sep} ".join(actions)}{_END_ANSWER}'
-  return f'{_THINK}{thought}{_END_THINK}{answer}' if think else answer
+  answer = {'answer': f' {action_sep} '.join(actions)}
+  return write_reply(form, dict.fromkeys(innermost_tags(form), '') | dict(texts) | answer)
 
 
-def read_answer(reply: str, *, think: bool) -> str | None:
-  """The text of a reply's answer; None if the reply does not begin in the right form."""
-  match = (_WITH_THOUGHT if think else _ANSWER_ONLY).match(reply)
-  return None if match is None else match.group(match.lastindex)
-
-
-def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list[str]:
+def prompt_pieces(specs: list[EnvSpec], *, form: str, action_sep: str) -> list[str]:
   """The fixed stretches of prompts and demonstrations, each of which is one token of a new tokenizer.
 
   Boards, numbers, coordinates and the names of actions vary and are cut out; coordinates and names are pieces too.
 
   Args:
     specs: the environments.
-    think: whether replies have a thought before the answer.
+    form: of replies, a key of `FORMATS`.
     action_sep: the separator between the actions of a turn.
 
   Returns:
@@ -151,6 +153,7 @@ def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list
   pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, _THINK, _END_THINK, _ANSWER, _END_ANSWER]
   pieces += [_END_THINK + _ANSWER, f' {action_sep} ', '10', *(str(spec.max_words) for spec in specs), PARAGRAPH]
   pieces += [f'({r}, {c})' for r in range(8) for c in range(8)]
+  pieces += [tag for name in FORMATS[form] or () for tag in (f'<{name}>', f'</{name}>')]
   for spec in specs:
     env = spec.env
     keys = jax.vmap(jax.random.key)(jnp.arange(_SAMPLE_LEVELS, dtype=jnp.uint32))
@@ -160,10 +163,12 @@ def prompt_pieces(specs: list[EnvSpec], *, think: bool, action_sep: str) -> list
     pieces += names + [s for s in symbols if len(s.encode()) > 1]
     cut = re.compile('|'.join([_NUMBER, *(re.escape(n) for n in names)]))
     task = describe_task(spec, action_sep)
+    if described := describe_descriptions(spec, form):
+      pieces += [described, *VERTICAL, *HORIZONTAL, *(f'the {kind} is ' for kind in env.scene_kinds), ' and ', '; ']
     # Decimals of the rules (probabilities, rewards) are one token. Whole numbers are digits, because limits can change.
     pieces += re.findall(r'\d+\.\d+', task) + re.split(_NUMBER, task)
     texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)
     for text in texts:
       pieces += cut.split(text)
-    pieces += [_REWARD, PARAGRAPH + _TURN, _STATE, _ACTIONS_LEFT, _WORDS, _form(think)]
+    pieces += [_REWARD, PARAGRAPH + _TURN, _STATE, _ACTIONS_LEFT, _WORDS, _form(form)]
   return [p for p in dict.fromkeys(pieces) if p]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from flax import struct
+
+from ragen_jax.agent.segments import ImageSpan
 
 
 @struct.dataclass
@@ -18,6 +22,8 @@ class Trajectory:
       sampled, or everywhere if the sampler does not record values.
     entropies: f32[B, T], entropy of the distribution of tokens[t], 0 for tokens that were not sampled.
     rewards: f32[B, T], the turn's environment reward and penalties, on the turn's last sampled token.
+    reply_rewards: f32[B, T], the rewards of replies for their form and for described states, on the sampled tokens
+      where they are paid.
     turn: i32[B, T], index of the turn (its observation and its reply), -1 in padding.
     length: i32[B], number of used columns.
     group: i32[B], the prompt group; rows of a group share the level.
@@ -27,6 +33,8 @@ class Trajectory:
     status: i32[B], the `episode.Status` of the row's episode.
     versions: i32[B, T], number of updates that led to the weights that sampled each token, 0 for tokens that were not
       sampled. The tokens of a row may come from several versions if the weights change while agents play.
+    image: i32[B, T], the image that each column shows, an index into `Rollout.images`; the k-th column of a run of
+      equal numbers shows the image's k-th token. -1 in text columns; None without images.
   """
 
   tokens: np.ndarray
@@ -35,6 +43,7 @@ class Trajectory:
   values: np.ndarray
   entropies: np.ndarray
   rewards: np.ndarray
+  reply_rewards: np.ndarray
   turn: np.ndarray
   length: np.ndarray
   group: np.ndarray
@@ -42,6 +51,7 @@ class Trajectory:
   env: np.ndarray
   status: np.ndarray
   versions: np.ndarray
+  image: np.ndarray | None = None
 
   @property
   def policy_version(self) -> np.ndarray:
@@ -50,7 +60,11 @@ class Trajectory:
     return np.where(self.loss_mask.any(axis=1), oldest, 0).astype(np.int32)
 
 
-_COLUMNS = ('tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'turn', 'versions')
+_COLUMNS = (
+  'tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'reply_rewards', 'turn', 'versions', 'image',
+)  # fmt: skip
+# The value of unused columns, where not 0.
+_FILL = {'turn': -1, 'image': -1}
 # The update uses column 1 for missing tokens, so even rows without sampled tokens have this column.
 _MIN_WIDTH = 2
 
@@ -60,6 +74,9 @@ class Timeline:
 
   Each episode writes to one open row. A context policy that shows less than the whole conversation begins a new row and
   closes the previous row.
+
+  Attributes:
+    images: the images so far, u8[H, W, 3] each, equal ones once.
   """
 
   def __init__(self, rows: int, capacity: int):
@@ -77,7 +94,11 @@ class Timeline:
     self.values = np.zeros(shape, np.float32)
     self.entropies = np.zeros(shape, np.float32)
     self.rewards = np.zeros(shape, np.float32)
+    self.reply_rewards = np.zeros(shape, np.float32)
     self.turn = np.full(shape, -1, np.int32)
+    self.image = np.full(shape, -1, np.int32)
+    self.images: list[np.ndarray] = []
+    self._numbers: dict[bytes, int] = {}
     self.versions = np.zeros(shape, np.int32)
     self.length = np.zeros((rows,), np.int32)
 
@@ -87,12 +108,24 @@ class Timeline:
     if n:
       self._done.append((row, {name: getattr(self, name)[row, :n].copy() for name in _COLUMNS}))
       for name in _COLUMNS:
-        getattr(self, name)[row] = -1 if name == 'turn' else 0
+        getattr(self, name)[row] = _FILL.get(name, 0)
       self.length[row] = 0
 
-  def append_context(self, row: int, ids: tuple[int, ...], turn: int) -> None:
-    """Adds tokens that the policy did not sample."""
+  def append_context(self, row: int, ids: tuple[int, ...], turn: int, images: Sequence[ImageSpan] = ()) -> None:
+    """Adds tokens that the policy did not sample.
+
+    Args:
+      row: the episode's row.
+      ids: the tokens.
+      turn: index of the turn.
+      images: the images among the tokens; columns count from the first token.
+    """
     start, end = self.length[row], self.length[row] + len(ids)
+    for span in images:
+      number = self._numbers.setdefault(span.segment.digest, len(self.images))
+      if number == len(self.images):
+        self.images.append(span.segment.image)
+      self.image[row, start + span.start : start + span.stop] = number
     self.tokens[row, start:end] = ids
     self.turn[row, start:end] = turn
     self.length[row] = end
@@ -122,6 +155,16 @@ class Timeline:
     """Writes a turn's reward to the row's last column, which is the turn's last sampled token."""
     self.rewards[row, self.length[row] - 1] = reward
 
+  def add_reply_reward(self, row: int, reward: float, before_end: int) -> None:
+    """Adds to the reward of a reply on one of its tokens.
+
+    Args:
+      row: the episode's row, whose last columns are the reply.
+      reward: the addend.
+      before_end: number of the reply's tokens behind the token.
+    """
+    self.reply_rewards[row, self.length[row] - 1 - before_end] += reward
+
   def trajectory(self, *, group, episode, env, status, policy_version: int | None, pad_id: int) -> Trajectory:
     """The rows so far, cut to the length of the longest row.
 
@@ -150,12 +193,15 @@ class Timeline:
       owner = np.asarray([e for e, _, _ in rows])
       length = np.asarray([len(c['tokens']) for _, _, c in rows], np.int32)
       parts = {name: np.zeros((len(rows), int(length.max())), x.dtype) for name, x in parts.items()}
-      parts['turn'] -= 1
+      for name, fill in _FILL.items():
+        parts[name] += fill
       for i, (_, _, columns) in enumerate(rows):
         for name, x in columns.items():
           parts[name][i, : len(x)] = x
     width = max(int(length.max()), _MIN_WIDTH)
     parts = {name: x[:, :width] for name, x in parts.items()}
+    if not self.images:
+      parts['image'] = None
     parts['tokens'] = np.where(np.arange(width)[None, :] < length[:, None], parts['tokens'], pad_id).astype(np.int32)
     if policy_version is not None:
       parts['versions'] = np.where(parts['loss_mask'], policy_version, 0).astype(np.int32)

@@ -122,15 +122,19 @@ def bi_level_gae(
   """Bi-level GAE: first over turns, then over the tokens of each turn.
 
   With e_k the last sampled token of turn k, pass 1 runs over the turns,
-      delta^H_k = r(e_k) + gamma_H V(e_{k+1}) - V(e_k),   A^H_k = delta^H_k + gamma_H lam_H A^H_{k+1};
+      delta^H_k = r(e_k) + gamma_H (S_{k+1} + V(e_{k+1})) - V(e_k),   A^H_k = delta^H_k + gamma_H lam_H A^H_{k+1};
   and *replaces* the reward of e_k by A^H_k + V(e_k). Pass 2 is token GAE that restarts at every e_k, with bootstrap and
   accumulator 0. So A(e_k) = A^H_k, and no discount per token crosses the end of a turn.
+
+  S_k is the sum of the rewards on the tokens of turn k before e_k, such as those of described states; VAGEN's rewards
+  are all on e_k. They are earned between e_{k-1} and e_k, so they belong to the step that ends at e_k. With all
+  discounts and decays 1 the result is that of `gae`, wherever the rewards are.
 
   The ends of turns follow from the turn indices, independent of rewards. V(e_{K+1}) is `bootstrap` for a truncated
   episode and 0 for one that terminated.
 
   Args:
-    rewards: f32[B, T], reward of each turn on its last sampled token; other sampled tokens may have rewards too (KL).
+    rewards: f32[B, T], rewards of sampled tokens.
     values: f32[B, T], see `gae`.
     mask: bool[B, T], M_adv, the tokens of pass 2.
     turn: i32[B, T], turn index, -1 outside of turns.
@@ -145,9 +149,15 @@ def bi_level_gae(
   Source: VAGEN, arXiv 2510.16907, section 4.2 and algorithm 2. The two differ; this follows the algorithm ("replaces").
   """
   high_level_lam = lam if high_level_lam is None else high_level_lam
-  turn_ends = masks.turn_ends(mask if loss_mask is None else loss_mask, turn)
-  _, targets = gae(rewards, values, turn_ends, high_level_gamma, high_level_lam, bootstrap, episode=episode, turn=turn)
-  rewards = jnp.where(turn_ends, targets, rewards)  # A^H + V
+  loss_mask = mask if loss_mask is None else loss_mask
+  turn_ends = masks.turn_ends(loss_mask, turn)
+  # With S added to both rewards and values, delta^H is the difference of the docstring.
+  inside = masks.turn_sums(jnp.where(turn_ends, 0.0, rewards), loss_mask, turn_ends)
+  _, targets = gae(
+    rewards + inside, values + inside, turn_ends, high_level_gamma, high_level_lam, bootstrap,
+    episode=episode, turn=turn,
+  )  # fmt: skip
+  rewards = jnp.where(turn_ends, targets - inside, rewards)  # A^H + V
   following = masks.next_sampled(mask)
   ends = mask & (turn_ends | (following == mask.shape[-1]))
   advantages = _recursion(rewards, values, mask, ends, following, 0.0, gamma, lam, chained=False)

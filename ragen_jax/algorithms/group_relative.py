@@ -143,7 +143,7 @@ def gigpo(
   scores = episode_scores(rewards, loss_mask, episode) if scores is None else scores
   of_episode = grpo(scores, group, mask, episode=episode, scale_by_std=scale_by_std, length_weight=False)
   ends = masks.turn_ends(loss_mask, turn)
-  of_turns = _turn_rewards(rewards, loss_mask, ends)
+  of_turns = masks.turn_sums(rewards, loss_mask, ends)
   returns = gae.discounted_returns(of_turns, ends, step_gamma, episode=episode, turn=turn)
 
   count = anchors.shape[-1]
@@ -160,15 +160,6 @@ def gigpo(
   at_tokens = jnp.take_along_axis(of_step, jnp.clip(turn, 0, count - 1), axis=-1)
   at_tokens = jnp.where((turn >= 0) & (turn < count), at_tokens, 0.0)
   return jnp.where(mask, of_episode + step_weight * at_tokens, 0.0)
-
-
-def _turn_rewards(rewards: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> jax.Array:
-  """The sum of each turn's rewards on its last sampled token, 0 elsewhere: f32[B, T]."""
-  # Summed turn by turn: differences of a running sum would not be exact.
-  of_turn = jnp.cumsum(ends, axis=-1, dtype=jnp.int32) - ends  # ends before each column
-  masked = jnp.where(loss_mask, rewards, 0.0)
-  total = jax.vmap(lambda x, sets: jax.ops.segment_sum(x, sets, num_segments=len(x)))(masked, of_turn)
-  return jnp.where(ends, jnp.take_along_axis(total, of_turn, axis=-1), 0.0)
 
 
 def to_tokens(of_rows: jax.Array, mask: jax.Array) -> jax.Array:

@@ -55,6 +55,24 @@ def turn_ends(loss_mask: jax.Array, turn: jax.Array) -> jax.Array:
   return loss_mask & ((following == columns) | (next_turn != turn))
 
 
+def turn_sums(x: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> jax.Array:
+  """The sum of x over the sampled tokens of each turn, on its last sampled token; 0 elsewhere.
+
+  Args:
+    x: f32[B, T], not read outside the mask.
+    loss_mask: bool[B, T], sampled tokens.
+    ends: bool[B, T], see `turn_ends`.
+
+  Returns:
+    f32[B, T].
+  """
+  # Summed turn by turn: differences of a running sum would not be exact.
+  of_turn = jnp.cumsum(ends, axis=-1, dtype=jnp.int32) - ends  # ends before each column
+  masked = jnp.where(loss_mask, x, 0.0)
+  total = jax.vmap(lambda row, sets: jax.ops.segment_sum(row, sets, num_segments=len(row)))(masked, of_turn)
+  return jnp.where(ends, jnp.take_along_axis(total, of_turn, axis=-1), 0.0)
+
+
 def selective_masks(
   loss_mask: jax.Array, length: jax.Array, *, mask_loss: bool, mask_advantages: bool
 ) -> tuple[jax.Array, jax.Array]:

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.image_observations import image_columns, shows_images
 from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
 from ragen_jax.compilers import topologies
 from ragen_jax.distributed.mesh import make_mesh
@@ -24,12 +26,15 @@ from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.rotary import AXES
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision.features import ImageColumns, abstract_features, table_rows
 from ragen_jax.sampling import capacity, division
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.sampler import changed_weights
 from ragen_jax.sampling.shapes import Shapes, largest_cache
 from ragen_jax.training.batches import BatchingSettings, MicroBatch, MiniBatch, abstract_mini_batch
+from ragen_jax.training.images import ImageInputs, abstract_inputs
 from ragen_jax.training.memory import USABLE
 from ragen_jax.training.packing import PackedBatch, plan_batches
 from ragen_jax.training.state import TrainState
@@ -62,11 +67,11 @@ def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | Non
     policy = Qwen(shape, param_dtype=jnp.dtype(config.model.param_dtype), **common)
     if adapters is not None:
       lora.attach(policy, adapters, rngs)
-    if policy.visual is not None:
-      freeze(policy.visual)  # as `language_model.load` does
     critic = Qwen(trunk_config(shape), **common) if config.model.separate_critic else None
-    for model in (policy, critic):
-      if model is not None and mesh.size > 1:
+    for model in filter(None, (policy, critic)):
+      if model.visual is not None and config.model.vision == 'frozen':  # as in `language_model.load`
+        freeze(model.visual)
+      if mesh.size > 1:
         model.activation_sharding = row_sharding(mesh)
     return ActorCritic(policy, critic)
 
@@ -129,6 +134,40 @@ def abstract_batch(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, 
     importance=config.algorithm.tis_cap > 0,
     sharding=row_sharding(trainer.model.mesh),
     packed=config.optimizer.packing,
+    images=_abstract_images(config, trainer, shape),
+  )
+
+
+def _abstract_images(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, int]) -> ImageInputs | None:
+  """What a micro-batch reads of images, if all of them differ; None for text."""
+  tokens, (rows, width, _) = visual_columns(config), shape
+  if not tokens:
+    return None
+  turns = trainer.player.max_turns * max(config.agent.max_context // width, 1)
+  images = rows * max(min(turns if not config.optimizer.packing else width, width // tokens), 1)
+  processor = presets.processor(config.model.preset, config.model.path)
+  return abstract_inputs(trainer.model, processor, rows, width, images, tokens - 2, trainer.model.model.policy.dtype)
+
+
+def visual_columns(config: ConfigDict) -> int:
+  """Columns of the images of an observation of training, of the environment that has most; 0 for text."""
+  tags = tuple(config.train.tags)
+  specs = [spec for spec in build.env_specs(config, tags, (1,) * len(tags)) if shows_images(spec)]
+  processor = presets.processor(config.model.preset, config.model.path)
+  return max((image_columns(spec, processor) for spec in specs), default=0)
+
+
+def sampler_images(config: ConfigDict, policy: LanguageModel, rows: int, width: int) -> ImageColumns | None:
+  """What fed rows read of images, if all of them differ; None for text."""
+  columns = visual_columns(config)
+  if not columns:
+    return None
+  by_rows, whole = row_sharding(policy.mesh), NamedSharding(policy.mesh, PartitionSpec())
+  dtype = policy.model.policy.dtype
+  return ImageColumns(
+    jax.ShapeDtypeStruct((rows, width), np.int32, sharding=by_rows),
+    jax.ShapeDtypeStruct((rows, width, AXES), np.int32, sharding=by_rows),
+    abstract_features(policy.model.policy.cfg.vision, table_rows(rows * columns), dtype, whole),
   )
 
 
@@ -136,7 +175,7 @@ def prompt_columns(config: ConfigDict) -> int:
   """Columns of the longest observation that one call feeds."""
   agent = config.agent
   room = agent.max_context - agent.max_response_tokens
-  tokens = min(config.plan.prompt_tokens, room) if agent.context == 'full' else room
+  tokens = min(config.plan.prompt_tokens + visual_columns(config), room) if agent.context == 'full' else room
   return max(sampler_shapes(config, 1, 1).pieces(tokens, before=0))
 
 

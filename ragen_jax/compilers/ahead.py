@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build_agents
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.compilers import needed
-from ragen_jax.compilers.abstract import abstract_batch, chunk_columns
+from ragen_jax.compilers.abstract import abstract_batch, chunk_columns, visual_columns
 from ragen_jax.compilers.needed import Program
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.evaluation.evaluator import Evaluator
@@ -159,7 +159,7 @@ def open_ahead(
   """Logs how many programs the run may need, and compiles ahead while it is open; None if `compile_ahead` is off."""
   listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
   count = threads(config.compile_ahead)
-  if trainer.model.model.policy.visual is not None:
+  if visual_columns(config):
     count = 0  # programs with images have shapes of their own
   how = f'compiled in {count} threads before they are needed' if count else 'each compiled when it is needed first'
   _log.info('programs: at most %s, whatever the lengths of episodes; %s', needed.describe(listed), how)

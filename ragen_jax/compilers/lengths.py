@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax.compilers import needed
-from ragen_jax.compilers.abstract import chunk_columns, sampler_shapes, shape_of
+from ragen_jax.compilers.abstract import chunk_columns, sampler_shapes, shape_of, visual_columns
 from ragen_jax.sampling.draw import Sampling
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.packing import plan_batches
@@ -72,9 +72,10 @@ def from_config(config: ConfigDict, max_turns: int) -> Lengths:
   p, agent = config.plan, config.agent
   room = agent.max_context - agent.max_response_tokens
   longest = min(p.longest_reply, agent.max_response_tokens)
+  seen = visual_columns(config)
   return Lengths(
-    prompt=min(p.prompt_tokens, room),
-    observation=min(p.observation_tokens, room),
+    prompt=min(p.prompt_tokens + seen, room),
+    observation=min(p.observation_tokens + seen, room),
     reply=min(p.reply_tokens, longest),
     longest=longest,
     turns=min(p.turns or max_turns, max_turns),

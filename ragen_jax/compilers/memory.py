@@ -30,6 +30,7 @@ from ragen_jax.compilers.abstract import (
   micro_batches,
   prompt_columns,
   reference_bytes,
+  sampler_images,
   sampler_plan,
   sampler_shapes,
   temporary_bytes,
@@ -192,6 +193,7 @@ def _activations(
     width=prompt_columns(config),
     columns=chunk_columns(config),
     sampling=PLAIN,
+    images=lambda fed: sampler_images(config, trainer.model, fed, prompt_columns(config)),
   )
   lowered = [*lower().values()]
   _, *parts = sampler_shapes(config, rows, shards).decoded

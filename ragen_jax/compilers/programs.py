@@ -186,10 +186,12 @@ def _update(run: Run) -> list[Program]:
 
 def _lower_rollout(run: Run, name: str, call: Call, rows: int) -> jax.stages.Lowered:
   config, sampler = run.config, run.trainer.model.sampler
+  width = call.width or max(config.length_step // 4, 1)
   return sampler.lower(
     run.sampling.params,
     sampler.abstract_state(rows, call.size),
-    width=call.width or max(config.length_step // 4, 1),
+    width=width,
+    images=lambda fed: abstract.sampler_images(config, run.trainer.model, fed, width),
     columns=abstract.chunk_columns(config),
     sampling=PLAIN,
     rows=call.rows,

@@ -42,7 +42,7 @@ _NOT_NEGATIVE = (
   'monitor.hopeless_patience', 'monitor.empty_patience', 'monitor.information_every', 'monitor.gradients_every',
 )  # fmt: skip
 # Estimators that read rewards at the last token of a turn only.
-_READ_AT_TURN_ENDS = ('turn_wise_gae', 'bi_level_gae')
+READ_AT_TURN_ENDS = ('turn_wise_gae',)
 
 
 def check_algorithm(config: ConfigDict) -> None:
@@ -101,7 +101,7 @@ def _check_rewards(config: ConfigDict) -> None:
     "'sequence' needs an episode in one row: agent.context='full' and agent.overlong='end'",
   )  # fmt: skip
   rules.check(
-    config, 'algorithm.kl_reward_coef', not a.kl_reward_coef or a.adv_estimator not in _READ_AT_TURN_ENDS,
+    config, 'algorithm.kl_reward_coef', not a.kl_reward_coef or a.adv_estimator not in READ_AT_TURN_ENDS,
     f'algorithm.adv_estimator={a.adv_estimator!r} reads rewards at the ends of turns only; use algorithm.kl_loss_coef',
   )  # fmt: skip
   rules.check(

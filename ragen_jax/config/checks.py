@@ -9,14 +9,16 @@ import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.language_model import weight_shardings
+from ragen_jax.agent.language_model import VISION, check_vision, weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.compilers import topologies
-from ragen_jax.config import rules
+from ragen_jax.config import limits, rules
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.evaluation_checks import check_eval
+from ragen_jax.config.image_checks import check_images
 from ragen_jax.config.level_checks import check_level_files, check_levels
 from ragen_jax.config.prompt_checks import check_prompt
+from ragen_jax.config.reply_checks import check_replies
 from ragen_jax.config.serve_checks import check_serve
 from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
@@ -44,7 +46,7 @@ _NOT_NEGATIVE = (
   'seed', 'train.top_k', 'eval.top_k', 'eval.every', 'eval.temperature', 'checkpoint.every', 'logging.trajectories',
   'logging.episodes', 'logging.episodes_every', 'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef',
   'optimizer.actor_lr', 'optimizer.critic_lr', 'optimizer.warmup_steps', 'optimizer.weight_decay',
-  'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high', 'train.first_level', 'eval.first_level',
+  'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high',
   'optimizer.critic_warmup', 'agent.rows_in_flight', 'agent.decode_shards', 'optimizer.micro_batch_size',
 )  # fmt: skip
 
@@ -61,12 +63,14 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   Raises:
     UserError: a field has a value that is not allowed; the first such field is named.
   """
-  rules.plain_numbers(config)
+  rules.not_replaced(config)
+  limits.check_numbers(config)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
   rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
   remat = config.model.remat
   allowed = any(remat is x or (isinstance(x, str) and remat == x) for x in (batch_sizes.AUTO, *batch_sizes.REMAT_OF))
   rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, True')
+  rules.one_of(config, 'model.vision', VISION)
   _check_adapters(config)
   check_algorithm(config)
   _check_ranges(config)
@@ -75,6 +79,8 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
   for section in ('train', 'eval'):
     counts = build.group_counts(config[section], section)
     build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
+  check_images(config, weights=weights)
+  check_replies(config)
   check_serve(config)
   check_prompt(config)
   check_levels(config)
@@ -85,6 +91,7 @@ def check_config(config: ConfigDict, *, weights: bool = True) -> None:
 
 def check_plan(config: ConfigDict) -> None:
   """Checks the section `plan`; raises UserError for the first field that cannot be used."""
+  limits.check_numbers(config)
   counts = ('devices', 'prompt_tokens', 'observation_tokens', 'reply_tokens', 'longest_reply')
   rules.at_least(config, 1, *(f'plan.{name}' for name in counts))
   rules.at_least(config, 0, 'plan.turns')
@@ -194,6 +201,7 @@ def _check_weights(config: ConfigDict) -> None:
   mesh = make_mesh(**config.mesh)
   directory = presets.resolve(config.model.preset, config.model.path)
   cfg = read_config(directory)
+  check_vision(config.model.vision, cfg)
   weight_shardings(cfg, mesh)
   choose_attention(config.model.attention, cfg, build.compute_dtype(config), mesh)
   division.choose(config.agent.decode_shards, cfg, build.compute_dtype(config), mesh)

@@ -14,6 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import shipped
+from ragen_jax.runs.config_fields import REPLACED
 from ragen_jax.utils.errors import UserError
 
 TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
@@ -143,7 +144,7 @@ def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
     for name in match.group(1).split('.'):
       old = old[name]
     if type(old) in TYPES:
-      given = _value_of(argv, re.escape(f'config.{match.group(1)}'))
+      given = _find_value(argv, re.escape(f'config.{match.group(1)}')) or ''
       return f'--config.{match.group(1)}={given}: must be {TYPES[type(old)]}, like the {old} of the config'
   return ' '.join(message.split())
 
@@ -201,6 +202,8 @@ def load_config(value: str, flag: str = '--config=') -> ConfigDict:
 
 def check_field(config: Any, field: str, flag: str = '--config.') -> None:
   """Raises UserError if the config has no field of this dotted name; `flag` precedes the name in the error."""
+  if field in REPLACED:
+    raise UserError(f'{flag}{field}: {REPLACED[field]}')
   at, done = config, []
   for name in field.split('.'):
     if not isinstance(at, ConfigDict) or name not in at:

@@ -7,6 +7,7 @@ import math
 from ml_collections import ConfigDict
 
 from ragen_jax.config import rules
+from ragen_jax.config.image_checks import check_texts
 
 BASELINES = ('random', 'solver')
 
@@ -32,6 +33,8 @@ def check_eval(config: ConfigDict) -> None:
     config, 'eval.endpoint', not e.endpoint or rules.is_address(e.endpoint),
     "must be an address such as 'http://localhost:8000/v1', or empty",
   )  # fmt: skip
+  if e.endpoint:
+    check_texts(config, tuple(e.tags), f'eval.endpoint={e.endpoint!r}')
   rules.check(
     config, 'eval.endpoint_model', bool(e.endpoint_model) == bool(e.endpoint),
     f'must name a model of eval.endpoint={e.endpoint!r}, and must be empty without an endpoint',

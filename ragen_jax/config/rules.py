@@ -5,18 +5,14 @@ Each raises a UserError of one line with the field, its value and the allowed va
 
 from __future__ import annotations
 
-import math
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
+from ragen_jax.runs.config_fields import REPLACED
 from ragen_jax.utils.errors import UserError
-
-# The range of float32.
-_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def get(config: ConfigDict, field: str) -> Any:
@@ -32,30 +28,12 @@ def check(config: ConfigDict, field: str, ok: bool, allowed: str) -> None:
     raise UserError(f'{field}={get(config, field)!r}: {allowed}')
 
 
-def plain_numbers(config: ConfigDict) -> None:
-  """Every number of the config is finite and representable in float32 or int32, the types of the compiled programs.
-
-  Two kinds of fields are not checked: options that environments outside JAX pass to foreign code
-  (`envs.TAG.kwargs.NAME`), and seeds of levels, which have their own range.
-  """
-  for field, value in _leaves(config):
-    for x in value if isinstance(value, tuple | list) else (value,):
-      if isinstance(x, float):
-        check(config, field, math.isfinite(x), 'must be a finite number')
-        check(config, field, abs(x) <= _LARGEST, f'must be at most {_LARGEST:.2g} in magnitude, the range of float32')
-        check(
-          config, field, x == 0 or abs(x) >= _SMALLEST, f'must be 0 or at least {_SMALLEST:.2g}; float32 rounds it to 0'
-        )
-      elif isinstance(x, int) and not field.endswith('.first_level'):
-        check(config, field, abs(x) < 2**31, f'must be at most {2**31 - 1} in magnitude')
-
-
-def _leaves(config: ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
-  for name, value in config.items():
-    if not isinstance(value, ConfigDict):
-      yield f'{prefix}{name}', value
-    elif not (prefix.startswith('envs.') and prefix.count('.') == 2):
-      yield from _leaves(value, f'{prefix}{name}.')
+def not_replaced(config: ConfigDict) -> None:
+  """The config sets no field of an earlier version that has another name now."""
+  for field, now in REPLACED.items():
+    section, _, name = field.rpartition('.')
+    if name in get(config, section):
+      raise UserError(f'{field}={get(config, field)!r}: {now}')
 
 
 def one_of(config: ConfigDict, field: str, allowed: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ def _check_ranges(config: ConfigDict) -> None:
   sft = config.sft
   rules.at_least(config, 1, 'sft.group_size', 'sft.steps', 'sft.batch_size')
   rules.at_least(
-    config, 0, 'sft.first_level', 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef', 'sft.eval_every',
+    config, 0, 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef', 'sft.eval_every',
     'sft.checkpoint_every',
   )  # fmt: skip
   rules.below_one(config, 'sft.val_fraction')

@@ -260,6 +260,11 @@ def place_rows(tree: Any, mesh: Mesh) -> Any:
   return place(tree, jax.tree.map(lambda _: row_sharding(mesh), tree))
 
 
+def copied(tree: Any, mesh: Mesh) -> Any:
+  """Puts host arrays on the mesh, each device with a copy of all of them."""
+  return place(tree, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree))
+
+
 def place(tree: Any, shardings: Any) -> Any:
   """Puts arrays on devices. Arrays that already have the layout are not copied.
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from ragen_jax.envs.drawing.tiles import PICTURE_TILE, check_tile, compose
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile, compose
 from ragen_jax.envs.scenes import Scene
 
 
@@ -119,6 +119,7 @@ class Game(abc.ABC):
     has_solver: whether `solve` exists. Without a solver `optimal` is NaN, and there are no demonstrations.
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
+    scene_kinds: the kinds of things in its `scenes`; empty for a game without scenes.
   """
 
   name: ClassVar[str]
@@ -127,6 +128,7 @@ class Game(abc.ABC):
   has_solver: ClassVar[bool] = True
   is_outside: ClassVar[bool] = False
   played_by_programs: ClassVar[bool] = False
+  scene_kinds: ClassVar[tuple[str, ...]] = ()
 
   # -- text about the game -------------------------------------------------------------------------------------------
 
@@ -307,6 +309,10 @@ class Environment(Game):
   @abc.abstractmethod
   def render(self, states: Any) -> list[str]:
     """The observations as text, for a batch of states with NumPy leaves [N, ...]."""
+
+  def captions(self, states: Any) -> list[str]:
+    """`render` for observations whose board is an image: a mark (`IMAGE_MARK`) and the lines around the board."""
+    return [IMAGE_MARK] * len(np.asarray(states.done))
 
   def render_rgb(self, state: Any) -> np.ndarray:
     """A picture of one state (no batch axis) for people, u8[height, width, 3]; by default a small image of `pixels`.

@@ -17,7 +17,7 @@ from flax import struct
 
 from ragen_jax.envs import base
 from ragen_jax.envs.drawing import frozen_lake as drawing
-from ragen_jax.envs.options import check_choice, check_flag, is_integer, is_number
+from ragen_jax.envs.options import check_choice, check_flag, check_integer, is_number
 from ragen_jax.envs.scenes import Scene, make_scenes
 from ragen_jax.envs.solvers import frozen_lake as solver
 
@@ -64,6 +64,7 @@ class FrozenLake(base.Environment):
 
   name: ClassVar[str] = 'frozen_lake'
   action_names: ClassVar[tuple[str, ...]] = ('Left', 'Down', 'Right', 'Up')
+  scene_kinds: ClassVar[tuple[str, ...]] = ('goal', 'hole')
 
   size: int = 4
   p: float = 0.8
@@ -73,8 +74,7 @@ class FrozenLake(base.Environment):
   symbols: str = 'P_OGX√'
 
   def __post_init__(self):
-    if not is_integer(self.size) or self.size < 2:
-      raise ValueError(f'frozen_lake: size={self.size!r}; allowed: integers of at least 2')
+    check_integer('frozen_lake', 'size', self.size, 2, 64)
     for field in ('p', 'success_rate'):
       value = getattr(self, field)
       if not is_number(value) or not 0 <= value <= 1:

@@ -16,6 +16,7 @@ from flax import struct
 
 from ragen_jax.envs import base
 from ragen_jax.envs.drawing import game_2048 as drawing
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK
 from ragen_jax.envs.options import check_choice, is_integer
 
 UP, RIGHT, DOWN, LEFT = range(4)
@@ -137,6 +138,10 @@ class Game2048(base.Environment):
       moves = ', '.join(self.action_names[a] for a in legal) or 'none'
       texts.append('\n'.join([*lines, f'Legal moves: {moves}', f'Score: {score}']))
     return texts
+
+  def captions(self, states: State) -> list[str]:
+    """The legal moves and the score below the mark of the image."""
+    return ['\n'.join([IMAGE_MARK, *text.splitlines()[_SIZE:]]) for text in self.render(states)]
 
   def legal_actions(self, states: State) -> list[list[int]]:
     """The moves that change the board; none if the game is over."""

@@ -89,6 +89,7 @@ class Sokoban(base.Environment):
 
   name: ClassVar[str] = 'sokoban'
   action_names: ClassVar[tuple[str, ...]] = ('Up', 'Down', 'Left', 'Right')
+  scene_kinds: ClassVar[tuple[str, ...]] = ('box', 'target')
 
   def __post_init__(self):
     # Configs contain lists; tuples keep the environment hashable.

@@ -17,6 +17,8 @@ class EnvSpec:
     budget: turns and actions of an episode.
     max_words: the reply length that the prompt requests, in words.
     num_groups: number of prompt groups that play the environment.
+    tile: pixels of a side of a tile if the board is shown as an image, 0 for what suits the model; None for a board of
+      text, and for environments outside JAX.
   """
 
   tag: str
@@ -24,3 +26,4 @@ class EnvSpec:
   budget: Budget
   max_words: int
   num_groups: int
+  tile: int | None = None

@@ -19,6 +19,7 @@ from flax import struct
 
 from ragen_jax.envs import base, sudoku_levels
 from ragen_jax.envs.drawing import sudoku as drawing
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK
 from ragen_jax.envs.options import check_flag, is_integer, is_number
 from ragen_jax.envs.solvers import sudoku as solver
 
@@ -239,6 +240,11 @@ class Sudoku(base.Environment):
       ]
       texts[i] += f'\n{_WRONG}{"; ".join(items)}'
     return texts
+
+  def captions(self, states: State) -> list[str]:
+    """The hints and the wrong digits below the mark of the image."""
+    lines = self.side + math.isqrt(self.side) - 1  # of the board
+    return ['\n'.join([IMAGE_MARK, *text.splitlines()[lines:]]) for text in self.render(states)]
 
   def _board_text(self, cells: list[list[str]]) -> str:
     box = math.isqrt(self.side)

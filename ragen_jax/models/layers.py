@@ -155,6 +155,11 @@ class Frozen(nnx.Param):
   """A weight that no run trains; `lora.partition` puts it beside the weights under adapters."""
 
 
+def is_frozen(module: nnx.Module) -> bool:
+  """Whether the weights of a module are `Frozen`."""
+  return all(isinstance(weight, Frozen) for _, weight in nnx.to_flat_state(nnx.state(module, nnx.Param)))
+
+
 def freeze(module: nnx.Module) -> None:
   """Makes all weights of a module `Frozen`."""
   for _, part in nnx.iter_modules(module):

@@ -9,6 +9,7 @@ from typing import Any
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
+from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
 from ragen_jax.utils.errors import UserError
 
 TINY = 'tiny'
@@ -97,6 +98,14 @@ _SHAPES = {
   ),
 }
 
+# Family -> least and most pixels of an image, mean and deviation of the channels, as in its preprocessor_config.json.
+_PROCESSORS = {
+  QWEN2_5_VL: (
+    3136, 12_845_056, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711),
+  ),
+  QWEN3_VL: (65_536, 16_777_216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}  # fmt: skip
+
 # Patterns of files to download: weights, configs and tokenizers, no code.
 _DOWNLOADED = ('*.json', '*.safetensors', '*.txt')
 
@@ -123,6 +132,20 @@ def shape(preset: str, path: str) -> QwenConfig:
   if preset not in _SHAPES:
     raise UserError(f'model.preset={preset!r} is not one of {", ".join(names())}')
   return _SHAPES[preset]
+
+
+def processor(preset: str, path: str) -> ProcessorConfig | None:
+  """How a model's images become patches; None if it reads text only. Arguments and errors are those of `shape`.
+
+  Raises:
+    UserError: the directory has no processor for its model.
+  """
+  vision = shape(preset, path).vision
+  if vision is None:
+    return None
+  if path:
+    return read_processor(path, vision)
+  return ProcessorConfig(vision.patch_size, vision.temporal_patch_size, vision.merge_size, *_PROCESSORS[vision.family])
 
 
 def resolve(preset: str, path: str) -> str:

@@ -19,6 +19,7 @@ from ragen_jax.distributed.sharding import SamplingLayout, looked_up, row_shardi
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal, is_kept
 from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
 from ragen_jax.models.rotary import frequency_axes, rotary
+from ragen_jax.models.vision import features as image_features
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features, VisionTower
 from ragen_jax.utils.errors import UserError
@@ -260,6 +261,24 @@ class Qwen(nnx.Module):
     if not shared and self.activation_sharding is not None:
       x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
     return self._lay_out(x)
+
+  def embed_columns(
+    self, tokens: jax.Array, images: image_features.ImageColumns | None
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Embedded columns of text and images.
+
+    Args:
+      tokens: i32[B, T], with placeholders in the columns of images.
+      images: what the columns read of images; None for text.
+
+    Returns:
+      The embedded columns [B, T, D], and the argument `deepstack` of `__call__`.
+    """
+    x = self.embed(tokens)
+    if images is None:
+      return x, None
+    x, deepstack = image_features.insert(x, images.features, images.index)
+    return self._lay_out(x), deepstack
 
   def see(self, patches: jax.Array, grid: tuple[int, int], *, remat: bool = False) -> Features:
     """The features of images of one size, which `vision.features.insert` puts into columns; see `VisionTower`.

@@ -67,6 +67,7 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
   if not 0 <= first < 2**32:
     raise UserError(f'train.first_level={config.train.first_level}: the first level would be {first}; 0 to {2**32 - 1}')
   specs = build.env_specs(config, tags, (1,) * len(tags), field='train.tags')
+  specs = [dataclasses.replace(spec, tile=None) for spec in specs]  # people read the text
   if level is not None:
     specs = [_with_level_of(level, specs)]
   tokenizer = ChatTokenizer(presets.resolve(config.model.preset, config.model.path))

@@ -91,7 +91,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
 
 def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> LanguageModel:
   """A new tokenizer, saved to `directory`, and a model with fresh weights."""
-  pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)
+  pieces = prompt_pieces(specs, form=config.agent.format, action_sep=config.agent.action_sep)
   tiny_tokenizer.save(tiny_tokenizer.build(pieces), directory)
   tokenizer, mesh = ChatTokenizer(directory), make_mesh(**config.mesh)
   model = tiny_tokenizer.make_model(

@@ -10,6 +10,7 @@ from typing import Any
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Status
+from ragen_jax.agent.segments import written
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.prompt_search.tasks import Task
 from ragen_jax.prompt_search.wording import Failure
@@ -102,7 +103,7 @@ class PromptPlayer(AgentPlayer):
     failed = episode is None or episode.status == Status.ENV_ERROR
     score = self._failed_score if failed else episode.score
     error = (own.error or (episode and episode.error) or 'the attempt ended without a call') if failed else ''
-    turns = tuple((turn.observation, turn.reply) for turn in episode.turns) if episode else ()
+    turns = tuple((written(turn.observation), turn.reply) for turn in episode.turns) if episode else ()
     return Attempt(
       score=score,
       failed=failed,

@@ -106,7 +106,7 @@ class Background:
       try:
         compile_program()
         compiled = True
-      except Exception as e:  # a compiler may raise anything, and the run goes on without its program
+      except Exception as e:  # noqa: BLE001, a compiler may raise anything, and the run goes on without its program
         _log.warning('a program was not compiled ahead, %s: %s', key, one_line(e, str))
         compiled = False
       with self._changed:

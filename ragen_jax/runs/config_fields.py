@@ -22,7 +22,7 @@ fields that distinguish runs in a plot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from flax import traverse_util
@@ -32,7 +32,7 @@ from flax import traverse_util
 _ALL = ('*',)
 ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'weights': {
-    'model': ('preset', 'path', 'separate_critic'),
+    'model': ('preset', 'path', 'separate_critic', 'vision'),
     'lora': ('rank', 'alpha', 'targets', 'path'),
   },
   'learning': {
@@ -40,7 +40,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'model': ('dtype', 'param_dtype'),
     'envs': _ALL,
     'agent': (
-      'think', 'force_prefix', 'action_sep', 'max_response_tokens', 'context', 'context_turns', 'overlong',
+      'format', 'force_prefix', 'action_sep', 'max_response_tokens', 'context', 'context_turns', 'overlong',
       'max_context', 'format_penalty',
     ),
     'optimizer': (
@@ -59,7 +59,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'kl_loss_coef', 'kl_reward_coef', 'kl_kind', 'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap',
       'ppo_epochs',
     ),
-    'reward': ('credit', 'grouping', 'method'),
+    'reward': ('credit', 'grouping', 'method', 'format_reward', 'state_reward', 'state_floor', 'state_place'),
     'filter': (
       'metric', 'strategy', 'value', 'type', 'include_zero', 'top_p_mode', 'loss_scaling', 'soft', 'fixed_steps',
       'max_rollouts',
@@ -134,6 +134,14 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   },
 }  # fmt: skip
 
+# Field of earlier versions -> what it is now, in words for an error.
+REPLACED = {'agent.think': "it is agent.format now, 'free_think' for True and 'no_think' for False"}
+
+# Field -> the value by which versions without this field acted.
+BEFORE = {
+  'reward.format_reward': 0.0, 'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
+}  # fmt: skip
+
 # Roles of fields that do not change a run's curves.
 _WITHOUT_EFFECT = {
   'logging', 'other_modes', 'prompt_search', 'warm_start', 'devices', 'kernels', 'shapes', 'memory', 'diagnostics',
@@ -179,6 +187,14 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError(f'expected a dict, got {type(config).__name__}')
   flat = traverse_util.flatten_dict(config, keep_empty_nodes=True, sep='.')
   return {name: {} if value is traverse_util.empty_node else value for name, value in flat.items()}
+
+
+def in_this_version(recorded: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+  """A flat config that an earlier version recorded, with those of `fields` that it lacks as that version acted."""
+  own = dict(recorded)
+  if 'agent.think' in own:
+    own['agent.format'] = 'free_think' if own.pop('agent.think') else 'no_think'
+  return {name: value for name, value in BEFORE.items() if name in fields} | own
 
 
 def select(config: Mapping[str, Any], *roles: str) -> tuple[Any, ...]:

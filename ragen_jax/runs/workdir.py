@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from ragen_jax.runs.config_fields import flatten
+from ragen_jax.runs.config_fields import flatten, in_this_version
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
 from ragen_jax.utils.locks import file_lock
@@ -121,14 +121,15 @@ def _check_same(
 def _differences(path: pathlib.Path, old_text: str, new_text: str) -> dict[str, tuple[str, str]]:
   """Dotted name of a field that differs -> (old value, new value)."""
   try:
-    old = _as_text(json.loads(old_text))
+    old = flatten(json.loads(old_text))
   except ValueError as e:
     raise UserError(f'{path} is not a config that this program wrote ({e}); choose another --workdir') from e
-  new = _as_text(json.loads(new_text))
+  new = flatten(json.loads(new_text))
+  old, new = _as_text(in_this_version(old, new)), _as_text(new)
   names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
   return {name: (old.get(name, 'absent'), new.get(name, 'absent')) for name in names}
 
 
 def _as_text(config: dict[str, Any]) -> dict[str, str]:
-  """{'train.groups': '64', ...}: values as JSON text, so that NaN equals NaN and True differs from 1."""
-  return {name: json.dumps(value) for name, value in flatten(config).items()}
+  """The values of a flat config as JSON text, so that NaN equals NaN and True differs from 1."""
+  return {name: json.dumps(value) for name, value in config.items()}

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
+from ragen_jax.models import vocabulary
 from ragen_jax.models.qwen import CacheMask
+from ragen_jax.models.vision.features import ImageColumns
 from ragen_jax.sampling.draw import RowSampling, Sampling, draw_row_tokens, draw_tokens
 from ragen_jax.sampling.kv_cache import Added, SamplerState
 
@@ -50,10 +52,7 @@ def extend(
   begins: jax.Array,
   *,
   all_begin: bool = False,
-  embeddings: jax.Array | None = None,
-  is_embedded: jax.Array | None = None,
-  rotary_offsets: jax.Array | None = None,
-  deepstack: jax.Array | None = None,
+  images: ImageColumns | None = None,
 ) -> Added:
   """Runs the model over up to O new tokens of each row.
 
@@ -65,11 +64,8 @@ def extend(
     count: i32[B], number of tokens of each row; 0 leaves the row unchanged.
     begins: bool[B], rows that are emptied first.
     all_begin: every row with tokens begins, so the cache is not read.
-    embeddings: [B, O, D], used instead of the embedding of the token, for example for the columns of an image.
-    is_embedded: bool[B, O], the columns that take `embeddings`; default all.
-    rotary_offsets: i32[B, O] or [B, O, axes], rotary position of each column relative to `state.rotary`; default
-      0..O-1. The row's next text column follows after the largest offset.
-    deepstack: [B, n, O, D], see `Qwen`; default none.
+    images: what the columns read of images, with rotary positions relative to `state.rotary`; the row's next text
+      column follows after the largest. None for text, whose positions are 0..O-1.
 
   Returns:
     What `kv_cache.append` adds to the state.
@@ -77,20 +73,14 @@ def extend(
   model = nnx.merge(graphdef, params).policy
   chex.assert_shape(tokens, (*state.count.shape, None))
   chex.assert_equal_shape((count, state.count, begins))
-  if embeddings is None:
-    embedded = model.embed(tokens)
-  else:
-    chex.assert_shape(embeddings, (*tokens.shape, state.hidden.shape[-1]))
-    embedded = embeddings.astype(model.dtype)
-    if is_embedded is not None:
-      embedded = jnp.where(is_embedded[:, :, None], embedded, model.embed(tokens))
+  embedded, deepstack = model.embed_columns(tokens, images)
   state = state.replace(
     count=jnp.where(begins, 0, state.count),
     draw_position=jnp.where(begins, 0, state.draw_position),
     rotary=jnp.where(begins, 0, state.rotary),
   )
   rows, width = tokens.shape
-  positions, rotary = rotary_positions(state.rotary, count, width, rotary_offsets)
+  positions, rotary = rotary_positions(state.rotary, count, width, images and images.positions)
   causal = jnp.tril(jnp.ones((width, width), bool))[None]
   hidden, window = model(
     embedded,
@@ -158,6 +148,7 @@ def decode(
   columns: int,
   stop_ids: tuple[int, ...],
   vocab_limit: int,
+  banned: tuple[int, ...],
   sampling: Sampling | RowSampling,
   with_values: bool = True,
   alternatives: int = 0,
@@ -179,6 +170,7 @@ def decode(
     columns: C.
     stop_ids: tokens that end a reply.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
+    banned: other ids that are never drawn.
     sampling: of a `Sampling`, `top_p`, `top_k` and whether `temperature` is 0 are compiled in; of a `RowSampling`,
       nothing.
     with_values: record values. Must be off for a critic with its own trunk: values are read from the policy's trunk.
@@ -200,8 +192,9 @@ def decode(
 
   def scores(hidden: jax.Array) -> jax.Array:
     logits = model.logits(hidden)  # [B, V]
-    if vocab_limit < logits.shape[-1]:
-      logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_limit, logits, -jnp.inf)
+    allowed = vocabulary.allowed(logits.shape[-1], vocab_limit, banned)
+    if allowed is not None:
+      logits = jnp.where(allowed, logits, -jnp.inf)
     return logits / temperature if divided else logits
 
   def body(carry):

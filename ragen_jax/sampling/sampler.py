@@ -18,9 +18,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import ROW_AXES, SamplingLayout, path_of, sampling_mesh, sampling_spec, without_axis
+from ragen_jax.distributed.sharding import (
+  ROW_AXES,
+  SamplingLayout,
+  copied,
+  path_of,
+  sampling_mesh,
+  sampling_spec,
+  without_axis,
+)
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision.features import ImageColumns
 from ragen_jax.sampling import capacity, kv_cache
 from ragen_jax.sampling.decode import Reply, decode, extend
 from ragen_jax.sampling.draw import RowSampling, Sampling
@@ -53,6 +62,7 @@ class Sampler:
     *,
     stop_ids: tuple[int, ...],
     vocab_limit: int | None = None,
+    banned: tuple[int, ...] = (),
     values: bool = True,
     mesh: Mesh | None = None,
     decode_shards: int = 1,
@@ -63,6 +73,7 @@ class Sampler:
       model: the policy; only its structure is used.
       stop_ids: tokens that end a reply.
       vocab_limit: see `decode`; default the whole vocabulary.
+      banned: see `decode`; default none.
       values: record values, if the critic reads the policy's trunk.
       mesh: the devices that rows and heads are divided over; default one device.
       decode_shards: neighbouring devices that divide the MLP and the vocabulary among them, see
@@ -87,6 +98,7 @@ class Sampler:
     self.cfg = model.policy.cfg
     self.stop_ids = tuple(stop_ids)
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
+    self.banned = banned
     self.values = values and model.critic is None
     self.observer: Callable[[str, tuple[Any, ...], Any], None] | None = None
     self.traces = {'resize': 0, 'copy': 0, 'extend': 0, 'decode': 0}
@@ -149,9 +161,9 @@ class Sampler:
   def _append(self, state: SamplerState, rows: jax.Array | None, added: kv_cache.Added) -> SamplerState:
     return self._layout(self._by_shard(kv_cache.append, state, rows, added), self._state_specs)
 
-  def _extend_rows(self, params, state, tokens, count, begins, rows, *, all_begin, **columns):
+  def _extend_rows(self, params, state, tokens, count, begins, rows, images=None, *, all_begin):
     part = self._part(state, rows)
-    added = extend(self.graphdef, params, part, tokens, count, begins, all_begin=all_begin, **columns)
+    added = extend(self.graphdef, params, part, tokens, count, begins, all_begin=all_begin, images=images)
     return self._append(state, rows, added)
 
   def _decode_rows(
@@ -168,6 +180,7 @@ class Sampler:
       columns=columns,
       stop_ids=self.stop_ids,
       vocab_limit=self.vocab_limit,
+      banned=self.banned,
       sampling=sampling if by_row is None else by_row,
       with_values=self.values,
       alternatives=alternatives,
@@ -242,7 +255,7 @@ class Sampler:
 
     def of(path, x):
       name = path_of(path)
-      if not name.startswith('policy/') or x.ndim < 2:
+      if not name.startswith('policy/') or name.startswith('policy/visual/') or x.ndim < 2:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
       sharding = x.sharding
       if self.decode_shards > 1:
@@ -274,6 +287,7 @@ class Sampler:
     sampling: Sampling,
     rows: int | None = None,
     names: tuple[str, ...] = ('extend_first', 'extend', 'decode'),
+    images: Callable[[int], ImageColumns | None] = lambda rows: None,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers `extend` and `decode` for given shapes, to compile them without running; arguments may be abstract.
 
@@ -287,6 +301,7 @@ class Sampler:
       sampling: see `decode`.
       rows: rows of all processes that take part; default all, which is another program than a selection.
       names: of the programs; 'extend_first' is that of first prompts (`all_begin`).
+      images: what so many fed rows read of images.
 
     Returns:
       The lowered programs by name.
@@ -301,7 +316,7 @@ class Sampler:
     selected = None if part == every else abstract((part,), jnp.int32)
     observation = dict(
       tokens=abstract((part, width), jnp.int32), count=abstract((part,), jnp.int32), begins=abstract((part,), bool),
-      rows=selected,
+      rows=selected, images=images(part),
     )  # fmt: skip
     sampled = dict(
       key_data=abstract(key_data.shape, key_data.dtype), budget=abstract((part,), jnp.int32),
@@ -361,10 +376,7 @@ class Sampler:
     *,
     rows: np.ndarray | None = None,
     all_begin: bool = False,
-    embeddings: jax.Array | None = None,
-    is_embedded: jax.Array | None = None,
-    rotary_offsets: jax.Array | None = None,
-    deepstack: jax.Array | None = None,
+    images: ImageColumns | None = None,
   ) -> SamplerState:
     """Appends observations to rows of this process; see `decode.extend`. `state` is donated.
 
@@ -377,16 +389,13 @@ class Sampler:
       rows: i32[b], the rows that take part, each once, the same number in each shard of this process and numbered
         within it; the others are left alone. Default all B.
       all_begin: see `decode.extend`; compiled in.
-      embeddings: see `decode.extend`, as are the following ones.
-      is_embedded: bool[b, O].
-      rotary_offsets: i32[b, O] or [b, O, axes].
-      deepstack: [b, n, O, D].
+      images: see `decode.extend`; rows as in `tokens`. A run with images needs one process.
     """
-    columns = {'embeddings': embeddings, 'is_embedded': is_embedded, 'rotary_offsets': rotary_offsets}
-    columns['deepstack'] = deepstack
-    columns = {name: self._place(x) for name, x in columns.items() if x is not None}
+    if images is not None:
+      features = images.features if self._mesh is None else copied(images.features, self._mesh)
+      images = ImageColumns(self._place(images.index), self._place(images.positions), features)
     begins = np.zeros(len(count), bool) if begins is None else begins
-    if not columns:
+    if images is None:
       rows_fed, width = self.share.parts * len(count), tokens.shape[1]
       self._tell('extend', params, (len(state.count), rows_fed, _columns(state), width, all_begin))
     return self._extend(
@@ -397,7 +406,7 @@ class Sampler:
       begins=self._place(begins),
       rows=None if rows is None else self._place(rows),
       all_begin=all_begin,
-      **columns,
+      images=images,
     )
 
   def decode(

@@ -89,7 +89,6 @@ class Shapes:
       found.append(min(width, max(wide, default=self.widths[0])))
     return tuple(found)
 
-
   def programs(
     self, samplings: Collection[Sampling], *, room: int, whole: bool, drop_finished: bool
   ) -> list[tuple[str, tuple[Any, ...]]]:

@@ -134,7 +134,7 @@ class Demonstrator:
     context, timeline = log.context, log.timeline
     prompt = context.next_prompt(env, log.past(row), log.observations[row], int(log.actions_left[row]))
     names = [log.envs.specs[env].env.format_action(action) for action in plan.actions]
-    reply = written_reply(context, names, plan.thought)
+    reply = written_reply(context, names, {'think': plan.thought, 'reasoning': plan.thought})
     if timeline.length[row] + len(prompt.ids) + len(reply.ids) > log.limits.max_context:
       log.leave(row, Status.OUT_OF_CONTEXT)
       return None

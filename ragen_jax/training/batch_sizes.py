@@ -124,9 +124,7 @@ def describe(
   text = f'{chosen.micro_batch_size} rows of up to {s.width} columns at once'
   if chosen.packing is not None:
     columns = chosen.packing.columns
-    text = (
-      f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device'
-    )
+    text = f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device'
   if remat.remat == 'elementwise' and remat.columns < ANY_COLUMNS:
     text += f', up to {remat.columns} of them without computing products again'
   total = memory.total(columns, remat.choose(columns))

@@ -17,6 +17,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from ragen_jax.distributed.sharding import place_rows
+from ragen_jax.training.images import ImageInputs
 from ragen_jax.utils.sizes import round_up
 
 
@@ -29,12 +30,14 @@ class TokenRows:
     columns: i32[B, R], the columns of the tokens that are scored, ascending; 1 where there is none.
     mask: bool[B, R], True where there is a token.
     segments: i32[B, T], the row that each column belongs to if rows are packed, -1 for none; None if they are not.
+    images: what the columns read of images; None for rows of text.
   """
 
   tokens: np.ndarray
   columns: np.ndarray
   mask: np.ndarray
   segments: np.ndarray | None = struct.field(default=None, kw_only=True)
+  images: ImageInputs | None = struct.field(default=None, kw_only=True)
 
 
 @struct.dataclass
@@ -119,7 +122,9 @@ class BatchingSettings:
 
 
 # Values in rows and columns that do not exist, where not 0.
-FILL = {'columns': 1, 'turn': -1}
+FILL = {'columns': 1, 'turn': -1, 'index': -1}
+# Arrays with a number for each column, not for each scored token.
+OF_COLUMNS = ('tokens', 'index', 'positions')
 
 _Rows = TypeVar('_Rows', bound=TokenRows)
 
@@ -140,15 +145,15 @@ class MicroBatch:
 
   def cut(self, batch: _Rows) -> _Rows:
     """The rows and columns of this micro-batch; rows of index -1 become rows without tokens."""
-    present = (self.rows >= 0)[:, None]
+    present = self.rows >= 0
     rows = np.maximum(self.rows, 0)
 
     def cut(path, x):
       name = path[-1].name
-      width, fill = self.width if name == 'tokens' else self.replies, FILL.get(name, 0)
+      width, fill = self.width if name in OF_COLUMNS else self.replies, FILL.get(name, 0)
       x = x[rows, :width]
-      x = np.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
-      return np.where(present, x, fill).astype(x.dtype)
+      x = np.pad(x, ((0, 0), (0, width - x.shape[1]), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+      return np.where(present.reshape(-1, *(1,) * (x.ndim - 1)), x, fill).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(cut, batch)
 
@@ -248,9 +253,22 @@ def micro_batches(batch: _Rows, plans: Sequence[Any], mesh: Mesh | None = None) 
     plans: which rows go together: `MicroBatch`, or `PackedBatch` of `training/packing.py`.
     mesh: places the rows of each micro-batch on it; None leaves them on the host.
   """
-  for plan in plans:
-    part = plan.cut(batch)
+  parts = (plan.cut(batch) for plan in plans)
+  if batch.images is not None:
+    yield from _with_images(list(parts), mesh)
+    return
+  for part in parts:
     yield part if mesh is None else place_rows(part, mesh)
+
+
+def _with_images(parts: list[_Rows], mesh: Mesh | None) -> Iterator[_Rows]:
+  """Micro-batches, each with the images that its columns read. All have tables of one size."""
+  sizes = [part.images.sizes() for part in parts]
+  size = {key: max(own[key] for own in sizes) for key in (sizes[0] if sizes else ())}
+  for part in parts:
+    images = part.images.with_source(size, mesh)
+    part = part.replace(images=None)
+    yield (part if mesh is None else place_rows(part, mesh)).replace(images=images)
 
 
 def abstract_mini_batch(
@@ -262,6 +280,7 @@ def abstract_mini_batch(
   importance: bool,
   sharding: Any = None,
   packed: bool = False,
+  images: ImageInputs | None = None,
 ) -> MiniBatch:
   """The shapes and types of a micro-batch of `rows` rows, T = `width` and R = `replies`, to compile programs for.
 
@@ -271,6 +290,7 @@ def abstract_mini_batch(
     importance: `importance` exists.
     sharding: the layout of the rows.
     packed: `segments` exists; a row is a bin.
+    images: what the columns read of images.
   """
   types = {
     'tokens': np.int32,
@@ -281,7 +301,7 @@ def abstract_mini_batch(
     'trained': bool,
     'valued': bool,
   }
-  optional = {'ref_logprobs': reference, 'importance': importance, 'segments': packed}
+  optional = {'ref_logprobs': reference, 'importance': importance, 'segments': packed, 'images': False}
 
   def leaf(name):
     if not optional.get(name, True):
@@ -289,4 +309,4 @@ def abstract_mini_batch(
     shape = (rows, width if name in ('tokens', 'segments') else replies)
     return jax.ShapeDtypeStruct(shape, types.get(name, np.float32), sharding=sharding)
 
-  return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)})
+  return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)} | {'images': images})

@@ -21,6 +21,7 @@ from ragen_jax.training.batches import (
   at_columns,
   sampled_columns,
 )
+from ragen_jax.training.images import ImageInputs, Sight
 from ragen_jax.training.objective import shared_episodes
 from ragen_jax.training.packing import plan_batches, plan_rows
 from ragen_jax.training.rollout_metrics import mean, mean_max_min
@@ -46,7 +47,7 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateSettings:
-  """The estimation. Fields are those of `config.algorithm`, except for the last five.
+  """The estimation. Fields are those of `config.algorithm`, except for the last six.
 
   Attributes:
     mask_loss: the policy loss is on sampled tokens only.
@@ -61,6 +62,7 @@ class EstimateSettings:
     batching: sizes of micro-batches.
     needs_critic: whether the estimator reads values.
     records_values: whether the sampler records values.
+    banned: ids that are never sampled and never scored.
   """
 
   mask_loss: bool
@@ -75,6 +77,7 @@ class EstimateSettings:
   batching: BatchingSettings
   needs_critic: bool
   records_values: bool
+  banned: tuple[int, ...]
 
 
 _advantages = jax.jit(compute_advantages, static_argnames='settings')
@@ -138,15 +141,17 @@ def _importance_metrics(importance: np.ndarray, present: np.ndarray, older: np.n
 class TargetEstimator:
   """Makes the `TrainBatch` of a selection."""
 
-  def __init__(self, settings: EstimateSettings, scorer: Scorer):
+  def __init__(self, settings: EstimateSettings, scorer: Scorer, sight: Sight | None = None):
     """Nothing is compiled before the first call.
 
     Args:
       settings: see `EstimateSettings`.
       scorer: scores tokens under the current weights.
+      sight: of a model that reads images.
     """
     self._settings = settings
     self._scorer = scorer
+    self._sight = sight
 
   def __call__(self, state: TrainState, selection: Selection) -> tuple[TrainBatch, dict[str, float | NotFinite]]:
     """Advantages and returns of the kept rows.
@@ -158,7 +163,7 @@ class TargetEstimator:
     Returns:
       The batch, with one row for each row of `selection.rollout`, and metrics, including those of the selection.
     """
-    tokens = self._tokens(selection)
+    tokens = self._tokens(selection, self._images(state.params, selection.rollout))
     scores, metrics = self._scores(state, selection, tokens)
     reward, kl_metrics = self._rewards(selection, tokens, scores)
     estimate = self._advantages(state, selection, tokens, scores, reward)
@@ -185,12 +190,18 @@ class TargetEstimator:
       )
     return batch, metrics
 
-  def _tokens(self, selection: Selection) -> _Tokens:
+  def _images(self, params: Any, rollout: Rollout) -> ImageInputs | None:
+    """What the rows of a rollout read of images."""
+    return None if self._sight is None else self._sight.inputs(params, rollout.trajectory, rollout.images)
+
+  def _tokens(self, selection: Selection, images: ImageInputs | None) -> _Tokens:
     s, t, keep = self._settings, selection.rollout.trajectory, selection.keep
     trained, through = (
       np.asarray(x)
       for x in masks.selective_masks(t.loss_mask, t.length, mask_loss=s.mask_loss, mask_advantages=s.mask_advantages)
     )
+    if s.banned:  # tokens of prompts that have no probability
+      trained, through = (x & ~np.isin(t.tokens, s.banned) for x in (trained, through))
     columns, mask = sampled_columns(trained | through)
     # Few widths, because small programs are compiled for each.
     width = s.batching.reply_step << (-(-mask.shape[1] // s.batching.reply_step) - 1).bit_length()
@@ -198,7 +209,7 @@ class TargetEstimator:
     mask = np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) & keep[:, None]
     turn = np.where(mask, at_columns(t.turn, columns, mask), -1).astype(np.int32)
     trained, through, sampled = (at_columns(x, columns, mask) for x in (trained, through, t.loss_mask))
-    return _Tokens(TokenRows(t.tokens, columns, mask), turn, trained, through, sampled)
+    return _Tokens(TokenRows(t.tokens, columns, mask, images=images), turn, trained, through, sampled)
 
   def _scores(self, state: TrainState, selection: Selection, tokens: _Tokens) -> tuple[_Scores, dict[str, float]]:
     """Old log-probs and values, importance weights, and log-probs under the reference."""
@@ -228,7 +239,7 @@ class TargetEstimator:
     s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
     episode = shared_episodes(t.episode)
     of_tokens, of_episodes = _shape_rewards(
-      at_columns(t.rewards, rows.columns, rows.mask),
+      at_columns(t.rewards + t.reply_rewards, rows.columns, rows.mask),
       sampled,
       tokens.turn,
       t.group,
@@ -237,7 +248,7 @@ class TargetEstimator:
       grouping=s.reward.grouping,
       method=s.reward.method,
       episode=episode,
-      scores=selection.rollout.scores,
+      scores=selection.rollout.trained_scores,
     )
     if s.kl_reward_coef <= 0:
       return _Rewards(of_tokens, of_episodes), {}
@@ -271,6 +282,8 @@ class TargetEstimator:
     last = np.where(t.loss_mask, np.arange(t.loss_mask.shape[1]), 0).max(axis=1)
     # A column has the value of the state before it.
     columns = (last + 1)[:, None].astype(np.int32)
-    rows = TokenRows(np.pad(t.tokens, ((0, 0), (0, 1))), columns, cut[:, None])
+    images = self._images(params, rollout)
+    images = None if images is None else images.widened(1)
+    rows = TokenRows(np.pad(t.tokens, ((0, 0), (0, 1))), columns, cut[:, None], images=images)
     (plans,) = plan_batches([np.flatnonzero(cut)], last + 2, np.ones_like(last), batching)
     return self._scorer.values(params, rows, plans)[:, 0]

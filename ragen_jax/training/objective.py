@@ -87,7 +87,9 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
     to the mini-batch's numbers, see `token_means`.
   """
   s = settings
-  logprobs, entropies, values = score_tokens(module, batch.tokens, batch.columns, s.scoring, batch.segments)
+  logprobs, entropies, values = score_tokens(
+    module, batch.tokens, batch.columns, s.scoring, batch.segments, images=batch.images
+  )
   packed = batch.segments is not None
   policy, stats = losses.policy_loss(
     logprobs,
@@ -129,7 +131,9 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
 
 def critic_loss(module: ActorCritic, batch: MiniBatch, settings: LossSettings) -> tuple[jax.Array, Stats]:
   """The value loss alone, whose gradient does not reach the policy; arguments as for `policy_and_value_loss`."""
-  values = value_tokens(module, batch.tokens, batch.columns, settings.scoring, batch.segments, freeze_policy=True)
+  values = value_tokens(
+    module, batch.tokens, batch.columns, settings.scoring, batch.segments, freeze_policy=True, images=batch.images
+  )
   vf_loss, sums = _value_loss(values, batch, settings)
   return settings.value_coef * vf_loss, (sums, {})
 

@@ -27,6 +27,7 @@ from ragen_jax.training.batches import (
   TokenRows,
   plan_micro_batches,
 )
+from ragen_jax.training.images import ImageInputs
 from ragen_jax.utils.sizes import round_up
 
 # Columns of a bin where attention takes as long as all else, for models of less than a billion weights. It takes time
@@ -130,8 +131,9 @@ class PackedBatch:
     segments = np.full((len(self.bins), self.width), -1, np.int32)
     tokens = np.zeros(segments.shape, batch.tokens.dtype)
     found = jax.tree_util.tree_map_with_path(
-      lambda path, x: np.full(shape, FILL.get(path[-1].name, 0), x.dtype), batch.replace(tokens=None)
+      lambda path, x: np.full(shape, FILL.get(path[-1].name, 0), x.dtype), batch.replace(tokens=None, images=None)
     )
+    images = self._cut_images(batch)
     of_tokens = [
       (f.name, getattr(found, f.name), getattr(batch, f.name))
       for f in dataclasses.fields(batch)
@@ -144,7 +146,20 @@ class PackedBatch:
       for name, into, x in of_tokens:
         offset = {'columns': columns.start, 'turn': number * turns}.get(name, 0)
         into[at, replies] = x[row, :r] + offset if offset else x[row, :r]
-    return found.replace(tokens=tokens, segments=segments)
+    return found.replace(tokens=tokens, segments=segments, images=images)
+
+  def _cut_images(self, batch: TokenRows) -> ImageInputs | None:
+    """What the columns of the bins read of images."""
+    if batch.images is None:
+      return None
+
+    def cut(path, x):
+      into = np.full((len(self.bins), self.width, *x.shape[2:]), FILL.get(path[-1].name, 0), x.dtype)
+      for at, _, row, _, _, columns in self._places(batch.mask):
+        into[at, columns] = x[row, : columns.stop - columns.start]
+      return into
+
+    return jax.tree_util.tree_map_with_path(cut, batch.images)
 
   def put(self, into: np.ndarray, x: np.ndarray, mask: np.ndarray) -> None:
     """Writes numbers of the scored tokens of the bins, x [bins, R], to those of single rows, `into` [B, R]."""

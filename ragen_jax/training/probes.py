@@ -36,7 +36,7 @@ class ProbeSettings:
     gradients_every: iterations between two measurements of gradient norms; 0 is off.
     gradient_buckets: number of buckets of groups.
     bucket_mode: assignment of groups to buckets, see `diagnostics.reward_std_buckets`.
-    think: whether replies have thoughts (`config.agent`).
+    think: whether replies have thoughts (`config.agent.format`).
   """
 
   information_every: int
@@ -174,14 +174,7 @@ class Probes:
 
   def _thought_length(self, ids: np.ndarray) -> int:
     """Number of tokens of a reply up to the end of its thought; 0 if it does not close a thought."""
-    decode = self._trainer.model.tokenizer.decode_batch
-    if not self._settings.think or _END not in decode([ids.tolist()])[0]:
-      return 0
-    low, high = 1, len(ids)  # searches the shortest prefix whose text contains the end
-    while low < high:
-      middle = (low + high) // 2
-      low, high = (low, middle) if _END in decode([ids[:middle].tolist()])[0] else (middle + 1, high)
-    return low
+    return self._trainer.model.tokenizer.count_until(ids.tolist(), _END) if self._settings.think else 0
 
   def cross_scores(self, params: Any, prompts: list[np.ndarray], thoughts: list[np.ndarray]) -> np.ndarray:
     """f64[N, M]: the log-prob in nats of each of N thoughts after each of M prompts, i32[length] each."""

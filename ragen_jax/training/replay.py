@@ -15,6 +15,9 @@ import numpy as np
 from ragen_jax.agent.rollout import Rollout, take_rows
 from ragen_jax.agent.trajectory import Trajectory
 
+# Names of images in a checkpoint begin with this, and end with a number.
+_IMAGE = 'image_'
+
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySettings:
@@ -85,7 +88,9 @@ class ReplayBuffer:
     """The content for a checkpoint: arrays, and a JSON description of their shapes."""
     arrays, described = {}, []
     for i, e in enumerate(self._entries):
-      own = {f.name: getattr(e.rollout.trajectory, f.name) for f in dataclasses.fields(Trajectory)}
+      t = e.rollout.trajectory
+      own = {f.name: x for f in dataclasses.fields(Trajectory) if (x := getattr(t, f.name)) is not None}
+      own |= {f'{_IMAGE}{k}': x for k, x in enumerate(e.rollout.images)}
       own |= {'anchors': e.rollout.anchors, 'episode_scores': e.rollout.episode_scores, 'scale': e.scale}
       arrays[str(i)] = own
       described.append(
@@ -110,7 +115,8 @@ class ReplayBuffer:
     self._entries = []
     for i, d in enumerate(described):
       own = jax.tree.map(np.asarray, arrays[str(i)])
-      trajectory = Trajectory(**{f.name: own[f.name] for f in dataclasses.fields(Trajectory)})
-      tokens = int(trajectory.loss_mask.sum())
-      rollout = Rollout(trajectory, [], own['anchors'], own['episode_scores'], tokens, d['pad_id'])
+      trajectory = Trajectory(**{f.name: own[f.name] for f in dataclasses.fields(Trajectory) if f.name in own})
+      tokens, scores = int(trajectory.loss_mask.sum()), own['episode_scores']
+      images = tuple(own[f'{_IMAGE}{k}'] for k in range(sum(name.startswith(_IMAGE) for name in own)))
+      rollout = Rollout(trajectory, [], own['anchors'], scores, tokens, d['pad_id'], images=images)
       self._entries.append(_Entry(d['iteration'], rollout, own['scale']))

@@ -15,9 +15,11 @@ from jax.sharding import Mesh
 from ragen_jax.algorithms import losses
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import copied_to_rows, row_shards
+from ragen_jax.models import vocabulary
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.batches import MicroBatch, TokenRows, micro_batches
+from ragen_jax.training.images import CRITIC, POLICY, ImageInputs
 from ragen_jax.training.logits import SUMS, logprobs_and_entropies
 from ragen_jax.training.packing import PackedBatch
 
@@ -53,12 +55,14 @@ class ScoringSettings:
     temperature: divides the logits, as when the tokens were drawn.
     vocab_limit: ids from here on are padding of the embedding, which the sampler never draws; they get no probability.
       0 is no limit.
+    banned: other ids that the sampler never draws.
     logits_chunk: token positions whose logits over the vocabulary a device holds at once; 0 holds those of all.
     remat: see `RematSettings`.
   """
 
   temperature: float
   vocab_limit: int
+  banned: tuple[int, ...]
   logits_chunk: int
   remat: RematSettings
 
@@ -69,13 +73,21 @@ def _states_before(
   columns: jax.Array,
   remat: RematSettings,
   segments: jax.Array | None,
-  embeddings: jax.Array | None,
-  positions: jax.Array | None,
-  deepstack: jax.Array | None,
+  images: ImageInputs | None,
+  name: str,
 ) -> jax.Array:
-  """[B, R, D]: the hidden states that emit the tokens at `columns`, each that of the column before."""
-  x = trunk.embed(tokens) if embeddings is None else embeddings
+  """[B, R, D]: the hidden states that emit the tokens at `columns`, each that of the column before.
+
+  Args:
+    trunk: of the policy or of a separate critic.
+    tokens, columns, segments, images: see `score_tokens`.
+    remat: see `RematSettings`.
+    name: `images.POLICY` or `images.CRITIC`, whose tower the trunk reads images with.
+  """
   chosen = remat.choose(tokens.size // _row_shards(trunk))
+  seen = None if images is None else images.columns(trunk, name, remat=chosen != 'none')
+  x, deepstack = trunk.embed_columns(tokens, seen)
+  positions = None if images is None else images.positions
   hidden, _ = trunk(x, positions, remat=chosen, segments=segments, deepstack=deepstack)
   return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
 
@@ -88,9 +100,7 @@ def value_tokens(
   segments: jax.Array | None = None,
   *,
   freeze_policy: bool = False,
-  embeddings: jax.Array | None = None,
-  positions: jax.Array | None = None,
-  deepstack: jax.Array | None = None,
+  images: ImageInputs | None = None,
 ) -> jax.Array:
   """The critic's values of the states that sampled tokens were drawn from; no logits are computed.
 
@@ -101,15 +111,13 @@ def value_tokens(
     settings: reads `remat`.
     segments: i32[B, T], for rows that hold several sequences, see `Qwen`.
     freeze_policy: stop the gradient before the policy's trunk; a separate critic is trained as usual.
-    embeddings: [B, T, D], the embedded columns of the critic's trunk; None for `trunk.embed(tokens)`.
-    positions: i32[B, T], or i32[B, T, 3] on the axes of images, rotary positions; None for 0, 1, ...
-    deepstack: [B, n, T, D], see `Qwen`.
+    images: what the columns read of images; None for text.
 
   Returns:
     f32[B, R].
   """
-  trunk = module.policy if module.critic is None else module.critic
-  hidden = _states_before(trunk, tokens, columns, settings.remat, segments, embeddings, positions, deepstack)
+  trunk, name = (module.policy, POLICY) if module.critic is None else (module.critic, CRITIC)
+  hidden = _states_before(trunk, tokens, columns, settings.remat, segments, images, name)
   return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
 
 
@@ -120,11 +128,7 @@ def score_tokens(
   settings: ScoringSettings,
   segments: jax.Array | None = None,
   *,
-  embeddings: jax.Array | None = None,
-  critic_embeddings: jax.Array | None = None,
-  positions: jax.Array | None = None,
-  deepstack: jax.Array | None = None,
-  critic_deepstack: jax.Array | None = None,
+  images: ImageInputs | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log-probs, entropies and values of sampled tokens, from one forward pass of each trunk.
 
@@ -134,25 +138,17 @@ def score_tokens(
     columns: i32[B, R], columns of the sampled tokens, at least 1.
     settings: see `ScoringSettings`.
     segments: i32[B, T], for rows that hold several sequences, see `Qwen`.
-    embeddings: [B, T, D], the embedded columns of the policy's trunk, whose columns need not be tokens (images); None
-      for `trunk.embed(tokens)`.
-    critic_embeddings: the same for the trunk of a separate critic.
-    positions: i32[B, T], or i32[B, T, 3] on the axes of images, rotary positions of both trunks; None for 0, 1, ...,
+    images: what the columns read of images, and their rotary positions; None for text, whose positions are 0, 1, ...,
       beginning again with each segment.
-    deepstack: [B, n, T, D], what the policy's trunk adds after its first layers, see `Qwen`.
-    critic_deepstack: the same for the trunk of a separate critic.
 
   Returns:
     (logprobs, entropies, values), each f32[B, R].
   """
-  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, embeddings, positions, deepstack)
+  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, images, POLICY)
   if module.critic is None:
     values = module.value_head(hidden)
   else:
-    values = value_tokens(
-      module, tokens, columns, settings, segments, embeddings=critic_embeddings, positions=positions,
-      deepstack=critic_deepstack,
-    )  # fmt: skip
+    values = value_tokens(module, tokens, columns, settings, segments, images=images)
   targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
   b, r, _ = hidden.shape
   shards = _row_shards(module.policy)
@@ -160,8 +156,9 @@ def score_tokens(
   if settings.logits_chunk and width < r:
     return *_score_in_chunks(module.policy, hidden, targets, settings, width), values
   logits = module.policy.logits(hidden) / settings.temperature
-  if 0 < settings.vocab_limit < logits.shape[-1]:
-    logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, -jnp.inf)
+  allowed = vocabulary.allowed(logits.shape[-1], settings.vocab_limit, settings.banned)
+  if allowed is not None:
+    logits = jnp.where(allowed, logits, -jnp.inf)
   return losses.token_logprobs(logits, targets), losses.token_entropy(logits), values
 
 
@@ -191,8 +188,9 @@ def _score_in_chunks(
 
   def score(head, hidden, targets):
     logits = nnx.merge(graphdef, head, rest).logits(hidden) / settings.temperature
-    if 0 < settings.vocab_limit < logits.shape[-1]:
-      logits = jnp.where(jnp.arange(logits.shape[-1]) < settings.vocab_limit, logits, _IMPOSSIBLE)
+    allowed = vocabulary.allowed(logits.shape[-1], settings.vocab_limit, settings.banned)
+    if allowed is not None:
+      logits = jnp.where(allowed, logits, _IMPOSSIBLE)
     return logprobs_and_entropies(logits, targets)
 
   # Under checkpoint neither pass holds more than one chunk's [B, c, V].
@@ -228,18 +226,19 @@ class Scorer:
     self.traces = {'score': 0, 'logprobs': 0, 'values': 0}
     self.observer: Callable[[str, tuple[int, ...]], None] | None = None
 
-    def score(params, tokens, columns, segments):
+    def score(params, tokens, columns, segments, images):
       self.traces['score'] += 1
-      logprobs, _, values = score_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments)
+      module = nnx.merge(graphdef, params)
+      logprobs, _, values = score_tokens(module, tokens, columns, settings, segments, images=images)
       return logprobs, values
 
-    def logprobs(params, tokens, columns, segments):
+    def logprobs(params, tokens, columns, segments, images):
       self.traces['logprobs'] += 1
-      return (score_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments)[0],)
+      return (score_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments, images=images)[0],)
 
-    def values(params, tokens, columns, segments):
+    def values(params, tokens, columns, segments, images):
       self.traces['values'] += 1
-      return (value_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments),)
+      return (value_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments, images=images),)
 
     self._programs = {f.__name__: jax.jit(f) for f in (score, logprobs, values)}
 
@@ -260,16 +259,16 @@ class Scorer:
 
   def lower(self, params: Any, rows: TokenRows, name: str = 'score') -> jax.stages.Lowered:
     """A program for these shapes, to be compiled without being run; arguments may be abstract."""
-    return self._programs[name].lower(params, rows.tokens, rows.columns, rows.segments)
+    return self._programs[name].lower(params, rows.tokens, rows.columns, rows.segments, rows.images)
 
   def _run(self, name, count, params, rows, plans) -> list[np.ndarray]:
     """The `count` arrays f32[B, R] that a program gives, 0 off the mask."""
-    rows = TokenRows(rows.tokens, rows.columns, rows.mask)
+    rows = TokenRows(rows.tokens, rows.columns, rows.mask, images=rows.images)
     found = [np.zeros(rows.mask.shape, np.float32) for _ in range(count)]
     for plan, part in zip(plans, micro_batches(rows, plans, self._mesh), strict=True):
       if self.observer is not None:
         self.observer(name, (*part.tokens.shape, part.columns.shape[1]))
-      scores = processes.all_rows(self._programs[name](params, part.tokens, part.columns, part.segments))
+      scores = processes.all_rows(self._programs[name](params, part.tokens, part.columns, part.segments, part.images))
       for into, x in zip(found, scores, strict=True):
         plan.put(into, x, rows.mask)
     return [np.where(rows.mask, x, 0) for x in found]

@@ -26,6 +26,7 @@ from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training import objective, selection
 from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches
 from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
+from ragen_jax.training.images import make_sight
 from ragen_jax.training.learner import SKIPPED, Learner
 from ragen_jax.training.objective import LossSettings, WeightSettings, with_loss_weights
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -136,7 +137,7 @@ class Trainer:
       model.mesh,
       critic_loss=functools.partial(objective.critic_loss, settings=settings.loss),
     )
-    self.estimator = TargetEstimator(settings.estimate, self.scorer)
+    self.estimator = TargetEstimator(settings.estimate, self.scorer, make_sight(model))
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, player, model.tokenizer)

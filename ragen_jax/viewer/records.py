@@ -12,6 +12,7 @@ import numpy as np
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Turn
 from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.segments import written
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.viewer.schema import EpisodeRecord, EpisodeSummary
 
@@ -158,14 +159,14 @@ def _record(
   """The record of an episode: its summary, what training made of it, its turns and its end."""
   episode = played.rollout.episodes[row]
   summary = _summary(episode, played.step, played.split, row % played.group_size)
-  end = {'final_observation': episode.final_observation, 'final_picture': episode.final_picture}
+  end = {'final_observation': written(episode.final_observation), 'final_picture': episode.final_picture}
   return summary | (training or {}) | {'turns': turns} | end
 
 
 def _outcome(turn: Turn) -> dict[str, Any]:
   """The part of a turn's record that is common to all speakers: the board, and the outcome of the actions."""
   return {
-    'observation': turn.observation,
+    'observation': written(turn.observation),
     'picture': turn.picture,
     'actions': list(turn.actions),
     'valid': turn.valid,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.segments import written
 
 
 def transcript(episode: Episode) -> str:
@@ -12,10 +13,10 @@ def transcript(episode: Episode) -> str:
   ending = episode.status.name.lower().replace('_', ' ') + (f' ({episode.error})' if episode.error else '')
   lines = [f'**{episode.tag}**, level {episode.level_seed}: {ending}']
   for i, turn in enumerate(episode.turns):
-    lines += [f'turn {i + 1}', _code(turn.observation), _code(turn.reply)]
+    lines += [f'turn {i + 1}', _code(written(turn.observation)), _code(turn.reply)]
     executed = ' || '.join(turn.actions) or 'none'
     lines.append(f'carried out: {executed}; reward {turn.reward:g}, penalty {turn.penalty:g}')
-  return '\n\n'.join([*lines, 'end', _code(episode.final_observation)])
+  return '\n\n'.join([*lines, 'end', _code(written(episode.final_observation))])
 
 
 def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:

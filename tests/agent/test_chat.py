@@ -65,6 +65,16 @@ def test_the_bytes_of_tokens_are_those_of_the_text(qwen_tokenizer_dir, tiny):
     assert tokenizer.token_bytes(tokenizer.size + 10**6) == b''
 
 
+def test_the_tokens_up_to_a_tag_are_the_fewest_whose_text_has_it(qwen_tokenizer_dir, tiny):
+  text = 'è<think><observation>日本 </observation><reasoning></reasoning></think> </observation>🙂'
+  for tokenizer in (ChatTokenizer(qwen_tokenizer_dir), tiny):
+    ids = tokenizer.encode(text)
+    for tag in ('<observation>', '</observation>', '</reasoning>', '</think>'):
+      fewest = next(n for n in range(1, len(ids) + 1) if tag in tokenizer.decode(ids[:n]))
+      assert tokenizer.count_until(ids, tag) == fewest
+    assert tokenizer.count_until(ids, '</prediction>') == tokenizer.count_until((), 'a') == 0
+
+
 def test_added_tokens_are_listed_with_their_ids(qwen_tokenizer_dir, tiny):
   for tokenizer in (ChatTokenizer(qwen_tokenizer_dir), tiny):
     assert set(tokenizer.specials) < set(tokenizer.added)

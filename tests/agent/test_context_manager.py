@@ -8,14 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Turn
+from ragen_jax.agent.world_model.descriptions import claim_rules
+from ragen_jax.agent.world_model.formats import FORMATS, describe_form, innermost_tags, opening_tags, write_reply
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import UserError
+from tests.support.configs import small_config
 from tests.support.speakers import context_settings, limits
+
+each_form = pytest.mark.parametrize('form', FORMATS)
 
 
 def _context(tokenizer, specs, **changes) -> ContextManager:
@@ -29,12 +35,12 @@ def _turn(observation, actions_left, reward=0.0, *, names=('Up',), reply='', ids
   )
 
 
-def _check_segments(tokenizer, specs, think):
+def _check_segments(tokenizer, specs, form):
   """Conversations as the agent builds them, segment by segment, against the tokenizer on the whole text at once."""
-  context = _context(tokenizer, specs, think=think)
+  context = _context(tokenizer, specs, format=form)
   board = 'P_O_\n____\n_O__\n___G'
-  replies = [' first this', ' then that']
-  answers = ['<answer>Left || Up</answer>', '<answer>no such thing</answer>']
+  texts_of = [dict.fromkeys(innermost_tags(form), text) for text in (' first this', ' then that')]
+  answers = [{'answer': 'Left || Up'}, {'answer': 'no such thing'}]
   texts, ids, past = '', (), []
   for turn in range(3):
     segment = context.next_prompt(0, past, board, 10 - turn).ids
@@ -42,7 +48,7 @@ def _check_segments(tokenizer, specs, think):
     ids += segment
     texts += tokenizer.decode(segment)
     if turn < 2:
-      reply = (f'{replies[turn]}</think>' if think else '') + answers[turn].removeprefix('' if think else '<answer>')
+      reply = write_reply(form, texts_of[turn] | answers[turn]).removeprefix(context.reply_prefix)
       # What the policy would have sampled, had it written this text the tokenizer's way, and then stopped.
       whole = tokenizer.encode(context.reply_prefix + reply)
       assert whole[: len(tokenizer.encode(context.reply_prefix))] == tokenizer.encode(context.reply_prefix)
@@ -51,14 +57,14 @@ def _check_segments(tokenizer, specs, think):
   assert ids == tokenizer.encode(texts)
 
 
-@pytest.mark.parametrize('think', [True, False])
-def test_segments_equal_the_whole_conversation_with_the_built_in_tokenizer(tiny, specs, think):
-  _check_segments(tiny, specs, think)
+@each_form
+def test_segments_equal_the_whole_conversation_with_the_built_in_tokenizer(tiny, specs, form):
+  _check_segments(tiny, specs, form)
 
 
-@pytest.mark.parametrize('think', [True, False])
-def test_segments_equal_the_whole_conversation_with_the_qwen_tokenizer(qwen_tokenizer_dir, specs, think):
-  _check_segments(ChatTokenizer(qwen_tokenizer_dir), specs, think)
+@each_form
+def test_segments_equal_the_whole_conversation_with_the_qwen_tokenizer(qwen_tokenizer_dir, specs, form):
+  _check_segments(ChatTokenizer(qwen_tokenizer_dir), specs, form)
 
 
 def test_a_reply_without_the_stop_token_is_closed_by_the_next_prompt(tiny, specs):
@@ -68,9 +74,9 @@ def test_a_reply_without_the_stop_token_is_closed_by_the_next_prompt(tiny, specs
 
 
 @pytest.mark.parametrize('mode', ['full', 'limited_multi_turn', 'single_turn'])
-@pytest.mark.parametrize('think', [True, False])
-def test_messages_in_the_chat_format_are_the_prompt_that_a_model_is_fed(tiny, specs, mode, think):
-  context = _context(tiny, specs, context=mode, context_turns=3, think=think)
+@each_form
+def test_messages_in_the_chat_format_are_the_prompt_that_a_model_is_fed(tiny, specs, mode, form):
+  context = _context(tiny, specs, context=mode, context_turns=3, format=form)
   past, fed = [], ''
   for turn in range(5):
     prompt = context.prompt(0, past, f'board {turn}', 10 - turn, used=0, room=10_000)
@@ -119,13 +125,13 @@ def test_a_first_prompt_that_does_not_fit_is_named_with_its_tokens(tiny, specs):
     ('<think>x</think><answer>Left || Up</answer>', ('Left', 'Up'), True),
     ('<think>x</think>\n<answer> left||UP </answer>', ('Left', 'Up'), True),
     ('<think>x</think><answer>Left || Jump || Up</answer>', ('Left', 'Up'), False),
-    ('<think>x</think><answer>Left</answer> and more', ('Left',), True),
+    ('<think>x</think><answer>Left</answer> and more', ('Left',), False),
     ('<think>x</think><answer>Left', (), False),
     ('<think>x</think>Left', (), False),
     ('<answer>Left</answer>', (), False),
     ('<think>x</think><answer></answer>', (), False),
     ('<think>x</think><answer>||</answer>', (), False),
-    ('<think>a <answer>Up</answer></think><answer>Left</answer>', ('Left',), True),
+    ('<think>a <answer>Up</answer></think><answer>Left</answer>', ('Left',), False),
     ('<think>x</think><answer>' + ' || '.join(['Up'] * 9) + '</answer>', ('Up',) * 5, True),
   ],
 )
@@ -133,6 +139,51 @@ def test_parse(tiny, specs, text, names, valid):
   parsed = _context(tiny, specs).parse(0, text)
   assert (parsed.names, parsed.valid) == (names, valid)
   assert len(parsed.actions) == len(parsed.names)
+
+
+@pytest.mark.parametrize(
+  ('text', 'names', 'correct'),
+  [
+    ('<think><observation>o</observation><reasoning>r</reasoning></think><answer>Up</answer>', ('Up',), True),
+    ('<think><observation>o</observation></think><answer>Left || Up</answer>', ('Left', 'Up'), False),
+    ('so <answer>Up</answer> and more <answer>Left</answer>', ('Up',), False),
+    ('<think><answer>Up</answer></think> I say <answer>Left</answer>', ('Left',), False),
+    ('<observation>o</observation><answer>Up', (), False),
+    ('<think><observation>o</observation><reasoning>r</reasoning></think><answer>Jump</answer>', (), True),
+    ('Up', (), False),
+  ],
+)
+def test_actions_are_read_from_replies_that_are_not_of_their_form(tiny, specs, text, names, correct):
+  parsed = _context(tiny, specs, format='state_estimation').parse(0, text)
+  assert (parsed.names, parsed.sections.correct, parsed.known) == (names, correct, bool(names))
+  assert parsed.valid == (correct and bool(names))
+
+
+def test_the_request_for_descriptions_is_in_each_prompt_once_and_only_where_boards_are_described(tiny, specs):
+  for form in FORMATS:
+    context = _context(tiny, specs, format=form, context='single_turn')
+    for env, kinds in enumerate((('goal', 'hole'), ('box', 'target'))):
+      told = context.prompt(env, [_turn('a', 9)], 'b', 8, used=0, room=10_000)
+      text = tiny.decode(told.ids)
+      assert text.count(claim_rules(kinds)) == (form not in ('no_think', 'free_think'))
+      assert text.count(describe_form(form)) == 1
+      assert text.endswith(f'<|im_start|>assistant\n{opening_tags(form)}')
+
+
+def test_environments_without_scenes_have_no_rules_for_descriptions(tiny):
+  (bandit,) = build.env_specs(small_config(), ('Bandit',), (1,))
+  prompts = [tiny.decode(_context(tiny, [bandit], format=f).first_prompt(0, 'x', 1).ids) for f in FORMATS]
+  assert not any('To describe' in text for text in prompts) and len(set(prompts)) == len(FORMATS)
+
+
+@pytest.mark.parametrize(('form', 'opening'), [('no_think', '<answer>'), ('world_modeling', '<think><observation>')])
+def test_tags_before_the_first_text_are_forced(tiny, specs, form, opening):
+  assert _context(tiny, specs, format=form).reply_prefix == opening
+  assert _context(tiny, specs, format=form, force_prefix=False).reply_prefix == ''
+  context = _context(tiny, specs, format=form)
+  written = context.reply_prefix + context.format_reply(['Up'], {'reasoning': 'so', 'think': 'not asked'})
+  sections = context.parse(0, written).sections
+  assert sections.correct and sections.texts.get('reasoning', 'so') == 'so' and sections.texts['answer'] == 'Up'
 
 
 @settings(deadline=None)

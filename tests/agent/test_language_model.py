@@ -21,13 +21,12 @@ from ragen_jax.models import lora
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.presets import resolve
-from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.models import random_model, random_policy
-from tests.support.vision import write_processor
+from tests.support.seeing import FACTOR, VISION_TOKENS, checkpoint, seeing_config, seeing_policy
 
 _ADAPTERS = lora.LoraConfig(rank=2, alpha=6, targets=('q_proj', 'down_proj'))
 
@@ -47,33 +46,32 @@ def _describe(model: ActorCritic, devices: str) -> str:
   return told
 
 
-def test_the_tower_of_a_model_that_reads_images_is_not_trained(tmp_path):
-  source, directory = resolve('tiny', ''), tmp_path / 'model'
-  raw = json.loads((pathlib.Path(source) / 'config.json').read_text())
-  vision = {
-    'depth': 1, 'hidden_size': 16, 'num_heads': 2, 'intermediate_size': 24, 'out_hidden_size': 32, 'patch_size': 16,
-    'temporal_patch_size': 2, 'spatial_merge_size': 2, 'num_position_embeddings': 16, 'deepstack_visual_indexes': [],
-  }  # fmt: skip
-  text = {
-    'vocab_size': raw['vocab_size'], 'hidden_size': 32, 'intermediate_size': 24, 'num_hidden_layers': 1,
-    'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16, 'rms_norm_eps': 1e-6,
-    'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4, 'mrope_section': [3, 3, 2],
-                        'mrope_interleaved': True},
-  }  # fmt: skip
-  directory.mkdir()
-  config = {
-    'model_type': 'qwen3_vl', 'text_config': text, 'vision_config': vision, 'image_token_id': 1, 'video_token_id': 2,
-    'vision_start_token_id': 3, 'vision_end_token_id': 4, 'tie_word_embeddings': True,
-  }  # fmt: skip
-  (directory / 'config.json').write_text(json.dumps(config))
-  write_processor(directory, 'qwen3_vl')
-  cfg = read_config(str(directory))
-  save_model(str(tmp_path / 'saved'), Qwen(cfg, rngs=nnx.Rngs(0)), cfg, 'float32', tokenizer_dir=source)
-  write_processor(tmp_path / 'saved', 'qwen3_vl')
-  loaded = build.load_policy(small_config(model__preset='', model__path=str(tmp_path / 'saved')))
-  trained, frozen = lora.partition(param_state(loaded.model))
-  assert {path[:2] for path, _ in nnx.to_flat_state(frozen)} == {('policy', 'visual')}
-  assert not any('visual' in path for path, _ in nnx.to_flat_state(trained))
+@pytest.mark.parametrize('vision', ['frozen', 'trained'])
+def test_a_tower_is_trained_if_it_is_not_frozen(tmp_path, vision):
+  config = seeing_config(model__vision=vision, model__separate_critic=True)
+  loaded = seeing_policy(config, tmp_path, QWEN3_VL)
+  trained, frozen = (nnx.to_flat_state(part) for part in lora.partition(param_state(loaded.model)))
+  towers = {('policy', 'visual'), ('critic', 'visual')}
+  assert {path[:2] for path, _ in frozen} == (towers if vision == 'frozen' else set())
+  assert towers & {path[:2] for path, _ in trained} == (towers if vision == 'trained' else set())
+  assert loaded.processor.factor == FACTOR and set(loaded.encoders) == {'policy', 'critic'}
+  assert {loaded.tokenizer.decode([i]) for i in loaded.sampler.banned} == set(VISION_TOKENS)
+
+
+def test_a_model_that_reads_text_only_has_no_tower_to_train():
+  with pytest.raises(UserError, match=r"^model\.vision='trained': the model reads text only"):
+    build.load_policy(small_config(model__vision='trained'))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+  config = seeing_config()
+  directory = pathlib.Path(checkpoint(config, tmp_path, QWEN2_5_VL))
+  raw = json.loads((directory / 'config.json').read_text())
+  raw['image_token_id'] += 1
+  (directory / 'config.json').write_text(json.dumps(raw))
+  config.model.path = str(directory)
+  with pytest.raises(UserError, match=rf"config\.json has image_token_id={raw['image_token_id']}, and the tokenizer's"):
+    build.load_policy(config)
 
 
 def test_a_description_counts_the_parameters(monkeypatch):

@@ -270,7 +270,7 @@ class Unreadable(Careless):
 
 def test_a_reader_of_replies_outside_that_fails_finds_no_action():
   specs = [EnvSpec('Out', Unreadable('end'), BUDGET, 50, 1), EnvSpec('In', Leaky(), BUDGET, 50, 1)]
-  context = ContextManager(None, specs, context_settings(think=False))
+  context = ContextManager(None, specs, context_settings(format='no_think'))
   reply = context.parse(0, '<answer>a || boom || b</answer>')
   assert (reply.actions, reply.names, reply.valid) == (('a', 'b'), ('a', 'b'), False)
   assert context.parse(0, '<answer>boom</answer>').actions == ()

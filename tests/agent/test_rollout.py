@@ -39,6 +39,21 @@ def test_shares_of_a_rollout_keep_their_numbers():
   assert [e.group for e in whole.episodes] == [0, 0, 1, 1]
 
 
+def test_scores_that_estimators_compare_have_the_rewards_of_replies_and_raw_scores_do_not():
+  rollout = _rollout([3, 4, 2, 5])
+  t = rollout.trajectory
+  paid = np.zeros(t.rewards.shape, np.float32)
+  paid[1, 2], paid[1, 3], paid[2, 1] = 0.25, 0.1, 0.1
+  t = t.replace(reply_rewards=paid, episode=np.array([0, 1, 1, 3]), group=np.array([0, 0, 0, 1]))
+  rollout.trajectory = t
+  expected = [0, 1 + 0.25 + 2 * np.float32(0.1).astype(float), 1 + 0.25 + 2 * np.float32(0.1).astype(float), 3]
+  np.testing.assert_array_equal(rollout.trained_scores, np.asarray(expected, np.float32))
+  assert rollout.trained_scores.dtype == np.float32 and rollout.scores.tolist() == [0, 1, 1, 3]
+  assert take_rows(rollout, np.array([1, 2])).trained_scores.tolist() == rollout.trained_scores[1:3].tolist()
+  both = concatenate([rollout, rollout], renumber=True)
+  assert both.trained_scores.tolist() == 2 * rollout.trained_scores.tolist()
+
+
 def test_several_rollouts_are_numbered_on():
   whole = concatenate([_rollout([3, 4, 2, 2]), _rollout([6, 2])], renumber=True)
   assert whole.trajectory.group.tolist() == [0, 0, 1, 1, 2, 2]

@@ -10,17 +10,14 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build
-from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import make_sampler
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
-from ragen_jax.agent.segments import ImageSpan
 from ragen_jax.models import presets
 from ragen_jax.sampling.draw import PLAIN, Sampling
 from ragen_jax.sampling.shapes import Shapes
 from ragen_jax.training.batches import sampled_columns
 from ragen_jax.training.scoring import score_tokens
-from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.models import random_policy
@@ -329,12 +326,3 @@ def test_a_reply_without_the_stop_token_is_not_closed(tiny):
   first, _ = make_proxy(tiny, ('SimpleSokoban',), 1, 2).rollout(speaker, 70).episodes
   assert [turn.closed for turn in first.turns] == [False] * 5
   assert first.turns[0].ids == tiny.encode(_say(1)) and first.turns[0].reply == '<think>' + _say(1)
-
-
-def test_a_prompt_with_an_image_is_refused_with_its_environment(tiny, monkeypatch):
-  prompt = ContextManager.prompt
-  span = ImageSpan(None, 0, 1)
-  monkeypatch.setattr(ContextManager, 'prompt', lambda *a, **k: dataclasses.replace(prompt(*a, **k), images=(span,)))
-  speaker = SamplerSpeaker(ScriptedSampler(tiny, [['Up']] * 2), None, jax.random.key(0), PLAIN)
-  with pytest.raises(UserError, match=r'^SimpleSokoban: the policy reads no images$'):
-    make_proxy(tiny, ('SimpleSokoban',), 1, 2).rollout(speaker, 70)

@@ -12,7 +12,16 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Turn
-from ragen_jax.agent.segments import ImageSegment, TextSegment, TokenSegment, as_text, join, map_text
+from ragen_jax.agent.segments import (
+  ImageSegment,
+  TextSegment,
+  TokenSegment,
+  as_text,
+  images_of,
+  join,
+  map_text,
+  written,
+)
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
@@ -52,6 +61,20 @@ def test_text_is_mapped_and_the_rest_is_not():
   assert map_text(str.upper, 'a') == (TextSegment('A'),)
 
 
+def test_images_of_equal_pixels_are_equal_and_observations_compare_by_them():
+  image, same, other = ImageSegment(BOARD, 3), ImageSegment(BOARD.copy(), 3), ImageSegment(BOARD + 1, 3)
+  assert image == same and hash(image) == hash(same) and image != other
+  # The same bytes in another shape are another image.
+  assert image != ImageSegment(BOARD.reshape(6, 4, 3), 3) and image != ImageSegment(BOARD, 6)
+  assert {join('a', (image,)): 1} == {join('a', (same,)): 1} != {join('a', (other,)): 1}
+
+
+def test_people_read_a_mark_in_the_place_of_an_image():
+  image = ImageSegment(BOARD, 3)
+  assert written(join('Board: ', (image,), '!')) == 'Board: <image>!' and written('text') == 'text'
+  assert [x is BOARD for x in images_of(join('a', (image, image)))] == [True, True] and images_of('text') == []
+
+
 def test_only_text_has_a_form_in_text():
   assert as_text(join('a', 'b')) == 'ab' and as_text(()) == ''
   for segment in (ImageSegment(BOARD, 3), TokenSegment((5,))):
@@ -68,7 +91,7 @@ def test_text_alone_has_the_ids_of_the_text(blind):
 
 
 def test_an_image_becomes_placeholders_between_its_marks_and_its_columns_are_known(seeing):
-  first, second = ImageSegment(BOARD, 3), ImageSegment('a reference', 1)
+  first, second = ImageSegment(BOARD, 3), ImageSegment(BOARD[:2] + 1, 1)
   encoded = seeing.encode_segments(join('State:', (first, second), 'end'))
   text = seeing.decode(encoded.ids)
   image = '<|vision_start|>{}<|vision_end|>'
@@ -76,7 +99,7 @@ def test_an_image_becomes_placeholders_between_its_marks_and_its_columns_are_kno
   # The ids are those of the whole text at once.
   assert encoded.ids == seeing.encode(text)
   (pad,) = seeing.encode('<|image_pad|>')
-  assert [x.image is y.image for x, y in zip(encoded.images, (first, second), strict=True)] == [True, True]
+  assert [x.segment is y for x, y in zip(encoded.images, (first, second), strict=True)] == [True, True]
   columns = [c for span in encoded.images for c in range(span.start, span.stop)]
   assert columns == np.flatnonzero(np.asarray(encoded.ids) == pad).tolist()
   assert [span.stop - span.start for span in encoded.images] == [3, 1]
@@ -94,7 +117,7 @@ def test_prompts_carry_the_images_of_observations(seeing):
   for mode, expected in shown.items():
     context = ContextManager(seeing, specs, context_settings(context=mode))
     prompt = context.prompt(0, past, join('Board: ', (boards[2],), '<|im_end|>'), 7, used=0, room=10_000)
-    assert [int(span.image.max()) for span in prompt.images] == expected
+    assert [int(span.segment.image.max()) for span in prompt.images] == expected
     columns = [c for span in prompt.images for c in range(span.start, span.stop)]
     assert columns == np.flatnonzero(np.asarray(prompt.ids) == pad).tolist()
     # Text around an image is made safe as other text is.

@@ -37,6 +37,21 @@ def test_columns_are_those_that_were_appended_and_the_rest_is_padding():
   assert t.versions.tolist() == [[0, 0, 3, 3, 0, 3], [0] * 6] and t.policy_version.tolist() == [3, 0]
 
 
+def test_rewards_of_replies_are_on_the_tokens_where_they_are_paid_and_add_up():
+  timeline = Timeline(2, 8)
+  for row in range(2):
+    timeline.append_context(row, (1, 2), 0)
+    timeline.append_reply(row, (3, 4, 5), 0)
+  for reward, before_end in ((0.5, 0), (0.25, 2), (1.0, 0)):
+    timeline.add_reply_reward(1, reward, before_end)
+  timeline.begin_row(1)
+  timeline.append_reply(1, (3, 4), 1)
+  timeline.add_reply_reward(1, 2.0, 1)
+  t = timeline.trajectory(group=[0, 0], episode=[0, 1], env=[0, 0], status=[1, 1], policy_version=0, pad_id=9)
+  assert t.reply_rewards.tolist() == [[0] * 5, [0, 0, 0.25, 0, 1.5], [2.0, 0, 0, 0, 0]]
+  assert not t.rewards.any() and t.reply_rewards.dtype == np.float32
+
+
 def test_a_row_is_as_old_as_the_oldest_version_that_sampled_in_it():
   timeline = Timeline(2, 8)
   timeline.append_context(0, (5, 6), 0)

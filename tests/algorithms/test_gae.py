@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -48,6 +49,23 @@ def loop_bi_level(r, v, turns, gamma, lam, high_gamma, high_lam, end=0.0):
     rewards = [r[i] for i in slots]
     rewards[-1] = high[k] + v[slots[-1]]
     out += loop_gae(rewards, [v[i] for i in slots], gamma, lam)
+  return out
+
+
+def loop_bi_level_of_any_rewards(r, v, turns, gamma, lam, high_gamma, high_lam, end=0.0):
+  """Rewards inside turn k + 1 are earned on the way from the end of turn k to that of turn k + 1."""
+  order = sorted(set(turns))
+  slots = {k: [i for i, of in enumerate(turns) if of == k] for k in order}
+  advantages, following, accumulator = {}, end, 0.0
+  for k in reversed(order):
+    last = slots[k][-1]
+    accumulator = r[last] + high_gamma * following - v[last] + high_gamma * high_lam * accumulator
+    advantages[k], following = accumulator, sum(r[i] for i in slots[k][:-1]) + v[last]
+  out = []
+  for k in order:
+    rewards = [r[i] for i in slots[k]]
+    rewards[-1] = advantages[k] + v[slots[k][-1]]
+    out += loop_gae(rewards, [v[i] for i in slots[k]], gamma, lam)
   return out
 
 
@@ -178,6 +196,44 @@ def test_3_equal_to_token_gae_without_discount(batch, seed, truncated):
   bi_level, _ = bi_level_gae(b.rewards, b.values, b.loss_mask, b.turn, 1.0, 1.0, 1.0, 1.0, bootstrap)
   token, _ = gae(b.rewards, b.values, b.loss_mask, 1.0, 1.0, bootstrap)
   np.testing.assert_allclose(bi_level, token, atol=1e-5)
+
+
+def with_rewards_inside(b):
+  """The batch, with rewards on half of all sampled tokens."""
+  paid = np.where(b.rng.random(b.rewards.shape) < 0.5, b.rng.normal(size=b.rewards.shape), 0.0)
+  rewards = np.where(b.loss_mask, np.where(b.ends, b.rewards, paid), np.nan).astype(np.float32)
+  return SimpleNamespace(**vars(b) | {'rewards': rewards})
+
+
+@pytest.mark.parametrize('parameters', PARAMETERS)
+def test_rewards_inside_turns_against_a_loop(batch, parameters):
+  for seed in range(3):
+    b = with_rewards_inside(batch(seed))
+    expected = on_rows(b, lambda r, v, k, end: loop_bi_level_of_any_rewards(r, v, k, *parameters, end), b.bootstrap)
+    got, _ = bi_level_gae(b.rewards, b.values, b.loss_mask, b.turn, *parameters, b.bootstrap)
+    np.testing.assert_allclose(got, expected, atol=3e-6)
+
+
+def test_rewards_inside_turns_are_equal_to_token_gae_without_discount(batch):
+  for seed in range(10):
+    b = with_rewards_inside(batch(seed))
+    bi_level, _ = bi_level_gae(b.rewards, b.values, b.loss_mask, b.turn, 1.0, 1.0, 1.0, 1.0, b.bootstrap)
+    token, _ = gae(b.rewards, b.values, b.loss_mask, 1.0, 1.0, b.bootstrap)
+    np.testing.assert_allclose(bi_level, token, atol=1e-5)
+
+
+def test_rewards_inside_turns_do_not_depend_on_the_rows_of_an_episode():
+  """Two turns in one row, and in a row each, the second first."""
+  rng = np.random.default_rng(0)
+  one = {'rewards': rng.normal(size=(1, 8)), 'values': rng.normal(size=(1, 8))}
+  one = {name: x.astype(np.float32) for name, x in one.items()} | {'mask': np.ones((1, 8), bool)}
+  one['turn'] = np.repeat([[0, 1]], 4, axis=1).astype(np.int32)
+  two = {name: x.reshape(2, 4)[::-1] for name, x in one.items()}
+  expected, _ = bi_level_gae(**one, gamma=0.97, lam=0.9, high_level_gamma=0.8, high_level_lam=0.7)
+  got, _ = bi_level_gae(
+    **two, gamma=0.97, lam=0.9, high_level_gamma=0.8, high_level_lam=0.7, episode=np.zeros(2, np.int32)
+  )
+  np.testing.assert_allclose(np.asarray(got)[::-1].reshape(1, 8), expected, atol=1e-6)
 
 
 def test_4_not_equal_with_equal_discounts_below_one(batch):

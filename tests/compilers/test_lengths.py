@@ -106,7 +106,7 @@ class _Sampler:
     self.calls.append(Call('resize', *state, size))
     return state[0], size
 
-  def extend(self, params, state, tokens, count, begins, *, rows, all_begin):
+  def extend(self, params, state, tokens, count, begins, *, rows, all_begin, images):
     assert len(count) == (state[0] if rows is None else len(rows))
     self.calls.append(Call('extend', len(count), state[1], tokens.shape[1], all_begin))
     return state

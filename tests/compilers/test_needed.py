@@ -26,9 +26,8 @@ _CONFIGS = {
 
 
 def _config(**fields):
-  return small_config(
-    **{'length_step': 64, 'agent__max_context': 900, 'agent__max_response_tokens': 60, 'agent__decode_chunk': 16} | fields
-  )
+  sizes = {'agent__max_context': 900, 'agent__max_response_tokens': 60, 'agent__decode_chunk': 16, 'length_step': 64}
+  return small_config(**sizes | fields)
 
 
 def _trainer(config, packing, whole_rows=False, **estimate):

@@ -98,10 +98,6 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
       {'algorithm.adv_estimator': 'turn_wise_gae', 'algorithm.kl_reward_coef': 0.1},
       r"^algorithm\.kl_reward_coef=0\.1: algorithm\.adv_estimator='turn_wise_gae' reads rewards at the ends of turns",
     ),
-    (
-      {'algorithm.adv_estimator': 'bi_level_gae', 'algorithm.kl_reward_coef': 0.1},
-      r"^algorithm\.kl_reward_coef=0\.1: algorithm\.adv_estimator='bi_level_gae' reads",
-    ),
     # A critic, and one that learns.
     (
       {'algorithm.adv_estimator': 'grpo', 'algorithm.bootstrap_truncated': True},

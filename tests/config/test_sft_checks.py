@@ -57,7 +57,7 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
   ('least', 'names'),
   [
     (1, ('group_size', 'steps', 'batch_size')),
-    (0, ('first_level', 'actions_per_turn', 'learning_rate', 'value_coef', 'eval_every', 'checkpoint_every')),
+    (0, ('actions_per_turn', 'learning_rate', 'value_coef', 'eval_every', 'checkpoint_every')),
   ],
 )
 def test_numbers_that_are_too_small(least, names):

@@ -299,10 +299,10 @@ def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, capl
     config.eval[name] = value
   config.eval.endpoint_tries, config.eval.endpoint_max_tokens = 1, 7
   record_config(workdir, config.to_dict(), *free_in_training(config.to_dict()))  # training goes on
-  config.agent.think, config.envs.FrozenLake.size = False, 5
+  config.agent.format, config.envs.FrozenLake.size = 'no_think', 5
   with caplog.at_level('INFO', 'ragen_jax'):
     assert chosen_checkpoint.compare_with_run(config, str(workdir)) == ['FrozenLake']
-  assert 'different from training: agent.think was true and is false' in caplog.text
+  assert 'different from training: agent.format was "free_think" and is "no_think"' in caplog.text
   assert 'different from training: envs.FrozenLake.size was 4 and is 5' in caplog.text
 
 

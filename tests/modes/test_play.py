@@ -109,13 +109,13 @@ def _typed(config, *lines) -> list[str]:
   return keyboard.shown
 
 
-@pytest.mark.parametrize(('think', 'force_prefix'), [(True, True), (False, False)])
-def test_prompts_rewards_and_ends_are_those_of_a_rollout_with_the_same_actions(think, force_prefix):
-  config = _config(*TAGS, agent__think=think, agent__force_prefix=force_prefix)
+@pytest.mark.parametrize(('form', 'force_prefix'), [('free_think', True), ('no_think', False)])
+def test_prompts_rewards_and_ends_are_those_of_a_rollout_with_the_same_actions(form, force_prefix):
+  config = _config(*TAGS, agent__format=form, agent__force_prefix=force_prefix)
   specs = build.env_specs(config, TAGS, (1, 1, 1))
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   context = build.context_manager(config, tokenizer, specs)
-  opening = '<think></think><answer>' if think else '<answer>'
+  opening = '<think></think><answer>' if form == 'free_think' else '<answer>'
   replies = [
     [(opening + ' || '.join(names) + '</answer>').removeprefix(context.reply_prefix) for names in TURNS[tag]]
     for tag in TAGS

@@ -23,6 +23,12 @@ def test_every_role_is_of_a_field_that_exists():
   assert dict(config_fields.names()).keys() - FIELDS == set()
 
 
+def test_what_earlier_versions_did_is_what_the_defaults_do():
+  flat = flatten(CONFIG)
+  assert {name: flat[name] for name in config_fields.BEFORE} == config_fields.BEFORE
+  assert not set(config_fields.REPLACED) & set(flat)
+
+
 def test_a_field_has_one_role():
   counts = collections.Counter(name for name, _ in config_fields.names())
   assert [name for name, count in counts.items() if count > 1] == []

@@ -7,6 +7,8 @@ import pathlib
 
 import pytest
 
+from configs import default
+from ragen_jax.runs.config_fields import BEFORE
 from ragen_jax.runs.workdir import changed_fields, compare_config, record_config, workdir_lock
 from ragen_jax.utils.errors import UserError
 
@@ -56,6 +58,26 @@ def test_config_is_recorded_and_compared(tmp_path):
     'train.lr was 0.001 and is 0.0001; choose another --workdir or set these fields back'
   )
   assert sorted(path.name for path in workdir.iterdir()) == ['checkpoints', 'config.json']
+
+
+def test_a_workdir_of_an_earlier_version_goes_on_with_the_fields_that_do_the_same(tmp_path):
+  now = default.get_config().to_dict()
+  for think, form in ((True, 'free_think'), (False, 'no_think')):
+    old = default.get_config().to_dict()
+    old['agent'] |= {'think': think}
+    del old['agent']['format']
+    for name in BEFORE:
+      section, _, field = name.rpartition('.')
+      del old[section][field]
+    workdir = tmp_path / form
+    record_config(workdir, old)
+    _begin(workdir)
+    now['agent']['format'] = form
+    compare_config(workdir, now)
+    changed = changed_fields(workdir, now | {'reward': now['reward'] | {'state_reward': 1.0}})[1]
+    assert changed == {'reward.state_reward': ('0.0', '1.0')}
+    now['agent']['format'] = 'world_modeling'
+    assert changed_fields(workdir, now)[1] == {'agent.format': (f'"{form}"', '"world_modeling"')}
 
 
 def test_config_values_that_are_hard_to_compare(tmp_path):

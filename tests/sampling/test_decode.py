@@ -1,4 +1,4 @@
-"""`extend` and `decode` against full forward passes, with given embeddings and given rotary positions."""
+"""`extend` and `decode` against full forward passes, with given features of columns and given rotary positions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.models.vision.features import ImageColumns
+from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling import decode as programs
 from ragen_jax.sampling.decode import rotary_positions
 from ragen_jax.sampling.draw import PLAIN
@@ -39,10 +41,26 @@ def run(model):
 
   @functools.partial(jax.jit, static_argnames=('columns', 'sampling'))
   def decode(state, *arguments, **options):
-    added, reply = programs.decode(graphdef, params, state, *arguments, stop_ids=(STOP,), vocab_limit=VOCAB, **options)
+    added, reply = programs.decode(
+      graphdef, params, state, *arguments, stop_ids=(STOP,), vocab_limit=VOCAB, banned=(), **options
+    )
     return append(state, None, added), reply
 
   return extend, decode
+
+
+def columns(model, features, *, positions=None, shown=True) -> ImageColumns:
+  """Columns that read features [B, O, D] where `shown`, bool[B, O], with the same rotary positions in all rows."""
+  rows, width, size = features.shape
+  index = np.where(shown, np.arange(rows * width).reshape(rows, width), -1)
+  table = Features(jnp.asarray(features).reshape(-1, size), None)
+  positions = np.arange(width) if positions is None else positions
+  return ImageColumns(jnp.asarray(index), jnp.broadcast_to(jnp.asarray(positions), (rows, width)), table)
+
+
+def offsets(model, rows: int) -> ImageColumns:
+  """Columns of tokens at the positions `OFFSETS`."""
+  return columns(model, np.zeros((rows, 6, model.policy.cfg.hidden_size)), positions=OFFSETS, shown=False)
 
 
 def tokens_and_counts(rows: int = 3, width: int = 6, seed: int = 0):
@@ -60,24 +78,23 @@ def sample(decode, state, *, columns=5, seed=1, budget=100, keys=None):
   )  # fmt: skip
 
 
-def test_extending_with_embeddings_of_the_tokens_is_extending_with_the_tokens(model, run):
+def test_extending_with_features_that_are_embeddings_is_extending_with_the_tokens(model, run):
   extend, _ = run
   tokens, count = tokens_and_counts()
   empty = init_state(model.policy, 3, 16)
   with_tokens = extend(empty, tokens, count)
-  with_embeddings = extend(empty, jnp.zeros_like(tokens), count, embeddings=model.policy.embed(tokens))
-  chex.assert_trees_all_equal(with_embeddings, with_tokens)
-  offsets = jnp.broadcast_to(jnp.arange(6), tokens.shape)
-  chex.assert_trees_all_equal(extend(empty, tokens, count, rotary_offsets=offsets), with_tokens)
+  embeddings = model.policy.embed(tokens)
+  with_features = extend(empty, jnp.zeros_like(tokens), count, images=columns(model, embeddings))
+  chex.assert_trees_all_equal(with_features, with_tokens)
 
 
-def test_marked_columns_take_the_embeddings_and_the_others_the_tokens(model, run):
+def test_marked_columns_take_the_features_and_the_others_the_tokens(model, run):
   extend, _ = run
   tokens, count = tokens_and_counts()
   others, _ = tokens_and_counts(seed=1)
   marked = jnp.asarray(np.random.default_rng(2).random(tokens.shape) < 0.5)
   empty = init_state(model.policy, 3, 16)
-  mixed = extend(empty, tokens, count, embeddings=model.policy.embed(others), is_embedded=marked)
+  mixed = extend(empty, tokens, count, images=columns(model, model.policy.embed(others), shown=marked))
   chex.assert_trees_all_equal(mixed, extend(empty, jnp.where(marked, others, tokens), count))
 
 
@@ -88,9 +105,7 @@ def test_given_rotary_offsets_are_a_full_forward_pass_with_these_positions(model
   second, _ = tokens_and_counts(rows=2, width=3, seed=1)
   # Row 0 has the whole prompt and goes on at 5; row 1 ends inside of the image and goes on at 3.
   first_count, second_count = jnp.asarray([6, 4]), jnp.asarray([3, 2])
-  state = extend(
-    init_state(model.policy, 2, 32), first, first_count, rotary_offsets=jnp.broadcast_to(jnp.asarray(OFFSETS), (2, 6))
-  )
+  state = extend(init_state(model.policy, 2, 32), first, first_count, images=offsets(model, 2))
   assert state.rotary.tolist() == [5, 3] and state.count.tolist() == [6, 4]
   state = extend(state, second, second_count)
   assert state.rotary.tolist() == [8, 5] and state.draw_position.tolist() == [9, 6]
@@ -113,10 +128,10 @@ def test_given_rotary_offsets_are_a_full_forward_pass_with_these_positions(model
 def test_positions_with_several_axes_advance_by_the_largest_and_go_on_alike_on_all_axes():
   # Text, an image of 2 x 3 columns at position 1, text: axes are time, height and width.
   image = [(1, 1 + row, 1 + column) for row in range(2) for column in range(3)]
-  offsets = np.array([(0, 0, 0), *image, (4, 4, 4)])[None].repeat(3, axis=0)
+  own = np.array([(0, 0, 0), *image, (4, 4, 4)])[None].repeat(3, axis=0)
   rotary, count = jnp.asarray([10, 20, 30]), jnp.asarray([8, 7, 0])
-  positions, after = rotary_positions(rotary, count, 8, jnp.asarray(offsets))
-  np.testing.assert_array_equal(positions, offsets + np.array([10, 20, 30])[:, None, None])
+  positions, after = rotary_positions(rotary, count, 8, jnp.asarray(own))
+  np.testing.assert_array_equal(positions, own + np.array([10, 20, 30])[:, None, None])
   assert after.tolist() == [15, 24, 30]
   positions, after = rotary_positions(rotary, count, 8)
   np.testing.assert_array_equal(positions, np.array([[10], [20], [30]]) + np.arange(8))
@@ -138,7 +153,7 @@ def test_a_row_without_new_columns_stays_as_it_is(model, run):
   extend, _ = run
   tokens, _ = tokens_and_counts()
   state = extend(init_state(model.policy, 3, 32), tokens, jnp.asarray([2, 3, 1]))
-  after = extend(state, tokens, jnp.asarray([0, 4, 0]), rotary_offsets=jnp.broadcast_to(jnp.asarray(OFFSETS), (3, 6)))
+  after = extend(state, tokens, jnp.asarray([0, 4, 0]), images=offsets(model, 3))
   for name in ('count', 'draw_position', 'rotary', 'hidden'):
     np.testing.assert_array_equal(getattr(after, name)[::2], getattr(state, name)[::2], err_msg=name)
   assert after.count.tolist() == [2, 7, 1]

@@ -415,7 +415,7 @@ def test_the_trainer_estimates_from_such_a_rollout(credit):
       mask_loss=True, mask_advantages=True, bootstrap_truncated=False, kl_reward_coef=0.0, kl_kind='k1',
       old_logprobs='sampler', tis_cap=0.0, advantages=advantage_settings('turn_wise_gae', whiten_advantages=False),
       reward=RewardSettings(**REWARD | {'credit': credit}), batching=BatchingSettings(4, 8, False, None),
-      needs_critic=True, records_values=True,
+      needs_critic=True, records_values=True, banned=(),
     ),
     scorer=None,
   )  # fmt: skip

@@ -27,7 +27,7 @@ from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from tests.support.configs import small_config
 
-_SCORING = {'temperature': 1.0, 'vocab_limit': 0, 'logits_chunk': 0, 'remat': 'none'}
+_SCORING = {'temperature': 1.0, 'vocab_limit': 0, 'banned': (), 'logits_chunk': 0, 'remat': 'none'}
 _LOSS = {
   'ratio_level': 'token', 'clip_ratio_low': 0.2, 'clip_ratio_high': 0.28, 'clip_ratio_c': 3.0, 'pg_coef': 1.0,
   'kl_loss_coef': 0.0, 'kl_kind': 'k3', 'value_clip': 0.5, 'value_coef': 0.5, 'entropy_coef': 0.001,

@@ -40,7 +40,7 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageMo
   specs = build.env_specs(config, tags, (1,) * len(tags))
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
-  pieces = prompt_pieces(specs, think=config.agent.think, action_sep=config.agent.action_sep)
+  pieces = prompt_pieces(specs, form=config.agent.format, action_sep=config.agent.action_sep)
   tiny_tokenizer.save(tiny_tokenizer.build(pieces), str(files))
   model = random_model(ChatTokenizer(files).size, seed=seed)
   directory = directory / 'model'

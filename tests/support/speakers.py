@@ -12,6 +12,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits, TextReply
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.sampler import Reply
@@ -39,13 +40,16 @@ def limits(**changes) -> Limits:
     schedule='lockstep',
     decode_chunk=64,
     rows_in_flight=0,
+    replies=ReplyRewardSettings(format_reward=0.0, state_reward=0.0, state_floor=0.5, state_place='turn'),
   )
   return Limits(**fields | changes)
 
 
 def context_settings(**changes) -> ContextSettings:
   """The settings of the default config, with changes."""
-  fields = dict(think=True, force_prefix=True, action_sep='||', context='full', context_turns=5, overlong='end')
+  fields = dict(
+    format='free_think', force_prefix=True, action_sep='||', context='full', context_turns=5, overlong='end'
+  )
   return ContextSettings(**fields | changes)
 
 
@@ -90,8 +94,8 @@ class ScriptedSampler:
     del size
     return state
 
-  def extend(self, params, state, tokens, count, begins, *, rows, all_begin):
-    del params, tokens, count, begins, rows, all_begin
+  def extend(self, params, state, tokens, count, begins, *, rows, all_begin, images):
+    del params, tokens, count, begins, rows, all_begin, images
     return state
 
   def decode(self, params, state, keys, budget, *, columns, sampling, rows, enough):

@@ -67,7 +67,7 @@ def test_a_micro_batch_has_its_rows_and_empty_ones():
   for empty in (part.trained[3], part.mask[3], part.weights[3], part.weights[:, 3:]):
     assert not empty.any()
   assert (part.columns[3] == 1).all() and (part.turn[3] == -1).all()
-  for name in [f.name for f in dataclasses.fields(MiniBatch) if f.name not in ('importance', 'segments')]:
+  for name in [f.name for f in dataclasses.fields(MiniBatch) if f.name not in ('importance', 'segments', 'images')]:
     assert getattr(part, name).dtype == getattr(batch, name).dtype, name
 
 

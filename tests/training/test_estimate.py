@@ -211,3 +211,49 @@ def test_discounts_and_masks_of_the_config_reach_their_places(policy, played):
         following = value
         expected.append(advantage)
       np.testing.assert_allclose(batch.advantages[row][through], expected[::-1], atol=1e-4)
+
+
+def _with_reply_rewards(rollout):
+  """The rollout with rewards of replies on a third of all sampled tokens."""
+  t, rng = rollout.trajectory, np.random.default_rng(0)
+  paid = np.where(t.loss_mask & (rng.random(t.loss_mask.shape) < 0.3), rng.random(t.loss_mask.shape), 0)
+  return dataclasses.replace(rollout, trajectory=t.replace(reply_rewards=paid.astype(np.float32)))
+
+
+def test_rewards_of_replies_reach_scores_that_are_compared_and_neither_filter_nor_raw_scores(policy, played):
+  rollout, paid = played[0], _with_reply_rewards(played[0])
+  trainer, state = learning.make_trainer(
+    policy, algorithm__adv_estimator='arpo', filter__strategy='top_k', filter__value=0.5,
+    filter__include_zero=True,
+  )  # fmt: skip
+  selection = trainer.select(paid)
+  np.testing.assert_array_equal(selection.keep, trainer.select(rollout).keep)
+  batch, _ = trainer.estimate(state, selection)
+  total = rollout.scores.astype(np.float64) + paid.trajectory.reply_rewards.sum(axis=1, dtype=np.float64)
+  expected = np.where(batch.mask, total[:, None], 0) * selection.scale[:, None]
+  np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
+  np.testing.assert_array_equal(paid.scores, rollout.scores)
+  assert 0 < selection.keep.sum() < len(selection.keep) and paid.trajectory.reply_rewards.sum() > 1
+
+
+@pytest.mark.parametrize('credit', ['turn', 'trajectory'])
+def test_rewards_of_replies_stay_on_their_tokens_with_turn_credit_only(policy, played, credit):
+  paid = _with_reply_rewards(played[0])
+  t = paid.trajectory
+  trainer, state = learning.make_trainer(
+    policy, algorithm__gamma=0.9, algorithm__lam=0.5, algorithm__whiten_advantages=False, reward__credit=credit
+  )
+  batch, metrics = trainer.estimate(state, trainer.select(paid))
+  for row in range(3):
+    own = t.loss_mask[row]
+    rewards = (t.rewards[row] + t.reply_rewards[row])[own].astype(float)
+    if credit == 'trajectory':
+      rewards = np.append(np.zeros(len(rewards) - 1), paid.scores[row] + t.reply_rewards[row].sum())
+    following = advantage = 0.0
+    expected = []
+    for reward, value in zip(rewards[::-1], t.values[row][own][::-1], strict=True):
+      advantage = reward + 0.9 * following - value + 0.9 * 0.5 * advantage
+      following = value
+      expected.append(advantage)
+    np.testing.assert_allclose(batch.advantages[row][batch.mask[row]], expected[::-1], atol=1e-4)
+  assert metrics['critic/rewards/mean'] == pytest.approx(paid.trained_scores.mean(), rel=1e-4)

@@ -1,4 +1,4 @@
-"""Scores of sampled tokens: of embeddings that are given, and of both forms of the critic."""
+"""Scores of sampled tokens: of columns that read features, and of both forms of the critic."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision.tower import Features
+from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, ImageInputs
 from ragen_jax.training.scoring import Scorer, score_tokens, value_tokens
 from tests.support import learning
 from tests.support.models import random_model
@@ -30,10 +32,22 @@ def _batch():
   return learning.mini_batch(loss_mask, _VOCAB)
 
 
+def _as_images(module: ActorCritic, tokens, change=lambda x: x) -> ImageInputs:
+  """All columns read features, which are the embeddings of their tokens."""
+  trunks = {POLICY: module.policy, CRITIC: module.critic}
+  tables = {
+    name: Features(change(trunk.embed(tokens)).reshape(tokens.size, -1), None)
+    for name, trunk in trunks.items()
+    if trunk is not None
+  }
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  return ImageInputs(jnp.arange(tokens.size).reshape(tokens.shape), positions, FrozenFeatures(tables))
+
+
 @pytest.mark.parametrize('separate', [False, True])
 @pytest.mark.parametrize('remat', ['none', 'elementwise', 'layers'])
-def test_embeddings_of_the_tokens_give_their_scores_and_gradients(separate, remat):
-  """What `trunk.embed` makes may be made outside: the same numbers, and the same gradients, the embedding's too."""
+def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_tokens(separate, remat):
+  """Each trunk reads its own table: the same numbers, and the same gradients, the embedding's too."""
   model = _separate() if separate else random_model(_VOCAB)
   graphdef, params = nnx.split(model)
   batch, settings = _batch(), learning.scoring(temperature=1.3, remat=remat)
@@ -41,15 +55,10 @@ def test_embeddings_of_the_tokens_give_their_scores_and_gradients(separate, rema
 
   def total(params, given):
     module = nnx.merge(graphdef, params)
-    inputs, own = {}, {}
-    if given:
-      inputs = {'embeddings': module.policy.embed(batch.tokens)}
-      own = inputs
-      if separate:
-        own = {'embeddings': module.critic.embed(batch.tokens)}
-        inputs['critic_embeddings'] = own['embeddings']
-    scores = score_tokens(module, batch.tokens, batch.columns, settings, **inputs)
-    values = value_tokens(module, batch.tokens, batch.columns, settings, **own)
+    images = _as_images(module, batch.tokens) if given else None
+    tokens = batch.tokens
+    scores = score_tokens(module, tokens, batch.columns, settings, images=images)
+    values = value_tokens(module, tokens, batch.columns, settings, images=images)
     return sum(jnp.sum(w * x) for w, x in zip(weights, scores, strict=True)) + jnp.sum(values**2), (scores, values)
 
   program = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
@@ -60,12 +69,12 @@ def test_embeddings_of_the_tokens_give_their_scores_and_gradients(separate, rema
   assert np.abs(own['policy']['embed_tokens'][...]).max() > 0
 
 
-def test_other_embeddings_give_other_scores():
+def test_other_features_give_other_scores():
   """Columns that are no tokens: what stands in a column before a token changes it, and what comes behind does not."""
   model, batch, settings = random_model(_VOCAB), _batch(), learning.scoring()
   plain = score_tokens(model, batch.tokens, batch.columns, settings)[0]
-  embeddings = model.policy.embed(batch.tokens).at[:, 5].add(1.0)
-  changed = score_tokens(model, batch.tokens, batch.columns, settings, embeddings=embeddings)[0]
+  images = _as_images(model, batch.tokens, lambda x: x.at[:, 5].add(1.0))
+  changed = score_tokens(model, batch.tokens, batch.columns, settings, images=images)[0]
   differs = np.asarray(plain != changed) & batch.mask
   before = batch.columns <= 5
   assert differs[~before & batch.mask].all() and not differs[before].any()

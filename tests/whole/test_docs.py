@@ -20,6 +20,7 @@ from ragen_jax import build, train
 from ragen_jax.agent import finite, pools
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Limits
+from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.config import checks, command_line
 from ragen_jax.distributed import processes, sharding
 from ragen_jax.models import presets
@@ -229,7 +230,7 @@ def _too_long_a_prompt() -> str:
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   specs = build.env_specs(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
-  limits = Limits(1, 32, 128, -0.1, 64, False, 'lockstep', 32, 0)
+  limits = Limits(1, 32, 128, -0.1, 64, False, 'lockstep', 32, 0, ReplyRewardSettings(0.0, 0.0, 0.5, 'turn'))
   return _error(context.check_first_prompt, 0, 'Target: 24\nNumbers: 1, 2, 3', 1, limits)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import email.message
 import importlib.metadata
+import importlib.util
 import re
 import sys
 
@@ -67,3 +69,59 @@ def test_extras_are_files_of_their_own(file):
 @pytest.mark.parametrize('file', ['requirements-endpoint.txt', 'requirements-serve.txt'])
 def test_the_tests_install_what_the_extras_need(file):
   assert set(_requirements(file).values()) <= set(_requirements('requirements-dev.txt').values())
+
+
+def _lock_page():
+  spec = importlib.util.spec_from_file_location('make_licences', ROOT / 'docs' / 'make_licences.py')
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_the_lock_meets_the_requirements_and_names_the_licences():
+  """That the files have these hashes and licences is checked in CI, in an environment made from the lock."""
+  tool = _lock_page()
+  lock = tool.read_lock(tool.LOCK.read_text())
+  assert tool.problems(lock, tool.read_ranges()) == []
+  listed = set(re.findall(r'^\| ([a-z0-9-]+) \|', tool.PAGE.read_text(), flags=re.MULTILINE))
+  assert {x.name for x in lock} == listed
+
+
+def test_a_lock_that_does_not_fit_is_refused():
+  tool = _lock_page()
+  digest = 'a' * 64
+  lock = tool.read_lock(
+    f'# a comment\njax==0.4.0 ; python_version < "3.12" \\\n  --hash=sha256:{digest}\nflax==0.12.8\n'
+  )
+  assert [(x.name, x.version, x.hashes) for x in lock] == [('jax', '0.4.0', 1), ('flax', '0.12.8', 0)]
+  ranges = [tool.Requirement(x) for x in ('jax>=0.10.2', 'flax>=0.12.8', 'chex>=0.1')]
+  assert tool.problems(lock, ranges) == [
+    'flax==0.12.8 has no hash',
+    'jax==0.4.0 is not in jax>=0.10.2',
+    'chex is not locked',
+  ]
+  with pytest.raises(ValueError, match='one version'):
+    tool.read_lock('jax>=0.10.2\n')
+
+
+@pytest.mark.parametrize(
+  ('stated', 'licence'),
+  [
+    ({'License-Expression': 'MIT AND Zlib'}, 'MIT AND Zlib'),
+    ({'License': 'Apache 2.0 License\nand the text of it'}, 'Apache-2.0'),
+    ({'Classifier': 'License :: OSI Approved :: BSD License'}, 'BSD-3-Clause'),
+    ({'License-Expression': 'AGPL-3.0-only'}, None),
+    ({}, None),
+  ],
+)
+def test_licences_are_read_and_unknown_ones_refused(monkeypatch, stated, licence):
+  tool, message = _lock_page(), email.message.Message()
+  for field, value in stated.items():
+    message[field] = value
+  monkeypatch.setattr(tool.importlib.metadata, 'metadata', lambda _: message)
+  if licence is None:
+    with pytest.raises(ValueError, match='thing: its licence is'):
+      tool.licence_of('thing')
+  else:
+    assert tool.licence_of('thing') == licence

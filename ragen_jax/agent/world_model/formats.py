@@ -1,4 +1,4 @@
-"""The five forms of replies of a visual agent (VAGEN, arXiv 2510.16907, section 3): their tags, request and reader.
+"""The five forms of replies (VAGEN, arXiv 2510.16907, section 3): their tags, request and reader.
 
 A reply is of a form if it has exactly the tags of the form, each once and in order, and nothing but blanks outside the
 innermost tags. Reading takes one pass over the text and never raises.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
-
-from ragen_jax.agent.world_model.descriptions import claim_rules
+from collections.abc import Mapping
 
 # The form's name -> what is between <think> tags: the sections in their order, () for the thought itself, None for no
 # thought.
@@ -32,6 +30,8 @@ _CONTENTS = {
   'answer': 'your actions',
 }
 _TAG = re.compile(rf'<(/?)({"|".join(_CONTENTS)})>')
+_WITH_THOUGHT = re.compile(r'\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>', re.DOTALL)
+_ANSWER_ONLY = re.compile(r'\s*<answer>(.*?)</answer>', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,21 @@ class Sections:
 
   correct: bool
   texts: dict[str, str]
+
+
+def has_thought(form: str) -> bool:
+  """Whether a form has text between <think> tags."""
+  return FORMATS[form] is not None
+
+
+def described_sections(form: str) -> tuple[str, ...]:
+  """The sections of a form that describe a board: of `OBSERVATION` and `PREDICTION` those that it has."""
+  return tuple(name for name in (OBSERVATION, PREDICTION) if name in innermost_tags(form))
+
+
+def opening_tags(form: str) -> str:
+  """The tags before the first text of a reply."""
+  return f'<think><{innermost_tags(form)[0]}>' if FORMATS[form] else f'<{innermost_tags(form)[0]}>'
 
 
 def innermost_tags(form: str) -> tuple[str, ...]:
@@ -82,7 +97,24 @@ def read_sections(reply: str, form: str) -> Sections:
   return Sections(True, texts)
 
 
-def write_reply(form: str, texts: dict[str, str]) -> str:
+def read_answer(reply: str, form: str) -> str | None:
+  """The text of a reply's answer, also if the reply is not of its form; None if no answer can be read.
+
+  Without sections, the reply must begin in its form. With sections, the first answer behind the thought counts.
+
+  Args:
+    reply: any text.
+    form: a key of `FORMATS`.
+  """
+  if not FORMATS[form]:
+    match = (_ANSWER_ONLY if FORMATS[form] is None else _WITH_THOUGHT).match(reply)
+    return None if match is None else match.group(match.lastindex)
+  _, opened, rest = reply.rpartition('</think>')[2].partition('<answer>')
+  answer, closed, _ = rest.partition('</answer>')
+  return answer if opened and closed else None
+
+
+def write_reply(form: str, texts: Mapping[str, str]) -> str:
   """A reply of a form, the inverse of `read_sections`.
 
   Args:
@@ -94,13 +126,6 @@ def write_reply(form: str, texts: dict[str, str]) -> str:
   return (f'<think>{thought}</think>' if FORMATS[form] else thought) + written[-1]
 
 
-def describe_form(form: str, kinds: Sequence[str]) -> str:
-  """The request for a form in a prompt.
-
-  Args:
-    form: a key of `FORMATS`.
-    kinds: kinds of things that the game has, see `Scene`.
-  """
-  asked = f'Answer as {write_reply(form, _CONTENTS)} and nothing else.'
-  describes = {OBSERVATION, PREDICTION} & set(innermost_tags(form))
-  return f'{asked} {claim_rules(kinds)}' if describes else asked
+def describe_form(form: str) -> str:
+  """The request for a form in a prompt, without a full stop; `claim_rules` is that for the descriptions in it."""
+  return f'Answer as {write_reply(form, _CONTENTS)} and nothing else'

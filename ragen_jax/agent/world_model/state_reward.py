@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -20,60 +22,74 @@ from ragen_jax.agent.world_model.descriptions import read_claims, true_relations
 from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION, Sections
 from ragen_jax.envs.scenes import Scene
 
+# Where the reward of a section is paid.
+PLACES = ('turn', 'section')
 # Weights of the kinds; those that are present are divided by their sum.
 WEIGHTS = {'box': 0.5, 'target': 0.5, 'goal': 0.7, 'hole': 0.3}
 
 
 @dataclasses.dataclass(frozen=True)
-class StateRewardSettings:
-  """The rewards of a turn besides the environment's.
+class ReplyRewardSettings:
+  """The rewards of replies, besides those of their actions. Fields are those of `config.reward`.
 
   Attributes:
-    format_reward: reward of a reply of the right form with valid actions.
-    section_reward: reward of a described section with the score 1.
-    floor: score of a section that is worth nothing, from 0 to below 1, see `above_floor`.
+    format_reward: reward of a reply of its form with valid actions.
+    state_reward: reward of a described section with the score 1.
+    state_floor: score of a section that is worth nothing, from 0 to below 1, see `above_floor`.
+    state_place: where the reward of a section is paid, one of `PLACES`: on the last token of the turn, or on the token
+      that completes the section's closing tag.
   """
 
   format_reward: float
-  section_reward: float
-  floor: float
+  state_reward: float
+  state_floor: float
+  state_place: str
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnReward:
-  """The rewards of a turn besides the environment's.
+class ReplyReward:
+  """The rewards of a reply, besides those of its actions.
 
   Attributes:
     format_reward: for the form of the reply.
-    scores: described section -> score, 0 to 1, before the floor is subtracted. Without the format reward it is empty.
+    scores: described section -> score, 0 to 1, before the floor is subtracted; empty without the form or valid actions.
     rewards: described section -> reward.
   """
 
   format_reward: float
-  scores: dict[str, float]
-  rewards: dict[str, float]
+  scores: Mapping[str, float]
+  rewards: Mapping[str, float]
+
+  @property
+  def state_reward(self) -> float:
+    """Sum of the rewards of the sections."""
+    return math.fsum(self.rewards.values())
+
+
+NO_REWARD = ReplyReward(0.0, {}, {})
 
 
 def score_turn(
-  sections: Sections, actions_valid: bool, before: Scene, after: Scene, settings: StateRewardSettings
-) -> TurnReward:
-  """The rewards of a turn: its observation is compared with the state before it, its prediction with the state after.
+  sections: Sections, actions_valid: bool, before: Scene | None, after: Scene | None, settings: ReplyRewardSettings
+) -> ReplyReward:
+  """The rewards of a reply: its observation is compared with the state before it, its prediction with the state after.
 
   Args:
     sections: the reply.
     actions_valid: whether the reply has at least one action and all its actions exist.
-    before: the state that the reply answers.
-    after: the state after all actions of the turn.
+    before: the state that the reply answers; None for a game without scenes.
+    after: the state after all actions of the turn; None for a game without scenes.
     settings: the sizes of the rewards.
   """
   if not (sections.correct and actions_valid):
-    return TurnReward(0.0, {}, {})
-  scenes = {OBSERVATION: before, PREDICTION: after}
+    return NO_REWARD
   scores = {
-    name: score_description(sections.texts[name], scene) for name, scene in scenes.items() if name in sections.texts
+    name: score_description(sections.texts[name], scene)
+    for name, scene in ((OBSERVATION, before), (PREDICTION, after))
+    if scene is not None and name in sections.texts
   }
-  rewards = {name: settings.section_reward * above_floor(score, settings.floor) for name, score in scores.items()}
-  return TurnReward(settings.format_reward, scores, rewards)
+  rewards = {name: settings.state_reward * above_floor(score, settings.state_floor) for name, score in scores.items()}
+  return ReplyReward(settings.format_reward, scores, rewards)
 
 
 def above_floor(score: float, floor: float) -> float:

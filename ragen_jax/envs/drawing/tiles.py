@@ -16,6 +16,9 @@ from ragen_jax.envs.options import is_integer
 
 Colour = tuple[int, int, int]
 
+# The place of an image in a text.
+IMAGE_MARK = '<image>'
+
 MIN_TILE, MAX_TILE = 8, 64
 # The side of a tile of `Environment.render_rgb`, in pixels.
 PICTURE_TILE = 16

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK
 from ragen_jax.envs.options import check_integer, is_integer
 from ragen_jax.utils.errors import describe_error, one_line
 from ragen_jax.utils.threads import Fault
 
-MARK = '<image>'
 MOST_IMAGES = 16
 LARGEST_SIDE = 4096
 _PNG_MODES = ('1', 'L', 'LA', 'P', 'RGB', 'RGBA')
@@ -48,7 +48,7 @@ class ImageObservation:
   """A checked observation. Two are equal if their texts and all their pixels are.
 
   Attributes:
-    text: with one `MARK` for each image, in order.
+    text: with one `IMAGE_MARK` for each image, in order.
     images: u8[height, width, 3] each.
   """
 
@@ -103,11 +103,11 @@ def read_image_observation(raw: Any, form: ImageForm) -> ImageObservation | Faul
     if fault is not None:
       return fault
   text = str.encode(raw['text'], 'utf-8', 'replace').decode('utf-8')
-  marks = text.count(MARK)
+  marks = text.count(IMAGE_MARK)
   if marks not in (0, form.count):
-    return Fault(f'observation has {marks} marks {MARK}, must have {form.count} or none')
+    return Fault(f'observation has {marks} marks {IMAGE_MARK}, must have {form.count} or none')
   if not marks:
-    text = MARK * form.count + ('\n' + text if text else '')
+    text = IMAGE_MARK * form.count + ('\n' + text if text else '')
   return ImageObservation(text, tuple(np.array(image) for image in images))
 
 

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
+from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features
+
+# Logarithm of the fewest rows of a table on the device, to base 4.
+_LEAST_ROWS = 3
+
+
+@struct.dataclass
+class ImageColumns:
+  """What the columns of rows read of images.
+
+  Attributes:
+    index: i32[B, T], the row of the table that each column reads, see `positions.feature_columns`; -1 in text columns.
+    positions: i32[B, T, 3], rotary positions, or in the sampler their distances from the row's next position.
+    features: a `table`.
+  """
+
+  index: jax.Array
+  positions: jax.Array
+  features: Features
 
 
 def table(parts: Sequence[Features]) -> Features:
@@ -23,6 +45,42 @@ def table(parts: Sequence[Features]) -> Features:
     return Features(embeddings, None)
   stacked = [jnp.moveaxis(part.deepstack, 1, 0) for part in parts]  # [n, I, tokens, D]
   return Features(embeddings, jnp.concatenate([x.reshape(len(x), -1, width) for x in stacked], axis=1))
+
+
+def table_rows(tokens: int) -> int:
+  """Rows of a table on the device for so many tokens: a power of four, so that few programs are compiled."""
+  return 4 ** max(-(-(max(tokens, 1) - 1).bit_length() // 2), _LEAST_ROWS)
+
+
+def stacked(parts: Sequence[Features], rows: int, like: Features) -> Features:
+  """A `table` of `rows` rows on the host, from the features of single images.
+
+  Args:
+    parts: embeddings [tokens, D] and, with DeepStack, [n, tokens, D] of each image.
+    rows: M, at least the tokens of all images; the rest is zero.
+    like: the features of any image, whose type and width the table has.
+  """
+
+  def fill(axis, own, x):
+    into = np.zeros((*x.shape[:axis], rows, x.shape[-1]), x.dtype)
+    if own:
+      used = np.concatenate(own, axis=axis)
+      into[..., : used.shape[axis], :] = used
+    return into
+
+  deepstack = None
+  if like.deepstack is not None:
+    deepstack = fill(1, [part.deepstack for part in parts], like.deepstack)
+  return Features(fill(0, [part.embeddings for part in parts], like.embeddings), deepstack)
+
+
+def abstract_features(cfg: VisionConfig, rows: int, dtype: Any, sharding: Any) -> Features:
+  """Shape and type of a `table` of `rows` rows."""
+  shape = (rows, cfg.out_hidden_size)
+  stacked = None
+  if cfg.deepstack_blocks:
+    stacked = jax.ShapeDtypeStruct((len(cfg.deepstack_blocks), *shape), dtype, sharding=sharding)
+  return Features(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), stacked)
 
 
 def insert(x: jax.Array, features: Features, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -12,7 +12,11 @@ from ragen_jax.agent.world_model.formats import (
   FORMATS,
   Sections,
   describe_form,
+  described_sections,
+  has_thought,
   innermost_tags,
+  opening_tags,
+  read_answer,
   read_sections,
   write_reply,
 )
@@ -88,8 +92,18 @@ def test_long_texts_are_read_in_one_pass(form, piece):
 
 
 @each
-def test_requests_show_the_form_and_the_words_of_descriptions(form):
-  text = describe_form(form, ('box', 'target'))
-  example = text.removeprefix('Answer as ').split(' and nothing else')[0]
+def test_requests_show_the_form(form):
+  example = describe_form(form).removeprefix('Answer as ').removesuffix(' and nothing else')
   assert read_sections(example, form).correct
-  assert ('in the same row' in text) == (form not in ('no_think', 'free_think'))
+  assert example.startswith(opening_tags(form)) and has_thought(form) == example.startswith('<think>')
+  assert described_sections(form) == tuple(x for x in ('observation', 'prediction') if f'<{x}>' in example)
+
+
+@each
+def test_answers_are_read_without_the_form_where_it_has_sections(form):
+  sections = form not in ('no_think', 'free_think')
+  assert read_answer(RIGHT[form], form) == 'Up' and read_answer(RIGHT[form][:-1], form) is None
+  assert read_answer(RIGHT[form] + ' and more', form) == 'Up'
+  assert read_answer('well: ' + RIGHT[form], form) == ('Up' if sections else None)
+  assert read_answer(RIGHT['no_think'], form) == (None if form == 'free_think' else 'Up')
+  assert read_answer('<think><answer>a</answer></think>b<answer>c</answer>', form) == ('c' if sections else None)

@@ -9,8 +9,9 @@ from scipy.optimize import linear_sum_assignment
 from ragen_jax.agent.world_model.descriptions import describe, write_claim
 from ragen_jax.agent.world_model.formats import FORMATS, read_sections, write_reply
 from ragen_jax.agent.world_model.state_reward import (
-  StateRewardSettings,
-  TurnReward,
+  NO_REWARD,
+  ReplyReward,
+  ReplyRewardSettings,
   above_floor,
   f1,
   score_description,
@@ -18,7 +19,7 @@ from ragen_jax.agent.world_model.state_reward import (
 )
 from ragen_jax.envs.scenes import Scene
 
-SETTINGS = StateRewardSettings(format_reward=0.5, section_reward=0.25, floor=0.4)
+SETTINGS = ReplyRewardSettings(format_reward=0.5, state_reward=0.25, state_floor=0.4, state_place='turn')
 SCENE = Scene((2, 2), {'box': ((1, 2), (1, 1)), 'target': ((2, 4),)})
 LAKE = Scene((0, 0), {'goal': ((3, 3),), 'hole': ((0, 2), (1, 0))})
 
@@ -103,7 +104,7 @@ def test_observations_are_compared_with_the_state_before_and_predictions_with_th
   described = {name for name in ('observation', 'prediction') if name in sections.texts}
   assert len(described) == {'no_think': 0, 'free_think': 0, 'world_modeling': 2}.get(form, 1)
   right = score_turn(sections, True, SCENE, after, SETTINGS)
-  assert right == TurnReward(0.5, dict.fromkeys(described, 1.0), dict.fromkeys(described, 0.25))
+  assert right == ReplyReward(0.5, dict.fromkeys(described, 1.0), dict.fromkeys(described, 0.25))
   swapped = score_turn(sections, True, after, SCENE, SETTINGS)
   assert all(0 < score < 1 for score in swapped.scores.values()) and set(swapped.scores) == described
   for name, reward in swapped.rewards.items():
@@ -115,4 +116,8 @@ def test_without_the_format_reward_there_is_no_other():
   reply = write_reply('world_modeling', texts)
   right, wrong = read_sections(reply, 'world_modeling'), read_sections(reply + 'x', 'world_modeling')
   for sections, valid in ((right, False), (wrong, True)):
-    assert score_turn(sections, valid, SCENE, SCENE, SETTINGS) == TurnReward(0.0, {}, {})
+    assert score_turn(sections, valid, SCENE, SCENE, SETTINGS) == ReplyReward(0.0, {}, {}) == NO_REWARD
+  nowhere = score_turn(right, True, None, None, SETTINGS)
+  assert nowhere == ReplyReward(0.5, {}, {}) and nowhere.state_reward == 0
+  both = score_turn(right, True, SCENE, SCENE, SETTINGS)
+  assert both.state_reward == 0.5

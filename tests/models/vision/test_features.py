@@ -25,6 +25,7 @@ from ragen_jax.models.vision.positions import feature_columns, image_starts, rop
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler
+from ragen_jax.training.images import POLICY, FrozenFeatures, ImageInputs
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning, vision
 from tests.support.paths import ROOT
@@ -197,11 +198,10 @@ def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_who
       first[r], start = [start], start + part.grids[0][0] * part.grids[0][1] // 4
     offsets = [rope_positions(part.tokens, part.grids, cfg) for part in turn]
     index = padded([feature_columns(p.tokens, p.grids, cfg, f) for p, f in zip(turn, first, strict=True)], -1, PROMPT)
-    embeddings, deepstack = features.insert(jnp.zeros((2, PROMPT, 64)), features.table(seen), jnp.asarray(index))
+    offset = padded([p for p, _ in offsets], 0, PROMPT)
     state = sampler.extend(
       params, state, padded([p.tokens for p in turn], 0, PROMPT), np.array([len(p.tokens) for p in turn], np.int32),
-      embeddings=embeddings, is_embedded=index >= 0, deepstack=deepstack,
-      rotary_offsets=padded([p for p, _ in offsets], 0, PROMPT),
+      images=features.ImageColumns(index, offset, features.table(seen)),
     )  # fmt: skip
     # A turn's positions go on where the row's own end: they differ between rows that had images of other sizes.
     next_position = [at + advance for at, (_, advance) in zip(next_position, offsets, strict=True)]
@@ -218,7 +218,8 @@ def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_who
         np.concatenate([before.tokens, part.tokens, own]), before.grids + part.grids, before.patches + part.patches
       )
   assert next_position[0] != next_position[1]
-  assert sampler.traces == {'resize': 0, 'copy': 0, 'extend': 1, 'decode': 1}
+  # Tables of features have two sizes.
+  assert sampler.traces == {'resize': 0, 'copy': 0, 'extend': 2, 'decode': 1}
 
   patches, first = in_groups(written)
   seen = features.table([tower(model, jnp.asarray(x), grid) for grid, x in patches.items()])
@@ -253,11 +254,8 @@ def loss_and_gradient(pair):
   def loss(params):
     model = nnx.merge(graphdef, params)
     seen = features.table([model.policy.see(jnp.asarray(row.patches[0])[None], WIDE, remat=True)])
-    x, deepstack = features.insert(model.policy.embed(tokens), seen, jnp.asarray(first)[None])
-    log_probs, _, _ = score_tokens(
-      model, tokens, columns, learning.scoring(), embeddings=x, positions=jnp.asarray(positions)[None],
-      deepstack=deepstack,
-    )  # fmt: skip
+    images = ImageInputs(jnp.asarray(first)[None], jnp.asarray(positions)[None], FrozenFeatures({POLICY: seen}))
+    log_probs, _, _ = score_tokens(model, tokens, columns, learning.scoring(), images=images)
     return -jnp.sum(log_probs[0] * weight)
 
   return loss, jax.jit(jax.value_and_grad(loss)), params, row, weight

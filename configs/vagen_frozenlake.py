@@ -1,0 +1,19 @@
+"""VAGEN-Full on FrozenLake 4x4 without slipping (arXiv 2510.16907): bi-level GAE, and a reward for described states.
+
+python main.py --config=configs/vagen_frozenlake.py
+
+docs/reproduce_vagen.md compares the settings with the paper's. Not run: it needs a GPU or TPU.
+"""
+
+from configs import default
+from configs.vagen_sokoban import with_vagen
+
+
+def get_config(model: str = 'qwen2.5-vl-3b'):
+  """FrozenLake with VAGEN's settings."""
+  config = default.get_config(model)
+  config.train.tags = config.eval.tags = ('FrozenLake',)
+  env = config.envs.FrozenLake
+  env.is_slippery = False
+  env.max_turns, env.max_actions, env.max_actions_per_turn = 3, 9, 3
+  return with_vagen(config)

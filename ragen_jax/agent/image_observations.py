@@ -1,0 +1,91 @@
+"""Observations with images: their size for a model's vision tower, and the segments that prompts take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragen_jax.agent.segments import ImageSegment, Segments, join
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK, MAX_TILE, MIN_TILE
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models.vision.processor import ProcessorConfig, smart_resize
+from ragen_jax.models.vision.resize import resize
+from ragen_jax.utils.errors import UserError
+
+
+def shows_images(spec: EnvSpec) -> bool:
+  """Whether the observations of an environment contain images."""
+  return spec.tile is not None or (spec.env.is_outside and spec.env.image_form is not None)
+
+
+def tile_of(spec: EnvSpec, processor: ProcessorConfig) -> int:
+  """Pixels of a side of the tiles of a board; an image of such tiles is not resized.
+
+  Args:
+    spec: the environment, whose board is shown as an image. With `tile` 0, a tile is the smallest whole number of
+      visual tokens.
+    processor: of the model.
+
+  Raises:
+    UserError: the processor would resize the image.
+  """
+  rows, columns = spec.env.image_grid
+  sizes = [spec.tile] if spec.tile else range(processor.factor, MAX_TILE + 1, processor.factor)
+  for tile in sizes:
+    size = (rows * tile, columns * tile)
+    if smart_resize(*size, processor) == size:
+      return tile
+  others = [t for t in range(MIN_TILE, MAX_TILE + 1) if _is_kept(rows * t, columns * t, processor)]
+  allowed = f'allowed: {", ".join(map(str, others))}' if others else 'no tile fits this board'
+  new = smart_resize(*size, processor)
+  raise UserError(
+    f'envs.{spec.tag}.tile={spec.tile}: the processor of the model would resize images of {size[0]}x{size[1]} pixels '
+    f'to {new[0]}x{new[1]}; {allowed}'
+  )
+
+
+def image_columns(spec: EnvSpec, processor: ProcessorConfig) -> int:
+  """Columns of the images of an observation, with the tokens before and after each; 0 without images."""
+  if not shows_images(spec):
+    return 0
+  if spec.tile is not None:
+    tile = tile_of(spec, processor)
+    count, size = 1, tuple(side * tile for side in spec.env.image_grid)
+  else:
+    form = spec.env.image_form
+    count, size = form.count, smart_resize(form.height, form.width, processor)
+  return count * (size[0] * size[1] // processor.factor**2 + 2)
+
+
+def _is_kept(height: int, width: int, processor: ProcessorConfig) -> bool:
+  return smart_resize(height, width, processor) == (height, width)
+
+
+def check_images(spec: EnvSpec, processor: ProcessorConfig) -> None:
+  """Raises UserError if a model cannot read the images of an environment."""
+  if spec.tile is not None:
+    tile_of(spec, processor)
+  elif shows_images(spec):
+    form = spec.env.image_form
+    try:
+      smart_resize(form.height, form.width, processor)
+    except UserError as e:
+      raise UserError(f'envs.{spec.tag}.image_size={(form.height, form.width)}: {e}') from e
+
+
+def with_images(text: str, images: Sequence[np.ndarray], processor: ProcessorConfig) -> Segments:
+  """A text whose marks are replaced by images.
+
+  Args:
+    text: has as many marks `IMAGE_MARK` as there are images; further ones stay text.
+    images: u8[H, W, 3] each; they are resized to the size that the tower reads.
+    processor: of the model.
+  """
+  pieces = text.split(IMAGE_MARK, len(images))
+  segments = join(pieces[0])
+  for image, piece in zip(images, pieces[1:], strict=True):
+    image = resize(image, *smart_resize(*image.shape[:2], processor))
+    columns = image.shape[0] * image.shape[1] // processor.factor**2
+    segments = join(segments, (ImageSegment(image, columns),), piece)
+  return segments

@@ -1,0 +1,68 @@
+"""Checks of environments with images, and of the model that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from ml_collections import ConfigDict
+
+from ragen_jax import build
+from ragen_jax.agent import image_observations
+from ragen_jax.agent.image_observations import shows_images
+from ragen_jax.agent.language_model import check_vision
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models import presets
+from ragen_jax.utils.errors import UserError
+
+
+def check_images(config: ConfigDict, *, weights: bool) -> None:
+  """Checks that the model can read the images of the environments of training and evaluation.
+
+  Args:
+    config: the run's config.
+    weights: whether the checkpoint exists; otherwise a preset's processor is that of the published checkpoint.
+
+  Raises:
+    UserError: the model reads text only, its processor would resize the images of a board, or there are processes.
+  """
+  specs = [s for section in ('train', 'eval') for s in _specs(config, section) if shows_images(s)]
+  if not specs and config.model.vision == 'frozen':
+    return
+  shape = presets.shape(config.model.preset, config.model.path)
+  check_vision(config.model.vision, shape)
+  if not specs:
+    return
+  field = _field(specs[0])
+  if shape.vision is None:
+    model = f'model.path={config.model.path!r}' if config.model.path else f'model.preset={config.model.preset!r}'
+    raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as qwen2.5-vl-3b')
+  if jax.process_count() > 1:
+    raise UserError(f'{field}: images need one process, there are {jax.process_count()}; devices may be many')
+  path = presets.resolve(config.model.preset, config.model.path) if weights else config.model.path
+  processor = presets.processor(config.model.preset, path)
+  for spec in specs:
+    image_observations.check_images(spec, processor)
+
+
+def check_texts(config: ConfigDict, tags: Sequence[str], reader: str) -> None:
+  """Raises UserError if an environment shows images; `reader` names what gets text only."""
+  for spec in build.env_specs(config, tuple(tags), (1,) * len(tags)):
+    if shows_images(spec):
+      raise UserError(f'{_field(spec)}: {reader} gets text only')
+
+
+def _specs(config: ConfigDict, section: str) -> list[EnvSpec]:
+  """The environments of training or evaluation, which the policy itself plays."""
+  tags = tuple(config[section].tags)
+  runners = {config.envs[tag].get('runner', '') for tag in tags}
+  played = sorted(name.removeprefix('env:') for name in runners if name.startswith('env:'))
+  check_texts(config, played, 'a program that plays tasks')
+  return build.env_specs(config, tags, (1,) * len(tags), field=f'{section}.tags')
+
+
+def _field(spec: EnvSpec) -> str:
+  """The field that asks for images."""
+  if spec.tile is not None:
+    return f"envs.{spec.tag}.observation='image'"
+  return f'envs.{spec.tag}.images={spec.env.image_form.count}'

@@ -1,0 +1,124 @@
+"""Computes the features of images on the devices, a fixed number at a time, and keeps those of a frozen tower."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ragen_jax.distributed.sharding import place_rows, row_shards
+from ragen_jax.models.layers import is_frozen
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.vision.processor import ProcessorConfig, patches_of
+from ragen_jax.models.vision.tower import Features
+from ragen_jax.utils.sizes import round_up
+
+# Images of a call of the program, which is compiled for each size of images. The number is always the same, because
+# features of another program differ by rounding, and a resumed run computes features in another order.
+_IMAGES = 16
+# Features of a frozen tower that are kept, in bytes.
+_KEPT_BYTES = 2 * 2**30
+
+
+def digest(image: np.ndarray) -> bytes:
+  """Identifies the pixels of an image u8[H, W, 3]: equal images have equal digests."""
+  found = hashlib.blake2b(repr(image.shape).encode(), digest_size=16)
+  found.update(np.ascontiguousarray(image))
+  return found.digest()
+
+
+class Encoder:
+  """The vision tower of a model as a program of its own.
+
+  Attributes:
+    processor: how images become patches.
+    traces: number of compilations.
+    encoded: number of images that went through the tower.
+    empty: features of no token.
+  """
+
+  def __init__(self, model: Qwen, processor: ProcessorConfig, mesh: Mesh | None = None):
+    """Compiles nothing.
+
+    Args:
+      model: has a tower; its structure is used. If the tower is frozen, features are kept from call to call.
+      processor: how images become patches.
+      mesh: the devices that divide the images; None for one device.
+    """
+    self.processor = processor
+    self.traces = 0
+    self.encoded = 0
+    cfg, dtype = model.cfg.vision, np.dtype(model.dtype)
+    stacked = np.zeros((len(cfg.deepstack_blocks), 0, cfg.out_hidden_size), dtype) if cfg.deepstack_blocks else None
+    self.empty = Features(np.zeros((0, cfg.out_hidden_size), dtype), stacked)
+    self._graphdef = nnx.split(model.visual)[0]
+    self._mesh = mesh
+    self._keeps = is_frozen(model.visual)
+    self._kept: collections.OrderedDict[bytes, Features] = collections.OrderedDict()
+    self._bytes = 0
+    self._program = jax.jit(self._see)
+
+  def _see(self, weights: Any, images: jax.Array) -> Features:
+    self.traces += 1
+    patch = self.processor.patch_size
+    grid = (images.shape[1] // patch, images.shape[2] // patch)
+    return nnx.merge(self._graphdef, weights)(patches_of(images, self.processor), grid)
+
+  def __call__(self, weights: Any, images: Sequence[np.ndarray]) -> list[Features]:
+    """The features of images, on the host: embeddings [tokens, D], and with DeepStack [n, tokens, D].
+
+    Args:
+      weights: of the tower. Those of a frozen tower are always the same.
+      images: u8[H, W, 3] each, of sizes that need no resizing.
+
+    Raises:
+      UserError: the processor would resize an image.
+    """
+    keys = [digest(image) for image in images]
+    found = {key: self._kept[key] for key in keys if key in self._kept}
+    new = {key: image for key, image in zip(keys, images, strict=True) if key not in found}
+    by_size: dict[tuple[int, ...], list[bytes]] = {}
+    for key, image in new.items():
+      by_size.setdefault(image.shape, []).append(key)
+    for own in by_size.values():
+      found |= zip(own, self._encode(weights, [new[key] for key in own]), strict=True)
+    self.encoded += len(new)
+    if self._keeps:
+      self._keep(found)
+    return [found[key] for key in keys]
+
+  def _encode(self, weights: Any, images: list[np.ndarray]) -> list[Features]:
+    """The features of images of one size."""
+    count, calls = round_up(_IMAGES, 1 if self._mesh is None else row_shards(self._mesh)), []
+    for start in range(0, len(images), count):
+      own = images[start : start + count]
+      part = np.zeros((count, *own[0].shape), np.uint8)
+      part[: len(own)] = own
+      calls.append(self._program(weights, part if self._mesh is None else place_rows(part, self._mesh)))
+    found = [jax.tree.map(functools.partial(_one, i), part) for part in jax.device_get(calls) for i in range(count)]
+    return found[: len(images)]
+
+  def _keep(self, found: dict[bytes, Features]) -> None:
+    """Keeps features, and drops those that were not used for the longest time."""
+    for key, features in found.items():
+      if key not in self._kept:
+        self._bytes += _bytes(features)
+      self._kept[key] = features
+      self._kept.move_to_end(key)
+    while self._bytes > _KEPT_BYTES:
+      self._bytes -= _bytes(self._kept.popitem(last=False)[1])
+
+
+def _one(i: int, x: np.ndarray) -> np.ndarray:
+  return np.array(x[i])
+
+
+def _bytes(features: Features) -> int:
+  return sum(x.nbytes for x in jax.tree.leaves(features))

@@ -1,0 +1,23 @@
+"""The tokens that have a probability: not the padding of an embedding, and not those that are never sampled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def allowed(size: int, limit: int, banned: tuple[int, ...]) -> jax.Array | np.ndarray | None:
+  """bool[V], True for tokens with a probability; None if all have one. Sampler and update use the same.
+
+  Args:
+    size: V.
+    limit: ids from here on are padding of the embedding; 0 is no limit.
+    banned: ids without probability, such as the placeholders of images.
+  """
+  limited = 0 < limit < size
+  if banned:
+    found = np.arange(size) < (limit if limited else size)
+    found[list(banned)] = False
+    return found
+  return jnp.arange(size) < limit if limited else None

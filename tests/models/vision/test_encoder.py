@@ -1,0 +1,86 @@
+"""The tower as a program of its own: a fixed number of images at a time, each distinct image once."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.models.layers import freeze
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.vision import encoder as encoders
+from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
+from ragen_jax.models.vision.encoder import Encoder, digest
+from ragen_jax.models.vision.processor import ProcessorConfig, patches_of
+from ragen_jax.utils.errors import UserError
+
+_PROCESSOR = ProcessorConfig(4, 2, 2, 64, 65536, (0.5, 0.4, 0.3), (0.5, 0.6, 0.7))
+_TOWER = VisionConfig(
+  family=QWEN3_VL, depth=1, hidden_size=8, intermediate_size=8, num_heads=1, out_hidden_size=16, patch_size=4,
+  temporal_patch_size=2, merge_size=2, window_size=0, full_blocks=(), num_positions=16, deepstack_blocks=(0,),
+  image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4,
+)  # fmt: skip
+
+
+def _model(*, frozen: bool) -> Qwen:
+  cfg = QwenConfig(
+    vocab_size=20, hidden_size=16, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+    rope_sections=(2, 1, 1), vision=_TOWER,
+  )  # fmt: skip
+  model = Qwen(cfg, rngs=nnx.Rngs(0))
+  if frozen:
+    freeze(model.visual)
+  return model
+
+
+def _images(*seeds: int, size=(16, 24)) -> list[np.ndarray]:
+  return [np.random.default_rng(seed).integers(0, 256, (*size, 3)).astype(np.uint8) for seed in seeds]
+
+
+@pytest.mark.parametrize('frozen', [True, False])
+def test_features_are_those_of_the_tower_and_only_a_frozen_towers_are_kept(frozen):
+  model = _model(frozen=frozen)
+  weights, encoder = nnx.state(model.visual), Encoder(model, _PROCESSOR)
+  wide, small = _images(*range(18)), _images(20, 21, size=(8, 16))
+  # Of one size more images than a call holds, and two of another.
+  found = encoder(weights, [small[0], *wide, small[1], wide[3]])
+  assert encoder.traces == 2 and encoder.encoded == 20
+  for image, own in zip([small[0], *wide, small[1], wide[3]], found, strict=True):
+    tokens = image.shape[0] * image.shape[1] // 64
+    assert own.embeddings.shape == (tokens, 16) and own.deepstack.shape == (1, tokens, 16)
+  for image, own in ((small[0], found[0]), (wide[0], found[1]), (wide[17], found[18])):
+    patches = patches_of(jax.numpy.asarray(image[None]), _PROCESSOR)
+    expected = jax.jit(model.see, static_argnums=1)(patches, (image.shape[0] // 4, image.shape[1] // 4))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[0], rtol=0, atol=1e-5), own, expected)
+  again = encoder(weights, [*_images(30), wide[3]])
+  assert encoder.encoded == (21 if frozen else 22)
+  # The same numbers in another place among others: a resumed run goes on exactly.
+  np.testing.assert_array_equal(again[1].embeddings, found[4].embeddings)
+
+
+def test_the_features_that_were_not_used_for_longest_are_dropped(monkeypatch):
+  model = _model(frozen=True)
+  weights, encoder = nnx.state(model.visual), Encoder(model, _PROCESSOR)
+  a, b, c = _images(0, 1, 2)
+  size = sum(x.nbytes for x in jax.tree.leaves(encoder(weights, [a])))
+  monkeypatch.setattr(encoders, '_KEPT_BYTES', 2 * size)
+  for image in (b, a, c):  # c drops b
+    encoder(weights, [image])
+  assert encoder.encoded == 3
+  encoder(weights, [a, c])
+  assert encoder.encoded == 3
+  encoder(weights, [b])
+  assert encoder.encoded == 4
+
+
+def test_an_image_that_would_be_resized_is_refused():
+  model = _model(frozen=True)
+  with pytest.raises(UserError, match='images of 12x16 pixels would be resized to 16x16'):
+    Encoder(model, _PROCESSOR)(nnx.state(model.visual), _images(0, size=(12, 16)))
+
+
+def test_digests_tell_shapes_and_pixels_apart():
+  (image,) = _images(0)
+  assert digest(image) == digest(image.copy()) == digest(np.asfortranarray(image))
+  assert len({digest(x) for x in (image, image ^ 1, image.reshape(24, 16, 3))}) == 3
