@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from ragen_jax.utils.sizes import round_up
 
 # Tokens of replies in the next rollouts, as factors of those of the last one, the most urgent first.
 FACTORS = (1.0, 1.08, 0.92, 1.16)
+
+# The most shapes of micro-batches that are listed.
+_MOST = 100_000
 
 # A program: its name, and what it is compiled for, as the observers of `Sampler`, `Learner` and `Scorer` are told.
 Program = tuple[str, tuple[Any, ...]]
@@ -95,7 +99,10 @@ def updates(config: ConfigDict) -> dict[str, str]:
 
 
 def batch_shapes(config: ConfigDict, trainer: Trainer, *, longer: bool = False) -> list[tuple[int, int, int]]:
-  """Rows or bins, columns and scored tokens of micro-batches; with `longer`, of rows that are a column longer."""
+  """Rows or bins, columns and scored tokens of micro-batches; with `longer`, of rows that are a column longer.
+
+  Without packing, a small `length_step` leads to so many that only the first `_MOST` are listed.
+  """
   batching: BatchingSettings = trainer.settings.estimate.batching
   longest = config.agent.max_context + longer
   if batching.packing is not None:
@@ -104,12 +111,13 @@ def batch_shapes(config: ConfigDict, trainer: Trainer, *, longer: bool = False) 
   whole = batching.whole_rows and not longer
   turns = trainer.player.max_turns if config.agent.context == 'full' else 1
   most = longest if whole else min(config.agent.max_response_tokens * turns, longest)
-  return [
+  found = (
     (batching.micro_batch_size, width, replies)
     for width in range(batching.length_step, round_up(longest, batching.length_step) + 1, batching.length_step)
     for replies in range(half, min(round_up(most, half), round_up(width, half)) + 1, half)
     if not whole or replies > width - batching.length_step
-  ]
+  )
+  return list(itertools.islice(found, _MOST))
 
 
 def after_extend(

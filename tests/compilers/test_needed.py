@@ -81,6 +81,11 @@ def test_every_micro_batch_is_in_the_list(packing, whole_rows):
   assert max(width for _, width, _ in longer) >= 901
 
 
+def test_a_list_of_micro_batches_is_bounded():
+  config = _config(length_step=1, agent__max_context=100_000, agent__max_response_tokens=20_000)
+  assert len(needed.batch_shapes(config, _trainer(config, None))) == needed._MOST
+
+
 def test_a_rollout_like_the_last_one_needs_the_programs_of_its_lengths():
   config = _config()
   batching = _trainer(config, _PACKING).settings.estimate.batching
