@@ -264,7 +264,7 @@ MUTATIONS = [
     'algorithms/gae.py', 'algorithms/test_gae.py',
     ('jnp.where(ends, 0.0, gamma * lam)', 'jnp.where(ends, 0.0, lam)'),
     ('jnp.where(ends, end_values, next_values)', 'next_values'),
-    ('jnp.where(turn_ends, targets, rewards)', 'jnp.where(turn_ends, targets + rewards, rewards)'),
+    ('jnp.where(turn_ends, targets - inside, rewards)', 'jnp.where(turn_ends, targets + rewards, rewards)'),
     ('jnp.lexsort((turn.ravel(), episode.ravel()))', 'jnp.argsort(episode.ravel(), stable=True)'),
     ('high_level_lam = lam if high_level_lam is None else high_level_lam', 'high_level_lam = lam'),
   ),

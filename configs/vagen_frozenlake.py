@@ -15,5 +15,6 @@ def get_config(model: str = 'qwen2.5-vl-3b'):
   config.train.tags = config.eval.tags = ('FrozenLake',)
   env = config.envs.FrozenLake
   env.is_slippery = False
+  env.observation = 'image'
   env.max_turns, env.max_actions, env.max_actions_per_turn = 3, 9, 3
   return with_vagen(config)

@@ -15,6 +15,7 @@ def get_config(model: str = 'qwen2.5-vl-3b'):
   config.train.tags = config.eval.tags = ('SimpleSokoban',)
   env = config.envs.SimpleSokoban
   env.max_solution = 5
+  env.observation = 'image'
   env.max_turns, env.max_actions, env.max_actions_per_turn = 3, 9, 3
   return with_vagen(config)
 

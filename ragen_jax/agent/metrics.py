@@ -83,6 +83,8 @@ METRICS = {
   'no_reply': EpisodeMetric(lambda e: sum(not t.answered for t in e.turns), _num_turns, is_share=True),
   'response_length': EpisodeMetric(lambda e: sum(t.tokens for t in e.turns), _one),
 }
+# Metrics of the form of replies and of the descriptions in them.
+OF_REPLIES = ('format_correct', 'observation_score', 'prediction_score', 'state_reward')
 _EVALUATION_ONLY = ('no_reply', 'response_length')
 
 

@@ -33,6 +33,8 @@ _LABELS = {
   'num_turns': 'turns',
   'num_actions': 'actions',
   'action_is_valid': 'valid replies',
+  'observation_score': 'observed',
+  'prediction_score': 'predicted',
   'truncated': 'cut off',
   'response_length': 'reply tokens',
   'no_reply': 'no reply',

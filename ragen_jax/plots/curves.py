@@ -42,6 +42,9 @@ PANELS = (
   Panel('entropy', 'actor/entropy', 'Entropy (nats)'),
   Panel('grad_norm', 'actor/grad_norm', 'Gradient norm', spikes=True),
   Panel('response_length', 'response_length/mean', 'Response length (tokens)'),
+  Panel('observation_score', 'train/observation_score', 'Score of described boards'),
+  Panel('prediction_score', 'train/prediction_score', 'Score of predicted boards'),
+  Panel('state_reward', 'train/state_reward', 'State reward of an episode'),
 )
 
 # Okabe and Ito's colours, which are distinguishable with any colour vision, without yellow and black.

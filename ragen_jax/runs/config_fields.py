@@ -22,6 +22,7 @@ fields that distinguish runs in a plot.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -137,9 +138,10 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
 # Field of earlier versions -> what it is now, in words for an error.
 REPLACED = {'agent.think': "it is agent.format now, 'free_think' for True and 'no_think' for False"}
 
-# Field -> the value by which versions without this field acted.
+# Field, or pattern of fields -> the value by which versions without this field acted.
 BEFORE = {
-  'reward.format_reward': 0.0, 'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
+  'model.vision': 'frozen', 'envs.*.tile': 0, 'envs.*.observation': 'text', 'reward.format_reward': 0.0,
+  'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
 }  # fmt: skip
 
 # Roles of fields that do not change a run's curves.
@@ -194,7 +196,8 @@ def in_this_version(recorded: Mapping[str, Any], fields: Collection[str]) -> dic
   own = dict(recorded)
   if 'agent.think' in own:
     own['agent.format'] = 'free_think' if own.pop('agent.think') else 'no_think'
-  return {name: value for name, value in BEFORE.items() if name in fields} | own
+  added = {f: value for name, value in BEFORE.items() for f in fnmatch.filter(fields, name)}
+  return {name: value for name, value in added.items() if name not in own} | own
 
 
 def select(config: Mapping[str, Any], *roles: str) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.agent.metrics import episode_metrics
+from ragen_jax.agent.metrics import OF_REPLIES, episode_metrics
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms import filters
 from ragen_jax.algorithms.diagnostics import in_group_reward, repeated_replies
@@ -22,6 +22,7 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
   valid = has_replies(t)
   by_episode = np.bincount(t.episode, t.loss_mask.sum(axis=1), minlength=len(rollout.episodes))
   metrics = episode_metrics(rollout.episodes, group_size, 'train')
+  metrics |= over_tags(metrics, 'train')
   metrics |= in_group_reward(scores, t.group, valid, t.episode)
   std = filters.group_scores('reward_std', t.group, valid, scores=scores, episode=t.episode)[1]
   metrics['rollout/zero_std_groups'] = mean(std <= filters.ZERO)
@@ -33,6 +34,16 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
   metrics['rollout/repeated_replies'] = repeated_replies([r for r, _ in replies], np.asarray([g for _, g in replies]))
   metrics['train/batch_size'] = len(rollout.episodes)
   return metrics
+
+
+def over_tags(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+  """`<prefix>/<name>` of the metrics of replies, from `<prefix>/<tag>/<name>`: the mean over the tags that have it."""
+  found = {}
+  for name in OF_REPLIES:
+    own = [x for key, x in metrics.items() if key.startswith(f'{prefix}/') and key.rpartition('/')[2] == name]
+    if own:
+      found[f'{prefix}/{name}'] = float(np.mean(own))
+  return found
 
 
 def policy_lag(selection: Selection, iteration: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Turn
 from ragen_jax.agent.rollout import Rollout
-from ragen_jax.agent.segments import written
+from ragen_jax.agent.segments import images_of, written
+from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION
+from ragen_jax.agent.world_model.marks import mark_description
 from ragen_jax.envs.spec import EnvSpec
-from ragen_jax.viewer.schema import EpisodeRecord, EpisodeSummary
+from ragen_jax.viewer.schema import DescriptionRecord, EpisodeRecord, EpisodeSummary
 
 # Number of significant digits in a record.
 _DIGITS = 4
@@ -164,8 +167,13 @@ def _record(
 
 
 def _outcome(turn: Turn) -> dict[str, Any]:
-  """The part of a turn's record that is common to all speakers: the board, and the outcome of the actions."""
+  """The part of a turn's record that is common to all speakers: the board, the outcome, and the descriptions."""
+  paid = math.fsum((turn.reply_reward.format_reward, turn.reply_reward.state_reward))
+  described, images = _descriptions(turn), images_of(turn.observation)
   return {
+    **({'reply_reward': float(f'{paid:.{_DIGITS}g}')} if paid else {}),
+    **({'descriptions': described} if described else {}),
+    **({'images': images} if images else {}),
     'observation': written(turn.observation),
     'picture': turn.picture,
     'actions': list(turn.actions),
@@ -174,6 +182,29 @@ def _outcome(turn: Turn) -> dict[str, Any]:
     'reward': turn.reward,
     'penalty': turn.penalty,
   }
+
+
+def _descriptions(turn: Turn) -> list[DescriptionRecord]:
+  """The descriptions of a turn's reply with the verdicts on their claims."""
+  records = []
+  for name, scene in zip((OBSERVATION, PREDICTION), turn.scenes or (), strict=False):
+    if name not in turn.sections:
+      continue
+    text = turn.sections[name]
+    marks, missing = mark_description(text, scene)
+    parts, end = [], 0
+    for mark in marks:
+      parts += [
+        (text[end : mark.claim.start], '', ''),
+        (text[mark.claim.start : mark.claim.stop], mark.verdict, mark.truth),
+      ]
+      end = mark.claim.stop
+    parts.append((text[end:], '', ''))
+    numbers = [x.get(name) for x in (turn.reply_reward.scores, turn.reply_reward.rewards)]
+    score, reward = (None if x is None else float(f'{x:.{_DIGITS}g}') for x in numbers)
+    shown = [part for part in parts if part[0]]
+    records.append(DescriptionRecord(section=name, score=score, reward=reward, parts=shown, missing=missing))
+  return records
 
 
 def _summary(episode: Episode, step: int, split: str, member: int) -> EpisodeSummary:

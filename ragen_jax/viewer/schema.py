@@ -1,7 +1,7 @@
 """The record of an episode, which `viewer.records` makes, `viewer.store` writes and page.html reads.
 
 A record consists of JSON values and pictures, which are u8[H, W, 3] (None if the environment draws none). In a file and
-in the page, a picture is an index into the file's list of PNG images.
+in the page, a picture is an index into the file's list of PNG images, which has each distinct picture once.
 """
 
 # No `from __future__ import annotations`: `__required_keys__` would ignore `NotRequired`.
@@ -40,6 +40,25 @@ class EpisodeSummary(TypedDict):
   prompts_trained: NotRequired[bool]
 
 
+class DescriptionRecord(TypedDict):
+  """A section of a reply that describes the board.
+
+  Attributes:
+    section: 'observation', which is compared with the board before the turn, or 'prediction', with the board after it.
+    score: how well it describes the board, 0 to 1; None if it was not scored, because the actions are not valid.
+    reward: the reward that was paid for it; None if it was not scored.
+    parts: the text in parts, each with a verdict ('right', 'half', 'wrong', or '' for text that is no claim) and, for
+      'half', the true claim.
+    missing: true claims that the text does not have.
+  """
+
+  section: str
+  score: float | None
+  reward: float | None
+  parts: list[tuple[str, str, str]]
+  missing: list[str]
+
+
 class TurnRecord(TypedDict):
   """One turn.
 
@@ -59,6 +78,10 @@ class TurnRecord(TypedDict):
     effective: number of executed actions that changed the state.
     reward: sum of the environment's rewards.
     penalty: the format penalty; 0 or negative.
+    reply_reward: the reward for the form of the reply and for its descriptions, which is not part of the score; absent
+      if it is 0.
+    images: the images that the policy saw in the observation; absent if it saw none.
+    descriptions: the sections that describe the board, if the reply is of its form and the board is known.
   """
 
   prompt: str
@@ -79,6 +102,9 @@ class TurnRecord(TypedDict):
   effective: int
   reward: float
   penalty: float
+  reply_reward: NotRequired[float]
+  images: NotRequired[list[Any]]
+  descriptions: NotRequired[list[DescriptionRecord]]
 
 
 class EpisodeRecord(EpisodeSummary):

@@ -95,7 +95,12 @@ def _encode(records: list[EpisodeRecord]) -> tuple[bytes, bytes]:
 
   summaries, lines = [], []
   for record in records:
-    turns = [turn | {'picture': number(turn['picture'])} for turn in record['turns']]
+    turns = [
+      turn
+      | {'picture': number(turn['picture'])}
+      | ({'images': [number(image) for image in turn['images']]} if 'images' in turn else {})
+      for turn in record['turns']
+    ]
     last = number(record['final_picture'])
     first = turns[0]['picture'] if turns else last
     summary = {name: record[name] for name in SUMMARY_KEYS if name in record}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ragen_jax.agent.episode import Episode
-from ragen_jax.agent.segments import written
+from ragen_jax.agent.segments import images_of, written
 
 
 def transcript(episode: Episode) -> str:
@@ -16,11 +16,14 @@ def transcript(episode: Episode) -> str:
     lines += [f'turn {i + 1}', _code(written(turn.observation)), _code(turn.reply)]
     executed = ' || '.join(turn.actions) or 'none'
     lines.append(f'carried out: {executed}; reward {turn.reward:g}, penalty {turn.penalty:g}')
+    scores = [f'{name} {score:.2f}' for name, score in turn.reply_reward.scores.items()]
+    if scores:
+      lines.append(f'described: {", ".join(scores)}; state reward {turn.reply_reward.state_reward:.3g}')
   return '\n\n'.join([*lines, 'end', _code(written(episode.final_observation))])
 
 
 def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
-  """The pictures of an episode side by side.
+  """The boards of an episode side by side: the images that the policy saw, or else pictures of the boards.
 
   Args:
     episode: the episode with the pictures of its turns.
@@ -29,8 +32,9 @@ def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
   Returns:
     u8[H, W, 3]; None if the episode has no pictures.
   """
-  drawn = [turn.picture for turn in episode.turns] + [episode.final_picture]
-  drawn = [board for board in drawn if board is not None]
+  seen = [images_of(turn.observation) or [turn.picture] for turn in episode.turns]
+  seen.append(images_of(episode.final_observation) or [episode.final_picture])
+  drawn = [board for images in seen for board in images if board is not None]
   if not drawn:
     return None
   height = max(len(board) for board in drawn)

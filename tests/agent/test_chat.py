@@ -72,6 +72,7 @@ def test_the_tokens_up_to_a_tag_are_the_fewest_whose_text_has_it(qwen_tokenizer_
     for tag in ('<observation>', '</observation>', '</reasoning>', '</think>'):
       fewest = next(n for n in range(1, len(ids) + 1) if tag in tokenizer.decode(ids[:n]))
       assert tokenizer.count_until(ids, tag) == fewest
+    assert tokenizer.count_until(tokenizer.encode('a'), 'a') == 1
     assert tokenizer.count_until(ids, '</prediction>') == tokenizer.count_until((), 'a') == 0
 
 

@@ -52,10 +52,7 @@ def test_an_environment_is_changed_by_flags(monkeypatch):
     (['--config=configs/none.py'], 'there is no such file'),
     (['--config=configs/sft_tiny.py:big'], 'has no variants'),
     (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gama=0.9'], "did you mean 'gamma'"),
-    (
-      ['--config=configs/frozenlake_ppo.py', '--config.agent.think=False'],
-      r"^--config\.agent\.think: it is agent\.format now, 'free_think' for True and 'no_think' for False$",
-    ),
+    (['--config=configs/frozenlake_ppo.py', '--config.agent.think=False'], '.think: it is agent.format now, '),
     (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gamma=much'], 'gamma=much: must be a number'),
     (['--config=configs/frozenlake_ppo.py', '--wordkir=x'], 'wordkir'),
     (['--config=configs/frozenlake_ppo.py', 'algorithm.gamma=0.9'], 'unknown argument'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import fnmatch
 
 import pytest
 
@@ -25,7 +26,10 @@ def test_every_role_is_of_a_field_that_exists():
 
 def test_what_earlier_versions_did_is_what_the_defaults_do():
   flat = flatten(CONFIG)
-  assert {name: flat[name] for name in config_fields.BEFORE} == config_fields.BEFORE
+  for name, value in config_fields.BEFORE.items():
+    # Grids of symbols are the text of two games, which had the field before.
+    own = {flat[field] for field in fnmatch.filter(flat, name)} - ({'grid', 'grid_coord'} if '*' in name else set())
+    assert own == {value}, name
   assert not set(config_fields.REPLACED) & set(flat)
 
 

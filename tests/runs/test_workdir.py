@@ -68,7 +68,13 @@ def test_a_workdir_of_an_earlier_version_goes_on_with_the_fields_that_do_the_sam
     del old['agent']['format']
     for name in BEFORE:
       section, _, field = name.rpartition('.')
-      del old[section][field]
+      if not section.startswith('envs.'):
+        del old[section][field]
+    for env in old['envs'].values():
+      env.pop('tile', None)
+      if env.get('observation') == 'text':
+        del env['observation']
+    assert 'tile' in now['envs']['FrozenLake'] and now['envs']['FrozenLake']['observation'] == 'grid'
     workdir = tmp_path / form
     record_config(workdir, old)
     _begin(workdir)

@@ -14,6 +14,19 @@ ATTACKS = (
 )
 
 
+# Of a reply with both sections.
+DESCRIPTIONS = [
+  {
+    'section': 'observation', 'score': 0.5, 'reward': 0.25,
+    'parts': [
+      ('The ', '', ''), ('goal is here', 'right', ''), ('; the ', '', ''), ('hole is near', 'half', 'the hole is far'),
+    ],
+    'missing': ['the hole is behind'],
+  },
+  {'section': 'prediction', 'score': None, 'reward': None, 'parts': [(ATTACKS[1], 'wrong', '')], 'missing': []},
+]  # fmt: skip
+
+
 def episode_record(
   *,
   step: int = 0,
@@ -26,6 +39,8 @@ def episode_record(
   status: str = 'failure',
   score: float = 0.0,
   text: str = 'I think so.',
+  described: bool = False,
+  seen: int = 0,
   rng: np.random.Generator | None = None,
 ) -> dict:
   """An episode as `viewer.records.episode_records` gives it, made up."""
@@ -36,6 +51,9 @@ def episode_record(
     image[:16, 16 * (at % 4) : 16 * (at % 4) + 16] = (220, 110, 40)
     image[48:, 16 * (level % 4) : 16 * (level % 4) + 16] = (70, 170, 100)
     return image
+
+  def image(number):
+    return np.full((32, 32, 3), 10 + number, np.uint8)
 
   def numbers(scale):
     return [float(f'{x:.4g}') for x in rng.normal(size=tokens) * scale]
@@ -48,7 +66,8 @@ def episode_record(
       'entropy': [abs(x) for x in numbers(1)], 'value': numbers(0.5),
       **({'advantage': numbers(1)} if split == 'train' else {}),
       'closed': True, 'observation': f'board {at}', 'picture': picture(at), 'actions': ['Left'], 'valid': True,
-      'effective': 1, 'reward': score / turns, 'penalty': 0.0,
+      'effective': 1, 'reward': score / turns, 'penalty': 0.0, **({'descriptions': DESCRIPTIONS} if described else {}),
+      **({'reply_reward': 0.75} if described else {}), **({'images': [image(k) for k in range(seen)]} if seen else {}),
     }  # fmt: skip
 
   learnt = {'learnt': True, 'prompts_trained': False} if split == 'train' else {}
@@ -85,7 +104,15 @@ def write_run(workdir, *, attacks=False):
   for step in range(1, 11):
     records = [
       episode_record(
-        step=step, split='train', level=10_000 + 5 * step + i // 4, member=i % 4, turns=3, tokens=30, rng=rng
+        step=step,
+        split='train',
+        level=10_000 + 5 * step + i // 4,
+        member=i % 4,
+        turns=3,
+        tokens=30,
+        rng=rng,
+        described=step == 3,
+        seen=2 * (step == 4),
       )
       for i in range(20)
     ]

@@ -11,7 +11,7 @@ import pytest
 from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.trajectory import Timeline
-from ragen_jax.training.rollout_metrics import mean_max_min, policy_lag, rollout_metrics
+from ragen_jax.training.rollout_metrics import mean_max_min, over_tags, policy_lag, rollout_metrics
 from tests.support import learning
 
 _GROUP = 3
@@ -120,3 +120,12 @@ def test_an_update_states_how_old_its_rows_are(policy, played):
     assert state.iteration == iteration
     state, metrics = trainer.update(state, batch, selection)
     assert metrics['rollout/policy_lag_mean'] == metrics['rollout/policy_lag_max'] == lag
+
+
+def test_metrics_of_replies_are_averaged_over_the_tags_that_have_them():
+  metrics = {
+    'train/A/format_correct': 0.5, 'train/B/format_correct': 1.0, 'train/B/observation_score': 0.25,
+    'val-env/B/observation_score': 9.0, 'train/A/success': 1.0, 'critic/score/mean': 0.0,
+  }  # fmt: skip
+  assert over_tags(metrics, 'train') == {'train/format_correct': 0.75, 'train/observation_score': 0.25}
+  assert over_tags({'critic/score/mean': 0.0}, 'train') == {}

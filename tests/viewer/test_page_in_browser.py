@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 import shutil
 
@@ -319,3 +320,47 @@ def test_colours_follow_the_reader_and_can_be_read(page, scheme):
   assert (luminance(pairs[0][2]) > 0.5) == (scheme == 'light')
   picture = base64.b64decode(page.get_screenshot_as_base64())
   assert picture[:8] == b'\x89PNG\r\n\x1a\n' and len(picture) > 20_000  # not blank
+
+
+def test_descriptions_are_beside_the_boards_that_they_are_about_with_right_and_wrong_told(page):
+  _set(page, 'step-max', '3')
+  _set(page, 'step-min', '3')
+  _open(page, split='train')
+  rows = _all(page, '.turn')[0].find_elements(By.CSS_SELECTOR, '.described')
+  assert [row.get_attribute('aria-label') for row in rows] == ['Observation of turn 1', 'Prediction of turn 1']
+  labels = [row.find_element(By.CSS_SELECTOR, '.label').text.lower() for row in rows]
+  assert labels == ['observation: score 0.5, reward +0.25', 'prediction: not scored']
+  claims = rows[0].find_elements(By.CSS_SELECTOR, '.claim')
+  assert [(claim.get_attribute('class'), claim.text) for claim in claims] == [
+    ('claim right', '✓ goal is here'), ('claim half', '½ hole is near (in truth: the hole is far)'),
+  ]  # fmt: skip
+  paragraphs = [p.text for p in rows[0].find_elements(By.CSS_SELECTOR, 'p')]
+  assert paragraphs[0].startswith('The ✓ goal is here; the ½ hole is near')
+  assert paragraphs[1:] == ['not described: the hole is behind']
+  # What the policy wrote is text, and colours differ.
+  claims += rows[1].find_elements(By.CSS_SELECTOR, '.claim')
+  assert claims[-1].text == f'✗ {ATTACKS[1]}' and page.title != 'broken'
+  assert len({claim.value_of_css_property('background-color') for claim in claims}) == 3
+  # The board before the turn, and the board after it.
+  sources = "return [...document.querySelectorAll('.turn')].map(t => [...t.querySelectorAll('.board')].map(b => b.src))"
+  turns = page.execute_script(sources)
+  for (before, *described), (after, *_) in itertools.pairwise(turns):
+    assert described == [before, after]
+  assert '+0.75 for the reply' in _all(page, '.turn .outcome')[0].text
+
+
+def test_images_that_the_policy_saw_are_shown_in_place_of_the_board(page, run):
+  _set(page, 'step-max', '4')
+  _set(page, 'step-min', '4')
+  _open(page, split='train')
+  first, end = _all(page, '.turn')[0], _all(page, '.turn')[-1]
+  script = 'return [...arguments[0].querySelectorAll("img")].map(i => [i.className, i.naturalWidth, i.alt])'
+  shown = page.execute_script(script, first)
+  assert [(name, width) for name, width, _ in shown] == [('board seen', 32)] * 2
+  assert [alt for _, _, alt in shown] == [f'Image {i} that the policy saw: board 0' for i in (1, 2)]
+  assert 'the images that the policy saw' in first.text and 'as text' in first.text
+  assert [name for name, *_ in page.execute_script(script, end)] == ['board']
+  # The file has each image once, however many turns show it.
+  (file,) = [x for x in read_episodes(run) if x.path.name == 'train-00000004.jsonl.gz']
+  used = {i for record in file.records() for turn in record['turns'] for i in turn['images']}
+  assert len(used) == 2 and len(set(file.pictures)) == len(file.pictures)

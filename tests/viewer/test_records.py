@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
@@ -9,10 +11,13 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Turn
 from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.segments import ImageSegment, TextSegment
 from ragen_jax.agent.trajectory import Timeline
+from ragen_jax.agent.world_model.state_reward import ReplyReward
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.models import presets
 from ragen_jax.training.batches import at_columns
-from ragen_jax.viewer.records import Played, episode_records, first_rows, on_timeline, token_pieces
+from ragen_jax.viewer.records import Played, episode_records, first_rows, on_timeline, text_records, token_pieces
 from ragen_jax.viewer.tensorboard import boards
 from tests.support.configs import small_config
 from tests.support.plain import sampled_in_turn
@@ -158,3 +163,41 @@ def test_numbers_that_are_not_finite_are_left_empty(iteration):
   (record,) = episode_records(Played(rollout, trainer.model.tokenizer, 1, 'val', 4), [0])
   rollout.trajectory = t
   assert all(x is None for turn in record['turns'] for x in turn['logprob'])
+
+
+def test_descriptions_are_recorded_with_verdicts_scores_and_the_images_that_the_policy_saw():
+  before = Scene((1, 1), {'box': ((0, 1),), 'target': ((1, 2),)})
+  after = Scene((0, 1), {'box': ((1, 1),), 'target': ((1, 2),)})
+  observation = 'The box is above and in the same column; the target is above and to the right.'
+  prediction = 'é <b> the box is below and in the same column'
+  reward = ReplyReward(0.5, {'observation': 0.75, 'prediction': 2 / 3}, {'observation': 0.123456, 'prediction': 0.1})
+  images = [np.full((8, 8, 3), shade, np.uint8) for shade in (0, 9)]
+  seen = (TextSegment('see '), ImageSegment(images[0], 1), ImageSegment(images[1], 1))
+  chat = [{'role': 'user', 'content': 'play'}]
+  sections = {'observation': observation, 'reasoning': '', 'prediction': prediction, 'answer': 'Up'}
+  turns = [
+    Turn(
+      seen, 'r', ['Up'], (0.0,), 0.0, True, 1, sections=sections, scenes=(before, after), reply_reward=reward, chat=chat
+    ),
+    # Of its form, with an unknown action: it is not scored.
+    Turn('board', 'r', [], (), -0.1, False, 0, sections=sections, scenes=(before, after), chat=chat),
+    Turn('board', 'r', [], (), -0.1, False, 0, scenes=(before, after), chat=chat),
+  ]
+  played = types.SimpleNamespace(episodes=[Episode('A', 0, 7, turns)])
+  tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
+  (record,) = text_records(Played(played, tokenizer, 3, 'random', 1), [0], whole=False)
+  first, second, third = record['turns']
+  assert [(d['section'], d['score'], d['reward']) for d in first['descriptions']] == [
+    ('observation', 0.75, 0.1235), ('prediction', 0.6667, 0.1),
+  ]  # fmt: skip
+  assert first['reply_reward'] == 0.7235 and 'reply_reward' not in second
+  assert first['descriptions'][0]['parts'] == [
+    ('The ', '', ''), ('box is above and in the same column', 'right', ''), ('; the ', '', ''),
+    ('target is above and to the right', 'half', 'the target is in the same row and to the right'), ('.', '', ''),
+  ]  # fmt: skip
+  assert first['descriptions'][1]['missing'] == ['the target is below and to the right']
+  assert ''.join(text for text, *_ in first['descriptions'][1]['parts']) == prediction
+  assert [(d['score'], d['reward']) for d in second['descriptions']] == [(None, None)] * 2
+  assert [d['parts'] for d in second['descriptions']] == [d['parts'] for d in first['descriptions']]
+  assert 'descriptions' not in third and 'images' not in second
+  assert first['images'] == images and first['observation'] == 'see <image><image>'

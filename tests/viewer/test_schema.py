@@ -12,20 +12,24 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.models import presets
 from ragen_jax.viewer.records import Played, text_records
-from ragen_jax.viewer.schema import SUMMARY_KEYS, EpisodeRecord, TurnRecord
+from ragen_jax.viewer.schema import SUMMARY_KEYS, DescriptionRecord, EpisodeRecord, TurnRecord
 from ragen_jax.viewer.store import EpisodeWriter, read_episodes
 from tests.support.made_up_episodes import episode_record
 
 
 def check_record(record) -> None:
   """Asserts that a record has the schema's keys."""
-  for part, schema in [(record, EpisodeRecord), *((turn, TurnRecord) for turn in record['turns'])]:
+  turns = record['turns']
+  parts = [(record, EpisodeRecord), *((turn, TurnRecord) for turn in turns)]
+  parts += [(described, DescriptionRecord) for turn in turns for described in turn.get('descriptions', ())]
+  for part, schema in parts:
     assert schema.__required_keys__ <= set(part) <= set(schema.__annotations__)
 
 
 def test_made_up_records_and_those_of_text_policies_have_the_keys_of_the_schema():
   for split in ('train', 'val'):
     check_record(episode_record(split=split))
+  check_record(episode_record(described=True, seen=2))
   turn = Turn(
     'board', '<think>so</think><answer>Up</answer>', ['Up'], (1.0,), 0.0, True, 1, np.zeros((4, 4, 3), np.uint8),
     chat=[{'role': 'user', 'content': 'play'}],

@@ -10,6 +10,7 @@ Text that is no claim has no effect. Claims are found in one pass over the text,
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -21,7 +22,28 @@ from ragen_jax.envs.scenes import KINDS, Scene
 VERTICAL = ('above', 'in the same row', 'below')
 HORIZONTAL = ('to the left', 'in the same column', 'to the right')
 
-_CLAIM = re.compile(rf'\b({"|".join(KINDS)}) is ({"|".join(VERTICAL)}) and ({"|".join(HORIZONTAL)})\b')
+# Blanks of any number between words.
+_CLAIM = re.compile(
+  rf'\b({"|".join(KINDS)}) is ({"|".join(VERTICAL)}) and ({"|".join(HORIZONTAL)})\b'.replace(' ', r'\s+'), re.IGNORECASE
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+  """A claim in a text.
+
+  Attributes:
+    start, stop: its characters, from the kind on.
+    kind: of `KINDS`.
+    row: index of the relation in `VERTICAL`.
+    column: index of the relation in `HORIZONTAL`.
+  """
+
+  start: int
+  stop: int
+  kind: str
+  row: int
+  column: int
 
 
 def true_relations(scene: Scene) -> dict[str, np.ndarray]:
@@ -39,11 +61,20 @@ def true_relations(scene: Scene) -> dict[str, np.ndarray]:
   return counts
 
 
+def find_claims(text: str) -> list[Claim]:
+  """The claims of a text, in order. Letter case and the number of blanks are ignored."""
+  found = []
+  for match in _CLAIM.finditer(text):
+    kind, vertical, horizontal = (' '.join(part.lower().split()) for part in match.groups())
+    found.append(Claim(match.start(), match.end(), kind, VERTICAL.index(vertical), HORIZONTAL.index(horizontal)))
+  return found
+
+
 def read_claims(text: str) -> dict[str, np.ndarray]:
-  """The claims of a text, in the form of `true_relations`, for every kind. Letter case and blanks are ignored."""
+  """The claims of a text, in the form of `true_relations`, for every kind."""
   counts = {kind: np.zeros((3, 3), np.int64) for kind in KINDS}
-  for kind, vertical, horizontal in _CLAIM.findall(' '.join(text.lower().split())):
-    counts[kind][VERTICAL.index(vertical), HORIZONTAL.index(horizontal)] += 1
+  for claim in find_claims(text):
+    counts[claim.kind][claim.row, claim.column] += 1
   return counts
 
 
