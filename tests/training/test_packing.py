@@ -78,6 +78,12 @@ def test_every_batch_has_one_of_the_shapes():
     assert all((len(p.bins), p.width, p.replies) in shapes for own in packed for p in own)
 
 
+def test_a_row_with_only_scored_tokens_has_room_for_them():
+  settings = PackingSettings(step=8, width=160, columns=400, shards=1, reply_step=8)
+  ((plan,),) = pack_batches([np.arange(1)], np.asarray([150]), np.asarray([150]), settings)
+  assert plan.replies >= 150
+
+
 def test_the_shape_is_the_one_that_takes_least_time():
   """Against all shapes, tried one after the other."""
   settings = PackingSettings(step=128, width=4096, columns=10_000, shards=8, reply_step=512)
