@@ -36,7 +36,8 @@ def cases_table(results: dict[str, Any]) -> str:
   """One line a case."""
   head = ['Model and machine', 'GiB: rollout, evaluation, update', 'Rollout s', 'Scoring s', 'Update s', 'Links s',
           'Iteration s', 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor', 'Gathered a token, GB',
-          'Programs: first iteration, run', 'CPU s of their compilation', 'Chip-hours']  # fmt: skip
+          'Programs: first iteration, run', 'CPU s of their compilation',
+          'of these awaited, until iteration', 'Chip-hours']  # fmt: skip
   rows = []
   for name, case in results['cases'].items():
     e = case['estimate']
@@ -59,6 +60,8 @@ def cases_table(results: dict[str, Any]) -> str:
         number(e['decode']['gathered'], 3, 1e9),
         ', '.join(map(str, made['programs'])),
         ', '.join(number(x, 0) for x in made['cpu_seconds']),
+        # Before programs were compiled ahead, a run waited for all.
+        f'{number(made.get("awaited", made["cpu_seconds"])[1], 0)}, {made.get("last_awaited", made.get("last_new"))}',
         number(e['chip_hours'], 1),
       ]
     )

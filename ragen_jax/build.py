@@ -173,7 +173,7 @@ def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[En
 
 def episode_limits(config: ConfigDict, specs: list[EnvSpec]) -> Limits:
   """The limits of episodes in some environments, in turns and in tokens."""
-  max_turns = max(s.budget.max_turns for s in specs)
+  max_turns = max((s.budget.max_turns for s in specs), default=0)
   replies = fill(ReplyRewardSettings, config.reward)
   return fill(Limits, config.agent, max_turns=max_turns, length_step=config.length_step, replies=replies)
 

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import LanguageModel
+from ragen_jax.compilers.ahead import open_ahead
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluator
@@ -84,7 +85,10 @@ def _iterate(
     _log.info(build.describe_batching(config, trainer))
   name = f'{config.model.path or config.model.preset}: {model.describe()}'
   settings = build.run_settings(config)
-  with open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor, interrupt) as (run, state):
+  with (
+    open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor, interrupt) as (run, state),
+    open_ahead(config, trainer, evaluator, state) as ahead,
+  ):
     if state.iteration == 0:
       _log.info('evaluating before training; most of the first minute is compilation')
       with run.timer('testing'):
@@ -97,6 +101,8 @@ def _iterate(
         if fresh:
           with run.timer('gen'), run.saved_if_stopped(state):
             rollout, selection = trainer.collect(state)
+          if ahead is not None:
+            ahead.expect(rollout)
           with run.timer('adv'):
             batch, metrics = trainer.estimate(state, selection)
         probed = probes(state, rollout, selection, batch)

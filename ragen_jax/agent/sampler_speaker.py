@@ -46,6 +46,13 @@ def decode_columns(limits: Limits) -> int:
   return min(limits.decode_chunk, limits.max_response_tokens)
 
 
+def rows_at_once(sampler: Sampler, limits: Limits, rows: int) -> int:
+  """How many of `rows` rows of a shard are on the devices at a time. Every process must call."""
+  if limits.rows_in_flight:
+    rows = min(rows, limits.rows_in_flight // sampler.share.shards)
+  return sampler.rows_that_fit(rows, largest_cache(limits.max_context, decode_columns(limits), limits.length_step))
+
+
 class SamplerSpeaker:
   """The policy, which samples tokens for many rows at once.
 
@@ -115,11 +122,7 @@ class SamplerSpeaker:
     rows, share, limits = log.envs.rows, self._sampler.share, log.limits
     self._params = self._sampler.decode_weights(self._params)
     self._began = np.zeros((rows,), np.uint32)
-    size = rows // share.own
-    if limits.rows_in_flight:
-      size = min(size, limits.rows_in_flight // share.shards)
-    most = largest_cache(limits.max_context, decode_columns(limits), limits.length_step)
-    size = self._sampler.rows_that_fit(size, most)
+    size = rows_at_once(self._sampler, limits, rows // share.own)
     self._shapes = Shapes(size, share.shards, limits.max_context, decode_columns(limits), limits.length_step)
     # Round-robin, so that a level with long episodes is spread over all shards.
     self._slots = np.arange(size * share.own, dtype=np.int32).reshape(-1, share.own).T.reshape(-1)
@@ -197,13 +200,18 @@ class SamplerSpeaker:
     self._longest = longest
     self._decoded = self._shapes.decoded_rows(live) if log.limits.drop_finished else self._shapes.rows
     fed, widest, before = (dict(zip(kinds, sizes[i::3], strict=True)) for i in range(3))
-    width = {first: self._shapes.width(widest[first], before[first]) for first in kinds if fed[first]}
-    self._resize(max([longest + decode_columns(log.limits), *(before[first] + w for first, w in width.items())]))
+    widths = {first: self._shapes.pieces(widest[first], before[first]) for first in kinds if fed[first]}
+    wanted = max((before[first] + sum(pieces) for first, pieces in widths.items()), default=0)
+    if log.envs.has_images:  # the positions of images are known for whole prompts
+      widths = {first: (sum(pieces),) for first, pieces in widths.items()}
+    else:
+      wanted = min(wanted, self._shapes.caches[-1])
+    self._resize(max(longest + decode_columns(log.limits), wanted))
     if fed[True]:
       self._keys = self._row_keys(log)
     self._see(prompts)
-    for first, w in width.items():
-      self._extend(log, kinds[first], w, fed[first], all_begin=first)
+    for first, pieces in widths.items():
+      self._extend(log, kinds[first], pieces, fed[first], fresh=first)
     for row in prompts:
       log.timeline.append_context(row, prompts[row].ids, len(log.past(row)), prompts[row].images)
       self._open[row] = []
@@ -220,30 +228,41 @@ class SamplerSpeaker:
     if new:
       self._seen |= zip(new, self._eyes.encoder(self._params['policy']['visual'], list(new.values())), strict=True)
 
-  def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], width: int, fed: int, *, all_begin: bool) -> None:
-    """Feeds prompts of up to `width` tokens, to at most `fed` rows of each shard."""
+  def _extend(
+    self, log: EpisodeLog, prompts: dict[int, Prompt], widths: tuple[int, ...], fed: int, *, fresh: bool
+  ) -> None:
+    """Feeds prompts, `widths` columns one after the other, to at most `fed` rows of each shard."""
     calls, rows = self._shapes.calls(fed)
     left = np.isin(self._slots, list(prompts))
     for _ in range(calls):
       at, selected = self._selection(left, rows)
       own = np.where(left[at], self._slots[at], -1)
       left[at] = False
-      tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
-      count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
-      for i, row in enumerate(own.tolist()):
-        if row < 0:
-          continue
-        prompt = prompts[row]
-        tokens[i, : len(prompt.ids)] = prompt.ids
-        count[i], begins[i] = len(prompt.ids), prompt.fresh
-      if self._observer is not None:
-        self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
-      images = None
-      if log.envs.has_images:
-        images = self._eyes.columns([prompts.get(row) for row in own.tolist()], self._seen, width)
-      self._state = self._sampler.extend(
-        self._params, self._state, tokens, count, begins, rows=selected, all_begin=all_begin, images=images
-      )
+      of_row = {i: prompts[row] for i, row in enumerate(own.tolist()) if row in prompts}
+      start = 0
+      for width in widths:
+        tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
+        count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
+        for i, prompt in of_row.items():
+          ids = prompt.ids[start : start + width]
+          tokens[i, : len(ids)] = ids
+          count[i], begins[i] = len(ids), fresh and not start
+        if self._observer is not None:
+          self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
+        images = None
+        if log.envs.has_images:
+          images = self._eyes.columns([of_row.get(i) for i in range(len(own))], self._seen, width)
+        self._state = self._sampler.extend(
+          self._params,
+          self._state,
+          tokens,
+          count,
+          begins,
+          rows=selected,
+          all_begin=fresh and not start,
+          images=images,
+        )
+        start += width
 
   def _row_keys(self, log: EpisodeLog) -> jax.Array:
     """The keys of the device's rows. If a token row begins in a later turn, the turn is folded into its key.

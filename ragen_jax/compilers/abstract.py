@@ -172,12 +172,11 @@ def sampler_images(config: ConfigDict, policy: LanguageModel, rows: int, width: 
 
 
 def prompt_columns(config: ConfigDict) -> int:
-  """Columns of the longest observation, after rounding."""
+  """Columns of the longest observation that one call feeds."""
   agent = config.agent
   room = agent.max_context - agent.max_response_tokens
-  return sampler_shapes(config, 1, 1).width(
-    min(config.plan.prompt_tokens + visual_columns(config), room) if agent.context == 'full' else room, before=0
-  )
+  tokens = min(config.plan.prompt_tokens + visual_columns(config), room) if agent.context == 'full' else room
+  return max(sampler_shapes(config, 1, 1).pieces(tokens, before=0))
 
 
 def chunk_columns(config: ConfigDict) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ragen_jax import build
-from ragen_jax.compilers import cost
+from ragen_jax.compilers import cost, needed
 from ragen_jax.compilers.abstract import compute_dtype, episodes
 from ragen_jax.compilers.cost import Cost
 from ragen_jax.compilers.lengths import Steps, shapes_of_run, steps_of
@@ -82,12 +82,16 @@ class Compilation:
   Attributes:
     programs: numbers after the first iteration and at the end.
     cpu_seconds: the same.
-    last_new: the last iteration that compiles one, from 1.
+    awaited: CPU seconds of those that the run waits for, since they were not compiled ahead.
+    last_awaited: the last iteration that waits for one, from 1.
+    most: the most programs that a run of this config can need, whatever the lengths of its episodes.
   """
 
   programs: tuple[int, int]
   cpu_seconds: tuple[float, float]
-  last_new: int
+  awaited: tuple[float, float]
+  last_awaited: int
+  most: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,21 +232,25 @@ def _compilation(run: Run, measured: Sequence[Measured]) -> Compilation:
     config, run.lengths, run.batching, config.num_iterations, rows=run.rows('rollout'), shards=row_shards(run.mesh)
   )
   once = {'weights': 1} if run.sampling.copied else {}
-  counts = [{kind: n for kind, n in (found | once).items() if kind in costs} for found in counts]
-  first, last = counts[0], counts[-1]
-  again = _again(run, first) if config.eval.every else {}
 
-  def total(found: dict[str, int], of: Callable[[str], float]) -> float:
+  def known(numbers: dict[str, int]) -> dict[str, int]:
+    return {kind: n for kind, n in (numbers | once).items() if kind in costs}
+
+  def total(part: str, iteration: int, of: Callable[[str], float]) -> float:
+    found = known(getattr(counts[iteration], part))
+    again = _again(run, known(getattr(counts[0], part))) if config.eval.every else {}
     return sum(found[kind] * of(kind) for kind in found) + sum(again[kind] * of(kind) for kind in again)
 
   def seconds(kind: str) -> float:
     return sum(costs[kind]) / len(costs[kind])
 
-  changes = [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
+  changes = [i for i in range(1, len(counts)) if known(counts[i].awaited) != known(counts[i - 1].awaited)]
   return Compilation(
-    programs=(int(total(first, lambda _: 1)), int(total(last, lambda _: 1))),
-    cpu_seconds=(total(first, seconds), total(last, seconds)),
-    last_new=1 + (changes[-1] if changes else 0),
+    programs=(int(total('programs', 0, lambda _: 1)), int(total('programs', -1, lambda _: 1))),
+    cpu_seconds=(total('programs', 0, seconds), total('programs', -1, seconds)),
+    awaited=(total('awaited', 0, seconds), total('awaited', -1, seconds)),
+    last_awaited=1 + (changes[-1] if changes else 0),
+    most=len(needed.programs(config, run.trainer, run.sampling.rows)),
   )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from ragen_jax.compilers import needed
 from ragen_jax.compilers.abstract import chunk_columns, sampler_shapes, shape_of, visual_columns
+from ragen_jax.sampling.draw import Sampling
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.packing import plan_batches
 
@@ -81,13 +84,27 @@ def from_config(config: ConfigDict, max_turns: int) -> Lengths:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """Programs of a run after an iteration, by kind; kinds are those of `programs.Program`.
+
+  Attributes:
+    programs: numbers of those that are compiled.
+    awaited: numbers of those among them that the run waited for, since they were not compiled ahead.
+  """
+
+  programs: dict[str, int]
+  awaited: dict[str, int]
+
+
 def shapes_of_run(
   config: ConfigDict, lengths: Lengths, batching: BatchingSettings, iterations: int, *, rows: int, shards: int
-) -> list[dict[str, int]]:
+) -> list[Compiled]:
   """How many programs of each kind a run has compiled after each of its iterations.
 
   Episodes are simulated: replies are log-normal around the assumed mean, which rises over the run, and some episodes
-  end in every turn. The shapes follow as in a run, from `SamplerSpeaker` and `plan_batches`.
+  end in every turn. The shapes follow as in a run, from `SamplerSpeaker` and `plan_batches`. With
+  `config.compile_ahead`, the programs that an iteration makes likely (`needed`) are compiled before the next one.
 
   Args:
     config: the run's.
@@ -98,21 +115,51 @@ def shapes_of_run(
     shards: parts into which rows are divided.
 
   Returns:
-    Numbers of programs by kind, one dict an iteration; kinds are those of `programs.Program`.
+    One for each iteration.
   """
-  kinds = ('extend', 'decode', 'resize', 'gradient', 'score')
-  seen: dict[str, set] = {kind: set() for kind in kinds}
-  rng, counts = np.random.default_rng(0), []
-  episodes = config.train.groups * config.train.group_size
+  ready: set[needed.Program] = set()
+  awaited: set[needed.Program] = set()
+  rng, found = np.random.default_rng(0), []
+  episodes, drawn = config.train.groups * config.train.group_size, needed.samplings(config)['rollout'][0]
   for iteration in range(iterations):
     mean = lengths.reply * (_FROM + (_TO - _FROM) * iteration / max(iterations - 1, 1))
     replies, turns = simulated(rng, lengths, config, episodes, mean)
-    for call in rollout_calls(config, lengths, replies, turns, rows=rows, shards=shards):
-      seen[call.kind].add(call.shape)
-    for kind, shape in _update_shapes(config, lengths, batching, replies, turns, rng):
-      seen[kind].add(shape)
-    counts.append({kind: len(shapes) for kind, shapes in seen.items()} | {'apply': 1})
-  return counts
+    calls = list(rollout_calls(config, lengths, replies, turns, rows=rows, shards=shards))
+    length, scored = _rows(lengths, batching, replies, turns)
+    met = dict.fromkeys([*(c.program(rows, drawn) for c in calls), ('apply', ())])
+    met |= dict.fromkeys(_update_shapes(config, lengths, batching, length, scored, rng))
+    awaited.update(program for program in met if program not in ready)
+    ready.update(met)
+    if config.compile_ahead:
+      ready.update(_likely(config, batching, met, length, scored, shards))
+    found.append(Compiled(_counts(ready), _counts(awaited)))
+  return found
+
+
+def _counts(programs: Collection[needed.Program]) -> dict[str, int]:
+  kinds = dict.fromkeys(('extend', 'decode', 'resize', 'gradient', 'score', 'apply'), 0)
+  return kinds | collections.Counter(name for name, _ in programs)
+
+
+def _likely(
+  config: ConfigDict,
+  batching: BatchingSettings,
+  met: Collection[needed.Program],
+  length: np.ndarray,
+  scored: np.ndarray,
+  shards: int,
+) -> Iterator[needed.Program]:
+  """What a run compiles ahead after an iteration with these programs and rows; greedy evaluations not included."""
+  for name, shape in met:
+    if name == 'extend':
+      likely = needed.after_extend(config, shards, shape)
+      drawn = needed.samplings(config)['rollout']
+      yield from (program for _, program in likely if program[0] != 'decode' or program[1][3] in drawn)
+  for factor in needed.FACTORS:
+    shapes = needed.shapes_after(
+      config, batching, length, scored, config.train.groups * config.train.group_size, factor
+    )
+    yield from ((name, shape) for name, own in shapes.items() for shape in own)
 
 
 def simulated(rng, lengths: Lengths, config: ConfigDict, episodes: int, mean: float) -> tuple[np.ndarray, np.ndarray]:
@@ -162,6 +209,12 @@ class Call:
   def shape(self) -> tuple[int | bool, ...]:
     """What a program is compiled for."""
     return self.rows, self.size, self.width, self.first
+
+  def program(self, every: int, sampling: Sampling) -> needed.Program:
+    """The program as `Shapes.programs` names it, with `every` rows on the devices, and tokens drawn like that."""
+    if self.kind == 'extend':
+      return self.kind, (every, *self.shape)
+    return self.kind, (every, self.size, self.width) if self.kind == 'resize' else (every, *self.shape[:2], sampling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,14 +282,16 @@ def rollout_calls(
     for first, fed, tokens in ((True, asks[fresh], lengths.prompt), (False, asks[~fresh], lengths.observation)):
       if len(fed):
         before = int(used[fed].max())
-        feeds.append((first, fed, before, sizes.width(tokens, before)))
+        feeds.append((first, fed, before, sizes.pieces(tokens, before)))
         used[fed] = np.minimum(used[fed] + tokens, room)
     longest = int(used[held].max())
-    yield from resize(max([longest + chunk, *(before + width for _, _, before, width in feeds)]))
-    for first, fed, _, width in feeds:
+    wanted = max((before + sum(pieces) for _, _, before, pieces in feeds), default=0)
+    yield from resize(max(longest + chunk, min(wanted, sizes.caches[-1])))
+    for first, fed, _, pieces in feeds:
       calls, part = sizes.calls(int(np.isin(slots, fed).sum(axis=1).max()))
-      for _ in range(calls):
-        yield Call('extend', part * shards, size, width, first)
+      for i in range(calls * len(pieces)):
+        at = i % len(pieces)
+        yield Call('extend', part * shards, size, pieces[at], first and not at)
     left[asks] = replies[asks, turn[asks]]
     bucket = sizes.rows
     if agent.drop_finished:
@@ -264,14 +319,10 @@ def _until(left: np.ndarray, enough: int) -> int:
   return int(ordered[:, min(enough, left.shape[1]) - 1].min())
 
 
-def _update_shapes(
-  config: ConfigDict,
-  lengths: Lengths,
-  batching: BatchingSettings,
-  replies: np.ndarray,
-  turns: np.ndarray,
-  rng: np.random.Generator,
-) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def _rows(
+  lengths: Lengths, batching: BatchingSettings, replies: np.ndarray, turns: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Columns i64[B] and scored tokens i64[B] of the rows of an update."""
   played = np.arange(lengths.turns)[None] < turns[:, None]
   if lengths.whole:
     sampled = np.where(played, replies, 0).sum(axis=1)
@@ -280,7 +331,17 @@ def _update_shapes(
     sampled = replies[played]
     length = lengths.prompt + sampled
   length = np.minimum(length, lengths.limit)
-  scored = length if batching.whole_rows else np.minimum(sampled, length)
+  return length, length if batching.whole_rows else np.minimum(sampled, length)
+
+
+def _update_shapes(
+  config: ConfigDict,
+  lengths: Lengths,
+  batching: BatchingSettings,
+  length: np.ndarray,
+  scored: np.ndarray,
+  rng: np.random.Generator,
+) -> Iterator[needed.Program]:
   size, groups = config.optimizer.mini_batch_size * lengths.rows, []
   for _ in range(config.algorithm.ppo_epochs):
     order = rng.permutation(len(length)).astype(np.int32)

@@ -5,6 +5,7 @@ The first field with a wrong value raises a UserError of one line with the field
 
 from __future__ import annotations
 
+import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
@@ -132,6 +133,11 @@ def _check_ranges(config: ConfigDict) -> None:
   """Checks numbers that have their own bounds."""
   rules.at_least(config, 1, *_AT_LEAST_ONE)
   rules.at_least(config, 0, *_NOT_NEGATIVE)
+  rules.at_least(config, -1, 'compile_ahead')
+  rules.check(
+    config, 'compile_ahead', config.compile_ahead < 1 or jax.process_count() == 1,
+    f'must be -1 or 0 with {jax.process_count()} processes, whose compilers exchange results in one order',
+  )  # fmt: skip
   rules.above(config, 0, 'train.temperature', 'optimizer.grad_clip')
   rules.positive_fraction(config, 'train.top_p', 'eval.top_p')
   rules.fraction(

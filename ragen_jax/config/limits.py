@@ -47,6 +47,7 @@ AT_MOST: dict[str, float] = {
   'sft.actions_per_turn': 65536,
   'plan.turns': 65536,
   # Threads and connections.
+  'compile_ahead': 256,
   'eval.endpoint_workers': 4096,
   'prompt.critic_workers': 4096,
   'serve.max_concurrency': 65536,

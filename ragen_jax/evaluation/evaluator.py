@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,7 +66,11 @@ class Evaluation:
 
 
 class Evaluator:
-  """Plays the same levels with the same random numbers at each call."""
+  """Plays the same levels with the same random numbers at each call.
+
+  Attributes:
+    observer: called with each rollout of sampled episodes; None if nobody observes.
+  """
 
   def __init__(self, settings: EvaluationSettings, player: Player, model: LanguageModel):
     """Plays nothing; the best possible success is computed at the first call.
@@ -79,6 +84,7 @@ class Evaluator:
     self._tokenizer, self._has_values = model.tokenizer, model.sampler.values
     self._recorded = first_rows(player.specs, settings.group_size, settings.episodes, one_a_level=True)
     self._optimal: dict[str, float] = {}
+    self.observer: Callable[[Rollout], None] | None = None
 
   def _play(self, params: Any, sampling: Sampling, step: int) -> Rollout:
     first = self._settings.first_level
@@ -116,6 +122,8 @@ class Evaluator:
       numbers of the sampled episodes that are not finite.
     """
     sampled = self._play(params, self._settings.sampling, step)
+    if self.observer is not None:
+      self.observer(sampled)
     records, greedy = self._records(sampled, step, 'val'), []
     if self._settings.greedy_too:
       rollout = self._play(params, GREEDY, step)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from ml_collections import ConfigDict
 
-from ragen_jax.compilers import memory, topologies
+from ragen_jax.compilers import memory, needed, programs, topologies
 from ragen_jax.compilers.abstract import prompt_columns, visual_columns
 from ragen_jax.compilers.memory import MemoryPlan
 from ragen_jax.config.checks import check_config, check_plan
@@ -125,4 +125,6 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
   )
   if found.fits and most > 0.75 * p.memory_gb:
     out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
-  out.write('\n')
+  run = programs.make_run(config)
+  listed = needed.programs(config, run.trainer, run.sampling.rows)
+  out.write(f'Programs: at most {needed.describe(listed)}, whatever the lengths of episodes.\n\n')

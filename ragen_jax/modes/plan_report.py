@@ -117,10 +117,11 @@ def _write_time(found: Estimate, topology: Topology, measured: Sequence[Measured
     f'Steps of a rollout: {found.rollout.decode}, in which {found.rollout.idle:.0%} of the rows sample no token, and '
     f'{found.rollout.extend} calls that feed prompts.\n'
     f'Programs: {made.programs[0]} for the first iteration and its evaluation ({made.cpu_seconds[0]:.0f} CPU s of '
-    f'compilation), {made.programs[1]} for {found.iterations} iterations ({made.cpu_seconds[1]:.0f} CPU s), the last '
-    f'new one in iteration {made.last_new}.\n'
+    f'compilation), {made.programs[1]} for {found.iterations} iterations ({made.cpu_seconds[1]:.0f} CPU s), at most '
+    f'{made.most} whatever the lengths. The run waits for {made.awaited[1]:.0f} CPU s of compilation, the last time in '
+    f'iteration {made.last_awaited}.\n'
     f'Cost of the run: {found.chip_hours:.1f} chip-hours of device time, and '
-    f'{found.chips * made.cpu_seconds[1] / 3600:.1f} if the chips wait for one core to compile.\n'
+    f'{found.chips * made.awaited[1] / 3600:.1f} while the chips wait for one core to compile.\n'
     f'Times are {source}, at the assumed lengths; the host, and what is read ahead too late, are not in them.\n'
     f'Numbers of the chip: {topology.chip.source}\n'
   )
@@ -167,7 +168,7 @@ def _advice(run: Run, found: Estimate, topology: Topology) -> Iterator[str]:
     tensor = max(n for n in range(1, heads + 1) if heads % n == 0 and mesh['data'] % n == 0)
     if tensor > 1:
       yield f'decoding is far from its floor: try --config.mesh.tensor={tensor}, which divides weights and cache'
-  if found.compilation.cpu_seconds[1] > found.iterations * found.iteration:
+  if found.compilation.awaited[1] > found.iterations * found.iteration:
     yield (
       'compilation takes longer than the work: a larger --config.length_step needs fewer programs '
       f'(now {c.length_step})'

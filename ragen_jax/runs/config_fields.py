@@ -108,7 +108,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'serve': ('slots',),
   },
   'logging': {
-    '': ('compilation_cache',),
+    '': ('compilation_cache', 'compile_ahead'),
     'checkpoint': ('every', 'keep'),
     'serve': ('host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'grace', 'keep', 'max_concurrency'),
     'logging': ('episodes', 'episodes_every', 'trajectories'),

@@ -31,6 +31,11 @@ class Sampling:
   top_p: float
   top_k: int
 
+  @property
+  def compiled(self) -> Sampling:
+    """What a program is compiled for: all temperatures above 0 share one."""
+    return dataclasses.replace(self, temperature=0.0 if self.temperature == 0 else 1.0)
+
 
 @struct.dataclass
 class RowSampling:

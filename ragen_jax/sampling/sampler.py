@@ -7,7 +7,6 @@ counts how often each is traced.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +51,9 @@ class Sampler:
     share: the rows that belong to this process.
     values: whether values are recorded.
     decode_shards: neighbouring devices that divide the MLP and the vocabulary among them.
+    observer: called before `extend`, `decode` and `resize` run, with the name of the program, its shape as
+      `sampling.shapes.Shapes.programs` has it, and the weights (None for `resize`); not for programs that those do not
+      list, which take images or the `RowSampling` of a server. None if nobody observes.
   """
 
   def __init__(
@@ -98,6 +100,7 @@ class Sampler:
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
     self.banned = banned
     self.values = values and model.critic is None
+    self.observer: Callable[[str, tuple[Any, ...], Any], None] | None = None
     self.traces = {'resize': 0, 'copy': 0, 'extend': 0, 'decode': 0}
     self._policy = model.policy
     self._state_specs = kv_cache.state_specs(self.cfg.num_layers)
@@ -115,6 +118,10 @@ class Sampler:
       static_argnames=('columns', 'sampling', 'alternatives'),
       donate_argnames='state',
     )
+
+  def _tell(self, kind: str, params: Any, shape: tuple[Any, ...]) -> None:
+    if self.observer is not None:
+      self.observer(kind, shape, params)
 
   def _counted(self, name, fn):
     @functools.wraps(fn)
@@ -279,9 +286,12 @@ class Sampler:
     columns: int,
     sampling: Sampling,
     rows: int | None = None,
+    names: tuple[str, ...] = ('extend_first', 'extend', 'decode'),
     images: Callable[[int], ImageColumns | None] = lambda rows: None,
   ) -> dict[str, jax.stages.Lowered]:
     """Lowers `extend` and `decode` for given shapes, to compile them without running; arguments may be abstract.
+
+    A call with arguments of these shapes, types and layouts then runs what was compiled.
 
     Args:
       params: weights.
@@ -290,10 +300,11 @@ class Sampler:
       columns: see `decode`.
       sampling: see `decode`.
       rows: rows of all processes that take part; default all, which is another program than a selection.
+      names: of the programs; 'extend_first' is that of first prompts (`all_begin`).
       images: what so many fed rows read of images.
 
     Returns:
-      The lowered programs by name; 'extend_first' is that of first prompts (`all_begin`).
+      The lowered programs by name.
     """
     every, by_rows = len(state.count), state.count.sharding
     part = rows or every
@@ -307,15 +318,17 @@ class Sampler:
       tokens=abstract((part, width), jnp.int32), count=abstract((part,), jnp.int32), begins=abstract((part,), bool),
       rows=selected, images=images(part),
     )  # fmt: skip
-    return {
-      'extend_first': self._extend.lower(params=params, state=state, **observation, all_begin=True),
-      'extend': self._extend.lower(params=params, state=state, **observation, all_begin=False),
-      'decode': self._decode.lower(
-        params=params, state=state, key_data=abstract(key_data.shape, key_data.dtype),
-        budget=abstract((part,), jnp.int32), temperature=np.float32(1), enough=np.int32(1), rows=selected,
-        columns=columns, sampling=sampling,
-      ),
-    }  # fmt: skip
+    sampled = dict(
+      key_data=abstract(key_data.shape, key_data.dtype), budget=abstract((part,), jnp.int32),
+      temperature=np.float32(1), enough=np.int32(1), rows=selected, columns=columns, sampling=sampling.compiled,
+      alternatives=0,
+    )  # fmt: skip
+    found = {
+      'extend_first': lambda: self._extend.lower(params=params, state=state, **observation, all_begin=True),
+      'extend': lambda: self._extend.lower(params=params, state=state, **observation, all_begin=False),
+      'decode': lambda: self._decode.lower(params=params, state=state, **sampled),
+    }
+    return {name: found[name]() for name in names}
 
   def lower_resize(self, state: SamplerState, *, size: int) -> jax.stages.Lowered:
     """The program of `resize` for given shapes, which runs once for each layer; arguments may be abstract."""
@@ -332,6 +345,7 @@ class Sampler:
     Returns:
       The state after.
     """
+    self._tell('resize', None, (len(state.count), _columns(state), size))
     layers = []
     for layer in state.cache:
       layers.append(self._resize(layer, size=size))
@@ -381,6 +395,9 @@ class Sampler:
       features = images.features if self._mesh is None else copied(images.features, self._mesh)
       images = ImageColumns(self._place(images.index), self._place(images.positions), features)
     begins = np.zeros(len(count), bool) if begins is None else begins
+    if images is None:
+      rows_fed, width = self.share.parts * len(count), tokens.shape[1]
+      self._tell('extend', params, (len(state.count), rows_fed, _columns(state), width, all_begin))
     return self._extend(
       params=params,
       state=state,
@@ -424,11 +441,13 @@ class Sampler:
     Returns:
       The state after, the `Reply`, and bool[], whether a reply of any process is still open.
     """
+    parts = self.share.parts
     if isinstance(sampling, RowSampling):
       drawn = dict(temperature=None, by_row=self._place(sampling), sampling=None)
     else:
-      compiled = dataclasses.replace(sampling, temperature=0.0 if sampling.temperature == 0 else 1.0)
-      drawn = dict(temperature=jnp.float32(sampling.temperature), sampling=compiled)
+      if not alternatives:
+        self._tell('decode', params, (len(state.count), parts * len(budget), _columns(state), sampling.compiled))
+      drawn = dict(temperature=jnp.float32(sampling.temperature), sampling=sampling.compiled)
     return self._decode(
       params=params,
       state=state,
@@ -440,6 +459,11 @@ class Sampler:
       alternatives=alternatives,
       **drawn,
     )
+
+
+def _columns(state: SamplerState) -> int:
+  """S, the columns of the cache."""
+  return state.cache[0].k.shape[1]
 
 
 def changed_weights(params: Any, wanted: Any) -> tuple[int, ...]:

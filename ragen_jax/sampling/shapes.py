@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 
+from ragen_jax.sampling.draw import Sampling
 from ragen_jax.utils.sizes import round_up
 
 
@@ -19,7 +22,7 @@ class Shapes:
     shards: number of parts that the rows are divided into.
     max_context: most columns of a row.
     chunk: columns that a call of `decode` writes.
-    step: the smallest cache; larger ones, and prompts, are multiples of it and of a quarter of it.
+    step: the smallest cache; larger ones are multiples of it, and prompts of a quarter of it.
   """
 
   rows: int
@@ -65,19 +68,60 @@ class Shapes:
     """Complete replies of a shard for which `decode` ends early, of `decoded` rows, so that their rows can be fed."""
     return min(self.fed, max(decoded // 4, 1))
 
-  def width(self, tokens: int, before: int) -> int:
-    """Columns of a prompt of `tokens` tokens that follows up to `before` columns.
+  @property
+  def widths(self) -> tuple[int, ...]:
+    """Columns that a call of `extend` feeds, in ascending order: 2^n and 3 * 2^n quarters of `step`."""
+    unit, largest = max(self.step // 4, 1), self.caches[-1]
+    quarters = sorted(m << n for m in (1, 3) for n in range(largest.bit_length()))
+    return tuple(n * unit for n in quarters if n * unit <= largest)
 
-    One of two sizes an octave, 2^n or 3 * 2^(n-1) quarters of `step`. Where the cache would be too short for it, a
-    multiple of `step`, or else of a quarter.
+  def pieces(self, tokens: int, before: int) -> tuple[int, ...]:
+    """Columns of the calls that feed prompts of up to `tokens` tokens, which follow up to `before` columns.
+
+    One call, unless the largest cache has no room for its columns. Each row has room for its tokens.
     """
-    unit = max(self.step // 4, 1)
-    quarters = max(-(-tokens // unit), 1)
-    size = 1 << (quarters - 1).bit_length()
-    if size >= 4 and quarters <= size * 3 // 4:
-      size = size * 3 // 4
-    sizes = (size, round_up(quarters, 4), quarters)
-    return next((n * unit for n in sizes if before + n * unit <= self.caches[-1]), quarters * unit)
+    found: list[int] = []
+    while (fed := sum(found)) < max(tokens, 1):
+      wide = [width for width in self.widths[1:] if before + fed + width <= self.caches[-1]]
+      enough = (width for width in self.widths if width >= tokens - fed)
+      width = next(enough, self.widths[-1])
+      # A call of the least width has room in every row with tokens that are left.
+      found.append(min(width, max(wide, default=self.widths[0])))
+    return tuple(found)
+
+  def programs(
+    self, samplings: Collection[Sampling], *, room: int, whole: bool, drop_finished: bool
+  ) -> list[tuple[str, tuple[Any, ...]]]:
+    """The programs that rollouts of these rows may need, in the order in which most of them are needed.
+
+    Args:
+      samplings: how tokens are drawn, as they are compiled in.
+      room: the most tokens of a prompt, and of a row with its next prompt.
+      whole: an episode is one row; otherwise each prompt begins a row.
+      drop_finished: `decode` runs on parts of the rows.
+
+    Returns:
+      Names and shapes, with numbers of rows of all shards:
+      'extend', (rows, those that are fed, columns of the cache, columns of the prompt, whether all begin);
+      'decode', (rows, those that sample, columns of the cache, sampling);
+      'resize', (rows, columns of the cache before, and after).
+    """
+    every, rest = self.rows * self.shards, room - self.widths[-1]  # of a prompt, after its first piece
+    longest, later = (next((w for w in self.widths if w >= tokens), self.widths[-1]) for tokens in (room, rest))
+    later = longest if whole else later if rest > 0 else 0
+    fed = sorted({self.calls(n)[1] * self.shards for n in range(1, self.rows + 1)}, reverse=True)
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    for size in self.caches:
+      first, follow = ([w for w in self.widths if w <= min(size, most)] for most in (longest, later))
+      found += [('extend', (every, part, size, width, True)) for part in fed for width in first]
+      found += [
+        ('decode', (every, part * self.shards, size, sampling))
+        for sampling in samplings
+        for part in (self.decoded if drop_finished else (self.rows,))
+      ]
+      found += [('extend', (every, part, size, width, False)) for part in fed for width in follow]
+      found += [('resize', (every, size, after)) for after in self.caches if after > size]
+    return found
 
 
 def largest_cache(max_context: int, chunk: int, step: int) -> int:

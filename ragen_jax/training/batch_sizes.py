@@ -12,7 +12,7 @@ from ragen_jax.utils.sizes import round_up
 
 # Widths of bins are multiples of this, the tile of accelerators.
 _BIN_STEP = 128
-# Numbers of scored tokens of a rollout's rows are multiples of this.
+# Numbers of scored tokens of a rollout's rows are 1, 2, 4, ... times this.
 _REPLY_STEP = 512
 # Bins may be so wide even if no row is: in wider bins fewer columns stay empty, and attention costs more.
 _BIN_WIDTH = 2048
@@ -124,10 +124,7 @@ def describe(
   text = f'{chosen.micro_batch_size} rows of up to {s.width} columns at once'
   if chosen.packing is not None:
     columns = chosen.packing.columns
-    text = (
-      f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device, a gradient program '
-      'for each of the shapes that lengths lead to'
-    )
+    text = f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device'
   if remat.columns < ANY_COLUMNS:
     text += f', up to {remat.columns} of them without computing {_KEPT[remat.remat]} again'
   total = memory.total(columns, remat.choose(columns))

@@ -89,7 +89,7 @@ class PackingSettings:
     width: the most columns of a bin, if no row is longer; a multiple of `step`.
     columns: the most columns that go through the model at once on one device; at least one bin does.
     shards: parts into which the bins of a micro-batch are divided.
-    reply_step: the number of scored tokens of a rollout's rows is rounded up to a multiple of this.
+    reply_step: the number of scored tokens of a rollout's rows is rounded up to 1, 2, 4, ... times this.
   """
 
   step: int
@@ -117,7 +117,7 @@ class BatchingSettings:
 
   @property
   def reply_step(self) -> int:
-    """The number of scored tokens of a rollout's rows is rounded up to a multiple of this."""
+    """The number of scored tokens of a rollout's rows is rounded up to 1, 2, 4, ... times this."""
     return max(self.length_step // 2, 1) if self.packing is None else self.packing.reply_step
 
 

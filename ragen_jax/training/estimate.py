@@ -28,7 +28,6 @@ from ragen_jax.training.rollout_metrics import mean, mean_max_min
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
-from ragen_jax.utils.sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +203,8 @@ class TargetEstimator:
     if s.banned:  # tokens of prompts that have no probability
       trained, through = (x & ~np.isin(t.tokens, s.banned) for x in (trained, through))
     columns, mask = sampled_columns(trained | through)
-    width = round_up(mask.shape[1], s.batching.reply_step)
+    # Few widths, because small programs are compiled for each.
+    width = s.batching.reply_step << (-(-mask.shape[1] // s.batching.reply_step) - 1).bit_length()
     columns = np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=1)
     mask = np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) & keep[:, None]
     turn = np.where(mask, at_columns(t.turn, columns, mask), -1).astype(np.int32)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
@@ -36,6 +36,8 @@ class Learner:
     optimizer: see `make_optimizer`.
     mesh: the devices; None for one.
     traces: how often a gradient program has been traced: once for each pair of widths.
+    observer: called before a gradient program runs, with 'gradient', or 'gradient_critic' for the critic alone, and
+      the rows, columns and scored tokens of the micro-batch; None if nobody observes.
   """
 
   def __init__(
@@ -59,6 +61,7 @@ class Learner:
     self.mesh = mesh
     self.optimizer = optimizer
     self.traces = 0
+    self.observer: Callable[[str, tuple[int, ...]], None] | None = None
 
     def accumulate(loss):
       def program(trained, frozen, gradients, batch):
@@ -154,6 +157,9 @@ class Learner:
     zeros = self._laid_out(state.trained)
     gradients, found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), zeros), {}
     for batch in micro_batches:
+      if self.observer is not None:
+        name = 'gradient_critic' if critic_only else 'gradient'
+        self.observer(name, (*batch.tokens.shape, batch.columns.shape[1]))
       gradients, stats = accumulate(state.trained, state.frozen, gradients, batch)
       found = _combine(found, stats)
     return gradients, found
@@ -189,17 +195,30 @@ class Learner:
       found = _combine(found, self._stats(state.trained, state.frozen, batch))
     return found
 
-  def lower(self, state: TrainState, batch: Any) -> dict[str, jax.stages.Lowered]:
-    """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract."""
-    trained = state.trained
+  def lower(
+    self,
+    state: TrainState,
+    batch: Any,
+    *,
+    critic_only: bool = False,
+    names: tuple[str, ...] = ('accumulate', 'apply'),
+  ) -> dict[str, jax.stages.Lowered]:
+    """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract.
+
+    A call with arguments of these shapes, types and layouts then runs what was compiled.
+    """
+    trained, scale = state.trained, None if state.lr_scale is None else np.float32(1)
     gradients, _ = self.abstract(trained)
-    accumulate = self._accumulate.lower(trained, state.frozen, gradients, batch)
-    sums, maxima = accumulate.out_info[1]
-    found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sums | maxima)
-    return {
-      'accumulate': accumulate,
-      'apply': self._apply.lower(trained, state.opt_state, gradients, found, np.float32(1)),
-    }
+    program = self._accumulate_critic if critic_only else self._accumulate
+    accumulate = program.trace(trained, state.frozen, gradients, batch)
+    found = {'accumulate': accumulate.lower} if 'accumulate' in names else {}
+    if 'apply' in names:
+      sums, maxima = accumulate.out_info[1]
+      layout = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+      stats = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), sums | maxima)
+      apply = self._apply_critic if critic_only else self._apply
+      found['apply'] = lambda: apply.lower(trained, state.opt_state, gradients, stats, scale)
+    return {name: lower() for name, lower in found.items()}
 
 
 def _combine(found: dict[str, Any], stats: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:

@@ -4,9 +4,8 @@
                                                     3 3 3 3 0 0 0
 
 The rows of a bin do not see each other, and the positions of each begin at 0, so packing changes numbers by rounding
-only. The number and the width of bins come from a list (`bin_shapes`), cheapest first. An iteration uses the first
-shape with room for each of its mini-batches. That is one call of the program if memory allows, because the devices
-exchange all gradients in every call.
+only. The number and the width of bins come from a list that is known before the run (`bin_shapes`). An iteration uses
+the shape in which its mini-batches take the least time, in one call of the program or in several.
 """
 
 from __future__ import annotations
@@ -34,13 +33,17 @@ from ragen_jax.utils.sizes import round_up
 # Columns of a bin where attention takes as long as all else, for models of less than a billion weights. It takes time
 # in proportion to the width, so narrow bins are better, unless they leave more columns empty.
 _WIDE = 3500
-# Columns that would take as long as a call of its own: the exchange of the gradients, reading the weights.
+# Columns of a device that would take as long as a call of its own: the exchange of the gradients, reading the weights.
 _CALL = 1000
-# Shapes whose costs differ by less count as equal, and the widest, with room for most lengths, is the first of them: a
-# run then needs fewer programs.
-_EQUAL = 1.1
+# Columns that would take as long as the product of a scored token with the vocabulary.
+_SCORED = 0.3
+# The factor between two widths of bins, and the narrowest as a share of the widest. More widths leave fewer columns
+# empty and need more programs: with these, updates of 0.5B take 1 % longer than with all multiples of 128.
+_RATIO, _NARROWEST = 1.12, 1 / 7
+# More than two bins a device need at least this share of the widest width: fewer and wider bins hold the same rows.
+_MANY = 1 / 3
 # Scored tokens of a bin, as shares of its width.
-_REPLIES = (0.375, 0.5, 0.625, 0.75, 1.0)
+_REPLIES = (0.625, 0.75, 1.0)
 
 _Rows = TypeVar('_Rows', bound=TokenRows)
 
@@ -72,31 +75,28 @@ def pack(sizes: np.ndarray, capacity: int | Sequence[int]) -> list[list[int]]:
   return bins
 
 
-def bin_shapes(settings: PackingSettings, longest: int, rows: int) -> list[tuple[int, int, int]]:
-  """The shapes of mini-batches, cheapest first; the last of them have room for any rows.
+def bin_shapes(settings: PackingSettings, longest: int = 0) -> list[tuple[int, int, int]]:
+  """The shapes of all programs that packed rows may need, ascending.
 
   Args:
     settings: see `PackingSettings`.
-    longest: columns of the longest row.
-    rows: of the largest mini-batch.
+    longest: columns of the longest row, if it is longer than `settings.width`.
 
   Returns:
-    (calls, bins, width): calls of the program for a mini-batch, bins of a call on all devices, columns of a bin.
+    (bins, width, replies): bins of a call on all devices, columns of a bin, scored tokens of a bin.
   """
-  narrowest = round_up(longest, settings.step)
-  shapes = set()
-  for width in range(narrowest, max(settings.width, narrowest) + 1, settings.step):
+  widest = max(settings.width, round_up(longest, settings.step))
+  widths = [widest]
+  while (narrower := round_up(int(widths[-1] / _RATIO), settings.step)) >= widest * _NARROWEST:
+    widths.append(narrower if narrower < widths[-1] else narrower - settings.step)
+    if widths[-1] <= settings.step:
+      break
+  shapes = []
+  for width in widths:
     most = max(settings.columns // width, 1)  # bins of a call on one device
-    for bins in range(1, -(-max(rows, 1) // settings.shards) + 1):
-      calls = -(-bins // most)
-      shapes.add((calls, -(-bins // calls), width))
-
-  def order(shape: tuple[int, int, int]) -> tuple[int, ...]:
-    calls, bins, width = shape
-    cost = calls * (bins * width * (1 + width / _WIDE) + _CALL)
-    return math.floor(math.log(cost) / math.log(_EQUAL)), -width, bins, calls
-
-  return [(calls, bins * settings.shards, width) for calls, bins, width in sorted(shapes, key=order)]
+    counts = [2**n for n in range(1, most.bit_length()) if n == 1 or width >= widest * _MANY] or [1]
+    shapes += [(bins * settings.shards, width, int(share * width)) for bins in counts for share in _REPLIES]
+  return sorted(shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,30 +182,38 @@ def pack_batches(
     The micro-batches of each group.
   """
   longest = max((int(length[rows].max()) for rows in groups if len(rows)), default=1)
-  shapes = bin_shapes(settings, longest, max(map(len, groups), default=1))
-  return next(found for shape in shapes if (found := _packed(groups, length, scored, shape)) is not None)
+  scores = max((int(scored[rows].max()) for rows in groups if len(rows)), default=0)
+  columns = max((int(length[rows].sum()) for rows in groups), default=0)
+  tokens = max((int(scored[rows].sum()) for rows in groups), default=0)
+
+  def least(shape: tuple[int, int, int]) -> float:
+    """The cost of as many calls as the sums need."""
+    bins, width, replies = shape
+    return _cost(shape, max(-(-columns // (bins * width)), -(-tokens // (bins * replies)), 1), settings.shards)
+
+  fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores]
+  packed: dict[tuple[int, int], list[list[list[int]]]] = {}
+  best, lowest = fitting[-1], math.inf
+  for shape in sorted(fitting, key=lambda s: (least(s), s)):
+    if least(shape) >= lowest:
+      break
+    of_bin = shape[1:]
+    if of_bin not in packed:
+      packed[of_bin] = [pack(np.stack([length[rows], scored[rows]], axis=1), of_bin) for rows in groups]
+    cost = _cost(shape, max(max(-(-len(own) // shape[0]) for own in packed[of_bin]), 1), settings.shards)
+    if cost < lowest:
+      best, lowest = shape, cost
+  bins, width, replies = best
+  return [
+    _calls([rows[own] for own in members], bins, length, width, replies) if members else []
+    for rows, members in zip(groups, packed[width, replies], strict=True)
+  ]
 
 
-def _packed(
-  groups: Sequence[np.ndarray], length: np.ndarray, scored: np.ndarray, shape: tuple[int, int, int]
-) -> list[list[PackedBatch]] | None:
-  """The micro-batches of each group in bins of a shape, with as few scored tokens as will do; None without room."""
-  calls, bins, width = shape
-  if any(length[rows].sum() > calls * bins * width for rows in groups):
-    return None
-  found = None
-  for share in reversed(_REPLIES):
-    replies = int(share * width)
-    if any((scored[rows] > replies).any() for rows in groups):
-      break
-    packed = [pack(np.stack([length[rows], scored[rows]], axis=1), (width, replies)) for rows in groups]
-    if any(len(own) > calls * bins for own in packed):
-      break
-    found = [
-      _calls([rows[own] for own in members], bins, length, width, replies) if members else []
-      for rows, members in zip(groups, packed, strict=True)
-    ]
-  return found
+def _cost(shape: tuple[int, int, int], calls: int, shards: int) -> float:
+  """Time of calls of a program, in columns of a device that would take as long without attention."""
+  bins, width, replies = shape
+  return calls * (bins // shards * (width * (1 + width / _WIDE) + _SCORED * replies) + _CALL)
 
 
 def _calls(members: list[np.ndarray], bins: int, length: np.ndarray, width: int, replies: int) -> list[PackedBatch]:

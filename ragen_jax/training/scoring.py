@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -211,6 +211,8 @@ class Scorer:
 
   Attributes:
     traces: how often each program has been traced: once for each pair of widths.
+    observer: called before a program runs, with its name in `traces`, and the rows, columns and scored tokens of the
+      micro-batch; None if nobody observes.
   """
 
   def __init__(self, graphdef: Any, settings: ScoringSettings, mesh: Mesh | None = None):
@@ -223,6 +225,7 @@ class Scorer:
     """
     self._mesh = mesh
     self.traces = {'score': 0, 'logprobs': 0, 'values': 0}
+    self.observer: Callable[[str, tuple[int, ...]], None] | None = None
 
     def score(params, tokens, columns, segments, images):
       self.traces['score'] += 1
@@ -238,33 +241,35 @@ class Scorer:
       self.traces['values'] += 1
       return (value_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments, images=images),)
 
-    self._score, self._logprobs, self._values = jax.jit(score), jax.jit(logprobs), jax.jit(values)
+    self._programs = {f.__name__: jax.jit(f) for f in (score, logprobs, values)}
 
   def score(self, params: Any, rows: TokenRows, plans: Plans) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and values of all sampled tokens under `params`, each f32[B, R], 0 off the mask."""
-    logprobs, values = self._run(self._score, 2, params, rows, plans)
+    logprobs, values = self._run('score', 2, params, rows, plans)
     return logprobs, values
 
   def logprobs(self, params: Any, rows: TokenRows, plans: Plans) -> np.ndarray:
     """Log-probs of all sampled tokens under `params`, f32[B, R]; a separate critic is not run."""
     if 'critic' not in params:  # the values cost nothing, and the program may be compiled already
       return self.score(params, rows, plans)[0]
-    return self._run(self._logprobs, 1, params, rows, plans)[0]
+    return self._run('logprobs', 1, params, rows, plans)[0]
 
   def values(self, params: Any, rows: TokenRows, plans: Plans) -> np.ndarray:
     """Values of the states that sampled tokens were drawn from, f32[B, R]; no log-probs are computed."""
-    return self._run(self._values, 1, params, rows, plans)[0]
+    return self._run('values', 1, params, rows, plans)[0]
 
-  def lower(self, params: Any, rows: TokenRows) -> jax.stages.Lowered:
-    """The program of `score` for these shapes, to be compiled without being run; arguments may be abstract."""
-    return self._score.lower(params, rows.tokens, rows.columns, rows.segments, rows.images)
+  def lower(self, params: Any, rows: TokenRows, name: str = 'score') -> jax.stages.Lowered:
+    """A program for these shapes, to be compiled without being run; arguments may be abstract."""
+    return self._programs[name].lower(params, rows.tokens, rows.columns, rows.segments, rows.images)
 
-  def _run(self, program, count, params, rows, plans) -> list[np.ndarray]:
+  def _run(self, name, count, params, rows, plans) -> list[np.ndarray]:
     """The `count` arrays f32[B, R] that a program gives, 0 off the mask."""
     rows = TokenRows(rows.tokens, rows.columns, rows.mask, images=rows.images)
     found = [np.zeros(rows.mask.shape, np.float32) for _ in range(count)]
     for plan, part in zip(plans, micro_batches(rows, plans, self._mesh), strict=True):
-      scores = processes.all_rows(program(params, part.tokens, part.columns, part.segments, part.images))
+      if self.observer is not None:
+        self.observer(name, (*part.tokens.shape, part.columns.shape[1]))
+      scores = processes.all_rows(self._programs[name](params, part.tokens, part.columns, part.segments, part.images))
       for into, x in zip(found, scores, strict=True):
         plan.put(into, x, rows.mask)
     return [np.where(rows.mask, x, 0) for x in found]

@@ -8,7 +8,7 @@ import math
 import jax
 import pytest
 
-from ragen_jax.compilers import estimate, programs, topologies
+from ragen_jax.compilers import estimate, needed, programs, topologies
 from ragen_jax.compilers.cost import CompileFailure, Cost
 from ragen_jax.compilers.estimate import Measured
 from ragen_jax.compilers.lengths import shapes_of_run, steps_of
@@ -95,17 +95,27 @@ def test_the_decode_step_is_the_body_of_the_longest_loop(run):
   assert step.floor == pytest.approx(size * (weights + cache) / CHIP.hbm_bandwidth, rel=0.02)  # norms and biases apart
 
 
-def test_compilation_counts_every_shape_of_a_run_once(run):
+@pytest.mark.parametrize('ahead', [0, -1])
+def test_compilation_counts_every_shape_of_a_run_once(run, ahead):
+  run.config.compile_ahead = ahead
   made = estimate.of_run(run, TOPOLOGY, _measured(run, gradient=_cost(1.0, cpu=100.0))).compilation
   counts = shapes_of_run(run.config, run.lengths, run.batching, 12, rows=16, shards=1)
-  scored = run.config.algorithm.old_logprobs == 'trainer'
+  compiled = {p.kind for p in programs.of_run(run) if p.runs}
+  assert ('score' in compiled) == (run.config.algorithm.old_logprobs == 'trainer')
   assert run.rows('evaluation') == run.rows('rollout') and run.config.eval.greedy_too
-  more = counts[0]['decode']  # of the greedy evaluation; temperatures above 0 share a program
-  for i, count in enumerate((counts[0], counts[-1])):
-    used = {kind: n for kind, n in count.items() if kind != 'score' or scored} | {'weights': 1}
-    assert made.programs[i] == sum(used.values()) + more
-    assert made.cpu_seconds[i] == 7 * (sum(used.values()) - used['gradient'] + more) + 100 * used['gradient']
-  assert 1 <= made.last_new <= 12
+  for part, programs_of_part, cpu_seconds in (
+    ('programs', made.programs, made.cpu_seconds), ('awaited', None, made.awaited)
+  ):  # fmt: skip
+    first, last = (getattr(counts[i], part) for i in (0, -1))
+    more = first['decode']  # of the greedy evaluation; temperatures above 0 share a program
+    for i, count in enumerate((first, last)):
+      used = {kind: n for kind, n in count.items() if kind in compiled} | {'weights': 1}
+      assert programs_of_part is None or programs_of_part[i] == sum(used.values()) + more
+      assert cpu_seconds[i] == 7 * (sum(used.values()) - used['gradient'] + more) + 100 * used['gradient']
+  waits = [{kind: n for kind, n in c.awaited.items() if kind in compiled} for c in counts]
+  assert waits[made.last_awaited - 1 :] == waits[-1:] * (13 - made.last_awaited)
+  assert made.last_awaited == 1 or waits[made.last_awaited - 2] != waits[-1]
+  assert made.programs[1] <= made.most == len(needed.programs(run.config, run.trainer, run.sampling.rows))
 
 
 def test_what_follows_from_a_refused_program_is_not_a_number(run, monkeypatch):

@@ -196,16 +196,33 @@ def _shapes(config, assumed, iterations, packing=None):
 
 
 def test_programs_of_a_run_only_grow_and_one_shape_needs_one_of_each():
-  config = _config()
+  config = _config(compile_ahead=0)
   counts = _shapes(config, dataclasses.replace(FULL, limit=1024), 30)
-  assert len(counts) == 30
+  assert len(counts) == 30 and all(c.programs == c.awaited for c in counts)
   for before, after in itertools.pairwise(counts):
-    assert all(after[kind] >= before[kind] for kind in before)
-  assert counts[-1]['gradient'] > counts[0]['gradient'] >= 1
+    assert all(after.programs[kind] >= before.programs[kind] for kind in before.programs)
+  assert counts[-1].programs['gradient'] > counts[0].programs['gradient'] >= 1
   config.length_step = 1024
   short = dataclasses.replace(FULL, limit=1024, turns=1)
-  once = _shapes(config, short, 30)[-1]
+  once = _shapes(config, short, 30)[-1].programs
   assert once == {'extend': 1, 'decode': 1, 'resize': 0, 'gradient': 1, 'score': 1, 'apply': 1}
+
+
+def test_a_run_that_compiles_ahead_waits_for_no_program_after_the_first_iterations():
+  """Replies become half as long again over the run, so that rows and caches grow."""
+  long = dataclasses.replace(FULL, reply=60, longest=100, limit=1024, turns=5)
+  packing = PackingSettings(step=64, width=1024, columns=8192, shards=1, reply_step=64)
+  waits = {}
+  for ahead in (0, -1):
+    config = _config(compile_ahead=ahead, agent__schedule='continuous')
+    config.update_from_flattened_dict({'train.group_size': 16, 'optimizer.mini_batch_size': 32})
+    found = lengths.shapes_of_run(config, long, _batching(config, packing), 25, rows=64, shards=1)
+    waits[ahead] = [c.awaited for c in found]
+    assert all(c.programs[kind] >= n for c in found for kind, n in c.awaited.items())
+  for kind in ('extend', 'decode', 'resize', 'gradient'):
+    assert waits[0][0][kind] == waits[-1][0][kind] > 0
+    assert waits[-1][9][kind] == waits[-1][-1][kind] <= waits[0][-1][kind]
+  assert sum(waits[-1][-1].values()) < sum(waits[0][9].values()) < sum(waits[0][-1].values())
 
 
 @pytest.mark.parametrize('packing', [None, PackingSettings(step=64, width=512, columns=1024, shards=1, reply_step=64)])
@@ -219,6 +236,6 @@ def test_gradient_shapes_are_those_of_the_planner(packing):
   length = 100 + sampled + (turns - 1) * 20
   order = rng.permutation(16)
   steps = plan_batches([order[:8], order[8:]], length, sampled, _batching(config, packing))
-  assert found['gradient'] == len({abstract.shape_of(plan) for plans in steps for plan in plans})
+  assert found.awaited['gradient'] == len({abstract.shape_of(plan) for plans in steps for plan in plans})
   if packing:
-    assert found['gradient'] == 1  # all mini-batches of an iteration have one shape
+    assert found.awaited['gradient'] == 1  # all mini-batches of an iteration have one shape

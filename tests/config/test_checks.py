@@ -79,6 +79,7 @@ def test_what_cannot_run_is_refused_in_one_line(field, value, message):
     (0, ['optimizer.micro_batch_size', 'agent.rows_in_flight', 'agent.decode_shards']),
     (0, ['seed', 'train.top_k', 'eval.top_k', 'eval.every', 'eval.temperature']),
     (0, ['checkpoint.every', 'model.logits_chunk', 'lora.rank']),
+    (-1, ['compile_ahead']),
     (0, ['logging.trajectories', 'logging.episodes', 'logging.episodes_every']),
     (0, [f'algorithm.{x}' for x in ('value_clip', 'value_coef', 'clip_ratio_low', 'clip_ratio_high')]),
     (0, [f'optimizer.{x}' for x in ('actor_lr', 'critic_lr', 'warmup_steps', 'weight_decay', 'critic_warmup')]),
@@ -88,6 +89,13 @@ def test_numbers_that_are_too_small(least, fields):
   for field in fields:
     message = rf'^{field}={least - 1}(\.0)?: must be at least {least}$'
     assert_refused(_check, small_config({field: least - 1}), message)
+
+
+def test_several_processes_do_not_compile_ahead(monkeypatch):
+  monkeypatch.setattr(checks.jax, 'process_count', lambda: 2)
+  for threads in (-1, 0):
+    checks._check_ranges(small_config(compile_ahead=threads))
+  assert_refused(checks._check_ranges, small_config(compile_ahead=1), r'^compile_ahead=1: must be -1 or 0 with 2 proc')
 
 
 @pytest.mark.parametrize(

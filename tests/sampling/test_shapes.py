@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ragen_jax.sampling.shapes import Shapes, largest_cache
@@ -47,15 +48,29 @@ def test_every_row_is_fed_in_calls_of_a_quarter_or_in_one(rows):
 
 
 def test_widths_are_two_an_octave():
-  found = sorted({PAPER.width(n, 0) for n in range(1, 3201)})
-  assert found == [32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 3200]
-  for tokens in range(1, 3201, 7):
-    width = PAPER.width(tokens, 0)
+  assert PAPER.widths == (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
+  for tokens in range(1, 3073, 7):
+    (width,) = PAPER.pieces(tokens, 0)
     assert tokens <= width < 1.5 * tokens + 32
+  assert Shapes(rows=4, shards=1, max_context=40, chunk=4, step=2).widths[:3] == (1, 2, 3)  # a quarter is a column
 
 
-def test_a_width_never_needs_a_larger_cache_than_there_is():
-  assert PAPER.width(300, 0) == 384 and PAPER.width(260, 3328) == 384 and PAPER.width(260, 3329) == 288
-  for before in range(0, 3200, 50):
-    for tokens in range(1, 3201 - before, 37):
-      assert before + PAPER.width(tokens, before) <= PAPER.caches[-1]
+def test_prompts_that_the_widths_do_not_hold_take_several_calls():
+  assert PAPER.pieces(3200, 0) == (3072, 128)
+  assert PAPER.pieces(300, 3328) == (384,) and PAPER.pieces(300, 3329) == (256, 64)
+  assert PAPER.pieces(0, 0) == PAPER.pieces(1, 0) == (32,)
+
+
+def test_no_row_needs_more_columns_than_the_largest_cache_has():
+  """The rows of a call differ: the longest prompt need not follow the most columns."""
+  room = 3200
+  rng = np.random.default_rng(0)
+  for _ in range(200):
+    before = rng.integers(0, room, size=4)
+    tokens = np.asarray([rng.integers(1, room - b + 1) for b in before])
+    pieces, fed = PAPER.pieces(int(tokens.max()), int(before.max())), 0
+    for width in pieces:
+      assert width in PAPER.widths
+      assert (before + fed + width)[tokens > fed].max() <= PAPER.caches[-1]
+      fed += width
+    assert fed >= tokens.max() and len(pieces) <= 4 + tokens.max() // 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -47,19 +48,57 @@ def test_items_with_two_sizes_fit_in_both():
   assert pack(sizes, (7, 5)) == [[1, 2], [3, 0]]
 
 
-def test_shapes_are_within_memory_and_the_last_has_room_for_any_rows():
+def test_shapes_are_few_within_memory_and_hold_any_rows():
   settings = PackingSettings(step=128, width=4096, columns=10_000, shards=8, reply_step=512)
-  shapes = bin_shapes(settings, 1281, 32)
-  assert len(set(shapes)) == len(shapes)
-  for calls, bins, width in shapes:
-    assert bins % 8 == 0 and width % 128 == 0 and 1281 <= width <= 4096 and bins // 8 * width <= 10_000
-    assert calls == 1 or bins // 8 * width > 5_000  # no more calls than memory asks for
-  assert any(calls * bins >= 32 for calls, bins, _ in shapes)
-  columns = [calls * bins * width for calls, bins, width in shapes]
-  assert columns[0] < columns[-1] and shapes[0][0] == 1
+  shapes = bin_shapes(settings)
+  assert len(set(shapes)) == len(shapes) < 100
+  widths = sorted({width for _, width, _ in shapes})
+  assert widths[-1] == 4096 and 512 <= widths[0] <= 640
+  for narrow, wide in itertools.pairwise(widths):
+    assert wide - narrow == 128 or wide <= 1.2 * narrow
+  for bins, width, replies in shapes:
+    assert bins % 8 == 0 and width % 128 == 0 and 0.6 * width < replies <= width
+    assert bins // 8 in (2, 4, 8) and bins // 8 * width <= 10_000
+    assert (bins, width, width) in shapes, 'any token may be scored'
   # A row that is longer than all bins gets bins of its own length.
-  assert {width for *_, width in bin_shapes(settings, 5000, 32)} == {5120}
-  assert bin_shapes(settings, 5000, 1) == [(1, 8, 5120)]
+  assert max(width for _, width, _ in bin_shapes(settings, 5000)) == 5120
+  scarce = dataclasses.replace(settings, columns=4096)
+  assert {bins for bins, width, _ in bin_shapes(scarce) if width == 4096} == {8}
+
+
+def test_every_batch_has_one_of_the_shapes():
+  settings = PackingSettings(step=8, width=160, columns=400, shards=2, reply_step=8)
+  rng, shapes = np.random.default_rng(0), bin_shapes(PackingSettings(8, 160, 400, 2, 8))
+  for most in (3, 20, 90, 160):
+    length = rng.integers(1, most + 1, size=30)
+    scored = (length * rng.random(30)).astype(int)
+    groups = np.split(rng.permutation(30), [rng.integers(1, 29)])
+    packed = pack_batches(groups, length, scored, settings)
+    assert len({(len(p.bins), p.width, p.replies) for own in packed for p in own}) == 1
+    assert all((len(p.bins), p.width, p.replies) in shapes for own in packed for p in own)
+
+
+def test_a_row_with_only_scored_tokens_has_room_for_them():
+  settings = PackingSettings(step=8, width=160, columns=400, shards=1, reply_step=8)
+  ((plan,),) = pack_batches([np.arange(1)], np.asarray([150]), np.asarray([150]), settings)
+  assert plan.replies >= 150
+
+
+def test_the_shape_is_the_one_that_takes_least_time():
+  """Against all shapes, tried one after the other."""
+  settings = PackingSettings(step=128, width=4096, columns=10_000, shards=8, reply_step=512)
+  rng = np.random.default_rng(2)
+  for mean in (300, 900, 2000):
+    length = rng.integers(mean // 2, mean * 3 // 2, size=32)
+    scored = (0.6 * length).astype(int)
+    costs = {}
+    for bins, width, replies in bin_shapes(settings):
+      if length.max() <= width and scored.max() <= replies:
+        calls = -(-len(pack(np.stack([length, scored], axis=1), (width, replies))) // bins)
+        # Attention over 3500 columns takes as long as all else; a scored token 0.3 and a call 1000 columns.
+        costs[bins, width, replies] = calls * (bins / 8 * (width + width**2 / 3500 + 0.3 * replies) + 1000)
+    ((plan, *_),) = pack_batches([np.arange(32)], length, scored, settings)
+    assert costs[len(plan.bins), plan.width, plan.replies] == pytest.approx(min(costs.values()))
 
 
 def test_rows_of_one_length_fill_nine_tenths_of_one_call():

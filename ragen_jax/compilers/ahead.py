@@ -1,0 +1,179 @@
+"""Compiles the programs that a run needs next in background threads, while it plays and learns."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from ragen_jax import build_agents
+from ragen_jax.agent.rollout import Rollout
+from ragen_jax.compilers import needed
+from ragen_jax.compilers.abstract import abstract_batch, chunk_columns, visual_columns
+from ragen_jax.compilers.needed import Program
+from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.evaluation.evaluator import Evaluator
+from ragen_jax.runs.background import Background
+from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.training.state import TrainState
+from ragen_jax.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+# Processors for each thread, and the most threads, that 'auto' takes.
+_PROCESSORS, _MOST_THREADS = 4, 4
+
+
+def threads(setting: int) -> int:
+  """Threads that compile ahead, of `config.compile_ahead`; -1 takes none on CPUs, whose processors the run needs."""
+  if setting >= 0:
+    return setting
+  if jax.default_backend() == 'cpu' or jax.process_count() > 1:
+    return 0
+  return max(1, min((os.cpu_count() or 1) // _PROCESSORS, _MOST_THREADS))
+
+
+class CompileAhead:
+  """Watches which programs a run calls, and compiles those that it is likely to call next.
+
+  - When prompts of a width are fed for the first time, it compiles the programs that feed this width to the same and
+    to larger caches, those that sample with these caches, and those that enlarge them.
+  - When a rollout ends, it compiles the programs of updates with its lengths, and with somewhat other lengths.
+
+  The run's own calls take the compiled programs from the caches of `jax.jit`.
+  """
+
+  def __init__(
+    self,
+    config: ConfigDict,
+    trainer: Trainer,
+    state: TrainState,
+    listed: Collection[Program],
+    background: Background,
+  ):
+    """Observes the sampler, the learner and the scorer of a trainer.
+
+    Args:
+      config: of the run.
+      trainer: of the config.
+      state: its shapes, types and layouts are read.
+      listed: the programs that the run may need; no others are compiled for updates.
+      background: compiles.
+    """
+    self._config, self._trainer, self._background = config, trainer, background
+    self._listed = set(listed)
+    self._state = _abstract(state)
+    self._weights: Any = None  # of the sampler, as it is called with them
+    self._numbers = itertools.count()
+    if not build_agents.plays_agents(config):  # a server of agents compiles its programs when it opens
+      trainer.model.sampler.observer = self._sampler_runs
+    trainer.learner.observer = trainer.scorer.observer = self._batch_runs
+
+  def close(self) -> None:
+    """Observes no more, and compiles no more."""
+    trainer = self._trainer
+    trainer.model.sampler.observer = trainer.learner.observer = trainer.scorer.observer = None
+    self._background.close()
+
+  def expect(self, rollout: Rollout) -> None:
+    """Compiles the programs of the update that rollouts like this one lead to."""
+    t = rollout.trajectory
+    batching = self._trainer.settings.estimate.batching
+    scored = t.length if batching.whole_rows else t.loss_mask.sum(axis=1)
+    job = functools.partial(self._plan, np.asarray(t.length), np.asarray(scored), len(np.unique(t.episode)))
+    self._background.want([(('plan', next(self._numbers)), job)], urgency=0)
+
+  def _plan(self, length: np.ndarray, scored: np.ndarray, played: int) -> None:
+    """Asks for the programs of `length` i32[B] and `scored` i32[B], of rows of so many episodes."""
+    config, batching = self._config, self._trainer.settings.estimate.batching
+    gradients, scores = needed.updates(config), needed.scored(config, self._trainer)
+    for urgency, factor in enumerate(needed.FACTORS):
+      shapes = needed.shapes_after(config, batching, length, scored, played, factor)
+      wanted = [(name, shape) for name in gradients for shape in shapes['gradient']]
+      wanted += [(name, shape) for name in scores for shape in shapes['score']]
+      self._want([program for program in wanted if program in self._listed], urgency)
+      for gradient, step in gradients.items() if urgency == 0 else ():
+        # The optimiser step is the same for all shapes of micro-batches.
+        compile_step = functools.partial(self._compile_update, gradient, shapes['gradient'][0], 'apply')
+        self._background.want([((step, ()), compile_step)], urgency)
+
+  def _batch_runs(self, name: str, shape: tuple[int, ...]) -> None:
+    self._background.need((name, shape))
+
+  def _sampler_runs(self, name: str, shape: tuple[Any, ...], weights: Any) -> None:
+    if weights is not None and self._weights is None:
+      self._weights = _abstract(weights)
+    if not self._background.need((name, shape)) or name != 'extend':
+      return
+    for urgency, program in needed.after_extend(self._config, row_shards(self._trainer.model.mesh), shape):
+      self._want([program], urgency)
+
+  def _want(self, programs: list[Program], urgency: int) -> None:
+    self._background.want(((p, functools.partial(self._compile, *p)) for p in programs), urgency)
+
+  def _compile(self, name: str, shape: tuple[Any, ...]) -> None:
+    trainer = self._trainer
+    if name in trainer.scorer.traces:
+      batch = abstract_batch(self._config, trainer, shape)
+      trainer.scorer.lower(self._state.params, batch, name).compile()
+    elif name in needed.updates(self._config):
+      self._compile_update(name, shape, 'accumulate')
+    else:
+      self._compile_sampler(name, shape)
+
+  def _compile_update(self, gradient: str, shape: tuple[int, int, int], name: str) -> None:
+    batch = abstract_batch(self._config, self._trainer, shape)
+    critic_only = gradient == 'gradient_critic'
+    self._trainer.learner.lower(self._state, batch, critic_only=critic_only, names=(name,))[name].compile()
+
+  def _compile_sampler(self, name: str, shape: tuple[Any, ...]) -> None:
+    sampler = self._trainer.model.sampler
+    if name == 'resize':
+      every, before, after = shape
+      sampler.lower_resize(sampler.abstract_state(every, before), size=after).compile()
+      return
+    every, part, size, *rest = shape
+    program, width, sampling = 'decode', 1, PLAIN
+    if name == 'extend':
+      program, width = 'extend_first' if rest[1] else 'extend', rest[0]
+    else:
+      sampling = rest[0]
+    sampler.lower(
+      self._weights, sampler.abstract_state(every, size), width=width, columns=chunk_columns(self._config),
+      sampling=sampling, rows=part, names=(program,),
+    )[program].compile()  # fmt: skip
+
+
+@contextlib.contextmanager
+def open_ahead(
+  config: ConfigDict, trainer: Trainer, evaluator: Evaluator, state: TrainState
+) -> Iterator[CompileAhead | None]:
+  """Logs how many programs the run may need, and compiles ahead while it is open; None if `compile_ahead` is off."""
+  listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
+  count = threads(config.compile_ahead)
+  if visual_columns(config):
+    count = 0  # programs with images have shapes of their own
+  how = f'compiled in {count} threads before they are needed' if count else 'each compiled when it is needed first'
+  _log.info('programs: at most %s, whatever the lengths of episodes; %s', needed.describe(listed), how)
+  if not count:
+    yield None
+    return
+  with contextlib.closing(CompileAhead(config, trainer, state, listed, Background(count))) as ahead:
+    evaluator.observer = ahead.expect
+    try:
+      yield ahead
+    finally:
+      evaluator.observer = None
+
+
+def _abstract(tree: Any) -> Any:
+  """Shapes, types and layouts of arrays."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

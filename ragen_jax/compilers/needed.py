@@ -1,0 +1,176 @@
+"""The programs that a run may need, whatever the lengths of its episodes: a closed list, known before the run."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from ragen_jax import build, build_agents
+from ragen_jax.agent.sampler_speaker import rows_at_once
+from ragen_jax.compilers.abstract import episodes, sampler_shapes, shape_of
+from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.sampling.draw import GREEDY, Sampling
+from ragen_jax.sampling.sampler import Sampler
+from ragen_jax.training.batches import BatchingSettings
+from ragen_jax.training.packing import bin_shapes, plan_batches
+from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils.sizes import round_up
+
+# Tokens of replies in the next rollouts, as factors of those of the last one, the most urgent first.
+FACTORS = (1.0, 1.08, 0.92, 1.16)
+
+# The most shapes of micro-batches that are listed.
+_MOST = 100_000
+
+# A program: its name, and what it is compiled for, as the observers of `Sampler`, `Learner` and `Scorer` are told.
+Program = tuple[str, tuple[Any, ...]]
+
+
+def programs(config: ConfigDict, trainer: Trainer, rows: Mapping[str, int]) -> list[Program]:
+  """The programs of rollouts, evaluations, scoring and updates of a run.
+
+  Programs that take little time to compile are not listed: those of environments and of advantages, and the copy of
+  the weights for decoding. Nor are the measurements of `config.monitor` and, if programs play the episodes, rollouts.
+
+  Args:
+    config: the run's.
+    trainer: of the config.
+    rows: of the devices in 'rollout' and 'evaluation'.
+  """
+  found = [] if build_agents.plays_agents(config) else of_sampler(config, row_shards(trainer.model.mesh), rows)
+  for name in scored(config, trainer):
+    # A bootstrap value follows the last column.
+    found += [(name, shape) for shape in batch_shapes(config, trainer, longer=name == 'values')]
+  for name, step in updates(config).items():
+    found += [*((name, shape) for shape in batch_shapes(config, trainer)), (step, ())]
+  return list(dict.fromkeys(found))
+
+
+def rows(config: ConfigDict, sampler: Sampler) -> dict[str, int]:
+  """Rows of the devices in 'rollout' and 'evaluation', as `SamplerSpeaker` chooses them. Every process must call."""
+  limits = build.episode_limits(config, [])
+  share = sampler.share
+  return {
+    phase: share.shards * rows_at_once(sampler, limits, episodes(config, phase) // share.shards)
+    for phase in ('rollout', 'evaluation')
+  }
+
+
+def of_sampler(config: ConfigDict, shards: int, rows: Mapping[str, int]) -> list[Program]:
+  """The programs of rollouts and evaluations of environments; see `Shapes.programs`."""
+  agent, found = config.agent, []
+  for phase, drawn in samplings(config).items():
+    found += sampler_shapes(config, rows[phase], shards).programs(
+      drawn, room=agent.max_context - agent.max_response_tokens, whole=agent.context == 'full',
+      drop_finished=agent.drop_finished,
+    )  # fmt: skip
+  return list(dict.fromkeys(found))
+
+
+def samplings(config: ConfigDict) -> dict[str, tuple[Sampling, ...]]:
+  """How tokens are drawn in an evaluation and in a rollout, as programs are compiled for it."""
+  greedy = (GREEDY.compiled,) if config.eval.greedy_too else ()
+  evaluation = dict.fromkeys((build.sampling(config.eval).compiled, *greedy))
+  return {'evaluation': tuple(evaluation), 'rollout': (build.sampling(config.train).compiled,)}
+
+
+def scored(config: ConfigDict, trainer: Trainer) -> tuple[str, ...]:
+  """Names of the programs that score rows, as in `Scorer.traces`."""
+  s, separate = trainer.settings.estimate, config.model.separate_critic
+  again = s.old_logprobs == 'trainer'
+  wanted = {
+    'score': again or (trainer.settings.reference and not separate),
+    'logprobs': trainer.settings.reference and separate,
+    'values': s.bootstrap_truncated or (s.needs_critic and not s.records_values and not again),
+  }
+  return tuple(name for name, needed in wanted.items() if needed)
+
+
+def updates(config: ConfigDict) -> dict[str, str]:
+  """Names of the programs of gradients, with those of the optimiser steps that follow."""
+  warmup, iterations = config.optimizer.critic_warmup, config.num_iterations
+  found = {'gradient_critic': 'apply_critic'} if warmup else {}
+  return found | ({'gradient': 'apply'} if warmup < iterations else {})
+
+
+def batch_shapes(config: ConfigDict, trainer: Trainer, *, longer: bool = False) -> list[tuple[int, int, int]]:
+  """Rows or bins, columns and scored tokens of micro-batches; with `longer`, of rows that are a column longer.
+
+  Without packing, a small `length_step` leads to so many that only the first `_MOST` are listed.
+  """
+  batching: BatchingSettings = trainer.settings.estimate.batching
+  longest = config.agent.max_context + longer
+  if batching.packing is not None:
+    return bin_shapes(batching.packing, longest)
+  half = max(batching.length_step // 2, 1)
+  whole = batching.whole_rows and not longer
+  turns = trainer.player.max_turns if config.agent.context == 'full' else 1
+  most = longest if whole else min(config.agent.max_response_tokens * turns, longest)
+  found = (
+    (batching.micro_batch_size, width, replies)
+    for width in range(batching.length_step, round_up(longest, batching.length_step) + 1, batching.length_step)
+    for replies in range(half, min(round_up(most, half), round_up(width, half)) + 1, half)
+    if not whole or replies > width - batching.length_step
+  )
+  return list(itertools.islice(found, _MOST))
+
+
+def after_extend(
+  config: ConfigDict, shards: int, shape: tuple[int, int, int, int, bool]
+) -> Iterator[tuple[int, Program]]:
+  """What a run is likely to need after prompts have been fed, with its urgency.
+
+  The programs that feed as many columns to this cache and to larger ones, and those that sample with these caches and
+  enlarge them.
+
+  Args:
+    config: the run's.
+    shards: parts into which rows are divided.
+    shape: of 'extend', see `Shapes.programs`.
+  """
+  every, _, size, width, begin = shape
+  for name, other in of_sampler(config, shards, {'rollout': every, 'evaluation': every}):
+    at = other[1] if name == 'resize' else other[2]
+    if at >= size and (name != 'extend' or other[3:] == (width, begin)):
+      # An evaluation samples before it is greedy.
+      yield 1 + (at > size) + (name == 'decode' and other[3].temperature == 0), (name, other)
+
+
+def shapes_after(
+  config: ConfigDict, batching: BatchingSettings, length: np.ndarray, scored: np.ndarray, played: int, factor: float
+) -> dict[str, list[tuple[int, int, int]]]:
+  """The shapes of micro-batches of a rollout like another one.
+
+  Args:
+    config: the run's.
+    batching: the sizes of micro-batches.
+    length: i32[B], columns of the rows of the other rollout.
+    scored: i32[B], their scored tokens.
+    played: its episodes.
+    factor: the number of scored tokens is multiplied with it; the other columns stay.
+
+  Returns:
+    Shapes of 'gradient', whose rows are divided over mini-batches, and of 'score'.
+  """
+  rng, rollout = np.random.default_rng(0), episodes(config, 'rollout')
+  wanted = max(len(length) * rollout // played, 1)
+  rows = rng.choice(len(length), wanted, replace=wanted > len(length))
+  more = np.ceil(factor * scored).astype(np.int64)
+  length = np.minimum(length - scored + more, config.agent.max_context)
+  scored = np.minimum(more, length)
+  mini_batches = np.array_split(rows, min(max(rollout // config.optimizer.mini_batch_size, 1), wanted))
+  return {
+    name: list(dict.fromkeys(shape_of(p) for own in plan_batches(parts, length, scored, batching) for p in own))
+    for name, parts in (('gradient', mini_batches), ('score', [rows]))
+  }
+
+
+def describe(found: Sequence[Program]) -> str:
+  """How many programs of each name there are, in words."""
+  counts = collections.Counter(name for name, _ in found)
+  return f'{len(found)} (' + ', '.join(f'{n} {name}' for name, n in counts.items()) + ')'

@@ -1,0 +1,116 @@
+"""Compiles programs in background threads, so that a run does not wait for them when it needs them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable
+
+from ragen_jax.utils.errors import one_line
+
+_log = logging.getLogger(__name__)
+
+# Seconds that `close` waits for what is being compiled; a compiler cannot be stopped.
+_PATIENCE = 60.0
+
+
+class Background:
+  """Programs that are compiled in a few threads, the most urgent first; each program once.
+
+  What fails is logged: the run compiles the program itself when it needs it.
+  """
+
+  def __init__(self, threads: int):
+    """Starts the threads.
+
+    Args:
+      threads: their number, at least 1.
+    """
+    self._changed = threading.Condition()
+    self._waiting: list[tuple[int, int, Hashable, Callable[[], object]]] = []
+    self._numbers = itertools.count()  # of equally urgent programs, the first wanted comes first
+    self._known: set[Hashable] = set()
+    self._running: set[Hashable] = set()
+    self._needed: set[Hashable] = set()
+    self._done: list[Hashable] = []
+    self._closed = False
+    self._threads = [
+      threading.Thread(target=self._work, daemon=True, name=f'ragen_jax-compile-{i}') for i in range(threads)
+    ]
+    for thread in self._threads:
+      thread.start()
+
+  @property
+  def done(self) -> list[Hashable]:
+    """The programs that were compiled here, in this order."""
+    with self._changed:
+      return list(self._done)
+
+  def want(self, programs: Iterable[tuple[Hashable, Callable[[], object]]], urgency: int) -> None:
+    """Asks for programs.
+
+    Args:
+      programs: the key of each, and a function that compiles it. Known keys are ignored.
+      urgency: lower numbers come first.
+    """
+    with self._changed:
+      for key, compile_program in programs:
+        if key not in self._known and not self._closed:
+          self._known.add(key)
+          heapq.heappush(self._waiting, (urgency, next(self._numbers), key, compile_program))
+      self._changed.notify_all()
+
+  def need(self, key: Hashable) -> bool:
+    """Says that the caller is about to run a program; waits while it is being compiled here.
+
+    A program that still waits is left to the caller.
+
+    Returns:
+      Whether this is the first time.
+    """
+    if key in self._needed:
+      return False
+    with self._changed:
+      self._needed.add(key)
+      self._known.add(key)
+      self._changed.wait_for(lambda: key not in self._running)
+    return True
+
+  def wait(self, timeout: float) -> bool:
+    """Waits until nothing is left to compile. Returns False if that takes longer than `timeout` seconds."""
+    with self._changed:
+      return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
+
+  def close(self) -> None:
+    """Drops what waits, and waits some time for what is being compiled."""
+    with self._changed:
+      self._closed = True
+      self._waiting.clear()
+      self._changed.notify_all()
+    for thread in self._threads:
+      thread.join(_PATIENCE)
+
+  def _work(self) -> None:
+    while True:
+      with self._changed:
+        self._changed.wait_for(lambda: self._waiting or self._closed)
+        if self._closed:
+          return
+        _, _, key, compile_program = heapq.heappop(self._waiting)
+        if key in self._needed:
+          self._changed.notify_all()
+          continue
+        self._running.add(key)
+      try:
+        compile_program()
+        compiled = True
+      except Exception as e:  # noqa: BLE001, a compiler may raise anything, and the run goes on without its program
+        _log.warning('a program was not compiled ahead, %s: %s', key, one_line(e, str))
+        compiled = False
+      with self._changed:
+        self._running.remove(key)
+        if compiled:
+          self._done.append(key)
+        self._changed.notify_all()

@@ -1,0 +1,136 @@
+"""Programs compiled ahead of a run: the run's own calls take them, and compile nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from ragen_jax import build
+from ragen_jax.compilers import ahead, needed
+from tests.support.compilations import compiled
+from tests.support.configs import small_config
+from tests.support.models import random_policy
+
+_LONG = 300.0  # seconds
+# One size of the cache, and one way to sample.
+_SMALL = {
+  'length_step': 512, 'agent__max_context': 300, 'agent__max_response_tokens': 8, 'agent__decode_chunk': 8,
+  'agent__drop_finished': False, 'agent__schedule': 'continuous', 'optimizer__packing': True,
+  'eval__greedy_too': False, 'compile_ahead': 1,
+}  # fmt: skip
+# What is compiled for them: functions of `Sampler`, `Learner` and `Scorer`.
+_FUNCTIONS = {'_extend_rows', '_decode_rows', '_resize_layer', 'program', 'apply', 'score', 'logprobs', 'values'}
+
+
+def _parts(directory, **fields):
+  config = small_config(**_SMALL | fields)
+  policy = random_policy(config, directory)
+  trainer = build.make_trainer(config, policy)
+  return config, trainer, build.make_evaluator(config, policy)
+
+
+@pytest.fixture(scope='module', params=[512, pytest.param(128, marks=pytest.mark.slow)])
+def played(request, tmp_path_factory):
+  """A run after its first rollout, with one or two sizes of the cache: its parts, and what was compiled ahead."""
+  config, trainer, evaluator = _parts(tmp_path_factory.mktemp('model'), length_step=request.param)
+  state = trainer.init()
+  with ahead.open_ahead(config, trainer, evaluator, state) as open_ahead:
+    rollout, selection = trainer.collect(state)
+    open_ahead.expect(rollout)
+    assert open_ahead._background.wait(_LONG)
+    done = [program for program in open_ahead._background.done if program[0] != 'plan']
+    yield config, trainer, state, selection, done, open_ahead
+
+
+def _traces(trainer):
+  return dict(trainer.model.sampler.traces), trainer.learner.traces, dict(trainer.scorer.traces)
+
+
+def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
+  config, trainer, _, _, done, open_ahead = played
+  listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
+  assert {'extend', 'gradient', 'apply'} <= {name for name, _ in done} <= {name for name, _ in listed}
+  assert ('resize' in dict(done)) == (config.length_step == 128)
+  run = {key for key in open_ahead._background._needed}
+  assert set(done) | run <= set(listed) and not set(done) & {p for p in run if p[0] == 'extend' and p[1][4]}
+  assert len(set(done)) == len(done)
+
+
+def test_an_update_compiles_nothing(played):
+  _, trainer, state, selection, _, _ = played
+  batch, _ = trainer.estimate(state, selection)
+  before = _traces(trainer)
+  rows = np.flatnonzero(selection.keep)[:8]
+  with compiled() as found:
+    parts = trainer.micro_batches(batch, selection, rows)
+    copied = jax.tree.map(lambda x: x.copy(), state)
+    trainer.learner.step(copied, parts)
+  assert _traces(trainer) == before and not _FUNCTIONS & set(found)
+
+
+def test_the_programs_of_other_caches_serve_the_sampler(played):
+  """Every program that was compiled for the sampler is called as `SamplerSpeaker` does."""
+  config, trainer, state, _, done, _ = played
+  sampler = trainer.model.sampler
+  weights, before = sampler.decode_weights(state.params), _traces(trainer)
+  called = 0
+  for name, (every, *rest) in (program for program in done if program[0] in ('extend', 'decode', 'resize')):
+    rows = sampler.init(every, rest[0] if name == 'resize' else rest[1])
+    with compiled() as found:
+      if name == 'resize':
+        sampler.resize(rows, rest[1])
+      else:
+        part = rest[0]
+        selected = None if part == every else np.arange(part, dtype=np.int32)
+        if name == 'extend':
+          tokens = np.zeros((part, rest[2]), np.int32)
+          sampler.extend(weights, rows, tokens, np.ones(part, np.int32), rows=selected, all_begin=rest[3])
+        else:
+          keys, budget = jax.random.split(jax.random.key(0), part), np.full(part, 2, np.int32)
+          sampling = build.sampling(config.train)
+          sampler.decode(
+            weights, rows, keys, budget, columns=config.agent.decode_chunk, sampling=sampling, rows=selected, enough=1
+          )
+    assert not _FUNCTIONS & set(found), (name, every, rest)
+    called += 1
+  assert called >= 2 and _traces(trainer) == before
+
+
+def test_without_threads_the_number_is_told_and_nothing_observed(tmp_path, caplog):
+  config, trainer, evaluator = _parts(tmp_path, compile_ahead=0)
+  listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
+  with caplog.at_level(logging.INFO), ahead.open_ahead(config, trainer, evaluator, None) as open_ahead:
+    assert open_ahead is None and evaluator.observer is None and trainer.learner.observer is None
+  told = [r.getMessage() for r in caplog.records if r.getMessage().startswith('programs: at most')]
+  assert len(told) == 1 and told[0].startswith(f'programs: at most {needed.describe(listed)}, ')
+  assert told[0].endswith('each compiled when it is needed first')
+
+
+def test_open_it_observes_and_closed_it_does_not(tmp_path, caplog):
+  config, trainer, evaluator = _parts(tmp_path)
+  with caplog.at_level(logging.INFO), ahead.open_ahead(config, trainer, evaluator, _state(trainer)) as open_ahead:
+    assert evaluator.observer == open_ahead.expect
+    assert None not in (trainer.model.sampler.observer, trainer.learner.observer, trainer.scorer.observer)
+  assert any('compiled in 1 threads before' in r.getMessage() for r in caplog.records)
+  observers = evaluator, trainer.model.sampler, trainer.learner, trainer.scorer
+  assert all(x.observer is None for x in observers)
+  assert not any(thread.is_alive() for thread in open_ahead._background._threads)
+
+
+def _state(trainer):
+  return jax.eval_shape(trainer.init).replace(lr_scale=1.0)
+
+
+@pytest.mark.parametrize(
+  ('setting', 'platform', 'processes', 'processors', 'expected'),
+  [(3, 'cpu', 1, 2, 3), (0, 'tpu', 1, 64, 0), (-1, 'cpu', 1, 64, 0), (-1, 'tpu', 1, 64, 4), (-1, 'gpu', 1, 8, 2),
+   (-1, 'tpu', 1, 2, 1), (-1, 'tpu', 2, 64, 0)],
+)  # fmt: skip
+def test_threads_follow_from_the_machine(monkeypatch, setting, platform, processes, processors, expected):
+  monkeypatch.setattr(ahead.jax, 'default_backend', lambda: platform)
+  monkeypatch.setattr(ahead.jax, 'process_count', lambda: processes)
+  monkeypatch.setattr(ahead.os, 'cpu_count', lambda: processors)
+  assert ahead.threads(setting) == expected

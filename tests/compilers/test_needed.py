@@ -1,0 +1,164 @@
+"""The closed list of a run's programs, beside the calls of simulated runs and what the config says."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from ragen_jax.compilers import lengths, needed, programs
+from ragen_jax.compilers.lengths import Lengths
+from ragen_jax.sampling.draw import GREEDY, PLAIN
+from ragen_jax.training.batches import BatchingSettings, PackingSettings
+from tests.support.configs import small_config
+
+_PACKING = PackingSettings(step=64, width=960, columns=2048, shards=2, reply_step=64)
+_CONFIGS = {
+  'lockstep': {},
+  'continuous': {'agent__schedule': 'continuous'},
+  'all rows': {'agent__drop_finished': False},
+  'window': {'agent__context': 'window', 'agent__schedule': 'continuous'},
+  'one turn a row': {'agent__context': 'single_turn'},
+  'small steps': {'length_step': 4, 'agent__decode_chunk': 7},
+}  # fmt: skip
+
+
+def _config(**fields):
+  sizes = {'agent__max_context': 900, 'agent__max_response_tokens': 60, 'agent__decode_chunk': 16, 'length_step': 64}
+  return small_config(**sizes | fields)
+
+
+def _trainer(config, packing, whole_rows=False, **estimate):
+  batching = BatchingSettings(4, config.length_step, whole_rows=whole_rows, packing=packing)
+  estimate = dict(
+    batching=batching, old_logprobs='sampler', bootstrap_truncated=False, needs_critic=True, records_values=True
+  ) | estimate  # fmt: skip
+  reference = estimate.pop('reference', False)
+  settings = types.SimpleNamespace(estimate=types.SimpleNamespace(**estimate), reference=reference)
+  return types.SimpleNamespace(settings=settings, player=types.SimpleNamespace(max_turns=6))
+
+
+@pytest.mark.parametrize('name', _CONFIGS)
+def test_every_call_of_the_sampler_is_in_the_list(name):
+  """Prompts of all lengths up to the limits; rows in flight are all, or wait for a place."""
+  config = _config(**_CONFIGS[name])
+  rng, seen = np.random.default_rng(0), set()
+  for shards, per_shard in ((1, 16), (2, 8)):
+    rows = shards * per_shard
+    found = set(needed.of_sampler(config, shards, {'rollout': rows, 'evaluation': rows}))
+    for prompt, observation in ((20, 9), (150, 70), (700, 200), (840, 840)):
+      assumed = Lengths(prompt, observation, 30, 60, 6, config.agent.context == 'full', 900)
+      replies, turns = lengths.simulated(rng, assumed, config, rows + 8, 40)
+      # Rows that are full end, as `EpisodeLog` ends them.
+      used = prompt + np.cumsum(replies + observation, axis=1)
+      if assumed.whole:
+        turns = np.minimum(turns, np.maximum((used <= 840).sum(axis=1), 1))
+      for call in lengths.rollout_calls(config, assumed, replies, turns, rows=rows, shards=shards):
+        program = call.program(rows, PLAIN)
+        assert program in found, program
+        seen.add(program)
+  assert len(seen) > 10
+
+
+@pytest.mark.parametrize('packing', [None, _PACKING])
+@pytest.mark.parametrize('whole_rows', [False, True])
+def test_every_micro_batch_is_in_the_list(packing, whole_rows):
+  config = _config()
+  trainer = _trainer(config, packing, whole_rows)
+  batching, rng = trainer.settings.estimate.batching, np.random.default_rng(0)
+  found, seen = set(needed.batch_shapes(config, trainer)), set()
+  for most in (1, 30, 200, 900):
+    for _ in range(5):
+      length = rng.integers(1, most + 1, size=16)
+      scored = length if whole_rows else np.minimum(rng.integers(1, 361 // 1.16, size=16), length)
+      for factor in needed.FACTORS:
+        shapes = needed.shapes_after(config, batching, length, scored, 16, factor)
+        seen |= {shape for own in shapes.values() for shape in own}
+  assert seen <= found and len(seen) > 4
+  longer = needed.batch_shapes(config, trainer, longer=True)
+  assert max(width for _, width, _ in longer) >= 901
+
+
+def test_a_list_of_micro_batches_is_bounded():
+  config = _config(length_step=1, agent__max_context=100_000, agent__max_response_tokens=20_000)
+  assert len(needed.batch_shapes(config, _trainer(config, None))) == needed._MOST
+
+
+def test_a_rollout_like_the_last_one_needs_the_programs_of_its_lengths():
+  config = _config()
+  batching = _trainer(config, _PACKING).settings.estimate.batching
+  length = np.random.default_rng(0).integers(100, 500, size=16)
+  same, longer = (needed.shapes_after(config, batching, length, length // 2, 16, f) for f in (1.0, 1.8))
+  assert len(same['gradient']) == len(same['score']) == 1
+  assert np.prod(longer['gradient'][0][:2]) > np.prod(same['gradient'][0][:2])
+  # Longer replies leave the other columns as they are.
+  ((_, width, _),) = needed.shapes_after(config, batching, np.full(16, 800), np.full(16, 10), 16, 0.9)['gradient']
+  assert width >= 799
+  # Of many episodes of an evaluation as many as a rollout has are taken, and few are repeated.
+  for played in (np.full(40, 300), np.full(3, 300)):
+    shapes = needed.shapes_after(config, batching, played, played // 2, len(played), 1.0)
+    assert shapes == needed.shapes_after(config, batching, np.full(16, 300), np.full(16, 150), 16, 1.0)
+
+
+def test_after_prompts_come_the_programs_of_their_cache_and_of_larger_ones():
+  config = _config(eval__greedy_too=True)
+  shape = (16, 16, 512, 96, False)
+  found = dict((program, urgency) for urgency, program in needed.after_extend(config, 2, shape))
+  assert {p[1][3:] for p in found if p[0] == 'extend'} == {(96, False)}
+  assert {p[1][2] for p in found if p[0] == 'extend'} == {512, 960}
+  sizes = {(p[1][2], p[1][3]) for p in found if p[0] == 'decode'}
+  assert sizes == {(size, drawn) for size in (512, 960) for drawn in (PLAIN, GREEDY)}
+  assert [p for p in found if p[0] == 'resize'] == [('resize', (16, 512, 960))]
+  assert found['decode', (16, 16, 512, PLAIN)] == 1 < found['decode', (16, 16, 512, GREEDY)]
+  assert found['decode', (16, 16, 512, PLAIN)] < found['decode', (16, 16, 960, PLAIN)]
+  assert all(program in needed.of_sampler(config, 2, {'rollout': 16, 'evaluation': 16}) for program in found)
+
+
+def test_samplings_are_those_that_programs_are_compiled_for():
+  config = _config(train__temperature=0.7, eval__temperature=0.5, eval__top_p=0.9, eval__greedy_too=True)
+  drawn = needed.samplings(config)
+  assert drawn == {'evaluation': (dataclasses.replace(PLAIN, top_p=0.9), GREEDY), 'rollout': (PLAIN,)}
+  config.eval.greedy_too, config.eval.temperature, config.eval.top_p = True, 0.0, 1.0
+  assert needed.samplings(config)['evaluation'] == (GREEDY,)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'separate', 'names'),
+  [
+    ({}, False, ()),
+    ({'old_logprobs': 'trainer', 'records_values': False}, False, ('score',)),
+    ({'reference': True}, False, ('score',)),
+    ({'reference': True}, True, ('logprobs',)),
+    ({'records_values': False}, True, ('values',)),
+    ({'bootstrap_truncated': True, 'old_logprobs': 'trainer'}, False, ('score', 'values')),
+    ({'needs_critic': False, 'records_values': False}, False, ()),
+  ],
+)
+def test_scoring_programs_follow_from_the_estimator(fields, separate, names):
+  config = _config(model__separate_critic=separate)
+  trainer = _trainer(config, _PACKING, **fields)
+  assert needed.scored(config, trainer) == names
+  trainer.model = types.SimpleNamespace(mesh=types.SimpleNamespace(shape={'data': 2, 'fsdp': 1}))
+  found = needed.programs(config, trainer, {'rollout': 16, 'evaluation': 16})
+  assert {name for name, _ in found} == {'extend', 'decode', 'resize', *names, 'gradient', 'apply'}
+  assert len(found) == len(set(found))
+
+
+def test_warming_the_critic_up_has_programs_of_its_own():
+  config = _config(optimizer__critic_warmup=2)
+  assert needed.updates(config) == {'gradient_critic': 'apply_critic', 'gradient': 'apply'}
+  config.num_iterations = 2
+  assert needed.updates(config) == {'gradient_critic': 'apply_critic'}
+
+
+def test_the_rows_of_the_list_are_those_of_the_plan():
+  config = _config(agent__rows_in_flight=8, eval__groups=32)
+  run = programs.make_run(config)
+  assert needed.rows(config, run.trainer.model.sampler) == run.sampling.rows == {'rollout': 8, 'evaluation': 8}
+
+
+def test_the_number_of_programs_is_told_by_name():
+  found = [('extend', (1,)), ('decode', (1,)), ('extend', (2,))]
+  assert needed.describe(found) == '3 (2 extend, 1 decode)'
