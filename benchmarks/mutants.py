@@ -159,15 +159,15 @@ MUTATIONS = [
     ),
     ('>= sizes[i]).all(axis=1)', '>= sizes[i]).any(axis=1)', _PACKING + 'items_with_two_sizes_fit_in_both'),
     (
-      'narrowest = round_up(longest, settings.step)', 'narrowest = settings.step',
-      _PACKING + 'shapes_are_within_memory_and_the_last_has_room_for_any_rows',
+      'if s[1] >= longest and s[2] >= scores', 'if s[1] >= longest',
+      _PACKING + 'a_row_with_only_scored_tokens_has_room_for_them',
     ),
     (
       '(1 + width / _WIDE)', '1', _PACKING + 'rows_of_one_length_fill_nine_tenths_of_one_call',
     ),
     (
-      'any(len(own) > calls * bins for own in packed)', 'all(len(own) > calls * bins for own in packed)',
-      _PACKING + 'a_shape_has_room_for_every_mini_batch_in_one_call',
+      'max(max(-(-len(own) // shape[0])', 'max(min(-(-len(own) // shape[0])',
+      _PACKING + 'the_shape_is_the_one_that_takes_least_time',
     ),
   ),
   *_of(
@@ -340,7 +340,7 @@ MUTATIONS = [
     'sampling/shapes.py', 'sampling/test_shapes.py',
     ('if n >= live', 'if n > live'),
     ('if size >= columns', 'if size > columns'),
-    ('quarters <= size * 3 // 4', 'quarters < size * 3 // 4'),
+    ('if n * unit <= largest', 'if n * unit < largest'),
     ('if calls * self.fed < self.rows', 'if calls < self.rows'),
   ),
   *_of(

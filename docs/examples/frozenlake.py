@@ -19,19 +19,19 @@ import ragen_jax
 from ragen_jax import build
 from ragen_jax.agent import templates
 from ragen_jax.agent.episode import Status, Turn, status_after_turn
-from ragen_jax.agent.pools import JaxPool
+from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.serving import client
 
 CONFIG = ragen_jax.load_config('frozenlake_ppo')
 SPECS = build.env_specs(CONFIG, ('FrozenLake',), (1,))
 RULES = templates.describe_task(SPECS[0], CONFIG.agent.action_sep)
-GAMES: queue.SimpleQueue[JaxPool] = queue.SimpleQueue()  # games that no attempt uses; each is compiled once
+GAMES: queue.SimpleQueue[Pool] = queue.SimpleQueue()  # games that no attempt uses; each is compiled once
 CONTEXT = build.context_manager(CONFIG, ragen_jax.load_policy(CONFIG).tokenizer, SPECS)
 
 
 def play(task: client.Task) -> float:
   """Plays an episode. Posts the reward of each turn, and returns what is left for the whole episode: nothing."""
-  game = GAMES.get() if not GAMES.empty() else JaxPool(SPECS[0], 1, 1)
+  game = GAMES.get() if not GAMES.empty() else make_pool(SPECS[0], 1, 1)
   try:
     _play(task, game)
   finally:
@@ -39,7 +39,7 @@ def play(task: client.Task) -> float:
   return 0.0
 
 
-def _play(task: client.Task, game: JaxPool) -> None:
+def _play(task: client.Task, game: Pool) -> None:
   budget, env = SPECS[0].budget, SPECS[0].env
   game.reset(np.asarray([task.input['seed']]), np.asarray([task.input['member']]))
   turns, status = [], Status.RUNNING

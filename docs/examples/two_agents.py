@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from docs.examples.frozenlake import CONFIG, CONTEXT, GAMES, SPECS
 from ragen_jax.agent.episode import Status, Turn, status_after_turn
-from ragen_jax.agent.pools import JaxPool
+from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.serving import client
 
 CONNECTIONS = openai.DefaultHttpxClient()  # of all attempts
@@ -19,14 +19,14 @@ AGENTS = ('walker', 'partner')
 
 def play(task: client.Task) -> None:
   """Plays an episode. The walker gets the reward of the goal, whoever reaches it."""
-  game = GAMES.get() if not GAMES.empty() else JaxPool(SPECS[0], 1, 1)
+  game = GAMES.get() if not GAMES.empty() else make_pool(SPECS[0], 1, 1)
   try:
     cross(game, task, OpenAI(base_url=task.base_url, api_key=task.api_key, http_client=CONNECTIONS))
   finally:
     GAMES.put(game)
 
 
-def cross(game: JaxPool, task: client.Task, model: OpenAI) -> None:
+def cross(game: Pool, task: client.Task, model: OpenAI) -> None:
   """Plays turn by turn."""
   budget, env, turns, status = SPECS[0].budget, SPECS[0].env, [], Status.RUNNING
   game.reset(np.asarray([task.input['seed']]), np.asarray([task.input['member']]))

@@ -63,10 +63,7 @@ AT_MOST: dict[str, float] = {
   'lora.rank': 16384,
   'monitor.gradient_buckets': 1024,
   'monitor.information_samples': _MILLION,
-  # Factors that make every weight infinite in a step or two.
-  'optimizer.actor_lr': 1.0,
-  'optimizer.critic_lr': 1.0,
-  'sft.learning_rate': 1.0,
+  # Factors of the logits.
   'train.temperature': 100.0,
   'eval.temperature': 100.0,
   'prompt.critic_temperature': 100.0,

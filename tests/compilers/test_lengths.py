@@ -54,7 +54,7 @@ class _Log:
     self.assumed, self.replies, self.turns, rows = assumed, replies, turns, len(turns)
     limits = {f.name: getattr(config.agent, f.name, None) for f in dataclasses.fields(Limits)}
     self.limits = Limits(**limits | {'length_step': config.length_step, 'max_turns': assumed.turns})
-    self.envs = types.SimpleNamespace(rows=rows, first_row=0)
+    self.envs = types.SimpleNamespace(rows=rows, first_row=0, has_images=False)
     self.status, self.turn = np.full(rows, Status.RUNNING), np.zeros(rows, int)
     self.timeline = self
     self.length = np.zeros(rows, int)
@@ -81,7 +81,7 @@ class _Log:
   def begin_row(self, row):
     self.length[row] = 0
 
-  def append_context(self, row, ids, turn):
+  def append_context(self, row, ids, turn, images):
     self.length[row] += len(ids)
 
   def append_reply(self, row, ids, turn, **numbers):

@@ -181,7 +181,7 @@ def _random_batch(rows=8, width=24, replies=12):
       'tokens': rng.integers(0, 40, size=(rows, width)).astype(np.int32), 'columns': columns.astype(np.int32),
       'mask': mask, 'trained': mask, 'valued': mask, 'turn': np.zeros((rows, replies), np.int32),
       'importance': np.ones((rows, replies), np.float32), 'old_logprobs': f32['old_logprobs'] - 4,
-      'segments': None,
+      'segments': None, 'images': None,
     }
   )  # fmt: skip
 
