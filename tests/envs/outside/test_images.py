@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ragen_jax import build
 from ragen_jax import envs as registry
 from ragen_jax.agent.pools import make_pool
 from ragen_jax.envs.base import Budget
@@ -25,7 +24,6 @@ from ragen_jax.envs.outside.images import (
   read_image_observation,
 )
 from ragen_jax.envs.spec import EnvSpec
-from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import encode_png
 from ragen_jax.utils.threads import Fault
 from tests.support.environments import raises_one_line
@@ -239,15 +237,3 @@ def test_kinds_of_png(mode):
 def test_wrong_files_are_faults_in_one_line(data, message):
   fault = read_observation(decode_images({'text': '', 'images': [data, data]}, FORM), FORM)
   assert isinstance(fault, Fault) and str(fault).startswith(message) and '\n' not in str(fault)
-
-
-def test_a_run_refuses_images():
-  from configs import default
-
-  config = default.get_config()
-  tag = {'type': 'python', 'class_path': PATH, 'images': 1, 'image_size': (4, 6)}
-  config.envs.Lamp = {**config.envs.FrozenLake.to_dict(), **tag}
-  for field in set(config.envs.FrozenLake) - {'type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words'}:
-    del config.envs.Lamp[field]
-  with pytest.raises(UserError, match=r'envs\.Lamp\.images=1: must be 0, since prompts hold only text'):
-    build.env_specs(config, ('Lamp',), (1,))
