@@ -10,41 +10,33 @@ from __future__ import annotations
 
 import http.client
 import json
-import queue
 import urllib.parse
-
-import numpy as np
 
 import ragen_jax
 from ragen_jax import build
 from ragen_jax.agent import templates
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Status, Turn, status_after_turn
-from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.serving import client
 
 CONFIG = ragen_jax.load_config('frozenlake_ppo')
 SPECS = build.env_specs(CONFIG, ('FrozenLake',), (1,))
 RULES = templates.describe_task(SPECS[0], CONFIG.agent.action_sep)
-GAMES: queue.SimpleQueue[Pool] = queue.SimpleQueue()  # games that no attempt uses; each is compiled once
+# As in training without the endpoint, a training level that equals a held-out level is replaced by another one.
+GAMES = {
+  'train': EnvStateManager(SPECS, 1, held_out=frozenset(build.held_out_levels(CONFIG))),
+  'val': EnvStateManager(SPECS, 1),
+}
 CONTEXT = build.context_manager(CONFIG, ragen_jax.load_policy(CONFIG).tokenizer, SPECS)
 
 
 def play(task: client.Task) -> float:
   """Plays an episode. Posts the reward of each turn, and returns what is left for the whole episode: nothing."""
-  game = GAMES.get() if not GAMES.empty() else make_pool(SPECS[0], 1, 1)
-  try:
-    _play(task, game)
-  finally:
-    GAMES.put(game)
-  return 0.0
-
-
-def _play(task: client.Task, game: Pool) -> None:
-  budget, env = SPECS[0].budget, SPECS[0].env
-  game.reset(np.asarray([task.input['seed']]), np.asarray([task.input['member']]))
+  game, budget = GAMES[task.mode].fresh_copy(), SPECS[0].budget
+  (observation,) = game.reset(task.input['seed'], first_member=task.input['member'])
   turns, status = [], Status.RUNNING
   while status == Status.RUNNING:
-    observation, left = env.render(game.states)[0], budget.max_actions - int(game.used[0])
+    left = int(game.actions_left()[0])
     messages = CONTEXT.messages(0, turns, observation, left)
     if task.prompt:
       messages = [m | {'content': m['content'].replace(RULES, task.prompt)} for m in messages]
@@ -52,20 +44,22 @@ def _play(task: client.Task, game: Pool) -> None:
     answer = ask(task, [*messages, {'role': 'assistant', 'content': prefix}])
     text = prefix + answer['choices'][0]['message']['content']
     read = CONTEXT.parse(0, text)
-    rewards, executed, _ = game.step([list(read.actions)])
+    step = game.step([list(read.actions)])
     penalty = 0.0 if read.valid else CONFIG.agent.format_penalty
-    actions = list(read.names[: executed[0]])
-    turns.append(Turn(observation, text, actions, rewards[0], penalty, read.valid, 0, actions_left=left))
+    actions = list(read.names[: step.executed[0]])
+    turns.append(Turn(observation, text, actions, step.rewards[0], penalty, read.valid, 0, actions_left=left))
     if turns[-1].reward:
       client.reward(turns[-1].reward, call=answer['id'], name='goal', of=task)
     if penalty:
       client.reward(penalty, call=answer['id'], of=task)
+    (observation,) = game.render()
     status = status_after_turn(
-      done=bool(game.done[0]),
-      success=bool(game.success[0]),
-      actions_left=budget.max_actions - int(game.used[0]),
+      done=bool(step.done[0]),
+      success=bool(step.success[0]),
+      actions_left=int(game.actions_left()[0]),
       last_turn=len(turns) == budget.max_turns,
     )
+  return 0.0
 
 
 def ask(task: client.Task, messages: list[dict[str, str]]) -> dict:

@@ -4,13 +4,11 @@ Both see one conversation, so the replies of both are in one row. The program is
 writes the prompts that the built-in model knows, as `frozenlake.py` does.
 """
 
-import numpy as np
 import openai
 from openai import OpenAI
 
 from docs.examples.frozenlake import CONFIG, CONTEXT, GAMES, SPECS
 from ragen_jax.agent.episode import Status, Turn, status_after_turn
-from ragen_jax.agent.pools import Pool, make_pool
 from ragen_jax.serving import client
 
 CONNECTIONS = openai.DefaultHttpxClient()  # of all attempts
@@ -18,21 +16,12 @@ AGENTS = ('walker', 'partner')
 
 
 def play(task: client.Task) -> None:
-  """Plays an episode. The walker gets the reward of the goal, whoever reaches it."""
-  game = GAMES.get() if not GAMES.empty() else make_pool(SPECS[0], 1, 1)
-  try:
-    cross(game, task, OpenAI(base_url=task.base_url, api_key=task.api_key, http_client=CONNECTIONS))
-  finally:
-    GAMES.put(game)
-
-
-def cross(game: Pool, task: client.Task, model: OpenAI) -> None:
-  """Plays turn by turn."""
-  budget, env, turns, status = SPECS[0].budget, SPECS[0].env, [], Status.RUNNING
-  game.reset(np.asarray([task.input['seed']]), np.asarray([task.input['member']]))
+  """Plays an episode turn by turn. The walker gets the reward of the goal, whoever reaches it."""
+  model = OpenAI(base_url=task.base_url, api_key=task.api_key, http_client=CONNECTIONS)
+  game, budget, turns, status = GAMES[task.mode].fresh_copy(), SPECS[0].budget, [], Status.RUNNING
+  (observation,) = game.reset(task.input['seed'], first_member=task.input['member'])
   while status == Status.RUNNING:
-    observation, left = env.render(game.states)[0], budget.max_actions - int(game.used[0])
-    agent = AGENTS[len(turns) % 2]
+    left, agent = int(game.actions_left()[0]), AGENTS[len(turns) % 2]
     messages = CONTEXT.messages(0, turns, observation, left)
     answer = model.chat.completions.create(
       model=f'policy:{agent}',
@@ -41,13 +30,15 @@ def cross(game: Pool, task: client.Task, model: OpenAI) -> None:
     )
     text = CONTEXT.reply_prefix + answer.choices[0].message.content
     read = CONTEXT.parse(0, text)
-    rewards, executed, _ = game.step([list(read.actions)])
-    actions, penalty = list(read.names[: executed[0]]), 0.0 if read.valid else CONFIG.agent.format_penalty
-    turns.append(Turn(observation, text, actions, rewards[0], penalty, read.valid, 0, actions_left=left))
+    step = game.step([list(read.actions)])
+    actions = list(read.names[: step.executed[0]])
+    penalty = 0.0 if read.valid else CONFIG.agent.format_penalty
+    turns.append(Turn(observation, text, actions, step.rewards[0], penalty, read.valid, 0, actions_left=left))
     if penalty and agent == 'walker':
       client.reward(penalty, call=answer.id, of=task)
+    (observation,) = game.render()
     status = status_after_turn(
-      done=bool(game.done[0]), success=bool(game.success[0]), actions_left=budget.max_actions - int(game.used[0]),
+      done=bool(step.done[0]), success=bool(step.success[0]), actions_left=int(game.actions_left()[0]),
       last_turn=len(turns) == budget.max_turns,
     )  # fmt: skip
   client.reward(sum(turn.reward for turn in turns), agent='walker', name='goal', of=task)
