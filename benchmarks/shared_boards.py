@@ -1,4 +1,4 @@
-"""Counts the held-out boards of shipped configs that occur in the built-in model's demonstrations or in training.
+"""Counts held-out boards of the configs of built-in models that occur in the demonstrations of tiny, or in training.
 
 python benchmarks/shared_boards.py
 """
@@ -15,16 +15,17 @@ from configs import sft_tiny  # noqa: E402
 from ragen_jax import build  # noqa: E402
 from ragen_jax.agent.env_manager import EnvStateManager  # noqa: E402
 from ragen_jax.config.command_line import load_config  # noqa: E402
+from ragen_jax.models import presets  # noqa: E402
 
 TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
 
 
 def held_out_boards() -> set[bytes]:
-  """The boards of the evaluations of all shipped configs that evaluate on a demonstrated game."""
+  """The boards of the evaluations of all shipped configs of a built-in model that evaluate on a demonstrated game."""
   config = sft_tiny.get_config()
   games = {config.envs[tag].type for tag in config.sft.tags}
   names = sorted(path.stem for path in (ROOT / 'configs').glob('*.py') if path.stem not in ('__init__', 'environments'))
-  configs = [load_config(name, flag='') for name in names]
+  configs = [c for name in names if (c := load_config(name, flag='')).model.preset in presets.BUILT_IN]
   return set().union(*(build.held_out_levels(c) for c in configs if games & {c.envs[tag].type for tag in c.eval.tags}))
 
 
