@@ -402,7 +402,7 @@ MUTATIONS = [
     ('call.generated.versions.min()', 'call.generated.versions.max()'),
     ('    self._store.return_batch(iteration)\n', ''),
     ("before['trial'] + 1", "before['trial'] + 2"),
-    ('completed is not None and not succeeded:', 'completed is not None:'),
+    ('completed is not None and not succeeded and not cancelled:', 'completed is not None and not cancelled:'),
     ('if not any(self._store.rewards(', 'if any(self._store.rewards('),
   ),
   *_of(
@@ -478,10 +478,10 @@ MUTATIONS = [
     ('max(? - max(?, started), 0)', 'max(? - ?, 0)'),
     ('(now if since is None else max(since, started))', 'now'),
     ('INSERT OR IGNORE INTO counters', 'INSERT OR REPLACE INTO counters'),
-    ('    self.touch_running(now)\n', ''),
+    ('max(? - max(?, last_heartbeat), 0)', 'max(? - ?, 0)'),
   ),
   *_of(
-    'serving/rollout_api.py',
+    'serving/records.py',
     'serving/test_rollout_api.py',
     ("isinstance(metadata, dict) and 'prompt' not in metadata", 'isinstance(metadata, dict)'),
   ),
@@ -505,7 +505,7 @@ MUTATIONS = [
   *_of(
     'serving/agent_server.py',
     'serving/test_agent_server.py',
-    ('    self.lifecycle.hold()\n', ''),
+    ('self.lifecycle.hold()\n', 'pass\n'),
     ('    self.lifecycle.go_on()\n', ''),
     ('if known == version and', 'if'),
   ),

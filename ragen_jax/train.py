@@ -95,6 +95,11 @@ def _iterate(
         evaluation = evaluator(state.params)
       run.log_first_evaluation(evaluation)
 
+    if run.unevaluated is not None:
+      with run.timer('testing'):
+        evaluation = evaluator(state.params, state.iteration)
+      state = run.finish_evaluation(state, evaluation)
+
     fresh = True  # with train.online_k > 1, several iterations learn from one rollout
     while run.goes_on(state):
       with run.timer('step'):
@@ -116,12 +121,11 @@ def _iterate(
       if fresh and processes.is_first():
         run.log_episodes(state, *trainer.recorder.records(rollout, selection, batch, state.iteration - 1))
 
-      evaluation = None
+      evaluation, try_weights = None, functools.partial(trainer.try_weights, state, batch, selection)
       if run.evaluation_due(state, verdict):
-        with run.timer('testing'):
+        with run.timer('testing'), run.saved_if_evaluation_stopped(state, verdict, try_weights):
           evaluation = evaluator(state.params, state.iteration)
 
-      try_weights = functools.partial(trainer.try_weights, state, batch, selection)
       state, rolled_back = run.finish_iteration(state, rollout, evaluation, verdict, try_weights)
       # The rollout of discarded weights, or of a bad iteration, is not used again.
       fresh = rolled_back or verdict.action == 'bad' or state.iteration % config.train.online_k == 0

@@ -100,6 +100,15 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   monkeypatch.undo()
   assert sorted(p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()) == ['1', '2']
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+  def stopped_while_evaluating(self, params, step=0):  # as when agent programs play
+    raise Stopped(signal.SIGINT)
+
+  monkeypatch.setattr(Evaluator, '__call__', stopped_while_evaluating)
+  with pytest.raises(Stopped):
+    train.train_and_evaluate(config, str(tmp_path / 'parts'))
+  monkeypatch.undo()
+  assert '3' in [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()]
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   assert _comparable(tmp_path / 'whole') == _comparable(tmp_path / 'parts')
 

@@ -151,6 +151,29 @@ class Checkpointer:
       intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
       raise UserError(f'checkpoint of step {step} was not saved in {self.directory}: {reason}; {intact}') from e
 
+  def amend(self, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Replaces `meta` and the metrics of the last checkpoint, whose arrays stay; arguments as for `save`.
+
+    Raises:
+      UserError: the disk is full or not writable, or the checkpoint cannot be read. It stays intact.
+    """
+    step = self._existing(None)
+    directory, metrics = self.directory / str(step), {name: float(value) for name, value in metrics.items()}
+    record = self._read_record(step)
+    if 'leaves' not in record:
+      raise UserError(self._unreadable(step, 'its list of arrays is missing'))
+    if jax.process_index() == 0:
+      temporary = directory / 'meta' / 'metadata.tmp'
+      try:
+        temporary.write_text(json.dumps(record | {'meta': dict(meta), 'metrics': metrics}))
+        # A checkpoint without checksums is valid, one with checksums of other files is not.
+        (directory / checksums.NAME).unlink(missing_ok=True)
+        temporary.replace(directory / 'meta' / 'metadata')
+        checksums.write(directory)
+      except OSError as e:
+        raise UserError(f'checkpoint of step {step} in {self.directory} was not changed: {e.strerror or e}') from e
+    self._scores[step] = self._score(metrics)
+
   def restore(
     self, state_like: PyTree, step: int | None = None, partial: bool = False
   ) -> tuple[PyTree, dict[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import sys
 import weakref
 from typing import Any
 
@@ -14,6 +16,9 @@ from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.records import Limits
 from ragen_jax.serving.service import Service, ServiceSettings
 from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.utils.errors import describe_error
+
+_log = logging.getLogger(__name__)
 
 ADMIN_KEY = 'RAGEN_ADMIN_KEY'
 # Name under which the trainer's own runners claim rollouts.
@@ -95,9 +100,21 @@ class AgentServer:
     return self.engines.policy
 
   def pause(self, *, drain: bool) -> None:
-    """Holds the calls of all agents, see `Engine.pause`. Until `resume`, the time does not count for attempts."""
-    self.lifecycle.hold()
-    self.engines.pause(drain=drain)
+    """Holds the calls of all agents, see `Engine.pause`. Until `resume`, the time does not count for attempts.
+
+    While an exception is handled, an error of the store is logged and not raised, so that it does not take the place of
+    the exception.
+    """
+    try:
+      self.engines.pause(drain=drain)
+    finally:
+      raised = sys.exception()
+      try:
+        self.lifecycle.hold()
+      except Exception as e:
+        if raised is None:
+          raise
+        _log.error('the pause is not stored, so its time counts for attempts: %s', describe_error(e))
 
   def resume(self) -> None:
     """Goes on after `pause`."""

@@ -42,6 +42,7 @@ from typing import Any
 
 _PATIENCE_S = 120.0  # how long a request is repeated while the server does not answer
 _LONGEST_PAUSE_S = 8.0  # between two tries
+_LEAST_S = 1.0  # between two questions how much time is left
 _ANSWER_S = 60.0  # how long one try waits for the answer
 _LARGEST_ANSWER = 256 << 20  # bytes
 _REPEATED = frozenset({408, 429, 500, 502, 503, 504})
@@ -243,11 +244,17 @@ class Queue:
     """Ends the attempt because the worker stops."""
     finish('failed', error, of=task)
 
-  def time_left(self, task: Task) -> float:
-    """Seconds that the attempt may still take, without updates in which calls wait; 0 if the server does not say."""
-    with contextlib.suppress(ServerError, KeyError, TypeError, ValueError):
+  def time_left(self, task: Task) -> float | None:
+    """Seconds that the attempt may still take, without updates in which calls wait; 0 if it is over.
+
+    None if the server does not say.
+    """
+    try:
       return float(_post_attempt(task, 'heartbeat', {}, 0.0)['left_s'])
-    return 0.0
+    except ServerError as e:
+      return 0.0 if isinstance(e, Over) or e.status == 404 else None
+    except (KeyError, TypeError, ValueError):
+      return None
 
 
 def work(
@@ -328,10 +335,10 @@ def _call(agent: Callable[[Task], Any], task: Task, queue: Queue) -> Any:
         left = task.timeout_s
         while not (await asyncio.wait([job], timeout=left))[0]:
           left = await asyncio.to_thread(queue.time_left, task)
-          if left <= 0:
+          if left is not None and left <= 0:
             job.cancel()
             raise _TookTooLong
-          left = max(left, 1.0)
+          left = max(left or 0.0, _LEAST_S)
         return job.result()
       except asyncio.CancelledError as e:
         raise (Over(410, 'the attempt is over') if over.is_set() else RuntimeError('the agent was cancelled')) from e

@@ -133,9 +133,10 @@ class GroupQueue:
     for record in records:
       if record.state in OVER:
         self._end(record)
-    # Their program may have been mended since.
+    # A program that failed may have been mended since. What a person cancelled stays cancelled.
     succeeded = any(record.state == RolloutState.SUCCEEDED for record in records)  # its reward may come
-    if self._groups[group_id].completed is not None and not succeeded:
+    cancelled = all(record.state == RolloutState.CANCELLED for record in records)
+    if self._groups[group_id].completed is not None and not succeeded and not cancelled:
       self._to_renew.append(group_id)
 
   def _add(self, group_id: str, group: _Group) -> None:
@@ -149,7 +150,8 @@ class GroupQueue:
   def fill(self, iteration: int, first_seed: int, key: jax.Array) -> None:
     """Queues tasks until as many are open as the bound of the staleness allows.
 
-    Tasks that were over before the start, with no attempt that succeeded, are queued again.
+    Tasks that were over before the start, with no attempt that succeeded, are queued again, unless all their rollouts
+    were cancelled.
 
     Args:
       iteration: the one that is played.

@@ -29,6 +29,7 @@ from ragen_jax.serving.records import (
   NotFound,
   RolloutRecord,
   Unauthorized,
+  with_default_prompt,
 )
 from ragen_jax.serving.store import Store
 from ragen_jax.serving.tables import Tables
@@ -65,10 +66,14 @@ class Lifecycle:
 
   # -- rollouts
 
-  def create(self, new: NewRollout) -> RolloutRecord:
+  def create(self, new: NewRollout, default_prompt: str | None = None) -> RolloutRecord:
     """Queues a rollout. A rollout that exists is returned as it is if it was created with the same values.
 
-    `key` is not compared: that of the first call counts.
+    `key` and `default_prompt` are not compared: those of the first call count.
+
+    Args:
+      new: the rollout.
+      default_prompt: added to metadata without a prompt, see `records.with_default_prompt`; None adds none.
 
     Raises:
       Invalid: a value is not allowed.
@@ -84,7 +89,8 @@ class Lifecycle:
         return known
       if (iteration := tables.iteration_of(rollout_id)) is not None:
         raise Conflict(f'rollout {rollout_id!r} was trained by iteration {iteration} and deleted')
-      named = dataclasses.replace(new, rollout_id=rollout_id, group=new.group or rollout_id)
+      metadata = with_default_prompt(new.metadata, default_prompt or '')
+      named = dataclasses.replace(new, rollout_id=rollout_id, group=new.group or rollout_id, metadata=metadata)
       record = self._insert(tables, named, digest)
     self.changes.notify()
     return record
@@ -318,7 +324,7 @@ class Lifecycle:
       attempt = tables.attempt(attempt_id)
       if reward_id and (known := tables.reward(attempt_id, reward_id)) is not None:
         # Other calls may have followed since the first request for the last one.
-        of = known.call_id if call == 'last' else _resolve(tables, attempt_id, call, agent)
+        of = known.call_id if call == 'last' and known.call_id else _resolve(tables, attempt_id, call, agent)
         if (known.call_id, known.value, known.agent, known.name) != (of, value, agent, name):
           raise Conflict(f'attempt {attempt_id!r} has another reward with id={reward_id!r}')
         return known

@@ -46,8 +46,11 @@ class TaskQueue(Protocol):
   def release(self, task: Task, error: str) -> None:
     """Ends the attempt because the worker stops."""
 
-  def time_left(self, task: Task) -> float:
-    """Seconds that the attempt may still take, without the time for which its calls were held; 0 if unknown."""
+  def time_left(self, task: Task) -> float | None:
+    """Seconds that the attempt may still take, without the time for which its calls were held.
+
+    0 if the attempt is over, None if nothing is known.
+    """
 
 
 class LocalQueue:
@@ -94,11 +97,14 @@ class LocalQueue:
     with _over():
       self._lifecycle.release(task.attempt_id, error)
 
-  def time_left(self, task: Task) -> float:
-    """Seconds that the attempt may still take, without the time for which its calls were held; 0 if it is over."""
-    with contextlib.suppress(*_QUEUE_ERRORS):
+  def time_left(self, task: Task) -> float | None:
+    """Seconds that the attempt may still take, see `TaskQueue`; None if the store cannot be used."""
+    try:
       return self._lifecycle.heartbeat(task.attempt_id)
-    return 0.0
+    except (Gone, NotFound):
+      return 0.0
+    except _QUEUE_ERRORS:
+      return None
 
 
 def task_of(claim: Claim, server_url: str) -> Task:

@@ -100,6 +100,13 @@ def metadata_with_prompt(metadata: dict[str, Any], prompt: str) -> dict[str, Any
   return metadata | {'prompt': prompt} if prompt else metadata
 
 
+def with_default_prompt(metadata: Any, prompt: str) -> Any:
+  """Metadata with a prompt, if they are an object without one, or None; others stay as they are, and so for ''."""
+  if metadata is None or (isinstance(metadata, dict) and 'prompt' not in metadata):
+    return metadata_with_prompt(metadata or {}, prompt) or metadata
+  return metadata
+
+
 def prompt_of(metadata: Any) -> str:
   """The prompt in the metadata of a rollout; '' if there is none."""
   prompt = metadata.get('prompt', '') if isinstance(metadata, dict) else ''

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.pool import task_of
-from ragen_jax.serving.records import Conflict, Invalid, Limits, NewRollout, RolloutRecord, metadata_with_prompt
+from ragen_jax.serving.records import Conflict, Invalid, Limits, NewRollout, RolloutRecord
 from ragen_jax.serving.types import AttemptState, Reward
 
 _LONGEST_WAIT_S = 60.0
@@ -58,15 +58,13 @@ class RolloutApi:
     if not isinstance(limits['retry_on'], list | tuple):
       raise Invalid('limits.retry_on: must be a list')
     limits['retry_on'] = tuple(limits['retry_on'])
-    metadata = body.get('metadata')
-    if metadata is None or (isinstance(metadata, dict) and 'prompt' not in metadata):
-      metadata = metadata_with_prompt(metadata or {}, self._prompt) or metadata
     words = int.from_bytes(os.urandom(4)), int.from_bytes(os.urandom(4))
     new = NewRollout(
       rollout_id=_or(body.get('rollout_id'), ''), input=body.get('input'), group=_or(body.get('group'), ''),
-      mode=_or(body.get('mode'), 'train'), limits=Limits(**limits), metadata=metadata, key=words,
+      mode=_or(body.get('mode'), 'train'), limits=Limits(**limits), metadata=body.get('metadata'),
+      key=words,
     )  # fmt: skip
-    return described(await asyncio.to_thread(self._lifecycle.create, new))
+    return described(await asyncio.to_thread(self._lifecycle.create, new, self._prompt))
 
   async def claim(self, http: Request, body: dict[str, Any]) -> dict[str, Any] | None:
     """POST /rollouts/claim: the oldest queued rollout, as soon as there is one within `wait_s` seconds."""

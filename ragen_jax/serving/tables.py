@@ -306,14 +306,16 @@ class Tables:
     self._sql("INSERT OR IGNORE INTO counters VALUES ('held_since_us', ?)", (round(now * 1e6),))
 
   def end_hold(self, now: float) -> None:
-    """Calls are held no more: the attempts that run get the time for which they were held."""
+    """Calls are held no more: the time for which they were held does not count for the limits of attempts that run."""
     since = self.held_since()
     if since is None:
       return
     self._sql("DELETE FROM counters WHERE name = 'held_since_us'")
-    query = "UPDATE attempts SET timeout_s = timeout_s + max(? - max(?, started), 0) WHERE state = 'running'"
-    self._sql(query, (now, since))
-    self.touch_running(now)
+    query = (
+      'UPDATE attempts SET timeout_s = timeout_s + max(? - max(?, started), 0), '
+      "last_heartbeat = last_heartbeat + max(? - max(?, last_heartbeat), 0) WHERE state = 'running'"
+    )
+    self._sql(query, (now, since, now, since))
 
 
 def _rollout(*row: Any) -> RolloutRecord:

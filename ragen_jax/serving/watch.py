@@ -25,12 +25,13 @@ class Ending(enum.Enum):
 class Watch:
   """Waits for what comes first: the agent's end, its cancellation, or its time-out."""
 
-  def __init__(self, timeout_s: float, time_left: Callable[[], float] = lambda: 0.0):
+  def __init__(self, timeout_s: float, time_left: Callable[[], float | None] = lambda: 0.0):
     """Starts the time of an agent.
 
     Args:
       timeout_s: the time that it may take, in seconds.
       time_left: called when this time is over: seconds that it may still take, since its calls were held; 0 for none.
+        None if nothing is known; it is called again then.
     """
     self._deadline, self._time_left = time.monotonic() + timeout_s, time_left
     self._changed = threading.Condition()
@@ -52,10 +53,10 @@ class Watch:
         if self._changed.wait_for(lambda: self._ending is not None, max(left, 0.0)):
           return self._ending
       more = self._time_left()
-      if more <= 0:
+      if more is not None and more <= 0:
         self._set(Ending.LATE)
       else:
-        self._deadline = time.monotonic() + max(more, _LEAST_S)
+        self._deadline = time.monotonic() + max(more or 0.0, _LEAST_S)
 
   def _set(self, ending: Ending) -> None:
     with self._changed:

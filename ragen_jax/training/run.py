@@ -92,9 +92,9 @@ def open_run(
   """
   first = processes.is_first()
   with Checkpointer(workdir, keep=settings.keep, save_best=BEST) as checkpointer:
-    state, stopped = restore(checkpointer, workdir, state, replay, monitor)
+    state, stopped, unevaluated = restore(checkpointer, workdir, state, replay, monitor)
     done = state.iteration
-    _log.info(greeting(workdir, model, done, settings.num_iterations, stopped))
+    _log.info(greeting(workdir, model, done, settings.num_iterations, stopped, unevaluated=bool(unevaluated)))
     start_step = done + 1 if done else 0
     episodes = EpisodeWriter(workdir, start_step=start_step, enabled=first)
     with (
@@ -104,12 +104,12 @@ def open_run(
     ):
       writer.hparams(settings.hparams, list(settings.compared))
       log = RunLog(settings.log, writer, episodes, progress)
-      yield Run(settings, checkpointer, log, interrupt, replay, monitor, stopped), state
+      yield Run(settings, checkpointer, log, interrupt, replay, monitor, stopped, unevaluated), state
 
 
 def restore(
   checkpointer: Checkpointer, workdir: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
-) -> tuple[TrainState, str]:
+) -> tuple[TrainState, str, Verdict | None]:
   """Restores the last checkpoint that is not damaged, if there is one.
 
   Args:
@@ -120,7 +120,8 @@ def restore(
     monitor: restored from the checkpoint.
 
   Returns:
-    The state, and the reason why the run was stopped, '' if it was not stopped.
+    The state; the reason why the run was stopped, '' if it was not stopped; and the verdict of the iteration if its
+    evaluation was cut off, None if it was not.
   """
   with processes.same_errors():
     if processes.is_first():
@@ -130,7 +131,7 @@ def restore(
   if len(set(steps)) > 1:
     raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
   if checkpointer.latest_step() is None:
-    return state, ''
+    return state, '', None
   described = checkpointer.meta().get('replay')
   if described is None:
     raise UserError(f'--workdir={workdir}: its checkpoints belong to a warm start; choose another --workdir')
@@ -141,10 +142,11 @@ def restore(
   replay.load_state(arrays['replay'], described)
   monitor.load_state_dict(meta['monitor'])
   state = state.with_saved(arrays, iteration=meta['iteration'], lr_scale=meta['monitor']['lr_scale'])
-  return state, meta['stopped']
+  verdict = meta.get('unevaluated')
+  return state, meta['stopped'], Verdict(**verdict) if verdict else None
 
 
-def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: str) -> str:
+def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: str, *, unevaluated: bool) -> str:
   """The first line of a run.
 
   Args:
@@ -153,9 +155,12 @@ def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: 
     done: number of finished iterations.
     num_iterations: number of iterations of the whole run.
     stopped: the reason why the run was stopped, '' if it was not stopped.
+    unevaluated: whether the evaluation after the last iteration was cut off.
   """
   if stopped:
     return f'{workdir} was stopped after iteration {done}: {stopped}'
+  if unevaluated:
+    return f'resuming {workdir} with the evaluation after iteration {done}'
   if done:
     finished = done >= num_iterations
     return f'{workdir} is finished: {done} iterations' if finished else f'resuming {workdir} after iteration {done}'
@@ -196,6 +201,8 @@ class Run:
 
   Attributes:
     timer: seconds of the phases of an iteration.
+    unevaluated: the verdict of the last iteration if its evaluation was cut off before the run was resumed; it must be
+      evaluated, see `finish_evaluation`. None otherwise.
   """
 
   def __init__(
@@ -207,6 +214,7 @@ class Run:
     replay: ReplayBuffer,
     monitor: Monitor,
     stopped: str,
+    unevaluated: Verdict | None,
   ):
     """Takes open parts; `stopped` is the reason why the run was stopped earlier, '' if it was not stopped."""
     self._settings = settings
@@ -217,6 +225,7 @@ class Run:
     self._monitor = monitor
     self._stopped = stopped
     self._try_weights: Callable[[], Mapping[str, NotFinite]] | None = None  # of the state that the run goes on from
+    self.unevaluated = unevaluated
     self.timer = Timer()
 
   def goes_on(self, state: TrainState) -> bool:
@@ -236,6 +245,43 @@ class Run:
       if new and not self._monitor.bad_iterations and not (self._try_weights and self._try_weights()):
         self._save(state, {})
       raise
+
+  @contextlib.contextmanager
+  def saved_if_evaluation_stopped(
+    self, state: TrainState, verdict: Verdict, try_weights: Callable[[], Mapping[str, NotFinite]]
+  ) -> Iterator[None]:
+    """Context manager of an evaluation: if a signal ends it, the state is saved, to be evaluated when the run resumes.
+
+    Nothing is saved between two iterations of one rollout, and if numbers are not finite. The arguments are those of
+    `finish_iteration`.
+    """
+    try:
+      yield
+    except Stopped:
+      if state.iteration % self._settings.online_k == 0 and not _bad_numbers(verdict, None, try_weights):
+        self._save(state, {}, unevaluated=verdict)
+      raise
+
+  def finish_evaluation(self, state: TrainState, evaluation: Evaluation) -> TrainState:
+    """Finishes the iteration whose evaluation was cut off, see `unevaluated`, as `finish_iteration` would have.
+
+    Args:
+      state: the restored state.
+      evaluation: its evaluation.
+
+    Returns:
+      The state to continue from.
+
+    Raises:
+      Stopped: a signal was received.
+      Diverged: the policy's numbers are not finite in the evaluation.
+    """
+    verdict, self.unevaluated = self.unevaluated, None
+
+    def log_times(done: TrainState) -> None:
+      self._log.metrics.scalars(done.iteration, self.timer.pop())
+
+    return self._finish(state, evaluation, verdict, dict, log_times)[0]
 
   def evaluation_due(self, state: TrainState, verdict: Verdict) -> bool:
     """Whether the weights are evaluated after this iteration: on schedule, or because the run ends."""
@@ -311,6 +357,17 @@ class Run:
       Stopped: a signal was received.
       Diverged: numbers were not finite in too many consecutive iterations, or in the last iteration.
     """
+    return self._finish(state, evaluation, verdict, try_weights, lambda done: self._log_times(done, rollout))
+
+  def _finish(
+    self,
+    state: TrainState,
+    evaluation: Evaluation | None,
+    verdict: Verdict,
+    try_weights: Callable[[], Mapping[str, NotFinite]],
+    log_times: Callable[[TrainState], None],
+  ) -> tuple[TrainState, bool]:
+    """See `finish_iteration`; `log_times` writes the times of the iteration of a state."""
     step, scores, rolled_back = state.iteration, {}, False
     if evaluation is not None:
       scores[BEST] = self._log.evaluation(step, evaluation)
@@ -333,10 +390,13 @@ class Run:
       consequence = CONSEQUENCES['bad' if not_finite else verdict.action]
       self._log.progress.write(f'iteration {step}: {verdict.reason}; {consequence}')
     self._stopped = verdict.reason if verdict.action == 'stop' and not not_finite else ''
-    if save and (rolled_back or not not_finite):
+    known = (
+      step == self._checkpointer.latest_step()
+    )  # the evaluation was cut off before; weights stay those of the step
+    if save and (not known if rolled_back else not not_finite):
       self._save(state, scores)
     self._try_weights = None if rolled_back else try_weights
-    self._log_times(state, rollout)
+    log_times(state)
     if not_finite and not rolled_back and (answer != 'bad' or last):
       self._log.metrics.flush()
       raise Diverged(self._farewell(step, not_finite))
@@ -369,13 +429,25 @@ class Run:
     self._log.progress.write(line)
     return state.with_saved(arrays, lr_scale=scale)
 
-  def _save(self, state: TrainState, scores: dict[str, float]) -> None:
+  def _save(self, state: TrainState, scores: dict[str, float], unevaluated: Verdict | None = None) -> None:
+    """Saves a checkpoint; of one that is there already, the arrays stay.
+
+    Args:
+      state: what is saved.
+      scores: metrics that choose the best checkpoint.
+      unevaluated: the verdict of the iteration if its evaluation was cut off.
+    """
     with self.timer('save_checkpoint'):
       self._log.metrics.flush()
       replay, described = self._replay.state()
       monitor = self._monitor.state_dict() | {'lr_scale': state.lr_scale}
       meta = {'iteration': state.iteration, 'monitor': monitor, 'stopped': self._stopped, 'replay': described}
-      self._checkpointer.save(state.iteration, state.saved() | {'replay': replay}, meta, metrics=scores)
+      if unevaluated is not None:
+        meta['unevaluated'] = dataclasses.asdict(unevaluated)
+      if state.iteration == self._checkpointer.latest_step():
+        self._checkpointer.amend(meta, metrics=scores)
+      else:
+        self._checkpointer.save(state.iteration, state.saved() | {'replay': replay}, meta, metrics=scores)
 
   def _log_times(self, state: TrainState, rollout: Rollout) -> None:
     """Writes the times of an iteration, and updates the progress line."""

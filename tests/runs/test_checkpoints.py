@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ragen_jax.runs import checkpoints as checkpoint_lib
+from ragen_jax.runs import checksums
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import UserError
@@ -488,3 +489,20 @@ def test_a_checkpoint_of_an_older_version_without_checksums_is_read(tmp_path):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.set_damaged_aside()
     assert_same_bits(checkpointer.restore(make_state(0))[0], make_state(1))
+
+
+def test_an_amended_checkpoint_has_other_metrics_and_valid_checksums(tmp_path):
+  with Checkpointer(tmp_path, keep=1, save_best='eval/success') as checkpointer:
+    checkpointer.save(1, {'x': jnp.ones(2)}, {'late': True})
+    assert checkpointer.best_step() is None
+    checkpointer.amend({'late': False}, {'eval/success': 0.5})
+    assert checkpointer.best_step() == 1
+  with Checkpointer(tmp_path, keep=1, save_best='eval/success') as checkpointer:
+    checkpointer.verify(1)
+    assert checksums.exist(checkpointer.directory / '1') and checkpointer.best_step() == 1
+    state, meta = checkpointer.restore({'x': jnp.zeros(2)})
+    assert meta == {'late': False} and state['x'].tolist() == [1, 1]
+    flip_bytes(tmp_path, 1)
+    checkpointer.reload()
+  with Checkpointer(tmp_path, keep=1) as checkpointer, pytest.raises(UserError, match='cannot be read'):
+    checkpointer.verify(1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import types
 
 import jax.numpy as jnp
+import pytest
 
 from ragen_jax.serving.agent_server import AgentServer
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.store import Store
 from ragen_jax.serving.types import AttemptState
+from ragen_jax.utils.errors import UserError
 from tests.support.endpoint_store import Clock, new_rollout
 
 
@@ -38,6 +40,26 @@ def test_equal_weights_are_not_set_twice():
     server.use_weights(params, version)
   assert [fields['version'] for _, fields in calls] == [1, 2, 2, 2]
   assert calls[0] == (first, {'version': 1, 'keep_cache': False})
+
+
+def test_a_pause_holds_after_the_engines_and_keeps_the_exception_that_it_follows(caplog):
+  did = []
+
+  def hold():
+    did.append('hold')
+    raise UserError('the disk is full')
+
+  engines = types.SimpleNamespace(pause=lambda drain: did.append('pause'))
+  server = AgentServer(engines, types.SimpleNamespace(hold=hold), None, 'http://127.0.0.1:1', 'key')
+  with pytest.raises(UserError, match='the disk is full'):
+    server.pause(drain=False)
+  assert did == ['pause', 'hold'] and not caplog.records
+  with pytest.raises(ZeroDivisionError):
+    try:
+      1 / 0  # noqa: B018
+    finally:
+      server.pause(drain=False)
+  assert did == ['pause', 'hold'] * 2 and 'the disk is full' in caplog.text
 
 
 def test_a_pause_stops_the_time_of_attempts(tmp_path):

@@ -253,11 +253,38 @@ def test_an_async_agent_is_cancelled_when_it_is_late_or_its_attempt_is_over(serv
       ends.append(task.attempt_id)
 
   _claims(server, {'attempt_id': 'late', 'timeout_s': 0.05}, {'attempt_id': 'over', 'heartbeat_s': 0.03})
+  server.answers['/attempts/late/heartbeat'] = [(200, {'left_s': 0.0})]
   server.answers['/attempts/over/heartbeat'] = [(410, {})]
   assert _work(server, agent, 2) == 2
   assert ends == ['late', 'over']
   assert server.bodies('/attempts/late/finish') == [{'state': 'timeout', 'error': 'took longer than timeout_s=0.05'}]
   assert server.bodies('/attempts/over/finish') == []
+
+
+@pytest.mark.parametrize(
+  ('answer', 'left'),
+  [((200, {'left_s': 3}), 3.0), ((410, {}), 0.0), ((404, {}), 0.0), ((500, {}), None), ((200, {}), None)],
+)
+def test_the_time_left_is_unknown_if_the_server_does_not_say(server, answer, left):
+  _claims(server, {})
+  queue = client.Queue(server.url, 'admin')
+  task = queue.claim(0.0)
+  server.answers['/attempts/a.1/heartbeat'] = [answer]
+  assert queue.time_left(task) == left
+
+
+def test_a_late_agent_goes_on_while_the_server_does_not_say_how_much_time_is_left(server, monkeypatch):
+  monkeypatch.setattr(client, '_LEAST_S', 0.01)
+  go_on = threading.Event()
+
+  async def agent(task):
+    await asyncio.to_thread(go_on.wait, _LONG)
+    return 1.0
+
+  _claims(server, {'timeout_s': 0.05})
+  server.answers['/attempts/a.1/heartbeat'] = [(500, {}), lambda: (go_on.set(), (500, {}))[1]]
+  assert _work(server, agent, 1) == 1
+  assert server.bodies('/attempts/a.1/finish') == [{'state': 'succeeded', 'error': ''}]
 
 
 def test_a_late_agent_goes_on_if_the_server_has_held_its_calls(server):

@@ -384,6 +384,19 @@ def test_an_iteration_gives_its_groups_back(path, monkeypatch, crash):
   assert again.input == before.input and again.key != before.key and prompt_of(again.metadata) == 'Be brief.'
 
 
+def test_tasks_that_were_cancelled_are_not_played_again_after_a_restart(path):
+  with Run(path, specs=SPECS[1:]) as run:
+    run.fill(0)
+    for record in run.open_tasks():
+      if record.group == 'ahead-0-0-0':
+        run.lifecycle.cancel(record.rollout_id)
+  for _ in range(2):
+    with Run(path, specs=SPECS[1:]) as run:
+      run.fill(0)
+      assert run.queue.counts() == (1, 1)
+      assert {r.group for r in run.open_tasks()} == {'ahead-0-0-0', 'ahead-0-1-0'}
+
+
 def test_tasks_whose_attempts_all_failed_are_played_again_after_a_restart(path):
   with Run(path, specs=SPECS[1:]) as run:
     run.fill(0)

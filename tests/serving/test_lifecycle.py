@@ -345,6 +345,23 @@ def test_time_for_which_calls_are_held_does_not_count(tmp_path, clock):
     assert (ended.attempt_id, ended.error) == ('b.1', 'took longer than timeout_s=60')
 
 
+def test_silence_before_a_hold_counts_after_it(lifecycle, clock):
+  _started(lifecycle, 'a', timeout_s=600.0, heartbeat_s=30.0)
+  clock.now += 20.0
+  lifecycle.hold()
+  clock.now += 50.0
+  _started(lifecycle, 'b', timeout_s=600.0, heartbeat_s=30.0)
+  clock.now += 50.0
+  lifecycle.go_on()
+  clock.now += 9.0
+  assert lifecycle.sweep() == []
+  clock.now += 2.0
+  (ended,) = lifecycle.sweep()
+  assert (ended.attempt_id, ended.state) == ('a.1', S.UNRESPONSIVE)
+  clock.now += 20.0
+  assert [x.attempt_id for x in lifecycle.sweep()] == ['b.1']
+
+
 def test_a_restart_releases_the_workers_that_died_and_spares_the_others(tmp_path, clock):
   path = tmp_path / 'store.sqlite'
   with Store(path) as store:
@@ -444,8 +461,10 @@ def test_a_repeated_reward_counts_once(lifecycle):
   for other in (1, None):  # another call, or the whole episode
     with pytest.raises(Conflict, match='has another reward'):
       lifecycle.post_reward('a.1', 0.1 + 0.2, other, '', 'x', 'id1')
-  for _ in range(2):
-    lifecycle.post_reward('a.1', 2.0, None, '', '', '')
+  lifecycle.post_reward('a.1', 2.0, None, '', '', 'id2')  # of the whole episode, not of the last call
+  with pytest.raises(Conflict, match=r"another reward with id='id2'$"):
+    lifecycle.post_reward('a.1', 2.0, 'last', '', '', 'id2')
+  lifecycle.post_reward('a.1', 2.0, None, '', '', '')
   lifecycle.finish('a.1', S.SUCCEEDED, '')
   lifecycle.store.close_rollouts(['a'], 0.0)
   assert lifecycle.post_reward('a.1', 0.1 + 0.2, 'last', '', 'x', 'id1') == first

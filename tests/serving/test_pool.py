@@ -305,7 +305,7 @@ def test_the_prompt_of_a_task_is_in_the_metadata_of_its_rollout(lifecycle, metad
 
 def test_an_attempt_is_not_late_while_calls_are_held(lifecycle, monkeypatch):
   monkeypatch.setattr('ragen_jax.serving.watch._LEAST_S', 0.01)
-  left, asked, end = [0.02, 0.01], threading.Event(), threading.Event()
+  left, asked, end = [0.02, None, 0.01], threading.Event(), threading.Event()
 
   class Held(LocalQueue):
     def time_left(self, task):
@@ -323,3 +323,9 @@ def test_an_attempt_is_not_late_while_calls_are_held(lifecycle, monkeypatch):
   assert attempt.state == AttemptState.TIMEOUT
   task = task_of(Claim(lifecycle.store.rollout('a'), attempt, 'key'), 'http://x')
   assert LocalQueue(lifecycle, 'pool', 'http://x').time_left(task) == 0.0  # it is over
+
+  def fails(_):
+    raise UserError('the disk is full')
+
+  monkeypatch.setattr(lifecycle, 'heartbeat', fails)
+  assert LocalQueue(lifecycle, 'pool', 'http://x').time_left(task) is None

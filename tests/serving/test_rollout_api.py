@@ -75,6 +75,15 @@ def test_rollouts_get_the_prompt_of_the_server_unless_they_have_one(tmp_path, to
     assert server.store.rollout('b').metadata == {'x': 1, 'prompt': 'Be brief.'} and told['metadata'] == [1]
 
 
+def test_a_repeated_request_is_the_same_after_the_prompt_of_the_server_has_changed(tmp_path, tok):
+  new = {'input': 1, 'rollout_id': 'a', 'metadata': {'x': 1}}
+  for prompt in ('Be brief.', 'Be kind.', ''):
+    with serve(tmp_path, ScriptedEngine(tok, lambda prompt, number: ''), prompt=prompt) as server:
+      status, told = ask(server, '/rollouts', new)
+      assert (status, told['metadata']) == (200, {'x': 1, 'prompt': 'Be brief.'})
+      assert ask(server, '/rollouts', new | {'metadata': told['metadata']})[0] == 409
+
+
 @pytest.mark.parametrize('field', ['id', 'name', 'agent'])
 def test_texts_of_rewards_are_texts(server, field):
   task = server.attempt()

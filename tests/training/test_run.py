@@ -229,6 +229,58 @@ def test_a_stop_in_a_rollout_saves_the_state_before_it(tmp_path, monkeypatch, do
     assert state.iteration == (saved or [0])[-1]
 
 
+@pytest.mark.parametrize('every', [0, 2])
+def test_an_evaluation_that_is_stopped_is_done_when_the_run_resumes(tmp_path, every):
+  with pytest.raises(Stopped), _open(tmp_path, checkpoint__every=every) as (run, _):
+    with run.timer('step'):
+      pass
+    with run.saved_if_evaluation_stopped(_state(2, iteration=2), Verdict(), dict):
+      raise Stopped(signal.SIGTERM)
+  for again in (False, True):  # the second time the score is in the checkpoint, if this is on schedule
+    with _open(tmp_path, checkpoint__every=every) as (run, state):
+      assert state.iteration == 2 and run.unevaluated == (Verdict() if not (every and again) else None)
+      if run.unevaluated:
+        state = run.finish_evaluation(state, _evaluation(0.5))
+      assert run.unevaluated is None and run._checkpointer.best_step() == (2 if every else None)
+  assert _steps(tmp_path) == [2] and state.params['policy']['kernel'][0] == 2
+  assert [row['val-env/success'] for row in read_metrics(tmp_path) if row['step'] == 2] == [0.5]
+
+
+def test_the_verdict_of_an_iteration_whose_evaluation_was_stopped_is_carried_out(tmp_path):
+  stop, back = Verdict('stop', 'flat'), Verdict('rollback', 'collapse')
+  with pytest.raises(Stopped), _open(tmp_path) as (run, _):
+    state, _ = _finish(run, _state(2, iteration=2), _evaluation(0.5))
+    with run.saved_if_evaluation_stopped(_state(4, iteration=4), back, dict):
+      raise Stopped(signal.SIGTERM)
+  for _ in range(2):  # the weights of step 4 are not replaced, so the same is done again
+    with _open(tmp_path) as (run, state):
+      assert run.unevaluated == back
+      state = run.finish_evaluation(state, _evaluation(0.1))
+      assert (state.iteration, state.params['policy']['kernel'][0]) == (4, 2) and state.lr_scale < 1
+  with pytest.raises(Stopped), _open(tmp_path) as (run, state):
+    run.finish_evaluation(state, _evaluation(0.1))
+    with run.saved_if_evaluation_stopped(_state(5, iteration=5), stop, dict):
+      raise Stopped(signal.SIGTERM)
+  with _open(tmp_path) as (run, state):
+    run.finish_evaluation(state, _evaluation(0.1))
+  with _open(tmp_path) as (run, state):
+    assert run.unevaluated is None and state.iteration == 5 and not run.goes_on(state)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'verdict', 'found'),
+  [({'train__online_k': 2}, Verdict(), {}), ({}, _BAD, {}), ({}, Verdict(), {'x': NotFinite(1, 'x')})],
+)
+def test_a_stop_in_an_evaluation_saves_no_state_that_cannot_be_resumed(tmp_path, fields, verdict, found):
+  with (
+    pytest.raises(Stopped),
+    _open(tmp_path, **fields) as (run, _),
+    run.saved_if_evaluation_stopped(_state(1, iteration=1), verdict, lambda: found),
+  ):
+    raise Stopped(signal.SIGINT)
+  assert not list(tmp_path.glob('checkpoints/*'))
+
+
 def test_a_stop_after_a_bad_iteration_saves_nothing(tmp_path):
   with pytest.raises(Stopped), _open(tmp_path) as (run, _):
     state, _ = _finish(run, _state(1, iteration=1), verdict=_BAD)
@@ -246,10 +298,11 @@ def test_checkpoints_of_a_warm_start_are_refused(tmp_path):
 
 
 def test_the_first_line_says_where_a_run_stands():
-  assert greeting('w', 'tiny: small', 0, 9, '') == 'model tiny: small; the run is saved in w'
-  assert greeting('w', '', 3, 9, '') == 'resuming w after iteration 3'
-  assert greeting('w', '', 9, 9, '') == 'w is finished: 9 iterations'
-  assert greeting('w', '', 3, 9, 'flat') == 'w was stopped after iteration 3: flat'
+  assert greeting('w', 'tiny: small', 0, 9, '', unevaluated=False) == 'model tiny: small; the run is saved in w'
+  assert greeting('w', '', 3, 9, '', unevaluated=False) == 'resuming w after iteration 3'
+  assert greeting('w', '', 9, 9, '', unevaluated=True) == 'resuming w with the evaluation after iteration 9'
+  assert greeting('w', '', 9, 9, '', unevaluated=False) == 'w is finished: 9 iterations'
+  assert greeting('w', '', 3, 9, 'flat', unevaluated=True) == 'w was stopped after iteration 3: flat'
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------

@@ -286,11 +286,15 @@ def _different_checkpoints() -> str:
 
 
 def _stopped() -> str:
-  return run.greeting('runs/frozenlake_ppo', '', 45, frozenlake_ppo.get_config().num_iterations, 'empty_filtered_steps')
+  return run.greeting(
+    'runs/frozenlake_ppo', '', 45, frozenlake_ppo.get_config().num_iterations, 'empty_filtered_steps', unevaluated=False
+  )
 
 
 def _on_a_cpu() -> str:
-  return run.greeting('runs/frozenlake_ppo', 'tiny: 123k parameters, float32, 1 device (cpu)', 0, 100, '')
+  return run.greeting(
+    'runs/frozenlake_ppo', 'tiny: 123k parameters, float32, 1 device (cpu)', 0, 100, '', unevaluated=False
+  )
 
 
 def _lost_partner(monkeypatch, capsys) -> str:
