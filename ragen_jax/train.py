@@ -76,12 +76,12 @@ def _train(config: ConfigDict, workdir: str) -> None:
   ):
     evaluator = build.make_evaluator(config, model, players['eval'])
     trainer = build.make_trainer(config, model, evaluator.held_out(), players['train'])
-    _iterate(config, workdir, model, trainer, evaluator, interrupt, background)
+    _iterate(config, workdir, model, trainer, evaluator, background, interrupt)
 
 
 def _iterate(
-  config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator, interrupt: Interrupt,
-  background: Background,
+  config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator,
+  background: Background, interrupt: Interrupt,
 ) -> None:  # fmt: skip
   """The training loop."""
   probes, monitor = build.make_probes(config, trainer), build.make_monitor(config)

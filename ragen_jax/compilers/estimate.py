@@ -85,7 +85,7 @@ class Compilation:
     cpu_seconds: the same.
     awaited: CPU seconds of those that the run waits for at least, since they were not compiled ahead. What is compiled
       ahead is assumed to be ready by the next iteration.
-    last_awaited: the last iteration that waits for one, from 1.
+    last_awaited: the last iteration that waits for one of these, from 1.
     most: the most programs that a run of this config can need, whatever the lengths of its episodes.
   """
 

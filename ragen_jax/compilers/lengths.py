@@ -98,15 +98,9 @@ class Compiled:
 
 
 def shapes_of_run(
-  config: ConfigDict,
-  lengths: Lengths,
-  batching: BatchingSettings,
-  iterations: int,
-  *,
-  rows: int,
-  shards: int,
+  config: ConfigDict, lengths: Lengths, batching: BatchingSettings, iterations: int, *, rows: int, shards: int,
   ahead: bool,
-) -> list[Compiled]:
+) -> list[Compiled]:  # fmt: skip
   """How many programs of each kind a run has compiled after each of its iterations.
 
   Episodes are simulated: replies are log-normal around the assumed mean, which rises over the run, and some episodes

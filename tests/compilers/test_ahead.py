@@ -169,7 +169,8 @@ def _state(trainer):
 
 @pytest.mark.parametrize(
   ('setting', 'platform', 'processes', 'processors', 'expected'),
-  [(3, 'cpu', 1, 2, 3), (3, 'tpu', 2, 64, 0), (0, 'tpu', 1, 64, 0), (-1, 'cpu', 1, 64, 0), (-1, 'tpu', 1, 64, 4), (-1, 'gpu', 1, 8, 2),
+  [(3, 'cpu', 1, 2, 3), (3, 'tpu', 2, 64, 0),
+   (0, 'tpu', 1, 64, 0), (-1, 'cpu', 1, 64, 0), (-1, 'tpu', 1, 64, 4), (-1, 'gpu', 1, 8, 2),
    (-1, 'tpu', 1, 2, 1), (-1, 'tpu', 2, 64, 0)],
 )  # fmt: skip
 def test_threads_follow_from_the_machine(monkeypatch, setting, platform, processes, processors, expected):
