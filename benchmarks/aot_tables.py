@@ -42,7 +42,8 @@ def cases_table(results: dict[str, Any], *, ahead: bool) -> str:
   head = ['Model and machine', 'GiB: rollout, evaluation, update', 'Rollout s', 'Scoring s', 'Update s', 'Links s',
           'Iteration s', 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor', 'Gathered a token, GB',
           'Programs: first iteration, run', 'CPU s of their compilation',
-          'of these awaited at least, until iteration', 'Chip-hours']  # fmt: skip
+          'of these awaited at least, until iteration' if ahead else 'of these awaited, until iteration',
+          'Chip-hours']  # fmt: skip
   rows = []
   for name, case in results['cases'].items():
     e = case['estimate']

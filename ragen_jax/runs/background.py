@@ -17,6 +17,14 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 5.0
 
 
+_NAME = 'ragen_jax-compile'
+
+
+def still_compiling() -> bool:
+  """Whether a thread of this process compiles; the end of the interpreter would abort it, and the process with it."""
+  return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
+
+
 class Background:
   """Programs that are compiled in a few threads, the most urgent first; each program once.
 
@@ -38,7 +46,7 @@ class Background:
     self._done: list[Hashable] = []
     self._closed = False
     self._threads = [
-      threading.Thread(target=self._work, daemon=True, name=f'ragen_jax-compile-{i}') for i in range(threads)
+      threading.Thread(target=self._work, daemon=True, name=f'{_NAME}-{i}') for i in range(threads)
     ]
     for thread in self._threads:
       thread.start()
