@@ -45,9 +45,7 @@ class Background:
     self._needed: set[Hashable] = set()
     self._done: list[Hashable] = []
     self._closed = False
-    self._threads = [
-      threading.Thread(target=self._work, daemon=True, name=f'{_NAME}-{i}') for i in range(threads)
-    ]
+    self._threads = [threading.Thread(target=self._work, daemon=True, name=f'{_NAME}-{i}') for i in range(threads)]
     for thread in self._threads:
       thread.start()
 

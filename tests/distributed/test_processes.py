@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import RowShare, shares_of
+from ragen_jax.runs.background import Background
 from ragen_jax.utils.errors import UserError
 
 
