@@ -166,7 +166,7 @@ MUTATIONS = [
       '(1 + width / _WIDE)', '1', _PACKING + 'rows_of_one_length_fill_nine_tenths_of_one_call',
     ),
     (
-      'max(max(-(-len(own) // shape[0])', 'max(min(-(-len(own) // shape[0])',
+      'if cost < lowest:', 'if cost > lowest:',
       _PACKING + 'the_shape_is_the_one_that_takes_least_time',
     ),
   ),
@@ -340,7 +340,7 @@ MUTATIONS = [
     'sampling/shapes.py', 'sampling/test_shapes.py',
     ('if n >= live', 'if n > live'),
     ('if size >= columns', 'if size > columns'),
-    ('if n * unit <= largest', 'if n * unit < largest'),
+    ('for m in (1, 3) for n', 'for m in (1, 2) for n'),
     ('if calls * self.fed < self.rows', 'if calls < self.rows'),
   ),
   *_of(

@@ -3,10 +3,8 @@
 python main.py --config=configs/frozenlake_vision_ppo.py
 
 The prompt has the board as an image and no text of it. `agent.format` selects another form of replies: the model knows
-all five. With a form that describes the board, `--config.reward.state_reward=0.1` rewards true descriptions.
-
-2026-11-22, seed 0, the first 10 of the 40 iterations: success on 64 held-out levels from 0.188 to 0.332 at temperature
-0.5, where 0.466 is the best possible.
+all five. With a form that describes the board, `--config.reward.state_reward=0.02` rewards true descriptions.
+`python benchmarks/vision_learning.py` measures what it learns.
 """
 
 from configs import frozenlake_ppo

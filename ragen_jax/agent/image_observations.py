@@ -31,7 +31,7 @@ def tile_of(spec: EnvSpec, processor: ProcessorConfig) -> int:
     UserError: the processor would resize the image.
   """
   rows, columns = spec.env.image_grid
-  sizes = [spec.tile] if spec.tile else range(processor.factor, MAX_TILE + 1, processor.factor)
+  sizes = [spec.tile] if spec.tile else [*range(processor.factor, MAX_TILE + 1, processor.factor)] or [MAX_TILE]
   for tile in sizes:
     size = (rows * tile, columns * tile)
     if smart_resize(*size, processor) == size:

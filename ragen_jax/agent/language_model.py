@@ -63,7 +63,8 @@ class LanguageModel:
     trained, frozen = lora.partition(params)
     count = f'{_count(trained["policy"])} parameters'
     if frozen:
-      count = f'{_count(frozen)} frozen parameters and {_count(trained["policy"])} in adapters'
+      kind = 'in adapters' if lora.has_adapters(params) else 'that are trained'
+      count = f'{_count(frozen)} frozen parameters and {_count(trained["policy"])} {kind}'
     if self.model.critic is not None:
       count += f', {_count(params["critic"])} of the critic'
     devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'

@@ -117,6 +117,10 @@ def _check_adapters(config: ConfigDict) -> None:
     "weights that are trained are kept in 'float32'; frozen ones (lora.rank above 0) may be 'bfloat16'",
   )  # fmt: skip
   rules.one_of(config, 'export.lora', EXPORT_FORMS)
+  rules.check(
+    config, 'export.lora', config.export.lora != 'adapter' or adapters is None or config.model.vision == 'frozen',
+    "files of adapters have no vision tower; must be 'merged' with model.vision='trained'",
+  )  # fmt: skip
   rules.one_of(config, 'export.dtype', ('float32', 'bfloat16', 'float16'))
   if not config.lora.path:
     return

@@ -52,6 +52,12 @@ def _check_ranges(config: ConfigDict) -> None:
     config, 0, 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef', 'sft.eval_every',
     'sft.checkpoint_every', 'sft.short_steps',
   )  # fmt: skip
+  rules.check(
+    config,
+    'sft.short_steps',
+    sft.short_steps < sft.steps,
+    f'must be below sft.steps={sft.steps}, or no second turn is seen',
+  )
   rules.below_one(config, 'sft.val_fraction')
   shards, rows = row_shards(make_mesh(**config.mesh)), max(sft.batch_size // 2, 1)
   rules.check(

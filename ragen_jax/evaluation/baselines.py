@@ -46,7 +46,7 @@ def evaluation_levels(specs: list[EnvSpec], settings: EvaluationSettings) -> lis
       parts.append(EvaluationLevels(spec, first, None, None))
       first += spec.num_groups
       continue
-    envs = EnvStateManager([spec], settings.group_size)
+    envs = EnvStateManager([dataclasses.replace(spec, tile=None)], settings.group_size)  # players of text
     if not envs.has_outside:
       envs.reset(first)
     best = envs.optimal()[:: settings.group_size]

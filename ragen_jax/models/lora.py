@@ -123,10 +123,14 @@ def merged(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
   return kernel.astype(np.float32) + np.float32(scale) * product.reshape(kernel.shape)
 
 
+def has_adapters(params: nnx.State) -> bool:
+  """Whether the weights of an `ActorCritic` include adapters."""
+  return any(path[-1] in _LEAVES for path, _ in nnx.to_flat_state(params))
+
+
 def partition(params: nnx.State) -> tuple[nnx.State, nnx.State]:
   """Splits the weights of an `ActorCritic` into (trained, frozen). `frozen` is empty if all weights are trained."""
-  flat = nnx.to_flat_state(params)
-  adapted = any(path[-1] in _LEAVES for path, _ in flat)
+  flat, adapted = nnx.to_flat_state(params), has_adapters(params)
 
   def is_trained(path, weight):
     if isinstance(weight, Frozen):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from ragen_jax import build
 from ragen_jax.agent import language_model
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings, param_state, weight_shardings
 from ragen_jax.distributed.mesh import AXES
-from ragen_jax.models import lora
+from ragen_jax.models import layers, lora
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.save import save_model
@@ -94,6 +95,9 @@ def test_a_description_counts_the_parameters(monkeypatch):
   assert _describe(model, devices) == (
     f'{size / 1000:.0f}k frozen parameters and {adapters / 1000:.0f}k in adapters, float32'
   )
+  frozen = random_model(40)
+  layers.freeze(frozen.policy.layers[0])
+  assert re.fullmatch(r'\d+k frozen parameters and \d+k that are trained, float32', _describe(frozen, devices))
 
 
 def test_millions_of_parameters_are_told_as_millions():

@@ -73,6 +73,15 @@ def test_options_of_images(seeing):
     check_config(_changed(seeing, envs__FrozenLake__observation=observation))
 
 
+def test_a_trained_tower_is_not_exported_as_adapters(seeing):
+  fields = {'lora__rank': 4, 'export__lora': 'adapter'}
+  check_config(_changed(seeing, **fields))
+  told = (
+    r"^export\.lora='adapter': files of adapters have no vision tower; must be 'merged' with model\.vision='trained'$"
+  )
+  assert_refused(check_config, _changed(seeing, **fields, model__vision='trained'), told)
+
+
 def test_programs_get_text_only(seeing):
   config = _changed(seeing, envs__Agent__runner='env:FrozenLake', train__tags=('Agent',), eval__tags=('Agent',))
   told = r"^envs\.FrozenLake\.observation='image': a program that plays tasks gets text only$"

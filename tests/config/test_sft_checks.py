@@ -25,6 +25,10 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
     ({'sft.noise': 0.6, 'sft.beginner': 0.5}, r'^sft\.noise=0\.6: and sft\.beginner=0\.5 add up to more than 1$'),
     # The weights.
     ({'lora.rank': 4, 'sft.from_scratch': True}, r'^lora\.rank=4: fresh weights must all be trained$'),
+    (
+      {'sft.short_steps': 5, 'sft.steps': 5},
+      r'^sft\.short_steps=5: must be below sft\.steps=5, or no second turn is seen$',
+    ),
     ({'export.lora': 'adapter'}, r"^export\.lora='adapter': 'adapter' needs lora\.rank above 0$"),
     ({'sft.shape': (64, 2, 4, 2, 16)}, r'^sft\.shape=\(64, 2, 4, 2, 16\): must be six positive numbers$'),
     ({'sft.shape': (64, 2, 4, 0, 16, 192)}, r'^sft\.shape=\(64, 2, 4, 0, 16, 192\): must be six positive numbers$'),

@@ -147,11 +147,13 @@ def test_an_update_trains_the_decoder_and_not_a_frozen_tower(played):
 @_slow
 def test_a_reply_after_the_prompt_of_another_sees_its_images(played):
   trainer, state, rollout = played
-  t, drawn = rollout.trajectory, []
-  for row in np.flatnonzero(t.length)[::5][:4]:
+  t, found = rollout.trajectory, {}  # the last reply of a row for each prompt
+  for row in np.flatnonzero(t.length):
     sampled = np.flatnonzero(t.loss_mask[row])
-    drawn.append((row, sampled[t.turn[row, sampled] == t.turn[row, sampled[-1]]]))
-  prompts = [Prompt(t.tokens[row, : c[0]], t.image[row, : c[0]]) for row, c in drawn]
-  assert len({p.key for p in prompts}) == 4
+    columns = sampled[t.turn[row, sampled] == t.turn[row, sampled[-1]]]
+    prompt = Prompt(t.tokens[row, : columns[0]], t.image[row, : columns[0]])
+    found.setdefault(prompt.key, (prompt, (row, columns)))
+  prompts, drawn = zip(*list(found.values())[-4:], strict=True)
+  assert len(prompts) == 4
   scores = Probes(None, trainer).cross_scores(state.params, prompts, [t.tokens[r, c] for r, c in drawn], rollout.images)
   np.testing.assert_allclose(np.diag(scores), [t.logprobs[row, c].sum() for row, c in drawn], rtol=0, atol=1e-3)

@@ -32,8 +32,8 @@ FLAGS = [
 ]
 
 
-def _start(workdir, processes, *flags):
-  command = ['launch/local.sh', str(processes), *FLAGS, f'--workdir={workdir}', *flags]
+def _start(workdir, processes, *flags, common=FLAGS):
+  command = ['launch/local.sh', str(processes), *common, f'--workdir={workdir}', *flags]
   variables = environment(XLA_FLAGS='', PYTHON=sys.executable)
   return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -126,7 +126,7 @@ def test_sigterm_saves_the_iteration_in_all_processes(tmp_path):
 @pytest.mark.timeout(600)
 def test_agent_programs_in_two_processes_are_refused_before_anything_starts(tmp_path):
   workdir = tmp_path / 'run'
-  pair = _start(workdir, 2, '--config=configs/agents_ppo.py')
+  pair = _start(workdir, 2, '--config=configs/agents_ppo.py', common=())
   output = pair.communicate(timeout=300)[0]
   assert pair.returncode == 2, output
   errors = [line for line in output.splitlines() if 'error: ' in line]
