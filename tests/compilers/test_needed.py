@@ -13,7 +13,7 @@ from ragen_jax.compilers.abstract import shape_of
 from ragen_jax.compilers.lengths import Lengths
 from ragen_jax.sampling.draw import GREEDY, PLAIN
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
-from ragen_jax.training.packing import plan_batches
+from ragen_jax.training.packing import bin_shapes, plan_batches
 from tests.support.configs import small_config
 
 _PACKING = PackingSettings(step=64, width=960, columns=2048, shards=2, reply_step=64)
@@ -100,6 +100,8 @@ def test_bootstrap_values_and_scores_of_full_rows_are_in_the_list(packing, whole
     return {shape_of(plan) for plan in plans}
 
   with_bootstrap, seen = values(), {}
+  if packing is not None:  # rows that fit into the bins are packed into the usual ones
+    assert set(bin_shapes(packing)) < set(needed.bootstrap_shapes(config, trainer))
   for longest in (*range(64, limit, 64), limit - 1, limit):
     for rows in (1, 4, 16):
       length = rng.integers(1, longest + 1, size=rows)
