@@ -32,12 +32,18 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
   return '\n'.join('| ' + ' | '.join(cells) + ' |' for cells in (head, ['---'] * len(head), *rows))
 
 
-def cases_table(results: dict[str, Any]) -> str:
-  """One line a case."""
+def cases_table(results: dict[str, Any], *, ahead: bool) -> str:
+  """One line a case.
+
+  Args:
+    results: of benchmarks/aot.py.
+    ahead: programs were compiled ahead; without, a run waits for all.
+  """
   head = ['Model and machine', 'GiB: rollout, evaluation, update', 'Rollout s', 'Scoring s', 'Update s', 'Links s',
           'Iteration s', 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor', 'Gathered a token, GB',
           'Programs: first iteration, run', 'CPU s of their compilation',
-          'of these awaited, until iteration', 'Chip-hours']  # fmt: skip
+          'of these awaited at least, until iteration' if ahead else 'of these awaited, until iteration',
+          'Chip-hours']  # fmt: skip
   rows = []
   for name, case in results['cases'].items():
     e = case['estimate']
@@ -60,12 +66,18 @@ def cases_table(results: dict[str, Any]) -> str:
         number(e['decode']['gathered'], 3, 1e9),
         ', '.join(map(str, made['programs'])),
         ', '.join(number(x, 0) for x in made['cpu_seconds']),
-        # Before programs were compiled ahead, a run waited for all.
-        f'{number(made.get("awaited", made["cpu_seconds"])[1], 0)}, {made.get("last_awaited", made.get("last_new"))}',
+        _awaited(made, ahead=ahead),
         number(e['chip_hours'], 1),
       ]
     )
   return _table(head, rows)
+
+
+def _awaited(made: dict[str, Any], *, ahead: bool) -> str:
+  """CPU seconds of the compilation that a run waits for, and its last iteration that waits; '-' if not known."""
+  if 'awaited' in made:
+    return f'{number(made["awaited"][1], 0)}, {made["last_awaited"]}'
+  return '-' if ahead else f'{number(made["cpu_seconds"][1], 0)}, {made["last_new"]}'
 
 
 def programs_table(case: dict[str, Any]) -> str:
@@ -124,7 +136,7 @@ def write_page(page: pathlib.Path, now: pathlib.Path, before: pathlib.Path) -> N
   for prefix, file in (('', now), ('before ', before)):
     if file.exists():
       results = json.loads(file.read_text())
-      tables |= {f'{prefix}cases': cases_table(results), f'{prefix}growth': growth_table(results)}
+      tables |= {f'{prefix}cases': cases_table(results, ahead=not prefix), f'{prefix}growth': growth_table(results)}
       if _FIRST in results['cases']:
         tables[f'{prefix}programs'] = programs_table(results['cases'][_FIRST])
   lines, skipping = [], False

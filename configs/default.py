@@ -592,7 +592,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Directory for compiled programs, which later starts reuse; empty for none, 'auto' for <workdir>/xla_cache.
   config.compilation_cache = 'auto'
   # Threads that compile the programs of the next iterations while the run plays and learns; 0 for none. -1 takes a
-  # quarter of the processors, at most 4, and none on CPUs or with several processes.
+  # quarter of the processors, at most 4, and none on CPUs or with several processes. Runs with images have none.
   config.compile_ahead = -1
 
   if config.model.preset in BUILT_IN:

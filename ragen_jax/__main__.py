@@ -15,6 +15,7 @@ from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
+from ragen_jax.runs.background import still_compiling
 from ragen_jax.utils.errors import UserError
 
 # -- Modes. Each imports its module when it starts, so that --help and errors about flags appear at once. --------------
@@ -149,6 +150,8 @@ def main(argv: list[str]) -> None:
     raise UserError(f'--level has no effect with --mode={mode}')
   start, _ = MODES[mode]
   start(_CONFIG.value, command_line.workdirs(flags.FLAGS))
+  if still_compiling():
+    processes.leave(0)
 
 
 def run() -> None:

@@ -17,15 +17,17 @@ import functools
 import logging
 from collections.abc import Iterator
 
+import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import LanguageModel
-from ragen_jax.compilers.ahead import open_ahead
+from ragen_jax.compilers import ahead
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.runs import config_fields
+from ragen_jax.runs.background import Background
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.runs.summary import summarize
@@ -67,15 +69,20 @@ def _train(config: ConfigDict, workdir: str) -> None:
   plays = build_agents.plays_agents(config)
   interrupt = Interrupt('iteration, or at once while agent programs play' if plays else 'iteration')
   model = build.load_policy(config)
-  with build_agents.open_players(config, model, workdir, interrupt) as players:
+  count = ahead.threads(config, platform=jax.default_backend(), processes=jax.process_count())
+  with (
+    contextlib.closing(Background(count)) as background,  # closed last, because it waits for what is being compiled
+    build_agents.open_players(config, model, workdir, interrupt) as players,
+  ):
     evaluator = build.make_evaluator(config, model, players['eval'])
     trainer = build.make_trainer(config, model, evaluator.held_out(), players['train'])
-    _iterate(config, workdir, model, trainer, evaluator, interrupt)
+    _iterate(config, workdir, model, trainer, evaluator, background, interrupt)
 
 
 def _iterate(
-  config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator, interrupt: Interrupt
-) -> None:
+  config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator,
+  background: Background, interrupt: Interrupt,
+) -> None:  # fmt: skip
   """The training loop."""
   probes, monitor = build.make_probes(config, trainer), build.make_monitor(config)
   with processes.same_errors():
@@ -87,7 +94,7 @@ def _iterate(
   settings = build.run_settings(config)
   with (
     open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor, interrupt) as (run, state),
-    open_ahead(config, trainer, evaluator, state) as ahead,
+    ahead.open_ahead(config, trainer, evaluator, state, background) as compile_ahead,
   ):
     if state.iteration == 0:
       _log.info('evaluating before training; most of the first minute is compilation')
@@ -102,12 +109,14 @@ def _iterate(
 
     fresh = True  # with train.online_k > 1, several iterations learn from one rollout
     while run.goes_on(state):
+      if compile_ahead is not None and state.iteration + 1 == config.num_iterations:
+        compile_ahead.last_iteration()
       with run.timer('step'):
         if fresh:
           with run.timer('gen'), run.saved_if_stopped(state):
             rollout, selection = trainer.collect(state)
-          if ahead is not None:
-            ahead.expect(rollout)
+          if compile_ahead is not None:
+            compile_ahead.expect(rollout)
           with run.timer('adv'):
             batch, metrics = trainer.estimate(state, selection)
         probed = probes(state, rollout, selection, batch)

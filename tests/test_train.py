@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -69,12 +70,24 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tm
   assert _comparable(damaged) == _comparable(tmp_path / 'whole')  # floats, to the last bit
 
 
+@contextlib.contextmanager
+def _noting(told, *_):
+  """Notes what the loop tells the threads that compile ahead."""
+  yield types.SimpleNamespace(
+    expect=lambda rollout: told.append('expect'), last_iteration=lambda: told.append('last iteration')
+  )
+
+
 def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, request):
   # Ignored where the tests themselves were started in the background.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
   config = small_config(num_iterations=3, checkpoint__every=0, eval__every=0, eval__greedy_too=False)
-  train.train_and_evaluate(config, str(tmp_path / 'whole'))
+  told = []
+  with monkeypatch.context() as patched:
+    patched.setattr(train.ahead, 'open_ahead', functools.partial(_noting, told))
+    train.train_and_evaluate(config, str(tmp_path / 'whole'))
+  assert told == ['expect', 'expect', 'last iteration', 'expect']
   update, collect = Trainer.update, Trainer.collect
 
   def stopped_while_waiting(self, state):  # as when agent programs play
@@ -111,6 +124,24 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   assert '3' in [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()]
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
   assert _comparable(tmp_path / 'whole') == _comparable(tmp_path / 'parts')
+
+
+def test_the_players_are_closed_before_the_run_waits_for_compilers(tmp_path, monkeypatch):
+  order = []
+
+  @contextlib.contextmanager
+  def open_players(*_):
+    yield {'train': None, 'eval': None}
+    order.append('players')
+
+  monkeypatch.setattr(train.build, 'load_policy', lambda _: None)
+  monkeypatch.setattr(train.build, 'make_evaluator', lambda *_: types.SimpleNamespace(held_out=lambda: None))
+  monkeypatch.setattr(train.build, 'make_trainer', lambda *_: None)
+  monkeypatch.setattr(train.build_agents, 'open_players', open_players)
+  monkeypatch.setattr(train, '_iterate', lambda *_: order.append('iterations'))
+  monkeypatch.setattr(train.Background, 'close', lambda self: (self.stop(), order.append(f'{self.threads} threads')))
+  train._train(small_config(compile_ahead=2), str(tmp_path))
+  assert order == ['iterations', 'players', '2 threads']
 
 
 @pytest.mark.parametrize(
@@ -331,3 +362,33 @@ def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
   assert len(widths) > 1
   assert trainer.learner.traces <= 8
   assert policy.sampler.traces['decode'] <= 14
+
+
+_COMPILES_AT_THE_END = """
+import atexit, sys, threading
+from ragen_jax import __main__
+from ragen_jax.runs.background import Background
+
+def mode(config, workdirs):
+  begun = threading.Event()
+  Background(1).want([('a', lambda: (begun.set(), threading.Event().wait()))], urgency=0)
+  begun.wait()
+  if stopped:
+    raise KeyboardInterrupt
+
+atexit.register(print, 'the interpreter ends')
+stopped = sys.argv.pop() == 'stopped'
+__main__.MODES['train'] = mode, ''
+__main__.run()
+"""
+
+
+@pytest.mark.parametrize(('end', 'status'), [('finished', 0), ('stopped', 130)])
+def test_the_exit_status_does_not_depend_on_what_is_still_being_compiled(tmp_path, end, status):
+  """The interpreter would abort the process if it ended during a compilation, so it does not end itself."""
+  arguments = ['--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}', end]
+  done = subprocess.run(
+    [sys.executable, '-c', _COMPILES_AT_THE_END, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+    timeout=300,
+  )  # fmt: skip
+  assert (done.returncode, done.stdout) == (status, ''), done.stderr[-2000:]

@@ -24,12 +24,12 @@ from ragen_jax.sampling.shapes import Shapes, largest_cache
 
 @dataclasses.dataclass(frozen=True)
 class FedRows:
-  """Prompts as the sampler gets them.
+  """Prompts as one call of `Sampler.extend` gets them: whole prompts, or a piece of each.
 
   Attributes:
     rows: i32[b], the episode of each row of `tokens`; -1 if none.
-    tokens: i32[b, O], the prompts, padded.
-    count: i32[b], number of prompt tokens; 0 for rows without a prompt.
+    tokens: i32[b, O], the prompts or their pieces, padded.
+    count: i32[b], number of tokens of each; 0 for rows without a prompt, or without a token in this piece.
     slots: i32[B'], the episode of each slot; -1 if it is free.
     keys: [B'], PRNG keys of the draws.
   """
@@ -78,7 +78,7 @@ class SamplerSpeaker:
       params: weights of the `ActorCritic`.
       key: PRNG key of the draws; it is split into one key for each episode.
       sampling: how tokens are drawn.
-      observer: called with prompts before they are fed.
+      observer: called before each call of `Sampler.extend`, so once for each piece of long prompts.
       eyes: the vision tower of the policy; needed if observations contain images.
     """
     self._sampler = sampler

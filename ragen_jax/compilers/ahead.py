@@ -32,11 +32,22 @@ _log = logging.getLogger(__name__)
 _PROCESSORS, _MOST_THREADS = 4, 4
 
 
-def threads(setting: int) -> int:
-  """Threads that compile ahead, of `config.compile_ahead`; -1 takes none on CPUs, whose processors the run needs."""
-  if setting >= 0:
-    return setting
-  if jax.default_backend() == 'cpu' or jax.process_count() > 1:
+def threads(config: ConfigDict, *, platform: str, processes: int) -> int:
+  """How many threads compile ahead in a run.
+
+  None with several processes, or with images, whose programs have shapes of their own. Otherwise
+  `config.compile_ahead`, of which -1 takes none on CPUs, because the run needs all processors.
+
+  Args:
+    config: the run's.
+    platform: of its devices, 'cpu', 'gpu' or 'tpu'.
+    processes: of the run.
+  """
+  if processes > 1 or visual_columns(config):
+    return 0
+  if config.compile_ahead >= 0:
+    return config.compile_ahead
+  if platform == 'cpu':
     return 0
   return max(1, min((os.cpu_count() or 1) // _PROCESSORS, _MOST_THREADS))
 
@@ -71,6 +82,7 @@ class CompileAhead:
     self._config, self._trainer, self._background = config, trainer, background
     self._listed = set(listed)
     self._state = _abstract(state)
+    self._updates_follow = True
     self._weights: Any = None  # of the sampler, as it is called with them
     self._numbers = itertools.count()
     if not build_agents.plays_agents(config):  # a server of agents compiles its programs when it opens
@@ -78,13 +90,19 @@ class CompileAhead:
     trainer.learner.observer = trainer.scorer.observer = self._batch_runs
 
   def close(self) -> None:
-    """Observes no more, and compiles no more."""
+    """Observes no more, and asks the background to stop; does not wait for what is being compiled."""
     trainer = self._trainer
     trainer.model.sampler.observer = trainer.learner.observer = trainer.scorer.observer = None
-    self._background.close()
+    self._background.stop()
+
+  def last_iteration(self) -> None:
+    """Says that no update follows the present one, so that no program is compiled for later ones."""
+    self._updates_follow = False
 
   def expect(self, rollout: Rollout) -> None:
-    """Compiles the programs of the update that rollouts like this one lead to."""
+    """Compiles the programs of the update that rollouts like this one lead to; none in the last iteration."""
+    if not self._updates_follow:
+      return
     t = rollout.trajectory
     batching = self._trainer.settings.estimate.batching
     scored = t.length if batching.whole_rows else t.loss_mask.sum(axis=1)
@@ -154,19 +172,27 @@ class CompileAhead:
 
 @contextlib.contextmanager
 def open_ahead(
-  config: ConfigDict, trainer: Trainer, evaluator: Evaluator, state: TrainState
+  config: ConfigDict, trainer: Trainer, evaluator: Evaluator, state: TrainState, background: Background
 ) -> Iterator[CompileAhead | None]:
-  """Logs how many programs the run may need, and compiles ahead while it is open; None if `compile_ahead` is off."""
+  """Logs how many programs the run may need, and compiles ahead while it is open; None if there are no threads.
+
+  Args:
+    config: the run's.
+    trainer: of the config.
+    evaluator: of the config.
+    state: its shapes, types and layouts are read.
+    background: has as many threads as `threads` says. It is stopped at the end, and the caller closes it.
+  """
   listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
-  count = threads(config.compile_ahead)
-  if visual_columns(config):
-    count = 0  # programs with images have shapes of their own
+  count = background.threads
   how = f'compiled in {count} threads before they are needed' if count else 'each compiled when it is needed first'
-  _log.info('programs: at most %s, whatever the lengths of episodes; %s', needed.describe(listed), how)
+  uncounted = needed.uncounted(listed, images=bool(visual_columns(config)))
+  most = f'{needed.describe(listed)}, not counting {uncounted}' if uncounted else f'at most {needed.describe(listed)}'
+  _log.info('programs: %s, whatever the lengths of episodes; %s', most, how)
   if not count:
     yield None
     return
-  with contextlib.closing(CompileAhead(config, trainer, state, listed, Background(count))) as ahead:
+  with contextlib.closing(CompileAhead(config, trainer, state, listed, background)) as ahead:
     evaluator.observer = ahead.expect
     try:
       yield ahead

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from ragen_jax import build
 from ragen_jax.compilers import cost, needed
 from ragen_jax.compilers.abstract import compute_dtype, episodes
+from ragen_jax.compilers.ahead import threads
 from ragen_jax.compilers.cost import Cost
 from ragen_jax.compilers.lengths import Steps, shapes_of_run, steps_of
 from ragen_jax.compilers.programs import Program, Run, calls
@@ -82,8 +83,9 @@ class Compilation:
   Attributes:
     programs: numbers after the first iteration and at the end.
     cpu_seconds: the same.
-    awaited: CPU seconds of those that the run waits for, since they were not compiled ahead.
-    last_awaited: the last iteration that waits for one, from 1.
+    awaited: CPU seconds of those that the run waits for at least, since they were not compiled ahead. What is compiled
+      ahead is assumed to be ready by the next iteration.
+    last_awaited: the last iteration that waits for one of these, from 1.
     most: the most programs that a run of this config can need, whatever the lengths of its episodes.
   """
 
@@ -168,7 +170,7 @@ def of_run(run: Run, topology: Topology, measured: Sequence[Measured]) -> Estima
     mfu=useful_operations(run) / (update * topology.size * topology.chip.flops) if update else math.nan,
     decode=_decode_step(run, topology, next((m for m in measured if m.program.name == 'decode'), None)),
     rollout=steps_of(calls(run, 'rollout')),
-    compilation=_compilation(run, measured),
+    compilation=_compilation(run, topology, measured),
     sampled=rows * n.turns * n.reply,
     iterations=run.config.num_iterations,
     chips=topology.size,
@@ -222,15 +224,17 @@ def _decode_step(run: Run, topology: Topology, m: Measured | None) -> DecodeStep
   return DecodeStep(seconds, floor, body.collectives.get('all-gather', 0), sum(body.collectives.values()))
 
 
-def _compilation(run: Run, measured: Sequence[Measured]) -> Compilation:
+def _compilation(run: Run, topology: Topology, measured: Sequence[Measured]) -> Compilation:
   costs: dict[str, list[float]] = {}
   for m in measured:
     if m.cost is not None and m.program.runs and m.program.phase != 'evaluation':
       costs.setdefault(m.program.kind, []).append(m.cost.compile_cpu_seconds)
   config = run.config
+  hosts = len({device.process_index for device in run.mesh.devices.flat})
   counts = shapes_of_run(
-    config, run.lengths, run.batching, config.num_iterations, rows=run.rows('rollout'), shards=row_shards(run.mesh)
-  )
+    config, run.lengths, run.batching, config.num_iterations, rows=run.rows('rollout'), shards=row_shards(run.mesh),
+    ahead=threads(config, platform=topology.chip.platform, processes=hosts) > 0,
+  )  # fmt: skip
   once = {'weights': 1} if run.sampling.copied else {}
 
   def known(numbers: dict[str, int]) -> dict[str, int]:

@@ -98,13 +98,13 @@ class Compiled:
 
 
 def shapes_of_run(
-  config: ConfigDict, lengths: Lengths, batching: BatchingSettings, iterations: int, *, rows: int, shards: int
-) -> list[Compiled]:
+  config: ConfigDict, lengths: Lengths, batching: BatchingSettings, iterations: int, *, rows: int, shards: int,
+  ahead: bool,
+) -> list[Compiled]:  # fmt: skip
   """How many programs of each kind a run has compiled after each of its iterations.
 
   Episodes are simulated: replies are log-normal around the assumed mean, which rises over the run, and some episodes
-  end in every turn. The shapes follow as in a run, from `SamplerSpeaker` and `plan_batches`. With
-  `config.compile_ahead`, the programs that an iteration makes likely (`needed`) are compiled before the next one.
+  end in every turn. The shapes follow as in a run, from `SamplerSpeaker` and `plan_batches`.
 
   Args:
     config: the run's.
@@ -113,6 +113,7 @@ def shapes_of_run(
     iterations: of the run.
     rows: of the devices in a rollout.
     shards: parts into which rows are divided.
+    ahead: the programs that an iteration makes likely (`needed`) are compiled before the next one.
 
   Returns:
     One for each iteration.
@@ -130,7 +131,7 @@ def shapes_of_run(
     met |= dict.fromkeys(_update_shapes(config, lengths, batching, length, scored, rng))
     awaited.update(program for program in met if program not in ready)
     ready.update(met)
-    if config.compile_ahead:
+    if ahead:
       ready.update(_likely(config, batching, met, length, scored, shards))
     found.append(Compiled(_counts(ready), _counts(awaited)))
   return found

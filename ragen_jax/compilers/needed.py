@@ -44,8 +44,9 @@ def programs(config: ConfigDict, trainer: Trainer, rows: Mapping[str, int]) -> l
   """
   found = [] if build_agents.plays_agents(config) else of_sampler(config, row_shards(trainer.model.mesh), rows)
   for name in scored(config, trainer):
-    # A bootstrap value follows the last column.
-    found += [(name, shape) for shape in batch_shapes(config, trainer, longer=name == 'values')]
+    found += [(name, shape) for shape in batch_shapes(config, trainer)]
+  if trainer.settings.estimate.bootstrap_truncated:
+    found += [('values', shape) for shape in bootstrap_shapes(config, trainer)]
   for name, step in updates(config).items():
     found += [*((name, shape) for shape in batch_shapes(config, trainer)), (step, ())]
   return list(dict.fromkeys(found))
@@ -98,17 +99,17 @@ def updates(config: ConfigDict) -> dict[str, str]:
   return found | ({'gradient': 'apply'} if warmup < iterations else {})
 
 
-def batch_shapes(config: ConfigDict, trainer: Trainer, *, longer: bool = False) -> list[tuple[int, int, int]]:
-  """Rows or bins, columns and scored tokens of micro-batches; with `longer`, of rows that are a column longer.
+def batch_shapes(config: ConfigDict, trainer: Trainer) -> list[tuple[int, int, int]]:
+  """Rows or bins, columns and scored tokens of micro-batches.
 
   Without packing, a small `length_step` leads to so many that only the first `_MOST` are listed.
   """
   batching: BatchingSettings = trainer.settings.estimate.batching
-  longest = config.agent.max_context + longer
+  longest = config.agent.max_context
   if batching.packing is not None:
     return bin_shapes(batching.packing, longest)
   half = max(batching.length_step // 2, 1)
-  whole = batching.whole_rows and not longer
+  whole = batching.whole_rows
   turns = trainer.player.max_turns if config.agent.context == 'full' else 1
   most = longest if whole else min(config.agent.max_response_tokens * turns, longest)
   found = (
@@ -118,6 +119,18 @@ def batch_shapes(config: ConfigDict, trainer: Trainer, *, longer: bool = False) 
     if not whole or replies > width - batching.length_step
   )
   return list(itertools.islice(found, _MOST))
+
+
+def bootstrap_shapes(config: ConfigDict, trainer: Trainer) -> list[tuple[int, int, int]]:
+  """The same for `Estimator.bootstrap`: one scored token of each row, in the column after its last one."""
+  batching: BatchingSettings = trainer.settings.estimate.batching
+  longest = config.agent.max_context + 1
+  if batching.packing is not None:
+    # If a row is wider than the bins, all widths are others.
+    return list(dict.fromkeys((*bin_shapes(batching.packing), *bin_shapes(batching.packing, longest))))
+  step, half = batching.length_step, max(batching.length_step // 2, 1)
+  widths = range(step, round_up(longest, step) + 1, step)
+  return [(batching.micro_batch_size, width, half) for width in itertools.islice(widths, _MOST)]
 
 
 def after_extend(
@@ -174,3 +187,17 @@ def describe(found: Sequence[Program]) -> str:
   """How many programs of each name there are, in words."""
   counts = collections.Counter(name for name, _ in found)
   return f'{len(found)} (' + ', '.join(f'{n} {name}' for name, n in counts.items()) + ')'
+
+
+def uncounted(found: Sequence[Program], *, images: bool) -> str:
+  """What a list does not count, in words; '' if it is complete.
+
+  Args:
+    found: see `programs`.
+    images: the run has images. The shapes of programs that read images depend on their number.
+  """
+  counts = collections.Counter(name for name, _ in found if name not in ('extend', 'decode', 'resize'))
+  parts = ['other programs with images'] if images else []
+  if max(counts.values(), default=0) >= _MOST:
+    parts.append(f'shapes of micro-batches after the first {_MOST}')
+  return ' and '.join(parts)

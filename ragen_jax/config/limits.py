@@ -55,7 +55,7 @@ AT_MOST: dict[str, float] = {
   'serve.max_queue': _MILLION,
   'serve.max_body': 2**30,
   # Devices.
-  'plan.devices': 4096,
+  'plan.devices': 65536,
   'plan.memory_gb': 2**20,
   'mesh.*': 65536,
   'agent.decode_shards': 65536,

@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ragen_jax.distributed.sharding import row_sharding, row_shards
+from ragen_jax.runs.background import still_compiling
 from ragen_jax.utils.errors import UserError
 
 # Seconds without a heartbeat after which a process counts as dead. A collective notices a dead process by its closed
@@ -138,7 +139,8 @@ def leave(status: int, together: bool = False) -> None:
   Args:
     status: the exit status.
     together: all processes of the run leave now, so this one waits for the others. Without it, the process ends at
-      once, since the others may be waiting for it.
+      once, since the others may be waiting for it. It also ends at once if a program is still being compiled in the
+      background: compilers cannot be stopped, and the interpreter's own end would abort the process.
   """
   sys.stdout.flush()
   sys.stderr.flush()
@@ -147,6 +149,8 @@ def leave(status: int, together: bool = False) -> None:
       jax.distributed.shutdown()
     else:
       os._exit(status)
+  if still_compiling():
+    os._exit(status)
   sys.exit(status)
 
 

@@ -118,10 +118,10 @@ def _write_time(found: Estimate, topology: Topology, measured: Sequence[Measured
     f'{found.rollout.extend} calls that feed prompts.\n'
     f'Programs: {made.programs[0]} for the first iteration and its evaluation ({made.cpu_seconds[0]:.0f} CPU s of '
     f'compilation), {made.programs[1]} for {found.iterations} iterations ({made.cpu_seconds[1]:.0f} CPU s), at most '
-    f'{made.most} whatever the lengths. The run waits for {made.awaited[1]:.0f} CPU s of compilation, the last time in '
-    f'iteration {made.last_awaited}.\n'
+    f'{made.most} whatever the lengths. The run waits for at least {made.awaited[1]:.0f} CPU s of compilation, until '
+    f'iteration {made.last_awaited} or later.\n'
     f'Cost of the run: {found.chip_hours:.1f} chip-hours of device time, and '
-    f'{found.chips * made.awaited[1] / 3600:.1f} while the chips wait for one core to compile.\n'
+    f'{found.chips * made.awaited[1] / 3600:.1f} or more while the chips wait for one core to compile.\n'
     f'Times are {source}, at the assumed lengths; the host, and what is read ahead too late, are not in them.\n'
     f'Numbers of the chip: {topology.chip.source}\n'
   )

@@ -6,14 +6,23 @@ import heapq
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
 
 from ragen_jax.utils.errors import one_line
 
 _log = logging.getLogger(__name__)
 
-# Seconds that `close` waits for what is being compiled; a compiler cannot be stopped.
-_PATIENCE = 60.0
+# Seconds that `close` waits for all threads together; a compiler cannot be stopped.
+_PATIENCE = 5.0
+
+
+_NAME = 'ragen_jax-compile'
+
+
+def still_compiling() -> bool:
+  """Whether a thread of this process compiles; the end of the interpreter would abort it, and the process with it."""
+  return any(thread.name.startswith(_NAME) for thread in threading.enumerate())
 
 
 class Background:
@@ -26,7 +35,7 @@ class Background:
     """Starts the threads.
 
     Args:
-      threads: their number, at least 1.
+      threads: their number; with 0 nothing is compiled.
     """
     self._changed = threading.Condition()
     self._waiting: list[tuple[int, int, Hashable, Callable[[], object]]] = []
@@ -36,11 +45,14 @@ class Background:
     self._needed: set[Hashable] = set()
     self._done: list[Hashable] = []
     self._closed = False
-    self._threads = [
-      threading.Thread(target=self._work, daemon=True, name=f'ragen_jax-compile-{i}') for i in range(threads)
-    ]
+    self._threads = [threading.Thread(target=self._work, daemon=True, name=f'{_NAME}-{i}') for i in range(threads)]
     for thread in self._threads:
       thread.start()
+
+  @property
+  def threads(self) -> int:
+    """Their number."""
+    return len(self._threads)
 
   @property
   def done(self) -> list[Hashable]:
@@ -83,14 +95,19 @@ class Background:
     with self._changed:
       return self._changed.wait_for(lambda: not self._waiting and not self._running, timeout)
 
-  def close(self) -> None:
-    """Drops what waits, and waits some time for what is being compiled."""
+  def stop(self) -> None:
+    """Drops what waits, and compiles nothing new; does not wait for what is being compiled."""
     with self._changed:
       self._closed = True
       self._waiting.clear()
       self._changed.notify_all()
+
+  def close(self) -> None:
+    """Stops, and waits at most `_PATIENCE` seconds for what is being compiled."""
+    self.stop()
+    deadline = time.monotonic() + _PATIENCE
     for thread in self._threads:
-      thread.join(_PATIENCE)
+      thread.join(max(deadline - time.monotonic(), 0))
 
   def _work(self) -> None:
     while True:

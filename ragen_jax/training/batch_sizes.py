@@ -125,7 +125,7 @@ def describe(
   if chosen.packing is not None:
     columns = chosen.packing.columns
     text = f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device'
-  if remat.columns < ANY_COLUMNS:
+  if remat.columns < columns:
     text += f', up to {remat.columns} of them without computing {_KEPT[remat.remat]} again'
   total = memory.total(columns, remat.choose(columns))
   need = f'about {total / _GIB:.1f} GiB a device'

@@ -36,8 +36,9 @@ class Learner:
     optimizer: see `make_optimizer`.
     mesh: the devices; None for one.
     traces: how often a gradient program has been traced: once for each pair of widths.
-    observer: called before a gradient program runs, with 'gradient', or 'gradient_critic' for the critic alone, and
-      the rows, columns and scored tokens of the micro-batch; None if nobody observes.
+    observer: called before a program of `step` runs: with 'gradient' and the rows, columns and scored tokens of the
+      micro-batch, or with 'apply' and (); for the critic alone, 'gradient_critic' and 'apply_critic'. None if nobody
+      observes.
   """
 
   def __init__(
@@ -185,6 +186,8 @@ class Learner:
     gradients, found = self.gradients(state, micro_batches, critic_only=critic_only)
     apply = self._apply_critic if critic_only else self._apply
     scale = None if state.lr_scale is None else np.float32(state.lr_scale)
+    if self.observer is not None:
+      self.observer('apply_critic' if critic_only else 'apply', ())
     trained, opt_state, more = apply(state.trained, state.opt_state, gradients, found, scale)
     return state.replace(trained=trained, opt_state=opt_state), found | more
 

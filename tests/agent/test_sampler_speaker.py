@@ -326,3 +326,39 @@ def test_a_reply_without_the_stop_token_is_not_closed(tiny):
   first, _ = make_proxy(tiny, ('SimpleSokoban',), 1, 2).rollout(speaker, 70).episodes
   assert [turn.closed for turn in first.turns] == [False] * 5
   assert first.turns[0].ids == tiny.encode(_say(1)) and first.turns[0].reply == '<think>' + _say(1)
+
+
+def _pieces_config(**fields):
+  return _tiny_config(
+    agent__max_response_tokens=8, agent__decode_chunk=4, train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=2,
+    train__group_size=2, envs__FrozenLake__max_turns=2, envs__SimpleSokoban__max_turns=2, **fields,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize('schedule', ['lockstep', pytest.param('continuous', marks=pytest.mark.slow)])
+def test_prompts_in_several_pieces_are_those_fed_in_one_call(tmp_path, monkeypatch, schedule):
+  """First prompts are longer than the widest call, and later ones are divided too; rows end in different pieces."""
+  config, found = _pieces_config(agent__schedule=schedule), []
+  policy = random_policy(config, tmp_path)
+  for widths in (None, (16, 32)):
+    if widths:
+      monkeypatch.setattr(Shapes, 'widths', widths)
+    fresh = dataclasses.replace(policy, sampler=make_sampler(policy.model, policy.tokenizer))
+    specs = build.env_specs(config, tuple(config.train.tags), build.group_counts(config.train, 'train'))
+    proxy, fed = build.agent_proxy(config, policy.tokenizer, fresh.sampler, specs, 2), []
+    speaker = SamplerSpeaker(
+      fresh.sampler, nnx.split(policy.model)[1], jax.random.key(0), Sampling(1.0, top_p=1.0, top_k=0),
+      observer=fed.append,
+    )  # fmt: skip
+    found.append((proxy.rollout(speaker, 10_000).trajectory, fed))
+  (whole, once), (cut, pieces) = found
+  widest = 32
+  first = np.argmax(whole.loss_mask, axis=1)  # tokens of first prompts
+  assert first.min() > widest and len({-(-n // widest) for n in first.tolist()}) > 1
+  assert max(x.tokens.shape[1] for x in pieces) == widest < max(x.tokens.shape[1] for x in once)
+  assert max(int(x.count.max()) for x in once[1:]) > widest  # a later prompt
+  assert len(pieces) == sum(-(-int(x.count.max()) // widest) for x in once)
+  for name in ('tokens', 'loss_mask', 'turn', 'length', 'status'):
+    np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name), err_msg=name)
+  for name in ('logprobs', 'values', 'entropies'):
+    np.testing.assert_allclose(getattr(cut, name), getattr(whole, name), rtol=1e-5, atol=1e-5, err_msg=name)

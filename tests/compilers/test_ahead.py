@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import types
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax.compilers import ahead, needed
+from ragen_jax.runs.background import Background
 from tests.support.compilations import compiled
 from tests.support.configs import small_config
 from tests.support.models import random_policy
@@ -37,7 +40,10 @@ def played(request, tmp_path_factory):
   """A run after its first rollout, with one or two sizes of the cache: its parts, and what was compiled ahead."""
   config, trainer, evaluator = _parts(tmp_path_factory.mktemp('model'), length_step=request.param)
   state = trainer.init()
-  with ahead.open_ahead(config, trainer, evaluator, state) as open_ahead:
+  with (
+    contextlib.closing(Background(1)) as background,
+    ahead.open_ahead(config, trainer, evaluator, state, background) as open_ahead,
+  ):
     rollout, selection = trainer.collect(state)
     open_ahead.expect(rollout)
     assert open_ahead._background.wait(_LONG)
@@ -100,9 +106,10 @@ def test_the_programs_of_other_caches_serve_the_sampler(played):
 
 
 def test_without_threads_the_number_is_told_and_nothing_observed(tmp_path, caplog):
-  config, trainer, evaluator = _parts(tmp_path, compile_ahead=0)
+  config, trainer, evaluator = _parts(tmp_path)
+  background = Background(0)
   listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
-  with caplog.at_level(logging.INFO), ahead.open_ahead(config, trainer, evaluator, None) as open_ahead:
+  with caplog.at_level(logging.INFO), ahead.open_ahead(config, trainer, evaluator, None, background) as open_ahead:
     assert open_ahead is None and evaluator.observer is None and trainer.learner.observer is None
   told = [r.getMessage() for r in caplog.records if r.getMessage().startswith('programs: at most')]
   assert len(told) == 1 and told[0].startswith(f'programs: at most {needed.describe(listed)}, ')
@@ -111,13 +118,49 @@ def test_without_threads_the_number_is_told_and_nothing_observed(tmp_path, caplo
 
 def test_open_it_observes_and_closed_it_does_not(tmp_path, caplog):
   config, trainer, evaluator = _parts(tmp_path)
-  with caplog.at_level(logging.INFO), ahead.open_ahead(config, trainer, evaluator, _state(trainer)) as open_ahead:
+  background = Background(1)
+  with (
+    caplog.at_level(logging.INFO),
+    ahead.open_ahead(config, trainer, evaluator, _state(trainer), background) as open_ahead,
+  ):
     assert evaluator.observer == open_ahead.expect
     assert None not in (trainer.model.sampler.observer, trainer.learner.observer, trainer.scorer.observer)
   assert any('compiled in 1 threads before' in r.getMessage() for r in caplog.records)
   observers = evaluator, trainer.model.sampler, trainer.learner, trainer.scorer
   assert all(x.observer is None for x in observers)
-  assert not any(thread.is_alive() for thread in open_ahead._background._threads)
+  background.want([('late', lambda: None)], urgency=0)
+  background.close()
+  assert not background.done and not any(thread.is_alive() for thread in background._threads)
+
+
+@pytest.mark.parametrize(
+  ('images', 'most', 'told'),
+  [(7, 10**5, 'other programs with images;'), (0, 1, 'shapes of micro-batches after the first 1,')],
+)
+def test_the_log_names_what_it_does_not_count(tmp_path, caplog, monkeypatch, images, most, told):
+  config, trainer, evaluator = _parts(tmp_path)
+  monkeypatch.setattr(ahead, 'visual_columns', lambda config: images)
+  monkeypatch.setattr(needed, '_MOST', most)
+  with caplog.at_level(logging.INFO), ahead.open_ahead(config, trainer, evaluator, None, Background(0)):
+    pass
+  (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith('programs: '))
+  assert f'not counting {told[:-1]}' in line and 'at most' not in line
+
+
+def test_in_the_last_iteration_nothing_is_planned(tmp_path):
+  config, trainer, evaluator = _parts(tmp_path)
+  background = types.SimpleNamespace(threads=1, wanted=[], stop=lambda: None)
+  background.want = lambda programs, urgency: background.wanted.extend(programs)
+  rollout = types.SimpleNamespace(
+    trajectory=types.SimpleNamespace(length=np.ones(2), loss_mask=np.ones((2, 1)), episode=np.arange(2))
+  )
+  with ahead.open_ahead(config, trainer, evaluator, _state(trainer), background) as open_ahead:
+    open_ahead.expect(rollout)
+    assert len(background.wanted) == 1
+    open_ahead.last_iteration()
+    open_ahead.expect(rollout)
+    evaluator.observer(rollout)
+    assert len(background.wanted) == 1
 
 
 def _state(trainer):
@@ -126,11 +169,13 @@ def _state(trainer):
 
 @pytest.mark.parametrize(
   ('setting', 'platform', 'processes', 'processors', 'expected'),
-  [(3, 'cpu', 1, 2, 3), (0, 'tpu', 1, 64, 0), (-1, 'cpu', 1, 64, 0), (-1, 'tpu', 1, 64, 4), (-1, 'gpu', 1, 8, 2),
+  [(3, 'cpu', 1, 2, 3), (3, 'tpu', 2, 64, 0),
+   (0, 'tpu', 1, 64, 0), (-1, 'cpu', 1, 64, 0), (-1, 'tpu', 1, 64, 4), (-1, 'gpu', 1, 8, 2),
    (-1, 'tpu', 1, 2, 1), (-1, 'tpu', 2, 64, 0)],
 )  # fmt: skip
 def test_threads_follow_from_the_machine(monkeypatch, setting, platform, processes, processors, expected):
-  monkeypatch.setattr(ahead.jax, 'default_backend', lambda: platform)
-  monkeypatch.setattr(ahead.jax, 'process_count', lambda: processes)
   monkeypatch.setattr(ahead.os, 'cpu_count', lambda: processors)
-  assert ahead.threads(setting) == expected
+  config = small_config(compile_ahead=setting)
+  assert ahead.threads(config, platform=platform, processes=processes) == expected
+  monkeypatch.setattr(ahead, 'visual_columns', lambda config: 7)
+  assert ahead.threads(config, platform=platform, processes=processes) == 0

@@ -8,6 +8,7 @@ import math
 import jax
 import pytest
 
+from ragen_jax.compilers import ahead as ahead_module
 from ragen_jax.compilers import estimate, needed, programs, topologies
 from ragen_jax.compilers.cost import CompileFailure, Cost
 from ragen_jax.compilers.estimate import Measured
@@ -95,11 +96,13 @@ def test_the_decode_step_is_the_body_of_the_longest_loop(run):
   assert step.floor == pytest.approx(size * (weights + cache) / CHIP.hbm_bandwidth, rel=0.02)  # norms and biases apart
 
 
-@pytest.mark.parametrize('ahead', [0, -1])
-def test_compilation_counts_every_shape_of_a_run_once(run, ahead):
-  run.config.compile_ahead = ahead
+@pytest.mark.parametrize(('setting', 'images', 'ahead'), [(0, 0, False), (-1, 0, True), (-1, 7, False)])
+def test_compilation_counts_every_shape_of_a_run_once(run, monkeypatch, setting, images, ahead):
+  """The programs that are compiled ahead are those that a run on the planned machine compiles ahead."""
+  run.config.compile_ahead = setting
+  monkeypatch.setattr(ahead_module, 'visual_columns', lambda config: images)
   made = estimate.of_run(run, TOPOLOGY, _measured(run, gradient=_cost(1.0, cpu=100.0))).compilation
-  counts = shapes_of_run(run.config, run.lengths, run.batching, 12, rows=16, shards=1)
+  counts = shapes_of_run(run.config, run.lengths, run.batching, 12, rows=16, shards=1, ahead=ahead)
   compiled = {p.kind for p in programs.of_run(run) if p.runs}
   assert ('score' in compiled) == (run.config.algorithm.old_logprobs == 'trainer')
   assert run.rows('evaluation') == run.rows('rollout') and run.config.eval.greedy_too

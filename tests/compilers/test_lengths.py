@@ -192,11 +192,11 @@ def _batching(config, packing=None):
 
 
 def _shapes(config, assumed, iterations, packing=None):
-  return lengths.shapes_of_run(config, assumed, _batching(config, packing), iterations, rows=16, shards=1)
+  return lengths.shapes_of_run(config, assumed, _batching(config, packing), iterations, rows=16, shards=1, ahead=False)
 
 
 def test_programs_of_a_run_only_grow_and_one_shape_needs_one_of_each():
-  config = _config(compile_ahead=0)
+  config = _config()
   counts = _shapes(config, dataclasses.replace(FULL, limit=1024), 30)
   assert len(counts) == 30 and all(c.programs == c.awaited for c in counts)
   for before, after in itertools.pairwise(counts):
@@ -213,16 +213,16 @@ def test_a_run_that_compiles_ahead_waits_for_no_program_after_the_first_iteratio
   long = dataclasses.replace(FULL, reply=60, longest=100, limit=1024, turns=5)
   packing = PackingSettings(step=64, width=1024, columns=8192, shards=1, reply_step=64)
   waits = {}
-  for ahead in (0, -1):
-    config = _config(compile_ahead=ahead, agent__schedule='continuous')
+  for ahead in (False, True):
+    config = _config(agent__schedule='continuous')
     config.update_from_flattened_dict({'train.group_size': 16, 'optimizer.mini_batch_size': 32})
-    found = lengths.shapes_of_run(config, long, _batching(config, packing), 25, rows=64, shards=1)
+    found = lengths.shapes_of_run(config, long, _batching(config, packing), 25, rows=64, shards=1, ahead=ahead)
     waits[ahead] = [c.awaited for c in found]
     assert all(c.programs[kind] >= n for c in found for kind, n in c.awaited.items())
   for kind in ('extend', 'decode', 'resize', 'gradient'):
-    assert waits[0][0][kind] == waits[-1][0][kind] > 0
-    assert waits[-1][9][kind] == waits[-1][-1][kind] <= waits[0][-1][kind]
-  assert sum(waits[-1][-1].values()) < sum(waits[0][9].values()) < sum(waits[0][-1].values())
+    assert waits[False][0][kind] == waits[True][0][kind] > 0
+    assert waits[True][9][kind] == waits[True][-1][kind] <= waits[False][-1][kind]
+  assert sum(waits[True][-1].values()) < sum(waits[False][9].values()) < sum(waits[False][-1].values())
 
 
 @pytest.mark.parametrize('packing', [None, PackingSettings(step=64, width=512, columns=1024, shards=1, reply_step=64)])

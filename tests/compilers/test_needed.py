@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from ragen_jax.compilers import lengths, needed, programs
+from ragen_jax.compilers.abstract import shape_of
 from ragen_jax.compilers.lengths import Lengths
 from ragen_jax.sampling.draw import GREEDY, PLAIN
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
+from ragen_jax.training.packing import bin_shapes, plan_batches
 from tests.support.configs import small_config
 
 _PACKING = PackingSettings(step=64, width=960, columns=2048, shards=2, reply_step=64)
@@ -77,8 +79,40 @@ def test_every_micro_batch_is_in_the_list(packing, whole_rows):
         shapes = needed.shapes_after(config, batching, length, scored, 16, factor)
         seen |= {shape for own in shapes.values() for shape in own}
   assert seen <= found and len(seen) > 4
-  longer = needed.batch_shapes(config, trainer, longer=True)
-  assert max(width for _, width, _ in longer) >= 901
+
+
+@pytest.mark.parametrize('packing', [None, _PACKING])
+@pytest.mark.parametrize('whole_rows', [False, True])
+def test_bootstrap_values_and_scores_of_full_rows_are_in_the_list(packing, whole_rows):
+  """Rows of `max_context`, the widest bin: with a column more, the widths of all bins are others."""
+  config = _config(agent__max_context=_PACKING.width)
+  trainer = _trainer(config, packing, whole_rows, records_values=False, bootstrap_truncated=True)
+  trainer.model = types.SimpleNamespace(mesh=types.SimpleNamespace(shape={'data': 2, 'fsdp': 1}))
+  batching, rng, limit = trainer.settings.estimate.batching, np.random.default_rng(0), _PACKING.width
+
+  def values():
+    found = needed.programs(config, trainer, {'rollout': 16, 'evaluation': 16})
+    assert len(found) == len(set(found))
+    return {shape for name, shape in found if name == 'values'}
+
+  def planned(length, scored):
+    (plans,) = plan_batches([np.arange(len(length))], length, scored, batching)
+    return {shape_of(plan) for plan in plans}
+
+  with_bootstrap, seen = values(), {}
+  if packing is not None:  # rows that fit into the bins are packed into the usual ones
+    assert set(bin_shapes(packing)) < set(needed.bootstrap_shapes(config, trainer))
+  for longest in (*range(64, limit, 64), limit - 1, limit):
+    for rows in (1, 4, 16):
+      length = rng.integers(1, longest + 1, size=rows)
+      length[0] = longest
+      assert planned(length, length if whole_rows else np.minimum(length, 360)) <= with_bootstrap
+      seen[longest, rows] = planned(length + 1, np.ones_like(length))
+      assert seen[longest, rows] <= with_bootstrap & set(needed.bootstrap_shapes(config, trainer))
+  trainer.settings.estimate.bootstrap_truncated = False
+  without = values()
+  assert any(seen[limit, rows] - without for rows in (1, 4, 16))
+  assert max(width for _, width, _ in without) == limit
 
 
 def test_a_list_of_micro_batches_is_bounded():
@@ -157,6 +191,19 @@ def test_the_rows_of_the_list_are_those_of_the_plan():
   config = _config(agent__rows_in_flight=8, eval__groups=32)
   run = programs.make_run(config)
   assert needed.rows(config, run.trainer.model.sampler) == run.sampling.rows == {'rollout': 8, 'evaluation': 8}
+
+
+def test_what_is_not_counted_is_named(monkeypatch):
+  monkeypatch.setattr(needed, '_MOST', 3)
+  found = [('extend', (1,)), ('extend', (2,)), ('gradient', (1,))]
+  assert needed.uncounted(found, images=False) == needed.uncounted([], images=False) == ''
+  assert needed.uncounted(found, images=True) == 'other programs with images'
+  found.append(('extend', (3,)))
+  assert needed.uncounted(found, images=False) == ''  # only micro-batches are cut
+  found += [('gradient', (2,)), ('gradient', (3,))]
+  told = 'shapes of micro-batches after the first 3'
+  assert needed.uncounted(found, images=False) == told
+  assert needed.uncounted(found, images=True) == f'other programs with images and {told}'
 
 
 def test_the_number_of_programs_is_told_by_name():

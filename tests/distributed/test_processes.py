@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import RowShare, shares_of
+from ragen_jax.runs.background import Background
 from ragen_jax.utils.errors import UserError
 
 
@@ -75,3 +78,24 @@ def test_arguments_that_do_not_fit_are_named(arguments, message):
 def test_no_coordinator_means_a_run_of_one_process():
   processes.connect(None, None, None)
   assert processes.is_first()
+
+
+def test_a_process_ends_at_once_while_a_program_is_compiled(monkeypatch):
+  """The interpreter's own end would abort it, with another status."""
+  started, go_on, background = threading.Event(), threading.Event(), Background(1)
+  background.want([('a', lambda: (started.set(), go_on.wait(60)))], urgency=0)
+  assert started.wait(60)
+
+  def end(status):
+    raise RuntimeError(f'ended with {status}')
+
+  monkeypatch.setattr(processes.os, '_exit', end)
+  try:
+    with pytest.raises(RuntimeError, match='ended with 143'):
+      processes.leave(143)
+  finally:
+    go_on.set()
+    background.close()
+  with pytest.raises(SystemExit) as left:
+    processes.leave(143)
+  assert left.value.code == 143

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from ragen_jax.runs import background as background_module
 from ragen_jax.runs.background import Background
 
 _LONG = 60.0  # seconds; nothing here takes so long unless it hangs
@@ -49,18 +50,23 @@ def test_what_still_waits_is_left_to_the_run(background):
   assert background.wait(_LONG) and not compiled
 
 
-def test_the_run_waits_for_what_is_being_compiled(background):
-  go_on, returned = _blocked(background), []
+def test_the_run_waits_for_what_is_being_compiled(background, monkeypatch):
+  """The program is only ready some time after the caller has begun to wait."""
+  go_on, ready, wait_for = _blocked(background), [], background._changed.wait_for
+  caller = threading.current_thread()
 
-  def need():
-    returned.append((background.need('first'), go_on.is_set()))
+  def observed(predicate, timeout=None):
+    if threading.current_thread() is not caller:
+      return wait_for(predicate, timeout)
+    go_on.set()
+    found = wait_for(predicate, timeout)
+    ready.append(list(background._done))  # the caller holds the lock: nothing was added since it stopped waiting
+    return found
 
-  caller = threading.Thread(target=need, daemon=True)
-  caller.start()
-  assert not returned
+  monkeypatch.setattr(background._changed, 'wait_for', observed)
+  assert background.need('first')
   go_on.set()
-  caller.join(_LONG)
-  assert returned == [(True, True)] and background.done == ['first']
+  assert ready == [['first']]
 
 
 def test_a_failure_is_logged_and_the_next_program_compiled(background, caplog):
@@ -75,19 +81,45 @@ def test_a_failure_is_logged_and_the_next_program_compiled(background, caplog):
   assert record.getMessage() == 'a program was not compiled ahead, a: two lines'
 
 
-def test_closed_it_finishes_what_it_compiles_and_drops_the_rest():
+def test_stopped_it_finishes_what_it_compiles_and_drops_the_rest():
   background, compiled = Background(2), []
   holds = threading.Barrier(3)
   go_on = threading.Event()
   background.want([(key, lambda: (holds.wait(_LONG), go_on.wait(_LONG))) for key in ('a', 'b')], urgency=0)
   holds.wait(_LONG)
   background.want([('c', lambda: compiled.append('c'))], urgency=0)
-  closer = threading.Thread(target=background.close, daemon=True)
-  closer.start()
-  go_on.set()
-  closer.join(_LONG)
-  assert not closer.is_alive() and sorted(background.done) <= ['a', 'b', 'c'] and {'a', 'b'} <= set(background.done)
-  threads = [t for t in threading.enumerate() if t.name.startswith('ragen_jax-compile')]
-  assert not any(t in background._threads for t in threads)
+  background.stop()  # returns although both threads are occupied
+  assert background.threads == 2 and all(thread.is_alive() for thread in background._threads)
   background.want([('d', lambda: compiled.append('d'))], urgency=0)
-  assert 'd' not in compiled and background.wait(_LONG)
+  go_on.set()
+  for thread in background._threads:
+    thread.join(_LONG)
+  assert not any(thread.is_alive() for thread in background._threads)
+  assert sorted(background.done) == ['a', 'b'] and not compiled
+  assert background.wait(_LONG)
+
+
+def test_closed_it_waits_for_all_threads_together_until_one_deadline(monkeypatch):
+  """A clock that goes on by what each thread is waited for: no thread ends before."""
+  found, clock, patience = Background(3), [100.0], []
+
+  class Busy:
+    def join(self, timeout):
+      patience.append(timeout)
+      clock[0] += min(timeout, 3.0)
+
+  real, found._threads = found._threads, [Busy() for _ in range(3)]
+  monkeypatch.setattr(background_module.time, 'monotonic', lambda: clock[0])
+  found.close()
+  assert patience == [5.0, 2.0, 0.0]
+  monkeypatch.undo()
+  for thread in real:
+    thread.join(_LONG)
+  assert not any(thread.is_alive() for thread in real)
+
+
+def test_closed_it_has_waited_for_what_it_compiles(background):
+  go_on = _blocked(background)
+  go_on.set()
+  background.close()
+  assert background.done == ['first'] and not any(thread.is_alive() for thread in background._threads)

@@ -144,6 +144,19 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimiser_as_they_are_to_t
     )
 
 
+@pytest.mark.parametrize('critic_only', [False, True])
+def test_the_observer_is_told_of_each_program_before_it_runs(monkeypatch, critic_only):
+  """The programs themselves are replaced by ones that note that they run."""
+  learner, batch = _learner(random_model(30)), _batch(0)[0]
+  suffix, told = '_critic' if critic_only else '', []
+  monkeypatch.setattr(learner, f'_accumulate{suffix}', lambda *given: told.append('gradients') or (given[2], ({}, {})))
+  monkeypatch.setattr(learner, f'_apply{suffix}', lambda *given: told.append('weights') or (None, None, {}))
+  learner.observer = lambda *program: told.append(program)
+  learner.step(TrainState(trained={}, frozen={}, opt_state={}), [batch], critic_only=critic_only)
+  shape = (*batch.tokens.shape, batch.columns.shape[1])
+  assert told == [(f'gradient{suffix}', shape), 'gradients', (f'apply{suffix}', ()), 'weights']
+
+
 def test_any_loss_of_a_module_and_a_batch_can_be_learnt():
   """A loss that is not PPO's: its sums add up, its maxima are the largest, and the weights go where it is smaller."""
 

@@ -176,7 +176,8 @@ def test_micro_batches_are_the_largest_even_division_that_fits(rows, expected):
   chosen = batch_sizes.batching(_SIZES, lambda: _MEMORY, lambda: limit)
   assert chosen.micro_batch_size == expected and chosen.packing is None and chosen.reply_step == 64
   text = batch_sizes.describe(_SIZES, chosen, _REMAT, _MEMORY, limit)
-  assert 'up to 1000 of them without computing products again' in text
+  columns = expected * 768 // _SIZES.shards
+  assert ('up to 1000 of them without computing products again' in text) == (columns > 1000)
   assert f'{expected} rows of up to 768 columns' in text and f'{limit / 2**30:.1f} GiB' in text
 
 
@@ -189,6 +190,15 @@ def test_a_number_is_taken_as_it_is_and_asks_for_no_memory():
   packed = batch_sizes.batching(dataclasses.replace(own, packing=True, max_context=3600), asked, asked)
   assert packed.packing.width == 3712 and packed.packing.columns == 2 * 3712 and packed.packing.shards == 2
   assert 'micro_batch_size=4' in batch_sizes.describe(own, packed, _REMAT, _MEMORY, 2**40)
+
+
+@pytest.mark.parametrize(('kept', 'told'), [(7423, True), (7424, False), (2**24, False)])
+def test_columns_that_nothing_is_computed_again_for_are_told_if_there_are_more(kept, told):
+  packed = dataclasses.replace(_SIZES, micro_batch_size=4, packing=True, max_context=3600)
+  chosen = batch_sizes.batching(packed, lambda: _MEMORY, lambda: 2**40)
+  assert chosen.packing.columns == 7424
+  text = batch_sizes.describe(packed, chosen, RematSettings('elementwise', kept), _MEMORY, 2**40)
+  assert (f'up to {kept} of them' in text) == ('of them' in text) == told
 
 
 def test_packed_columns_are_those_that_fit_and_no_more_than_a_mini_batch_needs():

@@ -142,6 +142,26 @@ def test_tables_are_put_between_their_marks(tmp_path):
   assert page.read_text() == once
 
 
+@pytest.mark.parametrize(
+  ('made', 'ahead', 'cell'),
+  [
+    ({'awaited': [90.0, 179.4], 'last_awaited': 9}, True, '179, 9'),
+    ({'last_new': 166}, True, '-'),
+    ({'last_new': 166}, False, '681, 166'),
+  ],
+)
+def test_awaited_seconds_are_those_of_all_programs_only_where_none_were_compiled_ahead(made, ahead, cell):
+  made = made | {'programs': [1, 2], 'cpu_seconds': [365.0, 681.0]}
+  part = {'device': 1.0, 'links': 0.0}
+  parts = dict.fromkeys(('extend', 'decode', 'arrange', 'scoring', 'gradients', 'optimiser'), part)
+  estimate = {
+    'parts': parts, 'compilation': made, 'memory': {}, 'iteration': 6.0, 'mfu': 0.5, 'decode_to_floor': 1.0,
+    'decode': {'gathered': 0.0}, 'chip_hours': 1.0,
+  }  # fmt: skip
+  head, _, row = aot_tables.cases_table({'cases': {'x': {'estimate': estimate}}}, ahead=ahead).splitlines()
+  assert head.split(' | ')[-2].startswith('of these awaited at least') == ahead and row.split(' | ')[-2] == cell
+
+
 def test_an_unknown_case_is_refused_with_those_that_there_are():
   result = subprocess.run(
     [sys.executable, 'benchmarks/aot.py', '--only=9b'], cwd=ROOT, capture_output=True, text=True, check=False,
