@@ -187,8 +187,9 @@ def open_ahead(
   count = background.threads
   how = f'compiled in {count} threads before they are needed' if count else 'each compiled when it is needed first'
   uncounted = needed.uncounted(listed, images=bool(visual_columns(config)))
-  most = f'{needed.describe(listed)}, not counting {uncounted}' if uncounted else f'at most {needed.describe(listed)}'
-  _log.info('programs: %s, whatever the lengths of episodes; %s', most, how)
+  number = needed.describe(listed)
+  most = f'{number}, not counting {uncounted}' if uncounted else f'at most {number}, whatever the lengths of episodes'
+  _log.info('programs: %s; %s', most, how)
   if not count:
     yield None
     return
