@@ -4,8 +4,9 @@
   python benchmarks/vision_learning.py --quick   two short iterations of each, one seed, to runs/quick; 5 minutes
 
 FrozenLake and Sokoban, three seeds each, from images with the model 'tiny-vl' (configs/*_vision_ppo.py) and from text
-with the model 'tiny' (configs/*_ppo.py). Both models come from imitation of the same noisy play. Success is measured on
-the same 256 held-out levels, so it is reported as a fraction of the best possible success on them.
+with the model 'tiny' (configs/*_ppo.py). Both models come from imitation of solvers, 'tiny' of many more levels and
+steps (configs/sft_tiny.py, configs/sft_tiny_vl.py). Success is measured on the same 256 held-out levels, and reported
+as a fraction of the best possible success on them.
 
 The JSON file has the success on held-out levels and in training. For each setting it has the rise over seeds, which
 'shows' if it exceeds twice its standard error, and for each game the difference between images and text after training.

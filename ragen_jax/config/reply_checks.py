@@ -8,8 +8,9 @@ from ragen_jax import build
 from ragen_jax.agent.world_model.formats import FORMATS, described_sections
 from ragen_jax.agent.world_model.state_reward import PLACES
 from ragen_jax.config import rules
-from ragen_jax.config.algorithm_checks import READ_AT_TURN_ENDS
 
+# Estimators for which the place of a reward within its turn matters.
+_READ_INSIDE_TURNS = ('gae', 'bi_level_gae', 'reinforce_plus_plus')
 _DESCRIBING = tuple(form for form in FORMATS if described_sections(form))
 
 
@@ -47,8 +48,8 @@ def _check_state_reward(config: ConfigDict, unknown: list[str]) -> None:
   if config.reward.state_place == 'section':
     estimator = config.algorithm.adv_estimator
     rules.check(
-      config, 'reward.state_place', estimator not in READ_AT_TURN_ENDS,
-      f"algorithm.adv_estimator={estimator!r} reads rewards at the ends of turns only; must be 'turn'",
+      config, 'reward.state_place', estimator in _READ_INSIDE_TURNS,
+      f"algorithm.adv_estimator={estimator!r} does not read where in a turn a reward is; must be 'turn'",
     )  # fmt: skip
     rules.check(
       config, 'reward.state_place', config.reward.credit == 'turn',

@@ -7,6 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def masked(logits: jax.Array, limit: int, banned: tuple[int, ...], value: float) -> jax.Array:
+  """Logits [..., V] with `value` for tokens without a probability; arguments as for `allowed`."""
+  found = allowed(logits.shape[-1], limit, banned)
+  return logits if found is None else jnp.where(found, logits, value)
+
+
 def allowed(size: int, limit: int, banned: tuple[int, ...]) -> jax.Array | np.ndarray | None:
   """bool[V], True for tokens with a probability; None if all have one. Sampler and update use the same.
 

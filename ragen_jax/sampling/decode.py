@@ -191,10 +191,7 @@ def decode(
   kept = _kept(state)
 
   def scores(hidden: jax.Array) -> jax.Array:
-    logits = model.logits(hidden)  # [B, V]
-    allowed = vocabulary.allowed(logits.shape[-1], vocab_limit, banned)
-    if allowed is not None:
-      logits = jnp.where(allowed, logits, -jnp.inf)
+    logits = vocabulary.masked(model.logits(hidden), vocab_limit, banned, -jnp.inf)  # [B, V]
     return logits / temperature if divided else logits
 
   def body(carry):

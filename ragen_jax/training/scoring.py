@@ -156,9 +156,7 @@ def score_tokens(
   if settings.logits_chunk and width < r:
     return *_score_in_chunks(module.policy, hidden, targets, settings, width), values
   logits = module.policy.logits(hidden) / settings.temperature
-  allowed = vocabulary.allowed(logits.shape[-1], settings.vocab_limit, settings.banned)
-  if allowed is not None:
-    logits = jnp.where(allowed, logits, -jnp.inf)
+  logits = vocabulary.masked(logits, settings.vocab_limit, settings.banned, -jnp.inf)
   return losses.token_logprobs(logits, targets), losses.token_entropy(logits), values
 
 
@@ -189,9 +187,7 @@ def _score_in_chunks(
 
   def score(head, hidden, targets):
     logits = nnx.merge(graphdef, head, rest).logits(hidden) / settings.temperature
-    allowed = vocabulary.allowed(logits.shape[-1], settings.vocab_limit, settings.banned)
-    if allowed is not None:
-      logits = jnp.where(allowed, logits, _IMPOSSIBLE)
+    logits = vocabulary.masked(logits, settings.vocab_limit, settings.banned, _IMPOSSIBLE)
     return logprobs_and_entropies(logits, targets)
 
   # Under checkpoint neither pass holds more than one chunk's [B, c, V].

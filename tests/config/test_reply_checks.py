@@ -39,7 +39,11 @@ _AGENT = {'train.tags': ('Agent',), 'eval.tags': ('Agent',)}
     ),
     (
       {**_STATE, 'reward.state_place': 'section', 'algorithm.adv_estimator': 'turn_wise_gae'},
-      r"^reward\.state_place='section': algorithm\.adv_estimator='turn_wise_gae' reads rewards at the ends of turns",
+      r"^reward\.state_place='section': algorithm\.adv_estimator='turn_wise_gae' does not read where in a turn",
+    ),
+    (
+      {**_STATE, 'reward.state_place': 'section', 'algorithm.adv_estimator': 'grpo'},
+      r"^reward\.state_place='section': algorithm\.adv_estimator='grpo' does not read where in a turn a reward is",
     ),
     (
       {**_STATE, 'reward.state_place': 'section', 'reward.credit': 'trajectory'},
