@@ -18,8 +18,8 @@ def get_config():
   config.sft.levels = (6_000, 2_000)
   config.sft.forms = ('no_think', 'free_think', 'state_estimation', 'transition_modeling', 'world_modeling')
   config.sft.tower = (64, 2, 4, 128)
-  config.sft.short_steps = 300
-  config.sft.steps = 500
+  config.sft.short_steps = 600
+  config.sft.steps = 1100
   config.sft.packing = True
   config.sft.skip_held_out_of += ('vagen_frozenlake', 'vagen_sokoban')
   config.model.vision = 'trained'
