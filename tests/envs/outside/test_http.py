@@ -199,7 +199,7 @@ def test_a_dead_server_costs_its_tries_once_and_one_that_is_back_is_used(server)
 
 
 def test_a_server_that_trickles_is_cut_off(server, monkeypatch):
-  clock, sent = stop_clock(monkeypatch, 'ragen_jax.envs.outside.http'), []
+  clock, sent = stop_clock(monkeypatch, 'ragen_jax.envs.outside.timed_http'), []
 
   def trickle(now, path, number):
     return (200, SlowBytes()) if now == 'after' else None
