@@ -127,9 +127,11 @@ class EndpointClient:
       max_retries=0,  # see EndpointSpeaker
       # A redirect would send the key to another server. The proxies of the environment do not reach this machine.
       http_client=openai.DefaultHttpxClient(
-        follow_redirects=False, timeout=self._timeout_s, trust_env=not _is_here(self._url),
+        follow_redirects=False,
+        timeout=self._timeout_s,
+        trust_env=not _is_here(self._url),
         event_hooks={'request': [self._begin], 'response': [self._limit]},
-      ),  # fmt: skip
+      ),
     )
 
   def request(self, chat: Chat) -> TextReply:

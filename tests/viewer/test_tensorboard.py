@@ -21,7 +21,8 @@ def _episode(*heights, status=Status.SUCCESS, **more):
 
 def test_a_transcript_has_each_turn_and_the_end():
   assert transcript(_episode(2, 2)).split('\n\n') == [
-    '**A**, level 7: success', 'turn 1', '<pre>board 0</pre>', '<pre>go</pre>', 'carried out: Up || Up; reward 0.5, penalty -0.1',
+    '**A**, level 7: success', 'turn 1', '<pre>board 0</pre>', '<pre>go</pre>',
+    'carried out: Up || Up; reward 0.5, penalty -0.1',
     'end', '<pre>the end</pre>',
   ]  # fmt: skip
   failed = transcript(_episode(status=Status.ENV_ERROR, error='step raised KeyError'))

@@ -89,7 +89,7 @@ def check_image_options(env: str, images: Any, image_size: Any) -> ImageForm | N
 
 
 def read_text(raw: Any) -> str | Fault:
-  """A checked text of at most `LONGEST_OBSERVATION` characters; those that UTF-8 cannot encode become question marks."""
+  """A checked text, of at most `LONGEST_OBSERVATION` characters. What UTF-8 cannot encode becomes question marks."""
   if not isinstance(raw, str):
     return Fault('observation is not a string', short(raw))
   length = str.__len__(raw)  # of a subclass too
