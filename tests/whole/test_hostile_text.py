@@ -425,7 +425,7 @@ def transcripts(world, text):
   assert page.names <= {('p',), ('strong',), ('pre',)}
   words = re.sub(r'[\s\ufffd]+', ' ', ''.join(page.text))
   # Whatever is no control character is there, as often as it was written.
-  for special in re.findall(r'<[\w/!|][^\s<>\ufffd]*>', text):
+  for special in re.findall(r'<[\w/!|][^\s<>\ufffd\x00-\x1f\x7f-\x9f]*>', text):
     assert words.count(special) >= 3
   assert shown.count('<pre>') == 3
 

@@ -32,6 +32,7 @@ import json
 import logging
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,8 @@ class HttpEnvironment(TextEnvironment):
   def __post_init__(self):
     if not isinstance(self.url, str) or not self.url.startswith(('http://', 'https://')):
       raise ValueError(f"http: url={self.url!r}; allowed: 'http://host:port/path' or https")
+    if '@' in urllib.parse.urlsplit(self.url).netloc:
+      raise ValueError('http: url has a user name or a password, which configs and logs would show; allowed: none')
     check_text('http', 'task', self.task, blank=False)
     check_text('http', 'action_help', self.action_help)
     for field in ('timeout_s', 'backoff_s'):

@@ -275,6 +275,10 @@ def test_one_episode_s_error_is_its_own(server):
   [
     ({'task': 'x'}, r"url=''; allowed: 'http://"),
     (SERVER | {'url': 'file:///etc'}, r"url='file:///etc'; allowed: 'http://"),
+    (
+      SERVER | {'url': 'http://me:word@host/'},
+      '^http: url has a user name or a password, .*; allowed: none$',
+    ),
     (SERVER | {'task': ''}, r"task=''; allowed: text"),
     (SERVER | {'retries': -1}, r'retries=-1; allowed: whole numbers from 0'),
     (SERVER | {'batch_size': 0}, r'batch_size=0; allowed: whole numbers from 1'),
