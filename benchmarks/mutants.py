@@ -656,7 +656,7 @@ MUTATIONS = [
     ("' '.join(part.lower().split())", "' '.join(part.split())"),
   ),
   *_of(
-    'models/attention_tpu.py', 'models/test_attention_tpu.py',
+    'models/attention_tpu.py', 'models/test_attention_tpu.py models/test_attention_kernels.py',
     ('(of_keys == of_queries) & (key <= query)', '(of_keys == of_queries) & (key < query)'),
     ('(of_keys == of_queries) & (key <= query)', 'key <= query'),
     ('+ (j - i) * BLOCK', '+ (i - j) * BLOCK'),
@@ -678,7 +678,6 @@ MUTATIONS = [
     ('if key not in self._known and not self._closed', 'if not self._closed'),
     ('if key not in self._known and not self._closed', 'if key not in self._known'),
     ('self._changed.wait_for(lambda: key not in self._running)', 'pass'),
-    ('      self._known.add(key)\n      self._changed.wait_for', '      self._changed.wait_for'),
     ('        if key in self._needed:', '        if False:'),
     ('        if compiled:', '        if True:'),
     ('      self._waiting.clear()', '      pass'),
