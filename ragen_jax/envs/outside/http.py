@@ -32,7 +32,6 @@ import json
 import logging
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
@@ -75,7 +74,7 @@ class HttpEnvironment(TextEnvironment):
     action_help: one line about the form of an action.
     symbols: symbol to meaning, for the prompt, if the text is a board.
     options: options for the server, sent with each /reset.
-    timeout_s: time limit of one answer, in seconds.
+    timeout_s: time limit of one request, from the connection to the end of the answer, in seconds.
     retries: maximum number of repetitions of a request without an answer or with a temporary error status.
     backoff_s: seconds before the second try, doubled before each further try, at most 30.
     batch_size: number of episodes in one request.
@@ -103,7 +102,7 @@ class HttpEnvironment(TextEnvironment):
   def __post_init__(self):
     if not isinstance(self.url, str) or not self.url.startswith(('http://', 'https://')):
       raise ValueError(f"http: url={self.url!r}; allowed: 'http://host:port/path' or https")
-    if '@' in urllib.parse.urlsplit(self.url).netloc:
+    if '@' in self.url.split('/')[2]:
       raise ValueError('http: url has a user name or a password, which configs and logs would show; allowed: none')
     check_text('http', 'task', self.task, blank=False)
     check_text('http', 'action_help', self.action_help)
