@@ -197,8 +197,8 @@ class Learner:
 
     Returns:
       The state with new weights and optimiser state (its counters are the caller's), and metrics as device arrays: the
-      loss's, the gradient norms, under `SKIPPED` i32[], 1 if the step was skipped and 0 if it was taken, and the entries
-      of `bad_steps`, which say what was not finite.
+      loss's, the gradient norms, under `SKIPPED` i32[], 1 if the step was skipped and 0 if it was taken, and the
+      entries of `bad_steps`, which say what was not finite.
     """
     gradients, found, bad = self._gradients(state, micro_batches, critic_only=critic_only)
     apply = self._apply_critic if critic_only else self._apply

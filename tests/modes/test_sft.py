@@ -157,7 +157,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_pa
 def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_path, capsys):
   config, workdir = _quick(tmp_path, 'bad')
   config.sft.update(learning_rate=1e30, eval_every=0, checkpoint_every=1)
-  with pytest.raises(Diverged, match=r'^step 4: not finite: new weights policy/embed_tokens and .* more; the newest checkpoint is that of step 1') as e:
+  with pytest.raises(
+    Diverged,
+    match=r'^step 4: not finite: new weights policy/embed_tokens and .* more; the newest checkpoint is that of step 1',
+  ) as e:
     sft.train_sft(config, workdir)
   assert e.value.status == 1 and '\n' not in str(e.value)
   # The first step has a learning rate of 0; the others were skipped, and are not saved.
