@@ -178,6 +178,6 @@ def test_numbers_that_are_not_finite_are_told_once_for_each_version(scheduler, s
   for version, params in ((1, good), (2, jax.tree.map(lambda x: x * np.nan, good)), (3, good)):
     scheduler.set_weights(params, version, keep_cache=False)
     for seed in range(2):
-      play(scheduler, call(prompts(3)[seed], seed, max_tokens=4))
+      play(scheduler, call(prompts(3, 9)[seed], seed, max_tokens=4))
   (record,) = caplog.records
   assert record.getMessage() == 'policy version 2: not finite: 4 sampled log-probs; its replies mean nothing'

@@ -53,6 +53,7 @@ def _weights(workdir, config):
   return jax.device_get((arrays['params'], state.trained))
 
 
+@pytest.mark.slow
 def test_a_run_without_a_kept_group_learns_nothing_and_stops(tmp_path):
   config = small_config(
     _ONE | {'train.group_size': 2, 'eval.groups': 2, 'filter.include_zero': False, 'monitor.empty_patience': 2},
