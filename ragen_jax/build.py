@@ -23,6 +23,7 @@ from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.eyes import Eyes
+from ragen_jax.agent.image_room import image_room
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.agent.player import EnvironmentPlayer, Player
 from ragen_jax.agent.world_model.formats import has_thought
@@ -208,7 +209,8 @@ def environment_player(
     UserError: the model cannot read the images of an environment.
   """
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, group_size, held_out, model.processor)
-  eyes = None if model.processor is None else Eyes(model.encoders['policy'], model.model.policy.cfg.vision)
+  room = image_room(specs, model.processor)
+  eyes = None if room is None else Eyes(model.encoders['policy'], model.model.policy.cfg.vision, room)
   return EnvironmentPlayer(proxy, model.sampler, eyes)
 
 
