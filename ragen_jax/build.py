@@ -45,7 +45,7 @@ from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.estimate import EstimateSettings, RewardSettings
-from ragen_jax.training.memory import UpdateMemory
+from ragen_jax.training.memory import SeenColumns, UpdateMemory
 from ragen_jax.training.monitor import Monitor, MonitorSettings
 from ragen_jax.training.objective import LossSettings, WeightSettings
 from ragen_jax.training.optimizer import OptimizerSettings
@@ -362,7 +362,25 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   return memory.update_memory(
     model, logits_chunk=config.model.logits_chunk, width=size_settings(config, model).width,
     reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, platform=model.mesh.devices.flat[0].platform, dtype=dtype,
+    images=_seen_columns(config, model),
   )  # fmt: skip
+
+
+def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | None:
+  """What the columns of the update read of images; None for text."""
+  tags, width = tuple(config.train.tags), size_settings(config, model).width
+  processor = presets.processor(config.model.preset, config.model.path)
+  room = image_room(env_specs(config, tags, (1,) * len(tags)), processor)
+  if room is None:
+    return None
+  packed_from = config.agent.max_context if config.optimizer.packing else 0
+  images = room.planned_images(1, width, packed_from)
+  patches = {size: size[0] * size[1] // processor.patch_size**2 for size in images}
+  if config.model.vision == 'frozen':
+    tokens = room.planned_tokens(1, width, packed_from)
+  else:
+    tokens = sum(count * patches[size] for size, count in images.items()) // processor.merge_size**2
+  return SeenColumns(tokens / width, max(patches.values()), row_shards(model.mesh))
 
 
 def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:

@@ -301,7 +301,7 @@ def abstract_inputs(
     room: of the run.
     rows: of the micro-batch, or bins.
     width: T.
-    packed_from: columns of the rows that are packed, all of whose images differ; 0 for rows that are not packed.
+    packed_from: see `ImageRoom.planned_images`.
     shared: whether a separate critic reads the policy's table.
   """
   mesh, vision = model.mesh, model.model.policy.cfg.vision
@@ -309,17 +309,14 @@ def abstract_inputs(
   index = jax.ShapeDtypeStruct((rows, width), np.int32, sharding=divided)
   positions = jax.ShapeDtypeStruct((rows, width, AXES), np.int32, sharding=divided)
   whole = NamedSharding(mesh, PartitionSpec())
-  single = (rows * max(width // max(packed_from, 1), 1), min(packed_from, width))
   if is_frozen(model.model.policy.visual):
-    needed = room.tokens(0, *single, packed=False) if packed_from else 0
-    tokens = room.tokens(needed, rows, width, packed=packed_from > 0)
     trunks = [POLICY] if model.model.critic is None or shared else [POLICY, CRITIC]
+    tokens = room.planned_tokens(rows, width, packed_from)
     features = abstract_features(vision, tokens, model.model.policy.dtype, whole)
     return ImageInputs(index, positions, FrozenFeatures(dict.fromkeys(trunks, features)))
-  images = room.images({}, *single, packed=False) if packed_from else {}
   groups = tuple(
     jax.ShapeDtypeStruct((round_up(count, row_shards(mesh)), *size, 3), np.uint8, sharding=whole)
-    for size, count in room.images(images, rows, width, packed=packed_from > 0).items()
+    for size, count in room.planned_images(rows, width, packed_from).items()
   )
   return ImageInputs(index, positions, Pixels(groups, processor))
 
