@@ -97,7 +97,7 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
     if tag not in config.envs:
       raise UserError(f'{field}: {tag!r} is not defined in envs; allowed: {", ".join(config.envs)}')
     options = dict(config.envs[tag])
-    tile = _tile(tag, options)
+    shown, tile = options.get('observation'), _tile(tag, options)
     env_type = options.pop('type', None)
     if not isinstance(env_type, str):
       raise UserError(f'envs.{tag}.type={env_type!r}: must name an environment, such as {", ".join(registry.TYPES)}')
@@ -113,8 +113,9 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    if tile is not None and (env.is_outside or env.image_grid is None):
-      raise UserError(f"envs.{tag}.observation='image': {env.name} draws no images")
+    if shown in ('image', 'text') and (env.is_outside or env.image_grid is None):
+      told = 'draws no images' if shown == 'image' else 'has no such option, since it draws no images'
+      raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
     specs.append(EnvSpec(tag, env, budget, max_words, count, tile))
   return specs
 

@@ -238,7 +238,8 @@ def _tower(trunk: Qwen, images: SeenColumns, size: int) -> _Tower:
     for each token      the table's gradient
     for each patch      its numbers, in float32 and as computed with
                         4 (1 + n) V a: the mergers
-                        b V a: the inputs of the blocks, or with remat of 'none' b w a, all that they keep
+                        b V a: the inputs of the blocks
+                        b w a instead: all that they keep, with remat of 'none' or blocks that are not scanned
                         w a, w = 18 V + 6 F: the block that is differentiated
                         3 P N 4: its scores with the P patches of an image
   """
@@ -250,8 +251,9 @@ def _tower(trunk: Qwen, images: SeenColumns, size: int) -> _Tower:
   patches = images.tokens * c.merge_size**2
   block = size * (18 * c.hidden_size + 6 * c.intermediate_size)
   always = 2 * table + patches * ((4 + size) * c.patch_values + 4 * levels * c.hidden_size * size)
-  inputs = math.ceil(always + patches * c.depth * c.hidden_size * size)
-  saved = dict.fromkeys(REMAT, inputs) | {'none': math.ceil(always + patches * c.depth * block)}
+  everything = math.ceil(always + patches * c.depth * block)
+  inputs = math.ceil(always + patches * c.depth * c.hidden_size * size) if trunk.visual.scan_blocks else everything
+  saved = dict.fromkeys(REMAT, inputs) | {'none': everything}
   return _Tower(saved, math.ceil(patches * block), math.ceil(patches * 3 * 4 * images.patches * c.num_heads))
 
 

@@ -66,6 +66,8 @@ def test_options_of_images(seeing):
     ({'envs__FrozenLake__observation': 'picture'}, r"observation='picture'; allowed: grid, coord, grid_coord"),
     ({'train__tags': ('Bandit',), 'envs__Bandit__observation': 'image'},
      r"^envs\.Bandit\.observation='image': bandit draws no images$"),
+    ({'train__tags': ('Bandit',), 'envs__Bandit__observation': 'text'},
+     r"^envs\.Bandit\.observation='text': bandit has no such option, since it draws no images$"),
     ({'train__tags': ('Game2048',), 'envs__Game2048__observation': 'grid'}, r'^envs\.Game2048: observation is not'),
   ):  # fmt: skip
     assert_refused(check_config, _changed(seeing, **fields), message)

@@ -24,13 +24,24 @@ def held_out(shared_boards) -> set[bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('model', ['tiny', 'tiny-vl'])
 @pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban'])
-def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, shared_boards, held_out):
-  config = sft_tiny.get_config()
-  count = dict(zip(config.sft.tags, config.sft.levels, strict=True))[tag]
-  shown = shared_boards.demonstrated_boards(tag, count)
+def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, model, shared_boards, held_out):
+  sft = shared_boards.MODELS[model].get_config().sft
+  count = dict(zip(sft.tags, sft.levels, strict=True))[tag]
+  shown = shared_boards.demonstrated_boards(model, tag, count)
   assert len(shown) > 0.8 * count and len(held_out) > 1000
   assert not held_out & shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model', ['tiny', 'tiny-vl'])
+def test_demonstrations_would_show_boards_that_are_not_skipped(model, shared_boards, held_out, monkeypatch):
+  config = shared_boards.MODELS[model].get_config()
+  config.sft.skip_held_out_of = ()
+  config.eval.groups, config.eval.tags = 1, ('FrozenLake',)
+  monkeypatch.setattr(shared_boards.MODELS[model], 'get_config', lambda: config)
+  assert held_out & shared_boards.demonstrated_boards(model, 'SimpleSokoban', 500)
 
 
 def test_every_shipped_config_that_evaluates_on_a_demonstrated_game_is_skipped():
