@@ -369,6 +369,8 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
 
 def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | None:
   """What the columns of the update read of images; None for text."""
+  if model.model.policy.cfg.vision is None:
+    return None
   tags, width = tuple(config.train.tags), size_settings(config, model).width
   processor = presets.processor(config.model.preset, config.model.path)
   room = image_room(env_specs(config, tags, (1,) * len(tags)), processor)
