@@ -90,6 +90,9 @@ def test_every_column_reads_its_token_of_its_image_and_has_its_position(trained,
     else:
       table = source.by_trunk[POLICY].embeddings
       size = table.shape
+      if room is not None:  # the tokens of the images that are shown come first
+        needed = int(part.images.index.max()) + 1
+        assert len(table) == room.tokens(needed, *part.tokens.shape, packed=packed)
     sizes.add((size, part.tokens.shape))
     segments = part.segments if packed else np.where(part.tokens > 0, 0, -1)
     for row in range(len(part.tokens)):
