@@ -11,6 +11,7 @@ from ragen_jax.serving.messages import (
   Role,
   ToolCall,
   canonical,
+  dump_json,
   from_canonical,
   from_chat,
   from_responses,
@@ -152,3 +153,9 @@ def test_a_canonical_text_is_read_as_a_message_that_says_the_same():
   ):  # fmt: skip
     read = from_canonical(canonical(message))
     assert canonical(read) == canonical(message) and (read.role, read.text) == (message.role, message.text)
+
+
+def test_half_a_character_in_arguments_can_be_encoded():
+  call = ToolCall('c', 'f', '{"a": "\\ud800"}')
+  assert '\ufffd' in canonical(Message(Role.ASSISTANT, '', (call,))).encode().decode()
+  assert dump_json({'a': '\udfff'}).encode() == '{"a": "\ufffd"}'.encode()

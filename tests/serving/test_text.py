@@ -112,3 +112,14 @@ def test_the_reply_does_not_depend_on_where_the_chunks_end(tokenizer):
     else:
       assert shown == text and all(s not in text for s in stops)
   assert 50 < ended < 250
+
+
+def test_no_character_is_divided_where_an_incomplete_one_follows(tokenizer):
+  smile = list(tokenizer.encode('🙂'))
+  reply = ReplyText(tokenizer.decode, ())
+  reply.add([*smile, smile[0]])
+  reply.add(smile[1:])
+  assert reply.finish() == '🙂🙂'
+  lost = ReplyText(tokenizer.decode, ())
+  lost.add([*smile, smile[0]])
+  assert lost.finish() == '🙂\ufffd'
