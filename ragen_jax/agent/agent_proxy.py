@@ -10,7 +10,7 @@ from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.episode_log import EpisodeLog
-from ragen_jax.agent.rollout import Rollout, concatenate
+from ragen_jax.agent.rollout import SENT_TYPES, Rollout, concatenate
 from ragen_jax.agent.speakers import Speaker
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.processes import RowShare
@@ -77,7 +77,7 @@ class AgentProxy:
     envs.end()
     if self._share is None:
       return rollout
-    return concatenate(processes.gather_shares(rollout, self._share), renumber=False)
+    return concatenate(processes.gather_shares(rollout, self._share, SENT_TYPES), renumber=False)
 
   def check_first_prompts(self, first_seed: int) -> None:
     """Checks that the first prompt of each environment fits, before anything large is compiled.

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import pickle
 import re
 import sys
 import traceback
@@ -24,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from ragen_jax.distributed import messages
 from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.runs.background import still_compiling
 from ragen_jax.utils.errors import UserError
@@ -195,22 +195,30 @@ def same_errors() -> Iterator[None]:
     raise UserError(errors[0], everywhere=True)
 
 
-def gather(value: Any) -> list[Any]:
-  """The values that the processes pass, in the order of processes. All must call; values are pickled."""
+def gather(value: Any, types: Sequence[type] = ()) -> list[Any]:
+  """The values that the processes pass, in the order of processes. All must call.
+
+  Args:
+    value: see `messages.pack`.
+    types: the dataclasses and enums that may occur in it.
+  """
   if jax.process_count() == 1:
     return [value]
-  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  data = np.frombuffer(messages.pack(value, types), np.uint8)
   lengths = multihost_utils.process_allgather(np.asarray([len(data)], np.int64)).ravel()
   # Padded to powers of two, because every size is a program of its own.
   padded = np.pad(data, (0, (1 << (int(lengths.max()) - 1).bit_length()) - len(data)))
   parts = multihost_utils.process_allgather(padded).reshape(len(lengths), -1)
-  return [pickle.loads(part[:n].tobytes()) for part, n in zip(parts, lengths, strict=True)]
+  return [messages.unpack(part[:n].tobytes(), types) for part, n in zip(parts, lengths, strict=True)]
 
 
-def gather_shares(value: Any, share: RowShare) -> list[Any]:
-  """The values of all shares, in the order of rows. If several processes own a share, the first one's value is used."""
+def gather_shares(value: Any, share: RowShare, types: Sequence[type] = ()) -> list[Any]:
+  """The values of all shares, in the order of rows; otherwise as `gather`.
+
+  If several processes own a share, the first one's value is used.
+  """
   shares = {}
-  for index, part in gather((share.index, value)):
+  for index, part in gather((share.index, value), types):
     shares.setdefault(index, part)
   return [shares[i] for i in range(share.parts)]
 
