@@ -21,7 +21,7 @@ and comes at one of these moments, of which one is drawn
 The same command is repeated until the run is complete. After each end the statuses of all processes are checked, and
 that nothing but an error of one line was written. At the end the weights and the optimiser's state are compared bit for
 bit, and so are all lines of metrics.jsonl but for times and memory, and the episodes. The product knows nothing of this
-file: the processes of a run are started by it (`--worker`), and it wraps functions of the package. Disk errors come from
+file: the processes of a run are forks of this one, in which functions of the package are wrapped. Disk errors come from
 an audit hook and from RLIMIT_FSIZE, so no special rights are needed.
 
 The result is benchmarks/results/crashes.json. The exit status is 1 if a result differs or an end has a wrong outcome.
@@ -30,12 +30,15 @@ The result is benchmarks/results/crashes.json. The exit status is 1 if a result 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import datetime
 import errno
+import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -43,7 +46,6 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -54,6 +56,9 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+os.environ |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''}  # before JAX is imported
+
+_FORK = multiprocessing.get_context('fork')  # imports take half of the time of a short run
 RESULT = ROOT / 'benchmarks' / 'results' / 'crashes.json'
 KINDS = ('SIGKILL', 'SIGTERM', 'full', 'read_only')
 MOMENTS = ('save', 'evaluation', 'metrics', 'any')
@@ -190,18 +195,38 @@ class Worker:
       writer._file.flush()
 
 
-def work(plan: dict[str, Any], arguments: list[str]) -> None:
-  """A process of a run: `main.py`, with an end."""
+def work(plan: dict[str, Any], arguments: list[str], output: int) -> None:
+  """A process of a run: `main.py`, with an end; what it writes goes to a file descriptor. Never returns."""
   import jax
 
   from ragen_jax.__main__ import run
 
-  jax.config.update('jax_compilation_cache_dir', plan['cache'])
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
-  end = End(**plan['end']) if plan['end'] else None
-  Worker(plan['workdir'], end, plan['fault'], plan['counts']).install()
-  sys.argv = ['main.py', *arguments]
-  run()
+  os.dup2(output, 1)
+  os.dup2(output, 2)
+  status = 1
+  try:
+    jax.config.update('jax_compilation_cache_dir', plan['cache'])
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+    end = End(**plan['end']) if plan['end'] else None
+    Worker(plan['workdir'], end, plan['fault'], plan['counts']).install()
+    sys.argv = ['main.py', *arguments]
+    run()
+    status = 0
+  except SystemExit as e:
+    status = e.code if isinstance(e.code, int) else int(e.code is not None)
+  except BaseException:  # noqa: BLE001, as the interpreter does
+    sys.excepthook(*sys.exc_info())
+  atexit._run_exitfuncs()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
+
+
+def load_modules() -> None:
+  """Imports what a run needs, once for all processes, which are forked. No backend of JAX is started."""
+  importlib.import_module('transformers').AutoTokenizer  # noqa: B018, its attributes are imported when they are read
+  for name in ('ragen_jax.__main__', 'ragen_jax.train', 'orbax.checkpoint'):
+    importlib.import_module(name)
 
 
 # -- The harness. ------------------------------------------------------------------------------------------------------
@@ -237,8 +262,9 @@ class Runs:
       if any(attempt.statuses):
         raise RuntimeError(f'a run that nobody ends fails with {attempt.statuses}: {attempt.output}')
     self.seconds = attempt.seconds
-    self.expected = numbers(self.workdir)
-    self.differences = differences(self.expected, numbers(directory / 'never_ended_0'))
+    self.expected = self.numbers()
+    self.workdir = directory / 'never_ended_0'
+    self.differences = differences(self.expected, self.numbers())
     self._counts = [json.loads((directory / f'counts{i}').read_text()) for i in range(processes)]
 
   def draw(self, kind: str, moment: str) -> End:
@@ -264,45 +290,58 @@ class Runs:
       flags = [*FLAGS, f'--workdir={self.workdir}']
       if self._processes > 1:
         flags += [f'--coordinator={address}', f'--num_processes={self._processes}', f'--process_id={i}']
-      child = subprocess.Popen(
-        [sys.executable, __file__, '--worker', json.dumps(plan), *flags], cwd=ROOT, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace',
-        env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'PYTHONPATH': str(ROOT)},
-      )  # fmt: skip
-      reader = threading.Thread(target=lambda c=child, o=outputs[i]: o.extend(c.stdout), daemon=True)
-      reader.start()
+      read, write = os.pipe()
+      child = _FORK.Process(target=work, args=(plan, flags, write))
+      child.start()
+      os.close(write)
+      pipe = os.fdopen(read, errors='replace')
+      reader = threading.Thread(target=lambda f=pipe, o=outputs[i]: o.extend(f), daemon=True)
       children.append(child)
-      readers.append(reader)
+      readers.append((reader, pipe))
+    for reader, _ in readers:  # no thread may run while a process is forked
+      reader.start()
     try:
       if end is not None and end.moment == 'any':
-        with contextlib.suppress(subprocess.TimeoutExpired):
-          children[end.victim].wait(end.delay)
+        children[end.victim].join(end.delay)
         self._strike(end, children, fault)
       limit, first = start + LIMIT, None
-      while any(c.poll() is None for c in children) and time.monotonic() < limit:
-        if first is None and any(c.poll() for c in children):
+      while any(c.exitcode is None for c in children) and time.monotonic() < limit:
+        if first is None and any(c.exitcode for c in children):
           first = time.monotonic()
           limit = min(limit, first + OTHERS)
         time.sleep(0.05)
-      statuses = [c.poll() for c in children]
+      statuses = [c.exitcode for c in children]
     finally:
       for child in children:
         child.kill()
-        child.wait()
-    for reader in readers:
+        child.join()
+    for reader, pipe in readers:
       reader.join(10)
+      pipe.close()
     return Attempt(statuses, [''.join(o) for o in outputs], time.monotonic() - start)
 
   @staticmethod
-  def _strike(end: End, children: list[subprocess.Popen], fault: pathlib.Path) -> None:
+  def _strike(end: End, children: list[multiprocessing.process.BaseProcess], fault: pathlib.Path) -> None:
     """Ends the processes from outside."""
     if end.kind.startswith('SIG'):
-      children[end.victim].send_signal(getattr(signal, end.kind))
+      if children[end.victim].exitcode is None:
+        os.kill(children[end.victim].pid, getattr(signal, end.kind))
       return
     fault.write_text(end.kind)
     for child in children:
       with contextlib.suppress(ProcessLookupError):
         resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (0, 0))
+
+  def numbers(self) -> dict[str, Any]:
+    """See `numbers`, of the run in `workdir`; in a process of its own, because it starts a backend."""
+    file = self._directory / 'numbers.json'
+    file.unlink(missing_ok=True)
+    child = _FORK.Process(target=lambda: file.write_text(json.dumps(numbers(self.workdir))))
+    child.start()
+    child.join(LIMIT)
+    child.kill()
+    child.join()
+    return json.loads(file.read_text()) if file.exists() else {'numbers': 'cannot be read'}
 
   def begin(self, number: int) -> None:
     """Chooses a new workdir."""
@@ -393,7 +432,7 @@ def harass(directory: pathlib.Path, processes: int, kills: int, rng: random.Rand
     if wrong:
       mistakes.append({'end': named, 'mistake': wrong, 'output': [output[-2000:] for output in attempt.output]})
     if complete:
-      unequal += (found := [f'run {number}: {line}' for line in differences(runs.expected, numbers(runs.workdir))])
+      unequal += (found := [f'run {number}: {line}' for line in differences(runs.expected, runs.numbers())])
       print(f'run {number}: {len(found)} differences', *found[:5], sep='\n  ', flush=True)
     if complete or (end is None and wrong) or missed > 2 * kills:
       number, of_run = number + 1, 0
@@ -421,6 +460,7 @@ def main() -> None:
 
   from benchmarks.learning_curves import hardware
 
+  load_modules()
   start, found = time.monotonic(), []
   with tempfile.TemporaryDirectory() as temporary:
     directory = pathlib.Path(args.directory or temporary).resolve()
@@ -438,7 +478,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  if sys.argv[1:2] == ['--worker']:
-    work(json.loads(sys.argv[2]), sys.argv[3:])
-  else:
-    main()
+  main()

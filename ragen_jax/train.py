@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.compilers import ahead
+from ragen_jax.config.agreement import check_same_config, check_same_files
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluator
@@ -144,8 +145,11 @@ def _iterate(
 def _claim(config: ConfigDict, workdir: str) -> Iterator[None]:
   """Context manager: checks the config, records it in the workdir, and locks the workdir for this process."""
   with contextlib.ExitStack() as stack:
+    check_same_config(config)
     with processes.same_errors():
       check_config(config)
+    check_same_files(config)
+    with processes.same_errors():
       if not set(config.train.tags) & set(config.eval.tags):
         _log.info(
           'train.tags=%s, eval.tags=%s: no training environment is evaluated', config.train.tags, config.eval.tags

@@ -55,7 +55,9 @@ class _Packer:
 
   def __init__(self, types: Sequence[type]):
     self._types = {kind: number for number, kind in enumerate(types)}
-    self._fields = {kind: [f.name for f in dataclasses.fields(kind)] for kind in types if dataclasses.is_dataclass(kind)}
+    self._fields = {
+      kind: [f.name for f in dataclasses.fields(kind)] for kind in types if dataclasses.is_dataclass(kind)
+    }
     self._parts: list[bytes] = []
     self._size = 0
 

@@ -62,7 +62,7 @@ def record_config(
   except OSError as e:
     raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
   if old_text is not None:
-    _check_same(workdir, _differences(path, old_text, text), free_fields, reasons or {})
+    _check_same(f'workdir {workdir}', _differences(path, old_text, text), free_fields, reasons or {})
   if text != old_text:
     replace_file(path, text, many_writers=True)
 
@@ -75,7 +75,30 @@ def compare_config(
   Raises:
     UserError: `workdir` has no recorded config, or a field that is not free differs.
   """
-  _check_same(workdir, changed_fields(workdir, config)[1], free_fields, {})
+  _check_same(f'workdir {workdir}', changed_fields(workdir, config)[1], free_fields, {})
+
+
+def check_recorded(
+  where: str,
+  recorded: Mapping[str, Any],
+  config: Mapping[str, Any],
+  free_fields: Set[str] = frozenset(),
+  reasons: Mapping[str, str] | None = None,
+) -> None:
+  """Compares like `record_config`, with a config that was recorded elsewhere than in config.json.
+
+  Args:
+    where: what `recorded` belongs to, for the error: 'checkpoint of step 4 in /tmp/run/checkpoints'.
+    recorded: nested dict of JSON values.
+    config: nested dict, as for `record_config`.
+    free_fields: see `record_config`.
+    reasons: see `record_config`.
+
+  Raises:
+    UserError: a field that is not free differs.
+  """
+  changed = _differences(pathlib.Path(where), json.dumps(recorded), json.dumps(config))
+  _check_same(where, changed, free_fields, reasons or {})
 
 
 def changed_fields(
@@ -100,7 +123,7 @@ def changed_fields(
 
 
 def _check_same(
-  workdir: str | os.PathLike[str],
+  where: str,
   changed: Mapping[str, tuple[str, str]],
   free_fields: Set[str],
   reasons: Mapping[str, str],
@@ -113,8 +136,7 @@ def _check_same(
   ]
   if refused:
     raise UserError(
-      f'workdir {workdir} belongs to another config: {"; ".join(refused)}; '
-      'choose another --workdir or set these fields back'
+      f'{where} belongs to another config: {"; ".join(refused)}; choose another --workdir or set these fields back'
     )
 
 
