@@ -30,6 +30,8 @@ SILENCE = 60.0
 INTERVAL = 1.0
 # Seconds without a new record after which a process is suspected, if a collective operation has failed.
 _SUSPECT = 4.0
+# Intervals that the first process gives the others before it ends.
+_LEAD = 4
 
 
 class Store(Protocol):
@@ -100,7 +102,8 @@ class Watchdog:
     self._main = threading.main_thread().ident
 
   def start(self) -> None:
-    """Starts the threads."""
+    """Publishes the first record, and starts the threads."""
+    self.exchange()
     for name, step in (('exchange', self.exchange), ('judge', self._judge_and_end)):
       threading.Thread(target=self._repeat, args=(step,), daemon=True, name=f'ragen_jax-watchdog-{name}').start()
 
@@ -128,7 +131,7 @@ class Watchdog:
     thread.start()
     thread.join(_SUSPECT)
     if self._index == 0:
-      self._closed.wait(3 * INTERVAL)
+      self._closed.wait(_LEAD * INTERVAL)
 
   def exchange(self) -> None:
     """Publishes the own record, and reads those of all processes."""
@@ -224,6 +227,8 @@ class Watchdog:
 
   def _judge_and_end(self) -> None:
     if message := self.judge():
+      if self._index == 0:  # the store ends with this process, and JAX then ends the others before they have judged
+        self._closed.wait(_LEAD * INTERVAL)
       self._closed.set()
       self._end(message)
 

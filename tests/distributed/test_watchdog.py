@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from ragen_jax.distributed import watchdog
 from ragen_jax.distributed.watchdog import SILENCE, Watchdog
+from tests.support.paths import ROOT
+from tests.support.processes import coordinator, environment
 
 PATIENCE = 100.0
 STEP = SILENCE / 10  # seconds between two looks
@@ -183,3 +190,85 @@ def test_closed_threads_stop(count):
   run = Run(count=count)
   run.dogs[0].close()
   run.dogs[0]._repeat(lambda: pytest.fail('a closed watchdog looked again'))
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+_LIMIT = 120  # seconds; far more than any process needs
+
+
+@contextlib.contextmanager
+def _processes(*modes, silence=8.0, patience=8.0):
+  """Starts one `waiting_worker` for each mode, and waits until all have met."""
+  with coordinator() as address:
+    workers = []
+    try:
+      for i, mode in enumerate(modes):
+        arguments = [address, str(len(modes)), str(i), mode, str(silence), str(patience)]
+        command = [sys.executable, '-m', 'tests.support.waiting_worker', *arguments]
+        workers.append(
+          subprocess.Popen(
+            command, cwd=ROOT, env=environment(1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+          )
+        )
+      for worker in workers:
+        # Gloo writes lines of its own first.
+        assert 'round 0\n' in iter(worker.stdout.readline, ''), worker.stderr.read()
+      yield workers
+    finally:
+      for worker in workers:
+        worker.kill()
+        worker.communicate()
+
+
+def _last_words(worker):
+  """The exit status and the lines of errors of a worker, which must end by itself."""
+  errors = worker.communicate(timeout=_LIMIT)[1]
+  assert 'Traceback' not in errors or 'MemoryError' in errors, errors
+  return worker.returncode, [line for line in errors.splitlines() if line.startswith('error: ')]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
+def test_processes_end_and_name_the_one_that_was_killed_or_stopped(number):
+  with _processes('', '', '') as workers:
+    workers[1].send_signal(number)
+    for i in (0, 2):
+      status, (line,) = _last_words(workers[i])
+      assert status == 1
+      assert re.match(
+        rf'error: process 1 of 3 \(.+, pid {workers[1].pid}\) (does not answer|has not answered for 8 s); it was last '
+        r'in the phase (start|gen), at .+; the same command resumes from the last checkpoint',
+        line,
+      ), line
+
+
+@pytest.mark.slow
+def test_the_others_end_if_the_first_process_is_stopped():
+  with _processes('', '') as workers:
+    workers[0].send_signal(signal.SIGSTOP)
+    status, (line,) = _last_words(workers[1])
+    assert status == 1 and line.startswith('error: process 0 of 2') and 'has not answered for 8 s' in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('victim', [0, 1])
+def test_all_processes_end_and_name_the_one_that_hangs(victim):
+  with _processes(*('hang' if i == victim else '' for i in range(2))) as workers:
+    for worker in workers:
+      status, (line,) = _last_words(worker)
+      assert status == 1
+      assert line.startswith(f'error: process {victim} of 2 (') and 'hangs for 8 s in the phase gen, at ' in line
+      assert 'waiting_worker.py:' in line and ', slow_step, and others wait' in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize(
+  ('mode', 'reason', 'own_status'), [('error', 'MemoryError: no room', 1), ('user error', 'metrics were not', 2)]
+)
+def test_the_others_name_the_error_of_the_one_that_failed(victim, mode, reason, own_status):
+  with _processes(*(mode if i == victim else '' for i in range(2)), silence=60.0) as workers:
+    status, (line,) = _last_words(workers[1 - victim])
+    assert status == 1 and line.startswith(f'error: process {victim} of 2 (') and f'has ended: {reason}' in line
+    assert _last_words(workers[victim])[0] == own_status
