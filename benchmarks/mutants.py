@@ -714,6 +714,29 @@ MUTATIONS = [
     ('used=int(taken.sum())', 'used=int(steps * len(taken))'),
     ('ends[:, -1] = True', 'ends[:, 0] = False'),
   ),
+  *_of(
+    'distributed/watchdog.py',
+    'distributed/test_watchdog.py',
+    ('most = max(', 'most = min('),
+    ('now - max(seen.points_at, arrived) > self._patience', 'now - seen.points_at > self._patience'),
+    ('if paused:', 'if False:'),
+    ('return [0] if self._index else []', 'return []'),
+    ('if not self._patience or not behind:', 'if not behind:'),
+  ),
+  *_of(
+    'distributed/messages.py',
+    'distributed/test_messages.py',
+    ('.reshape(shape).copy()', '.reshape(shape)'),
+    ('isinstance(value, np.generic)]', 'False]'),
+  ),
+  *_of(
+    'config/agreement.py',
+    'config/test_agreement.py',
+    ('// (_BLOCKS - 1)', '// _BLOCKS'),
+    ('if name not in _PATHS', 'if True'),
+  ),
+  *_of('runs/timing.py', 'runs/test_timing.py', ('    self._entered(phase)\n', '')),
+  *_of('training/run.py', 'training/test_run.py', ("      meta['config'] = dict(self._settings.config)\n", '')),
 ]  # fmt: skip
 
 

@@ -166,8 +166,12 @@ def _watch(patience: float) -> None:
 def _end(message: str) -> None:
   """Ends this process although its main thread waits."""
   with contextlib.suppress(OSError):
-    os.write(2, f'error: {message}; the same command resumes from the last checkpoint, if there is one\n'.encode())
+    os.write(2, _last_words(message).encode())
   os._exit(1)
+
+
+def _last_words(message: str) -> str:
+  return f'error: {message}; the same command resumes from the last checkpoint, if there is one\n'
 
 
 def passed(phase: str = '') -> None:
@@ -210,11 +214,11 @@ def _on_error(kind, error, trace) -> None:
     'gloo|nccl|coordination|connection', reason, re.I
   ):
     missing = _watchdog.blame() if _watchdog is not None else ''
-    missing = missing or f'another process of this run has stopped or cannot be reached: {reason}'
-    sys.stderr.write(f'error: {missing}; the same command resumes from the last checkpoint, if there is one\n')
+    sys.stderr.write(_last_words(missing or f'another process of this run has stopped or cannot be reached: {reason}'))
     leave(1)
-  traceback.print_exception(kind, error, trace)
-  leave(1, reason=f'{kind.__name__}: {reason}')
+  else:
+    traceback.print_exception(kind, error, trace)
+    leave(1, reason=f'{kind.__name__}: {reason}')
 
 
 def is_first() -> bool:
