@@ -96,6 +96,13 @@ class End:
   victim: int
 
 
+def break_disk(fault: pathlib.Path, kind: str) -> None:
+  """Makes the file that says so; in one step, because who sees it cannot write any more."""
+  temporary = fault.with_suffix(f'.{os.getpid()}')
+  temporary.write_text(kind)
+  temporary.replace(fault)
+
+
 # -- In a process of a run. --------------------------------------------------------------------------------------------
 
 
@@ -156,7 +163,7 @@ class Worker:
     if self._end.kind.startswith('SIG'):
       os.kill(os.getpid(), getattr(signal, self._end.kind))
     else:
-      pathlib.Path(self._fault).write_text(self._end.kind)
+      break_disk(pathlib.Path(self._fault), self._end.kind)
       self._see_broken_disk()
 
   def audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -254,7 +261,7 @@ class Runs:
     """Trains to the end once, for the numbers to compare with; raises RuntimeError if that fails."""
     self._directory, self._processes, self._rng = directory, processes, rng
     self._cache = directory / 'programs'
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     self.workdir = directory / 'never_ended'
     for again in (False, True):  # the first run compiles, the second is timed
       self.workdir = directory / f'never_ended_{int(again)}'
@@ -327,25 +334,34 @@ class Runs:
       if children[end.victim].exitcode is None:
         os.kill(children[end.victim].pid, getattr(signal, end.kind))
       return
-    fault.write_text(end.kind)
+    break_disk(fault, end.kind)
     for child in children:
       with contextlib.suppress(ProcessLookupError):
         resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (0, 0))
 
   def numbers(self) -> dict[str, Any]:
     """See `numbers`, of the run in `workdir`; in a process of its own, because it starts a backend."""
-    file = self._directory / 'numbers.json'
-    file.unlink(missing_ok=True)
-    child = _FORK.Process(target=lambda: file.write_text(json.dumps(numbers(self.workdir))))
-    child.start()
-    child.join(LIMIT)
-    child.kill()
-    child.join()
-    return json.loads(file.read_text()) if file.exists() else {'numbers': 'cannot be read'}
+    found = in_fork(lambda: numbers(self.workdir), self._directory / 'numbers.json')
+    return {'numbers': 'cannot be read'} if found is None else found
 
   def begin(self, number: int) -> None:
     """Chooses a new workdir."""
     self.workdir = self._directory / f'run{number}'
+
+
+def in_fork(function: Callable[[], Any], file: pathlib.Path) -> Any:
+  """The JSON value of a function that starts a backend of JAX, which a process that forks must not do.
+
+  The value passes through `file`; None if the function fails.
+  """
+  file.unlink(missing_ok=True)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  child = _FORK.Process(target=lambda: file.write_text(json.dumps(function())))
+  child.start()
+  child.join(LIMIT)
+  child.kill()
+  child.join()
+  return json.loads(file.read_text()) if file.exists() else None
 
 
 def _free_port() -> int:
@@ -408,14 +424,17 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
   return [f'{name} is {found.get(name, "missing")} and not {expected.get(name, "missing")}' for name in names]
 
 
-def harass(directory: pathlib.Path, processes: int, kills: int, rng: random.Random) -> dict[str, Any]:
-  """Ends runs of some processes `kills` times; what happened."""
+def harass(
+  directory: pathlib.Path, processes: int, kills: int, rng: random.Random, write: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+  """Ends runs of some processes `kills` times; what happened, which `write` gets after each end too."""
   runs = Runs(directory, processes, rng)
   print(f'{processes} process(es): a run takes {runs.seconds:.0f} s', flush=True)
   pairs = [*itertools.product(KINDS, MOMENTS)]
   rng.shuffle(pairs)
   wanted = list(itertools.islice(itertools.cycle(pairs), kills))
-  ends, mistakes, unequal, missed, number, of_run = [], [], list(runs.differences), 0, 0, 0
+  ends, mistakes, unequal, missed, number, of_run, compared = [], [], list(runs.differences), 0, 0, 0, 0
+  found: dict[str, Any] = {}
   runs.begin(number)
   while wanted or of_run:
     end = runs.draw(*wanted[0]) if wanted and of_run < ENDS_OF_A_RUN else None
@@ -430,20 +449,25 @@ def harass(directory: pathlib.Path, processes: int, kills: int, rng: random.Rand
     named = f'{end.kind} at {end.moment} {end.count or ""}, process {end.victim}' if end else 'left alone'
     print(f'run {number}, {named}: {attempt.statuses}, {attempt.seconds:.0f} s {wrong}', flush=True)
     if wrong:
+      print(*attempt.output, sep='\n', flush=True)
       mistakes.append({'end': named, 'mistake': wrong, 'output': [output[-2000:] for output in attempt.output]})
     if complete:
-      unequal += (found := [f'run {number}: {line}' for line in differences(runs.expected, runs.numbers())])
-      print(f'run {number}: {len(found)} differences', *found[:5], sep='\n  ', flush=True)
+      lines = [f'run {number}: {line}' for line in differences(runs.expected, runs.numbers())]
+      unequal, compared = unequal + lines, compared + 1
+      print(f'run {number}: {len(lines)} differences', *lines[:5], sep='\n  ', flush=True)
     if complete or (end is None and wrong) or missed > 2 * kills:
       number, of_run = number + 1, 0
       runs.begin(number)
     if missed > 2 * kills or len(mistakes) > kills:
       mistakes.append({'mistake': f'given up: {missed} ends came too late, {len(mistakes)} had a wrong outcome'})
-      break
-  return {
-    'processes': processes, 'seconds_of_a_run': round(runs.seconds, 1), 'kills': len(ends), 'came_too_late': missed,
-    'runs_compared': number, 'differences': unequal[:50], 'mistakes': mistakes, 'ends': ends,
-  }  # fmt: skip
+      wanted, of_run = [], 0
+    found = {
+      'processes': processes, 'seconds_of_a_run': round(runs.seconds, 1), 'kills': len(ends), 'wanted': kills,
+      'came_too_late': missed, 'runs_compared': compared, 'differences': unequal[:50], 'mistakes': mistakes,
+      'ends': ends,
+    }  # fmt: skip
+    write(found)
+  return found
 
 
 def main() -> None:
@@ -461,19 +485,27 @@ def main() -> None:
   from benchmarks.learning_curves import hardware
 
   load_modules()
-  start, found = time.monotonic(), []
+  start, machine, out, bad = time.monotonic(), None, pathlib.Path(args.out), 0
+
+  def write(found: dict[str, Any]) -> None:
+    """Replaces the entry of this number of processes in the file of results."""
+    about = {
+      'date': datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d'), 'seed': args.seed, 'hardware': machine,
+      'minutes': round((time.monotonic() - start) / 60, 1), 'flags': FLAGS,
+    }  # fmt: skip
+    before = json.loads(out.read_text())['runs'] if out.exists() else []
+    others = [entry for entry in before if entry['processes'] != found['processes']]
+    runs = sorted([*others, about | found], key=lambda entry: entry['processes'])
+    out.write_text(json.dumps({'command': 'python benchmarks/crashes.py', 'runs': runs}, indent=1) + '\n')
+
   with tempfile.TemporaryDirectory() as temporary:
     directory = pathlib.Path(args.directory or temporary).resolve()
+    machine = in_fork(hardware, directory / 'hardware.json')
     for processes in map(int, args.processes.split(',')):
       rng = random.Random(f'{args.seed} {processes}')
-      found.append(harass(directory / f'processes{processes}', processes, args.kills, rng))
-  result = {
-    'date': datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d'), 'hardware': hardware(), 'seed': args.seed,
-    'minutes': round((time.monotonic() - start) / 60, 1), 'flags': FLAGS, 'runs': found,
-  }  # fmt: skip
-  pathlib.Path(args.out).write_text(json.dumps(result, indent=1) + '\n')
-  bad = sum(len(x['differences']) + len(x['mistakes']) for x in found)
-  print(f'{sum(x["kills"] for x in found)} ends, {bad} differences or wrong outcomes: {args.out}')
+      found = harass(directory / f'processes{processes}', processes, args.kills, rng, write)
+      bad += len(found['differences']) + len(found['mistakes'])
+      print(f'{processes} process(es): {found["kills"]} ends; {bad} differences or wrong outcomes so far')
   sys.exit(bool(bad))
 
 
