@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-import ragen_jax
 from ragen_jax.distributed import processes
 from ragen_jax.models import presets
 from ragen_jax.runs.config_fields import flatten, role_of
@@ -56,7 +55,7 @@ def check_same_files(config: ConfigDict) -> None:
 
 def versions() -> dict[str, str]:
   """The versions of the libraries that compute, and a digest of this package's source files."""
-  root = pathlib.Path(ragen_jax.__file__).parent
+  root = pathlib.Path(__file__).parents[1]
   digest = hashlib.sha256()
   for path in sorted(root.rglob('*.py')):
     digest.update(f'{path.relative_to(root)}\n'.encode() + path.read_bytes())
