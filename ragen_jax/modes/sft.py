@@ -110,7 +110,8 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> L
     return LanguageModel(directory, model, tokenizer, sampler, mesh)
   tiny_vision.save_processor(directory)
   processor = read_processor(directory, tower)
-  return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, make_encoders(model, processor, mesh))
+  encoders = make_encoders(model, processor, mesh, shared=False)
+  return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, encoders)
 
 
 def forms(config: ConfigDict) -> tuple[str, ...]:
@@ -143,7 +144,7 @@ def _examples(
 ) -> SftExamples:
   """The conversations of the file, or demonstrations; demonstrations are written to `sft.save_data` if it is set."""
   sft, tokenizer, max_context = config.sft, policy.tokenizer, config.agent.max_context
-  sight, params = make_sight(policy), param_state(policy.model)
+  sight, params = make_sight(policy, None), param_state(policy.model)
   if found:
     prefix = build.context_manager(config, tokenizer, []).reply_prefix
     return join([from_file(sft.data, found, tokenizer, prefix, max_context)], sight, params)

@@ -15,6 +15,7 @@ from flax import nnx
 from ragen_jax.agent import finite
 from ragen_jax.agent.env_manager import first_training_level
 from ragen_jax.agent.finite import NotFinite
+from ragen_jax.agent.image_room import image_room
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout, concatenate
@@ -138,7 +139,7 @@ class Trainer:
       model.mesh,
       critic_loss=functools.partial(objective.critic_loss, settings=settings.loss),
     )
-    self.sight = make_sight(model)
+    self.sight = make_sight(model, image_room(player.specs, model.processor))
     self.estimator = TargetEstimator(settings.estimate, self.scorer, self.sight)
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
