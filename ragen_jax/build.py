@@ -30,6 +30,7 @@ from ragen_jax.agent.world_model.formats import has_thought
 from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
+from ragen_jax.algorithms.spikes import SpikeSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.base import Budget
@@ -442,8 +443,15 @@ def make_probes(config: ConfigDict, trainer: Trainer) -> Probes:
 def make_monitor(config: ConfigDict) -> Monitor:
   """Makes the monitor, which detects a collapse."""
   m = config.monitor
-  rules = {'early_stop': fill(EarlyStopSettings, m), 'echo_trap_rules': fill(EchoTrapSettings, m)}
-  return Monitor(fill(MonitorSettings, m, **rules))
+  return Monitor(
+    fill(
+      MonitorSettings,
+      m,
+      early_stop=fill(EarlyStopSettings, m),
+      echo_trap_rules=fill(EchoTrapSettings, m),
+      spikes=fill(SpikeSettings, m),
+    )
+  )
 
 
 def log_settings(config: ConfigDict) -> LogSettings:

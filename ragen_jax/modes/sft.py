@@ -198,7 +198,7 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
     ):
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
       run_log = RunLog(build.log_settings(config), writer, kept, progress)
-      skipped = SkippedSteps(config.monitor.max_bad_iterations)
+      skipped = SkippedSteps(config.monitor.max_bad_iterations, trainer.describe_skipped)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps
@@ -206,17 +206,17 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
           rows = next(draws)
           examples = beginnings if step <= sft.short_steps else data
           micro_batches = list(cut(examples, rows))
-          parts, flag = trainer.step(micro_batches)
+          parts, metrics = trainer.step(micro_batches)
           if log.due(step):
             jax.block_until_ready(parts)
-        skipped.add(step, flag)
+        skipped.add(step, metrics)
         save = last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0)
         if save or log.due(step):
-          log.skipped(skipped.read())
+          log.skipped(skipped.read(), skipped.reason)
         log.step(step, parts, micro_batches, int(examples.length[rows].sum()))
-        bad = 'the loss, its gradient or the update is not finite' if skipped.in_a_row else ''
+        bad = f'not finite: {skipped.reason}' if skipped.in_a_row else ''
         if save and not bad and not trainer.has_finite_loss(micro_batches):
-          bad = 'the loss under the new weights is not finite'
+          bad = 'not finite: the loss under the new weights'
         if bad and (last or skipped.too_many):
           writer.flush()
           raise diverged(step, bad, checkpointer.latest_step())

@@ -143,6 +143,11 @@ class MicroBatch:
   width: int
   replies: int
 
+  @property
+  def members(self) -> np.ndarray:
+    """i32[n], the rows that exist."""
+    return self.rows[self.rows >= 0]
+
   def cut(self, batch: _Rows) -> _Rows:
     """The rows and columns of this micro-batch; rows of index -1 become rows without tokens."""
     present = self.rows >= 0
