@@ -253,6 +253,11 @@ class Attempt:
   output: list[str]
   seconds: float
 
+  @property
+  def complete(self) -> bool:
+    """Whether all processes ended by themselves and without an error."""
+    return all(status == 0 for status in self.statuses)
+
 
 class Runs:
   """The runs of one number of processes."""
@@ -266,7 +271,7 @@ class Runs:
     for again in (False, True):  # the first run compiles, the second is timed
       self.workdir = directory / f'never_ended_{int(again)}'
       attempt = self.attempt(None)
-      if any(attempt.statuses):
+      if not attempt.complete:
         raise RuntimeError(f'a run that nobody ends fails with {attempt.statuses}: {attempt.output}')
     self.seconds = attempt.seconds
     self.expected = self.numbers()
@@ -440,7 +445,7 @@ def harass(
     end = runs.draw(*wanted[0]) if wanted and of_run < ENDS_OF_A_RUN else None
     attempt = runs.attempt(end)
     wrong = mistake(end, attempt)
-    complete = not any(attempt.statuses)
+    complete = attempt.complete
     if end is not None and not complete:
       wanted.pop(0)
       of_run += 1

@@ -50,6 +50,12 @@ def test_mistakes_are_found(crashes, kind, statuses, output, found):
   assert mistake.startswith(found) if found else mistake == ''
 
 
+def test_a_run_whose_processes_were_ended_at_the_limit_is_not_complete(crashes):
+  assert crashes.Attempt([0, 0], ['', ''], 1.0).complete
+  assert not crashes.Attempt([0, None], ['', ''], 1.0).complete
+  assert not crashes.Attempt([1], [''], 1.0).complete
+
+
 def test_numbers_that_differ_or_are_missing_are_named(crashes):
   assert crashes.differences({'a': 1, 'b': 2}, {'a': 1, 'b': 2}) == []
   assert crashes.differences({'a': 1, 'b': 2}, {'a': 3, 'c': 4}) == [
