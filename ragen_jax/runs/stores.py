@@ -107,7 +107,7 @@ class Store:
       if isinstance(e.__cause__, FileNotFoundError):
         raise UserError(f'--workdir={self.url}: there is no such bucket') from e
       # Some credentials may use the objects of a bucket, but not look at the bucket itself.
-      if not isinstance(e.__cause__, PermissionError):
+      if not isinstance(e.__cause__, PermissionError) and 'Forbidden' not in str(e):
         raise UserError(f'--workdir={self.url}: the bucket cannot be read: {e}') from e
 
   def _path(self, key: str) -> str:
