@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 
 from ragen_jax.runs import checksums
 from ragen_jax.runs.staging import StagedWorkdir
-from ragen_jax.runs.stores import StoreError
+from ragen_jax.runs.stores import StoreError, is_address
 from ragen_jax.utils.errors import UserError, describe_error
 
 _log = logging.getLogger(__name__)
@@ -171,13 +171,12 @@ class Checkpointer:
     if 'leaves' not in record:
       raise UserError(self._unreadable(step, 'its list of arrays is missing'))
     if jax.process_index() == 0:
-      temporary = directory / 'meta' / 'metadata.tmp'
       try:
         self._before_writing()
-        temporary.write_text(json.dumps(record | {'meta': dict(meta), 'metrics': metrics}))
         # A checkpoint without checksums is valid, one with checksums of other files is not.
         (directory / checksums.NAME).unlink(missing_ok=True)
-        temporary.replace(directory / 'meta' / 'metadata')
+        text = json.dumps(record | {'meta': dict(meta), 'metrics': metrics})
+        checksums.replace_text(directory / 'meta' / 'metadata', text)
         checksums.write(directory)
         self._publish(step)
       except OSError as e:
@@ -249,10 +248,13 @@ class Checkpointer:
       aside = self.directory.parent / 'damaged_checkpoints' / str(step)
       shown = f'{os.path.dirname(self._shown)}/damaged_checkpoints/{step}'
       try:
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        if aside.exists():
-          aside.rmtree()
-        (self.directory / str(step)).rename(aside)
+        if is_address(self.directory):
+          self._staged.set_checkpoint_aside(step)
+        else:
+          aside.parent.mkdir(parents=True, exist_ok=True)
+          if aside.exists():
+            aside.rmtree()
+          (self.directory / str(step)).rename(aside)
       except OSError as e:
         raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} '
                         f'failed: {e.strerror or e}') from e  # fmt: skip

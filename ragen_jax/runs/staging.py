@@ -174,6 +174,15 @@ class StagedWorkdir(os.PathLike):
     self.store.delete(gone)
     self._remote = {key: stamp for key, stamp in self._remote.items() if key not in set(gone)}
 
+  def set_checkpoint_aside(self, step: int) -> None:
+    """Moves a checkpoint that Orbax wrote to the bucket to `damaged_checkpoints/`; raises StoreError."""
+    prefix = f'{_CHECKPOINTS}{step}/'
+    keys = list(self.store.sizes(prefix))
+    self.store.download({key: self.path / 'damaged_checkpoints' / str(step) / key[len(prefix) :] for key in keys})
+    self.push()
+    self.store.delete([prefix + _COMMITTED_BY_ORBAX])  # first, so it is not taken for a complete one
+    self.store.delete(keys)
+
   def _files(self) -> dict[str, _Stamp]:
     """Key -> stamp of the local files that belong in the bucket."""
     keys = [key for key in _keys_below(self.path, '') if not key.startswith(_LOCAL_ONLY) and not key.endswith('.tmp')]
