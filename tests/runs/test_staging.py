@@ -268,8 +268,9 @@ def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
   store = open_store(url)
   key = next(key for key in store.sizes('checkpoints/2/state/') if '/d/' in key)
   store.write(key, b'other bytes')
-  with open_workdir(url, write=False) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
-    with pytest.raises(UserError, match=rf'checkpoint of step 2 in {url}/checkpoints cannot be read: .* its checksum'):
+  message = rf'checkpoint of step 2 in {url}/checkpoints cannot be read: .* its checksum'
+  with open_workdir(url, write=False) as workdir, Checkpointer(workdir, keep=2) as checkpointer:  # noqa: SIM117
+    with pytest.raises(UserError, match=message):
       checkpointer.restore(_state(0))
   with open_workdir(url, write=True) as workdir:
     with caplog.at_level('WARNING'), Checkpointer(workdir, keep=2) as checkpointer:
@@ -300,14 +301,19 @@ def test_an_upload_that_was_interrupted_does_not_count(s3):
 
 def test_a_checkpoint_is_marked_after_its_files_and_unmarked_before(store):
   events = []
-  for name in ('upload', 'write', 'delete'):
 
-    def noted(what, *rest, name=name, method=getattr(store, name)):
+  def note(name):
+    method = getattr(store, name)
+
+    def noted(what, *rest):
       keys = [what] if name == 'write' else list(what)
       events.extend((name, key) for key in keys if key.startswith('checkpoints/'))
       method(what, *rest)
 
     setattr(store, name, noted)
+
+  for name in ('upload', 'write', 'delete'):
+    note(name)
   with staged(store, write=True, first=True) as workdir:
     _save(workdir, 1)
     assert events[-1] == ('write', f'checkpoints/1/{COMMITTED}')
@@ -374,11 +380,11 @@ def test_a_killed_run_keeps_its_checkpoint_and_its_lock_is_taken_over(s3):
 
 def test_several_processes_need_gs_or_a_disk(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  with pytest.raises(UserError, match='^--workdir=s3://bucket/run: a run of 2 processes needs a directory on a shared'):
+  with pytest.raises(UserError, match=r'^--workdir=s3://bucket/run: a run of 2 processes needs a directory on a sh'):
     open_workdir('s3://bucket/run', write=True).__enter__()
 
 
 def test_what_needs_a_disk_is_refused():
   need_disk('runs/a', 'it needs a disk')
-  with pytest.raises(UserError, match='^--workdir=gs://bucket/run: it needs a disk; choose a directory on disk$'):
+  with pytest.raises(UserError, match=r'^--workdir=gs://bucket/run: it needs a disk; choose a directory on disk$'):
     need_disk('gs://bucket/run', 'it needs a disk')

@@ -108,7 +108,7 @@ def test_missing_credentials_are_one_line(s3, monkeypatch):
   monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
   monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', '/nonexistent')
   fsspec.filesystem('s3').clear_instance_cache()
-  with pytest.raises(UserError, match='^--workdir=s3://bucket/run: the bucket cannot be read: .*credentials') as e:
+  with pytest.raises(UserError, match=r'^--workdir=s3://bucket/run: the bucket cannot be read: .*credentials') as e:
     open_store('s3://bucket/run')
   assert '\n' not in str(e.value)
   fsspec.filesystem('s3').clear_instance_cache()

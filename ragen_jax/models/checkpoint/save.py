@@ -204,9 +204,7 @@ def write_value_head(directory: str, head: Mapping[str, Any]) -> None:
 def check_target(directory: str) -> None:
   """Raises UserError if a checkpoint written to `directory` would replace something other than a checkpoint."""
   if is_address(directory):
-    raise UserError(
-      f'{directory}: is not a directory on disk; checkpoints in Hugging Face format are written to a disk'
-    )
+    raise UserError(f'{directory}: must be a directory on disk, where checkpoints in Hugging Face format are written')
   if os.path.lexists(directory) and not os.path.isdir(directory):
     raise UserError(f'{directory}: is not a directory, so no checkpoint can be written there')
   if os.path.isdir(directory) and os.listdir(directory) and not is_checkpoint(directory):
