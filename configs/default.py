@@ -472,7 +472,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Pack several of them into one row, without attention between them: less padding if their lengths differ.
   config.sft.packing = False
   # Steps at the beginning that learn from the first reply of each conversation only, which takes less time. A fresh
-  # model that reads images learns sooner to find its way around a single image.
+  # model that reads images learns to locate tiles sooner if the row has a single image.
   config.sft.short_steps = 0
   # Share of the levels, or of the conversations, that is held out to measure the validation loss.
   config.sft.val_fraction = 0.05

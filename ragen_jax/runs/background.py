@@ -86,7 +86,6 @@ class Background:
       return False
     with self._changed:
       self._needed.add(key)
-      self._known.add(key)
       self._changed.wait_for(lambda: key not in self._running)
     return True
 

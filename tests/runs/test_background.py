@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from ragen_jax.distributed import processes
 from ragen_jax.runs import background as background_module
-from ragen_jax.runs.background import Background
+from ragen_jax.runs.background import Background, still_compiling
 
 _LONG = 60.0  # seconds; nothing here takes so long unless it hangs
 
@@ -123,3 +124,21 @@ def test_closed_it_has_waited_for_what_it_compiles(background):
   go_on.set()
   background.close()
   assert background.done == ['first'] and not any(thread.is_alive() for thread in background._threads)
+
+
+def test_a_process_with_a_compiler_ends_at_once(monkeypatch):
+  """The interpreter's own end would abort the process while a thread compiles."""
+  ended = []
+  monkeypatch.setattr(processes.os, '_exit', ended.append)
+  background = Background(1)
+  go_on = _blocked(background)
+  assert still_compiling()
+  with pytest.raises(SystemExit):  # as `os._exit` does not end the process here
+    processes.leave(3)
+  assert ended == [3]
+  go_on.set()
+  background.close()
+  assert not still_compiling()
+  with pytest.raises(SystemExit) as stopped:
+    processes.leave(4)
+  assert stopped.value.code == 4 and ended == [3]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, ImageInputs
@@ -94,3 +95,34 @@ def test_values_are_those_of_the_critic_run_by_itself():
   for row, i in zip(*np.nonzero(batch.mask), strict=True):
     np.testing.assert_allclose(values[row, i], everywhere[row, batch.columns[row, i] - 1], atol=1e-5)
   assert not values[~batch.mask].any()
+
+
+@pytest.mark.slow
+def test_the_sum_over_chunks_in_bfloat16_hardly_adds_to_the_error_of_the_head_s_gradient():
+  """The gradient of the output projection adds up over chunks in the type of activations; see `_score_in_chunks`."""
+  rng, (b, t) = np.random.default_rng(0), (2, 1025)
+  tokens = jnp.asarray(rng.integers(0, _VOCAB, (b, t)), jnp.int32)
+  columns = jnp.broadcast_to(jnp.arange(1, t), (b, t - 1))
+  # Weights of mixed signs with a mean, as advantages have; with a mean, sums grow over the chunks.
+  weights = jnp.asarray(rng.normal(size=(b, t - 1)) + 1, jnp.float32)
+
+  def gradient(dtype, chunk):
+    model = random_model(_VOCAB)
+    policy = Qwen(model.policy.cfg, dtype=dtype, rngs=nnx.Rngs(0))
+    nnx.update(policy, nnx.state(model.policy))
+    model.policy = policy
+    graphdef, params = nnx.split(model)
+    settings = learning.scoring(temperature=1.0, logits_chunk=chunk)
+
+    def total(params):
+      return jnp.sum(score_tokens(nnx.merge(graphdef, params), tokens, columns, settings)[0] * weights)
+
+    found = jax.jit(jax.grad(total))(params)
+    return np.asarray(found['policy']['embed_tokens'][...])
+
+  exact = gradient(jnp.float32, 0)
+  whole, chunked = (
+    np.linalg.norm(gradient(jnp.bfloat16, chunk) - exact) / np.linalg.norm(exact) for chunk in (0, 2 * 32)
+  )
+  assert 0 < whole < 0.02
+  assert chunked < 1.5 * whole
