@@ -683,7 +683,7 @@ MUTATIONS = [
     ('if waited >= self._silence:', 'if waited >= 0:'),
     ('if now is not None and now != first:', 'if False:'),
     ("or record['machine'] != _machine() or", 'or'),
-    ("    if _parse(self._store.read(KEY)).get('token') == self._record['token']:\n      self._store.delete", "    if True:\n      self._store.delete"),
+    (".get('token') == self._record['token']:", ".get('token'):"),
     ("        self._record['renewals'] += 1\n", ''),
   ),
   *_of(
