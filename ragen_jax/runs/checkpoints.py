@@ -260,6 +260,8 @@ class Checkpointer:
                         f'failed: {e.strerror or e}') from e  # fmt: skip
       self.reload()
       earlier = self.latest_step()
+      if earlier == step:
+        raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} failed')
       if earlier is None:
         raise UserError(
           f'checkpoint of step {step} in {self._shown} is damaged: {damage}; there is no earlier checkpoint. It '

@@ -129,8 +129,10 @@ def open_store(url: str) -> Store:
   try:
     import fsspec
 
+    # Also for the file systems that Orbax opens: other processes write and delete objects.
+    fsspec.config.conf.setdefault(service, {})['use_listings_cache'] = False
     with _errors():
-      files = fsspec.filesystem(service, use_listings_cache=False)
+      files = fsspec.filesystem(service)
   except ImportError as e:
     raise UserError(
       f'--workdir={url}: needs the package {package}; pip install -r requirements-stores.txt, or pip install {package}'

@@ -191,6 +191,7 @@ def test_the_other_processes_of_a_run_copy_nothing(store):
   assert list(store.sizes()) == ['config.json']
 
 
+@pytest.mark.slow
 def test_copies_of_killed_processes_are_removed(tmp_path, monkeypatch):
   monkeypatch.setenv('TMPDIR', str(tmp_path))
   monkeypatch.setattr(tempfile, 'tempdir', None)
@@ -261,6 +262,7 @@ def test_the_record_of_a_checkpoint_is_amended_in_the_bucket(url):
     assert checkpointer.meta() == {'iteration': 1, 'more': True} and checkpointer.best_step() == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
   with open_workdir(url, write=True) as workdir:
     _save(workdir, 1)
@@ -283,6 +285,7 @@ def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
   assert store.sizes('damaged_checkpoints/2/')
 
 
+@pytest.mark.slow
 def test_an_upload_that_was_interrupted_does_not_count(s3):
   url = 's3://bucket/interrupted'
   with open_workdir(url, write=True) as workdir:
@@ -361,6 +364,7 @@ with open_workdir(sys.argv[1], write=True) as workdir:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_its_checkpoint_and_its_lock_is_taken_over(s3):
   url = 's3://bucket/killed'
   process = subprocess.Popen(

@@ -97,6 +97,7 @@ def test_a_killed_run_in_a_bucket_ends_like_a_run_on_a_disk(s3, tmp_path):
   assert view(_URL) == f'{_URL}/trajectories.html' and b'<html' in store.read('trajectories.html')
 
 
+@pytest.mark.slow
 def test_a_command_on_a_bucket_that_is_missing_is_one_line_before_anything_is_compiled(s3):
   code = (
     'import sys\nfrom ragen_jax import __main__\nsys.argv[1:] = ["--config=frozenlake_ppo", '
