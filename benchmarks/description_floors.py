@@ -4,6 +4,8 @@
 
 `another board` is the mean score of the true description of the next level. `constant` is the best mean score of one
 description for all levels: one claim for the first kind, and one claim, said once or several times, for the second.
+`... after the floor` is the mean reward of such descriptions, the mean of max(0, (s - floor) / (1 - floor)) over their
+scores s, as a fraction of `reward.state_reward`; of constant descriptions that of the one with the largest.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from configs import default  # noqa: E402
 from ragen_jax.agent.world_model.descriptions import describe, write_claim  # noqa: E402
-from ragen_jax.agent.world_model.state_reward import score_description  # noqa: E402
+from ragen_jax.agent.world_model.state_reward import above_floor, score_description  # noqa: E402
 from ragen_jax.envs.frozen_lake import FrozenLake  # noqa: E402
 from ragen_jax.envs.sokoban import Sokoban  # noqa: E402
 
@@ -30,8 +33,8 @@ CASES = {'Sokoban 6x6, 1 box': Sokoban(), 'FrozenLake 4x4': FrozenLake()}
 MOST_REPEATS = 3
 
 
-def measure(levels: int) -> dict[str, dict[str, Any]]:
-  """The scores of every case on fresh levels of the seeds 0, 1, ..."""
+def measure(levels: int, floor: float) -> dict[str, Any]:
+  """The scores and rewards of every case on fresh levels of the seeds 0, 1, ..."""
   found = {}
   for name, env in CASES.items():
     states = jax.device_get(jax.jit(jax.vmap(env.reset))(jax.vmap(jax.random.key)(np.arange(levels))))
@@ -43,14 +46,18 @@ def measure(levels: int) -> dict[str, dict[str, Any]]:
       '; '.join([a, *[b] * repeats])
       for a, b, repeats in itertools.product(claims[first], claims[second], range(1, MOST_REPEATS + 1))
     ]
-    means = [np.mean([score_description(text, scene) for scene in scenes]) for text in texts]
-    best = int(np.argmax(means))
+    scores = np.array([[score_description(text, scene) for scene in scenes] for text in texts])
+    of_others = np.array(list(map(score_description, others, scenes)))
+    best = int(np.argmax(scores.mean(axis=1)))
+    paid = np.vectorize(lambda score: above_floor(score, floor))
     found[name] = {
-      'another board': round(float(np.mean(list(map(score_description, others, scenes)))), 3),
-      'constant': round(float(means[best]), 3),
+      'another board': round(float(of_others.mean()), 3),
+      'constant': round(float(scores[best].mean()), 3),
       'constant description': texts[best],
+      'another board after the floor': round(float(paid(of_others).mean()), 3),
+      'constant after the floor': round(float(paid(scores).mean(axis=1).max()), 3),
     }
-  return {'levels': levels, 'cases': found}
+  return {'levels': levels, 'floor': floor, 'cases': found}
 
 
 def main() -> None:
@@ -59,7 +66,7 @@ def main() -> None:
   results = ROOT / 'benchmarks' / 'results'
   parser.add_argument('--output', type=pathlib.Path, default=results / 'description_floors.json')
   arguments = parser.parse_args()
-  found = measure(arguments.levels)
+  found = measure(arguments.levels, default.get_config().reward.state_floor)
   for name, told in found['cases'].items():
     print(name, told)
   arguments.output.write_text(json.dumps(found, indent=2) + '\n')

@@ -82,6 +82,8 @@ _PACKING = 'training/test_packing.py::test_'
 _GRADIENT = f'{_OBJECTIVE}::test_loss_metrics_and_gradient_are_those_of_the_plain_form'
 _STEPS = f'{_OBJECTIVE}::test_steps_are_adamw_with_two_schedules'
 _WARM_UP = f'{_OBJECTIVE}::test_the_critic_s_warm_up_has_no_gradient_in_the_policy'
+_HOSTILE = 'whole/test_hostile_text.py::test_no_text_breaks_a_property'
+_LIES = 'whole/test_lies.py::test_'
 
 MUTATIONS = [
   *_of(
@@ -528,7 +530,7 @@ MUTATIONS = [
     ('key=lambda f: f.score', 'key=lambda f: -f.score'),
     ('len(quoted) - 2 * half', 'len(quoted) - half'),
     ("rpartition('</think>')[2]", "partition('</think>')[2]"),
-    ('return found[1].strip() if found', 'return found[1] if found'),
+    ('return prompt.strip() if closed', 'return prompt if closed'),
     ('    if left < len(turns[0]):\n      break\n', ''),
   ),
   *_of(
@@ -737,6 +739,55 @@ MUTATIONS = [
     ('(turns - 1) * lengths.observation\n  else', 'turns * lengths.observation\n  else'),
     ('used=int(taken.sum())', 'used=int(steps * len(taken))'),
     ('ends[:, -1] = True', 'ends[:, 0] = False'),
+  ),
+  *_of(
+    'agent/templates.py', f'{_HOSTILE}[prompts]',
+    ("return text.replace('<|', '< |')", 'return text'),
+  ),
+  *_of(
+    'serving/messages.py', f'{_HOSTILE}[conversations_of_clients]',
+    ("return _SURROGATE.sub('\\ufffd', text)", 'return text'),
+  ),
+  *_of(
+    'serving/text.py', f'{_HOSTILE}[sampled_ids]',
+    ('if settled + self._decode(self._open[cut:]) == text:', 'if True:'),
+  ),
+  *_of(
+    'viewer/tensorboard.py', f'{_HOSTILE}[transcripts]',
+    ("_MARK = re.compile(r'[]!#$&*+<=>@", "_MARK = re.compile(r'[]!#$&*+=>@"),
+  ),
+  *_of(
+    'envs/outside/images.py', f'{_LIES}every_lie_costs_one_episode_and_nothing_else',
+    ('if length > LONGEST_OBSERVATION:', 'if False:'),
+  ),
+  *_of(
+    'envs/outside/http.py', f'{_LIES}a_server_that_lies_costs_its_episodes',
+    ("answer.get('id', episode) != episode", "answer.get('id', episode) is None"),
+  ),
+  *_of(
+    'envs/outside/timed_http.py', 'envs/outside/test_timed_http.py',
+    ('if left <= 0:', 'if left < -1e9:'),
+    ('ProxyHandler({}), NoRedirect, ', 'ProxyHandler({}), '),
+  ),
+  *_of(
+    'envs/outside/gymnasium.py', 'envs/outside/test_gymnasium.py::test_flags_that_are_text_are_not_taken_for_true',
+    ('not isinstance(value, bool | int | float) or value not in (0, 1)', 'False'),
+  ),
+  *_of(
+    'agent/endpoint_client.py', f'{_LIES}an_endpoint_that_lies_costs_a_reply',
+    ("if encoding.strip().lower() != 'identity':", 'if False:'),
+  ),
+  *_of(
+    'serving/runners.py', 'serving/test_runners.py::test_another_value_fails_the_attempt',
+    ('if isinstance(reward, float):', 'if reward is not None:'),
+  ),
+  *_of(
+    'serving/agent_player.py', 'whole/test_supply_chain.py::test_a_command_gets_no_secret_of_the_run',
+    ('if k not in (*_SECRETS, *secrets)', 'if k not in _SECRETS'),
+  ),
+  *_of(
+    'utils/errors.py', 'utils/test_errors.py',
+    ('except BaseException as e:  # foreign', 'except Exception as e:  # foreign'),
   ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Counts held-out boards of the configs of built-in models that occur in the demonstrations of tiny, or in training.
+"""Counts held-out boards of the configs of built-in models that occur in their demonstrations, or in training.
 
 python benchmarks/shared_boards.py
 """
@@ -11,13 +11,14 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from configs import sft_tiny  # noqa: E402
+from configs import sft_tiny, sft_tiny_vl  # noqa: E402
 from ragen_jax import build  # noqa: E402
 from ragen_jax.agent.env_manager import EnvStateManager  # noqa: E402
 from ragen_jax.config.command_line import load_config  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
 
 TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
+MODELS = {'tiny': sft_tiny, 'tiny-vl': sft_tiny_vl}
 
 
 def held_out_boards() -> set[bytes]:
@@ -29,9 +30,9 @@ def held_out_boards() -> set[bytes]:
   return set().union(*(build.held_out_levels(c) for c in configs if games & {c.envs[tag].type for tag in c.eval.tags}))
 
 
-def demonstrated_boards(tag: str, count: int) -> set[bytes]:
-  """The boards of the built-in model's demonstrations of an environment; held-out boards are replaced."""
-  config = sft_tiny.get_config()
+def demonstrated_boards(model: str, tag: str, count: int) -> set[bytes]:
+  """The boards of a built-in model's demonstrations of an environment; held-out boards are replaced."""
+  config = MODELS[model].get_config()
   others = (load_config(name, flag='') for name in config.sft.skip_held_out_of)
   skipped = build.held_out_levels(config).union(*map(build.held_out_levels, others))
   envs = EnvStateManager(build.env_specs(config, (tag,), (count,)), 1, held_out=frozenset(skipped))
@@ -41,9 +42,13 @@ def demonstrated_boards(tag: str, count: int) -> set[bytes]:
 
 def main() -> None:
   config, held_out = sft_tiny.get_config(), held_out_boards()
-  for tag, count in zip(config.sft.tags, config.sft.levels, strict=True):
-    shown = demonstrated_boards(tag, count)
-    print(f'{tag}: {len(held_out & shown)} of {len(shown)} boards in {count} demonstrations are held-out ones')
+  for model, module in MODELS.items():
+    sft = module.get_config().sft
+    for tag, count in zip(sft.tags, sft.levels, strict=True):
+      shown = demonstrated_boards(model, tag, count)
+      told = f'{len(held_out & shown)} of {len(shown)} boards in {count} demonstrations are held-out ones'
+      print(f'{model}, {tag}: {told}')
+  for tag in config.sft.tags:
     envs = EnvStateManager(
       build.env_specs(config, (tag,), (TRAINING_LEVELS,)), 1, held_out=frozenset(build.held_out_levels(config))
     )

@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import hardware, run  # noqa: E402
-from benchmarks.vision_learning import fractions, mean_and_error  # noqa: E402
+from benchmarks.vision_learning import difference, fractions, mean_and_error, of_seeds  # noqa: E402
 from ragen_jax.agent.world_model.formats import FORMATS, described_sections  # noqa: E402
 from ragen_jax.plots.style import figure_style  # noqa: E402
 
@@ -69,22 +69,18 @@ def flags(game: str, form: str, reward: str, quick: bool) -> list[str]:
 
 def verdicts(runs: dict[str, dict], game: str) -> dict[str, dict]:
   """For each setting success before and after training; for each form with both what the state reward changes."""
-  found = {
-    (form, reward): [r for s in SEEDS if (r := runs.get(f'{game} / {form} / {reward} / {s}'))]
-    for form, reward in settings()
-  }
+  found = {(form, reward): of_seeds(runs, game, form, reward) for form, reward in settings()}
   told = {}
-  for (form, reward), own in found.items():
-    if own:
+  for (form, reward), by_seed in found.items():
+    if own := list(by_seed.values()):
       told[f'{form}, {reward} state reward'] = {
         'before': mean_and_error([fractions(r)[0] for r in own]),
         'after': mean_and_error([fractions(r)[-1] for r in own]),
         'after_greedy': mean_and_error([fractions(r, 'greedy')[-1] for r in own]),
       }
   for form in FORMATS:
-    pairs = list(zip(found.get((form, ON), []), found[form, OFF], strict=False))
-    if pairs:
-      told[f'{form}, with - without'] = mean_and_error([fractions(a)[-1] - fractions(b)[-1] for a, b in pairs])
+    if compared := difference(found.get((form, ON), {}), found[form, OFF]):
+      told[f'{form}, with - without'] = compared
   return told
 
 

@@ -77,9 +77,16 @@ def verdict(told: dict[str, float | None]) -> str:
   return 'shows' if told['mean'] > 2 * told['standard_error'] else 'not seen'
 
 
-def of_seeds(runs: dict[str, dict], game: str, kind: str) -> list[dict]:
-  """The runs of a setting, by seed."""
-  return [runs[f'{game} / {kind} / {seed}'] for seed in SEEDS if f'{game} / {kind} / {seed}' in runs]
+def of_seeds(runs: dict[str, dict], *setting: str) -> dict[int, dict]:
+  """The runs of a setting by seed; seeds that have not been run are missing."""
+  keys = {seed: ' / '.join((*setting, str(seed))) for seed in SEEDS}
+  return {seed: runs[key] for seed, key in keys.items() if key in runs}
+
+
+def difference(ours: dict[int, dict], others: dict[int, dict]) -> dict[str, float | None] | None:
+  """The mean difference of success after training over the seeds that both settings have; None without such a seed."""
+  seeds = sorted(ours.keys() & others.keys())
+  return mean_and_error([fractions(ours[s])[-1] - fractions(others[s])[-1] for s in seeds]) if seeds else None
 
 
 def verdicts(runs: dict[str, dict]) -> dict[str, dict]:
@@ -87,7 +94,7 @@ def verdicts(runs: dict[str, dict]) -> dict[str, dict]:
   told = {}
   for game, (_, _, configs) in GAMES.items():
     for kind in configs:
-      if found := of_seeds(runs, game, kind):
+      if found := list(of_seeds(runs, game, kind).values()):
         rise = mean_and_error([fractions(r)[-1] - fractions(r)[0] for r in found])
         told[f'{game}, {kind}'] = {
           'before': mean_and_error([fractions(r)[0] for r in found]),
@@ -96,9 +103,8 @@ def verdicts(runs: dict[str, dict]) -> dict[str, dict]:
           'learning': verdict(rise),
           'wall_s': [r['wall_s'] for r in found],
         }
-    pairs = list(zip(of_seeds(runs, game, 'images'), of_seeds(runs, game, 'text'), strict=False))
-    if pairs:
-      told[f'{game}, images - text'] = mean_and_error([fractions(a)[-1] - fractions(b)[-1] for a, b in pairs])
+    if compared := difference(of_seeds(runs, game, 'images'), of_seeds(runs, game, 'text')):
+      told[f'{game}, images - text'] = compared
   return told
 
 
@@ -108,7 +114,7 @@ def draw(runs: dict[str, dict], path: pathlib.Path) -> None:
   for kind, label in LABELS.items():
     drawn = []
     for game in GAMES:
-      for found in of_seeds(runs, game, kind):
+      for found in of_seeds(runs, game, kind).values():
         series = {game: (np.asarray(found['step']), np.asarray(fractions(found)))}
         drawn.append(Run(f'{game} {kind}', {}, series, [], None, {}))
     if drawn:

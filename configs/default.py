@@ -553,6 +553,8 @@ def get_config(model: str = '') -> ConfigDict:
   # Consecutive iterations with numbers that are not finite (NaN, infinity) after which the run ends with exit status 1,
   # or is rolled back if `echo_trap` is 'rollback'. In --mode=sft, consecutive skipped optimiser steps.
   config.monitor.max_bad_iterations = 3
+  # Report a loss or gradient norm above this many times the median of its last `baseline_steps` values; 0 is off.
+  config.monitor.spike_factor = 10.0
   # Stop after this many consecutive iterations with an in-group reward deviation below a tenth of its baseline; 0 is
   # off.
   config.monitor.flat_reward_patience = 0

@@ -18,6 +18,9 @@ def get_config(model: str = 'qwen2.5-vl-3b'):
   env.observation = 'image'
   env.max_turns, env.max_actions, env.max_actions_per_turn = 3, 9, 3
   config = with_vagen(config)
+  # A board has up to ten holes or so, and each is a sentence of about ten words in both descriptions.
+  env.max_words = 250
+  config.agent.max_response_tokens = 400
   # VAGEN pays 10 at the goal in all, the environment here pays 1: replies earn a tenth, too.
   config.reward.format_reward = config.reward.state_reward = 0.05
   return config

@@ -23,12 +23,14 @@ from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.eyes import Eyes
+from ragen_jax.agent.image_room import image_room
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.agent.player import EnvironmentPlayer, Player
 from ragen_jax.agent.world_model.formats import has_thought
 from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
+from ragen_jax.algorithms.spikes import SpikeSettings
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.base import Budget
@@ -44,7 +46,7 @@ from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.estimate import EstimateSettings, RewardSettings
-from ragen_jax.training.memory import UpdateMemory
+from ragen_jax.training.memory import SeenColumns, UpdateMemory
 from ragen_jax.training.monitor import Monitor, MonitorSettings
 from ragen_jax.training.objective import LossSettings, WeightSettings
 from ragen_jax.training.optimizer import OptimizerSettings
@@ -96,7 +98,7 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
     if tag not in config.envs:
       raise UserError(f'{field}: {tag!r} is not defined in envs; allowed: {", ".join(config.envs)}')
     options = dict(config.envs[tag])
-    tile = _tile(tag, options)
+    shown, tile = options.get('observation'), _tile(tag, options)
     env_type = options.pop('type', None)
     if not isinstance(env_type, str):
       raise UserError(f'envs.{tag}.type={env_type!r}: must name an environment, such as {", ".join(registry.TYPES)}')
@@ -112,8 +114,9 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {e}') from e
-    if tile is not None and (env.is_outside or env.image_grid is None):
-      raise UserError(f"envs.{tag}.observation='image': {env.name} draws no images")
+    if shown in ('image', 'text') and (env.is_outside or env.image_grid is None):
+      told = 'draws no images' if shown == 'image' else 'has no such option, since it draws no images'
+      raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
     specs.append(EnvSpec(tag, env, budget, max_words, count, tile))
   return specs
 
@@ -208,7 +211,8 @@ def environment_player(
     UserError: the model cannot read the images of an environment.
   """
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, group_size, held_out, model.processor)
-  eyes = None if model.processor is None else Eyes(model.encoders['policy'], model.model.policy.cfg.vision)
+  room = image_room(specs, model.processor)
+  eyes = None if room is None else Eyes(model.encoders['policy'], model.model.policy.cfg.vision, room)
   return EnvironmentPlayer(proxy, model.sampler, eyes)
 
 
@@ -360,7 +364,27 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   return memory.update_memory(
     model, logits_chunk=config.model.logits_chunk, width=size_settings(config, model).width,
     reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, platform=model.mesh.devices.flat[0].platform, dtype=dtype,
+    images=_seen_columns(config, model),
   )  # fmt: skip
+
+
+def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | None:
+  """What the columns of the update read of images; None for text."""
+  if model.model.policy.cfg.vision is None:
+    return None
+  tags, width = tuple(config.train.tags), size_settings(config, model).width
+  processor = presets.processor(config.model.preset, config.model.path)
+  room = image_room(env_specs(config, tags, (1,) * len(tags)), processor)
+  if room is None:
+    return None
+  packed_from = config.agent.max_context if config.optimizer.packing else 0
+  images = room.planned_images(1, width, packed_from)
+  patches = {size: size[0] * size[1] // processor.patch_size**2 for size in images}
+  if config.model.vision == 'frozen':
+    tokens = room.planned_tokens(1, width, packed_from)
+  else:
+    tokens = sum(count * patches[size] for size, count in images.items()) // processor.merge_size**2
+  return SeenColumns(tokens / width, max(patches.values()), row_shards(model.mesh))
 
 
 def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
@@ -419,8 +443,15 @@ def make_probes(config: ConfigDict, trainer: Trainer) -> Probes:
 def make_monitor(config: ConfigDict) -> Monitor:
   """Makes the monitor, which detects a collapse."""
   m = config.monitor
-  rules = {'early_stop': fill(EarlyStopSettings, m), 'echo_trap_rules': fill(EchoTrapSettings, m)}
-  return Monitor(fill(MonitorSettings, m, **rules))
+  return Monitor(
+    fill(
+      MonitorSettings,
+      m,
+      early_stop=fill(EarlyStopSettings, m),
+      echo_trap_rules=fill(EchoTrapSettings, m),
+      spikes=fill(SpikeSettings, m),
+    )
+  )
 
 
 def log_settings(config: ConfigDict) -> LogSettings:

@@ -276,7 +276,7 @@ def task_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:
   if not name and not os.environ.get(ADMIN_KEY):
     raise UserError(f"{field}='': workers claim tasks with the key of {ADMIN_KEY}, which is not set in the environment")
   if not name.startswith(ENVIRONMENT):
-    return make_runner(field, name) if name else None
+    return make_runner(field, name, (config.prompt.critic_key,)) if name else None
   tag = name.removeprefix(ENVIRONMENT)
   specs = build.env_specs(config, (tag,), (1,))
   held_out = {'train': _held_out(config, tag), 'val': frozenset()}

@@ -10,8 +10,10 @@ from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.episode_log import EpisodeLog
+from ragen_jax.agent.reply_lengths import complete_replies, warn_if_too_long
 from ragen_jax.agent.rollout import Rollout, concatenate
 from ragen_jax.agent.speakers import Speaker
+from ragen_jax.agent.world_model.formats import described_sections
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.processes import RowShare
 
@@ -82,7 +84,8 @@ class AgentProxy:
   def check_first_prompts(self, first_seed: int) -> None:
     """Checks that the first prompt of each environment fits, before anything large is compiled.
 
-    Skips batches with external environments: a reset there may have side effects.
+    Warns if the form of replies describes the board, and complete replies are longer than a reply may be. Skips batches
+    with external environments: a reset there may have side effects.
 
     Args:
       first_seed: seed of the first level.
@@ -95,3 +98,17 @@ class AgentProxy:
     observations, left = self.envs.reset(first_seed), self.envs.actions_left()
     for env, row in zip(*np.unique(self.envs.row_env, return_index=True), strict=True):
       self.context.check_first_prompt(int(env), observations[row], int(left[row]), self.limits)
+      self._check_replies(int(env))
+
+  def _check_replies(self, env: int) -> None:
+    """Warns if complete replies in an environment are too long, on the levels of the last reset."""
+    spec, settings = self.envs.specs[env], self.context.settings
+    if not (spec.env.scene_kinds and described_sections(settings.format)):
+      return
+    own = np.flatnonzero(self.envs.row_env == env)
+    rows = own[np.unique(self.envs.row_group[own], return_index=True)[1]]  # one of each level
+    replies = complete_replies(spec, settings.format, self.envs.scenes(rows.tolist()).values())
+    warn_if_too_long(
+      spec, replies, self.context.count_reply, form=settings.format,
+      max_response_tokens=self.limits.max_response_tokens,
+    )  # fmt: skip

@@ -29,7 +29,10 @@ _VISION_TOKENS = (
   *_IMAGE_TOKENS, '<|vision_pad|>', '<|video_pad|>', '<|object_ref_start|>', '<|object_ref_end|>', '<|box_start|>',
   '<|box_end|>', '<|quad_start|>', '<|quad_end|>',
 )  # fmt: skip
+# Texts of which the ids are kept, and the longest of them in characters; prompts repeat short texts.
 _CACHED_SEGMENTS = 65536
+_LONGEST_CACHED = 4096
+_OPENING = re.compile(rf'{re.escape(_IM_START)}(\w+)\n')
 
 
 @functools.cache
@@ -89,7 +92,7 @@ class ChatTokenizer:
     self.specials = tuple(t.content for t in added.values() if t.special)
     self.added = {token.content: i for i, token in added.items()}
     self.banned = tuple(sorted(self.added[t] for t in _VISION_TOKENS if t in self.added)) if images else ()
-    self.encode = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
+    self._cached = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
 
   def same_tokens(self, other: ChatTokenizer) -> bool:
     """Whether both tokenizers have the same token for each id."""
@@ -100,6 +103,10 @@ class ChatTokenizer:
   def placeholder(self) -> int | None:
     """The id that stands for each token of an image; None for a model that reads text only."""
     return None if self._image_ids is None else self._image_ids[1]
+
+  def encode(self, text: str) -> tuple[int, ...]:
+    """The ids of a text, in which a special token may be spelled. Those of short texts are kept."""
+    return self._cached(text) if len(text) <= _LONGEST_CACHED else self.encode_once(text)
 
   def encode_once(self, text: str) -> tuple[int, ...]:
     """`encode` for a text that is unlikely to come again: the ids are not kept."""
@@ -183,7 +190,12 @@ class ChatTokenizer:
   @staticmethod
   def messages(text: str) -> list[tuple[str, str]]:
     """The (role, text) of each message of a conversation in the chat format."""
-    return re.findall(rf'{re.escape(_IM_START)}(\w+)\n(.*?){re.escape(_IM_END)}', text, re.DOTALL)
+    found = []
+    for part in text.split(_IM_END)[:-1]:
+      opening = _OPENING.search(part)
+      if opening is not None:
+        found.append((opening[1], part[opening.end() :]))
+    return found
 
   @staticmethod
   def _user(message: Observation, reply_prefix: str) -> Segments:

@@ -195,6 +195,10 @@ class ContextManager:
         f'{length} + {limits.max_response_tokens} tokens' + (f', {seen} of them for images' if seen else '')
       )
 
+  def count_reply(self, text: str) -> int:
+    """Number of tokens that are sampled for a reply of this text, with the token that ends it."""
+    return len(self.tokenizer.encode_once(text.removeprefix(self.reply_prefix))) + 1
+
   # -- prompts in messages ---------------------------------------------------------------------------------------------
 
   def messages(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Chat:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import email.utils
+import importlib
 import json
 import math
 import os
 import time
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 from ragen_jax.agent.episode import Chat, TextReply
@@ -26,6 +28,7 @@ _RATE_LIMIT_STATUS = (429, 503)
 # Names of the HTTP library's errors before a connection; the library's module differs between versions of openai.
 _NO_CONNECTION = ('ConnectError', 'ConnectTimeout', 'ProxyError', 'UnsupportedProtocol')
 _LARGEST_ANSWER = 1 << 20
+_DEADLINE = 'ragen_jax_deadline'  # key of a request's extensions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,8 @@ class EndpointClient:
     self._openai, omit = openai, openai.Omit()
     # Set explicitly: otherwise the package would send the values of other environment variables.
     self._headers = {'Authorization': f'Bearer {self._key}' if self._key else omit}
+    # Compressed answers are refused, because a small one can become a huge one.
+    self._headers |= {'Accept-Encoding': 'identity'}
     self._headers |= {'OpenAI-Organization': omit, 'OpenAI-Project': omit, 'User-Agent': 'ragen-jax'}
     self._client = openai.OpenAI(
       base_url=self._url,
@@ -122,7 +127,10 @@ class EndpointClient:
       max_retries=0,  # see EndpointSpeaker
       # A redirect would send the key to another server. The proxies of the environment do not reach this machine.
       http_client=openai.DefaultHttpxClient(
-        follow_redirects=False, timeout=self._timeout_s, trust_env=not _is_here(self._url)
+        follow_redirects=False,
+        timeout=self._timeout_s,
+        trust_env=not _is_here(self._url),
+        event_hooks={'request': [self._begin], 'response': [self._limit]},
       ),
     )
 
@@ -155,22 +163,27 @@ class EndpointClient:
       raise RequestError(self._reason(type(e).__name__, e), retry=True) from e
 
   def _receive(self, chat: Chat) -> bytes:
-    """The body of the answer.
-
-    Raises:
-      TimeoutError: the whole answer takes longer than the limit; the HTTP library only limits each part of an answer.
-      ValueError: the answer is too large.
-    """
-    deadline, body = time.monotonic() + self._timeout_s, bytearray()
+    """The body of the answer."""
     completions = self._client.chat.completions.with_streaming_response
     with completions.create(messages=chat, extra_headers=self._headers, **self._body) as response:
-      for part in response.iter_bytes():
-        body += part
-        if len(body) > _LARGEST_ANSWER:
-          raise ValueError(f'the answer is larger than {_LARGEST_ANSWER >> 20} MiB')
-        if time.monotonic() > deadline:
-          raise TimeoutError
-    return bytes(body)
+      return response.read()
+
+  def _begin(self, request: Any) -> None:
+    """Called before a request."""
+    request.extensions[_DEADLINE] = time.monotonic() + self._timeout_s
+
+  def _limit(self, response: Any) -> None:
+    """Called before the body of an answer is read, also that of an error: limits its size and the time of the whole.
+
+    The HTTP library only limits the time of each part of an answer.
+
+    Raises:
+      ValueError: the body is compressed.
+    """
+    encoding = response.headers.get('content-encoding', 'identity')
+    if encoding.strip().lower() != 'identity':
+      raise ValueError(f'the answer is compressed ({encoding}), which the request does not allow')
+    response.stream = _limited(response.stream, response.request.extensions[_DEADLINE])
 
   def _reason(self, what: str, detail: Any = '') -> str:
     """A reason in one line of at most 300 characters, without the key, which a server may repeat.
@@ -180,6 +193,27 @@ class EndpointClient:
     line = one_line(f'{what}: {detail}'.removesuffix(': '), str)
     line = line.replace(self._key, '***') if self._key else line
     return line if len(line) <= 300 else line[:297] + '...'
+
+
+def _limited(stream: Any, deadline: float) -> Any:
+  """A stream of the HTTP library that raises TimeoutError after the deadline, and ValueError if it is too long."""
+  library = importlib.import_module(type(stream).__module__.partition('.')[0])  # differs between versions of openai
+
+  class Limited(library.SyncByteStream):
+    def __iter__(self) -> Iterator[bytes]:
+      size = 0
+      for part in stream:
+        size += len(part)
+        if size > _LARGEST_ANSWER:
+          raise ValueError(f'the answer is larger than {_LARGEST_ANSWER >> 20} MiB')
+        if time.monotonic() > deadline:
+          raise TimeoutError
+        yield part
+
+    def close(self) -> None:
+      stream.close()
+
+  return Limited()
 
 
 def _is_here(url: str) -> bool:

@@ -89,8 +89,8 @@ class EndpointSpeaker:
       UserError: the server cannot be reached, or rejects the very first request.
     """
     s = self._settings
-    # Requests and waits have their own limits; this limit covers all other calls, such as a name look-up or the body of
-    # an error.
+    # Requests and waits have their own limits; this limit covers all other calls, such as a name look-up, and headers
+    # that trickle in.
     limit = s.endpoint_tries * (2 * s.endpoint_timeout + _LONGEST_RETRY_AFTER_S)
     first = []
     if not self._reached:

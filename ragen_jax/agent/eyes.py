@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ragen_jax.agent.context_manager import Prompt
+from ragen_jax.agent.image_room import ImageRoom
 from ragen_jax.models.rotary import AXES
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.encoder import Encoder
-from ragen_jax.models.vision.features import ImageColumns, stacked, table_rows
+from ragen_jax.models.vision.features import ImageColumns, stacked
 from ragen_jax.models.vision.positions import feature_columns, rope_positions
 from ragen_jax.models.vision.tower import Features
 
@@ -23,10 +24,12 @@ class Eyes:
   Attributes:
     encoder: computes the features of images.
     vision: the shape of the tower.
+    room: sizes of tables of features.
   """
 
   encoder: Encoder
   vision: VisionConfig
+  room: ImageRoom
 
   def columns(self, prompts: Sequence[Prompt | None], seen: Mapping[bytes, Features], width: int) -> ImageColumns:
     """What the columns of fed rows read of images, on the host.
@@ -37,7 +40,8 @@ class Eyes:
       width: columns of each row.
 
     Returns:
-      Positions count from the next position of each row. The table of features has few different sizes.
+      Positions count from the next position of each row. The size of the table of features depends on the number of
+      prompts and `width` only.
 
     Raises:
       UserError: the placeholders of a prompt are not those of its images.
@@ -56,7 +60,8 @@ class Eyes:
       positions[row, : len(ids)], _ = rope_positions(ids, grids, self.vision)
       begins = [first[span.segment.digest] for span in prompt.images]
       index[row, : len(ids)] = feature_columns(ids, grids, self.vision, begins)
-    return ImageColumns(index, positions, stacked(parts, table_rows(sum(counts)), self.encoder.empty))
+    rows = self.room.tokens(sum(counts), len(prompts), width, packed=False)
+    return ImageColumns(index, positions, stacked(parts, rows, self.encoder.empty))
 
   def _grid(self, image: np.ndarray) -> tuple[int, int]:
     return image.shape[0] // self.vision.patch_size, image.shape[1] // self.vision.patch_size

@@ -47,15 +47,18 @@ def find(name: str, words: str, x: np.ndarray | None, mask: np.ndarray) -> dict[
 
 
 def _in_words(rows: list[int], total: int) -> str:
-  if len(rows) == total > 1:
-    return f'all {total} rows'
+  return f'all {total} rows' if len(rows) == total > 1 else describe_rows(rows)
+
+
+def describe_rows(rows: list[int]) -> str:
+  """Row numbers as text: 'row 3', 'rows 0, 3', 'rows 0, 1, 2, 3 and 2 more'."""
   shown = ', '.join(map(str, rows[:_ROWS_SHOWN]))
   more = len(rows) - _ROWS_SHOWN
   return f'row{"s" if len(rows) > 1 else ""} {shown}' + (f' and {more} more' if more > 0 else '')
 
 
 def of_rollout(rollout: Rollout) -> dict[str, NotFinite]:
-  """Findings in the numbers of a rollout: log-probs, entropies, values, rewards and scores."""
+  """Findings in the numbers of a rollout: log-probs, entropies, values, rewards, rewards of replies, and scores."""
   t = rollout.trajectory
   scores = rollout.scores
   return (
@@ -63,6 +66,7 @@ def of_rollout(rollout: Rollout) -> dict[str, NotFinite]:
     | find('sampled_entropies', 'sampled entropies', t.entropies, t.loss_mask)
     | find('sampled_values', 'sampled values', t.values, t.loss_mask)
     | find('rewards', 'rewards', t.rewards, t.loss_mask)
+    | find('reply_rewards', 'rewards of replies', t.reply_rewards, t.loss_mask)
     | find('scores', 'scores', scores, np.ones(scores.shape, bool))
   )
 

@@ -45,16 +45,26 @@ def tile_of(spec: EnvSpec, processor: ProcessorConfig) -> int:
   )
 
 
+def observed_images(spec: EnvSpec, processor: ProcessorConfig) -> tuple[int, tuple[int, int]]:
+  """Number of images of an observation, and their (height, width) in pixels as the tower reads them.
+
+  Args:
+    spec: an environment that shows images.
+    processor: of the model.
+  """
+  if spec.tile is not None:
+    rows, columns = spec.env.image_grid
+    tile = tile_of(spec, processor)
+    return 1, (rows * tile, columns * tile)
+  form = spec.env.image_form
+  return form.count, smart_resize(form.height, form.width, processor)
+
+
 def image_columns(spec: EnvSpec, processor: ProcessorConfig) -> int:
   """Columns of the images of an observation, with the tokens before and after each; 0 without images."""
   if not shows_images(spec):
     return 0
-  if spec.tile is not None:
-    tile = tile_of(spec, processor)
-    count, size = 1, tuple(side * tile for side in spec.env.image_grid)
-  else:
-    form = spec.env.image_form
-    count, size = form.count, smart_resize(form.height, form.width, processor)
+  count, size = observed_images(spec, processor)
   return count * (size[0] * size[1] // processor.factor**2 + 2)
 
 

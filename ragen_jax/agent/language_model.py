@@ -46,7 +46,8 @@ class LanguageModel:
     sampler: the sampler for the model's structure.
     mesh: the devices that hold the weights.
     processor: how images become patches; None for models that read text only.
-    encoders: the vision towers by trunk, 'policy' and 'critic'; empty for models that read text only.
+    encoders: the vision towers by trunk, 'policy' and 'critic'; empty for models that read text only. A critic whose
+      frozen tower is that of the policy has none of its own, see `has_policys_tower`.
   """
 
   directory: str
@@ -144,7 +145,8 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
   nnx.update(model, place(rest, tree_shardings(rest, mesh)))
   shards = division.choose(settings.decode_shards, model.policy.cfg, settings.dtype, mesh)
   sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values, decode_shards=shards)
-  encoders = {} if processor is None else make_encoders(model, processor, mesh)
+  shared = has_policys_tower(settings.vision, settings.param_dtype, directory)
+  encoders = {} if processor is None else make_encoders(model, processor, mesh, shared=shared)
   return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, encoders)
 
 
@@ -154,9 +156,19 @@ def check_vision(vision: str, cfg: QwenConfig) -> None:
     raise UserError(f'model.vision={vision!r}: the model reads text only, so there is no vision tower to train')
 
 
-def make_encoders(model: ActorCritic, processor: ProcessorConfig, mesh: Mesh) -> dict[str, Encoder]:
-  """The vision towers of the trunks of a model that reads images."""
-  trunks = {'policy': model.policy, 'critic': model.critic}
+def has_policys_tower(vision: str, param_dtype: str, directory: str) -> bool:
+  """Whether a separate critic has the weights of the policy's tower for the whole run.
+
+  Args:
+    vision, param_dtype: see `ModelSettings`; the critic's weights are float32.
+    directory: of the checkpoint.
+  """
+  return vision == 'frozen' and jnp.dtype(param_dtype) == jnp.float32 and critic_directory(directory) == directory
+
+
+def make_encoders(model: ActorCritic, processor: ProcessorConfig, mesh: Mesh, *, shared: bool) -> dict[str, Encoder]:
+  """The vision towers of the trunks of a model that reads images; one for both if they are `shared`."""
+  trunks = {'policy': model.policy, 'critic': None if shared else model.critic}
   divided = mesh if mesh.size > 1 else None
   return {name: Encoder(trunk, processor, divided) for name, trunk in trunks.items() if trunk is not None}
 

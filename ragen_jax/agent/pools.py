@@ -259,7 +259,9 @@ class JaxPool(Pool):
     if self._draw is None:
       return env.render(self.states)
     images = np.asarray(self._draw(self._device_states))
-    return [with_images(text, [x], self.processor) for text, x in zip(env.captions(self.states), images, strict=True)]
+    # Copies, because a part of the array would keep all of it in memory.
+    pairs = zip(env.captions(self.states), images, strict=True)
+    return [with_images(text, [image.copy()], self.processor) for text, image in pairs]
 
   def picture(self, row: int) -> np.ndarray | None:
     """See `Pool`."""

@@ -59,7 +59,7 @@ def describe_task(spec: EnvSpec, action_sep: str) -> str:
   else:
     limits += f'Give at most {budget.max_actions_per_turn} actions in one turn, separated by {action_sep}.'
   lines.append(limits)
-  return '\n'.join(lines)
+  return plain('\n'.join(lines))
 
 
 def _count(number: int, noun: str) -> str:
@@ -120,7 +120,7 @@ def format_reward(reward: float) -> str:
 
 
 def plain(text: str) -> str:
-  """Changes a text of a game or an action so that it contains no special token such as <|im_end|>."""
+  """Changes a text of a game, its rules or an action so that it contains no special token such as <|im_end|>."""
   return text.replace('<|', '< |')
 
 

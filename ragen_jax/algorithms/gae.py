@@ -126,9 +126,10 @@ def bi_level_gae(
   and *replaces* the reward of e_k by A^H_k + V(e_k). Pass 2 is token GAE that restarts at every e_k, with bootstrap and
   accumulator 0. So A(e_k) = A^H_k, and no discount per token crosses the end of a turn.
 
-  S_k is the sum of the rewards on the tokens of turn k before e_k, such as those of described states; VAGEN's rewards
-  are all on e_k. They are earned between e_{k-1} and e_k, so they belong to the step that ends at e_k. With all
-  discounts and decays 1 the result is that of `gae`, wherever the rewards are.
+  S_k is the sum of the rewards on the tokens of turn k before e_k: penalties of the KL, and rewards of described states
+  with `reward.state_place='section'`. VAGEN reads the rewards on e_k only. Those before e_k are earned between e_{k-1}
+  and e_k, so they belong to the step that ends at e_k. With all discounts and decays 1 the result is that of `gae`,
+  wherever the rewards are.
 
   The ends of turns follow from the turn indices, independent of rewards. V(e_{K+1}) is `bootstrap` for a truncated
   episode and 0 for one that terminated.

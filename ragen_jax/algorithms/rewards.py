@@ -106,7 +106,8 @@ def shape_rewards(
   """Assigns credit and normalises.
 
   Args:
-    rewards: f32[B, T], reward of each turn on its last sampled token, including penalties. Not read outside the mask.
+    rewards: f32[B, T], rewards of turns on sampled tokens: each on the last token of its turn, except those that
+      belong inside a turn (`reward.state_place`). Not read outside the mask.
     loss_mask: bool[B, T], sampled tokens.
     turn: i32[B, T], turn index, -1 outside of turns.
     group, env, grouping, method, episode: see `normalize_scores`.

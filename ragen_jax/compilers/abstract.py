@@ -16,10 +16,12 @@ from ml_collections import ConfigDict
 from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.image_observations import image_columns, shows_images
-from ragen_jax.agent.language_model import LanguageModel, make_sampler, param_state
+from ragen_jax.agent.image_room import ImageRoom, image_room
+from ragen_jax.agent.language_model import LanguageModel, has_policys_tower, make_sampler, param_state
 from ragen_jax.compilers import topologies
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import EINSUM
 from ragen_jax.models.attention_choice import choose_attention
@@ -28,7 +30,7 @@ from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.rotary import AXES
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.models.vision.features import ImageColumns, abstract_features, table_rows
+from ragen_jax.models.vision.features import ImageColumns, abstract_features
 from ragen_jax.sampling import capacity, division
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.sampler import changed_weights
@@ -140,34 +142,45 @@ def abstract_batch(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, 
 
 def _abstract_images(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, int]) -> ImageInputs | None:
   """What a micro-batch reads of images, if all of them differ; None for text."""
-  tokens, (rows, width, _) = visual_columns(config), shape
-  if not tokens:
+  room, (rows, width, _) = planned_room(config), shape
+  if room is None:
     return None
-  turns = trainer.player.max_turns * max(config.agent.max_context // width, 1)
-  images = rows * max(min(turns if not config.optimizer.packing else width, width // tokens), 1)
-  processor = presets.processor(config.model.preset, config.model.path)
-  return abstract_inputs(trainer.model, processor, rows, width, images, tokens - 2, trainer.model.model.policy.dtype)
+  model = config.model
+  return abstract_inputs(
+    trainer.model, presets.processor(model.preset, model.path), room, rows, width,
+    packed_from=config.agent.max_context if config.optimizer.packing else 0,
+    shared=has_policys_tower(model.vision, model.param_dtype, model.path),
+  )  # fmt: skip
+
+
+def planned_room(config: ConfigDict) -> ImageRoom | None:
+  """The room for images of training; None for text."""
+  return image_room(_specs_with_images(config), presets.processor(config.model.preset, config.model.path))
+
+
+def _specs_with_images(config: ConfigDict) -> list[EnvSpec]:
+  """The environments of training that show images."""
+  tags = tuple(config.train.tags)
+  return [spec for spec in build.env_specs(config, tags, (1,) * len(tags)) if shows_images(spec)]
 
 
 def visual_columns(config: ConfigDict) -> int:
   """Columns of the images of an observation of training, of the environment that has most; 0 for text."""
-  tags = tuple(config.train.tags)
-  specs = [spec for spec in build.env_specs(config, tags, (1,) * len(tags)) if shows_images(spec)]
   processor = presets.processor(config.model.preset, config.model.path)
-  return max((image_columns(spec, processor) for spec in specs), default=0)
+  return max((image_columns(spec, processor) for spec in _specs_with_images(config)), default=0)
 
 
 def sampler_images(config: ConfigDict, policy: LanguageModel, rows: int, width: int) -> ImageColumns | None:
-  """What fed rows read of images, if all of them differ; None for text."""
-  columns = visual_columns(config)
-  if not columns:
+  """What fed rows read of images; None for text."""
+  room = planned_room(config)
+  if room is None:
     return None
   by_rows, whole = row_sharding(policy.mesh), NamedSharding(policy.mesh, PartitionSpec())
   dtype = policy.model.policy.dtype
   return ImageColumns(
     jax.ShapeDtypeStruct((rows, width), np.int32, sharding=by_rows),
     jax.ShapeDtypeStruct((rows, width, AXES), np.int32, sharding=by_rows),
-    abstract_features(policy.model.policy.cfg.vision, table_rows(rows * columns), dtype, whole),
+    abstract_features(policy.model.policy.cfg.vision, room.tokens(0, rows, width, packed=False), dtype, whole),
   )
 
 

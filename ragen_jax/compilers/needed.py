@@ -194,7 +194,8 @@ def uncounted(found: Sequence[Program], *, images: bool) -> str:
 
   Args:
     found: see `programs`.
-    images: the run has images. The shapes of programs that read images depend on their number.
+    images: the run has images. Vision towers, the further tables of packed rows (`ImageRoom`), and prompts that are fed
+      at the end of the context (`SamplerSpeaker`) have other programs.
   """
   counts = collections.Counter(name for name, _ in found if name not in ('extend', 'decode', 'resize'))
   parts = ['other programs with images'] if images else []

@@ -63,6 +63,8 @@ def check_algorithm(config: ConfigDict) -> None:
   signals = config.monitor.min_signals
   rules.check(config, 'monitor.min_signals', signals <= len(SIGNALS), f'there are only {len(SIGNALS)} signals')
   rules.positive_fraction(config, 'monitor.rollback_lr')
+  factor = config.monitor.spike_factor
+  rules.check(config, 'monitor.spike_factor', factor == 0 or factor > 1, 'must be 0 (off) or above 1')
   rules.check(
     config, 'reward.method', config.reward.credit == 'trajectory' or config.reward.method == 'identity',
     "with reward.credit='turn' it may be 'identity' only",

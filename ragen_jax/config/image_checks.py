@@ -25,7 +25,8 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
     weights: whether the checkpoint exists; otherwise a preset's processor is that of the published checkpoint.
 
   Raises:
-    UserError: the model reads text only, its processor would resize the images of a board, or there are processes.
+    UserError: the model reads text only, its processor would resize the images of a board, the images of an observation
+      do not fit into the context, or there are processes.
   """
   specs = [s for section in sections for s in _specs(config, section) if shows_images(s)]
   if not specs and config.model.vision == 'frozen':
@@ -44,6 +45,18 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
   processor = presets.processor(config.model.preset, path)
   for spec in specs:
     image_observations.check_images(spec, processor)
+    _check_context(config, spec, image_observations.image_columns(spec, processor))
+
+
+def _check_context(config: ConfigDict, spec: EnvSpec, columns: int) -> None:
+  """Checks that an observation whose images need so many columns leaves room for its text and a reply."""
+  agent = config.agent
+  room = agent.max_context - agent.max_response_tokens
+  if columns >= room:
+    raise UserError(
+      f'{_field(spec)}: the images of an observation need {columns} tokens; agent.max_context={agent.max_context} less '
+      f'agent.max_response_tokens={agent.max_response_tokens} leaves {max(room, 0)} for a prompt, with its text'
+    )
 
 
 def check_texts(config: ConfigDict, tags: Sequence[str], reader: str) -> None:

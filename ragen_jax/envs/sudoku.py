@@ -206,7 +206,7 @@ class Sudoku(base.Environment):
     Letter case and blanks are ignored. 'put' or 'write' for 'place', 'column' for 'col', and parentheses around the
     three numbers are accepted.
     """
-    text = text.strip().lower().rstrip('.')
+    text = ' '.join(text.lower().split()).rstrip('.')  # single blanks: a long run of them would take quadratic time
     if match := _SENTENCE.fullmatch(text):
       digit, row, col = map(int, match.groups())
     elif match := _TRIPLE.fullmatch(text):

@@ -119,17 +119,20 @@ class Evaluator:
 
     Returns:
       The sampled episodes, the greedy episodes (none without `greedy_too`), the records of both, and a text about
-      numbers of the sampled episodes that are not finite.
+      numbers of both that are not finite.
     """
     sampled = self._play(params, self._settings.sampling, step)
     if self.observer is not None:
       self.observer(sampled)
     records, greedy = self._records(sampled, step, 'val'), []
+    not_finite = [finite.describe(finite.of_rollout(sampled).values())]
     if self._settings.greedy_too:
       rollout = self._play(params, GREEDY, step)
       greedy = rollout.episodes
       records += self._records(rollout, step, 'val-greedy')
-    return sampled.episodes, greedy, records, finite.describe(finite.of_rollout(sampled).values())
+      if found := finite.of_rollout(rollout):
+        not_finite.append(f'with greedy decoding {finite.describe(found.values())}')
+    return sampled.episodes, greedy, records, ', '.join(text for text in not_finite if text)
 
   def __call__(self, params: Any, step: int = 0) -> Evaluation:
     """Evaluates weights; arguments as for `episodes`."""

@@ -43,7 +43,7 @@ from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.staging import StagedWorkdir, address
 from ragen_jax.runs.workdir import open_workdir
 from ragen_jax.training.run_log import BEST
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import Diverged, UserError
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
 
@@ -65,6 +65,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
   Raises:
     UserError: the config cannot be run; there is no such checkpoint, or it belongs to another config; the endpoint
       cannot be reached; a file cannot be written.
+    Diverged: log-probs, entropies or values of the policy are not finite.
   """
   if jax.process_count() > 1:
     raise UserError(f'--mode=eval runs in one process, there are {jax.process_count()}; devices may be many')
@@ -146,7 +147,7 @@ def _play_model(
     evaluator = build.make_evaluator(config, policy, players['eval'])
     sampled, greedy, records, not_finite = evaluator.episodes(params, step or 0)
   if not_finite:
-    _log.warning('%s: not finite: %s', name, not_finite)
+    raise Diverged(f'{name}: not finite: {not_finite}; its success means nothing, and no result is written')
   splits = [(describe_sampling(build.sampling(config.eval)), sampled), ('greedy', greedy)]
   size = config.eval.group_size
   rows = [

@@ -112,7 +112,8 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> L
     return LanguageModel(directory, model, tokenizer, sampler, mesh)
   tiny_vision.save_processor(directory)
   processor = read_processor(directory, tower)
-  return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, make_encoders(model, processor, mesh))
+  encoders = make_encoders(model, processor, mesh, shared=False)
+  return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, encoders)
 
 
 def forms(config: ConfigDict) -> tuple[str, ...]:
@@ -145,7 +146,7 @@ def _examples(
 ) -> SftExamples:
   """The conversations of the file, or demonstrations; demonstrations are written to `sft.save_data` if it is set."""
   sft, tokenizer, max_context = config.sft, policy.tokenizer, config.agent.max_context
-  sight, params = make_sight(policy), param_state(policy.model)
+  sight, params = make_sight(policy, None), param_state(policy.model)
   if found:
     prefix = build.context_manager(config, tokenizer, []).reply_prefix
     return join([from_file(sft.data, found, tokenizer, prefix, max_context)], sight, params)
@@ -201,7 +202,7 @@ def _learn(
     ):
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
       run_log = RunLog(build.log_settings(config), writer, kept, progress)
-      skipped = SkippedSteps(config.monitor.max_bad_iterations)
+      skipped = SkippedSteps(config.monitor.max_bad_iterations, trainer.describe_skipped)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps
@@ -209,17 +210,17 @@ def _learn(
           rows = next(draws)
           examples = beginnings if step <= sft.short_steps else data
           micro_batches = list(cut(examples, rows))
-          parts, flag = trainer.step(micro_batches)
+          parts, metrics = trainer.step(micro_batches)
           if log.due(step):
             jax.block_until_ready(parts)
-        skipped.add(step, flag)
+        skipped.add(step, metrics)
         save = last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0)
         if save or log.due(step):
-          log.skipped(skipped.read())
+          log.skipped(skipped.read(), skipped.reason)
         log.step(step, parts, micro_batches, int(examples.length[rows].sum()))
-        bad = 'the loss, its gradient or the update is not finite' if skipped.in_a_row else ''
+        bad = f'not finite: {skipped.reason}' if skipped.in_a_row else ''
         if save and not bad and not trainer.has_finite_loss(micro_batches):
-          bad = 'the loss under the new weights is not finite'
+          bad = 'not finite: the loss under the new weights'
         if bad and (last or skipped.too_many):
           writer.flush()
           raise diverged(step, bad, checkpointer.latest_step())

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from ragen_jax.agent.episode import Chat
 
 _PLACEHOLDER = re.compile(r'\{[A-Za-z_][A-Za-z0-9_]*\}')
-_PROMPT = re.compile(r'<prompt>(.*)</prompt>', re.DOTALL)
 _MARK = '| '
 # The least that is shown of an attempt, in characters; fewer attempts are shown if there is not enough room.
 LEAST_SHOWN = 1000
@@ -98,8 +97,9 @@ def without_thought(reply: str) -> str:
 
 def read_prompt(reply: str) -> str | None:
   """The new prompt in a reply, without white space at its ends; None if the reply has none."""
-  found = _PROMPT.search(without_thought(reply))
-  return found[1].strip() if found else None
+  rest = without_thought(reply).partition('<prompt>')[2]
+  prompt, closed, _ = rest.rpartition('</prompt>')
+  return prompt.strip() if closed else None
 
 
 def placeholders(prompt: str) -> frozenset[str]:

@@ -112,7 +112,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'checkpoint': ('every', 'keep'),
     'serve': ('host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'grace', 'keep', 'max_concurrency'),
     'logging': ('episodes', 'episodes_every', 'trajectories'),
-    'monitor': ('information_every', 'gradients_every', 'max_bad_iterations'),
+    'monitor': ('information_every', 'gradients_every', 'max_bad_iterations', 'spike_factor'),
     'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),
   },
   'prompt_search': {

@@ -34,6 +34,8 @@ from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
+# Environment variables that agents' commands do not get.
+_SECRETS = (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')
 _GRACE_S = 10.0  # how long a stopped agent may take to end
 LOOK_S = 1.0  # between two looks for attempts that are late
 MOST_PRUNED = 10_000  # rollouts that are deleted at a time
@@ -289,12 +291,13 @@ def function_runner(function: Callable[[Task], Any]) -> Runner:
   return FunctionRunner(function, _GRACE_S)
 
 
-def make_runner(field: str, name: str) -> Runner:
+def make_runner(field: str, name: str, secrets: Collection[str]) -> Runner:
   """The runner that `AgentTasks.runner` names: a function 'package.module:function', or a command.
 
   Args:
     field: the config field with the name, for errors.
     name: the function or the command.
+    secrets: further environment variables that a command does not get, besides `_SECRETS`.
 
   Raises:
     UserError: the function cannot be imported.
@@ -303,5 +306,5 @@ def make_runner(field: str, name: str) -> Runner:
   if len(words) == 1 and ':' in name:
     return function_runner(load_function(field, name))
   words = [sys.executable if words[0] == 'python' else words[0], *words[1:]]
-  environment = {k: v for k, v in os.environ.items() if k not in (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')}
+  environment = {k: v for k, v in os.environ.items() if k not in (*_SECRETS, *secrets)}
   return ProgramRunner(words, None, environment, _GRACE_S)

@@ -6,9 +6,10 @@ import math
 import re
 from typing import Any
 
+from ragen_jax.envs.outside.base import LARGEST_REWARD, read_reward
 from ragen_jax.serving.records import RETRIED, Invalid, Limits, NewRollout
 from ragen_jax.serving.tables import to_json
-from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.errors import one_line, short
 
 _ID = re.compile(r'[A-Za-z0-9_.-]{1,128}')
 _LONGEST_NAME = 200  # characters
@@ -44,9 +45,10 @@ def _check_limits(limits: Limits) -> None:
 
 def check_value(value: Any) -> float:
   """A reward as a float."""
-  if not _is_number(value):
-    raise Invalid(f'value={_cut(value)}; allowed: finite numbers')
-  return float(value)
+  reward = read_reward(value) if _is_number(value) else None
+  if not isinstance(reward, float):
+    raise Invalid(f'value={_cut(value)}; allowed: numbers within {LARGEST_REWARD:g}')
+  return reward
 
 
 def check_name(field: str, name: Any) -> None:
@@ -64,4 +66,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _cut(value: Any) -> str:
-  return one_line(value)[:_LONGEST_NAME]
+  return short(value)[:_LONGEST_NAME]

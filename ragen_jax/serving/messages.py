@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,8 @@ def _refuse_constant(name: str) -> float:
   raise ValueError(f'{name} is no number of JSON')
 
 
+_SURROGATE = re.compile('[\ud800-\udfff]')
+
 # NaN and Infinity, which Python writes and reads, are errors.
 JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
@@ -102,9 +105,14 @@ def parse_json(text: str) -> Any:
     raise ValueError('nested too deeply') from e
 
 
+def encodable(text: str) -> str:
+  """The text with U+FFFD for each lone surrogate, which JSON can spell and UTF-8 cannot encode."""
+  return _SURROGATE.sub('\ufffd', text)
+
+
 def dump_json(value: Any) -> str:
   """JSON as the chat templates of the Qwen family write it."""
-  return json.dumps(value, ensure_ascii=False)
+  return encodable(json.dumps(value, ensure_ascii=False))
 
 
 def canonical(message: Message) -> str:
@@ -126,7 +134,7 @@ def from_canonical(text: str) -> Message:
 def _canonical_arguments(text: str) -> str:
   try:
     value = parse_json(text or '{}')
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(',', ':'))
+    return encodable(json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(',', ':')))
   except (ValueError, RecursionError):
     return text
 

@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ragen_jax.serving.messages import JSON, Message, Role, ToolCall, parse_json
+from ragen_jax.serving.messages import JSON, Message, Role, ToolCall, encodable, parse_json
 
 CALL, END_CALL = '<tool_call>', '</tool_call>'
 THOUGHT, END_THOUGHT = '<think>', '</think>'
@@ -290,9 +290,9 @@ def read_call(text: str) -> tuple[str, str, Problem | None]:
       rest = text[start:].strip()
       return name, rest.removesuffix('}').rstrip() if key == 'arguments' else arguments, Problem.INVALID_JSON
     if key == 'name' and isinstance(value, str):
-      name = value
+      name = encodable(value)
     elif key == 'arguments':
-      arguments = value if isinstance(value, str) else '{}' if value is None else text[start:at]
+      arguments = encodable(value) if isinstance(value, str) else '{}' if value is None else text[start:at]
     at = _skip(text, at)
     more = text[at : at + 1] == ','
     at = _skip(text, at + 1) if more else at

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import numbers
 import os
 import select
@@ -20,10 +19,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from ragen_jax.envs.outside.base import LARGEST_REWARD, read_reward
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.types import AttemptState
 from ragen_jax.serving.watch import Ending, Outcome, Watch
-from ragen_jax.utils.errors import UserError, one_line
+from ragen_jax.utils.errors import UserError, one_line, short
 from ragen_jax.utils.imports import import_function
 from ragen_jax.utils.threads import attempt
 
@@ -109,8 +109,8 @@ class _Call:
       return True
 
   def _run(self) -> None:
-    value, fault = attempt(self._play, 'agent')
-    self.outcome = Outcome.failed(str(fault)) if fault else _value_outcome(value)
+    outcome, fault = attempt(lambda: _value_outcome(self._play()), 'agent')
+    self.outcome = Outcome.failed(str(fault)) if fault else outcome
     self._watch.end()
 
   def _play(self) -> Any:
@@ -129,9 +129,10 @@ class _Call:
 def _value_outcome(value: Any) -> Outcome:
   if value is None:
     return Outcome(AttemptState.SUCCEEDED, None, '', None)
-  if isinstance(value, numbers.Real) and math.isfinite(value):
-    return Outcome(AttemptState.SUCCEEDED, float(value), '', None)
-  return Outcome.failed(f'agent returned {one_line(value)[:200]}; allowed: a finite number, None')
+  reward = read_reward(value) if isinstance(value, numbers.Real) else None
+  if isinstance(reward, float):
+    return Outcome(AttemptState.SUCCEEDED, reward, '', None)
+  return Outcome.failed(f'agent returned {short(value)[:200]}; allowed: a number within {LARGEST_REWARD:g}, None')
 
 
 class ProgramRunner:

@@ -6,6 +6,7 @@ Nothing here knows threads; the engine calls it from its own.
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from ragen_jax.serving.device_rows import DeviceRows, Feed
 from ragen_jax.serving.settings import EngineSettings
 from ragen_jax.serving.slots import Slot, SlotTable
 from ragen_jax.serving.types import Finish
+
+_log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -43,6 +46,7 @@ class Scheduler:
     self.calls: dict[int, Call] = {}
     self.version = version
     self.counts: collections.Counter[str] = collections.Counter()
+    self._warned: int | None = None  # the last version whose numbers were not finite
     self._stop_ids = sampler.stop_ids
     self._table = SlotTable(settings.slots, sampler.share.shards, settings.max_context, worth=settings.widths[0])
 
@@ -126,6 +130,10 @@ class Scheduler:
       alternatives=any(p.top_logprobs for p in params),
     )
     self.counts['chunks'] += 1
+    bad = int(np.sum(~np.isfinite(reply.logprobs)))
+    if bad and self._warned != self.version:
+      self._warned = self.version
+      _log.error('policy version %d: not finite: %d sampled log-probs; its replies mean nothing', self.version, bad)
     for i, (slot, call) in enumerate(zip(ready, calls, strict=True)):
       before = len(call.ids)
       slot.append(reply.tokens[i, : reply.count[i]])

@@ -81,8 +81,18 @@ class ReplyText:
 
   def _settle(self, ids: Sequence[int]) -> None:
     self._open += ids
-    if not self._decode(self._open).endswith(_INCOMPLETE):
+    text = self._decode(self._open)
+    if not text.endswith(_INCOMPLETE):
       self._settled, self._open = len(self._text), []
+      return
+    # An incomplete character has at most 3 bytes, so the ids before the last 3 are complete, or no characters at all.
+    # The cut must not divide a character: one of 4 neighbouring places does not.
+    for cut in range(len(self._open) - 3, max(len(self._open) - 7, 0), -1):
+      settled = self._decode(self._open[:cut])
+      if settled + self._decode(self._open[cut:]) == text:
+        self._settled += len(settled)
+        del self._open[:cut]
+        return
 
   def _first_stop(self, text: str, start: int) -> tuple[int, str] | None:
     """Position and text of the first stop string from a position on; of those at one position, the first given."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from typing import Any
 
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.trajectory import Timeline, Trajectory
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, one_line, short
 from ragen_jax.utils.files import replace_file
 
 ROLES = ('system', 'user', 'assistant')
@@ -78,6 +80,8 @@ def _messages(line: str) -> tuple[Message, ...]:
   """The messages of a line; raises ValueError if the line is not a conversation."""
   try:
     raw = json.loads(line)
+  except RecursionError as e:
+    raise ValueError('is nested too deeply') from e
   except ValueError as e:
     raise ValueError(f'is not JSON ({e})') from e
   raw = raw.get('messages') if isinstance(raw, dict) else None
@@ -90,21 +94,28 @@ def _messages(line: str) -> tuple[Message, ...]:
       raise ValueError(f'{where} must be an object with "role" and "content"')
     role, content, weight = item.get('role'), item.get('content'), item.get('weight', 1)
     if role not in ROLES:
-      raise ValueError(f'{where}.role is {role!r}; allowed: {", ".join(ROLES)}')
+      raise ValueError(f'{where}.role is {short(role)}; allowed: {", ".join(ROLES)}')
     if not isinstance(content, str):
-      raise ValueError(f'{where}.content is {json.dumps(content)}; it must be text')
+      raise ValueError(f'{where}.content is {_shown(content)}; it must be text')
+    if surrogate := re.search('[\ud800-\udfff]', content):
+      raise ValueError(f'{where}.content has half a character, {surrogate[0]!r}, which UTF-8 cannot encode')
     calls = [name for name in ('tool_calls', 'function_call') if item.get(name)]
     if calls:
       raise ValueError(f'{where} has {calls[0]}, which cannot be learnt from')
     if role == 'system' and i:
       raise ValueError(f'{where}.role is "system", which may only be the first message')
     if weight not in (0, 1):
-      raise ValueError(f'{where}.weight is {json.dumps(weight)}; allowed: 0, 1')
+      raise ValueError(f'{where}.weight is {_shown(weight)}; allowed: 0, 1')
     messages.append(Message(role, content, role == 'assistant' and bool(weight)))
   last = max((i for i, m in enumerate(messages) if m.trained), default=None)
   if last is None:
     raise ValueError('has no message of the assistant to learn from')
   return tuple(messages[: last + 1])
+
+
+def _shown(value: Any) -> str:
+  """The beginning of a JSON value."""
+  return one_line(value, json.dumps)[:80]
 
 
 def tokenize(

@@ -43,12 +43,12 @@ class SftLog:
     """Whether a step is logged."""
     return step % _LOG_EVERY == 0 or step == self._last_step
 
-  def skipped(self, steps: list[int]) -> None:
-    """Counts the skipped steps since the last call, and writes a line about them."""
+  def skipped(self, steps: list[int], reason: str) -> None:
+    """Counts the skipped steps since the last call, and writes a line about them; `reason` is that of the first."""
     self._skipped += len(steps)
     if steps:
       shown = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
-      self._progress.write(f'{shown}: skipped, because the loss, its gradient or the update is not finite')
+      self._progress.write(f'{shown}: skipped, because not finite: {reason}')
 
   def step(self, step: int, parts: jax.Array, batches: list[SftBatch], tokens: int) -> None:
     """Logs a step that is due, and counts the tokens of the others.

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 from ragen_jax.utils.errors import Diverged
 
 
 class SkippedSteps:
-  """Counts the steps whose loss, gradient or update was not finite.
+  """Counts the steps whose loss, gradient, optimiser state or weights were not finite.
 
   Attributes:
     in_a_row: number of consecutive skipped steps up to the last step that was read.
+    reason: text about the first skipped step of the last `read` that found one; '' before.
   """
 
-  def __init__(self, limit: int):
+  def __init__(self, limit: int, describe: Callable[[dict[str, Any]], str]):
     """The state before the first step.
 
     Args:
       limit: number of consecutive skipped steps that ends the warm start (`monitor.max_bad_iterations`).
+      describe: from a step's metrics on the host, text about what was not finite; '' for a step that was taken.
     """
     self.in_a_row = 0
-    self._limit = limit
-    self._pending: list[tuple[int, jax.Array]] = []
+    self.reason = ''
+    self._limit, self._describe = limit, describe
+    self._pending: list[tuple[int, dict[str, Any]]] = []
 
-  def add(self, step: int, flag: jax.Array) -> None:
-    """Adds a step; its flag, 1 if the step was skipped, is read later."""
-    self._pending.append((step, flag))
+  def add(self, step: int, metrics: dict[str, Any]) -> None:
+    """Adds a step with its metrics, which are read later."""
+    self._pending.append((step, metrics))
 
   def read(self) -> list[int]:
     """The skipped steps since the last call, up to the one that ends the warm start."""
     steps = []
-    for step, flag in self._pending:
-      skipped = bool(flag)
-      self.in_a_row = self.in_a_row + 1 if skipped else 0
-      if skipped:
+    for step, metrics in self._pending:
+      reason = self._describe(jax.device_get(metrics))
+      self.in_a_row = self.in_a_row + 1 if reason else 0
+      if reason:
+        self.reason = self.reason if steps else reason
         steps.append(step)
       if self.in_a_row == self._limit:
         break

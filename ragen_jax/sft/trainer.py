@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft.packing import SftBatch
+from ragen_jax.training import bad_steps
 from ragen_jax.training.learner import SKIPPED, Learner, Loss
 from ragen_jax.training.optimizer import weight_decay_mask
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
@@ -109,16 +110,21 @@ class SftTrainer:
     gradients, found = self.learner.gradients(self.state, batches)
     return gradients, _parts(found)
 
-  def step(self, batches: list[SftBatch]) -> tuple[jax.Array, jax.Array]:
+  def step(self, batches: list[SftBatch]) -> tuple[jax.Array, dict[str, Any]]:
     """Takes one optimiser step.
 
     Returns:
-      f32[2], loss and value loss before the step, and i32[], 1 if the step was skipped because a loss, the gradient or
-      the update was not finite.
+      f32[2], loss and value loss before the step, and the metrics of `Learner.step`.
     """
     self.state, found = self.learner.step(self.state, batches)
     self.state = self.state.replace(iteration=self.state.iteration + 1)
-    return _parts(found), found[SKIPPED]
+    return _parts(found), found
+
+  def describe_skipped(self, found: dict[str, Any]) -> str:
+    """Text about a skipped step from its metrics on the host; '' for a step that was taken."""
+    stats, bad = bad_steps.split(found)
+    skipped = stats.pop(SKIPPED)
+    return bad_steps.describe(stats, bad, self.state.trained, self.state.opt_state) if skipped else ''
 
   def has_finite_loss(self, batches: list[SftBatch]) -> bool:
     """Whether the weights give finite losses on the last of these micro-batches; compiles nothing after a step."""

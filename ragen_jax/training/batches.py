@@ -143,6 +143,11 @@ class MicroBatch:
   width: int
   replies: int
 
+  @property
+  def members(self) -> np.ndarray:
+    """i32[n], the rows that exist."""
+    return self.rows[self.rows >= 0]
+
   def cut(self, batch: _Rows) -> _Rows:
     """The rows and columns of this micro-batch; rows of index -1 become rows without tokens."""
     present = self.rows >= 0
@@ -255,7 +260,8 @@ def micro_batches(
     plans: which rows go together: `MicroBatch`, or `PackedBatch` of `training/packing.py`.
     mesh: places the rows of each micro-batch on it; None leaves them on the host.
     room: images, by size, for which the table of each micro-batch has room at least, see `ImageInputs.sizes`. Batches
-      with about equally many images then have tables of one size, and need one program.
+      with about equally many images then have tables of one size, and need one program. Not read if the batch's
+      `Gallery` has a `room`.
   """
   parts = (plan.cut(batch) for plan in plans)
   if batch.images is not None:
@@ -266,11 +272,11 @@ def micro_batches(
 
 
 def _with_images(parts: list[_Rows], mesh: Mesh | None, room: Mapping[tuple[int, int], int]) -> Iterator[_Rows]:
-  """Micro-batches, each with the images that its columns read. All have tables of one size."""
+  """Micro-batches, each with the images that its columns read. Those of one shape have tables of one size."""
   sizes = [part.images.sizes() for part in parts]
   size = {key: max(room.get(key, 0), *(own[key] for own in sizes)) for key in (sizes[0] if sizes else ())}
   for part in parts:
-    images = part.images.with_source(size, mesh)
+    images = part.images.with_source(size, mesh, packed=part.segments is not None)
     part = part.replace(images=None)
     yield (part if mesh is None else place_rows(part, mesh)).replace(images=images)
 

@@ -19,6 +19,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ragen_jax.agent.image_room import ImageRoom
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.distributed.sharding import copied, place_rows, row_sharding, row_shards
@@ -43,14 +44,14 @@ _TOKENS = (0, 0)
 
 @struct.dataclass
 class FrozenFeatures:
-  """A table of features of each trunk, by name."""
+  """A table of features of each trunk, by name; a critic without one of its own reads that of the policy."""
 
   by_trunk: dict[str, Features]
 
   def features(self, trunk: Qwen, name: str, *, remat: bool) -> Features:
     """The table of a trunk."""
     del trunk, remat
-    return self.by_trunk[name]
+    return self.by_trunk.get(name, self.by_trunk[POLICY])
 
 
 @struct.dataclass
@@ -89,14 +90,16 @@ class Gallery:
   Attributes:
     pixels: u8[H, W, 3] each.
     first: i64[n + 1], row of the table with the first token of each image; the last number is that of all tokens.
-    features: of each image by trunk; empty if towers are trained.
+    features: of each image by trunk, see `FrozenFeatures`; empty if towers are trained.
     processor: how images become patches.
+    room: sizes of tables, by the shape of the rows that read them; None for sizes that follow from the images.
   """
 
   pixels: tuple[np.ndarray, ...]
   first: np.ndarray
   features: Mapping[str, Sequence[Features]]
   processor: ProcessorConfig
+  room: ImageRoom | None
 
 
 @struct.dataclass
@@ -142,16 +145,27 @@ class ImageInputs:
     shapes = [gallery.pixels[i].shape[:2] for i in used]
     return {size: shapes.count(size) for size in sorted({image.shape[:2] for image in gallery.pixels})}
 
-  def with_source(self, sizes: Mapping[tuple[int, int], int], mesh: Mesh | None) -> ImageInputs:
+  def _table(self, sizes: Mapping[tuple[int, int], int], packed: bool) -> dict[tuple[int, int], int]:
+    """The size of the table, see `with_source`."""
+    room, shape = self.gallery.room, self.index.shape
+    if room is None:
+      return {key: table_rows(n) if key == _TOKENS else _step_up(n) for key, n in sizes.items()}
+    if self.gallery.features:
+      return {_TOKENS: room.tokens(self.sizes()[_TOKENS], *shape, packed=packed)}
+    return room.images(self.sizes(), *shape, packed=packed)
+
+  def with_source(self, sizes: Mapping[tuple[int, int], int], mesh: Mesh | None, *, packed: bool) -> ImageInputs:
     """These rows with a table of their own images, as the programs take them.
 
     Args:
-      sizes: what the table has room for, at least; see `sizes`. Numbers are rounded up, so that there are few programs.
+      sizes: what the table has room for, at least, see `sizes`, if the gallery has no `room`. Numbers are rounded up,
+        so that there are few programs.
       mesh: rows are divided over it, and tables copied; None leaves all on the host.
+      packed: whether these are bins of several rows.
     """
-    used, gallery = self._used(), self.gallery
+    used, gallery, sizes = self._used(), self.gallery, self._table(sizes, packed)
     if gallery.features:
-      rows = table_rows(sizes[_TOKENS])
+      rows = sizes[_TOKENS]
       source = FrozenFeatures({k: stacked([x[i] for i in used], rows, x[0]) for k, x in gallery.features.items()})
       counts = gallery.first[used + 1] - gallery.first[used]
       first = dict(zip(used.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
@@ -175,7 +189,7 @@ class ImageInputs:
     gallery, groups, first, start = self.gallery, [], {}, 0
     for size, count in sizes.items():
       own = [i for i in used.tolist() if gallery.pixels[i].shape[:2] == size]
-      images = np.zeros((round_up(_step_up(count), multiple), *size, 3), np.uint8)
+      images = np.zeros((round_up(count, multiple), *size, 3), np.uint8)
       tokens = token_count(_grid(size, gallery.processor), gallery.processor.merge_size)
       for place, i in enumerate(own):
         images[place] = gallery.pixels[i]
@@ -199,19 +213,27 @@ class Sight:
   """Makes the inputs of the update from the images of rollouts."""
 
   def __init__(
-    self, vision: VisionConfig, processor: ProcessorConfig, encoders: Mapping[str, Encoder], *, trained: bool
+    self,
+    vision: VisionConfig,
+    processor: ProcessorConfig,
+    encoders: Mapping[str, Encoder],
+    room: ImageRoom | None,
+    *,
+    trained: bool,
   ):
     """Nothing runs before the first call.
 
     Args:
       vision: the shape of the towers.
       processor: how images become patches.
-      encoders: of each trunk, by name.
+      encoders: see `LanguageModel`.
+      room: see `Gallery`.
       trained: whether the towers are trained.
     """
     self._vision = vision
     self._processor = processor
     self._encoders = encoders
+    self._room = room
     self._trained = trained
 
   def inputs(self, params: Any, trajectory: Trajectory, images: Sequence[np.ndarray]) -> ImageInputs | None:
@@ -247,7 +269,7 @@ class Sight:
     features = {}
     if not self._trained:
       features = {name: encoder(params[name]['visual'], images) for name, encoder in self._encoders.items()}
-    return ImageInputs(index, positions, gallery=Gallery(tuple(images), first, features, self._processor))
+    return ImageInputs(index, positions, gallery=Gallery(tuple(images), first, features, self._processor, self._room))
 
   def _shown(self, row: int, tokens: np.ndarray, shown: np.ndarray) -> list[int]:
     """The images of a row, in order."""
@@ -262,18 +284,25 @@ class Sight:
 
 
 def abstract_inputs(
-  model: LanguageModel, processor: ProcessorConfig, rows: int, width: int, images: int, tokens: int, dtype: Any
+  model: LanguageModel,
+  processor: ProcessorConfig,
+  room: ImageRoom,
+  rows: int,
+  width: int,
+  *,
+  packed_from: int,
+  shared: bool,
 ) -> ImageInputs:
   """The shapes and types of `ImageInputs` for a micro-batch, to compile programs for.
 
   Args:
     model: concrete or abstract.
     processor: of the model.
+    room: of the run.
     rows: of the micro-batch, or bins.
     width: T.
-    images: different images of the micro-batch.
-    tokens: of each image, which is taken to be as wide as an image of so many tokens can be.
-    dtype: of features.
+    packed_from: see `ImageRoom.planned_images`.
+    shared: whether a separate critic reads the policy's table.
   """
   mesh, vision = model.mesh, model.model.policy.cfg.vision
   divided = row_sharding(mesh)
@@ -281,17 +310,20 @@ def abstract_inputs(
   positions = jax.ShapeDtypeStruct((rows, width, AXES), np.int32, sharding=divided)
   whole = NamedSharding(mesh, PartitionSpec())
   if is_frozen(model.model.policy.visual):
-    trunks = [POLICY] if model.model.critic is None else [POLICY, CRITIC]
-    features = abstract_features(vision, table_rows(images * tokens), dtype, whole)
+    trunks = [POLICY] if model.model.critic is None or shared else [POLICY, CRITIC]
+    tokens = room.planned_tokens(rows, width, packed_from)
+    features = abstract_features(vision, tokens, model.model.policy.dtype, whole)
     return ImageInputs(index, positions, FrozenFeatures(dict.fromkeys(trunks, features)))
-  count = round_up(_step_up(images), row_shards(mesh))
-  group = jax.ShapeDtypeStruct((count, processor.factor, tokens * processor.factor, 3), np.uint8, sharding=whole)
-  return ImageInputs(index, positions, Pixels((group,), processor))
+  groups = tuple(
+    jax.ShapeDtypeStruct((round_up(count, row_shards(mesh)), *size, 3), np.uint8, sharding=whole)
+    for size, count in room.planned_images(rows, width, packed_from).items()
+  )
+  return ImageInputs(index, positions, Pixels(groups, processor))
 
 
-def make_sight(model: LanguageModel) -> Sight | None:
-  """The sight of a model; None for one that reads text only."""
+def make_sight(model: LanguageModel, room: ImageRoom | None) -> Sight | None:
+  """The sight of a model; None for one that reads text only. `Gallery` describes `room`."""
   cfg = model.model.policy.cfg
   if cfg.vision is None:
     return None
-  return Sight(cfg.vision, model.processor, model.encoders, trained=not is_frozen(model.model.policy.visual))
+  return Sight(cfg.vision, model.processor, model.encoders, room, trained=not is_frozen(model.model.policy.visual))

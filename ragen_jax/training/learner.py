@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.training import bad_steps
 from ragen_jax.training.optimizer import is_critic_weight
 from ragen_jax.training.state import TrainState
 
@@ -71,7 +72,8 @@ class Learner:
         new, (sums, maxima) = gradient(trained)
         # Always the same layouts: `apply` takes both, and another layout would compile it anew.
         gradients = jax.tree.map(jnp.add, gradients, self._divided(new))
-        return self._divided(gradients), self._as_weights((sums, maxima))
+        found = self._as_weights((sums, maxima))
+        return self._divided(gradients), found, bad_steps.not_finite(found)
 
       return jax.jit(program, donate_argnums=2)
 
@@ -83,8 +85,13 @@ class Learner:
         return jax.tree.map(lambda u: lr_scale * u, updates), new_state
 
       trained, norms = self._divided(trained), _norms(gradients)
-      # The weights before were finite, so those after are if the updates are.
-      finite = _all_finite((found, norms, optax.tree.norm(update(gradients, opt_state, trained)[0])))
+      updates, new_state = update(gradients, opt_state, trained)
+      bad = {
+        bad_steps.GRADIENT: bad_steps.bad_arrays(gradients),
+        bad_steps.OPT_STATE: bad_steps.bad_arrays(new_state),
+        bad_steps.WEIGHTS: bad_steps.bad_arrays(optax.apply_updates(trained, updates)),
+      }
+      finite = ~(bad_steps.not_finite((found, norms)) | jnp.concatenate(list(bad.values())).any())
       # The updates are computed a second time, because the compiler would otherwise hold all of them until it knows
       # whether the step is taken.
       gradients, opt_state, trained, finite = jax.lax.optimization_barrier((gradients, opt_state, trained, finite))
@@ -93,7 +100,7 @@ class Learner:
       new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
       # First divided: the compiler would otherwise exchange both, the weights before and those after.
       new, new_state = self._divided((new, new_state))
-      return self._as_weights(new), new_state, norms | {SKIPPED: 1 - finite.astype(jnp.int32)}
+      return self._as_weights(new), new_state, norms | bad | {SKIPPED: 1 - finite.astype(jnp.int32)}
 
     def apply_critic(trained, opt_state, gradients, found, lr_scale):
       def select(path, new, old):
@@ -102,7 +109,8 @@ class Learner:
       new, new_state, stats = apply(trained, opt_state, gradients, found, lr_scale)
       new = jax.tree_util.tree_map_with_path(select, new, trained)
       new_state = jax.tree_util.tree_map_with_path(select, new_state, opt_state)
-      return new, new_state, {name: stats[name] for name in ('critic/grad_norm', SKIPPED)}
+      del stats['actor/grad_norm']
+      return new, new_state, stats
 
     def stats(trained, frozen, batch):
       return loss(lora.merge(graphdef, trained, frozen), batch)[1]
@@ -153,17 +161,25 @@ class Learner:
     Returns:
       Gradients of `state.trained`, and the loss's metrics over all micro-batches.
     """
+    return self._gradients(state, micro_batches, critic_only=critic_only)[:2]
+
+  def _gradients(
+    self, state: TrainState, micro_batches: Iterable[Any], *, critic_only: bool
+  ) -> tuple[Any, dict[str, jax.Array], list[jax.Array]]:
+    """The result of `gradients`, and for each micro-batch bool[], whether one of its metrics is not finite."""
     accumulate = self._accumulate_critic if critic_only else self._accumulate
     # Laid out as they will be, so that the first micro-batch runs the others' program.
     zeros = self._laid_out(state.trained)
     gradients, found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), zeros), {}
+    bad = []
     for batch in micro_batches:
       if self.observer is not None:
         name = 'gradient_critic' if critic_only else 'gradient'
         self.observer(name, (*batch.tokens.shape, batch.columns.shape[1]))
-      gradients, stats = accumulate(state.trained, state.frozen, gradients, batch)
+      gradients, stats, flag = accumulate(state.trained, state.frozen, gradients, batch)
       found = _combine(found, stats)
-    return gradients, found
+      bad.append(flag)
+    return gradients, found, bad
 
   def step(
     self, state: TrainState, micro_batches: Iterable[Any], *, critic_only: bool = False
@@ -171,7 +187,7 @@ class Learner:
     """One optimiser step over a mini-batch.
 
     The step is skipped, and weights and optimiser state stay as they are to the last bit, if the loss's metrics, the
-    gradient or the updates of the weights are not finite.
+    gradient, the new optimiser state or the new weights are not finite.
 
     Args:
       state: its `trained` and `opt_state` are donated; `lr_scale` multiplies the update.
@@ -181,15 +197,16 @@ class Learner:
 
     Returns:
       The state with new weights and optimiser state (its counters are the caller's), and metrics as device arrays: the
-      loss's, the gradient norms, and under `SKIPPED` i32[], 1 if the step was skipped and 0 if it was taken.
+      loss's, the gradient norms, under `SKIPPED` i32[], 1 if the step was skipped and 0 if it was taken, and the
+      entries of `bad_steps`, which say what was not finite.
     """
-    gradients, found = self.gradients(state, micro_batches, critic_only=critic_only)
+    gradients, found, bad = self._gradients(state, micro_batches, critic_only=critic_only)
     apply = self._apply_critic if critic_only else self._apply
     scale = None if state.lr_scale is None else np.float32(state.lr_scale)
     if self.observer is not None:
       self.observer('apply_critic' if critic_only else 'apply', ())
     trained, opt_state, more = apply(state.trained, state.opt_state, gradients, found, scale)
-    return state.replace(trained=trained, opt_state=opt_state), found | more
+    return state.replace(trained=trained, opt_state=opt_state), found | more | {bad_steps.MICRO_BATCHES: bad}
 
   def evaluate(self, state: TrainState, micro_batches: Iterable[Any]) -> dict[str, jax.Array]:
     """The loss's metrics over all micro-batches, without gradients."""
@@ -230,11 +247,6 @@ def _combine(found: dict[str, Any], stats: tuple[dict[str, Any], dict[str, Any]]
   added = {name: found[name] + x if name in found else x for name, x in sums.items()}
   largest = {name: jnp.maximum(found[name], x) if name in found else x for name, x in maxima.items()}
   return added | largest
-
-
-def _all_finite(tree: Any) -> jax.Array:
-  """bool[]: whether all numbers of a tree are finite."""
-  return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]).all()
 
 
 def _norms(gradients: Any) -> dict[str, jax.Array]:

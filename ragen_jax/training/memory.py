@@ -18,7 +18,8 @@ from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.models.attention import HOLDING_SCORES
-from ragen_jax.models.qwen import REMAT
+from ragen_jax.models.layers import is_frozen
+from ragen_jax.models.qwen import REMAT, Qwen
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
@@ -39,6 +40,21 @@ def device_memory() -> int:
 def usable() -> float:
   """Bytes of a device that a run may fill."""
   return USABLE * device_memory()
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenColumns:
+  """What the columns of the update read of images.
+
+  Attributes:
+    tokens: of a table of images, for each column that reads it.
+    patches: of the largest image.
+    shards: parts into which rows are divided; each device holds the table of all.
+  """
+
+  tokens: float
+  patches: int
+  shards: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +101,14 @@ class UpdateMemory:
 
 
 def update_memory(
-  model: LanguageModel, *, logits_chunk: int, width: int, reference: bool, platform: str, dtype: Any = None
+  model: LanguageModel,
+  *,
+  logits_chunk: int,
+  width: int,
+  reference: bool,
+  platform: str,
+  images: SeenColumns | None,
+  dtype: Any = None,
 ) -> UpdateMemory:
   """Estimates the memory of the update from the shapes of a model and its layout.
 
@@ -110,6 +133,8 @@ def update_memory(
                     3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`;
                     kernels of attention hold none
 
+  With images, a trunk also holds what `_tower` counts for each column.
+
   Weights are divided over `fsdp` and `tensor`, gradients and moments over `data` as well; heads, MLP and vocabulary of
   activations over `tensor`; with `fsdp` two layers are gathered at a time, and the gradient of the head is whole on
   each device. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers hold at the same time, which a test
@@ -121,6 +146,7 @@ def update_memory(
     width: T, columns of a row or of a bin.
     reference: the first weights of the policy are kept for KL terms.
     platform: of the devices, as `jax.Device.platform` has it.
+    images: what the columns read; None for text.
     dtype: of computations; None for that of the model.
   """
   mesh, params = model.mesh, param_state(model.model)
@@ -156,9 +182,18 @@ def update_memory(
       layers += 2 * _bytes(params[name]['layers'], None, size) // (c.num_layers * tensor)
     if 'embed_tokens' in trained[name]:
       layers += _bytes({'embed_tokens': params[name]['embed_tokens']}, mesh, 4)
+    holds_scores = trunk.attention.implementation in HOLDING_SCORES
+    if images is not None:
+      tower = _tower(trunk, images, size)
+      saved = {remat: (once, column + tower.saved[remat]) for remat, (once, column) in saved.items()}
+      # The layers have given back what they held when the gradient of the tower begins.
+      widest = max(widest, tower.block)
+      scores = max(scores, tower.scores * holds_scores)
+      if 'visual' in trained[name]:
+        layers += _bytes(trained[name]['visual'], mesh, size)
     # The trunks run one after the other.
     widest = max(widest, layer)
-    if trunk.attention.implementation in HOLDING_SCORES:
+    if holds_scores:
       scores = max(scores, 3 * 4 * width * c.num_heads // tensor)
   c, size = model.model.policy.cfg, np.dtype(dtype or model.model.policy.dtype).itemsize
   embedding = c.vocab_size * c.hidden_size // tensor
@@ -177,6 +212,49 @@ def update_memory(
     scores_column=scores,
     most_scores=3 * 4 * _MOST_SCORES,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tower:
+  """What a trunk holds for the images of each column, in bytes.
+
+  Attributes:
+    saved: until the gradient, by `qwen.REMAT`.
+    block: in the gradient of a block.
+    scores: of attention, in the gradient of a block.
+  """
+
+  saved: Mapping[str, int]
+  block: int
+  scores: int
+
+
+def _tower(trunk: Qwen, images: SeenColumns, size: int) -> _Tower:
+  """Estimates what the tower of a trunk holds, with `size` bytes for a number in computations.
+
+  The table has 1 + n features of width D for each token, of n levels of DeepStack, on every device. A frozen tower
+  does not run. With b blocks of width V and an MLP of width F, a trained one holds
+
+    for each token      the table's gradient
+    for each patch      its numbers, in float32 and as computed with
+                        4 (1 + n) V a: the mergers
+                        b V a: the inputs of the blocks
+                        b w a instead: all that they keep, with remat of 'none' or blocks that are not scanned
+                        w a, w = 18 V + 6 F: the block that is differentiated
+                        3 P N 4: its scores with the P patches of an image
+  """
+  c = trunk.cfg.vision
+  levels = 1 + len(c.deepstack_blocks)
+  table = images.tokens * images.shards * levels * c.out_hidden_size * size
+  if is_frozen(trunk.visual):
+    return _Tower(dict.fromkeys(REMAT, math.ceil(table)), 0, 0)
+  patches = images.tokens * c.merge_size**2
+  block = size * (18 * c.hidden_size + 6 * c.intermediate_size)
+  always = 2 * table + patches * ((4 + size) * c.patch_values + 4 * levels * c.hidden_size * size)
+  everything = math.ceil(always + patches * c.depth * block)
+  inputs = math.ceil(always + patches * c.depth * c.hidden_size * size) if trunk.visual.scan_blocks else everything
+  saved = dict.fromkeys(REMAT, inputs) | {'none': everything}
+  return _Tower(saved, math.ceil(patches * block), math.ceil(patches * 3 * 4 * images.patches * c.num_heads))
 
 
 def _bytes(tree: Any, mesh: Mesh | None, size: int = 0, shardings: Callable[[Any, Mesh], Any] = tree_shardings) -> int:

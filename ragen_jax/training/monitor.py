@@ -14,6 +14,7 @@ from flax import serialization
 
 from ragen_jax.algorithms.collapse import EarlyStop, EarlyStopSettings, EchoTrap, EchoTrapSettings
 from ragen_jax.algorithms.diagnostics import Ema, update_emas
+from ragen_jax.algorithms.spikes import Spike, Spikes, SpikeSettings
 
 ECHO_TRAP_ACTIONS = ('warn', 'stop', 'rollback')
 # The metrics of the paper's figures, which have moving averages.
@@ -29,7 +30,7 @@ SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_
 
 @dataclasses.dataclass(frozen=True)
 class MonitorSettings:
-  """The responses to a collapse. Fields are those of `config.monitor`, except for the last two.
+  """The responses to a collapse. Fields are those of `config.monitor`, except for the last three.
 
   Attributes:
     ema_decay: decay of the moving averages that are logged as `<metric>_ema`.
@@ -39,6 +40,7 @@ class MonitorSettings:
       rolled back.
     early_stop: thresholds of the rules that stop a run.
     echo_trap_rules: thresholds of the warning.
+    spikes: the rule for spikes of the loss and of the gradient norm.
   """
 
   ema_decay: float
@@ -47,6 +49,7 @@ class MonitorSettings:
   max_bad_iterations: int
   early_stop: EarlyStopSettings
   echo_trap_rules: EchoTrapSettings
+  spikes: SpikeSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +66,13 @@ class Verdict:
 
 
 class Monitor:
-  """Moving averages, early stopping and the Echo-Trap warning.
+  """Moving averages, early stopping, the Echo-Trap warning and reports of spikes.
 
   Attributes:
     rollbacks: number of rollbacks so far.
     bad_iterations: number of consecutive bad iterations. Checkpoints do not contain it, because none is saved after a
       bad iteration.
+    all_bad_iterations: number of bad iterations of the run.
   """
 
   def __init__(self, settings: MonitorSettings):
@@ -78,8 +82,9 @@ class Monitor:
     self._early_stop = EarlyStop()
     self._echo_trap = EchoTrap.create()
     self._warned = False
+    self._spikes = Spikes()
     self.rollbacks = 0
-    self.bad_iterations = 0
+    self.bad_iterations = self.all_bad_iterations = 0
 
   def after_iteration(self, metrics: dict[str, float], *, empty: bool) -> tuple[dict[str, float], Verdict]:
     """Updates the monitor with an iteration that played a rollout. Not called for iterations that reuse a rollout.
@@ -116,6 +121,18 @@ class Monitor:
     signals = ', '.join(n.removeprefix('echo_trap/') for n in SIGNALS if own[n])
     return own, self._respond(f'the Echo Trap shows in {signals}')
 
+  def after_update(self, metrics: dict[str, float]) -> tuple[dict[str, float], list[Spike]]:
+    """Looks for spikes; called after every iteration whose numbers are finite.
+
+    Args:
+      metrics: the iteration's metrics by name.
+
+    Returns:
+      `monitor/<name>_spike`, and the spikes that begin in this iteration.
+    """
+    self._spikes, own, begun = self._spikes.after_step(self._settings.spikes, metrics)
+    return own, begun
+
   def _respond(self, reason: str) -> Verdict:
     action = self._settings.echo_trap
     if action == 'rollback' and self.rollbacks >= self._settings.max_rollbacks:
@@ -137,6 +154,7 @@ class Monitor:
       'go_on', 'bad', or after `max_bad_iterations` consecutive bad iterations 'rollback' or 'stop'.
     """
     self.bad_iterations = self.bad_iterations + 1 if not_finite else 0
+    self.all_bad_iterations += bool(not_finite)
     if self.bad_iterations < self._settings.max_bad_iterations:
       return 'bad' if not_finite else 'go_on'
     may = self._settings.echo_trap == 'rollback' and self.rollbacks < self._settings.max_rollbacks
@@ -147,6 +165,7 @@ class Monitor:
     self.rollbacks += 1
     self.bad_iterations = 0
     self._emas, self._early_stop, self._echo_trap, self._warned = {}, EarlyStop(), EchoTrap.create(), False
+    self._spikes = Spikes()
 
   def state_dict(self) -> dict[str, Any]:
     """The whole state, as JSON values."""
@@ -156,11 +175,15 @@ class Monitor:
       'echo_trap': serialization.to_state_dict(self._echo_trap),
       'warned': self._warned,
       'rollbacks': self.rollbacks,
+      'spikes': self._spikes.state_dict(),
+      'bad_iterations': self.all_bad_iterations,
     }
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
-    """Restores the state from `state_dict`."""
+    """Restores the state from `state_dict`; checkpoints of earlier versions lack spikes and bad iterations."""
     self._emas = {name: serialization.from_state_dict(Ema(), ema) for name, ema in state['emas'].items()}
     self._early_stop = serialization.from_state_dict(EarlyStop(), state['early_stop'])
     self._echo_trap = serialization.from_state_dict(EchoTrap.create(), state['echo_trap'])
     self._warned, self.rollbacks = state['warned'], state['rollbacks']
+    self._spikes = Spikes.from_state_dict(state['spikes']) if 'spikes' in state else Spikes()
+    self.all_bad_iterations = state.get('bad_iterations', 0)

@@ -115,6 +115,11 @@ class PackedBatch:
   width: int
   replies: int
 
+  @property
+  def members(self) -> np.ndarray:
+    """i32[n], the rows of all bins."""
+    return np.concatenate(self.bins)
+
   def _places(self, mask: np.ndarray) -> Iterator[tuple[int, int, int, int, slice, slice]]:
     """(bin, number in the bin, row, scored tokens, their place among the bin's, columns) of each row."""
     scored = mask.sum(axis=1)

@@ -15,6 +15,7 @@ from ragen_jax.agent import finite
 from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout
+from ragen_jax.algorithms.spikes import Spike
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.interrupt import Interrupt, Stopped
@@ -30,6 +31,9 @@ from ragen_jax.utils.errors import Diverged, UserError
 from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
+
+# Metric: number of iterations of the run so far in which a number was not finite.
+BAD_ITERATIONS = 'train/bad_iterations'
 
 # Action of a verdict -> its consequence, if the run is not rolled back.
 CONSEQUENCES = {
@@ -184,6 +188,11 @@ def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
   )
 
 
+def spike_line(iteration: int, spike: Spike) -> str:
+  """The line about a spike that begins in an iteration."""
+  return f'iteration {iteration}: {spike} (monitor.spike_factor)'
+
+
 def _bad_numbers(
   verdict: Verdict, evaluation: Evaluation | None, try_weights: Callable[[], Mapping[str, NotFinite]] | None
 ) -> str:
@@ -288,9 +297,20 @@ class Run:
     return self._due(state, self._settings.eval_every) or verdict.action == 'stop'
 
   def log_first_evaluation(self, evaluation: Evaluation) -> None:
-    """Writes the evaluation before training; raises `Stopped` if a signal was received in the meantime."""
+    """Writes the evaluation before training.
+
+    Raises:
+      Stopped: a signal was received in the meantime.
+      Diverged: the numbers of the initial model are not finite, so that no update could be taken.
+    """
     self._log.evaluation(0, evaluation)
     self._log.metrics.scalars(0, self.timer.pop())
+    if evaluation.not_finite:
+      self._log.metrics.flush()
+      raise Diverged(
+        f'iteration 0: not finite: in the evaluation {evaluation.not_finite}; the initial model cannot be trained, '
+        'check the weights of model.path and lora.path, and model.dtype'
+      )
     if interrupted := self._interrupted():
       raise Stopped(interrupted)  # there is nothing to save yet
 
@@ -320,8 +340,13 @@ class Run:
     watched, verdict = {}, Verdict()
     if found := finite.findings(metrics):
       verdict = Verdict('bad', finite.describe(found))
-    elif fresh:
-      watched, verdict = self._monitor.after_iteration(scalars, empty=empty)
+    else:
+      watched, spikes = self._monitor.after_update(scalars)
+      for spike in spikes:
+        self._log.progress.write(spike_line(state.iteration, spike))
+      if fresh:
+        more, verdict = self._monitor.after_iteration(scalars, empty=empty)
+        watched |= more
     self._log.metrics.scalars(state.iteration, scalars | watched)
     histograms = {name: x for name, x in metrics.items() if isinstance(x, Counts)}
     self._log.metrics.histograms(state.iteration, {'critic/advantages': batch.advantages[batch.trained]} | histograms)
@@ -381,6 +406,7 @@ class Run:
     save = self._due(state, self._settings.checkpoint_every) or save_now
     not_finite = _bad_numbers(verdict, evaluation, try_weights if save else None)
     answer = self._monitor.after_numbers(not_finite)
+    self._log.metrics.scalars(step, {BAD_ITERATIONS: self._monitor.all_bad_iterations})
     if not_finite:
       verdict = Verdict(answer, f'not finite: {not_finite}')
     best, last = self._checkpointer.best_step(), step == self._settings.num_iterations

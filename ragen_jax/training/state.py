@@ -18,8 +18,9 @@ class TrainState:
   An optimiser step donates `trained` and `opt_state`; after `Trainer.update`, use only the returned state.
 
   Attributes:
-    trained: nnx.State, the trained weights: all weights, or with LoRA the adapters and the critic.
-    frozen: nnx.State, the other weights; empty without LoRA. They never change and are not saved in checkpoints.
+    trained: nnx.State, the trained weights: all that are not frozen.
+    frozen: nnx.State, the other weights: with LoRA the policy's without its adapters, and vision towers unless they are
+      trained. They never change and are not saved in checkpoints.
     opt_state: the optimiser's state for `trained`.
     reference: nnx.State, the policy's weights at the start, for the KL terms; None if no KL term is on. It is not saved
       in checkpoints.

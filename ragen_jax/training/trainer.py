@@ -15,6 +15,7 @@ from flax import nnx
 from ragen_jax.agent import finite
 from ragen_jax.agent.env_manager import first_training_level
 from ragen_jax.agent.finite import NotFinite
+from ragen_jax.agent.image_room import image_room
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout, concatenate
@@ -23,7 +24,7 @@ from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.runs.metrics import Counts
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.training import objective, selection
+from ragen_jax.training import bad_steps, objective, selection
 from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches
 from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
 from ragen_jax.training.images import make_sight
@@ -138,7 +139,7 @@ class Trainer:
       model.mesh,
       critic_loss=functools.partial(objective.critic_loss, settings=settings.loss),
     )
-    self.sight = make_sight(model)
+    self.sight = make_sight(model, image_room(player.specs, model.processor))
     self.estimator = TargetEstimator(settings.estimate, self.scorer, self.sight)
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
@@ -254,13 +255,14 @@ class Trainer:
       probability ratios of the trained tokens over all steps. `NotFinite` are the numbers of the batch and the skipped
       steps.
     """
-    found, steps = not_finite(batch), []
+    found, steps, taken = not_finite(batch), [], []
     critic_only = state.iteration < self.settings.update.critic_warmup
     for rows, plans in [] if found else self._plans(selected, state.iteration):
       parts = self.micro_batches(batch, selected, rows, plans)
       state, sums = self.learner.step(state, parts, critic_only=critic_only)
       steps.append(objective.token_means(sums))
-    metrics = self._update_metrics(jax.device_get(steps), state) | policy_lag(selected, state.iteration)
+      taken.append([plan.members for plan in plans])
+    metrics = self._update_metrics(jax.device_get(steps), state, taken) | policy_lag(selected, state.iteration)
     return state.replace(iteration=state.iteration + 1), metrics | found
 
   def try_weights(self, state: TrainState, batch: TrainBatch, selected: Selection) -> dict[str, NotFinite]:
@@ -282,7 +284,7 @@ class Trainer:
     *_, micro_batch = self.micro_batches(batch, selected, rows, plans[-1:])
     critic_only = iteration < self.settings.update.critic_warmup
     _, sums = self.learner.gradients(state, [micro_batch], critic_only=critic_only)
-    names = _names_of_not_finite(jax.device_get(sums))
+    names = bad_steps.names_of_not_finite(jax.device_get(sums))
     return {'not_finite/new_weights': NotFinite(1, f'{names} under the new weights')} if names else {}
 
   def _mini_batches(self, selected: Selection, iteration: int, epoch: int) -> list[np.ndarray]:
@@ -329,14 +331,27 @@ class Trainer:
       (plans,) = plan_rows([rows], t, batching)
     return micro_batches(mini_batch, plans, self.model.mesh)
 
-  def _update_metrics(self, steps: list[dict[str, Any]], state: TrainState) -> dict[str, float | Counts | NotFinite]:
-    """Means over the steps that were not skipped, or over all if all were skipped; `state` is the iteration's."""
+  def _update_metrics(
+    self, steps: list[dict[str, Any]], state: TrainState, taken: list[list[np.ndarray]]
+  ) -> dict[str, float | Counts | NotFinite]:
+    """Means over the steps that were not skipped, or over all if all were skipped.
+
+    Args:
+      steps: the metrics of each step, on the host.
+      state: the state of the iteration.
+      taken: the rows of each micro-batch of each step.
+    """
     whole, first = len(steps), steps[:1]
     flags = [bool(step.pop(SKIPPED)) for step in steps]
-    skipped = [step for step, flag in zip(steps, flags, strict=True) if flag]
+    parts = [bad_steps.split(step) for step in steps]
+    steps = [stats for stats, _ in parts]
+    skipped = [i for i, flag in enumerate(flags) if flag]
+    text = ''
+    if skipped:
+      (stats, bad), number = parts[skipped[0]], ', '.join(str(i + 1) for i in skipped)
+      what = bad_steps.describe(stats, bad, state.trained, state.opt_state, taken[skipped[0]])
+      text = f'{what} in optimiser step{"s" if len(skipped) > 1 else ""} {number} of {whole}'
     steps = [step for step, flag in zip(steps, flags, strict=True) if not flag] or steps
-    names = ', '.join(dict.fromkeys(_names_of_not_finite(step) or 'the updates of the weights' for step in skipped))
-    text = f'{names} in {len(skipped)} of {whole} optimiser steps'
     counts = sum((step.pop('ratio_counts', 0) for step in steps), np.zeros(len(RATIO_EDGES) - 1, np.int64))
     means = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]} if steps else {}
     # Before the first step the weights equal the sampling weights, so a gap is a difference between the two programs.
@@ -367,8 +382,3 @@ def not_finite(batch: TrainBatch) -> dict[str, NotFinite]:
   for name, x in words.items():
     found |= finite.find(name, x, getattr(batch, name), batch.mask)
   return found
-
-
-def _names_of_not_finite(stats: dict[str, Any]) -> str:
-  """The names of a step's metrics that are not finite; '' if all are finite."""
-  return ', '.join(sorted(name for name, x in stats.items() if not np.all(np.isfinite(x))))

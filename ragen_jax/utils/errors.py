@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
+
+_SHOWN = 300  # characters of a foreign value
+_WRITER = reprlib.Repr()
+_WRITER.maxlevel, _WRITER.maxstring, _WRITER.maxother, _WRITER.maxlong = 4, _SHOWN, _SHOWN, _SHOWN
 
 
 class UserError(Exception):
@@ -36,8 +42,21 @@ def one_line(value: Any, write: Callable[[Any], str] = repr) -> str:
   """`write(value)` in one line; a placeholder if it raises, which objects of foreign code may do."""
   try:
     return ' '.join(write(value).split())
-  except (Exception, SystemExit) as e:  # noqa: BLE001, a message must not end a run
+  except BaseException as e:  # foreign code may raise any exception; a message must not end a run
+    if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+      raise  # it comes from the user
     return f'({type(value).__name__} that cannot be written: {type(e).__name__})'
+
+
+def short(value: Any) -> str:
+  """`one_line` of about 300 characters at most, for a value of foreign code, which may be large.
+
+  Long texts, bytes and collections are cut before they are written.
+  """
+  if isinstance(value, bytes | bytearray):
+    value = value[:_SHOWN]
+  line = one_line(value, _WRITER.repr)
+  return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + '...'
 
 
 def describe_error(error: BaseException) -> str:

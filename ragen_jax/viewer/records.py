@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import math
 import re
@@ -249,14 +250,11 @@ def token_pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str]:
   pieces = tokenizer.decode_batch([[i] for i in ids])
   if ''.join(pieces) == whole:
     return pieces
-  written, pieces = '', []
-  for end in range(1, len(ids) + 1):
-    # An incomplete character decodes to the replacement character.
-    text = whole if end == len(ids) else tokenizer.decode(ids[:end]).rstrip('\ufffd')
-    piece = text[len(written) :] if text.startswith(written) and whole.startswith(text) else ''
-    pieces.append(piece)
-    written += piece
-  return pieces
+  decoder = codecs.getincrementaldecoder('utf-8')('replace')
+  last = len(ids) - 1
+  pieces = [decoder.decode(tokenizer.token_bytes(id_), final=at == last) for at, id_ in enumerate(ids)]
+  # Another decoder of bytes could write characters that are not valid otherwise.
+  return pieces if ''.join(pieces) == whole else [*[''] * last, whole]
 
 
 def _short(x: np.ndarray) -> list[float | None]:

@@ -81,3 +81,13 @@ def test_added_tokens_are_listed_with_their_ids(qwen_tokenizer_dir, tiny):
     assert set(tokenizer.specials) < set(tokenizer.added)
     for text, id_ in tokenizer.added.items():
       assert tokenizer.encode(text) == (id_,)
+
+
+def test_the_ids_of_long_texts_are_not_kept(tiny):
+  kept = lambda: tiny._cached.cache_info().currsize  # noqa: E731
+  tiny.encode('short, and new here')
+  before = kept()
+  long = 'A board that no level has. ' * 1000
+  assert tiny.encode(long) == tiny.encode_once(long) and kept() == before
+  tiny.encode('short, new here too')
+  assert kept() == before + 1

@@ -7,12 +7,15 @@ import pytest
 
 from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.eyes import Eyes
+from ragen_jax.agent.image_room import ImageRoom, Shown
 from ragen_jax.agent.segments import ImageSegment, ImageSpan
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.utils.errors import UserError
 from tests.models.vision.test_encoder import _TOWER as TOWER
 
 _PAD = TOWER.image_token_id
+# Images of three tokens, in up to four observations.
+_ROOM = ImageRoom((Shown((8, 24), 1, 3, 4),))
 
 
 class _Encoder:
@@ -43,8 +46,8 @@ def test_each_image_is_in_the_table_once_and_columns_read_its_tokens():
   (wide, of_wide), (tall, of_tall), (unused, of_unused) = _image(1, 1, 3), _image(2, 2, 1), _image(3, 1, 1)
   seen = {wide.digest: of_wide, unused.digest: of_unused, tall.digest: of_tall}
   prompts = [_prompt(9, tall, 9, wide, 8), None, _prompt(7), _prompt(wide, 9, wide)]
-  found = Eyes(_Encoder(), TOWER).columns(prompts, seen, 10)
-  assert found.features.embeddings.shape == (64, 3) and found.features.deepstack.shape == (2, 64, 3)
+  found = Eyes(_Encoder(), TOWER, _ROOM).columns(prompts, seen, 10)
+  assert found.features.embeddings.shape == (24, 3) and found.features.deepstack.shape == (2, 24, 3)
   assert not found.features.embeddings[5:].any()
   expected = [
     [0, (2, 0), (2, 1), 0, (1, 0), (1, 1), (1, 2), 0, 0, 0],
@@ -65,23 +68,23 @@ def test_each_image_is_in_the_table_once_and_columns_read_its_tokens():
   assert found.positions[2, 0].tolist() == [0, 0, 0]
 
 
-def test_tables_have_few_sizes():
-  image, features = _image(1, 1, 1)
-  eyes, rows = Eyes(_Encoder(), TOWER), set()
-  for count in range(1, 300):
-    images = [ImageSegment(image.image + np.uint8(i % 256) * (i < 256), 1) for i in range(min(count, 250))]
-    images = {x.digest: x for x in images}
-    prompt = _prompt(*images.values())
-    rows.add(len(eyes.columns([prompt], dict.fromkeys(images, features), 300).features.embeddings))
-  assert rows == {64, 256}
+def test_the_size_of_the_table_does_not_depend_on_the_images():
+  eyes, rows = Eyes(_Encoder(), TOWER, _ROOM), set()
+  for count in range(5):
+    images = [_image(i + 1, 1, 3) for i in range(count)]
+    seen = {image.digest: features for image, features in images}
+    found = eyes.columns([_prompt(9, *(image for image, _ in images)), None], seen, 40)
+    rows.add(len(found.features.embeddings))
+    assert int(found.index.max()) == 3 * count - 1
+  assert rows == {2 * 4 * 3}
 
 
 def test_prompts_of_text_read_an_empty_table():
-  found = Eyes(_Encoder(), TOWER).columns([_prompt(5, 6), None], {}, 4)
-  assert (found.index == -1).all() and found.features.embeddings.shape == (64, 3)
+  found = Eyes(_Encoder(), TOWER, _ROOM).columns([_prompt(5, 6), None], {}, 4)
+  assert (found.index == -1).all() and found.features.embeddings.shape == (1, 3)
   assert not found.features.embeddings.any()
 
 
 def test_placeholders_without_an_image_are_refused():
   with pytest.raises(UserError, match=r'1 image placeholders .* do not match 0 images'):
-    Eyes(_Encoder(), TOWER).columns([_prompt(5, _PAD)], {}, 4)
+    Eyes(_Encoder(), TOWER, _ROOM).columns([_prompt(5, _PAD)], {}, 4)

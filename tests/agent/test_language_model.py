@@ -7,6 +7,7 @@ import json
 import logging
 import pathlib
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,19 @@ def test_a_tower_is_trained_if_it_is_not_frozen(tmp_path, vision):
   assert towers & {path[:2] for path, _ in trained} == (towers if vision == 'trained' else set())
   assert loaded.processor.factor == FACTOR and set(loaded.encoders) == {'policy', 'critic'}
   assert {loaded.tokenizer.decode([i]) for i in loaded.sampler.banned} == set(VISION_TOKENS)
+
+
+def test_a_critic_has_the_policys_tower_if_both_are_the_same_for_ever(tmp_path):
+  config = seeing_config(model__separate_critic=True)
+  assert set(seeing_policy(config, tmp_path, QWEN3_VL).encoders) == {'policy'}
+  for field, value in (('vision', 'trained'), ('param_dtype', 'bfloat16')):
+    other = config.copy_and_resolve_references()
+    other.model[field] = value
+    assert set(build.load_policy(other).encoders) == {'policy', 'critic'}
+  shutil.copytree(config.model.path, tmp_path / 'both')
+  shutil.copytree(config.model.path, tmp_path / 'both' / 'critic')
+  config.model.path = str(tmp_path / 'both')
+  assert set(build.load_policy(config).encoders) == {'policy', 'critic'}
 
 
 def test_a_model_that_reads_text_only_has_no_tower_to_train():

@@ -37,26 +37,37 @@ def test_the_programs_of_a_plan_read_images(tmp_path, vision):
   batch = abstract.abstract_batch(config, trainer, shape)
   source = batch.images.source
   if vision == 'frozen':
-    # Four rows of three turns with an image of 16 tokens each.
-    assert {name: x.embeddings.shape for name, x in source.by_trunk.items()} == dict.fromkeys(
-      ('policy', 'critic'), (256, 32)
-    )
-    assert source.by_trunk['policy'].deepstack.shape == (2, 256, 32)
+    # Four rows of three turns with an image of 16 tokens each; the towers of policy and critic are the same.
+    assert {name: x.embeddings.shape for name, x in source.by_trunk.items()} == {'policy': (192, 32)}
+    assert source.by_trunk['policy'].deepstack.shape == (2, 192, 32)
+    config.model.param_dtype = 'bfloat16'
+    assert set(abstract.abstract_batch(config, trainer, shape).images.source.by_trunk) == {'policy', 'critic'}
   else:
     (pixels,) = source.groups
-    assert pixels.shape[1:] == (8, 128, 3) and len(pixels) >= 4
+    # Four rows of three observations in each bin; a quarter of the 71 images that its columns could hold is enough.
+    assert shape[:2] == (2, 1280) and pixels.shape == (2 * 71 // 4 + 1, 32, 32, 3)
   assert abstract.abstract_batch(_as_text(config), trainer, shape).images is None
   trainer.learner.lower(state, batch)
   seen = abstract.sampler_images(config, policy, 16, 128)
-  assert seen.features.embeddings.shape == (1024, 32)
+  assert seen.features.embeddings.shape == (768, 32)
   lowered = policy.sampler.lower(
     policy.sampler.abstract_weights(state.params), policy.sampler.abstract_state(16, 384), width=128, columns=6,
     sampling=PLAIN, images=lambda rows: abstract.sampler_images(config, policy, rows, 128),
   )  # fmt: skip
-  assert '1024x32xf32' in lowered['extend_first'].as_text()
+  assert '768x32xf32' in lowered['extend_first'].as_text()
 
 
 def _as_text(config):
   config = config.copy_and_resolve_references()
   config.envs.FrozenLake.observation = 'grid'
   return config
+
+
+def test_a_plan_with_images_of_many_tokens(tmp_path):
+  config = seeing_config(model__vision='trained', envs__FrozenLake__tile=64, agent__max_context=3400)
+  config.model.path = checkpoint(config, tmp_path, QWEN3_VL)
+  trainer = build.make_trainer(config, abstract.abstract_policy(config, jnp.float32))
+  assert abstract.visual_columns(config) == 1026
+  batch = abstract.abstract_batch(config, trainer, (4, 3400, 30))
+  assert [group.shape for group in batch.images.source.groups] == [(4 * 3, 256, 256, 3)]
+  trainer.learner.lower(abstract.abstract_state(trainer), batch)

@@ -68,6 +68,10 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
     ({'algorithm.high_level_lam': 1.5}, r'^algorithm\.high_level_lam=1\.5: must be at most 1; negative is the same as'),
     ({'monitor.ema_decay': 1.0}, r'^monitor\.ema_decay=1\.0: must be at least 0 and below 1$'),
     ({'monitor.min_signals': 5}, r'^monitor\.min_signals=5: there are only 4 signals$'),
+    *(
+      ({'monitor.spike_factor': x}, rf'^monitor\.spike_factor={x}: must be 0 \(off\) or above 1$')
+      for x in (-1.0, 0.5, 1.0)
+    ),
     ({'monitor.rollback_lr': 0.0}, r'^monitor\.rollback_lr=0\.0: must be above 0 and at most 1$'),
     # Importance weights, replay and reused rollouts.
     ({'algorithm.tis_cap': 2.0}, rf'^algorithm\.tis_cap=2\.0{_NEEDS_TRAINER}'),
@@ -142,6 +146,8 @@ _TRAINER = {'algorithm.old_logprobs': 'trainer'}
   'fields',
   [
     {'algorithm.high_level_lam': 1.0, 'algorithm.step_gamma': 1.0},
+    {'monitor.spike_factor': 0.0},
+    {'monitor.spike_factor': 1.5},
     {'monitor.min_signals': 4, 'monitor.rollback_lr': 1.0, 'monitor.ema_decay': 0.0},
     _TRAINER | {'algorithm.tis_cap': 2.0, 'algorithm.mask_loss': False, 'algorithm.mask_advantages': False},
     _TRAINER

@@ -11,6 +11,7 @@ from ragen_jax.config import checks
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.processes import RowShare
+from ragen_jax.models.lora import LoraConfig
 from tests.support.configs import assert_refused, small_config
 
 _check = functools.partial(check_config, weights=False)
@@ -61,6 +62,10 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
     ('model.attention', 'splash', r"model\.attention='splash': runs on TPUs"),
     ('agent.decode_shards', 2, r'agent\.decode_shards=2: must divide the 1 row shards.*allowed are 0, 1'),
     ('train.top_p', 0.9, r"algorithm\.old_logprobs='sampler'.*'trainer'"),
+    ('model.param_dtype', 'float16', r"^model\.param_dtype='float16': allowed: float32, bfloat16$"),
+    ('model.param_dtype', 'bfloat16', r"^model\.param_dtype='bfloat16': weights that are trained are kept in 'fl"),
+    ('export.dtype', 'int8', r"^export\.dtype='int8': allowed: float32, bfloat16, float16$"),
+    ('lora.path', 'adapters', r"^lora\.path='adapters': needs lora\.rank above 0$"),
   ],
 )
 def test_what_cannot_run_is_refused_in_one_line(field, value, message):
@@ -91,6 +96,43 @@ def test_numbers_that_are_too_small(least, fields):
     assert_refused(_check, small_config({field: least - 1}), message)
 
 
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    *(
+      ({f'plan.{name}': 0}, rf'^plan\.{name}=0: must be at least 1$')
+      for name in ('devices', 'prompt_tokens', 'observation_tokens', 'reply_tokens', 'longest_reply')
+    ),
+    ({'plan.turns': -1}, r'^plan\.turns=-1: must be at least 0$'),
+    (
+      {'plan.reply_tokens': 9, 'plan.longest_reply': 8},
+      r'^plan\.longest_reply=8: must be at least plan\.reply_tokens=9, the mean$',
+    ),
+    ({'plan.memory_gb': 0.0}, r'^plan\.memory_gb=0\.0: must be above 0'),
+  ],
+)
+def test_a_plan_of_nothing_is_refused(fields, message):
+  check_plan(small_config({'plan.turns': 0, 'plan.reply_tokens': 8, 'plan.longest_reply': 8}))
+  assert_refused(check_plan, small_config(fields), message)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'words'),
+  [
+    ({'lora.rank': 4}, 'has rank 8, alpha 16 and targets q_proj,v_proj'),
+    ({'lora.rank': 8, 'lora.alpha': 8, 'lora.targets': 'q_proj,v_proj'}, 'has rank 8'),
+    ({'lora.rank': 8, 'lora.alpha': 16, 'lora.targets': 'q_proj'}, 'has rank 8'),
+  ],
+)
+def test_adapters_of_another_shape_than_the_configs_are_refused(monkeypatch, fields, words):
+  found = LoraConfig(rank=8, alpha=16, targets=('q_proj', 'v_proj'))
+  monkeypatch.setattr(checks.adapter_files, 'read_config', lambda path: found)
+  message = rf"^lora\.path='a': {words}.*; set lora\.rank, lora\.alpha and lora\.targets to these$"
+  assert_refused(_check, small_config({'lora.path': 'a'} | fields), message)
+  same = {'lora.rank': 8, 'lora.alpha': 16, 'lora.targets': 'q_proj,v_proj'}
+  _check(small_config({'lora.path': 'a'} | same))
+
+
 def test_several_processes_do_not_compile_ahead(monkeypatch):
   monkeypatch.setattr(checks.jax, 'process_count', lambda: 2)
   for threads in (-1, 0):
@@ -118,6 +160,13 @@ def test_shares_and_decay_rates(bound, fields):
   [
     (8, {}, r'^optimizer\.micro_batch_size=4: must be a multiple of 8 row shards$'),
     (4, {'train.group_size': 2}, None),
+    (8, {'optimizer.micro_batch_size': 0}, None),
+    (
+      16,
+      {'optimizer.micro_batch_size': 0},
+      r'^optimizer\.mini_batch_size=8: must be a multiple of 16 row shards$',
+    ),
+    (4, {'agent.rows_in_flight': 6}, r'^agent\.rows_in_flight=6: must be a multiple of 4 row shards, or 0$'),
     (4, {'eval.groups': 18}, r'^eval\.groups \* eval\.group_size = 18: must be a multiple of 4 row shards$'),
   ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from ml_collections import config_flags
 from configs import default
 from ragen_jax import build
 from ragen_jax.config import command_line
+from ragen_jax.utils.errors import UserError
 from tests.support.configs import leaves
 from tests.support.paths import ROOT
 from tests.support.processes import run_main, run_python
@@ -79,12 +81,71 @@ def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(tmp_path, ar
   assert not workdir.exists()
 
 
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    ([], r'^--config=FILE is missing, for instance --config=configs/frozenlake_ppo\.py$'),
+    (['--config=none.py'], r'^--config=none\.py: there is no such file; '),
+    (['--config=FILE.txt'], r'^--config=.*FILE\.txt: is not a Python file$'),
+    (['--config=EMPTY.py'], r'^--config=.*EMPTY\.py: has no function get_config$'),
+    (['--config=configs/sft_tiny.py:big'], r'^--config=configs/sft_tiny\.py:big: .* has no variants$'),
+    (
+      ['--config.seed=1', '--config=frozenlake_ppo'],
+      r'^--config\.seed=1 precedes --config=frozenlake_ppo; give --config',
+    ),
+    (['--config=frozenlake_ppo', '--config.agent.think=1'], r'^--config\.agent\.think: it is agent\.format now'),
+    (
+      ['--config=frozenlake_ppo', '--config.seeds=1'],
+      r"^--config\.seeds: config has no field 'seeds'; did you mean 'seed'",
+    ),
+    (['--mode=view', '--workdir=x', '--config.seed=1'], r'^--config\.seed=1 has no effect with --mode=view$'),
+    (['--wordkir=x'], r'^unknown flag --wordkir; did you mean --workdir\?$'),
+    (['--config=frozenlake_ppo', '--mode=learn'], r'^flag --mode=learn: '),
+    (['--config=frozenlake_ppo', '--wordkir=x'], r"^Unknown command line flag 'wordkir'"),
+  ],
+)
+def test_what_parsing_refuses(tmp_path, monkeypatch, arguments, message):
+  (tmp_path / 'FILE.txt').write_text('text')
+  (tmp_path / 'EMPTY.py').write_text('x = 1')
+  argv = ['main.py', *(re.sub(r'=(FILE|EMPTY)', rf'={tmp_path}/\1', a) for a in arguments)]
+  monkeypatch.setattr(flags, 'FLAGS', _flags())
+  monkeypatch.setattr(sys, 'argv', argv)
+  with pytest.raises(UserError, match=message) as e:
+    command_line.parse(argv)
+  assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--workdir='], r'^--workdir= is empty; name a directory'),
+    (['--workdir=a', '--workdir=b'], r'^--workdir is given 2 times; only --mode=plot takes several, train takes one$'),
+    (['--output=a'], r'^--output has no effect with --mode=train'),
+  ],
+)
+def test_workdirs_and_outputs_that_a_mode_does_not_take(arguments, message):
+  values = _flags()
+  values(['main.py', f'--config={ROOT}/configs/frozenlake_ppo.py', *arguments])
+  with pytest.raises(UserError, match=message):
+    command_line.workdirs(values)
+
+
 def test_help_lists_the_modes_and_the_shipped_configs():
   result = run_main('--help')
   assert result.returncode == 0 and result.stderr == ''
   modes = '<train|eval|sft|play|view|export|plan|serve|optimize_prompt|plot>'
   for text in ('--config:', '--workdir:', modes, 'frozenlake_ppo'):
     assert text in result.stdout
+
+
+def _flags() -> flags.FlagValues:
+  """The flags of the program that parsing reads."""
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file('config', flag_values=values)
+  flags.DEFINE_multi_string('workdir', None, '', flag_values=values)
+  flags.DEFINE_enum('mode', 'train', ['train', 'view', 'plot'], '', flag_values=values)
+  flags.DEFINE_string('output', None, '', flag_values=values)
+  return values
 
 
 @pytest.mark.parametrize('arguments', [['--config=sudoku_ppo:qwen3-4b'], ['--config', 'sudoku_ppo:qwen3-4b']])

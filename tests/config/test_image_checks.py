@@ -66,6 +66,8 @@ def test_options_of_images(seeing):
     ({'envs__FrozenLake__observation': 'picture'}, r"observation='picture'; allowed: grid, coord, grid_coord"),
     ({'train__tags': ('Bandit',), 'envs__Bandit__observation': 'image'},
      r"^envs\.Bandit\.observation='image': bandit draws no images$"),
+    ({'train__tags': ('Bandit',), 'envs__Bandit__observation': 'text'},
+     r"^envs\.Bandit\.observation='text': bandit has no such option, since it draws no images$"),
     ({'train__tags': ('Game2048',), 'envs__Game2048__observation': 'grid'}, r'^envs\.Game2048: observation is not'),
   ):  # fmt: skip
     assert_refused(check_config, _changed(seeing, **fields), message)
@@ -80,6 +82,26 @@ def test_a_trained_tower_is_not_exported_as_adapters(seeing):
     r"^export\.lora='adapter': files of adapters have no vision tower; must be 'merged' with model\.vision='trained'$"
   )
   assert_refused(check_config, _changed(seeing, **fields, model__vision='trained'), told)
+
+
+def test_the_images_of_an_observation_fit_into_the_context(seeing):
+  lamp = _LAMP | {'images': 3, 'image_size': (30, 40)}
+  config = seeing.copy_and_resolve_references()
+  with config.unlocked():
+    config.envs.Lamp = lamp
+  config.eval.tags = ('Lamp',)
+  # An image is read as 32 x 40 pixels: 20 tokens, one before and one after them.
+  for context, room in ((72, 66), (71, 65), (5, 0)):
+    told = (
+      rf'^envs\.Lamp\.images=3: the images of an observation need 66 tokens; agent\.max_context={context} less '
+      rf'agent\.max_response_tokens=6 leaves {room} for a prompt, with its text$'
+    )
+    assert_refused(
+      lambda c: check_images(c, sections=('eval',), weights=True), _changed(config, agent__max_context=context), told
+    )
+  check_images(_changed(config, agent__max_context=73), sections=('eval',), weights=True)
+  told = r"^envs\.FrozenLake\.observation='image': the images of an observation need 18 tokens"
+  assert_refused(check_config, _changed(seeing, agent__max_context=24), told)
 
 
 def test_programs_get_text_only(seeing):

@@ -26,7 +26,12 @@ _RUNNER = {**_AGENT, 'envs.Agent.runner': 'env:FrozenLake'}
     ({'serve.model': 'gpt-4'}, r"^serve\.model='gpt-4': .* must not begin like a name of OpenAI's models$"),
     ({'serve.model': 'o3-mini'}, r"^serve\.model='o3-mini': "),
     ({'serve.slots': 0}, r'^serve\.slots=0: must be at least 1$'),
-    ({'serve.max_attempts': 0}, r'^serve\.max_attempts=0: '),
+    *(
+      ({f'serve.{name}': 0}, rf'^serve\.{name}=0: must be at least 1$')
+      for name in ('max_attempts', 'max_queue', 'max_connections', 'max_body', 'max_concurrency')
+    ),
+    ({'serve.heartbeat': -1.0}, r'^serve\.heartbeat=-1\.0: must be at least 0$'),
+    ({'serve.keep': 0.0}, r'^serve\.keep=0\.0: must be above 0$'),
     ({'serve.grace': -1.0}, r'^serve\.grace=-1\.0: must be at least 0$'),
     ({'serve.timeout': 0.0}, r'^serve\.timeout=0\.0: '),
     ({'serve.trained': '('}, r"^serve\.trained='\(': must be a regular expression \(.*\)$"),

@@ -7,6 +7,8 @@ import importlib
 import pytest
 
 from configs import sft_tiny, sft_tiny_vl
+from ragen_jax import build
+from ragen_jax.config.command_line import load_config
 from ragen_jax.models import presets
 from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
@@ -24,13 +26,25 @@ def held_out(shared_boards) -> set[bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('model', ['tiny', 'tiny-vl'])
 @pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban'])
-def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, shared_boards, held_out):
-  config = sft_tiny.get_config()
-  count = dict(zip(config.sft.tags, config.sft.levels, strict=True))[tag]
-  shown = shared_boards.demonstrated_boards(tag, count)
+def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, model, shared_boards, held_out):
+  sft = shared_boards.MODELS[model].get_config().sft
+  count = dict(zip(sft.tags, sft.levels, strict=True))[tag]
+  shown = shared_boards.demonstrated_boards(model, tag, count)
   assert len(shown) > 0.8 * count and len(held_out) > 1000
   assert not held_out & shown
+
+
+@pytest.mark.parametrize('model', ['tiny', 'tiny-vl'])
+def test_demonstrations_skip_the_boards_that_their_config_names(model, shared_boards, monkeypatch):
+  config = shared_boards.MODELS[model].get_config()
+  config.eval.tags, config.eval.groups = ('FrozenLake',), 1
+  monkeypatch.setattr(shared_boards.MODELS[model], 'get_config', lambda: config)
+  evaluated = build.held_out_levels(load_config('frozenlake_vision_ppo', flag=''))
+  for skipped in (('frozenlake_vision_ppo',), ()):
+    config.sft.skip_held_out_of = skipped
+    assert bool(evaluated & shared_boards.demonstrated_boards(model, 'FrozenLake', 2000)) == (not skipped)
 
 
 def test_every_shipped_config_that_evaluates_on_a_demonstrated_game_is_skipped():

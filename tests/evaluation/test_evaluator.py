@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -86,3 +87,18 @@ def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, c
   messages = [record.getMessage() for record in caplog.records if record.name == 'ragen_jax.agent.env_manager']
   assert len(messages) == 1 and '\n' not in messages[0]
   assert messages[0].startswith('envs.FrozenLake: the best possible success is unknown (frozen_lake: budget.max_act')
+
+
+@pytest.mark.parametrize(('part', 'words'), [('policy', 'sampled log-probs'), ('value_head', 'sampled values')])
+def test_weights_whose_numbers_are_not_finite_are_named_sampled_and_greedy(evaluated, part, words):
+  """Whatever they play: an environment's success says nothing of them."""
+  _, policy, evaluator, evaluation = evaluated
+
+  def poison(path, x):
+    return x * np.nan if part in jax.tree_util.keystr(path[:1]) else x
+
+  found = evaluator(jax.tree_util.tree_map_with_path(poison, param_state(policy.model)))
+  sampled, greedy = found.not_finite.split('with greedy decoding ')
+  for text in (sampled, greedy):
+    assert words in text and '(all ' in text and ('log-probs' in text) == (part == 'policy')
+  assert evaluation.not_finite == ''

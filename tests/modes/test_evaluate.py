@@ -16,13 +16,14 @@ from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.language_model import param_state
+from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import lora
 from ragen_jax.modes import chosen_checkpoint, evaluate, export
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_training
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.run_log import BEST
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import Diverged, UserError
 from ragen_jax.viewer.store import read_episodes
 from tests.support.chat_server import server
 from tests.support.configs import small_config
@@ -335,3 +336,14 @@ def test_the_command_line_reaches_the_mode(tmp_path):
   result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert result.returncode == 2 and result.stderr.startswith(f'error: --workdir={tmp_path}/x: there is no checkpoint')
   assert len(result.stderr.splitlines()) == 1 and not (tmp_path / 'x').exists()
+
+
+def test_a_checkpoint_whose_numbers_are_not_finite_has_no_result(full_run, tmp_path, monkeypatch):
+  workdir, config, _ = full_run
+  workdir = pathlib.Path(shutil.copytree(workdir, tmp_path / 'run'))
+  bad = [], [], [], '7 of 9 sampled log-probs (row 0)'
+  monkeypatch.setattr(Evaluator, 'episodes', lambda self, params, step=0: bad)
+  with pytest.raises(Diverged, match=r'^checkpoint 2: not finite: 7 of 9 sampled log-probs \(row 0\); ') as e:
+    evaluate.evaluate(config, str(workdir), given=True)
+  assert e.value.status == 1 and '\n' not in str(e.value)
+  assert not list((workdir / 'evaluation').glob('*'))

@@ -26,6 +26,7 @@ from ragen_jax.modes import sft
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
+from ragen_jax.training.learner import SKIPPED
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.utils.errors import Diverged, UserError
 from tests.support import learning
@@ -156,13 +157,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_pa
 def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_path, capsys):
   config, workdir = _quick(tmp_path, 'bad')
   config.sft.update(learning_rate=1e30, eval_every=0, checkpoint_every=1)
-  with pytest.raises(Diverged, match=r'^step \d: .* not finite; the newest checkpoint is that of step 1') as e:
+  with pytest.raises(
+    Diverged,
+    match=r'^step 4: not finite: new weights policy/embed_tokens and .* more; the newest checkpoint is that of step 1',
+  ) as e:
     sft.train_sft(config, workdir)
   assert e.value.status == 1 and '\n' not in str(e.value)
   # The first step has a learning rate of 0; the others were skipped, and are not saved.
   assert [p.name for p in (tmp_path / 'bad' / 'run' / 'checkpoints').iterdir()] == ['1']
   assert not (tmp_path / 'bad' / 'model').exists()
-  assert 'skipped, because the loss, its gradient or the update is not finite' in capsys.readouterr().err
+  told = capsys.readouterr().err
+  for step in (2, 3, 4):
+    assert f'step {step}: skipped, because not finite: new weights policy/embed_tokens and ' in told
 
 
 @pytest.mark.slow
@@ -215,7 +221,9 @@ def test_a_file_of_the_same_play_is_learnt_as_the_play_itself(whole, tmp_path):
   assert len(pathlib.Path(path).read_text().splitlines()) == 64
   config.sft.data = path
   sft.train_sft(config, str(tmp_path / 'run'))
-  assert _lines(tmp_path / 'run') == _lines(workdir)
+  assert _lines(tmp_path / 'run') == _lines(workdir)  # floats, to the last bit
+  ours, theirs = (pathlib.Path(c.sft.output) / 'model.safetensors' for c in (config, whole[0]))
+  assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
@@ -296,7 +304,7 @@ def test_the_first_steps_learn_from_first_replies(tmp_path, monkeypatch):
     return []
 
   monkeypatch.setattr(sft, 'batches', cut)
-  monkeypatch.setattr(sft.SftTrainer, 'step', lambda self, batches: (np.zeros(2), np.zeros(())))
+  monkeypatch.setattr(sft.SftTrainer, 'step', lambda self, batches: (np.zeros(2), {SKIPPED: np.zeros(())}))
   config, workdir = _quick(tmp_path, 'short')
   config.sft.update(tags=('FrozenLake',), levels=(16,), short_steps=2)
   with pytest.raises(KeyboardInterrupt):

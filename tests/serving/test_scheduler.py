@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -169,3 +170,14 @@ def test_a_row_behind_a_stop_string_is_cut_before_it_goes_on(scheduler, sampler_
   (reply,) = play(scheduler, call(row, seed=6))
   assert reply.cached_tokens == len(row) - 2
   np.testing.assert_allclose(reply.logprobs, expected_logprobs(*sampler_and_params, row, reply.ids), atol=1e-4)
+
+
+def test_numbers_that_are_not_finite_are_told_once_for_each_version(scheduler, sampler_and_params, caplog):
+  caplog.set_level('ERROR', logger='ragen_jax.serving.scheduler')
+  good = sampler_and_params[1]
+  for version, params in ((1, good), (2, jax.tree.map(lambda x: x * np.nan, good)), (3, good)):
+    scheduler.set_weights(params, version, keep_cache=False)
+    for seed in range(2):
+      play(scheduler, call(prompts(3, 9)[seed], seed, max_tokens=4))
+  (record,) = caplog.records
+  assert record.getMessage() == 'policy version 2: not finite: 4 sampled log-probs; its replies mean nothing'

@@ -34,7 +34,7 @@ def _play(log, *, skipped=None):
   tokens = int(data.length[:4].sum())
   log.timer.pop = lambda: {'timing_s/step': 2.0}
   for step in range(1, _LAST + 1):
-    log.skipped((skipped or {}).get(step, []))
+    log.skipped((skipped or {}).get(step, []), 'the loss')
     log.step(step, np.asarray([step, 2.0 * step], np.float32), cut, tokens)
   return tokens
 
@@ -61,7 +61,7 @@ def test_skipped_steps_are_counted_from_line_to_line_and_named(writer, tmp_path)
   stream = io.StringIO()
   _play(_log(writer, stream), skipped={3: [3], 9: [7, 8, 9], 15: [15]})
   assert [line['sft/skipped_steps'] for line in _lines(writer, tmp_path)] == [4, 1, 0]
-  told = [line for line in stream.getvalue().splitlines() if 'not finite' in line]
+  told = [line for line in stream.getvalue().splitlines() if line.endswith(': skipped, because not finite: the loss')]
   assert [line.split(':')[0] for line in told] == ['step 3', '3 steps from 7 to 9', 'step 15']
 
 

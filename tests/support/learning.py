@@ -17,7 +17,7 @@ from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config.checks import check_config
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.training import objective
+from ragen_jax.training import bad_steps, objective
 from ragen_jax.training.batches import MicroBatch, MiniBatch, micro_batches, plan_micro_batches, sampled_columns
 from ragen_jax.training.learner import Learner
 from ragen_jax.training.objective import LossSettings
@@ -122,7 +122,7 @@ def plans(batch: MiniBatch, size: int, length: np.ndarray | None = None, length_
 def step(update: Learner, state: TrainState, batch: MiniBatch, parts: list[MicroBatch], **options: Any):
   """One optimiser step: the new state, and metrics as `Trainer.update` has them before it averages over steps."""
   state, found = update.step(state, micro_batches(batch, parts, update.mesh), **options)
-  return state, objective.token_means(found)
+  return state, objective.token_means(bad_steps.split(found)[0])
 
 
 def make_trainer(policy: LanguageModel, **fields: Any) -> tuple[Trainer, TrainState]:

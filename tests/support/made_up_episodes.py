@@ -11,6 +11,7 @@ ATTACKS = (
   "</script><script>document.title='broken'</script>",
   '<img src=x onerror="document.title=\'broken\'">',
   '<!--<script>{{details}} {{data}} \\u003c \' " & &lt; \u2028',
+  '\x00\x1b[2J\u202e\x7f</pre></textarea></title><svg/onload="document.title=\'broken\'">{{policy}}',
 )
 
 

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ragen_jax.agent.image_room import ImageRoom, Shown
 from ragen_jax.agent.segments import ImageSegment, ImageSpan
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.models.vision.positions import rope_positions
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.training.batches import BatchingSettings, PackingSettings, TokenRows, micro_batches, sampled_columns
-from ragen_jax.training.images import POLICY, FrozenFeatures, Pixels, Sight
+from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, Pixels, Sight
 from ragen_jax.training.packing import plan_rows
 from tests.models.vision.test_encoder import _PROCESSOR as PROCESSOR
 from tests.models.vision.test_encoder import _TOWER as TOWER
@@ -20,6 +21,7 @@ _PAD = TOWER.image_token_id
 # Height and width in tokens.
 _SIZES = ((1, 2), (2, 2), (1, 2), (2, 2), (1, 1))
 _IMAGES = [np.full((8 * h, 8 * w, 3), 10 * i, np.uint8) for i, (h, w) in enumerate(_SIZES)]
+_ROOM = ImageRoom(tuple(Shown((8 * h, 8 * w), 1, h * w, 3) for h, w in dict.fromkeys(_SIZES)))
 # The images that each row shows; the third row shows none, and the last one a single image twice.
 _ROWS = ((0, 1), (4,), (), (2, 3, 0), (1, 1))
 
@@ -53,9 +55,9 @@ def _tokens_of(image: np.ndarray) -> np.ndarray:
   return np.stack([np.full(count, image[0, 0, 0] // 10), np.arange(count)], axis=1)
 
 
-def _batches(trained: bool, packed: bool):
+def _batches(trained: bool, packed: bool, room: ImageRoom | None = None):
   t, images = _played()
-  sight = Sight(TOWER, PROCESSOR, {POLICY: _encoder}, trained=trained)
+  sight = Sight(TOWER, PROCESSOR, {POLICY: _encoder}, room, trained=trained)
   found = sight.inputs({POLICY: {'visual': 'the weights'}}, t, images)
   columns, mask = sampled_columns(t.loss_mask)
   packing = PackingSettings(step=8, width=48, columns=96, shards=1, reply_step=1) if packed else None
@@ -65,10 +67,11 @@ def _batches(trained: bool, packed: bool):
   return t, images, list(micro_batches(rows, plans))
 
 
+@pytest.mark.parametrize('room', [None, _ROOM], ids=['images', 'room'])
 @pytest.mark.parametrize('packed', [False, True])
 @pytest.mark.parametrize('trained', [False, True])
-def test_every_column_reads_its_token_of_its_image_and_has_its_position(trained, packed):
-  t, _, parts = _batches(trained, packed)
+def test_every_column_reads_its_token_of_its_image_and_has_its_position(trained, packed, room):
+  t, _, parts = _batches(trained, packed, room)
   expected = {}  # a row's tokens -> what its columns show
   for row, shown in enumerate(_ROWS):
     length = int(t.length[row])
@@ -83,10 +86,14 @@ def test_every_column_reads_its_token_of_its_image_and_has_its_position(trained,
     assert isinstance(source, Pixels if trained else FrozenFeatures)
     if trained:
       table = np.concatenate([_tokens_of(image) for group in source.groups for image in group])
-      sizes.add(tuple(group.shape for group in source.groups))
+      size = tuple(group.shape for group in source.groups)
     else:
       table = source.by_trunk[POLICY].embeddings
-      sizes.add(table.shape)
+      size = table.shape
+      if room is not None:  # the tokens of the images that are shown come first
+        needed = int(part.images.index.max()) + 1
+        assert len(table) == room.tokens(needed, *part.tokens.shape, packed=packed)
+    sizes.add((size, part.tokens.shape))
     segments = part.segments if packed else np.where(part.tokens > 0, 0, -1)
     for row in range(len(part.tokens)):
       for number in range(segments[row].max() + 1):
@@ -98,7 +105,12 @@ def test_every_column_reads_its_token_of_its_image_and_has_its_position(trained,
         np.testing.assert_array_equal(part.images.positions[row, own], positions)
         found += 1
       assert (part.images.index[row, segments[row] < 0] == -1).all()
-  assert found == len(_ROWS) and not expected and len(sizes) == 1
+  shapes = {shape for _, shape in sizes}  # of the rows
+  assert found == len(_ROWS) and not expected
+  if room is None:
+    assert len({size for size, _ in sizes}) == 1
+  elif not packed:
+    assert len(sizes) == len(shapes) > 1
 
 
 def test_the_table_of_a_micro_batch_has_its_own_images_only():
@@ -113,14 +125,20 @@ def test_the_table_of_a_micro_batch_has_its_own_images_only():
 
 def test_rows_of_text_have_no_inputs():
   t, images = _played()
-  sight = Sight(TOWER, PROCESSOR, {POLICY: _encoder}, trained=False)
+  sight = Sight(TOWER, PROCESSOR, {POLICY: _encoder}, None, trained=False)
   assert sight.inputs({}, t.replace(image=None), images) is None
 
 
 def test_more_columns_of_text_show_nothing():
   t, images = _played()
-  found = Sight(TOWER, PROCESSOR, {}, trained=True).inputs({}, t, images)
+  found = Sight(TOWER, PROCESSOR, {}, None, trained=True).inputs({}, t, images)
   wide = found.widened(2)
   assert wide.index.shape[1] == wide.positions.shape[1] == found.index.shape[1] + 2
   assert (wide.index[:, -2:] == -1).all() and wide.gallery is found.gallery
   assert jnp.asarray(wide.positions).shape[2] == 3
+
+
+def test_a_critic_without_a_table_of_its_own_reads_the_policys():
+  both = FrozenFeatures({POLICY: 'table'})
+  assert both.features(None, CRITIC, remat=False) == both.features(None, POLICY, remat=False) == 'table'
+  assert FrozenFeatures({POLICY: 'table', CRITIC: 'other'}).features(None, CRITIC, remat=False) == 'other'

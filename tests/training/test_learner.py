@@ -149,7 +149,9 @@ def test_the_observer_is_told_of_each_program_before_it_runs(monkeypatch, critic
   """The programs themselves are replaced by ones that note that they run."""
   learner, batch = _learner(random_model(30)), _batch(0)[0]
   suffix, told = '_critic' if critic_only else '', []
-  monkeypatch.setattr(learner, f'_accumulate{suffix}', lambda *given: told.append('gradients') or (given[2], ({}, {})))
+  monkeypatch.setattr(
+    learner, f'_accumulate{suffix}', lambda *given: told.append('gradients') or (given[2], ({}, {}), False)
+  )
   monkeypatch.setattr(learner, f'_apply{suffix}', lambda *given: told.append('weights') or (None, None, {}))
   learner.observer = lambda *program: told.append(program)
   learner.step(TrainState(trained={}, frozen={}, opt_state={}), [batch], critic_only=critic_only)

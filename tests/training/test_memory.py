@@ -12,20 +12,26 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from ragen_jax import build
+from ragen_jax.agent.image_room import ImageRoom, Shown
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import AttentionSettings
+from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
 from ragen_jax.training.batches import abstract_mini_batch
+from ragen_jax.training.images import ImageInputs, abstract_inputs
 from ragen_jax.training.memory import UpdateMemory
 from ragen_jax.training.scoring import RematSettings
 from ragen_jax.training.state import TrainState
 from tests.support import learning
 from tests.support.configs import small_config
+from tests.support.seeing import seeing_config, seeing_policy
 
 # As for an accelerator: ordered for memory. The machine code is not run.
 _OPTIONS = {
@@ -52,11 +58,13 @@ def _model(*, adapters: bool = False, separate: bool = False, **shape) -> Langua
   return LanguageModel('', nnx.eval_shape(make), None, None, make_mesh(1, 1, 1))
 
 
-def _compiled(model: LanguageModel, rows: int, width: int, replies: int, **scoring) -> int:
+def _compiled(
+  model: LanguageModel, rows: int, width: int, replies: int, images: ImageInputs | None = None, **scoring
+) -> int:
   """Bytes that the gradient program needs in addition to its arguments and results."""
   learner = learning.learner(model.model, **scoring)
   trained, frozen = lora.partition(nnx.split(model.model)[1])
-  batch = abstract_mini_batch(rows, width, replies, reference=False, importance=False, packed=True)
+  batch = abstract_mini_batch(rows, width, replies, reference=False, importance=False, packed=True, images=images)
   state = TrainState(trained, frozen, jax.eval_shape(learner.optimizer.init, trained))
   compiled = learner.lower(state, batch)['accumulate'].compile(compiler_options=_OPTIONS)
   return compiled.memory_analysis().temp_size_in_bytes
@@ -75,10 +83,75 @@ def _compiled(model: LanguageModel, rows: int, width: int, replies: int, **scori
 def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):
   """Below, a run would choose more columns than fit; far above, it would leave the device idle."""
   made = _model(**model)
-  found = memory.update_memory(made, logits_chunk=scoring['logits_chunk'], width=128, reference=False, platform='cpu')
+  found = memory.update_memory(
+    made, logits_chunk=scoring['logits_chunk'], width=128, reference=False, platform='cpu', images=None
+  )
   for rows in (2, 16):
     needed, estimated = _compiled(made, rows, 128, 96, **scoring), found.activations(rows * 128, scoring['remat'])
     assert 0.9 * needed <= estimated <= 2.5 * needed, (rows, needed, estimated)
+
+
+# Images of 8 x 8 patches and 16 tokens, up to five in a row.
+_PROCESSOR = ProcessorConfig(
+  patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=4096, mean=(0.5,) * 3, std=(0.5,) * 3
+)
+_ROOM = ImageRoom((Shown((32, 32), 1, 16, 5),))
+_TOWER = {
+  'hidden_size': 64, 'intermediate_size': 256, 'num_heads': 4, 'out_hidden_size': 64, 'patch_size': 4,
+  'temporal_patch_size': 2, 'merge_size': 2, 'window_size': 0, 'full_blocks': (), 'num_positions': 16,
+  'image_token_id': 1, 'video_token_id': 2, 'vision_start_token_id': 3, 'vision_end_token_id': 4,
+}  # fmt: skip
+
+
+def _seeing(depth: int, deepstack: tuple[int, ...]) -> LanguageModel:
+  tower = VisionConfig(family=QWEN3_VL, depth=depth, deepstack_blocks=deepstack, **_TOWER)
+  return _model(num_layers=2, vocab_size=64, architecture='qwen3', rope_sections=(4, 2, 2), vision=tower)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('depth', 'deepstack', 'remat'),
+  [
+    (9, (3,), 'layers'),
+    (3, (), 'none'),
+    (9, (), 'none'),
+    (3, (0, 1), 'layers'),
+  ],
+)
+def test_the_estimate_counts_a_trained_tower(depth, deepstack, remat):
+  made = _seeing(depth, deepstack)
+  images = memory.SeenColumns(tokens=5 * 16 / 128, patches=64, shards=1)
+  estimate = functools.partial(memory.update_memory, made, logits_chunk=64, width=128, reference=False, platform='cpu')
+  for rows in (2, 16):
+    inputs = abstract_inputs(made, _PROCESSOR, _ROOM, rows, 128, packed_from=0, shared=False)
+    needed = _compiled(made, rows, 128, 96, images=inputs, remat=remat, logits_chunk=64)
+    text, estimated = (estimate(images=x).activations(rows * 128, remat) for x in (None, images))
+    assert 0.9 * needed <= estimated <= 2.5 * needed and text < 0.5 * needed, (rows, needed, estimated, text)
+
+
+def test_a_frozen_tower_holds_its_table_only():
+  made = _seeing(9, (3,))
+  freeze(made.model.policy.visual)
+  images = memory.SeenColumns(tokens=0.5, patches=64, shards=3)
+  text, seeing = (
+    memory.update_memory(made, logits_chunk=64, width=128, reference=False, platform='cpu', images=x)
+    for x in (None, images)
+  )
+  # Half a token for each column, with an embedding and one level of DeepStack of 64 numbers, on each of three devices.
+  assert seeing.saved == {remat: (once, column + 3 * 64 * 4) for remat, (once, column) in text.saved.items()}
+  assert dataclasses.replace(seeing, saved=text.saved) == text
+
+
+@pytest.mark.parametrize(('vision', 'packing', 'tokens'), [('frozen', False, 48), ('trained', True, 29 * 16)])
+def test_a_run_counts_the_images_that_its_columns_can_show(tmp_path, vision, packing, tokens):
+  config = seeing_config(model__vision=vision, optimizer__packing=packing, optimizer__mini_batch_size=4)
+  made = seeing_policy(config, tmp_path, QWEN3_VL)
+  width = build.size_settings(config, made).width
+  seen = memory.SeenColumns(tokens / width, 64, 1)
+  found = memory.update_memory(
+    made, logits_chunk=config.model.logits_chunk, width=width, reference=False, platform='cpu', images=seen
+  )
+  assert build.update_memory(config, made) == found
 
 
 def test_what_is_kept_is_counted_exactly():
@@ -87,10 +160,10 @@ def test_what_is_kept_is_counted_exactly():
     params = nnx.split(made.model)[1]
     opt_state = jax.eval_shape(learning.optimizer().init, params)
     size = sum(x.size * 4 for x in jax.tree.leaves((params, params, opt_state)))  # weights, gradients, moments
-    found = memory.update_memory(made, logits_chunk=0, width=128, reference=False, platform='cpu')
+    found = memory.update_memory(made, logits_chunk=0, width=128, reference=False, platform='cpu', images=None)
     assert size - 64 <= found.kept <= size  # but for the optimiser's counters
     policy = sum(x.size * 4 for x in jax.tree.leaves(params['policy']))
-    more = memory.update_memory(made, logits_chunk=0, width=128, reference=True, platform='cpu')
+    more = memory.update_memory(made, logits_chunk=0, width=128, reference=True, platform='cpu', images=None)
     assert more.kept == found.kept + policy
 
 
@@ -117,7 +190,7 @@ def test_the_whole_is_within_a_tenth_of_what_compilers_of_accelerators_need(
 ):
   made = dataclasses.replace(_pretrained(preset), mesh=AbstractMesh(mesh, AXES))
   found = memory.update_memory(
-    made, logits_chunk=2048, width=3712, reference=False, platform=platform, dtype='bfloat16'
+    made, logits_chunk=2048, width=3712, reference=False, platform=platform, images=None, dtype='bfloat16'
   )
   assert found.total(columns, remat) == pytest.approx(found.kept + needed * 2**30, rel=0.1)
 

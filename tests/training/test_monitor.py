@@ -87,3 +87,37 @@ def test_averages_are_logged_and_a_checkpoint_keeps_everything():
   expected = np.dot(weights, [0.4] + [m['rollout/in_group_reward_std'] for m in reversed(values)]) / weights.sum()
   assert own['rollout/in_group_reward_std_ema'] == pytest.approx(expected)
   assert 'train/FrozenLake/success_ema' in own and 'response_length/mean_ema' not in own
+
+
+def test_spikes_are_told_once_and_forgotten_after_a_rollback():
+  monitor = build.make_monitor(small_config(monitor__baseline_steps=3, monitor__spike_factor=4.0))
+
+  def after(norm):
+    own, spikes = monitor.after_update(_metrics(norm=norm))
+    assert set(own) == {'monitor/grad_norm_spike'} and own['monitor/grad_norm_spike'] in (0, 1)
+    return own['monitor/grad_norm_spike'], [str(s) for s in spikes]
+
+  assert [after(1.0) for _ in range(3)] == [(0, [])] * 3
+  assert after(4.0) == (0, []) and after(5.0) == (1, ['actor/grad_norm is 5, 5.0 times its usual 1'])
+  assert after(90.0)[0] == 1 and after(90.0)[0] == 1  # it lasts, and then it is usual
+  monitor.rolled_back()
+  assert after(1000.0) == (0, [])
+  off = build.make_monitor(small_config(monitor__baseline_steps=1, monitor__spike_factor=0.0))
+  assert [off.after_update(_metrics(norm=x)) for x in (1.0, 1e9)] == [({}, [])] * 2
+
+
+def test_a_checkpoint_keeps_spikes_and_bad_iterations_and_an_earlier_one_lacks_them():
+  config = small_config(monitor__baseline_steps=2)
+  first, second, old = (build.make_monitor(config) for _ in range(3))
+  for norm in (1.0, 2.0, 100.0):
+    first.after_update(_metrics(norm=norm))
+  for text in ('bad', 'bad', ''):
+    first.after_numbers(text)
+  state = json.loads(json.dumps(first.state_dict()))
+  second.load_state_dict(state)
+  assert second.all_bad_iterations == 2 and second.bad_iterations == 0
+  found = second.after_update(_metrics(norm=1000.0))
+  assert found == first.after_update(_metrics(norm=1000.0)) == ({'monitor/grad_norm_spike': 1.0}, [])  # told already
+  del state['spikes'], state['bad_iterations']
+  old.load_state_dict(state)
+  assert old.all_bad_iterations == 0 and old.after_update(_metrics(norm=1000.0))[1] == []

@@ -204,6 +204,37 @@ def test_a_bad_iteration_is_no_iteration_without_groups_and_its_numbers_enter_no
   assert first['not_finite/sampled_logprobs'] == 3 and 'critic/score/mean_ema' not in first
 
 
+def test_spikes_are_written_in_one_line_and_as_metrics(tmp_path, capsys):
+  """Also in iterations that reuse a rollout; and not in bad ones, whose numbers enter no median."""
+
+  class Batch:
+    advantages, trained = np.zeros((1, 1), np.float32), np.zeros((1, 1), bool)
+
+  with _open(tmp_path, monitor__baseline_steps=3, num_iterations=9) as (run, _):
+    for i, norm in enumerate((1.0, 1.0, 2.0, 1e9, 30.0, 40.0), start=1):
+      found = {'actor/grad_norm': norm}
+      if i == 4:
+        found['train/skipped_steps'] = NotFinite(1, 'the loss')
+      verdict = run.log_iteration(_state(iteration=i), found, Batch(), fresh=False, empty=False)
+      _finish(run, _state(iteration=i), None, verdict)
+  told = [line for line in capsys.readouterr().err.splitlines() if 'times its usual' in line]
+  assert told == ['iteration 5: actor/grad_norm is 30, 30.0 times its usual 1 (monitor.spike_factor)']
+  lines = read_metrics(tmp_path)
+  assert [line.get('monitor/grad_norm_spike') for line in lines] == [0, 0, 0, None, 1, 1]
+  assert [line['train/bad_iterations'] for line in lines] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_model_whose_numbers_are_not_finite_is_refused_before_training(tmp_path):
+  evaluation = dataclasses.replace(_evaluation(0.0), not_finite='9 of 9 sampled log-probs (row 0)')
+  with (
+    pytest.raises(Diverged, match=r'^iteration 0: not finite: in the evaluation 9 of 9 sampled .*model\.path') as e,
+    _open(tmp_path) as (run, _),
+  ):
+    run.log_first_evaluation(evaluation)
+  assert '\n' not in str(e.value) and not list(tmp_path.glob('checkpoints/*'))
+  assert read_metrics(tmp_path)[0]['step'] == 0
+
+
 @pytest.mark.parametrize(('step', 'saved'), [(2, [2]), (3, [])])
 def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, request, step, saved):
   before = signal.signal(signal.SIGTERM, signal.SIG_DFL)

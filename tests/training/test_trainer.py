@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from ragen_jax import train
+from ragen_jax import build, train
+from ragen_jax.agent.finite import NotFinite
 from ragen_jax.runs.metrics import Counts, read_metrics
 from ragen_jax.training.learner import SKIPPED
 from tests.support import learning
@@ -39,7 +40,7 @@ def _with_a_number(rollout, name, x):
   ('name', 'words'),
   [
     ('logprobs', 'sampled log-probs'), ('entropies', 'sampled entropies'), ('values', 'sampled values'),
-    ('rewards', 'rewards'),
+    ('rewards', 'rewards'), ('reply_rewards', 'rewards of replies'),
   ],
 )  # fmt: skip
 def test_a_rollout_with_a_number_that_is_not_finite_is_named_and_not_learnt_from(
@@ -59,7 +60,7 @@ def test_a_rollout_with_a_number_that_is_not_finite_is_named_and_not_learnt_from
   batch, metrics = trainer.estimate(state, selection)
   state, updated = trainer.update(state, batch, selection)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.saved()), before)
-  finding = metrics[f'not_finite/{"sampled_" if name != "rewards" else ""}{name}']
+  finding = metrics[f'not_finite/{"" if "rewards" in name else "sampled_"}{name}']
   tokens = found.trajectory.loss_mask.sum()
   assert (finding.count, finding.text) == (1, f'1 of {tokens} {words} (row 3)')
   assert updated[SKIPPED] == 0 and updated['train/num_mini_batches'] == 0
@@ -94,6 +95,38 @@ def test_a_batch_with_a_number_that_is_not_finite_is_not_learnt_from(policy, pla
   assert metrics['train/num_mini_batches'] == 0
 
 
+def _poisoned(tree, part):
+  """The tree with a NaN in each array whose path contains a text."""
+
+  def poison(path, x):
+    return x.at[(0,) * x.ndim].set(np.nan) if part in jax.tree_util.keystr(path) else x
+
+  return jax.tree_util.tree_map_with_path(poison, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('fields', 'place', 'part', 'names'),
+  [
+    ({'algorithm__kl_loss_coef': 0.1}, 'reference', 'norm', ['ref_logprobs']),
+    ({'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0}, 'trained', 'value_head', ['sampled_values']),
+    ({'model__separate_critic': True}, 'trained', 'critic', ['old_values']),
+    ({'lora__rank': 4}, 'trained', 'lora_b', ['sampled_logprobs', 'sampled_entropies', 'sampled_values']),
+    ({'lora__rank': 4}, 'frozen', 'norm', ['sampled_logprobs', 'sampled_entropies', 'sampled_values']),
+  ],
+)
+def test_bad_weights_are_caught_in_the_iteration_that_reads_them(fields, place, part, names):
+  trainer, state = learning.make_trainer(build.load_policy(small_config(**fields)), **fields)
+  state = state.replace(**{place: _poisoned(getattr(state, place), part)})
+  before = jax.device_get(state.saved())
+  _, selection = trainer.collect(state)
+  batch, metrics = trainer.estimate(state, selection)
+  state, updated = trainer.update(state, batch, selection)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.saved()), before)
+  found = {name for name, x in (metrics | updated).items() if isinstance(x, NotFinite)}
+  assert {f'not_finite/{name}' for name in names} <= found and updated['train/num_mini_batches'] == 0
+
+
 def test_of_several_steps_only_the_bad_one_is_skipped_and_the_metrics_are_those_of_the_others(
   policy, played, monkeypatch
 ):
@@ -112,7 +145,9 @@ def test_of_several_steps_only_the_bad_one_is_skipped_and_the_metrics_are_those_
   state, metrics = trainer.update(state, batch, selection)
   assert metrics['train/num_mini_batches'] == 2 and np.isfinite(metrics['actor/pg_loss'])
   assert metrics[SKIPPED].count == 1
-  assert 'actor/grad_norm' in metrics[SKIPPED].text and metrics[SKIPPED].text.endswith('in 1 of 2 optimiser steps')
+  text = metrics[SKIPPED].text
+  assert 'actor/grad_norm' in text and 'gradient of policy/embed_tokens and ' in text
+  assert text.endswith(' in optimiser step 2 of 2') and ', in a micro-batch of rows ' in text
   assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.trained), strict=True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragen_jax.utils.errors import Diverged, UserError, describe_error, one_line
+from ragen_jax.utils.errors import Diverged, UserError, describe_error, one_line, short
 
 
 class _Unwritable:
@@ -13,6 +13,10 @@ class _Unwritable:
 
   def __repr__(self):
     raise self.error
+
+
+class _Own(BaseException):
+  """Neither an Exception nor SystemExit."""
 
 
 class _UnwritableError(Exception):
@@ -27,6 +31,7 @@ class _UnwritableError(Exception):
     ({'a': 1}, "{'a': 1}"),
     (_Unwritable(KeyError('x')), '(_Unwritable that cannot be written: KeyError)'),
     (_Unwritable(SystemExit(2)), '(_Unwritable that cannot be written: SystemExit)'),
+    (_Unwritable(_Own()), '(_Unwritable that cannot be written: _Own)'),
   ],
 )
 def test_values_are_written_in_one_line(value, line):
@@ -41,6 +46,13 @@ def test_white_space_of_any_writer_becomes_single_spaces():
 def test_an_interrupt_is_not_taken_for_a_value_that_cannot_be_written():
   with pytest.raises(KeyboardInterrupt):
     one_line(_Unwritable(KeyboardInterrupt()))
+
+
+def test_foreign_values_are_cut_before_they_are_written():
+  for value in ('x' * 10**7, b'x' * 10**7, bytearray(10**7), ['x' * 400] * 10**6, {i: 'x' * 400 for i in range(99)}):
+    assert len(short(value)) <= 300 and '...' in short(value)
+  assert short(['a', {'b': (1, None)}]) == "['a', {'b': (1, None)}]"
+  assert short(_Unwritable(_Own())) == '(_Unwritable that cannot be written: _Own)'
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import shutil
 import numpy as np
 import pytest
 
+from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.viewer.page import PAGE
 from ragen_jax.viewer.store import read_episodes
+from ragen_jax.viewer.tensorboard import transcript
 from tests.support.made_up_episodes import ATTACKS
 
 webdriver = pytest.importorskip('selenium.webdriver', reason='needs selenium, of requirements-dev.txt')
@@ -282,6 +284,26 @@ def test_what_a_policy_writes_is_shown_and_not_run(page):
     assert told.count(attack) >= 4  # board, prompt, reply and action
     assert not _all(page, '#detail img[src=x]') and not _all(page, '#detail script')
   assert page.title == title == 'Trajectories: lake & <co>'
+
+
+def test_a_transcript_in_tensorboard_is_text(browser, tmp_path):
+  plugin = pytest.importorskip('tensorboard.plugin_util', reason='needs tensorboard, of requirements.txt')
+  fetches = '\r<b>![x](http://127.0.0.1:9/x)\r\r![x](http://127.0.0.1:9/x)\r<img src=http://127.0.0.1:9/y>'
+  for i, attack in enumerate([*ATTACKS, fetches]):
+    turn = Turn(attack, attack, [attack], (0.5,), 0.0, True, 1)
+    shown = plugin.markdown_to_safe_html(transcript(Episode('A', 0, 7, [turn], attack, Status.ENV_ERROR, error=attack)))
+    file = tmp_path / f'{i}.html'
+    file.write_text(f'<!doctype html><meta charset="utf-8"><title>text</title>{shown}', encoding='utf-8')
+    browser.get_log('browser')
+    browser.get(file.as_uri())
+    assert browser.title == 'text'
+    names = browser.execute_script('return [...document.body.querySelectorAll("*")].map(e => e.tagName)')
+    assert set(names) == {'P', 'STRONG', 'PRE'} and names.count('PRE') == 3
+    assert browser.get_log('browser') == []  # nothing was fetched
+    # All that can be printed is shown.
+    printed = ' '.join(re.sub(r'[\x00-\x1f\x7f\u2028]', ' ', attack).split())
+    blocks = browser.execute_script('return [...document.querySelectorAll("pre")].map(e => e.textContent)')
+    assert [' '.join(block.replace('\ufffd', ' ').split()) for block in blocks] == [printed] * 3
 
 
 def test_a_link_leads_to_its_episode(page):

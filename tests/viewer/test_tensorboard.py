@@ -21,8 +21,9 @@ def _episode(*heights, status=Status.SUCCESS, **more):
 
 def test_a_transcript_has_each_turn_and_the_end():
   assert transcript(_episode(2, 2)).split('\n\n') == [
-    '**A**, level 7: success', 'turn 1', '    board 0', '    go', 'carried out: Up || Up; reward 0.5, penalty -0.1',
-    'end', '    the end',
+    '**A**, level 7: success', 'turn 1', '<pre>board 0</pre>', '<pre>go</pre>',
+    'carried out: Up || Up; reward 0.5, penalty -0.1',
+    'end', '<pre>the end</pre>',
   ]  # fmt: skip
   failed = transcript(_episode(status=Status.ENV_ERROR, error='step raised KeyError'))
   assert failed.startswith('**A**, level 7: env error (step raised KeyError)\n\nend')
@@ -52,4 +53,4 @@ def test_the_images_that_the_policy_saw_take_the_place_of_pictures():
   strip = boards(episode, gap=1)
   assert strip.shape == (4, 15, 3)  # two images, and two pictures
   assert (strip[:, :3] == 100).all() and (strip[:, 4:7] == 101).all() and (strip[:2, 8:11] == 10).all()
-  assert transcript(episode).split('\n\n')[2] == '    left <image><image>'
+  assert transcript(episode).split('\n\n')[2] == '<pre>left &#60;image&#62;&#60;image&#62;</pre>'

@@ -213,7 +213,7 @@ def test_the_program_of_the_page_plays(programs, monkeypatch):
   monkeypatch.setenv('PYTHONPATH', str(ROOT))
   command = re.search(r"runner = '(python my_program\.py)'", PAGE).group(1)
   with _stub() as (url, got):
-    outcome = make_runner('runner', command).run(_task(url), Watch(120.0))
+    outcome = make_runner('runner', command, ()).run(_task(url), Watch(120.0))
   assert (outcome.state, outcome.error) == (AttemptState.SUCCEEDED, '')
   (_, _, reward) = got[1]
   assert [path for path, _, _ in got] == ['/attempts/r.1/v1/chat/completions', '/attempts/r.1/rewards']

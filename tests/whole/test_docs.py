@@ -322,6 +322,13 @@ def _echo_trap() -> str:
   return ''
 
 
+def _spike() -> str:
+  monitor = build.make_monitor(small_config())
+  for norm in [0.5] * 10 + [21.0]:
+    _, spikes = monitor.after_update({'actor/grad_norm': norm})
+  return run.spike_line(37, spikes[0])
+
+
 def _not_finite() -> list[str]:
   what = finite.describe(
     finite.find('x', 'sampled log-probs', np.full((64, 10), np.nan), np.ones((64, 10), bool)).values()
@@ -348,6 +355,7 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
     _lost_partner(monkeypatch, capsys),
     _a_fault(),
     _echo_trap(),
+    _spike(),
     _row_shards(monkeypatch),
     *_not_finite(),
   ]

@@ -13,7 +13,6 @@ from ragen_jax import build
 from ragen_jax.agent.segments import images_of
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
-from ragen_jax.training.images import make_sight
 from ragen_jax.training.packing import plan_rows
 from ragen_jax.training.probes import Probes, Prompt
 from ragen_jax.utils.errors import UserError
@@ -61,6 +60,8 @@ def test_rows_show_the_images_of_their_turns_in_their_columns(played):
   trainer, _, rollout = played
   t, tokenizer = rollout.trajectory, trainer.model.tokenizer
   assert len({image.tobytes() for image in rollout.images}) == len(rollout.images) > 3
+  for image in rollout.images:  # none keeps those of the other rows in memory
+    assert image.base is None or image.base.nbytes == image.nbytes
   np.testing.assert_array_equal(t.image >= 0, t.tokens == tokenizer.placeholder)
   assert not t.loss_mask[t.image >= 0].any()
   several = 0
@@ -94,7 +95,7 @@ def _scores(trainer, state, rollout) -> tuple[np.ndarray, np.ndarray, np.ndarray
   """Log-probs of the sampled tokens by the update and by the sampler, and which they are."""
   t = rollout.trajectory
   columns, mask = sampled_columns(t.loss_mask)
-  images = make_sight(trainer.model).inputs(state.params, t, rollout.images)
+  images = trainer.sight.inputs(state.params, t, rollout.images)
   (plans,) = plan_rows([np.flatnonzero(t.length)], t, trainer.settings.estimate.batching)
   found = trainer.scorer.logprobs(state.params, TokenRows(t.tokens, columns, mask, images=images), plans)
   return found, at_columns(t.logprobs, columns, mask), mask
@@ -120,7 +121,7 @@ def test_tokens_of_images_are_neither_sampled_nor_given_probability(played):
 
 def test_rows_whose_placeholders_are_not_those_of_their_images_are_refused(played):
   trainer, state, rollout = played
-  t, sight = rollout.trajectory, make_sight(trainer.model)
+  t, sight = rollout.trajectory, trainer.sight
   row = int(np.flatnonzero(t.length)[0])
   column = int(np.flatnonzero(t.image[row] >= 0)[0])
   for array, value in (('tokens', 5), ('image', -1)):
@@ -142,6 +143,33 @@ def test_an_update_trains_the_decoder_and_not_a_frozen_tower(played):
   assert metrics['actor/grad_norm'] > 1e-3 and metrics['rollout/logprob_gap_max'] < 1e-4
   changed = jax.tree.map(lambda x, y: bool(np.any(x != y)), before, jax.device_get(nnx.to_pure_dict(after.params)))
   assert not any(jax.tree.leaves(changed['policy'].pop('visual'))) and all(jax.tree.leaves(changed['policy']['layers']))
+
+
+def _showing(rollout, count: int):
+  """The same rows with `count` different images."""
+  t = rollout.trajectory
+  images = tuple(np.full_like(rollout.images[0], i % 256) for i in range(count))
+  begins = (t.image >= 0) & (t.image != np.pad(t.image, ((0, 0), (1, 0)), constant_values=-1)[:, :-1])
+  number = np.cumsum(begins).reshape(t.image.shape) % count
+  return dataclasses.replace(rollout, images=images, trajectory=t.replace(image=np.where(t.image >= 0, number, -1)))
+
+
+def test_the_number_of_different_images_changes_no_program(played):
+  trainer, state, rollout = played
+  encoder, state = trainer.model.encoders['policy'], learning.copied(state)
+  probes = Probes(None, trainer)
+  traces = []
+  for count in (1, 2, 40):
+    selected = trainer.select(_showing(rollout, count))
+    batch, _ = trainer.estimate(state, selected)
+    state, _ = trainer.update(state, batch, selected)
+    assert not trainer.try_weights(state, batch, selected)
+    t = selected.rollout.trajectory
+    columns = np.flatnonzero(t.loss_mask[0])
+    prompts = [Prompt(t.tokens[row, : columns[0]], t.image[row, : columns[0]]) for row in (0, 1)]
+    probes.cross_scores(state.params, prompts, [t.tokens[0, columns[:2]]], selected.rollout.images)
+    traces.append((dict(trainer.scorer.traces), trainer.learner.traces, encoder.traces))
+  assert traces[0] == traces[1] == traces[2] and traces[0][1] > 0
 
 
 @_slow

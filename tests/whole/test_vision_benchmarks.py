@@ -60,6 +60,22 @@ def test_the_state_reward_is_compared_in_the_forms_that_describe_the_board(ablat
   assert (tmp_path / 'figure.png').stat().st_size > 5000
 
 
+def test_seeds_are_compared_with_themselves(learning, ablation):
+  ours, others = {0: _run(0, 0.1), 2: _run(0, 0.4)}, {1: _run(0, 0.2), 2: _run(0, 0.3)}
+  expected = {'mean': pytest.approx(0.2), 'standard_error': None}
+  runs = {f'Sokoban / images / {s}': r for s, r in ours.items()} | {
+    f'Sokoban / text / {s}': r for s, r in others.items()
+  }
+  assert learning.verdicts(runs)['Sokoban, images - text'] == expected
+  of_form = {'with': ours, 'without': others}
+  runs = {f'sokoban / world_modeling / {x} / {s}': r for x, own in of_form.items() for s, r in own.items()}
+  assert ablation.verdicts(runs, 'sokoban')['world_modeling, with - without'] == expected
+  for setting in ('images / 2', 'text / 2'):
+    left = {f'Sokoban / {kind} / {s}': r for kind, own in (('images', ours), ('text', others)) for s, r in own.items()}
+    del left[f'Sokoban / {setting}']
+    assert 'Sokoban, images - text' not in learning.verdicts(left)
+
+
 def test_the_flags_of_the_benchmarks_are_those_of_a_run(learning, ablation):
   for game, (_, _, configs) in learning.GAMES.items():
     for quick in (False, True):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from PIL import Image
 
+from configs import default
 from docs import make_tiles
 from ragen_jax.agent.world_model.descriptions import read_claims
 from ragen_jax.agent.world_model.formats import FORMATS, read_sections
@@ -75,12 +76,20 @@ def test_the_forms_and_the_sentences_of_the_page():
 
 
 def test_the_table_of_floors_is_that_of_the_benchmark():
-  cases = json.loads((ROOT / 'benchmarks' / 'results' / 'description_floors.json').read_text())['cases']
-  for row in ('another board', 'constant'):
+  record = json.loads((ROOT / 'benchmarks' / 'results' / 'description_floors.json').read_text())
+  cases, floor = record['cases'], record['floor']
+  assert floor == default.get_config().reward.state_floor
+  for row in ('another board', 'constant', 'another board after the floor', 'constant after the floor'):
     assert f'| {" | ".join(f"{case[row]:.3f}" for case in cases.values())} |' in PAGE
   with benchmark('description_floors') as module:
     assert list(cases) == list(module.CASES)
-    for name, told in module.measure(12)['cases'].items():
+    for told in module.measure(12, 0.0)['cases'].values():
+      assert told['constant after the floor'] == told['constant']
+      assert told['another board after the floor'] == told['another board']
+    for name, told in module.measure(12, 0.5)['cases'].items():
+      # A description earns less than its score, and more than its mean score would.
+      for key in ('another board', 'constant'):
+        assert max(0, 2 * told[key] - 1) <= told[f'{key} after the floor'] < told[key]
       # Neither is always right.
       assert 0 < told['another board'] < 1 and 0.3 < told['constant'] < 1, name
       assert sum(counts.sum() for counts in read_claims(told['constant description']).values()) in (2, 3, 4)

@@ -30,8 +30,7 @@ _CONTENTS = {
   'answer': 'your actions',
 }
 _TAG = re.compile(rf'<(/?)({"|".join(_CONTENTS)})>')
-_WITH_THOUGHT = re.compile(r'\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>', re.DOTALL)
-_ANSWER_ONLY = re.compile(r'\s*<answer>(.*?)</answer>', re.DOTALL)
+_THOUGHT_END = re.compile(r'</think>\s*<answer>')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +105,14 @@ def read_answer(reply: str, form: str) -> str | None:
     reply: any text.
     form: a key of `FORMATS`.
   """
-  if not FORMATS[form]:
-    match = (_ANSWER_ONLY if FORMATS[form] is None else _WITH_THOUGHT).match(reply)
-    return None if match is None else match.group(match.lastindex)
-  _, opened, rest = reply.rpartition('</think>')[2].partition('<answer>')
+  if FORMATS[form]:
+    _, opened, rest = reply.rpartition('</think>')[2].partition('<answer>')
+  elif FORMATS[form] is None:
+    before, opened, rest = reply.partition('<answer>')
+    opened = opened and not before.strip()
+  else:
+    opened = _THOUGHT_END.search(reply) if reply.lstrip().startswith('<think>') else None
+    rest = reply[opened.end() :] if opened else ''
   answer, closed, _ = rest.partition('</answer>')
   return answer if opened and closed else None
 

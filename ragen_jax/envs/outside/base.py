@@ -22,14 +22,14 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from ragen_jax.envs.base import Game
-from ragen_jax.envs.outside.images import ImageForm, ImageObservation, read_image_observation
-from ragen_jax.utils.errors import one_line
+from ragen_jax.envs.outside.images import ImageForm, ImageObservation, read_image_observation, read_text
+from ragen_jax.utils.errors import one_line, short
 from ragen_jax.utils.threads import Fault, attempt
 
 _log = logging.getLogger(__name__)
 
 FREE_TEXT = 'An action is free text.'
-_LARGEST_REWARD = 1e15  # its square is still far below the largest float32
+LARGEST_REWARD = 1e15  # its square is still far below the largest float32
 
 
 class Session(abc.ABC):
@@ -144,7 +144,7 @@ class TextStep:
 
 
 def read_observation(raw: Any, form: ImageForm | None = None) -> str | ImageObservation | Fault:
-  """A checked observation; characters that UTF-8 cannot encode become question marks.
+  """A checked observation, see `read_text` and `read_image_observation`.
 
   Args:
     raw: a `Fault`, a text, or with images {'text': str, 'images': [u8[height, width, 3], ...]}.
@@ -155,9 +155,7 @@ def read_observation(raw: Any, form: ImageForm | None = None) -> str | ImageObse
   if form is not None:
     observation, fault = attempt(functools.partial(read_image_observation, raw, form), 'reading an observation')
     return fault or observation
-  if not isinstance(raw, str):
-    return Fault('observation is not a string', one_line(raw))
-  return str.encode(raw, 'utf-8', 'replace').decode('utf-8')
+  return read_text(raw)
 
 
 def read_reward(raw: Any) -> float | Fault:
@@ -166,8 +164,8 @@ def read_reward(raw: Any) -> float | Fault:
     number = float(raw)
   except OverflowError:  # an integer of hundreds of digits
     number = math.inf
-  if not abs(number) <= _LARGEST_REWARD:  # also for NaN
-    return Fault(f'reward is not within {_LARGEST_REWARD:g}', one_line(raw))
+  if not abs(number) <= LARGEST_REWARD:  # also for NaN
+    return Fault(f'reward is not within {LARGEST_REWARD:g}', short(raw))
   return number
 
 
@@ -187,24 +185,24 @@ def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:
 
 def _read_step(raw: Any, form: ImageForm | None) -> TextStep | Fault:
   if not isinstance(raw, tuple | list) or len(raw) != 4:
-    return Fault('step did not return (observation, reward, done, success)', one_line(raw))
+    return Fault('step did not return (observation, reward, done, success)', short(raw))
   observation, reward, done, info = raw
   observation = read_observation(observation, form)
   if isinstance(observation, Fault):
     return observation
   if not isinstance(reward, numbers.Real | np.bool_):
-    return Fault('reward is not a number', one_line(reward))
+    return Fault('reward is not a number', short(reward))
   number = read_reward(reward)
   if isinstance(number, Fault):
     return number
   if not isinstance(done, bool | np.bool_):
-    return Fault('done is not a bool', one_line(done))
+    return Fault('done is not a bool', short(done))
   success, effective = info, None
   if isinstance(info, Mapping):
     success, effective = info.get('success', None if done else False), info.get('effective')
   if not isinstance(success, bool | np.bool_):
-    return Fault('success is not a bool', one_line(info))
+    return Fault('success is not a bool', short(info))
   if not isinstance(effective, bool | np.bool_ | None):
-    return Fault('effective is not a bool', one_line(effective))
+    return Fault('effective is not a bool', short(effective))
   effective = None if effective is None else bool(effective)
   return TextStep(observation, number, bool(done), bool(done and success), effective)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from ragen_jax.envs.options import (
 from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
 from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
-from ragen_jax.utils.errors import describe_error, one_line
+from ragen_jax.utils.errors import describe_error, one_line, short
 from ragen_jax.utils.imports import import_function
 
 _log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class GymnasiumEnvironment(TextEnvironment):
     except ImportError as e:
       raise ValueError("type='gymnasium' needs the package gymnasium, which is missing: pip install gymnasium") from e
     try:
-      return gymnasium.make(self.id, **self.kwargs)
+      return gymnasium.make(self.id, **copy.deepcopy(self.kwargs))  # an environment may change its arguments
     except (Exception, SystemExit) as e:
       raise ValueError(
         f'gymnasium: id={self.id!r} with kwargs={one_line(self.kwargs)} cannot be made ({describe_error(e)})'
@@ -189,7 +190,8 @@ class _Game:
   def step(self, text: str) -> tuple[Any, Any, bool, dict[str, Any]]:
     observation, reward, terminated, truncated, info = self._env.step(self._spec._action(text))
     reward = reward.item() if isinstance(reward, np.ndarray) and reward.size == 1 else reward
-    done = bool(terminated or truncated)
+    terminated, truncated = _flag('terminated', terminated), _flag('truncated', truncated)
+    done = terminated or truncated
     success = done and self._is_won(observation, reward, terminated, truncated, info)
     outcome = {'success': success} | ({'effective': info['effective']} if 'effective' in info else {})
     return self._observation(observation), reward, done, outcome
@@ -200,8 +202,16 @@ class _Game:
       return judge(observation, reward, terminated, truncated, info)
     for key in ('is_success', 'success'):
       if key in info:
-        return bool(info[key])
-    return bool(terminated and reward > 0)
+        return _flag(f'info[{key!r}]', info[key])
+    return terminated and bool(reward > 0)
 
   def close(self) -> None:
     self._env.close()
+
+
+def _flag(name: str, value: Any) -> bool:
+  """A bool from a bool or a number that is 0 or 1, of Python or NumPy; text is neither, whatever it says."""
+  value = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
+  if not isinstance(value, bool | int | float) or value not in (0, 1):
+    raise TypeError(f'{name} is {short(value)}, must be a bool')
+  return bool(value)

@@ -16,6 +16,7 @@ All requests are POST with a JSON body. `episodes` is a list; the list of an ans
   already executed action number `step` of an episode must then return the same answer and not execute it again.
 - With the options `images` and `image_size`, an observation is {"text": "...", "images": ["..."]}; an image is a PNG
   file as base64.
+- An answer may repeat the `id` of its episode. One with another id ends the episode as an error.
 - {"error": "..."} instead of an episode's answer ends that episode as an error. `success` may be missing until the game
   is over; `effective` (optional) tells whether the action changed anything.
 - /close ends episodes, including some that are over. A client that crashes closes nothing, so a server should drop
@@ -46,6 +47,8 @@ from ragen_jax.envs.options import (
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
+from ragen_jax.envs.outside.timed_http import make_opener
+from ragen_jax.utils.errors import short
 from ragen_jax.utils.threads import Fault, run_calls
 
 _LONGEST_WAIT_S = 30.0
@@ -60,13 +63,6 @@ class ServerError(Exception):
   """The server refused a request, or no attempt had a usable answer."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-  """Treats a redirect as an error, because a redirected request would lose its body."""
-
-  def redirect_request(self, *arguments: Any) -> None:
-    return None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class HttpEnvironment(TextEnvironment):
   """A game on a server that speaks the protocol of this module.
@@ -78,7 +74,7 @@ class HttpEnvironment(TextEnvironment):
     action_help: one line about the form of an action.
     symbols: symbol to meaning, for the prompt, if the text is a board.
     options: options for the server, sent with each /reset.
-    timeout_s: time limit of one answer, in seconds.
+    timeout_s: time limit of one request, from the connection to the end of the answer, in seconds.
     retries: maximum number of repetitions of a request without an answer or with a temporary error status.
     backoff_s: seconds before the second try, doubled before each further try, at most 30.
     batch_size: number of episodes in one request.
@@ -106,6 +102,8 @@ class HttpEnvironment(TextEnvironment):
   def __post_init__(self):
     if not isinstance(self.url, str) or not self.url.startswith(('http://', 'https://')):
       raise ValueError(f"http: url={self.url!r}; allowed: 'http://host:port/path' or https")
+    if '@' in self.url.split('/')[2]:
+      raise ValueError('http: url has a user name or a password, which configs and logs would show; allowed: none')
     check_text('http', 'task', self.task, blank=False)
     check_text('http', 'action_help', self.action_help)
     for field in ('timeout_s', 'backoff_s'):
@@ -163,7 +161,7 @@ class HttpSession(Session):
     self._client, self._count = uuid.uuid4().hex, 0
     self._ids: dict[int, str] = {}  # row -> id of its episode on the server
     self._steps = [0] * rows
-    self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+    self._opener = make_opener()
     self._warned_of_end = False
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
@@ -221,7 +219,7 @@ class HttpSession(Session):
     parts = [episodes[i : i + size] for i in range(0, len(episodes), size)]
     calls = [functools.partial(send, part) for part in parts]
     # Tries and waits have their own limits; this limit covers all other calls, such as the look-up of the host.
-    limit = tries * (env.timeout_s + _LONGEST_WAIT_S) + env.timeout_s
+    limit = (tries + 1) * env.timeout_s + sum(map(self._wait_s, range(1, tries)))
     results = run_calls(calls, what=what, workers=env.workers, timeout_s=limit)
     answers: list[Any] = []
     for part, (result, fault) in zip(parts, results, strict=True):
@@ -229,7 +227,7 @@ class HttpSession(Session):
     for row, answer in zip(rows, answers, strict=True):
       if isinstance(answer, Fault):
         self._ids.pop(row, None)  # nothing remains to be closed
-    return [_read(what, answer) for answer in answers]
+    return [_read(what, episode['id'], answer) for episode, answer in zip(episodes, answers, strict=True)]
 
   def _post(self, what: str, body: dict[str, Any], tries: int) -> list[Any]:
     """Sends one request, with retries, and returns the answers of its episodes.
@@ -241,7 +239,7 @@ class HttpSession(Session):
     data = json.dumps(body).encode()
     for i in range(tries):
       if i:
-        time.sleep(min(self._env.backoff_s * 2 ** (i - 1), _LONGEST_WAIT_S))
+        time.sleep(self._wait_s(i))
       try:
         request = urllib.request.Request(url, data, {'Content-Type': 'application/json'}, method='POST')
         answer = self._receive(request)
@@ -256,9 +254,15 @@ class HttpSession(Session):
         e.close()
         if e.code not in _RETRY_STATUS:
           raise ServerError(f'{url}: {reason}') from e
+      except TimeoutError:
+        reason = f'no whole answer in {self._env.timeout_s:g} s'
       except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as e:
         reason = f'{type(e).__name__}: {e}'
     raise ServerError(f'{url}: {reason}, {tries} tries')
+
+  def _wait_s(self, tried: int) -> float:
+    """Seconds to wait after this many tries, at least 1."""
+    return min(self._env.backoff_s * 2 ** min(tried - 1, 64), _LONGEST_WAIT_S)
 
   def _receive(self, request: urllib.request.Request) -> bytes:
     """The body of the answer to one request.
@@ -267,7 +271,6 @@ class HttpSession(Session):
       OSError: the whole answer takes longer than `timeout_s`, or there is no answer.
       ServerError: the answer is too large; another try would not help.
     """
-    deadline = time.monotonic() + self._env.timeout_s
     with self._opener.open(request, timeout=self._env.timeout_s) as response:
       parts, size = [], 0
       while part := response.read1(_CHUNK):
@@ -275,16 +278,18 @@ class HttpSession(Session):
         size += len(part)
         if size > _LARGEST_ANSWER_MIB << 20:
           raise ServerError(f'{request.full_url}: the answer is larger than {_LARGEST_ANSWER_MIB} MiB')
-        if time.monotonic() > deadline:
-          raise TimeoutError(f'no whole answer in {self._env.timeout_s:g} s')
       return b''.join(parts)
 
 
-def _read(what: str, answer: Any) -> Mapping[str, Any] | Fault:
+def _read(what: str, episode: str, answer: Any) -> Mapping[str, Any] | Fault:
+  """The answer for the episode with this id, checked as far as all requests are alike."""
   if isinstance(answer, Fault):
     return answer
   if not isinstance(answer, Mapping):
-    return Fault(f'{what} answered no object', repr(answer))
+    return Fault(f'{what} answered no object', short(answer))
   if 'error' in answer:
-    return Fault(f'{what} answered an error', str(answer['error']))
+    error = answer['error']
+    return Fault(f'{what} answered an error', error if isinstance(error, str) else short(error))
+  if answer.get('id', episode) != episode:
+    return Fault(f'{what} answered another episode', short(answer['id']))
   return answer

@@ -20,11 +20,12 @@ import numpy as np
 
 from ragen_jax.envs.drawing.tiles import IMAGE_MARK
 from ragen_jax.envs.options import check_integer, is_integer
-from ragen_jax.utils.errors import describe_error, one_line
+from ragen_jax.utils.errors import describe_error, one_line, short
 from ragen_jax.utils.threads import Fault
 
 MOST_IMAGES = 16
 LARGEST_SIDE = 4096
+LONGEST_OBSERVATION = 1 << 20  # characters; far beyond any context
 _PNG_MODES = ('1', 'L', 'LA', 'P', 'RGB', 'RGBA')
 
 
@@ -87,6 +88,16 @@ def check_image_options(env: str, images: Any, image_size: Any) -> ImageForm | N
   return ImageForm(int(images), int(size[0]), int(size[1])) if images else None
 
 
+def read_text(raw: Any) -> str | Fault:
+  """A checked text, of at most `LONGEST_OBSERVATION` characters. What UTF-8 cannot encode becomes question marks."""
+  if not isinstance(raw, str):
+    return Fault('observation is not a string', short(raw))
+  length = str.__len__(raw)  # of a subclass too
+  if length > LONGEST_OBSERVATION:
+    return Fault(f'observation is longer than {LONGEST_OBSERVATION} characters', f'it has {length}')
+  return str.encode(raw, 'utf-8', 'replace').decode('utf-8')
+
+
 def read_image_observation(raw: Any, form: ImageForm) -> ImageObservation | Fault:
   """A checked observation of this form, from {'text': str, 'images': [array, ...]}; the arrays are copied."""
   if not isinstance(raw, Mapping) or not isinstance(raw.get('text'), str) or 'images' not in raw:
@@ -102,7 +113,9 @@ def read_image_observation(raw: Any, form: ImageForm) -> ImageObservation | Faul
     fault = _check_array(i, image, form)
     if fault is not None:
       return fault
-  text = str.encode(raw['text'], 'utf-8', 'replace').decode('utf-8')
+  text = read_text(raw['text'])
+  if isinstance(text, Fault):
+    return text
   marks = text.count(IMAGE_MARK)
   if marks not in (0, form.count):
     return Fault(f'observation has {marks} marks {IMAGE_MARK}, must have {form.count} or none')

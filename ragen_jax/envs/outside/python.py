@@ -9,6 +9,7 @@ class Guess:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Mapping
@@ -84,7 +85,7 @@ class PythonEnvironment(TextEnvironment):
           f'python: class_path={self.class_path!r} has no {method}; allowed: classes with reset and step'
         )
     try:
-      game = cls(**self.options)
+      game = cls(**copy.deepcopy(self.options))
     except (Exception, SystemExit) as e:
       raise ValueError(
         f'python: options={one_line(self.options)}: {self.class_path} does not take them ({describe_error(e)})'
@@ -128,7 +129,8 @@ class PythonEnvironment(TextEnvironment):
 
   def open(self, rows: int) -> LocalSession:
     """A session with one object of the class for each row."""
-    make = lambda: _PythonGame(self._class(**self.options))  # noqa: E731
+    # Each object has its own options, because a game may change them.
+    make = lambda: _PythonGame(self._class(**copy.deepcopy(self.options)))  # noqa: E731
     return LocalSession(make, rows, workers=self.workers, step_timeout_s=self.step_timeout_s)
 
 

@@ -53,7 +53,7 @@ class AgentTasks(TextEnvironment):
         continue
       try:
         found.append(json.loads(line))
-      except ValueError as e:
+      except (ValueError, RecursionError) as e:
         raise ValueError(f'tasks={self.tasks!r}: line {number} is no JSON ({e})') from e
     if not found:
       raise ValueError(f'tasks={self.tasks!r}: has no line with a task')

@@ -70,8 +70,8 @@ def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step
 def restore_params(checkpointer: Checkpointer, model: ActorCritic, mesh: Mesh, step: int) -> nnx.State:
   """Restores the weights of a checkpoint onto a mesh.
 
-  With LoRA, the frozen weights are those of `model`. The trained weights of `model` are deleted first, because both
-  copies together may not fit into memory.
+  Frozen weights (with LoRA, and of vision towers) are those of `model`. Its trained weights are deleted first, because
+  both copies together may not fit into memory.
 
   Args:
     checkpointer: the checkpoints of a run.

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint.config import ADAPTER_CONFIG_FILE, read_json, write_json
-from ragen_jax.models.checkpoint.save import new_checkpoint, write_value_head
+from ragen_jax.models.checkpoint.save import as_stored, new_checkpoint, write_value_head
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -120,7 +120,7 @@ def save(
     value_head: stored beside the adapters, in float32.
 
   Raises:
-    UserError: `directory` holds something other than a checkpoint.
+    UserError: `directory` holds something other than a checkpoint, or a weight is not finite in this type.
   """
   described = {
     'peft_type': 'LORA',
@@ -135,7 +135,7 @@ def save(
   }
   with new_checkpoint(directory, tokenizer_dir) as new:
     tensors = {name: _to_peft(param, matrix) for name, param, matrix in _named(model)}
-    tensors = {name: np.ascontiguousarray(x, dtype=np.dtype(dtype)) for name, x in tensors.items()}
+    tensors = {name: as_stored(name, x, np.dtype(dtype)) for name, x in tensors.items()}
     save_file(tensors, os.path.join(new, WEIGHTS_FILE), metadata={'format': 'pt'})
     if value_head is not None:
       write_value_head(new, {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]})

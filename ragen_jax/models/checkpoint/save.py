@@ -85,7 +85,8 @@ def save_model(
     max_shard_bytes: size above which the weights are split into several files.
 
   Raises:
-    UserError: `directory` holds something else, or `tokenizer_dir` does not exist or has a larger vocabulary.
+    UserError: `directory` holds something else, `tokenizer_dir` does not exist or has a larger vocabulary, or a weight
+      is not finite in the type.
     ValueError: the parameters are not those of a `Qwen` of this shape, or the dtype is not supported.
   """
   dtype = np.dtype(dtype)
@@ -168,13 +169,26 @@ def _write_weights(
   """Writes the tensors of one model in the order of `plan`, and an index if there are several files."""
   shards = _split(plan, dtype.itemsize, max_shard_bytes)
   for file, shard in shards.items():
-    tensors = {w.name: np.ascontiguousarray(w.to_hf(fetch(w)), dtype=dtype) for w in shard}
+    tensors = {w.name: as_stored(w.name, w.to_hf(fetch(w)), dtype) for w in shard}
     save_file(tensors, os.path.join(directory, file), metadata={'format': 'pt'})
     del tensors
   if len(shards) > 1:
     total = sum(w.size for w in plan) * dtype.itemsize
     names = {w.name: file for file, shard in shards.items() for w in shard}
     write_json(os.path.join(directory, INDEX_FILE), {'metadata': {'total_size': total}, 'weight_map': names})
+
+
+def as_stored(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+  """A tensor in the type of a file.
+
+  Raises:
+    UserError: a number is NaN or infinite, or is in this type: float16 ends at 65504.
+  """
+  with np.errstate(over='ignore'):
+    stored = np.ascontiguousarray(array, dtype=dtype)
+  if bad := int(np.sum(~np.isfinite(stored))):
+    raise UserError(f'{name}: {bad} of {stored.size} weights are not finite as {dtype.name}, so nothing is written')
+  return stored
 
 
 def _split(plan: tuple[Weight, ...], itemsize: int, max_bytes: int) -> dict[str, list[Weight]]:

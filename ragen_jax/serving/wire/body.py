@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from ragen_jax.serving.messages import parse_json
+from ragen_jax.serving.messages import encodable, parse_json
 from ragen_jax.serving.wire.errors import bad_request, too_large, wrong_value
 from ragen_jax.serving.wire.fields import Field, Treatment
 
 _DEEPEST = 100
-_SURROGATE = re.compile('[\ud800-\udfff]')
 
 
 def read_json(raw: bytes, limit: int) -> dict[str, Any]:
@@ -52,9 +50,9 @@ def _children(node: Any) -> list[Any]:
 
 
 def _mend(node: Any) -> Any:
-  """A lone surrogate can be written in JSON but not encoded as UTF-8."""
+  """The JSON value with `encodable` texts."""
   if isinstance(node, str):
-    return _SURROGATE.sub('\ufffd', node)
+    return encodable(node)
   if isinstance(node, list):
     return [_mend(child) for child in node]
   if isinstance(node, dict):

@@ -94,8 +94,8 @@ def token_logprobs(piece: Piece, top_logprobs: int, token_bytes: Callable[[int],
 
 
 def finite(logprob: float) -> float:
-  """A log-probability that JSON can hold."""
-  return max(float(logprob), _LOWEST_LOGPROB)
+  """A log-probability that JSON can hold; NaN becomes the lowest one, and the engine logs it."""
+  return float(logprob) if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:

@@ -144,7 +144,21 @@ def test_without_a_word_from_gymnasium_a_win_is_an_end_with_a_reward():
   for arguments, expected in cases:
     assert game._is_won(*arguments) is expected
   assert game._is_won(0, 20, True, False, {'success': False}) is False
+  for yes in (True, 1, 1.0, np.bool_(True), np.float32(1), np.array([True])):
+    assert game._is_won(0, 0, True, False, {'is_success': yes}) is True
+  for lie in ('False', 'no', None, 0.5, [True], np.array([True, True])):
+    with pytest.raises(TypeError, match=r"info\['success'\] is .*, must be a bool"):
+      game._is_won(0, 0, True, False, {'success': lie})
   game.close()
+
+
+@pytest.mark.parametrize(('flags', 'kind'), [(('False', False), 'terminated'), ((False, 'no'), 'truncated')])
+def test_flags_that_are_text_are_not_taken_for_true(flags, kind, monkeypatch):
+  session = registry.make('gymnasium', TAXI).open(1)
+  session.reset([0], [1], [0])
+  monkeypatch.setattr(session._games[0]._env, 'step', lambda action: (0, 1.0, *flags, {}))
+  (fault,) = session.step([0], [TAXI['action_names'][0]])
+  assert fault.kind == 'step raised TypeError' and f'{kind} is {flags[kind == "truncated"]!r}, must be' in str(fault)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

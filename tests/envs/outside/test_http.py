@@ -199,7 +199,7 @@ def test_a_dead_server_costs_its_tries_once_and_one_that_is_back_is_used(server)
 
 
 def test_a_server_that_trickles_is_cut_off(server, monkeypatch):
-  clock, sent = stop_clock(monkeypatch, 'ragen_jax.envs.outside.http'), []
+  clock, sent = stop_clock(monkeypatch, 'ragen_jax.envs.outside.timed_http'), []
 
   def trickle(now, path, number):
     return (200, SlowBytes()) if now == 'after' else None
@@ -275,6 +275,10 @@ def test_one_episode_s_error_is_its_own(server):
   [
     ({'task': 'x'}, r"url=''; allowed: 'http://"),
     (SERVER | {'url': 'file:///etc'}, r"url='file:///etc'; allowed: 'http://"),
+    (
+      SERVER | {'url': 'http://me:word@host/'},
+      '^http: url has a user name or a password, .*; allowed: none$',
+    ),
     (SERVER | {'task': ''}, r"task=''; allowed: text"),
     (SERVER | {'retries': -1}, r'retries=-1; allowed: whole numbers from 0'),
     (SERVER | {'batch_size': 0}, r'batch_size=0; allowed: whole numbers from 1'),

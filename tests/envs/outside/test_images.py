@@ -127,6 +127,10 @@ def test_images_have_places_in_the_text():
       'image has another size: image 0 is (4, 6, 4), must be (4, 6, 3)',
     ),
     ({'text': '<image>', 'images': [picture()] * 2}, 'observation has 1 marks <image>, must have 2 or none'),
+    (
+      {'text': 'x' * (1 << 20) + 'x', 'images': [picture()] * 2},
+      'observation is longer than 1048576 characters: it has 1048577',
+    ),
     (Fault('x', 'y'), 'x: y'),
   ],
 )

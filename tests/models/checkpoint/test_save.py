@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from ragen_jax.models.attention import AttentionSettings
 from ragen_jax.models.checkpoint.config import critic_directory, read_config, trunk_config
 from ragen_jax.models.checkpoint.load import load_model, load_params, load_value_head
-from ragen_jax.models.checkpoint.save import save_model
+from ragen_jax.models.checkpoint.save import as_stored, save_model
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -200,3 +200,25 @@ def test_places_and_parameters_that_cannot_be_saved(tmp_path, tokenizer_dir):
   with pytest.raises(ValueError, match=r"dtype='int8'"):
     save_model(out, params, SMALL, 'int8')
   assert not os.path.exists(out)
+
+
+@pytest.mark.parametrize(
+  ('x', 'dtype'), [(np.nan, 'float32'), (-np.inf, 'bfloat16'), (np.nan, 'float16'), (7e4, 'float16')]
+)
+def test_weights_that_are_not_finite_are_not_written(tmp_path, x, dtype):
+  """float16 ends at 65504."""
+  params = random_params(SMALL, 'float32')
+  save_model(str(tmp_path / 'out'), params, SMALL, dtype)
+  before = contents(tmp_path / 'out')
+  params = nnx.to_pure_dict(params)
+  params['norm']['weight'] = params['norm']['weight'].at[1].set(x)
+  with pytest.raises(UserError, match=rf'^model\.norm\.weight: 1 of \d+ weights are not finite as {dtype}, so nothing'):
+    save_model(str(tmp_path / 'out'), params, SMALL, dtype)
+  assert contents(tmp_path / 'out') == before and os.listdir(tmp_path) == ['out']
+  if x == 7e4:
+    save_model(str(tmp_path / 'out'), params, SMALL, 'bfloat16')
+
+
+def test_adapters_that_are_not_finite_are_not_written():
+  with pytest.raises(UserError, match=r'^a: 2 of 4 weights are not finite as float16, so nothing is written$'):
+    as_stored('a', np.asarray([1.0, 65504.0, 65520.0, -np.inf], np.float32), np.dtype('float16'))

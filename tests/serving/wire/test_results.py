@@ -32,6 +32,8 @@ def test_tokens_have_their_bytes_and_alternatives(tok):
   assert (second['token'], second['logprob']) == ('\ufffd', -9999.0)
   assert bytes(second['bytes'] + third['bytes']).decode() == 'é'
   assert token_logprobs(piece, 2, tok.token_bytes)[0]['top_logprobs'][1]['logprob'] == -9999.0
+  bad = Piece(ids[:1], np.array([math.nan]), (), 'a')
+  assert token_logprobs(bad, 0, tok.token_bytes)[0]['logprob'] == -9999.0  # JSON has no NaN
   # A list, even without alternatives: clients iterate over it.
   assert token_logprobs(Piece(ids, np.zeros(3), (), ''), 0, tok.token_bytes)[0]['top_logprobs'] == []
 
