@@ -64,7 +64,7 @@ def _array(text):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three short runs, two of which compile all programs
+@pytest.mark.timeout(1800)  # three short runs, two of which compile all programs
 def test_a_killed_run_in_a_bucket_ends_like_a_run_on_a_disk(s3, tmp_path):
   config = small_config(num_iterations=2, **_FIELDS)
   train.train_and_evaluate(config, str(tmp_path / 'run'))
