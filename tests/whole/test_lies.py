@@ -106,7 +106,7 @@ CONTENT = {
   'nothing': (_body(b'', status='204 No Content'), 'JSONDecodeError'),
   'a fault of the server': (_body(b'{}', status='500 Oops'), 'status 500'),
   'too many requests': (_body(b'{}', 'Retry-After: 100000', status='429 Slow down'), 'status 429'),
-  'a redirect to itself': (_body(b'', 'Location: /step', status='307 Round'), 'status 307'),
+  'a redirect to itself': (_body(b'', 'Location: /step', status='302 Round'), 'status 302'),
   'a connection reset': (lambda body: [http_answer(b' ' * 100)[:-50], None], 'got no answer'),
   'no HTTP': (lambda body: [b'SSH-2.0-OpenSSH_9.6\r\n'], 'BadStatusLine'),
   'nothing at all': (lambda body: [], 'RemoteDisconnected'),

@@ -46,8 +46,8 @@ def test_a_redirect_is_an_error_and_no_second_request():
 
   def answer(body):
     asked.append(body)
-    return [http_answer(b'', 'Location: /other', status='307 Elsewhere')]
+    return [http_answer(b'', 'Location: /other', status='302 Elsewhere')]
 
-  with raw_server(answer) as url, pytest.raises(urllib.error.HTTPError, match='307'):
+  with raw_server(answer) as url, pytest.raises(urllib.error.HTTPError, match='302'):
     _request(url, 60.0)
   assert asked == [{}]
