@@ -3,6 +3,8 @@
 <workdir>/config.json           the config of the run
 <workdir>/.lock                 locked by the process that writes to the workdir
 <workdir>/checkpoints/<step>/   see checkpoints.py
+
+`open_workdir` makes a workdir in a bucket usable like one on disk, see staging.py.
 """
 
 from __future__ import annotations
@@ -14,10 +16,48 @@ import pathlib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+import jax
+
 from ragen_jax.runs.config_fields import flatten, in_this_version
+from ragen_jax.runs.staging import StagedWorkdir, staged
+from ragen_jax.runs.stores import is_address, open_store
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
 from ragen_jax.utils.locks import file_lock
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: str, *, write: bool) -> Iterator[str | StagedWorkdir]:
+  """Context manager: a workdir on disk, or the local copy of a workdir in a bucket.
+
+  All processes of a run call it; the first one takes the lock.
+
+  Args:
+    workdir: a directory, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+    write: whether to hold the lock of the workdir, as a run does. An evaluation of the run needs no lock.
+
+  Raises:
+    UserError: another process holds the lock, or the workdir cannot be read or written.
+  """
+  first = jax.process_index() == 0
+  if is_address(workdir):
+    if jax.process_count() > 1 and not workdir.startswith('gs://'):
+      raise UserError(
+        f'--workdir={workdir}: a run of {jax.process_count()} processes needs a directory on a shared disk or gs://'
+      )
+    with staged(open_store(workdir), write=write, first=first) as copy:
+      yield copy
+  elif write and first:
+    with workdir_lock(workdir):
+      yield workdir
+  else:
+    yield workdir
+
+
+def need_disk(workdir: str, reason: str) -> None:
+  """Raises UserError if a workdir is in a bucket; `reason` says what needs a disk."""
+  if is_address(workdir):
+    raise UserError(f'--workdir={workdir}: {reason}; choose a directory on disk')
 
 
 @contextlib.contextmanager
