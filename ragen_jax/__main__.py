@@ -16,6 +16,7 @@ from ml_collections import ConfigDict, config_flags
 from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
 from ragen_jax.runs.background import still_compiling
+from ragen_jax.runs.interrupt import Stopped
 from ragen_jax.utils.errors import UserError
 
 # -- Modes. Each imports its module when it starts, so that --help and errors about flags appear at once. --------------
@@ -132,6 +133,9 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes; not with --coordinator=auto.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Index of this process, from 0; not with --coordinator=auto.')
+_PATIENCE = flags.DEFINE_float(
+  'patience', 600.0, 'Seconds that processes wait for one that makes no progress, before all end; 0 for any time.'
+)
 
 
 def main(argv: list[str]) -> None:
@@ -143,7 +147,7 @@ def main(argv: list[str]) -> None:
   mode = _MODE.value
   if mode in _ONE_PROCESS and _COORDINATOR.value:
     raise UserError(f'--coordinator has no effect with --mode={mode}')
-  processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _PATIENCE.value)
   if mode in _WITHOUT_WORKDIR and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={mode}')
   if mode != 'play' and _LEVEL.value is not None:
@@ -161,16 +165,19 @@ def run() -> None:
   130, SIGTERM 143.
   """
   command_line.set_up_logging()
-  command_line.show_in_help(_CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)
+  command_line.show_in_help(
+    _CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _PATIENCE
+  )
   try:
     app.run(main, flags_parser=command_line.parse)
   except UserError as e:
     if not e.everywhere or processes.is_first():
       sys.stderr.write(f'error: {e}\n')
-    processes.leave(e.status, together=e.everywhere)
+    processes.leave(e.status, together=e.everywhere, reason=str(e))
   except KeyboardInterrupt as e:
     sys.stderr.write(_INTERRUPTED.get(_MODE.value, 'interrupted') + '\n')
-    processes.leave(getattr(e, 'status', 130))
+    # All processes stop at the same place, unless one was interrupted before it could tell the others.
+    processes.leave(getattr(e, 'status', 130), together=isinstance(e, Stopped), reason='interrupted')
 
 
 if __name__ == '__main__':

@@ -479,6 +479,7 @@ def run_settings(config: ConfigDict) -> RunSettings:
     log=log_settings(config),
     hparams=read_by_training(config.to_dict()),
     compared=(BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)),
+    config=config.to_dict(),
   )
 
 

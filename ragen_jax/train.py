@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.compilers import ahead
+from ragen_jax.config.agreement import check_same_config, check_same_files
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluator
@@ -30,8 +31,9 @@ from ragen_jax.runs import config_fields
 from ragen_jax.runs.background import Background
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.interrupt import Interrupt
+from ragen_jax.runs.staging import StagedWorkdir
 from ragen_jax.runs.summary import summarize
-from ragen_jax.runs.workdir import record_config, workdir_lock
+from ragen_jax.runs.workdir import need_disk, open_workdir, record_config
 from ragen_jax.training.rollout_metrics import rollout_metrics
 from ragen_jax.training.run import open_run
 from ragen_jax.training.trainer import Trainer
@@ -45,7 +47,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 
   Args:
     config: the run's config, see configs/default.py.
-    workdir: the directory of the run's checkpoints, metrics and TensorBoard files.
+    workdir: the directory of the run's checkpoints, metrics and TensorBoard files, on disk or in a bucket.
 
   Returns:
     The metrics of the last evaluation.
@@ -54,17 +56,17 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
     UserError: the config cannot be run, or the workdir belongs to another run.
     Diverged: the run's numbers are not finite.
   """
-  with _claim(config, workdir):
-    use_compilation_cache(config.compilation_cache, workdir)
-    _train(config, workdir)
+  with _claim(config, workdir) as place:
+    use_compilation_cache(config.compilation_cache, place)
+    _train(config, place)
     last, e = {}, config.eval
     if processes.is_first():
-      page = write_page(workdir)
-      last = summarize(workdir, tuple(e.tags), levels=e.groups, group_size=e.group_size, page=page)
+      page = write_page(place)
+      last = summarize(place, tuple(e.tags), levels=e.groups, group_size=e.group_size, page=page)
     return processes.gather(last)[0]
 
 
-def _train(config: ConfigDict, workdir: str) -> None:
+def _train(config: ConfigDict, workdir: str | StagedWorkdir) -> None:
   """Loads the model, opens the server of agent programs if there are any, and trains."""
   plays = build_agents.plays_agents(config)
   interrupt = Interrupt('iteration, or at once while agent programs play' if plays else 'iteration')
@@ -80,7 +82,7 @@ def _train(config: ConfigDict, workdir: str) -> None:
 
 
 def _iterate(
-  config: ConfigDict, workdir: str, model: LanguageModel, trainer: Trainer, evaluator: Evaluator,
+  config: ConfigDict, workdir: str | StagedWorkdir, model: LanguageModel, trainer: Trainer, evaluator: Evaluator,
   background: Background, interrupt: Interrupt,
 ) -> None:  # fmt: skip
   """The training loop."""
@@ -141,16 +143,21 @@ def _iterate(
 
 
 @contextlib.contextmanager
-def _claim(config: ConfigDict, workdir: str) -> Iterator[None]:
-  """Context manager: checks the config, records it in the workdir, and locks the workdir for this process."""
+def _claim(config: ConfigDict, workdir: str) -> Iterator[str | StagedWorkdir]:
+  """Context manager: checks the config, locks the workdir for this process, and records the config in it."""
   with contextlib.ExitStack() as stack:
+    check_same_config(config)
     with processes.same_errors():
       check_config(config)
+    check_same_files(config)
+    with processes.same_errors():
       if not set(config.train.tags) & set(config.eval.tags):
         _log.info(
           'train.tags=%s, eval.tags=%s: no training environment is evaluated', config.train.tags, config.eval.tags
         )
+      if build_agents.plays_agents(config):
+        need_disk(workdir, 'the store of agent programs (tags of the type agent) is a database, which needs a disk')
+      place = stack.enter_context(open_workdir(workdir, write=True))
       if processes.is_first():
-        stack.enter_context(workdir_lock(workdir))
-        record_config(workdir, config.to_dict(), *config_fields.free_in_training(config.to_dict()))
-    yield
+        record_config(place, config.to_dict(), *config_fields.free_in_training(config.to_dict()))
+    yield place

@@ -11,7 +11,7 @@ from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.reply_lengths import complete_replies, warn_if_too_long
-from ragen_jax.agent.rollout import Rollout, concatenate
+from ragen_jax.agent.rollout import SENT_TYPES, Rollout, concatenate
 from ragen_jax.agent.speakers import Speaker
 from ragen_jax.agent.world_model.formats import described_sections
 from ragen_jax.distributed import processes
@@ -79,7 +79,7 @@ class AgentProxy:
     envs.end()
     if self._share is None:
       return rollout
-    return concatenate(processes.gather_shares(rollout, self._share), renumber=False)
+    return concatenate(processes.gather_shares(rollout, self._share, SENT_TYPES), renumber=False)
 
   def check_first_prompts(self, first_seed: int) -> None:
     """Checks that the first prompt of each environment fits, before anything large is compiled.

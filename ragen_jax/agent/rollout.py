@@ -7,8 +7,11 @@ import dataclasses
 import jax
 import numpy as np
 
-from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.episode import Episode, Status, Turn
+from ragen_jax.agent.segments import ImageSegment, TextSegment, TokenSegment
 from ragen_jax.agent.trajectory import Trajectory
+from ragen_jax.agent.world_model.state_reward import ReplyReward
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.models.vision.encoder import digest
 
 
@@ -53,6 +56,12 @@ class Rollout:
     t = self.trajectory
     added = np.bincount(t.episode, t.reply_rewards.sum(axis=1, dtype=np.float64), minlength=len(self.episode_scores))
     return (self.episode_scores + added).astype(np.float32)[t.episode]
+
+
+# The types of a rollout, for `processes.gather`.
+SENT_TYPES = (
+  Rollout, Trajectory, Episode, Turn, Status, TextSegment, ImageSegment, TokenSegment, Scene, ReplyReward,
+)  # fmt: skip
 
 
 def _padding(pad_id: int, like: Trajectory) -> Trajectory:

@@ -8,11 +8,12 @@ process computes the same advantages and feeds its devices their part of each mi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import logging
+import math
 import os
-import pickle
 import re
 import sys
 import traceback
@@ -21,16 +22,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from ragen_jax.distributed import messages
 from ragen_jax.distributed.sharding import row_sharding, row_shards
+from ragen_jax.distributed.watchdog import Watchdog
 from ragen_jax.runs.background import still_compiling
 from ragen_jax.utils.errors import UserError
 
-# Seconds without a heartbeat after which a process counts as dead. A collective notices a dead process by its closed
-# connection; a barrier (in a checkpoint), or a machine that disappeared, is only noticed by this time-out.
-_SILENCE = 60
+# Seconds without a heartbeat after which JAX ends all processes, without naming one. The watchdog is faster.
+_JAX_SILENCE = 120
+
+_watchdog: Watchdog | None = None  # of this process, as JAX has one client of its key-value store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +98,7 @@ def shares_of(process: np.ndarray) -> dict[int, RowShare] | None:
   return shares if len({s.own for s in shares.values()}) == 1 else None
 
 
-def connect(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+def connect(coordinator: str | None, num_processes: int | None, process_id: int | None, patience: float) -> None:
   """Joins this process to the run. Call before any other JAX call. Only process 0 then logs below WARNING.
 
   Args:
@@ -101,10 +106,13 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
       for a run of one process.
     num_processes: number of processes; None with 'auto' and without a coordinator.
     process_id: index of this process, from 0; None with 'auto' and without a coordinator.
+    patience: seconds that processes wait for one that makes no progress; 0 for any time.
 
   Raises:
     UserError: the arguments are not consistent, or the other processes cannot be reached.
   """
+  if not 0 <= patience < math.inf:
+    raise UserError(f'--patience={patience}: must be a number of seconds, or 0 to wait for any time')
   if not coordinator:
     if num_processes is not None or process_id is not None:
       raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
@@ -125,19 +133,59 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
   # The preemption service would catch SIGTERM, and this project does not query it.
   jax.config.update('jax_enable_preemption_service', False)
   try:
-    jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_SILENCE)
+    jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_JAX_SILENCE)
   except (RuntimeError, ValueError) as e:
     raise UserError(f'--coordinator={coordinator}: {" ".join(str(e).split())}') from e
   sys.excepthook = _on_error
+  _watch(patience)
   if not is_first():
     logging.getLogger('ragen_jax').setLevel(logging.WARNING)
 
 
-def leave(status: int, together: bool = False) -> None:
+class _Store:
+  """JAX's key-value store, which has no public name; Orbax uses it in the same way."""
+
+  _PREFIX = 'ragen_jax/watchdog/'
+
+  def set(self, key: str, text: str) -> None:
+    global_state.client.key_value_set(self._PREFIX + key, text, allow_overwrite=True)
+
+  def all(self) -> dict[str, str]:
+    return {key.removeprefix(self._PREFIX): text for key, text in global_state.client.key_value_dir_get(self._PREFIX)}
+
+
+def _watch(patience: float) -> None:
+  """Starts the watchdog of this process."""
+  global _watchdog
+  if jax.process_count() > 1:
+    _watchdog = Watchdog(_Store(), jax.process_index(), jax.process_count(), patience=patience, end=_end)
+    _watchdog.start()
+    atexit.register(_watchdog.close)  # before JAX closes the store
+
+
+def _end(message: str) -> None:
+  """Ends this process although its main thread waits."""
+  with contextlib.suppress(OSError):
+    os.write(2, _last_words(message).encode())
+  os._exit(1)
+
+
+def _last_words(message: str) -> str:
+  return f'error: {message}; the same command resumes from the last checkpoint, if there is one\n'
+
+
+def passed(phase: str = '') -> None:
+  """Says that this process passes a point that all processes pass in the same order, see `Watchdog.passed`."""
+  if _watchdog is not None:
+    _watchdog.passed(phase)
+
+
+def leave(status: int, together: bool = False, reason: str = '') -> None:
   """Ends the process with an exit status.
 
   Args:
     status: the exit status.
+    reason: the error of this process, which the others name when they end; '' if there is none.
     together: all processes of the run leave now, so this one waits for the others. Without it, the process ends at
       once, since the others may be waiting for it. It also ends at once if a program is still being compiled in the
       background: compilers cannot be stopped, and the interpreter's own end would abort the process.
@@ -145,6 +193,10 @@ def leave(status: int, together: bool = False) -> None:
   sys.stdout.flush()
   sys.stderr.flush()
   if jax.distributed.is_initialized():
+    if _watchdog is not None:
+      if reason and not together:
+        _watchdog.fail(reason)
+      _watchdog.close()
     if together:
       jax.distributed.shutdown()
     else:
@@ -161,10 +213,12 @@ def _on_error(kind, error, trace) -> None:
   if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and re.search(
     'gloo|nccl|coordination|connection', reason, re.I
   ):
-    sys.stderr.write(f'error: another process of this run has stopped or cannot be reached: {reason}\n')
+    missing = _watchdog.blame() if _watchdog is not None else ''
+    sys.stderr.write(_last_words(missing or f'another process of this run has stopped or cannot be reached: {reason}'))
+    leave(1)
   else:
     traceback.print_exception(kind, error, trace)
-  leave(1)
+    leave(1, reason=f'{kind.__name__}: {reason}')
 
 
 def is_first() -> bool:
@@ -176,6 +230,7 @@ def largest(numbers: Sequence[int]) -> list[int]:
   """The maximum of each number over all processes. All processes must call."""
   if jax.process_count() == 1:
     return list(numbers)
+  passed()
   return multihost_utils.process_allgather(np.asarray(numbers, np.int32)).max(axis=0).tolist()
 
 
@@ -195,22 +250,31 @@ def same_errors() -> Iterator[None]:
     raise UserError(errors[0], everywhere=True)
 
 
-def gather(value: Any) -> list[Any]:
-  """The values that the processes pass, in the order of processes. All must call; values are pickled."""
+def gather(value: Any, types: Sequence[type] = ()) -> list[Any]:
+  """The values that the processes pass, in the order of processes. All must call.
+
+  Args:
+    value: see `messages.pack`.
+    types: the dataclasses and enums that may occur in it.
+  """
   if jax.process_count() == 1:
     return [value]
-  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  passed()
+  data = np.frombuffer(messages.pack(value, types), np.uint8)
   lengths = multihost_utils.process_allgather(np.asarray([len(data)], np.int64)).ravel()
   # Padded to powers of two, because every size is a program of its own.
   padded = np.pad(data, (0, (1 << (int(lengths.max()) - 1).bit_length()) - len(data)))
   parts = multihost_utils.process_allgather(padded).reshape(len(lengths), -1)
-  return [pickle.loads(part[:n].tobytes()) for part, n in zip(parts, lengths, strict=True)]
+  return [messages.unpack(part[:n].tobytes(), types) for part, n in zip(parts, lengths, strict=True)]
 
 
-def gather_shares(value: Any, share: RowShare) -> list[Any]:
-  """The values of all shares, in the order of rows. If several processes own a share, the first one's value is used."""
+def gather_shares(value: Any, share: RowShare, types: Sequence[type] = ()) -> list[Any]:
+  """The values of all shares, in the order of rows; otherwise as `gather`.
+
+  If several processes own a share, the first one's value is used.
+  """
   shares = {}
-  for index, part in gather((share.index, value)):
+  for index, part in gather((share.index, value), types):
     shares.setdefault(index, part)
   return [shares[i] for i in range(share.parts)]
 
@@ -249,4 +313,5 @@ def all_rows(tree: Any) -> Any:
   """Copies all rows to the host of every process. All must call."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
+  passed()
   return multihost_utils.process_allgather(tree, tiled=True)

@@ -40,6 +40,8 @@ from ragen_jax.models import presets
 from ragen_jax.modes.chosen_checkpoint import compare_with_run, find_step, load_weights, model_name
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
+from ragen_jax.runs.staging import StagedWorkdir, address
+from ragen_jax.runs.workdir import open_workdir
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import Diverged, UserError
 from ragen_jax.viewer.page import write_page
@@ -69,6 +71,12 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     raise UserError(f'--mode=eval runs in one process, there are {jax.process_count()}; devices may be many')
   check_eval(config)
   check_config(config)
+  with open_workdir(workdir, write=False) as place:
+    return _evaluate(config, place, given)
+
+
+def _evaluate(config: ConfigDict, workdir: str | StagedWorkdir, given: bool) -> dict[str, Any]:
+  """See `evaluate`."""
   with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     step = find_step(config, workdir, checkpointer, given)
     warm_start = step is not None and 'data' in checkpointer.meta(step)
@@ -83,8 +91,9 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
   EpisodeWriter(directory / name).write('eval', step or 0, records)
   page = write_page(directory / name)
   write_row_events(workdir, name, step or 0, rows)
-  _show(config, step, workdir, rows, [str(path), *([page] if page else [])])
-  return content | {'path': str(path)}
+  paths = [address(path, workdir) for path in (path, page) if path]
+  _show(config, step, workdir, rows, paths)
+  return content | {'path': paths[0]}
 
 
 def _head(config: ConfigDict, step: int | None, trained_on: list[str]) -> dict[str, Any]:
@@ -184,7 +193,9 @@ def _make(directory: pathlib.Path) -> pathlib.Path:
   return directory
 
 
-def _show(config: ConfigDict, step: int | None, workdir: str, rows: list[EvaluationRow], paths: list[str]) -> None:
+def _show(
+  config: ConfigDict, step: int | None, workdir: str | StagedWorkdir, rows: list[EvaluationRow], paths: list[str]
+) -> None:
   """Writes the tables and the paths of all files to standard output."""
   blocks = tables(rows, config.eval.group_size)
   if config.eval.step != 'none':

@@ -18,7 +18,9 @@ from ragen_jax.models.checkpoint.export import check_output, choose_step, restor
 from ragen_jax.models.checkpoint.load import has_value_head
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_export
-from ragen_jax.runs.workdir import compare_config
+from ragen_jax.runs.staging import StagedWorkdir, address
+from ragen_jax.runs.stores import is_address
+from ragen_jax.runs.workdir import compare_config, open_workdir
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
@@ -33,7 +35,7 @@ def export(config: ConfigDict, workdir: str) -> str:
     workdir: the directory of the run.
 
   Returns:
-    The directory that was written.
+    The directory that was written; its address if it is in a bucket.
 
   Raises:
     UserError: the workdir holds no run or a run of another config, there is no such checkpoint, or the output must not
@@ -42,6 +44,12 @@ def export(config: ConfigDict, workdir: str) -> str:
   if jax.process_count() > 1:
     raise UserError(f'--mode=export runs in one process, there are {jax.process_count()}')
   check_config(config)
+  with open_workdir(workdir, write=False) as place:
+    return _export(config, place)
+
+
+def _export(config: ConfigDict, workdir: str | StagedWorkdir) -> str:
+  """See `export`."""
   output = config.export.output or os.path.join(workdir, 'export')
   if config.export.lora == 'adapter' and not config.lora.rank:
     raise UserError("export.lora='adapter': needs a run with LoRA (lora.rank above 0)")
@@ -62,9 +70,11 @@ def export(config: ConfigDict, workdir: str) -> str:
   needs_head = ESTIMATORS[config.algorithm.adv_estimator].needs_critic
   settings = build.export_settings(config, policy)
   write_policy(output, policy.model, settings, with_value_head=needs_head or has_head)
-  _log.info('iteration %d of %s written to %s (%s)', step, workdir, os.path.abspath(output), config.export.dtype)
-  _log.info('to start a run from it: %s', _next_flags(config, os.path.abspath(output)))
-  return output
+  shown = address(os.path.abspath(output), workdir)
+  _log.info('iteration %d of %s written to %s (%s)', step, workdir, shown, config.export.dtype)
+  copied = ', after copying it to a disk' if is_address(shown) else ''
+  _log.info('to start a run from it%s: %s', copied, _next_flags(config, shown))
+  return shown if copied else output
 
 
 def _next_flags(config: ConfigDict, output: str) -> str:

@@ -28,7 +28,7 @@ from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.config_fields import read_by_prompt_search
 from ragen_jax.runs.metrics import MetricWriter
-from ragen_jax.runs.workdir import workdir_lock
+from ragen_jax.runs.workdir import need_disk, workdir_lock
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_player import run_agents
 from ragen_jax.serving.agent_server import LOOPBACK, AgentServer
@@ -63,6 +63,7 @@ def optimize_prompt(config: ConfigDict, workdir: str, *, given: bool) -> tuple[R
   check_eval(config)
   check_config(config)
   check_prompt_search(config)
+  need_disk(workdir, '--mode=optimize_prompt keeps rollouts in a database, which needs a disk')
   open_server = build_agents.import_open_server()
   folder, prompt = os.path.join(workdir, FOLDER), build_agents.initial_prompt(config)
   with workdir_lock(folder), Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:

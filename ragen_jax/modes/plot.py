@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -9,8 +10,10 @@ from collections.abc import Sequence
 
 from ragen_jax.plots import matrix
 from ragen_jax.plots.curves import PANELS, draw_panels
-from ragen_jax.plots.runs import group, read_runs
+from ragen_jax.plots.runs import check_different, group, read_runs
 from ragen_jax.plots.style import figure_style, save_figure
+from ragen_jax.runs.staging import StagedWorkdir, address
+from ragen_jax.runs.workdir import open_workdir
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -29,6 +32,16 @@ def plot(workdirs: Sequence[str], output: str | None = None) -> list[str]:
   Raises:
     UserError: a workdir is missing, given twice, or has nothing to draw, or the figures cannot be written.
   """
+  check_different(workdirs)
+  with contextlib.ExitStack() as stack:
+    places = [stack.enter_context(open_workdir(workdir, write=False)) for workdir in workdirs]
+    if len(places) > 1 and isinstance(places[0], StagedWorkdir) and not output:
+      raise UserError('--output is missing; figures of several runs are written next to the first only on a disk')
+    return [address(path, places[0]) for path in _plot(places, output)]
+
+
+def _plot(workdirs: Sequence[str | StagedWorkdir], output: str | None) -> list[str]:
+  """See `plot`."""
   curves = group(read_runs(workdirs, [panel.metric for panel in PANELS]))
   tables = matrix.tables([(curve.label, run.evaluations) for curve in curves for run in curve.runs])
   panels = [p for p in PANELS if any(p.metric in run.series for curve in curves for run in curve.runs)]
@@ -49,7 +62,7 @@ def plot(workdirs: Sequence[str], output: str | None = None) -> list[str]:
     for name, table in tables.items():
       paths += save_figure(matrix.draw(table), directory / name)
   for curve in curves:
-    _log.info('%s: %s', curve.label, ', '.join(run.workdir for run in curve.runs))
+    _log.info('%s: %s', curve.label, ', '.join(str(run.workdir) for run in curve.runs))
   names = ', '.join(pathlib.Path(path).stem for path in paths[::2])
-  _log.info('written to %s, each as PNG and SVG: %s', directory, names)
+  _log.info('written to %s, each as PNG and SVG: %s', address(directory, workdirs[0]), names)
   return paths

@@ -14,6 +14,7 @@ from ragen_jax.config.checks import check_config, check_eval
 from ragen_jax.modes.chosen_checkpoint import compare_with_run, find_step, load_weights, model_name
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
+from ragen_jax.runs.workdir import need_disk
 from ragen_jax.serving.agent_server import ADMIN_KEY
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
@@ -39,6 +40,7 @@ def serve(config: ConfigDict, workdir: str, *, given: bool, stop: threading.Even
     raise UserError("eval.step='none': must name a model to serve: latest, best, the number of an iteration or base")
   check_eval(config)
   check_config(config)
+  need_disk(workdir, '--mode=serve keeps rollouts in a database, which needs a disk')
   open_server = build_agents.import_open_server()
   with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     step = find_step(config, workdir, checkpointer, given)

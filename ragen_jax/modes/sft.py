@@ -31,7 +31,8 @@ from ragen_jax.runs.config_fields import free_in_warm_start
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
-from ragen_jax.runs.workdir import record_config, workdir_lock
+from ragen_jax.runs.staging import StagedWorkdir
+from ragen_jax.runs.workdir import open_workdir, record_config
 from ragen_jax.sft import conversations, tiny_tokenizer, tiny_vision
 from ragen_jax.sft.data import (
   DemonstrationSettings,
@@ -65,7 +66,8 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
 
   Args:
     config: see configs/default.py.
-    workdir: directory of checkpoints, metrics and TensorBoard files; an interrupted warm start is resumed.
+    workdir: directory of checkpoints, metrics and TensorBoard files, on disk or in a bucket; an interrupted warm start
+      is resumed.
 
   Raises:
     UserError: the config cannot be run, the data cannot be learnt from, or the workdir belongs to another config.
@@ -76,9 +78,9 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   check_target(config.sft.output)
   found = conversations.read(config.sft.data) if config.sft.data else []
   with contextlib.ExitStack() as stack:
-    stack.enter_context(workdir_lock(workdir))
-    record_config(workdir, config.to_dict(), free_in_warm_start())
-    use_compilation_cache(config.compilation_cache, workdir)
+    place = stack.enter_context(open_workdir(workdir, write=True))
+    record_config(place, config.to_dict(), free_in_warm_start())
+    use_compilation_cache(config.compilation_cache, place)
     specs = []
     if config.sft.from_scratch or not found:
       specs = build.env_specs(config, config.sft.tags, config.sft.levels, field='sft.tags')
@@ -89,7 +91,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
         check_output(config.sft.output, 'sft.output', source)
     evaluator = build.make_evaluator(config, policy)
     data = _examples(config, policy, evaluator, found)
-    _learn(config, workdir, policy, evaluator, data)
+    _learn(config, place, policy, evaluator, data)
 
 
 def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> LanguageModel:
@@ -173,7 +175,9 @@ def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:
   return SftTrainer(settings, scoring, policy.model, policy.mesh)
 
 
-def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: Evaluator, data: SftExamples) -> None:
+def _learn(
+  config: ConfigDict, workdir: str | StagedWorkdir, policy: LanguageModel, evaluator: Evaluator, data: SftExamples
+) -> None:
   """Takes the remaining steps, evaluates, saves, and writes the model."""
   sft = config.sft
   shown, withheld = split(data, sft.val_fraction, config.seed)
@@ -243,7 +247,9 @@ def _learn(config: ConfigDict, workdir: str, policy: LanguageModel, evaluator: E
   _log.info('checkpoint: %s; metrics and TensorBoard files: %s', os.path.abspath(sft.output), workdir)
 
 
-def _restore(trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples, workdir: str, steps: int) -> int:
+def _restore(
+  trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples, workdir: str | StagedWorkdir, steps: int
+) -> int:
   """Restores the trainer from the last undamaged checkpoint, if there is one; returns the number of steps done.
 
   Raises:

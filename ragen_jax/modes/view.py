@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
+from ragen_jax.runs.staging import StagedWorkdir, address
+from ragen_jax.runs.stores import is_address
+from ragen_jax.runs.workdir import open_workdir
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import write_page
 
@@ -18,15 +21,22 @@ def view(workdir: str) -> str:
     workdir: the run's directory; the run may be in progress.
 
   Returns:
-    The page's path.
+    The page's path; its address if the workdir is in a bucket.
 
   Raises:
     UserError: there are no episodes in the directory, or the page cannot be written.
   """
-  if not os.path.isdir(workdir):
+  if not is_address(workdir) and not os.path.isdir(workdir):
     raise UserError(f'--workdir={workdir}: there is no such directory')
+  with open_workdir(workdir, write=False) as place:
+    return _view(place)
+
+
+def _view(workdir: str | StagedWorkdir) -> str:
+  """See `view`."""
   page = write_page(workdir)
   if page is None:
     raise UserError(f'--workdir={workdir}: has no episodes; a run keeps episodes if logging.episodes is above 0')
-  _log.info('%s (%.1f MB): open it in a browser', page, os.path.getsize(page) / 1e6)
-  return page
+  shown = address(page, workdir)
+  _log.info('%s (%.1f MB): open it in a browser', shown, os.path.getsize(page) / 1e6)
+  return shown

@@ -15,6 +15,7 @@ import numpy as np
 from ragen_jax.plots import matrix
 from ragen_jax.runs.config_fields import flatten, has_effect
 from ragen_jax.runs.metrics import read_metrics
+from ragen_jax.runs.stores import is_address
 from ragen_jax.utils.errors import UserError
 
 # Fields that name a curve before all others.
@@ -36,7 +37,7 @@ class Run:
     evaluations: file name -> evaluation of `--mode=eval`.
   """
 
-  workdir: str
+  workdir: str | os.PathLike[str]
   config: dict[str, Any]
   series: dict[str, tuple[np.ndarray, np.ndarray]]
   marks: list[tuple[int, str]]
@@ -60,25 +61,25 @@ class Curve:
 # -- Reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_runs(workdirs: Sequence[str], metrics: Sequence[str]) -> list[Run]:
-  """Reads several runs; arguments as for `read_run`.
-
-  Raises:
-    UserError: as for `read_run`, or a directory does not exist or is given twice.
-  """
+def check_different(workdirs: Sequence[str]) -> None:
+  """Raises UserError if a directory does not exist, or if a workdir is given twice."""
   seen: dict[str, str] = {}
   for workdir in workdirs:
-    if not os.path.isdir(workdir):
+    if not is_address(workdir) and not os.path.isdir(workdir):
       raise UserError(f'--workdir={workdir}: there is no such directory')
-    real = os.path.realpath(workdir)
+    real = workdir.rstrip('/') if is_address(workdir) else os.path.realpath(workdir)
     if real in seen:
       also = f', also as {seen[real]}' if seen[real] != workdir else ''
       raise UserError(f'--workdir={workdir} is given twice{also}')
     seen[real] = workdir
+
+
+def read_runs(workdirs: Sequence[str | os.PathLike[str]], metrics: Sequence[str]) -> list[Run]:
+  """Reads several runs; arguments and errors as for `read_run`."""
   return [read_run(workdir, metrics) for workdir in workdirs]
 
 
-def read_run(workdir: str, metrics: Sequence[str]) -> Run:
+def read_run(workdir: str | os.PathLike[str], metrics: Sequence[str]) -> Run:
   """Reads the data of a run.
 
   Args:
@@ -171,7 +172,7 @@ def group(runs: Sequence[Run]) -> list[Curve]:
   groups: dict[Any, list[Run]] = {}
   for run in runs:
     fields = {name: value for name, value in _learning_fields(run).items() if name != 'seed'}
-    key = json.dumps(fields, sort_keys=True) if run.config else run.workdir
+    key = json.dumps(fields, sort_keys=True) if run.config else str(run.workdir)
     number = 0
     while any(other.config.get('seed') == run.config.get('seed') for other in groups.get((key, number), [])):
       number += 1

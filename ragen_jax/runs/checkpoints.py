@@ -21,7 +21,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ragen_jax.runs import checksums
-from ragen_jax.utils.errors import UserError
+from ragen_jax.runs.staging import StagedWorkdir
+from ragen_jax.runs.stores import StoreError, is_address
+from ragen_jax.utils.errors import UserError, describe_error
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +37,10 @@ class Checkpointer:
 
   All processes of a run call all methods in the same order, on one shared `workdir`. Opening a workdir writes nothing,
   so another process can evaluate a run while it trains. A save writes to a temporary directory and then renames it;
-  older checkpoints are deleted after that.
+  older checkpoints are deleted after that. For workdirs in a bucket see staging.py.
 
   Attributes:
-    directory: `<workdir>/checkpoints`.
+    directory: where Orbax writes: `<workdir>/checkpoints`.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], keep: int, save_best: str | None = None):
@@ -55,7 +57,9 @@ class Checkpointer:
     """
     if keep < 1:
       raise UserError(f'keep is {keep}; the number of checkpoints to keep must be 1 or more')
-    root = str(workdir) if '://' in str(workdir) else os.path.abspath(workdir)  # the address of a bucket is not changed
+    self._staged = workdir if isinstance(workdir, StagedWorkdir) else None
+    root = self._staged.orbax_directory if self._staged else os.path.join(os.path.abspath(workdir), 'checkpoints')
+    self._shown = f'{workdir}/checkpoints' if self._staged else root  # for messages
     self._save_best = save_best
     self._prepared = False  # whether `_prepare` has run
     options = ocp.CheckpointManagerOptions(
@@ -65,9 +69,9 @@ class Checkpointer:
       preservation_policy=_KeepLastAndBest(keep, self.best_step),
     )
     try:
-      self._manager = ocp.CheckpointManager(os.path.join(root, 'checkpoints'), options=options)
+      self._manager = ocp.CheckpointManager(root, options=options)
     except OSError as e:
-      raise UserError(f'checkpoints in {root} cannot be read: {e.strerror or e}') from e
+      raise UserError(f'checkpoints in {self._shown} cannot be read: {e.strerror or e}') from e
     self.directory = self._manager.directory
     self._verified: set[int] = set()  # steps whose checksums matched
     self._scores: dict[int, float | None] = {}
@@ -110,11 +114,11 @@ class Checkpointer:
     """
     latest = self.latest_step()
     if step == latest:
-      _log.info('step %d is saved already in %s', step, self.directory)
+      _log.info('step %d is saved already in %s', step, self._shown)
       return
     if latest is not None and step < latest:
       raise UserError(
-        f'checkpoint of step {step} was not saved: {self.directory} already has step {latest}; '
+        f'checkpoint of step {step} was not saved: {self._shown} already has step {latest}; '
         'move the later checkpoints away or choose another --workdir'
       )
     leaves = _named_leaves(state)
@@ -130,26 +134,30 @@ class Checkpointer:
     )
     self._scores[step] = self._score(record['metrics'])  # the preservation policy reads it during the save
     try:
+      self._before_writing()
       with _without_orbax_tracebacks():
         self._prepare()
         self._manager.save(step, args=arguments, force=True)
       if jax.process_index() == 0:
         checksums.write(self.directory / str(step))
+      self._publish(step)
     except (OSError, ValueError) as e:
-      reason = _disk_error(e)
+      reason = str(e) if isinstance(e, StoreError) else _disk_error(e)
+      if reason is None and self._staged:
+        reason = describe_error(e)
       if reason is None:
         raise
-      if step in self.steps():
+      if step in self.steps() and not isinstance(e, StoreError):
         _log.warning(
           'step %d is saved in %s, but without checksums or with older checkpoints left: %s',
           step,
-          self.directory,
+          self._shown,
           reason,
         )
         return
       _remove_unfinished(self.directory)
       intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
-      raise UserError(f'checkpoint of step {step} was not saved in {self.directory}: {reason}; {intact}') from e
+      raise UserError(f'checkpoint of step {step} was not saved in {self._shown}: {reason}; {intact}') from e
 
   def amend(self, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Replaces `meta` and the metrics of the last checkpoint, whose arrays stay; arguments as for `save`.
@@ -163,15 +171,16 @@ class Checkpointer:
     if 'leaves' not in record:
       raise UserError(self._unreadable(step, 'its list of arrays is missing'))
     if jax.process_index() == 0:
-      temporary = directory / 'meta' / 'metadata.tmp'
       try:
-        temporary.write_text(json.dumps(record | {'meta': dict(meta), 'metrics': metrics}))
+        self._before_writing()
         # A checkpoint without checksums is valid, one with checksums of other files is not.
         (directory / checksums.NAME).unlink(missing_ok=True)
-        temporary.replace(directory / 'meta' / 'metadata')
+        text = json.dumps(record | {'meta': dict(meta), 'metrics': metrics})
+        checksums.replace_text(directory / 'meta' / 'metadata', text)
         checksums.write(directory)
+        self._publish(step)
       except OSError as e:
-        raise UserError(f'checkpoint of step {step} in {self.directory} was not changed: {e.strerror or e}') from e
+        raise UserError(f'checkpoint of step {step} in {self._shown} was not changed: {e.strerror or e}') from e
     self._scores[step] = self._score(metrics)
 
   def restore(
@@ -200,7 +209,7 @@ class Checkpointer:
     leaves = _named_leaves(state_like)
     difference = _first_difference(record['leaves'], leaves, partial)
     if difference:
-      raise UserError(f'checkpoint of step {step} in {self.directory} does not fit this model: {difference}')
+      raise UserError(f'checkpoint of step {step} in {self._shown} does not fit this model: {difference}')
     targets = {name: _target(leaf) for name, leaf in leaves.items()}
     wanted = {name: target for name, target in targets.items() if target.size}
     arguments = ocp.args.PyTreeRestore(
@@ -237,23 +246,29 @@ class Checkpointer:
       if damage is None:
         return
       aside = self.directory.parent / 'damaged_checkpoints' / str(step)
+      shown = f'{os.path.dirname(self._shown)}/damaged_checkpoints/{step}'
       try:
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        if aside.exists():
-          aside.rmtree()
-        (self.directory / str(step)).rename(aside)
+        if is_address(self.directory):
+          self._staged.set_checkpoint_aside(step)
+        else:
+          aside.parent.mkdir(parents=True, exist_ok=True)
+          if aside.exists():
+            aside.rmtree()
+          (self.directory / str(step)).rename(aside)
       except OSError as e:
-        raise UserError(f'checkpoint of step {step} in {self.directory} is damaged: {damage}; moving it to {aside} '
+        raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} '
                         f'failed: {e.strerror or e}') from e  # fmt: skip
       self.reload()
       earlier = self.latest_step()
+      if earlier == step:
+        raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} failed')
       if earlier is None:
         raise UserError(
-          f'checkpoint of step {step} in {self.directory} is damaged: {damage}; there is no earlier checkpoint. It '
-          f'was moved to {aside}. The same command starts from the beginning; another --workdir keeps the old files'
+          f'checkpoint of step {step} in {self._shown} is damaged: {damage}; there is no earlier checkpoint. It '
+          f'was moved to {shown}. The same command starts from the beginning; another --workdir keeps the old files'
         )
       _log.warning(
-        'checkpoint of step %d is damaged (%s) and was moved to %s; resuming from step %d', step, damage, aside, earlier
+        'checkpoint of step %d is damaged (%s) and was moved to %s; resuming from step %d', step, damage, shown, earlier
       )
 
   def verify(self, step: int) -> None:
@@ -272,9 +287,14 @@ class Checkpointer:
     """A description of the damage of a checkpoint's files; None if they match their checksums or have none."""
     if step in self._verified:
       return None
+    if self._staged:
+      try:
+        self._staged.fetch_checkpoint(step)
+      except StoreError as e:
+        raise UserError(self._unreadable(step, str(e))) from e
     directory = self.directory / str(step)
     if not checksums.exist(directory):
-      _log.info('checkpoint of step %d in %s has no checksums; it is read without them', step, self.directory)
+      _log.info('checkpoint of step %d in %s has no checksums; it is read without them', step, self._shown)
     damage = checksums.find_damage(directory)
     if damage is None:
       self._verified.add(step)
@@ -297,9 +317,9 @@ class Checkpointer:
   def _existing(self, step: int | None) -> int:
     steps = self.steps()
     if not steps:
-      raise UserError(f'there is no checkpoint in {self.directory}')
+      raise UserError(f'there is no checkpoint in {self._shown}')
     if step is not None and step not in steps:
-      raise UserError(f'there is no checkpoint of step {step} in {self.directory}; it has {", ".join(map(str, steps))}')
+      raise UserError(f'there is no checkpoint of step {step} in {self._shown}; it has {", ".join(map(str, steps))}')
     return steps[-1] if step is None else step
 
   def _read_record(self, step: int) -> dict[str, Any]:
@@ -307,13 +327,23 @@ class Checkpointer:
     try:
       return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     except (OSError, ValueError, KeyError) as e:
-      _log.warning('the meta of checkpoint %s/%d cannot be read: %s', self.directory, step, e)
+      _log.warning('the meta of checkpoint %s/%d cannot be read: %s', self._shown, step, e)
       return {}
 
   def _unreadable(self, step: int, reason: str) -> str:
     earlier = [s for s in self.steps() if s < step]
-    advice = f'; move {self.directory / str(step)} away to resume from step {earlier[-1]}' if earlier else ''
-    return f'checkpoint of step {step} in {self.directory} cannot be read: {reason}{advice}'
+    advice = f'; move {self._shown}/{step} away to resume from step {earlier[-1]}' if earlier else ''
+    return f'checkpoint of step {step} in {self._shown} cannot be read: {reason}{advice}'
+
+  def _before_writing(self) -> None:
+    """Copies the files that belong to the next checkpoint to the bucket, if the workdir is in one."""
+    if self._staged and jax.process_index() == 0:
+      self._staged.before_checkpoint()
+
+  def _publish(self, step: int) -> None:
+    """Copies a checkpoint to the bucket, if the workdir is in one and Orbax does not write there itself."""
+    if self._staged and jax.process_index() == 0:
+      self._staged.publish_checkpoint(step)
 
   def _prepare(self) -> None:
     """Creates the directory before the first save, and removes unfinished checkpoints of earlier processes."""

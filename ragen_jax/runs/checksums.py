@@ -12,6 +12,8 @@ import json
 import pathlib
 from typing import Any
 
+from ragen_jax.runs.stores import is_address
+
 NAME = 'checksums.json'
 _CHUNK = 1 << 22  # bytes
 _THREADS = 8  # threads help, because hashlib releases the interpreter lock
@@ -27,9 +29,17 @@ def write(directory: pathlib.Path | Any) -> None:
     OSError: a file cannot be read, or the disk is full.
   """
   record = json.dumps({'algorithm': 'sha256', 'files': _digests(directory)}, indent=1)
-  temporary = directory / f'{NAME}.tmp'
-  temporary.write_text(record)
-  temporary.replace(directory / NAME)
+  replace_text(directory / NAME, record)
+
+
+def replace_text(path: pathlib.Path | Any, text: str) -> None:
+  """Writes a file in one step, as `write` does: on disk by a rename, in an object store by writing the object."""
+  if is_address(path):
+    path.write_text(text)
+    return
+  temporary = path.with_name(f'{path.name}.tmp')
+  temporary.write_text(text)
+  temporary.replace(path)
 
 
 def find_damage(directory: pathlib.Path | Any) -> str | None:

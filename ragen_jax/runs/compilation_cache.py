@@ -6,17 +6,19 @@ import os
 
 import jax
 
+from ragen_jax.runs.stores import is_address
 
-def use_compilation_cache(directory: str, workdir: str) -> None:
+
+def use_compilation_cache(directory: str, workdir: str | os.PathLike[str]) -> None:
   """Keeps compiled programs on disk, so that later runs start faster.
 
   Args:
-    directory: directory of the programs; 'auto' is `<workdir>/xla_cache`, '' keeps none.
+    directory: directory of the programs, or an address in a bucket; 'auto' is `<workdir>/xla_cache`, '' keeps none.
     workdir: the run's directory.
   """
   if not directory:
     return
   if directory == 'auto':
-    directory = os.path.join(workdir, 'xla_cache')
-  jax.config.update('jax_compilation_cache_dir', os.path.abspath(directory))
+    directory = f'{workdir}/xla_cache'  # JAX writes to buckets itself
+  jax.config.update('jax_compilation_cache_dir', directory if is_address(directory) else os.path.abspath(directory))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)

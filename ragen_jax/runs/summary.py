@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ragen_jax.runs.metrics import read_metrics
+from ragen_jax.runs.staging import address
 from ragen_jax.runs.table import table
 
 # Name of a phase in the metrics -> its label.
@@ -20,7 +21,7 @@ _PHASES = {
 
 
 def summarize(
-  workdir: str, tags: Sequence[str], *, levels: int, group_size: int, page: str | None = None
+  workdir: str | os.PathLike[str], tags: Sequence[str], *, levels: int, group_size: int, page: str | None = None
 ) -> dict[str, float]:
   """Writes the tables of a run to standard output, from the metrics in `workdir`.
 
@@ -39,8 +40,8 @@ def summarize(
   out = [_success(evaluations[0], evaluations[-1], tags, levels, group_size), _times(lines)]
   out.append(f'Metrics, checkpoints and TensorBoard files: {workdir}')
   if page:
-    out.append(f'Episodes, turn by turn, for a browser: {page}')
-  out.append(f'tensorboard --logdir {os.path.join(workdir, "tb")}')
+    out.append(f'Episodes, turn by turn, for a browser: {address(page, workdir)}')
+  out.append(f'tensorboard --logdir {address(os.path.join(workdir, "tb"), workdir)}')
   sys.stdout.write('\n'.join(['', *out, '']))
   return evaluations[-1]
 

@@ -6,7 +6,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -25,12 +25,15 @@ class Timer:
   result. A phase may be entered many times. Phases may nest; the inner seconds then count for both.
   """
 
-  def __init__(self):
+  def __init__(self, entered: Callable[[str], None] = lambda phase: None):
+    """Starts at 0 seconds; `entered` is called with the name of each phase that begins."""
     self._seconds: dict[str, float] = {}
+    self._entered = entered
 
   @contextlib.contextmanager
   def __call__(self, phase: str) -> Iterator[None]:
     """Adds the seconds of the `with` block to `phase`, even if the block raises."""
+    self._entered(phase)
     start = time.perf_counter()
     try:
       yield

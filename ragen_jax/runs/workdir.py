@@ -3,6 +3,8 @@
 <workdir>/config.json           the config of the run
 <workdir>/.lock                 locked by the process that writes to the workdir
 <workdir>/checkpoints/<step>/   see checkpoints.py
+
+`open_workdir` makes a workdir in a bucket usable like one on disk, see staging.py.
 """
 
 from __future__ import annotations
@@ -14,10 +16,48 @@ import pathlib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+import jax
+
 from ragen_jax.runs.config_fields import flatten, in_this_version
+from ragen_jax.runs.staging import StagedWorkdir, staged
+from ragen_jax.runs.stores import is_address, open_store
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
 from ragen_jax.utils.locks import file_lock
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: str, *, write: bool) -> Iterator[str | StagedWorkdir]:
+  """Context manager: a workdir on disk, or the local copy of a workdir in a bucket.
+
+  All processes of a run call it; the first one takes the lock.
+
+  Args:
+    workdir: a directory, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+    write: whether to hold the lock of the workdir, as a run does. An evaluation of the run needs no lock.
+
+  Raises:
+    UserError: another process holds the lock, or the workdir cannot be read or written.
+  """
+  first = jax.process_index() == 0
+  if is_address(workdir):
+    if jax.process_count() > 1 and not workdir.startswith('gs://'):
+      raise UserError(
+        f'--workdir={workdir}: a run of {jax.process_count()} processes needs a directory on a shared disk or gs://'
+      )
+    with staged(open_store(workdir), write=write, first=first) as copy:
+      yield copy
+  elif write and first:
+    with workdir_lock(workdir):
+      yield workdir
+  else:
+    yield workdir
+
+
+def need_disk(workdir: str, reason: str) -> None:
+  """Raises UserError if a workdir is in a bucket; `reason` says what needs a disk."""
+  if is_address(workdir):
+    raise UserError(f'--workdir={workdir}: {reason}; choose a directory on disk')
 
 
 @contextlib.contextmanager
@@ -62,7 +102,7 @@ def record_config(
   except OSError as e:
     raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
   if old_text is not None:
-    _check_same(workdir, _differences(path, old_text, text), free_fields, reasons or {})
+    _check_same(f'workdir {workdir}', _differences(path, old_text, text), free_fields, reasons or {})
   if text != old_text:
     replace_file(path, text, many_writers=True)
 
@@ -75,7 +115,30 @@ def compare_config(
   Raises:
     UserError: `workdir` has no recorded config, or a field that is not free differs.
   """
-  _check_same(workdir, changed_fields(workdir, config)[1], free_fields, {})
+  _check_same(f'workdir {workdir}', changed_fields(workdir, config)[1], free_fields, {})
+
+
+def check_recorded(
+  where: str,
+  recorded: Mapping[str, Any],
+  config: Mapping[str, Any],
+  free_fields: Set[str] = frozenset(),
+  reasons: Mapping[str, str] | None = None,
+) -> None:
+  """Compares like `record_config`, with a config that was recorded elsewhere than in config.json.
+
+  Args:
+    where: what `recorded` belongs to, for the error: 'checkpoint of step 4 in /tmp/run/checkpoints'.
+    recorded: nested dict of JSON values.
+    config: nested dict, as for `record_config`.
+    free_fields: see `record_config`.
+    reasons: see `record_config`.
+
+  Raises:
+    UserError: a field that is not free differs.
+  """
+  changed = _differences(pathlib.Path(where), json.dumps(recorded), json.dumps(config))
+  _check_same(where, changed, free_fields, reasons or {})
 
 
 def changed_fields(
@@ -100,7 +163,7 @@ def changed_fields(
 
 
 def _check_same(
-  workdir: str | os.PathLike[str],
+  where: str,
   changed: Mapping[str, tuple[str, str]],
   free_fields: Set[str],
   reasons: Mapping[str, str],
@@ -113,8 +176,7 @@ def _check_same(
   ]
   if refused:
     raise UserError(
-      f'workdir {workdir} belongs to another config: {"; ".join(refused)}; '
-      'choose another --workdir or set these fields back'
+      f'{where} belongs to another config: {"; ".join(refused)}; choose another --workdir or set these fields back'
     )
 
 

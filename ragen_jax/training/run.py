@@ -18,10 +18,12 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.algorithms.spikes import Spike
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import free_in_training
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import Counts, MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer, memory
+from ragen_jax.runs.workdir import check_recorded
 from ragen_jax.training.batches import TrainBatch
 from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.replay import ReplayBuffer
@@ -59,6 +61,7 @@ class RunSettings:
     log: settings of the log of episodes and evaluations.
     hparams: the run's row of TensorBoard's table: config fields by name, nested.
     compared: metrics that the table shows.
+    config: the whole config, nested; checkpoints contain it, and one of another config is refused.
   """
 
   num_iterations: int
@@ -70,6 +73,7 @@ class RunSettings:
   log: LogSettings
   hparams: Mapping[str, Any]
   compared: tuple[str, ...]
+  config: Mapping[str, Any]
 
 
 @contextlib.contextmanager
@@ -92,11 +96,12 @@ def open_run(
     The run, and the state to continue from.
 
   Raises:
-    UserError: the checkpoints belong to a warm start or to another model, or the processes see different checkpoints.
+    UserError: the checkpoints belong to a warm start, to another config or to another model, or the processes see
+      different checkpoints.
   """
   first = processes.is_first()
   with Checkpointer(workdir, keep=settings.keep, save_best=BEST) as checkpointer:
-    state, stopped, unevaluated = restore(checkpointer, workdir, state, replay, monitor)
+    state, stopped, unevaluated = restore(checkpointer, workdir, settings.config, state, replay, monitor)
     done = state.iteration
     _log.info(greeting(workdir, model, done, settings.num_iterations, stopped, unevaluated=bool(unevaluated)))
     start_step = done + 1 if done else 0
@@ -112,13 +117,15 @@ def open_run(
 
 
 def restore(
-  checkpointer: Checkpointer, workdir: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor
-) -> tuple[TrainState, str, Verdict | None]:
+  checkpointer: Checkpointer, workdir: str, config: Mapping[str, Any], state: TrainState, replay: ReplayBuffer,
+  monitor: Monitor,
+) -> tuple[TrainState, str, Verdict | None]:  # fmt: skip
   """Restores the last checkpoint that is not damaged, if there is one.
 
   Args:
     checkpointer: the checkpointer of `workdir`.
     workdir: the run's directory, for errors.
+    config: the whole config, nested.
     state: the initial state; its arrays are deleted if there is a checkpoint.
     replay: filled from the checkpoint.
     monitor: restored from the checkpoint.
@@ -136,9 +143,13 @@ def restore(
     raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
   if checkpointer.latest_step() is None:
     return state, '', None
-  described = checkpointer.meta().get('replay')
+  recorded = checkpointer.meta()
+  described = recorded.get('replay')
   if described is None:
     raise UserError(f'--workdir={workdir}: its checkpoints belong to a warm start; choose another --workdir')
+  if 'config' in recorded:  # checkpoints of earlier versions have none
+    where = f'checkpoint of step {checkpointer.latest_step()} in {checkpointer.directory}'
+    check_recorded(where, recorded['config'], config, *free_in_training(config))
   like = state.saved()
   arrays, meta = checkpointer.restore(like | {'replay': replay.empty_state(described)})
   # Otherwise the devices would hold the initial arrays in addition to the restored arrays.
@@ -235,7 +246,7 @@ class Run:
     self._stopped = stopped
     self._try_weights: Callable[[], Mapping[str, NotFinite]] | None = None  # of the state that the run goes on from
     self.unevaluated = unevaluated
-    self.timer = Timer()
+    self.timer = Timer(processes.passed)
 
   def goes_on(self, state: TrainState) -> bool:
     """Whether there is another iteration."""
@@ -468,6 +479,7 @@ class Run:
       replay, described = self._replay.state()
       monitor = self._monitor.state_dict() | {'lr_scale': state.lr_scale}
       meta = {'iteration': state.iteration, 'monitor': monitor, 'stopped': self._stopped, 'replay': described}
+      meta['config'] = dict(self._settings.config)
       if unevaluated is not None:
         meta['unevaluated'] = dataclasses.asdict(unevaluated)
       if state.iteration == self._checkpointer.latest_step():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.agent.episode import Episode
-from ragen_jax.agent.rollout import Rollout, concatenate, pad_rows, take_rows
-from ragen_jax.agent.segments import ImageSegment, ImageSpan
+from ragen_jax.agent.episode import Episode, Status, Turn
+from ragen_jax.agent.rollout import SENT_TYPES, Rollout, concatenate, pad_rows, take_rows
+from ragen_jax.agent.segments import ImageSegment, ImageSpan, TextSegment
 from ragen_jax.agent.trajectory import Timeline
+from ragen_jax.agent.world_model.state_reward import ReplyReward
+from ragen_jax.distributed.messages import pack, unpack
+from ragen_jax.envs.scenes import Scene
 
 PAD = 99
 
@@ -115,3 +118,22 @@ def test_rows_that_are_taken_keep_their_images_only():
   assert none.trajectory.image is None and none.images == ()
   padded = pad_rows(rollout, 4)
   assert padded.trajectory.image[5:].tolist() == [[-1] * 3] * 3 and padded.images is rollout.images
+
+
+def test_a_process_gets_the_rollout_that_another_one_sent():
+  rollout, picture = _seeing(3, -1), np.arange(27, dtype=np.uint8).reshape(3, 3, 3)
+  scenes = (Scene((0, 1), {'goal': ((2, 2),)}), Scene((1, 1), {'goal': ((2, 2),), 'hole': ()}))
+  turn = Turn(
+    (TextSegment('a board: '), ImageSegment(picture, 2)), 'left', ['Left'], (0.1, np.float64(0.2)), -0.1, True, 1,
+    picture, ids=(1, 2), chat=[{'role': 'user', 'content': 'a board'}], sections={'think': 'go'}, scenes=scenes,
+    reply_reward=ReplyReward(0.5, {'observation': 0.75}, {'observation': 0.25}),
+  )  # fmt: skip
+  rollout.episodes = [
+    Episode('FrozenLake', 0, 7, [turn, turn], status=Status.SUCCESS, final_picture=picture, graded=('observation',)),
+    Episode('Bandit', 1, 8, [], 'over', Status.ENV_ERROR, error='ValueError'),
+  ]
+  back = unpack(pack(rollout, SENT_TYPES), SENT_TYPES)
+  assert repr(back) == repr(rollout)
+  assert back.episodes[0].score == rollout.episodes[0].score and back.episodes[1].status is Status.ENV_ERROR
+  assert _shown(concatenate([back, rollout], renumber=False)) == [3, -1, 3, -1]
+  np.testing.assert_array_equal(back.episodes[0].turns[1].picture, picture)

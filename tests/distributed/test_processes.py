@@ -72,11 +72,17 @@ def test_an_error_of_one_process_is_raised_as_it_is():
 )
 def test_arguments_that_do_not_fit_are_named(arguments, message):
   with pytest.raises(UserError, match=message):
-    processes.connect(*arguments)
+    processes.connect(*arguments, patience=600.0)
+
+
+@pytest.mark.parametrize('patience', [-1.0, float('nan'), float('inf')])
+def test_a_patience_that_is_no_time_is_named(patience):
+  with pytest.raises(UserError, match=r'--patience=.*: must be a number of seconds, or 0'):
+    processes.connect(None, None, None, patience=patience)
 
 
 def test_no_coordinator_means_a_run_of_one_process():
-  processes.connect(None, None, None)
+  processes.connect(None, None, None, patience=600.0)
   assert processes.is_first()
 
 

@@ -29,6 +29,16 @@ def test_memory_is_the_most_that_was_used(monkeypatch):
   assert set(timing.memory()) == {'perf/max_host_memory_gb'}
 
 
+def test_phases_that_begin_are_told():
+  told = []
+  timer = Timer(told.append)
+  with timer('step'), timer('gen'):
+    assert told == ['step', 'gen']
+  with timer('gen'):
+    pass
+  assert told == ['step', 'gen', 'gen']
+
+
 def test_timer(monkeypatch):
   now = [0.0]
   monkeypatch.setattr(timing.time, 'perf_counter', lambda: now[0])

@@ -93,7 +93,7 @@ def saved_like(model: str) -> dict[str, Any]:
 def main() -> None:
   model, directory, checkpoint, shapes = sys.argv[1:5]
   if len(sys.argv) > 5:
-    processes.connect(sys.argv[5], int(sys.argv[6]), int(sys.argv[7]))
+    processes.connect(sys.argv[5], int(sys.argv[6]), int(sys.argv[7]), patience=600.0)
   for shape in shapes.split(','):
     result = play_and_update(model, shape, os.path.join(directory, f'state-{shape}'), checkpoint)
     if processes.is_first():

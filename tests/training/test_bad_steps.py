@@ -27,7 +27,9 @@ def test_arrays_with_a_number_that_is_not_finite_are_flagged_and_named(x):
   assert bad_steps.bad_arrays(tree).tolist() == [False, True]
   assert bad_steps.names(tree) == ['policy/a', 'policy/b']  # numbers that are no floats are always finite
   assert bad_steps.names(_STATE) == ['mu/a', 'mu/b', 'nu/a', 'nu/b']
-  assert bad_steps.not_finite({'x': np.float32(x)}) == (not np.isfinite(x)) and not bad_steps.not_finite(_TREE)
+  assert bad_steps.not_finite({'x': np.asarray([1.0, x], np.float32)}) == (
+    not np.isfinite(x)
+  ) and not bad_steps.not_finite(_TREE)
 
 
 def test_the_cause_is_named_with_rows_and_its_consequences_are_not():

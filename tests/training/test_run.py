@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 
 import jax
@@ -256,7 +257,7 @@ def test_a_stop_in_a_rollout_saves_the_state_before_it(tmp_path, monkeypatch, do
     with run.saved_if_stopped(state):
       raise Stopped(signal.SIGTERM)
   assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
-  with _open(tmp_path) as (run, state):
+  with _open(tmp_path, eval__every=0) as (run, state):
     assert state.iteration == (saved or [0])[-1]
 
 
@@ -275,6 +276,22 @@ def test_an_evaluation_that_is_stopped_is_done_when_the_run_resumes(tmp_path, ev
       assert run.unevaluated is None and run._checkpointer.best_step() == (2 if every else None)
   assert _steps(tmp_path) == [2] and state.params['policy']['kernel'][0] == 2
   assert [row['val-env/success'] for row in read_metrics(tmp_path) if row['step'] == 2] == [0.5]
+
+
+def test_a_checkpoint_of_another_config_is_refused_with_the_difference(tmp_path):
+  with _open(tmp_path / 'one', checkpoint__every=1) as (run, _):
+    _finish(run, _state(1, iteration=1))
+  for name in ('two', 'three'):  # without config.json, as after a copy
+    shutil.copytree(tmp_path / 'one' / 'checkpoints', tmp_path / name / 'checkpoints')
+  changes = {'seed': 1, 'optimizer__b1': 0.5, 'optimizer__final_lr_fraction': 0.5, 'logging__episodes': 1}
+  message = (
+    r'^checkpoint of step 1 in .*two/checkpoints belongs to another config: optimizer.b1 was 0.9 and is 0.5; '
+    r'optimizer.final_lr_fraction was 1.0 and is 0.5; seed was 0 and is 1; choose another --workdir or set'
+  )
+  with pytest.raises(UserError, match=message), _open(tmp_path / 'two', **changes):
+    pass
+  with _open(tmp_path / 'three', num_iterations=9, logging__episodes=1, checkpoint__every=3) as (_, state):
+    assert state.iteration == 1  # fields that may change
 
 
 def test_the_verdict_of_an_iteration_whose_evaluation_was_stopped_is_carried_out(tmp_path):

@@ -109,7 +109,7 @@ def _poisoned(tree, part):
   ('fields', 'place', 'part', 'names'),
   [
     ({'algorithm__kl_loss_coef': 0.1}, 'reference', 'norm', ['ref_logprobs']),
-    ({'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0}, 'trained', 'value_head', ['sampled_values']),
+    ({'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0}, 'trained', 'value_head', ['old_values']),
     ({'model__separate_critic': True}, 'trained', 'critic', ['old_values']),
     ({'lora__rank': 4}, 'trained', 'lora_b', ['sampled_logprobs', 'sampled_entropies', 'sampled_values']),
     ({'lora__rank': 4}, 'frozen', 'norm', ['sampled_logprobs', 'sampled_entropies', 'sampled_values']),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
 import re
 import shlex
@@ -21,8 +23,9 @@ from ragen_jax.agent import finite, pools
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
-from ragen_jax.config import checks, command_line
+from ragen_jax.config import agreement, checks, command_line
 from ragen_jax.distributed import processes, sharding
+from ragen_jax.distributed.watchdog import Record, Watchdog
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
@@ -303,6 +306,26 @@ def _lost_partner(monkeypatch, capsys) -> str:
   return capsys.readouterr().err.strip()
 
 
+def _a_hanging_partner() -> str:
+  other = Record(1, 0, 'gen', 'game.py:12, step', 'node7, pid 4242')
+  store = types.SimpleNamespace(set=lambda key, text: None)
+  store.all = lambda: {'0': json.dumps({'points': 1}), '1': json.dumps(dataclasses.asdict(other))}
+  seconds = iter(range(10_000))
+  dog = Watchdog(store, 0, 2, patience=600.0, end=lambda message: None, clock=lambda: next(seconds))
+  message = ''
+  while not message:
+    other = dataclasses.replace(other, beat=other.beat + 1)
+    dog.exchange()
+    message = dog.judge()
+  return processes._last_words(message).strip()
+
+
+def _another_config(monkeypatch) -> str:
+  with monkeypatch.context() as patched:
+    patched.setattr(processes, 'gather', lambda value: [value, value | {'seed': '1'}])
+    return _error(agreement._check_same, {'seed': '0'})
+
+
 def _a_fault() -> str:
   fault = Fault('step raised ZeroDivisionError', 'division by zero (guess.py:25)')
   return pools.FAULT_MESSAGE % ('Guess', 10003, fault, 'Guess')
@@ -352,6 +375,8 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
     _different_checkpoints(),
     _stopped(),
     _on_a_cpu(),
+    _another_config(monkeypatch),
+    _a_hanging_partner(),
     _lost_partner(monkeypatch, capsys),
     _a_fault(),
     _echo_trap(),

@@ -15,6 +15,7 @@ import pytest
 from tests.support.paths import ROOT
 
 SCRIPTS = ('launch/local.sh', 'launch/slurm.sbatch', 'launch/tpu_vm.sh', '.ci/run')
+SKYPILOT = ROOT / 'launch' / 'skypilot.yaml'
 JOBSET = ROOT / 'launch' / 'kubernetes' / 'jobset.yaml'
 
 pytestmark = pytest.mark.skipif(shutil.which('bash') is None, reason='the files of launch/ are bash scripts')
@@ -172,6 +173,24 @@ def test_the_jobset_is_consistent(shape):
   assert container['ports'] == [{'containerPort': int(port)}]
   assert flags['num_processes'] == template['completions']
   assert flags['workdir'][0].startswith(f'{mounts["shared"]}/')
+
+
+def test_the_task_of_skypilot_runs_on_each_of_its_machines(shape):
+  yaml = pytest.importorskip('yaml', reason='needs PyYAML, which comes with transformers')
+  task = yaml.safe_load(SKYPILOT.read_text())
+  resources = task['resources']
+  assert resources['use_spot'] is True and task['envs']['WORKDIR'] is None  # null: the user must give it
+  # 1 and 2 are the program's verdicts on the run and on its input; a restart would meet the same.
+  assert not {1, 2} & set(resources['job_recovery']['recover_on_exit_codes'])
+  assert {130, 143} <= set(resources['job_recovery']['recover_on_exit_codes'])
+  assert {'requirements.txt', 'requirements-stores.txt'} <= set(shlex.split(task['setup'], comments=True))
+  command = task['run'].replace('$WORKDIR', 's3://bucket/run').replace('$CONFIG', task['envs']['CONFIG'])
+  words = shlex.split(command)
+  assert words[:3] == ['exec', '.venv/bin/python', 'main.py']
+  devices = {'H100:1': 1, 'tpu-v5litepod-8': 8}
+  assert [choice['accelerators'] for choice in resources['any_of']] == list(devices)
+  for choice in resources['any_of']:
+    assert _understood(words[3:], shape, devices[choice['accelerators']])['workdir'] == ['s3://bucket/run']
 
 
 # 4 nodes of 8 GPUs, and a slice of 16 chips.

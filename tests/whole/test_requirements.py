@@ -54,7 +54,9 @@ def test_every_requirement_is_imported():
 
 def test_everything_that_the_program_imports_is_required():
   packages = _imported('ragen_jax', 'configs', 'main.py') - OPTIONAL
-  required = {name for file in ('', '-endpoint', '-serve') for name in _requirements(f'requirements{file}.txt')}
+  required = {
+    name for file in ('', '-endpoint', '-serve', '-stores') for name in _requirements(f'requirements{file}.txt')
+  }
   missing = {package for package in packages if not _distributions({package}) & required}
   assert missing == set()
 
@@ -66,7 +68,7 @@ def test_extras_are_files_of_their_own(file):
   assert line in (ROOT / 'pyproject.toml').read_text().splitlines()
 
 
-@pytest.mark.parametrize('file', ['requirements-endpoint.txt', 'requirements-serve.txt'])
+@pytest.mark.parametrize('file', ['requirements-endpoint.txt', 'requirements-serve.txt', 'requirements-stores.txt'])
 def test_the_tests_install_what_the_extras_need(file):
   assert set(_requirements(file).values()) <= set(_requirements('requirements-dev.txt').values())
 

@@ -33,6 +33,7 @@ from ragen_jax.models.checkpoint.config import (
 from ragen_jax.models.checkpoint.names import Weight, list_names, weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
+from ragen_jax.runs.stores import is_address
 from ragen_jax.utils.errors import UserError
 
 _TOKENIZER_FILES = (
@@ -216,6 +217,8 @@ def write_value_head(directory: str, head: Mapping[str, Any]) -> None:
 
 def check_target(directory: str) -> None:
   """Raises UserError if a checkpoint written to `directory` would replace something other than a checkpoint."""
+  if is_address(directory):
+    raise UserError(f'{directory}: must be a directory on disk, where checkpoints in Hugging Face format are written')
   if os.path.lexists(directory) and not os.path.isdir(directory):
     raise UserError(f'{directory}: is not a directory, so no checkpoint can be written there')
   if os.path.isdir(directory) and os.listdir(directory) and not is_checkpoint(directory):

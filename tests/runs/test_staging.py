@@ -1,0 +1,394 @@
+"""Workdirs in buckets: the copy on the disk and the bucket, checkpoints in both services, and killed runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragen_jax.runs import staging
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.metrics import MetricWriter, read_metrics
+from ragen_jax.runs.staging import COMMITTED, StagedWorkdir, address, staged
+from ragen_jax.runs.stores import StoreError, open_store
+from ragen_jax.runs.workdir import need_disk, open_workdir, record_config
+from ragen_jax.utils.errors import UserError
+from ragen_jax.viewer.store import EpisodeWriter
+from tests.support.buckets import gs_server, memory_store, s3_server
+from tests.support.processes import environment
+
+
+@pytest.fixture
+def store():
+  with memory_store() as found:
+    yield found
+
+
+@pytest.fixture(scope='module')
+def s3():
+  with s3_server() as variables:
+    fsspec.filesystem('s3').clear_instance_cache()
+    yield variables
+
+
+@pytest.fixture(scope='module')
+def gs():
+  with gs_server() as variables:
+    yield variables
+
+
+@pytest.fixture(params=['s3', 'gs'])
+def url(request):
+  """A new folder in a bucket of each service."""
+  request.getfixturevalue(request.param)
+  return f'{request.param}://bucket/{request.node.originalname}'
+
+
+def _state(number):
+  return {'params': {'kernel': jnp.full((4, 8), number, jnp.float32)}, 'count': np.arange(3) + number}
+
+
+def _save(workdir, step, **arguments):
+  with MetricWriter(workdir, start_step=step) as writer, Checkpointer(workdir, keep=2, **arguments) as checkpointer:
+    writer.scalars(step, {'loss': step / 3})
+    writer.flush()
+    checkpointer.save(step, _state(step), {'iteration': step})
+
+
+def _assert_restored(workdir, step):
+  with Checkpointer(workdir, keep=2) as checkpointer:
+    assert checkpointer.latest_step() == step
+    state, meta = checkpointer.restore(_state(0))
+  assert meta == {'iteration': step}
+  jax.tree.map(np.testing.assert_array_equal, state, _state(step))
+
+
+# -- Files. ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_workdir_in_a_bucket_is_a_directory_as_a_path_and_an_address_as_text(store):
+  with staged(store, write=True, first=True) as workdir:
+    assert pathlib.Path(workdir).is_dir() and os.path.basename(workdir) == 'run'
+    assert f'{workdir}' == 's3://bucket/run'
+    assert address(pathlib.Path(workdir) / 'a' / 'b', workdir) == 's3://bucket/run/a/b'
+    assert address('/else/where', workdir) == '/else/where' and address('runs/a', 'runs') == 'runs/a'
+  assert not pathlib.Path(workdir).exists()
+
+
+def test_files_are_in_the_bucket_at_the_end_and_in_the_next_copy(store):
+  with staged(store, write=True, first=True) as workdir:
+    record_config(workdir, {'seed': 3})
+    (workdir.path / 'xla_cache').mkdir()
+    for name in ('episodes/train-00000001.jsonl.gz', 'notes.tmp', 'xla_cache/program', 'plots/curves.png'):
+      (workdir.path / name).parent.mkdir(exist_ok=True)
+      (workdir.path / name).write_bytes(name.encode())
+    assert '.lock' in store.sizes()
+  assert sorted(store.sizes()) == ['config.json', 'episodes/train-00000001.jsonl.gz', 'plots/curves.png']
+  with staged(store, write=False, first=True) as workdir:
+    assert '.lock' not in store.sizes()  # a reader needs no lock
+    assert json.loads((workdir.path / 'config.json').read_text()) == {'seed': 3}
+    assert (workdir.path / 'plots/curves.png').read_bytes() == b'plots/curves.png'
+
+
+def test_only_what_has_changed_is_copied_and_what_was_removed_is_deleted(store, monkeypatch):
+  with staged(store, write=True, first=True) as workdir:
+    for name in ('same', 'changed', 'removed'):
+      (workdir.path / name).write_text(name)
+  uploads = []
+  upload = store.upload
+  monkeypatch.setattr(store, 'upload', lambda files: (uploads.extend(files), upload(files)))
+  with staged(store, write=True, first=True) as workdir:
+    (workdir.path / 'changed').write_text('another text')
+    (workdir.path / 'removed').unlink()
+    workdir.push()
+    assert uploads == ['changed']
+  assert uploads == ['changed'] and sorted(store.sizes()) == ['changed', 'same']
+  assert store.read('changed') == b'another text'
+
+
+def test_a_reader_leaves_the_files_of_the_run_alone(store):
+  with staged(store, write=True, first=True) as run:
+    (run.path / 'metrics.jsonl').write_text('{"step": 0}\n')
+    run.push()
+    with staged(store, write=False, first=True) as reader:
+      (reader.path / 'evaluation').mkdir()
+      (reader.path / 'evaluation' / 'step_1.json').write_text('{}')
+      (run.path / 'metrics.jsonl').write_text('{"step": 0}\n{"step": 1}\n')
+      run.push()
+    assert store.read('metrics.jsonl').count(b'\n') == 2 and store.read('evaluation/step_1.json') == b'{}'
+
+
+def test_event_files_are_numbered_on_and_not_copied_again(store):
+  for step in (0, 1):
+    with staged(store, write=True, first=True) as workdir, MetricWriter(workdir, start_step=step) as writer:
+      writer.scalars(step, {'loss': 1.0})
+      if step:
+        (old,) = (path for path in (workdir.path / 'tb').iterdir() if path.name.endswith('.0000'))
+        assert old.stat().st_size == 0
+  sizes = {key.rpartition('.')[2]: size for key, size in store.sizes('tb/').items()}
+  assert sorted(sizes) == ['0000', '0001'] and min(sizes.values()) > 0
+
+
+def test_an_export_replaces_the_one_before(store):
+  store.write('export/old.safetensors', b'')
+  with staged(store, write=False, first=True) as workdir:
+    assert not (workdir.path / 'export').exists()
+  assert 'export/old.safetensors' in store.sizes()
+  with staged(store, write=False, first=True) as workdir:
+    (workdir.path / 'export').mkdir()
+    (workdir.path / 'export' / 'new.safetensors').write_text('weights')
+  assert list(store.sizes('export/')) == ['export/new.safetensors']
+
+
+def test_a_copy_that_fails_is_one_line_and_an_earlier_error_is_not_hidden(store, monkeypatch):
+  def fail(files):
+    raise StoreError('the network is down')
+
+  monkeypatch.setattr(store, 'upload', fail)
+  with pytest.raises(UserError) as e, staged(store, write=True, first=True) as workdir:
+    (workdir.path / 'config.json').write_text('{}')
+  assert str(e.value) == '--workdir=s3://bucket/run: was not written completely: the network is down'
+  with pytest.raises(ZeroDivisionError), staged(store, write=True, first=True) as workdir:
+    (workdir.path / 'config.json').write_text('{}')
+    1 / 0  # noqa: B018
+  monkeypatch.undo()
+  with pytest.raises(ZeroDivisionError), staged(store, write=True, first=True) as workdir:
+    (workdir.path / 'config.json').write_text('{}')
+    1 / 0  # noqa: B018
+  assert store.read('config.json') == b'{}'  # what a failed run has written is kept
+
+
+def test_nothing_is_written_after_the_lock_was_lost(store):
+  with pytest.raises(UserError, match='has taken over the lock'), staged(store, write=True, first=True) as workdir:
+    store.write('.lock', b'{"host": "far", "pid": 7, "token": "theirs"}')
+    (workdir.path / 'config.json').write_text('{}')
+  assert sorted(store.sizes()) == ['.lock']
+
+
+def test_changes_are_copied_from_time_to_time(store, monkeypatch):
+  monkeypatch.setattr(staging, 'PUSH_SECONDS', 0.01)
+  with staged(store, write=True, first=True) as workdir:
+    (workdir.path / 'metrics.jsonl').write_text('{"step": 0}\n')
+    while store.read('metrics.jsonl') is None:  # the test's own limit of time ends a copy that is never made
+      pass
+
+
+def test_the_other_processes_of_a_run_copy_nothing(store):
+  store.write('config.json', b'{}')
+  with staged(store, write=True, first=False) as workdir:
+    assert list(workdir.path.iterdir()) == []
+    (workdir.path / 'file').write_text('')
+  assert list(store.sizes()) == ['config.json']
+
+
+@pytest.mark.slow
+def test_copies_of_killed_processes_are_removed(tmp_path, monkeypatch):
+  monkeypatch.setenv('TMPDIR', str(tmp_path))
+  monkeypatch.setattr(tempfile, 'tempdir', None)
+  code = (
+    'import os, sys\n'
+    'from ragen_jax.runs.staging import _local_directory\n'
+    'with _local_directory() as directory:\n'
+    '  print(directory, flush=True)\n'
+    '  sys.stdin.read()\n'
+  )
+  pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'text': True}
+  processes = [subprocess.Popen([sys.executable, '-c', code], env=environment(), **pipes) for _ in range(2)]
+  killed, alive = (pathlib.Path(process.stdout.readline().strip()) for process in processes)
+  processes[0].kill()
+  processes[0].wait(timeout=60)
+  assert killed.is_dir() and alive.is_dir()
+  with staging._local_directory():
+    assert not killed.exists() and alive.is_dir()
+  processes[1].communicate('', timeout=60)
+  assert list(tmp_path.iterdir()) == []
+
+
+# -- Checkpoints. ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_its_checkpoint_in_the_bucket(url):
+  for step in (1, 2, 3):
+    with open_workdir(url, write=True) as workdir:
+      if step > 1:
+        _assert_restored(workdir, step - 1)
+      _save(workdir, step)
+      if step == 2:
+        EpisodeWriter(workdir)  # nothing to remove
+  with open_workdir(url, write=False) as workdir:
+    _assert_restored(workdir, 3)
+    assert [row['loss'] for row in read_metrics(workdir)] == [1 / 3, 2 / 3, 1.0]
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      assert checkpointer.steps() == [2, 3]
+    with pytest.raises(UserError, match=f'^workdir {url} belongs to another config|seed was 0 and is 1'):
+      record_config(workdir, {'seed': 0})
+      record_config(workdir, {'seed': 1})
+  steps = {key.split('/')[1] for key in open_store(url).sizes('checkpoints/')}
+  assert steps == {'2', '3'}
+
+
+def test_metrics_of_a_checkpoint_are_in_the_bucket_before_it(url, monkeypatch):
+  """Otherwise a run that is killed in between would resume without them."""
+  with open_workdir(url, write=True) as workdir:
+    found = []
+    publish = StagedWorkdir.publish_checkpoint
+
+    def look(self, step):
+      found.append(self.store.read('metrics.jsonl'))
+      publish(self, step)
+
+    monkeypatch.setattr(StagedWorkdir, 'publish_checkpoint', look)
+    _save(workdir, 1)
+  assert found and b'"step": 1' in found[0]
+
+
+def test_the_record_of_a_checkpoint_is_amended_in_the_bucket(url):
+  with open_workdir(url, write=True) as workdir:
+    _save(workdir, 1, save_best='success')
+    with Checkpointer(workdir, keep=2, save_best='success') as checkpointer:
+      checkpointer.amend({'iteration': 1, 'more': True}, metrics={'success': 0.5})
+  with open_workdir(url, write=False) as workdir, Checkpointer(workdir, keep=2, save_best='success') as checkpointer:
+    checkpointer.verify(1)
+    assert checkpointer.meta() == {'iteration': 1, 'more': True} and checkpointer.best_step() == 1
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
+  with open_workdir(url, write=True) as workdir:
+    _save(workdir, 1)
+    _save(workdir, 2)
+  store = open_store(url)
+  key = next(key for key in store.sizes('checkpoints/2/state/') if '/d/' in key)
+  store.write(key, b'other bytes')
+  message = rf'checkpoint of step 2 in {url}/checkpoints cannot be read: .* its checksum'
+  with open_workdir(url, write=False) as workdir, Checkpointer(workdir, keep=2) as checkpointer:  # noqa: SIM117
+    with pytest.raises(UserError, match=message):
+      checkpointer.restore(_state(0))
+  with open_workdir(url, write=True) as workdir:
+    with caplog.at_level('WARNING'), Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+    assert f'was moved to {url}/damaged_checkpoints/2; resuming from step 1' in caplog.text
+    _assert_restored(workdir, 1)
+    _save(workdir, 2)
+  with open_workdir(url, write=False) as workdir:
+    _assert_restored(workdir, 2)
+  assert store.sizes('damaged_checkpoints/2/')
+
+
+@pytest.mark.slow
+def test_an_upload_that_was_interrupted_does_not_count(s3):
+  url = 's3://bucket/interrupted'
+  with open_workdir(url, write=True) as workdir:
+    _save(workdir, 1)
+    _save(workdir, 2)
+  store = open_store(url)
+  store.delete([f'checkpoints/2/{COMMITTED}', 'checkpoints/2/checksums.json'])
+  store.write('checkpoints/2/state/left', b'of the interrupted upload')
+  with open_workdir(url, write=True) as workdir:
+    _assert_restored(workdir, 1)
+    _save(workdir, 2)
+  assert 'checkpoints/2/state/left' not in store.sizes()
+  with open_workdir(url, write=False) as workdir:
+    _assert_restored(workdir, 2)
+
+
+def test_a_checkpoint_is_marked_after_its_files_and_unmarked_before(store):
+  events = []
+
+  def note(name):
+    method = getattr(store, name)
+
+    def noted(what, *rest):
+      keys = [what] if name == 'write' else list(what)
+      events.extend((name, key) for key in keys if key.startswith('checkpoints/'))
+      method(what, *rest)
+
+    setattr(store, name, noted)
+
+  for name in ('upload', 'write', 'delete'):
+    note(name)
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    assert events[-1] == ('write', f'checkpoints/1/{COMMITTED}')
+    assert events[-2] == ('upload', 'checkpoints/1/checksums.json')
+    events.clear()
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.amend({'iteration': 1}, metrics={'success': 1.0})
+    changed = [('delete', 'checkpoints/1/checksums.json'), ('upload', 'checkpoints/1/meta/metadata')]
+    assert events == [*changed, ('upload', 'checkpoints/1/checksums.json')]
+    _save(workdir, 2)
+    events.clear()
+    _save(workdir, 3)
+    deleted = [key for name, key in events if name == 'delete']
+    assert deleted[0] == f'checkpoints/1/{COMMITTED}' and len(deleted) > 5
+    assert all(key.startswith('checkpoints/1/') for key in deleted)
+
+
+def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch):
+  url = 's3://bucket/fails'
+  with open_workdir(url, write=True) as workdir:
+    _save(workdir, 1)
+
+    def fail(files):
+      raise StoreError('the network is down')
+
+    monkeypatch.setattr(workdir.store, 'upload', fail)
+    with Checkpointer(workdir, keep=2) as checkpointer, pytest.raises(UserError) as e:
+      checkpointer.save(2, _state(2), {'iteration': 2})
+    monkeypatch.undo()
+  assert str(e.value) == (
+    f'checkpoint of step 2 was not saved in {url}/checkpoints: the network is down; step 1 is intact'
+  )
+  with open_workdir(url, write=False) as workdir:
+    _assert_restored(workdir, 1)
+
+
+_RUN = """
+import sys
+from ragen_jax.runs.workdir import open_workdir
+from tests.runs.test_staging import _save
+with open_workdir(sys.argv[1], write=True) as workdir:
+  _save(workdir, 1)
+  print('saved', flush=True)
+  sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_keeps_its_checkpoint_and_its_lock_is_taken_over(s3):
+  url = 's3://bucket/killed'
+  process = subprocess.Popen(
+    [sys.executable, '-c', _RUN, url], env=environment() | s3, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+  )
+  assert process.stdout.readline() == 'saved\n'
+  process.send_signal(signal.SIGKILL)
+  process.wait(timeout=60)
+  assert '.lock' in open_store(url).sizes()
+  with open_workdir(url, write=True) as workdir:
+    _assert_restored(workdir, 1)
+  assert '.lock' not in open_store(url).sizes()
+
+
+# -- What needs a disk. ------------------------------------------------------------------------------------------------
+
+
+def test_several_processes_need_gs_or_a_disk(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  with pytest.raises(UserError, match=r'^--workdir=s3://bucket/run: a run of 2 processes needs a directory on a sh'):
+    open_workdir('s3://bucket/run', write=True).__enter__()
+
+
+def test_what_needs_a_disk_is_refused():
+  need_disk('runs/a', 'it needs a disk')
+  with pytest.raises(UserError, match=r'^--workdir=gs://bucket/run: it needs a disk; choose a directory on disk$'):
+    need_disk('gs://bucket/run', 'it needs a disk')

@@ -1,0 +1,82 @@
+"""Buckets on this machine: in memory, a server of S3 and a server of Google Cloud Storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ragen_jax.runs.stores import Store
+
+
+@contextlib.contextmanager
+def memory_store(url: str = 's3://bucket/run') -> Iterator[Store]:
+  """Context manager: an empty store that is in this process only."""
+  MemoryFileSystem.store.clear()
+  MemoryFileSystem.pseudo_dirs[:] = ['']
+  yield Store(url, MemoryFileSystem())
+  MemoryFileSystem.store.clear()
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+  """Context manager: a server of S3 with the empty bucket 'bucket'; gives the environment of its clients."""
+  server = pytest.importorskip('moto.server', reason="needs pip install 'moto[s3]' flask flask-cors")
+  pytest.importorskip('s3fs', reason='needs pip install -r requirements-stores.txt')
+  import boto3
+
+  server = server.ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
+  server.start()
+  host, port = server.get_host_and_port()
+  environment = {
+    'AWS_ENDPOINT_URL': f'http://{host}:{port}',
+    'AWS_ACCESS_KEY_ID': 'key',
+    'AWS_SECRET_ACCESS_KEY': 'secret',
+    'AWS_DEFAULT_REGION': 'us-east-1',
+  }
+  client = boto3.client(
+    's3', endpoint_url=environment['AWS_ENDPOINT_URL'], region_name='us-east-1', aws_access_key_id='key',
+    aws_secret_access_key='secret',
+  )  # fmt: skip
+  client.create_bucket(Bucket='bucket')
+  with _environment(environment):
+    yield environment
+  server.stop()
+
+
+@contextlib.contextmanager
+def gs_server() -> Iterator[dict[str, str]]:
+  """Context manager: a server of Google Cloud Storage with the empty bucket 'bucket'; as `s3_server`."""
+  # Read when gcsfs is imported: the emulator cannot tell the kind of a bucket.
+  os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
+  emulator = pytest.importorskip('gcp_storage_emulator.server', reason='needs pip install gcp-storage-emulator')
+  pytest.importorskip('gcsfs', reason='needs pip install -r requirements-stores.txt')
+  server = emulator.create_server('127.0.0.1', 0, in_memory=True, default_bucket='bucket')
+  server.start()
+  url = f'http://127.0.0.1:{server._api._httpd.socket.getsockname()[1]}'
+  environment = {
+    'STORAGE_EMULATOR_HOST': url,  # gcsfs
+    'TENSORSTORE_GCS_HTTP_URL': url,  # Orbax
+    'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'token',
+    'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',
+  }
+  with _environment(environment):
+    yield environment
+  server.stop()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+  before = {name: os.environ.get(name) for name in values}
+  os.environ.update(values)
+  try:
+    yield
+  finally:
+    for name, value in before.items():
+      if value is None:
+        del os.environ[name]
+      else:
+        os.environ[name] = value
