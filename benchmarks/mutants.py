@@ -812,6 +812,42 @@ MUTATIONS = [
     'utils/errors.py', 'utils/test_errors.py',
     ('except BaseException as e:  # foreign', 'except Exception as e:  # foreign'),
   ),
+  *_of(
+    'training/bad_steps.py', 'training/test_bad_steps.py',
+    ('jnp.square(x.astype(jnp.float32))', 'x.astype(jnp.float32)'),
+    ('for i in number for r in rows[i]', 'for r in rows[0]'),
+    ('      break\n', ''),
+    ('if part in _MOMENTS), 0)', 'if part in ()), 0)'),
+  ),
+  *_of(
+    'training/learner.py', 'training/test_bad_steps.py',
+    ('bad_steps.bad_arrays(new_state),', 'bad_steps.bad_arrays(opt_state) & False,'),
+    ('bad_steps.bad_arrays(optax.apply_updates(trained, updates))', 'bad_steps.bad_arrays(updates)'),
+    (' | jnp.concatenate(list(bad.values())).any())', ')'),
+  ),
+  *_of(
+    'algorithms/spikes.py', 'algorithms/test_spikes.py',
+    ('statistics.median(before)', 'max(before)'),
+    ('usual > 0 and abs(x)', 'usual > 0 and x'),
+    ('usual > 0 and abs', 'abs'),
+    ('if spike and metric not in spiking:', 'if spike:'),
+    ('[-settings.baseline_steps :]', ''),
+    ('len(before) >= settings.baseline_steps', 'bool(before)'),
+  ),
+  *_of(
+    'training/monitor.py', 'training/test_monitor.py',
+    ('    self._spikes = Spikes()\n\n  def state_dict', '\n  def state_dict'),
+    ("Spikes.from_state_dict(state['spikes']) if 'spikes' in state else Spikes()", 'Spikes()'),
+    ('self.all_bad_iterations += bool(not_finite)', 'self.all_bad_iterations = self.bad_iterations'),
+  ),
+  *_of(
+    'training/run.py', 'training/test_run.py::test_spikes_are_written_in_one_line_and_as_metrics',
+    (
+      '    if evaluation.not_finite:\n', '    if False:\n',
+      'training/test_run.py::test_a_model_whose_numbers_are_not_finite_is_refused_before_training',
+    ),
+    ('    else:\n      watched, spikes', '    elif fresh:\n      watched, spikes'),
+  ),
 ]  # fmt: skip
 
 
