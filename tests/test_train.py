@@ -296,8 +296,8 @@ def test_every_metric_and_file_of_a_run_is_explained(finished_run):
   page = (ROOT / 'docs' / 'metrics.md').read_text()
   explained = set()
   for name in re.findall(r'`([^`\s]+)`', page):
-    one_of = re.fullmatch(r'(.*)\{(.*)\}', name)
-    explained |= {one_of[1] + x for x in one_of[2].split(',')} if one_of else {name}
+    one_of = re.fullmatch(r'(.*)\{(.*)\}(.*)', name)
+    explained |= {one_of[1] + x + one_of[3] for x in one_of[2].split(',')} if one_of else {name}
   logged, metrics = set(), set().union(*read_metrics(workdir))
   for name in metrics:
     if name.removesuffix('_ema') in metrics - {name}:
