@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -54,6 +56,7 @@ def gs_server() -> Iterator[dict[str, str]]:
   os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
   emulator = pytest.importorskip('gcp_storage_emulator.server', reason='needs pip install gcp-storage-emulator')
   pytest.importorskip('gcsfs', reason='needs pip install -r requirements-stores.txt')
+  _tell_generations(emulator)
   server = emulator.create_server('127.0.0.1', 0, in_memory=True, default_bucket='bucket')
   server.start()
   url = f'http://127.0.0.1:{server._api._httpd.socket.getsockname()[1]}'
@@ -66,6 +69,30 @@ def gs_server() -> Iterator[dict[str, str]]:
   with _environment(environment):
     yield environment
   server.stop()
+
+
+def _tell_generations(emulator: Any) -> None:
+  """Adds the header of an object's generation, which the emulator leaves out, to downloads.
+
+  TensorStore writes on condition of the generation that it has read, and fails where it has read none.
+  """
+  from gcp_storage_emulator.exceptions import NotFound
+  from gcp_storage_emulator.handlers import objects
+
+  plain = objects.download
+  if hasattr(plain, '__wrapped__'):  # done already
+    return
+
+  @functools.wraps(plain)
+  def download(request, response, storage, *args, **kwargs):
+    plain(request, response, storage, *args, **kwargs)
+    with contextlib.suppress(NotFound):
+      found = storage.get_file_obj(request.params['bucket_name'], request.params['object_id'])
+      response['x-goog-generation'] = found['generation']
+
+  objects.download = download
+  for _, methods in emulator.HANDLERS:
+    methods.update({name: download for name, handler in methods.items() if handler is plain})
 
 
 @contextlib.contextmanager
