@@ -83,9 +83,12 @@ def test_each_place_of_a_step_is_caught_and_named():
     before = jax.device_get(state.saved())
     new, found = learner.step(state, jitted)
     stats, bad = bad_steps.split(jax.device_get(found))
-    if stats.pop(SKIPPED):
+    skipped = stats.pop(SKIPPED)
+    if skipped:
       jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(new.saved()))
-    return bad_steps.describe(stats, bad, new.trained, new.opt_state)
+    text = bad_steps.describe(stats, bad, new.trained, new.opt_state)
+    assert skipped == bool(text)
+    return text
 
   def poisoned(tree, name, x):
     def poison(path, y):
@@ -107,3 +110,6 @@ def test_each_place_of_a_step_is_caught_and_named():
       step(change=lambda s, x=x: s.replace(trained=poisoned(s.trained, ('embed_tokens',), x)))
       == 'new weights policy/embed_tokens'
     )
+    # The update of a norm has no weight decay, so it is finite.
+    found = step(change=lambda s, x=x: s.replace(trained=poisoned(s.trained, ("['policy']['norm']",), x)))
+    assert found.startswith('new weights policy/norm')
