@@ -58,7 +58,7 @@ def _run(workdir: pathlib.Path) -> tuple[list, dict]:
   """The metrics without times, and the arrays of the last checkpoint, of a run in a process of its own."""
   fields = [
     'num_iterations=2', 'train.groups=4', 'train.group_size=4', 'eval.groups=8', 'eval.group_size=1', 'eval.every=1',
-    'optimizer.mini_batch_size=8', 'length_step=256', "compilation_cache=''",
+    'optimizer.mini_batch_size=8', 'optimizer.micro_batch_size=8', 'length_step=256', 'compilation_cache=',
   ]  # fmt: skip
   command = [
     sys.executable, 'main.py', f'--workdir={workdir}', '--config=configs/frozenlake_ppo.py',
