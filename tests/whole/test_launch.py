@@ -73,7 +73,8 @@ def test_two_processes_train_as_one_stop_when_one_is_killed_and_resume(tmp_path,
     for w in workers:
       w.kill()
   output = (tmp_path / 'log').read_text()
-  assert re.search('error: another process of this run has stopped or cannot be reached|another task died', output)
+  named = r'error: process 1 of 2 \(.*\) '  # by the watchdog
+  assert re.search(f'{named}|error: another process of this run has stopped|another task died', output), output
   assert 'Traceback' not in output
 
   pair = _start(two, 2, '--config.num_iterations=3')
