@@ -44,6 +44,7 @@ import pathlib
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -503,7 +504,9 @@ def main() -> None:
     runs = sorted([*others, about | found], key=lambda entry: entry['processes'])
     out.write_text(json.dumps({'command': 'python benchmarks/crashes.py', 'runs': runs}, indent=1) + '\n')
 
-  with tempfile.TemporaryDirectory() as temporary:
+  # Not TemporaryDirectory: the forked processes run its finalizer when they end.
+  temporary = None if args.directory else tempfile.mkdtemp()
+  try:
     directory = pathlib.Path(args.directory or temporary).resolve()
     machine = in_fork(hardware, directory / 'hardware.json')
     for processes in map(int, args.processes.split(',')):
@@ -511,6 +514,9 @@ def main() -> None:
       found = harass(directory / f'processes{processes}', processes, args.kills, rng, write)
       bad += len(found['differences']) + len(found['mistakes'])
       print(f'{processes} process(es): {found["kills"]} ends; {bad} differences or wrong outcomes so far')
+  finally:
+    if temporary:
+      shutil.rmtree(temporary, ignore_errors=True)
   sys.exit(bool(bad))
 
 

@@ -258,8 +258,12 @@ def test_all_processes_end_and_name_the_one_that_hangs(victim):
     for worker in workers:
       status, (line,) = _last_words(worker)
       assert status == 1
-      assert line.startswith(f'error: process {victim} of 2 (') and 'hangs for 8 s in the phase gen, at ' in line
-      assert 'waiting_worker.py:' in line and ', slow_step, and others wait' in line
+      assert (
+        line.startswith(f'error: process {victim} of 2 (') and 'waiting_worker.py:' in line and ', slow_step' in line
+      )
+      # A process that ends by its own verdict no longer answers, which another one may notice first.
+      hangs = 'hangs for 8 s in the phase gen, at ' in line and ', and others wait' in line
+      assert hangs or 'does not answer; it was last in the phase gen, at ' in line
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests.support.scripted import ADMIN, ScriptedEngine, serve
 from tests.support.wire import CALL_TAGS, tokenizer
 
 webdriver = pytest.importorskip('selenium.webdriver', reason='needs selenium, of requirements-dev.txt')
+from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
@@ -79,7 +80,9 @@ def _all(page, selector):
 
 
 def _wait(page, condition):
-  return WebDriverWait(page, 60, poll_frequency=0.02).until(lambda _: condition())
+  # The page replaces elements while it is read.
+  ignored = [StaleElementReferenceException]
+  return WebDriverWait(page, 60, poll_frequency=0.02, ignored_exceptions=ignored).until(lambda _: condition())
 
 
 def _text(page, name):
