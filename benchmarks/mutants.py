@@ -726,9 +726,7 @@ MUTATIONS = [
     ('if processes > 1 or visual_columns(config)', 'if visual_columns(config)'),
     ('if processes > 1 or visual_columns(config)', 'if processes > 1'),
     ('    if not self._updates_follow:', '    if False:'),
-    ('if program in self._listed], urgency)', '], urgency)'),
     ("program, width = 'extend_first' if rest[1] else 'extend', rest[0]", "program, width = 'extend', rest[0]"),
-    ("critic_only = gradient == 'gradient_critic'", 'critic_only = False'),
   ),
   *_of(
     'compilers/lengths.py', 'compilers/test_lengths.py',
@@ -736,7 +734,6 @@ MUTATIONS = [
     ('    if ahead:\n', '    if False:\n'),
     ('steps = min(chunk, int(left[held].max()))', 'steps = chunk'),
     ('      left[held] -= taken', '      left[held] -= steps'),
-    ('(turns - 1) * lengths.observation\n  else', 'turns * lengths.observation\n  else'),
     ('used=int(taken.sum())', 'used=int(steps * len(taken))'),
     ('ends[:, -1] = True', 'ends[:, 0] = False'),
   ),

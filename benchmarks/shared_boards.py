@@ -21,11 +21,16 @@ TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
 MODELS = {'tiny': sft_tiny, 'tiny-vl': sft_tiny_vl}
 
 
-def held_out_boards() -> set[bytes]:
-  """The boards of the evaluations of all shipped configs of a built-in model that evaluate on a demonstrated game."""
+def held_out_boards(model: str) -> set[bytes]:
+  """The boards of the evaluations of all shipped configs of built-in models that evaluate on a demonstrated game.
+
+  The config that makes another built-in model than `model` is left out: it evaluates that model only.
+  """
   config = sft_tiny.get_config()
   games = {config.envs[tag].type for tag in config.sft.tags}
   names = sorted(path.stem for path in (ROOT / 'configs').glob('*.py') if path.stem not in ('__init__', 'environments'))
+  others = {module.__name__.rpartition('.')[2] for other, module in MODELS.items() if other != model}
+  names = [name for name in names if name not in others]
   configs = [c for name in names if (c := load_config(name, flag='')).model.preset in presets.BUILT_IN]
   return set().union(*(build.held_out_levels(c) for c in configs if games & {c.envs[tag].type for tag in c.eval.tags}))
 
@@ -41,9 +46,9 @@ def demonstrated_boards(model: str, tag: str, count: int) -> set[bytes]:
 
 
 def main() -> None:
-  config, held_out = sft_tiny.get_config(), held_out_boards()
+  config = sft_tiny.get_config()
   for model, module in MODELS.items():
-    sft = module.get_config().sft
+    sft, held_out = module.get_config().sft, held_out_boards(model)
     for tag, count in zip(sft.tags, sft.levels, strict=True):
       shown = demonstrated_boards(model, tag, count)
       told = f'{len(held_out & shown)} of {len(shown)} boards in {count} demonstrations are held-out ones'

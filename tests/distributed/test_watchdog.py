@@ -234,7 +234,11 @@ def test_processes_end_and_name_the_one_that_was_killed_or_stopped(number):
   with _processes('', '', '') as workers:
     workers[1].send_signal(number)
     for i in (0, 2):
-      status, (line,) = _last_words(workers[i])
+      status, lines = _last_words(workers[i])
+      if i and not lines:  # on a slow machine, JAX ends it after the first process has said who is missing
+        assert status
+        continue
+      (line,) = lines
       assert status == 1
       assert re.match(
         rf'error: process 1 of 3 \(.+, pid {workers[1].pid}\) (does not answer|has not answered for 8 s); it was last '
