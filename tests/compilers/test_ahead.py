@@ -163,6 +163,35 @@ def test_in_the_last_iteration_nothing_is_planned(tmp_path):
     assert len(background.wanted) == 1
 
 
+def test_only_listed_programs_are_planned_and_an_optimiser_step_for_each_gradient(tmp_path):
+  config, trainer, _ = _parts(tmp_path, optimizer__critic_warmup=1, num_iterations=2)
+  background = types.SimpleNamespace(wanted=[])
+  background.want = lambda programs, urgency: background.wanted.extend(name for name, _ in programs)
+  listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
+  lengths = np.full(16, 200), np.full(16, 20), 16
+  steps = {('apply', ()), ('apply_critic', ())}
+  ahead.CompileAhead(config, trainer, _state(trainer), listed, background)._plan(*lengths)
+  assert steps < set(background.wanted) <= set(listed)
+  background.wanted.clear()
+  ahead.CompileAhead(config, trainer, _state(trainer), [], background)._plan(*lengths)
+  assert set(background.wanted) == steps
+
+
+@pytest.mark.parametrize('name', ['gradient', 'gradient_critic'])
+def test_the_gradient_of_the_critic_alone_is_another_program(tmp_path, monkeypatch, name):
+  config, trainer, _ = _parts(tmp_path, optimizer__critic_warmup=1, num_iterations=2)
+  asked = []
+
+  def lower(state, batch, *, critic_only, names):
+    asked.append((critic_only, names))
+    return {x: types.SimpleNamespace(compile=lambda: None) for x in names}
+
+  open_ahead = ahead.CompileAhead(config, trainer, _state(trainer), [], types.SimpleNamespace())
+  monkeypatch.setattr(trainer.learner, 'lower', lower)
+  open_ahead._compile(name, needed.batch_shapes(config, trainer)[0])
+  assert asked == [(name == 'gradient_critic', ('accumulate',))]
+
+
 def _state(trainer):
   return jax.eval_shape(trainer.init).replace(lr_scale=1.0)
 

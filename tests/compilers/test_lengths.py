@@ -225,6 +225,17 @@ def test_a_run_that_compiles_ahead_waits_for_no_program_after_the_first_iteratio
   assert sum(waits[True][-1].values()) < sum(waits[False][9].values()) < sum(waits[False][-1].values())
 
 
+def test_a_row_of_an_update_has_an_observation_before_each_turn_but_the_first():
+  batching = types.SimpleNamespace(whole_rows=False)
+  replies, turns = np.asarray([[10, 20, 30], [11, 21, 31]]), np.asarray([3, 1])
+  length, scored = lengths._rows(FULL, batching, replies, turns)
+  assert (length.tolist(), scored.tolist()) == ([100 + 60 + 2 * 20, 111], [60, 11])
+  each = lengths._rows(dataclasses.replace(FULL, whole=False), batching, replies, turns)
+  assert [x.tolist() for x in each] == [[110, 120, 130, 111], [10, 20, 30, 11]]
+  whole = lengths._rows(dataclasses.replace(FULL, limit=150), types.SimpleNamespace(whole_rows=True), replies, turns)
+  assert [x.tolist() for x in whole] == [[150, 111]] * 2
+
+
 @pytest.mark.parametrize('packing', [None, PackingSettings(step=64, width=512, columns=1024, shards=1, reply_step=64)])
 def test_gradient_shapes_are_those_of_the_planner(packing):
   """One iteration, counted again from the same episodes with NumPy."""

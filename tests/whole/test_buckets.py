@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from ragen_jax import train
+from ragen_jax.modes import sft
 from ragen_jax.modes.evaluate import evaluate
+from ragen_jax.modes.export import export
 from ragen_jax.modes.plot import plot
 from ragen_jax.modes.view import view
 from ragen_jax.runs.checkpoints import Checkpointer
@@ -46,9 +49,7 @@ def s3():
 
 def _results(workdir):
   """Metrics without times, and the weights of the last checkpoint."""
-  rows = [
-    {name: x for name, x in row.items() if not name.startswith(('timing_s/', 'perf/'))} for row in read_metrics(workdir)
-  ]
+  rows = [_without_times(row) for row in read_metrics(workdir)]
   with Checkpointer(workdir, keep=2) as checkpointer:
     step = checkpointer.latest_step()
     checkpointer.verify(step)
@@ -56,6 +57,10 @@ def _results(workdir):
     like = {name: _array(text) for name, text in shapes.items() if name.startswith('params')}
     weights, _ = checkpointer.restore(like, partial=True)
   return rows, weights
+
+
+def _without_times(row):
+  return {name: x for name, x in row.items() if not name.startswith(('timing_s/', 'perf/'))}
 
 
 def _array(text):
@@ -95,6 +100,47 @@ def test_a_killed_run_in_a_bucket_ends_like_a_run_on_a_disk(s3, tmp_path):
   assert f'{_URL}/plots/curves.png' in plot([_URL])
   assert store.read('plots/curves.png').startswith(b'\x89PNG')
   assert view(_URL) == f'{_URL}/trajectories.html' and b'<html' in store.read('trajectories.html')
+
+  assert export(config, _URL) == f'{_URL}/export'
+  on_disk = export(config, str(tmp_path / 'run'))
+  names = sorted(path.name for path in pathlib.Path(on_disk).iterdir())
+  assert sorted(store.sizes('export/')) == [f'export/{name}' for name in names] and 'model.safetensors' in names
+  assert all(store.read(f'export/{name}') == pathlib.Path(on_disk, name).read_bytes() for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # two short warm starts
+def test_a_warm_start_in_a_bucket_goes_on_and_ends_like_one_on_a_disk(s3, tmp_path, monkeypatch):
+  def config(name):
+    return small_config(
+      sft__tags=('Bandit',), sft__levels=(64,), sft__steps=6, sft__batch_size=8, sft__hurry=0.0, sft__val_fraction=0.1,
+      sft__checkpoint_every=2, sft__eval_every=3, sft__output=str(tmp_path / name), eval__tags=('Bandit',),
+      eval__groups=4, eval__greedy_too=False,
+    )  # fmt: skip
+
+  sft.train_sft(config('disk'), str(tmp_path / 'run'))
+  url, original, count = 's3://bucket/sft', sft.SftTrainer.step, 0
+
+  def step(self, batches):
+    nonlocal count
+    count += 1
+    if count == 4:
+      signal.raise_signal(signal.SIGINT)
+    return original(self, batches)
+
+  monkeypatch.setattr(sft.SftTrainer, 'step', step)
+  with pytest.raises(KeyboardInterrupt):
+    sft.train_sft(config('bucket'), url)
+  assert not (tmp_path / 'bucket').exists()
+  sft.train_sft(config('bucket'), url)
+  assert count == 6  # none of the steps before the signal was taken again
+  weights = [(tmp_path / name / 'model.safetensors').read_bytes() for name in ('disk', 'bucket')]
+  assert weights[0] == weights[1]
+  with open_workdir(url, write=False) as workdir:
+    lines = [[_without_times(row) for row in read_metrics(place)] for place in (workdir, str(tmp_path / 'run'))]
+  assert lines[0] == lines[1] and [row['step'] for row in lines[0]] == [3, 6]
+  with pytest.raises(UserError, match=r'^sft\.output'):
+    sft.train_sft(small_config(sft__output='s3://bucket/model', sft__tags=('Bandit',), sft__levels=(64,)), url)
 
 
 @pytest.mark.slow
