@@ -9,7 +9,8 @@ describe the board are trained without a reward for descriptions and with one: `
 descriptions of an episode together earn a fifth of the goal at most. Scores below `reward.state_floor=0.45` earn
 nothing, which is above the mean score of one description for all boards (benchmarks/description_floors.py).
 Everything else is equal. Three seeds give the error bars: the mean over seeds and its standard error, of the success on
-held-out levels before and after training, as a fraction of the best possible. A run takes 5 to 15 minutes on 2 cores.
+held-out levels before and after 20 iterations, as a fraction of the best possible. A run takes 3 to 10 minutes on 2
+cores.
 
 The result of a run is added to the JSON file at once, so an interrupted benchmark continues where it stopped.
 """
@@ -40,8 +41,8 @@ GAMES = {
 OFF, ON = 'without', 'with'
 STATE_REWARD = ('--config.reward.state_reward=0.02', '--config.reward.state_floor=0.45')
 FLAGS = (
-  '--config.eval.every=10', '--config.eval.groups=256', '--config.eval.greedy_too=True', '--config.checkpoint.every=0',
-  '--config.logging.episodes_every=0',
+  '--config.num_iterations=20', '--config.eval.every=20', '--config.eval.groups=256', '--config.eval.greedy_too=True',
+  '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
 )  # fmt: skip
 QUICK = (
   '--config.num_iterations=1', '--config.train.groups=8', '--config.eval.groups=8',
