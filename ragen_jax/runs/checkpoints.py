@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -445,14 +447,27 @@ def _disk_error(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def _without_orbax_tracebacks() -> Iterator[None]:
-  """Hides the tracebacks that Orbax's threads log for errors that `save` and `restore` raise as one line."""
+  """Hides the tracebacks of Orbax's and TensorStore's threads for errors that `save` and `restore` raise as one line.
+
+  After an error, those of TensorStore stay hidden: its threads complete operations at any time, and then print that the
+  event loop, which Orbax closed when the first operation failed, is closed.
+  """
 
   def keep(record: logging.LogRecord) -> bool:
     return 'orbax' not in pathlib.PurePath(record.pathname).parts
 
-  logger = logging.getLogger('absl')
+  logger, hook = logging.getLogger('absl'), sys.unraisablehook
   logger.addFilter(keep)
+  if getattr(hook, 'func', None) is not _report_unless_loop_closed:
+    sys.unraisablehook = functools.partial(_report_unless_loop_closed, hook)
   try:
     yield
+    sys.unraisablehook = hook
   finally:
     logger.removeFilter(keep)
+
+
+def _report_unless_loop_closed(report: Callable[[Any], None], unraisable: Any) -> None:
+  """A `sys.unraisablehook`."""
+  if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == 'Event loop is closed'):
+    report(unraisable)

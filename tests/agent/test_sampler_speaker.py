@@ -81,7 +81,7 @@ def _tiny_config(**fields):
   return small_config(**{'agent__max_response_tokens': 24, 'length_step': 128} | fields)
 
 
-@pytest.fixture(scope='module', params=['random', 'built-in'])
+@pytest.fixture(scope='module', params=[pytest.param('random', marks=pytest.mark.slow), 'built-in'])
 def played(request, tmp_path_factory):
   config = _tiny_config(train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=8)
   policy = build.load_policy(config) if request.param == 'built-in' else None

@@ -59,6 +59,7 @@ def test_without_the_compiler_it_says_what_to_install_and_plans_the_memory(monke
   assert first == "plan.topology='v5p:2x2x2': is not installed" and last == '95 GiB' and asked == [8]
 
 
+@pytest.mark.slow
 def test_with_the_compiler_every_program_is_compiled_and_the_run_is_told(monkeypatch):
   monkeypatch.setattr(plan_report.topologies, 'devices', lambda topology: jax.devices()[:1])
   out = io.StringIO()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+import types
 from typing import NamedTuple
 
 import jax
@@ -407,6 +409,26 @@ def test_other_errors_are_not_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointer._manager, 'save', lambda *args, **kwargs: int('a bug'))
     with pytest.raises(ValueError, match='a bug'):
       checkpointer.save(2, {'x': jnp.zeros(2)})
+
+
+def test_threads_that_complete_after_a_failed_save_print_nothing(monkeypatch):
+  reported = []
+  monkeypatch.setattr(sys, 'unraisablehook', lambda unraisable: reported.append(str(unraisable.exc_value)))
+
+  def complete(text):
+    sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
+
+  with checkpoint_lib._without_orbax_tracebacks():
+    complete('Event loop is closed')
+  complete('Event loop is closed')  # not of a save
+  assert reported == ['Event loop is closed']
+  for _ in range(2):
+    with pytest.raises(OSError), checkpoint_lib._without_orbax_tracebacks():
+      raise OSError
+  complete('Event loop is closed')
+  complete('another error')
+  assert reported == ['Event loop is closed', 'another error']
+  assert not isinstance(sys.unraisablehook.args[0], functools.partial)  # hooks do not pile up
 
 
 def test_workdir_below_a_file(tmp_path):

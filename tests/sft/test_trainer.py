@@ -47,6 +47,7 @@ def test_the_learning_rate_rises_over_a_twentieth_of_the_steps_and_falls_to_a_te
   assert rates == pytest.approx([0, 2e-4, 1e-3, 1e-4])
 
 
+@pytest.mark.slow
 def test_the_tower_of_a_fresh_model_learns_the_same_from_packed_rows():
   data, rows = examples_with_images(8), np.arange(8)
   ids = dict(zip(tiny_vision.SPECIALS, (42, 43, IMAGE, 44), strict=True))

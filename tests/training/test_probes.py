@@ -17,6 +17,7 @@ def _probes(policy, **fields):
   return trainer, state, build.make_probes(config, trainer)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_only_bucket_is_that_of_the_update(policy, played):
   rollout, _ = played
   trainer, state, probes = _probes(

@@ -40,6 +40,7 @@ def _iteration(seed):
   return jax.device_get(found), before
 
 
+@pytest.mark.slow
 def test_two_fresh_trainers_of_one_seed_have_the_same_bits():
   (first, before), (second, _) = _iteration(5), _iteration(5)
   _same_bits(first, second)

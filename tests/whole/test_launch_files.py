@@ -142,6 +142,7 @@ def test_a_slice_without_name_and_zone_is_one_line(arguments):
   assert errors.startswith('error: ') and errors.count('\n') == 1
 
 
+@pytest.mark.slow
 def test_the_jobset_is_consistent(shape):
   yaml = pytest.importorskip('yaml', reason='needs PyYAML, which comes with transformers')
   jobset = yaml.safe_load(JOBSET.read_text())
@@ -175,6 +176,7 @@ def test_the_jobset_is_consistent(shape):
   assert flags['workdir'][0].startswith(f'{mounts["shared"]}/')
 
 
+@pytest.mark.slow
 def test_the_task_of_skypilot_runs_on_each_of_its_machines(shape):
   yaml = pytest.importorskip('yaml', reason='needs PyYAML, which comes with transformers')
   task = yaml.safe_load(SKYPILOT.read_text())
@@ -194,6 +196,7 @@ def test_the_task_of_skypilot_runs_on_each_of_its_machines(shape):
 
 
 # 4 nodes of 8 GPUs, and a slice of 16 chips.
+@pytest.mark.slow
 @pytest.mark.parametrize(('script', 'devices'), [('launch/slurm.sbatch', 32), ('launch/tpu_vm.sh', 16)])
 def test_the_command_that_a_script_shows_is_one_that_runs(shape, script, devices):
   arguments = _example(script)

@@ -8,6 +8,7 @@ import re
 
 import jax
 import numpy as np
+import pytest
 from PIL import Image
 
 from configs import default
@@ -20,6 +21,7 @@ from tests.support.paths import ROOT
 PAGE = (ROOT / 'docs' / 'vision.md').read_text(encoding='utf-8')
 
 
+@pytest.mark.slow
 def test_the_contact_sheet_is_fresh_and_shows_every_tile():
   sheet = make_tiles.sheet()
   shown = np.asarray(Image.open(io.BytesIO(make_tiles.SHEET.read_bytes())))
