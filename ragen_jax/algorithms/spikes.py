@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-# Watched metric -> its name in `monitor/<name>_spike`.
+# Watched metric of training -> its name in `monitor/<name>_spike`.
 SERIES = {
   'actor/grad_norm': 'grad_norm',
   'actor/pg_loss': 'pg_loss',
@@ -52,6 +52,10 @@ class Spike:
     times = abs(self.value) / self.usual
     return f'{self.metric} is {self.value:.3g}, {times:.1f} times its usual {self.usual:.3g}'
 
+  def line(self, when: str) -> str:
+    """The line of a log, with the iteration or step in which the spike begins and the field of the rule."""
+    return f'{when}: {self} (monitor.spike_factor)'
+
 
 @dataclasses.dataclass(frozen=True)
 class Spikes:
@@ -71,13 +75,14 @@ class Spikes:
   spiking: frozenset[str] = frozenset()
 
   def after_step(
-    self, settings: SpikeSettings, metrics: Mapping[str, float]
+    self, settings: SpikeSettings, metrics: Mapping[str, float], series: Mapping[str, str] = SERIES
   ) -> tuple[Spikes, dict[str, float], list[Spike]]:
-    """Updates the state with one iteration.
+    """Updates the state with one iteration of training, or one step of a warm start.
 
     Args:
       settings: the rule.
-      metrics: the metrics of the iteration; those of `SERIES` that are missing keep their state.
+      metrics: the metrics of the iteration; those of `series` that are missing keep their state.
+      series: watched metric -> its name in `monitor/<name>_spike`.
 
     Returns:
       (state, metrics, spikes). Metrics are `monitor/<name>_spike`, 1 or 0, for the metrics that are present. Spikes are
@@ -86,7 +91,7 @@ class Spikes:
     if not settings.spike_factor:
       return self, {}, []
     recent, spiking, own, begun = dict(self.recent), set(self.spiking), {}, []
-    for metric, name in SERIES.items():
+    for metric, name in series.items():
       if metric not in metrics:
         continue
       x, before = float(metrics[metric]), recent.get(metric, ())

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import tempfile
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,6 +17,7 @@ from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel, make_encoders, make_sampler, param_state
 from ragen_jax.agent.templates import prompt_pieces
+from ragen_jax.algorithms.spikes import SpikeSettings
 from ragen_jax.config.checks import check_config, check_sft
 from ragen_jax.config.command_line import load_config
 from ragen_jax.distributed.mesh import make_mesh
@@ -48,8 +50,8 @@ from ragen_jax.sft.data import (
 from ragen_jax.sft.demonstrations import DemonstrationStyle
 from ragen_jax.sft.log import SftLog
 from ragen_jax.sft.packing import batches
-from ragen_jax.sft.skipped import SkippedSteps, diverged
 from ragen_jax.sft.trainer import SftSettings, SftTrainer
+from ragen_jax.sft.watch import GRAD_NORM, StepWatch, WatchSettings, diverged
 from ragen_jax.training.images import make_sight
 from ragen_jax.training.run_log import RunLog
 from ragen_jax.utils.errors import UserError
@@ -192,7 +194,7 @@ def _learn(
   beginnings = first_turns(data) if sft.short_steps else data
   trainer = make_trainer(config, policy)
   with Checkpointer(workdir, keep=config.checkpoint.keep) as checkpointer:
-    done = _restore(trainer, checkpointer, data, workdir, sft.steps)
+    done, told = _restore(trainer, checkpointer, data, workdir, sft.steps)
     start_step = done + 1 if done else 0
     kept = EpisodeWriter(workdir, start_step=start_step)
     with (
@@ -202,7 +204,11 @@ def _learn(
     ):
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
       run_log = RunLog(build.log_settings(config), writer, kept, progress)
-      skipped = SkippedSteps(config.monitor.max_bad_iterations, trainer.describe_skipped)
+      rules = WatchSettings(config.monitor.max_bad_iterations, build.fill(SpikeSettings, config.monitor))
+      watch = StepWatch(rules, trainer.describe_skipped, trainer.watched)
+      if told:
+        watch.load_state_dict(told['watch'])
+        log.load_state_dict(told['log'])
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps
@@ -213,15 +219,15 @@ def _learn(
           parts, metrics = trainer.step(micro_batches)
           if log.due(step):
             jax.block_until_ready(parts)
-        skipped.add(step, metrics)
+        watch.add(step, metrics)
         save = last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0)
         if save or log.due(step):
-          log.skipped(skipped.read(), skipped.reason)
-        log.step(step, parts, micro_batches, int(examples.length[rows].sum()))
-        bad = f'not finite: {skipped.reason}' if skipped.in_a_row else ''
+          log.watched(watch.read())
+        log.step(step, parts, metrics[GRAD_NORM], micro_batches, int(examples.length[rows].sum()))
+        bad = f'not finite: {watch.reason}' if watch.skipped_in_a_row else ''
         if save and not bad and not trainer.has_finite_loss(micro_batches):
           bad = 'not finite: the loss under the new weights'
-        if bad and (last or skipped.too_many):
+        if bad and (last or watch.too_many):
           writer.flush()
           raise diverged(step, bad, checkpointer.latest_step())
         if last or (sft.eval_every and step % sft.eval_every == 0):
@@ -239,7 +245,8 @@ def _learn(
           _write(config, policy, trainer)
         if save and not bad:
           writer.flush()
-          checkpointer.save(step, trainer.state.saved(), {'data': data.checksum})
+          told = {'watch': watch.state_dict(), 'log': log.state_dict()}
+          checkpointer.save(step, trainer.state.saved(), {'data': data.checksum, 'told': told})
         if interrupt.requested and not last:
           raise Stopped(interrupt.requested)
       if done >= sft.steps:
@@ -249,14 +256,18 @@ def _learn(
 
 def _restore(
   trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples, workdir: str | StagedWorkdir, steps: int
-) -> int:
-  """Restores the trainer from the last undamaged checkpoint, if there is one; returns the number of steps done.
+) -> tuple[int, dict[str, Any] | None]:
+  """Restores the trainer from the last undamaged checkpoint, if there is one.
+
+  Returns:
+    The number of steps done, and the states of the `StepWatch` and the `SftLog`; None without a checkpoint, and for
+    those of earlier versions.
 
   Raises:
     UserError: the checkpoint was trained on other data.
   """
   checkpointer.set_damaged_aside()
-  done = checkpointer.latest_step() or 0
+  done, told = checkpointer.latest_step() or 0, None
   if done:
     arrays, meta = checkpointer.restore(trainer.state.saved())
     if meta['data'] != data.checksum:
@@ -264,8 +275,9 @@ def _restore(
         f'--workdir={workdir}: the training data has changed since the checkpoint; choose another --workdir'
       )
     trainer.state = trainer.state.with_saved(arrays, iteration=done)
+    told = meta.get('told')
     _log.info('resuming %s after step %d' if done < steps else '%s is finished: %d steps', workdir, done)
-  return done
+  return done, told
 
 
 def _write(config: ConfigDict, policy: LanguageModel, trainer: SftTrainer) -> None:

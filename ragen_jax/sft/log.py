@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -10,13 +13,16 @@ from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer
 from ragen_jax.sft.packing import SftBatch
+from ragen_jax.sft.watch import GRAD_NORM, Watched
 
 # Number of steps between two lines of metrics.
 _LOG_EVERY = 10
 
 
 class SftLog:
-  """Writes the losses, the skipped steps, the padding and the speed of every tenth step and of the last one.
+  """Writes the losses, the gradient norm, the padding and the speed of every tenth step and of the last one.
+
+  The lines also have the number of skipped steps, and whether there were spikes, since the line before.
 
   Attributes:
     timer: measures a step as the phase 'step'.
@@ -37,25 +43,39 @@ class SftLog:
     self.timer = Timer()
     self._writer, self._progress, self._schedule, self._last_step = writer, progress, schedule, last_step
     self._names = ('loss', 'value_loss') if value_loss else ('loss',)
-    self._tokens = self._skipped = 0  # since the last line of metrics
+    # Since the last line of metrics:
+    self._tokens = self._skipped = 0
+    self._spikes: dict[str, float] = {}
+
+  def state_dict(self) -> dict[str, Any]:
+    """What has been counted since the last line of metrics but tokens, as JSON values."""
+    return {'skipped': self._skipped, 'spikes': dict(self._spikes)}
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    """Goes on from `state_dict`."""
+    self._skipped, self._spikes = state['skipped'], dict(state['spikes'])
 
   def due(self, step: int) -> bool:
     """Whether a step is logged."""
     return step % _LOG_EVERY == 0 or step == self._last_step
 
-  def skipped(self, steps: list[int], reason: str) -> None:
-    """Counts the skipped steps since the last call, and writes a line about them; `reason` is that of the first."""
-    self._skipped += len(steps)
-    if steps:
+  def watched(self, found: Watched) -> None:
+    """Counts the skipped steps and keeps the spikes since the last call, and writes a line about each."""
+    self._skipped += len(found.skipped)
+    if steps := found.skipped:
       shown = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
-      self._progress.write(f'{shown}: skipped, because not finite: {reason}')
+      self._progress.write(f'{shown}: skipped, because not finite: {found.reason}')
+    for step, spike in found.spikes:
+      self._progress.write(spike.line(f'step {step}'))
+    self._spikes |= {name: max(x, self._spikes.get(name, 0.0)) for name, x in found.metrics.items()}
 
-  def step(self, step: int, parts: jax.Array, batches: list[SftBatch], tokens: int) -> None:
+  def step(self, step: int, parts: jax.Array, grad_norm: jax.Array, batches: list[SftBatch], tokens: int) -> None:
     """Logs a step that is due, and counts the tokens of the others.
 
     Args:
       step: number of the step, from 1.
       parts: f32[2], loss and value loss.
+      grad_norm: f32[], of the gradient before it is clipped.
       batches: the micro-batches of the step.
       tokens: number of tokens of its conversations.
     """
@@ -64,15 +84,17 @@ class SftLog:
       return
     parts = np.asarray(parts).tolist()
     metrics = {
+      GRAD_NORM: float(grad_norm),
       'sft/lr': float(self._schedule(step - 1)),
       'sft/skipped_steps': self._skipped,
       'sft/padding': 1 - tokens / sum(batch.tokens.size for batch in batches),
       'perf/throughput': self._tokens / self.timer.pop()['timing_s/step'],
     }
-    self._writer.scalars(step, self._named(parts) | metrics)
+    self._writer.scalars(step, self._named(parts) | metrics | self._spikes)
     shown = {name.replace('_', ' '): x for name, x in zip(self._names, parts, strict=False)}
     self._progress.update(step, shown, tokens=self._tokens)
     self._tokens = self._skipped = 0
+    self._spikes = {}
 
   def validation(self, step: int, parts: jax.Array) -> None:
     """Writes the losses of the validation conversations, f32[2]."""

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sft import watch
 from ragen_jax.sft.packing import SftBatch
 from ragen_jax.training import bad_steps
 from ragen_jax.training.learner import SKIPPED, Learner, Loss
@@ -103,6 +104,7 @@ class SftTrainer:
     divided = mesh if mesh.size > 1 else None
     self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), divided)
     trained, frozen = lora.partition(params)
+    self._value_loss = settings.value_coef > 0
     self.state = TrainState(trained, frozen, self.learner.init(trained), lr_scale=None)
 
   def gradients(self, batches: list[SftBatch]) -> tuple[Any, jax.Array]:
@@ -114,11 +116,20 @@ class SftTrainer:
     """Takes one optimiser step.
 
     Returns:
-      f32[2], loss and value loss before the step, and the metrics of `Learner.step`.
+      f32[2], loss and value loss before the step, and the metrics of `Learner.step` with `watch.GRAD_NORM`, the global
+      norm of the gradient before it is clipped.
     """
     self.state, found = self.learner.step(self.state, batches)
     self.state = self.state.replace(iteration=self.state.iteration + 1)
-    return _parts(found), found
+    norm = found['actor/grad_norm']  # of all gradients, unless there is a separate critic
+    if 'critic' in self.state.trained:
+      norm = jnp.hypot(norm, found['critic/grad_norm'])
+    return _parts(found), found | {watch.GRAD_NORM: norm}
+
+  def watched(self, found: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a step, on the host, that are watched for spikes."""
+    own = {watch.LOSS: float(found['loss']), watch.GRAD_NORM: float(found[watch.GRAD_NORM])}
+    return own | ({watch.VALUE_LOSS: float(found['value_loss'])} if self._value_loss else {})
 
   def describe_skipped(self, found: dict[str, Any]) -> str:
     """Text about a skipped step from its metrics on the host; '' for a step that was taken."""

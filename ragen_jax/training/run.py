@@ -15,7 +15,6 @@ from ragen_jax.agent import finite
 from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout
-from ragen_jax.algorithms.spikes import Spike
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_training
@@ -199,11 +198,6 @@ def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
   )
 
 
-def spike_line(iteration: int, spike: Spike) -> str:
-  """The line about a spike that begins in an iteration."""
-  return f'iteration {iteration}: {spike} (monitor.spike_factor)'
-
-
 def _bad_numbers(
   verdict: Verdict, evaluation: Evaluation | None, try_weights: Callable[[], Mapping[str, NotFinite]] | None
 ) -> str:
@@ -354,7 +348,7 @@ class Run:
     else:
       watched, spikes = self._monitor.after_update(scalars)
       for spike in spikes:
-        self._log.progress.write(spike_line(state.iteration, spike))
+        self._log.progress.write(spike.line(f'iteration {state.iteration}'))
       if fresh:
         more, verdict = self._monitor.after_iteration(scalars, empty=empty)
         watched |= more

@@ -113,11 +113,11 @@ def test_metrics_are_written_and_explained(whole):
   assert [line['step'] for line in lines] == [10, 20]
   page = (ROOT / 'docs' / 'metrics.md').read_text()
   names = {name for line in lines for name in line if name.startswith('sft/')}
-  assert names == {'sft/loss', 'sft/lr', 'sft/padding', 'sft/skipped_steps', 'sft/val_loss'}
+  assert names == {'sft/loss', 'sft/grad_norm', 'sft/lr', 'sft/padding', 'sft/skipped_steps', 'sft/val_loss'}
   for name in names | {'sft/value_loss', 'sft/val_value_loss'}:
     assert f'`{name}`' in page
   assert lines[1]['sft/val_loss'] < lines[0]['sft/val_loss']
-  assert all('val-env/success' in line for line in lines)
+  assert all('val-env/success' in line and line['monitor/grad_norm_spike'] in (0, 1) for line in lines)
   assert lines[1]['sft/lr'] == pytest.approx(1e-4, rel=0.2) and lines[0]['sft/lr'] > 4e-4
   assert (pathlib.Path(workdir) / 'tb').is_dir() and (pathlib.Path(workdir) / 'trajectories.html').is_file()
 
@@ -172,6 +172,21 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_spike_is_told_in_a_line_and_on_the_metrics_and_changes_nothing(tmp_path, monkeypatch, capsys):
+  config, workdir = _quick(tmp_path, 'spike')
+  config.update_from_flattened_dict({'sft.learning_rate': 0.0, 'monitor.baseline_steps': 3})
+  watched = sft.SftTrainer.watched
+  norms = iter([1.0] * 12 + [50.0] + [1.0] * 7)
+  monkeypatch.setattr(
+    sft.SftTrainer, 'watched', lambda self, found: watched(self, found) | {sft.GRAD_NORM: next(norms)}
+  )
+  sft.train_sft(config, workdir)
+  line = 'step 13: sft/grad_norm is 50, 50.0 times its usual 1 (monitor.spike_factor)'
+  assert capsys.readouterr().err.splitlines().count(line) == 1
+  assert [x['monitor/grad_norm_spike'] for x in _lines(workdir)] == [0, 1]
+
+
 def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothing(tmp_path, monkeypatch):
   config, workdir = _quick(tmp_path, 'bad', eval__groups=4)
   config.sft.update(steps=2, checkpoint_every=1)
@@ -304,7 +319,7 @@ def test_the_first_steps_learn_from_first_replies(tmp_path, monkeypatch):
     return []
 
   monkeypatch.setattr(sft, 'batches', cut)
-  monkeypatch.setattr(sft.SftTrainer, 'step', lambda self, batches: (np.zeros(2), {SKIPPED: np.zeros(())}))
+  monkeypatch.setattr(sft.SftTrainer, 'step', lambda self, batches: (np.zeros(2), {SKIPPED: 0, sft.GRAD_NORM: 0.0}))
   config, workdir = _quick(tmp_path, 'short')
   config.sft.update(tags=('FrozenLake',), levels=(16,), short_steps=2)
   with pytest.raises(KeyboardInterrupt):

@@ -10,10 +10,12 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import presets
+from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import sft
 from ragen_jax.sft import tiny_tokenizer, tiny_vision
 from ragen_jax.sft.packing import batches
 from ragen_jax.sft.trainer import SftSettings, make_schedule
+from ragen_jax.sft.watch import GRAD_NORM, LOSS, VALUE_LOSS
 from tests.support.configs import small_config
 from tests.support.examples import IMAGE, examples_with_images, made_up_examples
 from tests.support.models import random_model
@@ -37,6 +39,26 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   np.testing.assert_allclose(packed_parts, parts, rtol=1e-6)
   for (path, x), want in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(one_each), strict=True):
     assert np.linalg.norm(x - want) <= 1e-5 * np.linalg.norm(want), path  # rounding, as of blocks of queries
+
+
+@pytest.mark.parametrize('separate', [False, True])
+def test_the_gradient_norm_of_a_step_is_that_which_is_clipped(separate):
+  data, config = made_up_examples(), small_config(sft__value_coef=0.5)
+  model = random_model(40)
+  if separate:
+    model = ActorCritic(model.policy, random_model(40, seed=1).policy)
+  policy = LanguageModel('', model, ChatTokenizer(presets.resolve('tiny', '')), None, make_mesh(1, 1, 1))
+  trainer = sft.make_trainer(config, policy)
+  assert ('critic' in trainer.state.trained) == separate
+  cut = list(batches(data, np.arange(8), batch_size=8, length_step=16, packing=False, mesh=None))
+  gradients, (loss, value_loss) = trainer.gradients(cut)
+  expected = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(gradients))))
+  found = jax.device_get(trainer.step(cut)[1])
+  watched = trainer.watched(found)
+  assert list(watched) == [LOSS, GRAD_NORM, VALUE_LOSS]
+  np.testing.assert_allclose(list(watched.values()), [loss, expected, value_loss], rtol=1e-5)
+  without = sft.make_trainer(small_config(), policy)
+  assert VALUE_LOSS not in without.watched(found)
 
 
 def test_the_learning_rate_rises_over_a_twentieth_of_the_steps_and_falls_to_a_tenth():

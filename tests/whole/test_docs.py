@@ -349,7 +349,7 @@ def _spike() -> str:
   monitor = build.make_monitor(small_config())
   for norm in [0.5] * 10 + [21.0]:
     _, spikes = monitor.after_update({'actor/grad_norm': norm})
-  return run.spike_line(37, spikes[0])
+  return spikes[0].line('iteration 37')
 
 
 def _not_finite() -> list[str]:
