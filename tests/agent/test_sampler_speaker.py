@@ -335,7 +335,8 @@ def _pieces_config(**fields):
   )  # fmt: skip
 
 
-@pytest.mark.parametrize('schedule', ['lockstep', pytest.param('continuous', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('schedule', ['lockstep', 'continuous'])
 def test_prompts_in_several_pieces_are_those_fed_in_one_call(tmp_path, monkeypatch, schedule):
   """First prompts are longer than the widest call, and later ones are divided too; rows end in different pieces."""
   config, found = _pieces_config(agent__schedule=schedule), []

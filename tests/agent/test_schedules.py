@@ -70,7 +70,7 @@ def lockstep(policy):
     {'agent__decode_chunk': 5, 'length_step': 16},
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
-    {'agent__rows_in_flight': 8},
+    pytest.param({'agent__rows_in_flight': 8}, marks=pytest.mark.slow),
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__drop_finished': True},
   ],
   ids=['in parts', 'continuous', 'continuous, some at a time', 'lockstep, some at a time', 'continuous, dropping rows'],

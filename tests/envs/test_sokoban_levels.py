@@ -41,6 +41,7 @@ def check_levels(env, count):
   return length
 
 
+@pytest.mark.slow
 def test_ten_thousand_levels():
   length = check_levels(SMALL, 10_000)
   states = fresh(SMALL, 10_000)
@@ -59,6 +60,7 @@ def test_ten_thousand_levels():
   assert (states.boxes.any(0) == somewhere).all()
 
 
+@pytest.mark.slow
 def test_levels_with_two_boxes():
   length = check_levels(LARGE, 1_000)
   states = fresh(LARGE, 1_000)

@@ -98,6 +98,7 @@ def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
   assert refused.returncode == 2 and refused.stderr.startswith('error: mesh.data=-1, mesh.fsdp=3')
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_compiles_every_phase():
   """The built-in model's, with nothing in place of the compiler."""
   config, compiled = small_config(), {}

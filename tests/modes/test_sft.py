@@ -154,6 +154,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_pa
   assert step.count == 20 and ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_path, capsys):
   config, workdir = _quick(tmp_path, 'bad')
   config.sft.update(learning_rate=1e30, eval_every=0, checkpoint_every=1)

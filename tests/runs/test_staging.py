@@ -47,7 +47,7 @@ def gs():
     yield variables
 
 
-@pytest.fixture(params=['s3', 'gs'])
+@pytest.fixture(params=['s3', pytest.param('gs', marks=pytest.mark.slow)])
 def url(request):
   """A new folder in a bucket of each service."""
   request.getfixturevalue(request.param)

@@ -76,6 +76,7 @@ def test_initial_positions_are_as_large_as_contents_and_queries_long(fresh):
     np.testing.assert_array_equal(layer.self_attn.k_norm.weight[...], 1.0)
 
 
+@pytest.mark.slow
 def test_the_built_in_model_that_sees_is_small_and_opens_in_transformers():
   directory = pathlib.Path(presets.resolve(presets.TINY_VL, ''))
   assert sum(f.stat().st_size for f in directory.iterdir()) < 2e6

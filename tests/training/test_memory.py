@@ -73,7 +73,7 @@ def _compiled(
 @pytest.mark.parametrize(
   ('model', 'scoring'),
   [
-    ({}, {'remat': 'layers', 'logits_chunk': 64}),
+    pytest.param({}, {'remat': 'layers', 'logits_chunk': 64}, marks=pytest.mark.slow),
     pytest.param({'adapters': True}, {'remat': 'layers', 'logits_chunk': 64}, marks=pytest.mark.slow),
     pytest.param({'vocab_size': 64}, {'remat': 'elementwise', 'logits_chunk': 64}, marks=pytest.mark.slow),
     ({'num_layers': 3}, {'remat': 'none', 'logits_chunk': 0}),

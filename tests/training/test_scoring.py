@@ -46,7 +46,9 @@ def _as_images(module: ActorCritic, tokens, change=lambda x: x) -> ImageInputs:
 
 
 @pytest.mark.parametrize('separate', [False, True])
-@pytest.mark.parametrize('remat', ['none', 'elementwise', 'layers'])
+@pytest.mark.parametrize(
+  'remat', ['none', *(pytest.param(x, marks=pytest.mark.slow) for x in ('elementwise', 'layers'))]
+)
 def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_tokens(separate, remat):
   """Each trunk reads its own table: the same numbers, and the same gradients, the embedding's too."""
   model = _separate() if separate else random_model(_VOCAB)

@@ -96,6 +96,7 @@ def test_the_page_has_the_files_and_the_entries_that_its_config_has(games):
   check_config(sections)
 
 
+@pytest.mark.slow
 def test_each_of_the_page_s_environments_plays_whole_episodes(server):
   config = page_config(server)
   policy = build.load_policy(config)

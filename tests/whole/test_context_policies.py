@@ -153,6 +153,7 @@ def test_gae_runs_through_the_rows_of_an_episode(played):
     np.testing.assert_allclose(batch.advantages[row][present], left - batch.old_values[row][present], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_update_takes_whole_episodes(played):
   _, trainer, state, rollout = played
   selection = trainer.select(rollout)

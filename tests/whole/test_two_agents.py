@@ -125,6 +125,7 @@ def forward(policy):
   return of
 
 
+@pytest.mark.slow
 def test_the_policy_learns_and_the_frozen_weights_stay(played, base):
   iterations, (after, stats) = played
   assert {x.frozen for x in iterations} == {digest(base)}
@@ -134,6 +135,7 @@ def test_the_policy_learns_and_the_frozen_weights_stay(played, base):
   assert (stats[''].version, stats['base'].version) == (ITERATIONS - 1, 0)
 
 
+@pytest.mark.slow
 def test_no_token_of_the_frozen_agent_has_a_loss(played):
   for x in played[0]:
     t = x.rollout.trajectory
@@ -147,6 +149,7 @@ def test_no_token_of_the_frozen_agent_has_a_loss(played):
     assert in_rows == of_calls
 
 
+@pytest.mark.slow
 def test_each_agent_is_sampled_from_its_own_weights(played, base, forward):
   second = played[0][1]
   apart = []
@@ -165,6 +168,7 @@ def test_each_agent_is_sampled_from_its_own_weights(played, base, forward):
   assert np.median(apart) > 0.01, 'the weights differ'
 
 
+@pytest.mark.slow
 def test_both_agents_are_in_one_row_and_the_goal_is_the_walkers(played):
   for x in played[0]:
     assert {call.row for calls in x.calls for call in calls} == {0}
@@ -175,6 +179,7 @@ def test_both_agents_are_in_one_row_and_the_goal_is_the_walkers(played):
   assert any(x.rollout.episode_scores.any() for x in played[0])
 
 
+@pytest.mark.slow
 def test_the_frozen_engine_feeds_no_prompt_again_after_an_update(played):
   first, second = played[0]
   shared = min(len(calls[0].context) for calls in second.calls)
@@ -185,6 +190,7 @@ def test_the_example_is_short():
   assert len((ROOT / 'docs' / 'examples' / 'two_agents.py').read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_the_same_seed_plays_the_same_episodes(played, base, policy, tmp_path):
   config = config_of_example()
   config.serve.max_concurrency = 1
