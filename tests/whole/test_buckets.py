@@ -139,8 +139,10 @@ def test_a_warm_start_in_a_bucket_goes_on_and_ends_like_one_on_a_disk(s3, tmp_pa
   with open_workdir(url, write=False) as workdir:
     lines = [[_without_times(row) for row in read_metrics(place)] for place in (workdir, str(tmp_path / 'run'))]
   assert lines[0] == lines[1] and [row['step'] for row in lines[0]] == [3, 6]
-  with pytest.raises(UserError, match=r'^sft\.output'):
-    sft.train_sft(small_config(sft__output='s3://bucket/model', sft__tags=('Bandit',), sft__levels=(64,)), url)
+  other = config('bucket')
+  other.sft.output = 's3://bucket/model'
+  with pytest.raises(UserError, match=r's3://bucket/model.*must be a directory on disk'):
+    sft.train_sft(other, 's3://bucket/other')
 
 
 @pytest.mark.slow
