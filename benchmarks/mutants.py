@@ -746,7 +746,7 @@ MUTATIONS = [
     ('      x = x[:, split.restored]', '      pass'),
     ('runs = split.runs if split is not None and last - 1 not in cfg.full_blocks else whole', 'runs = whole'),
     ('gelu(self.linear_fc1(x), approximate=False)', 'gelu(self.linear_fc1(x), approximate=True)'),
-    ('norm_after_joining=True', 'norm_after_joining=False'),
+    ('self.deepstack_mergers[cfg.deepstack_blocks.index(last - 1)](x)', 'self.deepstack_mergers[0](x)'),
     ('      x = x + self._positions(grid).astype(x.dtype)', '      pass'),
   ),
   *_of(

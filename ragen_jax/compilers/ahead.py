@@ -186,10 +186,7 @@ def open_ahead(
   listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
   count = background.threads
   how = f'compiled in {count} threads before they are needed' if count else 'each compiled when it is needed first'
-  uncounted = needed.uncounted(listed, images=bool(visual_columns(config)))
-  number = needed.describe(listed)
-  most = f'{number}, not counting {uncounted}' if uncounted else f'at most {number}, whatever the lengths of episodes'
-  _log.info('programs: %s; %s', most, how)
+  _log.info('programs: %s; %s', needed.describe(listed, images=bool(visual_columns(config))), how)
   if not count:
     yield None
     return

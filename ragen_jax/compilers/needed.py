@@ -183,8 +183,13 @@ def shapes_after(
   }
 
 
-def describe(found: Sequence[Program]) -> str:
-  """How many programs of each name there are, in words."""
+def describe(found: Sequence[Program], *, images: bool) -> str:
+  """How many programs of each name there are, and whether a run can need more, in words; `images` as below."""
+  number, missing = _counted(found), uncounted(found, images=images)
+  return f'{number}, not counting {missing}' if missing else f'at most {number}, whatever the lengths of episodes'
+
+
+def _counted(found: Sequence[Program]) -> str:
   counts = collections.Counter(name for name, _ in found)
   return f'{len(found)} (' + ', '.join(f'{n} {name}' for name, n in counts.items()) + ')'
 

@@ -127,4 +127,4 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
     out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
   run = programs.make_run(config)
   listed = needed.programs(config, run.trainer, run.sampling.rows)
-  out.write(f'Programs: at most {needed.describe(listed)}, whatever the lengths of episodes.\n\n')
+  out.write(f'Programs: {needed.describe(listed, images=bool(seen))}.\n\n')

@@ -112,7 +112,7 @@ def test_without_threads_the_number_is_told_and_nothing_observed(tmp_path, caplo
   with caplog.at_level(logging.INFO), ahead.open_ahead(config, trainer, evaluator, None, background) as open_ahead:
     assert open_ahead is None and evaluator.observer is None and trainer.learner.observer is None
   told = [r.getMessage() for r in caplog.records if r.getMessage().startswith('programs: at most')]
-  assert len(told) == 1 and told[0].startswith(f'programs: at most {needed.describe(listed)}, ')
+  assert len(told) == 1 and told[0].startswith(f'programs: {needed.describe(listed, images=False)}; ')
   assert told[0].endswith('each compiled when it is needed first')
 
 

@@ -208,4 +208,6 @@ def test_what_is_not_counted_is_named(monkeypatch):
 
 def test_the_number_of_programs_is_told_by_name():
   found = [('extend', (1,)), ('decode', (1,)), ('extend', (2,))]
-  assert needed.describe(found) == '3 (2 extend, 1 decode)'
+  number = '3 (2 extend, 1 decode)'
+  assert needed.describe(found, images=False) == f'at most {number}, whatever the lengths of episodes'
+  assert needed.describe(found, images=True) == f'{number}, not counting other programs with images'
