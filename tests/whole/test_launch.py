@@ -11,7 +11,10 @@ import time
 
 import pytest
 
+from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import read_metrics
+from ragen_jax.runs.workdir import open_workdir
+from tests.support.buckets import gs_server
 from tests.support.metrics import comparable_metrics
 from tests.support.paths import ROOT
 from tests.support.processes import coordinator, environment, run_main, start_main
@@ -91,6 +94,24 @@ def _assert_same_metrics(run, other):
     assert line['step'] == expected['step']
     for name in expected:
       assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-4), (expected['step'], name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which('bash') is None, reason='launch/local.sh is a bash script')
+def test_two_processes_with_a_workdir_in_a_bucket_train_as_one_on_a_disk_and_resume(tmp_path):
+  with gs_server():
+    for iterations, told in ((1, 'the run is saved in gs://bucket/pair'), (2, 'resuming gs://bucket/pair after')):
+      pair = _start('gs://bucket/pair', 2, f'--config.num_iterations={iterations}')
+      output = pair.communicate(timeout=400)[0]
+      assert pair.returncode == 0, output
+      assert output.count(told) == 1 and 'Traceback' not in output, output
+    alone = _start(tmp_path, 1, '--config.num_iterations=2')
+    assert alone.wait(timeout=300) == 0
+    with open_workdir('gs://bucket/pair', write=False) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+      _assert_same_metrics(workdir, tmp_path)
+      assert checkpointer.steps() == [1, 2]
+      checkpointer.verify(2)
 
 
 def _train(workdir, devices, *flags):
