@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
 from ragen_jax import envs as registry
-from ragen_jax.agent.image_observations import check_images, shows_images, tile_of, with_images
+from ragen_jax.agent.image_observations import check_images, image_columns, shows_images, tile_of, with_images
 from ragen_jax.agent.pools import make_pool
 from ragen_jax.agent.segments import ImageSegment, TextSegment, images_of, join, written
 from ragen_jax.envs import Budget
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
+from ragen_jax.envs.outside.images import ImageForm
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.envs.sudoku import Sudoku
@@ -45,6 +47,15 @@ def test_a_tile_that_is_resized_is_refused_with_those_that_are_not():
     check_images(_spec(FrozenLake(size=3)), LARGE)
   with pytest.raises(UserError, match=r'tile=20: .* images of 80x80 pixels to 84x84; allowed: 14, 21, 28'):
     check_images(_spec(tile=20), SMALL)
+
+
+def test_an_image_has_a_column_for_each_token_and_two_around_them():
+  assert image_columns(_spec(), SMALL) == 16 + 2
+  assert image_columns(_spec(Sokoban()), SMALL) == 36 + 2
+  assert image_columns(_spec(tile=14), SMALL) == 4 + 2
+  assert image_columns(_spec(tile=None), SMALL) == 0
+  outside = types.SimpleNamespace(is_outside=True, image_form=ImageForm(count=3, height=60, width=90))
+  assert image_columns(_spec(outside, None), SMALL) == 3 * (6 + 2)
 
 
 def test_marks_become_images_of_the_size_that_the_tower_reads():

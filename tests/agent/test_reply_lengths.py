@@ -65,6 +65,8 @@ def test_each_limit_that_is_too_small_is_named_in_one_line(caplog):
   assert _told(caplog, replies[:1], count, 100) == []
   # A tokenizer with tokens for sentences counts its tokens only.
   assert _told(caplog, replies, lambda reply: 12, 12) == []
+  sentences = {replies[0]: words[0], replies[1]: words[1], replies[2]: 5}  # some replies have none of its sentences
+  assert _told(caplog, replies, sentences.get, words[1]) == []
 
 
 def test_a_run_that_checks_its_first_prompts_checks_its_replies(caplog):
