@@ -6,13 +6,14 @@
 
 The built-in model 'tiny-vl' is trained with PPO (configs/*_vision_ppo.py) with each form of `agent.format`. Forms that
 describe the board are trained without a reward for descriptions and with one: `reward.state_reward=0.02`, so that all
-descriptions of an episode together earn a fifth of the goal at most. Scores below `reward.state_floor=0.45` earn
+descriptions of an episode together earn a fifth of the goal at most. Scores below `reward.state_floor=0.5` earn
 nothing, which is above the mean score of one description for all boards (benchmarks/description_floors.py).
 Everything else is equal. Three seeds give the error bars: the mean over seeds and its standard error, of the success on
 held-out levels before and after 20 iterations, as a fraction of the best possible. A run takes 3 to 10 minutes on 2
 cores.
 
-The result of a run is added to the JSON file at once, so an interrupted benchmark continues where it stopped.
+The result of a run is added to the JSON file at once, so an interrupted benchmark continues where it stopped. A run
+whose flags have changed since is repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import hardware, run  # noqa: E402
-from benchmarks.vision_learning import difference, fractions, mean_and_error, of_seeds  # noqa: E402
+from benchmarks.vision_learning import difference, fractions, is_done, mean_and_error, of_seeds  # noqa: E402
 from ragen_jax.agent.world_model.formats import FORMATS, described_sections  # noqa: E402
 from ragen_jax.plots.style import figure_style  # noqa: E402
 
@@ -39,7 +40,7 @@ GAMES = {
   'sokoban': ('sokoban_vision_ppo', 'SimpleSokoban', 1),
 }
 OFF, ON = 'without', 'with'
-STATE_REWARD = ('--config.reward.state_reward=0.02', '--config.reward.state_floor=0.45')
+STATE_REWARD = ('--config.reward.state_reward=0.02', '--config.reward.state_floor=0.5')
 FLAGS = (
   '--config.num_iterations=20', '--config.eval.every=20', '--config.eval.groups=256', '--config.eval.greedy_too=True',
   '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
@@ -126,14 +127,13 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as scratch:
     for seed in seeds:  # seed by seed, so an interrupted benchmark can compare
       for form, reward in settings():
-        key = f'{game} / {form} / {reward} / {seed}'
-        if key in record['runs']:
+        key, own = f'{game} / {form} / {reward} / {seed}', flags(game, form, reward, arguments.quick)
+        if is_done(record, key, own):
           continue
-        own = [*flags(game, form, reward, arguments.quick), f'--config.compilation_cache={scratch}/cache']
         workdir = pathlib.Path(scratch) / key.replace(' / ', '-')
-        record['runs'][key] = last = run(f'configs/{GAMES[game][0]}.py', seed, workdir, own)
+        last = run(f'configs/{GAMES[game][0]}.py', seed, workdir, [*own, f'--config.compilation_cache={scratch}/cache'])
+        record['runs'][key] = last | {'flags': own}
         record |= {'command': ' '.join(sys.argv), 'hardware': hardware()}
-        record['flags'] = {f'{f}, {r}': flags(game, f, r, arguments.quick) for f, r in settings()}
         record['verdicts'] = verdicts(record['runs'], game)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(record, indent=1) + '\n')

@@ -9,9 +9,9 @@ steps (configs/sft_tiny.py, configs/sft_tiny_vl.py). Success is measured on the 
 as a fraction of the best possible success on them.
 
 The JSON file has the success on held-out levels and in training. For each setting it has the rise over seeds, which
-'shows' if it exceeds twice its standard error, and for each game the difference between images and text after training.
-Each run is one process with a new workdir; its result is added to the JSON file at once, so an interrupted benchmark
-continues where it stopped.
+'shows' if it is above 0 by a one-sided t-test at 5 %, and for each game the difference between images and text after
+training. Each run is one process with a new workdir; its result is added to the JSON file at once, so an interrupted
+benchmark continues where it stopped. A run whose flags have changed since is repeated.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from ragen_jax.plots.runs import Curve, Run  # noqa: E402
 from ragen_jax.plots.style import figure_style  # noqa: E402
 
 SEEDS = (0, 1, 2)
+# Number of seeds -> the 95 % quantile of Student's t with one degree of freedom less.
+QUANTILES = {2: 6.314, 3: 2.920}
 # Game -> its tag, episodes of a held-out level (one if the game is deterministic), and the configs by what is read.
 GAMES = {
   'FrozenLake': ('FrozenLake', 4, {'images': 'frozenlake_vision_ppo', 'text': 'frozenlake_ppo'}),
@@ -70,11 +72,16 @@ def mean_and_error(values: list[float]) -> dict[str, float | None]:
   return {'mean': round(statistics.fmean(values), 4), 'standard_error': None if error is None else round(error, 4)}
 
 
-def verdict(told: dict[str, float | None]) -> str:
-  """Whether a mean lies above 0 by more than twice its standard error."""
+def verdict(told: dict[str, float | None], seeds: int) -> str:
+  """Whether a mean over seeds lies above 0: a one-sided t-test at 5 %."""
   if told['standard_error'] is None:
     return 'one seed only'
-  return 'shows' if told['mean'] > 2 * told['standard_error'] else 'not seen'
+  return 'shows' if told['mean'] > QUANTILES[seeds] * told['standard_error'] else 'not seen'
+
+
+def is_done(record: dict, key: str, own: list[str]) -> bool:
+  """Whether a JSON file has a run with these flags; a run with others is repeated."""
+  return record['runs'].get(key, {}).get('flags') == own
 
 
 def of_seeds(runs: dict[str, dict], *setting: str) -> dict[int, dict]:
@@ -100,7 +107,7 @@ def verdicts(runs: dict[str, dict]) -> dict[str, dict]:
           'before': mean_and_error([fractions(r)[0] for r in found]),
           'after': mean_and_error([fractions(r)[-1] for r in found]),
           'rise': rise,
-          'learning': verdict(rise),
+          'learning': verdict(rise, len(found)),
           'wall_s': [r['wall_s'] for r in found],
         }
     if compared := difference(of_seeds(runs, game, 'images'), of_seeds(runs, game, 'text')):
@@ -142,14 +149,13 @@ def main() -> None:
     for seed in seeds:  # seed by seed, so an interrupted benchmark can compare
       for game, (_, _, configs) in GAMES.items():
         for kind, config in configs.items():
-          key = f'{game} / {kind} / {seed}'
-          if key in record['runs']:
+          key, own = f'{game} / {kind} / {seed}', flags(game, arguments.quick)
+          if is_done(record, key, own):
             continue
           workdir = pathlib.Path(scratch) / key.replace(' / ', '-')
-          last = run(f'configs/{config}.py', seed, workdir, [*flags(game, arguments.quick), *cache])
-          record['runs'][key] = last
+          last = run(f'configs/{config}.py', seed, workdir, [*own, *cache])
+          record['runs'][key] = last | {'flags': own}
           record |= {'command': ' '.join(sys.argv), 'hardware': hardware()}
-          record['flags'] = {g: flags(g, arguments.quick) for g in GAMES}
           record['verdicts'] = verdicts(record['runs'])
           out.parent.mkdir(parents=True, exist_ok=True)
           out.write_text(json.dumps(record, indent=1) + '\n')

@@ -25,7 +25,7 @@ def _run(before: float, after: float) -> dict:
   return {'optimal': 0.5, 'step': [0, 5], 'sampled': [before, after], 'greedy': [before, after], 'wall_s': 1.0}
 
 
-def test_success_is_a_fraction_of_the_best_and_a_rise_shows_above_two_standard_errors(learning, tmp_path):
+def test_success_is_a_fraction_of_the_best_and_a_rise_shows_by_a_t_test(learning, tmp_path):
   rises = {'images': (0.10, 0.12, 0.14), 'text': (0.0, 0.2, -0.1)}
   runs = {
     f'FrozenLake / {kind} / {seed}': _run(0.2, 0.2 + rise)
@@ -37,6 +37,9 @@ def test_success_is_a_fraction_of_the_best_and_a_rise_shows_above_two_standard_e
   assert told['FrozenLake, images']['rise'] == {'mean': 0.24, 'standard_error': 0.0231}
   assert told['FrozenLake, images']['learning'] == 'shows' and told['FrozenLake, text']['learning'] == 'not seen'
   assert told['FrozenLake, images - text']['mean'] == pytest.approx(0.1733, abs=1e-4)
+  assert learning.verdict({'mean': 0.29, 'standard_error': 0.1}, 3) == 'not seen'
+  assert learning.verdict({'mean': 0.30, 'standard_error': 0.1}, 3) == 'shows'
+  assert learning.verdict({'mean': 0.60, 'standard_error': 0.1}, 2) == 'not seen'
   assert not any('Sokoban' in key for key in told)
   one = {'Sokoban / images / 0': _run(0.1, 0.5)}
   assert learning.verdicts(one)['Sokoban, images']['learning'] == 'one seed only'
@@ -58,6 +61,13 @@ def test_the_state_reward_is_compared_in_the_forms_that_describe_the_board(ablat
   assert all(x == pytest.approx(0.1) for x in changes.values())
   ablation.draw(told, tmp_path / 'figure.png')
   assert (tmp_path / 'figure.png').stat().st_size > 5000
+
+
+def test_a_run_with_other_flags_is_repeated(learning):
+  record = {'runs': {'a': {'flags': ['--config.num_iterations=20']}, 'b': {}}}
+  assert learning.is_done(record, 'a', ['--config.num_iterations=20'])
+  assert not learning.is_done(record, 'a', ['--config.num_iterations=40'])
+  assert not learning.is_done(record, 'b', []) and not learning.is_done(record, 'c', [])
 
 
 def test_seeds_are_compared_with_themselves(learning, ablation):
