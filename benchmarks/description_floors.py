@@ -3,7 +3,7 @@
   python benchmarks/description_floors.py [--levels=300] [--output=benchmarks/results/description_floors.json]
 
 `another board` is the mean score of the true description of the next level. `constant` is the best mean score of one
-description for all levels: one claim for the first kind, and one claim, said once or several times, for the second.
+description for all levels, of those with one claim about the first kind and up to three about the second.
 `... after the floor` is the mean reward of such descriptions, the mean of max(0, (s - floor) / (1 - floor)) over their
 scores s, as a fraction of `reward.state_reward`; of constant descriptions that of the one with the largest.
 """
@@ -29,8 +29,12 @@ from ragen_jax.agent.world_model.state_reward import above_floor, score_descript
 from ragen_jax.envs.frozen_lake import FrozenLake  # noqa: E402
 from ragen_jax.envs.sokoban import Sokoban  # noqa: E402
 
-CASES = {'Sokoban 6x6, 1 box': Sokoban(), 'FrozenLake 4x4': FrozenLake()}
-MOST_REPEATS = 3
+CASES = {
+  'Sokoban 6x6, 1 box': Sokoban(),
+  'the same, solved in at most 5 moves': Sokoban(max_solution=5),
+  'FrozenLake 4x4': FrozenLake(),
+}
+MOST_CLAIMS = 3  # about the second kind
 
 
 def measure(levels: int, floor: float) -> dict[str, Any]:
@@ -42,11 +46,13 @@ def measure(levels: int, floor: float) -> dict[str, Any]:
     others = [describe(scene) for scene in scenes[1:] + scenes[:1]]
     first, second = scenes[0].things
     claims = {kind: [write_claim(kind, r, c) for r in range(3) for c in range(3)] for kind in (first, second)}
-    texts = [
-      '; '.join([a, *[b] * repeats])
-      for a, b, repeats in itertools.product(claims[first], claims[second], range(1, MOST_REPEATS + 1))
-    ]
-    scores = np.array([[score_description(text, scene) for scene in scenes] for text in texts])
+    several = [b for n in range(MOST_CLAIMS + 1) for b in itertools.combinations_with_replacement(claims[second], n)]
+    texts = ['; '.join([a, *b]) for a, b in itertools.product(claims[first], several)]
+    # A score depends on the relations only, and many scenes share them.
+    different = {describe(scene): scene for scene in scenes}
+    column = {text: i for i, text in enumerate(different)}
+    scores = np.array([[score_description(text, scene) for scene in different.values()] for text in texts])
+    scores = scores[:, [column[describe(scene)] for scene in scenes]]
     of_others = np.array(list(map(score_description, others, scenes)))
     best = int(np.argmax(scores.mean(axis=1)))
     paid = np.vectorize(lambda score: above_floor(score, floor))

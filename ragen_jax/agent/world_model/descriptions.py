@@ -26,9 +26,11 @@ HORIZONTAL = ('to the left', 'in the same column', 'to the right')
 # Between two claims.
 CLAIM_SEP = '; '
 
-# Blanks of any number between words.
+# Blanks of any number between words. Without ASCII, other letters match too, such as the dotless i, whose lower case is
+# no letter of the words.
 _CLAIM = re.compile(
-  rf'\b({"|".join(KINDS)}) is ({"|".join(VERTICAL)}) and ({"|".join(HORIZONTAL)})\b'.replace(' ', r'\s+'), re.IGNORECASE
+  rf'\b({"|".join(KINDS)}) is ({"|".join(VERTICAL)}) and ({"|".join(HORIZONTAL)})\b'.replace(' ', r'\s+'),
+  re.IGNORECASE | re.ASCII,
 )
 
 

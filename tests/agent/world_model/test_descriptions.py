@@ -89,6 +89,11 @@ def test_claims_of_a_description_are_the_true_relations():
     'the box is same and to the left',
     'the boxes are above and to the left',
     'the box isabove and to the left',
+    # Letters whose other case is one of the words'.
+    'the box is above and to the r\u0131ght',
+    'the box is above and to the r\u0130ght',
+    'the target i\u017f in the same row and to the left',
+    'the target is in the \u017fame row and to the left',
   ],
 )
 def test_other_sentences_are_no_claims(text):
