@@ -332,8 +332,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.kl_loss_coef = 0.0
   # Weight of the KL to the initial policy in the reward of every sampled token.
   config.algorithm.kl_reward_coef = 0.0
-  # Estimator of the KL per token: 'k1' (log-ratio), 'abs', 'k2' (half its square) or 'k3' (low variance). As a loss, 'k1'
-  # has no effect in expectation, because its expected gradient is 0.
+  # Estimator of the KL per token: 'k1' (log-ratio), 'abs', 'k2' (half its square) or 'k3' (low variance). As a loss,
+  # 'k1' has no effect in expectation, because its expected gradient is 0.
   config.algorithm.kl_kind = 'k3'
   # Aggregation of token losses: 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum' or
   # 'seq-mean-token-sum-norm' (over `loss_norm_length`).

@@ -377,11 +377,10 @@ def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | Non
   room = image_room(env_specs(config, tags, (1,) * len(tags)), processor)
   if room is None:
     return None
-  packed_from = config.agent.max_context if config.optimizer.packing else 0
-  images = room.planned_images(1, width, packed_from)
+  images = room.most_images(1, width, packed=config.optimizer.packing)
   patches = {size: size[0] * size[1] // processor.patch_size**2 for size in images}
   if config.model.vision == 'frozen':
-    tokens = room.planned_tokens(1, width, packed_from)
+    tokens = room.most_tokens(1, width, packed=config.optimizer.packing)
   else:
     tokens = sum(count * patches[size] for size, count in images.items()) // processor.merge_size**2
   return SeenColumns(tokens / width, max(patches.values()), row_shards(model.mesh))

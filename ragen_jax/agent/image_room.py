@@ -60,35 +60,26 @@ class ImageRoom:
       width: columns of each.
       packed: whether a bin holds several rows.
     """
+    most = self.most_images(rows, width, packed=packed)
+    return {size: _enough(needed.get(size, 0), most.get(size, 1), packed) for size in sorted(most | needed)}
+
+  def most_images(self, rows: int, width: int, *, packed: bool) -> dict[tuple[int, int], int]:
+    """Number of images of the largest table, by height and width; arguments as above.
+
+    How many images packed rows show depends on their lengths, which are not known before the run.
+    """
     most: dict[tuple[int, int], int] = {}
     for own in self.shown:
       most[own.size] = max(most.get(own.size, 1), rows * own.images(width, packed=packed))
-    return {size: _enough(needed.get(size, 0), most.get(size, 1), packed) for size in sorted(most | needed)}
+    return most
 
-  def planned_images(self, rows: int, width: int, packed_from: int) -> dict[tuple[int, int], int]:
-    """Number of images of a table, by height and width, if all images differ.
-
-    Args:
-      rows: number of rows that read it, or of bins.
-      width: columns of each.
-      packed_from: columns of the rows that bins are packed from; 0 for rows that are not packed.
-    """
-    if not packed_from:
-      return self.images({}, rows, width, packed=False)
-    single = self.images({}, rows * max(width // packed_from, 1), min(packed_from, width), packed=False)
-    return self.images(single, rows, width, packed=True)
-
-  def planned_tokens(self, rows: int, width: int, packed_from: int) -> int:
-    """Tokens of a table; arguments as above."""
-    if not packed_from:
-      return self.tokens(0, rows, width, packed=False)
-    single = self.tokens(0, rows * max(width // packed_from, 1), min(packed_from, width), packed=False)
-    return self.tokens(single, rows, width, packed=True)
+  def most_tokens(self, rows: int, width: int, *, packed: bool) -> int:
+    """Tokens of the largest table; arguments as above."""
+    return max(1, *(rows * own.tokens * own.images(width, packed=packed) for own in self.shown))
 
   def tokens(self, needed: int, rows: int, width: int, *, packed: bool) -> int:
     """Tokens of a table; arguments as for `images`."""
-    most = max(rows * own.tokens * own.images(width, packed=packed) for own in self.shown)
-    return _enough(needed, max(most, 1), packed)
+    return _enough(needed, self.most_tokens(rows, width, packed=packed), packed)
 
 
 def _enough(needed: int, most: int, packed: bool) -> int:

@@ -148,7 +148,7 @@ def _abstract_images(config: ConfigDict, trainer: Trainer, shape: tuple[int, int
   model = config.model
   return abstract_inputs(
     trainer.model, presets.processor(model.preset, model.path), room, rows, width,
-    packed_from=config.agent.max_context if config.optimizer.packing else 0,
+    packed=config.optimizer.packing,
     shared=has_policys_tower(model.vision, model.param_dtype, model.path),
   )  # fmt: skip
 

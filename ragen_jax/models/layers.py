@@ -107,12 +107,13 @@ def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Ar
 def scan_layers(
   layers: Sequence[nnx.Module],
   x: jax.Array,
-  run: Callable[[nnx.Module, jax.Array], jax.Array],
+  run: Callable[[nnx.Module, jax.Array, jax.Array | None], jax.Array],
   *,
   mesh: Mesh | None,
   checkpoint: Callable[[Callable], Callable] | None,
+  inputs: jax.Array | None = None,
 ) -> jax.Array:
-  """`x = run(layer, x)` for each layer, as one loop over their weights.
+  """`x = run(layer, x, inputs[i])` for each layer i, as one loop over their weights.
 
   The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. A
   norm's stay as they are: it computes in fp32.
@@ -120,9 +121,10 @@ def scan_layers(
   Args:
     layers: modules of one structure.
     x: input of the first layer, in the type of the computations.
-    run: a layer and its input -> its output, of the same shape and type.
+    run: a layer, its input and its part of `inputs` -> its output, of the same shape and type as its input.
     mesh: the devices over which the gradients of the weights are exchanged; None for one device.
     checkpoint: applied to the body of the loop, to compute parts of it again in the backward pass; None keeps all.
+    inputs: [layers, ...]; None gives each layer None.
 
   Returns:
     The output of the last layer.
@@ -136,12 +138,13 @@ def scan_layers(
 
   stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
 
-  def body(x, weights):
+  def body(x, of_layer):
+    weights, own = of_layer
     if mesh is not None:
       weights = exchanged(weights, mesh)
-    return run(nnx.merge(graphdef, weights), x), None
+    return run(nnx.merge(graphdef, weights), x, own), None
 
-  return jax.lax.scan(body if checkpoint is None else checkpoint(body), x, stacked)[0]
+  return jax.lax.scan(body if checkpoint is None else checkpoint(body), x, (stacked, inputs))[0]
 
 
 class Frozen(nnx.Param):

@@ -337,12 +337,13 @@ class Qwen(nnx.Module):
         begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
     added = 0 if deepstack is None else deepstack.shape[1]
-    one_by_one = added if self.scan_layers and window is None else len(self.layers)
+    layers = list(self.layers)
+    scanned = self.scan_layers and window is None
     rows, written = len(x), []
     pads = self.sampling is not None and window is not None and deepstack is None and x.shape[1] == 1
     if pads:
       x = self._lay_out(self.sampling.padded(x))
-    for i, layer in enumerate(list(self.layers)[:one_by_one]):
+    for i, layer in enumerate([] if scanned else layers):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
         again = nnx.remat(lambda m, *a: m(*a), policy=self._kept(remat))
@@ -353,8 +354,10 @@ class Qwen(nnx.Module):
         x = x + deepstack[:, i].astype(x.dtype)
       x = self._lay_out(x)
       written.append(new)
-    if one_by_one < len(self.layers):
-      x = self._scan(list(self.layers)[one_by_one:], x, positions, mask, remat, segments)
+    if scanned and added:
+      x = self._scan(layers[:added], x, positions, mask, remat, segments, jnp.moveaxis(deepstack, 1, 0))
+    if scanned and added < len(layers):
+      x = self._scan(layers[added:], x, positions, mask, remat, segments)
     x = self.norm(x)
     return (self.sampling.without_padding(x, rows) if pads else x), (None if window is None else tuple(written))
 
@@ -364,17 +367,17 @@ class Qwen(nnx.Module):
       return None
     return functools.partial(_is_costly, attention=self.attention, with_products=remat == 'elementwise')
 
-  def _scan(self, layers, x, positions, mask, remat, segments) -> jax.Array:
-    """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]."""
+  def _scan(self, layers, x, positions, mask, remat, segments, deepstack: jax.Array | None = None) -> jax.Array:
+    """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]; `deepstack` [layers, B, T, D] is added."""
 
-    def run(layer, x):
+    def run(layer, x, added):
       x, _ = layer(x, positions, mask, None, None, 0, segments)
-      return self._lay_out(x)
+      return self._lay_out(x if added is None else x + added.astype(x.dtype))
 
     # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
     again = functools.partial(jax.checkpoint, prevent_cse=False, policy=self._kept(remat))
     mesh = None if self.activation_sharding is None else self.activation_sharding.mesh
-    return scan_layers(layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again)
+    return scan_layers(layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=deepstack)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""

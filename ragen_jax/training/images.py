@@ -290,7 +290,7 @@ def abstract_inputs(
   rows: int,
   width: int,
   *,
-  packed_from: int,
+  packed: bool,
   shared: bool,
 ) -> ImageInputs:
   """The shapes and types of `ImageInputs` for a micro-batch, to compile programs for.
@@ -301,7 +301,7 @@ def abstract_inputs(
     room: of the run.
     rows: of the micro-batch, or bins.
     width: T.
-    packed_from: see `ImageRoom.planned_images`.
+    packed: see `ImageRoom.images`; the table is the largest.
     shared: whether a separate critic reads the policy's table.
   """
   mesh, vision = model.mesh, model.model.policy.cfg.vision
@@ -311,12 +311,12 @@ def abstract_inputs(
   whole = NamedSharding(mesh, PartitionSpec())
   if is_frozen(model.model.policy.visual):
     trunks = [POLICY] if model.model.critic is None or shared else [POLICY, CRITIC]
-    tokens = room.planned_tokens(rows, width, packed_from)
+    tokens = room.most_tokens(rows, width, packed=packed)
     features = abstract_features(vision, tokens, model.model.policy.dtype, whole)
     return ImageInputs(index, positions, FrozenFeatures(dict.fromkeys(trunks, features)))
   groups = tuple(
     jax.ShapeDtypeStruct((round_up(count, row_shards(mesh)), *size, 3), np.uint8, sharding=whole)
-    for size, count in room.planned_images(rows, width, packed_from).items()
+    for size, count in sorted(room.most_images(rows, width, packed=packed).items())
   )
   return ImageInputs(index, positions, Pixels(groups, processor))
 
