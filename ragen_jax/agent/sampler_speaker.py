@@ -15,6 +15,7 @@ from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.episode import Limits, Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.eyes import Eyes
+from ragen_jax.agent.image_room import ImageRoom
 from ragen_jax.distributed import processes
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling.kv_cache import SamplerState
@@ -46,11 +47,24 @@ def decode_columns(limits: Limits) -> int:
   return min(limits.decode_chunk, limits.max_response_tokens)
 
 
-def rows_at_once(sampler: Sampler, limits: Limits, rows: int) -> int:
-  """How many of `rows` rows of a shard are on the devices at a time. Every process must call."""
+def rows_at_once(sampler: Sampler, limits: Limits, rows: int, room: ImageRoom | None) -> int:
+  """How many of `rows` rows of a shard are on the devices at a time. Every process must call.
+
+  Args:
+    sampler: of the policy.
+    limits: of the episodes.
+    rows: of a shard.
+    room: for the images of a row; None for text.
+  """
   if limits.rows_in_flight:
     rows = min(rows, limits.rows_in_flight // sampler.share.shards)
-  return sampler.rows_that_fit(rows, largest_cache(limits.max_context, decode_columns(limits), limits.length_step))
+  columns = largest_cache(limits.max_context, decode_columns(limits), limits.length_step)
+  return sampler.rows_that_fit(rows, columns, fed_image_tokens(limits.max_context, room))
+
+
+def fed_image_tokens(max_context: int, room: ImageRoom | None) -> int:
+  """The most tokens of the images that are fed to a row at once; 0 for text."""
+  return room.most_tokens(1, max_context, packed=False) if room else 0
 
 
 class SamplerSpeaker:
@@ -122,7 +136,7 @@ class SamplerSpeaker:
     rows, share, limits = log.envs.rows, self._sampler.share, log.limits
     self._params = self._sampler.decode_weights(self._params)
     self._began = np.zeros((rows,), np.uint32)
-    size = rows_at_once(self._sampler, limits, rows // share.own)
+    size = rows_at_once(self._sampler, limits, rows // share.own, self._eyes and self._eyes.room)
     self._shapes = Shapes(size, share.shards, limits.max_context, decode_columns(limits), limits.length_step)
     # Round-robin, so that a level with long episodes is spread over all shards.
     self._slots = np.arange(size * share.own, dtype=np.int32).reshape(-1, share.own).T.reshape(-1)

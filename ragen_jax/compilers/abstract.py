@@ -18,6 +18,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.image_observations import image_columns, shows_images
 from ragen_jax.agent.image_room import ImageRoom, image_room
 from ragen_jax.agent.language_model import LanguageModel, has_policys_tower, make_sampler, param_state
+from ragen_jax.agent.sampler_speaker import fed_image_tokens
 from ragen_jax.compilers import topologies
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
@@ -262,7 +263,10 @@ def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, k
   leaves = jax.tree.leaves(params)
   copied = bytes_per_device([leaves[i] for i in changed_weights(state.params, params)])
   shards = row_shards(mesh)
-  row = capacity.bytes_per_row(sampler.cfg, cache_columns(config), compute_dtype(config), mesh.shape['tensor'])
+  row = capacity.bytes_per_row(
+    sampler.cfg, cache_columns(config), compute_dtype(config), mesh.shape['tensor'],
+    image_tokens=fed_image_tokens(config.agent.max_context, planned_room(config)), shards=shards,
+  )  # fmt: skip
   rows = {}
   for phase in ('rollout', 'evaluation'):
     size = episodes(config, phase) // shards

@@ -33,24 +33,34 @@ def bytes_per_device(tree: Any) -> int:
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
-def bytes_per_row(cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1) -> int:
+def bytes_per_row(
+  cfg: QwenConfig, columns: int, dtype: Any, tensor: int = 1, *, image_tokens: int = 0, shards: int = 1
+) -> int:
   """Memory of one row on one device while it is sampled.
 
   The cache has 2 L S K H numbers; one layer of it is held twice while it is resized. Sampling holds the logits of the
   row three times in float32, as they are and to draw, and up to three quarters of the cache twice: where some of the
   rows have no episode, the program copies the others. A first prompt, assumed to have up to 512 columns, holds the
-  MLP's three arrays of F numbers a column.
+  MLP's three arrays of F numbers a column. Each device holds the features of the images that are fed to the rows of all
+  shards.
 
   Args:
     cfg: the policy's shape.
     columns: S.
     dtype: type of the cache.
     tensor: size of the mesh axis that heads and vocabulary are divided over.
+    image_tokens: the most tokens of the images that are fed to a row at once.
+    shards: parts into which rows are divided.
   """
-  layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * np.dtype(dtype).itemsize
-  prompt = 3 * min(columns, _PROMPT) * (cfg.intermediate_size // tensor) * np.dtype(dtype).itemsize
+  size = np.dtype(dtype).itemsize
+  images = 0
+  if image_tokens:
+    levels = 1 + len(cfg.vision.deepstack_blocks)
+    images = shards * image_tokens * levels * cfg.vision.out_hidden_size * size
+  layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * size
+  prompt = 3 * min(columns, _PROMPT) * (cfg.intermediate_size // tensor) * size
   sampling = cfg.num_layers * layer * 3 // 4 + 3 * 4 * -(-cfg.vocab_size // tensor)
-  return (cfg.num_layers + 1) * layer + max(sampling, prompt)
+  return (cfg.num_layers + 1) * layer + max(sampling, prompt) + images
 
 
 def rows_that_fit(rows: int, row_bytes: int, free: int | None) -> int:

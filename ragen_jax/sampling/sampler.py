@@ -192,13 +192,20 @@ class Sampler:
   def _place(self, x):
     return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
 
-  def rows_that_fit(self, rows: int, columns: int) -> int:
-    """How many of `rows` rows of a shard can be sampled at a time with a cache of `columns` columns.
+  def rows_that_fit(self, rows: int, columns: int, image_tokens: int = 0) -> int:
+    """How many of `rows` rows of a shard can be sampled at a time.
 
     Every process must call. Decided by the memory that is free now; a device that reports none, as a CPU, holds all.
+
+    Args:
+      rows: of a shard.
+      columns: of the cache.
+      image_tokens: the most tokens of the images that are fed to a row at once.
     """
     tensor = 1 if self._mesh is None else self._mesh.shape['tensor']
-    row_bytes = capacity.bytes_per_row(self.cfg, columns, self._policy.dtype, tensor)
+    row_bytes = capacity.bytes_per_row(
+      self.cfg, columns, self._policy.dtype, tensor, image_tokens=image_tokens, shards=self.share.shards
+    )
     free = capacity.free_bytes(jax.local_devices() if self._mesh is None else self._mesh.local_devices)
     return -processes.largest([-capacity.rows_that_fit(rows, row_bytes, free)])[0]
 

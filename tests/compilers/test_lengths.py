@@ -137,7 +137,7 @@ def _of_the_speaker(monkeypatch, config, assumed, replies, turns, rows, shards):
   """The calls that `SamplerSpeaker` makes."""
   monkeypatch.setattr(sampler_speaker.processes, 'own_rows', lambda x: x)
   log, sampler = _Log(config, assumed, replies, turns), _Sampler(shards)
-  sampler.rows_that_fit = lambda size, columns: rows // shards
+  sampler.rows_that_fit = lambda size, columns, image_tokens: rows // shards
   speaker = SamplerSpeaker(sampler, None, jax.random.key(0), PLAIN)
   sampler.speaker, sampler.log = speaker, log
   while (complete := speaker.reply(log)) is not None:

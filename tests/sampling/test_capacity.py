@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,6 +26,18 @@ def test_a_row_s_bytes_are_those_of_its_cache_one_more_layer_and_its_programs(dt
   assert capacity.bytes_per_row(model.cfg, 96, dtype, tensor) == expected
   state = jax.eval_shape(lambda: init_state(model, 1, 96))
   assert sum(x.size for x in jax.tree.leaves(state.cache)) * jnp.dtype(dtype).itemsize == held * tensor
+
+
+def test_a_row_s_bytes_count_the_features_of_the_images_of_all_shards():
+  cfg = random_model(40).policy.cfg
+  seeing = dataclasses.replace(
+    cfg, vision=types.SimpleNamespace(deepstack_blocks=(0, 1), out_hidden_size=cfg.hidden_size)
+  )
+  text = capacity.bytes_per_row(cfg, 96, jnp.bfloat16)
+  # An embedding and two levels of DeepStack for each of 20 tokens of each row of four shards.
+  found = capacity.bytes_per_row(seeing, 96, jnp.bfloat16, image_tokens=20, shards=4)
+  assert found == text + 4 * 20 * 3 * cfg.hidden_size * 2
+  assert capacity.bytes_per_row(seeing, 96, jnp.bfloat16, shards=4) == text
 
 
 class Device:

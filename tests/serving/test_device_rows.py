@@ -118,7 +118,7 @@ def test_the_width_is_the_smallest_that_holds_what_is_left_and_fits_behind_the_r
 
 def test_rows_that_do_not_fit_are_refused(sampler_and_params, monkeypatch):
   sampler, params = sampler_and_params
-  monkeypatch.setattr(sampler, 'rows_that_fit', lambda rows, columns: rows // 2)
+  monkeypatch.setattr(sampler, 'rows_that_fit', lambda rows, columns, image_tokens=0: rows // 2)
   with pytest.raises(UserError, match=r'^slots=6: only 3 rows of 100 columns fit into the free memory$'):
     device_rows(sampler, params)
   monkeypatch.setattr(sampler, 'share', RowShare(4, 0, 4))

@@ -82,8 +82,8 @@ class ScriptedSampler:
   def decode_weights(self, params):
     return params
 
-  def rows_that_fit(self, rows, columns):
-    del columns
+  def rows_that_fit(self, rows, columns, image_tokens):
+    del columns, image_tokens
     return rows
 
   def init(self, rows, size):

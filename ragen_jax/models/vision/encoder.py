@@ -96,13 +96,19 @@ class Encoder:
 
   def _encode(self, weights: Any, images: list[np.ndarray]) -> list[Features]:
     """The features of images of one size."""
-    count, calls = round_up(_IMAGES, 1 if self._mesh is None else row_shards(self._mesh)), []
-    for start in range(0, len(images), count):
-      own = images[start : start + count]
-      part = np.zeros((count, *own[0].shape), np.uint8)
-      part[: len(own)] = own
-      calls.append(self._program(weights, part if self._mesh is None else place_rows(part, self._mesh)))
-    found = [jax.tree.map(functools.partial(_one, i), part) for part in jax.device_get(calls) for i in range(count)]
+    count, found = round_up(_IMAGES, 1 if self._mesh is None else row_shards(self._mesh)), []
+    running = None  # the next call is prepared while a call runs; the device holds the features of two calls at most
+    for start in [*range(0, len(images), count), None]:
+      call = None
+      if start is not None:
+        own = images[start : start + count]
+        part = np.zeros((count, *own[0].shape), np.uint8)
+        part[: len(own)] = own
+        call = self._program(weights, part if self._mesh is None else place_rows(part, self._mesh))
+      if running is not None:
+        running = jax.device_get(running)
+        found += [jax.tree.map(functools.partial(_one, i), running) for i in range(count)]
+      running = call
     return found[: len(images)]
 
   def _keep(self, found: dict[bytes, Features]) -> None:

@@ -91,6 +91,8 @@ def read_processor(directory: str, vision: VisionConfig) -> ProcessorConfig:
 def _pixels(raw: dict[str, Any], where: str) -> tuple[int, int]:
   """The least and the most pixels: `size`, whose edges are numbers of pixels, or the older `min_pixels`."""
   size = raw.get('size') or {}
+  if not isinstance(size, dict):
+    raise UserError(f'{where}: size={size!r} must be an object with shortest_edge and longest_edge, in pixels')
   found = []
   for old, edge in (('min_pixels', 'shortest_edge'), ('max_pixels', 'longest_edge')):
     # `transformers` lets the older field win.
@@ -98,6 +100,8 @@ def _pixels(raw: dict[str, Any], where: str) -> tuple[int, int]:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
       raise UserError(f'{where}: size.{edge}={value!r} must be a positive number of pixels')
     found.append(value)
+  if found[0] > found[1]:
+    raise UserError(f'{where}: size.shortest_edge={found[0]} must be at most size.longest_edge={found[1]}')
   return found[0], found[1]
 
 
@@ -105,7 +109,10 @@ def _channels(raw: dict[str, Any], field: str, where: str) -> tuple[float, ...]:
   value = raw.get(field)
   if not isinstance(value, list) or len(value) != CHANNELS or not all(isinstance(x, int | float) for x in value):
     raise UserError(f'{where}: {field}={value!r} must be {CHANNELS} numbers')
-  return tuple(float(x) for x in value)
+  found = tuple(float(x) for x in value)
+  if not all(map(math.isfinite, found)) or (field == 'image_std' and min(found) <= 0):
+    raise UserError(f'{where}: {field}={value!r} must be {CHANNELS} finite numbers, above 0 for image_std')
+  return found
 
 
 def smart_resize(height: int, width: int, cfg: ProcessorConfig) -> tuple[int, int]:

@@ -115,6 +115,10 @@ def test_images_that_are_not_read(processor):
     ({'rescale_factor': 1.0}, r'rescale_factor=1.0 is not supported; only 1/255 is'),
     ({'image_mean': [0.5]}, r'image_mean=\[0.5\] must be 3 numbers'),
     ({'min_pixels': None, 'size': {'longest_edge': 10**6}}, r'size.shortest_edge=None must be a positive number'),
+    ({'size': 448}, r'size=448 must be an object with shortest_edge and longest_edge'),
+    ({'min_pixels': 100, 'max_pixels': 5}, r'size.shortest_edge=100 must be at most size.longest_edge=5'),
+    ({'image_std': [0.5, 0, 0.5]}, r'image_std=\[0.5, 0, 0.5\] must be 3 finite numbers, above 0'),
+    ({'image_mean': [0.5, float('nan'), 0.5]}, r'image_mean=.* must be 3 finite numbers'),
   ],
 )
 def test_processors_that_are_not_ours_are_refused(tmp_path, family, change, message):
