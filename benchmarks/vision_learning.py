@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -35,6 +36,7 @@ from ragen_jax.plots.runs import Curve, Run  # noqa: E402
 from ragen_jax.plots.style import figure_style  # noqa: E402
 
 SEEDS = (0, 1, 2)
+LEVELS = 256  # held out
 # Number of seeds -> the 95 % quantile of Student's t with one degree of freedom less.
 QUANTILES = {2: 6.314, 3: 2.920}
 # Game -> its tag, episodes of a held-out level (one if the game is deterministic), and the configs by what is read.
@@ -45,8 +47,8 @@ GAMES = {
 LABELS = {'images': 'tiny-vl, images', 'text': 'tiny, text'}
 PANELS = tuple(Panel(game, game, f'{game}: held-out success / best possible', every_iteration=False) for game in GAMES)
 FLAGS = (
-  '--config.eval.every=5', '--config.eval.groups=256', '--config.eval.tag_groups=()', '--config.checkpoint.every=0',
-  '--config.logging.episodes_every=0',
+  '--config.eval.every=5', f'--config.eval.groups={LEVELS}', '--config.eval.tag_groups=()',
+  '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
 )  # fmt: skip
 QUICK = (
   '--config.num_iterations=2', '--config.train.groups=16', '--config.eval.groups=16', '--config.eval.every=1',
@@ -96,13 +98,27 @@ def difference(ours: dict[int, dict], others: dict[int, dict]) -> dict[str, floa
   return mean_and_error([fractions(ours[s])[-1] - fractions(others[s])[-1] for s in seeds]) if seeds else None
 
 
+def with_noise_of_before(rise: dict[str, float | None], found: list[dict], episodes: int) -> dict[str, float | None]:
+  """A rise whose error includes the sampling error of the evaluation before training.
+
+  This evaluation is the same for all seeds, so the variation over seeds does not show its error. The binomial one is an
+  upper bound, because the levels are the same after training.
+  """
+  if rise['standard_error'] is None or len({r['sampled'][0] for r in found}) > 1:
+    return rise
+  p = found[0]['sampled'][0]
+  noise = math.sqrt(p * (1 - p) / episodes) / found[0]['optimal']
+  return rise | {'standard_error': round(math.hypot(rise['standard_error'], noise), 4)}
+
+
 def verdicts(runs: dict[str, dict]) -> dict[str, dict]:
   """For each setting the fractions before and after and their rise; for each game the difference of the settings."""
   told = {}
-  for game, (_, _, configs) in GAMES.items():
+  for game, (_, episodes, configs) in GAMES.items():
     for kind in configs:
       if found := list(of_seeds(runs, game, kind).values()):
         rise = mean_and_error([fractions(r)[-1] - fractions(r)[0] for r in found])
+        rise = with_noise_of_before(rise, found, LEVELS * episodes)
         told[f'{game}, {kind}'] = {
           'before': mean_and_error([fractions(r)[0] for r in found]),
           'after': mean_and_error([fractions(r)[-1] for r in found]),
