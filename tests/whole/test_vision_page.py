@@ -77,7 +77,7 @@ def test_the_forms_and_the_sentences_of_the_page():
   assert sum(counts.sum() for counts in read_claims(PAGE.split('## The state reward')[1]).values()) == 2
 
 
-def test_the_table_of_floors_is_that_of_the_benchmark():
+def test_the_table_of_floors_is_that_of_the_benchmark(monkeypatch):
   record = json.loads((ROOT / 'benchmarks' / 'results' / 'description_floors.json').read_text())
   cases, floor = record['cases'], record['floor']
   assert floor == default.get_config().reward.state_floor
@@ -85,6 +85,7 @@ def test_the_table_of_floors_is_that_of_the_benchmark():
     assert f'| {" | ".join(f"{case[row]:.3f}" for case in cases.values())} |' in PAGE
   with benchmark('description_floors') as module:
     assert list(cases) == list(module.CASES)
+    monkeypatch.setattr(module, 'MOST_CLAIMS', 1)
     for told in module.measure(12, 0.0)['cases'].values():
       assert told['constant after the floor'] == told['constant']
       assert told['another board after the floor'] == told['another board']
@@ -94,4 +95,4 @@ def test_the_table_of_floors_is_that_of_the_benchmark():
         assert max(0, 2 * told[key] - 1) <= told[f'{key} after the floor'] < told[key]
       # Neither is always right.
       assert 0 < told['another board'] < 1 and 0.3 < told['constant'] < 1, name
-      assert sum(counts.sum() for counts in read_claims(told['constant description']).values()) in (1, 2, 3, 4)
+      assert sum(counts.sum() for counts in read_claims(told['constant description']).values()) in (1, 2)
