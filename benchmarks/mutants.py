@@ -810,6 +810,46 @@ MUTATIONS = [
     ('opened = opened and not before.strip()', 'pass'),
   ),
   *_of(
+    'sft/watch.py', 'sft/test_watch.py',
+    ('reason=found.reason or reason', 'reason=reason'),
+    ('max(x, found.metrics.get(name, 0.0))', 'x'),
+    ('self._spikes = Spikes.from_state_dict(state)', 'pass'),
+    ("{LOSS: 'loss', VALUE_LOSS: 'value_loss',", "{LOSS: 'loss',"),
+    ('self.skipped_in_a_row + 1 if reason else 0', 'self.skipped_in_a_row + 1'),
+  ),
+  *_of(
+    'sft/log.py', 'sft/test_log.py',
+    ('self._skipped += len(found.skipped)', 'self._skipped = len(found.skipped)'),
+    ('max(x, self._spikes.get(name, 0.0))', 'x'),
+    ("self._skipped, self._spikes = state['skipped'], dict(state['spikes'])", 'pass'),
+  ),
+  *_of(
+    'sft/trainer.py', 'sft/test_trainer.py::test_the_gradient_norm_of_a_step_is_that_which_is_clipped',
+    ("jnp.hypot(norm, found['critic/grad_norm'])", 'norm'),
+    ('if self._value_loss else {}', 'if True else {}'),
+  ),
+  *_of(
+    'sampling/capacity.py', 'sampling/test_capacity.py',
+    ('images = shards * image_tokens', 'images = image_tokens'),
+    ('max(sampling, prompt) + images', 'max(sampling, prompt)'),
+  ),
+  *_of(
+    'models/vision/processor.py', 'models/vision/test_processor.py',
+    ('if found[0] > found[1]', 'if False'),
+    ("(field == 'image_std' and min(found) <= 0)", 'False'),
+    ('if not isinstance(size, dict)', 'if False'),
+  ),
+  *_of(
+    'agent/world_model/descriptions.py', 'agent/world_model/test_descriptions.py',
+    ('re.IGNORECASE | re.ASCII', 're.IGNORECASE'),
+  ),
+  *_of(
+    'runs/checkpoints.py',
+    'runs/test_checkpoints.py::test_threads_that_complete_after_a_failed_save_print_nothing',
+    ('    yield\n    sys.unraisablehook = hook\n', '    yield\n'),
+    ("== 'Event loop is closed'", "!= 'Event loop is closed'"),
+  ),
+  *_of(
     'distributed/watchdog.py',
     'distributed/test_watchdog.py',
     ('most = max(', 'most = min('),
