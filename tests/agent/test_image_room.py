@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 
 from ragen_jax.agent.image_room import ImageRoom, Shown, image_room
+from ragen_jax.agent.sampler_speaker import rows_at_once
 from ragen_jax.envs import Budget, spec
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.frozen_lake import FrozenLake
@@ -56,3 +58,21 @@ def test_the_room_is_that_of_the_environments_with_images(tile):
     Shown((4 * pixels, 4 * pixels), 1, (pixels // 2) ** 2, 5), Shown((48, 48), 1, 36, 7)
   )  # fmt: skip
   assert image_room(specs[2:], PROCESSOR) is None and image_room(specs, None) is None
+
+
+def test_rows_in_flight_are_chosen_with_the_images_of_a_row():
+  asked = []
+
+  def rows_that_fit(rows, columns, image_tokens):
+    asked.append((rows, image_tokens))
+    return rows
+
+  sampler = types.SimpleNamespace(share=types.SimpleNamespace(shards=2), rows_that_fit=rows_that_fit)
+  limits = types.SimpleNamespace(
+    rows_in_flight=8, max_context=100, max_response_tokens=10, decode_chunk=10, length_step=20
+  )
+  shown = ImageRoom((Shown((32, 32), 1, 16, 3), Shown((64, 64), 1, 64, 3)))
+  for room in (None, shown):
+    rows_at_once(sampler, limits, 16, room)
+  # Three images of 16 tokens, or one of 64 with the tokens around it.
+  assert asked == [(4, 0), (4, 64)]
