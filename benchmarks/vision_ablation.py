@@ -29,21 +29,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import hardware, run  # noqa: E402
-from benchmarks.vision_learning import difference, fractions, is_done, mean_and_error, of_seeds  # noqa: E402
+from benchmarks.vision_learning import EPISODES, LEVELS, difference, fractions, is_done, mean_and_error, of_seeds  # noqa: E402
 from ragen_jax.agent.world_model.formats import FORMATS, described_sections  # noqa: E402
 from ragen_jax.plots.style import figure_style  # noqa: E402
 
 SEEDS = (0, 1, 2)
-# Game -> its config, its tag, and episodes of a held-out level (one if the game is deterministic).
+# Game -> its config and its tag.
 GAMES = {
-  'frozenlake': ('frozenlake_vision_ppo', 'FrozenLake', 4),
-  'sokoban': ('sokoban_vision_ppo', 'SimpleSokoban', 1),
+  'frozenlake': ('frozenlake_vision_ppo', 'FrozenLake'),
+  'sokoban': ('sokoban_vision_ppo', 'SimpleSokoban'),
 }
 OFF, ON = 'without', 'with'
 STATE_REWARD = ('--config.reward.state_reward=0.02', '--config.reward.state_floor=0.5')
 FLAGS = (
-  '--config.num_iterations=20', '--config.eval.every=20', '--config.eval.groups=256', '--config.eval.greedy_too=True',
-  '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
+  '--config.num_iterations=20', '--config.eval.every=20', f'--config.eval.groups={LEVELS}',
+  '--config.eval.greedy_too=True', '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
 )  # fmt: skip
 QUICK = (
   '--config.num_iterations=1', '--config.train.groups=8', '--config.eval.groups=8',
@@ -58,12 +58,12 @@ def settings() -> list[tuple[str, str]]:
 
 def flags(game: str, form: str, reward: str, quick: bool) -> list[str]:
   """The flags of main.py for a setting, without config, seed and workdir."""
-  _, tag, episodes = GAMES[game]
+  _, tag = GAMES[game]
   own = [
     *FLAGS,
     f"--config.eval.tags=('{tag}',)",
     '--config.eval.tag_groups=()',
-    f'--config.eval.group_size={episodes}',
+    f'--config.eval.group_size={EPISODES}',
   ]
   own += [f'--config.agent.format={form}', *(STATE_REWARD if reward == ON else ('--config.reward.state_reward=0.0',))]
   return [*own, *(QUICK if quick else ())]

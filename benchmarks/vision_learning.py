@@ -39,10 +39,11 @@ SEEDS = (0, 1, 2)
 LEVELS = 256  # held out
 # Number of seeds -> the 95 % quantile of Student's t with one degree of freedom less.
 QUANTILES = {2: 6.314, 3: 2.920}
-# Game -> its tag, episodes of a held-out level (one if the game is deterministic), and the configs by what is read.
+EPISODES = 4  # of a level
+# Game -> its tag, and the configs by what is read.
 GAMES = {
-  'FrozenLake': ('FrozenLake', 4, {'images': 'frozenlake_vision_ppo', 'text': 'frozenlake_ppo'}),
-  'Sokoban': ('SimpleSokoban', 1, {'images': 'sokoban_vision_ppo', 'text': 'sokoban_ppo'}),
+  'FrozenLake': ('FrozenLake', {'images': 'frozenlake_vision_ppo', 'text': 'frozenlake_ppo'}),
+  'Sokoban': ('SimpleSokoban', {'images': 'sokoban_vision_ppo', 'text': 'sokoban_ppo'}),
 }
 LABELS = {'images': 'tiny-vl, images', 'text': 'tiny, text'}
 PANELS = tuple(Panel(game, game, f'{game}: held-out success / best possible', every_iteration=False) for game in GAMES)
@@ -58,8 +59,8 @@ QUICK = (
 
 def flags(game: str, quick: bool) -> list[str]:
   """The flags of main.py that both settings of a game share."""
-  tag, episodes, _ = GAMES[game]
-  own = [*FLAGS, f"--config.eval.tags=('{tag}',)", f'--config.eval.group_size={episodes}']
+  tag, _ = GAMES[game]
+  own = [*FLAGS, f"--config.eval.tags=('{tag}',)", f'--config.eval.group_size={EPISODES}']
   return [*own, *(QUICK if quick else ())]
 
 
@@ -114,11 +115,11 @@ def with_noise_of_before(rise: dict[str, float | None], found: list[dict], episo
 def verdicts(runs: dict[str, dict]) -> dict[str, dict]:
   """For each setting the fractions before and after and their rise; for each game the difference of the settings."""
   told = {}
-  for game, (_, episodes, configs) in GAMES.items():
+  for game, (_, configs) in GAMES.items():
     for kind in configs:
       if found := list(of_seeds(runs, game, kind).values()):
         rise = mean_and_error([fractions(r)[-1] - fractions(r)[0] for r in found])
-        rise = with_noise_of_before(rise, found, LEVELS * episodes)
+        rise = with_noise_of_before(rise, found, LEVELS * EPISODES)
         told[f'{game}, {kind}'] = {
           'before': mean_and_error([fractions(r)[0] for r in found]),
           'after': mean_and_error([fractions(r)[-1] for r in found]),
@@ -163,7 +164,7 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as scratch:
     cache = [f'--config.compilation_cache={scratch}/cache']
     for seed in seeds:  # seed by seed, so an interrupted benchmark can compare
-      for game, (_, _, configs) in GAMES.items():
+      for game, (_, configs) in GAMES.items():
         for kind, config in configs.items():
           key, own = f'{game} / {kind} / {seed}', flags(game, arguments.quick)
           if is_done(record, key, own):

@@ -17,7 +17,8 @@ def get_config(model: str = ''):
   config = frozenlake_vision_ppo.get_config(model)
   config.train.tags = ('SimpleSokoban',)
   config.eval.tags = ('SimpleSokoban',)
-  # The game is deterministic, so one episode a level is enough.
-  config.eval.group_size = 1
   config.envs.SimpleSokoban.observation = 'image'
+  if config.model.preset == 'tiny-vl':
+    # Its boards are harder to read than those of FrozenLake, and the tower is small.
+    config.model.vision = 'trained'
   return config
