@@ -857,6 +857,8 @@ MUTATIONS = [
     ('if paused:', 'if False:'),
     ('return [0] if self._index else []', 'return []'),
     ('if not self._patience or not behind:', 'if not behind:'),
+    ('      self._verdict = message\n', ''),
+    ('and not self._verdict and', 'and'),
   ),
   *_of(
     'distributed/messages.py',

@@ -99,6 +99,7 @@ class Watchdog:
     self._seen = {i: _Seen(Record(), now, now) for i in range(count)}
     self._exchanged_at = self._judged_at = now
     self._closed = threading.Event()
+    self._verdict = ''
     self._main = threading.main_thread().ident
 
   def start(self) -> None:
@@ -175,10 +176,11 @@ class Watchdog:
   def blame(self) -> str:
     """After a failed collective operation: a message about the process that is missing; '' if all answer.
 
-    Waits some seconds, until a process that has died is noticed.
+    Waits some seconds, until a process that has died is noticed. If the processes have judged already, that judgement
+    stands: the operation has failed as another process has ended because of it.
     """
     deadline = self._clock() + 3 * _SUSPECT
-    while self._clock() < deadline and not self._closed.wait(INTERVAL / 2):
+    while self._clock() < deadline and not self._verdict and not self._closed.wait(INTERVAL / 2):
       now = self._clock()
       with self._lock:
         failed = [(i, seen.record.failed) for i, seen in self._seen.items() if seen.record.failed and i != self._index]
@@ -187,7 +189,7 @@ class Watchdog:
           return '; '.join(f'{self._name(i)} has ended: {reason}' for i, reason in failed)
         if silent:
           return f'{self._name(silent[0])} does not answer; it was last {self._where(silent[0])}'
-    return ''
+    return self._verdict
 
   def _silent(self, seconds: float, now: float) -> list[int]:
     """The other processes without a new record for some seconds, the longest silent first."""
@@ -227,6 +229,7 @@ class Watchdog:
 
   def _judge_and_end(self) -> None:
     if message := self.judge():
+      self._verdict = message
       if self._index == 0:  # the store ends with this process, and JAX then ends the others before they have judged
         self._closed.wait(_LEAD * INTERVAL)
       self._closed.set()

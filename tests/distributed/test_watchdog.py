@@ -166,6 +166,27 @@ def test_after_a_failed_operation_nobody_is_blamed_if_all_answer(monkeypatch):
   assert run.dogs[0].blame() == ''
 
 
+def test_a_judgement_stands_if_an_operation_fails_while_the_first_process_waits_to_end(monkeypatch):
+  # Others end by the same judgement, earlier; the operation that fails then must not hide it.
+  run = Run(count=2)
+  run.pass_time(STEP)
+  run.dogs[0].passed('gen')
+  run.pass_time(PATIENCE)
+  run.clock.now += STEP
+  blamed = []
+
+  def fails(seconds):
+    if not blamed:
+      blamed.append('')
+      blamed[0] = run.dogs[0].blame()
+    return False
+
+  monkeypatch.setattr(run.dogs[0]._closed, 'wait', fails)
+  run.dogs[0]._judge_and_end()
+  assert blamed == run.ended and ' hangs for 100 s ' in blamed[0]
+  assert run.dogs[0].blame() == blamed[0]  # nor after it has ended
+
+
 def test_a_record_says_where_the_main_thread_is():
   run = Run(count=1)
   run.dogs[0].exchange()
