@@ -90,11 +90,11 @@ def test_seeds_are_compared_with_themselves(learning, ablation):
 
 
 def test_the_flags_of_the_benchmarks_are_those_of_a_run(learning, ablation):
-  for game, (_, _, configs) in learning.GAMES.items():
+  for game, (_, configs) in learning.GAMES.items():
     for quick in (False, True):
       for config in configs.values():
         check_config(_with_flags(config, learning.flags(game, quick)))
-  for game, (config, *_) in ablation.GAMES.items():
+  for game, (config, _) in ablation.GAMES.items():
     for form, reward in ablation.settings():
       check_config(_with_flags(config, ablation.flags(game, form, reward, quick=True)))
 
