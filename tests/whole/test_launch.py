@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from ragen_jax.models.presets import resolve
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.workdir import open_workdir
@@ -47,11 +48,11 @@ def address():
     yield held
 
 
-def _start_pair(workdir, log, address, *flags):
-  """Two processes without launch/local.sh, which would stop one when the other fails."""
+def _start_pair(workdir, log, address, *flags, own=((), ())):
+  """Two processes without launch/local.sh, which would stop one when the other fails; `own` has the flags of each."""
   flags = [*FLAGS, f'--workdir={workdir}', *flags, f'--coordinator={address}', '--num_processes=2']
   variables = environment(XLA_FLAGS='')
-  return [start_main(*flags, f'--process_id={i}', env=variables, stdout=log, stderr=log) for i in range(2)]
+  return [start_main(*flags, *own[i], f'--process_id={i}', env=variables, stdout=log, stderr=log) for i in range(2)]
 
 
 @pytest.mark.slow
@@ -154,3 +155,38 @@ def test_agent_programs_in_two_processes_are_refused_before_anything_starts(tmp_
   errors = [line for line in output.splitlines() if 'error: ' in line]
   assert len(errors) == 1 and errors[0].endswith('play in runs of one process, and there are 2'), output
   assert not workdir.exists()
+
+
+def _model_with_another_byte(directory):
+  """The built-in model with one bit of its weights flipped."""
+  shutil.copytree(resolve('tiny', ''), directory)
+  weights = directory / 'model.safetensors'
+  content = bytearray(weights.read_bytes())
+  content[-5] ^= 1
+  weights.write_bytes(content)
+  return directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('differs', ['config', 'files'])
+def test_processes_with_another_config_or_other_files_end_before_anything_is_written(tmp_path, address, differs):
+  if differs == 'config':
+    own = ((), ('--config.algorithm.clip_ratio_high=0.3',))
+    expected = 'algorithm.clip_ratio_high: is 0.3 in process 1 and '
+  else:
+    path = shutil.copytree(resolve('tiny', ''), tmp_path / 'model')
+    other = _model_with_another_byte(tmp_path / 'other')
+    own = ((f'--config.model.path={path}',), (f'--config.model.path={other}',))
+    expected = 'the files of model.preset: is '
+  with (tmp_path / 'log').open('w') as log:
+    workers = _start_pair(tmp_path / 'run', log, address, '--config.num_iterations=2', own=own)
+    try:
+      assert [worker.wait(timeout=300) for worker in workers] == [2, 2], (tmp_path / 'log').read_text()
+    finally:
+      for worker in workers:
+        worker.kill()
+        worker.wait()
+  errors = [line for line in (tmp_path / 'log').read_text().splitlines() if 'error: ' in line]
+  assert len(errors) == 1 and errors[0].startswith(f'error: {expected}'), errors
+  assert not (tmp_path / 'run').exists()
