@@ -276,7 +276,7 @@ class Environment(Game):
     Args:
       state: the state.
       tile: side of a tile in pixels. With the pixels of a visual token of the model, 28 for Qwen2.5-VL or 32 for
-        Qwen3-VL, a tile is one token, and the processor does not resize the image.
+        Qwen3-VL, a tile is one token; the processor must not enlarge the image, see docs/vision.md.
 
     Raises:
       NotImplementedError: the environment draws no images.

@@ -42,7 +42,7 @@ class Field:
 
   def allowed(self) -> str:
     """The values of a refused field that are accepted."""
-    return ' or '.join(['null', *map(repr, self.neutral)]) if self.neutral else '0 or null'
+    return ' or '.join(['null', *map(repr, self.neutral)]) if self.neutral else 'null, 0 or empty'
 
 
 def _honour(name: str, note: str) -> Field:
@@ -96,8 +96,8 @@ CHAT = (
   *_SAMPLES,
   *_TOOLS,
   *_TEMPLATE,
-  _honour('max_tokens', 'most tokens of a reply'),
-  _honour('max_completion_tokens', 'most tokens of a reply; goes before max_tokens'),
+  _honour('max_tokens', 'maximum number of tokens of a reply'),
+  _honour('max_completion_tokens', 'maximum number of tokens of a reply; takes precedence over max_tokens'),
   _honour('logprobs', 'log-probabilities of the sampled tokens'),
   _honour('top_logprobs', 'number of likeliest alternatives for each token'),
   _honour('add_generation_prompt', 'false: the prompt ends after the last message'),
@@ -115,7 +115,7 @@ COMPLETIONS = (
   _honour('prompt', 'a text, a list of texts, a list of ids or a list of lists of ids'),
   *_COMMON,
   *_SAMPLES,
-  _honour('max_tokens', 'most tokens of a reply'),
+  _honour('max_tokens', 'maximum number of tokens of a reply'),
   _honour('logprobs', 'number of likeliest alternatives for each token; 0 gives the sampled token only'),
   _honour('echo', 'puts the prompt before the text'),
   *_ignore('store'),
@@ -129,7 +129,7 @@ RESPONSES = (
   *_COMMON,
   *_TOOLS,
   *_TEMPLATE,
-  _honour('max_output_tokens', 'most tokens of a reply'),
+  _honour('max_output_tokens', 'maximum number of tokens of a reply'),
   _honour('previous_response_id', 'the call that this one continues'),
   Field('text', Treatment.LENIENT, 'format text; others need constrained decoding'),
   *_IGNORED,
