@@ -449,10 +449,12 @@ class Run:
     return processes.largest([self._interrupt.requested])[0]
 
   def _roll_back(self, state: TrainState, best: int, verdict: Verdict) -> TrainState:
-    """The weights and the optimiser's state of the best checkpoint, with smaller learning rates."""
+    """The weights and the optimiser's state of the best checkpoint, with smaller learning rates; deletes the others."""
     with processes.same_errors():
       self._checkpointer.verify(best)
-    arrays, _ = self._checkpointer.restore(state.saved(), step=best, partial=True)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.saved())
+    jax.tree.map(lambda x: x.delete(), state.saved())  # the devices may have no room for both
+    arrays, _ = self._checkpointer.restore(like, step=best, partial=True)
     scale = state.lr_scale * self._settings.rollback_lr
     self._monitor.rolled_back()
     self._replay.clear()

@@ -20,6 +20,7 @@ from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout, concatenate
 from ragen_jax.algorithms.diagnostics import RATIO_EDGES
+from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import place, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.runs.metrics import Counts
@@ -259,9 +260,11 @@ class Trainer:
     critic_only = state.iteration < self.settings.update.critic_warmup
     for rows, plans in [] if found else self._plans(selected, state.iteration):
       parts = self.micro_batches(batch, selected, rows, plans)
+      processes.passed()  # a process that waits for the devices in this step is ahead of one that hangs before it
       state, sums = self.learner.step(state, parts, critic_only=critic_only)
       steps.append(objective.token_means(sums))
       taken.append([plan.members for plan in plans])
+    processes.passed()
     metrics = self._update_metrics(jax.device_get(steps), state, taken) | policy_lag(selected, state.iteration)
     return state.replace(iteration=state.iteration + 1), metrics | found
 
@@ -283,6 +286,7 @@ class Trainer:
     rows, plans = found[0]
     *_, micro_batch = self.micro_batches(batch, selected, rows, plans[-1:])
     critic_only = iteration < self.settings.update.critic_warmup
+    processes.passed()
     _, sums = self.learner.gradients(state, [micro_batch], critic_only=critic_only)
     names = bad_steps.names_of_not_finite(jax.device_get(sums))
     return {'not_finite/new_weights': NotFinite(1, f'{names} under the new weights')} if names else {}

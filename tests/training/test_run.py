@@ -103,8 +103,10 @@ def test_a_rollback_gives_the_best_checkpoint_smaller_steps_and_an_empty_buffer(
     )  # nothing to go back to
     _finish(run, _state(2, iteration=2), _evaluation(0.9))
     _finish(run, _state(4, iteration=4), _evaluation(0.3))
-    state, rolled_back = _finish(run, _state(5, iteration=5), verdict=Verdict('rollback', 'sick'))
+    discarded = _state(5, iteration=5)
+    state, rolled_back = _finish(run, discarded, verdict=Verdict('rollback', 'sick'))
     assert rolled_back and (state.iteration, state.lr_scale) == (5, 0.5) and run.goes_on(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(discarded.saved()))
     np.testing.assert_array_equal(state.trained['policy']['kernel'], [2, 2])
     np.testing.assert_array_equal(state.opt_state['mu'], [20, 20])
     # Not at the end: the last iteration is kept as it is.

@@ -10,6 +10,7 @@ import pytest
 
 from ragen_jax import build, train
 from ragen_jax.agent.finite import NotFinite
+from ragen_jax.distributed import processes
 from ragen_jax.runs.metrics import Counts, read_metrics
 from ragen_jax.training.learner import SKIPPED
 from tests.support import learning
@@ -27,6 +28,22 @@ def test_where_nothing_is_kept_nothing_is_learnt(policy, played):
   assert metrics['train/num_mini_batches'] == 0 and state.iteration == 1
   assert not np.any(metrics['actor/ratio'].counts)
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+
+
+def test_a_process_passes_a_point_before_it_waits_for_each_step_and_for_the_end(policy, played, monkeypatch):
+  # Otherwise the watchdog would not notice another process that hangs before its part of a step.
+  trainer, state = learning.make_trainer(policy)
+  selection = trainer.select(played[0])
+  batch, _ = trainer.estimate(state, selection)
+  events, step, get = [], trainer.learner.step, jax.device_get
+  monkeypatch.setattr(processes, 'passed', lambda phase='': events.append('point'))
+  monkeypatch.setattr(trainer.learner, 'step', lambda *a, **k: (events.append('step'), step(*a, **k))[1])
+  monkeypatch.setattr(jax, 'device_get', lambda x: (events.append('wait'), get(x))[1])
+  state, metrics = trainer.update(state, batch, selection)
+  taken = metrics['train/num_mini_batches']
+  assert taken > 1 and events == [*['point', 'step'] * taken, 'point', 'wait']
+  events.clear()
+  assert trainer.try_weights(state, batch, selection) == {} and events[:2] == ['point', 'wait']
 
 
 def _with_a_number(rollout, name, x):
