@@ -861,6 +861,11 @@ MUTATIONS = [
     ('and not self._verdict and', 'and'),
   ),
   *_of(
+    'algorithms/masks.py',
+    'training/test_estimate.py::test_rollouts_of_another_width_compile_nothing',
+    ('columns = np.arange(', 'columns = jnp.arange('),
+  ),
+  *_of(
     'training/trainer.py',
     'training/test_trainer.py::test_a_process_passes_a_point_before_it_waits_for_each_step_and_for_the_end',
     ('      processes.passed()  # a process', '      # a process'),

@@ -42,6 +42,10 @@ class FedRows:
   keys: jax.Array
 
 
+# One program for each number of rows.
+_taken = jax.jit(lambda keys, at: keys[at])
+
+
 def decode_columns(limits: Limits) -> int:
   """Columns that a call of `decode` writes."""
   return min(limits.decode_chunk, limits.max_response_tokens)
@@ -300,7 +304,7 @@ class SamplerSpeaker:
     limits, columns = log.limits, decode_columns(log.limits)
     lockstep = limits.schedule == 'lockstep'
     at, selected = self._selection(self._slots >= 0, self._decoded)
-    slots, keys = self._slots[at], self._keys if selected is None else self._keys[at]
+    slots, keys = self._slots[at], self._keys if selected is None else _taken(self._keys, at)
     complete: dict[int, list[int]] = {}
     while True:
       left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in slots.tolist()]

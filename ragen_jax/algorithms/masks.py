@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ragen_jax.algorithms import rounding
 
@@ -74,13 +75,14 @@ def turn_sums(x: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> jax.Array:
 
 
 def selective_masks(
-  loss_mask: jax.Array, length: jax.Array, *, mask_loss: bool, mask_advantages: bool
-) -> tuple[jax.Array, jax.Array]:
+  loss_mask: np.ndarray, length: np.ndarray, *, mask_loss: bool, mask_advantages: bool
+) -> tuple[np.ndarray, np.ndarray]:
   """The tokens in the policy loss (M_loss) and in the recursion of advantages (M_adv), by VAGEN's two switches.
 
   With both switches on, both are the sampled tokens. A switch that is off extends its mask to all tokens of the row but
   the first (column 0 has no log-prob), including prompts and observations. The trainer must then score those tokens,
-  because the sampler records log-probs of sampled tokens only.
+  because the sampler records log-probs of sampled tokens only. This runs on the host: T is not padded, so on a device
+  every rollout could need a program of its own.
 
   Args:
     loss_mask: bool[B, T], sampled tokens.
@@ -93,7 +95,7 @@ def selective_masks(
 
   Source: VAGEN, arXiv 2510.16907, selective token masking; AICO is both on without the bi-level credit.
   """
-  columns = jnp.arange(loss_mask.shape[-1])
+  columns = np.arange(loss_mask.shape[-1])
   every = (columns[None] < length[:, None]) & (columns[None] > 0) & loss_mask.any(-1, keepdims=True)
   return (loss_mask if mask_loss else every), (loss_mask if mask_advantages else every)
 

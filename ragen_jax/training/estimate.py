@@ -81,6 +81,7 @@ class EstimateSettings:
 
 
 _advantages = jax.jit(compute_advantages, static_argnames='settings')
+_explained_variance = jax.jit(losses.explained_variance)
 _shape_rewards = jax.jit(rewards.shape_rewards, static_argnames=('credit', 'grouping', 'method'))
 
 
@@ -185,9 +186,7 @@ class TargetEstimator:
     if self._settings.needs_critic:
       metrics |= mean_max_min('critic/returns', batch.returns[tokens.sampled])
       metrics |= mean_max_min('critic/values', batch.old_values[tokens.sampled])
-      metrics['critic/vf_explained_var'] = float(
-        losses.explained_variance(batch.old_values, batch.returns, batch.valued)
-      )
+      metrics['critic/vf_explained_var'] = float(_explained_variance(batch.old_values, batch.returns, batch.valued))
     return batch, metrics
 
   def _images(self, params: Any, rollout: Rollout) -> ImageInputs | None:
@@ -196,9 +195,8 @@ class TargetEstimator:
 
   def _tokens(self, selection: Selection, images: ImageInputs | None) -> _Tokens:
     s, t, keep = self._settings, selection.rollout.trajectory, selection.keep
-    trained, through = (
-      np.asarray(x)
-      for x in masks.selective_masks(t.loss_mask, t.length, mask_loss=s.mask_loss, mask_advantages=s.mask_advantages)
+    trained, through = masks.selective_masks(
+      t.loss_mask, t.length, mask_loss=s.mask_loss, mask_advantages=s.mask_advantages
     )
     if s.banned:  # tokens of prompts that have no probability
       trained, through = (x & ~np.isin(t.tokens, s.banned) for x in (trained, through))

@@ -11,6 +11,7 @@ import pytest
 from ragen_jax.agent.episode import Status
 from ragen_jax.training.rollout_metrics import policy_lag
 from tests.support import learning
+from tests.support.compilations import compiled
 
 
 def test_dropped_rows_do_not_touch_the_advantages_of_others(policy, played):
@@ -25,6 +26,24 @@ def test_dropped_rows_do_not_touch_the_advantages_of_others(policy, played):
   again, _ = trainer.estimate(state, dataclasses.replace(selection, rollout=other, keep=keep))
   np.testing.assert_array_equal(batch.advantages, again.advantages)
   assert not batch.mask[~keep].any() and abs(float(batch.advantages[batch.mask].mean())) < 1e-5
+
+
+@pytest.mark.parametrize('fields', [{}, {'algorithm__mask_loss': False, 'algorithm__old_logprobs': 'trainer'}])
+def test_rollouts_of_another_width_compile_nothing(policy, played, fields):
+  trainer, state = learning.make_trainer(policy, **fields)
+  rollout, _ = played
+  batch, _ = trainer.estimate(state, trainer.select(rollout))
+  t = rollout.trajectory
+  wider = {
+    f.name: np.pad(x, ((0, 0), (0, 3)), constant_values=-1 if f.name == 'turn' else 0)
+    for f in dataclasses.fields(t)
+    if (x := getattr(t, f.name)) is not None and x.ndim == 2
+  }
+  rollout = dataclasses.replace(rollout, trajectory=t.replace(**wider))
+  with compiled() as found:
+    again, _ = trainer.estimate(state, trainer.select(rollout))
+  assert found == []
+  np.testing.assert_array_equal(batch.advantages, again.advantages)
 
 
 def test_reward_normalisation_reaches_the_estimator_and_leaves_raw_scores(policy, played):
