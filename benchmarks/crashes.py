@@ -138,7 +138,7 @@ class Worker:
 
     def write_line_counted(writer):
       if writer._changed:
-        self.event('metrics', lambda: self._half_a_line(writer))
+        self.event('metrics', lambda: self._half_a_line(writer, write_line))
       write_line(writer)
 
     Evaluator.__call__, SamplerSpeaker.reply = evaluate_counted, reply_counted
@@ -196,11 +196,25 @@ class Worker:
       self._broken = pathlib.Path(self._fault).read_text()
       resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # Python ignores SIGXFSZ, so that writes fail with EFBIG
 
-  def _half_a_line(self, writer: Any) -> None:
+  def _half_a_line(self, writer: Any, write_line: Callable[[Any], None]) -> None:
     if self._end.kind == 'SIGKILL':
-      writer._file.seek(writer._offset)
-      writer._file.write(json.dumps({'step': writer._step, 'half': 1.0}).encode()[:-5])
-      writer._file.flush()
+      writer._file = _TornFile(writer._file, self.strike)
+      write_line(writer)
+
+
+class _TornFile:
+  """A file of which a write stops half-way."""
+
+  def __init__(self, file: Any, strike: Callable[[], None]):
+    self._file, self._strike = file, strike
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._file, name)
+
+  def write(self, content: bytes) -> None:
+    self._file.write(content[: len(content) // 2])
+    self._file.flush()
+    self._strike()
 
 
 def work(plan: dict[str, Any], arguments: list[str], output: int) -> None:

@@ -3,7 +3,8 @@
   <workdir>/tb/              event files; scalars, text, histograms, images, hyper-parameters
   <workdir>/metrics.jsonl    {"step": 3, "actor/entropy": 0.71, ...}: the same scalars in full precision
 
-A run that was stopped and resumed has the same metrics.jsonl as a run that was never stopped.
+A run that was stopped and resumed has the same metrics.jsonl as a run that was never stopped. While a line is replaced,
+its earlier text is in metrics.jsonl.line, so an end in the middle of it loses nothing.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class MetricWriter:
     self._step = start_step
     self._row: dict[str, float] = {}
     self._changed = False
+    self._written = ''  # the text of the current step's line in the file
     with self._disk_errors():
       (workdir / 'tb').mkdir(parents=True, exist_ok=True)
       _truncate(self._path, start_step)
@@ -103,7 +105,7 @@ class MetricWriter:
     row = {name: _scalar(name, value) for name, value in values.items()}
     if step != self._step:
       self._write_line()
-      self._offset, self._step, self._row = self._file.tell(), step, {}
+      self._offset, self._step, self._row, self._written = self._file.tell(), step, {}, ''
     self._row.update(row)
     self._changed = True
     self._add(step, Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()]))
@@ -194,11 +196,14 @@ class MetricWriter:
     values = {name: _to_json(value) for name, value in self._row.items()}
     line = json.dumps({'step': self._step, **values}, allow_nan=False) + '\n'
     with self._disk_errors():
+      if self._written:
+        replace_file(_spare(self._path), self._written, f'metrics were not written in {self._path.parent}')
       self._file.seek(self._offset)
       self._file.write(line.encode())
       self._file.flush()
       self._file.truncate()
-    self._changed = False
+      _spare(self._path).unlink(missing_ok=True)
+    self._changed, self._written = False, line
 
   @contextlib.contextmanager
   def _disk_errors(self) -> Iterator[None]:
@@ -238,7 +243,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
 
   Returns:
     One dict per step, {'step': 3, 'actor/entropy': 0.71, ...}, in the order written. The half-written last line of a
-    killed run is left out.
+    killed run has its earlier values, or is left out if it had none.
 
   Raises:
     UserError: the file does not exist, or a line before the last is damaged.
@@ -285,10 +290,15 @@ def _to_json(value: float) -> float | str:
   return 'NaN' if math.isnan(value) else 'Infinity' if value > 0 else '-Infinity'
 
 
+def _spare(path: pathlib.Path) -> pathlib.Path:
+  """The file with the earlier text of the last line of a metrics.jsonl, while the line is replaced."""
+  return path.with_name(f'{path.name}.line')
+
+
 def _parse(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
-  """The rows of a metrics.jsonl, parsed and as text, without a half-written last line."""
+  """The rows of a metrics.jsonl, parsed and as text; of a half-written last line the earlier text, if there is one."""
   lines = path.read_text(encoding='utf-8', errors='replace').splitlines()
-  parsed = []
+  parsed: list[tuple[dict[str, Any], str]] = []
   for number, line in enumerate(lines, start=1):
     try:
       row = json.loads(line)
@@ -297,9 +307,15 @@ def _parse(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
     except ValueError as e:
       if number < len(lines):
         raise UserError(f'line {number} of {path} is damaged ({e}); remove it or choose another --workdir') from e
-      break
+      return parsed + _parse_spare(path)
     parsed.append((row, line))
   return parsed
+
+
+def _parse_spare(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
+  spare = _spare(path)
+  text = spare.read_text(encoding='utf-8').rstrip('\n') if spare.exists() else ''
+  return [(json.loads(text), text)] if text else []
 
 
 def _truncate(path: pathlib.Path, start_step: int) -> None:
@@ -307,3 +323,4 @@ def _truncate(path: pathlib.Path, start_step: int) -> None:
   if path.exists():
     kept = [line for row, line in _parse(path) if row['step'] < start_step]
     replace_file(path, ''.join(f'{line}\n' for line in kept), f'metrics were not written in {path.parent}')
+    _spare(path).unlink(missing_ok=True)

@@ -193,6 +193,44 @@ def test_the_old_lines_stay_until_the_new_file_is_whole(tmp_path, monkeypatch):
   assert (tmp_path / 'metrics.jsonl').read_bytes() == before
 
 
+class _Torn:
+  """A file of which a write stops half-way, as on a full disk."""
+
+  def __init__(self, file):
+    self._file = file
+
+  def __getattr__(self, name):
+    return getattr(self._file, name)
+
+  def write(self, content):
+    self._file.write(content[: len(content) // 2])
+    self._file.flush()
+    raise OSError(28, 'No space left on device')
+
+
+@pytest.mark.parametrize('later', ['timing_s/step', 'a'])  # longer than the earlier line or not
+def test_a_line_that_is_replaced_half_way_keeps_its_earlier_values(tmp_path, later):
+  writer = MetricWriter(tmp_path)
+  writer.scalars(1, {'loss': 1.0})
+  writer.scalars(2, {'loss': 0.123456789, 'reward': 7.0})
+  writer.flush()  # as before a checkpoint
+  writer.scalars(2, {'loss': 3.0, later: 1.0 if later == 'a' else 0.123456789123})
+  writer._file, file = _Torn(writer._file), writer._file
+  with pytest.raises(UserError, match='No space left'):
+    writer.flush()
+  file.close()
+  earlier = [{'step': 1, 'loss': 1.0}, {'step': 2, 'loss': 0.123456789, 'reward': 7.0}]
+  with pytest.raises(ValueError, match=r'(?i)expecting|extra|unterminated'):
+    json.loads((tmp_path / 'metrics.jsonl').read_text().splitlines()[-1])
+  assert read_metrics(tmp_path) == earlier
+  with MetricWriter(tmp_path, 3) as writer:
+    writer.scalars(3, {'loss': 0.0})
+  assert read_metrics(tmp_path) == [*earlier, {'step': 3, 'loss': 0.0}]
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['metrics.jsonl', 'tb']
+  MetricWriter(tmp_path, 2).close()
+  assert read_metrics(tmp_path) == earlier[:1]
+
+
 def test_damage_before_the_last_line_is_named(tmp_path):
   write_steps(tmp_path, 0, 3)
   path = tmp_path / 'metrics.jsonl'
