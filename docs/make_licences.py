@@ -25,7 +25,7 @@ from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).parents[1]
 LOCK, PAGE = ROOT / 'requirements.lock', ROOT / 'docs' / 'licences.md'
-RANGES = ('requirements.txt', 'requirements-serve.txt', 'requirements-endpoint.txt')
+RANGES = ('requirements.txt', 'requirements-serve.txt', 'requirements-endpoint.txt', 'requirements-stores.txt')
 
 # The systems and Pythons that the lock is for; later Pythons are as good as the last of these.
 _SYSTEMS = {'linux': ('Linux', 'posix'), 'darwin': ('Darwin', 'posix'), 'win32': ('Windows', 'nt')}
@@ -37,17 +37,20 @@ _SPDX = {
   'Apache 2.0': 'Apache-2.0',
   'Apache 2.0 License': 'Apache-2.0',
   'Apache Software License': 'Apache-2.0',
+  'BSD': 'BSD-3-Clause',
   'BSD 3-Clause License': 'BSD-3-Clause',
   'BSD License': 'BSD-3-Clause',
   'ISC License': 'ISC',
   'ISC License (ISCL)': 'ISC',
   'MIT License': 'MIT',
+  'Mozilla Public License 2.0 (MPL 2.0)': 'MPL-2.0',
   'Python Software Foundation License': 'PSF-2.0',
 }
 # Packages that are installed on other systems only, such as Windows; stated by their files.
 _OTHER_SYSTEMS = {'colorama': 'BSD-3-Clause', 'httpx2-jsfetch': 'BSD-3-Clause', 'nest-asyncio': 'BSD-2-Clause'}
-# Packages whose field License has the text of the licence that a classifier names.
-_BY_CLASSIFIERS = {'cycler', 'kiwisolver', 'matplotlib', 'scipy'}
+# Packages whose field License names none, and whose classifiers are complete: it has the text of a licence, or, for
+# python-dateutil, 'Dual License'.
+_BY_CLASSIFIERS = {'cycler', 'kiwisolver', 'matplotlib', 'python-dateutil', 'scipy'}
 # Licences that a program under Apache-2.0 may depend on.
 _PERMISSIVE = (
   '0BSD',
@@ -57,6 +60,7 @@ _PERMISSIVE = (
   'CC0-1.0',
   'ISC',
   'MIT',
+  'MIT-0',
   'MIT-CMU',
   'PSF-2.0',
   'Zlib',

@@ -90,6 +90,15 @@ def test_the_lock_meets_the_requirements_and_names_the_licences():
   assert {x.name for x in lock} == listed
 
 
+def test_the_lock_is_made_from_all_that_users_install():
+  """Users of an accelerator install JAX for it on top, and only contributors install what the tests need."""
+  tool = _lock_page()
+  files = {path.name for path in ROOT.glob('requirements*.txt')}
+  assert sorted(tool.RANGES) == sorted(files - {'requirements-dev.txt', 'requirements-aot.txt'})
+  (command,) = re.findall('^#   uv pip compile (.*)$', tool.LOCK.read_text(), flags=re.MULTILINE)
+  assert [word for word in command.split() if word.endswith('.txt')] == list(tool.RANGES)
+
+
 def test_a_lock_that_does_not_fit_is_refused():
   tool = _lock_page()
   digest = 'a' * 64
