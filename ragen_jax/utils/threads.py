@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.errors import one_line, printable
 
 # After this many consecutive time-outs, the remaining calls are not made.
 _GIVE_UP_AFTER = 3
@@ -20,7 +20,7 @@ _LONGEST_MESSAGE = 300  # characters
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """The reason why a call has no usable result. `str` gives one line of at most 300 characters.
+  """The reason why a call has no usable result. `str` gives one printable line of at most 300 characters.
 
   Attributes:
     kind: a few words, equal for all faults of one kind, such as 'step raised KeyError'.
@@ -33,9 +33,8 @@ class Fault:
   hung: bool = False
 
   def __str__(self) -> str:
-    line = ' '.join(f'{self.kind}: {self.detail}'.split()) if self.detail else self.kind
-    line = line.encode('utf-8', 'replace').decode('utf-8')
-    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 3] + '...'
+    line = ' '.join((f'{self.kind}: {self.detail}' if self.detail else self.kind).split())
+    return printable(line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 3] + '...')
 
 
 class _Call:

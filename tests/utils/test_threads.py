@@ -25,6 +25,7 @@ def clock(monkeypatch):
 def test_a_fault_is_written_in_one_short_line():
   assert str(Fault('a', 'b\n  c')) == 'a: b c'
   assert len(str(Fault('a', 'b' * 1000))) == 300
+  assert str(Fault('a\n\x1b', 'b\x1b[2J\rc\x07')) == 'a ?: b?[2J c?' and str(Fault('a\n\x1b')) == 'a ?'
 
 
 def test_calls_keep_their_order_and_run_side_by_side():
