@@ -3,7 +3,8 @@
   python docs/make_licences.py new.lock    replaces requirements.lock, keeping its comment, and writes the licences
   python docs/make_licences.py --check     tells whether the lock fits the requirements, and the page fits the lock
 
-The licences are those that the installed packages state, so the locked packages must be installed.
+The licences are those that the installed packages state, so the locked packages must be installed in their locked
+versions. Everything that a package states about its licence must be known and allowed.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import itertools
 import pathlib
 import re
 import sys
+from collections.abc import Mapping
 
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).parents[1]
 LOCK, PAGE = ROOT / 'requirements.lock', ROOT / 'docs' / 'licences.md'
-RANGES = ('requirements.txt', 'requirements-serve.txt', 'requirements-endpoint.txt')
+RANGES = ('requirements.txt', 'requirements-serve.txt', 'requirements-endpoint.txt', 'requirements-stores.txt')
+
+# The systems and Pythons that the lock is for; later Pythons are as good as the last of these.
+_SYSTEMS = {'linux': ('Linux', 'posix'), 'darwin': ('Darwin', 'posix'), 'win32': ('Windows', 'nt')}
+_PYTHONS = tuple(f'3.{minor}' for minor in range(11, 20))
 
 # SPDX names of what packages state instead, in a classifier or in the first line of the field License.
 _SPDX = {
@@ -29,13 +37,20 @@ _SPDX = {
   'Apache 2.0': 'Apache-2.0',
   'Apache 2.0 License': 'Apache-2.0',
   'Apache Software License': 'Apache-2.0',
+  'BSD': 'BSD-3-Clause',
+  'BSD 3-Clause License': 'BSD-3-Clause',
   'BSD License': 'BSD-3-Clause',
+  'ISC License': 'ISC',
   'ISC License (ISCL)': 'ISC',
   'MIT License': 'MIT',
+  'Mozilla Public License 2.0 (MPL 2.0)': 'MPL-2.0',
   'Python Software Foundation License': 'PSF-2.0',
 }
 # Packages that are installed on other systems only, such as Windows; stated by their files.
 _OTHER_SYSTEMS = {'colorama': 'BSD-3-Clause', 'httpx2-jsfetch': 'BSD-3-Clause', 'nest-asyncio': 'BSD-2-Clause'}
+# Packages whose field License names none, and whose classifiers are complete: it has the text of a licence, or, for
+# python-dateutil, 'Dual License'.
+_BY_CLASSIFIERS = {'cycler', 'kiwisolver', 'matplotlib', 'python-dateutil', 'scipy'}
 # Licences that a program under Apache-2.0 may depend on.
 _PERMISSIVE = (
   '0BSD',
@@ -45,6 +60,7 @@ _PERMISSIVE = (
   'CC0-1.0',
   'ISC',
   'MIT',
+  'MIT-0',
   'MIT-CMU',
   'PSF-2.0',
   'Zlib',
@@ -101,14 +117,56 @@ def read_ranges(files: tuple[str, ...] = RANGES) -> list[Requirement]:
   return [Requirement(line) for line in lines if line]
 
 
+def _environment(python: str, system: str) -> dict[str, str]:
+  """What markers ask about a machine."""
+  platform_system, os_name = _SYSTEMS[system]
+  return {
+    'python_version': python,
+    'python_full_version': f'{python}.0',
+    'implementation_version': f'{python}.0',
+    'sys_platform': system,
+    'platform_system': platform_system,
+    'os_name': os_name,
+    'platform_machine': 'x86_64',
+    'implementation_name': 'cpython',
+    'platform_python_implementation': 'CPython',
+  }
+
+
+def _is_for(marker: Marker | None, environment: Mapping[str, str] | None = None) -> bool:
+  """Whether a line with this marker is for an environment; without one, for the environment of this process."""
+  return marker is None or marker.evaluate(environment)
+
+
 def problems(lock: list[Locked], ranges: list[Requirement]) -> list[str]:
-  """What is wrong with a lock: lines without a hash, and requirements that it does not meet; one line each."""
+  """What is wrong with a lock: lines without a hash, and requirements that it does not meet; one line each.
+
+  A requirement must have exactly one version for each system and Python that it is for.
+  """
   found = [f'{x.name}=={x.version} has no hash' for x in lock if not x.hashes]
   for wanted in ranges:
     own = [x for x in lock if x.name == canonicalize_name(wanted.name)]
-    if not own:
-      found.append(f'{wanted.name} is not locked')
+    for python, system in itertools.product(_PYTHONS, _SYSTEMS):
+      environment = _environment(python, system)
+      versions = [x.version for x in own if _is_for(x.marker, environment)]
+      if _is_for(wanted.marker, environment) and len(versions) != 1:
+        found.append(f'{wanted.name} has {len(versions)} versions for Python {python} on {system}; must have 1')
+        break  # one line tells it
     found += [f'{x.name}=={x.version} is not in {wanted}' for x in own if not wanted.specifier.contains(x.version)]
+  return found
+
+
+def not_installed(lock: list[Locked]) -> list[str]:
+  """The packages that are not installed here in the locked version, one line each."""
+  found = []
+  for x in lock:
+    if _is_for(x.marker):
+      try:
+        version = importlib.metadata.version(x.name)
+      except importlib.metadata.PackageNotFoundError:
+        version = 'nothing'
+      if version == 'nothing' or Version(version) != Version(x.version):
+        found.append(f'{x.name}=={x.version} is locked, {version} is installed; pip install -r requirements.lock')
   return found
 
 
@@ -116,7 +174,7 @@ def licence_of(name: str) -> str:
   """The SPDX expression of a package's licence.
 
   Raises:
-    ValueError: the package is not installed, or states a licence that is unknown or not allowed.
+    ValueError: the package is not installed, or one of its statements is a licence that is unknown or not allowed.
   """
   try:
     told = importlib.metadata.metadata(name)
@@ -124,14 +182,23 @@ def licence_of(name: str) -> str:
     if name not in _OTHER_SYSTEMS:
       raise ValueError(f'{name} is not installed; pip install -r requirements.lock') from None
     return _OTHER_SYSTEMS[name]
-  classifiers = [x.split(' :: ')[-1] for x in told.get_all('Classifier') or [] if x.startswith('License ::')]
-  field = (told.get('License') or '').partition('\n')[0]
-  known = [_SPDX[x] for x in classifiers if x in _SPDX]
-  expression = told.get('License-Expression') or ' OR '.join(sorted(known)) or _SPDX.get(field, field)
-  unknown = set(re.split(r' (?:AND|OR) ', expression)) - _ALLOWED
-  if unknown:
-    raise ValueError(f'{name}: its licence is {expression!r}; allowed are {", ".join(sorted(_ALLOWED))}')
-  return expression
+  classifiers = [x for x in told.get_all('Classifier') or [] if x.startswith('License ::')]
+  named = [x.rpartition(' :: ')[2] for x in classifiers if x != 'License :: OSI Approved']  # which alone names none
+  known = sorted({_SPDX.get(x, x) for x in named})
+  field = (told.get('License') or '').partition('\n')[0].strip()
+  field = '' if known and name in _BY_CLASSIFIERS else _SPDX.get(field, field)
+  expression = told.get('License-Expression') or ''
+  stated = {*known, *_parts(field), *_parts(expression)}
+  if not stated or stated - _ALLOWED:
+    shown = ', '.join(sorted(stated - _ALLOWED))
+    raise ValueError(f'{name}: its licence is {shown!r}; allowed are {", ".join(sorted(_ALLOWED))}')
+  # The field is more exact than a classifier, which knows only one licence of the BSD.
+  return expression or (field if set(_parts(field)) - set(known) else ' OR '.join(known))
+
+
+def _parts(expression: str) -> list[str]:
+  """The licences of an SPDX expression without parentheses."""
+  return [x for x in re.split(r' (?:AND|OR) ', expression) if x]
 
 
 def page(lock: list[Locked]) -> str:
@@ -153,7 +220,7 @@ def main() -> None:
     text = comment + pathlib.Path(arguments.lock).read_text()
   try:
     lock = read_lock(text)
-    wrong = problems(lock, read_ranges())
+    wrong = [*problems(lock, read_ranges()), *not_installed(lock)]
     licences = page(lock)
   except ValueError as e:
     sys.exit(f'error: {e}')

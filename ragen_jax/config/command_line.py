@@ -15,16 +15,25 @@ from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import shipped
 from ragen_jax.runs.config_fields import REPLACED
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, printable
 
 TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
+
+
+class _Printable(logging.Formatter):
+  """Messages without control characters, also in the texts of servers and in exceptions."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    return printable(super().format(record), also='\n\t')
 
 
 def set_up_logging() -> None:
   """Writes the log messages of this package, and only these, to standard error, without prefixes."""
   own = logging.getLogger('ragen_jax')
   own.setLevel(logging.INFO)
-  own.addHandler(logging.StreamHandler())
+  handler = logging.StreamHandler()
+  handler.setFormatter(_Printable())
+  own.addHandler(handler)
   own.propagate = False
 
 

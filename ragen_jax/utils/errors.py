@@ -38,10 +38,18 @@ class Diverged(UserError):
     super().__init__(message, everywhere=True)
 
 
+def printable(text: str, also: str = '') -> str:
+  """The text with a question mark for each character that is not printable and not in `also`.
+
+  Such characters would let foreign text move the cursor of a terminal, change its title, or reverse a line.
+  """
+  return text if text.isprintable() else ''.join(c if c.isprintable() or c in also else '?' for c in text)
+
+
 def one_line(value: Any, write: Callable[[Any], str] = repr) -> str:
-  """`write(value)` in one line; a placeholder if it raises, which objects of foreign code may do."""
+  """`write(value)` in one `printable` line; a placeholder if it raises, which objects of foreign code may do."""
   try:
-    return ' '.join(write(value).split())
+    return printable(' '.join(write(value).split()))
   except BaseException as e:  # foreign code may raise any exception; a message must not end a run
     if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
       raise  # it comes from the user

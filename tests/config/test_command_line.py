@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 import sys
+import types
 
 import pytest
 from absl import flags
@@ -176,3 +179,18 @@ def test_the_module_is_the_same_program(tmp_path):
   code = "import runpy, sys; sys.argv[0] = 'ragen-jax'; runpy.run_module('ragen_jax', run_name='__main__')"
   result = run_python(code, '--config=frozenlake_ppo', '--config.model.path=none', cwd=tmp_path)
   assert result.returncode == 2 and result.stderr == "error: model.path='none' does not exist\n"
+
+
+def test_log_messages_have_no_control_characters(monkeypatch):
+  """Servers write a part of them, also of the exceptions below."""
+  own = logging.Logger('ragen_jax')  # in place of the one that other tests use
+  others = types.SimpleNamespace(**vars(logging) | {'getLogger': {'ragen_jax': own}.get})
+  monkeypatch.setattr(command_line, 'logging', others)
+  monkeypatch.setattr(sys, 'stderr', io.StringIO())
+  command_line.set_up_logging()
+  try:
+    raise ValueError('\x1b[2J')
+  except ValueError:
+    own.info('a %s\n\tb', '\x1b]0;title\x07', exc_info=True)
+  written = sys.stderr.getvalue()
+  assert written.startswith('a ?]0;title?\n\tb\nTraceback') and written.endswith('\nValueError: ?[2J\n')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragen_jax.utils.errors import Diverged, UserError, describe_error, one_line, short
+from ragen_jax.utils.errors import Diverged, UserError, describe_error, one_line, printable, short
 
 
 class _Unwritable:
@@ -41,6 +41,17 @@ def test_values_are_written_in_one_line(value, line):
 def test_white_space_of_any_writer_becomes_single_spaces():
   assert one_line('  two\n\n  lines\tand\r\ntabs ', str) == 'two lines and tabs'
   assert one_line(3, lambda x: f'{x}\n{x}') == '3 3'
+
+
+def test_foreign_texts_have_no_control_characters():
+  """They would clear a terminal, set its title, or let a line read from right to left."""
+  title, clear, reverse = '\x1b]0;title\x07', '\x9b2J', '\u202e'
+  assert printable(f'{title}{clear}{reverse}') == '?]0;title??2J?'
+  assert one_line(f'a{title}\r\n{clear}b', str) == 'a?]0;title? ?2Jb'
+  assert describe_error(ValueError(clear)) == 'ValueError: ?2J'
+  for text in ('', 'plain', 'Grüße, 你好, عربي, 😀', '\ufffd'):
+    assert printable(text) == one_line(text, str) == text
+  assert printable('a\tb\r\nc\ud800', also='\n\t') == 'a\tb?\nc?'
 
 
 def test_an_interrupt_is_not_taken_for_a_value_that_cannot_be_written():

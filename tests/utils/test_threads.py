@@ -25,6 +25,7 @@ def clock(monkeypatch):
 def test_a_fault_is_written_in_one_short_line():
   assert str(Fault('a', 'b\n  c')) == 'a: b c'
   assert len(str(Fault('a', 'b' * 1000))) == 300
+  assert str(Fault('a\n\x1b', 'b\x1b[2J\rc\x07')) == 'a ?: b?[2J c?' and str(Fault('a\n\x1b')) == 'a ?'
 
 
 def test_calls_keep_their_order_and_run_side_by_side():
@@ -60,6 +61,45 @@ def test_where_nothing_answers_the_rest_is_not_tried(clock):
   assert begun == [0, 1, 2]
   assert {fault.kind for _, fault in results} == {'reset took longer than 0.2 s'}
   assert [fault.hung for _, fault in results] == [True] * 3 + [False] * 47
+
+
+def _abandoned(what):
+  return [t for t in threading.enumerate() if t.name == f'ragen_jax-{what}']
+
+
+def test_abandoned_threads_are_limited_and_those_that_end_are_given_back(clock, monkeypatch):
+  monkeypatch.setattr('ragen_jax.utils.threads._MOST_ABANDONED', 3)
+  owner, begun = object(), []
+
+  def call(function, **more):
+    more = {'owner': owner} | more
+    ((result, fault),) = run_calls([function], what='linger', workers=1, timeout_s=0.1, **more)
+    return result or str(fault)
+
+  def hang():
+    begun.append(1)
+    clock.hang(1.0)
+    return 'late'
+
+  late = 'linger took longer than 0.1 s'
+  refused = 'linger is no longer called: 3 calls that took too long are still running'
+  assert [call(hang) for _ in range(6)] == [late] * 3 + [refused] * 3 and len(begun) == len(_abandoned('linger')) == 3
+  # Only calls of the same owner are refused, and not those that are always made.
+  assert [call(lambda: 'ok', owner=object()), call(lambda: 'ok', owner=None)] == ['ok', 'ok']
+  assert [call(lambda: 'ok', always=True), call(lambda: 'ok')] == ['ok', refused]
+  clock.release.set()
+  for thread in _abandoned('linger'):
+    thread.join(60)
+  assert call(lambda: 'ok') == 'ok' and not _abandoned('linger')
+
+
+def test_the_limit_of_abandoned_threads_holds_within_one_batch(clock, monkeypatch):
+  monkeypatch.setattr('ragen_jax.utils.threads._MOST_ABANDONED', 2)
+  functions = [lambda: 'ok', lambda: clock.hang(1.0)] * 5
+  results = run_calls(functions, what='linger', workers=1, timeout_s=0.1, owner=clock)
+  assert [result for result, _ in results] == ['ok', None] * 2 + [None] * 6
+  assert [fault.hung for _, fault in results if fault] == [True] * 2 + [False] * 6
+  assert {fault.kind for _, fault in results[4:]} == {'linger is no longer called'}
 
 
 @pytest.mark.parametrize('workers', [0, 1])

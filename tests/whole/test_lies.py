@@ -98,6 +98,8 @@ CONTENT = {
   'no success': (_episodes(done=True, success=None), 'success is not a bool'),
   'another episode': (_episodes(id='that of yesterday'), 'answered another episode'),
   'an error of another type': (_episodes(error={'why': ['x'] * 1000}), 'answered an error'),
+  'an error for the terminal': (_episodes(error='\x1b]0;title\x07\x1b[2Jall is well\r'), '?]0;title??[2Jall is well'),
+  'a status for the terminal': (_body(b'{}', status='403 \x1b[2JNo'), 'status 403 ?[2JNo'),
   'no JSON': (_body(b'<html>busy</html>'), 'JSONDecodeError'),
   'deep JSON': (_body(b'[' * 100_000), 'RecursionError'),
   'a number of many digits': (_body(b'{"episodes": ' + b'9' * 10_000 + b'}'), 'ValueError'),
@@ -140,7 +142,7 @@ def _play_over_http(url, **options):
   rewards, _, _ = _play(pool, ['a', 'b'])
   assert rewards == [(), ()] and pool.done.all() and not pool.success.any()
   assert list(pool.faults) == [0, 1]
-  assert all(len(str(fault)) <= 300 and '\n' not in str(fault) for fault in pool.faults.values())
+  assert all(len(str(fault)) <= 300 and str(fault).isprintable() for fault in pool.faults.values())
   return str(pool.faults[0])
 
 

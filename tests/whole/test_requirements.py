@@ -90,6 +90,15 @@ def test_the_lock_meets_the_requirements_and_names_the_licences():
   assert {x.name for x in lock} == listed
 
 
+def test_the_lock_is_made_from_all_that_users_install():
+  """Users of an accelerator install JAX for it on top, and only contributors install what the tests need."""
+  tool = _lock_page()
+  files = {path.name for path in ROOT.glob('requirements*.txt')}
+  assert sorted(tool.RANGES) == sorted(files - {'requirements-dev.txt', 'requirements-aot.txt'})
+  (command,) = re.findall('^#   uv pip compile (.*)$', tool.LOCK.read_text(), flags=re.MULTILINE)
+  assert [word for word in command.split() if word.endswith('.txt')] == list(tool.RANGES)
+
+
 def test_a_lock_that_does_not_fit_is_refused():
   tool = _lock_page()
   digest = 'a' * 64
@@ -100,30 +109,94 @@ def test_a_lock_that_does_not_fit_is_refused():
   ranges = [tool.Requirement(x) for x in ('jax>=0.10.2', 'flax>=0.12.8', 'chex>=0.1')]
   assert tool.problems(lock, ranges) == [
     'flax==0.12.8 has no hash',
+    'jax has 0 versions for Python 3.12 on linux; must have 1',
     'jax==0.4.0 is not in jax>=0.10.2',
-    'chex is not locked',
+    'chex has 0 versions for Python 3.11 on linux; must have 1',
   ]
   with pytest.raises(ValueError, match='one version'):
     tool.read_lock('jax>=0.10.2\n')
 
 
 @pytest.mark.parametrize(
-  ('stated', 'licence'),
+  ('markers', 'wanted', 'problem'),
   [
-    ({'License-Expression': 'MIT AND Zlib'}, 'MIT AND Zlib'),
-    ({'License': 'Apache 2.0 License\nand the text of it'}, 'Apache-2.0'),
-    ({'Classifier': 'License :: OSI Approved :: BSD License'}, 'BSD-3-Clause'),
-    ({'License-Expression': 'AGPL-3.0-only'}, None),
-    ({}, None),
+    ([''], 'jax', ''),
+    (['; python_full_version < "3.12"', '; python_full_version >= "3.12"'], 'jax', ''),
+    (['; python_version < "3.12"'], 'jax ; python_version < "3.12"', ''),
+    (['; python_version < "3.12"'], 'jax', 'jax has 0 versions for Python 3.12 on linux; must have 1'),
+    (['; python_version > "3.12"'], 'jax', 'jax has 0 versions for Python 3.11 on linux; must have 1'),
+    (['; sys_platform != "win32"'], 'jax', 'jax has 0 versions for Python 3.11 on win32; must have 1'),
+    (['', '; python_version >= "3.13"'], 'jax', 'jax has 2 versions for Python 3.13 on linux; must have 1'),
   ],
 )
-def test_licences_are_read_and_unknown_ones_refused(monkeypatch, stated, licence):
+def test_a_requirement_has_one_version_for_each_python_and_system(markers, wanted, problem):
+  tool = _lock_page()
+  digest = 'a' * 64
+  lock = tool.read_lock('\n'.join(f'jax==0.12.0 {marker} \\\n  --hash=sha256:{digest}' for marker in markers))
+  assert tool.problems(lock, [tool.Requirement(wanted)]) == [problem][: bool(problem)]
+
+
+def test_licences_are_read_from_the_locked_versions(monkeypatch):
+  tool = _lock_page()
+  installed = {'jax': '0.10.2', 'flax': '0.12.0'}
+
+  def version(name):
+    if name not in installed:
+      raise importlib.metadata.PackageNotFoundError(name)
+    return installed[name]
+
+  monkeypatch.setattr(tool.importlib.metadata, 'version', version)
+  lines = ['jax==0.10.2.0', 'jax==9.9 ; python_version < "3.0"', 'flax==0.12.8', 'chex==1.0']
+  assert tool.not_installed(tool.read_lock('\n'.join(lines))) == [
+    'flax==0.12.8 is locked, 0.12.0 is installed; pip install -r requirements.lock',
+    'chex==1.0 is locked, nothing is installed; pip install -r requirements.lock',
+  ]
+
+
+OSI = 'License :: OSI Approved'
+
+
+@pytest.mark.parametrize(
+  ('stated', 'licence'),
+  [
+    ([('License-Expression', 'MIT AND Zlib')], 'MIT AND Zlib'),
+    ([('License', 'Apache 2.0 License\nand the text of it')], 'Apache-2.0'),
+    ([('Classifier', f'{OSI} :: BSD License')], 'BSD-3-Clause'),
+    ([('Classifier', OSI), ('Classifier', f'{OSI} :: MIT License'), ('Classifier', 'Topic :: Games')], 'MIT'),
+    ([('Classifier', f'{OSI} :: MIT License'), ('Classifier', f'{OSI} :: Apache Software License')],
+     'Apache-2.0 OR MIT'),
+    ([('Classifier', f'{OSI} :: MIT License'), ('License', 'MIT')], 'MIT'),
+    ([('Classifier', f'{OSI} :: BSD License'), ('License', 'BSD-2-Clause')], 'BSD-2-Clause'),
+  ],
+)  # fmt: skip
+def test_licences_are_read(monkeypatch, stated, licence):
+  assert _licence_of(monkeypatch, stated) == licence
+
+
+@pytest.mark.parametrize(
+  ('stated', 'refused'),
+  [
+    ([], ''),
+    ([('Classifier', OSI)], ''),
+    ([('License-Expression', 'AGPL-3.0-only')], 'AGPL-3.0-only'),
+    ([('License-Expression', 'MIT AND AGPL-3.0-only')], 'AGPL-3.0-only'),
+    ([('Classifier', f'{OSI} :: MIT License'), ('Classifier', f'{OSI} :: GNU Affero General Public License v3')],
+     'GNU Affero General Public License v3'),
+    ([('License-Expression', 'MIT'), ('Classifier', 'License :: Other/Proprietary License')],
+     'Other/Proprietary License'),
+    ([('Classifier', f'{OSI} :: MIT License'), ('License', 'AGPL-3.0-only')], 'AGPL-3.0-only'),
+    ([('License-Expression', 'MIT'), ('License', 'AGPL-3.0-only')], 'AGPL-3.0-only'),
+    ([('Classifier', f'{OSI} :: BSD License'), ('License', 'Permission is granted\nto all')], 'Permission is granted'),
+  ],
+)  # fmt: skip
+def test_every_statement_about_a_licence_must_be_known(monkeypatch, stated, refused):
+  with pytest.raises(ValueError, match=re.escape(f'thing: its licence is {refused!r}; allowed are 0BSD, ')):
+    _licence_of(monkeypatch, stated)
+
+
+def _licence_of(monkeypatch, stated):
   tool, message = _lock_page(), email.message.Message()
-  for field, value in stated.items():
+  for field, value in stated:
     message[field] = value
   monkeypatch.setattr(tool.importlib.metadata, 'metadata', lambda _: message)
-  if licence is None:
-    with pytest.raises(ValueError, match='thing: its licence is'):
-      tool.licence_of('thing')
-  else:
-    assert tool.licence_of('thing') == licence
+  return tool.licence_of('thing')

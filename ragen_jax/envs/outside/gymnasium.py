@@ -162,7 +162,8 @@ class GymnasiumEnvironment(TextEnvironment):
 
   def open(self, rows: int) -> LocalSession:
     """A session with one environment for each row."""
-    return LocalSession(lambda: _Game(self), rows, workers=self.workers, step_timeout_s=self.step_timeout_s)
+    make = lambda: _Game(self)  # noqa: E731
+    return LocalSession(make, rows, workers=self.workers, step_timeout_s=self.step_timeout_s, owner=self)
 
 
 class _Game:

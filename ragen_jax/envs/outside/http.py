@@ -220,7 +220,7 @@ class HttpSession(Session):
     calls = [functools.partial(send, part) for part in parts]
     # Tries and waits have their own limits; this limit covers all other calls, such as the look-up of the host.
     limit = (tries + 1) * env.timeout_s + sum(map(self._wait_s, range(1, tries)))
-    results = run_calls(calls, what=what, workers=env.workers, timeout_s=limit)
+    results = run_calls(calls, what=what, workers=env.workers, timeout_s=limit, owner=env)
     answers: list[Any] = []
     for part, (result, fault) in zip(parts, results, strict=True):
       answers += result if fault is None else [fault] * len(part)

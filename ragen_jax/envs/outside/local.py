@@ -21,7 +21,7 @@ class LocalSession(Session):
   limit, a new object replaces the object. The old object is closed, unless its call may still be running.
   """
 
-  def __init__(self, make: Callable[[], Any], rows: int, *, workers: int, step_timeout_s: float):
+  def __init__(self, make: Callable[[], Any], rows: int, *, workers: int, step_timeout_s: float, owner: Any = None):
     """Makes no object yet.
 
     Args:
@@ -29,10 +29,12 @@ class LocalSession(Session):
       rows: number of rows.
       workers: number of threads, see `run_calls`.
       step_timeout_s: time limit of a step, a reset or a close, in seconds.
+      owner: the environment, see `run_calls`.
     """
-    self._make, self._workers, self._timeout_s = make, workers, step_timeout_s
+    self._make = make
+    self._how = {'workers': workers, 'timeout_s': step_timeout_s, 'owner': owner}
     self._games: list[Any] = [None] * rows
-    weakref.finalize(self, close_all, self._games, workers=workers, timeout_s=step_timeout_s)
+    weakref.finalize(self, close_all, self._games, **self._how)
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """See `Session`. Making a row's object is part of its first reset."""
@@ -67,28 +69,30 @@ class LocalSession(Session):
     return [fault or result for result, fault in results]
 
   def _run(self, calls: list[Callable[[], Any]], what: str) -> list[tuple[Any, Fault | None]]:
-    return run_calls(calls, what=what, workers=self._workers, timeout_s=self._timeout_s)
+    return run_calls(calls, what=what, **self._how)
 
   def _drop(self, failed: Mapping[int, Fault]) -> None:
     """Removes the objects of rows that failed."""
     idle = [self._games[row] for row, fault in failed.items() if not fault.hung]
     for row in failed:
       self._games[row] = None
-    close_all(idle, workers=self._workers, timeout_s=self._timeout_s)
+    close_all(idle, **self._how)
 
 
-def close_all(games: Sequence[Any], *, workers: int, timeout_s: float) -> None:
+def close_all(games: Sequence[Any], *, workers: int, timeout_s: float, owner: Any = None) -> None:
   """Calls `close` of the objects that have it; failures are logged as one warning for each kind.
 
   Args:
     games: the objects; None for a row without an object.
     workers: number of threads, see `run_calls`.
     timeout_s: time limit of one call, in seconds.
+    owner: the environment, see `run_calls`.
   """
   games = [game for game in games if game is not None]
   calls = [functools.partial(_close, game) for game in games]
   try:
-    results = run_calls(calls, what='close', workers=workers, timeout_s=timeout_s)
+    # Always: the number of objects is limited, because none is made while too many calls hang.
+    results = run_calls(calls, what='close', workers=workers, timeout_s=timeout_s, owner=owner, always=True)
   except RuntimeError:  # Python 3.12 and later start no threads while they shut down
     results = run_calls(calls, what='close', workers=0, timeout_s=timeout_s)
   faults = [fault for _, fault in results]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
+import zlib
 
 import gymnasium
 import numpy as np
@@ -219,6 +221,13 @@ def _file(image, kind, mode=None):
   return base64.b64encode(data.getvalue()).decode()
 
 
+def _with_chunk(image, kind, data):
+  """A PNG file with one more chunk between its pixels and its end."""
+  file = encode_png(image)
+  chunk = struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+  return base64.b64encode(file[:-12] + chunk + file[-12:]).decode()
+
+
 @pytest.mark.parametrize('mode', ['RGB', 'RGBA', 'L', 'P'])
 def test_kinds_of_png(mode):
   grey = np.full((4, 6, 3), 51, np.uint8)
@@ -233,6 +242,9 @@ def test_kinds_of_png(mode):
     ('aGVsbG8=', 'image is not a PNG file in base64: image 0: another kind of file'),
     (_file(picture(), 'BMP'), 'image is not a PNG file in base64: image 0: another kind of file'),
     (png(picture())[:60], 'image is not a PNG file in base64: image 0: '),
+    # Pillow reads behind the end of these colour profiles.
+    (_with_chunk(picture(), b'iCCP', b''), 'image is not a PNG file in base64: image 0: IndexError: '),
+    (_with_chunk(picture(), b'iCCP', b'name\0'), 'image is not a PNG file in base64: image 0: IndexError: '),
     (7, 'image is not a PNG file in base64: image 0: int'),
     (png(picture(0, (6, 4, 3))), 'image has another size: image 0: it is (6, 4, 3), must be (4, 6, 3)'),
     (_file(np.zeros((4, 6), np.uint16), 'PNG'), 'image has another kind of colours: image 0: I'),
@@ -241,3 +253,18 @@ def test_kinds_of_png(mode):
 def test_wrong_files_are_faults_in_one_line(data, message):
   fault = read_observation(decode_images({'text': '', 'images': [data, data]}, FORM), FORM)
   assert isinstance(fault, Fault) and str(fault).startswith(message) and '\n' not in str(fault)
+
+
+def test_a_damaged_file_is_a_fault_of_its_own_row(monkeypatch):
+  env = registry.make('http', {'url': 'http://localhost:1', 'task': 'Look.', 'images': 1, 'image_size': (4, 6)})
+  files = [png(picture()), _with_chunk(picture(), b'iCCP', b''), png(picture())]
+
+  def answer(self, what, body, tries):
+    told = [{'text': what, 'images': [file]} for file in files]
+    return [{'observation': x, 'reward': 1.0, 'done': False} for x in told]
+
+  monkeypatch.setattr(HttpSession, '_post', answer)
+  session = env.open(3)
+  first = [read_observation(raw, env.image_form) for raw in session.reset(range(3), [1] * 3, [0] * 3)]
+  after = [read_step(raw, env.image_form) for raw in session.step(range(3), ['a'] * 3)]
+  assert [isinstance(x, Fault) for x in first] == [isinstance(x, Fault) for x in after] == [False, True, False]

@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from ragen_jax import envs as registry
 from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
 from ragen_jax.envs.outside.local import LocalSession, close_all
 from ragen_jax.utils.threads import Fault
@@ -44,6 +45,46 @@ def test_a_game_that_failed_is_replaced_and_closed_unless_it_may_still_run(monke
   assert session.step([0], ['exit'])[0].kind == 'step raised SystemExit'
   del session  # and with it the three games that are left
   assert (Broken.made, Broken.closed) == (8, 7)
+
+
+def test_an_environment_that_hangs_again_and_again_is_no_longer_played(monkeypatch, clock):
+  monkeypatch.setattr('tests.support.text_games.time', types.SimpleNamespace(sleep=clock.hang))
+  monkeypatch.setattr('ragen_jax.utils.threads._MOST_ABANDONED', 2)
+  for counter in ('made', 'closed'):
+    monkeypatch.setattr(Broken, counter, 0)
+  env, other = make('Broken', step_timeout_s=0.1), make('Broken', step_timeout_s=0.1)
+  sessions = [env.open(3), env.open(3)]  # those of training and of evaluation share the limit
+  for session in sessions:
+    assert session.reset(range(3), [1, 2, 3], [0] * 3) == ['level 1', 'level 2', 'level 3']
+  first, second = (session.step(range(3), ['walk', 'sleep 1', 'walk']) for session in sessions)
+  assert first[0][0] == first[2][0] == second[0][0] == 'next' and first[1].hung and second[1].hung
+  refused = 'is no longer called: 2 calls that took too long are still running'
+  assert str(second[2]) == f'step {refused}' and Broken.closed == 3  # and that row's game, which could be closed
+  faults = sessions[0].reset(range(3), [1, 2, 3], [0] * 3)
+  assert [str(fault) for fault in faults] == [f'reset {refused}'] * 3 and Broken.made == 8
+  # Another environment plays on.
+  assert other.open(1).reset([0], [1], [0]) == ['level 1']
+
+
+@pytest.mark.parametrize(
+  ('kind', 'options', 'module'),
+  [
+    ('python', {'class_path': 'tests.support.text_games:Broken'}, 'local'),
+    ('gymnasium', {'id': 'CartPole-v1', 'task': 'Balance.', 'action_names': ('Left', 'Right')}, 'local'),
+    ('http', {'url': 'http://localhost:1', 'task': 'Climb.'}, 'http'),
+  ],
+)
+def test_the_sessions_of_an_environment_share_its_limit_of_threads(kind, options, module, monkeypatch):
+  env, owners = registry.make(kind, options), []
+
+  def run(calls, *, owner, **others):
+    owners.append(owner)
+    return [(None, Fault('x'))] * len(calls)
+
+  monkeypatch.setattr(f'ragen_jax.envs.outside.{module}.run_calls', run)
+  for session in (env.open(1), env.open(1)):
+    assert session.reset([0], [1], [0]) == [Fault('x')]
+  assert set(owners) == {env}
 
 
 def test_a_close_that_hangs_or_fails_ends_nothing(caplog, clock):
