@@ -861,6 +861,32 @@ MUTATIONS = [
     ('and not self._verdict and', 'and'),
   ),
   *_of(
+    'envs/outside/images.py',
+    'envs/outside/test_images.py',
+    ('except Exception as e:  # noqa: BLE001, damaged', 'except (OSError, SyntaxError, ValueError) as e:  # damaged'),
+  ),
+  *_of(
+    'utils/errors.py',
+    'utils/test_errors.py',
+    ("return printable(' '.join(write(value).split()))", "return ' '.join(write(value).split())"),
+  ),
+  *_of(
+    'config/command_line.py',
+    'config/test_command_line.py',
+    ('handler.setFormatter(_Printable())', 'handler.setFormatter(logging.Formatter())'),
+  ),
+  *_of(
+    'utils/threads.py',
+    'utils/test_threads.py',
+    ('call.thread.abandoned = True', 'call.thread.abandoned = False'),
+    ('isinstance(t, _Worker) and t.owner is owner', 'isinstance(t, _Worker)'),
+  ),
+  *_of(
+    'envs/outside/local.py',
+    'envs/outside/test_local.py',
+    ('owner=owner, always=True)', 'owner=owner)'),
+  ),
+  *_of(
     'runs/metrics.py',
     'runs/test_metrics.py::test_a_line_that_is_replaced_half_way_keeps_its_earlier_values',
     ('      if self._written:\n', '      if False:\n'),
