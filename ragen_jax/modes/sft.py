@@ -180,7 +180,7 @@ def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:
 def _learn(
   config: ConfigDict, workdir: str | StagedWorkdir, policy: LanguageModel, evaluator: Evaluator, data: SftExamples
 ) -> None:
-  """Takes the remaining steps, evaluates, saves, and writes the model."""
+  """Takes the remaining steps, evaluates, saves, and writes the model; also if no step remains."""
   sft = config.sft
   shown, withheld = split(data, sft.val_fraction, config.seed)
   if sft.batch_size > len(shown):
@@ -243,16 +243,14 @@ def _learn(
         if bad and (last or watch.too_many):
           writer.flush()
           raise diverged(step, bad, checkpointer.latest_step())
-        if last:
-          _write(config, policy, trainer)
         if (save or stop) and not bad:
           writer.flush()
           told = {'watch': watch.state_dict(), 'log': log.state_dict()}
           checkpointer.save(step, trainer.state.saved(), {'data': data.checksum, 'told': told})
         if stop and not last:
           raise Stopped(stop)
-      if done >= sft.steps:
-        _write(config, policy, trainer)
+      # After the last checkpoint, so that the same command writes an output that failed without training again.
+      _write(config, policy, trainer)
   _log.info('checkpoint: %s; metrics and TensorBoard files: %s', os.path.abspath(sft.output), workdir)
 
 

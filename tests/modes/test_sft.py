@@ -8,9 +8,11 @@ import pathlib
 import re
 import shutil
 import signal
+import unittest.mock
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from configs import sft_frozenlake, sft_sokoban, sft_tiny_vl
 from ragen_jax import build, train
@@ -246,6 +248,22 @@ def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothi
   # The checkpoint is the one before, so the same command takes the last step and evaluates again.
   sft.train_sft(config, workdir)
   assert played == [2, 2] and (tmp_path / 'bad' / 'model').exists()
+
+
+def test_an_output_that_cannot_be_written_costs_no_step(tmp_path, monkeypatch):
+  config, workdir = _quick(tmp_path, 'full', eval__groups=4)
+  config.sft.update(steps=2)
+  original, steps = sft.SftTrainer.step, []
+  monkeypatch.setattr(sft.SftTrainer, 'step', lambda self, batches: steps.append(1) or original(self, batches))
+  with monkeypatch.context() as full:
+    error = SafetensorError('I/O error: No space left on device')
+    full.setattr('ragen_jax.models.checkpoint.save.save_file', unittest.mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match=r'model: the model was not written: I/O error: No space left on device; '):
+      sft.train_sft(config, workdir)
+  assert [path.name for path in (pathlib.Path(workdir) / 'checkpoints').iterdir()] == ['2']
+  assert not (tmp_path / 'full' / 'model').exists()
+  sft.train_sft(config, workdir)
+  assert len(steps) == 2 and (tmp_path / 'full' / 'model' / 'model.safetensors').exists()
 
 
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx, traverse_util
 from jax.experimental import multihost_utils
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from ragen_jax.models import lora
@@ -34,7 +35,7 @@ from ragen_jax.models.checkpoint.names import Weight, list_names, weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.stores import is_address
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, one_line
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -85,8 +86,8 @@ def save_model(
     max_shard_bytes: size above which the weights are split into several files.
 
   Raises:
-    UserError: `directory` holds something else, `tokenizer_dir` does not exist or has a larger vocabulary, or a weight
-      is not finite in the type.
+    UserError: `directory` holds something else, `tokenizer_dir` does not exist or has a larger vocabulary, a weight is
+      not finite in the type, or the disk is full or not writable.
     ValueError: the parameters are not those of a `Qwen` of this shape, or the dtype is not supported.
   """
   dtype = np.dtype(dtype)
@@ -236,10 +237,10 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
     tokenizer_dir: source of tokenizer files; without it those of the target are kept.
 
   Raises:
-    UserError: `directory` holds something other than a checkpoint.
+    UserError: `directory` holds something other than a checkpoint, or the disk is full or not writable.
   """
   check_target(directory)
-  with _replacing(directory, with_tokenizer=tokenizer_dir is not None) as new:
+  with _disk_errors(directory), _replacing(directory, with_tokenizer=tokenizer_dir is not None) as new:
     for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
       if os.path.isfile(os.path.join(tokenizer_dir, name)):
         shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(new, name))
@@ -248,6 +249,16 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
     for where, _, names in os.walk(new):
       for name in names:  # safetensors creates files that only their owner may read
         shutil.copymode(os.path.join(new, written), os.path.join(where, name))
+
+
+@contextlib.contextmanager
+def _disk_errors(directory: str) -> Iterator[None]:
+  """Turns errors of the disk into a `UserError`. Those of safetensors are no `OSError`."""
+  try:
+    yield
+  except (OSError, SafetensorError) as e:
+    reason = getattr(e, 'strerror', None) or one_line(e, str)
+    raise UserError(f'{directory}: the model was not written: {reason}; what was there before is unchanged') from e
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ragen_jax.models.attention import AttentionSettings
@@ -127,7 +128,7 @@ def test_a_critic_lies_in_a_directory_of_the_model_s_and_has_no_output_projectio
   np.testing.assert_array_equal(trunk(trunk.embed(tokens))[0], whole(whole.embed(tokens))[0])
 
 
-@pytest.mark.parametrize('failing', ['second shard', 'config', 'rename'])
+@pytest.mark.parametrize('failing', ['second shard', 'safetensors', 'config', 'rename'])
 def test_an_export_that_fails_leaves_the_previous_one(tmp_path, monkeypatch, failing):
   out = tmp_path / 'out'
   save_model(str(out), random_params(SMALL), SMALL, 'float32', max_shard_bytes=3000)
@@ -138,25 +139,35 @@ def test_an_export_that_fails_leaves_the_previous_one(tmp_path, monkeypatch, fai
   def fail_on_second(*args, **kwargs):
     calls.append(args)
     if len(calls) == 2:
-      raise OSError('disk full')
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     save_file(*args, **kwargs)
 
   def fail_to_take_the_place(source, target):
     if target == str(out) and not source.endswith('.old'):
-      raise OSError('disk full')
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     rename(source, target)
 
   def fail(*_):
-    raise OSError('disk full')
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  def fail_in_safetensors(*_, **__):
+    raise SafetensorError('Error while serializing: I/O error:\nNo space left on device (os error 28)')
 
   if failing == 'second shard':
     monkeypatch.setattr('ragen_jax.models.checkpoint.save.save_file', fail_on_second)
+  elif failing == 'safetensors':
+    monkeypatch.setattr('ragen_jax.models.checkpoint.save.save_file', fail_in_safetensors)
   elif failing == 'config':
     monkeypatch.setattr('ragen_jax.models.checkpoint.save.write_json', fail)
   else:
     monkeypatch.setattr(os, 'rename', fail_to_take_the_place)
-  with pytest.raises(OSError, match='disk full'):
+  with pytest.raises(UserError) as e:
     save_model(str(out), random_params(SMALL3, seed=1), SMALL3, 'float32', max_shard_bytes=3000)
+  reason = {'safetensors': 'Error while serializing: I/O error: No space left on device (os error 28)'}
+  assert str(e.value) == (
+    f'{out}: the model was not written: {reason.get(failing, "No space left on device")}; '
+    'what was there before is unchanged'
+  )
   assert contents(out) == before
   assert os.listdir(tmp_path) == ['out'], 'something was left behind'
 
