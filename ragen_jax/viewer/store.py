@@ -21,7 +21,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -138,11 +138,23 @@ class EpisodeFile:
     return [summary | json.loads(line) for summary, line in zip(self.episodes, lines, strict=True)]
 
 
-def read_episodes(workdir: str | os.PathLike[str]) -> Iterator[EpisodeFile]:
-  """The files of a run in the order of steps. Files that cannot be read are skipped with a warning."""
+def episode_paths(workdir: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]:
+  """(step, path) of the files of a run, in the order of steps."""
   directory = pathlib.Path(workdir) / 'episodes'
   found = [(int(m[2]), path) for path in directory.glob('*') if (m := _NAME.fullmatch(path.name)) and not m[3]]
-  for _, path in sorted(found):
+  return sorted(found)
+
+
+def read_episodes(workdir: str | os.PathLike[str], steps: Collection[int] | None = None) -> Iterator[EpisodeFile]:
+  """The files of a run in the order of steps. Files that cannot be read are skipped with a warning.
+
+  Args:
+    workdir: the run's directory.
+    steps: the steps whose files are read; None reads all.
+  """
+  for step, path in episode_paths(workdir):
+    if steps is not None and step not in steps:
+      continue
     try:
       inflate = zlib.decompressobj(wbits=31)
       head = json.loads(inflate.decompress(path.read_bytes()))
