@@ -35,7 +35,7 @@ from ragen_jax.models.checkpoint.names import Weight, list_names, weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.stores import is_address
-from ragen_jax.utils.errors import UserError, one_line
+from ragen_jax.utils.errors import DiskError, UserError, one_line
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -253,12 +253,12 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _disk_errors(directory: str) -> Iterator[None]:
-  """Turns errors of the disk into a `UserError`. Those of safetensors are no `OSError`."""
+  """Turns errors of the disk into a `DiskError`. Those of safetensors are no `OSError`."""
   try:
     yield
   except (OSError, SafetensorError) as e:
     reason = getattr(e, 'strerror', None) or one_line(e, str)
-    raise UserError(f'{directory}: the model was not written: {reason}; what was there before is unchanged') from e
+    raise DiskError(f'{directory}: the model was not written: {reason}; what was there before is unchanged') from e
 
 
 @contextlib.contextmanager
