@@ -255,7 +255,7 @@ def test_a_missing_target_with_two_old_ones_is_left_to_the_user(tmp_path):
   for name in ('.out.00000000.old', '.out.00000001.old', '.other.00000000.old', '.out.text.old'):
     (tmp_path / name).mkdir()
   check_target(str(tmp_path / 'out'))
-  assert len(os.listdir(tmp_path)) == 4
+  assert len(os.listdir(tmp_path)) == 4 and not (tmp_path / 'out').exists()
 
 
 def test_a_new_export_replaces_all_of_the_old_and_nothing_else(tmp_path, tokenizer_dir):
