@@ -402,14 +402,14 @@ def mistake(end: End | None, attempt: Attempt) -> str:
     return ''
   own = attempt.statuses[end.victim]
   allowed = {
-    'SIGKILL': (-signal.SIGKILL,), 'SIGTERM': (143, -signal.SIGTERM), 'full': (2,), 'read_only': (2,),
+    'SIGKILL': (-signal.SIGKILL,), 'SIGTERM': (143, -signal.SIGTERM), 'full': (2, 74), 'read_only': (2, 74),
   }[end.kind]  # fmt: skip
   if not (own in allowed or (len(attempt.statuses) > 1 and end.kind in ('full', 'read_only') and own != 0)):
     return f'process {end.victim} ended with {own}, and not with {" or ".join(map(str, allowed))}'
   for i, (status, output) in enumerate(zip(attempt.statuses, attempt.output, strict=True)):
     if status == 0:
       return f'process {i} ended with 0, although the run was not complete'
-    if status in (1, 2, 130, 143, -signal.SIGABRT) and not any(map(_ERROR.search, attempt.output)):
+    if status in (1, 2, 74, 130, 143, -signal.SIGABRT) and not any(map(_ERROR.search, attempt.output)):
       return f'process {i} ended with {status} and no word: {output[-300:]}'
   return ''
 

@@ -161,7 +161,7 @@ def main(argv: list[str]) -> None:
 def run() -> None:
   """Runs `main` and sets the exit status.
 
-  A `UserError` is written as one line, with its status (2; 1 for numbers that are not finite). SIGINT gives the status
+  A `UserError` is written as one line, with its status (2, or that of `utils.errors`). SIGINT gives the status
   130, SIGTERM 143.
   """
   command_line.set_up_logging()

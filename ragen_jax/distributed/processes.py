@@ -244,10 +244,12 @@ def same_errors() -> Iterator[None]:
   try:
     yield
   except UserError as e:
-    error = str(e)
+    error = (str(e), e.status)
   errors = [e for e in gather(error) if e is not None]
   if errors:
-    raise UserError(errors[0], everywhere=True)
+    message, status = errors[0]
+    kind = next(kind for kind in (UserError, *UserError.__subclasses__()) if kind.status == status)
+    raise kind(message, everywhere=True)
 
 
 def gather(value: Any, types: Sequence[type] = ()) -> list[Any]:

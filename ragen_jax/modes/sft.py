@@ -49,7 +49,7 @@ from ragen_jax.sft.data import (
 )
 from ragen_jax.sft.demonstrations import DemonstrationStyle
 from ragen_jax.sft.log import SftLog
-from ragen_jax.sft.packing import batches
+from ragen_jax.sft.packing import SftBatch, batches
 from ragen_jax.sft.trainer import SftSettings, SftTrainer
 from ragen_jax.sft.watch import GRAD_NORM, StepWatch, WatchSettings, diverged
 from ragen_jax.training.images import make_sight
@@ -180,7 +180,7 @@ def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:
 def _learn(
   config: ConfigDict, workdir: str | StagedWorkdir, policy: LanguageModel, evaluator: Evaluator, data: SftExamples
 ) -> None:
-  """Takes the remaining steps, evaluates, saves, and writes the model."""
+  """Takes the remaining steps, evaluates, saves, and writes the model; also if no step remains."""
   sft = config.sft
   shown, withheld = split(data, sft.val_fraction, config.seed)
   if sft.batch_size > len(shown):
@@ -220,13 +220,11 @@ def _learn(
           if log.due(step):
             jax.block_until_ready(parts)
         watch.add(step, metrics)
-        save = last or interrupt.requested or (sft.checkpoint_every and step % sft.checkpoint_every == 0)
+        save = last or (sft.checkpoint_every and step % sft.checkpoint_every == 0)
         if save or log.due(step):
           log.watched(watch.read())
         log.step(step, parts, metrics[GRAD_NORM], micro_batches, int(examples.length[rows].sum()))
-        bad = f'not finite: {watch.reason}' if watch.skipped_in_a_row else ''
-        if save and not bad and not trainer.has_finite_loss(micro_batches):
-          bad = 'not finite: the loss under the new weights'
+        bad = _bad_numbers(watch, trainer, micro_batches if save else [])
         if bad and (last or watch.too_many):
           writer.flush()
           raise diverged(step, bad, checkpointer.latest_step())
@@ -238,20 +236,30 @@ def _learn(
           if evaluation.not_finite:
             bad = f'not finite in the evaluation: {evaluation.not_finite}'
             progress.write(f'step {step}: {bad}')
-        if last:
-          if bad:
-            writer.flush()
-            raise diverged(step, bad, checkpointer.latest_step())
-          _write(config, policy, trainer)
-        if save and not bad:
+        stop = interrupt.requested  # read once: a signal after this line stops the next step
+        if stop and not save:
+          log.watched(watch.read())
+          bad = bad or _bad_numbers(watch, trainer, micro_batches)
+        if bad and (last or watch.too_many):
+          writer.flush()
+          raise diverged(step, bad, checkpointer.latest_step())
+        if (save or stop) and not bad:
           writer.flush()
           told = {'watch': watch.state_dict(), 'log': log.state_dict()}
           checkpointer.save(step, trainer.state.saved(), {'data': data.checksum, 'told': told})
-        if interrupt.requested and not last:
-          raise Stopped(interrupt.requested)
-      if done >= sft.steps:
-        _write(config, policy, trainer)
+        if stop and not last:
+          raise Stopped(stop)
+      # After the last checkpoint, so that the same command writes an output that failed without training again.
+      _write(config, policy, trainer)
   _log.info('checkpoint: %s; metrics and TensorBoard files: %s', os.path.abspath(sft.output), workdir)
+
+
+def _bad_numbers(watch: StepWatch, trainer: SftTrainer, micro_batches: list[SftBatch]) -> str:
+  """What is not finite: the last steps that `watch` has read, or the loss on `micro_batches`; '' if all are finite."""
+  if watch.skipped_in_a_row:
+    return f'not finite: {watch.reason}'
+  finite = not micro_batches or trainer.has_finite_loss(micro_batches)
+  return '' if finite else 'not finite: the loss under the new weights'
 
 
 def _restore(

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def view(workdir: str) -> str:
-  """Writes the page of a run and logs its path.
+  """Writes the page of all episodes of a run and logs its path.
 
   Args:
     workdir: the run's directory; the run may be in progress.
@@ -34,7 +34,7 @@ def view(workdir: str) -> str:
 
 def _view(workdir: str | StagedWorkdir) -> str:
   """See `view`."""
-  page = write_page(workdir)
+  page = write_page(workdir, max_bytes=None)
   if page is None:
     raise UserError(f'--workdir={workdir}: has no episodes; a run keeps episodes if logging.episodes is above 0')
   shown = address(page, workdir)

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, UserError
 
 
 class Journal:
@@ -38,7 +38,7 @@ class Journal:
       self._append(head)
       return
     if not isinstance(lines[0], dict) or any(not isinstance(line, list) or len(line) != 2 for line in lines[1:]):
-      raise UserError(f'{self.path} was not written by this program; move it away or choose another --workdir')
+      raise DiskError(f'{self.path} was not written by this program; move it away or choose another --workdir')
     changed = [name for name in sorted({*head, *lines[0]}) if head.get(name) != lines[0].get(name)]
     if changed:
       told = '; '.join(f'{n} was {_short(lines[0].get(n))} and is {_short(head.get(n))}' for n in changed)
@@ -85,7 +85,7 @@ class Journal:
         file.flush()
         os.fsync(file.fileno())
     except OSError as e:
-      raise UserError(f'{self.path} was not written: {e.strerror or e}') from e
+      raise DiskError(f'{self.path} was not written: {e.strerror or e}') from e
 
 
 def _short(value: Any) -> str:

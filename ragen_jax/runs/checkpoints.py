@@ -24,8 +24,9 @@ import orbax.checkpoint as ocp
 
 from ragen_jax.runs import checksums
 from ragen_jax.runs.staging import StagedWorkdir
+from ragen_jax.runs.store_retries import until_reached
 from ragen_jax.runs.stores import StoreError, is_address
-from ragen_jax.utils.errors import UserError, describe_error
+from ragen_jax.utils.errors import DiskError, StoreAway, UserError, describe_error
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +112,9 @@ class Checkpointer:
       metrics: name -> value at this step; `save_best` names one of them.
 
     Raises:
-      UserError: the disk is full or not writable, or a later step is already saved. Earlier checkpoints stay intact.
+      DiskError: the disk is full or not writable. Earlier checkpoints stay intact, here and below.
+      StoreAway: the bucket cannot be reached for some minutes.
+      UserError: a later step is already saved, or the bucket refuses the request.
       TypeError: a leaf is not an array, or `meta` is not JSON.
     """
     latest = self.latest_step()
@@ -159,13 +162,14 @@ class Checkpointer:
         return
       _remove_unfinished(self.directory)
       intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
-      raise UserError(f'checkpoint of step {step} was not saved in {self._shown}: {reason}; {intact}') from e
+      raise self._failed(e, f'checkpoint of step {step} was not saved in {self._shown}: {reason}; {intact}') from e
 
   def amend(self, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Replaces `meta` and the metrics of the last checkpoint, whose arrays stay; arguments as for `save`.
 
     Raises:
-      UserError: the disk is full or not writable, or the checkpoint cannot be read. It stays intact.
+      DiskError, StoreAway: as for `save`.
+      UserError: the checkpoint cannot be read. It stays intact.
     """
     step = self._existing(None)
     directory, metrics = self.directory / str(step), {name: float(value) for name, value in metrics.items()}
@@ -182,7 +186,8 @@ class Checkpointer:
         checksums.write(directory)
         self._publish(step)
       except OSError as e:
-        raise UserError(f'checkpoint of step {step} in {self._shown} was not changed: {e.strerror or e}') from e
+        message = f'checkpoint of step {step} in {self._shown} was not changed: {e.strerror or e}'
+        raise self._failed(e, message) from e
     self._scores[step] = self._score(metrics)
 
   def restore(
@@ -291,9 +296,9 @@ class Checkpointer:
       return None
     if self._staged:
       try:
-        self._staged.fetch_checkpoint(step)
+        until_reached(functools.partial(self._staged.fetch_checkpoint, step), str(self._staged))
       except StoreError as e:
-        raise UserError(self._unreadable(step, str(e))) from e
+        raise e.as_user_error(self._unreadable(step, str(e))) from e
     directory = self.directory / str(step)
     if not checksums.exist(directory):
       _log.info('checkpoint of step %d in %s has no checksums; it is read without them', step, self._shown)
@@ -340,12 +345,18 @@ class Checkpointer:
   def _before_writing(self) -> None:
     """Copies the files that belong to the next checkpoint to the bucket, if the workdir is in one."""
     if self._staged and jax.process_index() == 0:
-      self._staged.before_checkpoint()
+      until_reached(self._staged.before_checkpoint, str(self._staged))
 
   def _publish(self, step: int) -> None:
     """Copies a checkpoint to the bucket, if the workdir is in one and Orbax does not write there itself."""
     if self._staged and jax.process_index() == 0:
-      self._staged.publish_checkpoint(step)
+      until_reached(functools.partial(self._staged.publish_checkpoint, step), str(self._staged))
+
+  def _failed(self, error: Exception, message: str) -> UserError:
+    """The error of a write that failed, by the place that failed: the disk, or a bucket."""
+    if isinstance(error, StoreError):
+      return error.as_user_error(message)
+    return StoreAway(message) if self._staged and _disk_error(error) is None else DiskError(message)
 
   def _prepare(self) -> None:
     """Creates the directory before the first save, and removes unfinished checkpoints of earlier processes."""

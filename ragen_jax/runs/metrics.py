@@ -26,7 +26,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
 from ragen_jax.runs.config_fields import flatten
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, UserError
 from ragen_jax.utils.files import encode_png, replace_file
 
 HISTOGRAM_BINS = 64  # of equal width, from the smallest to the largest value
@@ -96,7 +96,7 @@ class MetricWriter:
 
     Raises:
       ValueError: a value is not a scalar, or a metric is named 'step'.
-      UserError: the disk is full or not writable.
+      DiskError: the disk is full or not writable.
     """
     if self._file is None:
       return
@@ -162,7 +162,7 @@ class MetricWriter:
     self._add(self._step, start)
 
   def flush(self) -> None:
-    """Writes everything to the files; raises UserError if the disk is full or not writable."""
+    """Writes everything to the files; raises DiskError if the disk is full or not writable."""
     if self._file is None:
       return
     self._write_line()
@@ -210,7 +210,7 @@ class MetricWriter:
     try:
       yield
     except OSError as e:
-      raise UserError(f'metrics were not written in {self._path.parent}: {e.strerror or e}') from e
+      raise DiskError(f'metrics were not written in {self._path.parent}: {e.strerror or e}') from e
 
 
 def write_events(directory: str | os.PathLike[str], name: str, step: int, values: Mapping[str, float]) -> None:
@@ -223,7 +223,7 @@ def write_events(directory: str | os.PathLike[str], name: str, step: int, values
     values: name -> number.
 
   Raises:
-    UserError: the disk is full or not writable.
+    DiskError: the disk is full or not writable.
   """
   directory = pathlib.Path(directory)
   try:
@@ -235,7 +235,7 @@ def write_events(directory: str | os.PathLike[str], name: str, step: int, values
     events.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
     events.close()
   except OSError as e:
-    raise UserError(f'events were not written in {directory}: {e.strerror or e}') from e
+    raise DiskError(f'events were not written in {directory}: {e.strerror or e}') from e
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:

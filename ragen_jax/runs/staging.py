@@ -7,8 +7,9 @@ end, and every `PUSH_SECONDS` seconds. Checkpoints go one of two ways:
   s3://    Orbax cannot write there. It writes to the local copy, and `publish_checkpoint` copies the files. The object
            COMMITTED is written last; a checkpoint without it was interrupted, and is ignored and removed.
 
-A killed run resumes from its last complete checkpoint with the metrics that belong to it, because files are copied
-before the checkpoint.
+While the bucket cannot be reached, the requests of a checkpoint are repeated for some minutes (store_retries.py). All
+methods may be called again after an error. A killed run resumes from its last complete checkpoint with the metrics that
+belong to it, because files are copied before the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 
 from ragen_jax.runs import checksums
 from ragen_jax.runs.store_lock import LOCK_RENEWAL, LOCK_SILENCE, StoreLock
+from ragen_jax.runs.store_retries import until_reached
 from ragen_jax.runs.stores import Store, StoreError
 from ragen_jax.utils.errors import UserError
 
@@ -130,9 +132,10 @@ class StagedWorkdir(os.PathLike):
 
   def fetch_checkpoint(self, step: int) -> None:
     """Copies the arrays of a checkpoint to the local disk, if they are not there yet; raises StoreError."""
-    if keys := self._missing.pop(step, None):
+    if keys := self._missing.get(step):
       self.store.download({key: self.path / key for key in keys})
       self._remote |= {key: _stamp(self.path / key) for key in keys}
+      del self._missing[step]
 
   def before_checkpoint(self) -> None:
     """Copies the files that a run which resumes from the next checkpoint needs.
@@ -234,7 +237,7 @@ def staged(store: Store, *, write: bool, first: bool) -> Iterator[StagedWorkdir]
         workdir.before_checkpoint()
       raise
     with _as_user_error(store, 'was not written completely'):
-      workdir.before_checkpoint()
+      until_reached(workdir.before_checkpoint, store.url)
 
 
 @contextlib.contextmanager
@@ -242,7 +245,7 @@ def _as_user_error(store: Store, what: str) -> Iterator[None]:
   try:
     yield
   except StoreError as e:
-    raise UserError(f'--workdir={store.url}: {what}: {e}') from e
+    raise e.as_user_error(f'--workdir={store.url}: {what}: {e}') from e
 
 
 def _release(lock: StoreLock) -> None:

@@ -7,13 +7,14 @@ step, and can refuse to replace one. `Store` has only operations that work like 
 from __future__ import annotations
 
 import contextlib
+import errno
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ragen_jax.utils.errors import UserError, describe_error
+from ragen_jax.utils.errors import StoreAway, UserError, describe_error
 
 # Scheme of an address -> fsspec's name of the service, and the package that fsspec needs for it.
 SERVICES = {'gs': ('gcs', 'gcsfs'), 's3': ('s3', 's3fs')}
@@ -22,6 +23,18 @@ _THREADS = 8  # transfers at the same time; each waits for the network most of t
 
 class StoreError(OSError):
   """A request to an object store failed; the message is one line."""
+
+  @property
+  def lasting(self) -> bool:
+    """Whether the same request will fail again: an object or a bucket is missing, or something is not allowed."""
+    cause = self.__cause__
+    known = isinstance(cause, FileNotFoundError | FileExistsError | PermissionError)
+    refused = getattr(cause, 'errno', None) == errno.EINVAL or str(getattr(cause, 'code', '')) in ('400', '401', '403')
+    return known or refused or 'Credentials' in type(cause).__name__ or str(cause).startswith('Forbidden')
+
+  def as_user_error(self, message: str) -> UserError:
+    """A `UserError` with this message: `StoreAway` unless the error is lasting."""
+    return (UserError if self.lasting else StoreAway)(message)
 
 
 def is_address(path: object) -> bool:
@@ -108,7 +121,7 @@ class Store:
         raise UserError(f'--workdir={self.url}: there is no such bucket') from e
       # Some credentials may use the objects of a bucket, but not look at the bucket itself.
       if not isinstance(e.__cause__, PermissionError) and 'Forbidden' not in str(e):
-        raise UserError(f'--workdir={self.url}: the bucket cannot be read: {e}') from e
+        raise e.as_user_error(f'--workdir={self.url}: the bucket cannot be read: {e}') from e
 
   def _path(self, key: str) -> str:
     return f'{self._root}/{key}'
@@ -138,7 +151,7 @@ def open_store(url: str) -> Store:
       f'--workdir={url}: needs the package {package}; pip install -r requirements-stores.txt, or pip install {package}'
     ) from e
   except StoreError as e:
-    raise UserError(f'--workdir={url}: the bucket cannot be read: {e}') from e
+    raise e.as_user_error(f'--workdir={url}: the bucket cannot be read: {e}') from e
   store = Store(url, files)
   store.check()
   return store

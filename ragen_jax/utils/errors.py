@@ -1,4 +1,4 @@
-"""`UserError` and `Diverged`, and functions that write values and exceptions in one line."""
+"""`UserError` and its kinds, and functions that write values and exceptions in one line."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ class UserError(Exception):
   def __init__(self, message: str, everywhere: bool = False):
     super().__init__(message)
     self.everywhere = everywhere
+
+
+class DiskError(UserError):
+  """A file of a run cannot be written: the disk is full, fails, or is not writable."""
+
+  status: ClassVar[int] = 74  # EX_IOERR of sysexits.h
+
+
+class StoreAway(UserError):
+  """A bucket cannot be reached at the moment; the same command may succeed later."""
+
+  status: ClassVar[int] = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class Diverged(UserError):

@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError
 
 
 def replace_file(
@@ -27,7 +27,7 @@ def replace_file(
     many_writers: whether several processes may write the file at the same time; each then has its own temporary file.
 
   Raises:
-    UserError: the disk is full or not writable.
+    DiskError: the disk is full or not writable.
   """
   path = pathlib.Path(path)
   own = f'.{socket.gethostname()}.{os.getpid()}' if many_writers else ''
@@ -37,7 +37,7 @@ def replace_file(
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
   except OSError as e:
-    raise UserError(f'{error or f"{path} was not written"}: {e.strerror or e}') from e
+    raise DiskError(f'{error or f"{path} was not written"}: {e.strerror or e}') from e
 
 
 def encode_png(image: np.ndarray) -> bytes:

@@ -21,12 +21,12 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError
 from ragen_jax.utils.files import encode_png, replace_file
 from ragen_jax.viewer.schema import SUMMARY_KEYS, EpisodeRecord
 
@@ -53,7 +53,7 @@ class EpisodeWriter:
       enabled: False makes every method do nothing.
 
     Raises:
-      UserError: a file cannot be removed.
+      DiskError: a file cannot be removed.
     """
     self.workdir, self.enabled = workdir, enabled
     self._directory = pathlib.Path(workdir) / 'episodes'
@@ -65,7 +65,7 @@ class EpisodeWriter:
         try:
           path.unlink(missing_ok=True)
         except OSError as e:
-          raise UserError(f'{path} was not removed: {e.strerror or e}') from e
+          raise DiskError(f'{path} was not removed: {e.strerror or e}') from e
 
   def write(self, kind: str, step: int, records: list[EpisodeRecord]) -> None:
     """Writes or replaces the file of a step; without records no file is written.
@@ -76,7 +76,7 @@ class EpisodeWriter:
       records: the records of the episodes, see `viewer.schema`.
 
     Raises:
-      UserError: the disk is full or not writable.
+      DiskError: the disk is full or not writable.
     """
     if not self.enabled or not records:
       return
@@ -138,11 +138,23 @@ class EpisodeFile:
     return [summary | json.loads(line) for summary, line in zip(self.episodes, lines, strict=True)]
 
 
-def read_episodes(workdir: str | os.PathLike[str]) -> Iterator[EpisodeFile]:
-  """The files of a run in the order of steps. Files that cannot be read are skipped with a warning."""
+def episode_paths(workdir: str | os.PathLike[str]) -> list[tuple[int, pathlib.Path]]:
+  """(step, path) of the files of a run, in the order of steps."""
   directory = pathlib.Path(workdir) / 'episodes'
   found = [(int(m[2]), path) for path in directory.glob('*') if (m := _NAME.fullmatch(path.name)) and not m[3]]
-  for _, path in sorted(found):
+  return sorted(found)
+
+
+def read_episodes(workdir: str | os.PathLike[str], steps: Collection[int] | None = None) -> Iterator[EpisodeFile]:
+  """The files of a run in the order of steps. Files that cannot be read are skipped with a warning.
+
+  Args:
+    workdir: the run's directory.
+    steps: the steps whose files are read; None reads all.
+  """
+  for step, path in episode_paths(workdir):
+    if steps is not None and step not in steps:
+      continue
     try:
       inflate = zlib.decompressobj(wbits=31)
       head = json.loads(inflate.decompress(path.read_bytes()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from ragen_jax.distributed import processes
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import RowShare, shares_of
 from ragen_jax.runs.background import Background
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, Diverged, StoreAway, UserError
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,18 @@ def test_an_error_of_one_process_is_raised_as_it_is():
   with pytest.raises(UserError, match='wrong') as e, processes.same_errors():
     raise UserError('wrong')
   assert not e.value.everywhere
+
+
+@pytest.mark.parametrize('kind', [UserError, Diverged, DiskError, StoreAway])
+def test_an_error_of_another_process_keeps_its_exit_status(monkeypatch, kind):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(processes, 'gather', lambda own: [own, ('wrong', kind.status)])
+  with pytest.raises(kind, match='^wrong$') as e, processes.same_errors():
+    pass
+  assert type(e.value) is kind and e.value.everywhere
+  monkeypatch.setattr(processes, 'gather', lambda own: [own, None])
+  with pytest.raises(kind, match='^own$'), processes.same_errors():
+    raise kind('own')
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pathlib
 import re
 import shutil
 import signal
+import unittest.mock
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from configs import sft_frozenlake, sft_sokoban, sft_tiny_vl
 from ragen_jax import build, train
@@ -23,6 +25,7 @@ from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import presets
 from ragen_jax.models.layers import is_frozen
 from ragen_jax.modes import sft
+from ragen_jax.runs.interrupt import Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
@@ -154,6 +157,43 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_pa
   assert step.count == 20 and ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.parametrize('when', ['step', 'evaluation'])
+def test_a_signal_saves_the_step_that_it_stops(tmp_path, monkeypatch, when):
+  config, workdir = _quick(tmp_path, 'signal', eval__groups=4)
+  config.sft.update(steps=4, eval_every=2)
+  owner, name = {'step': (sft.SftTrainer, 'step'), 'evaluation': (Evaluator, '__call__')}[when]
+  original, steps = getattr(owner, name), []
+
+  def interrupted(self, *args, **kwargs):
+    if not steps:
+      signal.raise_signal(signal.SIGTERM)
+    steps.append(when)
+    return original(self, *args, **kwargs)
+
+  monkeypatch.setattr(owner, name, interrupted)
+  with pytest.raises(Stopped) as e:
+    sft.train_sft(config, workdir)
+  assert e.value.status == 143 and len(steps) == 1
+  saved = [path.name for path in (pathlib.Path(workdir) / 'checkpoints').iterdir()]
+  assert saved == [{'step': '1', 'evaluation': '2'}[when]]
+
+
+def test_numbers_that_are_not_finite_are_not_saved_when_a_signal_comes_in_the_evaluation(tmp_path, monkeypatch):
+  config, workdir = _quick(tmp_path, 'signal', eval__groups=4)
+  config.sft.update(steps=4, eval_every=2)
+  play = Evaluator.__call__
+
+  def interrupted(self, *args, **kwargs):
+    signal.raise_signal(signal.SIGTERM)
+    return play(self, *args, **kwargs)
+
+  monkeypatch.setattr(Evaluator, '__call__', interrupted)
+  monkeypatch.setattr(sft.SftTrainer, 'has_finite_loss', lambda self, batches: False)
+  with pytest.raises(Stopped):
+    sft.train_sft(config, workdir)
+  assert not list((pathlib.Path(workdir) / 'checkpoints').glob('*'))
+
+
 @pytest.mark.slow
 def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_path, capsys):
   config, workdir = _quick(tmp_path, 'bad')
@@ -172,7 +212,6 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
     assert f'step {step}: skipped, because not finite: new weights policy/embed_tokens and ' in told
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_spike_is_told_in_a_line_and_on_the_metrics_and_changes_nothing(tmp_path, monkeypatch, capsys):
   config, workdir = _quick(tmp_path, 'spike')
@@ -209,6 +248,22 @@ def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothi
   # The checkpoint is the one before, so the same command takes the last step and evaluates again.
   sft.train_sft(config, workdir)
   assert played == [2, 2] and (tmp_path / 'bad' / 'model').exists()
+
+
+def test_an_output_that_cannot_be_written_costs_no_step(tmp_path, monkeypatch):
+  config, workdir = _quick(tmp_path, 'full', eval__groups=4)
+  config.sft.update(steps=2)
+  original, steps = sft.SftTrainer.step, []
+  monkeypatch.setattr(sft.SftTrainer, 'step', lambda self, batches: steps.append(1) or original(self, batches))
+  with monkeypatch.context() as full:
+    error = SafetensorError('I/O error: No space left on device')
+    full.setattr('ragen_jax.models.checkpoint.save.save_file', unittest.mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match=r'model: the model was not written: I/O error: No space left on device; '):
+      sft.train_sft(config, workdir)
+  assert [path.name for path in (pathlib.Path(workdir) / 'checkpoints').iterdir()] == ['2']
+  assert not (tmp_path / 'full' / 'model').exists()
+  sft.train_sft(config, workdir)
+  assert len(steps) == 2 and (tmp_path / 'full' / 'model' / 'model.safetensors').exists()
 
 
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):

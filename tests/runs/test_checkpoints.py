@@ -25,7 +25,7 @@ from ragen_jax.runs import checkpoints as checkpoint_lib
 from ragen_jax.runs import checksums
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, UserError
 from tests.support.damage import flip_bytes
 from tests.support.processes import environment
 
@@ -385,7 +385,7 @@ def test_full_disk_without_a_disk(tmp_path, monkeypatch, error):
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, {'x': jnp.zeros(2)})
     monkeypatch.setattr(checkpointer._manager, 'save', lambda *args, **kwargs: (_ for _ in ()).throw(error))
-    with pytest.raises(UserError, match=r'step 2 was not saved in .*: No space left on device; step 1 is intact'):
+    with pytest.raises(DiskError, match=r'step 2 was not saved in .*: No space left on device; step 1 is intact'):
       checkpointer.save(2, {'x': jnp.zeros(2)})
     monkeypatch.undo()
     assert checkpointer.latest_step() == 1

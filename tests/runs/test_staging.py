@@ -20,11 +20,11 @@ from ragen_jax.runs import staging
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import MetricWriter, read_metrics
 from ragen_jax.runs.staging import COMMITTED, StagedWorkdir, address, staged
-from ragen_jax.runs.stores import StoreError, open_store
+from ragen_jax.runs.stores import open_store
 from ragen_jax.runs.workdir import need_disk, open_workdir, record_config
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import StoreAway, UserError
 from ragen_jax.viewer.store import EpisodeWriter
-from tests.support.buckets import gs_server, memory_store, s3_server
+from tests.support.buckets import Pauses, away, gs_server, memory_store, s3_server
 from tests.support.processes import environment
 
 
@@ -32,6 +32,11 @@ from tests.support.processes import environment
 def store():
   with memory_store() as found:
     yield found
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+  return Pauses.put(monkeypatch)
 
 
 @pytest.fixture(scope='module')
@@ -150,17 +155,20 @@ def test_an_export_replaces_the_one_before(store):
   assert list(store.sizes('export/')) == ['export/new.safetensors']
 
 
-def test_a_copy_that_fails_is_one_line_and_an_earlier_error_is_not_hidden(store, monkeypatch):
+def test_a_copy_that_fails_is_one_line_and_an_earlier_error_is_not_hidden(store, monkeypatch, pauses):
   def fail(files):
-    raise StoreError('the network is down')
+    raise away()
 
   monkeypatch.setattr(store, 'upload', fail)
   with pytest.raises(UserError) as e, staged(store, write=True, first=True) as workdir:
     (workdir.path / 'config.json').write_text('{}')
   assert str(e.value) == '--workdir=s3://bucket/run: was not written completely: the network is down'
+  assert isinstance(e.value, StoreAway) and sum(pauses.taken) == 300
+  pauses.taken.clear()
   with pytest.raises(ZeroDivisionError), staged(store, write=True, first=True) as workdir:
     (workdir.path / 'config.json').write_text('{}')
     1 / 0  # noqa: B018
+  assert not pauses.taken  # an error does not wait for the bucket
   monkeypatch.undo()
   with pytest.raises(ZeroDivisionError), staged(store, write=True, first=True) as workdir:
     (workdir.path / 'config.json').write_text('{}')
@@ -334,13 +342,13 @@ def test_a_checkpoint_is_marked_after_its_files_and_unmarked_before(store):
     assert all(key.startswith('checkpoints/1/') for key in deleted)
 
 
-def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch):
+def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch, pauses):
   url = 's3://bucket/fails'
   with open_workdir(url, write=True) as workdir:
     _save(workdir, 1)
 
     def fail(files):
-      raise StoreError('the network is down')
+      raise away()
 
     monkeypatch.setattr(workdir.store, 'upload', fail)
     with Checkpointer(workdir, keep=2) as checkpointer, pytest.raises(UserError) as e:
@@ -349,8 +357,53 @@ def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch):
   assert str(e.value) == (
     f'checkpoint of step 2 was not saved in {url}/checkpoints: the network is down; step 1 is intact'
   )
+  assert isinstance(e.value, StoreAway) and pauses.taken
   with open_workdir(url, write=False) as workdir:
     _assert_restored(workdir, 1)
+
+
+@pytest.mark.parametrize('operation', ['upload', 'write', 'delete', 'read'])
+def test_a_checkpoint_is_whole_after_requests_that_failed(store, monkeypatch, pauses, operation):
+  """Each new request fails once, so that all steps of a copy are interrupted in turn."""
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    original, requests = getattr(store, operation), set()
+
+    def fail_at_first(keys, *rest):
+      if str(keys) not in requests:
+        requests.add(str(keys))
+        raise away()
+      return original(keys, *rest)
+
+    monkeypatch.setattr(store, operation, fail_at_first)
+    for step in (2, 3):  # keeps two, so that the first is deleted
+      _save(workdir, step)
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.amend({'iteration': 3}, metrics={'success': 1.0})
+    assert len(pauses.taken) == len(requests) > 0
+    monkeypatch.undo()
+  with staged(store, write=False, first=True) as workdir:
+    _assert_restored(workdir, 3)
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      assert checkpointer.steps() == [2, 3]
+  assert not store.sizes('checkpoints/1/')
+
+
+def test_a_checkpoint_is_read_after_requests_that_failed(store, monkeypatch, pauses):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+  with staged(store, write=False, first=True) as workdir:
+    original, calls = store.download, []
+
+    def fail_once(files):
+      calls.append(files)
+      if len(calls) == 1:
+        raise away()
+      original(files)
+
+    monkeypatch.setattr(store, 'download', fail_once)
+    _assert_restored(workdir, 1)
+    assert calls[0] == calls[1] and len(pauses.taken) == 1
 
 
 _RUN = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import unittest.mock
 
 import fsspec
 import pytest
@@ -102,6 +103,18 @@ def test_a_missing_package_is_named(monkeypatch, scheme, package):
   )
 
 
+def test_a_bucket_that_cannot_be_reached_has_an_exit_status_of_its_own(monkeypatch):
+  for error, status in ((ConnectionError('no route'), 75), (OSError(5, 'internal error'), 75), (PermissionError(), 0)):
+    info = unittest.mock.Mock(side_effect=error)
+    monkeypatch.setattr(fsspec, 'filesystem', lambda *_, info=info, **__: types.SimpleNamespace(info=info))
+    if status:
+      with pytest.raises(UserError, match='the bucket cannot be read') as e:
+        open_store('s3://bucket/run')
+      assert e.value.status == status
+    else:  # the objects may be readable, see below
+      open_store('s3://bucket/run')
+
+
 def test_missing_credentials_are_one_line(s3, monkeypatch):
   for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
     monkeypatch.delenv(name)
@@ -110,7 +123,7 @@ def test_missing_credentials_are_one_line(s3, monkeypatch):
   fsspec.filesystem('s3').clear_instance_cache()
   with pytest.raises(UserError, match=r'^--workdir=s3://bucket/run: the bucket cannot be read: .*credentials') as e:
     open_store('s3://bucket/run')
-  assert '\n' not in str(e.value)
+  assert '\n' not in str(e.value) and e.value.status == 2
   fsspec.filesystem('s3').clear_instance_cache()
 
 

@@ -1,17 +1,54 @@
-"""Buckets on this machine: in memory, a server of S3 and a server of Google Cloud Storage."""
+"""Buckets on this machine: in memory, servers of S3 and of Google Cloud Storage, and buckets that are away."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ragen_jax.runs.stores import Store
+from ragen_jax.runs import store_retries
+from ragen_jax.runs.stores import Store, StoreError
+
+
+def away(cause: Exception | None = None) -> StoreError:
+  """The error of a request to a bucket that is away; or of one with another cause."""
+  error = StoreError('the network is down')
+  error.__cause__ = cause or ConnectionError('the network is down')
+  return error
+
+
+class Pauses:
+  """The clock of `store_retries`, on which every pause takes no time.
+
+  Attributes:
+    now: the time, in seconds.
+    taken: the pauses, in seconds.
+    during: called in each pause.
+  """
+
+  def __init__(self):
+    self.now, self.taken = 1000.0, []
+    self.during: Callable[[], None] = lambda: None
+
+  @classmethod
+  def put(cls, monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    """Puts a clock in the place of the `time` of `store_retries`."""
+    pauses = cls()
+    monkeypatch.setattr(store_retries, 'time', pauses)
+    return pauses
+
+  def monotonic(self) -> float:
+    return self.now
+
+  def sleep(self, seconds: float) -> None:
+    self.now += seconds
+    self.taken.append(seconds)
+    self.during()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ragen_jax.utils.errors import Diverged, UserError, describe_error, one_line, printable, short
+from ragen_jax.utils.errors import (
+  DiskError,
+  Diverged,
+  StoreAway,
+  UserError,
+  describe_error,
+  one_line,
+  printable,
+  short,
+)
 
 
 class _Unwritable:
@@ -82,5 +91,6 @@ def test_exceptions_are_described_by_type_and_message(error, line):
 def test_bad_input_and_a_run_that_diverged_have_different_exit_statuses():
   """A queue that starts runs again can tell a wrong command from a run that failed."""
   wrong, everywhere, diverged = UserError('no'), UserError('no', everywhere=True), Diverged('NaN')
+  assert len({kind.status for kind in (UserError, Diverged, DiskError, StoreAway)} | {0, 130, 143}) == 7
   assert (wrong.status, wrong.everywhere) == (2, False) and everywhere.everywhere
   assert (diverged.status, diverged.everywhere, str(diverged)) == (1, True, 'NaN') and isinstance(diverged, UserError)

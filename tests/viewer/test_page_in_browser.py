@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ragen_jax.agent.episode import Episode, Status, Turn
-from ragen_jax.viewer.page import PAGE
-from ragen_jax.viewer.store import read_episodes
+from ragen_jax.viewer.page import PAGE, write_page
+from ragen_jax.viewer.store import EpisodeWriter, read_episodes
 from ragen_jax.viewer.tensorboard import transcript
-from tests.support.made_up_episodes import ATTACKS
+from tests.support.made_up_episodes import ATTACKS, episode_record
 
 webdriver = pytest.importorskip('selenium.webdriver', reason='needs selenium, of requirements-dev.txt')
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -386,3 +386,17 @@ def test_images_that_the_policy_saw_are_shown_in_place_of_the_board(page, run):
   (file,) = [x for x in read_episodes(run) if x.path.name == 'train-00000004.jsonl.gz']
   used = {i for record in file.records() for turn in record['turns'] for i in turn['images']}
   assert len(used) == 2 and len(set(file.pictures)) == len(file.pictures)
+
+
+def test_a_page_of_some_steps_tells_it(browser, tmp_path):
+  for step in range(20):
+    EpisodeWriter(tmp_path, start_step=step).write('eval', step, [episode_record(step=step)])
+  write_page(tmp_path, max_bytes=1)
+  browser.get((tmp_path / PAGE).as_uri())
+  told = browser.find_element(By.ID, 'partial').text
+  assert told == (
+    '1 of 20 steps: the newest, the first and some between. --mode=view with the workdir writes a page of all.'
+  )
+  write_page(tmp_path)
+  browser.refresh()
+  assert browser.find_element(By.ID, 'partial').text == ''

@@ -41,7 +41,8 @@ _ERROR = 'error: the disk is full\n'
     ('SIGTERM', [_TERM], '', ''),
     ('SIGTERM', [143], 'Traceback (most recent call last):', 'a traceback'),
     ('full', [2], _ERROR, ''),
-    ('full', [1], _ERROR, 'process 0 ended with 1, and not with 2'),
+    ('full', [74], _ERROR, ''),
+    ('full', [1], _ERROR, 'process 0 ended with 1, and not with 2 or 74'),
     ('read_only', [2], 'bye', 'process 0 ended with 2 and no word'),
   ],
 )

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from ragen_jax.utils.errors import DiskError, Diverged, StoreAway, UserError
 from tests.support.paths import ROOT
 
 SCRIPTS = ('launch/local.sh', 'launch/slurm.sbatch', 'launch/tpu_vm.sh', '.ci/run')
@@ -182,9 +183,10 @@ def test_the_task_of_skypilot_runs_on_each_of_its_machines(shape):
   task = yaml.safe_load(SKYPILOT.read_text())
   resources = task['resources']
   assert resources['use_spot'] is True and task['envs']['WORKDIR'] is None  # null: the user must give it
-  # 1 and 2 are the program's verdicts on the run and on its input; a restart would meet the same.
-  assert not {1, 2} & set(resources['job_recovery']['recover_on_exit_codes'])
-  assert {130, 143} <= set(resources['job_recovery']['recover_on_exit_codes'])
+  # Verdicts on the run, its input and the size of a disk are final: a restart would meet the same.
+  recovered = set(resources['job_recovery']['recover_on_exit_codes'])
+  assert not {Diverged.status, UserError.status, DiskError.status} & recovered
+  assert {StoreAway.status, 130, 143} <= recovered
   assert {'requirements.txt', 'requirements-stores.txt'} <= set(shlex.split(task['setup'], comments=True))
   command = task['run'].replace('$WORKDIR', 's3://bucket/run').replace('$CONFIG', task['envs']['CONFIG'])
   words = shlex.split(command)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx, traverse_util
 from jax.experimental import multihost_utils
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from ragen_jax.models import lora
@@ -34,7 +37,7 @@ from ragen_jax.models.checkpoint.names import Weight, list_names, weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.stores import is_address
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, UserError, one_line
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -49,6 +52,9 @@ _TOKENIZER_FILES = (
   'video_preprocessor_config.json',
   'generation_config.json',
 )
+
+# What a new checkpoint replaces in its target, besides *.safetensors; other files stay.
+_REPLACED = (CONFIG_FILE, INDEX_FILE, ADAPTER_CONFIG_FILE, CRITIC_DIRECTORY, *_TOKENIZER_FILES)
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +91,8 @@ def save_model(
     max_shard_bytes: size above which the weights are split into several files.
 
   Raises:
-    UserError: `directory` holds something else, `tokenizer_dir` does not exist or has a larger vocabulary, or a weight
-      is not finite in the type.
+    UserError: `directory` holds something else, `tokenizer_dir` does not exist or has a larger vocabulary, a weight is
+      not finite in the type, or the disk is full or not writable.
     ValueError: the parameters are not those of a `Qwen` of this shape, or the dtype is not supported.
   """
   dtype = np.dtype(dtype)
@@ -216,9 +222,14 @@ def write_value_head(directory: str, head: Mapping[str, Any]) -> None:
 
 
 def check_target(directory: str) -> None:
-  """Raises UserError if a checkpoint written to `directory` would replace something other than a checkpoint."""
+  """Checks that a checkpoint can be written to `directory`, and cleans up what a killed process left beside it.
+
+  Raises:
+    UserError: the checkpoint would replace something other than a checkpoint, or the disk is not writable.
+  """
   if is_address(directory):
     raise UserError(f'{directory}: must be a directory on disk, where checkpoints in Hugging Face format are written')
+  _recover(directory)
   if os.path.lexists(directory) and not os.path.isdir(directory):
     raise UserError(f'{directory}: is not a directory, so no checkpoint can be written there')
   if os.path.isdir(directory) and os.listdir(directory) and not is_checkpoint(directory):
@@ -233,16 +244,17 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
 
   Args:
     directory: the target, see `save_model`.
-    tokenizer_dir: source of tokenizer files; without it those of the target are kept.
+    tokenizer_dir: source of tokenizer files; None: those of the target.
 
   Raises:
-    UserError: `directory` holds something other than a checkpoint.
+    UserError: `directory` holds something other than a checkpoint, or the disk is full or not writable.
   """
   check_target(directory)
-  with _replacing(directory, with_tokenizer=tokenizer_dir is not None) as new:
-    for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
-      if os.path.isfile(os.path.join(tokenizer_dir, name)):
-        shutil.copyfile(os.path.join(tokenizer_dir, name), os.path.join(new, name))
+  source = directory if tokenizer_dir is None else tokenizer_dir
+  with _disk_errors(directory), _replacing(directory) as new:
+    for name in _TOKENIZER_FILES:
+      if os.path.isfile(os.path.join(source, name)):
+        shutil.copyfile(os.path.join(source, name), os.path.join(new, name))
     yield new
     written = CONFIG_FILE if os.path.isfile(os.path.join(new, CONFIG_FILE)) else ADAPTER_CONFIG_FILE
     for where, _, names in os.walk(new):
@@ -251,35 +263,109 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _replacing(directory: str, *, with_tokenizer: bool) -> Iterator[str]:
-  """A new directory that takes the place of `directory` if the block ends well, and is removed if it does not."""
+def _disk_errors(directory: str) -> Iterator[None]:
+  """Turns errors of the disk into a `DiskError`. Those of safetensors are no `OSError`."""
+  try:
+    yield
+  except (OSError, SafetensorError) as e:
+    reason = getattr(e, 'strerror', None) or one_line(e, str)
+    raise DiskError(f'{directory}: the model was not written: {reason}; what was there before is unchanged') from e
+
+
+@contextlib.contextmanager
+def _replacing(directory: str) -> Iterator[str]:
+  """A new directory that takes the place of `directory` if the block ends well, and is removed if it does not.
+
+  A killed process leaves `.NAME.<random>`, which is not complete; or this and the old directory as
+  `.NAME.<random>.old`, but no target; or the new target and `.old`. See `_recover`.
+  """
   target = os.path.realpath(directory)
   os.makedirs(os.path.dirname(target), exist_ok=True)
   new = os.path.join(os.path.dirname(target), f'.{os.path.basename(target)}.{uuid.uuid4().hex[:8]}')
   old = f'{new}.old'
   os.mkdir(new)
-  try:
-    yield new
-    if os.path.isdir(target):
-      os.rename(target, old)
+  with _owned(new):
     try:
-      os.rename(new, target)
-    except OSError:
-      if os.path.isdir(old):
-        os.rename(old, target)
+      yield new
+      if os.path.isdir(target):
+        os.rename(target, old)
+      try:
+        os.rename(new, target)
+      except OSError:
+        if os.path.isdir(old):
+          os.rename(old, target)
+        raise
+    except BaseException:
+      shutil.rmtree(new, ignore_errors=True)
       raise
-  except BaseException:
-    shutil.rmtree(new, ignore_errors=True)
-    raise
-  if os.path.isdir(old):
-    replaced = (
-      CONFIG_FILE,
-      INDEX_FILE,
-      ADAPTER_CONFIG_FILE,
-      CRITIC_DIRECTORY,
-      *(_TOKENIZER_FILES if with_tokenizer else ()),
-    )
-    for name in os.listdir(old):
-      if name not in replaced and not name.endswith('.safetensors'):
-        os.rename(os.path.join(old, name), os.path.join(target, name))
-    shutil.rmtree(old)
+    if os.path.isdir(old):
+      _keep_other_files(old, target)
+
+
+def _keep_other_files(old: str, target: str) -> None:
+  """Moves the files that do not belong to a checkpoint from `old` to `target`, and removes `old`."""
+  for name in os.listdir(old):
+    other = name not in _REPLACED and not name.endswith('.safetensors')
+    if other and not os.path.lexists(os.path.join(target, name)):
+      os.rename(os.path.join(old, name), os.path.join(target, name))
+  shutil.rmtree(old)
+
+
+def _recover(directory: str) -> None:
+  """Ends what killed processes began: the target is then the old or the new checkpoint, and nothing is beside it.
+
+  Directories of processes that live are left alone. Where the disk has no locks that tell it (NFS), an old checkpoint
+  is put back, and nothing is removed.
+
+  Raises:
+    UserError: the disk is not writable.
+  """
+  target = os.path.realpath(directory)
+  parent, name = os.path.split(target)
+  if not os.path.isdir(parent):
+    return
+  left = re.compile(rf'\.{re.escape(name)}\.[0-9a-f]{{8}}(\.old)?')
+  try:
+    found = sorted(os.path.join(parent, entry) for entry in os.listdir(parent) if left.fullmatch(entry))
+    olds = [path for path in found if path.endswith('.old')]
+    if not os.path.lexists(target):
+      if len(olds) == 1 and not _has_owner(olds[0].removesuffix('.old')):
+        os.rename(olds[0], target)
+        _log.warning('%s: replacing it was interrupted; the checkpoint from before is back', directory)
+    elif olds and _has_owner(target) is False:
+      for old in olds:
+        _keep_other_files(old, target)
+    for path in found:
+      if path not in olds and _has_owner(path) is False:
+        shutil.rmtree(path)
+  except OSError as e:
+    raise DiskError(f'{directory}: what an interrupted export left cannot be cleaned up: {e.strerror or e}') from e
+
+
+@contextlib.contextmanager
+def _owned(directory: str) -> Iterator[None]:
+  """Context manager: marks a directory, under any name, as that of a process that lives; see `_has_owner`."""
+  file = os.open(directory, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):  # a disk without locks
+      fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(file)
+
+
+def _has_owner(directory: str) -> bool | None:
+  """Whether a process that lives writes a directory; None if the disk cannot tell. One that is missing has no owner."""
+  try:
+    file = os.open(directory, os.O_RDONLY)
+  except FileNotFoundError:
+    return False
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:
+    return None
+  finally:
+    os.close(file)
+  return False

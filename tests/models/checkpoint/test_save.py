@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import pathlib
+import signal
+import subprocess
+import sys
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ragen_jax.models.attention import AttentionSettings
 from ragen_jax.models.checkpoint.config import critic_directory, read_config, trunk_config
 from ragen_jax.models.checkpoint.load import load_model, load_params, load_value_head
-from ragen_jax.models.checkpoint.save import as_stored, save_model
+from ragen_jax.models.checkpoint.save import as_stored, check_target, new_checkpoint, save_model
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import SMALL, SMALL3, assert_identical, contents, edit_config, flat, random_params
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
@@ -127,7 +134,7 @@ def test_a_critic_lies_in_a_directory_of_the_model_s_and_has_no_output_projectio
   np.testing.assert_array_equal(trunk(trunk.embed(tokens))[0], whole(whole.embed(tokens))[0])
 
 
-@pytest.mark.parametrize('failing', ['second shard', 'config', 'rename'])
+@pytest.mark.parametrize('failing', ['second shard', 'safetensors', 'config', 'rename'])
 def test_an_export_that_fails_leaves_the_previous_one(tmp_path, monkeypatch, failing):
   out = tmp_path / 'out'
   save_model(str(out), random_params(SMALL), SMALL, 'float32', max_shard_bytes=3000)
@@ -138,27 +145,117 @@ def test_an_export_that_fails_leaves_the_previous_one(tmp_path, monkeypatch, fai
   def fail_on_second(*args, **kwargs):
     calls.append(args)
     if len(calls) == 2:
-      raise OSError('disk full')
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     save_file(*args, **kwargs)
 
   def fail_to_take_the_place(source, target):
     if target == str(out) and not source.endswith('.old'):
-      raise OSError('disk full')
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     rename(source, target)
 
   def fail(*_):
-    raise OSError('disk full')
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  def fail_in_safetensors(*_, **__):
+    raise SafetensorError('Error while serializing: I/O error:\nNo space left on device (os error 28)')
 
   if failing == 'second shard':
     monkeypatch.setattr('ragen_jax.models.checkpoint.save.save_file', fail_on_second)
+  elif failing == 'safetensors':
+    monkeypatch.setattr('ragen_jax.models.checkpoint.save.save_file', fail_in_safetensors)
   elif failing == 'config':
     monkeypatch.setattr('ragen_jax.models.checkpoint.save.write_json', fail)
   else:
     monkeypatch.setattr(os, 'rename', fail_to_take_the_place)
-  with pytest.raises(OSError, match='disk full'):
+  with pytest.raises(UserError) as e:
     save_model(str(out), random_params(SMALL3, seed=1), SMALL3, 'float32', max_shard_bytes=3000)
+  reason = {'safetensors': 'Error while serializing: I/O error: No space left on device (os error 28)'}
+  assert str(e.value) == (
+    f'{out}: the model was not written: {reason.get(failing, "No space left on device")}; '
+    'what was there before is unchanged'
+  )
   assert contents(out) == before
   assert os.listdir(tmp_path) == ['out'], 'something was left behind'
+
+
+_KILLED = """
+import os, shutil, signal, sys
+from ragen_jax.models.checkpoint import save
+def after(module, name, times):
+  original, calls = getattr(module, name), []
+  def called(*arguments, **others):
+    result = original(*arguments, **others)
+    calls.append(arguments)
+    if len(calls) == times:
+      os.kill(os.getpid(), signal.SIGKILL)
+    return result
+  setattr(module, name, called)
+moment = sys.argv[2]
+after(*{'while writing': (save, 'save_file', 1), 'between the renames': (os, 'rename', 1),
+        'before other files are moved': (os, 'rename', 2), 'while other files are moved': (os, 'rename', 3)}[moment])
+from tests.support.checkpoints import SMALL3, random_params
+save.save_model(sys.argv[1], random_params(SMALL3, seed=1), SMALL3, 'float32', max_shard_bytes=3000)
+"""
+
+
+@pytest.mark.parametrize(
+  ('moment', 'there'),
+  [
+    ('while writing', 'old'),
+    ('between the renames', 'old'),
+    ('before other files are moved', 'new'),
+    ('while other files are moved', 'new'),
+  ],
+)
+def test_what_a_killed_export_leaves_is_cleaned_up(tmp_path, moment, there, caplog):
+  out = tmp_path / 'out'
+  save_model(str(out), random_params(SMALL), SMALL, 'float32', max_shard_bytes=3000)
+  mine = {'README.md': 'mine', 'notes.txt': 'mine, too', 'tokenizer.json': '{"mine": 1}'}
+  for name, text in mine.items():
+    (out / name).write_text(text)
+  before = contents(out)
+  killed = subprocess.run([sys.executable, '-c', _KILLED, str(out), moment], cwd=ROOT)
+  assert killed.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 2
+  assert out.exists() == (moment != 'between the renames')
+  check_target(str(out))
+  assert os.listdir(tmp_path) == ['out']
+  if there == 'old':
+    assert contents(out) == before
+  else:
+    assert_identical(load_params(str(out), SMALL3, jnp.float32), random_params(SMALL3, seed=1))
+  assert {name: (out / name).read_text() for name in mine} == mine
+  told = [record.getMessage() for record in caplog.records]
+  assert told == [f'{out}: replacing it was interrupted; the checkpoint from before is back'] * (
+    moment == 'between the renames'
+  )
+
+
+@pytest.mark.parametrize('locks', [True, False])
+def test_directories_of_processes_that_live_are_left_alone(tmp_path, monkeypatch, locks):
+  """Without locks, as on NFS, nobody can tell; then nothing is removed, and a missing target comes back."""
+  out = str(tmp_path / 'out')
+  save_model(out, random_params(SMALL), SMALL, 'float32')
+  if not locks:
+    monkeypatch.setattr(fcntl, 'flock', unittest.mock.Mock(side_effect=OSError(errno.EBADF, 'no locks here')))
+  with new_checkpoint(out, None) as new:
+    names = sorted(os.listdir(tmp_path))
+    assert len(names) == 2
+    check_target(out)
+    assert sorted(os.listdir(tmp_path)) == names
+    os.rename(out, f'{new}.old')
+    check_target(out)
+    assert os.path.exists(out) == (not locks)
+    if locks:
+      os.rename(f'{new}.old', out)
+    (pathlib.Path(new) / 'config.json').write_text('{"model_type": "new"}')
+  assert os.listdir(tmp_path) == ['out'] and json.loads((tmp_path / 'out' / 'config.json').read_text())
+
+
+def test_a_missing_target_with_two_old_ones_is_left_to_the_user(tmp_path):
+  for name in ('.out.00000000.old', '.out.00000001.old', '.other.00000000.old', '.out.text.old'):
+    (tmp_path / name).mkdir()
+  check_target(str(tmp_path / 'out'))
+  assert len(os.listdir(tmp_path)) == 4 and not (tmp_path / 'out').exists()
 
 
 def test_a_new_export_replaces_all_of_the_old_and_nothing_else(tmp_path, tokenizer_dir):
