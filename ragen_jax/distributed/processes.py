@@ -249,7 +249,9 @@ def same_errors() -> Iterator[None]:
   if errors:
     message, status = errors[0]
     kind = next(kind for kind in (UserError, *UserError.__subclasses__()) if kind.status == status)
-    raise kind(message, everywhere=True)
+    shared = kind(message)
+    shared.everywhere = True
+    raise shared
 
 
 def gather(value: Any, types: Sequence[type] = ()) -> list[Any]:

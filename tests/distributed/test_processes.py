@@ -65,12 +65,13 @@ def test_an_error_of_one_process_is_raised_as_it_is():
 def test_an_error_of_another_process_keeps_its_exit_status(monkeypatch, kind):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(processes, 'gather', lambda own: [own, ('wrong', kind.status)])
-  with pytest.raises(kind, match='^wrong$') as e, processes.same_errors():
+  with pytest.raises(kind, match=r'^wrong$') as e, processes.same_errors():
     pass
   assert type(e.value) is kind and e.value.everywhere
   monkeypatch.setattr(processes, 'gather', lambda own: [own, None])
-  with pytest.raises(kind, match='^own$'), processes.same_errors():
+  with pytest.raises(kind, match=r'^own$') as e, processes.same_errors():
     raise kind('own')
+  assert type(e.value) is kind
 
 
 @pytest.mark.parametrize(
