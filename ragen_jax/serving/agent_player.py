@@ -29,6 +29,7 @@ from ragen_jax.serving.keys import split_key
 from ragen_jax.serving.pool import LocalQueue, Pool
 from ragen_jax.serving.records import OVER, Limits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.runners import FunctionRunner, ProgramRunner, Runner, load_function
+from ragen_jax.serving.stall import Stall
 from ragen_jax.serving.types import AttemptState, RolloutState
 from ragen_jax.utils.errors import UserError
 
@@ -193,11 +194,12 @@ class AgentPlayer:
 
     Raises:
       Stopped: a signal was received.
+      UserError: the runner plays no task any more, see `Stall`.
     """
     lifecycle = self._server.lifecycle
     store, changes = lifecycle.store, lifecycle.changes
     over: dict[str, RolloutRecord] = {}
-    told = time.monotonic()
+    told, stall = time.monotonic(), self._stall()
     while True:
       seen = changes.count
       for r in rollouts:
@@ -209,10 +211,17 @@ class AgentPlayer:
         return over
       self._interrupt.check()
       self._server.sweep()
+      stall.check()
       if time.monotonic() - told > REPORT_S:
         told = time.monotonic()
         self._report(f'{len(over)} of {len(rollouts)}')
       changes.wait(seen, LOOK_S)
+
+  def _stall(self) -> Stall:
+    """Watches the runner during one wait."""
+    spec, store = self.specs[0], self._server.lifecycle.store
+    runner = f'envs.{spec.tag}.runner={spec.env.runner!r}'
+    return Stall(self._server.progress, store.running, runner, self._settings.limits.timeout_s)
 
   def _report(self, over: str) -> None:
     """Logs how many tasks are over."""
@@ -265,25 +274,23 @@ def _mark(prompt: str) -> str:
 @contextlib.contextmanager
 def run_agents(
   server: AgentServer, runner: Runner | None, *, max_concurrency: int, heartbeat_s: float
-) -> Iterator[Callable[[], Any] | None]:
-  """Plays queued tasks with a runner while the block runs.
+) -> Iterator[None]:
+  """Plays queued tasks with a runner while the block runs; sets `AgentServer.progress`.
 
   Args:
     server: the server.
     runner: plays a task; None if outside workers do.
     max_concurrency: most attempts at a time.
     heartbeat_s: time between two signs of life, in seconds.
-
-  Yields:
-    Gives the pool's progress; None if outside workers play.
   """
   if runner is None:
-    yield None
+    yield
     return
   queue = LocalQueue(server.lifecycle, LOCAL_WORKER, server.url)
   # Longer than a runner takes to kill a program that does not end.
   with Pool(queue, runner, max_concurrency, heartbeat_s, 2 * _GRACE_S) as pool:
-    yield pool.progress
+    server.progress = pool.progress
+    yield
 
 
 def function_runner(function: Callable[[Task], Any]) -> Runner:

@@ -15,7 +15,7 @@ from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.sampling.sampler import Sampler, Sampling
-from ragen_jax.serving import env_program
+from ragen_jax.serving import agent_player, async_player, env_program, pool
 from ragen_jax.serving.agent_player import AgentPlayer
 from ragen_jax.serving.async_player import METRICS, AsyncAgentPlayer
 from ragen_jax.serving.client import Over, ServerError
@@ -243,6 +243,25 @@ def test_a_signal_ends_a_play_at_once_and_what_is_over_is_not_played_again(monke
     1.0
   }
   assert sorted(known) == [0, 1] and played[len(known) :] == [1], 'a stopped attempt is no try'
+
+
+@pytest.mark.parametrize('staleness', [0, 1])
+def test_a_function_that_hangs_for_good_ends_the_play_with_the_reason(monkeypatch, policy, tmp_path, staleness):
+  end = threading.Event()
+  monkeypatch.setattr(pool, 'ABANDONED_PER_PLACE', 1)
+  for module in (agent_player, async_player):
+    monkeypatch.setattr(module, 'LOOK_S', 0.01)
+  fields = dict(train__groups=2, serve__max_staleness=staleness, serve__max_concurrency=1, serve__timeout=0.05)
+  fields |= {} if staleness else {'algorithm__tis_cap': 0.0}
+  message = r"^envs\.Agent\.runner='a program of the test': no task is played .* threads of 1 .*serve\.timeout=0\.05"
+  try:
+    with (
+      opened(monkeypatch, policy, tmp_path, lambda task: end.wait(PATIENCE), **fields) as (player, *_),
+      pytest.raises(UserError, match=message),
+    ):
+      play(player, policy, 0)
+  finally:
+    end.set()
 
 
 def test_tasks_that_cannot_be_learnt_from_are_played_again_by_the_same_command(monkeypatch, policy, tmp_path):
