@@ -93,10 +93,17 @@ class HttpServer:
   def __exit__(self, *_: object) -> None:
     self.close()
 
+  def call_soon(self, call: Callable[[], Any]) -> None:
+    """Calls something on the application's event loop, after earlier calls; for other threads.
+
+    Does nothing if the loop has closed.
+    """
+    with contextlib.suppress(RuntimeError):  # the loop has closed
+      self._loop.call_soon_threadsafe(call)
+
   def close(self) -> None:
     """Stops the server; open requests have a few seconds to end."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-      self._loop.call_soon_threadsafe(self._on_stop)
+    self.call_soon(self._on_stop)
     self._server.should_exit = True
     self._thread.join(_STOP_S)
     if self._thread.is_alive():

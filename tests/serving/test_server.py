@@ -42,6 +42,17 @@ def test_it_serves_until_it_is_closed():
   server.close()  # again
 
 
+def test_calls_of_other_threads_run_in_their_order_on_the_loop_and_not_after_its_end():
+  told, done = [], threading.Event()
+  with HttpServer(hello, lambda: None, '127.0.0.1', 0, 8) as server:
+    for i in range(3):
+      server.call_soon(lambda i=i: told.append((i, threading.current_thread().name)))
+    server.call_soon(done.set)
+    assert done.wait(PATIENCE)
+  server.call_soon(lambda: told.append('late'))
+  assert told == [(i, 'ragen_jax-http') for i in range(3)]
+
+
 def test_answers_do_not_wait_for_acknowledgements():
   seen = []
 
