@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import socket
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import pytest
 
+from ragen_jax.serving import http_protocol
 from ragen_jax.serving.server import HttpServer
 from ragen_jax.serving.wire.errors import internal
 from ragen_jax.utils.errors import UserError
@@ -109,6 +112,23 @@ def test_too_many_connections_are_refused():
     go.set()
     first.join(PATIENCE)
     assert e.value.code == 503
+
+
+def test_connections_that_send_no_whole_request_lock_nobody_out(monkeypatch):
+  monkeypatch.setattr(http_protocol, 'REQUEST_S', 0.05)
+  with HttpServer(hello, lambda: None, '127.0.0.1', 0, 3) as server, contextlib.ExitStack() as stack:
+    address = urllib.parse.urlsplit(server.url)
+    silent = [
+      stack.enter_context(socket.create_connection((address.hostname, address.port), PATIENCE)) for _ in range(3)
+    ]
+    silent[1].sendall(b'GET / HTTP/1.1\r\nHos')
+    silent[2].sendall(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf')
+    for connection in silent:
+      with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+          pass
+    until(lambda: not server._server.server_state.connections)
+    assert get(server.url)[0] == b'hello'
 
 
 def test_an_answer_that_is_broken_on_purpose_is_not_logged(caplog):
