@@ -36,7 +36,9 @@ from ragen_jax.utils.errors import UserError
 _log = logging.getLogger(__name__)
 
 # Environment variables that agents' commands do not get.
-_SECRETS = (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')
+_SECRETS = (
+  ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN',
+)  # fmt: skip
 _GRACE_S = 10.0  # how long a stopped agent may take to end
 LOOK_S = 1.0  # between two looks for attempts that are late
 MOST_PRUNED = 10_000  # rollouts that are deleted at a time
