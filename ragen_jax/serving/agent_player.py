@@ -96,6 +96,7 @@ class AgentPlayer:
     self.specs, self.group_size, self.max_turns = specs, group_size, settings.max_turns
     self._settings, self._server, self._tokenizer = settings, server, tokenizer
     self.metrics: dict[str, float] = {}
+    self._has_learnt = False  # whether an earlier rollout of this process had a group that can be learnt from
 
   def check(self, first_seed: int) -> None:
     """See `Player`: the tasks were read, and the runners imported, when the server was opened."""
@@ -124,7 +125,7 @@ class AgentPlayer:
     """See `Player`. Rollouts that the store holds already, from before a restart, are not played again.
 
     Raises:
-      UserError: no group of attempts can be learnt from.
+      UserError: see `_collect`.
       Stopped: a signal was received before all attempts were over. The store keeps those that are over.
     """
     del pictured
@@ -157,17 +158,24 @@ class AgentPlayer:
   def _collect(self, groups: Sequence[tuple[str, int, Sequence[RolloutRecord]]], sampling: Sampling) -> Rollout:
     """The rollout of groups, (tag, number of the task, its rollouts) each; sets the metrics.
 
+    If no group can be learnt from, all episodes of the rollout have `Status.ENV_ERROR`.
+
     Raises:
-      UserError: no group can be learnt from.
+      UserError: no group can be learnt from, nor could one of an earlier rollout: the program itself is wrong.
     """
     episodes = dataclasses.replace(
       self._settings.episodes, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
     )
     tasks = [TaskAttempts(tag, seed, tuple(self._finished(r) for r in records)) for tag, seed, records in groups]
     rollout, self.metrics = build_rollout(tasks, episodes, self._tokenizer.decode)
-    if rollout is None or all(e.status == Status.ENV_ERROR for e in rollout.episodes):
-      raise UserError(f'{self._settings.mode}: {_why_nothing(tasks)}')
-    return rollout
+    if rollout is not None and any(e.status != Status.ENV_ERROR for e in rollout.episodes):
+      self._has_learnt = True
+      return rollout
+    reason = f'{self._settings.mode}: {_why_nothing(tasks)}'
+    if not self._has_learnt:
+      raise UserError(reason)
+    _log.warning('%s; the run goes on', reason)
+    return rollout or build_rollout([_failed(task) for task in tasks], episodes, self._tokenizer.decode)[0]
 
   def _queue(
     self, key: jax.Array, first_seed: int, version: int, digest: str
@@ -242,6 +250,16 @@ class AgentPlayer:
       return FinishedAttempt(record.rollout_id, state, record.error, (), ())
     calls, rewards = store.calls(record.attempt_id), store.rewards(record.attempt_id)
     return FinishedAttempt(record.attempt_id, state, record.error, tuple(calls), tuple(rewards))
+
+
+def _failed(task: TaskAttempts) -> TaskAttempts:
+  """A task all of whose attempts count as failed, so that its group is not dropped."""
+  fault = 'the group cannot be learnt from'
+  attempts = [
+    dataclasses.replace(a, state=AttemptState.FAILED, error=a.error or fault, calls=(), rewards=())
+    for a in task.attempts
+  ]
+  return dataclasses.replace(task, attempts=tuple(attempts))
 
 
 def _why_nothing(groups: Sequence[TaskAttempts]) -> str:

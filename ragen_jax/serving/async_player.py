@@ -80,7 +80,7 @@ class AsyncAgentPlayer(AgentPlayer):
       pictured: see `Player`; nothing is drawn.
 
     Raises:
-      UserError: no group of attempts can be learnt from. Their tasks are queued again.
+      UserError: see `_collect`. The tasks of the groups are queued again.
       Stopped: a signal was received before the iteration had its groups.
     """
     del pictured
