@@ -29,13 +29,16 @@ from ragen_jax.serving.keys import split_key
 from ragen_jax.serving.pool import LocalQueue, Pool
 from ragen_jax.serving.records import OVER, Limits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.runners import FunctionRunner, ProgramRunner, Runner, load_function
+from ragen_jax.serving.stall import Stall
 from ragen_jax.serving.types import AttemptState, RolloutState
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 # Environment variables that agents' commands do not get.
-_SECRETS = (ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN')
+_SECRETS = (
+  ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN',
+)  # fmt: skip
 _GRACE_S = 10.0  # how long a stopped agent may take to end
 LOOK_S = 1.0  # between two looks for attempts that are late
 MOST_PRUNED = 10_000  # rollouts that are deleted at a time
@@ -93,6 +96,7 @@ class AgentPlayer:
     self.specs, self.group_size, self.max_turns = specs, group_size, settings.max_turns
     self._settings, self._server, self._tokenizer = settings, server, tokenizer
     self.metrics: dict[str, float] = {}
+    self._has_learnt = False  # whether an earlier rollout of this process had a group that can be learnt from
 
   def check(self, first_seed: int) -> None:
     """See `Player`: the tasks were read, and the runners imported, when the server was opened."""
@@ -121,7 +125,7 @@ class AgentPlayer:
     """See `Player`. Rollouts that the store holds already, from before a restart, are not played again.
 
     Raises:
-      UserError: no group of attempts can be learnt from.
+      UserError: see `_collect`.
       Stopped: a signal was received before all attempts were over. The store keeps those that are over.
     """
     del pictured
@@ -154,17 +158,24 @@ class AgentPlayer:
   def _collect(self, groups: Sequence[tuple[str, int, Sequence[RolloutRecord]]], sampling: Sampling) -> Rollout:
     """The rollout of groups, (tag, number of the task, its rollouts) each; sets the metrics.
 
+    If no group can be learnt from, all episodes of the rollout have `Status.ENV_ERROR`.
+
     Raises:
-      UserError: no group can be learnt from.
+      UserError: no group can be learnt from, nor could one of an earlier rollout: the program itself is wrong.
     """
     episodes = dataclasses.replace(
       self._settings.episodes, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
     )
     tasks = [TaskAttempts(tag, seed, tuple(self._finished(r) for r in records)) for tag, seed, records in groups]
     rollout, self.metrics = build_rollout(tasks, episodes, self._tokenizer.decode)
-    if rollout is None or all(e.status == Status.ENV_ERROR for e in rollout.episodes):
-      raise UserError(f'{self._settings.mode}: {_why_nothing(tasks)}')
-    return rollout
+    if rollout is not None and any(e.status != Status.ENV_ERROR for e in rollout.episodes):
+      self._has_learnt = True
+      return rollout
+    reason = f'{self._settings.mode}: {_why_nothing(tasks)}'
+    if not self._has_learnt:
+      raise UserError(reason)
+    _log.warning('%s; the run goes on', reason)
+    return rollout or build_rollout([_failed(task) for task in tasks], episodes, self._tokenizer.decode)[0]
 
   def _queue(
     self, key: jax.Array, first_seed: int, version: int, digest: str
@@ -193,11 +204,12 @@ class AgentPlayer:
 
     Raises:
       Stopped: a signal was received.
+      UserError: the runner plays no task any more, see `Stall`.
     """
     lifecycle = self._server.lifecycle
     store, changes = lifecycle.store, lifecycle.changes
     over: dict[str, RolloutRecord] = {}
-    told = time.monotonic()
+    told, stall = time.monotonic(), self._stall()
     while True:
       seen = changes.count
       for r in rollouts:
@@ -209,10 +221,17 @@ class AgentPlayer:
         return over
       self._interrupt.check()
       self._server.sweep()
+      stall.check()
       if time.monotonic() - told > REPORT_S:
         told = time.monotonic()
         self._report(f'{len(over)} of {len(rollouts)}')
       changes.wait(seen, LOOK_S)
+
+  def _stall(self) -> Stall:
+    """Watches the runner during one wait."""
+    spec, store = self.specs[0], self._server.lifecycle.store
+    runner = f'envs.{spec.tag}.runner={spec.env.runner!r}'
+    return Stall(self._server.progress, store.running, runner, self._settings.limits.timeout_s)
 
   def _report(self, over: str) -> None:
     """Logs how many tasks are over."""
@@ -231,6 +250,16 @@ class AgentPlayer:
       return FinishedAttempt(record.rollout_id, state, record.error, (), ())
     calls, rewards = store.calls(record.attempt_id), store.rewards(record.attempt_id)
     return FinishedAttempt(record.attempt_id, state, record.error, tuple(calls), tuple(rewards))
+
+
+def _failed(task: TaskAttempts) -> TaskAttempts:
+  """A task all of whose attempts count as failed, so that its group is not dropped."""
+  fault = 'the group cannot be learnt from'
+  attempts = [
+    dataclasses.replace(a, state=AttemptState.FAILED, error=a.error or fault, calls=(), rewards=())
+    for a in task.attempts
+  ]
+  return dataclasses.replace(task, attempts=tuple(attempts))
 
 
 def _why_nothing(groups: Sequence[TaskAttempts]) -> str:
@@ -265,25 +294,23 @@ def _mark(prompt: str) -> str:
 @contextlib.contextmanager
 def run_agents(
   server: AgentServer, runner: Runner | None, *, max_concurrency: int, heartbeat_s: float
-) -> Iterator[Callable[[], Any] | None]:
-  """Plays queued tasks with a runner while the block runs.
+) -> Iterator[None]:
+  """Plays queued tasks with a runner while the block runs; sets `AgentServer.progress`.
 
   Args:
     server: the server.
     runner: plays a task; None if outside workers do.
     max_concurrency: most attempts at a time.
     heartbeat_s: time between two signs of life, in seconds.
-
-  Yields:
-    Gives the pool's progress; None if outside workers play.
   """
   if runner is None:
-    yield None
+    yield
     return
   queue = LocalQueue(server.lifecycle, LOCAL_WORKER, server.url)
   # Longer than a runner takes to kill a program that does not end.
   with Pool(queue, runner, max_concurrency, heartbeat_s, 2 * _GRACE_S) as pool:
-    yield pool.progress
+    server.progress = pool.progress
+    yield
 
 
 def function_runner(function: Callable[[Task], Any]) -> Runner:

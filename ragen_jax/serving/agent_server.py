@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax
 from ragen_jax.serving.engine import Engine
 from ragen_jax.serving.engines import Engines
 from ragen_jax.serving.lifecycle import Lifecycle
+from ragen_jax.serving.pool import Progress
 from ragen_jax.serving.records import Limits
 from ragen_jax.serving.service import Service, ServiceSettings
 from ragen_jax.serving.settings import EngineSettings
@@ -68,12 +70,15 @@ class AgentServer:
     service: answers the calls.
     url: the server's address.
     admin_key: the key of the rollout API.
+    progress: gives the counts of the runner that plays the tasks in this process, see `agent_player.run_agents`; None
+      while outside workers play.
   """
 
   def __init__(self, engines: Engines, lifecycle: Lifecycle, service: Service, url: str, admin_key: str):
     """Takes open parts."""
     self.engines, self.lifecycle, self.service = engines, lifecycle, service
     self.url, self.admin_key = url, admin_key
+    self.progress: Callable[[], Progress] | None = None
     self._weights: tuple[int, list[weakref.ref]] | None = None  # version and arrays of the last `use_weights`
 
   def use_weights(self, params: Any, version: int) -> None:

@@ -80,7 +80,7 @@ class AsyncAgentPlayer(AgentPlayer):
       pictured: see `Player`; nothing is drawn.
 
     Raises:
-      UserError: no group of attempts can be learnt from. Their tasks are queued again.
+      UserError: see `_collect`. The tasks of the groups are queued again.
       Stopped: a signal was received before the iteration had its groups.
     """
     del pictured
@@ -108,9 +108,15 @@ class AsyncAgentPlayer(AgentPlayer):
     return rollout
 
   def _take(self, iteration: int, first_seed: int, key: jax.Array) -> tuple[list[Taken], int]:
-    """Waits until an iteration has its groups. Returns them, and how many others were too old."""
+    """Waits until an iteration has its groups. Returns them, and how many others were too old.
+
+    Raises:
+      Stopped: a signal was received.
+      UserError: the runner plays no task any more, see `Stall`.
+    """
     queue, changes = self._groups, self._server.lifecycle.changes
     renewed, told = queue.renew_stale(iteration, key, running=True), time.monotonic()
+    stall = self._stall()
     while True:
       seen = changes.count
       queue.look()
@@ -120,6 +126,7 @@ class AsyncAgentPlayer(AgentPlayer):
         return groups, renewed
       self._interrupt.check()
       self._server.sweep()
+      stall.check()
       if time.monotonic() - told > REPORT_S:
         told = time.monotonic()
         playing, over = queue.counts()

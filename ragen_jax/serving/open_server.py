@@ -86,6 +86,11 @@ def open_server(
       service, engines.stats,
       model.tokenizer.token_bytes,
     )  # fmt: skip
-    stack.callback(lifecycle.changes.subscribe(lambda ended: [service.forget(attempt) for attempt in ended]))
     http = stack.enter_context(HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections))
+
+    def forget(ended: tuple[str, ...]) -> None:
+      if ended:  # an attempt ends in any thread; its session belongs to the event loop
+        http.call_soon(lambda: [service.forget(attempt) for attempt in ended])
+
+    stack.callback(lifecycle.changes.subscribe(forget))
     yield AgentServer(engines, lifecycle, service, http.url, admin_key)

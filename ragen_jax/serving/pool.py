@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from ragen_jax.serving.client import Over, ServerError, Task
@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 _CLAIM_S = 1.0  # how long one claim waits; `Pool.stop` waits for it
 _PAUSE_S = 1.0  # after a claim that failed
+# Each abandoned thread gives its place back, until there are so many of them for each place.
+ABANDONED_PER_PLACE = 8
 # What a queue may raise. Everything else is a mistake of the program and ends the thread.
 _QUEUE_ERRORS = (UserError, RequestError, ServerError)
 
@@ -138,6 +140,9 @@ class Progress:
     cancelled: attempts that were cancelled, or released when the pool stopped.
     abandoned: threads of agents that were told to stop and still run.
     error: the last error of the queue, one line; '' if its last answer was good.
+    oldest: name of the thread that was abandoned first; '' if none is left.
+    full: whether no attempt runs and none can begin before an abandoned thread ends.
+    fault: why no task is claimed any more though the pool was not stopped, one line; '' if tasks are claimed.
   """
 
   running: int
@@ -147,13 +152,16 @@ class Progress:
   cancelled: int
   abandoned: int
   error: str
+  oldest: str
+  full: bool
+  fault: str
 
 
 class Pool:
   """Plays tasks of a queue until it is stopped. Use it as a context manager, or call `stop`.
 
-  Abandoned threads take no place among the running attempts; while as many are left as attempts may run, no claim
-  begins.
+  Abandoned threads take no place among the running attempts; while `ABANDONED_PER_PLACE` of them are left for each
+  attempt that may run, no claim begins.
   """
 
   def __init__(self, queue: TaskQueue, runner: Runner, max_concurrency: int, heartbeat_s: float, stop_s: float):
@@ -176,10 +184,10 @@ class Pool:
     self._running: dict[str, tuple[Task, Watch]] = {}
     self._abandoned: list[threading.Thread] = []
     self._counts = dict.fromkeys(AttemptState, 0)
-    self._error = ''
+    self._error = self._fault = ''
     self._threads = [
-      threading.Thread(target=target, daemon=True, name=f'ragen_jax-pool-{name}')
-      for target, name in ((self._claim, 'claim'), (self._beat, 'heartbeat'))
+      threading.Thread(target=self._work, args=(work, name), daemon=True, name=f'ragen_jax-pool-{name}')
+      for work, name in ((self._claim, 'claim'), (self._beat, 'heartbeat'))
     ]
     for thread in self._threads:
       thread.start()
@@ -199,6 +207,8 @@ class Pool:
         running=len(self._running), succeeded=counts[AttemptState.SUCCEEDED], failed=counts[AttemptState.FAILED],
         timed_out=counts[AttemptState.TIMEOUT], cancelled=counts[AttemptState.CANCELLED],
         abandoned=len(self._abandoned), error=self._error,
+        oldest=self._abandoned[0].name if self._abandoned else '', full=not self._running and self._crowded(),
+        fault=self._fault,
       )  # fmt: skip
 
   def cancel(self, attempt_id: str) -> None:
@@ -228,12 +238,21 @@ class Pool:
 
   # -- threads
 
+  def _work(self, work: Callable[[], None], name: str) -> None:
+    """Runs a loop of the pool. An error that it does not expect is a mistake of the program, and ends the pool."""
+    try:
+      work()
+    except BaseException as e:
+      with self._changed:
+        self._fault = f'the {name} thread has ended: {describe_error(e)}'
+      raise
+
   def _claim(self) -> None:
     """Claims tasks while places are free, and starts a thread for each."""
     while not self._stopping.is_set():
       with self._changed:
         self._forget_ended()
-        if len(self._running) >= self._max or len(self._abandoned) >= self._max:
+        if len(self._running) >= self._max or self._crowded():
           self._changed.wait(_PAUSE_S)
           continue
       try:
@@ -250,7 +269,12 @@ class Pool:
           if self._stopping.is_set():
             watch.cancel()
         name = f'ragen_jax-play-{task.attempt_id}'
-        threading.Thread(target=self._play, args=(task, watch), daemon=True, name=name).start()
+        thread = threading.Thread(target=self._play, args=(task, watch), daemon=True, name=name)
+        try:
+          thread.start()
+        except RuntimeError as e:  # the system has no more threads
+          self._end(task, Outcome.failed(describe_error(e)))
+          self._stopping.wait(_PAUSE_S)
 
   def _beat(self) -> None:
     """Sends signs of life of all attempts that run."""
@@ -270,7 +294,10 @@ class Pool:
     outcome, fault = attempt(lambda: self._runner.run(task, watch), 'runner')
     if fault:
       outcome = Outcome.failed(str(fault))
-    outcome = dataclasses.replace(outcome, error=outcome.error.replace(task.api_key, '***'))
+    self._end(task, dataclasses.replace(outcome, error=outcome.error.replace(task.api_key, '***')))
+
+  def _end(self, task: Task, outcome: Outcome) -> None:
+    """Reports how an attempt ended, and frees its place."""
     try:
       self._report(task, outcome)
     except Over:
@@ -294,6 +321,10 @@ class Pool:
     if outcome.reward is not None:
       self._queue.reward(task, outcome.reward)
     self._queue.finish(task, outcome.state, outcome.error)
+
+  def _crowded(self) -> bool:
+    """Whether so many abandoned threads are left that no claim begins."""
+    return len(self._abandoned) >= ABANDONED_PER_PLACE * self._max
 
   def _forget_ended(self) -> None:
     self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from ragen_jax.serving.http_protocol import TimedProtocol
 from ragen_jax.serving.wire.errors import ApiError
 from ragen_jax.utils.errors import UserError
 
@@ -47,7 +48,8 @@ class HttpServer:
       on_stop: called on the application's event loop when the server is about to stop; it should end open requests.
       host: address to bind; '127.0.0.1' is this machine only.
       port: port; 0 chooses a free one.
-      most_connections: further connections get the status 503.
+      most_connections: further connections get the status 503. Those that send no request in time are closed, see
+        `TimedProtocol`.
 
     Raises:
       UserError: the address cannot be bound.
@@ -67,7 +69,8 @@ class HttpServer:
     shown = {'0.0.0.0': '127.0.0.1', '::': '[::1]'}.get(host, f'[{host}]' if ':' in host else host)
     self.url = f'http://{shown}:{bound}'
     config = uvicorn.Config(
-      app, log_config=None, log_level='warning', access_log=False, lifespan='off', limit_concurrency=most_connections,
+      app, http=TimedProtocol, ws='none', log_config=None, log_level='warning', access_log=False, lifespan='off',
+      limit_concurrency=most_connections,
       backlog=_BACKLOG, timeout_keep_alive=75, timeout_graceful_shutdown=5, server_header=False, date_header=True,
     )  # fmt: skip
     self._server = uvicorn.Server(config)
@@ -93,10 +96,17 @@ class HttpServer:
   def __exit__(self, *_: object) -> None:
     self.close()
 
+  def call_soon(self, call: Callable[[], Any]) -> None:
+    """Calls something on the application's event loop, after earlier calls; for other threads.
+
+    Does nothing if the loop has closed.
+    """
+    with contextlib.suppress(RuntimeError):  # the loop has closed
+      self._loop.call_soon_threadsafe(call)
+
   def close(self) -> None:
     """Stops the server; open requests have a few seconds to end."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-      self._loop.call_soon_threadsafe(self._on_stop)
+    self.call_soon(self._on_stop)
     self._server.should_exit = True
     self._thread.join(_STOP_S)
     if self._thread.is_alive():

@@ -221,11 +221,11 @@ def test_a_stop_waits_longer_than_a_program_may_take_to_be_killed(monkeypatch):
 
   def make(*given):
     made.append(given)
-    return contextlib.nullcontext(types.SimpleNamespace(progress=None))
+    return contextlib.nullcontext(types.SimpleNamespace(progress='counts'))
 
   monkeypatch.setattr(agent_player, 'Pool', make)
   server = types.SimpleNamespace(lifecycle=None, url='http://x')
   with agent_player.run_agents(server, object(), max_concurrency=1, heartbeat_s=1.0):
-    pass
+    assert server.progress == 'counts'
   ((*_, stop_s),) = made
   assert stop_s > agent_player._GRACE_S + pool._CLAIM_S, 'otherwise it would outlive the trainer'

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 
 from ragen_jax import build, build_agents
+from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.sampling.sampler import Sampler, Sampling
-from ragen_jax.serving import env_program
+from ragen_jax.serving import agent_player, async_player, env_program, pool
 from ragen_jax.serving.agent_player import AgentPlayer
 from ragen_jax.serving.async_player import METRICS, AsyncAgentPlayer
 from ragen_jax.serving.client import Over, ServerError
 from ragen_jax.serving.runners import FunctionRunner
 from ragen_jax.serving.types import AttemptState, RolloutState
+from ragen_jax.training.rollout_metrics import rollout_metrics
+from ragen_jax.training.selection import has_replies
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.serving import PATIENCE, Gate, forward, until
@@ -245,6 +248,25 @@ def test_a_signal_ends_a_play_at_once_and_what_is_over_is_not_played_again(monke
   assert sorted(known) == [0, 1] and played[len(known) :] == [1], 'a stopped attempt is no try'
 
 
+@pytest.mark.parametrize('staleness', [0, 1])
+def test_a_function_that_hangs_for_good_ends_the_play_with_the_reason(monkeypatch, policy, tmp_path, staleness):
+  end = threading.Event()
+  monkeypatch.setattr(pool, 'ABANDONED_PER_PLACE', 1)
+  for module in (agent_player, async_player):
+    monkeypatch.setattr(module, 'LOOK_S', 0.01)
+  fields = dict(train__groups=2, serve__max_staleness=staleness, serve__max_concurrency=1, serve__timeout=0.05)
+  fields |= {} if staleness else {'algorithm__tis_cap': 0.0}
+  message = r"^envs\.Agent\.runner='a program of the test': no task is played .* threads of 1 .*serve\.timeout=0\.05"
+  try:
+    with (
+      opened(monkeypatch, policy, tmp_path, lambda task: end.wait(PATIENCE), **fields) as (player, *_),
+      pytest.raises(UserError, match=message),
+    ):
+      play(player, policy, 0)
+  finally:
+    end.set()
+
+
 def test_tasks_that_cannot_be_learnt_from_are_played_again_by_the_same_command(monkeypatch, policy, tmp_path):
   for _ in range(2):
     with (
@@ -260,6 +282,41 @@ def test_tasks_that_cannot_be_learnt_from_are_played_again_by_the_same_command(m
   with opened(monkeypatch, policy, tmp_path, program) as (player, _, server):
     assert [e.score for e in play(player, policy, 0).episodes] == [1.0]
     assert server.lifecycle.store.last_batch() == 0
+
+
+@pytest.mark.parametrize(
+  ('staleness', 'how'), [pytest.param(0, 'raises', marks=pytest.mark.slow), (0, 'asks nothing'), (1, 'raises')]
+)
+def test_an_iteration_whose_attempts_all_fail_is_empty_and_the_run_goes_on(
+  monkeypatch, policy, tmp_path, caplog, staleness, how
+):
+  may_end = [threading.Event() for _ in range(3)]  # the tasks are over in their order, however far ahead they begin
+  fields = dict(num_iterations=3, serve__max_staleness=staleness) | ({} if staleness else {'algorithm__tis_cap': 0.0})
+
+  def program(task):
+    number = task.input['seed'] - FIRST
+    assert may_end[number].wait(PATIENCE)
+    if number == 1 and how == 'raises':
+      raise RuntimeError('the endpoint is down')
+    if number != 1:
+      say(task, 2)
+    return 1.0
+
+  rollouts, failed = [], []
+  with opened(monkeypatch, policy, tmp_path, program, **fields) as (player, _, server):
+    for iteration in range(3):
+      may_end[iteration].set()
+      rollouts.append(play(player, policy, iteration))
+      failed.append(player.metrics['serving/attempts_failed'])
+    assert not [r for r in server.lifecycle.store.completed(0, 10) if r.closed is None and r.iteration is None]
+  first, empty, last = rollouts
+  assert [e.score for e in (*first.episodes, *last.episodes)] == [1.0, 1.0] and failed == [0, how == 'raises', 0]
+  (episode,) = empty.episodes
+  assert episode.status == Status.ENV_ERROR and not has_replies(empty.trajectory).any()
+  assert ('the endpoint is down' in episode.error) == (how == 'raises')
+  assert rollout_metrics(empty, 1)['train/Agent/env_errors'] == 1.0
+  (line,) = [record.getMessage() for record in caplog.records if 'the run goes on' in record.getMessage()]
+  assert line.startswith('train: none of 1 tasks can be learnt from: of 1 attempts ')
 
 
 def test_nothing_is_sampled_before_the_first_rollout(monkeypatch, policy, tmp_path):

@@ -18,7 +18,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER
 from ragen_jax.serving.open_server import open_server, read_admin_key
 from ragen_jax.serving.pool import task_of
-from ragen_jax.serving.types import Finish, RolloutState
+from ragen_jax.serving.types import AttemptState, Finish, RolloutState
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.endpoint_store import new_rollout
@@ -139,6 +139,25 @@ def test_a_client_that_goes_away_frees_its_place(server):
     server.engine.resume()
   (stored,) = server.lifecycle.store.calls(task.attempt_id)
   assert stored.generated.finish == Finish.ABORTED and stored.generated.ids == ()
+
+
+def test_a_session_is_dropped_on_the_event_loop_whichever_thread_ends_its_attempt(server, monkeypatch):
+  threads, drop = [], server.service.forget
+
+  def forget(attempt_id):
+    drop(attempt_id)
+    threads.append((attempt_id, threading.current_thread().name))
+
+  monkeypatch.setattr(server.service, 'forget', forget)
+  tasks = [begin(server), begin(server)]
+  for task in tasks:
+    chat(client_of(task), max_tokens=2)
+  known = server.service.sessions
+  for task in tasks:
+    server.lifecycle.finish(task.attempt_id, AttemptState.SUCCEEDED, '')
+  until(lambda: len(threads) == 2)
+  assert threads == [(task.attempt_id, 'ragen_jax-http') for task in tasks]
+  assert server.service.sessions == known - 2
 
 
 def test_after_a_restart_local_attempts_are_played_again_and_others_go_on(policy, tmp_path):

@@ -242,8 +242,22 @@ def test_a_pool_outlives_the_errors_of_its_queue(lifecycle, monkeypatch, caplog)
   assert 'the end of a.1 cannot be reported: UserError: the disk is full again' in messages
 
 
+def test_abandoned_threads_give_their_places_back(lifecycle):
+  go_on = threading.Event()
+  _create(lifecycle, *(f'r{i}' for i in range(5)), timeout_s=0.05)
+  with _pool(lifecycle, lambda task: go_on.wait(_LONG), max_concurrency=1, grace_s=0.01) as pool:
+    _wait(lifecycle, lambda: pool.progress().abandoned == 5)
+    progress = pool.progress()
+    assert set(_states(lifecycle).values()) == {'failed'} and not progress.full
+    assert progress.oldest == 'ragen_jax-agent-r0.1'
+    go_on.set()
+    _wait(lifecycle, lambda: pool.progress().abandoned == 0)
+    assert pool.progress().oldest == ''
+
+
 def test_no_task_is_claimed_while_too_many_agents_hang(lifecycle, monkeypatch):
   monkeypatch.setattr('ragen_jax.serving.pool._PAUSE_S', 0.01)
+  monkeypatch.setattr('ragen_jax.serving.pool.ABANDONED_PER_PLACE', 1)
   go_on, rounds, forget_ended = threading.Event(), [], Pool._forget_ended
 
   def counted(self):
@@ -262,11 +276,43 @@ def test_no_task_is_claimed_while_too_many_agents_hang(lifecycle, monkeypatch):
     wait_for_rounds()
     _create(lifecycle, 'c')
     wait_for_rounds()
-    assert _states(lifecycle)['c'] == 'queued' and pool.progress().running == 0
+    assert _states(lifecycle)['c'] == 'queued' and pool.progress().running == 0 and pool.progress().full
     go_on.set()
     _wait(lifecycle, lambda: _states(lifecycle)['c'] == 'succeeded')
     # Either thread's end lets `c` be claimed; the other's may come later.
     _wait(lifecycle, lambda: pool.progress().abandoned == 0)
+    assert not pool.progress().full
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+def test_a_mistake_that_ends_the_claims_is_told(lifecycle):
+  class Wrong(LocalQueue):
+    def claim(self, wait_s):
+      raise KeyError('a mistake')
+
+  with _pool(lifecycle, lambda task: None, queue=Wrong(lifecycle, 'pool', 'http://127.0.0.1:1')) as pool:
+    _wait(lifecycle, lambda: pool.progress().fault)
+    assert pool.progress().fault == "the claim thread has ended: KeyError: 'a mistake'"
+  with _pool(lifecycle, lambda task: None) as pool:
+    pass
+  assert pool.progress().fault == '', 'a pool that was stopped has no fault'
+
+
+def test_a_thread_that_cannot_be_started_costs_an_attempt(lifecycle, monkeypatch):
+  monkeypatch.setattr('ragen_jax.serving.pool._PAUSE_S', 0.01)
+  refused, start = ['ragen_jax-play-a.1'], threading.Thread.start
+
+  def scarce(self):
+    if self.name in refused:
+      raise RuntimeError("can't start new thread")
+    start(self)
+
+  monkeypatch.setattr(threading.Thread, 'start', scarce)
+  _create(lifecycle, 'a', max_attempts=2)
+  with _pool(lifecycle, lambda task: None) as pool:
+    _wait(lifecycle, lambda: _states(lifecycle) == {'a': 'succeeded'})
+    assert pool.progress().fault == '' and pool.progress().failed == 1
+  assert lifecycle.store.attempt('a.1').error == "RuntimeError: can't start new thread"
 
 
 def test_a_queue_waits_for_a_rollout(lifecycle):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import socket
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import pytest
 
+from ragen_jax.serving import http_protocol
 from ragen_jax.serving.server import HttpServer
 from ragen_jax.serving.wire.errors import internal
 from ragen_jax.utils.errors import UserError
@@ -40,6 +43,17 @@ def test_it_serves_until_it_is_closed():
   with pytest.raises(urllib.error.URLError):
     get(server.url)
   server.close()  # again
+
+
+def test_calls_of_other_threads_run_in_their_order_on_the_loop_and_not_after_its_end():
+  told, done = [], threading.Event()
+  with HttpServer(hello, lambda: None, '127.0.0.1', 0, 8) as server:
+    for i in range(3):
+      server.call_soon(lambda i=i: told.append((i, threading.current_thread().name)))
+    server.call_soon(done.set)
+    assert done.wait(PATIENCE)
+  server.call_soon(lambda: told.append('late'))
+  assert told == [(i, 'ragen_jax-http') for i in range(3)]
 
 
 def test_answers_do_not_wait_for_acknowledgements():
@@ -98,6 +112,23 @@ def test_too_many_connections_are_refused():
     go.set()
     first.join(PATIENCE)
     assert e.value.code == 503
+
+
+def test_connections_that_send_no_whole_request_lock_nobody_out(monkeypatch):
+  monkeypatch.setattr(http_protocol, 'REQUEST_S', 0.05)
+  with HttpServer(hello, lambda: None, '127.0.0.1', 0, 3) as server, contextlib.ExitStack() as stack:
+    address = urllib.parse.urlsplit(server.url)
+    silent = [
+      stack.enter_context(socket.create_connection((address.hostname, address.port), PATIENCE)) for _ in range(3)
+    ]
+    silent[1].sendall(b'GET / HTTP/1.1\r\nHos')
+    silent[2].sendall(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf')
+    for connection in silent:
+      with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+          pass
+    until(lambda: not server._server.server_state.connections)
+    assert get(server.url)[0] == b'hello'
 
 
 def test_an_answer_that_is_broken_on_purpose_is_not_logged(caplog):

@@ -29,6 +29,8 @@ from ragen_jax.distributed.watchdog import Record, Watchdog
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
+from ragen_jax.serving.pool import ABANDONED_PER_PLACE, Progress
+from ragen_jax.serving.stall import Stall
 from ragen_jax.training import run
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import Fault
@@ -331,6 +333,17 @@ def _a_fault() -> str:
   return pools.FAULT_MESSAGE % ('Guess', 10003, fault, 'Guess')
 
 
+def _a_hanging_agent() -> str:
+  held = Progress(
+    running=0, succeeded=0, failed=0, timed_out=0, cancelled=0, abandoned=16 * ABANDONED_PER_PLACE, error='',
+    oldest='ragen_jax-agent-ahead-0-3-0-1.1', full=True, fault='',
+  )  # fmt: skip
+  times = iter((0.0, 0.0, 600.0, 600.0))
+  stall = Stall(lambda: held, list, "envs.Agent.runner='my_agent.py:play'", 600.0, lambda: next(times))
+  stall.check()
+  return _error(stall.check)
+
+
 def _echo_trap() -> str:
   monitor = build.make_monitor(small_config())
   for step in range(60):
@@ -379,6 +392,7 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
     _a_hanging_partner(),
     _lost_partner(monkeypatch, capsys),
     _a_fault(),
+    _a_hanging_agent(),
     _echo_trap(),
     _spike(),
     _row_shards(monkeypatch),

@@ -131,7 +131,9 @@ def test_the_key_of_an_attempt_is_in_no_file_and_no_log(tmp_path, caplog):
 
 
 def test_a_command_gets_no_secret_of_the_run(tmp_path, monkeypatch):
-  names = ('RAGEN_ADMIN_KEY', 'HF_TOKEN', 'CRITIC_KEY')
+  names = (
+    'RAGEN_ADMIN_KEY', 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN', 'CRITIC_KEY',
+  )  # fmt: skip
   for name in (*names, 'OPENAI_API_KEY'):
     monkeypatch.setenv(name, f'hidden-{name}')
   monkeypatch.setenv('OTHER', 'shown')
