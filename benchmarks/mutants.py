@@ -887,6 +887,68 @@ MUTATIONS = [
     ('owner=owner, always=True)', 'owner=owner)'),
   ),
   *_of(
+    'serving/stall.py',
+    'serving/test_stall.py',
+    ('if not now.full or self._running():', 'if not now.full:'),
+  ),
+  *_of(
+    'serving/open_server.py',
+    'serving/test_open_server.py',
+    ('http.call_soon(lambda: [', '(lambda f: f())(lambda: ['),
+  ),
+  *_of(
+    'serving/http_protocol.py',
+    'serving/test_http_protocol.py',
+    ('(self.cycle is None or bool(self.conn.trailing_data[0]))', 'self.cycle is None'),
+    ('if self.transport.is_closing() or not self._awaits():', 'if self.transport.is_closing():'),
+  ),
+  *_of(
+    'serving/agent_player.py',
+    'serving/test_async_player.py',
+    ('    if not self._has_learnt:', '    if True:'),
+    ('calls=(), rewards=())', 'calls=(), rewards=()) if 0 else a'),
+  ),
+  *_of(
+    'modes/sft.py',
+    'modes/test_sft.py',
+    ('if (save or stop) and not bad:', 'if save and not bad:'),
+    ('          bad = bad or _bad_numbers(watch, trainer, micro_batches)', '          pass'),
+  ),
+  *_of(
+    'models/checkpoint/save.py',
+    'models/checkpoint/test_save.py',
+    ('except (OSError, SafetensorError) as e:', 'except OSError as e:'),
+    ('if len(olds) == 1 and not', 'if olds and not'),
+    ('elif olds and _has_owner(target) is False:', 'elif not olds and _has_owner(target) is False:'),
+  ),
+  *_of(
+    'viewer/page.py',
+    'viewer/test_page.py',
+    ('for step in chosen) <= max_bytes:', 'for step in chosen) <= 2 * max_bytes:'),
+    ('read_episodes(workdir, frozenset(steps))', 'read_episodes(workdir)'),
+  ),
+  *_of(
+    'runs/checkpoints.py',
+    'runs/test_staging.py',
+    ('until_reached(self._staged.before_checkpoint, str(self._staged))', 'self._staged.before_checkpoint()'),
+  ),
+  *_of(
+    'runs/store_retries.py',
+    'runs/test_store_retries.py',
+    ('pause = min(2 * pause, _LONGEST_PAUSE)', 'pause = min(pause, _LONGEST_PAUSE)'),
+  ),
+  *_of(
+    'runs/stores.py',
+    'runs/test_stores.py',
+    ('(UserError if self.lasting else StoreAway)(message)', 'UserError(message)'),
+  ),
+  *_of(
+    'distributed/processes.py',
+    'distributed/test_processes.py::test_an_error_of_another_process_keeps_its_exit_status',
+    ('    shared.everywhere = True\n', ''),
+    ('error = (str(e), e.status)', 'error = (str(e), 2)'),
+  ),
+  *_of(
     'runs/metrics.py',
     'runs/test_metrics.py::test_a_line_that_is_replaced_half_way_keeps_its_earlier_values',
     ('      if self._written:\n', '      if False:\n'),
