@@ -176,6 +176,7 @@ def test_a_judgement_stands_if_an_operation_fails_while_the_first_process_waits_
   blamed = []
 
   def fails(seconds):
+    run.clock.now += 1.0
     if not blamed:
       blamed.append('')
       blamed[0] = run.dogs[0].blame()

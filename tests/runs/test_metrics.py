@@ -231,6 +231,19 @@ def test_a_line_that_is_replaced_half_way_keeps_its_earlier_values(tmp_path, lat
   assert read_metrics(tmp_path) == earlier[:1]
 
 
+def test_a_first_line_of_a_step_that_is_written_half_way_is_dropped(tmp_path):
+  writer = MetricWriter(tmp_path)
+  writer.scalars(1, {'loss': 1.0})
+  writer.flush()
+  writer.scalars(2, {'loss': 2.0})
+  writer._file, file = _Torn(writer._file), writer._file
+  with pytest.raises(UserError, match='No space left'):
+    writer.flush()
+  file.close()
+  MetricWriter(tmp_path, 3).close()
+  assert (tmp_path / 'metrics.jsonl').read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
 def test_damage_before_the_last_line_is_named(tmp_path):
   write_steps(tmp_path, 0, 3)
   path = tmp_path / 'metrics.jsonl'
