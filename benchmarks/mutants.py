@@ -32,7 +32,10 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'ragen_jax'
 RESULT = ROOT / 'benchmarks' / 'results' / 'mutants.json'
-COPIED = ('ragen_jax', 'tests', 'configs', 'pyproject.toml', 'main.py')
+COPIED = (
+  'ragen_jax', 'tests', 'configs', 'docs', 'launch', 'benchmarks', 'pyproject.toml', 'main.py', 'README.md',
+  'CHANGELOG.md', *sorted(path.name for path in ROOT.glob('requirements*')),
+)  # fmt: skip
 SECONDS = 900  # for the tests of one break; a break may also make a program run forever
 
 
