@@ -37,7 +37,7 @@ def lifecycle(tmp_path, monkeypatch):
 
 
 def _player(lifecycle, seed=3):
-  server = types.SimpleNamespace(lifecycle=lifecycle, sweep=lambda: None, url='http://127.0.0.1:1')
+  server = types.SimpleNamespace(lifecycle=lifecycle, sweep=lambda: None, url='http://127.0.0.1:1', progress=None)
   spec = EnvSpec('Val', AgentTasks(), Budget(1, 1, 1), 1, 1)
   tokenizer = types.SimpleNamespace(decode=lambda ids: f'{len(ids)} ids')
   return PromptPlayer(_SETTINGS, server, [spec], tokenizer, seed, failed_score=-0.5)
