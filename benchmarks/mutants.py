@@ -1,6 +1,6 @@
 """Breaks the program on purpose, one place at a time, and shows that each break fails a test.
 
-  python benchmarks/mutants.py                        # all; about 20 minutes on 2 cores
+  python benchmarks/mutants.py                        # all; about two hours on 2 cores
   python benchmarks/mutants.py --only=losses --jobs=1 # breaks whose file or text contains 'losses'
   python benchmarks/mutants.py --check                # only checks that every break can still be made
 
