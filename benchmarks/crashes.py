@@ -1,6 +1,6 @@
 """Ends training at random moments, restarts it, and compares the result with that of a run that was never ended.
 
-  python benchmarks/crashes.py                       # 30 ends with one process and 30 with two; about 20 minutes on 2 cores
+  python benchmarks/crashes.py                       # 30 ends with one process, 30 with two; 20 minutes
   python benchmarks/crashes.py --quick               # 3 ends with one process; some minutes
   python benchmarks/crashes.py --kills=8 --processes=2 --seed=1
 

@@ -78,6 +78,7 @@ def _noting(told, *_):
   )
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, request):
   # Ignored where the tests themselves were started in the background.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)

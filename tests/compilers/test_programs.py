@@ -102,7 +102,7 @@ def test_micro_batches_are_those_of_the_planned_memory():
   assert 'bins' in names['gradient'].shape and names['gradient'].runs >= 1
 
 
-@pytest.mark.parametrize('platform', ['tpu', 'cuda'])
+@pytest.mark.parametrize('platform', ['tpu', pytest.param('cuda', marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   'fields',
   [

@@ -227,6 +227,7 @@ def test_a_spike_is_told_in_a_line_and_on_the_metrics_and_changes_nothing(tmp_pa
   assert [x['monitor/grad_norm_spike'] for x in _lines(workdir)] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothing(tmp_path, monkeypatch):
   config, workdir = _quick(tmp_path, 'bad', eval__groups=4)
   config.sft.update(steps=2, checkpoint_every=1)

@@ -41,7 +41,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
     assert np.linalg.norm(x - want) <= 1e-5 * np.linalg.norm(want), path  # rounding, as of blocks of queries
 
 
-@pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.parametrize('separate', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_gradient_norm_of_a_step_is_that_which_is_clipped(separate):
   data, config = made_up_examples(), small_config(sft__value_coef=0.5)
   model = random_model(40)
