@@ -313,9 +313,11 @@ def _parse(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
 
 
 def _parse_spare(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
-  spare = _spare(path)
-  text = spare.read_text(encoding='utf-8').rstrip('\n') if spare.exists() else ''
-  return [(json.loads(text), text)] if text else []
+  try:
+    text = _spare(path).read_text(encoding='utf-8').rstrip('\n')
+  except FileNotFoundError:  # there is none, or the run that is being read has just removed it
+    return []
+  return [(json.loads(text), text)]
 
 
 def _truncate(path: pathlib.Path, start_step: int) -> None:
