@@ -499,6 +499,14 @@ MUTATIONS = [
     ('new = state.iteration > 0 and', 'new ='),
   ),
   *_of(
+    'training/run.py',
+    'training/test_run.py::test_an_error_that_ends_a_run_saves_the_state_before_it '
+    'training/test_run.py::test_a_run_that_an_error_ends_tells_that_error_if_it_cannot_be_saved',
+    ('    if not processes.raised_by_all(error):\n      return\n', ''),
+    ('    if isinstance(error, Stopped):\n      self._save(state, {}, unevaluated)\n      return\n', ''),
+    ("_log.warning('no checkpoint of iteration", "raise\n      _log.warning('no checkpoint of iteration"),
+  ),
+  *_of(
     'serving/engines.py',
     'serving/test_engines.py',
     ('expression.fullmatch(agent)', 'expression.match(agent)'),
@@ -974,6 +982,12 @@ MUTATIONS = [
     'training/run.py',
     'training/test_run.py::test_a_rollback_gives_the_best_checkpoint_smaller_steps_and_an_empty_buffer',
     ('jax.tree.map(lambda x: x.delete(), state.saved())', 'pass'),
+  ),
+  *_of(
+    'distributed/processes.py',
+    'distributed/test_processes.py',
+    ('return jax.process_count() == 1 or error.everywhere', 'return error.everywhere'),
+    ('return jax.process_count() == 1 or error.everywhere', 'return jax.process_count() == 1'),
   ),
   *_of(
     'distributed/messages.py',

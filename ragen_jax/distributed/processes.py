@@ -254,6 +254,11 @@ def same_errors() -> Iterator[None]:
     raise shared
 
 
+def raised_by_all(error: UserError) -> bool:
+  """Whether all processes of the run raise this error at the same place, so that they can still act together."""
+  return jax.process_count() == 1 or error.everywhere
+
+
 def gather(value: Any, types: Sequence[type] = ()) -> list[Any]:
   """The values that the processes pass, in the order of processes. All must call.
 

@@ -26,6 +26,7 @@ from ragen_jax.runs.workdir import check_recorded
 from ragen_jax.training.batches import TrainBatch
 from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.replay import ReplayBuffer
+from ragen_jax.training.run_lines import CONSEQUENCES, diverged, greeting
 from ragen_jax.training.run_log import BEST, Evaluation, LogSettings, RunLog, success_by_tag
 from ragen_jax.training.state import TrainState
 from ragen_jax.utils.errors import Diverged, UserError
@@ -35,14 +36,6 @@ _log = logging.getLogger(__name__)
 
 # Metric: number of iterations of the run so far in which a number was not finite.
 BAD_ITERATIONS = 'train/bad_iterations'
-
-# Action of a verdict -> its consequence, if the run is not rolled back.
-CONSEQUENCES = {
-  'warn': 'a warning only (monitor.echo_trap)',
-  'stop': 'the run ends here',
-  'bad': 'bad optimiser steps are skipped, and no checkpoint is saved',
-  'rollback': 'there is no evaluated checkpoint to roll back to, or nothing left to train',
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,44 +153,6 @@ def restore(
   return state, meta['stopped'], Verdict(**verdict) if verdict else None
 
 
-def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: str, *, unevaluated: bool) -> str:
-  """The first line of a run.
-
-  Args:
-    workdir: the run's directory.
-    model: description of the model.
-    done: number of finished iterations.
-    num_iterations: number of iterations of the whole run.
-    stopped: the reason why the run was stopped, '' if it was not stopped.
-    unevaluated: whether the evaluation after the last iteration was cut off.
-  """
-  if stopped:
-    return f'{workdir} was stopped after iteration {done}: {stopped}'
-  if unevaluated:
-    return f'resuming {workdir} with the evaluation after iteration {done}'
-  if done:
-    finished = done >= num_iterations
-    return f'{workdir} is finished: {done} iterations' if finished else f'resuming {workdir} after iteration {done}'
-  return f'model {model}; the run is saved in {workdir}'
-
-
-def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
-  """The message of a run whose numbers are not finite.
-
-  Args:
-    first: the first of the consecutive bad iterations.
-    last: the current iteration.
-    not_finite: text about its numbers that are not finite.
-    good: step of the newest checkpoint; None if there is none.
-  """
-  since = f'iteration {last}' if first == last else f'iterations {first} to {last}'
-  left = 'there is no checkpoint' if good is None else f'start another run from checkpoint {good}'
-  return (
-    f'{since}: numbers are not finite, most recently {not_finite}; {left}; try a smaller optimizer.actor_lr, '
-    'optimizer.critic_lr or optimizer.grad_clip'
-  )
-
-
 def _bad_numbers(
   verdict: Verdict, evaluation: Evaluation | None, try_weights: Callable[[], Mapping[str, NotFinite]] | None
 ) -> str:
@@ -248,32 +203,34 @@ class Run:
 
   @contextlib.contextmanager
   def saved_if_stopped(self, state: TrainState) -> Iterator[None]:
-    """Context manager of a fresh rollout: if a signal ends it, the state before it is saved.
+    """Context manager of a fresh rollout: if a signal or a `UserError` ends it, the state before it is saved.
 
-    Nothing is saved before the first iteration, and after iterations with numbers that are not finite.
+    Nothing is saved before the first iteration, after iterations with numbers that are not finite, and if a `UserError`
+    ends only some of several processes.
     """
     try:
       yield
-    except Stopped:
+    except (Stopped, UserError) as e:
       new = state.iteration > 0 and state.iteration != self._checkpointer.latest_step()
       if new and not self._monitor.bad_iterations and not (self._try_weights and self._try_weights()):
-        self._save(state, {})
+        self._save_at_end(e, state)
       raise
 
   @contextlib.contextmanager
   def saved_if_evaluation_stopped(
     self, state: TrainState, verdict: Verdict, try_weights: Callable[[], Mapping[str, NotFinite]]
   ) -> Iterator[None]:
-    """Context manager of an evaluation: if a signal ends it, the state is saved, to be evaluated when the run resumes.
+    """Context manager of an evaluation: if it is ended, the state is saved, to be evaluated when the run resumes.
 
-    Nothing is saved between two iterations of one rollout, and if numbers are not finite. The arguments are those of
-    `finish_iteration`.
+    It is ended as in `saved_if_stopped`. Nothing is saved between two iterations of one rollout, if numbers are not
+    finite, and if a `UserError` ends only some of several processes. The arguments are those of `finish_iteration`.
     """
     try:
       yield
-    except Stopped:
-      if state.iteration % self._settings.online_k == 0 and not _bad_numbers(verdict, None, try_weights):
-        self._save(state, {}, unevaluated=verdict)
+    except (Stopped, UserError) as e:
+      whole = state.iteration % self._settings.online_k == 0
+      if whole and not _bad_numbers(verdict, None, try_weights):
+        self._save_at_end(e, state, unevaluated=verdict)
       raise
 
   def finish_evaluation(self, state: TrainState, evaluation: Evaluation) -> TrainState:
@@ -421,9 +378,7 @@ class Run:
       consequence = CONSEQUENCES['bad' if not_finite else verdict.action]
       self._log.progress.write(f'iteration {step}: {verdict.reason}; {consequence}')
     self._stopped = verdict.reason if verdict.action == 'stop' and not not_finite else ''
-    known = (
-      step == self._checkpointer.latest_step()
-    )  # the evaluation was cut off before; weights stay those of the step
+    known = step == self._checkpointer.latest_step()  # its evaluation was cut off before
     if save and (not known if rolled_back else not not_finite):
       self._save(state, scores)
     self._try_weights = None if rolled_back else try_weights
@@ -461,6 +416,18 @@ class Run:
     line = f'iteration {state.iteration}: {verdict.reason}; back to {best}, learning rate x {scale:g}'
     self._log.progress.write(line)
     return state.with_saved(arrays, lr_scale=scale)
+
+  def _save_at_end(self, error: Stopped | UserError, state: TrainState, unevaluated: Verdict | None = None) -> None:
+    """`_save` while `error` ends the run, if it ends all processes. An error of the save only replaces a signal."""
+    if isinstance(error, Stopped):
+      self._save(state, {}, unevaluated)
+      return
+    if not processes.raised_by_all(error):
+      return
+    try:
+      self._save(state, {}, unevaluated)
+    except UserError as e:
+      _log.warning('no checkpoint of iteration %d: %s', state.iteration, e)
 
   def _save(self, state: TrainState, scores: dict[str, float], unevaluated: Verdict | None = None) -> None:
     """Saves a checkpoint; of one that is there already, the arrays stay.

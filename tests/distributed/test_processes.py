@@ -61,6 +61,14 @@ def test_an_error_of_one_process_is_raised_as_it_is():
   assert not e.value.everywhere
 
 
+@pytest.mark.parametrize(
+  ('count', 'everywhere', 'by_all'), [(1, False, True), (1, True, True), (2, False, False), (2, True, True)]
+)
+def test_an_error_is_raised_by_all_processes_or_by_some(monkeypatch, count, everywhere, by_all):
+  monkeypatch.setattr(jax, 'process_count', lambda: count)
+  assert processes.raised_by_all(UserError('wrong', everywhere=everywhere)) == by_all
+
+
 @pytest.mark.parametrize('kind', [UserError, Diverged, DiskError, StoreAway])
 def test_an_error_of_another_process_keeps_its_exit_status(monkeypatch, kind):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)

@@ -19,16 +19,18 @@ from ragen_jax.agent.episode import Episode, Turn
 from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.trajectory import Timeline
+from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluation
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
-from ragen_jax.training.run import diverged, greeting, open_run
+from ragen_jax.training.run import open_run
+from ragen_jax.training.run_lines import diverged, greeting
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
-from ragen_jax.utils.errors import Diverged, UserError
+from ragen_jax.utils.errors import DiskError, Diverged, UserError
 from tests.support.configs import small_config
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -261,6 +263,43 @@ def test_a_stop_in_a_rollout_saves_the_state_before_it(tmp_path, monkeypatch, do
   assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
   with _open(tmp_path, eval__every=0) as (run, state):
     assert state.iteration == (saved or [0])[-1]
+
+
+@pytest.mark.parametrize(('by_all', 'saved'), [(True, [2]), (False, [])])
+def test_an_error_that_ends_a_run_saves_the_state_before_it(tmp_path, monkeypatch, by_all, saved):
+  error = UserError('no task is played any more')
+  monkeypatch.setattr(processes, 'raised_by_all', lambda e: e is error and by_all)
+  contexts = (
+    lambda run, state: run.saved_if_stopped(state),
+    lambda run, state: run.saved_if_evaluation_stopped(state, Verdict(), dict),
+  )
+  for number, context in enumerate(contexts):
+    workdir = tmp_path / str(number)
+    with pytest.raises(UserError) as raised, _open(workdir, checkpoint__every=0, eval__every=0) as (run, _):
+      state, _ = _finish(run, _state(2, iteration=2))
+      with context(run, state):
+        raise error
+    assert raised.value is error
+    assert (_steps(workdir) if saved else list(workdir.glob('checkpoints/*'))) == saved
+
+
+def test_a_run_that_an_error_ends_tells_that_error_if_it_cannot_be_saved(tmp_path, monkeypatch, caplog):
+  stall = UserError('no task is played any more')
+  full = DiskError('checkpoints: the disk is full')
+
+  def save(*args, **kwargs):
+    raise full
+
+  for error, told in ((stall, stall), (Stopped(signal.SIGTERM), full)):
+    with pytest.raises(type(told)) as raised, _open(tmp_path, checkpoint__every=0, eval__every=0) as (run, _):
+      state, _ = _finish(run, _state(2, iteration=2))
+      monkeypatch.setattr(run._checkpointer, 'save', save)
+      with run.saved_if_stopped(state):
+        raise error
+    assert raised.value is told
+  assert [r.getMessage() for r in caplog.records if r.levelname == 'WARNING'] == [
+    'no checkpoint of iteration 2: checkpoints: the disk is full'
+  ]
 
 
 @pytest.mark.parametrize('every', [0, 2])

@@ -31,7 +31,7 @@ from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
 from ragen_jax.serving.pool import ABANDONED_PER_PLACE, Progress
 from ragen_jax.serving.stall import Stall
-from ragen_jax.training import run
+from ragen_jax.training import run_lines
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import Fault
 from tests.support.configs import leaves, small_config
@@ -291,13 +291,13 @@ def _different_checkpoints() -> str:
 
 
 def _stopped() -> str:
-  return run.greeting(
+  return run_lines.greeting(
     'runs/frozenlake_ppo', '', 45, frozenlake_ppo.get_config().num_iterations, 'empty_filtered_steps', unevaluated=False
   )
 
 
 def _on_a_cpu() -> str:
-  return run.greeting(
+  return run_lines.greeting(
     'runs/frozenlake_ppo', 'tiny: 123k parameters, float32, 1 device (cpu)', 0, 100, '', unevaluated=False
   )
 
@@ -354,7 +354,7 @@ def _echo_trap() -> str:
     }  # fmt: skip
     _, verdict = monitor.after_iteration(metrics, empty=False)
     if verdict.action != 'go_on':
-      return f'iteration 37: {verdict.reason}; {run.CONSEQUENCES[verdict.action]}'
+      return f'iteration 37: {verdict.reason}; {run_lines.CONSEQUENCES[verdict.action]}'
   return ''
 
 
@@ -370,8 +370,8 @@ def _not_finite() -> list[str]:
     finite.find('x', 'sampled log-probs', np.full((64, 10), np.nan), np.ones((64, 10), bool)).values()
   )
   return [
-    f'iteration 12: not finite: {what}; {run.CONSEQUENCES["bad"]}',
-    f'error: {run.diverged(12, 14, what, 10)}',
+    f'iteration 12: not finite: {what}; {run_lines.CONSEQUENCES["bad"]}',
+    f'error: {run_lines.diverged(12, 14, what, 10)}',
   ]
 
 
