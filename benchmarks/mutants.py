@@ -369,6 +369,10 @@ MUTATIONS = [
     ('// settings.shards)', '// 1)'),
     ('k, v, mask=mask[:, None], implementation', 'k, v, implementation'),
     ('- block % _TILE', '- block % _PART'),
+    ('lambda start, end: (mask[start:end], k.shape[0])', 'lambda start, end: (mask[: end - start], k.shape[0])'),
+    ('before = jnp.where(kept_mask[:, None], before, _MASKED)', 'before = before'),
+    ('new = jnp.where(mask[:, None], new, _MASKED)', 'new = new'),
+    ('out /= (before.sum(axis=-1) + new.sum(axis=-1))', 'out /= before.sum(axis=-1)'),
   ),
   *_of(
     'models/attention_choice.py', 'models/test_attention_choice.py',

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -131,7 +133,7 @@ def attend(
   """Grouped-query attention to the columns of a mask, such as those of a cache.
 
   With many scores, blocks of queries run one after the other and are recomputed in the backward pass, so memory holds
-  the scores of one block instead of [B, N, T, S].
+  the scores of one block instead of [B, N, T, S]. 'blocks' runs row by row, as in `attend_causal_by_row`.
 
   Args:
     q: queries [B, T, N, H].
@@ -147,6 +149,8 @@ def attend(
     [B, T, N, H].
   """
   b, t, n, h = q.shape
+  if settings.implementation == 'blocks' and t > 1:
+    return _attend_by_row(q, *_joined(k, v, mask, kept))
   attend_all = _attend
   if settings.for_tpu and t > 1:
     attend_all, (k, v, mask), kept = _attend_on_tpu, _joined(k, v, mask, kept), None
@@ -212,6 +216,55 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Col
   return out.reshape(b, t, n, h).astype(q.dtype)
 
 
+def attend_to_heads(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns) -> jax.Array:
+  """`attend` of one query of each row, to a cache that is laid out by heads.
+
+  A CPU reads such a cache in the order of its memory, in half of the time.
+
+  Args:
+    q: queries [B, 1, N, H].
+    k: keys [B, C, K, H] of the new columns.
+    v: their values [B, C, K, H].
+    mask: bool[B or 1, 1, C], True where a query attends to a new column.
+    kept: keys [B, K, H, S], values [B, K, S, H] and the mask bool[B, 1, S] of the cache.
+
+  Returns:
+    [B, 1, N, H].
+  """
+  b, t, n, h = q.shape
+  chex.assert_equal(t, 1)
+  kv = k.shape[2]
+  q = (q * jnp.asarray(h**-0.5, q.dtype)).reshape(b, kv, n // kv, h)
+  kept_k, kept_v, kept_mask = kept
+  before = jnp.einsum('BKGH,BKHS->BKGS', q, kept_k, preferred_element_type=jnp.float32)
+  new = jnp.einsum('BKGH,BSKH->BKGS', q, k, preferred_element_type=jnp.float32)
+  before = jnp.where(kept_mask[:, None], before, _MASKED)
+  new = jnp.where(mask[:, None], new, _MASKED)
+  most = jnp.maximum(before.max(axis=-1, keepdims=True), new.max(axis=-1, keepdims=True))
+  before, new = jnp.exp(before - most), jnp.exp(new - most)
+  out = jnp.einsum('BKGS,BKSH->BKGH', before.astype(v.dtype), kept_v, preferred_element_type=jnp.float32)
+  out += jnp.einsum('BKGS,BSKH->BKGH', new.astype(v.dtype), v, preferred_element_type=jnp.float32)
+  out /= (before.sum(axis=-1) + new.sum(axis=-1))[..., None]
+  return out.reshape(b, 1, n, h).astype(q.dtype)
+
+
+def by_heads(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Keys and values [B, S, K, H] as `attend_to_heads` reads them: [B, K, H, S] and [B, K, S, H]."""
+  return jnp.transpose(k, (0, 2, 3, 1)), jnp.transpose(v, (0, 2, 1, 3))
+
+
+def _attend_by_row(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+  """`attend` to the columns of a mask [B or 1, T, S], one row at a time; rows must not be sharded."""
+  t = q.shape[1]
+
+  @jax.checkpoint
+  def one_row(row):
+    q, k, v, mask = row
+    return _attend_in_blocks(q, k, v, lambda start, end: (mask[start:end], k.shape[0]))
+
+  return jax.lax.map(one_row, (q, k, v, jnp.broadcast_to(mask, (len(q), t, k.shape[1])))).astype(q.dtype)
+
+
 def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
   """Causal attention, one row at a time and in blocks of queries, recomputed in the backward pass.
 
@@ -228,29 +281,52 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax
   Returns:
     [B, T, N, H].
   """
-  t, n, h = q.shape[1:]
-  kv = k.shape[2]
 
   @jax.checkpoint
   def one_row(row):
     q, k, v, segments = row
-    q = jnp.transpose((q * jnp.asarray(h**-0.5, q.dtype)).reshape(t, kv, n // kv, h), (1, 2, 0, 3))  # [K, G, T, H]
-    k = jnp.transpose(k, (1, 2, 0))  # [K, H, T]
-    # With a column of ones the product also returns the softmax's denominator.
-    v = jnp.transpose(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), (1, 0, 2))  # [K, T, H+1]
-    blocks = []
-    for start in range(0, t, _ROW_BLOCK):
-      end = min(start + _ROW_BLOCK, t)
-      visible = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
+
+    def visible(start, end):
+      own = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
       if segments is not None:
-        visible &= segments[None, :end] == segments[start:end, None]
-      scores = jnp.matmul(
-        q[:, :, start:end].reshape(kv, -1, h), k[:, :, :end], preferred_element_type=jnp.float32
-      ).reshape(kv, n // kv, end - start, end)
-      scores = jnp.where(visible, scores, _MASKED)
-      weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-      out = jnp.matmul(weights.reshape(kv, -1, end).astype(v.dtype), v[:, :end], preferred_element_type=jnp.float32)
-      blocks.append((out[..., :-1] / out[..., -1:]).reshape(kv, n // kv, end - start, h))
-    return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)
+        own &= segments[None, :end] == segments[start:end, None]
+      return own, end
+
+    return _attend_in_blocks(q, k, v, visible)
 
   return jax.lax.map(one_row, (q, k, v, segments)).astype(q.dtype)
+
+
+def _attend_in_blocks(
+  q: jax.Array, k: jax.Array, v: jax.Array, visible: Callable[[int, int], tuple[jax.Array, int]]
+) -> jax.Array:
+  """Attention of one row, in blocks of queries.
+
+  Args:
+    q: queries [T, N, H].
+    k: keys [S, K, H].
+    v: values [S, K, H].
+    visible: for the queries from a first to before a last one, the mask bool[queries, S'] and S', the number of
+      columns that they may attend to.
+
+  Returns:
+    [T, N, H].
+  """
+  t, n, h = q.shape
+  kv = k.shape[1]
+  q = jnp.transpose((q * jnp.asarray(h**-0.5, q.dtype)).reshape(t, kv, n // kv, h), (1, 2, 0, 3))  # [K, G, T, H]
+  k = jnp.transpose(k, (1, 2, 0))  # [K, H, S]
+  # With a column of ones the product also returns the softmax's denominator.
+  v = jnp.transpose(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), (1, 0, 2))  # [K, S, H+1]
+  blocks = []
+  for start in range(0, t, _ROW_BLOCK):
+    end = min(start + _ROW_BLOCK, t)
+    mask, size = visible(start, end)
+    scores = jnp.matmul(
+      q[:, :, start:end].reshape(kv, -1, h), k[:, :, :size], preferred_element_type=jnp.float32
+    ).reshape(kv, n // kv, end - start, size)
+    scores = jnp.where(mask, scores, _MASKED)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    out = jnp.matmul(weights.reshape(kv, -1, size).astype(v.dtype), v[:, :size], preferred_element_type=jnp.float32)
+    blocks.append((out[..., :-1] / out[..., -1:]).reshape(kv, n // kv, end - start, h))
+  return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)

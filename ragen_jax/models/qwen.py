@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from ragen_jax.distributed.sharding import SamplingLayout, looked_up, row_sharding
-from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal, is_kept
+from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_to_heads, by_heads, causal, is_kept
 from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
 from ragen_jax.models.rotary import frequency_axes, rotary
 from ragen_jax.models.vision import features as image_features
@@ -103,6 +103,19 @@ class LayerCache:
 
 
 @struct.dataclass
+class HeadsCache:
+  """A `LayerCache` that many calls with one new column of each row read, laid out by heads, see `attend_to_heads`.
+
+  Attributes:
+    k: keys [B, K, H, S].
+    v: values [B, K, S, H].
+  """
+
+  k: jax.Array
+  v: jax.Array
+
+
+@struct.dataclass
 class CacheMask:
   """The columns that new columns attend to.
 
@@ -155,7 +168,10 @@ class Attention(nnx.Module):
         v=jax.lax.dynamic_update_slice_in_dim(window.v, v.astype(window.v.dtype), column, axis=1),
       )
       kept = None if cache is None else (cache.k, cache.v, mask.kept)
-      out = attend(q, window.k, window.v, mask.new, kept, settings=self.attention)
+      if isinstance(cache, HeadsCache):
+        out = attend_to_heads(q, window.k, window.v, mask.new, kept)
+      else:
+        out = attend(q, window.k, window.v, mask.new, kept, settings=self.attention)
       if self.sampling is not None and len(x) > len(out):
         out = self.sampling.padded(out)
       return self.o_proj(out), window
@@ -295,6 +311,12 @@ class Qwen(nnx.Module):
       raise UserError('the model reads text only (its config.json has no vision_config), and there are images')
     return self.visual(patches, grid, remat=remat)
 
+  def cache_to_read(self, cache: tuple[LayerCache, ...]) -> tuple[LayerCache | HeadsCache, ...]:
+    """A cache as calls with one new column of each row read it fastest. Making it takes as long as reading it twice."""
+    if self.attention.implementation != 'blocks':
+      return cache
+    return tuple(HeadsCache(*by_heads(layer.k, layer.v)) for layer in cache)
+
   def _lay_out(self, x: jax.Array) -> jax.Array:
     return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
 
@@ -304,7 +326,7 @@ class Qwen(nnx.Module):
     positions: jax.Array | None = None,
     *,
     mask: jax.Array | CacheMask | None = None,
-    cache: tuple[LayerCache, ...] | None = None,
+    cache: tuple[LayerCache | HeadsCache, ...] | None = None,
     window: tuple[LayerCache, ...] | None = None,
     column: jax.Array | int = 0,
     remat: str = 'none',
@@ -319,7 +341,7 @@ class Qwen(nnx.Module):
         restarting with each segment.
       mask: bool[B or 1, T, T], the columns that each column attends to. Without a window the default is causal, which
         is sufficient for rows that are padded on the right. With a window it is a `CacheMask`, and required.
-      cache: one `LayerCache` of S columns per layer, which is only read; it needs a window.
+      cache: one `LayerCache` of S columns per layer, which is only read; it needs a window. A `HeadsCache` needs T = 1.
       window: one `LayerCache` of C columns per layer; the T new columns are written at `column`.
       column: i32[], the first column of the window to write.
       remat: what the backward pass computes again, one of `REMAT`.

@@ -188,7 +188,7 @@ def decode(
     raise ValueError(f'alternatives={alternatives}: needs a RowSampling, not {sampling}')
   divided = not by_row and sampling.temperature != 0
   stops = jnp.asarray(stop_ids, jnp.int32)
-  kept = _kept(state)
+  kept, cache = _kept(state), model.cache_to_read(state.cache)
 
   def scores(hidden: jax.Array) -> jax.Array:
     logits = vocabulary.masked(model.logits(hidden), vocab_limit, banned, -jnp.inf)  # [B, V]
@@ -213,7 +213,7 @@ def decode(
       model.embed(token[:, None]),
       positions,
       mask=CacheMask(kept=kept, new=jnp.arange(columns)[None, None, :] <= step),
-      cache=state.cache,
+      cache=cache,
       window=window,
       column=step,
     )

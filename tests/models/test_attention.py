@@ -13,7 +13,16 @@ from jax.sharding import AbstractMesh
 
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.models import attention
-from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_causal_by_row
+from ragen_jax.models.attention import (
+  EINSUM,
+  AttentionSettings,
+  attend,
+  attend_causal_by_row,
+  attend_to_heads,
+  by_heads,
+)
+
+_WAYS = pytest.mark.parametrize('settings', [EINSUM, *(AttentionSettings(name, None) for name in ('flash', 'blocks'))])
 
 
 def _random(columns: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -22,7 +31,7 @@ def _random(columns: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   return tuple(jnp.asarray(rng.normal(size=(2, columns, heads, 8)), jnp.float32) for heads in (4, 2, 2))
 
 
-@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('flash', None)])
+@_WAYS
 def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
   q, k, v = _random(9, seed=0)
   mask = np.random.default_rng(1).random((2, 9, 9)) < 0.6
@@ -37,7 +46,7 @@ def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
       np.testing.assert_allclose(out[b, :, head], weights @ np.asarray(v[b, :, head // 2]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('flash', None)])
+@_WAYS
 def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch, settings):
   """8 queries per block: four whole blocks and a part of one."""
   q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
@@ -51,6 +60,7 @@ def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkey
   monkeypatch.setattr(attention, '_MAX_SCORES', 0)
   monkeypatch.setattr(attention, '_BLOCK_SCORES', 0)
   monkeypatch.setattr(attention, '_MIN_BLOCK', 8)
+  monkeypatch.setattr(attention, '_ROW_BLOCK', 8)
   chex.assert_trees_all_close(both(q, k, v), whole, atol=1e-5)
 
 
@@ -71,7 +81,7 @@ def test_attention_row_by_row_is_attention():
     ('cudnn', 300, 8, 600),  # divided over devices
     ('cudnn', 4096, 1, 8),
     ('einsum', 128, 1, 97),  # processors have no tiles
-    ('blocks', 4096, 1, 32),
+    ('einsum', 4096, 1, 32),
   ],
 )
 def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows, devices, block):
@@ -86,7 +96,7 @@ def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows,
   assert out.shape == (rows, 600, 14, 64) and set(blocks) == {block}
 
 
-@pytest.mark.parametrize('settings', [EINSUM, AttentionSettings('flash', None)])
+@_WAYS
 @pytest.mark.parametrize('queries', [1, 5])
 def test_columns_in_two_arrays_are_columns_in_one(settings, queries):
   """A cache of 9 columns, of which each row has some, and new columns: against one array of all of them."""
@@ -100,3 +110,16 @@ def test_columns_in_two_arrays_are_columns_in_one(settings, queries):
   whole = [jnp.broadcast_to(seen, (3, queries, 9)), jnp.broadcast_to(causal, (3, queries, queries))]
   expected = attend(q, *every, jnp.concatenate(whole, axis=2))
   np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+def test_a_cache_by_heads_is_attended_to_as_one_by_columns():
+  """A cache of 9 columns, of which each row has some, and new columns, of which all but the last are there."""
+  rng = np.random.default_rng(5)
+  q, k, v, new_k, new_v = (
+    jnp.asarray(rng.normal(size=(3, *shape, 8)), jnp.float32) for shape in ((1, 4), (9, 2), (9, 2), (5, 2), (5, 2))
+  )
+  seen, mask = jnp.arange(9)[None, None] < jnp.asarray([4, 0, 9])[:, None, None], jnp.arange(5)[None, None] < 4
+  expected = attend(q, new_k, new_v, mask, (k, v, seen))
+  got = attend_to_heads(q, new_k, new_v, mask, (*by_heads(k, v), seen))
+  chex.assert_shape(got, (3, 1, 4, 8))
+  np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
