@@ -1,21 +1,22 @@
-"""Times sampling and learning on a CPU beside `transformers` with PyTorch, and how they grow; draws the growth.
+"""Times sampling and learning on a CPU beside other libraries, and how they grow; draws the growth.
 
   python benchmarks/cpu.py                 all parts, on a machine with 24 GB
   python benchmarks/cpu.py --parts=turns   some parts
   python benchmarks/cpu.py --quick         all parts at tiny sizes, to runs/quick
 
-Two things are always compared in one run, and the ratio is of their medians: in turns, A B A B, but in `update` one
-after the other, because the optimiser states of both do not fit in memory. All numbers are float32, and both sides use
-all cores. Weights are random, except those of the built-in model.
+What is compared is timed in one run, and the ratio is of their medians: in turns, A B A B, but in `update` one after
+the other, because the optimiser states do not fit in memory together. All numbers are float32, and all sides use all
+cores. Weights are random, except those of the built-in model.
 
-  decode  tokens a second of the sampler at temperature 1, and of `transformers`' `generate` (needs PyTorch): the
-          built-in model with 128 rows, and Qwen2.5-0.5B's shape with 8 rows
-  update  seconds of one AdamW step on the mean log-prob of a mini-batch, and of the same step in PyTorch: the same
-          models. The losses of both are compared too.
+  decode  tokens a second of the sampler at temperature 1, of `transformers`' `generate` (needs PyTorch) and of
+          google-tunix' `Sampler`: the built-in model with 128 rows, and Qwen2.5-0.5B's shape with 8 rows
+  update  seconds of one AdamW step on the mean log-prob of a mini-batch, of the same step in PyTorch and of one by
+          google-tunix' `PeftTrainer`: the same models. The losses are compared too.
   turns   seconds of an episode of several turns with the cache, and of reading the conversation again in each turn
   growth  seconds of sampling and of an update with more rows, turns, longer replies and a larger vocabulary
 
-PyTorch is not in requirements.txt: `pip install torch`. Without it, the comparisons with it are left out.
+PyTorch and google-tunix are not in requirements.txt: `pip install torch`, and benchmarks/requirements.txt says how to
+install google-tunix. The comparisons with what is not installed are left out.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 
+from benchmarks import tunix_side  # noqa: E402
 from benchmarks.accelerator import SHAPE, has_torch, sampler_of  # noqa: E402
 from benchmarks.learning_curves import hardware  # noqa: E402
+from ragen_jax.distributed.mesh import AXES  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
+from ragen_jax.models.attention_choice import choose_attention  # noqa: E402
+from ragen_jax.models.checkpoint.config import read_config  # noqa: E402
 from ragen_jax.models.checkpoint.load import load_model  # noqa: E402
 from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
 from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
@@ -108,8 +114,10 @@ def checkpoints(directory: str, quick: bool) -> dict[str, str]:
 
 
 def load(path: str) -> Qwen:
-  """A model in float32."""
-  return load_model(path, dtype=jnp.float32, param_dtype=jnp.float32)
+  """A model in float32, which attends as in a run on these processors."""
+  mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)
+  attention = choose_attention('auto', read_config(path), jnp.float32, mesh)
+  return load_model(path, dtype=jnp.float32, param_dtype=jnp.float32, attention=attention)
 
 
 def load_torch(path: str) -> Any:
@@ -151,7 +159,7 @@ def updating(model: Qwen, work: Work) -> Callable[[], float]:
   """
   policy = ActorCritic(model)
   graph, state = nnx.split(policy)
-  settings = ScoringSettings(temperature=1.0, vocab_limit=0, logits_chunk=0, remat=NONE)
+  settings = ScoringSettings(temperature=1.0, vocab_limit=0, banned=(), logits_chunk=0, remat=NONE)
   width = (work.prompt + work.new) * work.turns
   tokens = jnp.asarray(tokens_of(work.rows, width, model.cfg.vocab_size))
   sampled = jnp.arange(width).reshape(work.turns, -1)[:, work.prompt :].reshape(-1)
@@ -196,30 +204,50 @@ def updating_torch(model: Any, work: Work) -> Callable[[], float]:
   return run
 
 
+def updating_tunix(path: str, work: Work) -> Callable[[], float]:
+  """The same step by google-tunix."""
+  vocab_size = json.loads((pathlib.Path(path) / 'config.json').read_text())['vocab_size']
+  tokens = tokens_of(work.rows, (work.prompt + work.new) * work.turns, vocab_size)
+  sampled = np.arange(tokens.shape[1]).reshape(work.turns, -1)[:, work.prompt :].reshape(-1)
+  return tunix_side.updating(path, tokens, sampled, LEARNING_RATE)
+
+
+def generating(path: str, prompts: np.ndarray, new: int) -> Callable[[], None]:
+  """A function that samples `new` tokens after prompts i32[B, T] with `transformers`."""
+  import torch
+
+  model, ids = load_torch(path).eval(), torch.as_tensor(prompts, dtype=torch.long)
+
+  def run() -> None:
+    with torch.no_grad():
+      model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0,
+        top_p=1.0, temperature=1.0, pad_token_id=0,
+      )  # fmt: skip
+
+  return run
+
+
 def decode(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
   """See the top."""
   found = {}
   for name, work in cases.items():
-    runs, tokens = [sampling(load(paths[name]), work, cached=True)], work.rows * work.new
+    model = load(paths[name])
+    prompts = tokens_of(work.rows, work.prompt, model.cfg.vocab_size)
+    runs = {'': sampling(model, work, cached=True)}
     if has_torch():
-      import torch
-
-      theirs = load_torch(paths[name]).eval()
-      ids = torch.as_tensor(tokens_of(work.rows, work.prompt, theirs.config.vocab_size), dtype=torch.long)
-
-      def generate(theirs=theirs, ids=ids, work=work):
-        with torch.no_grad():
-          theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=work.new, min_new_tokens=work.new,
-            do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0,
-          )  # fmt: skip
-
-      runs.append(generate)
-    seconds = interleaved(*runs)
-    found[name] = dataclasses.asdict(work) | {'seconds': seconds[0], 'tokens_per_s': tokens / seconds[0]}
-    if len(seconds) > 1:
-      found[name] |= {'transformers_seconds': seconds[1], 'ratio': seconds[1] / seconds[0]}
+      runs['transformers_'] = generating(paths[name], prompts, work.new)
+    if tunix_side.has_tunix():
+      runs['tunix_'] = tunix_side.sampling(paths[name], prompts, work.new)
+    seconds = dict(zip(runs, interleaved(*runs.values()), strict=True))
+    found[name] = dataclasses.asdict(work) | {'tokens_per_s': work.rows * work.new / seconds['']} | compared(seconds)
   return found
+
+
+def compared(seconds: dict[str, float]) -> dict[str, float]:
+  """The seconds of all sides, and how often this project's, '', fit into those of each other side."""
+  found = {f'{side}seconds': own for side, own in seconds.items()}
+  return found | {f'{side}ratio': own / seconds[''] for side, own in seconds.items() if side}
 
 
 def update(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
@@ -227,19 +255,20 @@ def update(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
   makers = {'': lambda path, work: updating(load(path), work)}
   if has_torch():
     makers['torch_'] = lambda path, work: updating_torch(load_torch(path).train(), work)
+  if tunix_side.has_tunix():
+    makers['tunix_'] = updating_tunix
   found = {}
   for name, work in cases.items():
-    found[name] = dataclasses.asdict(work)
+    found[name], seconds = dataclasses.asdict(work), {}
     for side, make in makers.items():
       run = make(paths[name], work)
       found[name][f'{side}loss'] = run()
-      (found[name][f'{side}seconds'],) = interleaved(run)
+      (seconds[side],) = interleaved(run)
       # Weights, gradients and moments of one side are freed before the other's are made.
       del run
       jax.clear_caches()
       gc.collect()
-    if has_torch():
-      found[name]['ratio'] = found[name]['torch_seconds'] / found[name]['seconds']
+    found[name] |= compared(seconds)
   return found
 
 
@@ -269,7 +298,7 @@ def growth(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
   found['vocabulary'] = []
   for factor in (1, 4, 16, 64):
     config: QwenConfig = dataclasses.replace(model.cfg, vocab_size=model.cfg.vocab_size * factor)
-    other = Qwen(config, rngs=nnx.Rngs(0))
+    other = Qwen(config, attention=model.attention, rngs=nnx.Rngs(0))
     (sampled,), (learnt,) = interleaved(sampling(other, base, cached=True)), interleaved(updating(other, base))
     found['vocabulary'].append({'value': config.vocab_size, 'sampling_s': sampled, 'update_s': learnt})
   return found

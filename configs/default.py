@@ -426,7 +426,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.optimizer.mini_batch_size = 128
   # Rows that go through the model at once; their gradients add up to the gradient of the mini-batch. 0: as many as fit
   # in the memory of the devices.
-  config.optimizer.micro_batch_size = 64
+  config.optimizer.micro_batch_size = 32
   # Put several rows behind one another into bins of a few widths, without attention between them. Then few programs are
   # compiled, and a mini-batch is one call; micro_batch_size limits how many columns go through the model at once.
   config.optimizer.packing = False
