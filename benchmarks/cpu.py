@@ -15,8 +15,8 @@ cores. Weights are random, except those of the built-in model.
   turns   seconds of an episode of several turns with the cache, and of reading the conversation again in each turn
   growth  seconds of sampling and of an update with more rows, turns, longer replies and a larger vocabulary
 
-PyTorch and google-tunix are not in requirements.txt: `pip install torch`, and benchmarks/requirements.txt says how to
-install google-tunix. The comparisons with what is not installed are left out.
+PyTorch and google-tunix are not in requirements.txt: `pip install torch`, and benchmarks/requirements-tunix.txt says how
+to install google-tunix. The comparisons with what is not installed are left out.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def draw(found: dict[str, Any], path: pathlib.Path) -> None:
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  from ragen_jax.plots.style import figure_style, save_figure
+  from ragen_jax.plots.style import figure_style
 
   names = [name for name in found if name != 'base']
   with figure_style():
@@ -322,10 +322,13 @@ def draw(found: dict[str, Any], path: pathlib.Path) -> None:
         axis.plot(sizes, [point[key] for point in found[name]], marker='o', label=label)
       axis.set(xscale='log', yscale='log', xlabel=name, xticks=sizes, xticklabels=[f'{size:,}' for size in sizes])
       axis.minorticks_off()
+    low, high = axes[0].get_ylim()  # shared by all
+    ticks = [n * 10.0**e for e in range(-4, 4) for n in (1, 2, 5) if low <= n * 10.0**e <= high]
+    axes[0].set(yticks=ticks, yticklabels=[f'{tick:g}' for tick in ticks])
     axes[0].set_ylabel('seconds')
     axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, path)
+    figure.savefig(path, bbox_inches='tight')
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """The sides of google-tunix in benchmarks/cpu.py: its sampler, and a step of its trainer, for a checkpoint.
 
-Its packages do not fit into those of this project (`pip install -r benchmarks/requirements-tunix.txt` in an environment
-of its own).
+Install them as benchmarks/requirements-tunix.txt says, in an environment of their own.
 """
 
 from __future__ import annotations
