@@ -15,8 +15,8 @@ cores. Weights are random, except those of the built-in model.
   turns   seconds of an episode of several turns with the cache, and of reading the conversation again in each turn
   growth  seconds of sampling and of an update with more rows, turns, longer replies and a larger vocabulary
 
-PyTorch and google-tunix are not in requirements.txt: `pip install torch`, and see benchmarks/requirements-tunix.txt. The
-comparisons with what is not installed are left out.
+PyTorch and google-tunix are not in requirements.txt: `pip install torch`, and see benchmarks/requirements-tunix.txt.
+The comparisons with what is not installed are left out.
 """
 
 from __future__ import annotations
