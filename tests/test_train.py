@@ -319,6 +319,7 @@ def test_a_workdir_of_another_config_is_refused(tmp_path):
   assert '\n' not in str(e.value)
 
 
+@pytest.mark.slow
 def test_training_lifts_success_on_the_bandit(tmp_path):
   """The arm that the model knows as the better one is the worse: from one right pull in eight to most."""
   config = small_config(

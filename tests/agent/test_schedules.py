@@ -67,8 +67,8 @@ def lockstep(policy):
 @pytest.mark.parametrize(
   'changes',
   [
-    {'agent__decode_chunk': 5, 'length_step': 16},
-    {'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
+    pytest.param({'agent__decode_chunk': 5, 'length_step': 16}, marks=pytest.mark.slow),
+    pytest.param({'agent__schedule': 'continuous', 'agent__decode_chunk': 5}, marks=pytest.mark.slow),
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
     pytest.param({'agent__rows_in_flight': 8}, marks=pytest.mark.slow),
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__drop_finished': True},

@@ -157,7 +157,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_pa
   assert step.count == 20 and ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.parametrize('when', ['step', 'evaluation'])
+@pytest.mark.parametrize('when', [pytest.param('step', marks=pytest.mark.slow), 'evaluation'])
 def test_a_signal_saves_the_step_that_it_stops(tmp_path, monkeypatch, when):
   config, workdir = _quick(tmp_path, 'signal', eval__groups=4)
   config.sft.update(steps=4, eval_every=2)

@@ -25,7 +25,10 @@ MODES = {
 }
 
 
-@pytest.fixture(scope='module', params=[pytest.param('limited', marks=pytest.mark.slow), 'single', 'drop_oldest'])
+@pytest.fixture(
+  scope='module',
+  params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ('limited', 'drop_oldest')), 'single'],
+)
 def played(request):
   config = small_config(train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param])
   policy = build.load_policy(config)
