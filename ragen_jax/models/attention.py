@@ -64,6 +64,11 @@ class AttentionSettings:
     """Whether the kernels are those of TPUs."""
     return self.implementation in ('flash', 'splash')
 
+  @property
+  def by_row(self) -> bool:
+    """Whether rows attend one after the other to any columns. Rows that are divided over devices cannot."""
+    return self.implementation == 'blocks' and self.mesh is None
+
 
 EINSUM = AttentionSettings('einsum', None)
 
@@ -133,7 +138,8 @@ def attend(
   """Grouped-query attention to the columns of a mask, such as those of a cache.
 
   With many scores, blocks of queries run one after the other and are recomputed in the backward pass, so memory holds
-  the scores of one block instead of [B, N, T, S]. 'blocks' runs row by row, as in `attend_causal_by_row`.
+  the scores of one block instead of [B, N, T, S]. 'blocks' on one device runs row by row, as
+  `attend_causal_by_row` does.
 
   Args:
     q: queries [B, T, N, H].
@@ -149,7 +155,7 @@ def attend(
     [B, T, N, H].
   """
   b, t, n, h = q.shape
-  if settings.implementation == 'blocks' and t > 1:
+  if settings.by_row and t > 1:
     return _attend_by_row(q, *_joined(k, v, mask, kept))
   attend_all = _attend
   if settings.for_tpu and t > 1:

@@ -313,7 +313,7 @@ class Qwen(nnx.Module):
 
   def cache_to_read(self, cache: tuple[LayerCache, ...]) -> tuple[LayerCache | HeadsCache, ...]:
     """A cache as calls with one new column of each row read it fastest; on CPUs it is a copy, so make it for many."""
-    if self.attention.implementation != 'blocks':
+    if not self.attention.by_row:
       return cache
     return tuple(HeadsCache(*by_heads(layer.k, layer.v)) for layer in cache)
 
