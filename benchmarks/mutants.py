@@ -915,6 +915,8 @@ MUTATIONS = [
     'serving/test_http_protocol.py',
     ('(self.cycle is None or bool(self.conn.trailing_data[0]))', 'self.cycle is None'),
     ('if self.transport.is_closing() or not self._awaits():', 'if self.transport.is_closing():'),
+    ('    super().resume_writing()\n    self._clear_unread()\n', '    super().resume_writing()\n'),
+    ('    self._clear_timer()\n    self._clear_unread()\n', '    self._clear_timer()\n'),
   ),
   *_of(
     'serving/agent_player.py',

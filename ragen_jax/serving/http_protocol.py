@@ -1,7 +1,7 @@
-"""HTTP connections that are closed if a request does not arrive in time.
+"""HTTP connections that are closed if a request does not arrive in time, or if the answers are not read.
 
-Uvicorn counts open connections, and refuses further ones above a limit. Without a limit of time, connections that send
-nothing, or a request very slowly, would keep everybody else out; no key is needed for that.
+Uvicorn counts open connections, and refuses further ones above a limit. Without limits of time, connections that send
+nothing, or a request very slowly, or that read no answers, would keep everybody else out; no key is needed for that.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_S = 30.0  # for a whole request, from the connection or its first byte
 BYTES_PER_S = 16 * 1024  # a long request has a second more for so many bytes
+UNREAD_S = 60.0  # for a client to read what fills the buffer of answers
 
 
 class TimedProtocol(H11Protocol):
-  """Closes a connection whose request, headers and body, is not complete in time.
+  """Closes a connection whose request, headers and body, is not complete in time, or whose answers are not read.
 
-  The time of an answer is not limited, nor is that of a connection which is kept for further requests: Uvicorn closes
-  the latter itself (`timeout_keep_alive`).
+  Otherwise the time of an answer is not limited. Connections that are kept for further requests are closed by Uvicorn
+  itself (`timeout_keep_alive`).
   """
 
   def __init__(self, *given: Any, **named: Any):
@@ -28,6 +29,7 @@ class TimedProtocol(H11Protocol):
     super().__init__(*given, **named)
     self._timer: asyncio.TimerHandle | None = None
     self._begun, self._bytes = 0.0, 0  # of the request that is awaited
+    self._unread: asyncio.TimerHandle | None = None
 
   def connection_made(self, transport: asyncio.BaseTransport) -> None:
     """A client has connected."""
@@ -38,12 +40,24 @@ class TimedProtocol(H11Protocol):
     """The connection is closed."""
     super().connection_lost(exc)
     self._clear_timer()
+    self._clear_unread()
 
   def data_received(self, data: bytes) -> None:
     """Bytes have come."""
     self._bytes += len(data)
     super().data_received(data)
     self._set_timer()
+
+  def pause_writing(self) -> None:
+    """The buffer of answers is full."""
+    super().pause_writing()
+    if self._unread is None:
+      self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+  def resume_writing(self) -> None:
+    """The client has read most of the buffer."""
+    super().resume_writing()
+    self._clear_unread()
 
   def on_response_complete(self) -> None:
     """An answer was sent; the next request may have come with the one before it."""
@@ -66,6 +80,11 @@ class TimedProtocol(H11Protocol):
     if self._timer is not None:
       self._timer.cancel()
       self._timer = None
+
+  def _clear_unread(self) -> None:
+    if self._unread is not None:
+      self._unread.cancel()
+      self._unread = None
 
   def _on_time(self) -> None:
     left = self._begun + REQUEST_S + self._bytes / BYTES_PER_S - self.loop.time()

@@ -1,4 +1,4 @@
-"""Requests that do not arrive in time close their connections; answers and kept connections have no such limit."""
+"""Requests that do not arrive in time, and answers that are not read, close their connections; others stay open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip('uvicorn')
 import uvicorn
 from uvicorn.server import ServerState
 
-from ragen_jax.serving.http_protocol import BYTES_PER_S, REQUEST_S, TimedProtocol
+from ragen_jax.serving.http_protocol import BYTES_PER_S, REQUEST_S, UNREAD_S, TimedProtocol
 
 GET = b'GET / HTTP/1.1\r\nHost: x\r\n\r\n'
 KEPT_S = 75.0
@@ -198,3 +198,24 @@ async def test_a_connection_that_is_lost_leaves_no_timer():
   await c.sends(GET[:9])
   c.protocol.connection_lost(None)
   assert all(timer.cancelled for timer in c.clock.timers)
+
+
+@connected
+async def test_a_client_that_reads_no_answers_is_closed():
+  client = Connection()
+  await client.sends(GET)
+  client.protocol.pause_writing()  # as the transport does when its buffer is full
+  assert client.open_at(UNREAD_S - 1)
+  client.protocol.resume_writing()
+  assert client.open_at(3 * UNREAD_S)
+  client.protocol.pause_writing()
+  assert client.open_at(4 * UNREAD_S - 1) and not client.open_at(4 * UNREAD_S)
+
+
+@connected
+async def test_a_lost_connection_leaves_no_timer():
+  client = Connection()
+  await client.sends(GET)
+  client.protocol.pause_writing()
+  client.protocol.connection_lost(None)
+  assert not [timer for timer in client.clock.timers if not timer.cancelled]
