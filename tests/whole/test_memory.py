@@ -106,7 +106,7 @@ def _config(**fields):
 
 @pytest.mark.slow
 def test_the_plan_is_what_one_device_really_holds():
-  config = _config()
+  config = _config(model__attention='einsum')  # of the plan; by default one CPU device attends row by row
   policy = build.load_policy(config)
   trainer = build.make_trainer(config, policy)
   state = trainer.init()
@@ -119,7 +119,6 @@ def test_the_plan_is_what_one_device_really_holds():
   assert found['rollout']["optimiser's state"] == live['o']
   assert found['rollout']['key/value cache'] == sum(x.nbytes for x in jax.tree.leaves(cache))
   assert 'reference weights' not in found['update'] and state.reference is None
-  # On one CPU device attention goes by row, so of the real programs only the sampler's are the planned ones.
   lowered = policy.sampler.lower(
     params, policy.sampler.init(8, abstract.cache_columns(config)), width=64, columns=32, sampling=PLAIN
   )
