@@ -506,7 +506,7 @@ MUTATIONS = [
     'training/run.py',
     'training/test_run.py::test_an_error_that_ends_a_run_saves_the_state_before_it '
     'training/test_run.py::test_a_run_that_an_error_ends_tells_that_error_if_it_cannot_be_saved',
-    ('    if not processes.raised_by_all(error):\n      return\n', ''),
+    ('return isinstance(error, Stopped) or processes.raised_by_all(error)', 'return True'),
     ("_log.warning('no checkpoint of iteration", "raise\n      _log.warning('no checkpoint of iteration"),
   ),
   *_of(

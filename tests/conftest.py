@@ -44,13 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   items.sort(key=rank)
 
 
-def pytest_collection_finish() -> None:
-  """Keeps the garbage collector from what is imported: JAX makes so much garbage that it would look at it often."""
-  gc.collect()
-  gc.freeze()
-  gc.set_threshold(100_000, 50, 100)
-
-
 # Programs that were compiled, or read from the cache, since the compiled programs were last freed.
 _programs = 0
 _MOST_PROGRAMS = 300

@@ -153,6 +153,11 @@ def restore(
   return state, meta['stopped'], Verdict(**verdict) if verdict else None
 
 
+def _ends_all(error: Stopped | UserError) -> bool:
+  """Whether an error ends all processes of the run."""
+  return isinstance(error, Stopped) or processes.raised_by_all(error)
+
+
 def _bad_numbers(
   verdict: Verdict, evaluation: Evaluation | None, try_weights: Callable[[], Mapping[str, NotFinite]] | None
 ) -> str:
@@ -211,6 +216,8 @@ class Run:
     try:
       yield
     except (Stopped, UserError) as e:
+      if not _ends_all(e):  # first, because the other processes do not take part in what follows
+        raise
       new = state.iteration > 0 and state.iteration != self._checkpointer.latest_step()
       if new and not self._monitor.bad_iterations and not (self._try_weights and self._try_weights()):
         self._save_at_end(e, state)
@@ -228,6 +235,8 @@ class Run:
     try:
       yield
     except (Stopped, UserError) as e:
+      if not _ends_all(e):  # first, because the other processes do not take part in what follows
+        raise
       whole = state.iteration % self._settings.online_k == 0
       if whole and not _bad_numbers(verdict, None, try_weights):
         self._save_at_end(e, state, unevaluated=verdict)
@@ -418,15 +427,12 @@ class Run:
     return state.with_saved(arrays, lr_scale=scale)
 
   def _save_at_end(self, error: Stopped | UserError, state: TrainState, unevaluated: Verdict | None = None) -> None:
-    """`_save` while `error` ends the run, if it ends all processes. An error of the save only replaces a signal."""
-    if isinstance(error, Stopped):
-      self._save(state, {}, unevaluated)
-      return
-    if not processes.raised_by_all(error):
-      return
+    """`_save` while `error` ends all processes of the run. An error of the save only replaces a signal."""
     try:
       self._save(state, {}, unevaluated)
     except UserError as e:
+      if isinstance(error, Stopped):
+        raise
       _log.warning('no checkpoint of iteration %d: %s', state.iteration, e)
 
   def _save(self, state: TrainState, scores: dict[str, float], unevaluated: Verdict | None = None) -> None:

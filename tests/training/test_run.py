@@ -271,15 +271,17 @@ def test_an_error_that_ends_a_run_saves_the_state_before_it(tmp_path, monkeypatc
   monkeypatch.setattr(processes, 'raised_by_all', lambda e: e is error and by_all)
   contexts = (
     lambda run, state: run.saved_if_stopped(state),
-    lambda run, state: run.saved_if_evaluation_stopped(state, Verdict(), dict),
+    lambda run, state: run.saved_if_evaluation_stopped(state, Verdict(), run._try_weights),
   )
   for number, context in enumerate(contexts):
     workdir = tmp_path / str(number)
     with pytest.raises(UserError) as raised, _open(workdir, checkpoint__every=0, eval__every=0) as (run, _):
       state, _ = _finish(run, _state(2, iteration=2))
+      tried = []
+      run._try_weights = lambda tried=tried: tried.append(1) or {}
       with context(run, state):
         raise error
-    assert raised.value is error
+    assert raised.value is error and bool(tried) == by_all
     assert (_steps(workdir) if saved else list(workdir.glob('checkpoints/*'))) == saved
 
 

@@ -19,5 +19,3 @@ def test_the_benchmark_runs_and_all_sides_have_the_same_loss():
   for name in ('built-in', '0.5B'):
     losses = [x for key, x in found['update'][name].items() if key.endswith('loss')]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
-    assert found['decode'][name]['tokens_per_s'] > 0
-  assert found['turns']['ratio'] > 0
