@@ -5,15 +5,23 @@ needs several devices or processes starts a subprocess with its own `XLA_FLAGS`.
 """
 
 import gc
+import importlib.resources
+import mmap
 import os
 import pathlib
 import tempfile
 
 # Read by JAX when it is imported, so before any test module is.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# Compilation takes most of the tests' time, and the compiled programs run for moments.
+# Compilation takes most of the tests' time, and the compiled programs run for moments. Without the emitters of fusions,
+# XLA's CPU compiler takes half the time. A version of jaxlib that does not know a flag would end the process.
 if os.environ['JAX_PLATFORMS'] == 'cpu':
-  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_backend_optimization_level=0'.strip()
+  _flags = ['--xla_backend_optimization_level=0']
+  for _library in importlib.resources.files('jaxlib').glob('libjax_common.*'):
+    with _library.open('rb') as _file, mmap.mmap(_file.fileno(), 0, access=mmap.ACCESS_READ) as _bytes:
+      if _bytes.find(b'xla_cpu_use_fusion_emitters') >= 0:
+        _flags.append('--xla_cpu_use_fusion_emitters=false')
+  os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *_flags]).strip()
 # Tests and their subprocesses share compiled programs. The cache ends with the run of pytest: a compilation that fails
 # must fail every time.
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers inherit the variable
