@@ -20,6 +20,7 @@ import pytest
 from ragen_jax.models import attention_kernels
 from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
 from tests.support.paths import ROOT
+from tests.support.processes import environment
 
 # Rows, columns, query heads, key/value heads, head width, and the lengths of the sequences of each row if it is packed;
 # what is left of a row is padding.
@@ -106,11 +107,11 @@ def test_kernels_are_lowered_for_their_accelerator(kernel, platform, call):
   assert text.count(call) >= 2
 
 
-def worker(*arguments: str, **environment: str):
+def worker(*arguments: str, **variables: str):
   """What tests.support.attention_worker prints."""
   found = subprocess.run(
     [sys.executable, '-m', 'tests.support.attention_worker', *arguments],
-    cwd=ROOT, env=os.environ | {'PYTHONPATH': os.pathsep.join((str(ROOT), *sys.path))} | environment,
+    cwd=ROOT, env=os.environ | {'PYTHONPATH': os.pathsep.join((str(ROOT), *sys.path))} | variables,
     capture_output=True, text=True,
   )  # fmt: skip
   assert found.returncode == 0, found.stderr[-3000:]
@@ -120,7 +121,7 @@ def worker(*arguments: str, **environment: str):
 @pytest.mark.slow
 def test_eight_devices_attend_as_one_does():
   """Each device attends with its rows and heads, and needs nothing of the others."""
-  found = worker('mesh', XLA_FLAGS='--xla_force_host_platform_device_count=8', JAX_PLATFORMS='cpu')
+  found = worker('mesh', **environment(devices=8))
   assert found.pop('model') < 1e-5
   assert found.keys() == {'einsum', 'blocks', 'flash', 'splash', 'pallas'}
   for implementation, result in found.items():

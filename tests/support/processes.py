@@ -17,12 +17,14 @@ def environment(devices: int | None = None, **variables: str) -> dict[str, str]:
   """The variables of a process that runs on CPU and can import the repository.
 
   Args:
-    devices: number of fake CPU devices; None leaves XLA_FLAGS as they are.
+    devices: number of fake CPU devices; None leaves it as it is. Other flags of XLA stay.
     **variables: set in addition.
   """
   found = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
   if devices is not None:
-    found['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
+    count = '--xla_force_host_platform_device_count'
+    others = [flag for flag in found.get('XLA_FLAGS', '').split() if not flag.startswith(count)]
+    found['XLA_FLAGS'] = ' '.join([*others, f'{count}={devices}'])
   return found | variables
 
 
@@ -50,7 +52,7 @@ def run_main(*arguments: str, devices: int | None = None, check: bool = False, *
 
   Args:
     *arguments: of the command line.
-    devices: number of fake CPU devices; None leaves XLA_FLAGS as they are.
+    devices: number of fake CPU devices; None leaves it as it is.
     check: raise if its exit status is not 0.
     **options: of `subprocess.run`.
 

@@ -38,7 +38,7 @@ FLAGS = [
 
 def _start(workdir, processes, *flags, common=FLAGS):
   command = ['launch/local.sh', str(processes), *common, f'--workdir={workdir}', *flags]
-  variables = environment(XLA_FLAGS='', PYTHON=sys.executable)
+  variables = environment(devices=1, PYTHON=sys.executable)
   return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -51,7 +51,7 @@ def address():
 def _start_pair(workdir, log, address, *flags, own=((), ())):
   """Two processes without launch/local.sh, which would stop one when the other fails; `own` has the flags of each."""
   flags = [*FLAGS, f'--workdir={workdir}', *flags, f'--coordinator={address}', '--num_processes=2']
-  variables = environment(XLA_FLAGS='')
+  variables = environment(devices=1)
   return [start_main(*flags, *own[i], f'--process_id={i}', env=variables, stdout=log, stderr=log) for i in range(2)]
 
 

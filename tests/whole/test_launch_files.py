@@ -14,6 +14,7 @@ import pytest
 
 from ragen_jax.utils.errors import DiskError, Diverged, StoreAway, UserError
 from tests.support.paths import ROOT
+from tests.support.processes import environment
 
 SCRIPTS = ('launch/local.sh', 'launch/slurm.sbatch', 'launch/tpu_vm.sh', '.ci/run')
 SKYPILOT = ROOT / 'launch' / 'skypilot.yaml'
@@ -22,10 +23,10 @@ JOBSET = ROOT / 'launch' / 'kubernetes' / 'jobset.yaml'
 pytestmark = pytest.mark.skipif(shutil.which('bash') is None, reason='the files of launch/ are bash scripts')
 
 
-def _bash(script, *arguments, **environment):
+def _bash(script, *arguments, **variables):
   """Runs a script; its status, its output and its errors."""
   done = subprocess.run(
-    ['bash', script, *arguments], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+    ['bash', script, *arguments], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False
   )
   return done.returncode, done.stdout, done.stderr
 
@@ -62,10 +63,9 @@ def shape(tmp_path_factory):
 
 def _understood(arguments, shape, devices):
   """What main.py makes of the arguments."""
-  environment = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'}
   done = subprocess.run(
     [sys.executable, '-c', _CHECK, json.dumps([arguments, shape])],
-    cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False,
+    cwd=ROOT, env=environment(devices), capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr[-2000:]
   return json.loads(done.stdout)

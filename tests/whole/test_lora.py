@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.models import random_model
 from tests.support.paths import ROOT
+from tests.support.processes import environment
 
 
 def _model(vocab: int = 30):
@@ -243,7 +243,7 @@ def test_a_mesh_changes_nothing_with_adapters():
   done = subprocess.run(
     [sys.executable, '-c', _ON_A_MESH],
     cwd=ROOT,
-    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'},
+    env=environment(devices=8),
     capture_output=True,
     text=True,
     check=False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -24,15 +23,7 @@ from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.checkpoints import Checkpointer
 from tests.support import mesh_worker
 from tests.support.paths import ROOT
-from tests.support.processes import coordinator
-
-
-def _environment(devices):
-  return os.environ | {
-    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-    'JAX_PLATFORMS': 'cpu',
-    'PYTHONPATH': str(ROOT),
-  }
+from tests.support.processes import coordinator, environment
 
 
 def _wait(workers, seconds=580):
@@ -50,8 +41,8 @@ def _run(model, directory, shapes, processes=1, checkpoint='', **fields):
   directory.mkdir()
   command = [sys.executable, '-m', 'tests.support.mesh_worker', model, str(directory), checkpoint, ','.join(shapes)]
   extra = [[]]
-  environment = _environment(math.prod(map(int, shapes[0].split('x'))) // processes)
-  environment |= {'CONFIG_FIELDS': json.dumps(fields)}
+  variables = environment(math.prod(map(int, shapes[0].split('x'))) // processes)
+  variables |= {'CONFIG_FIELDS': json.dumps(fields)}
   logs = [directory / f'{i}.log' for i in range(processes)]
   workers = []
   with coordinator() as address:
@@ -59,7 +50,7 @@ def _run(model, directory, shapes, processes=1, checkpoint='', **fields):
       extra = [[address, str(processes), str(i)] for i in range(processes)]
     for arguments, log in zip(extra, logs, strict=True):
       with log.open('w') as file:
-        workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file))
+        workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=variables, stdout=file, stderr=file))
     codes = _wait(workers)
   assert codes == [0] * processes, '\n'.join(log.read_text()[-3000:] for log in logs)
   return {shape: np.load(directory / f'{shape}.npz') for shape in shapes}
@@ -168,5 +159,5 @@ def test_devices_that_divide_the_mlp_among_them_sample_the_same_tokens(tmp_path,
 @pytest.mark.timeout(600)
 def test_devices_that_divide_the_mlp_among_them_serve_the_same_replies():
   command = [sys.executable, '-m', 'tests.support.rows_worker']
-  done = subprocess.run(command, cwd=ROOT, env=_environment(8), capture_output=True, text=True, timeout=580)
+  done = subprocess.run(command, cwd=ROOT, env=environment(8), capture_output=True, text=True, timeout=580)
   assert done.returncode == 0, done.stderr[-3000:]

@@ -7,8 +7,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,7 @@ from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import SMALL, assert_identical, contents, edit_config, flat
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 
 def test_no_fresh_weights_are_made_while_loading(checkpoint, monkeypatch):
@@ -169,14 +167,9 @@ def test_code_that_comes_with_a_checkpoint_is_never_run(tmp_path):
   assert not ran.exists()
 
 
-def run_python(code: str, *args: str, **env: str) -> str:
-  done = subprocess.run(
-    [sys.executable, '-c', code, *args],
-    env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'} | env,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
+def output(code: str, *args: str, devices: int) -> str:
+  """What the code prints in a process of its own."""
+  done = run_python(code, *args, devices=devices)
   assert done.returncode == 0, done.stderr
   return done.stdout
 
@@ -213,7 +206,7 @@ save_model(target, model, model.cfg, 'float32')
 
 
 def test_weights_go_to_the_shards_that_are_asked_for_and_come_back(tmp_path, checkpoint):
-  run_python(_SHARDED, checkpoint, str(tmp_path / 'out'), XLA_FLAGS='--xla_force_host_platform_device_count=4')
+  output(_SHARDED, checkpoint, str(tmp_path / 'out'), devices=4)
   assert contents(tmp_path / 'out') == contents(checkpoint)
 
 
@@ -274,8 +267,7 @@ def test_loading_holds_no_more_than_what_stays_and_a_part_of_a_shard(tmp_path, c
   assert len(sizes) == 6
 
   def measure(how):
-    flags = '--xla_force_host_platform_device_count=8'
-    measured = json.loads(run_python(_MEMORY, how, checkpoint, str(large), XLA_FLAGS=flags))
+    measured = json.loads(output(_MEMORY, how, checkpoint, str(large), devices=8))
     assert measured['noise'] < 0.3 * max(sizes), 'the peak before loading hides what loading takes'
     return measured['grown'] - measured['stays'], measured
 

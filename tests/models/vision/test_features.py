@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+import math
 import subprocess
 import sys
 
@@ -28,7 +28,7 @@ from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.images import POLICY, FrozenFeatures, ImageInputs
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning, vision
-from tests.support.paths import ROOT
+from tests.support.processes import environment
 from tests.support.vision import IMAGE, START, Conversation
 
 # Rows and columns of patches. The first has more tokens a side than a window, and sides that windows do not divide.
@@ -370,10 +370,9 @@ np.savez(out, loss=loss, **flat)
 @pytest.mark.parametrize('mesh', [(2, 2, 2), (1, 8, 1)])
 def test_eight_devices_see_the_same(pair, tmp_path, mesh):
   def run(name, *mesh):
-    flags = f'--xla_force_host_platform_device_count={np.prod(mesh)}'
     done = subprocess.run(
       [sys.executable, '-c', _ON_A_MESH, pair.directory, str(tmp_path / name), *map(str, mesh)],
-      env=os.environ | {'PYTHONPATH': str(ROOT), 'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'},
+      env=environment(devices=math.prod(mesh)),
       capture_output=True,
       text=True,
       check=False,
