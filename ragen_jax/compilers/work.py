@@ -14,8 +14,7 @@ from typing import Any
 from ragen_jax.compilers.hlo import Instruction, Program
 from ragen_jax.distributed.chips import Chip
 
-# Shares of peak and bandwidth that large kernels reach: of an H200, benchmarks/accelerator.py has 790 of 989 TFLOP/s
-# and 4.3 of 4.8 TB/s.
+# Shares of peak and bandwidth that large kernels are assumed to reach.
 _PRODUCTS, _MEMORY = 0.8, 0.9
 # Attention kernels: share of what the matrix units can reach for the width of the heads. Those of `attention_tpu` by
 # name. By the instructions that libtpu schedules for a row of 1,408 columns, heads of 64 and groups of 7, the three
