@@ -421,10 +421,11 @@ def numbers(workdir: pathlib.Path) -> dict[str, Any]:
   from benchmarks.same_numbers import digest, digests
   from ragen_jax.runs.checkpoints import Checkpointer
   from ragen_jax.runs.metrics import read_metrics
+  from ragen_jax.runs.timing import MEASURED
 
   found: dict[str, Any] = {'steps': [line['step'] for line in read_metrics(workdir)]}
   for line in read_metrics(workdir):
-    values = {name: repr(x) for name, x in line.items() if not name.startswith(('timing_s/', 'perf/'))}
+    values = {name: repr(x) for name, x in line.items() if not name.startswith(MEASURED)}
     found |= {f'step {line["step"]}: {name}': x for name, x in values.items()}
   with Checkpointer(workdir, keep=1) as checkpointer:
     step = checkpointer.latest_step()

@@ -35,6 +35,7 @@ import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 
 from ragen_jax.runs.metrics import read_metrics  # noqa: E402
+from ragen_jax.runs.timing import MEASURED  # noqa: E402
 
 # Fields that make all runs short.
 SHORT = {
@@ -138,8 +139,6 @@ RUNS = {
   'evaluation': Run('frozenlake_ppo', mode='eval', of='ppo'),
   'export': Run('frozenlake_ppo', _PROBES | {'export.output': '{out}/model'}, mode='export', of='ppo'),
 }
-# Metrics that differ between equal runs.
-_NOT_COMPARED = ('timing_s/', 'perf/')
 
 
 def command(name: str, directory: pathlib.Path) -> list[str]:
@@ -175,7 +174,7 @@ def numbers(name: str, directory: pathlib.Path) -> dict[str, Any]:
   workdir = directory / (run.of or name)
   if not run.of:
     for line in read_metrics(workdir):
-      line = {metric: x for metric, x in line.items() if not metric.startswith(_NOT_COMPARED)}
+      line = {metric: x for metric, x in line.items() if not metric.startswith(MEASURED)}
       found[f'metrics of step {line["step"]}'] = {metric: repr(x) for metric, x in line.items()}
     for state in sorted((workdir / 'checkpoints').glob('*/state')):
       found[f'checkpoint {state.parent.name}'] = weights(state)

@@ -27,13 +27,8 @@ from ragen_jax.utils.errors import Diverged, UserError
 from tests.support.configs import small_config
 from tests.support.damage import flip_bytes
 from tests.support.events import read_events
+from tests.support.metrics import comparable_metrics
 from tests.support.paths import ROOT
-
-_NOT_COMPARED = ('timing_s/', 'perf/')
-
-
-def _comparable(workdir):
-  return [{name: x for name, x in line.items() if not name.startswith(_NOT_COMPARED)} for line in read_metrics(workdir)]
 
 
 @pytest.mark.slow
@@ -45,7 +40,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   stopped = small_config(num_iterations=1, **fields)
   train.train_and_evaluate(stopped, str(tmp_path / 'parts'))
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
-  whole, parts = _comparable(tmp_path / 'whole'), _comparable(tmp_path / 'parts')
+  whole, parts = comparable_metrics(tmp_path / 'whole'), comparable_metrics(tmp_path / 'parts')
   assert [line['step'] for line in whole] == [0, 1, 2]
   assert whole == parts  # floats, to the last bit
   kept = [{p.name: p.read_bytes() for p in (tmp_path / run / 'episodes').iterdir()} for run in ('whole', 'parts')]
@@ -67,7 +62,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tm
   (warning,) = [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
   assert warning.startswith('checkpoint of step 2 is damaged (') and warning.endswith('resuming from step 1')
   assert (damaged / 'damaged_checkpoints' / '2').is_dir()
-  assert _comparable(damaged) == _comparable(tmp_path / 'whole')  # floats, to the last bit
+  assert comparable_metrics(damaged) == comparable_metrics(tmp_path / 'whole')  # floats, to the last bit
 
 
 @contextlib.contextmanager
@@ -124,7 +119,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   monkeypatch.undo()
   assert '3' in [p.name for p in (tmp_path / 'parts' / 'checkpoints').iterdir()]
   train.train_and_evaluate(config, str(tmp_path / 'parts'))
-  assert _comparable(tmp_path / 'whole') == _comparable(tmp_path / 'parts')
+  assert comparable_metrics(tmp_path / 'whole') == comparable_metrics(tmp_path / 'parts')
 
 
 def test_the_players_are_closed_before_the_run_waits_for_compilers(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import jax
 
 _GIB = 2**30
+# How the names of metrics begin that differ between two equal runs: seconds, tokens a second, and memory.
+MEASURED = ('timing_s/', 'perf/throughput', 'perf/sampled_tokens_per_s', 'perf/max_')
 
 
 class Timer:
@@ -39,6 +41,10 @@ class Timer:
       yield
     finally:
       self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+  def __contains__(self, phase: str) -> bool:
+    """Whether the phase has been completed since the last `pop`."""
+    return phase in self._seconds
 
   def pop(self) -> dict[str, float]:
     """Returns the seconds of each phase since the last call, as {'timing_s/<phase>': seconds}."""

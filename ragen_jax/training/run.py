@@ -353,6 +353,8 @@ class Run:
       Stopped: a signal was received.
       Diverged: numbers were not finite in too many consecutive iterations, or in the last iteration.
     """
+    # Before the save, so that a run that is killed after it has them.
+    self._log.metrics.scalars(state.iteration, self._counts(rollout))
     return self._finish(state, evaluation, verdict, try_weights, lambda done: self._log_times(done, rollout))
 
   def _finish(
@@ -374,7 +376,10 @@ class Run:
     interrupted = self._interrupted()
     # Checkpoints do not contain the rollout, so a run cannot resume between two iterations of one rollout.
     save_now = verdict.action == 'stop' or (interrupted and step % self._settings.online_k == 0)
-    save = self._due(state, self._settings.checkpoint_every) or save_now
+    due = self._due(state, self._settings.checkpoint_every)
+    save = due or save_now
+    if not due and verdict.action != 'stop':
+      scores = {}  # an uninterrupted run has no checkpoint of this step, so it must not become the best
     not_finite = _bad_numbers(verdict, evaluation, try_weights if save else None)
     answer = self._monitor.after_numbers(not_finite)
     self._log.metrics.scalars(step, {BAD_ITERATIONS: self._monitor.all_bad_iterations})
@@ -388,10 +393,13 @@ class Run:
       self._log.progress.write(f'iteration {step}: {verdict.reason}; {consequence}')
     self._stopped = verdict.reason if verdict.action == 'stop' and not not_finite else ''
     known = step == self._checkpointer.latest_step()  # its evaluation was cut off before
-    if save and (not known if rolled_back else not not_finite):
+    saved = save and (not known if rolled_back else not not_finite)
+    if saved:
       self._save(state, scores)
     self._try_weights = None if rolled_back else try_weights
     log_times(state)
+    if saved:
+      self._log.metrics.flush()  # the times, which include the save's
     if not_finite and not rolled_back and (answer != 'bad' or last):
       self._log.metrics.flush()
       raise Diverged(self._farewell(step, not_finite))
@@ -401,8 +409,10 @@ class Run:
 
   def _farewell(self, step: int, not_finite: str) -> str:
     """The message of a run that ends after bad iterations."""
-    good = self._checkpointer.latest_step()
-    return diverged(step - self._monitor.bad_iterations + 1, step, not_finite, good)
+    first = step - self._monitor.bad_iterations + 1
+    # The checkpoint of a step whose evaluation was cut off may be of a bad iteration.
+    good = max((saved for saved in self._checkpointer.steps() if saved < first), default=None)
+    return diverged(first, step, not_finite, good)
 
   def _due(self, state: TrainState, every: int) -> bool:
     step = state.iteration
@@ -456,15 +466,20 @@ class Run:
       else:
         self._checkpointer.save(state.iteration, state.saved() | {'replay': replay}, meta, metrics=scores)
 
+  def _counts(self, rollout: Rollout) -> dict[str, float]:
+    """The counts among the metrics `perf/`, which are equal in two equal runs."""
+    counts = {'perf/total_num_tokens': int(rollout.trajectory.length.sum())}
+    if 'gen' in self.timer:
+      counts['perf/used_row_steps'] = rollout.tokens_sampled / max(rollout.row_steps, 1)
+    return counts
+
   def _log_times(self, state: TrainState, rollout: Rollout) -> None:
     """Writes the times of an iteration, and updates the progress line."""
     times = self.timer.pop() | memory()
     tokens = int(rollout.trajectory.length.sum())
-    times['perf/total_num_tokens'] = tokens
     times['perf/throughput'] = tokens / times['timing_s/step']
     if 'timing_s/gen' in times:
       times['perf/sampled_tokens_per_s'] = rollout.tokens_sampled / times['timing_s/gen']
-      times['perf/used_row_steps'] = rollout.tokens_sampled / max(rollout.row_steps, 1)
     self._log.metrics.scalars(state.iteration, times)
     shown = {
       'train success': float(np.mean([e.success for e in rollout.episodes])),

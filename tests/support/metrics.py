@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 
 from ragen_jax.runs.metrics import read_metrics
-
-# Seconds, tokens per second and memory differ from run to run.
-NOT_COMPARED = ('timing_s/', 'perf/')
+from ragen_jax.runs.timing import MEASURED
 
 
 def comparable_metrics(workdir: str | os.PathLike[str], *, without: tuple[str, ...] = ()) -> list[dict[str, float]]:
   """The lines of metrics.jsonl without times and memory, and without names that begin with one of `without`."""
-  skipped = (*NOT_COMPARED, *without)
+  skipped = (*MEASURED, *without)
   return [{name: x for name, x in line.items() if not name.startswith(skipped)} for line in read_metrics(workdir)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -118,6 +119,52 @@ def test_a_rollback_gives_the_best_checkpoint_smaller_steps_and_an_empty_buffer(
   assert 'iteration 5: sick; back to 2, learning rate x 0.5' in told
   with _open(tmp_path) as (_, state):
     assert state.lr_scale == 0.5 and state.iteration == 6
+
+
+def test_a_rollback_goes_to_the_same_checkpoint_whether_the_run_was_interrupted_or_not(tmp_path):
+  fields = {'num_iterations': 20, 'checkpoint__every': 4}
+  successes = {2: 0.1, 4: 0.2, 6: 0.9, 8: 0.3}
+
+  def play(run, start, signal_at=None):
+    state = None
+    for i in range(start, 10):
+      if i == signal_at:
+        os.kill(os.getpid(), signal.SIGTERM)
+      evaluation = _evaluation(successes[i]) if i in successes else None
+      state, rolled_back = _finish(run, _state(i, iteration=i), evaluation, Verdict('rollback' if i == 9 else 'go_on'))
+    assert rolled_back
+    return state.trained['policy']['kernel'][0]
+
+  with _open(tmp_path / 'whole', **fields) as (run, _):
+    assert play(run, 1) == 8
+  with pytest.raises(Stopped), _open(tmp_path / 'interrupted', **fields) as (run, _):
+    play(run, 1, signal_at=6)
+  assert _steps(tmp_path / 'interrupted') == [4, 6]
+  with _open(tmp_path / 'interrupted', **fields) as (run, state):
+    assert play(run, state.iteration + 1) == 8  # not 6, which only the interrupted run has
+
+
+@pytest.mark.parametrize('after_the_save', [False, True])
+def test_a_run_that_is_killed_after_a_checkpoint_has_the_metrics_of_its_iteration(
+  tmp_path, monkeypatch, after_the_save
+):
+  lines = []
+
+  def read():
+    lines.extend((tmp_path / 'metrics.jsonl').read_text().splitlines())
+
+  if not after_the_save:
+    save = Checkpointer.save
+    monkeypatch.setattr(Checkpointer, 'save', lambda *args, **kwargs: (read(), save(*args, **kwargs)))
+  with _open(tmp_path) as (run, _):
+    with run.timer('gen'):
+      pass
+    _finish(run, _state(2, iteration=2))
+    if after_the_save:
+      read()  # what SIGKILL would leave now
+  names = set(json.loads(lines[-1]))
+  assert {'perf/total_num_tokens', 'perf/used_row_steps'} <= names
+  assert ({'timing_s/step', 'timing_s/save_checkpoint', 'perf/throughput'} <= names) is after_the_save
 
 
 def test_a_stopped_run_is_saved_and_stays_stopped(tmp_path):
@@ -335,6 +382,17 @@ def test_a_checkpoint_of_another_config_is_refused_with_the_difference(tmp_path)
     pass
   with _open(tmp_path / 'three', num_iterations=9, logging__episodes=1, checkpoint__every=3) as (_, state):
     assert state.iteration == 1  # fields that may change
+
+
+def test_a_checkpoint_whose_evaluation_is_bad_is_not_recommended(tmp_path):
+  with _open(tmp_path) as (run, _):
+    _finish(run, _state(4, iteration=4))
+  state = _state(6, iteration=6)
+  with pytest.raises(Stopped), _open(tmp_path) as (run, _), run.saved_if_evaluation_stopped(state, Verdict(), dict):
+    raise Stopped(signal.SIGTERM)
+  assert _steps(tmp_path) == [4, 6]
+  with pytest.raises(Diverged, match='start another run from checkpoint 4;'), _open(tmp_path) as (run, state):
+    run.finish_evaluation(state, dataclasses.replace(_evaluation(0.0), not_finite='9 of 9 sampled log-probs'))
 
 
 def test_the_verdict_of_an_iteration_whose_evaluation_was_stopped_is_carried_out(tmp_path):

@@ -13,9 +13,9 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax.runs.checkpoints import Checkpointer
-from ragen_jax.runs.metrics import read_metrics
 from tests.support import learning
 from tests.support.configs import small_config
+from tests.support.metrics import comparable_metrics
 from tests.support.paths import ROOT
 
 
@@ -66,8 +66,7 @@ def _run(workdir: pathlib.Path) -> tuple[list, dict]:
     *(f'--config.{field}' for field in fields),
   ]  # fmt: skip
   subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=280)
-  times = ('timing_s/', 'perf/')
-  lines = [{n: x for n, x in line.items() if not n.startswith(times)} for line in read_metrics(workdir)]
+  lines = comparable_metrics(workdir)
   with Checkpointer(str(workdir), keep=1) as checkpointer:
     path = pathlib.Path(workdir) / 'checkpoints' / str(checkpointer.latest_step())
   state = learning.make_trainer(build.load_policy(small_config()))[1]
