@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
 from tests.support.speakers import context_settings
+from tests.support.stopped_clock import stop_clock
 
 
 class Tally:
@@ -132,6 +134,53 @@ def test_shares_of_rows_outside_put_together_are_the_whole():
   for name in ('reward', 'executed', 'effective', 'done', 'success'):
     np.testing.assert_array_equal(np.concatenate([getattr(r, name) for r in results]), getattr(result, name))
   assert {part.first_row + row for part in parts for row in part.faults} == set(whole.faults) == {1, 5, 9}
+
+
+class Late:
+  """Hangs where it is read; the hook `hang` is that of the test."""
+
+  hang = staticmethod(lambda: None)
+
+  def __repr__(self):
+    assert threading.current_thread() is not threading.main_thread()  # which has no time limit
+    self.hang()
+    return 'late'
+
+
+class LateError(Late, Exception):
+  __str__ = Late.__repr__
+
+
+class Tardy(Tally):
+  """Returns or raises what hangs: at odd seeds of 500 at once, else at 'Bad'."""
+
+  def reset(self, seed, member):
+    return Late() if seed >= 500 and seed % 2 else super().reset(seed, member)
+
+  def step(self, action):
+    if action == 'Stay':
+      raise LateError
+    return (f'sum {self.sum}', Late(), False, False) if action == 'Bad' else super().step(action)
+
+
+def test_results_that_hang_where_they_are_read_end_their_episodes_alone(monkeypatch, caplog):
+  clock = stop_clock(monkeypatch, 'ragen_jax.utils.threads')
+  monkeypatch.setattr(Late, 'hang', lambda self: clock.hang(1.0))
+  envs = EnvStateManager([outside(2, 'Tardy', class_path=f'{__name__}:Tardy', step_timeout_s=0.1)], 2)
+  try:
+    with caplog.at_level(logging.WARNING, 'ragen_jax.agent.pools'):
+      assert envs.reset(1) == ['sum 1'] * 2 + ['sum 0'] * 2
+      result = envs.step([['One', 'Bad'], ['One'], ['Stay'], ['One', 'One']])
+      assert result.reward.tolist() == [2.0, 2 + 1 / 8, 0.0, 3 + 2 / 8]
+      assert result.done.tolist() == [True, False, True, False]
+      assert envs.faults == dict.fromkeys((0, 2), Fault('step took longer than 0.1 s', hung=True))
+      assert envs.reset(501) == [''] * 2 + ['sum 0'] * 2
+      assert envs.faults == dict.fromkeys((0, 1), Fault('reset took longer than 0.1 s', hung=True))
+      assert envs.step([[], [], ['One'], ['One']]).reward.tolist() == [0.0, 0.0, 1.0, 1 + 1 / 8]
+  finally:
+    clock.release.set()
+  told = ['level 2: step took longer than 0.1 s', 'level 501: reset took longer than 0.1 s']
+  assert [r.getMessage().split('; ')[0] for r in caplog.records] == [f'envs.Tardy, {text}' for text in told]
 
 
 class Fickle(Tally):

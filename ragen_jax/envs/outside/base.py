@@ -1,8 +1,11 @@
 """The interface of environments outside JAX, which exchange text and images on the host. Failures do not end a run.
 
 A `TextEnvironment` has the same interface for prompts and replies as an `Environment`. It opens `Session`s, which play
-it on many rows at once. If a session raises, hangs or returns nonsense, the agent ends the episode as an error and
+it on many rows at once. If a game raises, hangs or returns nonsense, the agent ends the episode as an error and
 continues. `read_observation` and `read_step` check everything that a session returns, and never raise.
+
+The time limits are those of the session, and the agent has none when it reads the results. A session that plays foreign
+objects therefore reads them within its limits, and returns plain values, which the agent reads again.
 
 Implementations: `PythonEnvironment` (python.py), `GymnasiumEnvironment` (gymnasium.py), `HttpEnvironment` (http.py).
 docs/add_environment.md has complete examples.
@@ -30,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 FREE_TEXT = 'An action is free text.'
 LARGEST_REWARD = 1e15  # its square is still far below the largest float32
+_LONGEST_FAULT = 300  # characters of each text of a fault; a message shows no more
 
 
 class Session(abc.ABC):
@@ -150,12 +154,21 @@ def read_observation(raw: Any, form: ImageForm | None = None) -> str | ImageObse
     raw: a `Fault`, a text, or with images {'text': str, 'images': [u8[height, width, 3], ...]}.
     form: `TextEnvironment.image_form`.
   """
+  observation, fault = attempt(functools.partial(_read_observation, raw, form), 'reading an observation')
+  return fault or observation
+
+
+def _read_observation(raw: Any, form: ImageForm | None) -> str | ImageObservation | Fault:
   if isinstance(raw, Fault):
-    return raw
-  if form is not None:
-    observation, fault = attempt(functools.partial(read_image_observation, raw, form), 'reading an observation')
-    return fault or observation
-  return read_text(raw)
+    return _read_fault(raw)
+  read = read_text(raw) if form is None else read_image_observation(raw, form)
+  return _read_fault(read) if isinstance(read, Fault) else read
+
+
+def _read_fault(raw: Fault) -> Fault:
+  """The fault with texts of its own, because foreign code may have made it from any object."""
+  kind, detail = (one_line(text, str)[:_LONGEST_FAULT] for text in (raw.kind, raw.detail))
+  return Fault(kind, detail, bool(raw.hung))
 
 
 def read_reward(raw: Any) -> float | Fault:
@@ -177,13 +190,13 @@ def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:
       (required once the game is over) and optionally 'effective'.
     form: `TextEnvironment.image_form`.
   """
-  if isinstance(raw, Fault):
-    return raw
   step, fault = attempt(functools.partial(_read_step, raw, form), 'reading a step')
   return fault or step
 
 
 def _read_step(raw: Any, form: ImageForm | None) -> TextStep | Fault:
+  if isinstance(raw, Fault):
+    return _read_fault(raw)
   if not isinstance(raw, tuple | list) or len(raw) != 4:
     return Fault('step did not return (observation, reward, done, success)', short(raw))
   observation, reward, done, info = raw

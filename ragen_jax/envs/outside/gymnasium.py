@@ -163,7 +163,8 @@ class GymnasiumEnvironment(TextEnvironment):
   def open(self, rows: int) -> LocalSession:
     """A session with one environment for each row."""
     make = lambda: _Game(self)  # noqa: E731
-    return LocalSession(make, rows, workers=self.workers, step_timeout_s=self.step_timeout_s, owner=self)
+    limits = {'workers': self.workers, 'step_timeout_s': self.step_timeout_s}
+    return LocalSession(make, rows, **limits, owner=self, form=self.image_form)
 
 
 class _Game:

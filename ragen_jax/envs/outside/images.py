@@ -107,10 +107,14 @@ def read_image_observation(raw: Any, form: ImageForm) -> ImageObservation | Faul
     return Fault('images are not a list', one_line(type(images).__name__, str))
   if len(images) != form.count:
     return Fault(f'observation has {len(images)} images, must have {form.count}')
-  for i, image in enumerate(images):
+  own = []
+  for i, image in zip(range(form.count), images, strict=True):
     if isinstance(image, Fault):
       return Fault(image.kind, f'image {i}: {image.detail}')
     fault = _check_array(i, image, form)
+    if fault is None:
+      own.append(np.array(image))
+      fault = _check_array(i, own[i], form)  # a subclass of array may state another size than it has
     if fault is not None:
       return fault
   text = read_text(raw['text'])
@@ -121,7 +125,7 @@ def read_image_observation(raw: Any, form: ImageForm) -> ImageObservation | Faul
     return Fault(f'observation has {marks} marks {IMAGE_MARK}, must have {form.count} or none')
   if not marks:
     text = IMAGE_MARK * form.count + ('\n' + text if text else '')
-  return ImageObservation(text, tuple(np.array(image) for image in images))
+  return ImageObservation(text, tuple(own))
 
 
 def _check_array(number: int, image: Any, form: ImageForm) -> Fault | None:

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ragen_jax.envs.outside.base import Session
+from ragen_jax.envs.outside.base import Session, read_observation, read_step
+from ragen_jax.envs.outside.images import ImageForm, ImageObservation
 from ragen_jax.utils.threads import Fault, run_calls
 
 _log = logging.getLogger(__name__)
@@ -19,9 +20,21 @@ class LocalSession(Session):
 
   The object of a row is made at the row's first reset and plays all its episodes. If a call raises or exceeds the time
   limit, a new object replaces the object. The old object is closed, unless its call may still be running.
+
+  A result is read inside the call that returned it, because reading runs code of the environment, such as `__repr__` of
+  a wrong value, which may hang too. The results of `reset` and `step` therefore consist of plain values.
   """
 
-  def __init__(self, make: Callable[[], Any], rows: int, *, workers: int, step_timeout_s: float, owner: Any = None):
+  def __init__(
+    self,
+    make: Callable[[], Any],
+    rows: int,
+    *,
+    workers: int,
+    step_timeout_s: float,
+    owner: Any = None,
+    form: ImageForm | None = None,
+  ):
     """Makes no object yet.
 
     Args:
@@ -30,20 +43,22 @@ class LocalSession(Session):
       workers: number of threads, see `run_calls`.
       step_timeout_s: time limit of a step, a reset or a close, in seconds.
       owner: the environment, see `run_calls`.
+      form: `TextEnvironment.image_form`.
     """
-    self._make = make
+    self._make, self._form = make, form
     self._how = {'workers': workers, 'timeout_s': step_timeout_s, 'owner': owner}
     self._games: list[Any] = [None] * rows
     weakref.finalize(self, close_all, self._games, **self._how)
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """See `Session`. Making a row's object is part of its first reset."""
-    games = self._games
+    # The calls do not refer to the session, which a call that hangs would keep alive.
+    games, make, form = self._games, self._make, self._form
 
     def start(row: int, seed: int, member: int) -> tuple[Any, Any]:
-      game = games[row] if games[row] is not None else self._make()
+      game = games[row] if games[row] is not None else make()
       try:
-        return game, game.reset(seed, member)
+        return game, _plain_observation(read_observation(game.reset(seed, member), form))
       except BaseException:
         if game is not games[row]:
           _close(game)
@@ -63,7 +78,9 @@ class LocalSession(Session):
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
     """See `Session`."""
-    calls = [functools.partial(self._games[row].step, action) for row, action in zip(rows, actions, strict=True)]
+    calls = [
+      functools.partial(_play, self._games[row], action, self._form) for row, action in zip(rows, actions, strict=True)
+    ]
     results = self._run(calls, 'step')
     self._drop({row: fault for row, (_, fault) in zip(rows, results, strict=True) if fault is not None})
     return [fault or result for result, fault in results]
@@ -77,6 +94,20 @@ class LocalSession(Session):
     for row in failed:
       self._games[row] = None
     close_all(idle, **self._how)
+
+
+def _plain_observation(read: str | ImageObservation | Fault) -> Any:
+  """The observation as an input of `read_observation`."""
+  return {'text': read.text, 'images': read.images} if isinstance(read, ImageObservation) else read
+
+
+def _play(game: Any, action: str, form: ImageForm | None) -> Any:
+  """The outcome of an action, as an input of `read_step` without objects of the environment."""
+  read = read_step(game.step(action), form)
+  if isinstance(read, Fault):
+    return read
+  info = {'success': read.success, 'effective': read.effective}
+  return _plain_observation(read.observation), read.reward, read.done, info
 
 
 def close_all(games: Sequence[Any], *, workers: int, timeout_s: float, owner: Any = None) -> None:

@@ -131,7 +131,8 @@ class PythonEnvironment(TextEnvironment):
     """A session with one object of the class for each row."""
     # Each object has its own options, because a game may change them.
     make = lambda: _PythonGame(self._class(**copy.deepcopy(self.options)))  # noqa: E731
-    return LocalSession(make, rows, workers=self.workers, step_timeout_s=self.step_timeout_s, owner=self)
+    limits = {'workers': self.workers, 'step_timeout_s': self.step_timeout_s}
+    return LocalSession(make, rows, **limits, owner=self, form=self.image_form)
 
 
 class _PythonGame:

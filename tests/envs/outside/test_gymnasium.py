@@ -130,7 +130,7 @@ def test_a_parser_reads_actions_of_any_space_and_success_is_judged(caplog):
   assert len([r for r in caplog.records if 'IndexError' in r.message]) == 1  # ValueError is a parser's way to say no
   session = env.open(2)
   assert session.reset([0, 1], [1, 1], [0, 1]) == ['[0.]', '[0.]']
-  assert session.step([0, 1], ['0.5,1', '0,0'])[0] == ('[1.5]', 0.75, False, {'success': False})
+  assert read_step(session.step([0, 1], ['0.5,1', '0,0'])[0]) == TextStep('[1.5]', 0.75, False, False)
   last = [read_step(r) for r in session.step([0, 1], ['0.5,0.5', '0,0'])]
   assert [(s.reward, s.done, s.success) for s in last] == [(1.25, True, True), (0.0, True, False)]
   judged = registry.make('gymnasium', options | {'success': f'{__name__}:short'}).open(1)

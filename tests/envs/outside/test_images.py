@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import struct
 import zlib
@@ -140,6 +141,19 @@ def test_wrong_observations_are_faults_in_one_line(raw, message):
   fault = read_observation(raw, FORM)
   assert isinstance(fault, Fault) and str(fault) == message
   assert str(read_step((raw, 0.0, False, False), FORM)) == message
+
+
+def test_arrays_that_state_another_size_or_type_than_they_have_are_faults():
+  class Liar(np.ndarray):
+    shape, dtype = (4, 6, 3), np.dtype(np.uint8)
+
+  for image, message in (
+    (picture(0, (8, 6, 3)), 'image has another size: image 1 is (8, 6, 3), must be (4, 6, 3)'),
+    (picture() / 255, 'image is not of uint8: image 1 is of float64'),
+  ):
+    assert str(read_observation({'text': '', 'images': [picture(), image.view(Liar)]}, FORM)) == message
+  endless = type('Endless', (list,), {'__iter__': lambda self: itertools.repeat(picture())})([0, 0])
+  assert read_observation({'text': '', 'images': endless}, FORM).kind == 'reading an observation raised ValueError'
 
 
 def test_text_environments_send_no_mappings():
