@@ -19,18 +19,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from ragen_jax.runs import checksums
+from ragen_jax.runs.checkpoint_leaves import (
+  PyTree,
+  describe_leaf,
+  empty_array,
+  first_difference,
+  named_leaves,
+  restore_target,
+)
 from ragen_jax.runs.staging import StagedWorkdir
 from ragen_jax.runs.store_retries import until_reached
 from ragen_jax.runs.stores import StoreError, is_address
 from ragen_jax.utils.errors import DiskError, StoreAway, UserError, describe_error
 
 _log = logging.getLogger(__name__)
-
-PyTree = Any
 
 _UNFINISHED = '*.orbax-checkpoint-tmp*'  # Orbax's names of checkpoints that are not finished
 
@@ -126,11 +131,11 @@ class Checkpointer:
         f'checkpoint of step {step} was not saved: {self._shown} already has step {latest}; '
         'move the later checkpoints away or choose another --workdir'
       )
-    leaves = _named_leaves(state)
+    leaves = named_leaves(state)
     record = {
       'meta': dict(meta or {}),
       'metrics': {name: float(value) for name, value in (metrics or {}).items()},
-      'leaves': {name: _describe(leaf) for name, leaf in leaves.items()},
+      'leaves': {name: describe_leaf(leaf) for name, leaf in leaves.items()},
     }
     record = json.loads(json.dumps(record))  # raises TypeError before anything is written
     arguments = ocp.args.Composite(
@@ -213,11 +218,11 @@ class Checkpointer:
     record = self._read_record(step)
     if 'leaves' not in record:
       raise UserError(self._unreadable(step, 'its list of arrays is missing'))
-    leaves = _named_leaves(state_like)
-    difference = _first_difference(record['leaves'], leaves, partial)
+    leaves = named_leaves(state_like)
+    difference = first_difference(record['leaves'], leaves, partial)
     if difference:
       raise UserError(f'checkpoint of step {step} in {self._shown} does not fit this model: {difference}')
-    targets = {name: _target(leaf) for name, leaf in leaves.items()}
+    targets = {name: restore_target(leaf) for name, leaf in leaves.items()}
     wanted = {name: target for name, target in targets.items() if target.size}
     arguments = ocp.args.PyTreeRestore(
       item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
@@ -227,7 +232,7 @@ class Checkpointer:
         restored = self._manager.restore(step, args=ocp.args.Composite(state=arguments))['state'] if wanted else {}
     except (OSError, ValueError, KeyError) as e:
       raise UserError(self._unreadable(step, _disk_error(e) or str(e).partition('\n')[0])) from e
-    restored |= {name: _empty(target) for name, target in targets.items() if not target.size}
+    restored |= {name: empty_array(target) for name, target in targets.items() if not target.size}
     state = jax.tree.unflatten(jax.tree.structure(state_like), [restored[name] for name in leaves])
     return state, record['meta']
 
@@ -392,56 +397,6 @@ def _remove_unfinished(directory: Any) -> None:
         path.rmtree()
     except OSError as e:
       _log.warning('unfinished checkpoints in %s could not be removed: %s', directory, e)
-
-
-def _named_leaves(tree: PyTree) -> dict[str, Any]:
-  """{'params/layers/0/kernel': leaf, ...} in the order of the tree; raises TypeError if a leaf is not an array."""
-  leaves = {}
-  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    name = jax.tree_util.keystr(path, simple=True, separator='/') or 'state'
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-      raise TypeError(f'leaf {name} of the state is a {type(leaf).__name__}, not an array; put it into meta')
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      raise TypeError(f'leaf {name} of the state is a typed PRNG key; save its jax.random.key_data')
-    if name in leaves:
-      raise TypeError(f'two leaves of the state are named {name}')
-    leaves[name] = leaf
-  return leaves
-
-
-def _describe(leaf: Any) -> str:
-  """'float32[4,8]': dtype and shape, which must be equal for a leaf to be restored."""
-  return f'{np.dtype(leaf.dtype).name}[{",".join(map(str, leaf.shape))}]'
-
-
-def _first_difference(saved: Mapping[str, str], wanted: Mapping[str, Any], partial: bool) -> str | None:
-  """A description of the first leaf that differs in name, shape or dtype; None if all are equal."""
-  for name, leaf in wanted.items():
-    if name not in saved:
-      return f'it has no {name}, which is {_describe(leaf)} here'
-    if saved[name] != _describe(leaf):
-      return f'{name} is {saved[name]} there and {_describe(leaf)} here'
-  for name in saved:
-    if name not in wanted and not partial:
-      return f'{name}, which is {saved[name]} there, does not exist here'
-  return None
-
-
-def _target(leaf: Any) -> Any:
-  """The leaf as an argument of Orbax's restore: a NumPy array, or shape, dtype and sharding."""
-  if isinstance(leaf, np.ndarray):
-    return leaf
-  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _empty(target: Any) -> Any:
-  """An array without elements, because Orbax does not store such arrays."""
-  if isinstance(target, np.ndarray):
-    return np.zeros(target.shape, target.dtype)
-  return jax.make_array_from_callback(
-    target.shape, target.sharding, lambda index: np.zeros(target.shape, target.dtype)[index]
-  )
 
 
 def _disk_error(error: BaseException | None) -> str | None:
