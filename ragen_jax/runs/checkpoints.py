@@ -30,9 +30,9 @@ from ragen_jax.runs.checkpoint_leaves import (
   named_leaves,
   restore_target,
 )
-from ragen_jax.runs.staging import StagedWorkdir
+from ragen_jax.runs.staging import StagedWorkdir, move_directory
 from ragen_jax.runs.store_retries import until_reached
-from ragen_jax.runs.stores import StoreError, is_address
+from ragen_jax.runs.stores import StoreError
 from ragen_jax.utils.errors import DiskError, StoreAway, UserError, describe_error
 
 _log = logging.getLogger(__name__)
@@ -257,23 +257,8 @@ class Checkpointer:
       damage = self._find_damage(step)
       if damage is None:
         return
-      aside = self.directory.parent / 'damaged_checkpoints' / str(step)
-      shown = f'{os.path.dirname(self._shown)}/damaged_checkpoints/{step}'
-      try:
-        if is_address(self.directory):
-          self._staged.set_checkpoint_aside(step)
-        else:
-          aside.parent.mkdir(parents=True, exist_ok=True)
-          if aside.exists():
-            aside.rmtree()
-          (self.directory / str(step)).rename(aside)
-      except OSError as e:
-        raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} '
-                        f'failed: {e.strerror or e}') from e  # fmt: skip
-      self.reload()
+      shown = self._set_aside(step, damage)
       earlier = self.latest_step()
-      if earlier == step:
-        raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} failed')
       if earlier is None:
         raise UserError(
           f'checkpoint of step {step} in {self._shown} is damaged: {damage}; there is no earlier checkpoint. It '
@@ -282,6 +267,23 @@ class Checkpointer:
       _log.warning(
         'checkpoint of step %d is damaged (%s) and was moved to %s; resuming from step %d', step, damage, shown, earlier
       )
+
+  def _set_aside(self, step: int, damage: str) -> str:
+    """Moves a damaged checkpoint away. Returns its new place, for messages; raises UserError."""
+    shown = f'{os.path.dirname(self._shown)}/damaged_checkpoints/{step}'
+    failed = f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} failed'
+    try:
+      if self._staged:
+        until_reached(functools.partial(self._staged.set_checkpoint_aside, step), str(self._staged))
+      else:
+        directory = pathlib.Path(self.directory)
+        move_directory(directory / str(step), directory.parent / 'damaged_checkpoints' / str(step))
+    except OSError as e:
+      raise self._failed(e, f'{failed}: {e.strerror or e}') from e
+    self.reload()
+    if step in self.steps():
+      raise UserError(failed)
+    return shown
 
   def verify(self, step: int) -> None:
     """Raises UserError if a checkpoint's files do not match their checksums.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -291,6 +293,128 @@ def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
   with open_workdir(url, write=False) as workdir:
     _assert_restored(workdir, 2)
   assert store.sizes('damaged_checkpoints/2/')
+
+
+class _Killed(BaseException):
+  """Ends a run; its checkpoints are then as after SIGKILL."""
+
+
+def _kill_at(monkeypatch, store, operation, number):
+  """Ends the run at the request of this number that concerns checkpoints."""
+  original, requests = getattr(store, operation), []
+
+  def ask(keys, *rest, **options):
+    if any('checkpoints/' in key for key in keys):
+      requests.append(keys)
+      if len(requests) == number:
+        monkeypatch.undo()
+        raise _Killed
+    return original(keys, *rest, **options)
+
+  monkeypatch.setattr(store, operation, ask)
+
+
+def _damage(store, step):
+  """Changes a digit in the record of a checkpoint, which can still be read."""
+  key = f'checkpoints/{step}/meta/metadata'
+  store.write(key, store.read(key).replace(b'"iteration": %d' % step, b'"iteration": 7'))
+
+
+def test_a_damaged_checkpoint_is_taken_out_of_the_bucket(store):
+  for step in (1, 2):
+    with staged(store, write=True, first=True) as workdir:
+      _save(workdir, step)
+  before = {key.removeprefix('checkpoints/2/') for key in store.sizes('checkpoints/2/')}
+  _damage(store, 2)
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+    checkpointer.set_damaged_aside()
+    assert checkpointer.steps() == [1] and not store.sizes('checkpoints/2/')
+    aside = {key.removeprefix('damaged_checkpoints/2/') for key in store.sizes('damaged_checkpoints/2/')}
+    assert aside == before - {COMMITTED}
+  _damage(store, 1)
+  message = 'The same command starts from the beginning'
+  with pytest.raises(UserError, match=message), staged(store, write=True, first=True) as workdir:  # noqa: SIM117
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+    checkpointer.set_damaged_aside()
+    assert checkpointer.latest_step() is None
+
+
+@pytest.mark.parametrize(('operation', 'number'), [('upload', 1), ('upload', 2), ('delete', 1), ('delete', 2)])
+def test_a_run_that_is_killed_after_damage_goes_on_from_an_intact_checkpoint(store, monkeypatch, operation, number):
+  """It is killed while the damaged checkpoint is moved, or while its step is saved again."""
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    _save(workdir, 2)
+  _damage(store, 2)
+  _kill_at(monkeypatch, store, operation, number)
+  with contextlib.suppress(_Killed), staged(store, write=True, first=True) as workdir:
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+      _save(workdir, 2)
+    raise AssertionError('the run was not killed')
+  with staged(store, write=True, first=True) as workdir:
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+    _assert_restored(workdir, 1)
+    _save(workdir, 2)
+  with staged(store, write=False, first=True) as workdir:
+    _assert_restored(workdir, 2)
+
+
+def test_a_checkpoint_is_moved_away_after_requests_that_failed(store, monkeypatch, pauses):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    _save(workdir, 2)
+  _damage(store, 2)
+  with staged(store, write=True, first=True) as workdir:
+    failed = []
+
+    def fail_at_first(name, original, *arguments, **options):
+      if name not in failed:
+        failed.append(name)
+        raise away()
+      return original(*arguments, **options)
+
+    for name in ('sizes', 'upload', 'delete'):
+      monkeypatch.setattr(store, name, functools.partial(fail_at_first, name, getattr(store, name)))
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+    assert failed == ['sizes', 'upload', 'delete'] and len(pauses.taken) == 3
+    monkeypatch.undo()
+    assert not store.sizes('checkpoints/2/') and store.sizes('damaged_checkpoints/2/')
+
+
+def test_a_checkpoint_that_cannot_be_moved_away_is_one_line(store, monkeypatch, pauses):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+  _damage(store, 1)
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+
+    def fail(keys):
+      raise away()
+
+    monkeypatch.setattr(store, 'delete', fail)
+    message = 'is damaged: .* moving it to s3://bucket/run/damaged_checkpoints/1 failed: the network is down$'
+    with pytest.raises(StoreAway, match=message):
+      checkpointer.set_damaged_aside()
+    monkeypatch.undo()
+
+
+def test_arrays_are_never_uploaded_under_the_mark_of_a_complete_checkpoint(store, monkeypatch):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    path = next(path for path in (workdir.path / 'checkpoints/1/state').rglob('*') if path.is_file())
+    path.write_bytes(path.read_bytes() + b'more')
+    marked, upload = [], store.upload
+    monkeypatch.setattr(
+      store, 'upload', lambda files: (marked.append(COMMITTED in str(store.sizes('checkpoints/1/'))), upload(files))
+    )
+    workdir.publish_checkpoint(1)
+    assert marked and not any(marked)
+    assert f'checkpoints/1/{COMMITTED}' in store.sizes()
+    monkeypatch.undo()
 
 
 @pytest.mark.slow
