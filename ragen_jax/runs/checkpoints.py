@@ -145,29 +145,41 @@ class Checkpointer:
     self._scores[step] = self._score(record['metrics'])  # the preservation policy reads it during the save
     try:
       self._before_writing()
+      flaw = self._write(step, arguments)
+      self._publish(step)
+    except (OSError, ValueError) as e:
+      reason = self._reason(e)
+      if reason is None:
+        raise
+      _remove_unfinished(self.directory)
+      intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
+      raise self._failed(e, f'checkpoint of step {step} was not saved in {self._shown}: {reason}; {intact}') from e
+    if flaw:
+      _log.warning(
+        'step %d is saved in %s, but without checksums or with older checkpoints left: %s', step, self._shown, flaw
+      )
+
+  def _write(self, step: int, arguments: ocp.args.Composite) -> str | None:
+    """Writes a checkpoint and its checksums where Orbax writes, and deletes older ones.
+
+    Returns:
+      What failed after the checkpoint was written; None if nothing failed.
+
+    Raises:
+      OSError, ValueError: the checkpoint was not written.
+    """
+    try:
       with _without_orbax_tracebacks():
         self._prepare()
         self._manager.save(step, args=arguments, force=True)
       if jax.process_index() == 0:
         checksums.write(self.directory / str(step))
-      self._publish(step)
     except (OSError, ValueError) as e:
-      reason = str(e) if isinstance(e, StoreError) else _disk_error(e)
-      if reason is None and self._staged:
-        reason = describe_error(e)
-      if reason is None:
+      reason = self._reason(e)
+      if reason is None or step not in self.steps():
         raise
-      if step in self.steps() and not isinstance(e, StoreError):
-        _log.warning(
-          'step %d is saved in %s, but without checksums or with older checkpoints left: %s',
-          step,
-          self._shown,
-          reason,
-        )
-        return
-      _remove_unfinished(self.directory)
-      intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
-      raise self._failed(e, f'checkpoint of step {step} was not saved in {self._shown}: {reason}; {intact}') from e
+      return reason
+    return None
 
   def amend(self, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Replaces `meta` and the metrics of the last checkpoint, whose arrays stay; arguments as for `save`.
@@ -358,6 +370,12 @@ class Checkpointer:
     """Copies a checkpoint to the bucket, if the workdir is in one and Orbax does not write there itself."""
     if self._staged and jax.process_index() == 0:
       until_reached(functools.partial(self._staged.publish_checkpoint, step), str(self._staged))
+
+  def _reason(self, error: Exception) -> str | None:
+    """Why a write failed: the disk or a bucket; None for other errors of a workdir on disk."""
+    if isinstance(error, StoreError):
+      return str(error)
+    return _disk_error(error) or (describe_error(error) if self._staged else None)
 
   def _failed(self, error: Exception, message: str) -> UserError:
     """The error of a write that failed, by the place that failed: the disk, or a bucket."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -18,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.runs import staging
+from ragen_jax.runs import checksums, staging
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import MetricWriter, read_metrics
 from ragen_jax.runs.staging import COMMITTED, StagedWorkdir, address, staged
 from ragen_jax.runs.stores import open_store
 from ragen_jax.runs.workdir import need_disk, open_workdir, record_config
-from ragen_jax.utils.errors import StoreAway, UserError
+from ragen_jax.utils.errors import DiskError, StoreAway, UserError
 from ragen_jax.viewer.store import EpisodeWriter
 from tests.support.buckets import Pauses, away, gs_server, memory_store, s3_server
 from tests.support.processes import environment
@@ -483,6 +484,44 @@ def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch, pauses)
   )
   assert isinstance(e.value, StoreAway) and pauses.taken
   with open_workdir(url, write=False) as workdir:
+    _assert_restored(workdir, 1)
+
+
+@pytest.mark.parametrize('part', ['checksums', 'deletion of older ones'])
+def test_a_checkpoint_that_orbax_has_written_is_copied_whatever_fails_afterwards(store, monkeypatch, caplog, part):
+  def fail(*_, **__):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    with caplog.at_level('WARNING'), Checkpointer(workdir, keep=2) as checkpointer:
+      if part == 'checksums':
+        monkeypatch.setattr(checksums, 'write', fail)
+      else:
+        monkeypatch.setattr(checkpointer._manager._checkpoint_deleter, 'delete_steps', fail)
+      checkpointer.save(2, _state(2), {'iteration': 2})
+    monkeypatch.undo()
+    assert 'step 2 is saved in s3://bucket/run/checkpoints, but without checksums or' in caplog.text
+  assert f'checkpoints/2/{COMMITTED}' in store.sizes()
+  with staged(store, write=False, first=True) as workdir:
+    _assert_restored(workdir, 2)
+
+
+def test_a_checkpoint_is_not_reported_as_saved_if_it_is_only_on_the_local_disk(store, monkeypatch, caplog):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+
+    def fail(self, step):
+      raise OSError(errno.EIO, 'Input/output error')
+
+    monkeypatch.setattr(StagedWorkdir, 'publish_checkpoint', fail)
+    message = (
+      '^checkpoint of step 2 was not saved in s3://bucket/run/checkpoints: Input/output error; step 1 is intact$'
+    )
+    with pytest.raises(DiskError, match=message):
+      _save(workdir, 2)
+  assert 'is saved' not in caplog.text
+  with staged(store, write=False, first=True) as workdir:
     _assert_restored(workdir, 1)
 
 
