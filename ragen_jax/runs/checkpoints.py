@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from ragen_jax.distributed import processes
 from ragen_jax.runs import checksums
 from ragen_jax.runs.checkpoint_leaves import (
   PyTree,
@@ -280,6 +281,23 @@ class Checkpointer:
         'checkpoint of step %d is damaged (%s) and was moved to %s; resuming from step %d', step, damage, shown, earlier
       )
 
+  def intact_best_step(self) -> int | None:
+    """The best step whose checkpoint matches its checksums; None if no such checkpoint has the `save_best` metric.
+
+    All processes call it, and get the same step. Damaged checkpoints are moved away, with a warning for each, as in
+    `set_damaged_aside`, and do not count as the best or the latest any more.
+
+    Raises:
+      UserError: a damaged checkpoint cannot be moved, or a bucket cannot be read. All processes raise it.
+    """
+    with processes.same_errors():
+      while processes.is_first() and (step := self.best_step()) is not None and (damage := self._find_damage(step)):
+        shown, other = self._set_aside(step, damage), self.best_step()
+        left = 'no other checkpoint has a score' if other is None else f'the best of the others is step {other}'
+        _log.warning('checkpoint of step %d is damaged (%s) and was moved to %s; %s', step, damage, shown, left)
+    self.reload()
+    return processes.gather(self.best_step())[0]
+
   def _set_aside(self, step: int, damage: str) -> str:
     """Moves a damaged checkpoint away. Returns its new place, for messages; raises UserError."""
     shown = f'{os.path.dirname(self._shown)}/damaged_checkpoints/{step}'
@@ -357,8 +375,9 @@ class Checkpointer:
       return {}
 
   def _unreadable(self, step: int, reason: str) -> str:
-    earlier = [s for s in self.steps() if s < step]
-    advice = f'; move {self._shown}/{step} away to resume from step {earlier[-1]}' if earlier else ''
+    others = [s for s in self.steps() if s != step]
+    use = f'resume from step {others[-1]}' if others and others[-1] < step else 'go on without it'
+    advice = f'; move {self._shown}/{step} away to {use}' if others else ''
     return f'checkpoint of step {step} in {self._shown} cannot be read: {reason}{advice}'
 
   def _before_writing(self) -> None:

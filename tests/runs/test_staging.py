@@ -66,11 +66,11 @@ def _state(number):
   return {'params': {'kernel': jnp.full((4, 8), number, jnp.float32)}, 'count': np.arange(3) + number}
 
 
-def _save(workdir, step, **arguments):
+def _save(workdir, step, metrics=None, **arguments):
   with MetricWriter(workdir, start_step=step) as writer, Checkpointer(workdir, keep=2, **arguments) as checkpointer:
     writer.scalars(step, {'loss': step / 3})
     writer.flush()
-    checkpointer.save(step, _state(step), {'iteration': step})
+    checkpointer.save(step, _state(step), {'iteration': step}, metrics)
 
 
 def _assert_restored(workdir, step):
@@ -401,6 +401,18 @@ def test_a_checkpoint_that_cannot_be_moved_away_is_one_line(store, monkeypatch, 
     with pytest.raises(StoreAway, match=message):
       checkpointer.set_damaged_aside()
     monkeypatch.undo()
+
+
+def test_a_damaged_best_checkpoint_is_taken_out_of_the_bucket(store):
+  with staged(store, write=True, first=True) as workdir:
+    for step, success in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)):
+      _save(workdir, step, {'success': success}, save_best='success')
+  _damage(store, 2)
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, 2, 'success') as checkpointer:
+    assert checkpointer.best_step() == 2 and checkpointer.intact_best_step() == 4
+    state, meta = checkpointer.restore(_state(0), step=4)
+    assert meta == {'iteration': 4} and state['count'][0] == 4
+    assert not store.sizes('checkpoints/2/') and store.sizes('damaged_checkpoints/2/')
 
 
 def test_arrays_are_never_uploaded_under_the_mark_of_a_complete_checkpoint(store, monkeypatch):
