@@ -29,7 +29,7 @@ from ragen_jax.runs import checksums
 from ragen_jax.runs.store_lock import LOCK_RENEWAL, LOCK_SILENCE, StoreLock
 from ragen_jax.runs.store_retries import until_reached
 from ragen_jax.runs.stores import Store, StoreError
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, UserError
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class StagedWorkdir(os.PathLike):
 
     Raises:
       StoreError: a request failed.
+      DiskError, OSError: the local disk is full or not writable.
     """
     keys = self.store.sizes()
     files = [key for key in keys if not key.startswith((*_LOCAL_ONLY, *_NOT_READ)) and key != '.lock']
@@ -127,7 +128,8 @@ class StagedWorkdir(os.PathLike):
     with self._mutex:
       found = self._files()
       changed = {key: stamp for key, stamp in found.items() if self._copied.get(key) != stamp}
-      self.store.upload({key: self.path / key for key in changed})
+      removed = self.store.upload({key: self.path / key for key in changed}, missing_ok=True)
+      found = {key: stamp for key, stamp in found.items() if key not in removed}
       gone = self._copied.keys() - found.keys()
       if any(key.startswith(_REPLACED) for key in found):
         gone |= self._replaced - found.keys()
@@ -136,7 +138,7 @@ class StagedWorkdir(os.PathLike):
       self._copied = found
 
   def fetch_checkpoint(self, step: int) -> None:
-    """Copies the arrays of a checkpoint to the local disk, if they are not there yet; raises StoreError."""
+    """Copies the arrays of a checkpoint to the local disk, if they are not there yet; as `Store.download`."""
     if keys := self._missing.get(step):
       self.store.download({key: self.path / key for key in keys})
       self._remote |= {key: _stamp(self.path / key) for key in keys}
@@ -276,6 +278,9 @@ def _as_user_error(store: Store, what: str) -> Iterator[None]:
     yield
   except StoreError as e:
     raise e.as_user_error(f'--workdir={store.url}: {what}: {e}') from e
+  except OSError as e:
+    message = f'--workdir={store.url}: {what}: {e.strerror or e}; TMPDIR chooses the disk of its copy'
+    raise DiskError(message) from e
 
 
 def _release(lock: StoreLock) -> None:

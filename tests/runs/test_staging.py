@@ -114,7 +114,12 @@ def test_only_what_has_changed_is_copied_and_what_was_removed_is_deleted(store, 
       (workdir.path / name).write_text(name)
   uploads = []
   upload = store.upload
-  monkeypatch.setattr(store, 'upload', lambda files: (uploads.extend(files), upload(files)))
+
+  def note(files, **options):
+    uploads.extend(files)
+    return upload(files, **options)
+
+  monkeypatch.setattr(store, 'upload', note)
   with staged(store, write=True, first=True) as workdir:
     (workdir.path / 'changed').write_text('another text')
     (workdir.path / 'removed').unlink()
@@ -159,7 +164,7 @@ def test_an_export_replaces_the_one_before(store):
 
 
 def test_a_copy_that_fails_is_one_line_and_an_earlier_error_is_not_hidden(store, monkeypatch, pauses):
-  def fail(files):
+  def fail(files, **options):
     raise away()
 
   monkeypatch.setattr(store, 'upload', fail)
@@ -192,6 +197,58 @@ def test_changes_are_copied_from_time_to_time(store, monkeypatch):
     (workdir.path / 'metrics.jsonl').write_text('{"step": 0}\n')
     while store.read('metrics.jsonl') is None:  # the test's own limit of time ends a copy that is never made
       pass
+
+
+def test_a_file_that_is_removed_during_a_copy_is_not_copied(store, monkeypatch):
+  upload = store.upload
+  with staged(store, write=True, first=True) as workdir:
+    for name in ('metrics.jsonl', 'metrics.jsonl.line', 'old'):
+      (workdir.path / name).write_text(name)
+    workdir.push()
+    (workdir.path / 'metrics.jsonl').write_text('another line')
+    for name in ('metrics.jsonl.line', 'new'):
+      (workdir.path / name).write_text('is removed')
+
+    def remove_first(files, **options):
+      for name in ('metrics.jsonl.line', 'new'):
+        (workdir.path / name).unlink(missing_ok=True)
+      return upload(files, **options)
+
+    monkeypatch.setattr(store, 'upload', remove_first)
+    workdir.push()
+    assert sorted(set(store.sizes()) - {'.lock'}) == ['metrics.jsonl', 'old']
+    assert store.read('metrics.jsonl') == b'another line'
+    monkeypatch.undo()
+    (workdir.path / 'new').write_text('is there again')
+  assert store.read('new') == b'is there again'
+
+
+@pytest.mark.parametrize('part', ['get_file', 'touch'])
+def test_a_full_local_disk_at_the_start_is_not_the_fault_of_the_bucket(store, monkeypatch, part):
+  with staged(store, write=True, first=True) as workdir, MetricWriter(workdir, start_step=0) as writer:
+    writer.scalars(0, {'loss': 1.0})
+
+  def fail(*_, **__):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(store._files if part == 'get_file' else pathlib.Path, part, fail)
+  with pytest.raises(DiskError, match='No space left on device; TMPDIR chooses the disk'):
+    staged(store, write=False, first=True).__enter__()
+
+
+def test_a_full_local_disk_does_not_wait_for_the_bucket(store, monkeypatch, pauses):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+  with staged(store, write=False, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+
+    def fail(*_, **__):
+      raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(store._files, 'get_file', fail)
+    with pytest.raises(DiskError, match=r'/checkpoints/1/state/.* was not written: No space left on device; TMPDIR'):
+      checkpointer.restore(_state(0))
+    assert not pauses.taken
+    monkeypatch.undo()
 
 
 def test_the_other_processes_of_a_run_copy_nothing(store):
@@ -421,9 +478,12 @@ def test_arrays_are_never_uploaded_under_the_mark_of_a_complete_checkpoint(store
     path = next(path for path in (workdir.path / 'checkpoints/1/state').rglob('*') if path.is_file())
     path.write_bytes(path.read_bytes() + b'more')
     marked, upload = [], store.upload
-    monkeypatch.setattr(
-      store, 'upload', lambda files: (marked.append(COMMITTED in str(store.sizes('checkpoints/1/'))), upload(files))
-    )
+
+    def look(files):
+      marked.append(COMMITTED in str(store.sizes('checkpoints/1/')))
+      return upload(files)
+
+    monkeypatch.setattr(store, 'upload', look)
     workdir.publish_checkpoint(1)
     assert marked and not any(marked)
     assert f'checkpoints/1/{COMMITTED}' in store.sizes()
@@ -453,10 +513,10 @@ def test_a_checkpoint_is_marked_after_its_files_and_unmarked_before(store):
   def note(name):
     method = getattr(store, name)
 
-    def noted(what, *rest):
+    def noted(what, *rest, **options):
       keys = [what] if name == 'write' else list(what)
       events.extend((name, key) for key in keys if key.startswith('checkpoints/'))
-      method(what, *rest)
+      return method(what, *rest, **options)
 
     setattr(store, name, noted)
 
@@ -484,7 +544,7 @@ def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch, pauses)
   with open_workdir(url, write=True) as workdir:
     _save(workdir, 1)
 
-    def fail(files):
+    def fail(files, **options):
       raise away()
 
     monkeypatch.setattr(workdir.store, 'upload', fail)
@@ -544,11 +604,11 @@ def test_a_checkpoint_is_whole_after_requests_that_failed(store, monkeypatch, pa
     _save(workdir, 1)
     original, requests = getattr(store, operation), set()
 
-    def fail_at_first(keys, *rest):
+    def fail_at_first(keys, *rest, **options):
       if str(keys) not in requests:
         requests.add(str(keys))
         raise away()
-      return original(keys, *rest)
+      return original(keys, *rest, **options)
 
     monkeypatch.setattr(store, operation, fail_at_first)
     for step in (2, 3):  # keeps two, so that the first is deleted
