@@ -19,18 +19,24 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
+from ragen_jax.distributed import processes
 from ragen_jax.runs import checksums
-from ragen_jax.runs.staging import StagedWorkdir
+from ragen_jax.runs.checkpoint_leaves import (
+  PyTree,
+  describe_leaf,
+  empty_array,
+  first_difference,
+  named_leaves,
+  restore_target,
+)
+from ragen_jax.runs.staging import StagedWorkdir, move_directory
 from ragen_jax.runs.store_retries import until_reached
-from ragen_jax.runs.stores import StoreError, is_address
+from ragen_jax.runs.stores import StoreError
 from ragen_jax.utils.errors import DiskError, StoreAway, UserError, describe_error
 
 _log = logging.getLogger(__name__)
-
-PyTree = Any
 
 _UNFINISHED = '*.orbax-checkpoint-tmp*'  # Orbax's names of checkpoints that are not finished
 
@@ -126,11 +132,11 @@ class Checkpointer:
         f'checkpoint of step {step} was not saved: {self._shown} already has step {latest}; '
         'move the later checkpoints away or choose another --workdir'
       )
-    leaves = _named_leaves(state)
+    leaves = named_leaves(state)
     record = {
       'meta': dict(meta or {}),
       'metrics': {name: float(value) for name, value in (metrics or {}).items()},
-      'leaves': {name: _describe(leaf) for name, leaf in leaves.items()},
+      'leaves': {name: describe_leaf(leaf) for name, leaf in leaves.items()},
     }
     record = json.loads(json.dumps(record))  # raises TypeError before anything is written
     arguments = ocp.args.Composite(
@@ -140,29 +146,41 @@ class Checkpointer:
     self._scores[step] = self._score(record['metrics'])  # the preservation policy reads it during the save
     try:
       self._before_writing()
+      flaw = self._write(step, arguments)
+      self._publish(step)
+    except (OSError, ValueError) as e:
+      reason = self._reason(e)
+      if reason is None:
+        raise
+      _remove_unfinished(self.directory)
+      intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
+      raise self._failed(e, f'checkpoint of step {step} was not saved in {self._shown}: {reason}; {intact}') from e
+    if flaw:
+      _log.warning(
+        'step %d is saved in %s, but without checksums or with older checkpoints left: %s', step, self._shown, flaw
+      )
+
+  def _write(self, step: int, arguments: ocp.args.Composite) -> str | None:
+    """Writes a checkpoint and its checksums where Orbax writes, and deletes older ones.
+
+    Returns:
+      What failed after the checkpoint was written; None if nothing failed.
+
+    Raises:
+      OSError, ValueError: the checkpoint was not written.
+    """
+    try:
       with _without_orbax_tracebacks():
         self._prepare()
         self._manager.save(step, args=arguments, force=True)
       if jax.process_index() == 0:
         checksums.write(self.directory / str(step))
-      self._publish(step)
     except (OSError, ValueError) as e:
-      reason = str(e) if isinstance(e, StoreError) else _disk_error(e)
-      if reason is None and self._staged:
-        reason = describe_error(e)
-      if reason is None:
+      reason = self._reason(e)
+      if reason is None or step not in self.steps():
         raise
-      if step in self.steps() and not isinstance(e, StoreError):
-        _log.warning(
-          'step %d is saved in %s, but without checksums or with older checkpoints left: %s',
-          step,
-          self._shown,
-          reason,
-        )
-        return
-      _remove_unfinished(self.directory)
-      intact = f'step {latest} is intact' if latest is not None else 'there is no earlier checkpoint'
-      raise self._failed(e, f'checkpoint of step {step} was not saved in {self._shown}: {reason}; {intact}') from e
+      return reason
+    return None
 
   def amend(self, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Replaces `meta` and the metrics of the last checkpoint, whose arrays stay; arguments as for `save`.
@@ -213,11 +231,11 @@ class Checkpointer:
     record = self._read_record(step)
     if 'leaves' not in record:
       raise UserError(self._unreadable(step, 'its list of arrays is missing'))
-    leaves = _named_leaves(state_like)
-    difference = _first_difference(record['leaves'], leaves, partial)
+    leaves = named_leaves(state_like)
+    difference = first_difference(record['leaves'], leaves, partial)
     if difference:
       raise UserError(f'checkpoint of step {step} in {self._shown} does not fit this model: {difference}')
-    targets = {name: _target(leaf) for name, leaf in leaves.items()}
+    targets = {name: restore_target(leaf) for name, leaf in leaves.items()}
     wanted = {name: target for name, target in targets.items() if target.size}
     arguments = ocp.args.PyTreeRestore(
       item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
@@ -227,7 +245,7 @@ class Checkpointer:
         restored = self._manager.restore(step, args=ocp.args.Composite(state=arguments))['state'] if wanted else {}
     except (OSError, ValueError, KeyError) as e:
       raise UserError(self._unreadable(step, _disk_error(e) or str(e).partition('\n')[0])) from e
-    restored |= {name: _empty(target) for name, target in targets.items() if not target.size}
+    restored |= {name: empty_array(target) for name, target in targets.items() if not target.size}
     state = jax.tree.unflatten(jax.tree.structure(state_like), [restored[name] for name in leaves])
     return state, record['meta']
 
@@ -252,23 +270,8 @@ class Checkpointer:
       damage = self._find_damage(step)
       if damage is None:
         return
-      aside = self.directory.parent / 'damaged_checkpoints' / str(step)
-      shown = f'{os.path.dirname(self._shown)}/damaged_checkpoints/{step}'
-      try:
-        if is_address(self.directory):
-          self._staged.set_checkpoint_aside(step)
-        else:
-          aside.parent.mkdir(parents=True, exist_ok=True)
-          if aside.exists():
-            aside.rmtree()
-          (self.directory / str(step)).rename(aside)
-      except OSError as e:
-        raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} '
-                        f'failed: {e.strerror or e}') from e  # fmt: skip
-      self.reload()
+      shown = self._set_aside(step, damage)
       earlier = self.latest_step()
-      if earlier == step:
-        raise UserError(f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} failed')
       if earlier is None:
         raise UserError(
           f'checkpoint of step {step} in {self._shown} is damaged: {damage}; there is no earlier checkpoint. It '
@@ -277,6 +280,40 @@ class Checkpointer:
       _log.warning(
         'checkpoint of step %d is damaged (%s) and was moved to %s; resuming from step %d', step, damage, shown, earlier
       )
+
+  def intact_best_step(self) -> int | None:
+    """The best step whose checkpoint matches its checksums; None if no such checkpoint has the `save_best` metric.
+
+    All processes call it, and get the same step. Damaged checkpoints are moved away, with a warning for each, as in
+    `set_damaged_aside`, and do not count as the best or the latest any more.
+
+    Raises:
+      UserError: a damaged checkpoint cannot be moved, or a bucket cannot be read. All processes raise it.
+    """
+    with processes.same_errors():
+      while processes.is_first() and (step := self.best_step()) is not None and (damage := self._find_damage(step)):
+        shown, other = self._set_aside(step, damage), self.best_step()
+        left = 'no other checkpoint has a score' if other is None else f'the best of the others is step {other}'
+        _log.warning('checkpoint of step %d is damaged (%s) and was moved to %s; %s', step, damage, shown, left)
+    self.reload()
+    return processes.gather(self.best_step())[0]
+
+  def _set_aside(self, step: int, damage: str) -> str:
+    """Moves a damaged checkpoint away. Returns its new place, for messages; raises UserError."""
+    shown = f'{os.path.dirname(self._shown)}/damaged_checkpoints/{step}'
+    failed = f'checkpoint of step {step} in {self._shown} is damaged: {damage}; moving it to {shown} failed'
+    try:
+      if self._staged:
+        until_reached(functools.partial(self._staged.set_checkpoint_aside, step), str(self._staged))
+      else:
+        directory = pathlib.Path(self.directory)
+        move_directory(directory / str(step), directory.parent / 'damaged_checkpoints' / str(step))
+    except OSError as e:
+      raise self._failed(e, f'{failed}: {e.strerror or e}') from e
+    self.reload()
+    if step in self.steps():
+      raise UserError(failed)
+    return shown
 
   def verify(self, step: int) -> None:
     """Raises UserError if a checkpoint's files do not match their checksums.
@@ -338,8 +375,9 @@ class Checkpointer:
       return {}
 
   def _unreadable(self, step: int, reason: str) -> str:
-    earlier = [s for s in self.steps() if s < step]
-    advice = f'; move {self._shown}/{step} away to resume from step {earlier[-1]}' if earlier else ''
+    others = [s for s in self.steps() if s != step]
+    use = f'resume from step {others[-1]}' if others and others[-1] < step else 'go on without it'
+    advice = f'; move {self._shown}/{step} away to {use}' if others else ''
     return f'checkpoint of step {step} in {self._shown} cannot be read: {reason}{advice}'
 
   def _before_writing(self) -> None:
@@ -351,6 +389,12 @@ class Checkpointer:
     """Copies a checkpoint to the bucket, if the workdir is in one and Orbax does not write there itself."""
     if self._staged and jax.process_index() == 0:
       until_reached(functools.partial(self._staged.publish_checkpoint, step), str(self._staged))
+
+  def _reason(self, error: Exception) -> str | None:
+    """Why a write failed: the disk or a bucket; None for other errors of a workdir on disk."""
+    if isinstance(error, StoreError):
+      return str(error)
+    return _disk_error(error) or (describe_error(error) if self._staged else None)
 
   def _failed(self, error: Exception, message: str) -> UserError:
     """The error of a write that failed, by the place that failed: the disk, or a bucket."""
@@ -392,56 +436,6 @@ def _remove_unfinished(directory: Any) -> None:
         path.rmtree()
     except OSError as e:
       _log.warning('unfinished checkpoints in %s could not be removed: %s', directory, e)
-
-
-def _named_leaves(tree: PyTree) -> dict[str, Any]:
-  """{'params/layers/0/kernel': leaf, ...} in the order of the tree; raises TypeError if a leaf is not an array."""
-  leaves = {}
-  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    name = jax.tree_util.keystr(path, simple=True, separator='/') or 'state'
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-      raise TypeError(f'leaf {name} of the state is a {type(leaf).__name__}, not an array; put it into meta')
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      raise TypeError(f'leaf {name} of the state is a typed PRNG key; save its jax.random.key_data')
-    if name in leaves:
-      raise TypeError(f'two leaves of the state are named {name}')
-    leaves[name] = leaf
-  return leaves
-
-
-def _describe(leaf: Any) -> str:
-  """'float32[4,8]': dtype and shape, which must be equal for a leaf to be restored."""
-  return f'{np.dtype(leaf.dtype).name}[{",".join(map(str, leaf.shape))}]'
-
-
-def _first_difference(saved: Mapping[str, str], wanted: Mapping[str, Any], partial: bool) -> str | None:
-  """A description of the first leaf that differs in name, shape or dtype; None if all are equal."""
-  for name, leaf in wanted.items():
-    if name not in saved:
-      return f'it has no {name}, which is {_describe(leaf)} here'
-    if saved[name] != _describe(leaf):
-      return f'{name} is {saved[name]} there and {_describe(leaf)} here'
-  for name in saved:
-    if name not in wanted and not partial:
-      return f'{name}, which is {saved[name]} there, does not exist here'
-  return None
-
-
-def _target(leaf: Any) -> Any:
-  """The leaf as an argument of Orbax's restore: a NumPy array, or shape, dtype and sharding."""
-  if isinstance(leaf, np.ndarray):
-    return leaf
-  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _empty(target: Any) -> Any:
-  """An array without elements, because Orbax does not store such arrays."""
-  if isinstance(target, np.ndarray):
-    return np.zeros(target.shape, target.dtype)
-  return jax.make_array_from_callback(
-    target.shape, target.sharding, lambda index: np.zeros(target.shape, target.dtype)[index]
-  )
 
 
 def _disk_error(error: BaseException | None) -> str | None:

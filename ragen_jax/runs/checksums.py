@@ -7,6 +7,7 @@ last. A checkpoint without it was interrupted before its checksums were written,
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -38,8 +39,13 @@ def replace_text(path: pathlib.Path | Any, text: str) -> None:
     path.write_text(text)
     return
   temporary = path.with_name(f'{path.name}.tmp')
-  temporary.write_text(text)
-  temporary.replace(path)
+  try:
+    temporary.write_text(text)
+    temporary.replace(path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      temporary.unlink(missing_ok=True)  # the room is needed, and files of a checkpoint are copied to buckets
+    raise
 
 
 def find_damage(directory: pathlib.Path | Any) -> str | None:

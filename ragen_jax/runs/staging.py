@@ -29,7 +29,7 @@ from ragen_jax.runs import checksums
 from ragen_jax.runs.store_lock import LOCK_RENEWAL, LOCK_SILENCE, StoreLock
 from ragen_jax.runs.store_retries import until_reached
 from ragen_jax.runs.stores import Store, StoreError
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, UserError
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +79,11 @@ class StagedWorkdir(os.PathLike):
   def _native(self) -> bool:
     return self.store.url.startswith('gs://')
 
+  @property
+  def _marker(self) -> str:
+    """The object of a complete checkpoint that is written last."""
+    return _COMMITTED_BY_ORBAX if self._native else COMMITTED
+
   def pull(self) -> None:
     """Copies the files of the workdir, and from s3:// the small files of complete checkpoints.
 
@@ -86,12 +91,13 @@ class StagedWorkdir(os.PathLike):
 
     Raises:
       StoreError: a request failed.
+      DiskError, OSError: the local disk is full or not writable.
     """
     keys = self.store.sizes()
     files = [key for key in keys if not key.startswith((*_LOCAL_ONLY, *_NOT_READ)) and key != '.lock']
     self._replaced = {key for key in keys if key.startswith(_REPLACED)}
     events = [key for key in keys if key.startswith('tb/')]
-    marker = _COMMITTED_BY_ORBAX if self._native else COMMITTED
+    marker = self._marker
     steps = {int(parts[1]) for key in keys if _is_step(parts := key.split('/')) and parts[2:] == [marker]}
     small = []
     for key in keys if not self._native else ():
@@ -122,7 +128,8 @@ class StagedWorkdir(os.PathLike):
     with self._mutex:
       found = self._files()
       changed = {key: stamp for key, stamp in found.items() if self._copied.get(key) != stamp}
-      self.store.upload({key: self.path / key for key in changed})
+      removed = self.store.upload({key: self.path / key for key in changed}, missing_ok=True)
+      found = {key: stamp for key, stamp in found.items() if key not in removed}
       gone = self._copied.keys() - found.keys()
       if any(key.startswith(_REPLACED) for key in found):
         gone |= self._replaced - found.keys()
@@ -131,7 +138,7 @@ class StagedWorkdir(os.PathLike):
       self._copied = found
 
   def fetch_checkpoint(self, step: int) -> None:
-    """Copies the arrays of a checkpoint to the local disk, if they are not there yet; raises StoreError."""
+    """Copies the arrays of a checkpoint to the local disk, if they are not there yet; as `Store.download`."""
     if keys := self._missing.get(step):
       self.store.download({key: self.path / key for key in keys})
       self._remote |= {key: _stamp(self.path / key) for key in keys}
@@ -162,6 +169,10 @@ class StagedWorkdir(os.PathLike):
     found = {key: _stamp(self.path / key) for key in _keys_below(self.path, prefix)}
     changed = {key for key, stamp in found.items() if self._remote.get(key) != stamp}
     record, committed = prefix + checksums.NAME, prefix + COMMITTED
+    if committed in self._remote and any(key.startswith(f'{prefix}state/') for key in changed):
+      # Without it, a run that is killed during the upload leaves no mixture of arrays that counts as a checkpoint.
+      self.store.delete([committed])
+      del self._remote[committed]
     if changed - {record} and record in self._remote:
       # A checkpoint without checksums is valid, one with checksums of other files is not.
       self.store.delete([record])
@@ -178,13 +189,25 @@ class StagedWorkdir(os.PathLike):
     self._remote = {key: stamp for key, stamp in self._remote.items() if key not in set(gone)}
 
   def set_checkpoint_aside(self, step: int) -> None:
-    """Moves a checkpoint that Orbax wrote to the bucket to `damaged_checkpoints/`; raises StoreError."""
-    prefix = f'{_CHECKPOINTS}{step}/'
+    """Moves a checkpoint that was fetched to `damaged_checkpoints/`, in the bucket and in the local copy.
+
+    Raises:
+      UserError: another process has taken over the lock.
+      StoreError: a request failed.
+      OSError: a directory of the local copy cannot be moved.
+    """
+    prefix, aside = f'{_CHECKPOINTS}{step}/', self.path / 'damaged_checkpoints' / str(step)
     keys = list(self.store.sizes(prefix))
-    self.store.download({key: self.path / 'damaged_checkpoints' / str(step) / key[len(prefix) :] for key in keys})
-    self.push()
-    self.store.delete([prefix + _COMMITTED_BY_ORBAX])  # first, so it is not taken for a complete one
+    if self._native:
+      self.store.download({key: aside / key[len(prefix) :] for key in keys})
+    else:
+      move_directory(self.path / prefix, aside)
+    self.before_checkpoint()
+    marker = prefix + self._marker
+    self.store.delete([marker])  # first, so it is not taken for a complete one
+    self._remote.pop(marker, None)
     self.store.delete(keys)
+    self._remote = {key: stamp for key, stamp in self._remote.items() if not key.startswith(prefix)}
 
   def _files(self) -> dict[str, _Stamp]:
     """Key -> stamp of the local files that belong in the bucket."""
@@ -194,6 +217,15 @@ class StagedWorkdir(os.PathLike):
       with contextlib.suppress(FileNotFoundError):  # replaced by another thread in the meantime
         found[key] = _stamp(self.path / key)
     return found
+
+
+def move_directory(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Moves a directory, if it is still there, and replaces `target`; raises OSError."""
+  if source.exists():
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+      shutil.rmtree(target)
+    source.rename(target)
 
 
 def address(path: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> str:
@@ -246,6 +278,9 @@ def _as_user_error(store: Store, what: str) -> Iterator[None]:
     yield
   except StoreError as e:
     raise e.as_user_error(f'--workdir={store.url}: {what}: {e}') from e
+  except OSError as e:
+    message = f'--workdir={store.url}: {what}: {e.strerror or e}; TMPDIR chooses the disk of its copy'
+    raise DiskError(message) from e
 
 
 def _release(lock: StoreLock) -> None:

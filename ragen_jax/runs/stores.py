@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ragen_jax.utils.errors import StoreAway, UserError, describe_error
+from ragen_jax.utils.errors import DiskError, StoreAway, UserError, describe_error
 
 # Scheme of an address -> fsspec's name of the service, and the package that fsspec needs for it.
 SERVICES = {'gs': ('gcs', 'gcsfs'), 's3': ('s3', 's3fs')}
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # no service's library raises them
 _THREADS = 8  # transfers at the same time; each waits for the network most of the time
 
 
@@ -92,15 +93,52 @@ class Store:
       raise
     return True
 
-  def upload(self, files: dict[str, pathlib.Path]) -> None:
-    """Writes or replaces objects by key with the contents of files, several at the same time."""
-    _each(lambda item: self._files.put_file(str(item[1]), self._path(item[0])), files.items())
+  def upload(self, files: dict[str, pathlib.Path], *, missing_ok: bool = False) -> set[str]:
+    """Writes or replaces objects by key with the contents of files, several at the same time.
+
+    Args:
+      files: key -> file.
+      missing_ok: leave out files that do not exist, instead of raising an error.
+
+    Returns:
+      The keys that were left out.
+    """
+    left_out = set()
+
+    def put(item: tuple[str, pathlib.Path]) -> None:
+      key, path = item
+      try:
+        self._files.put_file(str(path), self._path(key))
+      except FileNotFoundError as e:
+        if not missing_ok or e.filename != str(path):
+          raise
+        left_out.add(key)
+
+    _each(put, files.items())
+    return left_out
 
   def download(self, files: dict[str, pathlib.Path]) -> None:
-    """Writes objects by key to files, whose directories are created."""
+    """Writes objects by key to files, whose directories are created.
+
+    Raises:
+      DiskError: a file cannot be written; a bucket is not at fault.
+    """
+
+    def get(item: tuple[str, pathlib.Path]) -> None:
+      key, path = item
+      try:
+        self._files.get_file(self._path(key), str(path))
+      except OSError as e:
+        if e.errno in _DISK_ERRORS or e.filename == str(path):
+          raise self._not_written(path, e) from e
+        raise
+
     for path in files.values():
-      path.parent.mkdir(parents=True, exist_ok=True)
-    _each(lambda item: self._files.get_file(self._path(item[0]), str(item[1])), files.items())
+      try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+      except OSError as e:
+        raise self._not_written(path, e) from e
+    _each(get, files.items())
 
   def delete(self, keys: Iterable[str]) -> None:
     """Deletes objects; those that do not exist are left out."""
@@ -122,6 +160,9 @@ class Store:
       # Some credentials may use the objects of a bucket, but not look at the bucket itself.
       if not isinstance(e.__cause__, PermissionError) and 'Forbidden' not in str(e):
         raise e.as_user_error(f'--workdir={self.url}: the bucket cannot be read: {e}') from e
+
+  def _not_written(self, path: pathlib.Path, error: OSError) -> DiskError:
+    return DiskError(f'{path} was not written: {error.strerror}; TMPDIR chooses the disk of the copy of {self.url}')
 
   def _path(self, key: str) -> str:
     return f'{self._root}/{key}'
@@ -169,7 +210,7 @@ def _errors() -> Iterator[None]:
   """Turns every error of the services' libraries, which have no common class, into a `StoreError` of one line."""
   try:
     yield
-  except (ImportError, StoreError):
+  except (ImportError, StoreError, UserError):
     raise
   except Exception as e:
     raise StoreError(f'{e.strerror}' if isinstance(e, OSError) and e.strerror else describe_error(e)) from e

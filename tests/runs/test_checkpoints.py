@@ -27,7 +27,7 @@ from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import DiskError, UserError
 from tests.support.damage import flip_bytes
-from tests.support.processes import environment
+from tests.support.processes import coordinator, environment
 
 
 class Moments(NamedTuple):
@@ -493,6 +493,81 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_begin_anew(tm
   with Checkpointer(tmp_path, keep=2) as checkpointer, pytest.raises(UserError) as error:
     checkpointer.set_damaged_aside()
   assert 'no earlier checkpoint' in message_of(error)
+
+
+def _save_scored(workdir, scores):
+  with Checkpointer(workdir, keep=len(scores), save_best='eval/success') as checkpointer:
+    for step, score in scores.items():
+      checkpointer.save(step, {'x': np.arange(1000.0) + step}, metrics={} if score is None else {'eval/success': score})
+
+
+def _damage_warnings(caplog):
+  return [r.getMessage() for r in caplog.records if 'is damaged' in r.getMessage()]
+
+
+def test_a_damaged_best_checkpoint_is_set_aside_and_the_next_best_takes_its_place(tmp_path, caplog):
+  _save_scored(tmp_path, {1: 0.2, 2: 0.9, 3: 0.5, 4: None})
+  path = flip_bytes(tmp_path, 2)
+  with caplog.at_level('WARNING'), Checkpointer(tmp_path, keep=4, save_best='eval/success') as checkpointer:
+    with pytest.raises(UserError, match=r'checkpoint of step 2 .* move .*/checkpoints/2 away to go on without it$'):
+      checkpointer.verify(2)
+    for _ in range(2):  # the second call finds nothing to do
+      assert checkpointer.intact_best_step() == checkpointer.best_step() == 3
+    assert checkpointer.steps() == [1, 3, 4]
+    assert checkpointer.restore({'x': np.zeros(1000)}, step=3)[0]['x'][0] == 3
+  aside = tmp_path / 'damaged_checkpoints' / '2'
+  assert aside.is_dir() and _damage_warnings(caplog) == [
+    f'checkpoint of step 2 is damaged ({path.relative_to(tmp_path / "checkpoints" / "2")} differs from its checksum) '
+    f'and was moved to {aside}; the best of the others is step 3'
+  ]
+
+
+def test_without_an_intact_checkpoint_that_has_a_score_there_is_no_best_one(tmp_path, caplog):
+  _save_scored(tmp_path, {1: 0.2, 2: 0.9, 3: None})
+  flip_bytes(tmp_path, 1)
+  flip_bytes(tmp_path, 2)
+  with caplog.at_level('WARNING'), Checkpointer(tmp_path, keep=3, save_best='eval/success') as checkpointer:
+    assert checkpointer.intact_best_step() is None
+    assert checkpointer.steps() == [3]  # which is not looked at
+  first, second = _damage_warnings(caplog)
+  assert first.endswith('the best of the others is step 1') and second.endswith('no other checkpoint has a score')
+
+
+_SECOND_BEST = """
+import sys
+from ragen_jax.distributed import processes
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.utils.errors import UserError
+processes.connect(sys.argv[2], 2, int(sys.argv[3]), 0)
+with Checkpointer(sys.argv[1], keep=3, save_best='eval/success') as checkpointer:
+  try:
+    print('best', checkpointer.intact_best_step(), 'of', checkpointer.steps(), flush=True)
+  except UserError as e:
+    print(e, flush=True)
+processes.leave(0, together=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('movable', [True, False])
+def test_two_processes_find_the_same_intact_best_checkpoint(tmp_path, movable):
+  _save_scored(tmp_path, {1: 0.2, 2: 0.9, 3: 0.5})
+  flip_bytes(tmp_path, 2)
+  if not movable:
+    (tmp_path / 'damaged_checkpoints').touch()
+  with coordinator() as address:
+    children = [
+      subprocess.Popen(
+        [sys.executable, '-c', _SECOND_BEST, str(tmp_path), address, str(index)],
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        text=True,
+      )
+      for index in range(2)
+    ]
+    first, second = (child.communicate(timeout=120)[0].splitlines()[-1] for child in children)
+  assert first == second
+  assert first == 'best 3 of [1, 3]' if movable else 'damaged_checkpoints/2 failed: ' in first
 
 
 def test_damage_to_meta_is_found_too(tmp_path):

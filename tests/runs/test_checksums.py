@@ -1,3 +1,4 @@
+import errno
 import json
 import pathlib
 
@@ -50,3 +51,15 @@ def test_damaged_checksums_are_damage(checkpoint, text):
 def test_a_checkpoint_without_checksums_cannot_be_compared(tmp_path):
   (tmp_path / 'meta').write_text('{}')
   assert checksums.find_damage(tmp_path) is None and not checksums.exist(tmp_path)
+
+
+def test_checksums_that_cannot_be_written_leave_no_file(checkpoint, monkeypatch):
+  (checkpoint / checksums.NAME).unlink()
+
+  def fail(self, target):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(pathlib.Path, 'replace', fail)
+  with pytest.raises(OSError):
+    checksums.write(checkpoint)
+  assert not list(checkpoint.glob(f'{checksums.NAME}*'))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import json
 import os
 import pathlib
@@ -16,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.runs import staging
+from ragen_jax.runs import checksums, staging
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.metrics import MetricWriter, read_metrics
 from ragen_jax.runs.staging import COMMITTED, StagedWorkdir, address, staged
 from ragen_jax.runs.stores import open_store
 from ragen_jax.runs.workdir import need_disk, open_workdir, record_config
-from ragen_jax.utils.errors import StoreAway, UserError
+from ragen_jax.utils.errors import DiskError, StoreAway, UserError
 from ragen_jax.viewer.store import EpisodeWriter
 from tests.support.buckets import Pauses, away, gs_server, memory_store, s3_server
 from tests.support.processes import environment
@@ -63,11 +66,11 @@ def _state(number):
   return {'params': {'kernel': jnp.full((4, 8), number, jnp.float32)}, 'count': np.arange(3) + number}
 
 
-def _save(workdir, step, **arguments):
+def _save(workdir, step, metrics=None, **arguments):
   with MetricWriter(workdir, start_step=step) as writer, Checkpointer(workdir, keep=2, **arguments) as checkpointer:
     writer.scalars(step, {'loss': step / 3})
     writer.flush()
-    checkpointer.save(step, _state(step), {'iteration': step})
+    checkpointer.save(step, _state(step), {'iteration': step}, metrics)
 
 
 def _assert_restored(workdir, step):
@@ -111,7 +114,12 @@ def test_only_what_has_changed_is_copied_and_what_was_removed_is_deleted(store, 
       (workdir.path / name).write_text(name)
   uploads = []
   upload = store.upload
-  monkeypatch.setattr(store, 'upload', lambda files: (uploads.extend(files), upload(files)))
+
+  def note(files, **options):
+    uploads.extend(files)
+    return upload(files, **options)
+
+  monkeypatch.setattr(store, 'upload', note)
   with staged(store, write=True, first=True) as workdir:
     (workdir.path / 'changed').write_text('another text')
     (workdir.path / 'removed').unlink()
@@ -156,7 +164,7 @@ def test_an_export_replaces_the_one_before(store):
 
 
 def test_a_copy_that_fails_is_one_line_and_an_earlier_error_is_not_hidden(store, monkeypatch, pauses):
-  def fail(files):
+  def fail(files, **options):
     raise away()
 
   monkeypatch.setattr(store, 'upload', fail)
@@ -189,6 +197,58 @@ def test_changes_are_copied_from_time_to_time(store, monkeypatch):
     (workdir.path / 'metrics.jsonl').write_text('{"step": 0}\n')
     while store.read('metrics.jsonl') is None:  # the test's own limit of time ends a copy that is never made
       pass
+
+
+def test_a_file_that_is_removed_during_a_copy_is_not_copied(store, monkeypatch):
+  upload = store.upload
+  with staged(store, write=True, first=True) as workdir:
+    for name in ('metrics.jsonl', 'metrics.jsonl.line', 'old'):
+      (workdir.path / name).write_text(name)
+    workdir.push()
+    (workdir.path / 'metrics.jsonl').write_text('another line')
+    for name in ('metrics.jsonl.line', 'new'):
+      (workdir.path / name).write_text('is removed')
+
+    def remove_first(files, **options):
+      for name in ('metrics.jsonl.line', 'new'):
+        (workdir.path / name).unlink(missing_ok=True)
+      return upload(files, **options)
+
+    monkeypatch.setattr(store, 'upload', remove_first)
+    workdir.push()
+    assert sorted(set(store.sizes()) - {'.lock'}) == ['metrics.jsonl', 'old']
+    assert store.read('metrics.jsonl') == b'another line'
+    monkeypatch.undo()
+    (workdir.path / 'new').write_text('is there again')
+  assert store.read('new') == b'is there again'
+
+
+@pytest.mark.parametrize('part', ['get_file', 'touch'])
+def test_a_full_local_disk_at_the_start_is_not_the_fault_of_the_bucket(store, monkeypatch, part):
+  with staged(store, write=True, first=True) as workdir, MetricWriter(workdir, start_step=0) as writer:
+    writer.scalars(0, {'loss': 1.0})
+
+  def fail(*_, **__):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(store._files if part == 'get_file' else pathlib.Path, part, fail)
+  with pytest.raises(DiskError, match='No space left on device; TMPDIR chooses the disk'):
+    staged(store, write=False, first=True).__enter__()
+
+
+def test_a_full_local_disk_does_not_wait_for_the_bucket(store, monkeypatch, pauses):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+  with staged(store, write=False, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+
+    def fail(*_, **__):
+      raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(store._files, 'get_file', fail)
+    with pytest.raises(DiskError, match=r'/checkpoints/1/state/.* was not written: No space left on device; TMPDIR'):
+      checkpointer.restore(_state(0))
+    assert not pauses.taken
+    monkeypatch.undo()
 
 
 def test_the_other_processes_of_a_run_copy_nothing(store):
@@ -293,6 +353,143 @@ def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
   assert store.sizes('damaged_checkpoints/2/')
 
 
+class _Killed(BaseException):
+  """Ends a run; its checkpoints are then as after SIGKILL."""
+
+
+def _kill_at(monkeypatch, store, operation, number):
+  """Ends the run at the request of this number that concerns checkpoints."""
+  original, requests = getattr(store, operation), []
+
+  def ask(keys, *rest, **options):
+    if any('checkpoints/' in key for key in keys):
+      requests.append(keys)
+      if len(requests) == number:
+        monkeypatch.undo()
+        raise _Killed
+    return original(keys, *rest, **options)
+
+  monkeypatch.setattr(store, operation, ask)
+
+
+def _damage(store, step):
+  """Changes a digit in the record of a checkpoint, which can still be read."""
+  key = f'checkpoints/{step}/meta/metadata'
+  store.write(key, store.read(key).replace(b'"iteration": %d' % step, b'"iteration": 7'))
+
+
+def test_a_damaged_checkpoint_is_taken_out_of_the_bucket(store):
+  for step in (1, 2):
+    with staged(store, write=True, first=True) as workdir:
+      _save(workdir, step)
+  before = {key.removeprefix('checkpoints/2/') for key in store.sizes('checkpoints/2/')}
+  _damage(store, 2)
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+    checkpointer.set_damaged_aside()
+    assert checkpointer.steps() == [1] and not store.sizes('checkpoints/2/')
+    aside = {key.removeprefix('damaged_checkpoints/2/') for key in store.sizes('damaged_checkpoints/2/')}
+    assert aside == before - {COMMITTED}
+  _damage(store, 1)
+  message = 'The same command starts from the beginning'
+  with pytest.raises(UserError, match=message), staged(store, write=True, first=True) as workdir:  # noqa: SIM117
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+    checkpointer.set_damaged_aside()
+    assert checkpointer.latest_step() is None
+
+
+@pytest.mark.parametrize(('operation', 'number'), [('upload', 1), ('upload', 2), ('delete', 1), ('delete', 2)])
+def test_a_run_that_is_killed_after_damage_goes_on_from_an_intact_checkpoint(store, monkeypatch, operation, number):
+  """It is killed while the damaged checkpoint is moved, or while its step is saved again."""
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    _save(workdir, 2)
+  _damage(store, 2)
+  _kill_at(monkeypatch, store, operation, number)
+  with contextlib.suppress(_Killed), staged(store, write=True, first=True) as workdir:
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+      _save(workdir, 2)
+    raise AssertionError('the run was not killed')
+  with staged(store, write=True, first=True) as workdir:
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+    _assert_restored(workdir, 1)
+    _save(workdir, 2)
+  with staged(store, write=False, first=True) as workdir:
+    _assert_restored(workdir, 2)
+
+
+def test_a_checkpoint_is_moved_away_after_requests_that_failed(store, monkeypatch, pauses):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    _save(workdir, 2)
+  _damage(store, 2)
+  with staged(store, write=True, first=True) as workdir:
+    failed = []
+
+    def fail_at_first(name, original, *arguments, **options):
+      if name not in failed:
+        failed.append(name)
+        raise away()
+      return original(*arguments, **options)
+
+    for name in ('sizes', 'upload', 'delete'):
+      monkeypatch.setattr(store, name, functools.partial(fail_at_first, name, getattr(store, name)))
+    with Checkpointer(workdir, keep=2) as checkpointer:
+      checkpointer.set_damaged_aside()
+    assert failed == ['sizes', 'upload', 'delete'] and len(pauses.taken) == 3
+    monkeypatch.undo()
+    assert not store.sizes('checkpoints/2/') and store.sizes('damaged_checkpoints/2/')
+
+
+def test_a_checkpoint_that_cannot_be_moved_away_is_one_line(store, monkeypatch, pauses):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+  _damage(store, 1)
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, keep=2) as checkpointer:
+
+    def fail(keys):
+      raise away()
+
+    monkeypatch.setattr(store, 'delete', fail)
+    message = 'is damaged: .* moving it to s3://bucket/run/damaged_checkpoints/1 failed: the network is down$'
+    with pytest.raises(StoreAway, match=message):
+      checkpointer.set_damaged_aside()
+    monkeypatch.undo()
+
+
+def test_a_damaged_best_checkpoint_is_taken_out_of_the_bucket(store):
+  with staged(store, write=True, first=True) as workdir:
+    for step, success in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)):
+      _save(workdir, step, {'success': success}, save_best='success')
+  _damage(store, 2)
+  with staged(store, write=True, first=True) as workdir, Checkpointer(workdir, 2, 'success') as checkpointer:
+    assert checkpointer.best_step() == 2 and checkpointer.intact_best_step() == 4
+    state, meta = checkpointer.restore(_state(0), step=4)
+    assert meta == {'iteration': 4} and state['count'][0] == 4
+    assert not store.sizes('checkpoints/2/') and store.sizes('damaged_checkpoints/2/')
+
+
+def test_arrays_are_never_uploaded_under_the_mark_of_a_complete_checkpoint(store, monkeypatch):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    path = next(path for path in (workdir.path / 'checkpoints/1/state').rglob('*') if path.is_file())
+    path.write_bytes(path.read_bytes() + b'more')
+    marked, upload = [], store.upload
+
+    def look(files):
+      marked.append(COMMITTED in str(store.sizes('checkpoints/1/')))
+      return upload(files)
+
+    monkeypatch.setattr(store, 'upload', look)
+    workdir.publish_checkpoint(1)
+    assert marked and not any(marked)
+    assert f'checkpoints/1/{COMMITTED}' in store.sizes()
+    monkeypatch.undo()
+
+
 @pytest.mark.slow
 def test_an_upload_that_was_interrupted_does_not_count(s3):
   url = 's3://bucket/interrupted'
@@ -316,10 +513,10 @@ def test_a_checkpoint_is_marked_after_its_files_and_unmarked_before(store):
   def note(name):
     method = getattr(store, name)
 
-    def noted(what, *rest):
+    def noted(what, *rest, **options):
       keys = [what] if name == 'write' else list(what)
       events.extend((name, key) for key in keys if key.startswith('checkpoints/'))
-      method(what, *rest)
+      return method(what, *rest, **options)
 
     setattr(store, name, noted)
 
@@ -347,7 +544,7 @@ def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch, pauses)
   with open_workdir(url, write=True) as workdir:
     _save(workdir, 1)
 
-    def fail(files):
+    def fail(files, **options):
       raise away()
 
     monkeypatch.setattr(workdir.store, 'upload', fail)
@@ -362,6 +559,44 @@ def test_a_checkpoint_that_cannot_be_copied_is_one_line(s3, monkeypatch, pauses)
     _assert_restored(workdir, 1)
 
 
+@pytest.mark.parametrize('part', ['checksums', 'deletion of older ones'])
+def test_a_checkpoint_that_orbax_has_written_is_copied_whatever_fails_afterwards(store, monkeypatch, caplog, part):
+  def fail(*_, **__):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+    with caplog.at_level('WARNING'), Checkpointer(workdir, keep=2) as checkpointer:
+      if part == 'checksums':
+        monkeypatch.setattr(checksums, 'write', fail)
+      else:
+        monkeypatch.setattr(checkpointer._manager._checkpoint_deleter, 'delete_steps', fail)
+      checkpointer.save(2, _state(2), {'iteration': 2})
+    monkeypatch.undo()
+    assert 'step 2 is saved in s3://bucket/run/checkpoints, but without checksums or' in caplog.text
+  assert f'checkpoints/2/{COMMITTED}' in store.sizes()
+  with staged(store, write=False, first=True) as workdir:
+    _assert_restored(workdir, 2)
+
+
+def test_a_checkpoint_is_not_reported_as_saved_if_it_is_only_on_the_local_disk(store, monkeypatch, caplog):
+  with staged(store, write=True, first=True) as workdir:
+    _save(workdir, 1)
+
+    def fail(self, step):
+      raise OSError(errno.EIO, 'Input/output error')
+
+    monkeypatch.setattr(StagedWorkdir, 'publish_checkpoint', fail)
+    message = (
+      '^checkpoint of step 2 was not saved in s3://bucket/run/checkpoints: Input/output error; step 1 is intact$'
+    )
+    with pytest.raises(DiskError, match=message):
+      _save(workdir, 2)
+  assert 'is saved' not in caplog.text
+  with staged(store, write=False, first=True) as workdir:
+    _assert_restored(workdir, 1)
+
+
 @pytest.mark.parametrize('operation', ['upload', 'write', 'delete', 'read'])
 def test_a_checkpoint_is_whole_after_requests_that_failed(store, monkeypatch, pauses, operation):
   """Each new request fails once, so that all steps of a copy are interrupted in turn."""
@@ -369,11 +604,11 @@ def test_a_checkpoint_is_whole_after_requests_that_failed(store, monkeypatch, pa
     _save(workdir, 1)
     original, requests = getattr(store, operation), set()
 
-    def fail_at_first(keys, *rest):
+    def fail_at_first(keys, *rest, **options):
       if str(keys) not in requests:
         requests.add(str(keys))
         raise away()
-      return original(keys, *rest)
+      return original(keys, *rest, **options)
 
     monkeypatch.setattr(store, operation, fail_at_first)
     for step in (2, 3):  # keeps two, so that the first is deleted

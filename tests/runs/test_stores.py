@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import types
 import unittest.mock
@@ -10,7 +12,7 @@ import fsspec
 import pytest
 
 from ragen_jax.runs.stores import StoreError, is_address, open_store
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError, UserError
 from tests.support.buckets import gs_server, memory_store, s3_server
 
 
@@ -59,6 +61,53 @@ def test_objects_are_written_read_listed_and_deleted(store, tmp_path):
   assert sorted(store.sizes()) == ['b/two', 'bb', 'lock']
   with pytest.raises(StoreError):
     store.download({'nothing': tmp_path / 'nothing'})
+
+
+def test_files_that_were_removed_are_left_out_if_that_is_allowed(store, tmp_path):
+  files = {'there': tmp_path / 'there', 'removed': tmp_path / 'removed'}
+  files['there'].write_bytes(b'text')
+  assert store.upload(files, missing_ok=True) == {'removed'}
+  assert store.read('there') == b'text' and 'removed' not in store.sizes()
+  with pytest.raises(StoreError, match='No such file'):
+    store.upload(files)
+  assert store.upload({'there': files['there']}) == set()
+  store.delete(['there'])
+
+
+@pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_is_not_a_fault_of_the_bucket(monkeypatch, tmp_path, number):
+  def fail(*_, **__):
+    raise OSError(number, os.strerror(number))
+
+  with memory_store() as store:
+    monkeypatch.setattr(store._files, 'get_file', fail)
+    with pytest.raises(DiskError) as e:
+      store.download({'a': tmp_path / 'a'})
+    monkeypatch.undo()
+  assert str(e.value) == (
+    f'{tmp_path}/a was not written: {os.strerror(number)}; TMPDIR chooses the disk of the copy of s3://bucket/run'
+  )
+
+
+def test_a_file_that_may_not_be_written_is_not_a_fault_of_the_bucket(store, monkeypatch, tmp_path):
+  """An object that may not be read has the same error number, without the name of the file."""
+  store.write('a', b'text')
+  (tmp_path / 'link').symlink_to(tmp_path / 'nothing' / 'a')  # refused to root, too
+  with pytest.raises(DiskError, match='link was not written: '):
+    store.download({'a': tmp_path / 'link'})
+  (tmp_path / 'file').touch()
+  with pytest.raises(DiskError, match='file/a was not written: '):
+    store.download({'a': tmp_path / 'file' / 'a'})
+
+  def refuse(*_, **__):
+    raise PermissionError(errno.EACCES, 'Access denied')
+
+  monkeypatch.setattr(store._files, 'get_file', refuse)
+  with pytest.raises(StoreError, match='Access denied') as e:
+    store.download({'a': tmp_path / 'a'})
+  assert e.value.lasting
+  monkeypatch.undo()
+  store.delete(['a'])
 
 
 def test_google_cloud_storage_is_asked_to_write_a_lock_only_where_there_is_none(gs, monkeypatch):
