@@ -12,7 +12,7 @@ pytest.importorskip('uvicorn')
 import uvicorn
 from uvicorn.server import ServerState
 
-from ragen_jax.serving.http_protocol import BYTES_PER_S, REQUEST_S, UNREAD_S, TimedProtocol
+from ragen_jax.serving.http_protocol import ANSWERED_S, BYTES_PER_S, REQUEST_S, UNREAD_S, TimedProtocol
 
 GET = b'GET / HTTP/1.1\r\nHost: x\r\n\r\n'
 KEPT_S = 75.0
@@ -73,13 +73,13 @@ class Transport:
 class Connection:
   """A client's connection to an application that reads the request, and ends its answer when the test says."""
 
-  def __init__(self, *, reads=True):
+  def __init__(self, *, reads=True, **options):
     self.clock, self.transport, self.go_on = Clock(), Transport(), asyncio.Event()
     self._reads = reads
     config = uvicorn.Config(
       self._app, interface='asgi3', log_config=None, lifespan='off', access_log=False, timeout_keep_alive=KEPT_S
     )
-    self.protocol = TimedProtocol(config, ServerState(), {}, self.clock)
+    self.protocol = TimedProtocol(config, ServerState(), {}, self.clock, **options)
     self.protocol.connection_made(self.transport)
 
   async def _app(self, scope, receive, send):
@@ -183,13 +183,46 @@ async def test_half_a_request_that_came_with_the_one_before_is_closed():
 
 @connected
 async def test_a_body_that_goes_on_after_the_answer_is_closed():
+  """As that of a request without a key, however fast it comes."""
   c = Connection(reads=False)
-  await c.sends(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n')
-  await c.answers()
-  for second in range(1, int(REQUEST_S)):
+  await c.sends(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000000\r\n\r\n')
+  for second in range(1, 4):
     assert c.open_at(float(second))
-    await c.sends(b'x')
-  assert not c.open_at(REQUEST_S + 0.1)
+    await c.sends(b'x' * 4 * BYTES_PER_S)
+  await c.answers()
+  assert c.transport.written.endswith(b'half')
+  for second in range(4, int(3 + ANSWERED_S)):
+    assert c.open_at(float(second))
+    await c.sends(b'x' * 4 * BYTES_PER_S)
+  assert not c.open_at(3 + ANSWERED_S)
+
+
+@connected
+async def test_a_connection_whose_body_ends_after_the_answer_is_kept_but_not_for_ever():
+  c = Connection(reads=False)
+  await c.sends(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n')
+  await c.answers()
+  assert c.open_at(2.0)
+  await c.sends(b'body')
+  assert c.open_at(ANSWERED_S + 1)
+  await c.sends(GET)
+  await c.answers()
+  assert c.transport.written.count(b'half') == 2
+  await c.sends(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n')
+  await c.answers()
+  await c.sends(b'body')
+  now = c.clock.now
+  assert c.open_at(now + REQUEST_S - 0.1) and not c.open_at(now + REQUEST_S)
+
+
+@connected
+async def test_a_body_buys_no_more_time_than_the_largest_that_is_accepted():
+  c, seconds = Connection(largest_body=20 * BYTES_PER_S), int(REQUEST_S) + 20
+  await c.sends(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000000\r\n\r\n')
+  for second in range(1, seconds):
+    assert c.open_at(float(second))
+    await c.sends(b'x' * 4 * BYTES_PER_S)
+  assert not c.open_at(float(seconds))
 
 
 @connected
