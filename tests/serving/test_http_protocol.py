@@ -45,18 +45,26 @@ class Clock:
 
 
 class Transport:
-  """Keeps what is written."""
+  """Keeps what is written.
+
+  Attributes:
+    unread: bytes that the client has not read; the test says how many.
+  """
 
   def __init__(self):
-    self.written, self.closed = b'', False
+    self.written, self.closed, self.unread = b'', False, 0
 
   def write(self, data):
     self.written += data
 
-  def close(self):
-    self.closed = True
+  def get_write_buffer_size(self):
+    return self.unread
 
-  abort = close
+  def close(self):
+    self.closed = self.closed or not self.unread
+
+  def abort(self):
+    self.closed = True
 
   def is_closing(self):
     return self.closed
@@ -101,6 +109,14 @@ class Connection:
     for _ in range(10):
       await asyncio.sleep(0)
     self.go_on.clear()
+
+  def has_unread(self, size):
+    """The client has left so many bytes unread; the transport tells the protocol, as that of asyncio."""
+    before, self.transport.unread = self.transport.unread, size
+    if size <= 16 * 1024 < before:
+      self.protocol.resume_writing()
+    elif before <= 64 * 1024 < size:
+      self.protocol.pause_writing()
 
   def open_at(self, now):
     self.clock.pass_to(now)
@@ -237,18 +253,71 @@ async def test_a_connection_that_is_lost_leaves_no_timer():
 async def test_a_client_that_reads_no_answers_is_closed():
   client = Connection()
   await client.sends(GET)
-  client.protocol.pause_writing()  # as the transport does when its buffer is full
+  client.has_unread(100_000)
   assert client.open_at(UNREAD_S - 1)
-  client.protocol.resume_writing()
+  client.has_unread(0)
   assert client.open_at(3 * UNREAD_S)
-  client.protocol.pause_writing()
+  client.has_unread(100_000)
   assert client.open_at(4 * UNREAD_S - 1) and not client.open_at(4 * UNREAD_S)
+
+
+@connected
+async def test_a_client_that_reads_slowly_is_not_closed_while_it_takes_enough():
+  client, unread = Connection(), 1000 * BYTES_PER_S
+  await client.sends(GET)
+  client.has_unread(unread)
+  second = 0
+  while unread:  # in parts, as the buffers of the sockets take them; a little faster than it has to
+    second += 40
+    assert client.open_at(float(second))
+    unread = max(unread - 42 * BYTES_PER_S, 0)
+    client.has_unread(unread)
+  assert second > 10 * UNREAD_S and client.open_at(second + 10 * UNREAD_S)
+  client.has_unread(1000 * BYTES_PER_S)
+  now = client.clock.now
+  assert client.open_at(now + UNREAD_S - 1)
+  client.has_unread(1)  # what was read fast buys no more than the usual time
+  assert client.open_at(now + 2 * UNREAD_S - 1) and not client.open_at(now + 2 * UNREAD_S)
+
+
+@connected
+async def test_a_client_that_takes_a_few_bytes_now_and_then_is_closed():
+  client = Connection()
+  await client.sends(GET)
+  for second in range(int(UNREAD_S)):
+    client.has_unread(4_000_000 - second)
+    assert client.open_at(float(second))
+  assert not client.open_at(UNREAD_S + 1)
+
+
+@connected
+async def test_an_answer_that_goes_on_counts_as_read_though_the_buffer_is_full_again():
+  client = Connection()
+  await client.sends(GET)
+  client.has_unread(70_000)
+  for second in range(1, int(3 * UNREAD_S)):
+    assert client.open_at(float(second))
+    client.has_unread(10_000)
+    client.protocol.transport.write(b'x' * 60_000)
+    client.has_unread(70_000)
+
+
+@connected
+async def test_the_rest_of_an_answer_that_nobody_reads_keeps_no_connection_open():
+  """It is less than the transport calls a full buffer."""
+  kept, ended = Connection(), Connection()
+  await kept.sends(GET)
+  await ended.sends(GET.replace(b'\r\n\r\n', b'\r\nConnection: close\r\n\r\n'))
+  for c in (kept, ended):
+    c.transport.unread = 1000
+    await c.answers()
+    assert c.open_at(UNREAD_S - 1) and not c.open_at(UNREAD_S)
 
 
 @connected
 async def test_a_lost_connection_leaves_no_timer():
   client = Connection()
   await client.sends(GET)
-  client.protocol.pause_writing()
+  client.has_unread(100_000)
   client.protocol.connection_lost(None)
   assert not [timer for timer in client.clock.timers if not timer.cancelled]
