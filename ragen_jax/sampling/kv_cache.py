@@ -157,11 +157,14 @@ def put_rows(state: SamplerState, rows: jax.Array, part: SamplerState) -> Sample
 def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
   """Replaces rows by the first columns of other rows, or drops the last columns of a row.
 
+  The columns behind those that a row keeps become 0. Attention gives columns without meaning the weight 0, which hides
+  every number but NaN and infinity: a row that may hold such numbers is mended by a copy to itself without columns.
+
   Args:
     state: the state before.
     copies: i32[b, 3], for each copy the row that is read, the row that is replaced, which each at most one copy may
       be, and the most columns that it keeps. Dropped columns must be text. The hidden state is that of the row that is
-      read, so it is right only if no column is dropped.
+      read, so it is right only if no column is dropped; it is 0 if no column is kept.
 
   Returns:
     The state after.
@@ -169,8 +172,14 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
   source, target, columns = copies[:, 0], copies[:, 1], copies[:, 2]
   part = take_rows(state, source)
   dropped = jnp.maximum(part.count - columns, 0)
-  part = part.replace(
-    count=part.count - dropped, draw_position=part.draw_position - dropped, rotary=part.rotary - dropped
+  count = part.count - dropped
+  kept = jnp.arange(part.cache[0].k.shape[1]) < count[:, None]  # [b, S]
+  part = SamplerState(
+    cache=jax.tree.map(lambda x: jnp.where(kept[:, :, None, None], x, 0), part.cache),
+    count=count,
+    draw_position=part.draw_position - dropped,
+    rotary=part.rotary - dropped,
+    hidden=jnp.where(count[:, None] > 0, part.hidden, 0),
   )
   return put_rows(state, target, part)
 

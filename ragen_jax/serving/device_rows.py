@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ragen_jax.sampling.draw import RowSampling
-from ragen_jax.sampling.sampler import Reply, Sampler, changed_weights
+from ragen_jax.sampling.sampler import Reply, Sampler, SamplerState, changed_weights
 from ragen_jax.serving.calls import TOP_LOGPROBS
 from ragen_jax.utils.errors import UserError
 
@@ -77,8 +77,11 @@ class DeviceRows:
     self._weights = _committed(sampler.decode_weights(params))
     # Whether weights are gathered depends on the memory that is free, and must not change with it later.
     self._gathered = not changed_weights(self._weights, sampler.abstract_weights(self._weights))
-    self._state = _committed(sampler.init(self._own * share.own, self._size))
+    self._state = self._empty_state()
     self._expected = _shapes(params)
+
+  def _empty_state(self) -> SamplerState:
+    return _committed(self._sampler.init(self._own * self._sampler.share.own, self._size))
 
   def _feed_sizes(self, width: int) -> tuple[int, ...]:
     """Numbers of rows of a shard that a program of a width feeds."""
@@ -99,10 +102,20 @@ class DeviceRows:
       if shape != self._expected[name]:
         raise ValueError(f'params: {name} is {shape}, and must be {self._expected[name]}')
 
-  def set_weights(self, params: Any) -> None:
-    """Replaces the weights; those before are freed first unless somebody else holds them."""
+  def set_weights(self, params: Any, *, keep_cache: bool = False) -> None:
+    """Replaces the weights; those before are freed first unless somebody else holds them.
+
+    Args:
+      params: the weights.
+      keep_cache: the rows stay as they are. With False they are made anew, and not only overwritten by and by: what
+        weights without finite numbers have written would spoil all that is sampled later, see `kv_cache.copy_rows`.
+    """
     self._weights = None
     self._weights = _committed(self._sampler.decode_weights(params, self._gathered))
+    if not keep_cache:
+      for x in jax.tree.leaves(self._state):
+        x.delete()  # first, so that there are never two caches
+      self._state = self._empty_state()
 
   def width_for(self, length: int, pending: int) -> int:
     """The width of the program that feeds the next of `pending` ids to a row that has `length` columns."""
@@ -147,6 +160,10 @@ class DeviceRows:
     copies = np.asarray([(0, 0, self._size)] * self._shards, np.int32)
     copies[target // self._own] = source % self._own, target % self._own, columns
     self._state = self._sampler.copy_rows(self._state, copies)
+
+  def clear(self, row: int) -> None:
+    """Empties a row, and leaves no number in it."""
+    self.copy(row, row, 0)
 
   def decode(
     self, rows: Sequence[int], keys: np.ndarray, budget: np.ndarray, sampling: RowSampling, *, alternatives: bool

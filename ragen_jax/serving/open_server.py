@@ -86,7 +86,9 @@ def open_server(
       service, engines.stats,
       model.tokenizer.token_bytes,
     )  # fmt: skip
-    http = stack.enter_context(HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections))
+    http = stack.enter_context(
+      HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections, settings.max_body)
+    )
 
     def forget(ended: tuple[str, ...]) -> None:
       if ended:  # an attempt ends in any thread; its session belongs to the event loop

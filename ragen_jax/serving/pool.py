@@ -14,7 +14,7 @@ from typing import Protocol
 from ragen_jax.serving.client import Over, ServerError, Task
 from ragen_jax.serving.lifecycle import Lifecycle
 from ragen_jax.serving.records import Claim, Gone, NotFound, RequestError, prompt_of
-from ragen_jax.serving.runners import Runner
+from ragen_jax.serving.runners import Runner, faulty
 from ragen_jax.serving.types import AttemptState
 from ragen_jax.serving.watch import Outcome, Watch
 from ragen_jax.utils.errors import UserError, describe_error
@@ -293,7 +293,7 @@ class Pool:
     """Plays one task and reports how it ended."""
     outcome, fault = attempt(lambda: self._runner.run(task, watch), 'runner')
     if fault:
-      outcome = Outcome.failed(str(fault))
+      outcome = faulty(fault, task)
     self._end(task, dataclasses.replace(outcome, error=outcome.error.replace(task.api_key, '***')))
 
   def _end(self, task: Task, outcome: Outcome) -> None:

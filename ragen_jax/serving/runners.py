@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import json
 import numbers
 import os
+import reprlib
 import select
 import signal
 import subprocess
@@ -23,15 +25,21 @@ from ragen_jax.envs.outside.base import LARGEST_REWARD, read_reward
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.types import AttemptState
 from ragen_jax.serving.watch import Ending, Outcome, Watch
-from ragen_jax.utils.errors import UserError, one_line, short
+from ragen_jax.utils.errors import UserError, one_line
 from ragen_jax.utils.imports import import_function
-from ragen_jax.utils.threads import attempt
+from ragen_jax.utils.threads import Fault, attempt
 
 _LONGEST_TAIL = 1500  # bytes of a program's output that an error shows
+_LONGEST_VALUE = 200  # characters of a value that an error shows
 _LONGEST_VARIABLE = 128_000  # bytes; Linux takes 131,072 for one variable of the environment
 _POLL_MS = 200  # between two looks whether the program has ended
 _LAST_READS = 32  # after the program's end; a pipe holds less
 _KILLED_S = 10.0  # how long a killed program may take to end
+
+# Values are written longer than they are shown: a text in them that is cut keeps so much of its beginning that the cut,
+# which may leave a part of a key, is not shown.
+_WRITER = reprlib.Repr()
+_WRITER.maxlevel, _WRITER.maxstring, _WRITER.maxother, _WRITER.maxlong = 4, *[5 * _LONGEST_VALUE] * 3
 
 
 class Runner(Protocol):
@@ -109,8 +117,8 @@ class _Call:
       return True
 
   def _run(self) -> None:
-    outcome, fault = attempt(lambda: _value_outcome(self._play()), 'agent')
-    self.outcome = Outcome.failed(str(fault)) if fault else outcome
+    outcome, fault = attempt(lambda: _value_outcome(self._play(), self._task), 'agent')
+    self.outcome = faulty(fault, self._task) if fault else outcome
     self._watch.end()
 
   def _play(self) -> Any:
@@ -126,13 +134,26 @@ class _Call:
     return await job
 
 
-def _value_outcome(value: Any) -> Outcome:
+def faulty(fault: Fault, task: Task) -> Outcome:
+  """A run that failed. The attempt's key is removed before the line is cut: the cut could leave a part of it."""
+  kind, detail = _without_key(fault.kind, task), _without_key(fault.detail, task)
+  return Outcome.failed(str(dataclasses.replace(fault, kind=kind, detail=detail)))
+
+
+def _without_key(text: str, task: Task) -> str:
+  return text.replace(task.api_key, '***') if task.api_key else text
+
+
+def _value_outcome(value: Any, task: Task) -> Outcome:
   if value is None:
     return Outcome(AttemptState.SUCCEEDED, None, '', None)
   reward = read_reward(value) if isinstance(value, numbers.Real) else None
   if isinstance(reward, float):
     return Outcome(AttemptState.SUCCEEDED, reward, '', None)
-  return Outcome.failed(f'agent returned {short(value)[:200]}; allowed: a number within {LARGEST_REWARD:g}, None')
+  if isinstance(value, bytes | bytearray):
+    value = value[: 5 * _LONGEST_VALUE]
+  shown = _without_key(one_line(value, _WRITER.repr), task)[:_LONGEST_VALUE]
+  return Outcome.failed(f'agent returned {shown}; allowed: a number within {LARGEST_REWARD:g}, None')
 
 
 class ProgramRunner:
@@ -170,9 +191,9 @@ class ProgramRunner:
       )  # fmt: skip
     except (OSError, ValueError, subprocess.SubprocessError) as e:
       return Outcome.failed(f'{argv[0]!r} cannot be started: {one_line(e, str)}')
-    with _tail_of(process) as tail:
+    with _tail_of(process, _LONGEST_TAIL + len(task.api_key)) as tail:
       ending = self._wait(process, watch)
-    written = f': {text}' if (text := one_line(tail.decode('utf-8', 'replace'), str)) else ''
+    written = f': {text}' if (text := one_line(_shown_tail(tail, task), str)) else ''
     if ending != Ending.ENDED:
       return Outcome.stopped(ending, task, written)
     status = process.returncode
@@ -217,12 +238,27 @@ def _signal_name(number: int) -> str:
     return f'signal {number}'
 
 
+def _shown_tail(tail: bytes, task: Task) -> str:
+  """The end of a program's output, without the attempt's key.
+
+  Args:
+    tail: the last bytes, as many more as the key has than are shown: the first may be a part of a key that was cut.
+    task: the attempt.
+  """
+  longest = _LONGEST_TAIL + len(task.api_key)
+  text = _without_key(tail.decode('utf-8', 'replace'), task)
+  if len(tail) >= longest:
+    text = text[len(task.api_key) :]
+  return text[-_LONGEST_TAIL:]
+
+
 @contextlib.contextmanager
-def _tail_of(process: subprocess.Popen) -> Iterator[bytearray]:
+def _tail_of(process: subprocess.Popen, longest: int) -> Iterator[bytearray]:
   """Reads a program's output in a thread, so that the program never waits for it.
 
   Yields:
-    The last bytes of the output; complete after the block, though a process that left the group may hold the pipe.
+    The last `longest` bytes of the output; complete after the block, though a process that left the group may hold the
+    pipe.
   """
   tail, done, pipe = bytearray(), threading.Event(), process.stdout
 
@@ -237,7 +273,7 @@ def _tail_of(process: subprocess.Popen) -> Iterator[bytearray]:
           if not (data := os.read(pipe.fileno(), 1 << 16)):
             return
           tail.extend(data)
-          del tail[:-_LONGEST_TAIL]
+          del tail[:-longest]
         elif ended:
           return
 

@@ -52,7 +52,7 @@ class Scheduler:
 
   def set_weights(self, params: Any, version: int, *, keep_cache: bool) -> None:
     """See `Engine.set_weights`."""
-    self.rows.set_weights(params)
+    self.rows.set_weights(params, keep_cache=keep_cache)
     self.version = version
     if not keep_cache:
       self._table.empty()
@@ -130,10 +130,7 @@ class Scheduler:
       alternatives=any(p.top_logprobs for p in params),
     )
     self.counts['chunks'] += 1
-    bad = int(np.sum(~np.isfinite(reply.logprobs)))
-    if bad and self._warned != self.version:
-      self._warned = self.version
-      _log.error('policy version %d: not finite: %d sampled log-probs; its replies mean nothing', self.version, bad)
+    self._note_spoilt(ready, ~np.isfinite(reply.logprobs))
     for i, (slot, call) in enumerate(zip(ready, calls, strict=True)):
       before = len(call.ids)
       slot.append(reply.tokens[i, : reply.count[i]])
@@ -142,8 +139,29 @@ class Scheduler:
       if finish is not None:
         self._end(slot, len(call.prompt) + len(call.ids), Finish.ABORTED if call.cancelled else finish)
 
+  def _note_spoilt(self, slots: list[Slot], bad: np.ndarray) -> None:
+    """Notes which slots have sampled numbers that are not finite, bool[n, C].
+
+    Their replies go on, since whoever trains on them has to see the numbers. Their rows are cleared when the replies
+    end: keys and values that are not finite would spoil the next reply in the row. The row that they began with may be
+    the one at fault, so no free slot stays warm.
+    """
+    if bad.any() and self._warned != self.version:
+      self._warned = self.version
+      number = int(bad.sum())
+      _log.error('policy version %d: not finite: %d sampled log-probs; its replies mean nothing', self.version, number)
+    spoilt = [slot for slot, own in zip(slots, bad, strict=True) if own.any() and not slot.spoilt]
+    for slot in spoilt:
+      slot.spoilt = True
+    for slot in self._table.free() if spoilt else []:
+      if slot.length:
+        self.rows.clear(slot.index)
+        slot.empty()
+
   def _end(self, slot: Slot, length: int, finish: Finish) -> None:
     """Ends the reply of a slot, which stays warm with its first columns."""
+    if slot.spoilt:
+      self.rows.clear(slot.index)
     self._table.end(slot, length)
     call = self.calls.pop(slot.index)
     self.counts['aborted' if finish is Finish.ABORTED else 'finished'] += 1

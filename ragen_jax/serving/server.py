@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from ragen_jax.serving.http_protocol import TimedProtocol
+from ragen_jax.serving.http_protocol import LARGEST_BODY, TimedProtocol
 from ragen_jax.serving.wire.errors import ApiError
 from ragen_jax.utils.errors import UserError
 
@@ -40,7 +41,15 @@ class HttpServer:
     url: its address, with the port that was chosen.
   """
 
-  def __init__(self, app: Any, on_stop: Callable[[], None], host: str, port: int, most_connections: int):
+  def __init__(
+    self,
+    app: Any,
+    on_stop: Callable[[], None],
+    host: str,
+    port: int,
+    most_connections: int,
+    max_body: int = LARGEST_BODY,
+  ):
     """Binds the address and starts the thread.
 
     Args:
@@ -50,6 +59,7 @@ class HttpServer:
       port: port; 0 chooses a free one.
       most_connections: further connections get the status 503. Those that send no request in time are closed, see
         `TimedProtocol`.
+      max_body: largest body of a request that the application accepts, in bytes; larger ones get no more time.
 
     Raises:
       UserError: the address cannot be bound.
@@ -68,8 +78,9 @@ class HttpServer:
     bound = self._socket.getsockname()[1]
     shown = {'0.0.0.0': '127.0.0.1', '::': '[::1]'}.get(host, f'[{host}]' if ':' in host else host)
     self.url = f'http://{shown}:{bound}'
+    protocol: Any = functools.partial(TimedProtocol, largest_body=max_body)
     config = uvicorn.Config(
-      app, http=TimedProtocol, ws='none', log_config=None, log_level='warning', access_log=False, lifespan='off',
+      app, http=protocol, ws='none', log_config=None, log_level='warning', access_log=False, lifespan='off',
       limit_concurrency=most_connections,
       backlog=_BACKLOG, timeout_keep_alive=75, timeout_graceful_shutdown=5, server_header=False, date_header=True,
     )  # fmt: skip

@@ -23,6 +23,7 @@ class Slot:
     current: the device's hidden state is that of the last valid column, so that the next token can be drawn from it.
     pending: ids that must be fed before the next token can be sampled.
     busy: a reply is being written.
+    spoilt: numbers that are not finite were sampled in the row. Its reply goes on, and nothing of it is reused.
     used: when the slot became free, in the order of such events; 0 if it was never used.
   """
 
@@ -34,6 +35,7 @@ class Slot:
   current: bool = False
   pending: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0,), np.int32))
   busy: bool = False
+  spoilt: bool = False
   used: int = 0
 
   @property
@@ -51,7 +53,7 @@ class Slot:
     """Makes all columns invalid; those that a reply needs must be fed again."""
     if self.busy:
       self.pending = np.concatenate([self.ids, self.pending])
-    self.length, self.current = 0, False
+    self.length, self.current, self.spoilt = 0, False, False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +123,7 @@ class SlotTable:
     free = self.free()
     if not free:
       return None
-    common = {s.index: _common(s.ids, prompt) for s in self.slots}
+    common = {s.index: 0 if s.spoilt else _common(s.ids, prompt) for s in self.slots}
     busy = np.bincount([s.shard for s in self.slots if s.busy], minlength=self.slots[-1].shard + 1)
     oldest: dict[int, Slot] = {}
     for slot in free:
@@ -150,12 +152,13 @@ class SlotTable:
     slot.busy = True
 
   def end(self, slot: Slot, length: int) -> None:
-    """Makes a slot free and warm with its first `length` columns, at most those that it has."""
+    """Makes a slot free and warm with its first `length` columns, at most those that it has; none if it is spoilt."""
     self._clock += 1
+    length = 0 if slot.spoilt else length
     slot.current = slot.current and length >= slot.length
     slot.length = min(length, slot.length)
     slot.pending = slot.pending[:0]
-    slot.busy = False
+    slot.busy = slot.spoilt = False
     slot.used = self._clock
 
   def empty(self) -> None:

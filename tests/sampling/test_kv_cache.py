@@ -95,17 +95,37 @@ def test_rows_are_taken_in_the_given_order_and_put_back(state):
   chex.assert_trees_all_equal(take_rows(after, jnp.asarray([1])), take_rows(state, jnp.asarray([1])))
 
 
+def without_rest(state):
+  """The state with zeros in the columns that belong to no row."""
+  kept = (jnp.arange(7) < state.count[:, None])[:, :, None, None]
+  return state.replace(cache=jax.tree.map(lambda x: jnp.where(kept, x, 0), state.cache))
+
+
 def test_rows_are_copied_whole_or_cut(state):
   """Row 2 to row 0 without its last two columns, row 1 to itself as it is."""
   after = copy_rows(state, jnp.asarray([[2, 0, 3], [1, 1, 7]]))
-  chex.assert_trees_all_equal(take_rows(after, jnp.asarray([1, 2])), take_rows(state, jnp.asarray([1, 2])))
+  chex.assert_trees_all_equal(take_rows(after, jnp.asarray([2])), take_rows(state, jnp.asarray([2])))
+  chex.assert_trees_all_equal(take_rows(after, jnp.asarray([1])), take_rows(without_rest(state), jnp.asarray([1])))
   assert after.count.tolist() == [3, 3, 5]
   assert after.draw_position.tolist() == [58, 50, 60] and after.rotary.tolist() == [103, 103, 105]
   for got, want in ((after.cache[0].k, state.cache[0].k), (after.cache[0].v, state.cache[0].v)):
     np.testing.assert_array_equal(got[0, :3], want[2, :3])
   whole = copy_rows(state, jnp.asarray([[2, 0, 5]]))
   rows = jnp.asarray([0, 2, 2])
-  chex.assert_trees_all_equal(take_rows(whole, rows[:1]), take_rows(state, rows[1:2]))
+  chex.assert_trees_all_equal(take_rows(whole, rows[:1]), take_rows(without_rest(state), rows[1:2]))
+
+
+def test_a_copy_takes_no_number_behind_the_columns_that_it_keeps(state):
+  """Row 2 has numbers that are not finite from its column 3 on. Row 1 is emptied by a copy to itself."""
+  spoilt = jnp.zeros((3, 7), bool).at[2, 3:].set(True).at[1].set(True)[:, :, None, None]
+  cache = jax.tree.map(lambda x: jnp.where(spoilt, jnp.nan, x), state.cache)
+  state = state.replace(cache=cache, hidden=state.hidden.at[1].set(jnp.inf))
+  after = copy_rows(state, jnp.asarray([[2, 0, 3], [1, 1, 0]]))
+  assert after.count.tolist() == [3, 0, 5]
+  own = take_rows(after, jnp.asarray([0, 1]))
+  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(own))
+  np.testing.assert_array_equal(own.cache[0].k[0, :3, 0, 0], [20, 21, 22])
+  assert not own.cache[0].v[0, 3:].any() and not own.cache[0].v[1].any() and not own.hidden[1].any()
 
 
 def test_resizing_adds_columns_at_the_end(state):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -96,6 +97,39 @@ def test_weights_are_replaced_without_a_new_program(sampler_and_params):
     reply = decode(rows, [0], budget=[4])
     check_reply(sampler, version, reply, 0, prompt)
   assert sampler.traces == traces
+
+
+def test_weights_without_finite_numbers_leave_no_trace(sampler_and_params):
+  """Columns that nobody attends to have the weight 0, and 0 * NaN is NaN."""
+  sampler, params = sampler_and_params
+  rows = device_rows(sampler, params)
+  rows.compile()
+  traces, texts = dict(sampler.traces), [np.asarray(p, np.int32) for p in prompts(ROWS, 20)]
+
+  def play(length):
+    for i, text in enumerate(texts):
+      rows.feed([Feed(i, text[:length], True)], 16)
+    return decode(rows, range(ROWS), budget=[4] * ROWS)
+
+  rows.set_weights(jax.tree.map(lambda x: x * np.nan, params))
+  assert np.isnan(play(16).logprobs[:, 0]).all()
+  old = jax.tree.leaves(rows._state)
+  layout = [x.sharding for x in old]
+  rows.set_weights(params)
+  assert all(x.is_deleted() for x in old)  # no second cache
+  assert [x.sharding for x in jax.tree.leaves(rows._state)] == layout
+  reply = play(4)
+  for i, text in enumerate(texts):
+    check_reply(sampler, params, reply, i, text[:4])
+  assert sampler.traces == traces
+
+
+def test_rows_stay_as_they_are_if_new_weights_keep_them(sampler_and_params):
+  sampler, params = sampler_and_params
+  rows, prompt = device_rows(sampler, params), np.asarray(prompts(1, 8)[0], np.int32)
+  rows.feed([Feed(0, prompt, True)], 16)
+  rows.set_weights(params, keep_cache=True)
+  check_reply(sampler, params, decode(rows, [0], budget=[4]), 0, prompt)
 
 
 def test_weights_of_another_model_are_refused(sampler_and_params):

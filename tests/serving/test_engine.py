@@ -486,6 +486,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on(shared):
 
 _ON_TWO_DEVICES = """
 import json
+import jax
+import numpy as np
 from flax import nnx
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings
@@ -504,6 +506,12 @@ with start(sampler, params, widths=(16,)) as engine:
   traces = dict(sampler.traces)
   replies = ask(engine, *mixed_requests()[:16])
   stats = engine.stats()
+  engine.set_weights(jax.tree.map(lambda x: x * np.nan, params), version=1, keep_cache=False)
+  spoilt = ask(engine, *mixed_requests()[:16])
+  assert all(np.isnan(r.logprobs).all() for r in spoilt)
+  engine.set_weights(params, version=2, keep_cache=False)
+  again = ask(engine, *mixed_requests()[:16])
+  assert [r.ids for r in again] == [r.ids for r in replies]
 print(json.dumps([sampler.traces == traces, stats.copies, [r.ids for r in replies]]))
 """
 

@@ -118,6 +118,22 @@ def test_failures_become_states_and_are_retried(lifecycle):
   assert lifecycle.store.rollout('nan').error == 'agent returned nan; allowed: a number within 1e+15, None'
 
 
+def test_no_part_of_the_key_is_left_where_the_error_of_a_runner_is_cut(lifecycle):
+  keys = []
+
+  class Broken:
+    def run(self, task, watch):
+      keys.append(task.api_key)
+      raise RuntimeError('.' * (250 + int(task.rollout_id)) + task.api_key)
+
+  _create(lifecycle, *map(str, range(0, 30, 5)))
+  with Pool(LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1'), Broken(), 4, _LONG, _LONG):
+    _wait(lifecycle, lambda: set(_states(lifecycle).values()) == {'failed'})
+  errors = [lifecycle.store.rollout(name).error for name in _states(lifecycle)]
+  assert len(keys) == 6 and all(error.startswith('runner raised RuntimeError: ...') for error in errors)
+  assert not [error for error in errors for key in keys if key[:5] in error]
+
+
 def test_an_attempt_that_the_server_ends_is_stopped(lifecycle):
   started, ended = threading.Event(), threading.Event()
 

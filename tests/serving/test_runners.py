@@ -75,6 +75,30 @@ def test_an_exception_fails_the_attempt(error):
   assert outcome.error.startswith(f'agent raised {type(error).__name__}') and '\n' not in outcome.error
 
 
+KEY = 'rk-' + '0123456789abcdef' * 2
+
+
+def shows_the_key(text):
+  """Whether a text holds four characters of the key in a row."""
+  return any(KEY[i : i + 4] in text for i in range(len(KEY) - 3))
+
+
+@pytest.mark.parametrize('before', [*range(180, 300, 7)])
+def test_no_part_of_the_key_is_left_where_the_error_is_cut(before):
+  text = '.' * before + KEY + '.' * 300
+
+  async def raises(task):
+    raise RuntimeError(text)
+
+  async def returns(task):
+    return [text, text.encode()]
+
+  for agent in (raises, returns, lambda task: text, lambda task: text.encode(), lambda task: {'a': text}):
+    outcome = _play(agent, _task(api_key=KEY))
+    assert outcome.state == AttemptState.FAILED and len(outcome.error) <= 300
+    assert not shows_the_key(outcome.error), outcome.error
+
+
 def test_a_cancelled_agent_cleans_up():
   watch, ends = Watch(_LONG), []
 
@@ -193,6 +217,16 @@ def test_the_error_of_a_program_shows_the_end_of_its_output():
   assert outcome.error.endswith(' last') and 1000 < len(outcome.error) < 1600
   assert _shell('kill -KILL $$').error == "'sh' was killed by SIGKILL"
   assert _shell(r"printf '\377'; exit 1").error == "'sh' ended with status 1: \N{REPLACEMENT CHARACTER}"
+
+
+def test_no_part_of_the_key_is_left_where_the_output_of_a_program_is_cut():
+  for rest in (0, 100, 1450, *range(1462, 1504, 5), 1540):
+    outcome = _shell(f'printf "%2000s$OPENAI_API_KEY%{rest}s" | tr " " .; exit 1', task=_task(api_key=KEY))
+    assert outcome.state == AttemptState.FAILED and not shows_the_key(outcome.error), rest
+    assert 1400 < len(outcome.error) < 1600
+    assert rest > 1450 or '***' in outcome.error
+  outcome = _shell('printf "x%s$OPENAI_API_KEY"; exit 1', task=_task(api_key=KEY))
+  assert outcome.error == "'sh' ended with status 1: x***"
 
 
 def test_a_program_that_cannot_start_fails_the_attempt(tmp_path):

@@ -181,3 +181,72 @@ def test_numbers_that_are_not_finite_are_told_once_for_each_version(scheduler, s
       play(scheduler, call(prompts(3, 9)[seed], seed, max_tokens=4))
   (record,) = caplog.records
   assert record.getMessage() == 'policy version 2: not finite: 4 sampled log-probs; its replies mean nothing'
+
+
+def spoil(scheduler, row):
+  """Makes the values of a row's first column NaN."""
+  state = scheduler.rows._state
+  cache = tuple(layer.replace(v=layer.v.at[row, 0].set(np.nan)) for layer in state.cache)
+  scheduler.rows._state = state.replace(cache=cache)
+
+
+def check_good(sampler_and_params, *calls):
+  for c in calls:
+    reply = c.listener.reply()
+    np.testing.assert_allclose(
+      reply.logprobs, expected_logprobs(*sampler_and_params, c.prompt, reply.ids), atol=1e-4, err_msg=str(c.prompt)
+    )
+
+
+def test_weights_without_finite_numbers_spoil_nothing_that_is_sampled_later(scheduler, sampler_and_params):
+  good = sampler_and_params[1]
+  scheduler.set_weights(jax.tree.map(lambda x: x * np.nan, good), 1, keep_cache=False)
+  bad = [call(p, max_tokens=8) for p in prompts(4, 20)]
+  for reply in play(scheduler, *bad):  # ends as others do, since whoever trains has to see it
+    assert np.isnan(reply.logprobs).all() and len(reply.ids) == 8 and reply.finish is Finish.LENGTH
+  half = [call(p, seed, max_tokens=8) for seed, p in enumerate(prompts(4, 9))]
+  step(scheduler, *half)
+  scheduler.set_weights(good, 2, keep_cache=False)
+  play(scheduler)
+  for c in half:
+    reply = c.listener.reply()
+    assert reply.versions.tolist() == [1] * 4 + [2] * 4 and np.isnan(reply.logprobs[:4]).all()
+    expected = expected_logprobs(*sampler_and_params, c.prompt, reply.ids)
+    np.testing.assert_allclose(reply.logprobs[4:], expected[4:], atol=1e-4)
+  after = [call(p, seed) for seed, p in enumerate(prompts(4, 5))]
+  play(scheduler, *after)
+  check_good(sampler_and_params, *after)
+
+
+def test_a_row_without_finite_numbers_is_cleared_when_its_reply_ends(scheduler, sampler_and_params):
+  prompt = prompts(1, 20)[0]
+  others = [call(p, max_tokens=40) for p in prompts(3, 9, seed=1)]
+  bad = call(prompt, max_tokens=12)
+  step(scheduler, bad, *others)
+  spoil(scheduler, 0)
+  step(scheduler)
+  assert np.isnan(bad._records['logprobs'][4:]).all() and scheduler.calls[0] is bad
+  others[0].cancelled = True
+  scheduler.drop_cancelled()
+  same = call(prompt, seed=1, max_tokens=30)
+  assert step(scheduler, same) == [same] and same.cached == 0  # nothing of the row is shared
+  step(scheduler)
+  assert bad.listener.reply().finish is Finish.LENGTH
+  short = call(prompts(1, 3, seed=2)[0])
+  assert step(scheduler, short) == [short] and scheduler.calls[0] is short
+  play(scheduler)
+  check_good(sampler_and_params, *others[1:], same, short)
+
+
+def test_a_beginning_without_finite_numbers_is_not_shared_again(scheduler, sampler_and_params):
+  prompt = prompts(1, 20)[0]
+  play(scheduler, call(prompt))
+  spoil(scheduler, 0)  # as if nothing had been sampled in the row
+  first, second = (call((*prompt, token), seed=1) for token in (11, 12))
+  play(scheduler, first, second)
+  assert scheduler.counts['copies'] and first.cached and second.cached
+  assert all(np.isnan(c.listener.reply().logprobs).all() for c in (first, second))
+  again = [call((*prompt, token), seed=2) for token in (11, 12, 13, 14)]
+  play(scheduler, *again)
+  assert again[0].cached == 0
+  check_good(sampler_and_params, *again)

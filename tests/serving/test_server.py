@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import socket
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -127,6 +128,23 @@ def test_connections_that_send_no_whole_request_lock_nobody_out(monkeypatch):
       with contextlib.suppress(ConnectionResetError):
         while connection.recv(1 << 16):
           pass
+    until(lambda: not server._server.server_state.connections)
+    assert get(server.url)[0] == b'hello'
+
+
+def test_a_body_without_an_end_that_was_answered_locks_nobody_out(monkeypatch):
+  """The answer comes before the body, as that to a request without a key."""
+  monkeypatch.setattr(http_protocol, 'ANSWERED_S', 0.05)
+  with HttpServer(hello, lambda: None, '127.0.0.1', 0, 2, max_body=1 << 40) as server:
+    address = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), PATIENCE) as holder:
+      holder.sendall(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000000\r\n\r\n')
+      assert holder.recv(1 << 16).startswith(b'HTTP/1.1 200')
+      end = time.monotonic() + PATIENCE
+      with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        while time.monotonic() < end:
+          holder.sendall(b'x' * 65536)
+      assert time.monotonic() < end, 'the connection stays open'
     until(lambda: not server._server.server_state.connections)
     assert get(server.url)[0] == b'hello'
 
