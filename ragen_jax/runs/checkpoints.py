@@ -290,6 +290,7 @@ class Checkpointer:
     Raises:
       UserError: a damaged checkpoint cannot be moved, or a bucket cannot be read. All processes raise it.
     """
+    self._verified.clear()  # files may have changed since the run began
     with processes.same_errors():
       while processes.is_first() and (step := self.best_step()) is not None and (damage := self._find_damage(step)):
         shown, other = self._set_aside(step, damage), self.best_step()

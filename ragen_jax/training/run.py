@@ -385,8 +385,9 @@ class Run:
     self._log.metrics.scalars(step, {BAD_ITERATIONS: self._monitor.all_bad_iterations})
     if not_finite:
       verdict = Verdict(answer, f'not finite: {not_finite}')
-    best, last = self._checkpointer.best_step(), step == self._settings.num_iterations
-    if verdict.action == 'rollback' and best is not None and not last:
+    last = step == self._settings.num_iterations
+    best = self._checkpointer.intact_best_step() if verdict.action == 'rollback' and not last else None
+    if best is not None:
       state, scores, rolled_back = self._roll_back(state, best, verdict), {}, True
     elif verdict.action != 'go_on':
       consequence = CONSEQUENCES['bad' if not_finite else verdict.action]
@@ -424,8 +425,6 @@ class Run:
 
   def _roll_back(self, state: TrainState, best: int, verdict: Verdict) -> TrainState:
     """The weights and the optimiser's state of the best checkpoint, with smaller learning rates; deletes the others."""
-    with processes.same_errors():
-      self._checkpointer.verify(best)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.saved())
     jax.tree.map(lambda x: x.delete(), state.saved())  # the devices may have no room for both
     arrays, _ = self._checkpointer.restore(like, step=best, partial=True)

@@ -33,6 +33,7 @@ from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import DiskError, Diverged, UserError
 from tests.support.configs import small_config
+from tests.support.damage import flip_bytes
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
@@ -142,6 +143,25 @@ def test_a_rollback_goes_to_the_same_checkpoint_whether_the_run_was_interrupted_
   assert _steps(tmp_path / 'interrupted') == [4, 6]
   with _open(tmp_path / 'interrupted', **fields) as (run, state):
     assert play(run, state.iteration + 1) == 8  # not 6, which only the interrupted run has
+
+
+def test_a_rollback_takes_the_next_best_checkpoint_if_the_best_one_is_damaged(tmp_path, capsys, caplog):
+  fields = {'num_iterations': 20, 'checkpoint__every': 2, 'checkpoint__keep': 3}
+  with _open(tmp_path, **fields) as (run, _):
+    for i, success in ((2, 0.5), (4, 0.9), (6, 0.1)):
+      _finish(run, _state(i, iteration=i), _evaluation(success))
+    flip_bytes(tmp_path, 4)
+    state, rolled_back = _finish(run, _state(7, iteration=7), verdict=Verdict('rollback', 'sick'))
+    assert rolled_back and state.trained['policy']['kernel'][0] == 2
+    for step in (2, 6):
+      flip_bytes(tmp_path, step)
+    state, rolled_back = _finish(run, _state(8, iteration=8), verdict=Verdict('rollback', 'sick again'))
+    assert not rolled_back and state.trained['policy']['kernel'][0] == 8  # and the run goes on
+    assert _steps(tmp_path) == [8]
+  told = capsys.readouterr().err
+  assert 'iteration 7: sick; back to 2' in told and 'iteration 8: sick again; there is no evaluated checkpoint' in told
+  assert 'checkpoint of step 4 is damaged' in caplog.text
+  assert sorted(p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()) == ['2', '4', '6']
 
 
 @pytest.mark.parametrize('after_the_save', [False, True])
