@@ -915,7 +915,7 @@ MUTATIONS = [
     'serving/test_http_protocol.py',
     ('(not kept or bool(self.conn.trailing_data[0]))', 'not kept'),
     ('if self.transport.is_closing() or not self._awaits():', 'if self.transport.is_closing():'),
-    ('    if not self.transport.get_write_buffer_size():\n      self._clear_unread()\n', ''),
+    ('    if not self.transport.get_write_buffer_size():\n      return\n', ''),
     ('    self._clear_timer()\n    self._clear_unread()\n', '    self._clear_timer()\n'),
     ('min(self._bytes, self._largest_body)', 'self._bytes'),
     ('left > 0 and not self._drops', 'left > 0'),

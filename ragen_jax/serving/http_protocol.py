@@ -87,12 +87,6 @@ class TimedProtocol(H11Protocol):
     super().pause_writing()
     self._watch_reading()
 
-  def resume_writing(self) -> None:
-    """The client has read most of the buffer."""
-    super().resume_writing()
-    if not self.transport.get_write_buffer_size():
-      self._clear_unread()
-
   def on_response_complete(self) -> None:
     """An answer was sent; the next request may have come with the one before it."""
     super().on_response_complete()
