@@ -13,15 +13,9 @@ import tempfile
 
 # Read by JAX when it is imported, so before any test module is.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# Compilation takes most of the tests' time, and the compiled programs run for moments. Without the emitters of fusions,
-# XLA's CPU compiler takes half the time. A version of jaxlib that does not know a flag would end the process.
+# Compilation takes most of the tests' time, and the compiled programs run for moments.
 if os.environ['JAX_PLATFORMS'] == 'cpu':
-  _flags = ['--xla_backend_optimization_level=0']
-  for _library in importlib.resources.files('jaxlib').glob('libjax_common.*'):
-    with _library.open('rb') as _file, mmap.mmap(_file.fileno(), 0, access=mmap.ACCESS_READ) as _bytes:
-      if _bytes.find(b'xla_cpu_use_fusion_emitters') >= 0:
-        _flags.append('--xla_cpu_use_fusion_emitters=false')
-  os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *_flags]).strip()
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_backend_optimization_level=0'.strip()
 # Tests and their subprocesses share compiled programs. The cache ends with the run of pytest: a compilation that fails
 # must fail every time.
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers inherit the variable
@@ -35,6 +29,18 @@ import jax
 import pytest
 
 from tests.support.paths import ROOT
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Lets the default tests compile without XLA's emitters of fusions, in half the time. Slow tests keep them."""
+  on_cpu, is_worker = os.environ['JAX_PLATFORMS'] == 'cpu', 'PYTEST_XDIST_WORKER' in os.environ
+  if config.option.markexpr != 'not slow' or not on_cpu or is_worker:  # workers inherit the variable
+    return
+  for library in importlib.resources.files('jaxlib').glob('libjax_common.*'):
+    with library.open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
+      if contents.find(b'xla_cpu_use_fusion_emitters') >= 0:  # an unknown flag would end the process
+        os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
+
 
 # Folders in the order of the import contract, from the top down. What stands higher runs more of the program and takes
 # longer, and long files must start first, so that no worker is left with one of them at the end.
