@@ -1015,7 +1015,6 @@ MUTATIONS = [
     'training/run.py', 'training/test_run.py',
     ("    if not due and verdict.action != 'stop':\n", '    if False:\n'),
     ('      self._log.metrics.flush()  # the times, which include the save\'s\n', '      pass\n'),
-    ('    self._log.metrics.scalars(state.iteration, self._counts(rollout))\n', ''),
     ('if saved < first)', 'if saved <= step)'),
     ("best = self._checkpointer.intact_best_step() if", "best = self._checkpointer.best_step() if"),
   ),

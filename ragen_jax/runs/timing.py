@@ -42,10 +42,6 @@ class Timer:
     finally:
       self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
-  def __contains__(self, phase: str) -> bool:
-    """Whether the phase has been completed since the last `pop`."""
-    return phase in self._seconds
-
   def pop(self) -> dict[str, float]:
     """Returns the seconds of each phase since the last call, as {'timing_s/<phase>': seconds}."""
     popped = {f'timing_s/{phase}': seconds for phase, seconds in self._seconds.items()}

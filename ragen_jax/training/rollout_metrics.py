@@ -33,6 +33,9 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
   replies = [(turn.reply, e.group) for e in rollout.episodes for turn in e.turns]
   metrics['rollout/repeated_replies'] = repeated_replies([r for r, _ in replies], np.asarray([g for _, g in replies]))
   metrics['train/batch_size'] = len(rollout.episodes)
+  metrics['perf/total_num_tokens'] = int(t.length.sum())
+  if rollout.row_steps:
+    metrics['perf/used_row_steps'] = rollout.tokens_sampled / rollout.row_steps
   return metrics
 
 

@@ -353,8 +353,6 @@ class Run:
       Stopped: a signal was received.
       Diverged: numbers were not finite in too many consecutive iterations, or in the last iteration.
     """
-    # Before the save, so that a run that is killed after it has them.
-    self._log.metrics.scalars(state.iteration, self._counts(rollout))
     return self._finish(state, evaluation, verdict, try_weights, lambda done: self._log_times(done, rollout))
 
   def _finish(
@@ -464,13 +462,6 @@ class Run:
         self._checkpointer.amend(meta, metrics=scores)
       else:
         self._checkpointer.save(state.iteration, state.saved() | {'replay': replay}, meta, metrics=scores)
-
-  def _counts(self, rollout: Rollout) -> dict[str, float]:
-    """The counts among the metrics `perf/`, which are equal in two equal runs."""
-    counts = {'perf/total_num_tokens': int(rollout.trajectory.length.sum())}
-    if 'gen' in self.timer:
-      counts['perf/used_row_steps'] = rollout.tokens_sampled / max(rollout.row_steps, 1)
-    return counts
 
   def _log_times(self, state: TrainState, rollout: Rollout) -> None:
     """Writes the times of an iteration, and updates the progress line."""

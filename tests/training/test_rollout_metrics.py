@@ -50,6 +50,9 @@ def test_metrics_are_those_of_plain_loops():
   t, metrics = rollout.trajectory, rollout_metrics(rollout, _GROUP)
   rows = [row for row in range(len(t.length)) if t.loss_mask[row].any()]
   assert len(rows) == 15 and len(t.length) > len(rows)  # empty ones too
+  assert metrics['perf/total_num_tokens'] == sum(int(n) for n in t.length) and 'perf/used_row_steps' not in metrics
+  steps = int(t.loss_mask.sum()) * 4
+  assert rollout_metrics(dataclasses.replace(rollout, row_steps=steps), _GROUP)['perf/used_row_steps'] == 0.25
   scores = [sum(own) for own in _REWARDS]
   valid = [[s for e, s in enumerate(scores) if e // _GROUP == g and e != _FAILED] for g in range(3)]
   stds = [np.std(own, ddof=1) for own in valid]
