@@ -302,11 +302,11 @@ class SamplerSpeaker:
   def _sample(self, log: EpisodeLog) -> dict[int, list[int]]:
     """Samples until replies are complete: all of them in lockstep, else some, perhaps none. Returns their ids."""
     limits, columns = log.limits, decode_columns(log.limits)
-    lockstep = limits.schedule == 'lockstep'
-    at, selected = self._selection(self._slots >= 0, self._decoded)
-    slots, keys = self._slots[at], self._keys if selected is None else _taken(self._keys, at)
+    lockstep, decoded = limits.schedule == 'lockstep', self._decoded
     complete: dict[int, list[int]] = {}
     while True:
+      at, selected = self._selection(np.isin(self._slots, list(self._open)), decoded)
+      slots, keys = self._slots[at], self._keys if selected is None else _taken(self._keys, at)
       left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in slots.tolist()]
       self._state, reply, goes_on = self._sampler.decode(
         self._params,
@@ -316,13 +316,18 @@ class SamplerSpeaker:
         columns=columns,
         sampling=self._sampling,
         rows=selected,
-        enough=None if lockstep else self._shapes.enough(self._decoded),
+        enough=None if lockstep else self._shapes.enough(decoded),
+        most_open=self._shapes.most_open(decoded) if lockstep and limits.drop_finished else 0,
       )
       self._take(log, slots, processes.own_rows(reply), complete)
       if not lockstep or not bool(goes_on):
         return complete
-      # The longest row of all processes is at most so long.
-      self._longest += columns
+      # The rest of the replies goes on in as few rows as hold them; processes agree on shapes.
+      still = np.isin(self._slots, list(self._open))
+      rows = still.reshape(self._sampler.share.own, -1).sum(axis=1).max()
+      live, self._longest = processes.largest((int(rows), int(log.timeline.length[self._slots[still]].max(initial=0))))
+      if limits.drop_finished:
+        decoded = self._shapes.decoded_rows(live)
       self._resize(self._longest + columns)
 
   def _take(self, log: EpisodeLog, slots: np.ndarray, reply: Reply, complete: dict[int, list[int]]) -> None:

@@ -72,15 +72,21 @@ def lockstep(policy):
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
     pytest.param({'agent__rows_in_flight': 8}, marks=pytest.mark.slow),
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__drop_finished': True},
+    {'agent__drop_finished': True},
   ],
-  ids=['in parts', 'continuous', 'continuous, some at a time', 'lockstep, some at a time', 'continuous, dropping rows'],
-)
+  ids=[
+    'in parts', 'continuous', 'continuous, some at a time', 'lockstep, some at a time', 'continuous, dropping rows',
+    'lockstep, dropping rows',
+  ],
+)  # fmt: skip
 def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
   rollout, fed = play(policy, **changes)
   assert_same(rollout, lockstep)
   assert rollout.tokens_sampled == lockstep.tokens_sampled <= rollout.row_steps
   if 'agent__rows_in_flight' in changes:
     assert {len(x.slots) for x in fed} == {8}
+  if 'agent__drop_finished' in changes:
+    assert rollout.row_steps < lockstep.row_steps, 'fewer idle rows'
   if 'agent__schedule' in changes:
     mixed = [x for x in fed if 0 < np.sum(x.count > 0) < np.sum(x.slots >= 0)]
     assert mixed, 'some rows were fed while others were in the middle of a reply'
