@@ -169,7 +169,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Added to the reward of a turn whose reply has the wrong format or an unknown action; 0 or negative.
   config.agent.format_penalty = -0.1
   # When episodes have ended, sample with 3/4, 1/2, 5/16 or 1/8 of the rows of every device, if the others fit in these.
-  # With the schedule 'lockstep', also within a turn: as soon as the open replies fit in a third of the rows.
+  # With the schedule 'lockstep', also when replies have ended and the others need another call.
   config.agent.drop_finished = True
   # When episodes get their next prompts: 'lockstep', all on the devices together, after the longest reply;
   # 'continuous', each as soon as its reply is complete. The sampled tokens are the same; log-probs differ by rounding.

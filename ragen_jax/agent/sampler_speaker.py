@@ -317,7 +317,6 @@ class SamplerSpeaker:
         sampling=self._sampling,
         rows=selected,
         enough=None if lockstep else self._shapes.enough(decoded),
-        most_open=self._shapes.most_open(decoded) if lockstep and limits.drop_finished else 0,
       )
       self._take(log, slots, processes.own_rows(reply), complete)
       if not lockstep or not bool(goes_on):

@@ -299,11 +299,8 @@ def rollout_calls(
       bucket = sizes.decoded_rows(int((slots >= 0).sum(axis=1).max()))
     while True:
       steps = min(chunk, int(left[held].max()))
-      by_shard = np.where(slots >= 0, left[slots], 0)
       if agent.schedule != 'lockstep':
-        steps = min(steps, _until(by_shard, sizes.enough(bucket)))
-      elif agent.drop_finished:
-        steps = min(steps, _until_few(by_shard, sizes.most_open(bucket)))
+        steps = min(steps, _until(np.where(slots >= 0, left[slots], 0), sizes.enough(bucket)))
       taken = np.minimum(left[held], steps)
       yield Call('decode', bucket * shards, size, steps=steps, used=int(taken.sum()))
       used[held] += taken
@@ -324,11 +321,6 @@ def _until(left: np.ndarray, enough: int) -> int:
   """Steps until a shard has enough complete replies: `left` i64[shards, rows], 0 for rows without a reply."""
   ordered = np.sort(np.where(left > 0, left, np.iinfo(np.int64).max), axis=1)
   return int(ordered[:, min(enough, left.shape[1]) - 1].min())
-
-
-def _until_few(left: np.ndarray, open_replies: int) -> int:
-  """Steps until each shard has at most so many open replies; the arguments are those of `_until`."""
-  return int(np.sort(left, axis=1)[:, : left.shape[1] - open_replies].max(initial=0))
 
 
 def _rows(

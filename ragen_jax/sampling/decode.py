@@ -144,7 +144,6 @@ def decode(
   budget: jax.Array,
   temperature: jax.Array | None,
   enough: jax.Array,
-  most_open: jax.Array,
   *,
   columns: int,
   stop_ids: tuple[int, ...],
@@ -155,7 +154,7 @@ def decode(
   alternatives: int = 0,
   shards: int = 1,
 ) -> tuple[Added, Reply]:
-  """Samples up to C tokens for each row; the loop ends with the last row that goes on, or as the caller says.
+  """Samples up to C tokens for each row; the loop ends with the last row that goes on, or with `enough` complete rows.
 
   The next call continues a reply that is still open, and draws what a single longer call would. The stop
   token is part of the reply and goes through the model like every other token, so that the next turn attends to it.
@@ -168,7 +167,6 @@ def decode(
     budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
     temperature: f32[], used with a `Sampling` unless `sampling.temperature` is 0.
     enough: i32[], complete replies of a shard with which the loop ends; more than its rows for all.
-    most_open: i32[], open replies of each shard with which the loop ends.
     columns: C.
     stop_ids: tokens that end a reply.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
@@ -235,9 +233,9 @@ def decode(
   def not_finished(carry):
     step, _, _, reply = carry
     complete = jnp.sum(((budget > 0) & ~reply.open).reshape(shards, -1), axis=1)
-    of_shards = jnp.stack([jnp.sum(reply.open.reshape(shards, -1), axis=1) > most_open, complete >= enough])
-    too_many, any_enough = of_shards.any(axis=1)  # one exchange between devices for both
-    return (step < columns) & too_many & ~any_enough
+    of_shards = jnp.stack([reply.open.reshape(shards, -1).any(axis=1), complete >= enough])
+    any_open, any_enough = of_shards.any(axis=1)  # one exchange between devices for both
+    return (step < columns) & any_open & ~any_enough
 
   rows = len(budget)
   empty = _empty_reply(budget, columns, alternatives)

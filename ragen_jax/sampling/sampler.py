@@ -167,9 +167,8 @@ class Sampler:
     return self._append(state, rows, added)
 
   def _decode_rows(
-    self, params, state, key_data, budget, temperature, enough, most_open, rows, by_row=None, *, columns, sampling,
-    alternatives=0,
-  ):  # fmt: skip
+    self, params, state, key_data, budget, temperature, enough, rows, by_row=None, *, columns, sampling, alternatives=0
+  ):
     added, reply = decode(
       self.graphdef,
       params,
@@ -178,7 +177,6 @@ class Sampler:
       budget,
       temperature,
       enough,
-      most_open,
       columns=columns,
       stop_ids=self.stop_ids,
       vocab_limit=self.vocab_limit,
@@ -329,8 +327,8 @@ class Sampler:
     )  # fmt: skip
     sampled = dict(
       key_data=abstract(key_data.shape, key_data.dtype), budget=abstract((part,), jnp.int32),
-      temperature=np.float32(1), enough=np.int32(1), most_open=np.int32(0), rows=selected, columns=columns,
-      sampling=sampling.compiled, alternatives=0,
+      temperature=np.float32(1), enough=np.int32(1), rows=selected, columns=columns, sampling=sampling.compiled,
+      alternatives=0,
     )  # fmt: skip
     found = {
       'extend_first': lambda: self._extend.lower(params=params, state=state, **observation, all_begin=True),
@@ -430,7 +428,6 @@ class Sampler:
     alternatives: int = 0,
     rows: np.ndarray | None = None,
     enough: int | None = None,
-    most_open: int = 0,
   ) -> tuple[SamplerState, Reply, jax.Array]:
     """Samples for rows of this process; see `decode.decode`. `state` is donated.
 
@@ -447,7 +444,6 @@ class Sampler:
       alternatives: compiled in.
       rows: i32[b], the rows that take part, as in `extend`. Default all B.
       enough: complete replies of a shard with which the call ends; default all.
-      most_open: open replies of each shard with which the call ends.
 
     Returns:
       The state after, the `Reply`, and bool[], whether a reply of any process is still open.
@@ -465,7 +461,6 @@ class Sampler:
       key_data=self._place(jax.random.key_data(keys)),
       budget=self._place(budget),
       enough=jnp.int32(len(budget) + 1 if enough is None else enough),
-      most_open=jnp.int32(most_open),
       rows=None if rows is None else self._place(rows),
       columns=columns,
       alternatives=alternatives,

@@ -64,13 +64,6 @@ class Shapes:
     """The fewest rows of a shard that `decode` may run on if `live` of them must be among them."""
     return min(n for n in self.decoded if n >= live)
 
-  def most_open(self, decoded: int) -> int:
-    """Open replies of a shard for which `decode` of all replies ends early, of `decoded` rows, to go on in fewer rows.
-
-    A third of the rows at most, because a call takes as long as several steps.
-    """
-    return max((n for n in self.decoded if 3 * n <= decoded), default=0)
-
   def enough(self, decoded: int) -> int:
     """Complete replies of a shard for which `decode` ends early, of `decoded` rows, so that their rows can be fed."""
     return min(self.fed, max(decoded // 4, 1))

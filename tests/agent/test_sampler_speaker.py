@@ -238,7 +238,6 @@ class KeyRecorder:
 def test_draws_of_different_turns_are_independent():
   """Rows begin anew at position 0; with the turn left out of the key, every turn would draw with the same luck."""
   config = small_config(train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0)
-  config.agent.drop_finished = False  # otherwise calls for the rest of a turn's replies get the same keys again
   policy = build.load_policy(config)
   sampler = KeyRecorder(policy.sampler)
   trainer = build.make_trainer(config, dataclasses.replace(policy, sampler=sampler))

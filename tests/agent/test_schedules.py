@@ -72,13 +72,17 @@ def lockstep(policy):
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
     pytest.param({'agent__rows_in_flight': 8}, marks=pytest.mark.slow),
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__drop_finished': True},
-    {'agent__drop_finished': True},
+    {'agent__decode_chunk': 5, 'agent__drop_finished': True},
   ],
   ids=[
-    'in parts', 'continuous', 'continuous, some at a time', 'lockstep, some at a time', 'continuous, dropping rows',
-    'lockstep, dropping rows',
+    'in parts',
+    'continuous',
+    'continuous, some at a time',
+    'lockstep, some at a time',
+    'continuous, dropping rows',
+    'lockstep in parts, dropping rows',
   ],
-)  # fmt: skip
+)
 def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
   rollout, fed = play(policy, **changes)
   assert_same(rollout, lockstep)

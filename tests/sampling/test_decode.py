@@ -42,7 +42,7 @@ def run(model):
   @functools.partial(jax.jit, static_argnames=('columns', 'sampling'))
   def decode(state, *arguments, **options):
     added, reply = programs.decode(
-      graphdef, params, state, *arguments, jnp.int32(0), stop_ids=(STOP,), vocab_limit=VOCAB, banned=(), **options
+      graphdef, params, state, *arguments, stop_ids=(STOP,), vocab_limit=VOCAB, banned=(), **options
     )
     return append(state, None, added), reply
 
@@ -123,24 +123,6 @@ def test_given_rotary_offsets_are_a_full_forward_pass_with_these_positions(model
     np.testing.assert_allclose(reply.logprobs[row, :n], expected, rtol=0, atol=1e-4)
     plain, _ = model.policy(model.policy.embed(timeline[None]))
     assert np.abs(plain - hidden).max() > 0.01, 'the positions did not matter'
-
-
-@pytest.mark.parametrize(
-  ('most_open', 'enough', 'steps'),
-  [(0, 5, 9), (1, 5, 6), (2, 5, 0), (1, 2, 5), (0, 1, 2), (0, 2, 5)],
-)
-def test_a_call_ends_when_each_shard_has_few_open_replies_or_one_has_enough_complete_ones(
-  model, most_open, enough, steps
-):
-  """Replies of 2, 5 and 6, 9 tokens on two shards; no token ends one before."""
-  graphdef, params = nnx.split(model)
-  _, reply = jax.jit(functools.partial(programs.decode, columns=9, sampling=PLAIN, shards=2), static_argnums=0,
-                     static_argnames=('stop_ids', 'vocab_limit', 'banned'))(
-    graphdef, params, init_state(model.policy, 4, 16), jax.random.split(jax.random.key(0), 4),
-    jnp.asarray([2, 5, 6, 9]), jnp.float32(1), jnp.int32(enough), jnp.int32(most_open),
-    stop_ids=(STOP,), vocab_limit=VOCAB, banned=(STOP,),
-  )  # fmt: skip
-  assert reply.count.tolist() == [min(n, steps) for n in (2, 5, 6, 9)]
 
 
 def test_positions_with_several_axes_advance_by_the_largest_and_go_on_alike_on_all_axes():

@@ -265,10 +265,6 @@ def test_a_call_ends_with_enough_complete_replies_and_the_next_goes_on(model):
     for row in range(4):
       parts = [np.asarray(x.tokens)[row, : x.count[row]] for x in (begun, rest)]
       np.testing.assert_array_equal(np.concatenate(parts), whole.tokens[row, : whole.count[row]])
-    # The same call in other words: it ends with so many open replies.
-    _, begun_again, _ = sampler.decode(params, fed(), keys, budget, **options, most_open=4 - enough)
-    assert int(begun_again.count.max()) == complete[enough - 1]
-    np.testing.assert_array_equal(begun_again.tokens, begun.tokens)
 
 
 def test_the_cache_is_resized(model):
@@ -332,7 +328,7 @@ def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, mon
     products = str(
       jax.make_jaxpr(lambda p, s, w=sampler: w._decode(
         params=p, state=s, key_data=jnp.zeros((2, 2), jnp.uint32), budget=jnp.ones(2, jnp.int32), temperature=1.0,
-        enough=1, most_open=0, rows=None, columns=2, sampling=PLAIN,
+        enough=1, rows=None, columns=2, sampling=PLAIN,
       ))(params, state)
     )  # fmt: skip
     width = model.policy.cfg.intermediate_size

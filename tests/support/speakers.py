@@ -98,8 +98,8 @@ class ScriptedSampler:
     del params, tokens, count, begins, rows, all_begin, images
     return state
 
-  def decode(self, params, state, keys, budget, *, columns, sampling, rows, enough, most_open):
-    del params, keys, sampling, enough, most_open
+  def decode(self, params, state, keys, budget, *, columns, sampling, rows, enough):
+    del params, keys, sampling, enough
     part = state if rows is None else state[rows]
     tokens = np.zeros((len(part), columns), np.int32)
     count = np.zeros((len(part),), np.int32)
