@@ -304,6 +304,7 @@ MUTATIONS = [
   ),
   *_of(
     'agent/rollout.py', 'agent/test_rollout.py',
+    ('turns - a.shape[1])), constant_values=-1', 'turns - a.shape[1])), constant_values=0'),
     ('int(p.anchors.max(initial=-1)) + 1', 'int(p.anchors.max(initial=-1))'),
     ('np.where(p.anchors < 0, -1, p.anchors + o)', 'p.anchors + o'),
     ('rollout.episode_scores[kept]', 'rollout.episode_scores[: len(kept)]'),

@@ -5,6 +5,7 @@ python main.py --config=configs/frozenlake_ppo.py
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -164,18 +165,21 @@ def run() -> None:
   A `UserError` is written as one line, with its status (2, or that of `utils.errors`). SIGINT gives the status
   130, SIGTERM 143.
   """
-  command_line.set_up_logging()
-  command_line.show_in_help(
-    _CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _PATIENCE
-  )
   try:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by main.py
+      signal.signal(signal.SIGINT, signal.default_int_handler)
+    command_line.set_up_logging()
+    command_line.show_in_help(
+      _CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _PATIENCE
+    )
     app.run(main, flags_parser=command_line.parse)
   except UserError as e:
     if not e.everywhere or processes.is_first():
       sys.stderr.write(f'error: {e}\n')
     processes.leave(e.status, together=e.everywhere, reason=str(e))
   except KeyboardInterrupt as e:
-    sys.stderr.write(_INTERRUPTED.get(_MODE.value, 'interrupted') + '\n')
+    mode = _MODE.value if flags.FLAGS.is_parsed() else None
+    sys.stderr.write(_INTERRUPTED.get(mode, 'interrupted') + '\n')
     # All processes stop at the same place, unless one was interrupted before it could tell the others.
     processes.leave(getattr(e, 'status', 130), together=isinstance(e, Stopped), reason='interrupted')
 

@@ -122,6 +122,8 @@ def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
   # Each part numbers its anchors from 0.
   offsets = np.cumsum([0] + [int(p.anchors.max(initial=-1)) + 1 for p in parts])
   anchors = [np.where(p.anchors < 0, -1, p.anchors + o) for p, o in zip(parts, offsets, strict=False)]
+  turns = max(a.shape[1] for a in anchors)
+  anchors = [np.pad(a, ((0, 0), (0, turns - a.shape[1])), constant_values=-1) for a in anchors]
   return Rollout(
     trajectory,
     [e for p in parts for e in p.episodes],

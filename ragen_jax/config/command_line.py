@@ -81,6 +81,8 @@ def parse(argv: list[str]) -> list[str]:
   needless = mode in ('view', 'plot') and _find_value(argv, 'workdir') and not _find_value(argv, 'config')
   if not needless and not _find_value(argv, 'config'):
     _check_flags(argv)
+    if mode in ('view', 'plot'):
+      raise UserError(f'--mode={mode}: --workdir=DIR is missing, the directory of a run')
   path = '' if needless else _value_of(argv, 'config')
   config = ConfigDict() if needless else load_config(path)
   argv = argv if needless else [argv[0], *_with_files(argv[1:])]

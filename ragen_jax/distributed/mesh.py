@@ -33,6 +33,8 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
   if min(fsdp, tensor) < 1 or (data < 1 and data != -1):
     raise UserError(f'{asked}: each must be at least 1, and data may be -1 for the devices that are left')
   if data == -1:
+    if len(devices) % (fsdp * tensor):
+      raise UserError(f'{asked}: fsdp * tensor must divide the number of devices, {len(devices)}')
     data = len(devices) // (fsdp * tensor)
   if math.prod((data, fsdp, tensor)) != len(devices):
     raise UserError(f'{asked}: must multiply to the number of devices, {len(devices)}')

@@ -28,7 +28,7 @@ def find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, give
   if config.eval.step in ('base', 'none'):
     return None
   if checkpointer.steps():
-    return choose_step(checkpointer, config.eval.step, 'eval.step')
+    return choose_step(checkpointer, config.eval.step, 'eval.step', others=('base', 'none'))
   is_run = os.path.exists(os.path.join(workdir, 'config.json'))
   named = config.model.path or config.lora.path
   if config.eval.step != 'latest' or is_run or (given and not named):

@@ -6,6 +6,7 @@ chip says memory, time and what would be better (`plan_report`).
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, TextIO
 
@@ -22,6 +23,8 @@ from ragen_jax.modes.plan_report import report
 from ragen_jax.training.memory import USABLE
 
 _GIB = 2**30
+
+_log = logging.getLogger(__name__)
 
 
 def plan(config: ConfigDict, out: TextIO) -> None:
@@ -53,6 +56,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     config.update_from_flattened_dict(machine)
   memory.use_cpu_devices(config.plan.devices)
   check_config(config, weights=False)
+  _log.info('compiling programs to measure their memory; with a pretrained model this takes minutes')
   config = memory.with_micro_batch_size(config)
   compiled: dict[Any, int] = {}
   found = memory.estimate(config, compiled)
@@ -69,7 +73,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
   # A power of two, which divides the dimensions of the models.
   more = 1 << (math.ceil(config.plan.devices * kept / better.limit) - 1).bit_length()
   if flags:
-    out.write(f'Nor with {flags}: {better.total(better.worst) / _GIB:.1f} GiB in the {better.worst}.\n')
+    out.write(f'Nor with {flags}: {_most(better)}.\n')
   out.write(
     f'Take more devices (plan.devices; for the weights and the optimiser alone {more}, with mesh.fsdp={more}), '
     'more memory, a smaller model or a shorter agent.max_context.\n'
@@ -80,13 +84,19 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     more_changes, _, lighter_plan = fit(lighter, memory.estimate(lighter, compiled), compiled)
     if lighter_plan.fits:
       out.write(
-        f'Or train adapters in place of all weights: {lighter_plan.total(lighter_plan.worst) / _GIB:.1f} GiB with\n'
+        f'Or train adapters in place of all weights: {_most(lighter_plan)} with\n'
         f'  {_flags(changes | ADAPTERS | more_changes)}\n'
       )
 
 
 def _flags(changes: dict[str, Any]) -> str:
   return ' '.join(f'--config.{name}={value}' for name, value in changes.items())
+
+
+def _most(found: MemoryPlan) -> str:
+  """The memory of the largest phase, in words; activations are not counted where all else exceeds the limit."""
+  more = '' if 'activations' in found.phases[found.worst] else 'more than '
+  return f'{more}{found.total(found.worst) / _GIB:.1f} GiB in the {found.worst}'
 
 
 def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
@@ -97,6 +107,8 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
   arranged = ', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
   out.write(f'{model}: {found.parameters / 1e6:.1f}M parameters on {devices} ({arranged})\n\n')
   names = list(dict.fromkeys(name for kinds in found.phases.values() for name in kinds))
+  if 'activations' not in names:  # of no phase, because none has room for the rest
+    names.append('activations')
   width = max(map(len, [*names, 'GiB per device']))
   out.write(f'{"GiB per device":{width}}' + ''.join(f'{phase:>12}' for phase in found.phases) + '\n')
   for name in names:
@@ -107,21 +119,20 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
     out.write(f'{name:{width}}' + ''.join(f'{cell:>12}' for cell in cells) + '\n')
   out.write(f'{"together":{width}}' + ''.join(f'{found.total(x) / _GIB:12.2f}' for x in found.phases) + '\n\n')
   rows, (micro, width, _) = found.cache_rows, found.micro_batch
-  seen = visual_columns(config)
+  bins, seen = micro // row_shards(mesh), visual_columns(config)
   images = f', {seen} of them for images' if seen else ''
   out.write(
-    f'Update: {micro // row_shards(mesh)} {"bins" if config.optimizer.packing else "rows"} of '
-    f'{width} tokens a device at once. Caches: {rows["rollout"]} rows '
+    f'Update: {bins} {"bin" if config.optimizer.packing else "row"}{"s" * (bins > 1)} of '
+    f'{width} tokens a device at once. Caches: {rows["rollout"]} row{"s" * (rows["rollout"] > 1)} '
     f'(evaluation: {rows["evaluation"]}) of {found.columns} columns a device, and observations of up to '
     f'{prompt_columns(config)} tokens{images}.\n'
     'Activations are those of the programs compiled for CPU in float32, which bounds bfloat16 from above; an '
     "accelerator's compiler orders and fuses otherwise (plan.topology asks it). All else is counted exactly.\n"
   )
   most = found.total(found.worst) / _GIB
-  verdict = 'It fits' if found.fits else 'It does not fit'
+  verdict = 'It fits: up to' if found.fits else 'It does not fit:'
   out.write(
-    f'{verdict}: up to {most:.1f} GiB in the {found.worst}, of {found.limit / _GIB:.1f} that may be filled '
-    f'({USABLE:.0%} of {p.memory_gb:g}).\n'
+    f'{verdict} {_most(found)}, of {found.limit / _GIB:.1f} that may be filled ({USABLE:.0%} of {p.memory_gb:g}).\n'
   )
   if found.fits and most > 0.75 * p.memory_gb:
     out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')

@@ -246,7 +246,7 @@ def read_by_prompt_search(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def free_in_export(config: Mapping[str, Any]) -> frozenset[str]:
   """The fields that may differ from the run's config when its checkpoint is exported."""
-  return free_in_training(config)[0] | fields_of('length')
+  return free_in_training(config)[0] | fields_of('length', 'evaluation', 'diagnostics')
 
 
 def has_effect(field: str) -> bool:

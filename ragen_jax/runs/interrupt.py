@@ -60,6 +60,8 @@ class Interrupt:
     # The default handler kills at once; a Python handler would wait until a compilation ends.
     signal.signal(number, signal.SIG_DFL)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
-    message = f'\nstopping after this {self._noun}, with a checkpoint; {again} again stops at once\n'
+    message = (
+      f'\nstopping after this {self._noun} or evaluation; what has been learnt is saved; {again} again stops at once\n'
+    )
     with contextlib.suppress(OSError):
       os.write(2, message.encode())  # a signal handler must not write to sys.stderr's buffer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from ragen_jax.agent.episode import Episode, Status, Turn
@@ -39,6 +41,9 @@ def test_shares_of_a_rollout_keep_their_numbers():
   assert t.turn[0].tolist() == [0, 0, 0, -1, -1, -1]
   # Each part numbered its anchors by itself, and -1 is none.
   assert whole.anchors.tolist() == [[0, -1], [0, -1], [1, -1], [1, -1]]
+  one_turn = dataclasses.replace(_rollout([2, 2]), anchors=np.zeros((2, 1), np.int32))
+  longer = concatenate([one_turn, _rollout([3, 4])], renumber=True)
+  assert longer.anchors.tolist() == [[0, -1], [0, -1], [1, -1], [1, -1]]
   assert whole.tokens_sampled == 4 and whole.scores.tolist() == [0, 1, 0, 1]
   assert [e.group for e in whole.episodes] == [0, 0, 1, 1]
 

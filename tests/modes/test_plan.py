@@ -6,6 +6,7 @@ import io
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 
@@ -57,7 +58,7 @@ def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
   monkeypatch.setattr(memory, 'estimate', _estimate_by({'model.remat': (True, 15), 'lora.rank': (64, 30)}))
   out = io.StringIO()
   plan.plan(config, out)
-  assert 'Nor with --config.model.remat=True: 0.0 GiB in the update.' in out.getvalue()
+  assert 'Nor with --config.model.remat=True: more than 0.0 GiB in the update.' in out.getvalue()
   advice = '--config.model.remat=True --config.lora.rank=64 --config.model.param_dtype=bfloat16'
   assert (advice in out.getvalue()) == (rank == 0)
 
@@ -89,7 +90,7 @@ def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
     return subprocess.run([*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
   result = run()
-  assert result.returncode == 0 and result.stderr == '', result.stderr
+  assert result.returncode == 0 and re.fullmatch(r'compiling programs .* takes minutes\n', result.stderr), result.stderr
   assert 'It does not fit' in result.stdout and 'on 2 devices of 0.04 GiB (data=2, fsdp=1, tensor=1)' in result.stdout
   advice = result.stdout.split('It would fit with\n')[1].split('\n')[0].split()
   assert advice and all(flag.startswith('--config.') for flag in advice)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from configs import sft_frozenlake, sft_sokoban, sft_tiny_vl
+from configs import sft_frozenlake, sft_sokoban, sft_tiny, sft_tiny_vl
 from ragen_jax import build, train
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
@@ -334,6 +334,17 @@ def test_the_shipped_configs_can_run(module, model):
   check_sft(config)
   assert set(config.sft.tags) == set(config.eval.tags)
   assert (config.lora.rank > 0) == model.endswith('-lora')
+
+
+@pytest.mark.slow
+def test_the_config_of_the_built_in_model_makes_a_model(tmp_path):
+  """As README has it, on fewer levels of its three games, whose episodes have different numbers of turns."""
+  config = sft_tiny.get_config()
+  config.sft.levels, config.sft.steps, config.eval.groups = (40, 30, 20), 2, 3
+  config.sft.output = str(tmp_path / 'tiny')
+  sft.train_sft(config, str(tmp_path / 'run'))
+  config.model.path = config.sft.output
+  assert build.load_policy(config).model.policy.cfg == build.load_policy(small_config()).model.policy.cfg
 
 
 def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):

@@ -41,13 +41,14 @@ class ExportSettings:
   tokenizer_dir: str
 
 
-def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step') -> int:
+def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step', others: tuple[str, ...] = ()) -> int:
   """The step of the checkpoint that 'latest', 'best' or a number selects.
 
   Args:
     checkpointer: the checkpoints of a run.
     step: 'latest', 'best' or a step in digits.
     field: the config field that `step` comes from, for the error.
+    others: what else the field may be, for the error.
 
   Raises:
     UserError: there is no such checkpoint.
@@ -63,7 +64,8 @@ def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step
       raise UserError(f"{field}='best': no checkpoint in {checkpointer.directory} was saved after an evaluation")
     return best
   if step not in map(str, steps):
-    raise UserError(f'{field}={step!r}: must be latest, best or one of {", ".join(map(str, steps))}')
+    allowed = ('latest', 'best', *others)
+    raise UserError(f'{field}={step!r}: must be {", ".join(allowed)} or one of {", ".join(map(str, steps))}')
   return int(step)
 
 
