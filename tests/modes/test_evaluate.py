@@ -260,7 +260,7 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'eval.step': '7'}, r"eval\.step='7': must be latest, best or one of 1, 2"),
+    ({'eval.step': '7'}, r"eval\.step='7': must be latest, best, base, none or one of 1, 2"),
     ({'eval.step': 'newest'}, r"eval\.step='newest': must be latest, best, the number of an iteration, base or none"),
     ({'lora.rank': 4}, r'has checkpoints of another model: lora\.rank was 0 and is 4; .*eval\.step=base'),
     ({'model.path': '{model}'}, r'another model: model\.path was "" and is'),

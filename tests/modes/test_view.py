@@ -54,7 +54,7 @@ def test_what_cannot_be_shown_is_told_in_one_line(tmp_path):
 def test_a_config_is_needed_only_where_it_names_the_workdir():
   for arguments, message in (
     (['--workdir=x', '--config.seed=1'], r'--config\.seed=1 has no effect with --mode=view'),
-    ([], '--config=FILE is missing'),
+    ([], r'^--mode=view: --workdir=DIR is missing, the directory of a run$'),
   ):
     with pytest.raises(UserError, match=message):
       command_line.parse(['main.py', '--mode=view', *arguments])
