@@ -69,7 +69,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 def _train(config: ConfigDict, workdir: str | StagedWorkdir) -> None:
   """Loads the model, opens the server of agent programs if there are any, and trains."""
   plays = build_agents.plays_agents(config)
-  interrupt = Interrupt('iteration, or at once while agent programs play' if plays else 'iteration')
+  interrupt = Interrupt('iteration or evaluation' + ', or at once while agent programs play' * plays)
   model = build.load_policy(config)
   count = ahead.threads(config, platform=jax.default_backend(), processes=jax.process_count())
   with (

@@ -31,7 +31,7 @@ def export(config: ConfigDict, workdir: str) -> str:
   """Writes the checkpoint that `config.export` selects.
 
   Args:
-    config: the config of the run. `export`, `mesh`, `sft` and the fields that may change on resume may differ.
+    config: the config of the run. fields that `free_in_export` lists may differ.
     workdir: the directory of the run.
 
   Returns:

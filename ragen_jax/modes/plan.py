@@ -94,9 +94,9 @@ def _flags(changes: dict[str, Any]) -> str:
 
 
 def _most(found: MemoryPlan) -> str:
-  """The memory of the largest phase, in words; activations are not counted where all else exceeds the limit."""
-  more = '' if 'activations' in found.phases[found.worst] else 'more than '
-  return f'{more}{found.total(found.worst) / _GIB:.1f} GiB in the {found.worst}'
+  """The memory of the largest phase, in words: "at least" if a phase exceeds the limit without its activations."""
+  least = '' if all('activations' in kinds for kinds in found.phases.values()) else 'at least '
+  return f'{least}{found.total(found.worst) / _GIB:.1f} GiB in the {found.worst}'
 
 
 def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:

@@ -198,7 +198,7 @@ def _learn(
     start_step = done + 1 if done else 0
     kept = EpisodeWriter(workdir, start_step=start_step)
     with (
-      Interrupt('step') as interrupt,
+      Interrupt('step or evaluation') as interrupt,
       MetricWriter(workdir, start_step=start_step) as writer,
       Progress(sft.steps, start=done, noun='step') as progress,
     ):

@@ -33,7 +33,7 @@ class Interrupt:
     requested: number of the received signal; 0 for none.
   """
 
-  def __init__(self, noun: str = 'iteration'):
+  def __init__(self, noun: str = 'iteration or evaluation'):
     self._noun = noun
     self.requested = 0
     self._old = {}
@@ -60,8 +60,6 @@ class Interrupt:
     # The default handler kills at once; a Python handler would wait until a compilation ends.
     signal.signal(number, signal.SIG_DFL)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
-    message = (
-      f'\nstopping after this {self._noun} or evaluation; what has been learnt is saved; {again} again stops at once\n'
-    )
+    message = f'\nstopping after this {self._noun}; what has been learnt is saved; {again} again stops at once\n'
     with contextlib.suppress(OSError):
       os.write(2, message.encode())  # a signal handler must not write to sys.stderr's buffer

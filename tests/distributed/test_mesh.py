@@ -11,6 +11,8 @@ from ragen_jax.utils.errors import UserError
 def test_axes_must_multiply_to_the_devices():
   with pytest.raises(UserError, match=r'mesh\.fsdp=2.*number of devices, 1'):
     make_mesh(1, 2, 1)
+  with pytest.raises(UserError, match=r'data=-1, mesh\.fsdp=3, .* tensor must divide the number of devices, 1$'):
+    make_mesh(-1, 3, 1)
   assert dict(make_mesh(-1, 1, 1).shape) == {'data': 1, 'fsdp': 1, 'tensor': 1}
 
 

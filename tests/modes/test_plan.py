@@ -58,7 +58,7 @@ def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
   monkeypatch.setattr(memory, 'estimate', _estimate_by({'model.remat': (True, 15), 'lora.rank': (64, 30)}))
   out = io.StringIO()
   plan.plan(config, out)
-  assert 'Nor with --config.model.remat=True: more than 0.0 GiB in the update.' in out.getvalue()
+  assert 'Nor with --config.model.remat=True: at least 0.0 GiB in the update.' in out.getvalue()
   advice = '--config.model.remat=True --config.lora.rank=64 --config.model.param_dtype=bfloat16'
   assert (advice in out.getvalue()) == (rank == 0)
 

@@ -25,7 +25,7 @@ def test_the_first_signal_asks_and_the_second_kills(number, status, capfd):
   finally:
     signal.signal(number, before)
   assert Stopped(interrupt.requested).status == status
-  assert 'what has been learnt is saved; ' in capfd.readouterr().err
+  assert 'stopping after this iteration or evaluation; what has been learnt is saved; ' in capfd.readouterr().err
 
 
 def test_without_a_signal_the_handlers_are_put_back():
