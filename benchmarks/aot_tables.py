@@ -45,7 +45,7 @@ def cases_table(results: dict[str, Any], *, ahead: bool) -> str:
           'of these awaited at least, until iteration' if ahead else 'of these awaited, until iteration',
           'Chip-hours']  # fmt: skip
   rows = []
-  for name, case in results['cases'].items():
+  for name, case in sorted(results['cases'].items()):
     e = case['estimate']
     # Only some programs of the larger machines are compiled.
     if not e or name in _GROWTH[1:]:
