@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from ragen_jax.runs.interrupt import Interrupt, Stopped
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(('number', 'status'), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -34,3 +37,35 @@ def test_without_a_signal_the_handlers_are_put_back():
     pass
   assert interrupt.requested == 0
   assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+_FRESH = 'import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); '
+
+
+def _ended(code, tmp_path, said):
+  """(status, errors) of a program that gets SIGINT when it has written a line."""
+  environment = os.environ | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
+  command = [sys.executable, '-c', _FRESH + code]
+  with subprocess.Popen(
+    command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  ) as process:
+    try:
+      assert process.stdout.readline().strip() == said
+      process.send_signal(signal.SIGINT)
+      return process.wait(60), process.stderr.read()
+    finally:
+      process.kill()
+
+
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):
+  (tmp_path / 'absl').mkdir()
+  (tmp_path / 'absl' / '__init__.py').write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+  assert _ended("runpy.run_path('main.py', run_name='__main__')", tmp_path, 'importing') == (-signal.SIGINT, '')
+
+
+def test_ctrl_c_before_the_flags_are_parsed_is_told_in_one_line(tmp_path):
+  waiting = "lambda *_, **__: (print('parsing', flush=True), time.sleep(60))"
+  code = (
+    f'import time; import ragen_jax.__main__ as m; m.app.run = {waiting}; signal.signal(2, signal.SIG_DFL); m.run()'
+  )
+  assert _ended(code, tmp_path, 'parsing') == (130, 'interrupted\n')
