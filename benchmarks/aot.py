@@ -81,7 +81,7 @@ CASES = {
   '0.5b v6e:2x2': Case('qwen2.5-0.5b', 'v6e:2x2'),
   '0.5b h100:1': Case('qwen2.5-0.5b', 'h100:1'),
   '0.5b h100:8': Case('qwen2.5-0.5b', 'h100:8'),
-  '1.5b v5e:2x4': Case('qwen2.5-1.5b', 'v5e:2x4', {'mesh.fsdp': 8}),
+  '1.5b v5e:2x4': Case('qwen2.5-1.5b', 'v5e:2x4'),
   '1.5b h100:8': Case('qwen2.5-1.5b', 'h100:8'),
   '7b v5p:2x2x1 fsdp': Case('qwen2.5-7b', 'v5p:2x2x1', {'mesh.fsdp': 4}),
   '7b v5p:2x2x1 tensor': Case('qwen2.5-7b', 'v5p:2x2x1', {'mesh.tensor': 4}),
@@ -122,6 +122,7 @@ def worker(name: str, log: pathlib.Path, only: str, quick: bool) -> None:
   for program in found:
     if program.name in known:
       measured.append(_recalled(program, known[program.name]))
+      _add(log, _record(measured[-1], topology))  # what the run holds besides the program may have changed
     elif fnmatch.fnmatch(program.name, only):
       _add(log, {'program': program.name, 'started': True})
       measured.append(estimate.measure(program, topology))

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings, weight_spec
+from ragen_jax.distributed.sharding import place, row_sharding, trained_spec, weight_spec
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint import peft
@@ -140,9 +140,9 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
   beside = '' if critic is not None else settings.adapter_path
   if not (beside and load_value_head(beside, model.value_head)):
     load_value_head(home, model.value_head)
-  # Places the weights that no loader has placed yet.
-  _, rest = nnx.split_state(param_state(model), _is_loaded, ...)
-  nnx.update(model, place(rest, tree_shardings(rest, mesh)))
+  # Places the weights that no loader has placed yet; the others have these layouts already.
+  params = param_state(model)
+  nnx.update(model, place(params, lora.shardings(params, mesh)))
   shards = division.choose(settings.decode_shards, model.policy.cfg, settings.dtype, mesh)
   sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values, decode_shards=shards)
   shared = has_policys_tower(settings.vision, settings.param_dtype, directory)
@@ -206,13 +206,21 @@ def param_state(model: ActorCritic) -> nnx.State:
   return nnx.split(model)[1]
 
 
-def weight_shardings(cfg: QwenConfig, mesh: Mesh) -> dict[tuple[str | int, ...], NamedSharding]:
-  """The layout of each weight of a trunk, by its path.
+def weight_shardings(
+  cfg: QwenConfig, mesh: Mesh, *, frozen: bool = False
+) -> dict[tuple[str | int, ...], NamedSharding]:
+  """The layout of each weight of a trunk between programs, by its path.
+
+  Args:
+    cfg: shape of the trunk.
+    mesh: the devices.
+    frozen: the weights are not trained, as those under adapters.
 
   Raises:
     UserError: the mesh does not divide a weight. At this point nothing has been read or compiled.
   """
-  return {w.path: NamedSharding(mesh, weight_spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
+  spec = weight_spec if frozen else trained_spec
+  return {w.path: NamedSharding(mesh, spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
 
 
 def _load_trunk(
@@ -231,7 +239,7 @@ def _load_trunk(
     param_dtype=param_dtype,
     attention=choose_attention(settings.attention, cfg, settings.dtype, mesh),
     trunk_only=trunk_only,
-    sharding_fn=weight_shardings(cfg, mesh).__getitem__,
+    sharding_fn=weight_shardings(cfg, mesh, frozen=settings.adapters is not None and not trunk_only).__getitem__,
   )
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
@@ -242,11 +250,6 @@ def _load_trunk(
   if qwen.visual is not None and settings.vision == 'frozen':
     freeze(qwen.visual)
   return qwen
-
-
-def _is_loaded(path: tuple[str | int, ...], _: Any) -> bool:
-  """Whether a weight comes from a trunk's checkpoint and is therefore already on its devices."""
-  return path[0] != 'value_head' and 'adapter' not in path
 
 
 def _count(params: Any) -> str:

@@ -21,7 +21,7 @@ from ragen_jax.agent.language_model import LanguageModel, has_policys_tower, mak
 from ragen_jax.agent.sampler_speaker import fed_image_tokens
 from ragen_jax.compilers import topologies
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.distributed.sharding import row_sharding, row_shards, tree_shardings
+from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import EINSUM
@@ -90,7 +90,7 @@ def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | Non
 def abstract_state(trainer: Trainer) -> TrainState:
   """Shapes, types and layout of the arrays of `Trainer.init`, without the reference."""
   params = param_state(trainer.model.model)
-  trained, frozen = lora.partition(laid_out(params, tree_shardings(params, trainer.model.mesh)))
+  trained, frozen = lora.partition(laid_out(params, lora.shardings(params, trainer.model.mesh)))
   return TrainState(trained, frozen, trainer.learner.abstract(trained)[1])
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build_agents, build_frozen
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.compilers import abstract
-from ragen_jax.distributed.sharding import tree_shardings
+from ragen_jax.models import lora
 from ragen_jax.sampling.capacity import bytes_per_device
 
 # The kind of the rows of the policy.
@@ -42,8 +43,8 @@ def server_memory(config: ConfigDict, policy: LanguageModel) -> dict[str, int]:
 def _weights(config: ConfigDict, model: LanguageModel) -> int:
   """Bytes a device of the weights that a sampler computes with, gathered if `Sampler.decode_weights` would do so."""
   params = param_state(model.model)
-  params = {name: part for name, part in params.items() if name != 'critic'}
-  laid_out = abstract.laid_out(params, tree_shardings(params, model.mesh))
+  params = nnx.State({name: part for name, part in params.items() if name != 'critic'})
+  laid_out = abstract.laid_out(params, lora.shardings(params, model.mesh))
   gathered = bytes_per_device(model.sampler.abstract_weights(laid_out))
   if model.mesh.shape['fsdp'] == 1 or 2 * gathered <= abstract.usable_bytes(config):
     return gathered

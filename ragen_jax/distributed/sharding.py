@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ragen_jax.utils.errors import UserError
 
 # Pattern for the path of a weight -> mesh axis of each dimension. The first match counts. Weights that match no pattern
-# (norms, the value head) are copied to every device. Gradients and the optimiser's state are divided further, see
-# `optimizer_spec`.
+# (norms, the value head) are copied to every device. This is how programs compute. Between programs, trained weights,
+# gradients and the optimiser's state are divided further, see `trained_spec` and `optimizer_spec`.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'embed_tokens$', ('tensor', 'fsdp')),  # [V, D]
   (r'[qkv]_proj/kernel$', ('fsdp', 'tensor', None)),  # [D, heads, H]
@@ -123,9 +123,26 @@ def optimizer_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSp
   return spec
 
 
+def trained_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """The layout of a trained weight between programs: that of its moments, so that `apply` exchanges no weights.
+
+  The programs that compute with it gather it (`gathered`). Vision towers stay as `weight_spec` has them, because the
+  programs that look at images run once an observation. Arguments and errors are those of `weight_spec`.
+  """
+  return (weight_spec if _TOWER.search(path) else optimizer_spec)(path, shape, mesh)
+
+
+_TOWER = re.compile('(^|/)visual/')
+
+
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
-  """A tree of `NamedSharding`, one for each leaf of a tree of weights."""
+  """A tree of `NamedSharding`, one for each leaf of a tree of weights that programs compute with."""
   return _shardings(tree, mesh, weight_spec)
+
+
+def trained_shardings(tree: Any, mesh: Mesh) -> Any:
+  """A tree of `NamedSharding`, one for each leaf of a tree of trained weights between programs."""
+  return _shardings(tree, mesh, trained_spec)
 
 
 def optimizer_shardings(tree: Any, mesh: Mesh) -> Any:
@@ -144,6 +161,36 @@ def path_of(path: Sequence[Any]) -> str:
   """The path of a leaf of a tree of weights, as `RULES` has it."""
   names = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
   return '/'.join(n for n in names if n != 'value')
+
+
+def gathered(weights: Any, mesh: Mesh, dtype: Any = None, *, stacked: bool = False) -> Any:
+  """Inside a program: the same weights, laid out as programs compute with them; gradients keep their layout and type.
+
+  Args:
+    weights: a tree of trained weights.
+    mesh: the devices.
+    dtype: type in which arrays of several axes are sent if it is smaller than theirs, which rounds them; None for their
+      own. The type of the result is that of `weights`, so that its gradient adds up in it.
+    stacked: each array has an axis of layers in front.
+  """
+
+  def gather(path, x):
+    name, shape = path_of(path), x.shape[stacked:]
+    spec = weight_spec(name, shape, mesh)
+    if trained_spec(name, shape, mesh) == spec:
+      return x
+    sent = x.dtype if dtype is None or len(shape) < 2 else min(x.dtype, jnp.dtype(dtype), key=lambda t: t.itemsize)
+    return _gathered(x, NamedSharding(mesh, PartitionSpec(*[None] * stacked, *spec)), sent)
+
+  return jax.tree_util.tree_map_with_path(gather, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x: jax.Array, whole: NamedSharding, sent: Any) -> jax.Array:
+  return jax.lax.with_sharding_constraint(x.astype(sent), whole).astype(x.dtype)
+
+
+_gathered.defvjp(lambda x, whole, sent: (_gathered(x, whole, sent), None), lambda whole, sent, _, gradient: (gradient,))
 
 
 def exchanged(weights: Any, mesh: Mesh) -> Any:
@@ -250,9 +297,22 @@ def looked_up(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec('data', None, 'fsdp'))
 
 
+def look_up(table: jax.Array, tokens: jax.Array, dtype: Any, mesh: Mesh) -> jax.Array:
+  """Embeds tokens i32[B, T] with a table [V, D] of embeddings: [B, T, D] of type `dtype`, laid out as `looked_up` says.
+
+  In the backward pass, devices along `data` exchange what is smaller: the gradients of all rows, from which each makes
+  its part of the gradient of the table, or the gradients of the whole table.
+  """
+  if mesh.shape['data'] > 1 and tokens.size > len(table):
+    table = exchanged({'embed_tokens': table}, mesh)['embed_tokens']
+  rows = jnp.take(table, tokens, axis=0, mode='clip').astype(dtype)
+  return jax.lax.with_sharding_constraint(rows, looked_up(mesh))
+
+
 def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
-  """The layout of an array that is no longer divided over one mesh axis; weights name at most one axis a dimension."""
-  return PartitionSpec(*(None if name == axis else name for name in spec))
+  """The layout of an array that is no longer divided over one mesh axis."""
+  left = [tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n != axis) for names in spec]
+  return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in left))
 
 
 def place_rows(tree: Any, mesh: Mesh) -> Any:

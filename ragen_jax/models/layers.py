@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from ragen_jax.distributed.sharding import exchanged
+from ragen_jax.distributed.sharding import exchanged, gathered
 
 
 def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
@@ -122,7 +122,7 @@ def scan_layers(
     layers: modules of one structure.
     x: input of the first layer, in the type of the computations.
     run: a layer, its input and its part of `inputs` -> its output, of the same shape and type as its input.
-    mesh: the devices over which the gradients of the weights are exchanged; None for one device.
+    mesh: the devices over which the weights are gathered and their gradients exchanged; None for one device.
     checkpoint: applied to the body of the loop, to compute parts of it again in the backward pass; None keeps all.
     inputs: [layers, ...]; None gives each layer None.
 
@@ -137,6 +137,8 @@ def scan_layers(
     return jnp.stack([w if is_norm else w.astype(x.dtype) for w in weights])
 
   stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
+  if mesh is not None:
+    stacked = gathered(stacked, mesh, stacked=True)  # one exchange for all layers, without a copy into the stack
 
   def body(x, of_layer):
     weights, own = of_layer

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from ragen_jax.distributed.sharding import trained_shardings, tree_shardings
 from ragen_jax.models.layers import Frozen, Projection
 from ragen_jax.models.qwen import Qwen
 
@@ -140,6 +142,12 @@ def partition(params: nnx.State) -> tuple[nnx.State, nnx.State]:
   if all(is_trained(path, weight) for path, weight in flat):
     return params, nnx.State({})
   return nnx.split_state(params, is_trained, ...)
+
+
+def shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
+  """The layout of each weight of an `ActorCritic` between programs: only trained ones are divided over `data`."""
+  trained, frozen = partition(params)
+  return join(trained_shardings(trained, mesh), tree_shardings(frozen, mesh))
 
 
 def join(trained: nnx.State, frozen: nnx.State) -> nnx.State:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from ragen_jax.distributed.sharding import SamplingLayout, looked_up, row_sharding
+from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_to_heads, by_heads, causal, is_kept
 from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
 from ragen_jax.models.rotary import frequency_axes, rotary
@@ -273,10 +273,9 @@ class Qwen(nnx.Module):
     shared = self.sampling is not None and self.sampling.shared
     if shared:
       tokens = self.sampling.gathered(tokens)
-    x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
     if not shared and self.activation_sharding is not None:
-      x = jax.lax.with_sharding_constraint(x, looked_up(self.activation_sharding.mesh))
-    return self._lay_out(x)
+      return self._lay_out(look_up(self.embed_tokens[...], tokens, self.dtype, self.activation_sharding.mesh))
+    return self._lay_out(jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype))
 
   def embed_columns(
     self, tokens: jax.Array, images: image_features.ImageColumns | None

@@ -216,14 +216,14 @@ class Sampler:
   def decode_weights(self, params: Any, gathered: bool | None = None) -> Any:
     """The weights as the sampler's programs compute with them, made once for a rollout.
 
-    The matrices of the policy are cast to the type of computations, so that no program casts them again, and are
-    gathered over the mesh axis `fsdp`, so that no decoded token waits for their exchange. Weights that are so already
-    are not copied.
+    The matrices of the policy are cast to the type of computations, so that no program casts them again. Weights are
+    gathered over the mesh axis `data`, and matrices over `fsdp` too, so that no decoded token waits for their exchange.
+    Weights that are so already are not copied.
 
     Args:
       params: the weights as they are trained.
-      gathered: gather them; with False their layout stays as it is. By default they are gathered if they take at most
-        half of the memory that is free now. Every process must call.
+      gathered: gather matrices over `fsdp`. By default they are gathered if they take at most half of the memory that
+        is free now. Every process must call.
     """
     if gathered is None:
       gathered = self._can_gather(params)
@@ -261,10 +261,13 @@ class Sampler:
     """Shapes, types and layout of `decode_weights`; arguments may be abstract."""
 
     def of(path, x):
-      name = path_of(path)
+      name, sharding = path_of(path), x.sharding
+      if name.startswith('critic/'):  # the sampler's programs do not read it
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+      if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, without_axis(sharding.spec, 'data'))
       if not name.startswith('policy/') or name.startswith('policy/visual/') or x.ndim < 2:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-      sharding = x.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
       if self.decode_shards > 1:
         sharding = NamedSharding(self._mesh, sampling_spec(name, x.shape, self._mesh))
       elif gathered and isinstance(sharding, NamedSharding):

@@ -16,7 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ragen_jax.distributed.sharding import place, row_sharding, tree_shardings
+from ragen_jax.distributed.sharding import place, row_sharding
+from ragen_jax.models import lora
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.rotary import AXES
@@ -119,5 +120,5 @@ def make_model(
   if mesh.size > 1:
     model.policy.activation_sharding = row_sharding(mesh)
     params = nnx.split(model)[1]
-    nnx.update(model, place(params, tree_shardings(params, mesh)))
+    nnx.update(model, place(params, lora.shardings(params, mesh)))
   return model

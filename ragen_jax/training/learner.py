@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
+from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training import bad_steps
@@ -30,8 +30,8 @@ SKIPPED = 'train/skipped_steps'
 class Learner:
   """The compiled programs of an optimiser step.
 
-  With LoRA, gradients and optimiser state exist for the trained weights only. On a mesh, they are divided over the
-  copies of the weights (`sharding.optimizer_spec`): each device updates its part, and then the parts are exchanged.
+  With LoRA, gradients and optimiser state exist for the trained weights only. On a mesh, they and the trained weights
+  are divided over `data` (`sharding.trained_spec`): each device updates its part, and gradient programs gather.
 
   Attributes:
     optimizer: see `make_optimizer`.
@@ -68,7 +68,7 @@ class Learner:
     def accumulate(loss):
       def program(trained, frozen, gradients, batch):
         self.traces += 1
-        gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen), batch), has_aux=True)
+        gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen).gathered(), batch), has_aux=True)
         new, (sums, maxima) = gradient(trained)
         # Always the same layouts: `apply` takes both, and another layout would compile it anew.
         gradients = jax.tree.map(jnp.add, gradients, self._divided(new))
@@ -84,7 +84,7 @@ class Learner:
           return updates, new_state
         return jax.tree.map(lambda u: lr_scale * u, updates), new_state
 
-      trained, norms = self._divided(trained), _norms(gradients)
+      norms = _norms(gradients)
       updates, new_state = update(gradients, opt_state, trained)
       bad = {
         bad_steps.GRADIENT: bad_steps.bad_arrays(gradients),
@@ -93,14 +93,12 @@ class Learner:
       }
       finite = ~(bad_steps.not_finite((found, norms)) | jnp.concatenate(list(bad.values())).any())
       # The updates are computed a second time, because the compiler would otherwise hold all of them until it knows
-      # whether the step is taken.
-      gradients, opt_state, trained, finite = jax.lax.optimization_barrier((gradients, opt_state, trained, finite))
+      # whether the step is taken. The norm of the gradient is computed once.
+      opt_state, trained, finite = jax.lax.optimization_barrier((opt_state, trained, finite))
       updates, new_state = update(gradients, opt_state, trained)
       new = optax.apply_updates(trained, updates)
       new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
-      # First divided: the compiler would otherwise exchange both, the weights before and those after.
-      new, new_state = self._divided((new, new_state))
-      return self._as_weights(new), new_state, norms | bad | {SKIPPED: 1 - finite.astype(jnp.int32)}
+      return self._as_weights(new), self._divided(new_state), norms | bad | {SKIPPED: 1 - finite.astype(jnp.int32)}
 
     def apply_critic(trained, opt_state, gradients, found, lr_scale):
       def select(path, new, old):
@@ -113,7 +111,7 @@ class Learner:
       return new, new_state, stats
 
     def stats(trained, frozen, batch):
-      return loss(lora.merge(graphdef, trained, frozen), batch)[1]
+      return loss(lora.merge(graphdef, trained, frozen).gathered(), batch)[1]
 
     self._accumulate, self._apply = accumulate(loss), jax.jit(apply, donate_argnums=(0, 1))
     self._accumulate_critic = critic_loss and accumulate(critic_loss)
@@ -122,7 +120,7 @@ class Learner:
 
   def _as_weights(self, tree: Any) -> Any:
     """Inside a program: lays a tree out as the weights are; another layout would compile the programs anew."""
-    return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, tree_shardings(tree, self.mesh))
+    return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, trained_shardings(tree, self.mesh))
 
   def _divided(self, tree: Any) -> Any:
     """Inside a program: lays a tree out as gradients and optimiser state are."""

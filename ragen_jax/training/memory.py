@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import optimizer_shardings, tree_shardings
+from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings, tree_shardings
 from ragen_jax.models import lora
 from ragen_jax.models.attention import HOLDING_SCORES
 from ragen_jax.models.layers import is_frozen
@@ -119,14 +119,17 @@ def update_memory(
                     L N H a for each column more: what attention gives, with 'attention'
                     L (2 D + (2 N + 2 K) H + 2 F) a for each column: what 'elementwise' keeps
                     L w a for each column: all that the layers keep, with 'none'
-                    P a: the layers' weights as computed with, if they are stacked or kept for the backward pass
-                    V D 4: the gradient of the embedding as head
+                    P a: the layers' weights as computed with, if they are stacked, gathered over `data` or kept for the
+                    backward pass
+                    V D a: the embedding, if it is gathered over `data`
+                    V D 4: the gradient of the embedding as head; on TPUs, a device has its part along `data` only until
+                    the backward pass reaches the layers
     with logits     V D a: the head as computed with
                     V D a: a second gradient of the head, which adds up over the chunks
                     V (4 + a) for each position of `logits_chunk`: logits and their gradient
                     4 V 4 for each column without chunks: more is kept for the backward pass
     in the layers   V D 4: the gradient of the embedding as input, if it is another sum
-                    P a: gradients of the layers' weights, if layers are scanned
+                    P a: gradients of the layers' weights, if layers are scanned; divided over `data`
                     P (4 + a): TPUs only, the same once more and as they are added up, if layers are scanned; their
                     compiler has a place of its own for them
                     w a for each column, w = 6 D + 4 (N + 2 K) H + 6 F: the layer that is differentiated
@@ -135,10 +138,10 @@ def update_memory(
 
   With images, a trunk also holds what `_tower` counts for each column.
 
-  Weights are divided over `fsdp` and `tensor`, gradients and moments over `data` as well; heads, MLP and vocabulary of
-  activations over `tensor`; with `fsdp` two layers are gathered at a time, and the gradient of the head is whole on
-  each device. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers hold at the same time, which a test
-  compares with a compiler's.
+  Weights are divided over `fsdp` and `tensor`, and those that are trained, with gradients and moments, over `data` as
+  well; heads, MLP and vocabulary of activations over `tensor`; with `fsdp` two layers are gathered at a time, and the
+  gradient of the head is whole on each device. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers
+  hold at the same time, which a test compares with a compiler's.
 
   Args:
     model: concrete or abstract; its mesh divides weights and columns.
@@ -150,11 +153,12 @@ def update_memory(
     dtype: of computations; None for that of the model.
   """
   mesh, params = model.mesh, param_state(model.model)
-  trained, _ = lora.partition(params)
-  tensor = mesh.shape['tensor']
-  kept = _bytes(params, mesh) + 3 * _bytes(trained, mesh, shardings=optimizer_shardings)  # gradients and two moments
+  trained, frozen = lora.partition(params)
+  tensor, copies = mesh.shape['tensor'], mesh.shape['data'] > 1
+  kept = _bytes(frozen, mesh) + _bytes(trained, mesh, shardings=trained_shardings)
+  kept += 3 * _bytes(trained, mesh, shardings=optimizer_shardings)  # gradients and two moments
   if reference:
-    kept += _bytes(trained['policy'], mesh)
+    kept += _bytes(trained['policy'], mesh, shardings=trained_shardings)
   always = layers = widest = scores = 0
   saved = {remat: (0, 0) for remat in REMAT}
   for name, trunk in (('policy', model.model.policy), ('critic', model.model.critic)):
@@ -172,16 +176,18 @@ def update_memory(
     }  # fmt: skip
     for remat, (once, column) in of_trunk.items():
       saved[remat] = (
-        saved[remat][0] + (casts if trunk.scan_layers else once), saved[remat][1] + c.num_layers * column
+        saved[remat][0] + (casts if trunk.scan_layers or copies else once), saved[remat][1] + c.num_layers * column
       )  # fmt: skip
     if trunk.scan_layers and 'layers' in trained[name]:
-      layers += _bytes(trained[name]['layers'], mesh, size)
+      layers += _bytes(trained[name]['layers'], mesh, size, optimizer_shardings)
       if platform == 'tpu':
         layers += _bytes(trained[name]['layers'], mesh, size + 4, optimizer_shardings)
     if mesh.shape['fsdp'] > 1:
       layers += 2 * _bytes(params[name]['layers'], None, size) // (c.num_layers * tensor)
     if 'embed_tokens' in trained[name]:
       layers += _bytes({'embed_tokens': params[name]['embed_tokens']}, mesh, 4)
+      if copies:
+        always += _bytes({'embed_tokens': params[name]['embed_tokens']}, mesh, size)
     holds_scores = trunk.attention.implementation in HOLDING_SCORES
     if images is not None:
       tower = _tower(trunk, images, size)
@@ -199,9 +205,13 @@ def update_memory(
   embedding = c.vocab_size * c.hidden_size // tensor
   logits = 4 * c.vocab_size // tensor
   head = size * embedding
+  if copies and c.tie_word_embeddings and 'embed_tokens' in trained['policy']:
+    head -= size * embedding // mesh.shape['fsdp']  # it is the embedding that was gathered
   if 'embed_tokens' in trained['policy']:
     always += 4 * embedding // mesh.shape['fsdp']
     head += (4 + size) * embedding - 4 * embedding // mesh.shape['fsdp'] if logits_chunk else 0
+    if copies and logits_chunk and platform == 'tpu':  # it is exchanged before it is cast
+      head -= 4 * (embedding - embedding // mesh.shape['data']) // mesh.shape['fsdp']
   return UpdateMemory(
     kept,
     saved=saved,

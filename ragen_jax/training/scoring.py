@@ -225,17 +225,19 @@ class Scorer:
 
     def score(params, tokens, columns, segments, images):
       self.traces['score'] += 1
-      module = nnx.merge(graphdef, params)
+      module = nnx.merge(graphdef, params).gathered()
       logprobs, _, values = score_tokens(module, tokens, columns, settings, segments, images=images)
       return logprobs, values
 
     def logprobs(params, tokens, columns, segments, images):
       self.traces['logprobs'] += 1
-      return (score_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments, images=images)[0],)
+      module = nnx.merge(graphdef, params).gathered()
+      return (score_tokens(module, tokens, columns, settings, segments, images=images)[0],)
 
     def values(params, tokens, columns, segments, images):
       self.traces['values'] += 1
-      return (value_tokens(nnx.merge(graphdef, params), tokens, columns, settings, segments, images=images),)
+      module = nnx.merge(graphdef, params).gathered()
+      return (value_tokens(module, tokens, columns, settings, segments, images=images),)
 
     self._programs = {f.__name__: jax.jit(f) for f in (score, logprobs, values)}
 

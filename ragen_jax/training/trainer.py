@@ -21,7 +21,7 @@ from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout, concatenate
 from ragen_jax.algorithms.diagnostics import RATIO_EDGES
 from ragen_jax.distributed import processes
-from ragen_jax.distributed.sharding import place, tree_shardings
+from ragen_jax.distributed.sharding import place
 from ragen_jax.models import lora
 from ragen_jax.runs.metrics import Counts
 from ragen_jax.sampling.sampler import Sampling
@@ -154,7 +154,7 @@ class Trainer:
   def init(self) -> TrainState:
     """The state before the first iteration."""
     params = param_state(self.model.model)
-    params = place(params, tree_shardings(params, self.model.mesh))
+    params = place(params, lora.shardings(params, self.model.mesh))
     trained, frozen = lora.partition(params)
     reference = copy_of_policy(params) if self.settings.reference else None
     return TrainState(trained, frozen, self.learner.init(trained), reference)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from ragen_jax.distributed.sharding import place, tree_shardings
+from ragen_jax.distributed.sharding import place
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.save import save_model
@@ -85,7 +85,7 @@ def restore_params(checkpointer: Checkpointer, model: ActorCritic, mesh: Mesh, s
     All weights, trained and frozen.
   """
   params = nnx.split(model)[1]
-  params = place(params, tree_shardings(params, mesh))
+  params = place(params, lora.shardings(params, mesh))
   trained, frozen = lora.partition(params)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained)
   jax.tree.map(lambda x: x.delete(), trained)
