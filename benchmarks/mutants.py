@@ -178,8 +178,14 @@ MUTATIONS = [
   *_of(
     'training/memory.py', 'training/test_memory.py::test_what_is_kept_is_counted_exactly',
     ('kept += 3 * _bytes', 'kept += 2 * _bytes'),
-    ('_bytes(frozen, mesh) + _bytes(trained, mesh, shardings=trained_shardings)', '_bytes(params, mesh)'),
-    ("layers'], mesh, size, optimizer_shardings)", "layers'], mesh, size)"),
+    (
+      '_bytes(frozen, mesh) + _bytes(trained, mesh, shardings=trained_shardings)', '_bytes(params, mesh)',
+      'training/test_memory.py::test_each_device_keeps_its_part_of_what_is_trained',
+    ),
+    (
+      "layers'], mesh, size, optimizer_shardings)", "layers'], mesh, size)",
+      'training/test_memory.py::test_the_whole_is_within_a_tenth_of_what_compilers_of_accelerators_need',
+    ),
     ("kept += _bytes(trained['policy'], mesh, shardings=trained_shardings)", 'kept += 0'),
     ('max(found - 1, 0)', 'found', 'training/test_memory.py::test_columns_are_the_most_that_fit'),
   ),
@@ -1040,7 +1046,7 @@ MUTATIONS = [
   *_of(
     'training/learner.py',
     'whole/test_mesh.py',
-    ('with_sharding_constraint(tree, trained_shardings(tree', 'with_sharding_constraint(tree, tree_shardings(tree'),
+    ('tree, trained_shardings(tree, self.mesh))', 'tree, NamedSharding(self.mesh, PartitionSpec()))'),
   ),
   *_of(
     'distributed/messages.py',

@@ -508,7 +508,8 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ---------------------------------------
   config.mesh = ConfigDict()
-  # Data-parallel copies of the weights, each with its part of the optimiser's state; -1 for as many as devices allow.
+  # Devices, or groups of fsdp * tensor devices, that compute with copies of the same weights; each keeps its part of
+  # the trained weights and of the optimiser's state. -1 is as many as there are.
   config.mesh.data = -1
   # Parts into which the weights and the optimiser's state are divided; each part has rows of its own too.
   config.mesh.fsdp = 1

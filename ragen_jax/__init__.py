@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 # transformers is used for its tokenizers only; its advice to install PyTorch is turned off.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
+# From this many MiB on, the compiler of TPUs cuts products of divided arrays into parts, and exchanges each by itself.
+# A single exchange before or after the product is faster here (docs/performance.md has the times). The variable is read
+# when a program first asks for devices; a value that is already set stays.
+_WINDOWED_PRODUCTS = '--xla_jf_spmd_threshold_for_windowed_einsum_mib'
+if _WINDOWED_PRODUCTS not in os.environ.get('LIBTPU_INIT_ARGS', ''):
+  os.environ['LIBTPU_INIT_ARGS'] = f'{os.environ.get("LIBTPU_INIT_ARGS", "")} {_WINDOWED_PRODUCTS}=1000000'.strip()
+
 __all__ = [
   'Budget',
   'Environment',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from configs import frozenlake_ppo
 from ragen_jax import api, build, train
 from ragen_jax.envs import frozen_lake
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 PAGE = (ROOT / 'docs' / 'api.md').read_text(encoding='utf-8')
 BLOCKS = re.findall(r'```python\n(.*?)```', PAGE, re.DOTALL)
@@ -33,6 +35,21 @@ class Puddle(frozen_lake.FrozenLake):
   """An environment of a user's own, in a module."""
 
   name: ClassVar[str] = 'puddle'
+
+
+@pytest.mark.parametrize(
+  ('before', 'after'),
+  [
+    (None, '--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000'),
+    ('--xla_a=1', '--xla_a=1 --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000'),
+    ('--xla_jf_spmd_threshold_for_windowed_einsum_mib=0', '--xla_jf_spmd_threshold_for_windowed_einsum_mib=0'),
+  ],
+)
+def test_tpus_exchange_divided_products_at_once_unless_told_otherwise(before, after):
+  code = 'import os, ragen_jax; print(os.environ["LIBTPU_INIT_ARGS"])'
+  environment = {k: v for k, v in os.environ.items() if k != 'LIBTPU_INIT_ARGS'}
+  environment |= {} if before is None else {'LIBTPU_INIT_ARGS': before}
+  assert run_python(code, env=environment).stdout.strip() == after
 
 
 def test_importing_the_package_imports_nothing_heavy():

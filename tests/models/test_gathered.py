@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -69,8 +70,11 @@ def gradient(mesh):
     loops, _, entry = run.lower(params).compile().as_text().partition('ENTRY ')
     worst['gathers'] = [part.count(' all-gather(') for part in (loops, entry)]
     sampler = Sampler(model, stop_ids=(1,), mesh=mesh)
-    for path, x in nnx.to_flat_state(sampler.abstract_weights(params)):
-      assert x.get_value().sharding.is_fully_replicated or path[0] == 'critic', path
+    for (path, x), own in zip(nnx.to_flat_state(sampler.abstract_weights(params)), jax.tree.leaves(params)):
+      if path[0] == 'critic':
+        assert x.get_value().sharding == own.sharding, path
+      else:
+        assert x.get_value().sharding.is_fully_replicated, path
   return params, found
 
 worst = {'held': 0}
@@ -135,12 +139,20 @@ def test_trained_weights_lie_as_their_moments_and_towers_whole(path, shape, axes
 
 
 def test_frozen_weights_under_adapters_stay_whole():
-  params = nnx.split(ActorCritic(adapters.adapted(), Qwen(adapters.adapted().cfg, rngs=nnx.Rngs(0))))[1]
-  found = lora.shardings(params, AbstractMesh((2, 1, 1), AXES))
-  for path, sharding in nnx.to_flat_state(found):
-    name, shape = '/'.join(map(str, path)), dict(nnx.to_flat_state(params))[path][...].shape
-    spec = trained_spec if 'adapter' in path or path[0] != 'policy' else weight_spec
-    assert sharding.get_value().spec == spec(name, shape, AbstractMesh((2, 1, 1), AXES)), name
+  def make():
+    cfg = dataclasses.replace(adapters.SMALL, vocab_size=4096)
+    policy = Qwen(cfg, rngs=nnx.Rngs(0))
+    lora.attach(policy, lora.LoraConfig(256, 256, lora.TARGETS), nnx.Rngs(0))
+    return ActorCritic(policy, Qwen(cfg, rngs=nnx.Rngs(0)))
+
+  params = nnx.split(nnx.eval_shape(make))[1]
+  mesh, divided = AbstractMesh((2, 1, 1), AXES), set()
+  for (path, sharding), x in zip(nnx.to_flat_state(lora.shardings(params, mesh)), jax.tree.leaves(params), strict=True):
+    trained, name = path[0] != 'policy' or 'adapter' in path, '/'.join(map(str, path))
+    spec = (trained_spec if trained else weight_spec)(name, x.shape, mesh)
+    assert sharding.get_value().spec == spec, name
+    divided |= {(path[0], path[-1])} if 'data' in str(spec) else set()
+  assert {('policy', 'lora_a'), ('critic', 'embed_tokens')} <= divided and ('policy', 'embed_tokens') not in divided
 
 
 def test_what_is_gathered_is_rounded_as_it_is_sent_and_its_gradient_is_not():
@@ -159,7 +171,7 @@ def test_what_is_gathered_is_rounded_as_it_is_sent_and_its_gradient_is_not():
     patch.setattr(jax.lax, 'with_sharding_constraint', sent)
     weights = {name: jnp.full(shape, 1.001) for name, shape in abstract.items()}
     found, pull = jax.vjp(lambda w: gathered(w, two, jnp.bfloat16), weights)
-    (gradient,) = pull(found)
+    (gradient,) = pull(weights)  # which bfloat16 would round
     stacked = jnp.full((3, 8192, 64), 1.001)
     np.testing.assert_array_equal(gathered({'kernel': stacked}, two, stacked=True)['kernel'], stacked)
   bfloat16, float32 = jnp.dtype('bfloat16'), jnp.dtype('float32')
@@ -169,4 +181,4 @@ def test_what_is_gathered_is_rounded_as_it_is_sent_and_its_gradient_is_not():
   assert all(x.dtype == float32 for x in jax.tree.leaves((found, gradient)))
   np.testing.assert_array_equal(found['kernel'], weights['kernel'].astype(bfloat16).astype(float32))
   np.testing.assert_array_equal(found['weight'], weights['weight'])
-  np.testing.assert_array_equal(gradient['kernel'], found['kernel'])
+  np.testing.assert_array_equal(gradient['kernel'], weights['kernel'])

@@ -182,6 +182,17 @@ def test_what_is_kept_is_counted_exactly():
     assert more.kept == found.kept + policy
 
 
+def test_each_device_keeps_its_part_of_what_is_trained():
+  def kept(reference, *mesh):
+    made = dataclasses.replace(_pretrained('qwen2.5-0.5b'), mesh=AbstractMesh(mesh, AXES))
+    return memory.update_memory(made, logits_chunk=64, width=128, reference=reference, platform='tpu', images=None).kept
+
+  # All but norms and some biases.
+  assert kept(False, 8, 1, 1) == pytest.approx(kept(False, 1, 1, 1) / 8, rel=1e-2)
+  assert kept(True, 8, 1, 1) == pytest.approx(kept(True, 1, 1, 1) / 8, rel=1e-2)
+  assert kept(False, 2, 2, 2) == pytest.approx(kept(False, 1, 1, 1) / 8, rel=1e-2)
+
+
 # GiB that compilers need for the gradient program in addition to its arguments and results (jax 0.10.2, libtpu
 # 0.0.42.1, 2026-11-22; of meshes with `data` 2026-11-23), with the kernels of attention of each. The two of
 # 7B on TPUs are of a program whose gradient of the head was float32.
