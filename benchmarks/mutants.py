@@ -1037,6 +1037,7 @@ MUTATIONS = [
     'models/test_gathered.py',
     ('or not trunk.scan_layers}', 'or trunk.scan_layers}'),
     ('None if trunk is None else trunk.dtype)', 'jnp.float16)'),
+    ('trained, frozen = lora.partition(weights)', 'trained, frozen = weights, nnx.State({})'),
   ),
   *_of(
     'models/lora.py',
@@ -1048,6 +1049,12 @@ MUTATIONS = [
     'models/test_gathered.py',
     ("without_axis(sharding.spec, 'data')", 'sharding.spec'),
     ("if name.startswith('critic/'):  # the", "if False:  # the"),
+  ),
+  *_of(
+    'training/learner.py',
+    'models/test_gathered.py',
+    ('self._divided(trained), _norms(gradients)', 'trained, _norms(gradients)'),
+    ('      new, new_state = self._divided((new, new_state))\n', ''),
   ),
   *_of(
     'training/learner.py',

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ragen_jax.distributed.sharding import gathered
+from ragen_jax.models import lora
 from ragen_jax.models.qwen import Qwen
 
 
@@ -37,7 +38,7 @@ class ActorCritic(nnx.Module):
     self.value_head = ValueHead((critic or policy).cfg.hidden_size)
 
   def gathered(self) -> ActorCritic:
-    """Inside a program: this model with weights as programs compute with them, see `sharding.gathered`.
+    """Inside a program: this model with trained weights as programs compute with them, see `sharding.gathered`.
 
     A loop over layers gathers theirs by itself (`layers.scan_layers`).
     """
@@ -45,9 +46,10 @@ class ActorCritic(nnx.Module):
       return self
     mesh = self.policy.activation_sharding.mesh
     graphdef, weights = nnx.split(self)
+    trained, frozen = lora.partition(weights)
     found = {}
-    for name, part in weights.raw_mapping.items():
+    for name, part in trained.raw_mapping.items():
       trunk = {'policy': self.policy, 'critic': self.critic}.get(name)
       own = {k: x for k, x in part.items() if trunk is None or k != 'layers' or not trunk.scan_layers}
       found[name] = dict(part) | gathered(own, mesh, None if trunk is None else trunk.dtype)
-    return nnx.merge(graphdef, nnx.State(found))
+    return nnx.merge(graphdef, lora.join(nnx.State(found), frozen))

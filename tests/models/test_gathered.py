@@ -12,8 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from ragen_jax.distributed import sharding
 from ragen_jax.distributed.mesh import AXES
-from ragen_jax.distributed.sharding import gathered, trained_spec, weight_spec
+from ragen_jax.distributed.sharding import gathered, row_sharding, trained_spec, weight_spec
 from ragen_jax.models import lora
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
@@ -119,6 +120,55 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32():
   assert max(found['policy/embed_tokens'], found['critic/embed_tokens']) < 1e-2, found
 
 
+_APPLY = """
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs import default
+from ragen_jax import build
+from ragen_jax.distributed.sharding import optimizer_spec, weight_spec
+
+for preset in ('tiny', 'tiny-vl'):
+  config = default.get_config(preset)
+  config.model.vision = 'trained' if preset == 'tiny-vl' else config.model.vision
+  trainer = build.make_trainer(config, build.load_policy(config))
+  state, learner, mesh = trainer.init(), trainer.learner, trainer.model.mesh
+  stats = {'x': jax.device_put(np.float32(0), NamedSharding(mesh, PartitionSpec()))}
+  gradients, _ = learner.abstract(state.trained)
+  program = learner._apply.lower(state.trained, state.opt_state, gradients, stats, np.float32(1))
+  towers = [('/'.join(map(str, k)), x[...].shape) for k, x in nnx.to_flat_state(state.trained) if 'visual' in k]
+  divided = sum(optimizer_spec(*tower, mesh) != weight_spec(*tower, mesh) for tower in towers)
+  print(program.compile().as_text().count(' all-gather('), divided)
+"""
+
+
+def test_the_optimiser_step_gathers_each_matrix_of_a_trained_tower_once_and_nothing_else():
+  done = run_python(_APPLY, devices=4)
+  assert done.returncode == 0, done.stderr[-3000:]
+  text, vision = (tuple(map(int, line.split())) for line in done.stdout.splitlines()[-2:])
+  assert text == (0, 0)
+  assert vision[0] == vision[1] > 5
+
+
+def test_frozen_weights_under_adapters_are_not_gathered(monkeypatch):
+  found = []
+  monkeypatch.setattr(sharding, '_gathered', lambda x, whole, sent: found.append(x.shape) or x)
+
+  def make():
+    cfg = dataclasses.replace(adapters.SMALL, vocab_size=4096)
+    policy = Qwen(cfg, rngs=nnx.Rngs(0))
+    lora.attach(policy, lora.LoraConfig(256, 256, lora.TARGETS), nnx.Rngs(0))
+    policy.activation_sharding = row_sharding(AbstractMesh((2, 1, 1), AXES))
+    whole = ActorCritic(policy).gathered()
+    return nnx.split(whole)[1]
+
+  after = nnx.eval_shape(make)
+  assert found and all(256 in shape for shape in found)
+  assert {'embed_tokens', 'lora_a'} <= {path[-1] for path, _ in nnx.to_flat_state(after)}
+
+
 MESH = AbstractMesh((2, 2, 2), AXES)
 
 
@@ -147,10 +197,10 @@ def test_frozen_weights_under_adapters_stay_whole():
 
   params = nnx.split(nnx.eval_shape(make))[1]
   mesh, divided = AbstractMesh((2, 1, 1), AXES), set()
-  for (path, sharding), x in zip(nnx.to_flat_state(lora.shardings(params, mesh)), jax.tree.leaves(params), strict=True):
+  for (path, layout), x in zip(nnx.to_flat_state(lora.shardings(params, mesh)), jax.tree.leaves(params), strict=True):
     trained, name = path[0] != 'policy' or 'adapter' in path, '/'.join(map(str, path))
     spec = (trained_spec if trained else weight_spec)(name, x.shape, mesh)
-    assert sharding.get_value().spec == spec, name
+    assert layout.get_value().spec == spec, name
     divided |= {(path[0], path[-1])} if 'data' in str(spec) else set()
   assert {('policy', 'lora_a'), ('critic', 'embed_tokens')} <= divided and ('policy', 'embed_tokens') not in divided
 

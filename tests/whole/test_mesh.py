@@ -132,10 +132,10 @@ def _assert_restored(found, saved):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_change_nothing(tmp_path, model, one_device):
-  # First each plays half of the rows and holds half of the weights; then both play the same rows, with half of the
-  # heads each.
-  found = _run(model, tmp_path / 'two', ['1x2x1', '1x1x2'], processes=2)
-  assert [int(found[shape]['shards']) for shape in found] == [2, 2]
+  # First each plays half of the rows and holds half of the weights, in two ways; then both play the same rows, with
+  # half of the heads each.
+  found = _run(model, tmp_path / 'two', ['1x2x1', '2x1x1', '1x1x2'], processes=2)
+  assert [int(found[shape]['shards']) for shape in found] == [2, 2, 2]
   for result in found.values():
     _assert_same(result, one_device)
 
