@@ -1053,7 +1053,6 @@ MUTATIONS = [
   *_of(
     'training/learner.py',
     'models/test_gathered.py',
-    ('self._divided(trained), _norms(gradients)', 'trained, _norms(gradients)'),
     ('      new, new_state = self._divided((new, new_state))\n', ''),
   ),
   *_of(

@@ -508,8 +508,8 @@ def get_config(model: str = '') -> ConfigDict:
 
   # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ---------------------------------------
   config.mesh = ConfigDict()
-  # Devices, or groups of fsdp * tensor devices, that compute with copies of the same weights; each keeps its part of
-  # the trained weights and of the optimiser's state. -1 is as many as there are.
+  # Number of groups of fsdp * tensor devices. Each group computes with all weights; between programs it keeps only its
+  # part of the trained weights and of the optimiser's state. -1: the number of devices divided by fsdp * tensor.
   config.mesh.data = -1
   # Parts into which the weights and the optimiser's state are divided; each part has rows of its own too.
   config.mesh.fsdp = 1

@@ -84,8 +84,7 @@ class Learner:
           return updates, new_state
         return jax.tree.map(lambda u: lr_scale * u, updates), new_state
 
-      # Towers are whole; a device updates its part of them too.
-      trained, norms = self._divided(trained), _norms(gradients)
+      norms = _norms(gradients)
       updates, new_state = update(gradients, opt_state, trained)
       bad = {
         bad_steps.GRADIENT: bad_steps.bad_arrays(gradients),
@@ -99,7 +98,7 @@ class Learner:
       updates, new_state = update(gradients, opt_state, trained)
       new = optax.apply_updates(trained, updates)
       new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
-      # First divided: the compiler would otherwise exchange towers twice, before the step and after it.
+      # First divided: the compiler would otherwise exchange towers, which are whole, before the step and after it.
       new, new_state = self._divided((new, new_state))
       return self._as_weights(new), new_state, norms | bad | {SKIPPED: 1 - finite.astype(jnp.int32)}
 
