@@ -115,6 +115,7 @@ def real():
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
     'live': live,
     'params': on_device(state.params),
+    'whole': sum(x.nbytes for x in jax.tree.leaves(state.params)),
     'opt_state': on_device(state.opt_state),
     'reference': on_device(state.reference),
     'cache': on_device(rows.cache),
