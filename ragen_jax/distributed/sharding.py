@@ -126,8 +126,9 @@ def optimizer_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSp
 def trained_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   """The layout of a trained weight between programs: that of its moments, so that `apply` exchanges no weights.
 
-  The programs that compute with it gather it (`gathered`). Vision towers stay as `weight_spec` has them, because the
-  programs that look at images run once an observation. Arguments and errors are those of `weight_spec`.
+  The programs that compute with it gather it (`gathered`). Vision towers stay as `weight_spec` has them: the programs
+  that look at images run for every observation, and would gather them each time. Arguments and errors are those of
+  `weight_spec`.
   """
   return (weight_spec if _TOWER.search(path) else optimizer_spec)(path, shape, mesh)
 
@@ -300,8 +301,9 @@ def looked_up(mesh: Mesh) -> NamedSharding:
 def look_up(table: jax.Array, tokens: jax.Array, dtype: Any, mesh: Mesh) -> jax.Array:
   """Embeds tokens i32[B, T] with a table [V, D] of embeddings: [B, T, D] of type `dtype`, laid out as `looked_up` says.
 
-  In the backward pass, devices along `data` exchange what is smaller: the gradients of all rows, from which each makes
-  its part of the gradient of the table, or the gradients of the whole table.
+  If there are more tokens than rows of the table, devices along `data` add up the gradient of the table in the backward
+  pass. Otherwise the compiler may exchange the smaller gradients of the embedded tokens instead, from which each device
+  makes its part of the gradient of the table.
   """
   if mesh.shape['data'] > 1 and tokens.size > len(table):
     table = exchanged({'embed_tokens': table}, mesh)['embed_tokens']
