@@ -120,7 +120,7 @@ class CompileAhead:
       self._want([program for program in wanted if program in self._listed], urgency)
       for gradient, step in gradients.items() if urgency == 0 else ():
         # The optimiser step is the same for all shapes of micro-batches.
-        compile_step = functools.partial(self._compile_update, gradient, shapes['gradient'][0], 'apply')
+        compile_step = functools.partial(self._compile_step, gradient, shapes['gradient'][0])
         self._background.want([((step, ()), compile_step)], urgency)
 
   def _batch_runs(self, name: str, shape: tuple[int, ...]) -> None:
@@ -143,14 +143,15 @@ class CompileAhead:
       batch = abstract_batch(self._config, trainer, shape)
       trainer.scorer.lower(self._state.params, batch, name).compile()
     elif name in needed.updates(self._config):
-      self._compile_update(name, shape, 'accumulate')
+      batch, critic_only = abstract_batch(self._config, trainer, shape), name == 'gradient_critic'
+      trainer.learner.lower(self._state, batch, critic_only=critic_only).compile()
     else:
       self._compile_sampler(name, shape)
 
-  def _compile_update(self, gradient: str, shape: tuple[int, int, int], name: str) -> None:
-    batch = abstract_batch(self._config, self._trainer, shape)
-    critic_only = gradient == 'gradient_critic'
-    self._trainer.learner.lower(self._state, batch, critic_only=critic_only, names=(name,))[name].compile()
+  def _compile_step(self, gradient: str, shape: tuple[int, int, int]) -> None:
+    batch, critic_only = abstract_batch(self._config, self._trainer, shape), gradient == 'gradient_critic'
+    for program in self._trainer.learner.step_programs(self._state, batch, critic_only=critic_only):
+      program.lower().compile()
 
   def _compile_sampler(self, name: str, shape: tuple[Any, ...]) -> None:
     sampler = self._trainer.model.sampler

@@ -229,6 +229,8 @@ def _compilation(run: Run, topology: Topology, measured: Sequence[Measured]) -> 
   for m in measured:
     if m.cost is not None and m.program.runs and m.program.phase != 'evaluation':
       costs.setdefault(m.program.kind, []).append(m.cost.compile_cpu_seconds)
+  if 'apply' in costs:  # its programs count as one
+    costs['apply'] = [sum(costs['apply'])]
   config = run.config
   hosts = len({device.process_index for device in run.mesh.devices.flat})
   counts = shapes_of_run(

@@ -182,9 +182,9 @@ def _activations(
   """Bytes per device that the largest program of a phase needs in addition to its arguments and results."""
   sampler = trainer.model.sampler
   if phase == 'update':
-    return max(
-      temporary_bytes(x) for x in trainer.learner.lower(state, abstract_batch(config, trainer, micro)).values()
-    )
+    learner, batch = trainer.learner, abstract_batch(config, trainer, micro)
+    step = (program.lower() for program in learner.step_programs(state, batch))
+    return max(temporary_bytes(x) for x in (learner.lower(state, batch), *step))
   rows, shards = sampling.rows[phase], row_shards(trainer.model.mesh)
   lower = functools.partial(
     sampler.lower,

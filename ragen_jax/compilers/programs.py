@@ -31,7 +31,8 @@ class Program:
 
   Attributes:
     name: unique among the programs of a run.
-    kind: what it is compiled from; programs of one kind differ in their shapes.
+    kind: what it is compiled from; programs of one kind differ in their shapes. An optimiser step runs all programs of
+      the kind 'apply'.
     phase: 'rollout', 'evaluation', 'scoring' or 'update': when it runs.
     shape: the sizes that it is compiled for, in words.
     lower: lowers it.
@@ -162,8 +163,8 @@ def _update(run: Run) -> list[Program]:
   def batch(shape):
     return abstract.abstract_batch(config, trainer, shape)
 
-  def learn(name, shape):
-    return lambda: trainer.learner.lower(run.state, batch(shape))[name]
+  def gradient(shape):
+    return lambda: trainer.learner.lower(run.state, batch(shape))
 
   def text(shape):
     return f'{shape[0]} {"bins" if run.batching.packing else "rows"}, {shape[1]} tokens, {shape[2]} sampled'
@@ -173,14 +174,16 @@ def _update(run: Run) -> list[Program]:
       'score', 'score', 'scoring', text(score_shape),
       lambda: trainer.scorer.lower(run.state.params, batch(score_shape)), score_calls * scored, held,
     ),
-    Program('gradient', 'gradient', 'update', text(mean), learn('accumulate', mean), runs, held),
-    Program('apply', 'apply', 'update', 'all weights', learn('apply', mean),
-            build.steps_per_iteration(config), _bytes(run, 'frozen', 'reference') + served),
+    Program('gradient', 'gradient', 'update', text(mean), gradient(mean), runs, held),
   ]  # fmt: skip
   if widest != mean:
-    found.insert(
-      2, Program('gradient_widest', 'gradient', 'update', text(widest), learn('accumulate', widest), 0, held)
-    )
+    found.append(Program('gradient_widest', 'gradient', 'update', text(widest), gradient(widest), 0, held))
+  gradients, _ = trainer.learner.abstract(run.state.trained)
+  held = _bytes(run, 'params', 'opt_state', 'reference') + bytes_per_device(gradients) + served
+  steps = build.steps_per_iteration(config)
+  for p in trainer.learner.step_programs(run.state, batch(mean)):
+    resident = held - bytes_per_device(p.arrays)
+    found.append(Program(p.name, 'apply', 'update', p.weights, p.lower, steps * p.times, resident))
   return found
 
 

@@ -17,8 +17,9 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft import watch
 from ragen_jax.sft.packing import SftBatch
 from ragen_jax.training import bad_steps
-from ragen_jax.training.learner import SKIPPED, Learner, Loss
-from ragen_jax.training.optimizer import weight_decay_mask
+from ragen_jax.training.learner import Learner, Loss
+from ragen_jax.training.optimizer import clip_by_norm, weight_decay_mask
+from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
 from ragen_jax.training.state import TrainState
 
@@ -99,7 +100,7 @@ class SftTrainer:
     adamw = optax.adamw(
       self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=weight_decay_mask
     )
-    optimizer = optax.chain(optax.clip_by_global_norm(settings.grad_clip), adamw)
+    optimizer = optax.chain(clip_by_norm(settings.grad_clip, 'all'), adamw)
     graphdef, params = nnx.split(model)
     divided = mesh if mesh.size > 1 else None
     self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), divided)

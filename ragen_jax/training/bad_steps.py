@@ -30,7 +30,13 @@ def bad_arrays(tree: Any) -> jax.Array:
 
   Numbers whose squares exceed float32 (beyond about 1e19) count as infinite.
   """
-  return ~jnp.isfinite(jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for _, x in _floats(tree)]))
+  return ~jnp.isfinite(sums_of_squares([x for _, x in _floats(tree)]))
+
+
+def sums_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
+  """f32[number of arrays], the sum of squares of each; used inside programs."""
+  sums = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
+  return jnp.stack(sums) if sums else jnp.zeros(0, jnp.float32)
 
 
 def not_finite(stats: Any) -> jax.Array:
@@ -40,15 +46,16 @@ def not_finite(stats: Any) -> jax.Array:
 
 def names(tree: Any) -> list[str]:
   """The names of the arrays of `bad_arrays`, such as 'policy/layers/0/mlp/up_proj/kernel' or 'nu/value_head/bias'."""
-  return [_name(path) for path, _ in _floats(tree)]
+  return [name_of(path) for path, _ in _floats(tree)]
 
 
 def _floats(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
   return [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def _name(path: tuple[Any, ...]) -> str:
-  """The keys of a path, from the moment on if it belongs to the optimiser's state."""
+def name_of(path: tuple[Any, ...]) -> str:
+  """The name of an array of weights or of the optimiser's state: the keys of its path, of a moment from 'mu' or 'nu'
+  on."""
   parts = [str(getattr(p, 'key', getattr(p, 'name', ''))) for p in path]
   start = next((i for i, part in enumerate(parts) if part in _MOMENTS), 0)
   return '/'.join(part for part in parts[start:] if part and part != 'value')

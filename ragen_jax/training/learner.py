@@ -15,16 +15,12 @@ from ragen_jax.distributed.sharding import optimizer_shardings, trained_sharding
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training import bad_steps
-from ragen_jax.training.optimizer import is_critic_weight
+from ragen_jax.training.optimizer_step import OptimizerStep, StepProgram
 from ragen_jax.training.state import TrainState
 
 # loss(module, micro_batch) -> (loss f32[], (sums, maxima)): metrics that are added, or of which the largest is taken,
 # over the micro-batches of a step. The loss itself is a sum over micro-batches too.
 Loss = Callable[[ActorCritic, Any], tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]]
-
-
-# Metric of a step: 1 if it was skipped, 0 if it was taken.
-SKIPPED = 'train/skipped_steps'
 
 
 class Learner:
@@ -70,54 +66,19 @@ class Learner:
         self.traces += 1
         gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen).gathered(), batch), has_aux=True)
         new, (sums, maxima) = gradient(trained)
-        # Always the same layouts: `apply` takes both, and another layout would compile it anew.
+        # Always the same layouts: the optimiser step takes both, and another layout would compile it anew.
         gradients = jax.tree.map(jnp.add, gradients, self._divided(new))
         found = self._as_weights((sums, maxima))
         return self._divided(gradients), found, bad_steps.not_finite(found)
 
       return jax.jit(program, donate_argnums=2)
 
-    def apply(trained, opt_state, gradients, found, lr_scale):
-      def update(gradients, opt_state, trained):
-        updates, new_state = optimizer.update(gradients, opt_state, trained)
-        if lr_scale is None:  # a product with 1 would round the sum with the weights otherwise
-          return updates, new_state
-        return jax.tree.map(lambda u: lr_scale * u, updates), new_state
-
-      norms = _norms(gradients)
-      updates, new_state = update(gradients, opt_state, trained)
-      bad = {
-        bad_steps.GRADIENT: bad_steps.bad_arrays(gradients),
-        bad_steps.OPT_STATE: bad_steps.bad_arrays(new_state),
-        bad_steps.WEIGHTS: bad_steps.bad_arrays(optax.apply_updates(trained, updates)),
-      }
-      finite = ~(bad_steps.not_finite((found, norms)) | jnp.concatenate(list(bad.values())).any())
-      # The updates are computed a second time, because the compiler would otherwise hold all of them until it knows
-      # whether the step is taken. The norm of the gradient is computed once.
-      opt_state, trained, finite = jax.lax.optimization_barrier((opt_state, trained, finite))
-      updates, new_state = update(gradients, opt_state, trained)
-      new = optax.apply_updates(trained, updates)
-      new, new_state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), (new, new_state), (trained, opt_state))
-      # First divided: the compiler would otherwise exchange towers, which are whole, before the step and after it.
-      new, new_state = self._divided((new, new_state))
-      return self._as_weights(new), new_state, norms | bad | {SKIPPED: 1 - finite.astype(jnp.int32)}
-
-    def apply_critic(trained, opt_state, gradients, found, lr_scale):
-      def select(path, new, old):
-        return new if is_critic_weight(path) else old
-
-      new, new_state, stats = apply(trained, opt_state, gradients, found, lr_scale)
-      new = jax.tree_util.tree_map_with_path(select, new, trained)
-      new_state = jax.tree_util.tree_map_with_path(select, new_state, opt_state)
-      del stats['actor/grad_norm']
-      return new, new_state, stats
-
     def stats(trained, frozen, batch):
       return loss(lora.merge(graphdef, trained, frozen).gathered(), batch)[1]
 
-    self._accumulate, self._apply = accumulate(loss), jax.jit(apply, donate_argnums=(0, 1))
+    self._accumulate, self._apply = accumulate(loss), OptimizerStep(optimizer, mesh)
     self._accumulate_critic = critic_loss and accumulate(critic_loss)
-    self._apply_critic = jax.jit(apply_critic, donate_argnums=(0, 1))
+    self._apply_critic = OptimizerStep(optimizer, mesh, critic_only=True)
     self._stats = jax.jit(stats)
 
   def _as_weights(self, tree: Any) -> Any:
@@ -215,30 +176,24 @@ class Learner:
       found = _combine(found, self._stats(state.trained, state.frozen, batch))
     return found
 
-  def lower(
-    self,
-    state: TrainState,
-    batch: Any,
-    *,
-    critic_only: bool = False,
-    names: tuple[str, ...] = ('accumulate', 'apply'),
-  ) -> dict[str, jax.stages.Lowered]:
-    """The programs of `step` for these shapes, to be compiled without being run; arguments may be abstract.
+  def lower(self, state: TrainState, batch: Any, *, critic_only: bool = False) -> jax.stages.Lowered:
+    """The program of gradients for these shapes, to be compiled without being run; arguments may be abstract.
 
     A call with arguments of these shapes, types and layouts then runs what was compiled.
     """
-    trained, scale = state.trained, None if state.lr_scale is None else np.float32(1)
-    gradients, _ = self.abstract(trained)
+    return self._traced(state, batch, critic_only).lower()
+
+  def step_programs(self, state: TrainState, batch: Any, *, critic_only: bool = False) -> list[StepProgram]:
+    """The programs of the optimiser step after gradients of such micro-batches, as above."""
+    sums, maxima = self._traced(state, batch, critic_only).out_info[1]
+    layout = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+    found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), sums | maxima)
+    apply, scale = self._apply_critic if critic_only else self._apply, None if state.lr_scale is None else np.float32(1)
+    return apply.programs(state.trained, state.opt_state, self._laid_out(state.trained), found, scale)
+
+  def _traced(self, state: TrainState, batch: Any, critic_only: bool) -> Any:
     program = self._accumulate_critic if critic_only else self._accumulate
-    accumulate = program.trace(trained, state.frozen, gradients, batch)
-    found = {'accumulate': accumulate.lower} if 'accumulate' in names else {}
-    if 'apply' in names:
-      sums, maxima = accumulate.out_info[1]
-      layout = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-      stats = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), sums | maxima)
-      apply = self._apply_critic if critic_only else self._apply
-      found['apply'] = lambda: apply.lower(trained, state.opt_state, gradients, stats, scale)
-    return {name: lower() for name, lower in found.items()}
+    return program.trace(state.trained, state.frozen, self._laid_out(state.trained), batch)
 
 
 def _combine(found: dict[str, Any], stats: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
@@ -247,11 +202,3 @@ def _combine(found: dict[str, Any], stats: tuple[dict[str, Any], dict[str, Any]]
   added = {name: found[name] + x if name in found else x for name, x in sums.items()}
   largest = {name: jnp.maximum(found[name], x) if name in found else x for name, x in maxima.items()}
   return added | largest
-
-
-def _norms(gradients: Any) -> dict[str, jax.Array]:
-  """Global norms as they are clipped: of all gradients, or of the policy's with a separate critic; and the critic's."""
-  leaves = jax.tree_util.tree_leaves_with_path(gradients)
-  critic = optax.tree.norm([x for path, x in leaves if is_critic_weight(path)])
-  actor = optax.tree.norm([x for path, x in leaves if 'critic' not in gradients or not is_critic_weight(path)])
-  return {'actor/grad_norm': actor, 'critic/grad_norm': critic}

@@ -53,8 +53,29 @@ def weight_decay_mask(params: Any) -> Any:
   )
 
 
-def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-  """AdamW, with the gradient clipped by its global norm and the critic's own learning rate."""
+def clip_by_norm(max_norm: float, of: str) -> optax.GradientTransformationExtraArgs:
+  """Clips gradients by a global norm that the caller has computed, because it may have only a part of them.
+
+  Like `optax.clip_by_global_norm`, but `update` takes `norms`, the global norms of all parts together.
+
+  Args:
+    max_norm: gradients are scaled so that their norm is at most this.
+    of: the gradients that are clipped together: 'all', or the 'policy' or 'critic'.
+  """
+
+  def update(gradients, state, params=None, *, norms, **_):
+    del params
+    norm = norms[of]
+    return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm * max_norm), gradients), state
+
+  return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformationExtraArgs:
+  """AdamW, with the gradient clipped by its global norm and the critic's own learning rate.
+
+  `update` takes `norms`, see `clip_by_norm`.
+  """
   s = settings
 
   def schedule(lr, steps):
@@ -67,14 +88,16 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
 
     return at
 
-  clip = optax.clip_by_global_norm(s.grad_clip)
-
-  def adamw(lr, steps):
+  def adamw(lr, steps, of):
     update = optax.adamw(schedule(lr, steps), b1=s.b1, b2=s.b2, weight_decay=s.weight_decay, mask=weight_decay_mask)
-    return optax.chain(clip, update) if s.separate_critic else update
+    return optax.chain(clip_by_norm(s.grad_clip, of), update) if s.separate_critic else update
 
   def label(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: 'critic' if is_critic_weight(path) else 'actor', params)
 
-  models = {'actor': adamw(s.actor_lr, s.decay_steps - s.critic_steps), 'critic': adamw(s.critic_lr, s.decay_steps)}
-  return optax.chain(optax.identity() if s.separate_critic else clip, optax.multi_transform(models, label))
+  models = {
+    'actor': adamw(s.actor_lr, s.decay_steps - s.critic_steps, 'policy'),
+    'critic': adamw(s.critic_lr, s.decay_steps, 'critic'),
+  }
+  clip = optax.identity() if s.separate_critic else clip_by_norm(s.grad_clip, 'all')
+  return optax.chain(clip, optax.multi_transform(models, label))

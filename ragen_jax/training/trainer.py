@@ -29,9 +29,10 @@ from ragen_jax.training import bad_steps, objective, selection
 from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches
 from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
 from ragen_jax.training.images import make_sight
-from ragen_jax.training.learner import SKIPPED, Learner
+from ragen_jax.training.learner import Learner
 from ragen_jax.training.objective import LossSettings, WeightSettings, with_loss_weights
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
+from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.packing import PackedBatch, plan_rows
 from ragen_jax.training.records import Recorder, RecordSettings
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings

@@ -25,7 +25,7 @@ _SMALL = {
   'eval__greedy_too': False, 'compile_ahead': 1,
 }  # fmt: skip
 # What is compiled for them: functions of `Sampler`, `Learner` and `Scorer`.
-_FUNCTIONS = {'_extend_rows', '_decode_rows', '_resize_layer', 'program', 'apply', 'score', 'logprobs', 'values'}
+_FUNCTIONS = {'_extend_rows', '_decode_rows', '_resize_layer', 'program', '_apply', 'score', 'logprobs', 'values'}
 
 
 def _parts(directory, **fields):
@@ -182,14 +182,14 @@ def test_the_gradient_of_the_critic_alone_is_another_program(tmp_path, monkeypat
   config, trainer, _ = _parts(tmp_path, optimizer__critic_warmup=1, num_iterations=2)
   asked = []
 
-  def lower(state, batch, *, critic_only, names):
-    asked.append((critic_only, names))
-    return {x: types.SimpleNamespace(compile=lambda: None) for x in names}
+  def lower(state, batch, *, critic_only):
+    asked.append(critic_only)
+    return types.SimpleNamespace(compile=lambda: None)
 
   open_ahead = ahead.CompileAhead(config, trainer, _state(trainer), [], types.SimpleNamespace())
   monkeypatch.setattr(trainer.learner, 'lower', lower)
   open_ahead._compile(name, needed.batch_shapes(config, trainer)[0])
-  assert asked == [(name == 'gradient_critic', ('accumulate',))]
+  assert asked == [name == 'gradient_critic']
 
 
 def _state(trainer):

@@ -137,10 +137,10 @@ for preset in ('tiny', 'tiny-vl'):
   state, learner, mesh = trainer.init(), trainer.learner, trainer.model.mesh
   stats = {'x': jax.device_put(np.float32(0), NamedSharding(mesh, PartitionSpec()))}
   gradients, _ = learner.abstract(state.trained)
-  program = learner._apply.lower(state.trained, state.opt_state, gradients, stats, np.float32(1))
+  (program,) = learner._apply.programs(state.trained, state.opt_state, gradients, stats, np.float32(1))
   towers = [('/'.join(map(str, k)), x[...].shape) for k, x in nnx.to_flat_state(state.trained) if 'visual' in k]
   divided = sum(optimizer_spec(*tower, mesh) != weight_spec(*tower, mesh) for tower in towers)
-  print(program.compile().as_text().count(' all-gather('), divided)
+  print(program.lower().compile().as_text().count(' all-gather('), divided)
 """
 
 

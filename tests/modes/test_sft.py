@@ -29,7 +29,7 @@ from ragen_jax.runs.interrupt import Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
-from ragen_jax.training.learner import SKIPPED
+from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.utils.errors import Diverged, UserError
 from tests.support import learning

@@ -58,7 +58,7 @@ def update(made, mesh=None, replies=REPLIES, score=False, **loss):
     params = abstract.laid_out(params, tree_shardings(params, mesh))
   micro = batch(replies, sharding)
   state = TrainState(params, nnx.State({}), jax.eval_shape(learner.optimizer.init, params))
-  found = {'accumulate': abstract.temporary_bytes(learner.lower(state, micro)['accumulate'])}
+  found = {'accumulate': abstract.temporary_bytes(learner.lower(state, micro))}
   if score:
     scorer = Scorer(graphdef, learning.loss(**loss).scoring, mesh)
     found['score'] = abstract.temporary_bytes(scorer.lower(params, micro))
@@ -109,7 +109,9 @@ def real():
   live = held()
   rows = policy.sampler.init(config.train.groups * config.train.group_size, abstract.cache_columns(config))
   _, shape = abstract.micro_batches(config, trainer, trainer.settings.estimate.batching)
-  lowered = trainer.learner.lower(state, abstract.abstract_batch(config, trainer, shape))
+  batch = abstract.abstract_batch(config, trainer, shape)
+  step = (program.lower() for program in trainer.learner.step_programs(state, batch))
+  lowered = [trainer.learner.lower(state, batch), *step]
   found = memory.estimate(config, {memory.shaped_by(config, 'rollout', 16): 0})
   return {
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},
@@ -119,7 +121,7 @@ def real():
     'opt_state': on_device(state.opt_state),
     'reference': on_device(state.reference),
     'cache': on_device(rows.cache),
-    'activations': max(abstract.temporary_bytes(x) for x in lowered.values()),
+    'activations': max(abstract.temporary_bytes(x) for x in lowered),
   }
 
 

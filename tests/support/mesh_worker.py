@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
-from ragen_jax.training.learner import SKIPPED
+from ragen_jax.training.optimizer_step import SKIPPED
 from tests.support.configs import small_config
 
 
@@ -64,13 +64,13 @@ def play_and_update(model: str, shape: str, workdir: str, restored: str = '') ->
   one, *_ = [x for x in jax.tree.leaves(state.opt_state) if x.shape == embedding.shape]
   # A step with a NaN keeps all, in the same program.
   bad = batch.replace(advantages=np.where(batch.mask, np.nan, 0).astype(np.float32))
-  rows, programs = np.flatnonzero(selection.keep)[:8], trainer.learner._apply._cache_size()
+  rows, programs = np.flatnonzero(selection.keep)[:8], trainer.learner._apply.compiled
   state, sums = trainer.learner.step(state, trainer.micro_batches(bad, selection, rows))
   kept = processes.all_rows(jax.tree.leaves(state.params))
   same = all(np.array_equal(x, y) for x, y in zip(weights, kept, strict=True))
   skipped = int(jax.device_get(sums[SKIPPED])) == 1
   return {
-    'bad_step': np.asarray([skipped, same, trainer.learner._apply._cache_size() == programs]),
+    'bad_step': np.asarray([skipped, same, trainer.learner._apply.compiled == programs]),
     'tokens': rollout.trajectory.tokens,
     'logprobs': rollout.trajectory.logprobs,
     'advantages': batch.advantages,

@@ -10,7 +10,8 @@ from flax import nnx
 
 from ragen_jax.training import bad_steps
 from ragen_jax.training.batches import MicroBatch
-from ragen_jax.training.learner import SKIPPED, Learner
+from ragen_jax.training.learner import Learner
+from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.packing import PackedBatch
 from tests.support import learning
 from tests.support.models import random_model

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from ragen_jax.training.batches import micro_batches
-from ragen_jax.training.learner import SKIPPED, Learner
+from ragen_jax.training.learner import Learner
+from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.state import TrainState
 from tests.support import learning

@@ -66,7 +66,7 @@ def _compiled(
   trained, frozen = lora.partition(nnx.split(model.model)[1])
   batch = abstract_mini_batch(rows, width, replies, reference=False, importance=False, packed=True, images=images)
   state = TrainState(trained, frozen, jax.eval_shape(learner.optimizer.init, trained))
-  compiled = learner.lower(state, batch)['accumulate'].compile(compiler_options=_OPTIONS)
+  compiled = learner.lower(state, batch).compile(compiler_options=_OPTIONS)
   return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from ragen_jax.training.optimizer import is_critic_weight, weight_decay_mask
+from ragen_jax.training.optimizer import clip_by_norm, is_critic_weight, weight_decay_mask
 from tests.support import learning
 from tests.support.models import random_model
 
@@ -30,13 +31,20 @@ def test_the_critic_s_weights_and_moments_are_told_by_their_path():
   assert moments.count(True) >= 4
 
 
+def _norms(gradients):
+  critic = {name: x for name, x in gradients.items() if name in ('critic', 'value_head')}
+  parts = {'all': gradients, 'policy': gradients['policy'], 'critic': critic}
+  return {name: optax.tree.norm(tree) for name, tree in parts.items()}
+
+
 def _moved(steps, **fields):
   """How far the first weight of each part moves in each step, under gradients of one."""
   params = {'policy': {'kernel': jnp.zeros(1)}, 'value_head': {'kernel': jnp.zeros(1)}}
   optimizer = learning.optimizer(**{'actor_lr': 1.0, 'critic_lr': 1.0} | fields)
   state, moved = optimizer.init(params), []
   for _ in range(steps):
-    updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    updates, state = optimizer.update(gradients, state, params, norms=_norms(gradients))
     moved.append([-float(updates[name]['kernel'][0]) for name in ('policy', 'value_head')])
   return moved
 
@@ -57,7 +65,7 @@ def test_gradients_are_clipped_together_or_each_by_its_own_norm(separate):
   params = {'policy': {'kernel': jnp.zeros(1)}, 'critic': {'kernel': jnp.zeros(1)}}
   gradients = {'policy': {'kernel': jnp.full(1, 3.0)}, 'critic': {'kernel': jnp.full(1, 4.0)}}
   optimizer = learning.optimizer(grad_clip=1.0, separate_critic=separate)
-  _, state = optimizer.update(gradients, optimizer.init(params), params)
+  _, state = optimizer.update(gradients, optimizer.init(params), params, norms=_norms(gradients))
   # The first moment after one step is a tenth of the clipped gradient.
   paths = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
   found = {
@@ -67,3 +75,12 @@ def test_gradients_are_clipped_together_or_each_by_its_own_norm(separate):
   expected = {'policy': [1.0], 'critic': [1.0]} if separate else {'policy': [0.6], 'critic': [0.8]}
   for name, values in expected.items():
     np.testing.assert_allclose(found[name], values, rtol=1e-5)
+
+
+@pytest.mark.parametrize('limit', [0.5, 2.0, 1e3])
+def test_clipping_by_a_given_norm_is_that_of_optax(limit):
+  gradients = {'a': jnp.arange(4.0), 'b': {'c': jnp.full((2, 2), -1.5)}}
+  given, optaxs = clip_by_norm(limit, 'critic'), optax.clip_by_global_norm(limit)
+  found, _ = given.update(gradients, given.init(gradients), norms={'critic': optax.tree.norm(gradients), 'all': 0.0})
+  expected, _ = optaxs.update(gradients, optaxs.init(gradients))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -12,7 +12,7 @@ from ragen_jax import build, train
 from ragen_jax.agent.finite import NotFinite
 from ragen_jax.distributed import processes
 from ragen_jax.runs.metrics import Counts, read_metrics
-from ragen_jax.training.learner import SKIPPED
+from ragen_jax.training.optimizer_step import SKIPPED
 from tests.support import learning
 from tests.support.configs import small_config
 

@@ -197,7 +197,8 @@ def test_the_update_reuses_what_it_is_given():
   state = learning.state_of(learner, nnx.split(made)[1])
   donated = (state.trained, state.opt_state)
   sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in donated]
-  lowered = learner.lower(state, batch)
+  (apply,) = learner.step_programs(state, batch)
+  lowered = {'accumulate': learner.lower(state, batch), apply.name: apply.lower()}
   aliased = {name: x.compile().memory_analysis().alias_size_in_bytes for name, x in lowered.items()}
   assert aliased['accumulate'] == sizes[0]  # the gradients
   assert aliased['apply'] == sum(sizes)

@@ -1,0 +1,406 @@
+"""The programs that turn the gradient of a mini-batch into new weights: one, or some for each layer of a deep model.
+
+Compilers take as long for a layer's arrays as for those of the layer before. A deep model is therefore updated in
+parts: each layer, and what is in no layer. The parts with the same arrays share their programs.
+
+    squares   of each part: the sum of squares of each gradient
+    norms     once: the norms of the gradient, and whether all gradients are finite
+    check     of each part: whether the new weights and the new state of the optimiser are finite
+    verdict   once: whether the step is taken
+    update    of each part: the new weights and the new state, or the old ones
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings
+from ragen_jax.training import bad_steps
+from ragen_jax.training.optimizer import is_critic_weight
+
+# Metric of a step: 1 if it was skipped, 0 if it was taken.
+SKIPPED = 'train/skipped_steps'
+
+# Models with fewer layers than this are updated in one program.
+_FROM_LAYERS = 8
+
+# What the name of an array of the optimiser's state begins with, before the name of the weight, and the layer of both.
+_MOMENT = re.compile(r'^(mu|nu)/')
+_LAYER = re.compile(r'^((?:[^/]+/)*?(?:layers|blocks)/)\d+/')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trees:
+  """Which leaves of weights and of the optimiser's state a program works on; compared by value, for `jax.jit`.
+
+  Attributes:
+    weights: structure of all weights.
+    state: structure of the whole state of the optimiser.
+    own_weights: positions of the leaves of the weights.
+    own_state: positions of the leaves of the state.
+    shared: positions of the leaves of the state that belong to no weight, if these are not among `own_state`.
+  """
+
+  weights: Any
+  state: Any
+  own_weights: tuple[int, ...]
+  own_state: tuple[int, ...]
+  shared: tuple[int, ...]
+
+  def of_weights(self, leaves: Sequence[Any]) -> Any:
+    """The tree of all weights, with these leaves and `optax.MaskedNode` for the others."""
+    return _partial_tree(self.weights, self.own_weights, leaves)
+
+  def of_state(self, leaves: Sequence[Any], shared: Sequence[Any]) -> Any:
+    """The tree of the optimiser's state, with these leaves and `optax.MaskedNode` for the others."""
+    return _partial_tree(self.state, self.own_state + self.shared, [*leaves, *shared])
+
+  def state_leaves(self, tree: Any) -> list[Any]:
+    """The leaves at `own_state` of a tree of `of_state`."""
+    found = dict(zip(sorted(self.own_state + self.shared), jax.tree.leaves(tree), strict=True))
+    return [found[i] for i in self.own_state]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+  """A part of the model.
+
+  Attributes:
+    trees: of the first part with the same arrays; programs are compiled for them.
+    own_weights: positions of its leaves among those of the weights.
+    own_state: positions of its leaves among those of the optimiser's state.
+    trains_critic: it has weights of the critic.
+  """
+
+  trees: _Trees
+  own_weights: tuple[int, ...]
+  own_state: tuple[int, ...]
+  trains_critic: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+  """All parts of a model; the last is what is in no layer, with all leaves of the state that belong to no weight.
+
+  Attributes:
+    parts: see `_Part`.
+    shared: positions of these leaves.
+    floats: positions of the leaves of the optimiser's state that are floats, the last part's first.
+    critic: for each weight, whether it is the critic's.
+    separate_critic: the critic has a trunk of its own.
+  """
+
+  parts: tuple[_Part, ...]
+  shared: tuple[int, ...]
+  floats: tuple[int, ...]
+  critic: tuple[bool, ...]
+  separate_critic: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+  """A program of an optimiser step.
+
+  Attributes:
+    name: unique among them.
+    weights: which weights it works on, in words.
+    times: how often a step runs it.
+    arrays: its arguments among weights, gradients and the optimiser's state.
+    lower: lowers it.
+  """
+
+  name: str
+  weights: str
+  times: int
+  arrays: Any
+  lower: Callable[[], jax.stages.Lowered]
+
+
+class OptimizerStep:
+  """Applies gradients; called, it takes a step.
+
+  The step is skipped, and weights and state stay as they are to the last bit, if something is not finite.
+  """
+
+  def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh | None, *, critic_only: bool = False):
+    """Nothing is compiled before the first call.
+
+    Args:
+      optimizer: works on each weight by itself, but for what it takes from `norms` (`make_optimizer`).
+      mesh: the devices; None for one.
+      critic_only: change nothing but the critic's weights and their state.
+    """
+    self._optimizer, self._mesh, self._critic_only = optimizer, mesh, critic_only
+    self._known: dict[Any, _Parts | None] = {}
+    self._whole = jax.jit(self._apply, donate_argnums=(0, 1))
+    self._squares = jax.jit(self._apply_squares)
+    self._norms = jax.jit(self._apply_norms, static_argnums=0)
+    self._check = jax.jit(self._apply_check, static_argnums=0)
+    self._verdict = jax.jit(self._apply_verdict, static_argnums=0)
+    self._update = jax.jit(self._apply_update, static_argnums=0, donate_argnums=(1, 2))
+
+  def __call__(
+    self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: np.float32 | None
+  ) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """Takes a step.
+
+    Args:
+      trained: the weights; they are donated.
+      opt_state: the optimiser's state; it is donated.
+      gradients: of the weights.
+      found: metrics of the loss; the step is skipped if one is not finite.
+      lr_scale: factor of the update; None for none.
+
+    Returns:
+      New weights and state, and metrics: 'actor/grad_norm' and 'critic/grad_norm', `SKIPPED`, and the entries of
+      `bad_steps` for gradients, state and weights.
+    """
+    parts = self._parts(trained, opt_state)
+    if parts is None:
+      return self._whole(trained, opt_state, gradients, found, lr_scale)
+    (weights, structure), (state, state_structure) = jax.tree.flatten(trained), jax.tree.flatten(opt_state)
+    gradients = jax.tree.leaves(gradients)
+    shared = [state[i] for i in parts.shared]
+
+    def of(part):
+      others = shared if part.trees.shared else []
+      return (*(_at(part.own_weights, x) for x in (weights, gradients)), _at(part.own_state, state), others)
+
+    squares = [self._squares(of(part)[1]) for part in parts.parts]
+    norms, bad, finite = self._norms(parts, squares, found)
+    checked = []
+    for part in parts.parts:
+      own, gradient, own_state, others = of(part)
+      checked.append(self._check(part.trees, own, own_state, gradient, others, norms, lr_scale))
+    metrics, finite = self._verdict(parts, checked, norms, bad, finite)
+    for part in parts.parts:
+      if self._critic_only and not part.trains_critic and part.trees.shared:
+        continue
+      own, gradient, own_state, others = of(part)
+      new = self._update(part.trees, own, own_state, gradient, others, norms, finite, lr_scale)
+      for positions, into, leaves in zip((part.own_weights, part.own_state), (weights, state), new, strict=True):
+        for i, x in zip(positions, leaves, strict=True):
+          into[i] = x
+    return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, state), metrics
+
+  @property
+  def compiled(self) -> int:
+    """How many programs calls have compiled so far."""
+    stages = (self._whole, self._squares, self._norms, self._check, self._verdict, self._update)
+    return sum(program._cache_size() for program in stages)
+
+  def programs(self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: Any) -> list[StepProgram]:
+    """The programs of a step with these arguments, which may be abstract; arguments are those of a call."""
+    parts = self._parts(trained, opt_state)
+    if parts is None:
+      given = (trained, opt_state, gradients, found, lr_scale)
+      return [StepProgram('apply', 'all weights', 1, given[:3], lambda: self._whole.lower(*given))]
+    weights, state, gradients = (jax.tree.leaves(x) for x in (trained, opt_state, gradients))
+    shared = [state[i] for i in parts.shared]
+    kinds: dict[_Trees, list[_Part]] = {}
+    for part in parts.parts:
+      kinds.setdefault(part.trees, []).append(part)
+    scalar, flag = self._abstract(jnp.float32), self._abstract(jnp.bool_)
+    norms = dict.fromkeys(('all', 'policy', 'critic'), scalar)
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in state]
+    found_programs: list[StepProgram] = []
+
+    def add(name: str, number: int, text: str, times: int, arrays: Any, lower: Callable[[], Any]) -> None:
+      own = f'apply_{name}_{number + 1}' if number else f'apply_{name}'
+      found_programs.append(StepProgram(own, text, times, arrays, lower))
+
+    for number, (trees, same) in enumerate(kinds.items()):
+      text = 'a layer' if trees.shared else 'the weights of no layer'
+      own, gradient = (_at(trees.own_weights, x) for x in (weights, gradients))
+      own_state, others, times = _at(trees.own_state, state), shared if trees.shared else [], len(same)
+      updated = sum(not self._critic_only or part.trains_critic or not trees.shared for part in same)
+      args = (trees, own, own_state, gradient, others, norms)
+      add('squares', number, text, times, gradient, functools.partial(self._squares.lower, gradient))
+      add('check', number, text, times, args[1:5], functools.partial(self._check.lower, *args, lr_scale))
+      if updated:
+        lower = functools.partial(self._update.lower, *args, flag, lr_scale)
+        add('update', number, text, updated, args[1:5], lower)
+    squares = [self._abstract(jnp.float32, len(part.own_weights)) for part in parts.parts]
+    bad = self._abstract(jnp.bool_, len(weights))
+    checked = [
+      tuple(self._abstract(jnp.bool_, n) for n in (sum(floats[i] for i in part.own_state), len(part.own_weights)))
+      for part in parts.parts
+    ]
+    add('norms', 0, 'the norms of all', 1, (), lambda: self._norms.lower(parts, squares, found))
+    add('verdict', 0, 'the flags of all', 1, (), lambda: self._verdict.lower(parts, checked, norms, bad, flag))
+    return found_programs
+
+  def _abstract(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  def _copied(self, tree: Any) -> Any:
+    """Inside a program: every device has all of it; another layout would compile the programs that follow anew."""
+    if self._mesh is None:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+  def _divided(self, weights: Any, state: Any) -> tuple[Any, Any]:
+    """Inside a program: lays weights and state out as they are between programs."""
+    if self._mesh is None:
+      return weights, state
+    # First divided: the compiler would otherwise exchange towers, which are whole, before the step and after it.
+    divided = optimizer_shardings((weights, state), self._mesh)
+    weights, state = jax.lax.with_sharding_constraint((weights, state), divided)
+    return jax.lax.with_sharding_constraint(weights, trained_shardings(weights, self._mesh)), state
+
+  def _next(self, trained: Any, opt_state: Any, gradients: Any, norms: Any, lr_scale: Any) -> tuple[Any, Any]:
+    """New weights and state, if the step is taken."""
+    updates, state = self._optimizer.update(gradients, opt_state, trained, norms=norms)
+    if lr_scale is not None:  # a product with 1 would round the sum with the weights otherwise
+      updates = jax.tree.map(lambda u: lr_scale * u, updates)
+    return optax.apply_updates(trained, updates), state
+
+  def _taken(self, trained: Any, opt_state: Any, gradients: Any, norms: Any, finite: Any, lr_scale: Any) -> Any:
+    """New weights and state: the old ones where the step is skipped, or trains others."""
+    old = (trained, opt_state)
+    new = self._next(trained, opt_state, gradients, norms, lr_scale)
+    new = jax.tree.map(lambda x, before: jnp.where(finite, x, before), new, old)
+    if self._critic_only:
+
+      def select(path, x, before):
+        return x if is_critic_weight(path) else before
+
+      new = tuple(jax.tree_util.tree_map_with_path(select, x, before) for x, before in zip(new, old, strict=True))
+    return self._divided(*new)
+
+  def _apply(self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: Any) -> Any:
+    """A step in one program."""
+    leaves = jax.tree_util.tree_leaves_with_path(trained)
+    critic = tuple(is_critic_weight(path) for path, _ in leaves)
+    squares = bad_steps.sums_of_squares(jax.tree.leaves(gradients))
+    norms, bad = _norms(squares, critic), ~jnp.isfinite(squares)
+    weights, state = self._next(trained, opt_state, gradients, norms, lr_scale)
+    flags = bad_steps.bad_arrays(state), bad_steps.bad_arrays(weights)
+    finite = ~bad_steps.not_finite((found, norms))
+    metrics, finite = self._metrics(norms, bad, *flags, finite, 'critic' in trained)
+    # The updates are computed a second time, because the compiler would otherwise hold all of them until it knows
+    # whether the step is taken. The norm of the gradient is computed once.
+    opt_state, trained, finite = jax.lax.optimization_barrier((opt_state, trained, finite))
+    return *self._taken(trained, opt_state, gradients, norms, finite, lr_scale), metrics
+
+  def _metrics(
+    self, norms: Any, bad: jax.Array, state: jax.Array, weights: jax.Array, finite: jax.Array, separate_critic: bool
+  ) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The metrics of the step, and whether it is taken; `finite` if nothing but these flags speaks against it."""
+    flags = {bad_steps.GRADIENT: bad, bad_steps.OPT_STATE: state, bad_steps.WEIGHTS: weights}
+    finite &= ~jnp.concatenate(list(flags.values())).any()
+    found = {'critic/grad_norm': norms['critic']}
+    if not self._critic_only:
+      found['actor/grad_norm'] = norms['policy' if separate_critic else 'all']
+    return found | flags | {SKIPPED: 1 - finite.astype(jnp.int32)}, finite
+
+  def _apply_squares(self, gradients: Sequence[Any]) -> jax.Array:
+    return self._copied(bad_steps.sums_of_squares(gradients))
+
+  def _apply_norms(self, parts: _Parts, squares: Sequence[Any], found: Any) -> Any:
+    order = np.argsort([i for part in parts.parts for i in part.own_weights])
+    squares = jnp.concatenate(squares)[order]
+    norms = _norms(squares, parts.critic)
+    return self._copied((norms, ~jnp.isfinite(squares), ~bad_steps.not_finite((found, norms))))
+
+  def _apply_check(
+    self,
+    trees: _Trees,
+    weights: Sequence[Any],
+    state: Sequence[Any],
+    gradients: Sequence[Any],
+    shared: Sequence[Any],
+    norms: Any,
+    lr_scale: Any,
+  ) -> Any:
+    trained, opt_state = trees.of_weights(weights), trees.of_state(state, shared)
+    weights, state = self._next(trained, opt_state, trees.of_weights(gradients), norms, lr_scale)
+    return self._copied(tuple(bad_steps.bad_arrays(x) for x in (trees.state_leaves(state), weights)))
+
+  def _apply_verdict(self, parts: _Parts, checked: Sequence[Any], norms: Any, bad: Any, finite: Any) -> Any:
+    state, weights = (jnp.concatenate(flags) for flags in zip(*checked, strict=True))
+    weights = weights[np.argsort([i for part in parts.parts for i in part.own_weights])]
+    state = state[np.argsort(parts.floats)]
+    return self._copied(self._metrics(norms, bad, state, weights, finite, parts.separate_critic))
+
+  def _apply_update(
+    self,
+    trees: _Trees,
+    weights: Sequence[Any],
+    state: Sequence[Any],
+    gradients: Sequence[Any],
+    shared: Sequence[Any],
+    norms: Any,
+    finite: Any,
+    lr_scale: Any,
+  ) -> Any:
+    trained, opt_state = trees.of_weights(weights), trees.of_state(state, shared)
+    new, new_state = self._taken(trained, opt_state, trees.of_weights(gradients), norms, finite, lr_scale)
+    return jax.tree.leaves(new), trees.state_leaves(new_state)
+
+  def _parts(self, trained: Any, opt_state: Any) -> _Parts | None:
+    """The parts of a model with this tree of weights; None for a model that is updated in one program."""
+    key = jax.tree.structure((trained, opt_state)), tuple(x.shape for x in jax.tree.leaves(trained))
+    if key not in self._known:
+      self._known[key] = _divide(trained, opt_state)
+    return self._known[key]
+
+
+def _divide(trained: Any, opt_state: Any) -> _Parts | None:
+  weights, state = (
+    [(bad_steps.name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+    for tree in (trained, opt_state)
+  )
+  layers: dict[str, tuple[list[int], list[int]]] = {}
+  for which, named in enumerate((weights, state)):
+    for i, (name, _) in enumerate(named):
+      layer = _LAYER.match(name)
+      layers.setdefault(_MOMENT.sub('', layer[0]) if layer else '', ([], []))[which].append(i)
+  rest = layers.pop('', ([], []))
+  if len(layers) < _FROM_LAYERS:
+    return None
+  names = {name for name, _ in weights}
+  shared = tuple(i for i in rest[1] if _MOMENT.sub('', state[i][0]) not in names)
+  structures = jax.tree.structure(trained), jax.tree.structure(opt_state)
+  critic = tuple(is_critic_weight(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained))
+  kinds: dict[Any, _Trees] = {}
+  parts = []
+  for own_weights, own_state in (*layers.values(), rest):
+    others = () if own_state is rest[1] else shared
+    trees = _Trees(*structures, tuple(own_weights), tuple(own_state), others)
+    arrays = tuple(
+      (_LAYER.sub(r'\1', name), x.shape, x.dtype) for name, x in (*_at(own_weights, weights), *_at(own_state, state))
+    )
+    trees = kinds.setdefault((arrays, others), trees)
+    parts.append(_Part(trees, tuple(own_weights), tuple(own_state), any(_at(own_weights, critic))))
+  floats = [i for part in parts for i in part.own_state if jnp.issubdtype(state[i][1].dtype, jnp.floating)]
+  return _Parts(tuple(parts), shared, tuple(floats), critic, 'critic' in trained)
+
+
+def _partial_tree(structure: Any, positions: Sequence[int], leaves: Sequence[Any]) -> Any:
+  found = [optax.MaskedNode()] * structure.num_leaves
+  for i, x in zip(positions, leaves, strict=True):
+    found[i] = x
+  return jax.tree.unflatten(structure, found)
+
+
+def _at(positions: Sequence[int], leaves: Sequence[Any]) -> list[Any]:
+  return [leaves[i] for i in positions]
+
+
+def _norms(squares: jax.Array, critic: Sequence[bool]) -> dict[str, jax.Array]:
+  """Global norms of the gradients with these sums of squares: of all, of the policy's and of the critic's."""
+  own = np.asarray(critic, bool)
+  sums = {'all': jnp.sum(squares), 'policy': jnp.sum(squares[~own]), 'critic': jnp.sum(squares[own])}
+  return {name: jnp.sqrt(x) for name, x in sums.items()}

@@ -1,0 +1,236 @@
+"""The optimiser step of a deep model, part by part, against a step in one program and against optax."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings
+from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.training import bad_steps, optimizer_step
+from ragen_jax.training.optimizer_step import SKIPPED, OptimizerStep
+from tests.support import learning
+from tests.support.compilations import compiled
+from tests.support.processes import run_python
+
+_FOUND = {'loss': jnp.float32(1)}
+_SCALE = np.float32(0.7)
+
+
+def _weights(layers=9, *, separate=False):
+  cfg = QwenConfig(
+    vocab_size=30, hidden_size=32, intermediate_size=64, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=8,
+    rope_theta=10_000.0,
+  )  # fmt: skip
+  policy = nnx.to_pure_dict(nnx.split(ActorCritic(Qwen(cfg, rngs=nnx.Rngs(0))))[1])
+  return {**policy, 'critic': jax.tree.map(jnp.copy, policy['policy'])} if separate else policy
+
+
+def _gradients(trained, seed=0):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), trained)
+
+
+def _steps(step, optimizer, trained, number, scale=_SCALE, found=_FOUND):
+  trained = jax.tree.map(jnp.copy, trained)
+  state = optimizer.init(trained)
+  for i in range(number):
+    trained, state, metrics = step(trained, state, _gradients(trained, i), found, scale)
+  return jax.device_get((trained, state, metrics))
+
+
+def _in_one_program(monkeypatch):
+  monkeypatch.setattr(optimizer_step, '_FROM_LAYERS', 100)
+
+
+@pytest.mark.parametrize('critic_only', [False, True])
+@pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.parametrize('clip', [0.5, 1e9])
+def test_parts_take_the_step_of_one_program(monkeypatch, critic_only, separate, clip):
+  optimizer = learning.optimizer(
+    grad_clip=clip, separate_critic=separate, weight_decay=0.1, warmup_steps=2, critic_lr=3e-2
+  )
+  trained = _weights(separate=separate)
+  step = OptimizerStep(optimizer, None, critic_only=critic_only)
+  parts = _steps(step, optimizer, trained, 3)
+  # Three of a layer and three of the rest, the norms and the verdict; of the critic's layers two more.
+  assert step.compiled == 8 + 2 * separate - critic_only
+  _in_one_program(monkeypatch)
+  step = OptimizerStep(optimizer, None, critic_only=critic_only)
+  whole = _steps(step, optimizer, trained, 3)
+  assert step.compiled == 1
+  assert jax.tree.structure(parts) == jax.tree.structure(whole)
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7, err_msg=jax.tree_util.keystr(path))
+  moved = jax.tree.map(lambda x, y: bool(np.any(x != y)), parts[0], jax.device_get(trained))
+  policy = jax.tree.leaves(moved['policy'])
+  assert not any(policy) if critic_only else all(policy)
+  assert all(jax.tree.leaves({name: x for name, x in moved.items() if name != 'policy'}))
+
+
+@pytest.mark.parametrize('layers', [2, 9])
+def test_a_step_is_that_of_optax(layers):
+  trained = _weights(layers)
+  optimizer = learning.optimizer(grad_clip=0.5, weight_decay=0.1, b2=0.99)
+  found, _, metrics = _steps(OptimizerStep(optimizer, None), optimizer, trained, 3, scale=None)
+  decayed = jax.tree_util.tree_map_with_path(
+    lambda path, x: x.ndim > 1 and 'bias' not in jax.tree_util.keystr(path), trained
+  )
+  expected = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, b2=0.99, weight_decay=0.1, mask=decayed))
+  state = expected.init(trained)
+  for i in range(3):
+    gradients = _gradients(trained, i)
+    updates, state = expected.update(gradients, state, trained)
+    trained = optax.apply_updates(trained, updates)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.device_get(trained)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(metrics['actor/grad_norm'], optax.tree.norm(gradients), rtol=1e-5)
+  np.testing.assert_allclose(metrics['critic/grad_norm'], optax.tree.norm(gradients['value_head']), rtol=1e-5)
+
+
+def _poisoned(tree, name, x):
+  names = [bad_steps.name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  assert names.count(name) == 1
+  leaves, structure = jax.tree.flatten(tree)
+  at = names.index(name)
+  leaves[at] = leaves[at].at[(0,) * leaves[at].ndim].set(x)
+  return jax.tree.unflatten(structure, leaves)
+
+
+@pytest.mark.parametrize(
+  ('where', 'name', 'text'),
+  [('gradients', 'policy/layers/8/mlp/up_proj/kernel', 'gradient of policy/layers/8/mlp/up_proj/kernel'),
+   ('state', 'mu/policy/layers/0/mlp/up_proj/kernel', 'optimiser state mu/policy/layers/0/mlp/up_proj/kernel'),
+   ('state', 'nu/value_head/bias', 'optimiser state nu/value_head/bias'),
+   ('weights', 'policy/layers/3/mlp/down_proj/kernel', 'new weights policy/layers/3/mlp/down_proj/kernel'),
+   ('weights', 'policy/embed_tokens', 'new weights policy/embed_tokens'),
+   ('found', 'loss', 'loss')],
+)  # fmt: skip
+@pytest.mark.parametrize('x', [np.nan, np.inf])
+def test_numbers_that_are_not_finite_keep_all_parts_as_they_are_and_are_named(where, name, text, x):
+  optimizer = learning.optimizer()
+  trained, step = _weights(), OptimizerStep(optimizer, None)
+  state = optimizer.init(trained)
+  trained, state, _ = step(trained, state, _gradients(trained), _FOUND, np.float32(1))
+  given = {'weights': trained, 'state': state, 'gradients': _gradients(trained, 1), 'found': _FOUND}
+  given[where] = {'loss': jnp.float32(x)} if where == 'found' else _poisoned(given[where], name, x)
+  before = jax.device_get((given['weights'], given['state']))
+  *after, metrics = step(*(given[key] for key in ('weights', 'state', 'gradients', 'found')), np.float32(1))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(tuple(after)), before)
+  assert metrics[SKIPPED] == 1
+  stats, bad = bad_steps.split(jax.device_get(metrics | given['found']))
+  named = bad_steps.describe(stats, bad, *before)
+  assert named.endswith(text) if where in ('gradients', 'found') else named == text, named
+
+
+def test_weights_that_overflow_in_one_layer_stop_the_step_of_all():
+  optimizer = learning.optimizer(actor_lr=1e30)
+  trained, step = _weights(), OptimizerStep(optimizer, None)
+  before = jax.device_get(trained)
+  gradients = jax.tree.map(jnp.zeros_like, trained)
+  gradients['policy']['layers'][4]['mlp']['up_proj']['kernel'] += 1
+  trained, state, metrics = step(trained, optimizer.init(trained), gradients, _FOUND, np.float32(1))
+  assert metrics[SKIPPED] == 1 and np.flatnonzero(metrics[bad_steps.WEIGHTS]).size == 1
+  assert not np.any(metrics[bad_steps.GRADIENT])
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(trained), before)
+  assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(state))
+
+
+def test_weights_and_state_are_donated():
+  optimizer = learning.optimizer()
+  trained, step = _weights(), OptimizerStep(optimizer, None)
+  given = trained, optimizer.init(trained)
+  step(*given, _gradients(trained), _FOUND, np.float32(1))
+  assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.size > 1)
+
+
+def test_layers_of_other_shapes_are_parts_too():
+  """Weights in some layers only, none outside of layers, and blocks of a vision tower."""
+  trained = {
+    'policy': {
+      'layers': {i: {'a': jnp.ones((2, 3))} | ({'b': jnp.ones(4)} if i % 2 else {}) for i in range(6)},
+      'visual': {'blocks': {i: {'w': jnp.ones((5, 2))} for i in range(4)}},
+    }
+  }
+  optimizer = learning.optimizer(grad_clip=0.1)
+  step = OptimizerStep(optimizer, None)
+  found = _steps(step, optimizer, trained, 2)
+  names = {p.name: p.times for p in step.programs(trained, optimizer.init(trained), trained, _FOUND, np.float32(1))}
+  assert [names[f'apply_update{n}'] for n in ('', '_2', '_3', '_4')] == [3, 3, 4, 1]
+  expected, state = jax.tree.map(jnp.copy, trained), optimizer.init(trained)
+  for i in range(2):
+    gradients = _gradients(expected, i)
+    norms = dict.fromkeys(('all', 'policy', 'critic'), optax.tree.norm(gradients))
+    updates, state = optimizer.update(gradients, state, expected, norms=norms)
+    expected = optax.apply_updates(expected, jax.tree.map(lambda u: 0.7 * u, updates))
+  for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves((expected, state)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize('layers', [2, 9])
+@pytest.mark.parametrize('critic_only', [False, True])
+def test_a_step_runs_what_was_compiled_before(layers, critic_only):
+  optimizer = learning.optimizer()
+  trained = _weights(layers)
+  state, step = optimizer.init(trained), OptimizerStep(optimizer, None, critic_only=critic_only)
+  given = trained, state, _gradients(trained), _FOUND, np.float32(1)
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+  with compiled() as ahead:
+    for program in step.programs(*abstract):
+      program.lower().compile()
+  with compiled() as later:
+    step(*given)
+  assert [name for name in ahead if '_apply' in name] and not [name for name in later if '_apply' in name]
+
+
+_ON_A_MESH = """
+from tests.training import test_optimizer_step
+
+test_optimizer_step.on_a_mesh()
+"""
+
+
+def on_a_mesh():
+  """On four devices: the numbers and layouts of one, and programs that were compiled ahead."""
+  mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(4, 1, 1), ('data', 'fsdp', 'tensor'))
+  optimizer = learning.optimizer(grad_clip=0.5, weight_decay=0.1)
+  trained = _weights()
+  one = _steps(OptimizerStep(optimizer, None), optimizer, trained, 2)
+  put = functools.partial(jax.tree.map, jax.device_put)
+  weights = put(jax.tree.map(jnp.copy, trained), trained_shardings(trained, mesh))
+  state = optimizer.init(trained)
+  state = put(state, optimizer_shardings(state, mesh))
+  found = put(_FOUND, optimizer_shardings(_FOUND, mesh))
+  step = OptimizerStep(optimizer, mesh)
+  layouts = [x.sharding for x in jax.tree.leaves((weights, state))]
+  for i in range(2):
+    gradients = _gradients(trained, i)
+    given = weights, state, put(gradients, optimizer_shardings(gradients, mesh)), found, np.float32(0.7)
+    if i == 0:
+      described = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, 'sharding', None)), given
+      )
+      for program in step.programs(*described):
+        program.lower().compile()
+    with compiled() as later:
+      weights, state, metrics = step(*given)
+    assert not [name for name in later if '_apply' in name], later
+  assert all(
+    x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(jax.tree.leaves((weights, state)), layouts, strict=True)
+  )
+  for a, b in zip(jax.tree.leaves((weights, state, metrics)), jax.tree.leaves(one), strict=True):
+    np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=1e-7)
+  print('as on one device')
+
+
+def test_parts_on_a_mesh():
+  done = run_python(_ON_A_MESH, devices=4)
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert done.stdout.endswith('as on one device\n')
