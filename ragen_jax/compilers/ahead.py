@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,8 +55,8 @@ def threads(config: ConfigDict, *, platform: str, processes: int) -> int:
 class CompileAhead:
   """Watches which programs a run calls, and compiles those that it is likely to call next.
 
-  - When prompts of a width are fed for the first time, it compiles the programs that feed this width to the same and
-    to larger caches, those that sample with these caches, and those that enlarge them.
+  - When prompts of a width are fed for the first time, and when a rollout ends, it compiles programs of the sampler
+    (`needed.LikelyCaches`).
   - When a rollout ends, it compiles the programs of updates with its lengths, and with somewhat other lengths.
 
   The run's own calls take the compiled programs from the caches of `jax.jit`.
@@ -82,7 +82,8 @@ class CompileAhead:
     self._config, self._trainer, self._background = config, trainer, background
     self._listed = set(listed)
     self._state = _abstract(state)
-    self._updates_follow = True
+    self._caches = needed.LikelyCaches(config, row_shards(trainer.model.mesh))
+    self._updates_follow, self._updated = True, False
     self._weights: Any = None  # of the sampler, as it is called with them
     self._numbers = itertools.count()
     if not build_agents.plays_agents(config):  # a server of agents compiles its programs when it opens
@@ -100,20 +101,23 @@ class CompileAhead:
     self._updates_follow = False
 
   def expect(self, rollout: Rollout) -> None:
-    """Compiles the programs of the update that rollouts like this one lead to; none in the last iteration."""
+    """Compiles the programs that rollouts like this one lead to; none in the last iteration."""
     if not self._updates_follow:
       return
     t = rollout.trajectory
     batching = self._trainer.settings.estimate.batching
     scored = t.length if batching.whole_rows else t.loss_mask.sum(axis=1)
-    job = functools.partial(self._plan, np.asarray(t.length), np.asarray(scored), len(np.unique(t.episode)))
+    length, played = np.asarray(t.length), len(np.unique(t.episode))
+    job = functools.partial(self._plan, length, np.asarray(scored), played, needed.factors(updated=self._updated))
     self._background.want([(('plan', next(self._numbers)), job)], urgency=0)
+    for urgency, program in self._caches.ended(length, np.asarray(t.loss_mask).sum(axis=1)):
+      self._want([program], urgency)
 
-  def _plan(self, length: np.ndarray, scored: np.ndarray, played: int) -> None:
+  def _plan(self, length: np.ndarray, scored: np.ndarray, played: int, factors: Sequence[float]) -> None:
     """Asks for the programs of `length` i32[B] and `scored` i32[B], of rows of so many episodes."""
     config, batching = self._config, self._trainer.settings.estimate.batching
     gradients, scores = needed.updates(config), needed.scored(config, self._trainer)
-    for urgency, factor in enumerate(needed.FACTORS):
+    for urgency, factor in enumerate(factors):
       shapes = needed.shapes_after(config, batching, length, scored, played, factor)
       wanted = [(name, shape) for name in gradients for shape in shapes['gradient']]
       wanted += [(name, shape) for name in scores for shape in shapes['score']]
@@ -124,6 +128,7 @@ class CompileAhead:
         self._background.want([((step, ()), compile_step)], urgency)
 
   def _batch_runs(self, name: str, shape: tuple[int, ...]) -> None:
+    self._updated |= name in needed.updates(self._config)
     self._background.need((name, shape))
 
   def _sampler_runs(self, name: str, shape: tuple[Any, ...], weights: Any) -> None:
@@ -131,7 +136,7 @@ class CompileAhead:
       self._weights = _abstract(weights)
     if not self._background.need((name, shape)) or name != 'extend':
       return
-    for urgency, program in needed.after_extend(self._config, row_shards(self._trainer.model.mesh), shape):
+    for urgency, program in self._caches.fed(shape):
       self._want([program], urgency)
 
   def _want(self, programs: list[Program], urgency: int) -> None:

@@ -120,7 +120,7 @@ def shapes_of_run(
   """
   ready: set[needed.Program] = set()
   awaited: set[needed.Program] = set()
-  rng, found = np.random.default_rng(0), []
+  caches, rng, found = needed.LikelyCaches(config, shards), np.random.default_rng(0), []
   episodes, drawn = config.train.groups * config.train.group_size, needed.samplings(config)['rollout'][0]
   for iteration in range(iterations):
     mean = lengths.reply * (_FROM + (_TO - _FROM) * iteration / max(iterations - 1, 1))
@@ -132,7 +132,8 @@ def shapes_of_run(
     awaited.update(program for program in met if program not in ready)
     ready.update(met)
     if ahead:
-      ready.update(_likely(config, batching, met, length, scored, shards))
+      ready.update(_likely_to_sample(config, caches, met, length, scored))
+      ready.update(_likely_to_learn(config, batching, length, scored, needed.factors(updated=iteration > 0)))
     found.append(Compiled(_counts(ready), _counts(awaited)))
   return found
 
@@ -142,24 +143,28 @@ def _counts(programs: Collection[needed.Program]) -> dict[str, int]:
   return kinds | collections.Counter(name for name, _ in programs)
 
 
-def _likely(
+def _likely_to_sample(
   config: ConfigDict,
-  batching: BatchingSettings,
+  caches: needed.LikelyCaches,
   met: Collection[needed.Program],
   length: np.ndarray,
   scored: np.ndarray,
-  shards: int,
 ) -> Iterator[needed.Program]:
-  """What a run compiles ahead after an iteration with these programs and rows; greedy evaluations not included."""
-  for name, shape in met:
-    if name == 'extend':
-      likely = needed.after_extend(config, shards, shape)
-      drawn = needed.samplings(config)['rollout']
-      yield from (program for _, program in likely if program[0] != 'decode' or program[1][3] in drawn)
-  for factor in needed.FACTORS:
-    shapes = needed.shapes_after(
-      config, batching, length, scored, config.train.groups * config.train.group_size, factor
-    )
+  """What a run compiles ahead for its sampler in an iteration with these programs; greedy evaluations not included."""
+  drawn = needed.samplings(config)['rollout']
+  likely = [found for name, shape in met if name == 'extend' for found in caches.fed(shape)]
+  for _, program in (*likely, *caches.ended(length, scored)):
+    if program[0] != 'decode' or program[1][3] in drawn:
+      yield program
+
+
+def _likely_to_learn(
+  config: ConfigDict, batching: BatchingSettings, length: np.ndarray, scored: np.ndarray, factors: Iterable[float]
+) -> Iterator[needed.Program]:
+  """What a run compiles ahead for updates after a rollout of these rows."""
+  played = config.train.groups * config.train.group_size
+  for factor in factors:
+    shapes = needed.shapes_after(config, batching, length, scored, played, factor)
     yield from ((name, shape) for name, own in shapes.items() for shape in own)
 
 

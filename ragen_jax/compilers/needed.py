@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.sampler_speaker import rows_at_once
-from ragen_jax.compilers.abstract import episodes, planned_room, sampler_shapes, shape_of
+from ragen_jax.compilers.abstract import chunk_columns, episodes, planned_room, sampler_shapes, shape_of
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.sampling.draw import GREEDY, Sampling
 from ragen_jax.sampling.sampler import Sampler
@@ -133,25 +133,55 @@ def bootstrap_shapes(config: ConfigDict, trainer: Trainer) -> list[tuple[int, in
   return [(batching.micro_batch_size, width, half) for width in itertools.islice(widths, _MOST)]
 
 
-def after_extend(
-  config: ConfigDict, shards: int, shape: tuple[int, int, int, int, bool]
-) -> Iterator[tuple[int, Program]]:
-  """What a run is likely to need after prompts have been fed, with its urgency.
+class LikelyCaches:
+  """The programs of the sampler that a run is likely to need, from the prompts that it has fed and the rows that ended.
 
-  The programs that feed as many columns to this cache and to larger ones, and those that sample with these caches and
-  enlarge them.
-
-  Args:
-    config: the run's.
-    shards: parts into which rows are divided.
-    shape: of 'extend', see `Shapes.programs`.
+  When prompts of a width are fed for the first time, these are the programs of this cache and of the next larger one:
+  those that feed this width to it, those that sample with it, and those that enlarge it. When a rollout has ended, they
+  are those of all caches that rows with longer replies would need (`FACTORS`).
   """
-  every, _, size, width, begin = shape
-  for name, other in of_sampler(config, shards, {'rollout': every, 'evaluation': every}):
-    at = other[1] if name == 'resize' else other[2]
-    if at >= size and (name != 'extend' or other[3:] == (width, begin)):
-      # An evaluation samples before it is greedy.
-      yield 1 + (at > size) + (name == 'decode' and other[3].temperature == 0), (name, other)
+
+  def __init__(self, config: ConfigDict, shards: int):
+    """Nothing has been fed.
+
+    Args:
+      config: the run's.
+      shards: parts into which rows are divided.
+    """
+    self._config, self._shards = config, shards
+    self._fed: dict[tuple[int, int, bool], int] = {}  # rows, width and whether they begin -> the smallest cache
+
+  def fed(self, shape: tuple[int, int, int, int, bool]) -> list[tuple[int, Program]]:
+    """What is likely after 'extend' of this shape (`Shapes.programs`), with its urgency; nothing for a known width."""
+    every, _, size, width, begin = shape
+    if (every, width, begin) in self._fed:
+      return []
+    self._fed[every, width, begin] = size
+    larger = (n for n in sampler_shapes(self._config, every, self._shards).caches if n > size)
+    return list(self._programs(every, width, begin, next(larger, size)))
+
+  def ended(self, length: np.ndarray, scored: np.ndarray) -> list[tuple[int, Program]]:
+    """What is likely after a rollout of rows with `length` i32[B] columns, `scored` i32[B] of them sampled."""
+    longest = int((length + (max(FACTORS) - 1) * scored).max(initial=0)) + chunk_columns(self._config)
+    found = []
+    for every, width, begin in self._fed:
+      caches = sampler_shapes(self._config, every, self._shards).caches
+      found += self._programs(every, width, begin, next((n for n in caches if n >= longest), caches[-1]))
+    return found
+
+  def _programs(self, every: int, width: int, begin: bool, largest: int) -> Iterator[tuple[int, Program]]:
+    """Those of the caches from the one that the width was fed to first, to the largest."""
+    size = self._fed[every, width, begin]
+    for name, other in of_sampler(self._config, self._shards, {'rollout': every, 'evaluation': every}):
+      at, used = (other[1], other[2]) if name == 'resize' else (other[2], other[2])
+      if size <= at and used <= largest and (name != 'extend' or other[3:] == (width, begin)):
+        # An evaluation samples before it is greedy.
+        yield 1 + (at > size) + (name == 'decode' and other[3].temperature == 0), (name, other)
+
+
+def factors(*, updated: bool) -> tuple[float, ...]:
+  """Those of `FACTORS` whose programs are compiled after a rollout; before the first update, none that is far away."""
+  return FACTORS if updated else tuple(factor for factor in FACTORS if abs(factor - 1) < 0.1)
 
 
 def shapes_after(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ragen_jax import build
-from ragen_jax.compilers import ahead, needed
+from ragen_jax.compilers import abstract, ahead, needed
 from ragen_jax.runs.background import Background
 from tests.support.compilations import compiled
 from tests.support.configs import small_config
@@ -163,12 +163,41 @@ def test_in_the_last_iteration_nothing_is_planned(tmp_path):
     assert len(background.wanted) == 1
 
 
+def test_a_rollout_asks_for_the_caches_of_longer_replies_and_the_first_update_for_far_lengths(tmp_path):
+  config, trainer, evaluator = _parts(tmp_path, length_step=64)
+  background = types.SimpleNamespace(threads=1, wanted=[], stop=lambda: None, need=lambda key: True)
+  background.want = lambda programs, urgency: background.wanted.extend(programs)
+  small, *_, large = abstract.sampler_shapes(config, 16, 1).caches
+
+  def wanted():
+    keys = [key for key, _ in background.wanted]
+    (job,) = [job for (name, *_), job in background.wanted if name == 'plan']
+    return {key[1][2] for key in keys if key[0] == 'extend'}, len(job.args[3])
+
+  with ahead.open_ahead(config, trainer, evaluator, _state(trainer), background) as open_ahead:
+    trainer.model.sampler.observer('extend', (16, 16, small, 64, True), None)
+    assert {key[1][2] for key, _ in background.wanted if key[0] == 'extend'} < {small, large, 192}
+    background.wanted.clear()
+    for length, gradient in ((20, False), (large, True)):
+      rollout = types.SimpleNamespace(
+        trajectory=types.SimpleNamespace(
+          length=np.full(2, length), loss_mask=np.ones((2, 1), bool), episode=np.arange(2)
+        )
+      )
+      if gradient:
+        trainer.learner.observer('gradient', (2, 64, 8))
+      open_ahead.expect(rollout)
+      sizes, factors = wanted()
+      assert max(sizes) == (large if gradient else small) and factors == (4 if gradient else 3)
+      background.wanted.clear()
+
+
 def test_only_listed_programs_are_planned_and_an_optimiser_step_for_each_gradient(tmp_path):
   config, trainer, _ = _parts(tmp_path, optimizer__critic_warmup=1, num_iterations=2)
   background = types.SimpleNamespace(wanted=[])
   background.want = lambda programs, urgency: background.wanted.extend(name for name, _ in programs)
   listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
-  lengths = np.full(16, 200), np.full(16, 20), 16
+  lengths = np.full(16, 200), np.full(16, 20), 16, needed.FACTORS
   steps = {('apply', ()), ('apply_critic', ())}
   ahead.CompileAhead(config, trainer, _state(trainer), listed, background)._plan(*lengths)
   assert steps < set(background.wanted) <= set(listed)

@@ -14,6 +14,7 @@ from ragen_jax.compilers.cost import CompileFailure, Cost
 from ragen_jax.compilers.estimate import Measured
 from ragen_jax.compilers.lengths import shapes_of_run, steps_of
 from ragen_jax.compilers.work import Work
+from ragen_jax.training import optimizer_step
 from tests.support.configs import small_config
 
 TOPOLOGY = topologies.parse('v5e:2x4')
@@ -119,6 +120,15 @@ def test_compilation_counts_every_shape_of_a_run_once(run, monkeypatch, setting,
   assert waits[made.last_awaited - 1 :] == waits[-1:] * (13 - made.last_awaited)
   assert made.last_awaited == 1 or waits[made.last_awaited - 2] != waits[-1]
   assert made.programs[1] <= made.most == len(needed.programs(run.config, run.trainer, run.sampling.rows))
+
+
+def test_the_programs_of_an_optimiser_step_are_compiled_together(run, monkeypatch):
+  monkeypatch.setattr(optimizer_step, '_FROM_LAYERS', 1)
+  parts = programs.make_run(run.config)
+  step = [p for p in programs.of_run(parts) if p.kind == 'apply']
+  whole, made = (estimate.of_run(x, TOPOLOGY, _measured(x)).compilation for x in (run, parts))
+  assert len(step) == 8 and made.programs == whole.programs
+  assert made.cpu_seconds == tuple(x + 7 * 7 for x in whole.cpu_seconds)
 
 
 def test_what_follows_from_a_refused_program_is_not_a_number(run, monkeypatch):

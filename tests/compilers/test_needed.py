@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ragen_jax.compilers import lengths, needed, programs
-from ragen_jax.compilers.abstract import shape_of
+from ragen_jax.compilers.abstract import chunk_columns, sampler_shapes, shape_of
 from ragen_jax.compilers.lengths import Lengths
 from ragen_jax.sampling.draw import GREEDY, PLAIN
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
@@ -136,18 +136,54 @@ def test_a_rollout_like_the_last_one_needs_the_programs_of_its_lengths():
     assert shapes == needed.shapes_after(config, batching, np.full(16, 300), np.full(16, 150), 16, 1.0)
 
 
-def test_after_prompts_come_the_programs_of_their_cache_and_of_larger_ones():
-  config = _config(eval__greedy_too=True)
-  shape = (16, 16, 512, 96, False)
-  found = dict((program, urgency) for urgency, program in needed.after_extend(config, 2, shape))
+def _sizes(found):
+  """Caches by name of the program: those that are fed, sampled with, or enlarged."""
+  return {
+    name: {p[1][1:] if name == 'resize' else p[1][2] for p in found if p[0] == name}
+    for name in ('extend', 'decode', 'resize')
+  }
+
+
+def test_after_the_first_prompts_of_a_width_come_the_programs_of_their_cache_and_of_the_next():
+  config = _config(eval__greedy_too=True, length_step=128)
+  small, middle, large = sampler_shapes(config, 16, 2).caches
+  caches = needed.LikelyCaches(config, 2)
+  found = dict((program, urgency) for urgency, program in caches.fed((16, 16, small, 96, False)))
   assert {p[1][3:] for p in found if p[0] == 'extend'} == {(96, False)}
-  assert {p[1][2] for p in found if p[0] == 'extend'} == {512, 960}
-  sizes = {(p[1][2], p[1][3]) for p in found if p[0] == 'decode'}
-  assert sizes == {(size, drawn) for size in (512, 960) for drawn in (PLAIN, GREEDY)}
-  assert [p for p in found if p[0] == 'resize'] == [('resize', (16, 512, 960))]
-  assert found['decode', (16, 16, 512, PLAIN)] == 1 < found['decode', (16, 16, 512, GREEDY)]
-  assert found['decode', (16, 16, 512, PLAIN)] < found['decode', (16, 16, 960, PLAIN)]
+  assert _sizes(found) == {'extend': {small, middle}, 'decode': {small, middle}, 'resize': {(small, middle)}}
+  assert {p[1][3] for p in found if p[0] == 'decode'} == {PLAIN, GREEDY}
+  assert found['decode', (16, 16, small, PLAIN)] == 1 < found['decode', (16, 16, small, GREEDY)]
+  assert found['decode', (16, 16, small, PLAIN)] < found['decode', (16, 16, middle, PLAIN)]
   assert all(program in needed.of_sampler(config, 2, {'rollout': 16, 'evaluation': 16}) for program in found)
+  # A known width tells nothing new, in whatever cache and with however many rows; others do.
+  assert not caches.fed((16, 16, middle, 96, False)) and not caches.fed((16, 4, small, 96, False))
+  begin = [program for _, program in caches.fed((16, 16, middle, 96, True))]
+  assert _sizes(begin) == {'extend': {middle, large}, 'decode': {middle, large}, 'resize': {(middle, large)}}
+  last = [program for _, program in caches.fed((16, 16, large, 64, True))]
+  assert _sizes(last) == {'extend': {large}, 'decode': {large}, 'resize': set()}
+
+
+def test_after_a_rollout_come_the_caches_that_longer_replies_would_need():
+  config = _config(length_step=128)
+  small, middle, large = sampler_shapes(config, 16, 2).caches
+  caches = needed.LikelyCaches(config, 2)
+  assert caches.ended(np.asarray([large]), np.asarray([1])) == []  # nothing is fed
+  caches.fed((16, 16, small, 96, True))
+  chunk = chunk_columns(config)
+
+  def largest(length, scored):
+    found = [program for _, program in caches.ended(np.asarray([9, length, 8]), np.asarray([1, scored, 1]))]
+    assert _sizes(found)['extend'] == _sizes(found)['decode']
+    return max(_sizes(found)['decode'])
+
+  assert largest(small - chunk, 0) == small and largest(small - chunk + 1, 0) == middle
+  assert largest(small - chunk - 10, 62) == small and largest(small - chunk - 10, 70) == middle  # a sixth more
+  assert largest(middle - chunk, 100) == large == largest(10 * large, 100)
+
+
+def test_before_the_first_update_only_near_lengths_are_compiled_for():
+  assert needed.factors(updated=True) == needed.FACTORS
+  assert needed.factors(updated=False) == (1.0, 1.08, 0.92)
 
 
 def test_samplings_are_those_that_programs_are_compiled_for():

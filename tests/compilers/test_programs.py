@@ -14,6 +14,7 @@ import pytest
 from ragen_jax.compilers import abstract, programs
 from ragen_jax.models.attention import EINSUM
 from ragen_jax.sampling.capacity import bytes_per_device
+from ragen_jax.training import optimizer_step
 from tests.support.configs import small_config
 
 _IN_FLIGHT = {'agent__rows_in_flight': 4}
@@ -76,6 +77,24 @@ def test_what_a_run_holds_besides_the_arguments_of_a_program(kl):
   assert found['weights'].resident + trained == size(run.state.params) + moments + reference
   cache = found['resize'].resident - size(run.state.params) - run.sampling.copied - moments - reference
   assert cache > 0
+
+
+def test_the_parts_of_an_optimiser_step_run_for_each_layer_and_hold_the_rest(monkeypatch):
+  whole = {p.name: p for p in programs.of_run(_run()) if p.kind == 'apply'}
+  monkeypatch.setattr(optimizer_step, '_FROM_LAYERS', 2)
+  run = _run()
+  found = {p.name: p for p in programs.of_run(run) if p.kind == 'apply'}
+  steps, layers, size = whole['apply'].runs, run.cfg.num_layers, bytes_per_device
+  for stage in ('squares', 'check', 'update'):
+    assert (found[f'apply_{stage}'].runs, found[f'apply_{stage}_2'].runs) == (layers * steps, steps)
+  assert found['apply_norms'].runs == found['apply_verdict'].runs == steps
+  # The arguments of all updates are the state and the gradients, but for the counts of steps, which all layers read.
+  held = found['apply_norms'].resident
+  assert held == size((run.state.params, run.state.opt_state, run.state.trained))
+  counts = size([x for x in jax.tree.leaves(run.state.opt_state) if jax.numpy.issubdtype(x.dtype, jax.numpy.integer)])
+  arguments = {name: held - p.resident for name, p in found.items()}
+  assert layers * arguments['apply_update'] + arguments['apply_update_2'] == held + layers * counts
+  assert layers * arguments['apply_squares'] + arguments['apply_squares_2'] == size(run.state.trained)
 
 
 def test_rows_are_those_that_fit_into_the_planned_memory():
