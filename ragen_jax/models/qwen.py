@@ -396,6 +396,8 @@ class Qwen(nnx.Module):
       x, _ = layer(x, turns, mask, None, None, 0, segments)
       return self._lay_out(x if added is None else x + added.astype(x.dtype))
 
+    # XLA would otherwise move the cosines into the loop, and compute them in every layer.
+    turns = jax.lax.optimization_barrier(turns)
     # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
     again = functools.partial(jax.checkpoint, prevent_cse=False, policy=self._kept(remat))
     mesh = None if self.activation_sharding is None else self.activation_sharding.mesh
