@@ -85,6 +85,7 @@ CASES = {
   '1.5b h100:8': Case('qwen2.5-1.5b', 'h100:8'),
   '7b v5p:2x2x1 fsdp': Case('qwen2.5-7b', 'v5p:2x2x1', {'mesh.fsdp': 4}),
   '7b v5p:2x2x1 tensor': Case('qwen2.5-7b', 'v5p:2x2x1', {'mesh.tensor': 4}),
+  '7b h100:8 data': Case('qwen2.5-7b', 'h100:8', {}),
   '7b h100:8 fsdp': Case('qwen2.5-7b', 'h100:8', {'mesh.fsdp': 8}),
   '7b h100:8 mixed': Case('qwen2.5-7b', 'h100:8', {'mesh.fsdp': 2, 'mesh.tensor': 4}),
 }  # fmt: skip

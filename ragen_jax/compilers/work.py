@@ -177,17 +177,22 @@ class _Reader:
     return max(flops / (_PRODUCTS * self._chip.flops), moved / (_MEMORY * self._chip.hbm_bandwidth), least)
 
   def _attention_seconds(self, x: Instruction, operands: list[Instruction]) -> float:
-    """A kernel that the compiler knows nothing of, taken for attention over [..., heads, T, H] or [..., H, T]."""
+    """A kernel that the compiler knows nothing of, taken for attention.
+
+    It takes [..., heads, T, H] or [..., heads, H, T], or on GPUs [..., T, heads, H].
+    """
     inputs = [a for y in operands for a in y.results]
     moved = sum(a.bytes for a in (*inputs, *x.results) if not a.on_chip) / (_MEMORY * self._chip.hbm_bandwidth)
     wide = [a for a in inputs if len(a.shape) >= 3 and a.shape[-1] >= 32 and a.dtype in ('bf16', 'f16', 'f32')]
-    if len(wide) < 2:
+    results = [a for a in x.results if a.dtype in ('bf16', 'f16', 'f32') and any(a.shape == b.shape for b in wide)]
+    if len(wide) < 2 or not results:  # such as the sums that a backward pass begins with
       return moved
     queries = max(wide, key=lambda a: a.size)
-    # Kernels for narrow heads take [..., H, T]; rows are longer than heads are wide.
-    width = min(queries.shape[-2:])
+    # Rows are longer than heads are wide, and than there are heads.
+    last = queries.shape[-2:]
+    width = min(last) if max(queries.shape[-3:]) in last else last[-1]
     keys = min((a for a in wide if width in a.shape[-2:]), key=lambda a: a.size)
-    columns = max(keys.shape[-2:])
+    columns = max(keys.shape[-3:])
     # Forward: scores and output. Backward: scores again, gradients of probabilities and of what is returned.
     backward = len(wide) >= 4
     products = 2 + (max(len([a for a in x.results if a.size >= keys.size]), 1) if backward else 0)

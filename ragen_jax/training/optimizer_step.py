@@ -324,7 +324,8 @@ class OptimizerStep:
     norms: Any,
     lr_scale: Any,
   ) -> Any:
-    trained, opt_state = trees.of_weights(weights), trees.of_state(state, shared)
+    own_weights, own_state = weights, state
+    trained, opt_state = trees.of_weights(own_weights), trees.of_state(own_state, shared)
     weights, state = self._next(trained, opt_state, trees.of_weights(gradients), norms, lr_scale)
     return self._copied(tuple(bad_steps.bad_arrays(x) for x in (trees.state_leaves(state), weights)))
 

@@ -215,10 +215,18 @@ def test_the_gradient_of_the_critic_alone_is_another_program(tmp_path, monkeypat
     asked.append(critic_only)
     return types.SimpleNamespace(compile=lambda: None)
 
+  def step_programs(state, batch, *, critic_only):
+    lowered = types.SimpleNamespace(compile=lambda: asked.append('compiled'))
+    return [types.SimpleNamespace(lower=lambda: asked.append(critic_only) or lowered) for _ in range(2)]
+
   open_ahead = ahead.CompileAhead(config, trainer, _state(trainer), [], types.SimpleNamespace())
   monkeypatch.setattr(trainer.learner, 'lower', lower)
+  monkeypatch.setattr(trainer.learner, 'step_programs', step_programs)
   open_ahead._compile(name, needed.batch_shapes(config, trainer)[0])
   assert asked == [name == 'gradient_critic']
+  asked.clear()
+  open_ahead._compile_step(name, needed.batch_shapes(config, trainer)[0])
+  assert asked == [name == 'gradient_critic', 'compiled'] * 2
 
 
 def _state(trainer):

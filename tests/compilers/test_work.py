@@ -251,6 +251,24 @@ def test_kernels_of_this_project_reach_more_and_narrow_heads_fill_a_part_of_the_
   assert found.seconds == pytest.approx(operations / (share * part * topologies.CHIPS[chip].flops))
 
 
+@pytest.mark.parametrize('heads', [28, 192])
+@pytest.mark.parametrize('kernel', ['forward', 'preprocess', 'backward'])
+def test_attention_kernels_of_gpus_have_the_heads_behind_the_columns(kernel, heads):
+  """The arrays of JAX's Pallas kernels; the sums that the backward pass begins with are no product."""
+  queries, sums = f'bf16[4,1408,{heads},128]{{3,2,1,0}}', f'f32[4,{heads},1408]{{2,1,0}}'
+  out, operands, products = {
+    'forward': (f'({queries}, {sums})', '%q, %q, %q, %t', 2), 'preprocess': (sums, '%q, %q', 0),
+    'backward': (f'({queries}, {queries}, {queries})', '%q, %q, %q, %t, %q, %q, %s, %s', 5),
+  }[kernel]  # fmt: skip
+  found = _of([
+    f'%q = {queries} constant(0)', f'%s = {sums} constant(0)', '%t = s32[4,1408]{1,0} constant(0)',
+    f'%o = {out} custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton"',
+  ], chip=GPU)  # fmt: skip
+  operations = 2 * products * (4 * heads * 1408) * 1408 * 128 / 2
+  read = (4 * heads * 1408) * (2 * 2 * 128 + 4) / (0.9 * GPU.hbm_bandwidth)
+  assert found.seconds == pytest.approx(operations / (0.5 * GPU.flops) if products else read)
+
+
 def test_operations_are_those_that_xla_counts():
   """Several products, one of them inside of a scan, beside `cost_analysis` of one run of each loop body."""
 
