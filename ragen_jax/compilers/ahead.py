@@ -55,8 +55,8 @@ def threads(config: ConfigDict, *, platform: str, processes: int) -> int:
 class CompileAhead:
   """Watches which programs a run calls, and compiles those that it is likely to call next.
 
-  - When prompts of a width are fed for the first time, and when a rollout ends, it compiles programs of the sampler
-    (`needed.LikelyCaches`).
+  - When a program of the sampler is called for the first time, and when a rollout ends, it compiles those that the
+    sampler is likely to call (`needed.LikelyCaches`).
   - When a rollout ends, it compiles the programs of updates with its lengths, and with somewhat other lengths.
 
   The run's own calls take the compiled programs from the caches of `jax.jit`.
@@ -134,10 +134,9 @@ class CompileAhead:
   def _sampler_runs(self, name: str, shape: tuple[Any, ...], weights: Any) -> None:
     if weights is not None and self._weights is None:
       self._weights = _abstract(weights)
-    if not self._background.need((name, shape)) or name != 'extend':
-      return
-    for urgency, program in self._caches.fed(shape):
-      self._want([program], urgency)
+    if self._background.need((name, shape)):
+      for urgency, program in self._caches.called(name, shape):
+        self._want([program], urgency)
 
   def _want(self, programs: list[Program], urgency: int) -> None:
     self._background.want(((p, functools.partial(self._compile, *p)) for p in programs), urgency)

@@ -152,7 +152,7 @@ def _likely_to_sample(
 ) -> Iterator[needed.Program]:
   """What a run compiles ahead for its sampler in an iteration with these programs; greedy evaluations not included."""
   drawn = needed.samplings(config)['rollout']
-  likely = [found for name, shape in met if name == 'extend' for found in caches.fed(shape)]
+  likely = [found for name, shape in met for found in caches.called(name, shape)]
   for _, program in (*likely, *caches.ended(length, scored)):
     if program[0] != 'decode' or program[1][3] in drawn:
       yield program

@@ -134,49 +134,85 @@ def bootstrap_shapes(config: ConfigDict, trainer: Trainer) -> list[tuple[int, in
 
 
 class LikelyCaches:
-  """The programs of the sampler that a run is likely to need, from the prompts that it has fed and the rows that ended.
+  """The programs of the sampler that a run is likely to need, from what it has called and from the rows that ended.
 
-  When prompts of a width are fed for the first time, these are the programs of this cache and of the next larger one:
-  those that feed this width to it, those that sample with it, and those that enlarge it. When a rollout has ended, they
-  are those of all caches that rows with longer replies would need (`FACTORS`).
+  - When prompts of a width are fed for the first time: those that feed this width to the same cache and to the next
+    larger one, those that sample with these caches for all rows, and those that enlarge them. All rows are fed at once
+    only if this call does so, and if they begin, only in the smallest of these caches.
+  - When tokens are sampled for fewer rows for the first time: those that sample for even fewer with the same cache.
+  - When a rollout has ended: the same for all caches that rows with longer replies would need, and sampling for fewer
+    rows with the caches in which rows with shorter and with longer replies would end (`FACTORS`).
   """
 
   def __init__(self, config: ConfigDict, shards: int):
-    """Nothing has been fed.
+    """Nothing has been called.
 
     Args:
       config: the run's.
       shards: parts into which rows are divided.
     """
     self._config, self._shards = config, shards
-    self._fed: dict[tuple[int, int, bool], int] = {}  # rows, width and whether they begin -> the smallest cache
+    # Rows, width and whether they begin -> the smallest cache, and whether all rows have been fed at once.
+    self._fed: dict[tuple[int, int, bool], tuple[int, bool]] = {}
 
-  def fed(self, shape: tuple[int, int, int, int, bool]) -> list[tuple[int, Program]]:
-    """What is likely after 'extend' of this shape (`Shapes.programs`), with its urgency; nothing for a known width."""
-    every, _, size, width, begin = shape
-    if (every, width, begin) in self._fed:
-      return []
-    self._fed[every, width, begin] = size
-    larger = (n for n in sampler_shapes(self._config, every, self._shards).caches if n > size)
-    return list(self._programs(every, width, begin, next(larger, size)))
+  def called(self, name: str, shape: tuple[Any, ...]) -> list[tuple[int, Program]]:
+    """What is likely after a program of the sampler (`Shapes.programs`) has been called, with its urgency."""
+    if name == 'extend':
+      every, part, size, width, begin = shape
+      if (every, width, begin) in self._fed:
+        return []
+      self._fed[every, width, begin] = size, part == every
+      larger = (n for n in self._caches(every) if n > size)
+      return list(self._programs(every, width, begin, next(larger, size)))
+    if name == 'decode' and shape[1] < shape[0]:
+      every, part, size, drawn = shape
+      listed = self._listed(every)
+      return [(1, p) for p in listed if p[0] == 'decode' and p[1][1] < part and p[1][2:] == (size, drawn)]
+    return []
 
   def ended(self, length: np.ndarray, scored: np.ndarray) -> list[tuple[int, Program]]:
     """What is likely after a rollout of rows with `length` i32[B] columns, `scored` i32[B] of them sampled."""
-    longest = int((length + (max(FACTORS) - 1) * scored).max(initial=0)) + chunk_columns(self._config)
-    found = []
-    for every, width, begin in self._fed:
-      caches = sampler_shapes(self._config, every, self._shards).caches
-      found += self._programs(every, width, begin, next((n for n in caches if n >= longest), caches[-1]))
+    shortest, longest = (
+      int((length + (factor - 1) * scored).max(initial=0)) + chunk_columns(self._config)
+      for factor in (min(FACTORS), max(FACTORS))
+    )
+    found: list[tuple[int, Program]] = []
+    for every in dict.fromkeys(rows for rows, _, _ in self._fed):
+      caches = self._caches(every)
+      first, last = (next((n for n in caches if n >= columns), caches[-1]) for columns in (shortest, longest))
+      for rows, width, begin in self._fed:
+        if rows == every:
+          found += self._programs(every, width, begin, last)
+      parts = (p for p in self._listed(every) if p[0] == 'decode' and p[1][1] < every and first <= p[1][2] <= last)
+      found += ((2 + _is_greedy(p), p) for p in parts)
     return found
+
+  def _caches(self, every: int) -> tuple[int, ...]:
+    return sampler_shapes(self._config, every, self._shards).caches
+
+  def _listed(self, every: int) -> list[Program]:
+    return of_sampler(self._config, self._shards, {'rollout': every, 'evaluation': every})
 
   def _programs(self, every: int, width: int, begin: bool, largest: int) -> Iterator[tuple[int, Program]]:
     """Those of the caches from the one that the width was fed to first, to the largest."""
-    size = self._fed[every, width, begin]
-    for name, other in of_sampler(self._config, self._shards, {'rollout': every, 'evaluation': every}):
-      at, used = (other[1], other[2]) if name == 'resize' else (other[2], other[2])
-      if size <= at and used <= largest and (name != 'extend' or other[3:] == (width, begin)):
-        # An evaluation samples before it is greedy.
-        yield 1 + (at > size) + (name == 'decode' and other[3].temperature == 0), (name, other)
+    size, whole = self._fed[every, width, begin]
+    listed = self._listed(every)
+    parts = any(name == 'extend' and shape[1] < every for name, shape in listed)
+    for name, shape in listed:
+      rows, at = (every, shape[1]) if name == 'resize' else shape[1:3]
+      if at < size or shape[2] > largest:
+        continue
+      if name == 'extend':
+        wanted = shape[3:] == (width, begin) and (rows < every or not parts or (whole and not (begin and at > size)))
+      else:
+        wanted = rows == every
+      if wanted:
+        yield 1 + (at > size) + _is_greedy((name, shape)), (name, shape)
+
+
+def _is_greedy(program: Program) -> bool:
+  """Whether it samples for an evaluation's greedy part, which comes after its sampled one."""
+  return program[0] == 'decode' and program[1][3].temperature == 0
 
 
 def factors(*, updated: bool) -> tuple[float, ...]:

@@ -136,49 +136,76 @@ def test_a_rollout_like_the_last_one_needs_the_programs_of_its_lengths():
     assert shapes == needed.shapes_after(config, batching, np.full(16, 300), np.full(16, 150), 16, 1.0)
 
 
-def _sizes(found):
-  """Caches by name of the program: those that are fed, sampled with, or enlarged."""
-  return {
-    name: {p[1][1:] if name == 'resize' else p[1][2] for p in found if p[0] == name}
-    for name in ('extend', 'decode', 'resize')
-  }
+def _caches(config):
+  return sampler_shapes(config, 16, 2).caches, needed.LikelyCaches(config, 2)
+
+
+def _programs(found, name):
+  """What a program of some name is for: rows and cache, or the caches before and after."""
+  return {p[1][1:3] for _, p in found if p[0] == name}
 
 
 def test_after_the_first_prompts_of_a_width_come_the_programs_of_their_cache_and_of_the_next():
   config = _config(eval__greedy_too=True, length_step=128)
-  small, middle, large = sampler_shapes(config, 16, 2).caches
-  caches = needed.LikelyCaches(config, 2)
-  found = dict((program, urgency) for urgency, program in caches.fed((16, 16, small, 96, False)))
-  assert {p[1][3:] for p in found if p[0] == 'extend'} == {(96, False)}
-  assert _sizes(found) == {'extend': {small, middle}, 'decode': {small, middle}, 'resize': {(small, middle)}}
-  assert {p[1][3] for p in found if p[0] == 'decode'} == {PLAIN, GREEDY}
-  assert found['decode', (16, 16, small, PLAIN)] == 1 < found['decode', (16, 16, small, GREEDY)]
-  assert found['decode', (16, 16, small, PLAIN)] < found['decode', (16, 16, middle, PLAIN)]
-  assert all(program in needed.of_sampler(config, 2, {'rollout': 16, 'evaluation': 16}) for program in found)
+  (small, middle, large), caches = _caches(config)
+  listed = needed.of_sampler(config, 2, {'rollout': 16, 'evaluation': 16})
+  found = caches.called('extend', (16, 4, small, 96, False))
+  urgency = {program: n for n, program in found}
+  assert set(urgency) <= set(listed)
+  assert {p[1][3:] for p in urgency if p[0] == 'extend'} == {(96, False)}
+  assert _programs(found, 'extend') == {(4, small), (4, middle)}
+  assert _programs(found, 'decode') == {(16, small), (16, middle)} and _programs(found, 'resize') == {(small, middle)}
+  assert {p[1][3] for p in urgency if p[0] == 'decode'} == {PLAIN, GREEDY}
+  assert urgency['decode', (16, 16, small, PLAIN)] == 1 < urgency['decode', (16, 16, small, GREEDY)]
+  assert urgency['decode', (16, 16, small, PLAIN)] < urgency['decode', (16, 16, middle, PLAIN)]
   # A known width tells nothing new, in whatever cache and with however many rows; others do.
-  assert not caches.fed((16, 16, middle, 96, False)) and not caches.fed((16, 4, small, 96, False))
-  begin = [program for _, program in caches.fed((16, 16, middle, 96, True))]
-  assert _sizes(begin) == {'extend': {middle, large}, 'decode': {middle, large}, 'resize': {(middle, large)}}
-  last = [program for _, program in caches.fed((16, 16, large, 64, True))]
-  assert _sizes(last) == {'extend': {large}, 'decode': {large}, 'resize': set()}
+  assert not caches.called('extend', (16, 4, middle, 96, False))
+  assert not caches.called('extend', (16, 16, small, 96, False))
+  last = caches.called('extend', (16, 4, large, 64, True))
+  assert _programs(last, 'extend') == {(4, large)} == {(4, n) for _, n in _programs(last, 'decode')}
+  assert not _programs(last, 'resize')
+
+
+def test_all_rows_are_fed_at_once_only_where_they_were():
+  (small, middle, _), caches = _caches(config := _config(length_step=128))
+  assert _programs(caches.called('extend', (16, 16, small, 96, False)), 'extend') == {
+    (16, small), (4, small), (16, middle), (4, middle)
+  }  # fmt: skip
+  # With a larger cache, some rows have begun already.
+  begin = caches.called('extend', (16, 16, small, 96, True))
+  assert _programs(begin, 'extend') == {(16, small), (4, small), (4, middle)}
+  # Two rows on two devices are always fed together.
+  few = needed.LikelyCaches(config, 2).called('extend', (2, 2, small, 96, True))
+  assert _programs(few, 'extend') == {(2, small), (2, middle)}
+
+
+def test_after_tokens_of_fewer_rows_come_those_of_even_fewer():
+  (_, middle, _), caches = _caches(_config(length_step=128))
+  assert not caches.called('decode', (32, 32, middle, PLAIN))
+  assert _programs(caches.called('decode', (32, 24, middle, PLAIN)), 'decode') == {(n, middle) for n in (16, 10, 4)}
+  assert _programs(caches.called('decode', (32, 10, middle, PLAIN)), 'decode') == {(4, middle)}
+  assert not caches.called('decode', (32, 4, middle, PLAIN))
+  assert not caches.called('resize', (16, middle, middle + 1))
 
 
 def test_after_a_rollout_come_the_caches_that_longer_replies_would_need():
   config = _config(length_step=128)
-  small, middle, large = sampler_shapes(config, 16, 2).caches
-  caches = needed.LikelyCaches(config, 2)
+  (small, middle, large), caches = _caches(config)
   assert caches.ended(np.asarray([large]), np.asarray([1])) == []  # nothing is fed
-  caches.fed((16, 16, small, 96, True))
+  caches.called('extend', (16, 4, small, 96, False))
   chunk = chunk_columns(config)
 
-  def largest(length, scored):
-    found = [program for _, program in caches.ended(np.asarray([9, length, 8]), np.asarray([1, scored, 1]))]
-    assert _sizes(found)['extend'] == _sizes(found)['decode']
-    return max(_sizes(found)['decode'])
+  def found(length, scored):
+    programs = caches.ended(np.asarray([9, length, 8]), np.asarray([1, scored, 1]))
+    every = {n for rows, n in _programs(programs, 'decode') if rows == 16}
+    assert every == {n for _, n in _programs(programs, 'extend')}
+    return max(every), {n for rows, n in _programs(programs, 'decode') if rows < 16}
 
-  assert largest(small - chunk, 0) == small and largest(small - chunk + 1, 0) == middle
-  assert largest(small - chunk - 10, 62) == small and largest(small - chunk - 10, 70) == middle  # a sixth more
-  assert largest(middle - chunk, 100) == large == largest(10 * large, 100)
+  assert found(small - chunk, 0) == (small, {small}) and found(small - chunk + 1, 0) == (middle, {middle})
+  assert found(small - chunk - 10, 62) == (small, {small})
+  assert found(small - chunk - 10, 70) == (middle, {small, middle})  # a sixth more
+  assert found(small - chunk + 10, 200) == (middle, {small, middle})  # a twelfth less
+  assert found(middle - chunk, 100) == (large, {middle, large}) and found(10 * large, 100) == (large, {large})
 
 
 def test_before_the_first_update_only_near_lengths_are_compiled_for():
