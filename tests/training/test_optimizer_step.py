@@ -63,29 +63,27 @@ def test_models_of_eight_layers_are_updated_in_parts(monkeypatch, layers, number
   assert len(OptimizerStep(optimizer, None).programs(trained, state, trained, _FOUND, _SCALE)) == number
 
 
-@pytest.mark.parametrize('critic_only', [False, True])
-@pytest.mark.parametrize('separate', [False, True])
-@pytest.mark.parametrize('clip', [0.5, pytest.param(1e9, marks=pytest.mark.slow)])
-def test_parts_take_the_step_of_one_program(monkeypatch, critic_only, separate, clip):
-  optimizer = learning.optimizer(
-    grad_clip=clip, separate_critic=separate, weight_decay=0.1, warmup_steps=2, critic_lr=3e-2
-  )
-  trained = _weights(separate=separate)
-  step = OptimizerStep(optimizer, None, critic_only=critic_only)
-  parts = _steps(step, optimizer, trained, 3)
-  # Three of a layer and three of the rest, the norms and the verdict; of the critic's layers two more.
-  assert step.compiled == 8 + 2 * separate - critic_only
-  _in_one_program(monkeypatch)
-  step = OptimizerStep(optimizer, None, critic_only=critic_only)
-  whole = _steps(step, optimizer, trained, 3)
-  assert step.compiled == 1
-  assert jax.tree.structure(parts) == jax.tree.structure(whole)
-  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(whole), strict=True):
-    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7, err_msg=jax.tree_util.keystr(path))
-  moved = jax.tree.map(lambda x, y: bool(np.any(x != y)), parts[0], jax.device_get(trained))
-  policy = jax.tree.leaves(moved['policy'])
-  assert not any(policy) if critic_only else all(policy)
-  assert all(jax.tree.leaves({name: x for name, x in moved.items() if name != 'policy'}))
+def test_layers_of_other_shapes_are_parts_too():
+  """Weights in some layers only, none outside of layers, and blocks of a vision tower."""
+  trained = {
+    'policy': {
+      'layers': {i: {'a': jnp.ones((2, 3))} | ({'b': jnp.ones(4)} if i % 2 else {}) for i in range(6)},
+      'visual': {'blocks': {i: {'w': jnp.ones((5, 2))} for i in range(4)}},
+    }
+  }
+  optimizer = learning.optimizer(grad_clip=0.1)
+  step = OptimizerStep(optimizer, None)
+  found = _steps(step, optimizer, trained, 2)
+  names = {p.name: p.times for p in step.programs(trained, optimizer.init(trained), trained, _FOUND, np.float32(1))}
+  assert [names[f'apply_update{n}'] for n in ('', '_2', '_3', '_4')] == [3, 3, 4, 1]
+  expected, state = jax.tree.map(jnp.copy, trained), optimizer.init(trained)
+  for i in range(2):
+    gradients = _gradients(expected, i)
+    norms = dict.fromkeys(('all', 'policy', 'critic'), optax.tree.norm(gradients))
+    updates, state = optimizer.update(gradients, state, expected, norms=norms)
+    expected = optax.apply_updates(expected, jax.tree.map(lambda u: 0.7 * u, updates))
+  for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves((expected, state)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize('layers', [2, 4])
@@ -164,29 +162,6 @@ def test_weights_and_state_are_donated():
   assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.size > 1)
 
 
-def test_layers_of_other_shapes_are_parts_too():
-  """Weights in some layers only, none outside of layers, and blocks of a vision tower."""
-  trained = {
-    'policy': {
-      'layers': {i: {'a': jnp.ones((2, 3))} | ({'b': jnp.ones(4)} if i % 2 else {}) for i in range(6)},
-      'visual': {'blocks': {i: {'w': jnp.ones((5, 2))} for i in range(4)}},
-    }
-  }
-  optimizer = learning.optimizer(grad_clip=0.1)
-  step = OptimizerStep(optimizer, None)
-  found = _steps(step, optimizer, trained, 2)
-  names = {p.name: p.times for p in step.programs(trained, optimizer.init(trained), trained, _FOUND, np.float32(1))}
-  assert [names[f'apply_update{n}'] for n in ('', '_2', '_3', '_4')] == [3, 3, 4, 1]
-  expected, state = jax.tree.map(jnp.copy, trained), optimizer.init(trained)
-  for i in range(2):
-    gradients = _gradients(expected, i)
-    norms = dict.fromkeys(('all', 'policy', 'critic'), optax.tree.norm(gradients))
-    updates, state = optimizer.update(gradients, state, expected, norms=norms)
-    expected = optax.apply_updates(expected, jax.tree.map(lambda u: 0.7 * u, updates))
-  for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves((expected, state)), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize('layers', [2, 4])
 @pytest.mark.parametrize('critic_only', [False, True])
 def test_a_step_runs_what_was_compiled_before(layers, critic_only):
@@ -201,6 +176,31 @@ def test_a_step_runs_what_was_compiled_before(layers, critic_only):
   with compiled() as later:
     step(*given)
   assert [name for name in ahead if '_apply' in name] and not [name for name in later if '_apply' in name]
+
+
+@pytest.mark.parametrize('critic_only', [False, True])
+@pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.parametrize('clip', [0.5, pytest.param(1e9, marks=pytest.mark.slow)])
+def test_parts_take_the_step_of_one_program(monkeypatch, critic_only, separate, clip):
+  optimizer = learning.optimizer(
+    grad_clip=clip, separate_critic=separate, weight_decay=0.1, warmup_steps=2, critic_lr=3e-2
+  )
+  trained = _weights(separate=separate)
+  step = OptimizerStep(optimizer, None, critic_only=critic_only)
+  parts = _steps(step, optimizer, trained, 3)
+  # Three of a layer and three of the rest, the norms and the verdict; of the critic's layers two more.
+  assert step.compiled == 8 + 2 * separate - critic_only
+  _in_one_program(monkeypatch)
+  step = OptimizerStep(optimizer, None, critic_only=critic_only)
+  whole = _steps(step, optimizer, trained, 3)
+  assert step.compiled == 1
+  assert jax.tree.structure(parts) == jax.tree.structure(whole)
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(parts), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7, err_msg=jax.tree_util.keystr(path))
+  moved = jax.tree.map(lambda x, y: bool(np.any(x != y)), parts[0], jax.device_get(trained))
+  policy = jax.tree.leaves(moved['policy'])
+  assert not any(policy) if critic_only else all(policy)
+  assert all(jax.tree.leaves({name: x for name, x in moved.items() if name != 'policy'}))
 
 
 _ON_A_MESH = """
