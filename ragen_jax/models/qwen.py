@@ -18,7 +18,7 @@ from flax import nnx, struct
 from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_to_heads, by_heads, causal, is_kept
 from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
-from ragen_jax.models.rotary import frequency_axes, rotary, turns_of
+from ragen_jax.models.rotary import frequency_axes, rotary
 from ragen_jax.models.vision import features as image_features
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features, VisionTower
@@ -152,16 +152,16 @@ class Attention(nnx.Module):
       self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
     self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
-  def __call__(self, x, turns, mask, cache, window, column, segments=None):
+  def __call__(self, x, positions, mask, cache, window, column, segments=None):
     if self.cfg.hidden_size < _FUSE_BELOW_WIDTH:
       q, k, v = fused_projection(x, [self.q_proj, self.k_proj, self.v_proj])
     else:
       q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if self.sampling is not None:
-      q, k, v = (self.sampling.without_padding(part, len(turns[0])) for part in (q, k, v))
+      q, k, v = (self.sampling.without_padding(part, len(positions)) for part in (q, k, v))
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotary(q, turns), rotary(k, turns)
+    q, k = (rotary(x, positions, self.cfg.rope_theta, self.cfg.rope_axes) for x in (q, k))
     if window is not None:
       window = LayerCache(
         k=jax.lax.dynamic_update_slice_in_dim(window.k, k.astype(window.k.dtype), column, axis=1),
@@ -211,8 +211,8 @@ class Layer(nnx.Module):
     self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     self.mlp = MLP(cfg, param_dtype=param_dtype, rngs=rngs)
 
-  def __call__(self, x, turns, mask, cache, window, column, segments=None):
-    y, window = self.self_attn(self.input_layernorm(x), turns, mask, cache, window, column, segments)
+  def __call__(self, x, positions, mask, cache, window, column, segments=None):
+    y, window = self.self_attn(self.input_layernorm(x), positions, mask, cache, window, column, segments)
     x = x + y
     return x + self.mlp(self.post_attention_layernorm(x)), window
 
@@ -357,7 +357,6 @@ class Qwen(nnx.Module):
       if segments is not None:
         begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
         positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
-    turns = turns_of(positions, self.cfg.head_dim, self.cfg.rope_theta, self.cfg.rope_axes)
     added = 0 if deepstack is None else deepstack.shape[1]
     layers = list(self.layers)
     scanned = self.scan_layers and window is None
@@ -369,17 +368,17 @@ class Qwen(nnx.Module):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
         again = nnx.remat(lambda m, *a: m(*a), policy=self._kept(remat))
-        x, new = again(layer, x, turns, mask, *of_layer, column, segments)
+        x, new = again(layer, x, positions, mask, *of_layer, column, segments)
       else:
-        x, new = layer(x, turns, mask, *of_layer, column, segments)
+        x, new = layer(x, positions, mask, *of_layer, column, segments)
       if i < added:
         x = x + deepstack[:, i].astype(x.dtype)
       x = self._lay_out(x)
       written.append(new)
     if scanned and added:
-      x = self._scan(layers[:added], x, turns, mask, remat, segments, jnp.moveaxis(deepstack, 1, 0))
+      x = self._scan(layers[:added], x, positions, mask, remat, segments, jnp.moveaxis(deepstack, 1, 0))
     if scanned and added < len(layers):
-      x = self._scan(layers[added:], x, turns, mask, remat, segments)
+      x = self._scan(layers[added:], x, positions, mask, remat, segments)
     x = self.norm(x)
     return (self.sampling.without_padding(x, rows) if pads else x), (None if window is None else tuple(written))
 
@@ -389,15 +388,13 @@ class Qwen(nnx.Module):
       return None
     return functools.partial(_is_costly, attention=self.attention, with_products=remat == 'elementwise')
 
-  def _scan(self, layers, x, turns, mask, remat, segments, deepstack: jax.Array | None = None) -> jax.Array:
+  def _scan(self, layers, x, positions, mask, remat, segments, deepstack: jax.Array | None = None) -> jax.Array:
     """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]; `deepstack` [layers, B, T, D] is added."""
 
     def run(layer, x, added):
-      x, _ = layer(x, turns, mask, None, None, 0, segments)
+      x, _ = layer(x, positions, mask, None, None, 0, segments)
       return self._lay_out(x if added is None else x + added.astype(x.dtype))
 
-    # XLA would otherwise move the cosines into the loop, and compute them in every layer.
-    turns = jax.lax.optimization_barrier(turns)
     # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
     again = functools.partial(jax.checkpoint, prevent_cse=False, policy=self._kept(remat))
     mesh = None if self.activation_sharding is None else self.activation_sharding.mesh

@@ -10,21 +10,20 @@ import numpy as np
 AXES = 3
 
 
-# Cosines and sines of the angles of columns, f32[B, T, 1, H/2] each.
-Turns = tuple[jax.Array, jax.Array]
-
-
-def turns_of(positions: jax.Array, head_dim: int, theta: float, axes: tuple[int, ...] = ()) -> Turns:
-  """The rotations of columns, the same in all layers.
+def rotary(x: jax.Array, positions: jax.Array, theta: float, axes: tuple[int, ...] = ()) -> jax.Array:
+  """Rotary embedding, halves convention.
 
   Args:
+    x: queries or keys [B, T, heads, H].
     positions: i32[B, T], or i32[B, T, AXES] if columns have a position on each axis.
-    head_dim: H.
     theta: base of the wavelengths.
     axes: the axis that each of the H/2 frequencies reads its position from, see `frequency_axes`; needed for positions
       on several axes. A column with equal positions is rotated like one with a single position.
+
+  Returns:
+    [B, T, heads, H], in the type of x.
   """
-  half = head_dim // 2
+  half = x.shape[-1] // 2
   # Computed on the host, so that every program has the same constants.
   frequencies = (theta ** (-np.arange(half) / half)).astype(np.float32)  # [H/2]
   if positions.ndim == 2:
@@ -32,12 +31,7 @@ def turns_of(positions: jax.Array, head_dim: int, theta: float, axes: tuple[int,
   else:  # each frequency has one axis, and the products with the others are zero
     by_axis = np.where(np.asarray(axes) == np.arange(AXES)[:, None], frequencies, np.float32(0))  # [AXES, H/2]
     angles = sum(positions[..., i, None].astype(jnp.float32) * by_axis[i] for i in range(AXES))
-  return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-
-
-def rotary(x: jax.Array, turns: Turns) -> jax.Array:
-  """Rotary embedding, halves convention, of queries or keys [B, T, heads, H], in their type."""
-  cos, sin = turns
+  cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
   if x.shape[1] == 1:
     return jax.lax.platform_dependent(x, cos, sin, tpu=_rotated_by_product, default=rotated)
   return rotated(x, cos, sin)

@@ -18,25 +18,21 @@ def test_frequencies_of_one_axis_are_a_block_or_take_turns():
   assert published[:60] == (0, 1, 2) * 20 and published[60:] == (0,) * 4
 
 
-def _rotated(x, positions, axes=()):
-  return rotary.rotary(x, rotary.turns_of(positions, x.shape[-1], 1e4, axes))
-
-
 def test_equal_positions_on_all_axes_are_one_position_to_the_bit():
   x = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
   positions = jax.random.randint(jax.random.key(1), (2, 5), 0, 5000)
   axes = rotary.frequency_axes((2, 3, 3), interleaved=True)
   on_all = jnp.broadcast_to(positions[..., None], (2, 5, 3))
-  np.testing.assert_array_equal(_rotated(x, on_all, axes), _rotated(x, positions))
+  np.testing.assert_array_equal(rotary.rotary(x, on_all, 1e4, axes), rotary.rotary(x, positions, 1e4))
 
 
 def test_each_frequency_reads_the_position_of_its_axis():
   x = jax.random.normal(jax.random.key(0), (1, 4, 2, 16))
   positions = jnp.asarray([[[3, 9, 27], [4, 4, 4], [0, 1, 2], [7, 0, 50]]])
   axes = (0, 1, 2, 0, 1, 2, 0, 0)
-  found = _rotated(x, positions, axes)
+  found = rotary.rotary(x, positions, 1e4, axes)
   for i, axis in enumerate(axes):
-    alone = _rotated(x, positions[..., axis])
+    alone = rotary.rotary(x, positions[..., axis], 1e4)
     np.testing.assert_array_equal(found[..., [i, 8 + i]], alone[..., [i, 8 + i]])
 
 
