@@ -134,14 +134,17 @@ def bootstrap_shapes(config: ConfigDict, trainer: Trainer) -> list[tuple[int, in
 
 
 class LikelyCaches:
-  """The programs of the sampler that a run is likely to need, from what it has called and from the rows that ended.
+  """The sampler's programs that a run is likely to need next, in view of its calls and of the rows of its rollouts.
 
-  - When prompts of a width are fed for the first time: those that feed this width to the same cache and to the next
-    larger one, those that sample with these caches for all rows, and those that enlarge them. All rows are fed at once
-    only if this call does so, and if they begin, only in the smallest of these caches.
-  - When tokens are sampled for fewer rows for the first time: those that sample for even fewer with the same cache.
-  - When a rollout has ended: the same for all caches that rows with longer replies would need, and sampling for fewer
-    rows with the caches in which rows with shorter and with longer replies would end (`FACTORS`).
+  - When prompts of a width are fed for the first time: the programs that feed this width to the cache of this call and
+    to the next larger cache, those that sample for all rows with these two caches, and the one that enlarges the first
+    to the second. Programs that feed all rows at once are among them only if this call fed all rows, and for first
+    prompts only with the cache of this call. (These two rules do not hold if no program feeds fewer rows.)
+  - When tokens are sampled for a part of the rows for the first time: those that sample for smaller parts, with the
+    same cache.
+  - When a rollout has ended: those of the first point, up to the cache that replies longer by the largest of `FACTORS`
+    would need; and those that sample for parts of the rows, from the cache for the smallest factor to that for the
+    largest.
   """
 
   def __init__(self, config: ConfigDict, shards: int):
@@ -152,11 +155,11 @@ class LikelyCaches:
       shards: parts into which rows are divided.
     """
     self._config, self._shards = config, shards
-    # Rows, width and whether they begin -> the smallest cache, and whether all rows have been fed at once.
+    # Rows, width and whether they are first prompts -> the cache of the first call, and whether it fed all rows.
     self._fed: dict[tuple[int, int, bool], tuple[int, bool]] = {}
 
   def called(self, name: str, shape: tuple[Any, ...]) -> list[tuple[int, Program]]:
-    """What is likely after a program of the sampler (`Shapes.programs`) has been called, with its urgency."""
+    """What is likely after a program of the sampler (`Shapes.programs`) has been called, each with its urgency (`Background.want`)."""
     if name == 'extend':
       every, part, size, width, begin = shape
       if (every, width, begin) in self._fed:
@@ -216,7 +219,10 @@ def _is_greedy(program: Program) -> bool:
 
 
 def factors(*, updated: bool) -> tuple[float, ...]:
-  """Those of `FACTORS` whose programs are compiled after a rollout; before the first update, none that is far away."""
+  """The factors for which programs of updates and of scoring are compiled after a rollout.
+
+  Before the first update, those within 10 % of 1.
+  """
   return FACTORS if updated else tuple(factor for factor in FACTORS if abs(factor - 1) < 0.1)
 
 

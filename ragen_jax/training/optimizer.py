@@ -54,13 +54,14 @@ def weight_decay_mask(params: Any) -> Any:
 
 
 def clip_by_norm(max_norm: float, of: str) -> optax.GradientTransformationExtraArgs:
-  """Clips gradients by a global norm that the caller has computed, because it may have only a part of them.
+  """Clips gradients by a global norm that the caller has computed; `update` may be given only some of the gradients.
 
-  Like `optax.clip_by_global_norm`, but `update` takes `norms`, the global norms of all parts together.
+  Like `optax.clip_by_global_norm`, but `update` takes `norms`: the global norms of all gradients ('all'), and of those
+  of the 'policy' and of the 'critic'.
 
   Args:
-    max_norm: gradients are scaled so that their norm is at most this.
-    of: the gradients that are clipped together: 'all', or the 'policy' or 'critic'.
+    max_norm: the largest norm after clipping.
+    of: which norm is used, a key of `norms`.
   """
 
   def update(gradients, state, params=None, *, norms, **_):

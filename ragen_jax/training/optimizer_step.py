@@ -1,13 +1,14 @@
-"""The programs that turn the gradient of a mini-batch into new weights: one, or some for each layer of a deep model.
+"""Turns the gradient of a mini-batch into new weights: in one program, or in programs that the layers share.
 
-Compilers take as long for a layer's arrays as for those of the layer before. A deep model is therefore updated in
-parts: each layer, and what is in no layer. The parts with the same arrays share their programs.
+Compilers do not use that layers are alike. A model with `_FROM_LAYERS` layers or more is therefore updated in parts:
+each layer is one, and all other weights are one. Parts whose arrays have the same names, shapes and types share
+programs. A step calls, in this order:
 
-    squares   of each part: the sum of squares of each gradient
-    norms     once: the norms of the gradient, and whether all gradients are finite
-    check     of each part: whether the new weights and the new state of the optimiser are finite
-    verdict   once: whether the step is taken
-    update    of each part: the new weights and the new state, or the old ones
+    squares   for each part: the sum of squares of each gradient
+    norms     once: the norms of the gradient, which gradients are not finite, and whether norms and metrics are finite
+    check     for each part: which new weights and which arrays of the optimiser's new state are not finite
+    verdict   once: whether the step is taken, and its metrics
+    update    for each part: the new weights and the new state, or the old ones
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SKIPPED = 'train/skipped_steps'
 # Models with fewer layers than this are updated in one program.
 _FROM_LAYERS = 8
 
-# What the name of an array of the optimiser's state begins with, before the name of the weight, and the layer of both.
+# Of the name of an array: what stands before the name of its weight, if it is a moment; and all up to its layer.
 _MOMENT = re.compile(r'^(mu|nu)/')
 _LAYER = re.compile(r'^((?:[^/]+/)*?(?:layers|blocks)/)\d+/')
 
@@ -46,9 +47,9 @@ class _Trees:
   Attributes:
     weights: structure of all weights.
     state: structure of the whole state of the optimiser.
-    own_weights: positions of the leaves of the weights.
-    own_state: positions of the leaves of the state.
-    shared: positions of the leaves of the state that belong to no weight, if these are not among `own_state`.
+    own_weights: positions of the part's weights among all leaves of the weights.
+    own_state: the same for the optimiser's state.
+    shared: positions of the leaves of the state that belong to no weight, such as counters; () if `own_state` has them.
   """
 
   weights: Any
@@ -66,7 +67,7 @@ class _Trees:
     return _partial_tree(self.state, self.own_state + self.shared, [*leaves, *shared])
 
   def state_leaves(self, tree: Any) -> list[Any]:
-    """The leaves at `own_state` of a tree of `of_state`."""
+    """The part's own leaves of a tree that `of_state` has made."""
     found = dict(zip(sorted(self.own_state + self.shared), jax.tree.leaves(tree), strict=True))
     return [found[i] for i in self.own_state]
 
@@ -76,10 +77,10 @@ class _Part:
   """A part of the model.
 
   Attributes:
-    trees: of the first part with the same arrays; programs are compiled for them.
+    trees: the trees of the first part with the same arrays, for which programs are compiled.
     own_weights: positions of its leaves among those of the weights.
     own_state: positions of its leaves among those of the optimiser's state.
-    trains_critic: it has weights of the critic.
+    trains_critic: whether some of its weights are the critic's.
   """
 
   trees: _Trees
@@ -94,8 +95,8 @@ class _Parts:
 
   Attributes:
     parts: see `_Part`.
-    shared: positions of these leaves.
-    floats: positions of the leaves of the optimiser's state that are floats, the last part's first.
+    shared: positions of the leaves of the state that belong to no weight.
+    floats: positions of the leaves of the optimiser's state that are floats, in the order of `parts`.
     critic: for each weight, whether it is the critic's.
     separate_critic: the critic has a trunk of its own.
   """
@@ -112,11 +113,11 @@ class StepProgram:
   """A program of an optimiser step.
 
   Attributes:
-    name: unique among them.
-    weights: which weights it works on, in words.
+    name: unique among the programs of a step.
+    weights: what it works on, in words.
     times: how often a step runs it.
-    arrays: its arguments among weights, gradients and the optimiser's state.
-    lower: lowers it.
+    arrays: those of its arguments that are weights, gradients or optimiser state.
+    lower: returns the lowered program.
   """
 
   name: str
@@ -127,16 +128,17 @@ class StepProgram:
 
 
 class OptimizerStep:
-  """Applies gradients; called, it takes a step.
+  """Applies gradients; a call takes one step.
 
-  The step is skipped, and weights and state stay as they are to the last bit, if something is not finite.
+  If a metric of the loss, a gradient, a new weight or a number of the new state is not finite, the step is skipped:
+  weights and state stay as they are, to the last bit.
   """
 
   def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh | None, *, critic_only: bool = False):
     """Nothing is compiled before the first call.
 
     Args:
-      optimizer: works on each weight by itself, but for what it takes from `norms` (`make_optimizer`).
+      optimizer: updates each weight on its own; of other weights it knows only `norms` (see `clip_by_norm`).
       mesh: the devices; None for one.
       critic_only: change nothing but the critic's weights and their state.
     """
@@ -158,12 +160,12 @@ class OptimizerStep:
       trained: the weights; they are donated.
       opt_state: the optimiser's state; it is donated.
       gradients: of the weights.
-      found: metrics of the loss; the step is skipped if one is not finite.
-      lr_scale: factor of the update; None for none.
+      found: metrics of the loss; the step is skipped if any of them is not finite.
+      lr_scale: the update is multiplied by it, unless it is None.
 
     Returns:
-      New weights and state, and metrics: 'actor/grad_norm' and 'critic/grad_norm', `SKIPPED`, and the entries of
-      `bad_steps` for gradients, state and weights.
+      New weights and state, and metrics: 'critic/grad_norm', without `critic_only` also 'actor/grad_norm', `SKIPPED`,
+      and the entries of `bad_steps` for gradients, state and weights.
     """
     parts = self._parts(trained, opt_state)
     if parts is None:
@@ -195,12 +197,12 @@ class OptimizerStep:
 
   @property
   def compiled(self) -> int:
-    """How many programs calls have compiled so far."""
+    """The number of programs that calls have compiled so far."""
     stages = (self._whole, self._squares, self._norms, self._check, self._verdict, self._update)
     return sum(program._cache_size() for program in stages)
 
   def programs(self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: Any) -> list[StepProgram]:
-    """The programs of a step with these arguments, which may be abstract; arguments are those of a call."""
+    """The programs of a step, in no order. The arguments are those of `__call__`, and may be abstract."""
     parts = self._parts(trained, opt_state)
     if parts is None:
       given = (trained, opt_state, gradients, found, lr_scale)
@@ -245,16 +247,16 @@ class OptimizerStep:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
   def _copied(self, tree: Any) -> Any:
-    """Inside a program: every device has all of it; another layout would compile the programs that follow anew."""
+    """Inside a program: gives every device all of it; with another layout, later programs would be compiled again."""
     if self._mesh is None:
       return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
 
   def _divided(self, weights: Any, state: Any) -> tuple[Any, Any]:
-    """Inside a program: lays weights and state out as they are between programs."""
+    """Inside a program: gives weights and state the layout that they have between programs."""
     if self._mesh is None:
       return weights, state
-    # First divided: the compiler would otherwise exchange towers, which are whole, before the step and after it.
+    # Divided first: between programs vision towers are whole, and the compiler would exchange them before and after.
     divided = optimizer_shardings((weights, state), self._mesh)
     weights, state = jax.lax.with_sharding_constraint((weights, state), divided)
     return jax.lax.with_sharding_constraint(weights, trained_shardings(weights, self._mesh)), state
@@ -262,12 +264,12 @@ class OptimizerStep:
   def _next(self, trained: Any, opt_state: Any, gradients: Any, norms: Any, lr_scale: Any) -> tuple[Any, Any]:
     """New weights and state, if the step is taken."""
     updates, state = self._optimizer.update(gradients, opt_state, trained, norms=norms)
-    if lr_scale is not None:  # a product with 1 would round the sum with the weights otherwise
+    if lr_scale is not None:  # even a product with 1 would change how the sum with the weights is rounded
       updates = jax.tree.map(lambda u: lr_scale * u, updates)
     return optax.apply_updates(trained, updates), state
 
   def _taken(self, trained: Any, opt_state: Any, gradients: Any, norms: Any, finite: Any, lr_scale: Any) -> Any:
-    """New weights and state: the old ones where the step is skipped, or trains others."""
+    """New weights and state; the old ones if the step is skipped, and for weights that the step does not train."""
     old = (trained, opt_state)
     new = self._next(trained, opt_state, gradients, norms, lr_scale)
     new = jax.tree.map(lambda x, before: jnp.where(finite, x, before), new, old)
@@ -297,7 +299,7 @@ class OptimizerStep:
   def _metrics(
     self, norms: Any, bad: jax.Array, state: jax.Array, weights: jax.Array, finite: jax.Array, separate_critic: bool
   ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The metrics of the step, and whether it is taken; `finite` if nothing but these flags speaks against it."""
+    """The metrics of the step, and whether it is taken. `finite`: whether all that has no flag is finite."""
     flags = {bad_steps.GRADIENT: bad, bad_steps.OPT_STATE: state, bad_steps.WEIGHTS: weights}
     finite &= ~jnp.concatenate(list(flags.values())).any()
     found = {'critic/grad_norm': norms['critic']}
