@@ -159,7 +159,7 @@ class LikelyCaches:
     self._fed: dict[tuple[int, int, bool], tuple[int, bool]] = {}
 
   def called(self, name: str, shape: tuple[Any, ...]) -> list[tuple[int, Program]]:
-    """What is likely after a program of the sampler (`Shapes.programs`) has been called, each with its urgency (`Background.want`)."""
+    """What is likely after a call of a program of `Shapes.programs`, each with its urgency (`Background.want`)."""
     if name == 'extend':
       every, part, size, width, begin = shape
       if (every, width, begin) in self._fed:
