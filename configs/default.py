@@ -40,7 +40,8 @@ def get_config(model: str = '') -> ConfigDict:
   # 'cudnn' or 'pallas' (kernels for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or
   # 'einsum' (all scores in memory; runs everywhere). 'auto' takes the fastest that the devices have.
   config.model.attention = 'auto'
-  # Dtype of the frozen weights with LoRA: 'float32' or 'bfloat16'. Trained weights are float32.
+  # Dtype of the frozen weights with LoRA, and of vision towers: 'float32' or 'bfloat16'. Other trained weights are
+  # float32.
   config.model.param_dtype = 'float32'
   # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
   # and attention), 'attention' (all but attention), True (whole layers, which needs the least memory) or 'auto' (for

@@ -140,8 +140,9 @@ class LikelyCaches:
     to the next larger cache, those that sample for all rows with these two caches, and the one that enlarges the first
     to the second. Programs that feed all rows at once are among them only if this call fed all rows, and for first
     prompts only with the cache of this call. (These two rules do not hold if no program feeds fewer rows.)
-  - When tokens are sampled for a part of the rows for the first time: those that sample for smaller parts, with the
-    same cache.
+  - When a cache is enlarged for the first time: the same programs for the larger cache.
+  - When tokens are sampled for a part of the rows for the first time: those that sample for all other parts, with the
+    same cache, and from then on also with each cache that is made by enlarging.
   - When a rollout has ended: those of the first point, up to the cache that replies longer by the largest of `FACTORS`
     would need; and those that sample for parts of the rows, from the cache for the smallest factor to that for the
     largest.
@@ -157,6 +158,7 @@ class LikelyCaches:
     self._config, self._shards = config, shards
     # Rows, width and whether they are first prompts -> the cache of the first call, and whether it fed all rows.
     self._fed: dict[tuple[int, int, bool], tuple[int, bool]] = {}
+    self._in_parts: set[int] = set()  # rows of which parts have sampled
 
   def called(self, name: str, shape: tuple[Any, ...]) -> list[tuple[int, Program]]:
     """What is likely after a call of a program of `Shapes.programs`, each with its urgency (`Background.want`)."""
@@ -167,11 +169,17 @@ class LikelyCaches:
       self._fed[every, width, begin] = size, part == every
       larger = (n for n in self._caches(every) if n > size)
       return list(self._programs(every, width, begin, next(larger, size)))
-    if name == 'decode' and shape[1] < shape[0]:
-      every, part, size, drawn = shape
-      listed = self._listed(every)
-      return [(1, p) for p in listed if p[0] == 'decode' and p[1][1] < part and p[1][2:] == (size, drawn)]
-    return []
+    if name not in ('decode', 'resize'):
+      return []
+    every, size = shape[0], shape[2]
+    found: list[tuple[int, Program]] = []
+    if name == 'resize':
+      found += (x for fed in self._fed if fed[0] == every for x in self._programs(*fed, size))
+      found += self._parts(every, size, size) if every in self._in_parts else ()
+    elif shape[1] < every:
+      self._in_parts.add(every)
+      found += ((n, p) for n, p in self._parts(every, size, size) if p[1][3] == shape[3])
+    return found
 
   def ended(self, length: np.ndarray, scored: np.ndarray) -> list[tuple[int, Program]]:
     """What is likely after a rollout of rows with `length` i32[B] columns, `scored` i32[B] of them sampled."""
@@ -186,9 +194,14 @@ class LikelyCaches:
       for rows, width, begin in self._fed:
         if rows == every:
           found += self._programs(every, width, begin, last)
-      parts = (p for p in self._listed(every) if p[0] == 'decode' and p[1][1] < every and first <= p[1][2] <= last)
-      found += ((2 + _is_greedy(p), p) for p in parts)
+      found += self._parts(every, first, last)
     return found
+
+  def _parts(self, every: int, smallest: int, largest: int) -> Iterator[tuple[int, Program]]:
+    """Those that sample for parts of the rows, with the caches from the smallest to the largest."""
+    for p in self._listed(every):
+      if p[0] == 'decode' and p[1][1] < every and smallest <= p[1][2] <= largest:
+        yield 2 + _is_greedy(p), p
 
   def _caches(self, every: int) -> tuple[int, ...]:
     return sampler_shapes(self._config, every, self._shards).caches

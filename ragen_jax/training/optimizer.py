@@ -67,7 +67,7 @@ def clip_by_norm(max_norm: float, of: str) -> optax.GradientTransformationExtraA
   def update(gradients, state, params=None, *, norms, **_):
     del params
     norm = norms[of]
-    return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm * max_norm), gradients), state
+    return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm), gradients), state
 
   return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 

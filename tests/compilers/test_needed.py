@@ -179,13 +179,26 @@ def test_all_rows_are_fed_at_once_only_where_they_were():
   assert _programs(few, 'extend') == {(2, small), (2, middle)}
 
 
-def test_after_tokens_of_fewer_rows_come_those_of_even_fewer():
-  (_, middle, _), caches = _caches(_config(length_step=128))
+def test_after_tokens_of_a_part_of_the_rows_come_the_other_parts():
+  (_, middle, _), caches = _caches(_config(length_step=128, eval__greedy_too=True))
   assert not caches.called('decode', (32, 32, middle, PLAIN))
-  assert _programs(caches.called('decode', (32, 24, middle, PLAIN)), 'decode') == {(n, middle) for n in (16, 10, 4)}
-  assert _programs(caches.called('decode', (32, 10, middle, PLAIN)), 'decode') == {(4, middle)}
-  assert not caches.called('decode', (32, 4, middle, PLAIN))
-  assert not caches.called('resize', (16, middle, middle + 1))
+  for part in (24, 10):
+    found = caches.called('decode', (32, part, middle, PLAIN))
+    assert _programs(found, 'decode') == {(n, middle) for n in (24, 16, 10, 4)}
+    assert {p[1][3] for _, p in found} == {PLAIN}
+
+
+def test_an_enlarged_cache_gets_the_programs_that_the_smaller_one_had():
+  (small, middle, large), caches = _caches(_config(length_step=128))
+  assert caches.called('resize', (16, middle, large)) == []  # nothing is fed
+  caches.called('extend', (16, 4, small, 96, False))
+  caches.called('extend', (2, 2, small, 64, False))
+  found = caches.called('resize', (16, middle, large))
+  assert _programs(found, 'extend') == {(4, n) for n in (small, middle, large)}
+  assert _programs(found, 'decode') == {(16, n) for n in (small, middle, large)}
+  caches.called('decode', (16, 8, small, PLAIN))
+  parts = _programs(caches.called('resize', (16, middle, large)), 'decode') - _programs(found, 'decode')
+  assert parts and {n for _, n in parts} == {large} and all(rows < 16 for rows, _ in parts)
 
 
 def test_after_a_rollout_come_the_caches_that_longer_replies_would_need():

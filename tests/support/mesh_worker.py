@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.training import optimizer_step
 from ragen_jax.training.optimizer_step import SKIPPED
 from tests.support.configs import small_config
 
@@ -92,6 +93,7 @@ def saved_like(model: str) -> dict[str, Any]:
 
 def main() -> None:
   model, directory, checkpoint, shapes = sys.argv[1:5]
+  optimizer_step._FROM_LAYERS = 2  # in parts, unlike the process that this one is compared with
   if len(sys.argv) > 5:
     processes.connect(sys.argv[5], int(sys.argv[6]), int(sys.argv[7]), patience=600.0)
   for shape in shapes.split(','):

@@ -79,8 +79,9 @@ def test_gradients_are_clipped_together_or_each_by_its_own_norm(separate):
 
 @pytest.mark.parametrize('limit', [0.5, 2.0, 1e3])
 def test_clipping_by_a_given_norm_is_that_of_optax(limit):
-  gradients = {'a': jnp.arange(4.0), 'b': {'c': jnp.full((2, 2), -1.5)}}
+  gradients = {'a': jnp.arange(4.0), 'b': {'c': jnp.full((2, 2), -1.5, jnp.bfloat16)}}
   given, optaxs = clip_by_norm(limit, 'critic'), optax.clip_by_global_norm(limit)
   found, _ = given.update(gradients, given.init(gradients), norms={'critic': optax.tree.norm(gradients), 'all': 0.0})
   expected, _ = optaxs.update(gradients, optaxs.init(gradients))
   jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(gradients)]

@@ -154,6 +154,18 @@ def test_weights_that_overflow_in_one_layer_stop_the_step_of_all():
   assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize('least', [4, 100])
+def test_types_stay_as_they_are(monkeypatch, least):
+  """A vision tower may be trained in bfloat16."""
+  monkeypatch.setattr(optimizer_step, '_FROM_LAYERS', least)
+  layers = {i: {'a': jnp.ones((2, 3), jnp.bfloat16), 'b': jnp.ones((2, 3))} for i in range(4)}
+  optimizer, trained = learning.optimizer(grad_clip=0.1), {'policy': {'visual': {'blocks': layers}}}
+  state = optimizer.init(trained)
+  types = [x.dtype for x in jax.tree.leaves((trained, state))]
+  new, state, _ = OptimizerStep(optimizer, None)(trained, state, jax.tree.map(jnp.ones_like, trained), _FOUND, _SCALE)
+  assert [x.dtype for x in jax.tree.leaves((new, state))] == types
+
+
 def test_weights_and_state_are_donated():
   optimizer = learning.optimizer()
   trained, step = _weights(), OptimizerStep(optimizer, None)
@@ -188,6 +200,13 @@ def test_parts_take_the_step_of_one_program(monkeypatch, critic_only, separate, 
   trained = _weights(separate=separate)
   step = OptimizerStep(optimizer, None, critic_only=critic_only)
   parts = _steps(step, optimizer, trained, 3)
+  last = _gradients(trained, 2)
+  norms = {name: optax.tree.norm(last[name]) for name in last}
+  critic = jnp.hypot(norms['value_head'], norms.get('critic', 0))
+  np.testing.assert_allclose(parts[2]['critic/grad_norm'], critic, rtol=1e-5)
+  if not critic_only:
+    actor = norms['policy'] if separate else optax.tree.norm(last)
+    np.testing.assert_allclose(parts[2]['actor/grad_norm'], actor, rtol=1e-5)
   # Three of a layer and three of the rest, the norms and the verdict; of the critic's layers two more.
   assert step.compiled == 8 + 2 * separate - critic_only
   _in_one_program(monkeypatch)
