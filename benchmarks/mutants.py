@@ -149,6 +149,7 @@ MUTATIONS = [
     ("norms['policy' if separate_critic else 'all']", "norms['policy']"),
     ('finite &= ~jnp.concatenate(list(flags.values())).any()', 'pass'),
     ('~jnp.isfinite(squares), ~bad_steps.not_finite((found, norms))', '~jnp.isfinite(squares), jnp.bool_(True)'),
+    ('finite = ~bad_steps.not_finite((found, norms))\n', 'finite = ~bad_steps.not_finite(norms)\n'),
     ('squares = jnp.concatenate(squares)[order]', 'squares = jnp.concatenate(squares)[order[::-1]]'),
     ('state = state[np.argsort(parts.floats)]', 'pass'),
     ('weights = weights[np.argsort([i', 'weights = weights[([i'),
@@ -1208,8 +1209,6 @@ MUTATIONS = [
     'training/optimizer_step.py', 'training/test_bad_steps.py training/test_learner.py',
     ('flags = bad_steps.bad_arrays(state), bad', 'flags = bad_steps.bad_arrays(opt_state) & False, bad'),
     ('state), bad_steps.bad_arrays(weights)\n', 'state), bad_steps.bad_arrays(trained) & False\n'),
-    ('flags = bad_steps.bad_arrays(state), bad_steps.bad_arrays(weights)\n    finite = ~bad_steps.not_finite((found',
-     'flags = bad_steps.bad_arrays(state), bad_steps.bad_arrays(weights)\n    finite = ~bad_steps.not_finite((norms'),
   ),
   *_of(
     'compilers/programs.py', 'compilers/test_programs.py',

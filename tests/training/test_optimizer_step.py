@@ -155,6 +155,21 @@ def test_weights_that_overflow_in_one_layer_stop_the_step_of_all():
 
 
 @pytest.mark.parametrize('least', [4, 100])
+def test_a_metric_that_is_not_finite_stops_the_step(monkeypatch, least):
+  monkeypatch.setattr(optimizer_step, '_FROM_LAYERS', least)
+  optimizer, trained = learning.optimizer(), {'policy': {'layers': {i: {'a': jnp.ones(3)} for i in range(4)}}}
+  before, skipped = jax.device_get(trained), []
+  step, state = OptimizerStep(optimizer, None), optimizer.init(trained)
+  for x in (np.nan, -np.inf, 1.0):
+    found = {'loss': jnp.float32(1), 'entropy': jnp.float32(x)}
+    trained, state, metrics = step(trained, state, jax.tree.map(jnp.ones_like, trained), found, _SCALE)
+    skipped.append(int(metrics[SKIPPED]))
+    same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(before), strict=True))
+    assert same == bool(metrics[SKIPPED])
+  assert skipped == [1, 1, 0]
+
+
+@pytest.mark.parametrize('least', [4, 100])
 def test_types_stay_as_they_are(monkeypatch, least):
   """A vision tower may be trained in bfloat16."""
   monkeypatch.setattr(optimizer_step, '_FROM_LAYERS', least)
