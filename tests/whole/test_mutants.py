@@ -30,7 +30,7 @@ def test_a_break_whose_text_is_not_there_once_is_refused(mutants):
     with pytest.raises(ValueError, match='found 0 times' if times == 0 else 'it must be once'):
       mutants.Mutation('training/learner.py', old, '', ()).applied()
   with pytest.raises(ValueError, match='nothing would change'):
-    mutants.Mutation('training/learner.py', 'lr_scale * u', 'lr_scale * u', ()).applied()
+    mutants.Mutation('training/optimizer_step.py', 'lr_scale * u', 'lr_scale * u', ()).applied()
 
 
 def test_every_break_was_killed_when_it_was_run(mutants):
