@@ -54,8 +54,7 @@ def _floats(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-  """The name of an array of weights or of the optimiser's state: the keys of its path, of a moment from 'mu' or 'nu'
-  on."""
+  """The keys of the path of a weight, or of an array of the optimiser's state; for moments from 'mu' or 'nu' on."""
   parts = [str(getattr(p, 'key', getattr(p, 'name', ''))) for p in path]
   start = next((i for i, part in enumerate(parts) if part in _MOMENTS), 0)
   return '/'.join(part for part in parts[start:] if part and part != 'value')
