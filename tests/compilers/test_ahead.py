@@ -23,6 +23,8 @@ _SMALL = {
   'length_step': 512, 'agent__max_context': 300, 'agent__max_response_tokens': 8, 'agent__decode_chunk': 8,
   'agent__drop_finished': False, 'agent__schedule': 'continuous', 'optimizer__packing': True,
   'eval__greedy_too': False, 'compile_ahead': 1,
+  # Episodes of evaluations wait for a row, so first prompts are fed to a part of the rows later.
+  'eval__groups': 32, 'agent__rows_in_flight': 16,
 }  # fmt: skip
 # What is compiled for them: functions of `Sampler`, `Learner` and `Scorer`.
 _FUNCTIONS = {'_extend_rows', '_decode_rows', '_resize_layer', 'program', '_apply', 'score', 'logprobs', 'values'}
@@ -60,6 +62,7 @@ def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
   assert {'extend', 'gradient', 'apply'} <= {name for name, _ in done} <= {name for name, _ in listed}
   assert ('resize' in dict(done)) == (config.length_step == 128)
+  assert {shape[4] for name, shape in done if name == 'extend'} == {True, False}
   run = {key for key in open_ahead._background._needed}
   assert set(done) | run <= set(listed) and not set(done) & {p for p in run if p[0] == 'extend' and p[1][4]}
   assert len(set(done)) == len(done)
