@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,7 +68,6 @@ class CompileAhead:
     trainer: Trainer,
     state: TrainState,
     listed: Collection[Program],
-    rows: Mapping[str, int],
     background: Background,
   ):
     """Observes the sampler, the learner and the scorer of a trainer.
@@ -78,13 +77,12 @@ class CompileAhead:
       trainer: of the config.
       state: its shapes, types and layouts are read.
       listed: the programs that the run may need; no others are compiled for updates.
-      rows: of the devices in 'rollout' and 'evaluation'.
       background: compiles.
     """
     self._config, self._trainer, self._background = config, trainer, background
     self._listed = set(listed)
     self._state = _abstract(state)
-    self._caches = needed.LikelyCaches(config, row_shards(trainer.model.mesh), rows)
+    self._caches = needed.LikelyCaches(config, row_shards(trainer.model.mesh))
     self._updates_follow, self._updated = True, False
     self._weights: Any = None  # of the sampler, as it is called with them
     self._numbers = itertools.count()
@@ -190,15 +188,14 @@ def open_ahead(
     state: its shapes, types and layouts are read.
     background: has as many threads as `threads` says. It is stopped at the end, and the caller closes it.
   """
-  rows = needed.rows(config, trainer.model.sampler)
-  listed = needed.programs(config, trainer, rows)
+  listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
   count = background.threads
   how = f'compiled in {count} threads before they are needed' if count else 'each compiled when it is needed first'
   _log.info('programs: %s; %s', needed.describe(listed, images=bool(visual_columns(config))), how)
   if not count:
     yield None
     return
-  with contextlib.closing(CompileAhead(config, trainer, state, listed, rows, background)) as ahead:
+  with contextlib.closing(CompileAhead(config, trainer, state, listed, background)) as ahead:
     evaluator.observer = ahead.expect
     try:
       yield ahead

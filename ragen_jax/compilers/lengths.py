@@ -120,7 +120,7 @@ def shapes_of_run(
   """
   ready: set[needed.Program] = set()
   awaited: set[needed.Program] = set()
-  caches, rng, found = needed.LikelyCaches(config, shards, {'rollout': rows}), np.random.default_rng(0), []
+  caches, rng, found = needed.LikelyCaches(config, shards), np.random.default_rng(0), []
   episodes, drawn = config.train.groups * config.train.group_size, needed.samplings(config)['rollout'][0]
   for iteration in range(iterations):
     mean = lengths.reply * (_FROM + (_TO - _FROM) * iteration / max(iterations - 1, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,103 +138,97 @@ class LikelyCaches:
 
   - When prompts of a width are fed for the first time: the programs that feed this width to the cache of this call and
     to the next larger cache, those that sample for all rows with these two caches, and the one that enlarges the first
-    to the second. Programs that feed all rows at once are among them only if this call fed all rows. (This does not
-    hold if no program feeds fewer rows.) None of them feeds first prompts if this call fed those of all episodes.
-  - When tokens are sampled for a part of the rows for the first time: the program for the next smaller part.
-  - When a cache is enlarged for the first time: those that feed the known widths to the larger cache, and the one that
-    samples for all rows with it. If parts of the rows have sampled, it is the one for the smallest such part.
-  - When a rollout has ended: those that feed the known widths, up to the cache that replies longer by the largest of
-    `FACTORS` would need. With each cache from the one for the smallest factor on, those that sample for as many rows
-    as would then need this cache, and for fewer.
+    to the second. Programs that feed all rows at once are among them only if this call fed all rows, and for first
+    prompts only with the cache of this call. (These two rules do not hold if no program feeds fewer rows.)
+  - When a cache is enlarged for the first time: the same programs for the larger cache.
+  - When tokens are sampled for a part of the rows for the first time: those that sample for all other parts, with the
+    same cache, and from then on also with each cache that is made by enlarging.
+  - When a rollout has ended: those of the first point, up to the cache that replies longer by the largest of `FACTORS`
+    would need; and those that sample for parts of the rows, from the cache for the smallest factor to that for the
+    largest.
   """
 
-  def __init__(self, config: ConfigDict, shards: int, rows: Mapping[str, int]):
+  def __init__(self, config: ConfigDict, shards: int):
     """Nothing has been called.
 
     Args:
       config: the run's.
       shards: parts into which rows are divided.
-      rows: of the devices in 'rollout' and 'evaluation', or in one of them.
     """
     self._config, self._shards = config, shards
-    # Rows that get first prompts again and again: those of each turn, or of episodes that wait for a row.
-    turns = config.agent.context != 'full'
-    self._begin_again = {n for phase, n in rows.items() if turns or n < episodes(config, phase)}
     # Rows, width and whether they are first prompts -> the cache of the first call, and whether it fed all rows.
     self._fed: dict[tuple[int, int, bool], tuple[int, bool]] = {}
-    self._sampled: dict[int, int] = {}  # rows -> the fewest of them that a call has sampled for
+    self._in_parts: set[int] = set()  # rows of which parts have sampled
 
   def called(self, name: str, shape: tuple[Any, ...]) -> list[tuple[int, Program]]:
-    """What is likely after the first call of a program of `Shapes.programs`, with urgencies (`Background.want`)."""
+    """What is likely after a call of a program of `Shapes.programs`, each with its urgency (`Background.want`)."""
     if name == 'extend':
       every, part, size, width, begin = shape
       if (every, width, begin) in self._fed:
         return []
       self._fed[every, width, begin] = size, part == every
-      larger = next((n for n in self._caches(every) if n > size), size)
-      sampling = (found for n in (size, larger) for found in self._sampling(every, n, (every,), 1 + (n > size)))
-      return [*self._feeding(every, width, begin, larger), *dict.fromkeys(sampling)]
-    if name == 'decode':
-      every, part, size, sampling = shape
-      if part == every:
-        return []
-      self._sampled[every] = min(part, self._sampled.get(every, part))
-      smaller = [n for n in self._parts(every) if n < part][:1]
-      return [(n, p) for n, p in self._sampling(every, size, smaller, 2) if p[1][3] == sampling]
+      larger = (n for n in self._caches(every) if n > size)
+      return list(self._programs(every, width, begin, next(larger, size)))
+    if name not in ('decode', 'resize'):
+      return []
+    every, size = shape[0], shape[2]
+    found: list[tuple[int, Program]] = []
     if name == 'resize':
-      every, _, size = shape
-      if fed := [key for key in self._fed if key[0] == every]:
-        feeding = (found for key in fed for found in self._feeding(*key, size))
-        return [*feeding, *self._sampling(every, size, (self._sampled.get(every, every),), 2)]
-    return []
+      found += (x for fed in self._fed if fed[0] == every for x in self._programs(*fed, size))
+      found += self._parts(every, size, size) if every in self._in_parts else ()
+    elif shape[1] < every:
+      self._in_parts.add(every)
+      found += ((n, p) for n, p in self._parts(every, size, size) if p[1][3] == shape[3])
+    return found
 
   def ended(self, length: np.ndarray, scored: np.ndarray) -> list[tuple[int, Program]]:
     """What is likely after a rollout of rows with `length` i32[B] columns, `scored` i32[B] of them sampled."""
-    chunk, factors = chunk_columns(self._config), (min(FACTORS), max(FACTORS))
-    fewer, more = ((length + (factor - 1) * scored).astype(np.int64) + chunk for factor in factors)
+    shortest, longest = (
+      int((length + (factor - 1) * scored).max(initial=0)) + chunk_columns(self._config)
+      for factor in (min(FACTORS), max(FACTORS))
+    )
     found: list[tuple[int, Program]] = []
     for every in dict.fromkeys(rows for rows, _, _ in self._fed):
       caches = self._caches(every)
-      first, last = (next((n for n in caches if n >= x.max(initial=0)), caches[-1]) for x in (fewer, more))
-      found += (x for fed in self._fed if fed[0] == every for x in self._feeding(*fed, last))
-      for smaller, size in zip((0, *caches), caches, strict=False):
-        if first <= size <= last:
-          enough = [n for n in self._parts(every) if n >= (more > smaller).sum()]
-          parts = [n for n in self._parts(every) if n <= min(enough, default=every)]
-          found += self._sampling(every, size, parts, 2)
+      first, last = (next((n for n in caches if n >= columns), caches[-1]) for columns in (shortest, longest))
+      for rows, width, begin in self._fed:
+        if rows == every:
+          found += self._programs(every, width, begin, last)
+      found += self._parts(every, first, last)
     return found
+
+  def _parts(self, every: int, smallest: int, largest: int) -> Iterator[tuple[int, Program]]:
+    """Those that sample for parts of the rows, with the caches from the smallest to the largest."""
+    for p in self._listed(every):
+      if p[0] == 'decode' and p[1][1] < every and smallest <= p[1][2] <= largest:
+        yield 2 + _is_greedy(p), p
 
   def _caches(self, every: int) -> tuple[int, ...]:
     return sampler_shapes(self._config, every, self._shards).caches
 
-  def _listed(self, every: int, name: str) -> list[Program]:
-    listed = of_sampler(self._config, self._shards, {'rollout': every, 'evaluation': every})
-    return [program for program in listed if program[0] == name]
+  def _listed(self, every: int) -> list[Program]:
+    return of_sampler(self._config, self._shards, {'rollout': every, 'evaluation': every})
 
-  def _parts(self, every: int) -> list[int]:
-    """Numbers of rows that programs sample for, in descending order."""
-    return sorted({shape[1] for _, shape in self._listed(every, 'decode')}, reverse=True)
-
-  def _sampling(self, every: int, size: int, parts: Collection[int], urgency: int) -> Iterator[tuple[int, Program]]:
-    """Those that sample for such numbers of rows with a cache."""
-    for p in self._listed(every, 'decode'):
-      if p[1][1] in parts and p[1][2] == size:
-        # An evaluation's greedy part comes after its sampled one.
-        yield urgency + (p[1][3].temperature == 0), p
-
-  def _feeding(self, every: int, width: int, begin: bool, largest: int) -> Iterator[tuple[int, Program]]:
-    """Those that feed and enlarge, from the cache that the width was fed to first, to the largest."""
+  def _programs(self, every: int, width: int, begin: bool, largest: int) -> Iterator[tuple[int, Program]]:
+    """Those of the caches from the one that the width was fed to first, to the largest."""
     size, whole = self._fed[every, width, begin]
-    for p in self._listed(every, 'resize'):
-      if size <= p[1][1] and p[1][2] <= largest:
-        yield 1 + (p[1][1] > size), p
-    if begin and whole and every not in self._begin_again:
-      return
-    listed = [p for p in self._listed(every, 'extend') if p[1][3:] == (width, begin) and size <= p[1][2] <= largest]
-    parts = any(p[1][1] < every for p in listed)
-    for p in listed:
-      if p[1][1] < every or not parts or (whole and not (begin and p[1][2] > size)):
-        yield 1 + (p[1][2] > size), p
+    listed = self._listed(every)
+    parts = any(name == 'extend' and shape[1] < every for name, shape in listed)
+    for name, shape in listed:
+      rows, at = (every, shape[1]) if name == 'resize' else shape[1:3]
+      if at < size or shape[2] > largest:
+        continue
+      if name == 'extend':
+        wanted = shape[3:] == (width, begin) and (rows < every or not parts or (whole and not (begin and at > size)))
+      else:
+        wanted = rows == every
+      if wanted:
+        yield 1 + (at > size) + _is_greedy((name, shape)), (name, shape)
+
+
+def _is_greedy(program: Program) -> bool:
+  """Whether it samples for an evaluation's greedy part, which comes after its sampled one."""
+  return program[0] == 'decode' and program[1][3].temperature == 0
 
 
 def factors(*, updated: bool) -> tuple[float, ...]:

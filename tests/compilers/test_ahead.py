@@ -23,8 +23,6 @@ _SMALL = {
   'length_step': 512, 'agent__max_context': 300, 'agent__max_response_tokens': 8, 'agent__decode_chunk': 8,
   'agent__drop_finished': False, 'agent__schedule': 'continuous', 'optimizer__packing': True,
   'eval__greedy_too': False, 'compile_ahead': 1,
-  # Episodes of evaluations wait for a row, so first prompts are fed to a part of the rows later.
-  'eval__groups': 32, 'agent__rows_in_flight': 16,
 }  # fmt: skip
 # What is compiled for them: functions of `Sampler`, `Learner` and `Scorer`.
 _FUNCTIONS = {'_extend_rows', '_decode_rows', '_resize_layer', 'program', '_apply', 'score', 'logprobs', 'values'}
@@ -62,7 +60,6 @@ def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
   assert {'extend', 'gradient', 'apply'} <= {name for name, _ in done} <= {name for name, _ in listed}
   assert ('resize' in dict(done)) == (config.length_step == 128)
-  assert {shape[4] for name, shape in done if name == 'extend'} == {True, False}
   run = {key for key in open_ahead._background._needed}
   assert set(done) | run <= set(listed) and not set(done) & {p for p in run if p[0] == 'extend' and p[1][4]}
   assert len(set(done)) == len(done)
@@ -179,7 +176,7 @@ def test_a_rollout_asks_for_the_caches_of_longer_replies_and_the_first_update_fo
     return {key[1][2] for key in keys if key[0] == 'extend'}, len(job.args[3])
 
   with ahead.open_ahead(config, trainer, evaluator, _state(trainer), background) as open_ahead:
-    trainer.model.sampler.observer('extend', (16, 16, small, 64, False), None)
+    trainer.model.sampler.observer('extend', (16, 16, small, 64, True), None)
     assert {key[1][2] for key, _ in background.wanted if key[0] == 'extend'} < {small, large, 192}
     background.wanted.clear()
     for length, gradient in ((20, False), (large, True)):
@@ -200,14 +197,13 @@ def test_only_listed_programs_are_planned_and_an_optimiser_step_for_each_gradien
   config, trainer, _ = _parts(tmp_path, optimizer__critic_warmup=1, num_iterations=2)
   background = types.SimpleNamespace(wanted=[])
   background.want = lambda programs, urgency: background.wanted.extend(name for name, _ in programs)
-  rows = needed.rows(config, trainer.model.sampler)
-  listed = needed.programs(config, trainer, rows)
+  listed = needed.programs(config, trainer, needed.rows(config, trainer.model.sampler))
   lengths = np.full(16, 200), np.full(16, 20), 16, needed.FACTORS
   steps = {('apply', ()), ('apply_critic', ())}
-  ahead.CompileAhead(config, trainer, _state(trainer), listed, rows, background)._plan(*lengths)
+  ahead.CompileAhead(config, trainer, _state(trainer), listed, background)._plan(*lengths)
   assert steps < set(background.wanted) <= set(listed)
   background.wanted.clear()
-  ahead.CompileAhead(config, trainer, _state(trainer), [], rows, background)._plan(*lengths)
+  ahead.CompileAhead(config, trainer, _state(trainer), [], background)._plan(*lengths)
   assert set(background.wanted) == steps
 
 
@@ -224,7 +220,7 @@ def test_the_gradient_of_the_critic_alone_is_another_program(tmp_path, monkeypat
     lowered = types.SimpleNamespace(compile=lambda: asked.append('compiled'))
     return [types.SimpleNamespace(lower=lambda: asked.append(critic_only) or lowered) for _ in range(2)]
 
-  open_ahead = ahead.CompileAhead(config, trainer, _state(trainer), [], {}, types.SimpleNamespace())
+  open_ahead = ahead.CompileAhead(config, trainer, _state(trainer), [], types.SimpleNamespace())
   monkeypatch.setattr(trainer.learner, 'lower', lower)
   monkeypatch.setattr(trainer.learner, 'step_programs', step_programs)
   open_ahead._compile(name, needed.batch_shapes(config, trainer)[0])

@@ -149,7 +149,7 @@ def _of_the_speaker(monkeypatch, config, assumed, replies, turns, rows, shards):
 
 
 @pytest.mark.parametrize(('schedule', 'drop'), [('lockstep', True), ('lockstep', False), ('continuous', True)])
-@pytest.mark.parametrize('context', ['full', 'window'])
+@pytest.mark.parametrize('context', ['full', 'limited_multi_turn'])
 @pytest.mark.parametrize(('rows', 'shards'), [(32, 1), (32, 2), (16, 4)])
 def test_calls_are_those_of_the_speaker(monkeypatch, schedule, drop, context, rows, shards):
   config = small_config(agent__schedule=schedule, agent__context=context, agent__decode_chunk=16, length_step=32)

@@ -21,7 +21,7 @@ _CONFIGS = {
   'lockstep': {},
   'continuous': {'agent__schedule': 'continuous'},
   'all rows': {'agent__drop_finished': False},
-  'window': {'agent__context': 'window', 'agent__schedule': 'continuous'},
+  'window': {'agent__context': 'limited_multi_turn', 'agent__schedule': 'continuous'},
   'one turn a row': {'agent__context': 'single_turn'},
   'small steps': {'length_step': 4, 'agent__decode_chunk': 7},
 }  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_rollout_like_the_last_one_needs_the_programs_of_its_lengths():
 
 
 def _caches(config):
-  return sampler_shapes(config, 16, 2).caches, needed.LikelyCaches(config, 2, {'rollout': 16})
+  return sampler_shapes(config, 16, 2).caches, needed.LikelyCaches(config, 2)
 
 
 def _programs(found, name):
@@ -167,48 +167,25 @@ def test_after_the_first_prompts_of_a_width_come_the_programs_of_their_cache_and
 
 
 def test_all_rows_are_fed_at_once_only_where_they_were():
-  (small, middle, _), caches = _caches(config := _config(length_step=128, eval__groups=32))
+  (small, middle, _), caches = _caches(config := _config(length_step=128))
   assert _programs(caches.called('extend', (16, 16, small, 96, False)), 'extend') == {
     (16, small), (4, small), (16, middle), (4, middle)
   }  # fmt: skip
   # With a larger cache, some rows have begun already.
-  few = needed.LikelyCaches(config, 2, {'evaluation': 2})
-  assert _programs(few.called('extend', (2, 2, small, 96, True)), 'extend') == {(2, small), (2, middle)}
-  waits = needed.LikelyCaches(config, 2, {'evaluation': 16})
-  begin = waits.called('extend', (16, 16, small, 96, True))
+  begin = caches.called('extend', (16, 16, small, 96, True))
   assert _programs(begin, 'extend') == {(16, small), (4, small), (4, middle)}
+  # Two rows on two devices are always fed together.
+  few = needed.LikelyCaches(config, 2).called('extend', (2, 2, small, 96, True))
+  assert _programs(few, 'extend') == {(2, small), (2, middle)}
 
 
-@pytest.mark.parametrize(
-  ('fields', 'rows', 'part', 'again'),
-  [
-    ({}, {'rollout': 16}, 16, False),
-    ({}, {'rollout': 16}, 4, True),  # others are fed later
-    ({'train__groups': 9}, {'rollout': 16}, 16, True),  # two episodes wait
-    ({'eval__groups': 32}, {'rollout': 16, 'evaluation': 8}, 16, False),
-    ({'eval__groups': 32}, {'rollout': 16, 'evaluation': 16}, 16, True),
-    ({'agent__context': 'single_turn'}, {'rollout': 16}, 16, True),  # each turn begins a row
-    ({'agent__context': 'window'}, {'rollout': 16}, 16, True),
-  ],
-)
-def test_first_prompts_of_all_episodes_are_not_fed_again(fields, rows, part, again):
-  config = _config(**{'length_step': 128, 'train__groups': 8, 'train__group_size': 2} | fields)
-  small, middle, _ = sampler_shapes(config, 16, 2).caches
-  caches = needed.LikelyCaches(config, 2, rows)
-  found = caches.called('extend', (16, part, small, 96, True))
-  assert ({(4, small), (4, middle)} <= _programs(found, 'extend')) == again
-  assert again or not _programs(found, 'extend')
-  assert _programs(found, 'decode') == {(16, small), (16, middle)} and _programs(found, 'resize') == {(small, middle)}
-  assert bool(_programs(caches.called('resize', (16, small, middle)), 'extend')) == again
-
-
-def test_after_tokens_of_a_part_of_the_rows_comes_the_next_smaller_part():
+def test_after_tokens_of_a_part_of_the_rows_come_the_other_parts():
   (_, middle, _), caches = _caches(_config(length_step=128, eval__greedy_too=True))
   assert not caches.called('decode', (32, 32, middle, PLAIN))
-  for part, smaller in ((24, {16}), (10, {4}), (4, set())):
+  for part in (24, 10):
     found = caches.called('decode', (32, part, middle, PLAIN))
-    assert _programs(found, 'decode') == {(n, middle) for n in smaller}
-    assert {p[1][3] for _, p in found} <= {PLAIN} and {n for n, _ in found} <= {2}
+    assert _programs(found, 'decode') == {(n, middle) for n in (24, 16, 10, 4)}
+    assert {p[1][3] for _, p in found} == {PLAIN}
 
 
 def test_an_enlarged_cache_gets_the_programs_that_the_smaller_one_had():
@@ -218,13 +195,10 @@ def test_an_enlarged_cache_gets_the_programs_that_the_smaller_one_had():
   caches.called('extend', (2, 2, small, 64, False))
   found = caches.called('resize', (16, middle, large))
   assert _programs(found, 'extend') == {(4, n) for n in (small, middle, large)}
-  assert _programs(found, 'decode') == {(16, large)}
-  # Parts have sampled, and the smallest goes on with the larger cache.
-  for part in (12, 8, 12):
-    caches.called('decode', (16, part, small, PLAIN))
-  found = caches.called('resize', (16, small, middle))
-  assert _programs(found, 'extend') == {(4, n) for n in (small, middle)}
-  assert _programs(found, 'decode') == {(8, middle)}
+  assert _programs(found, 'decode') == {(16, n) for n in (small, middle, large)}
+  caches.called('decode', (16, 8, small, PLAIN))
+  parts = _programs(caches.called('resize', (16, middle, large)), 'decode') - _programs(found, 'decode')
+  assert parts and {n for _, n in parts} == {large} and all(rows < 16 for rows, _ in parts)
 
 
 def test_after_a_rollout_come_the_caches_that_longer_replies_would_need():
@@ -236,28 +210,15 @@ def test_after_a_rollout_come_the_caches_that_longer_replies_would_need():
 
   def found(length, scored):
     programs = caches.ended(np.asarray([9, length, 8]), np.asarray([1, scored, 1]))
-    assert {(n, p[1][3]) for n, p in programs if p[0] == 'decode'} == {(2, PLAIN), (3, GREEDY)}
-    return max(n for _, n in _programs(programs, 'extend')), {n for _, n in _programs(programs, 'decode')}
+    every = {n for rows, n in _programs(programs, 'decode') if rows == 16}
+    assert every == {n for _, n in _programs(programs, 'extend')}
+    return max(every), {n for rows, n in _programs(programs, 'decode') if rows < 16}
 
   assert found(small - chunk, 0) == (small, {small}) and found(small - chunk + 1, 0) == (middle, {middle})
   assert found(small - chunk - 10, 62) == (small, {small})
   assert found(small - chunk - 10, 70) == (middle, {small, middle})  # a sixth more
   assert found(small - chunk + 10, 200) == (middle, {small, middle})  # a twelfth less
   assert found(middle - chunk, 100) == (large, {middle, large}) and found(10 * large, 100) == (large, {large})
-
-
-def test_after_a_rollout_come_the_parts_of_the_rows_that_would_need_a_cache():
-  config = _config(length_step=128)
-  (small, middle, _), caches = _caches(config)
-  caches.called('extend', (32, 8, small, 96, False))
-
-  def parts(long):
-    length = np.where(np.arange(32) < long, small, small - chunk_columns(config))
-    found = caches.ended(length, np.zeros(32, int))
-    return {rows for rows, size in _programs(found, 'decode') if size == middle}
-
-  assert parts(1) == parts(4) == {4} and parts(5) == {10, 4} and parts(16) == {16, 10, 4}
-  assert parts(24) == {24, 16, 10, 4} and parts(25) == parts(32) == {32, 24, 16, 10, 4}
 
 
 def test_before_the_first_update_only_near_lengths_are_compiled_for():

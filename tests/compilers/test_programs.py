@@ -53,7 +53,7 @@ def test_an_iteration_runs_its_programs_as_often_as_turns_layers_and_micro_batch
 
 
 def test_with_a_window_every_turn_begins_a_row():
-  run = _run(agent__context='window')
+  run = _run(agent__context='limited_multi_turn')
   found = {p.name: p for p in programs.of_run(run)}
   assert 'extend_later' not in found
   assert sum(p.runs for name, p in found.items() if name.startswith('extend_first')) == run.lengths.turns
