@@ -1123,6 +1123,28 @@ MUTATIONS = [
   ),
   *_of('runs/checkpoints.py', 'training/test_run.py', ('    self._verified.clear()', '    pass')),
   *_of(
+    'runs/checkpoints.py',
+    'runs/test_checkpoints.py::test_a_record_that_is_cut_short_is_told_once_and_by_its_file',
+    ('        self._unread.add(step)\n', ''),
+    ("damage or 'its meta is missing'", "'its meta is missing'"),
+  ),
+  *_of(
+    'runs/interrupt.py', 'runs/test_interrupt.py',
+    ('    if not issubclass(lost.exc_type, KeyboardInterrupt):', '    if True:'),
+    ('    if not issubclass(lost.exc_type, KeyboardInterrupt):', '    if False:'),
+    ('    timer.start()', '    pass'),
+    ('    sys.unraisablehook = before', '    pass'),
+  ),
+  *_of(
+    '__main__.py', 'runs/test_interrupt.py',
+    ('with lost_interrupts_again():', 'if True:'),
+  ),
+  *_of(
+    'build.py', 'config/test_sft_checks.py',
+    ('hint = several or did_you_mean(str(tag), config.envs)', 'hint = several'),
+    ('hint = several or did_you_mean', 'hint = did_you_mean'),
+  ),
+  *_of(
     'runs/staging.py', 'runs/test_staging.py',
     ('      self.store.delete([committed])\n', ''),
     ('    self.store.delete([marker])  # first', '    pass  # first'),

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
 from ragen_jax.runs.background import still_compiling
-from ragen_jax.runs.interrupt import Stopped
+from ragen_jax.runs.interrupt import Stopped, lost_interrupts_again
 from ragen_jax.utils.errors import UserError
 
 # -- Modes. Each imports its module when it starts, so that --help and errors about flags appear at once. --------------
@@ -116,8 +116,10 @@ _MODE = flags.DEFINE_enum(
   'mode', 'train', list(MODES), '; '.join(f'{name}: {about}' for name, (_, about) in MODES.items()) + '.'
 )
 _WORKDIR = flags.DEFINE_multi_string(
-  'workdir', None, 'Directory of the run. The default is runs/<name of the config>; for sft, runs/<name>-sft. '
-  '--mode=plot accepts several.',
+  'workdir',
+  None,
+  'Directory of the run. The default is runs/<name of the config>; for sft, runs/<name>-sft, unless the name of the '
+  'config begins with sft_. --mode=plot accepts several.',
 )  # fmt: skip
 _OUTPUT = flags.DEFINE_string(
   'output',
@@ -172,7 +174,8 @@ def run() -> None:
     command_line.show_in_help(
       _CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _PATIENCE
     )
-    app.run(main, flags_parser=command_line.parse)
+    with lost_interrupts_again():
+      app.run(main, flags_parser=command_line.parse)
   except UserError as e:
     if not e.everywhere or processes.is_first():
       sys.stderr.write(f'error: {e}\n')

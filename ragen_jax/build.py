@@ -58,7 +58,7 @@ from ragen_jax.training.run_log import BEST, LogSettings
 from ragen_jax.training.scoring import ScoringSettings
 from ragen_jax.training.selection import FilterSettings
 from ragen_jax.training.trainer import RolloutSettings, Trainer, TrainerSettings, UpdateSettings
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, did_you_mean
 
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
 
@@ -96,7 +96,9 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
   specs = []
   for tag, count in zip(tags, groups, strict=True):
     if tag not in config.envs:
-      raise UserError(f'{field}: {tag!r} is not defined in envs; allowed: {", ".join(config.envs)}')
+      several = f"""several are written as --config.{field}="('A','B')"; """ if ',' in str(tag) else ''
+      hint = several or did_you_mean(str(tag), config.envs)
+      raise UserError(f'{field}: {tag!r} is not defined in envs; {hint}allowed: {", ".join(config.envs)}')
     options = dict(config.envs[tag])
     shown, tile = options.get('observation'), _tile(tag, options)
     env_type = options.pop('type', None)

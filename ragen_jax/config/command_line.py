@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import shipped
 from ragen_jax.runs.config_fields import REPLACED
-from ragen_jax.utils.errors import UserError, printable
+from ragen_jax.utils.errors import UserError, did_you_mean, printable
 
 TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
 
@@ -220,8 +220,7 @@ def check_field(config: Any, field: str, flag: str = '--config.') -> None:
     if not isinstance(at, ConfigDict) or name not in at:
       where = '.'.join(['config', *done])
       known = sorted(at) if isinstance(at, ConfigDict) else []
-      close = difflib.get_close_matches(name, known, n=1)
-      hint = f'did you mean {close[0]!r}? ' if close else ''
+      hint = did_you_mean(name, known)
       raise UserError(f'{flag}{field}: {where} has no field {name!r}; {hint}allowed: {", ".join(known) or "none"}')
     at = at[name]
     done.append(name)

@@ -35,7 +35,7 @@ _LABELS = {
   'action_is_valid': 'valid replies',
   'observation_score': 'observed',
   'prediction_score': 'predicted',
-  'truncated': 'cut off',
+  'truncated': 'truncated',
   'response_length': 'reply tokens',
   'no_reply': 'no reply',
   'env_errors': 'env errors',

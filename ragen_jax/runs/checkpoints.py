@@ -83,6 +83,7 @@ class Checkpointer:
       raise UserError(f'checkpoints in {self._shown} cannot be read: {e.strerror or e}') from e
     self.directory = self._manager.directory
     self._verified: set[int] = set()  # steps whose checksums matched
+    self._unread: set[int] = set()  # steps whose record could not be read, as a warning said
     self._scores: dict[int, float | None] = {}
     if save_best:
       self._scores = {step: self._score(self._read_record(step).get('metrics', {})) for step in self.steps()}
@@ -254,7 +255,8 @@ class Checkpointer:
     step = self._existing(step)
     record = self._read_record(step)
     if 'meta' not in record:
-      raise UserError(self._unreadable(step, 'its meta is missing'))
+      damage = self._find_damage(step) if jax.process_index() == 0 else None
+      raise UserError(self._unreadable(step, damage or 'its meta is missing'))
     return record['meta']
 
   def set_damaged_aside(self) -> None:
@@ -372,12 +374,14 @@ class Checkpointer:
     try:
       return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     except (OSError, ValueError, KeyError) as e:
-      _log.warning('the meta of checkpoint %s/%d cannot be read: %s', self._shown, step, e)
+      if step not in self._unread:
+        self._unread.add(step)
+        _log.warning('the meta of checkpoint %s/%d cannot be read: %s', self._shown, step, e)
       return {}
 
   def _unreadable(self, step: int, reason: str) -> str:
     others = [s for s in self.steps() if s != step]
-    use = f'resume from step {others[-1]}' if others and others[-1] < step else 'go on without it'
+    use = f'use step {others[-1]}' if others and others[-1] < step else 'go on without it'
     advice = f'; move {self._shown}/{step} away to {use}' if others else ''
     return f'checkpoint of step {step} in {self._shown} cannot be read: {reason}{advice}'
 

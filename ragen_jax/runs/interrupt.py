@@ -1,12 +1,42 @@
-"""Delays Ctrl-C and SIGTERM to the end of a step, so that the run can save a checkpoint."""
+"""Delays Ctrl-C and SIGTERM to the end of a step, so that the run can save a checkpoint; no callback loses Ctrl-C."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
+
+# Seconds after which a lost Ctrl-C is raised again; the callback that lost it must have ended.
+_AGAIN = 0.05
+
+
+@contextlib.contextmanager
+def lost_interrupts_again() -> Iterator[None]:
+  """Context in which Ctrl-C is not lost in a callback of the garbage collector, of a weak reference or in `__del__`.
+
+  Python prints an exception that such a callback raises, and goes on. If it is `KeyboardInterrupt`, the signal is sent
+  again shortly afterwards instead.
+  """
+  before = sys.unraisablehook
+
+  def hook(lost: sys.UnraisableHookArgs) -> None:
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+      before(lost)
+      return
+    # At once, the signal would be raised in this hook, which is a part of the callback.
+    timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
+
+  sys.unraisablehook = hook
+  try:
+    yield
+  finally:
+    sys.unraisablehook = before
 
 
 class Stopped(KeyboardInterrupt):

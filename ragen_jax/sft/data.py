@@ -144,6 +144,8 @@ def collect_demonstrations(
     spec, bounds = lesson.spec, lesson.limits
     envs = EnvStateManager([spec], settings.group_size, held_out=held_out, processor=processor)
     start = time.monotonic()
+    form = lesson.context.settings.format
+    _log.info('%s, %s: the solver plays %d levels', spec.tag, form, spec.num_groups)
     rollout = AgentProxy(envs, lesson.context, bounds).rollout(Demonstrator(rng, style), lesson.first_level)
     trajectory, episodes = rollout.trajectory, rollout.episodes
     if not trajectory.loss_mask.any():
@@ -151,7 +153,7 @@ def collect_demonstrations(
     _log.info(
       '%s, %s: %d demonstrations in %.0f s, success %.2f, %.1f tokens each',
       spec.tag,
-      lesson.context.settings.format,
+      form,
       len(episodes),
       time.monotonic() - start,
       np.mean([e.success for e in episodes]),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 _SHOWN = 300  # characters of a foreign value
@@ -48,6 +49,12 @@ class Diverged(UserError):
 
   def __init__(self, message: str):
     super().__init__(message, everywhere=True)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+  """A question with the known name that resembles an unknown one, and a space; '' if none does."""
+  close = difflib.get_close_matches(name, list(known), n=1)
+  return f'did you mean {close[0]!r}? ' if close else ''
 
 
 def printable(text: str, also: str = '') -> str:

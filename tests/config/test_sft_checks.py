@@ -80,6 +80,11 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
     ({'sft.levels': (0,)}, r'^sft\.levels=\(0,\): must be one positive number for each'),
     ({'sft.levels': (), 'sft.tags': ()}, r'^sft\.levels=\(\): must be one positive number for each of sft\.tags=\(\)$'),
     ({'sft.tags': ('Nowhere',)}, r"^sft\.tags: 'Nowhere' is not defined in envs; allowed: .*FrozenLake"),
+    ({'sft.tags': ('FrozenLak',)}, r"^sft\.tags: 'FrozenLak' is .* in envs; did you mean 'FrozenLake'\? allowed: "),
+    (
+      {'sft.tags': ('FrozenLake,Bandit',)},
+      r"""^sft\.tags: '.*' is not defined in envs; several are written as --config\.sft\.tags="\('A','B'\)"; allowed""",
+    ),
     (
       {'eval.first_level': _LAST - 1},
       r'^sft\.first_level=1000000000: demonstrated levels overlap with the held-out levels 1000004095\.\.1000004110$',

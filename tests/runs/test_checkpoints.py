@@ -461,8 +461,21 @@ def test_a_checkpoint_with_flipped_bytes_is_refused_by_name(tmp_path):
       checkpointer.restore(make_state(0))
     message = message_of(error)
     assert 'checkpoint of step 2' in message and path.name in message and 'differs from its checksum' in message
-    assert 'to resume from step 1' in message
+    assert 'away to use step 1' in message
     assert_same_bits(checkpointer.restore(make_state(0), step=1)[0], make_state(1))
+
+
+def test_a_record_that_is_cut_short_is_told_once_and_by_its_file(tmp_path, caplog):
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    checkpointer.save(1, make_state(1))
+    checkpointer.save(2, make_state(2))
+  path = tmp_path / 'checkpoints' / '2' / 'meta' / 'metadata'
+  path.write_text(path.read_text()[:100])
+  with Checkpointer(tmp_path, keep=2, save_best='eval/success') as checkpointer:
+    for _ in range(2):
+      with pytest.raises(UserError, match=r'^checkpoint of step 2 .*: meta/metadata differs from its checksum; move'):
+        checkpointer.meta()
+  assert sum('the meta of checkpoint' in r.getMessage() for r in caplog.records) == 1
 
 
 def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_the_newest(tmp_path, caplog):

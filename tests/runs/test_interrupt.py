@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
-from ragen_jax.runs.interrupt import Interrupt, Stopped
+from ragen_jax.runs.interrupt import Interrupt, Stopped, lost_interrupts_again
 from tests.support.paths import ROOT
 
 
@@ -69,3 +70,35 @@ def test_ctrl_c_before_the_flags_are_parsed_is_told_in_one_line(tmp_path):
     f'import time; import ragen_jax.__main__ as m; m.app.run = {waiting}; signal.signal(2, signal.SIG_DFL); m.run()'
   )
   assert _ended(code, tmp_path, 'parsing') == (130, 'interrupted\n')
+
+
+_IN_A_CALLBACK = """
+import time
+
+class Slow:
+  def __del__(self):
+    print('in a callback', flush=True)
+    time.sleep(60)
+
+def main(*_, **__):
+  Slow()
+  time.sleep(60)
+
+import ragen_jax.__main__ as m
+m.app.run = main
+m.run()
+"""
+
+
+def test_ctrl_c_in_a_callback_that_swallows_it_is_raised_again(tmp_path):
+  assert _ended(_IN_A_CALLBACK, tmp_path, 'in a callback') == (130, 'interrupted\n')
+
+
+def test_other_errors_of_callbacks_are_shown_as_before(monkeypatch):
+  seen = []
+  monkeypatch.setattr(sys, 'unraisablehook', seen.append)
+  before = sys.unraisablehook
+  with lost_interrupts_again():
+    assert sys.unraisablehook is not before
+    sys.unraisablehook(types.SimpleNamespace(exc_type=ValueError))
+  assert [lost.exc_type for lost in seen] == [ValueError] and sys.unraisablehook is before
