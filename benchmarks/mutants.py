@@ -1130,13 +1130,22 @@ MUTATIONS = [
   ),
   *_of(
     'runs/interrupt.py', 'runs/test_interrupt.py',
-    ('    if not issubclass(lost.exc_type, KeyboardInterrupt):', '    if True:'),
+    ('    if lost.exc_type is not KeyboardInterrupt:', '    if True:'),
     ('    timer.start()', '    pass'),
     ('    sys.unraisablehook = before', '    pass'),
   ),
   *_of(
     '__main__.py', 'runs/test_interrupt.py',
     ('with lost_interrupts_again():', 'if True:'),
+  ),
+  *_of(
+    'sft/data.py', 'modes/test_sft.py::test_held_out_boards_are_not_demonstrated',
+    ("    _log.info('%s, %s: the solver plays %d levels', spec.tag, form, spec.num_groups)\n", ''),
+  ),
+  *_of(
+    'modes/sft.py', 'modes/test_sft.py::test_held_out_boards_are_not_demonstrated',
+    ("  _log.info('finding the levels", "  _log.debug('finding the levels"),
+    ("['this config', *config.sft", "[*config.sft"),
   ),
   *_of(
     'build.py', 'config/test_sft_checks.py',

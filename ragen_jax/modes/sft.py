@@ -166,8 +166,8 @@ def _held_out(config: ConfigDict, evaluator: Evaluator) -> frozenset[bytes]:
   if not config.sft.skip_held_out:
     return frozenset()
   others = [load_config(name, flag='sft.skip_held_out_of=') for name in config.sft.skip_held_out_of]
-  told = ', '.join(['of this config', *config.sft.skip_held_out_of])
-  _log.info('finding the levels of evaluations, which are not demonstrated: %s', told)
+  names = ', '.join(['this config', *config.sft.skip_held_out_of])
+  _log.info('finding the levels that are not demonstrated, those of the evaluations of %s', names)
   return evaluator.held_out().union(*(build.held_out_levels(other) for other in others))
 
 

@@ -24,7 +24,7 @@ def lost_interrupts_again() -> Iterator[None]:
   before = sys.unraisablehook
 
   def hook(lost: sys.UnraisableHookArgs) -> None:
-    if not issubclass(lost.exc_type, KeyboardInterrupt):
+    if lost.exc_type is not KeyboardInterrupt:
       before(lost)
       return
     # At once, the signal would be raised in this hook, which is a part of the callback.

@@ -298,7 +298,7 @@ def test_a_file_of_the_same_play_is_learnt_as_the_play_itself(whole, tmp_path):
   assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
+def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch, caplog):
   shown = []
 
   def join(parts, sight, params):
@@ -315,8 +315,14 @@ def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch):
   config.sft.update(fields)
   for skipped in (False, True):
     config.sft.skip_held_out = skipped
-    with pytest.raises(KeyboardInterrupt):
+    caplog.clear()
+    with caplog.at_level('INFO'), pytest.raises(KeyboardInterrupt):
       sft.train_sft(config, str(tmp_path / 'run'))
+    # What takes long is said before it begins.
+    told = ['finding the levels that are not demonstrated, those of the evaluations of this config'] if skipped else []
+    told += ['FrozenLake, free_think: the solver plays 32 levels', 'FrozenLake, free_think: 32 demonstrations in']
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith(('ragen_jax.sft', 'ragen_jax.modes'))]
+    assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told
   envs = EnvStateManager(build.env_specs(config, ('FrozenLake',), (4,)), 1)
   boards = [f'State:\n{board}\n' for board in envs.reset(config.eval.first_level)]
   found = [sum(any(board in text for board in boards) for text in texts) for texts in shown]
