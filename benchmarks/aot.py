@@ -56,7 +56,7 @@ class Case:
     preset: the model.
     topology: the machine.
     fields: fields of the config.
-    programs: patterns of names of `compilers.programs`; empty for all.
+    programs: patterns of names of `planning.programs`; empty for all.
   """
 
   preset: str
@@ -97,17 +97,18 @@ QUICK = ('0.5b v5e:2x4', '0.5b h100:8')
 
 def worker(name: str, log: pathlib.Path, only: str, quick: bool) -> None:
   """Compiles the programs of a case that `log` does not have, adds a line for each, and the estimate at the end."""
-  from ragen_jax.compilers import memory, topologies
+  from ragen_jax.planning import memory, topologies
 
   case = CASES[name]
   topology = topologies.parse(case.topology)
   topologies.prepare(topology)
   memory.use_cpu_devices(topology.size)
 
+  from benchmarks import aot_details
   from configs import frozenlake_ppo
-  from ragen_jax.compilers import estimate, programs
   from ragen_jax.config.checks import check_config, check_plan
   from ragen_jax.models import presets
+  from ragen_jax.planning import estimate, programs
 
   config = frozenlake_ppo.get_config(case.preset)
   config.update_from_flattened_dict({'plan.topology': case.topology, **LENGTHS, **case.fields})
@@ -117,7 +118,9 @@ def worker(name: str, log: pathlib.Path, only: str, quick: bool) -> None:
   check_plan(config)
   check_config(config, weights=False)
   run = programs.make_run(config, topologies.devices(topology))
-  found = [p for p in programs.of_run(run) if any(fnmatch.fnmatch(p.name, pattern) for pattern in case.programs or '*')]
+  found = [
+    p for p in programs.programs_of(run) if any(fnmatch.fnmatch(p.name, pattern) for pattern in case.programs or '*')
+  ]
   known = {x['program']: x for x in _lines(log) if 'seconds' in x or 'failure' in x}
   measured = []
   for program in found:
@@ -129,7 +132,9 @@ def worker(name: str, log: pathlib.Path, only: str, quick: bool) -> None:
       measured.append(estimate.measure(program, topology))
       _add(log, _record(measured[-1], topology))
   if len(measured) == len(found):
-    _add(log, {'estimate': _plain(estimate.of_run(run, topology, measured))})
+    made = estimate.estimate_of(run, topology, measured)
+    more = aot_details.details_of(run, topology, measured, made)
+    _add(log, {'estimate': _plain(made, more) | {'advice': list(aot_details.advice(run, made, more, topology))}})
 
 
 def _record(m: Any, topology: Any) -> dict[str, Any]:
@@ -153,24 +158,24 @@ def _record(m: Any, topology: Any) -> dict[str, Any]:
 
 def _recalled(program: Any, record: dict[str, Any]) -> Any:
   """The `Measured` of a line of the log."""
-  from ragen_jax.compilers.cost import Cost
-  from ragen_jax.compilers.estimate import Measured
-  from ragen_jax.compilers.work import Work
+  from ragen_jax.planning.cost import Cost
+  from ragen_jax.planning.estimate import Measured
+  from ragen_jax.planning.kernel_times import Work
 
   if 'failure' in record:
     return Measured(program, None, record['failure'])
   return Measured(program, Cost(**record['cost'] | {'work': Work.from_dict(record['cost']['work'])}))
 
 
-def _plain(found: Any) -> dict[str, Any]:
-  """An `Estimate` as JSON, with what follows from it."""
+def _plain(found: Any, details: Any) -> dict[str, Any]:
+  """An `Estimate` and its `Details` as JSON, with what follows from them."""
   more = {
     'iteration': found.iteration,
     'chip_hours': found.chip_hours,
     'tokens_per_second': found.sampled / found.iteration,
-    'decode_to_floor': found.decode.seconds.total / found.decode.floor,
+    'decode_to_floor': details.decode.seconds.total / details.decode.floor,
   }
-  return _finite(dataclasses.asdict(found) | more)
+  return _finite(dataclasses.asdict(found) | dataclasses.asdict(details) | more)
 
 
 def _finite(x: Any) -> Any:
@@ -308,7 +313,7 @@ def summary(name: str, case: dict[str, Any]) -> str:
   steps, idle = e['rollout']['decode'], aot_tables.share(e['rollout']['idle'])
   return (
     f'{name}: iteration {iteration} s, {steps} decode steps with {idle} idle rows, MFU {aot_tables.share(e["mfu"])}, '
-    f'chip-hours {hours}'
+    f'chip-hours {hours}' + ''.join(f'; {line}' for line in e.get('advice', ()))
   )
 
 

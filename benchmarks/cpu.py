@@ -56,6 +56,7 @@ from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
 from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
 from ragen_jax.models.value_head import ActorCritic  # noqa: E402
 from ragen_jax.sampling.draw import PLAIN  # noqa: E402
+from ragen_jax.training.batches import TokenRows  # noqa: E402
 from ragen_jax.training.scoring import RematSettings, ScoringSettings, score_tokens  # noqa: E402
 
 REPEATS = 3
@@ -164,12 +165,13 @@ def updating(model: Qwen, work: Work) -> Callable[[], float]:
   tokens = jnp.asarray(tokens_of(work.rows, width, model.cfg.vocab_size))
   sampled = jnp.arange(width).reshape(work.turns, -1)[:, work.prompt :].reshape(-1)
   columns = jnp.broadcast_to(sampled, (work.rows, len(sampled)))
+  rows = TokenRows(tokens, columns, jnp.ones(columns.shape, bool))
   optimizer = optax.adamw(LEARNING_RATE)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(state, moments):
     def loss_of(state):
-      return -score_tokens(nnx.merge(graph, state), tokens, columns, settings)[0].mean()
+      return -score_tokens(nnx.merge(graph, state), rows, settings)[0].mean()
 
     loss, gradient = jax.value_and_grad(loss_of)(state)
     updates, moments = optimizer.update(gradient, moments, state)

@@ -47,7 +47,7 @@ def main() -> None:
   tokens = sum(int(data.length[rows].sum()) for rows in steps)
   quantiles = np.quantile(data.length, (0, 0.25, 0.5, 0.75, 1)).astype(int).tolist()
   print(f'{hardware()}\n{len(data.length)} conversations, quartiles of their tokens {quantiles}')
-  ways = {'padded': False, 'packed': True}
+  ways = {'padded': None, 'packed': sft.packing(config, policy)}
   # Each way has its own copy of the weights, because a step donates them.
   trainers = {name: sft.make_trainer(config, build.load_policy(config)) for name in ways}
   cut = {
@@ -67,7 +67,7 @@ def main() -> None:
   for name in ways:
     columns = sum(batch.tokens.size for step in cut[name] for batch in step)
     speed = tokens / len(steps) / float(np.median(seconds[name]))
-    print(f'{name}: {speed:.0f} tokens/s (median of {len(steps)} steps), {1 - tokens / columns:.1%} padding')
+    print(f'{name}: {speed:.0f} tokens/s (median of {len(steps)} steps), {columns / tokens:.2f} columns a token')
 
 
 if __name__ == '__main__':

@@ -53,7 +53,6 @@ def edited(prompt: str, known: list[str], draw: random.Random) -> str:
   """A prompt with one random change of a line.
 
   Args:
-    prompt: the prompt.
     known: lines of the game's own text.
     draw: source of the draws.
   """

@@ -43,19 +43,19 @@ from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
 from ragen_jax.models.value_head import ActorCritic  # noqa: E402
 from ragen_jax.sampling.draw import PLAIN  # noqa: E402
 from ragen_jax.sampling.sampler import Sampler  # noqa: E402
-from ragen_jax.serving.app import App, AppSettings  # noqa: E402
-from ragen_jax.serving.chat_format import QwenFormat  # noqa: E402
-from ragen_jax.serving.engine import Engine  # noqa: E402
-from ragen_jax.serving.engines import Engines  # noqa: E402
-from ragen_jax.serving.lifecycle import Lifecycle  # noqa: E402
-from ragen_jax.serving.records import Limits, NewRollout  # noqa: E402
-from ragen_jax.serving.reply_reader import BadCalls  # noqa: E402
-from ragen_jax.serving.server import HttpServer  # noqa: E402
-from ragen_jax.serving.service import Service, ServiceSettings  # noqa: E402
-from ragen_jax.serving.settings import EngineSettings  # noqa: E402
-from ragen_jax.serving.store import Store  # noqa: E402
+from ragen_jax.serving.conversation.chat_format import QwenFormat  # noqa: E402
+from ragen_jax.serving.conversation.reply_reader import BadCalls  # noqa: E402
+from ragen_jax.serving.engine.engine import Engine  # noqa: E402
+from ragen_jax.serving.engine.engines import Engines  # noqa: E402
+from ragen_jax.serving.engine.settings import EngineSettings  # noqa: E402
+from ragen_jax.serving.http.app import App  # noqa: E402
+from ragen_jax.serving.http.server import HttpServer  # noqa: E402
+from ragen_jax.serving.http.service import ServerSettings, Service  # noqa: E402
+from ragen_jax.serving.rollouts.lifecycle import Lifecycle  # noqa: E402
+from ragen_jax.serving.rollouts.records import AttemptLimits, NewRollout  # noqa: E402
+from ragen_jax.serving.rollouts.store import Store  # noqa: E402
 from ragen_jax.serving.types import GenerateRequest, SamplingParams  # noqa: E402
-from ragen_jax.serving.wire.spec import Limits as WireLimits  # noqa: E402
+from ragen_jax.serving.wire.spec import RequestLimits  # noqa: E402
 
 # A reply that takes longer has hung.
 _PATIENCE = 600.0
@@ -114,16 +114,17 @@ class Server:
     self._lifecycle = Lifecycle(stack.enter_context(Store(f'{directory}/agents.sqlite')), time.time)
     sampling = SamplingParams(1.0, 1.0, 0, max_tokens=work.reply, stop=(), top_logprobs=0)
     context = engine.settings.max_context
-    settings = ServiceSettings(
-      model='policy', limits=WireLimits(work.vocab, context + 1, 1, 1, 1, lenient=False), training=sampling,
+    limits = AttemptLimits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
+    settings = ServerSettings(
+      host='127.0.0.1', port=0, max_connections=1024, max_body=1 << 24, keep_thoughts=True, open_access=False,
+      creates=False, prompt='', rollout_limits=limits, frozen=(), engine=engine.settings,
+      model='policy', limits=RequestLimits(work.vocab, context + 1, 1, 1, 1, lenient=False), training=sampling,
       evaluation=sampling, trained='.*', bad_calls=BadCalls.CONTENT, max_calls=work.turns, grace_s=1.0,
     )  # fmt: skip
     chat_format = QwenFormat(tokenizer, keep_thoughts=True)
     engines = Engines(engine, {}, ())
     service = Service(settings, engines, self._lifecycle, tokenizer, chat_format)
-    limits = Limits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
-    settings = AppSettings('no admin calls', False, 1 << 24, limits, creates=False, prompt='')
-    app = App(settings, service, engines.stats, tokenizer.token_bytes)
+    app = App(service, 'no admin calls', engines.stats)
     self._http = stack.enter_context(HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 1024))
     self._of_caller = threading.local()
 
@@ -131,7 +132,7 @@ class Server:
     """The reply to the ids of a conversation; the first call of one begins an attempt."""
     mine = self._of_caller
     if getattr(mine, 'conversation', None) != conversation:
-      limits = Limits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
+      limits = AttemptLimits(timeout_s=_PATIENCE, heartbeat_s=0.0, max_attempts=1, retry_on=())
       new = NewRollout('', conversation, '', 'train', limits, None, (0, conversation))
       mine.key = self._lifecycle.start(self._lifecycle.create(new).rollout_id, 'benchmark').api_key
       mine.conversation = conversation
@@ -189,7 +190,7 @@ def lockstep(sampler: Sampler, params, work: Work, rows: int, conversations: int
     state = sampler.init(rows, work.columns + work.reply)
     for turn in range(work.turns):
       tokens = np.asarray([p[turn] for p in parts], np.int32)
-      state = sampler.extend(params, state, tokens, np.full(rows, tokens.shape[1], np.int32), all_begin=turn == 0)
+      state = sampler.extend(params, state, tokens, np.full(rows, tokens.shape[1], np.int32))
       state, reply, _ = sampler.decode(
         params, state, keys, np.full(rows, work.reply, np.int32), columns=work.reply, sampling=PLAIN
       )

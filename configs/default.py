@@ -37,8 +37,8 @@ def get_config(model: str = '') -> ConfigDict:
   # Dtype of computations: 'float32' or 'bfloat16'; 'auto' is float32 on CPU and bfloat16 elsewhere.
   config.model.dtype = 'auto'
   # Attention of whole rows, in the update and the warm start: 'flash' or 'splash' (kernels for TPUs, ours and JAX's),
-  # 'cudnn' or 'pallas' (kernels for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or
-  # 'einsum' (all scores in memory; runs everywhere). 'auto' takes the fastest that the devices have.
+  # 'cudnn' (for NVIDIA GPUs, in bfloat16), 'blocks' (row by row in blocks of columns; for CPUs) or 'einsum' (all
+  # scores in memory; runs everywhere). 'auto' takes the fastest that the devices have.
   config.model.attention = 'auto'
   # Dtype of the frozen weights with LoRA, and of vision towers: 'float32' or 'bfloat16'. Other trained weights are
   # float32.
@@ -55,7 +55,8 @@ def get_config(model: str = '') -> ConfigDict:
   # Vision tower of a model that reads images: 'frozen' (each distinct image is embedded once, and the update reads the
   # features) or 'trained' (the update runs the tower, and its gradient reaches the tower's weights).
   config.model.vision = 'frozen'
-  # Token positions whose log-probs over the vocabulary are computed at once in the update; 0: a whole micro-batch.
+  # Token positions whose log-probs over the vocabulary are computed at once in the update, on one CPU at most 256; 0: a
+  # whole micro-batch.
   config.model.logits_chunk = 0
 
   # -- LoRA: low-rank adapters are trained, the policy's own weights are frozen. ---------------------------------------
@@ -154,6 +155,11 @@ def get_config(model: str = '') -> ConfigDict:
   config.agent.format = 'free_think'
   # Put the tags before the reply's first text into the prompt; otherwise the policy has to write them.
   config.agent.force_prefix = True
+  # Request for a reply, at the end of each turn's message. {form} becomes the form of replies, {example} a whole reply
+  # with actions of the game, {actions} the names of all actions, and {max_words} the number of words of
+  # `envs.TAG.max_words`. The built-in models know this wording only; that of pretrained models (`_real_model`) was
+  # chosen by measurement (docs/real_models.md).
+  config.agent.request = 'Answer as {form} and nothing else, in at most {max_words} words.'
   # Separator between the actions of one reply.
   config.agent.action_sep = '||'
   # Maximum tokens of one reply.
@@ -198,7 +204,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.slots = 16
   # Maximum number of calls that wait for a row; further calls get the status 503.
   config.serve.max_queue = 4096
-  # Maximum number of HTTP connections.
+  # Maximum number of HTTP connections; fewer if the process may not open so many files.
   config.serve.max_connections = 4096
   # Largest body of a request, in bytes.
   config.serve.max_body = 16_777_216
@@ -238,7 +244,7 @@ def get_config(model: str = '') -> ConfigDict:
   # What the answer has for a tool call that is no JSON: 'content', its text; or 'arguments', a call with this text.
   config.serve.bad_calls = 'content'
 
-  # -- The prompt of agent programs, and its search with --mode=optimize_prompt (docs/agents.md). ----------------------
+  # -- The prompt of agent programs, and its search with --mode=optimize_prompt (docs/prompt_optimisation.md). ---------
   config.prompt = ConfigDict()
   # The prompt that programs read as `task.prompt`, and the first prompt of a search; empty for that in `prompt.file`,
   # or for no prompt.
@@ -315,14 +321,26 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.step_std = False
   # Whiten the advantages over the batch, in the GAE and REINFORCE++ families.
   config.algorithm.whiten_advantages = True
+  # Loss of the policy: 'ppo' (clipped surrogate), 'cispo' (clipped importance weight), 'dppo_tv' or 'dppo_kl' (mask by
+  # the divergence of the token's probability), 'sapo' (soft gate) or 'dro' (quadratic penalty of the log-ratio);
+  # docs/algorithms.md has the equations. All but 'ppo' need ratio_level='token'.
+  config.algorithm.policy_loss = 'ppo'
   # Span of a probability ratio: a 'token', the whole 'sequence' (GSPO, with clip ratios of about 3e-4), or a 'turn'.
   config.algorithm.ratio_level = 'token'
-  # The probability ratio is clipped below 1 minus this.
+  # The probability ratio is clipped below 1 minus this. In 'dppo_tv' and 'dppo_kl', the largest divergence of tokens
+  # with negative advantages (the paper: 0.15 or 0.2, and 0.05). In 'cispo', 1 is no lower bound.
   config.algorithm.clip_ratio_low = 0.2
-  # The probability ratio is clipped above 1 plus this ("clip-higher").
+  # The probability ratio is clipped above 1 plus this ("clip-higher"). In 'dppo_tv' and 'dppo_kl', the largest
+  # divergence of tokens with positive advantages.
   config.algorithm.clip_ratio_high = 0.28
-  # Bound of the dual clip for negative advantages, above 1; 0 is off.
+  # Bound of the dual clip for negative advantages in 'ppo', above 1; 0 is off.
   config.algorithm.clip_ratio_c = 3.0
+  # Temperature of the gate of 'sapo' for positive advantages, above 0: the gradient falls faster with larger ones.
+  config.algorithm.tau_pos = 1.0
+  # Temperature of the gate of 'sapo' for other advantages, above 0.
+  config.algorithm.tau_neg = 1.05
+  # Weight of the penalty of 'dro', half the squared log-ratio, above 0.
+  config.algorithm.dro_beta = 0.05
   # Values are clipped to this distance from the values at sampling; 0 is off.
   config.algorithm.value_clip = 0.5
   # Weight of the value loss, whose gradient reaches the shared trunk too. With a separate critic it scales the critic's
@@ -427,7 +445,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Episodes per optimiser step.
   config.optimizer.mini_batch_size = 128
   # Rows that go through the model at once; their gradients add up to the gradient of the mini-batch. 0: as many as fit
-  # in the memory of the devices.
+  # in the memory of the devices; packed rows on one CPU: at most 8,192 columns.
   config.optimizer.micro_batch_size = 32
   # Put several rows behind one another into bins of a few widths, without attention between them. Then few programs are
   # compiled, and a mini-batch is one call; micro_batch_size limits how many columns go through the model at once.
@@ -506,6 +524,13 @@ def get_config(model: str = '') -> ConfigDict:
   config.export.lora = 'merged'
   # Dtype of the written weights: 'float32', 'bfloat16' or 'float16'. Also for sft.
   config.export.dtype = 'float32'
+  # Repository on the Hugging Face Hub, 'USER/NAME', that --mode=export uploads the model to, with a card made from the
+  # run; empty for none. HF_TOKEN or `hf auth login` gives access.
+  config.export.push = ''
+  # Data set on the hub, 'USER/NAME', that --mode=export uploads the run's episodes to; empty for none.
+  config.export.push_episodes = ''
+  # Whether repositories that do not exist yet are created as private ones.
+  config.export.private = True
 
   # -- Devices. Rows are divided over data * fsdp, weights over fsdp and tensor. ---------------------------------------
   config.mesh = ConfigDict()
@@ -592,7 +617,16 @@ def get_config(model: str = '') -> ConfigDict:
   config.logging.episodes_every = 5
   # Kept episodes per environment that are also written to TensorBoard, as text and pictures.
   config.logging.trajectories = 4
+  # Tracker that gets scalars, config and the page of episodes beside TensorBoard: '' (none), 'wandb', 'trackio' or
+  # 'mlflow' (requirements-trackers.txt). Keys, addresses and offline modes are those of the package's own environment
+  # variables (docs/metrics.md).
+  config.logging.tracker = ''
+  # The tracker's project; in MLflow the experiment.
+  config.logging.project = 'ragen-jax'
 
+  # First and last iteration that are traced for xprof and TensorBoard, such as (3, 4); () for none
+  # (docs/performance.md#profiles).
+  config.profile = ()
   # Column counts of timelines and caches are multiples of this, so that few programs are compiled.
   config.length_step = 64
   # Directory for compiled programs, which later starts reuse; empty for none, 'auto' for <workdir>/xla_cache.
@@ -602,13 +636,19 @@ def get_config(model: str = '') -> ConfigDict:
   config.compile_ahead = -1
 
   if config.model.preset in BUILT_IN:
-    for env in config.envs.values():
-      env.max_words = 25  # fits agent.max_response_tokens
+    _limit_words(config, 25)  # fits agent.max_response_tokens
   else:
     _real_model(config)
+    if config.model.preset.startswith(('qwen2.5-0.5b', 'qwen3-0.6b', 'smollm2-135m', 'smollm2-360m')):
+      _limit_words(config, 10)  # asked for more, they often do not end their thought (docs/real_models.md)
   if adapters:
     _lora(config)
   return config
+
+
+def _limit_words(config: ConfigDict, most: int) -> None:
+  for env in config.envs.values():
+    env.max_words = min(env.max_words, most)
 
 
 def _real_model(config: ConfigDict) -> None:
@@ -620,6 +660,10 @@ def _real_model(config: ConfigDict) -> None:
   config.train.group_size = 16
   config.eval.group_size = 1
   config.eval.greedy_too = False
+  config.agent.request = (
+    'Answer in this form, in at most {max_words} words, and write nothing else:\n{form}\n'
+    'The only actions are {actions}.\nAn example of a whole answer:\n{example}'
+  )
   config.agent.max_response_tokens = 400
   config.agent.max_context = 3600
   config.agent.schedule = 'continuous'

@@ -5,6 +5,7 @@ python main.py --config=configs/frozenlake_ppo.py
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -16,8 +17,9 @@ from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
-from ragen_jax.runs.background import still_compiling
 from ragen_jax.runs.interrupt import Stopped, lost_interrupts_again
+from ragen_jax.utils import foreign
+from ragen_jax.utils.background import still_compiling
 from ragen_jax.utils.errors import UserError
 
 # -- Modes. Each imports its module when it starts, so that --help and errors about flags appear at once. --------------
@@ -139,6 +141,9 @@ _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Index of this process, f
 _PATIENCE = flags.DEFINE_float(
   'patience', 600.0, 'Seconds that processes wait for one that makes no progress, before all end; 0 for any time.'
 )
+_CONNECT_TIMEOUT = flags.DEFINE_float(
+  'connect_timeout', 300.0, 'Seconds until all processes must be connected at the coordinator, before each gives up.'
+)
 
 
 def main(argv: list[str]) -> None:
@@ -150,15 +155,20 @@ def main(argv: list[str]) -> None:
   mode = _MODE.value
   if mode in _ONE_PROCESS and _COORDINATOR.value:
     raise UserError(f'--coordinator has no effect with --mode={mode}')
-  processes.connect(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _PATIENCE.value)
+  processes.connect(
+    _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _PATIENCE.value, _CONNECT_TIMEOUT.value
+  )
   if mode in _WITHOUT_WORKDIR and _WORKDIR.value:
     raise UserError(f'--workdir has no effect with --mode={mode}')
   if mode != 'play' and _LEVEL.value is not None:
     raise UserError(f'--level has no effect with --mode={mode}')
   start, _ = MODES[mode]
   start(_CONFIG.value, command_line.workdirs(flags.FLAGS))
+  gc.collect()  # closes the environments that are no longer used
+  if left := foreign.end_children():
+    raise UserError(left)
   if still_compiling():
-    processes.leave(0)
+    processes.exit_process(0)
 
 
 def run() -> None:
@@ -172,19 +182,20 @@ def run() -> None:
       signal.signal(signal.SIGINT, signal.default_int_handler)
     command_line.set_up_logging()
     command_line.show_in_help(
-      _CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _PATIENCE
-    )
+      _CONFIG, _MODE, _WORKDIR, _OUTPUT, _LEVEL, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _PATIENCE,
+      _CONNECT_TIMEOUT,
+    )  # fmt: skip
     with lost_interrupts_again():
       app.run(main, flags_parser=command_line.parse)
   except UserError as e:
     if not e.everywhere or processes.is_first():
       sys.stderr.write(f'error: {e}\n')
-    processes.leave(e.status, together=e.everywhere, reason=str(e))
+    processes.exit_process(e.status, together=e.everywhere, reason=str(e))
   except KeyboardInterrupt as e:
     mode = _MODE.value if flags.FLAGS.is_parsed() else None
     sys.stderr.write(_INTERRUPTED.get(mode, 'interrupted') + '\n')
     # All processes stop at the same place, unless one was interrupted before it could tell the others.
-    processes.leave(getattr(e, 'status', 130), together=isinstance(e, Stopped), reason='interrupted')
+    processes.exit_process(getattr(e, 'status', 130), together=isinstance(e, Stopped), reason='interrupted')
 
 
 if __name__ == '__main__':

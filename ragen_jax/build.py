@@ -15,32 +15,31 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from ragen_jax import envs as registry
 from ragen_jax.agent import language_model as language_models
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
-from ragen_jax.agent.eyes import Eyes
-from ragen_jax.agent.image_room import image_room
+from ragen_jax.agent.image_table_sizes import image_room
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.agent.player import EnvironmentPlayer, Player
+from ragen_jax.agent.prompt_images import PromptImages
 from ragen_jax.agent.world_model.formats import has_thought
 from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.algorithms.spikes import SpikeSettings
+from ragen_jax.build_environments import env_specs, group_counts
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.envs.base import Budget
-from ragen_jax.envs.drawing.tiles import MAX_TILE, MIN_TILE
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora, presets
 from ragen_jax.models.checkpoint.export import ExportSettings
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.runs.config_fields import read_by_training
+from ragen_jax.runs.trackers import TrackerSettings
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
@@ -58,9 +57,7 @@ from ragen_jax.training.run_log import BEST, LogSettings
 from ragen_jax.training.scoring import ScoringSettings
 from ragen_jax.training.selection import FilterSettings
 from ragen_jax.training.trainer import RolloutSettings, Trainer, TrainerSettings, UpdateSettings
-from ragen_jax.utils.errors import UserError, did_you_mean
-
-_BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
+from ragen_jax.utils.errors import UserError
 
 _Settings = TypeVar('_Settings')
 
@@ -79,96 +76,6 @@ def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) ->
   names = {f.name for f in dataclasses.fields(settings)}
   found = {name: section[name] for name in names if name in section}
   return settings(**found | given)
-
-
-def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags') -> list[EnvSpec]:
-  """The environments behind tags.
-
-  Args:
-    config: the run's config; reads `envs`.
-    tags: names in `config.envs`.
-    groups: number of prompt groups of each tag.
-    field: the config's field with the tags, for errors.
-
-  Raises:
-    UserError: a tag or an option is not known, or has a value that is not allowed.
-  """
-  specs = []
-  for tag, count in zip(tags, groups, strict=True):
-    if tag not in config.envs:
-      several = f"""several are written as --config.{field}="('A','B')"; """ if ',' in str(tag) else ''
-      hint = several or did_you_mean(str(tag), config.envs)
-      raise UserError(f'{field}: {tag!r} is not defined in envs; {hint}allowed: {", ".join(config.envs)}')
-    options = dict(config.envs[tag])
-    shown, tile = options.get('observation'), _tile(tag, options)
-    env_type = options.pop('type', None)
-    if not isinstance(env_type, str):
-      raise UserError(f'envs.{tag}.type={env_type!r}: must name an environment, such as {", ".join(registry.TYPES)}')
-    # Missing fields are None.
-    numbers = {name: options.pop(name, None) for name in (*_BUDGET_FIELDS, 'max_words')}
-    for name, value in numbers.items():
-      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f'envs.{tag}.{name}={value!r}: must be a whole number of at least 1')
-    max_words = numbers.pop('max_words')
-    budget = Budget(**numbers)
-    try:
-      env = registry.make(env_type, options)
-      env.check_budget(budget)
-    except ValueError as e:
-      raise UserError(f'envs.{tag}: {e}') from e
-    if shown in ('image', 'text') and (env.is_outside or env.image_grid is None):
-      told = 'draws no images' if shown == 'image' else 'has no such option, since it draws no images'
-      raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
-    specs.append(EnvSpec(tag, env, budget, max_words, count, tile))
-  return specs
-
-
-def _tile(tag: str, options: dict[str, Any]) -> int | None:
-  """Takes `tile`, and `observation` if it is 'image' or 'text', out of an environment's options: see `EnvSpec.tile`."""
-  shown = options.get('observation')
-  tile = options.pop('tile', 0)
-  if shown in ('image', 'text'):
-    del options['observation']
-  if not isinstance(tile, int) or isinstance(tile, bool) or (tile and not MIN_TILE <= tile <= MAX_TILE):
-    raise UserError(f'envs.{tag}.tile={tile!r}: must be 0 or a whole number of pixels from {MIN_TILE} to {MAX_TILE}')
-  if tile and shown != 'image':
-    raise UserError(f"envs.{tag}.tile={tile}: needs envs.{tag}.observation='image'")
-  return tile if shown == 'image' else None
-
-
-def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
-  """The number of prompt groups of each tag: `tag_groups`, or equal shares of `groups` if `tag_groups` is empty.
-
-  Args:
-    section: `config.train` or `config.eval`.
-    name: name of the section, for errors.
-
-  Returns:
-    One number for each tag, in the order of `section.tags`; they add up to `section.groups`.
-
-  Raises:
-    UserError: there is no tag, a tag is named twice, or the numbers do not fit the tags and the groups.
-  """
-  tags, counts, total = tuple(section.tags), tuple(section.tag_groups), section.groups
-  if not tags:
-    raise UserError(f'{name}.tags=(): name at least one environment')
-  if len(set(tags)) != len(tags):
-    raise UserError(f'{name}.tags={tags}: a tag may be named once')
-  if not counts:
-    if total < 1 or total % len(tags):
-      raise UserError(
-        f'{name}.groups={total}: must be a positive multiple of the number of tags, {len(tags)}, '
-        f'or be divided by {name}.tag_groups'
-      )
-    return (total // len(tags),) * len(tags)
-  if len(counts) != len(tags) or not all(isinstance(count, int) and count > 0 for count in counts):
-    raise UserError(f'{name}.tag_groups={counts}: must be one positive number for each of {name}.tags={tags}, or empty')
-  if sum(counts) != total:
-    raise UserError(
-      f'{name}.tag_groups={counts}: must add up to {name}.groups={total}, not {sum(counts)}; '
-      f'--config.{name}.tag_groups="()" divides them equally'
-    )
-  return counts
 
 
 def context_manager(config: ConfigDict, tokenizer: ChatTokenizer, specs: list[EnvSpec]) -> ContextManager:
@@ -214,7 +121,7 @@ def environment_player(
   """
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, group_size, held_out, model.processor)
   room = image_room(specs, model.processor)
-  eyes = None if room is None else Eyes(model.encoders['policy'], model.model.policy.cfg.vision, room)
+  eyes = None if room is None else PromptImages(model.encoders['policy'], model.model.policy.cfg.vision, room)
   return EnvironmentPlayer(proxy, model.sampler, eyes)
 
 
@@ -232,8 +139,6 @@ def make_evaluator(config: ConfigDict, model: LanguageModel, player: Player | No
   """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call.
 
   Args:
-    config: the run's config.
-    model: the model.
     player: plays the levels; default the policy, turn by turn.
   """
   if player is None:
@@ -300,8 +205,6 @@ def make_trainer(
   """Makes the trainer of a run.
 
   Args:
-    config: the run's config.
-    model: the initial model.
     held_out: levels that are not trained on (`Evaluator.held_out`); games with very few levels keep them.
     player: plays the episodes; default the policy, turn by turn.
     limit: bytes that a device may hold, for what is chosen by memory.
@@ -364,7 +267,7 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   """The memory of the update per device; `dtype` of computations is that of the model unless it is given."""
   a = config.algorithm
   return memory.update_memory(
-    model, logits_chunk=config.model.logits_chunk, width=size_settings(config, model).width,
+    model, logits_chunk=_logits_chunk(config, model), width=size_settings(config, model).width,
     reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, platform=model.mesh.devices.flat[0].platform, dtype=dtype,
     images=_seen_columns(config, model),
   )  # fmt: skip
@@ -390,11 +293,24 @@ def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | Non
 
 def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
   """What the sizes of micro-batches depend on."""
-  a = config.algorithm
+  a, policy = config.algorithm, model.model.policy
   return fill(
     SizeSettings, config.optimizer, max_context=config.agent.max_context, length_step=config.length_step,
     whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh), remat=config.model.remat,
+    most_columns=batch_sizes.HOST_COLUMNS if _on_one_cpu(model) else batch_sizes.ANY_COLUMNS,
+    most_shared=policy.attention.tree_columns(policy.cfg.head_dim),
   )  # fmt: skip
+
+
+def _on_one_cpu(model: LanguageModel) -> bool:
+  """Whether programs run on one CPU; those of a plan, which stand for an accelerator's, attend in another way."""
+  return model.model.policy.attention.by_row
+
+
+def _logits_chunk(config: ConfigDict, model: LanguageModel) -> int:
+  """Token positions whose logits a device holds at once; 0 for all."""
+  chunk = config.model.logits_chunk
+  return min(chunk, batch_sizes.HOST_LOGITS) if _on_one_cpu(model) else chunk
 
 
 def batching_settings(
@@ -404,10 +320,10 @@ def batching_settings(
   return batch_sizes.batching(size_settings(config, model), lambda: update_memory(config, model), limit)
 
 
-def describe_batching(config: ConfigDict, trainer: Trainer) -> str:
-  """What goes through the model at once in the update, and why, in one line."""
+def describe_batching(config: ConfigDict, trainer: Trainer, limit: Callable[[], float] = memory.usable) -> str:
+  """What goes through the model at once in the update, and why, in one line; `limit` is that of `make_trainer`."""
   sizes, found, s = size_settings(config, trainer.model), update_memory(config, trainer.model), trainer.settings
-  return batch_sizes.describe(sizes, s.estimate.batching, s.loss.scoring.remat, found, memory.usable())
+  return batch_sizes.describe(sizes, s.estimate.batching, s.loss.scoring.remat, found, limit())
 
 
 def scoring_settings(
@@ -418,7 +334,7 @@ def scoring_settings(
   remat = batch_sizes.remat_settings(config.model.remat, width, lambda: update_memory(config, model), limit)
   return fill(
     ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size,
-    banned=model.tokenizer.banned, remat=remat,
+    banned=model.tokenizer.banned, remat=remat, logits_chunk=_logits_chunk(config, model),
   )  # fmt: skip
 
 
@@ -478,6 +394,7 @@ def run_settings(config: ConfigDict) -> RunSettings:
     keep=config.checkpoint.keep,
     rollback_lr=config.monitor.rollback_lr,
     log=log_settings(config),
+    tracker=fill(TrackerSettings, config.logging),
     hparams=read_by_training(config.to_dict()),
     compared=(BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)),
     config=config.to_dict(),

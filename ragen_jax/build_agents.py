@@ -19,19 +19,19 @@ from ragen_jax.envs import AgentTasks
 from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
 from ragen_jax.runs.interrupt import Interrupt
-from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings, function_runner, make_runner, run_agents
-from ragen_jax.serving.agent_server import ADMIN_KEY, LOOPBACK, AgentServer, ServerSettings
-from ragen_jax.serving.async_player import AsyncAgentPlayer
-from ragen_jax.serving.env_program import ENVIRONMENT, EnvironmentProgram
-from ragen_jax.serving.episodes import EpisodeSettings
-from ragen_jax.serving.group_queue import QueueSettings
-from ragen_jax.serving.records import Limits as AttemptLimits
-from ragen_jax.serving.reply_reader import BadCalls
-from ragen_jax.serving.runners import Runner
-from ragen_jax.serving.service import ServiceSettings
-from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.serving.agent_server import ADMIN_KEY, LOOPBACK, AgentServer
+from ragen_jax.serving.conversation.reply_reader import BadCalls
+from ragen_jax.serving.engine.settings import EngineSettings
+from ragen_jax.serving.http.service import ServerSettings
+from ragen_jax.serving.play.agent_player import AgentPlayer, AgentSettings, function_runner, make_runner, run_agents
+from ragen_jax.serving.play.async_player import AsyncAgentPlayer
+from ragen_jax.serving.play.env_program import ENVIRONMENT, EnvironmentProgram
+from ragen_jax.serving.play.episodes import EpisodeSettings
+from ragen_jax.serving.play.group_queue import QueueSettings
+from ragen_jax.serving.play.runners import Runner
+from ragen_jax.serving.rollouts.records import AttemptLimits
 from ragen_jax.serving.types import AttemptState, SamplingParams
-from ragen_jax.serving.wire.spec import Limits as WireLimits
+from ragen_jax.serving.wire.spec import RequestLimits
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -147,8 +147,6 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
   """The settings of the server of `config.serve`.
 
   Args:
-    config: the run's config.
-    model: the model.
     trains: whether a trainer, or an evaluation, creates the rollouts; otherwise clients do.
   """
   s, a = config.serve, config.agent
@@ -171,23 +169,19 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
       chunk=min(a.decode_chunk, a.max_response_tokens),
       widths=_prompt_widths(config),
     ),
-    service=build.fill(
-      ServiceSettings,
-      s,
-      limits=WireLimits(
-        vocabulary=model.tokenizer.size,
-        context=a.max_context,
-        replies=_MOST_REPLIES,
-        messages=_MOST_MESSAGES,
-        tools=_MOST_TOOLS,
-        lenient=True,
-      ),
-      training=of['train'],
-      evaluation=of['eval'],
-      bad_calls=BadCalls(s.bad_calls),
-      max_calls=_most_calls(config) if trains else _MOST_CALLS,
-      grace_s=s.grace,
+    limits=RequestLimits(
+      vocabulary=model.tokenizer.size,
+      context=a.max_context,
+      replies=_MOST_REPLIES,
+      messages=_MOST_MESSAGES,
+      tools=_MOST_TOOLS,
+      lenient=True,
     ),
+    training=of['train'],
+    evaluation=of['eval'],
+    bad_calls=BadCalls(s.bad_calls),
+    max_calls=_most_calls(config) if trains else _MOST_CALLS,
+    grace_s=s.grace,
   )
 
 
@@ -219,8 +213,6 @@ def open_players(
   """Serves the model to the programs that play a run's episodes, and starts the runner of its tasks.
 
   Args:
-    config: the run's config.
-    model: the initial model.
     workdir: directory of the run; it gets the store.
     interrupt: ends a play while it waits for attempts; None if nothing does.
 

@@ -26,7 +26,7 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import fields_of, flatten
 from ragen_jax.runs.workdir import changed_fields
-from ragen_jax.serving.engines import FrozenWeights
+from ragen_jax.serving.engine.engines import FrozenWeights
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
@@ -117,7 +117,6 @@ def load_frozen(config: ConfigDict, policy: LanguageModel) -> dict[str, FrozenWe
   policy's programs.
 
   Args:
-    config: the run's config.
     policy: the model that is trained.
 
   Raises:

@@ -22,24 +22,31 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import LanguageModel
-from ragen_jax.compilers import ahead
 from ragen_jax.config.agreement import check_same_config, check_same_files
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluator
+from ragen_jax.models import presets
+from ragen_jax.planning import ahead
+from ragen_jax.planning.host_fit import check_host_memory
 from ragen_jax.runs import config_fields
-from ragen_jax.runs.background import Background
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.interrupt import Interrupt
+from ragen_jax.runs.profile import Profile
 from ragen_jax.runs.staging import StagedWorkdir
 from ragen_jax.runs.summary import summarize
 from ragen_jax.runs.workdir import need_disk, open_workdir, record_config
-from ragen_jax.training.rollout_metrics import rollout_metrics
-from ragen_jax.training.run import open_run
+from ragen_jax.training import memory
+from ragen_jax.training.run import Iteration, open_run
 from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils import host_memory
+from ragen_jax.utils.background import Background
 from ragen_jax.viewer.page import write_page
 
 _log = logging.getLogger(__name__)
+
+# From this width on, arrays of a layer are so large that the C library keeps the holes that they leave.
+_LARGE = 512
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
@@ -70,14 +77,22 @@ def _train(config: ConfigDict, workdir: str | StagedWorkdir) -> None:
   """Loads the model, opens the server of agent programs if there are any, and trains."""
   plays = build_agents.plays_agents(config)
   interrupt = Interrupt('iteration or evaluation' + ', or at once while agent programs play' * plays)
+  on_cpu = jax.default_backend() == 'cpu'
+  if on_cpu:
+    check_host_memory(config)
+    if presets.shape(config.model.preset, config.model.path).hidden_size >= _LARGE:
+      host_memory.return_what_is_freed()
   model = build.load_policy(config)
+  limit = memory.usable()  # once, because on a CPU it changes
   count = ahead.threads(config, platform=jax.default_backend(), processes=jax.process_count())
   with (
     contextlib.closing(Background(count)) as background,  # closed last, because it waits for what is being compiled
     build_agents.open_players(config, model, workdir, interrupt) as players,
   ):
     evaluator = build.make_evaluator(config, model, players['eval'])
-    trainer = build.make_trainer(config, model, evaluator.held_out(), players['train'])
+    trainer = build.make_trainer(config, model, evaluator.held_out(), players['train'], lambda: limit)
+    if config.optimizer.packing or not config.optimizer.micro_batch_size:
+      _log.info(build.describe_batching(config, trainer, lambda: limit))
     _iterate(config, workdir, model, trainer, evaluator, background, interrupt)
 
 
@@ -90,56 +105,40 @@ def _iterate(
   with processes.same_errors():
     trainer.player.check(config.train.first_level)
 
-  if config.optimizer.packing or not config.optimizer.micro_batch_size:
-    _log.info(build.describe_batching(config, trainer))
   name = f'{config.model.path or config.model.preset}: {model.describe()}'
   settings = build.run_settings(config)
   with (
     open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor, interrupt) as (run, state),
-    ahead.open_ahead(config, trainer, evaluator, state, background) as compile_ahead,
+    ahead.open_ahead(config, trainer, state, background),
+    contextlib.closing(Profile(config.profile, workdir)) as profile,
   ):
-    if state.iteration == 0:
-      _log.info('evaluating before training; most of the first minute is compilation')
-      with run.timer('testing'):
-        evaluation = evaluator(state.params)
-      run.log_first_evaluation(evaluation)
-
-    if run.unevaluated is not None:
-      with run.timer('testing'):
-        evaluation = evaluator(state.params, state.iteration)
-      state = run.finish_evaluation(state, evaluation)
-
-    fresh = True  # with train.online_k > 1, several iterations learn from one rollout
+    state = run.catch_up(state, evaluator)
     while run.goes_on(state):
-      if compile_ahead is not None and state.iteration + 1 == config.num_iterations:
-        compile_ahead.last_iteration()
+      profile.begin(state.iteration + 1)
       with run.timer('step'):
+        fresh = run.needs_rollout(state)
         if fresh:
+          # -- ROLL OUT and SELECT: episodes, and the groups that the filter keeps
           with run.timer('gen'), run.saved_if_stopped(state):
             rollout, selection = trainer.collect(state)
-          if compile_ahead is not None:
-            compile_ahead.expect(rollout)
+          # -- ESTIMATE: from rewards to advantages and returns
           with run.timer('adv'):
             batch, metrics = trainer.estimate(state, selection)
         probed = probes(state, rollout, selection, batch)
+        # -- UPDATE: optimiser steps on mini-batches
         with run.timer('update_actor'):
-          state, update_metrics = trainer.update(state, batch, selection)
+          state, updated = trainer.update(state, batch, selection)
 
-      played = rollout_metrics(rollout, config.train.group_size) | trainer.player.metrics
-      verdict = run.log_iteration(
-        state, metrics | update_metrics | played | probed, batch, fresh=fresh, empty=not selection.groups
-      )
+      metrics_of_all = metrics | updated | trainer.rollout_metrics(rollout) | probed
+      try_weights = functools.partial(trainer.try_weights, state, batch, selection)
+      iteration = Iteration(rollout, selection, batch, fresh, metrics_of_all, try_weights)
+      verdict = run.log_iteration(state, iteration)
       if fresh and processes.is_first():
         run.log_episodes(state, *trainer.recorder.records(rollout, selection, batch, state.iteration - 1))
-
-      evaluation, try_weights = None, functools.partial(trainer.try_weights, state, batch, selection)
-      if run.evaluation_due(state, verdict):
-        with run.timer('testing'), run.saved_if_evaluation_stopped(state, verdict, try_weights):
-          evaluation = evaluator(state.params, state.iteration)
-
-      state, rolled_back = run.finish_iteration(state, rollout, evaluation, verdict, try_weights)
-      # The rollout of discarded weights, or of a bad iteration, is not used again.
-      fresh = rolled_back or verdict.action == 'bad' or state.iteration % config.train.online_k == 0
+      # -- EVALUATE: success on held-out levels
+      evaluation = run.evaluate_if_due(state, iteration, verdict, evaluator)
+      # -- SAVE: a checkpoint, or back to an earlier one
+      state = run.finish_iteration(state, iteration, evaluation, verdict)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from ragen_jax import build_agents
-from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.serving.engine.settings import EngineSettings
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 
@@ -35,13 +35,13 @@ def test_prompts_are_fed_in_a_few_widths(step, context):
 @pytest.mark.parametrize('fields', [{}, {'agent.max_context': 100, 'length_step': 256}, {'agent.max_context': 6000}])
 def test_the_engine_takes_the_widths(model, fields):
   settings = build_agents.server_settings(small_config(fields), model, trains=True)
-  assert isinstance(settings.engine, EngineSettings) and settings.engine.max_context == settings.service.limits.context
+  assert isinstance(settings.engine, EngineSettings) and settings.engine.max_context == settings.limits.context
 
 
 def test_a_trainer_limits_calls_and_creates_the_rollouts(model):
   config = small_config({**_AGENT, 'envs.Agent.max_turns': 7, 'envs.FrozenLake.max_turns': 3, 'serve.timeout': 9.0})
   train, serve = (build_agents.server_settings(config, model, trains=trains) for trains in (True, False))
-  assert (train.service.max_calls, serve.service.max_calls) == (7, 10_000)
+  assert (train.max_calls, serve.max_calls) == (7, 10_000)
   assert (train.creates, serve.creates) == (False, True)
   config.prompt.text = ' Be brief. '
   served = [build_agents.server_settings(config, model, trains=trains).prompt for trains in (True, False)]
@@ -77,7 +77,7 @@ def test_a_missing_package_is_one_line(monkeypatch):
       raise ModuleNotFoundError("No module named 'uvicorn'", name='uvicorn')
     return wanted(name, *arguments, **options)
 
-  for name in ('ragen_jax.serving.open_server', 'ragen_jax.serving.server'):
+  for name in ('ragen_jax.serving.open_server', 'ragen_jax.serving.http.server'):
     monkeypatch.delitem(sys.modules, name, raising=False)
   monkeypatch.setattr(builtins, '__import__', without)
   with pytest.raises(UserError, match=r"needs the package uvicorn; install it with 'pip install -r requirements-serve"):

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,11 +67,11 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tm
 
 
 @contextlib.contextmanager
-def _noting(told, *_):
-  """Notes what the loop tells the threads that compile ahead."""
-  yield types.SimpleNamespace(
-    expect=lambda rollout: told.append('expect'), last_iteration=lambda: told.append('last iteration')
-  )
+def _noting(told, config, trainer, *_):
+  """Notes which iterations the threads that compile ahead are told of."""
+  listener = types.SimpleNamespace(runs=lambda *_: None, played=lambda rollout, iteration: told.append(iteration))
+  with trainer.model.sampler.observer.told_to(listener):
+    yield
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_ctrl_c_saves_the_iteration_and_the_run_goes_on_as_if_nothing_had_been(t
   with monkeypatch.context() as patched:
     patched.setattr(train.ahead, 'open_ahead', functools.partial(_noting, told))
     train.train_and_evaluate(config, str(tmp_path / 'whole'))
-  assert told == ['expect', 'expect', 'last iteration', 'expect']
+  assert told == [0, 1, 2, 3, 3]  # evaluations before and after, and three rollouts
   update, collect = Trainer.update, Trainer.collect
 
   def stopped_while_waiting(self, state):  # as when agent programs play
@@ -237,6 +238,15 @@ def test_a_finished_run_started_again_changes_nothing(finished_run):
   assert (workdir / 'metrics.jsonl').read_text() == lines
 
 
+def test_a_finished_run_whose_metrics_were_deleted_says_so_and_ends_well(finished_run, tmp_path, capsys, caplog):
+  config, workdir, _ = finished_run
+  copy = tmp_path / 'copy'
+  shutil.copytree(workdir, copy)
+  (copy / 'metrics.jsonl').unlink()
+  assert train.train_and_evaluate(config, str(copy)) == {}
+  assert 'has no evaluation, so it was deleted' in caplog.text and str(copy) in capsys.readouterr().out
+
+
 def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
   config, workdir, _ = finished_run
   page = workdir / 'trajectories.html'
@@ -364,7 +374,7 @@ def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
 _COMPILES_AT_THE_END = """
 import atexit, sys, threading
 from ragen_jax import __main__
-from ragen_jax.runs.background import Background
+from ragen_jax.utils.background import Background
 
 def mode(config, workdirs):
   begun = threading.Event()

@@ -32,8 +32,6 @@ class AgentProxy:
 
     Args:
       envs: the environments, or this process's share of them.
-      context: the prompts and replies of the same environments.
-      limits: the limits of an episode.
       share: the rows that this process plays; `rollout` joins them with the rows of the other processes. None if this
         process plays all rows.
     """
@@ -54,7 +52,6 @@ class AgentProxy:
     """Plays one episode in each row. If processes share the rows, each plays its own, and all return the whole rollout.
 
     Args:
-      speaker: gives the replies.
       first_seed: seed of the first level, see `EnvStateManager.reset`.
       first_member: see `EnvStateManager.reset`.
       policy_version: number of updates that led to the speaker's weights; recorded in the trajectory.
@@ -86,9 +83,6 @@ class AgentProxy:
 
     Warns if the form of replies describes the board, and complete replies are longer than a reply may be. Skips batches
     with external environments: a reset there may have side effects.
-
-    Args:
-      first_seed: seed of the first level.
 
     Raises:
       UserError: a first prompt does not fit.

@@ -1,14 +1,16 @@
-"""Text and segments to token ids and back: a Hugging Face tokenizer with the ChatML format."""
+"""Text and segments to token ids and back: a Hugging Face tokenizer with the chat format of its template."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from ragen_jax.agent.chat_template import END_THOUGHT, SYSTEM, THOUGHT, USER
 from ragen_jax.agent.segments import (
   Encoded,
   ImageSegment,
@@ -16,12 +18,14 @@ from ragen_jax.agent.segments import (
   Observation,
   Segments,
   TextSegment,
+  as_text,
   join,
+  map_text,
+  stripped,
 )
+from ragen_jax.agent.template_probe import find_format
 from ragen_jax.utils.errors import UserError
 
-_IM_START = '<|im_start|>'
-_IM_END = '<|im_end|>'
 # An image of the Qwen-VL family: start, one placeholder for each embedding, end.
 _IMAGE_TOKENS = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>')
 # Tokens of images, videos and places in images, which replies of text have no use for.
@@ -32,7 +36,6 @@ _VISION_TOKENS = (
 # Texts of which the ids are kept, and the longest of them in characters; prompts repeat short texts.
 _CACHED_SEGMENTS = 65536
 _LONGEST_CACHED = 4096
-_OPENING = re.compile(rf'{re.escape(_IM_START)}(\w+)\n')
 
 
 @functools.cache
@@ -47,16 +50,18 @@ def _byte_of_characters() -> dict[str, int]:
 
 
 class ChatTokenizer:
-  """A Hugging Face tokenizer and ChatML, the format of the Qwen family.
+  """A Hugging Face tokenizer and the format of its chat template.
 
   A conversation is cut after each reply. Every piece begins after a special token and ends with the text that opens the
   next reply, so the concatenated ids of the pieces are the ids of the whole conversation.
 
   Attributes:
+    format: the chat format.
     stop_ids: ids that end a reply; the first is the stop token of the chat format.
     pad_id: id for unused columns.
     size: number of ids; larger ids are not tokens of this tokenizer.
-    specials: texts of special tokens, which plain text must not contain.
+    specials: texts of special tokens and of the chat format's marks, which plain text must not contain.
+    marks: those of `specials` that are texts without a token of their own.
     added: id of each added token, by its text; special tokens are a part of them.
     banned: ids that are never sampled, ascending: the tokens of images if the model reads images.
   """
@@ -69,8 +74,8 @@ class ChatTokenizer:
       images: whether the model in the directory reads images.
 
     Raises:
-      UserError: the directory has no tokenizer, or the tokenizer lacks the tokens of ChatML or, with `images`, of
-        images.
+      UserError: the directory has no tokenizer, its chat format cannot be followed (see `find_format`), or it lacks,
+        with `images`, the tokens of images.
     """
     try:
       tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
@@ -78,21 +83,35 @@ class ChatTokenizer:
       raise UserError(f'model.path={directory}: no tokenizer can be read there ({str(e).splitlines()[0]})') from e
     self._directory = directory
     self._backend = tokenizer.backend_tokenizer
-    end, start = self._backend.token_to_id(_IM_END), self._backend.token_to_id(_IM_START)
-    if end is None or start is None:
-      raise UserError(f'model.path={directory}: the tokenizer lacks {_IM_START} or {_IM_END}; ChatML models only')
+    self.format = find_format(tokenizer, f'model.path={directory}')
+    end = self._backend.token_to_id(self.format.end)
     self._image_ids = tuple(map(self._backend.token_to_id, _IMAGE_TOKENS)) if images else None
     if images and None in self._image_ids:
       raise UserError(f'model.path={directory}: the tokenizer lacks {" or ".join(_IMAGE_TOKENS)}')
-    others = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    self.stop_ids = tuple(dict.fromkeys([end, *others]))
     self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     self.size = self._backend.get_vocab_size(with_added_tokens=True)
+    others = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    others += [i for i in _ends_of_generation(Path(directory)) if 0 <= i < self.size]
+    self.stop_ids = tuple(dict.fromkeys([end, *others]))
     added = self._backend.get_added_tokens_decoder()
-    self.specials = tuple(t.content for t in added.values() if t.special)
     self.added = {token.content: i for i, token in added.items()}
+    special = [t.content for t in added.values() if t.special and t.content]
+    used, marks = _marks(self.format.texts, special, [t.content for t in added.values() if t.content and not t.special])
+    self.marks = tuple(dict.fromkeys(marks))
+    self.specials = tuple(dict.fromkeys([*special, *used, *marks]))
+    self._spelled = re.compile('|'.join(map(re.escape, sorted(self.specials, key=len, reverse=True))))
     self.banned = tuple(sorted(self.added[t] for t in _VISION_TOKENS if t in self.added)) if images else ()
     self._cached = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
+    self._check_pieces()
+
+  def _check_pieces(self) -> None:
+    """Raises UserError if the ids of a conversation are not those of its pieces, as with a space before each text."""
+    pieces = [as_text(self.opening('a', 'b', '')), 'c', as_text(self.following('d', '', closed=False))]
+    if sum(map(self.encode_once, pieces), ()) != self.encode_once(''.join(pieces)):
+      raise UserError(
+        f'model.path={self._directory}: the tokenizer cannot encode a conversation piece by piece: its tokens reach '
+        'over the beginnings and ends of replies'
+      )
 
   def same_tokens(self, other: ChatTokenizer) -> bool:
     """Whether both tokenizers have the same token for each id."""
@@ -163,40 +182,65 @@ class ChatTokenizer:
 
   def opening(self, system: str, user: Observation, reply_prefix: str) -> Segments:
     """The beginning of a conversation: system and user message, and the opening of the reply."""
-    return join(f'{_IM_START}system\n{system}{_IM_END}\n', self._user(user, reply_prefix))
+    return join(self.format.beginning(self._harmless(system)), self._user(user, reply_prefix))
 
   def following(self, user: Observation, reply_prefix: str, *, closed: bool) -> Segments:
     """The segments between two replies.
 
     Args:
-      user: the user's message.
-      reply_prefix: the part of the next reply that is forced.
+      reply_prefix: the part of the next reply that is forced, see `ChatFormat.reply_prefix`.
       closed: the previous reply ended with the format's stop token; otherwise the token is added here.
     """
-    return join('' if closed else _IM_END, '\n', self._user(user, reply_prefix))
+    return join('' if closed else self.format.end, self.format.separator, self._user(user, reply_prefix))
 
-  @staticmethod
-  def before_reply(messages: list[tuple[str, str]], reply_prefix: str, *, first: bool) -> str:
+  def before_reply(self, messages: list[tuple[str, str]], reply_prefix: str, *, first: bool) -> str:
     """The text before a reply of any conversation.
 
     Args:
-      messages: (role, text) of the messages between the previous reply, which is closed, and this reply.
-      reply_prefix: the part of the reply that is forced.
-      first: this is the first reply.
+      messages: (role, text) of the messages between the previous reply, which is closed, and this reply. A system
+        message is the first of the conversation.
+      reply_prefix: the part of the reply that is forced, all of it.
     """
-    written = ''.join(f'{_IM_START}{role}\n{text}{_IM_END}\n' for role, text in messages)
-    return f'{"" if first else chr(10)}{written}{_IM_START}assistant\n{reply_prefix}'
+    system = [text for role, text in messages if role == SYSTEM]
+    written = self.format.beginning(system[0] if system else None) if first else self.format.separator
+    written += ''.join(self.format.message(role, text) for role, text in messages if role != SYSTEM)
+    return f'{written}{self.format.assistant.before}{reply_prefix}'
 
-  @staticmethod
-  def messages(text: str) -> list[tuple[str, str]]:
+  def messages(self, text: str) -> list[tuple[str, str]]:
     """The (role, text) of each message of a conversation in the chat format."""
-    found = []
-    for part in text.split(_IM_END)[:-1]:
-      opening = _OPENING.search(part)
-      if opening is not None:
-        found.append((opening[1], part[opening.end() :]))
-    return found
+    return self.format.messages(text)
 
-  @staticmethod
-  def _user(message: Observation, reply_prefix: str) -> Segments:
-    return join(f'{_IM_START}user\n', message, f'{_IM_END}\n{_IM_START}assistant\n{reply_prefix}')
+  def _user(self, message: Observation, reply_prefix: str) -> Segments:
+    form = self.format
+    message = map_text(self._harmless, message)
+    message = stripped(message) if USER in form.stripped else message
+    opening = f'{form.assistant.before}{form.reply_prefix(reply_prefix)}'
+    return join(form.user.before, message, form.user.after + opening)
+
+  def _harmless(self, text: str) -> str:
+    """The text with a space in each spelling of `specials`, so that it opens and ends no message."""
+    return self._spelled.sub(lambda found: f'{found[0][:1]} {found[0][1:]}', text)
+
+
+def _marks(texts: Sequence[str], specials: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
+  """What tells the messages of a format apart besides special tokens: other added tokens, and texts without any token.
+
+  Tags of thoughts are left out, because contents may have them.
+  """
+  others = [token for token in others if token not in (THOUGHT, END_THOUGHT)]
+  open_texts = [text for text in texts if text.strip() and not any(token in text for token in specials)]
+  used = [token for token in others if any(token in text for text in open_texts)]
+  return used, [text.strip() for text in open_texts if not any(token in text for token in used)]
+
+
+def _ends_of_generation(directory: Path) -> list[int]:
+  """The ids of `eos_token_id` in generation_config.json, or without that file in config.json: one id or several."""
+  for name in ('generation_config.json', 'config.json'):
+    try:
+      raw = json.loads((directory / name).read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+      continue
+    found = raw.get('eos_token_id') if isinstance(raw, dict) else None
+    found = found if isinstance(found, list) else [found]
+    return [i for i in found if isinstance(i, int) and not isinstance(i, bool)]
+  return []

@@ -9,6 +9,7 @@ from typing import Any
 
 from ragen_jax.agent import templates
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.chat_template import CHATML
 from ragen_jax.agent.episode import Chat, Limits, Turn
 from ragen_jax.agent.segments import (
   Encoded,
@@ -32,22 +33,12 @@ NO_REPLY = '(no reply)'
 
 @dataclasses.dataclass(frozen=True)
 class ContextSettings:
-  """The form of replies, and the part of an episode that the policy sees.
-
-  Attributes:
-    format: the form of replies, a key of `formats.FORMATS`.
-    force_prefix: the tags before a reply's first text are part of the prompt rather than sampled.
-    action_sep: the separator between the actions of a turn.
-    context: 'full', the whole conversation, one row an episode; 'limited_multi_turn', the conversation of the last
-      turns, one row a turn; 'single_turn', one message with a summary of the last turns, one row a turn.
-    context_turns: number of turns that the latter two show, including the current turn.
-    overlong: the rule for a prompt that does not fit: 'end' ends the episode; 'drop_oldest' drops its oldest turns, and
-      with 'full' begins a new row.
-  """
+  """The form of replies, and the part of an episode that the policy sees. Fields of `config.agent`."""
 
   format: str
   force_prefix: bool
   action_sep: str
+  request: str
   context: str
   context_turns: int
   overlong: str
@@ -96,20 +87,20 @@ class ContextManager:
   Attributes:
     tokenizer: the tokenizer with the chat format.
     settings: the form of replies and the context policy.
-    reply_prefix: the part of every reply that is forced.
+    reply_prefix: the part of every reply that is forced, by the settings or by the chat template.
   """
 
-  def __init__(self, tokenizer: ChatTokenizer, specs: list[EnvSpec], settings: ContextSettings):
+  def __init__(self, tokenizer: ChatTokenizer | None, specs: list[EnvSpec], settings: ContextSettings):
     """Prepares the fixed parts of the prompts.
 
     Args:
-      tokenizer: the tokenizer with the chat format.
-      specs: the environments of the rollout.
-      settings: the form of replies and the context policy.
+      tokenizer: the tokenizer with the chat format; None if only `messages` and replies in text are needed.
     """
     self.tokenizer = tokenizer
     self.settings = settings
-    self.reply_prefix = opening_tags(settings.format) if settings.force_prefix else ''
+    form, tags = CHATML if tokenizer is None else tokenizer.format, opening_tags(settings.format)
+    tags = tags if settings.force_prefix else ''
+    self.reply_prefix, self._spelled_prefix = form.reply_prefix(tags), form.spelled_prefix(tags)
     self._specs = specs
     self._tasks = [
       templates.describe_task(s, settings.action_sep) + templates.describe_descriptions(s, settings.format)
@@ -119,23 +110,14 @@ class ContextManager:
   # -- prompts in tokens -----------------------------------------------------------------------------------------------
 
   def first_prompt(self, env: int, observation: Observation, actions_left: int) -> Encoded:
-    """The conversation up to the first reply.
-
-    Args:
-      env: index of the environment.
-      observation: the first observation of the level.
-      actions_left: actions that the episode still has.
-    """
+    """The conversation up to the first reply."""
     return self._open(self._task_and_turn(env, 0, observation, actions_left))
 
   def next_prompt(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Encoded:
     """The continuation of the whole conversation from the last reply (or from the start) up to the next reply.
 
     Args:
-      env: index of the environment.
       past: the episode's turns so far; only their number and the last turn are read.
-      observation: the current observation.
-      actions_left: actions that the episode still has.
     """
     if not past:
       return self.first_prompt(env, observation, actions_left)
@@ -149,10 +131,6 @@ class ContextManager:
     """The tokens to feed before the next reply, according to the context policy.
 
     Args:
-      env: index of the environment.
-      past: the episode's turns so far.
-      observation: the current observation.
-      actions_left: actions that the episode still has.
       used: columns of the row so far.
       room: maximum number of columns before the reply.
 
@@ -197,7 +175,7 @@ class ContextManager:
 
   def count_reply(self, text: str) -> int:
     """Number of tokens that are sampled for a reply of this text, with the token that ends it."""
-    return len(self.tokenizer.encode_once(text.removeprefix(self.reply_prefix))) + 1
+    return len(self.tokenizer.encode_once(self._without_prefix(text))) + 1
 
   # -- prompts in messages ---------------------------------------------------------------------------------------------
 
@@ -205,10 +183,7 @@ class ContextManager:
     """The content of `prompt` as messages, for a policy with its own chat format.
 
     Args:
-      env: index of the environment.
       past: the episode's turns so far; their ids are not read.
-      observation: the current observation.
-      actions_left: actions that the episode still has.
 
     Returns:
       Messages with `role` and `content`; the last message is the user's. There is no length limit and no forced reply
@@ -237,7 +212,11 @@ class ContextManager:
     """A reply of the right form as the policy samples it, without the forced prefix; see `templates.format_reply`."""
     settings = self.settings
     whole = templates.format_reply(texts, actions, form=settings.format, action_sep=settings.action_sep)
-    return whole.removeprefix(self.reply_prefix)
+    return self._without_prefix(whole)
+
+  def _without_prefix(self, whole: str) -> str:
+    prefixes = (self.reply_prefix, self._spelled_prefix)
+    return whole.removeprefix(next((prefix for prefix in prefixes if whole.startswith(prefix)), ''))
 
   def reply_texts(self, replies: list[list[int]]) -> list[str]:
     """The whole replies of sampled ids: with the forced prefix, without stop tokens."""
@@ -262,9 +241,7 @@ class ContextManager:
 
   def _turn(self, env: int, turn: int, observation: Observation, actions_left: int) -> Segments:
     """A turn's part of the user message: number, state, actions left, form and length of the reply."""
-    before, behind = templates.turn_frame(
-      turn, actions_left, form=self.settings.format, max_words=self._specs[env].max_words
-    )
+    before, behind = templates.turn_frame(self._specs[env], turn, actions_left, observation, self.settings)
     return join(before, map_text(templates.plain, observation), behind)
 
   def _task_and_turn(self, env: int, turn: int, observation: Observation, actions_left: int) -> Segments:

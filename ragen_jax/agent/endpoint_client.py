@@ -33,16 +33,7 @@ _DEADLINE = 'ragen_jax_deadline'  # key of a request's extensions
 
 @dataclasses.dataclass(frozen=True)
 class EndpointSettings:
-  """The endpoint, as in `config.eval`.
-
-  Attributes:
-    endpoint: base address with the version, such as 'http://localhost:8000/v1'.
-    endpoint_model: name of the model on the server.
-    endpoint_max_tokens: maximum tokens of a reply; 0 uses the server's limit.
-    endpoint_timeout: time limit of one answer, in seconds.
-    endpoint_workers: number of simultaneous requests.
-    endpoint_tries: maximum number of requests for one reply.
-  """
+  """The endpoint. Fields of `config.eval`."""
 
   endpoint: str
   endpoint_model: str
@@ -91,8 +82,6 @@ class EndpointClient:
     """Sends no request.
 
     Args:
-      settings: the endpoint.
-      sampling: how tokens are drawn.
       key: the API key; '' sends none.
       seed: seed of the draws, for servers that accept one; None sends none.
       field: the config's field with the address, for errors.

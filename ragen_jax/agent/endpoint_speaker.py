@@ -21,6 +21,7 @@ from ragen_jax.agent.episode import Chat, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.retry import pause_s
 from ragen_jax.utils.threads import run_calls
 
 _LONGEST_BACKOFF_S = 30.0
@@ -50,8 +51,6 @@ class EndpointSpeaker:
     """Sends no request.
 
     Args:
-      settings: the endpoint.
-      sampling: how tokens are drawn.
       backoff_s: seconds before the second try, doubled for each further try up to 30, times a random factor.
       key: the API key, '' for none; None reads it from the environment variable OPENAI_API_KEY.
       seed: seed of the draws, for servers that accept one; None sends none.
@@ -158,7 +157,7 @@ class EndpointSpeaker:
 
   def _back_off(self, error: RequestError, tried: int, *, last: bool) -> None:
     """Waits before the next try; after a rate limit, all requests wait."""
-    wait = error.wait_s or min(self._backoff_s * 2**tried, _LONGEST_BACKOFF_S) * random.uniform(0.5, 1)
+    wait = error.wait_s or pause_s(tried + 1, self._backoff_s, _LONGEST_BACKOFF_S) * random.uniform(0.5, 1)
     if error.rate_limit:
       with self._lock:
         self._not_before = max(self._not_before, time.monotonic() + wait)

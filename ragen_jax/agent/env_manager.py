@@ -33,7 +33,6 @@ def first_training_level(first_level: int, seed: int, *, rollout: int = 0, group
 
   Args:
     first_level: `train.first_level`.
-    seed: the run's seed.
     rollout: number of earlier rollouts.
     groups: P, number of levels in a rollout.
   """
@@ -92,7 +91,6 @@ class EnvStateManager:
     """Builds the batch; nothing runs before `reset`.
 
     Args:
-      specs: the environments of the whole batch.
       group_size: G.
       share: index of this share, from 0.
       shares: number of shares; it divides the number of groups.

@@ -42,14 +42,7 @@ SCHEDULES = ('lockstep', 'continuous')
 
 
 def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn: bool) -> Status:
-  """The status after a turn. If the game is over, the limits have no effect.
-
-  Args:
-    done: whether the game is over.
-    success: whether the game is over and won.
-    actions_left: actions that the episode still has.
-    last_turn: whether the turn was the last turn of the budget.
-  """
+  """The status after a turn. If the game is over, the limits have no effect."""
   if done:
     return Status.SUCCESS if success else Status.FAILURE
   if actions_left <= 0:
@@ -61,20 +54,11 @@ def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn
 class Limits:
   """Limits of the episodes of a rollout, and the sizes of its compiled programs.
 
-  The limits in tokens apply only to speakers that write tokens.
+  The limits in tokens apply only to speakers that write tokens. Fields of `config.agent`, and the following.
 
   Attributes:
     max_turns: maximum replies of an episode; an environment's own budget may be smaller.
-    max_response_tokens: maximum tokens of a reply.
-    max_context: maximum columns of a row, including its last reply.
-    format_penalty: added to the reward of a turn whose reply is not valid; 0 or negative.
     length_step: cache sizes are multiples of this, and observation widths of a quarter; see `sampling.shapes`.
-    drop_finished: whether only a part of the rows is decoded when fewer have an episode.
-    schedule: one of `SCHEDULES`. 'lockstep' feeds the next prompts when all replies are complete; 'continuous' feeds a
-      row when its reply is complete, while the others go on.
-    decode_chunk: the most tokens of each row that are sampled before complete replies are looked for.
-    rows_in_flight: the most episodes that are on the devices at a time, while the others wait, if their memory holds so
-      many; 0 for as many as it holds.
     replies: the rewards of replies for their form and for described states.
   """
 

@@ -45,9 +45,6 @@ class EpisodeLog:
 
     Args:
       envs: the environments, right after a reset.
-      context: the prompts of the same environments.
-      limits: the limits of an episode.
-      observations: the result of the reset.
       writes_tokens: whether the speaker writes token rows.
       pictured: rows of the whole batch whose boards are drawn. If the speaker writes no tokens, their conversations are
         kept too.
@@ -136,7 +133,6 @@ class EpisodeLog:
     Args:
       replies: row -> reply.
       parsed: row -> parsed reply.
-      result: the outcome of the actions.
     """
     envs, before, left = self.envs, self.observations, self.actions_left
     chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}

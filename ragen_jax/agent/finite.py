@@ -31,7 +31,6 @@ def find(name: str, words: str, x: np.ndarray | None, mask: np.ndarray) -> dict[
   """{'not_finite/<name>': finding} for the numbers under a mask; {} if all of them are finite.
 
   Args:
-    name: name of the metric.
     words: name of the quantity in a message.
     x: [B, ...] on the host; None for an array that does not exist.
     mask: bool of the same shape, the numbers to check.

@@ -9,8 +9,7 @@ import numpy as np
 from ragen_jax.agent.segments import ImageSegment, Segments, join
 from ragen_jax.envs.drawing.tiles import IMAGE_MARK, MAX_TILE, MIN_TILE
 from ragen_jax.envs.spec import EnvSpec
-from ragen_jax.models.vision.processor import ProcessorConfig, smart_resize
-from ragen_jax.models.vision.resize import resize
+from ragen_jax.models.vision.processor import ProcessorConfig, resize, smart_resize
 from ragen_jax.utils.errors import UserError
 
 
@@ -25,7 +24,6 @@ def tile_of(spec: EnvSpec, processor: ProcessorConfig) -> int:
   Args:
     spec: the environment, whose board is shown as an image. With `tile` 0, a tile is the smallest whole number of
       visual tokens.
-    processor: of the model.
 
   Raises:
     UserError: the processor would resize the image.
@@ -50,7 +48,6 @@ def observed_images(spec: EnvSpec, processor: ProcessorConfig) -> tuple[int, tup
 
   Args:
     spec: an environment that shows images.
-    processor: of the model.
   """
   if spec.tile is not None:
     rows, columns = spec.env.image_grid
@@ -90,7 +87,6 @@ def with_images(text: str, images: Sequence[np.ndarray], processor: ProcessorCon
   Args:
     text: has as many marks `IMAGE_MARK` as there are images; further ones stay text.
     images: u8[H, W, 3] each; they are resized to the size that the tower reads.
-    processor: of the model.
   """
   pieces = text.split(IMAGE_MARK, len(images))
   segments = join(pieces[0])

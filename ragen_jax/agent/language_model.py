@@ -74,16 +74,9 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-  """The model to load. Fields are those of `config.model`, except for the last six.
+  """The model to load. Fields of `config.model`, and the following.
 
   Attributes:
-    preset: a name of `presets`, whose checkpoint is loaded if `path` is empty.
-    path: directory of a Hugging Face checkpoint.
-    param_dtype: type of the policy's weights.
-    separate_critic: load a second trunk for the critic, in float32.
-    vision: whether vision towers are 'frozen' or 'trained'; text models have none.
-    attention: how rows attend in the update, see `attention_choice.choose_attention`.
-    dtype: type of computations.
     adapters: LoRA adapters; None for none.
     adapter_path: directory of initial adapters; '' for fresh ones.
     seed: seed of fresh adapters.
@@ -184,8 +177,6 @@ def make_sampler(
   """A sampler that ends replies at the stop tokens of the tokenizer's chat format.
 
   Args:
-    model: the model whose structure is compiled.
-    tokenizer: the model's tokenizer.
     mesh: the devices that rows are divided over.
     values: whether to record the critic's values.
     decode_shards: see `Sampler`.
@@ -212,8 +203,6 @@ def weight_shardings(
   """The layout of each weight of a trunk between programs, by its path.
 
   Args:
-    cfg: shape of the trunk.
-    mesh: the devices.
     frozen: the weights are not trained, as those under adapters.
 
   Raises:

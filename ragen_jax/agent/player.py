@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ragen_jax.agent.agent_proxy import AgentProxy
-from ragen_jax.agent.eyes import Eyes
+from ragen_jax.agent.prompt_images import PromptImages
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed import processes
@@ -37,9 +37,6 @@ class Player(Protocol):
   def check(self, first_seed: int) -> None:
     """Checks what can be checked before anything large is compiled.
 
-    Args:
-      first_seed: seed of the first level.
-
     Raises:
       UserError: episodes cannot begin.
     """
@@ -57,9 +54,6 @@ class Player(Protocol):
     """Plays one episode in each row.
 
     Args:
-      params: the weights.
-      key: PRNG key of the draws.
-      sampling: how tokens are drawn.
       first_seed: seed of the level, or the number of the task, of the first group; the next group has the next one.
       policy_version: number of updates that led to the weights.
       pictured: rows whose boards are drawn, for the viewer.
@@ -79,12 +73,10 @@ class EnvironmentPlayer:
     proxy: the rollout loop.
   """
 
-  def __init__(self, proxy: AgentProxy, sampler: Sampler, eyes: Eyes | None = None):
+  def __init__(self, proxy: AgentProxy, sampler: Sampler, eyes: PromptImages | None = None):
     """Plays nothing.
 
     Args:
-      proxy: the rollout loop.
-      sampler: the sampler of the policy.
       eyes: the vision tower of the policy; needed if observations contain images.
     """
     self.proxy = proxy

@@ -23,6 +23,7 @@ from ragen_jax.envs.outside.images import ImageObservation
 from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
+from ragen_jax.utils import foreign
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault
 
@@ -34,7 +35,6 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorCon
   """Makes the pool for an environment in JAX or outside it.
 
   Args:
-    spec: the environment.
     rows: number of rows, a multiple of `group_size`.
     group_size: G.
     processor: of the model that reads images; without it, observations are text.
@@ -180,7 +180,6 @@ class JaxPool(Pool):
     """The new states, rewards f32[rows, A], and the numbers of executed and of effective actions, i32[rows] each.
 
     Args:
-      states: the states of the rows.
       actions: i32[rows, A, *action_shape].
       count: i32[rows], number of actions to execute.
       used: i32[rows], number of actions executed in earlier turns.
@@ -305,6 +304,7 @@ class OutsidePool(Pool):
     super().__init__(spec, rows, group_size, processor)
     self._warned: set[str] = set()
     self._done, self._success = np.zeros((rows,), bool), np.zeros((rows,), bool)
+    self._call = foreign.named(f'envs.{spec.tag}')
 
   @property
   def done(self) -> np.ndarray:
@@ -373,7 +373,8 @@ class OutsidePool(Pool):
   def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
     """The session's answers; faults if it gives none."""
     try:
-      results = call()
+      with foreign.calling(f'envs.{self.spec.tag}'):
+        results = self._call(call)
     except KeyboardInterrupt:
       raise
     except BaseException as e:  # noqa: BLE001, whatever foreign code raises becomes a fault that is reported

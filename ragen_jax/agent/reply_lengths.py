@@ -23,7 +23,6 @@ def complete_replies(spec: EnvSpec, form: str, scenes: Iterable[Scene]) -> list[
   The prediction describes the state before the action, which has about as many things.
 
   Args:
-    spec: the environment.
     form: of replies, a key of `FORMATS`.
     scenes: states.
   """
@@ -40,7 +39,6 @@ def warn_if_too_long(
   """Warns, in one line for each limit, if complete replies are longer than the tokens or the words of a reply.
 
   Args:
-    spec: the environment.
     replies: see `complete_replies`.
     count_tokens: number of sampled tokens of a reply.
     form: of the replies.

@@ -1,10 +1,10 @@
-"""The policy as a speaker: gives episodes rows of the device (slots), feeds prompts and samples replies."""
+"""The policy as a speaker: executes what a `Schedule` of the device's rows decides."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import jax
@@ -14,12 +14,14 @@ import numpy as np
 from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.episode import Limits, Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
-from ragen_jax.agent.eyes import Eyes
-from ragen_jax.agent.image_room import ImageRoom
+from ragen_jax.agent.image_table_sizes import ImageTableSizes
+from ragen_jax.agent.prompt_images import PromptImages
 from ragen_jax.distributed import processes
 from ragen_jax.models.vision.tower import Features
+from ragen_jax.sampling.feeding import common_tokens
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.sampling.sampler import Reply, Sampler, Sampling
+from ragen_jax.sampling.schedule import Asked, Feed, Schedule, Share
 from ragen_jax.sampling.shapes import Shapes, largest_cache
 
 
@@ -42,6 +44,11 @@ class FedRows:
   keys: jax.Array
 
 
+def _beginning(prompt: Prompt) -> Hashable:
+  """What equal prompts that begin a row have in common; None for others."""
+  return (prompt.ids, tuple(span.segment.digest for span in prompt.images)) if prompt.fresh else None
+
+
 # One program for each number of rows.
 _taken = jax.jit(lambda keys, at: keys[at])
 
@@ -51,12 +58,10 @@ def decode_columns(limits: Limits) -> int:
   return min(limits.decode_chunk, limits.max_response_tokens)
 
 
-def rows_at_once(sampler: Sampler, limits: Limits, rows: int, room: ImageRoom | None) -> int:
+def rows_at_once(sampler: Sampler, limits: Limits, rows: int, room: ImageTableSizes | None) -> int:
   """How many of `rows` rows of a shard are on the devices at a time. Every process must call.
 
   Args:
-    sampler: of the policy.
-    limits: of the episodes.
     rows: of a shard.
     room: for the images of a row; None for text.
   """
@@ -66,7 +71,7 @@ def rows_at_once(sampler: Sampler, limits: Limits, rows: int, room: ImageRoom | 
   return sampler.rows_that_fit(rows, columns, fed_image_tokens(limits.max_context, room))
 
 
-def fed_image_tokens(max_context: int, room: ImageRoom | None) -> int:
+def fed_image_tokens(max_context: int, room: ImageTableSizes | None) -> int:
   """The most tokens of the images that are fed to a row at once; 0 for text."""
   return room.most_tokens(1, max_context, packed=False) if room else 0
 
@@ -87,16 +92,14 @@ class SamplerSpeaker:
     sampling: Sampling,
     *,
     observer: Callable[[FedRows], None] | None = None,
-    eyes: Eyes | None = None,
+    eyes: PromptImages | None = None,
   ):
     """Nothing runs before the first reply.
 
     Args:
-      sampler: the compiled programs.
-      params: weights of the `ActorCritic`.
       key: PRNG key of the draws; it is split into one key for each episode.
-      sampling: how tokens are drawn.
-      observer: called before each call of `Sampler.extend`, so once for each piece of long prompts.
+      observer: called before each call of `Sampler.extend`: once for each piece of long prompts, and for only one of
+        the rows that share a prompt.
       eyes: the vision tower of the policy; needed if observations contain images.
     """
     self._sampler = sampler
@@ -106,9 +109,10 @@ class SamplerSpeaker:
     self._observer = observer
     self._eyes = eyes
     self._seen: dict[bytes, Features] = {}  # of the rollout's images, by digest
+    self._schedule: Schedule | None = None
     self._state: SamplerState | None = None
     self._size = 0  # columns of the cache
-    self._slots = np.zeros((0,), np.int32)  # the episode of each slot, -1 if free, shard by shard
+    self._keys: jax.Array | None = None  # of the device's rows
     self._open: dict[int, list[int]] = {}  # sampled ids of the open replies, by episode
     self._began = np.zeros((0,), np.uint32)  # the turn that each episode's present token row began with
 
@@ -118,7 +122,7 @@ class SamplerSpeaker:
     Raises:
       UserError: a first prompt does not fit into the context.
     """
-    first = self._state is None
+    first = self._schedule is None
     if first:
       self._begin(log)
     with processes.same_errors() if first else contextlib.nullcontext():
@@ -129,11 +133,8 @@ class SamplerSpeaker:
       if prompt.fresh:
         log.timeline.begin_row(row)
         self._began[row] = len(log.past(row))
-    if not self._feed(log, prompts):
-      return None
-    return self._in_text(log, self._sample(log))
-
-  # -- slots: which episode has which row of the device ---------------------------------------------------------------
+    decoded = self._feed(log, prompts)
+    return None if decoded is None else self._in_text(log, self._sample(log, decoded))
 
   def _begin(self, log: EpisodeLog) -> None:
     """Gives the first episodes their rows; the cache is made when the first prompts are known."""
@@ -141,9 +142,14 @@ class SamplerSpeaker:
     self._params = self._sampler.decode_weights(self._params)
     self._began = np.zeros((rows,), np.uint32)
     size = rows_at_once(self._sampler, limits, rows // share.own, self._eyes and self._eyes.room)
-    self._shapes = Shapes(size, share.shards, limits.max_context, decode_columns(limits), limits.length_step)
-    # Round-robin, so that a level with long episodes is spread over all shards.
-    self._slots = np.arange(size * share.own, dtype=np.int32).reshape(-1, share.own).T.reshape(-1)
+    self._schedule = Schedule(
+      Shapes(size, share.shards, limits.max_context, decode_columns(limits), limits.length_step),
+      share.own,
+      lockstep=limits.schedule == 'lockstep',
+      drop_finished=limits.drop_finished,
+      whole=log.envs.has_images,  # whose positions are known for whole prompts
+      largest=processes.largest,
+    )
 
   def _check_waiting(self, log: EpisodeLog) -> None:
     """Checks the first prompts of episodes without a slot, so that none is refused when others are played already.
@@ -151,89 +157,59 @@ class SamplerSpeaker:
     Raises:
       UserError: one does not fit; environments outside JAX are not checked.
     """
-    for row in sorted(set(log.live).difference(self._slots.tolist())):
+    for row in sorted(set(log.live).difference(self._schedule.held)):
       log.check_first_prompt(row)
 
   def _admit(self, log: EpisodeLog) -> dict[int, Prompt]:
     """The prompts of the episodes that wait for a reply and have a row of the device, or get one now."""
-    live = log.status == Status.RUNNING
-    self._slots[(self._slots >= 0) & ~live[self._slots]] = -1
-    held = set(self._slots.tolist())
+    schedule = self._schedule
+    schedule.release(log.status == Status.RUNNING)
+    held = set(schedule.held)
     waiting = [row for row in log.live if row not in held]
-    prompts = log.prompts(log.limits.room, sorted(r for r in held if r >= 0 and r not in self._open))
+    prompts = log.prompts(log.limits.room, sorted(r for r in held if r not in self._open))
     # A prompt that does not fit ends its episode, and its slot is free for the next one.
-    self._slots[(self._slots >= 0) & (log.status[self._slots] != Status.RUNNING)] = -1
-    by_shard = self._slots.reshape(self._sampler.share.own, -1)
-    while waiting:
-      free = (by_shard < 0).sum(axis=1)
-      if not free.any():
-        break
-      row, shard = waiting.pop(0), int(np.argmax(free))
-      prompt = log.prompts(log.limits.room, [row])
-      if prompt:
-        by_shard[shard, np.flatnonzero(by_shard[shard] < 0)[0]] = row
+    schedule.release(log.status == Status.RUNNING)
+    while waiting and schedule.has_room:
+      row = waiting.pop(0)
+      if prompt := log.prompts(log.limits.room, [row]):
+        schedule.admit(row)
         prompts |= prompt
     return prompts
 
-  def _resize(self, columns: int) -> None:
+  def _resize(self, wanted: int) -> None:
     """Makes the cache, or adds columns that are needed."""
-    size = self._shapes.cache(columns)
+    size = self._schedule.shapes.cache(wanted)
     if self._state is None:
-      self._state, self._size = self._sampler.init(len(self._slots), size), size
+      self._state, self._size = self._sampler.init(self._schedule.slots.size, size), size
     elif size > self._size:
       self._state, self._size = self._sampler.resize(self._state, size), size
 
-  def _selection(self, wanted: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Some rows of each shard: the slots i32[b], and their numbers within the shards; None for all rows.
-
-    Args:
-      wanted: bool[B'], slots that come first.
-      rows: of a shard.
-    """
-    if rows == self._shapes.rows:
-      return np.arange(len(self._slots)), None
-    by_shard = wanted.reshape(self._sampler.share.own, -1)
-    taken = np.argsort(~by_shard, axis=1, kind='stable')[:, :rows].astype(np.int32)
-    return (taken + self._shapes.rows * np.arange(len(taken))[:, None]).reshape(-1), taken.reshape(-1)
-
   # -- prompts --------------------------------------------------------------------------------------------------------
 
-  def _feed(self, log: EpisodeLog, prompts: dict[int, Prompt]) -> bool:
-    """Feeds prompts to their rows. Returns False if no process has an episode that goes on."""
-    length = log.timeline.length
-    by_shard = self._slots.reshape(self._sampler.share.own, -1)
-    after = [int(length[row]) + (len(prompts[row].ids) if row in prompts else 0) for row in self._slots if row >= 0]
-    sizes: list[int] = []
-    kinds = {first: {row: p for row, p in prompts.items() if p.fresh == first} for first in (True, False)}
-    for own in kinds.values():
-      sizes += [
-        int(np.isin(by_shard, list(own)).sum(axis=1).max()),
-        max((len(p.ids) for p in own.values()), default=0),
-        int(length[list(own)].max(initial=0)),
-      ]
-    # Processes agree on shapes, and go on until the last of them is done.
-    live, longest, *sizes = processes.largest((int((by_shard >= 0).sum(axis=1).max()), max(after, default=0), *sizes))
-    if not live:
-      return False
-    self._longest = longest
-    self._decoded = self._shapes.decoded_rows(live) if log.limits.drop_finished else self._shapes.rows
-    fed, widest, before = (dict(zip(kinds, sizes[i::3], strict=True)) for i in range(3))
-    widths = {first: self._shapes.pieces(widest[first], before[first]) for first in kinds if fed[first]}
-    wanted = max((before[first] + sum(pieces) for first, pieces in widths.items()), default=0)
-    if log.envs.has_images:  # the positions of images are known for whole prompts
-      widths = {first: (sum(pieces),) for first, pieces in widths.items()}
-    else:
-      wanted = min(wanted, self._shapes.caches[-1])
-    self._resize(max(longest + decode_columns(log.limits), wanted))
-    if fed[True]:
+  def _feed(self, log: EpisodeLog, prompts: dict[int, Prompt]) -> int | None:
+    """Feeds prompts to their rows.
+
+    Returns:
+      Rows of a shard that sample then; None if no process has an episode that goes on.
+    """
+    asked = {row: Asked(len(prompt.ids), _beginning(prompt)) for row, prompt in prompts.items()}
+    common = common_tokens([prompt.ids for prompt in prompts.values() if prompt.fresh])
+    feeding = self._schedule.feed(asked, log.timeline.length, common)
+    if feeding is None:
+      return None
+    self._resize(feeding.columns)
+    if feeding.begins:
       self._keys = self._row_keys(log)
     self._see(prompts)
-    for first, pieces in widths.items():
-      self._extend(log, kinds[first], pieces, fed[first], fresh=first)
+    for call in feeding.calls:
+      if isinstance(call, Share):
+        self._state = self._sampler.share_rows(self._state, call.source, call.columns)
+      else:
+        self._extend(log, prompts, call)
     for row in prompts:
       log.timeline.append_context(row, prompts[row].ids, len(log.past(row)), prompts[row].images)
       self._open[row] = []
-    return True
+    return feeding.decoded
 
   def _see(self, prompts: dict[int, Prompt]) -> None:
     """Computes the features of images that the rollout has not shown yet."""
@@ -246,48 +222,31 @@ class SamplerSpeaker:
     if new:
       self._seen |= zip(new, self._eyes.encoder(self._params['policy']['visual'], list(new.values())), strict=True)
 
-  def _extend(
-    self, log: EpisodeLog, prompts: dict[int, Prompt], widths: tuple[int, ...], fed: int, *, fresh: bool
-  ) -> None:
-    """Feeds prompts, `widths` columns one after the other, to at most `fed` rows of each shard."""
-    calls, rows = self._shapes.calls(fed)
-    left = np.isin(self._slots, list(prompts))
-    for _ in range(calls):
-      at, selected = self._selection(left, rows)
-      own = np.where(left[at], self._slots[at], -1)
-      left[at] = False
-      of_row = {i: prompts[row] for i, row in enumerate(own.tolist()) if row in prompts}
-      start = 0
-      for width in widths:
-        tokens = np.full((len(own), width), log.context.tokenizer.pad_id, np.int32)
-        count, begins = np.zeros((len(own),), np.int32), np.zeros((len(own),), bool)
-        for i, prompt in of_row.items():
-          ids = prompt.ids[start : start + width]
-          tokens[i, : len(ids)] = ids
-          count[i], begins[i] = len(ids), fresh and not start
-        if self._observer is not None:
-          self._observer(FedRows(own, tokens, count, self._slots.copy(), self._keys))
-        images = None
-        if log.envs.has_images:
-          images = self._eyes.columns([of_row.get(i) for i in range(len(own))], self._seen, width)
-        self._state = self._sampler.extend(
-          self._params,
-          self._state,
-          tokens,
-          count,
-          begins,
-          rows=selected,
-          all_begin=fresh and not start,
-          images=images,
-        )
-        start += width
+  def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], call: Feed) -> None:
+    """Feeds the tokens of a stage to some rows."""
+    of_row = [prompts.get(row) for row in call.episodes.tolist()]
+    start = 0
+    for width in call.stage.pieces:
+      tokens = np.full((len(of_row), width), log.context.tokenizer.pad_id, np.int32)
+      count = np.zeros((len(of_row),), np.int32)
+      for i, prompt in enumerate(of_row):
+        ids = prompt.ids[call.stage.tokens][start : start + width] if prompt else ()
+        tokens[i, : len(ids)], count[i] = ids, len(ids)
+      if self._observer is not None:
+        self._observer(FedRows(call.episodes, tokens, count, self._schedule.slots.reshape(-1).copy(), self._keys))
+      begins = (call.episodes >= 0) & (call.stage.empties and not start)
+      images = self._eyes.columns(of_row, self._seen, width) if log.envs.has_images else None
+      self._state = self._sampler.extend(
+        self._params, self._state, tokens, count, begins, rows=call.rows, images=images
+      )
+      start += width
 
   def _row_keys(self, log: EpisodeLog) -> jax.Array:
     """The keys of the device's rows. If a token row begins in a later turn, the turn is folded into its key.
 
     A draw depends on its key and its position in the row; a new row restarts the positions, so it needs a new key.
     """
-    envs, own = log.envs, np.maximum(self._slots, 0)
+    envs, own = log.envs, np.maximum(self._schedule.slots.reshape(-1), 0)
     keys = jax.random.split(self._key, envs.rows * self._sampler.share.parts)[
       envs.first_row : envs.first_row + envs.rows
     ]
@@ -299,35 +258,31 @@ class SamplerSpeaker:
 
   # -- replies --------------------------------------------------------------------------------------------------------
 
-  def _sample(self, log: EpisodeLog) -> dict[int, list[int]]:
-    """Samples until replies are complete: all of them in lockstep, else some, perhaps none. Returns their ids."""
-    limits, columns = log.limits, decode_columns(log.limits)
-    lockstep, decoded = limits.schedule == 'lockstep', self._decoded
-    complete: dict[int, list[int]] = {}
+  def _sample(self, log: EpisodeLog, decoded: int) -> dict[int, list[int]]:
+    """Samples until replies are complete: all of them in lockstep, else some, perhaps none. Returns their ids.
+
+    The rest of the replies goes on in as few rows as hold them; `decoded` are the first ones of a shard.
+    """
+    limits, complete = log.limits, {}
     while True:
-      at, selected = self._selection(np.isin(self._slots, list(self._open)), decoded)
-      slots, keys = self._slots[at], self._keys if selected is None else _taken(self._keys, at)
+      call = self._schedule.decode(self._open, decoded)
+      slots, keys = self._schedule.slots.reshape(-1)[call.at], self._keys
       left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in slots.tolist()]
       self._state, reply, goes_on = self._sampler.decode(
         self._params,
         self._state,
-        keys,
+        keys if call.rows is None else _taken(keys, call.at),
         np.asarray(left, np.int32),
-        columns=columns,
+        columns=self._schedule.shapes.chunk,
         sampling=self._sampling,
-        rows=selected,
-        enough=None if lockstep else self._shapes.enough(decoded),
+        rows=call.rows,
+        enough=call.enough,
       )
       self._take(log, slots, processes.own_rows(reply), complete)
-      if not lockstep or not bool(goes_on):
+      if limits.schedule != 'lockstep' or not bool(goes_on):
         return complete
-      # The rest of the replies goes on in as few rows as hold them; processes agree on shapes.
-      still = np.isin(self._slots, list(self._open))
-      rows = still.reshape(self._sampler.share.own, -1).sum(axis=1).max()
-      live, self._longest = processes.largest((int(rows), int(log.timeline.length[self._slots[still]].max(initial=0))))
-      if limits.drop_finished:
-        decoded = self._shapes.decoded_rows(live)
-      self._resize(self._longest + columns)
+      decoded, wanted = self._schedule.go_on(self._open, log.timeline.length)
+      self._resize(wanted)
 
   def _take(self, log: EpisodeLog, slots: np.ndarray, reply: Reply, complete: dict[int, list[int]]) -> None:
     """Writes sampled tokens to the timeline, and moves the replies that are complete to `complete`."""

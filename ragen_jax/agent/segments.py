@@ -109,6 +109,16 @@ def map_text(function: Callable[[str], str], observation: Observation) -> Segmen
   return tuple(TextSegment(function(s.text)) if isinstance(s, TextSegment) else s for s in join(observation))
 
 
+def stripped(segments: Segments) -> Segments:
+  """The segments without white space at both ends."""
+  parts = list(segments)
+  if parts and isinstance(parts[0], TextSegment):
+    parts[0] = TextSegment(parts[0].text.lstrip())
+  if parts and isinstance(parts[-1], TextSegment):
+    parts[-1] = TextSegment(parts[-1].text.rstrip())
+  return join(parts)
+
+
 def images_of(observation: Observation) -> list[np.ndarray]:
   """The images of an observation, u8[H, W, 3] each, in order."""
   return [segment.image for segment in join(observation) if isinstance(segment, ImageSegment)]

@@ -47,8 +47,6 @@ def written_reply(
   """A reply of the right form, with the tokens that a policy would sample for it.
 
   Args:
-    context: the form of replies and the tokenizer.
-    actions: names of the actions.
     texts: tag -> text, see `templates.format_reply`.
   """
   text, tokenizer = context.format_reply(actions, texts), context.tokenizer

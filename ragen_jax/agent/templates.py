@@ -1,28 +1,48 @@
 """All strings of prompts and of the form of replies, and the pieces of the built-in tokenizer.
 
 The built-in model was trained on exactly these texts, and its tokenizer has one token for each fixed stretch of them
-(`prompt_pieces`). A change of wording therefore requires a new built-in model.
+(`prompt_pieces`). A change of wording, here or of the default `agent.request`, therefore
+requires a new built-in model.
 """
 
 from __future__ import annotations
 
 import re
+import string
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from ragen_jax.agent.segments import ImageSegment, Observation, join, written
 from ragen_jax.agent.world_model.descriptions import CLAIM_SEP, claim_rules, possible_claims
-from ragen_jax.agent.world_model.formats import FORMATS, describe_form, described_sections, innermost_tags, write_reply
+from ragen_jax.agent.world_model.formats import (
+  FORMATS,
+  describe_form,
+  described_sections,
+  example_of,
+  innermost_tags,
+  write_reply,
+)
 from ragen_jax.envs.spec import EnvSpec
+
+if TYPE_CHECKING:
+  from ragen_jax.agent.context_manager import ContextSettings
 
 SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goal.'
 
-# A turn: _TURN n _STATE observation _ACTIONS_LEFT n, then the form of the reply, its words, and _WORDS.
+# A turn: _TURN n _STATE observation _ACTIONS_LEFT n, then the request for a reply.
 _TURN = 'Turn '
 _STATE = ':\nState:\n'
 _ACTIONS_LEFT = '\nActions left: '
-_WORDS = ' words.'
+# What a request may name in braces.
+REQUEST_FIELDS = ('form', 'example', 'actions', 'max_words')
+# Most actions in the answer of an example.
+_EXAMPLE_ACTIONS = 2
+# In place of a list of actions, for games whose actions are free text.
+_ACTIONS_OF_RULES = 'those that the rules describe'
 _REWARD = 'Reward: '
 _IMAGE_OF_BOARD = 'Each state is an image of the board.'
 PARAGRAPH = '\n\n'
@@ -37,12 +57,7 @@ _NUMBER = r'\(\d+, \d+\)|\d+(?:\.\d+)?'
 
 
 def describe_task(spec: EnvSpec, action_sep: str) -> str:
-  """The opening of the first user message: rules, legend, actions and limits.
-
-  Args:
-    spec: the environment and its budget.
-    action_sep: the separator between the actions of a turn.
-  """
+  """The opening of the first user message: rules, legend, actions and limits."""
   env, budget = spec.env, spec.budget
   lines = [env.rules()]
   if spec.tile is not None:
@@ -78,21 +93,69 @@ def describe_descriptions(spec: EnvSpec, form: str) -> str:
   return f'\n{claim_rules(kinds)}' if kinds and described_sections(form) else ''
 
 
-def _form(form: str) -> str:
-  """The request for a reply, up to the number of words."""
-  return f'\n{describe_form(form)}, in at most '
+def request_fields(request: str) -> list[str]:
+  """The names in braces of a request.
+
+  Raises:
+    ValueError: a brace is not closed, or a name has a conversion or a format.
+  """
+  names = []
+  for _, name, form, conversion in string.Formatter().parse(request):
+    if form or conversion:
+      raise ValueError('a name in braces has no conversion or format')
+    names += [] if name is None else [name]
+  return names
 
 
-def turn_frame(turn: int, actions_left: int, *, form: str, max_words: int) -> tuple[str, str]:
+def shown_actions(spec: EnvSpec, turn: int, observation: Observation) -> tuple[list[str], list[str]]:
+  """The actions that a request shows: those of the example of a reply, and the list of all.
+
+  The turn and its observation choose them: members of a group have equal prompts, and over levels and turns each action
+  is the first of the example, and of the list, as often as the others.
+
+  Args:
+    spec: the environment.
+    turn: index of the turn, from 0.
+    observation: the observation of the turn.
+
+  Returns:
+    Names for the example; names of all actions, empty if actions are free text.
+  """
+  words = spec.env.example_actions(written(observation))
+  parts = join(observation)
+  shown = [s.digest.hex() if isinstance(s, ImageSegment) else spec.env.example_key(s.text) for s in parts]
+  number = zlib.crc32('|'.join([str(turn), *shown]).encode())
+  count = min(spec.budget.max_actions_per_turn, _EXAMPLE_ACTIONS)
+  *chosen, first = (number // len(words) ** k % len(words) for k in range(count + 1))
+  listed = [*words[first:], *words[:first]] if spec.env.action_words else []
+  return [words[k] for k in chosen], listed
+
+
+def _request(spec: EnvSpec, turn: int, observation: Observation, settings: ContextSettings) -> str:
+  """The request for a reply, with an example and a list that show actions of the game."""
+  example, listed = shown_actions(spec, turn, observation)
+  separator = f' {settings.action_sep} ' if spec.budget.max_actions_per_turn > 1 else ' or '  # as in a reply
+  return plain(
+    settings.request.format(
+      form=describe_form(settings.format),
+      example=example_of(settings.format, f' {settings.action_sep} '.join(example)),
+      actions=separator.join(listed) or _ACTIONS_OF_RULES,
+      max_words=spec.max_words,
+    )
+  )
+
+
+def turn_frame(
+  spec: EnvSpec, turn: int, actions_left: int, observation: Observation, settings: ContextSettings
+) -> tuple[str, str]:
   """The text before and after the observation of a turn.
 
   Args:
     turn: index of the turn, from 0.
-    actions_left: actions that the episode still has.
-    form: of the reply, a key of `FORMATS`.
-    max_words: maximum length of a reply, in words.
+    observation: the observation, which decides what the example of an answer shows.
   """
-  return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}{_form(form)}{max_words}{_WORDS}'
+  request = _request(spec, turn, observation, settings)
+  return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}\n{request}'
 
 
 def reward_line(reward: float) -> str:
@@ -105,9 +168,6 @@ def memory_frame(turn: int, actions: Sequence[str], reward: float, action_sep: s
 
   Args:
     turn: index of the turn, from 0.
-    actions: names of the executed actions.
-    reward: the environment's reward of the turn.
-    action_sep: the separator between actions.
   """
   done = plain(f' {action_sep} '.join(actions)) or 'nothing'
   return f'{_TURN}{turn + 1}: {done} in\n', f'\nbrought reward {format_reward(reward)}.'
@@ -129,27 +189,21 @@ def format_reply(texts: Mapping[str, str], actions: Sequence[str], *, form: str,
 
   Args:
     texts: tag -> text; tags that the form does not have are ignored, and those that are missing are empty.
-    actions: names of the actions.
     form: a key of `FORMATS`.
-    action_sep: the separator between actions.
   """
   answer = {'answer': f' {action_sep} '.join(actions)}
   return write_reply(form, dict.fromkeys(innermost_tags(form), '') | dict(texts) | answer)
 
 
-def prompt_pieces(specs: list[EnvSpec], *, form: str, action_sep: str) -> list[str]:
+def prompt_pieces(specs: list[EnvSpec], settings: ContextSettings) -> list[str]:
   """The fixed stretches of prompts and demonstrations, each of which is one token of a new tokenizer.
 
   Boards, numbers, coordinates and the names of actions vary and are cut out; coordinates and names are pieces too.
 
-  Args:
-    specs: the environments.
-    form: of replies, a key of `FORMATS`.
-    action_sep: the separator between the actions of a turn.
-
   Returns:
     Distinct, non-empty texts, in the order of the tokens' ids.
   """
+  form, action_sep = settings.format, settings.action_sep
   pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, _THINK, _END_THINK, _ANSWER, _END_ANSWER]
   pieces += [_END_THINK + _ANSWER, f' {action_sep} ', '10', *(str(spec.max_words) for spec in specs), PARAGRAPH]
   pieces += [f'({r}, {c})' for r in range(8) for c in range(8)]
@@ -170,5 +224,9 @@ def prompt_pieces(specs: list[EnvSpec], *, form: str, action_sep: str) -> list[s
     texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)
     for text in texts:
       pieces += cut.split(text)
-    pieces += [_REWARD, PARAGRAPH + _TURN, _STATE, _ACTIONS_LEFT, _WORDS, _form(form)]
+    frames = [turn_frame(spec, 0, 0, text, settings) for text in env.render(states)]
+    pieces += [_REWARD, PARAGRAPH + _TURN, _STATE, _ACTIONS_LEFT]
+    # The last piece of a request first: the order of ids in the tokenizer of the built-in models.
+    requests = [cut.split(behind.removeprefix(f'{_ACTIONS_LEFT}0')) for _, behind in frames]
+    pieces += [piece for request in requests for piece in reversed(request)]
   return [p for p in dict.fromkeys(pieces) if p]

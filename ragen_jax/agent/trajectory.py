@@ -115,9 +115,6 @@ class Timeline:
     """Adds tokens that the policy did not sample.
 
     Args:
-      row: the episode's row.
-      ids: the tokens.
-      turn: index of the turn.
       images: the images among the tokens; columns count from the first token.
     """
     start, end = self.length[row], self.length[row] + len(ids)
@@ -134,9 +131,7 @@ class Timeline:
     """Adds a reply, whose tokens are in the loss.
 
     Args:
-      row: the episode's row.
       ids: i32[n], the sampled ids.
-      turn: index of the turn.
       logprobs: f32[n], or one number for all tokens; the same holds for `values` and `entropies`.
       values: see `Trajectory`.
       entropies: see `Trajectory`.
@@ -160,7 +155,6 @@ class Timeline:
 
     Args:
       row: the episode's row, whose last columns are the reply.
-      reward: the addend.
       before_end: number of the reply's tokens behind the token.
     """
     self.reply_rewards[row, self.length[row] - 1 - before_end] += reward
@@ -174,7 +168,6 @@ class Timeline:
       env: see `Trajectory`.
       status: see `Trajectory`.
       policy_version: the version of all sampled tokens; None if `append_reply` was told the versions.
-      pad_id: the token that fills unused columns.
 
     Returns:
       Rows in the order of the episodes; the rows of one episode are consecutive. If there are more than B rows, empty

@@ -69,18 +69,11 @@ ESTIMATORS: dict[str, Estimator] = {
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-  """The choice of an estimator and its options. Fields are those of `config.algorithm`.
+  """The choice of an estimator and its options. Fields of `config.algorithm`, and the following.
 
   Attributes:
-    adv_estimator: one of `ESTIMATORS`.
-    gamma: discount per token, for 'gae', 'bi_level_gae' and 'reinforce_plus_plus'.
-    lam: decay per token, for 'gae' and 'bi_level_gae'.
     high_level_gamma, high_level_lam: discount and decay per turn, for 'turn_wise_gae' and 'bi_level_gae'. A decay of
       None means `lam`.
-    length_weight: divide by the relative length of the episode, for 'grpo' and 'dr_grpo'.
-    whiten_advantages: False switches whitening off for estimators that whiten (`Estimator.whitens`).
-    step_gamma, step_weight, step_std: discount per turn, weight of the step part and division by standard deviations,
-      for 'gigpo'.
   """
 
   adv_estimator: str
@@ -131,7 +124,6 @@ def compute_advantages(settings: AdvantageSettings, inputs: AdvantageInputs) -> 
 
   Args:
     settings: the estimator and its options; static under jit.
-    inputs: the arrays.
 
   Raises:
     ValueError: the name is unknown, or an array that the estimator needs is missing.

@@ -25,15 +25,10 @@ _HOPELESS_SUCCESS = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopSettings:
-  """The rules that stop a run. Fields are those of `config.monitor`; a patience of 0 switches its rule off.
+  """The rules that stop a run.
 
-  RAGEN-2's values are 10, 10, 5 and 5. In RAGEN-2 a validation is hopeless if one of its environments is.
-
-  Attributes:
-    baseline_steps: number of initial steps whose mean is the baseline of the in-group reward deviation.
-    flat_reward_patience: number of consecutive collapsed steps that stop the run.
-    hopeless_patience: number of consecutive hopeless validations that stop the run.
-    empty_patience: number of consecutive steps without kept groups that stop the run.
+  RAGEN-2's values are 10, 10, 5 and 5. In RAGEN-2 a validation is hopeless if one of its environments is. Fields of
+  `config.monitor`.
   """
 
   baseline_steps: int
@@ -64,7 +59,6 @@ class EarlyStop:
     """Updates the state with one iteration.
 
     Args:
-      settings: the thresholds.
       reward_std: mean in-group deviation of raw rewards, before any filter.
       empty: the filter kept no group, so there was no update; only the rule of `empty_patience` uses such a step.
 
@@ -95,7 +89,6 @@ class EarlyStop:
     """Updates the state with one validation.
 
     Args:
-      settings: the thresholds.
       success: success rate in [0, 1] of each environment.
 
     Returns:
@@ -125,14 +118,7 @@ _SPIKE_HOLD = 10
 
 @dataclasses.dataclass(frozen=True)
 class EchoTrapSettings:
-  """The rule for a warning. Fields are those of `config.monitor`.
-
-  Attributes:
-    baseline_steps: number of initial steps whose means are the baselines; there are no signals during these steps.
-    ema_decay: decay of the averages that are compared with the baselines, in [0, 1).
-    min_signals: number of simultaneous signals for a warning.
-    patience: number of consecutive steps with that many signals before the warning.
-  """
+  """The rule for a warning. Fields of `config.monitor`."""
 
   baseline_steps: int
   ema_decay: float
@@ -185,7 +171,6 @@ class EchoTrap:
     """Updates the state with one iteration.
 
     Args:
-      settings: the thresholds.
       reward_std: mean in-group deviation of raw rewards, before any filter (`in_group_reward`).
       entropy: mean entropy of the policy on sampled tokens, in nats.
       grad_norm: the policy's global gradient norm before clipping.

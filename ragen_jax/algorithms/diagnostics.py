@@ -51,7 +51,6 @@ def update_emas(
 
   Args:
     emas: metric -> previous average; missing averages are created.
-    metrics: values of this step.
     decay: see `Ema.update`.
 
   Returns:
@@ -120,7 +119,6 @@ def reward_std_buckets(std: np.ndarray, *, mode: str, count: int) -> np.ndarray:
     std: f64[G], in-group standard deviation of rewards.
     mode: 'quantile' makes buckets of equal size by rank; 'fixed_rv' has the buckets [0, 1), [1, 2), ..., the last
       one without an upper limit.
-    count: number of buckets.
 
   Returns:
     i32[G], the bucket of each group; 0 has the smallest deviations.

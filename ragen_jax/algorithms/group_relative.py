@@ -128,7 +128,6 @@ def gigpo(
     anchors: i32[B, K], id of the observation at each turn of the row's episode, equal for equal observations, negative
       for turns that were not played. All rows of an episode have the same ids.
     step_gamma: discount per turn.
-    step_weight: weight of A_step.
     scale_by_std: also divide both parts by the standard deviation of their set + 1e-6 ("mean_std_norm").
     scores: f32[B], total return of each row's episode; None means the sum of `rewards`.
     loss_mask: bool[B, T], sampled tokens, which determine the ends of turns; None means `mask`.

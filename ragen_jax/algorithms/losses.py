@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from ragen_jax.algorithms import masks
 
 AGGREGATIONS = ('token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm')
+POLICY_LOSSES = ('ppo', 'cispo', 'dppo_tv', 'dppo_kl', 'sapo', 'dro')
 RATIO_LEVELS = ('token', 'sequence', 'turn')
 KL_KINDS = ('k1', 'abs', 'k2', 'k3')
 MAX_LOG_RATIO = 20.0  # log-ratios are clipped to this absolute value before they are exponentiated
@@ -98,18 +99,28 @@ def policy_loss(
   advantages: jax.Array,
   mask: jax.Array,
   *,
+  policy_loss: str,
   clip_ratio_low: float,
   clip_ratio_high: float,
   clip_ratio_c: float | None,
   ratio_level: str,
+  tau_pos: float,
+  tau_neg: float,
+  dro_beta: float,
   turn: jax.Array | None = None,
   sequence: jax.Array | None = None,
   importance_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """PPO's clipped surrogate loss per token, with separate clip bounds, dual clip and a choice of the ratio's level.
+  """The loss of the policy per token.
 
-  With rho = exp(clip(logprobs - old_logprobs, +-20)): L = max(-A rho, -A clip(rho, 1 - low, 1 + high)), limited to
-  -A c if A < 0.
+  With p = exp(logprobs), q = exp(old_logprobs) and rho = exp(clip(logprobs - old_logprobs, +-20)):
+
+    'ppo'      max(-A rho, -A clip(rho, 1 - low, 1 + high)), limited to -A c if A < 0
+    'cispo'    -A sg(clip(rho, 1 - low, 1 + high)) log p; sg stops the gradient, and low = 1 is no lower bound
+    'dppo_tv'  -A rho, or 0 if D > high, rho > 1 and A > 0, or if D > low, rho < 1 and A < 0, where D = |q - p|
+    'dppo_kl'  the same with D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+    'sapo'     -A (4 / tau) sigmoid(tau (rho - 1)), where tau is tau_pos if A > 0, else tau_neg
+    'dro'      -A log p + (beta / 2) (log p - log q)^2
 
   With `ratio_level` 'sequence', rho is the geometric mean of the token ratios over the tokens of the row in the mask;
   with 'turn', over those of the token's turn. All tokens share its value, and each token contributes its own gradient.
@@ -121,24 +132,37 @@ def policy_loss(
     old_logprobs: f32[B, T], under the policy in the denominator of the ratio.
     advantages: f32[B, T]; no gradient flows through them.
     mask: bool[B, T], trained tokens.
-    clip_ratio_low, clip_ratio_high: limits of the ratio below and above 1 (GSPO uses about 3e-4 and 4e-4).
-    clip_ratio_c: bound of the dual clip, above 1; None switches it off.
-    ratio_level: one of `RATIO_LEVELS`.
+    policy_loss: one of `POLICY_LOSSES`.
+    clip_ratio_low, clip_ratio_high: limits of the ratio below and above 1 (GSPO uses about 3e-4 and 4e-4); in DPPO,
+      of the divergence.
+    clip_ratio_c: bound of PPO's dual clip, above 1; None switches it off.
+    ratio_level: one of `RATIO_LEVELS`; 'token' in losses other than 'ppo'.
+    tau_pos, tau_neg: SAPO's temperatures, above 0; larger ones let the gradient fall faster away from the old policy.
+    dro_beta: DRO's penalty of the distance to the old policy, above 0.
     turn: i32[B, T], turn index; required for 'turn'. In packed rows, neighbouring sequences have different indices.
     sequence: i32[B, T], the sequence of each token in packed rows, for 'sequence'; None if every row is one.
     importance_weights: f32[B, T], factors of the loss such as `truncated_importance_weights`; no gradient through them.
 
   Returns:
-    The loss f32[B, T], and statistics f32[B, T] to be averaged over the mask: `clipfrac` (1 where the clipped term is
-    larger), `clipfrac_lower` (1 where the dual clip acts), `approx_kl` (old - new log-prob), `ratio`. All 0 outside
-    the mask.
+    The loss f32[B, T], and statistics f32[B, T] to be averaged over the mask: `clipfrac` (1 where the clipped term of
+    'ppo' is larger, 'cispo' clips or DPPO masks), `clipfrac_lower` (1 where the dual clip acts), `approx_kl` (old - new
+    log-prob), `ratio`. All 0 outside the mask.
 
   Raises:
-    ValueError: the ratio level is unknown, `turn` is missing, or c is not above 1.
+    ValueError: the loss or the ratio level is unknown, or they do not go together; `turn` is missing, or c is not
+      above 1.
 
   Source: PPO, arXiv 1707.06347, eq. 7; dual clip, Ye et al. 2019, arXiv 1912.09729; clip-higher, DAPO, arXiv
-  2503.14476, section 3.1; GSPO, arXiv 2507.18071, section 4.1, and its token form, section 4.3.
+  2503.14476, section 3.1; GSPO, arXiv 2507.18071, section 4.1, and its token form, section 4.3. CISPO, MiniMax-M1,
+  arXiv 2506.13585, eq. 4 and 5. DPPO, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879,
+  eq. 12 to 14, with a threshold for each sign of the advantage. SAPO, "Soft Adaptive Policy Optimization", arXiv
+  2511.20347. DRO, "Offline Regularised Reinforcement Learning for LLMs Alignment", arXiv 2405.19107, eq. 4: this is its
+  gradient for the policy, divided by beta, with A for r - V, and for each token instead of the sum over a sequence.
   """
+  if policy_loss not in POLICY_LOSSES:
+    raise ValueError(f'algorithm.policy_loss is {policy_loss!r}; it may be one of {", ".join(POLICY_LOSSES)}')
+  if policy_loss != 'ppo' and ratio_level != 'token':
+    raise ValueError(f"algorithm.ratio_level is {ratio_level!r}; algorithm.policy_loss={policy_loss!r} needs 'token'")
   if ratio_level not in RATIO_LEVELS:
     raise ValueError(f'algorithm.ratio_level is {ratio_level!r}; it may be one of {", ".join(RATIO_LEVELS)}')
   if ratio_level == 'turn' and turn is None:
@@ -157,11 +181,28 @@ def policy_loss(
   ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
   plain = -advantages * ratio
-  clipped = -advantages * jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-  loss = jnp.maximum(plain, clipped)
-  stats = {'clipfrac': clipped > plain, 'approx_kl': -own, 'ratio': ratio}
+  bounded = jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+  logprobs = jnp.where(mask, logprobs, 0.0)
+  clipped = jnp.zeros_like(mask)
+  if policy_loss == 'ppo':
+    cut = -advantages * bounded
+    loss, clipped = jnp.maximum(plain, cut), cut > plain
+  elif policy_loss == 'cispo':
+    loss = -advantages * jax.lax.stop_gradient(bounded) * logprobs
+    clipped = bounded != ratio
+  elif policy_loss == 'sapo':
+    tau = jnp.where(advantages > 0, tau_pos, tau_neg)
+    loss = -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
+  elif policy_loss == 'dro':
+    loss = -advantages * logprobs + 0.5 * dro_beta * log_ratio**2
+  else:
+    divergence = _binary_divergence(policy_loss, jnp.where(mask, old_logprobs, 0.0), logprobs)
+    up = (advantages > 0) & (ratio > 1) & (divergence > clip_ratio_high)
+    clipped = up | (advantages < 0) & (ratio < 1) & (divergence > clip_ratio_low)
+    loss = jnp.where(clipped, 0.0, plain)
+  stats = {'clipfrac': clipped, 'approx_kl': -own, 'ratio': ratio}
   stats['clipfrac_lower'] = jnp.zeros_like(mask)
-  if clip_ratio_c is not None:
+  if policy_loss == 'ppo' and clip_ratio_c is not None:
     bound = -advantages * clip_ratio_c
     stats['clipfrac_lower'] = (advantages < 0) & (loss > bound)
     loss = jnp.where(advantages < 0, jnp.minimum(loss, bound), loss)
@@ -169,6 +210,16 @@ def policy_loss(
     loss = loss * jax.lax.stop_gradient(jnp.where(mask, importance_weights, 0.0))
   stats = {key: jax.lax.stop_gradient(jnp.where(mask, x, 0).astype(jnp.float32)) for key, x in stats.items()}
   return jnp.where(mask, loss, 0.0), stats
+
+
+def _binary_divergence(policy_loss: str, old_logprobs: jax.Array, logprobs: jax.Array) -> jax.Array:
+  """DPPO's divergence of the distributions over 'the token' and 'another token': f32[B, T], without gradient."""
+  # Below 0, or the logarithm of another token's probability is not finite.
+  log_q, log_p = (jnp.minimum(jax.lax.stop_gradient(x), -1e-7) for x in (old_logprobs, logprobs))
+  if policy_loss == 'dppo_tv':
+    return jnp.abs(jnp.exp(log_q) - jnp.exp(log_p))
+  other_q, other_p = (jnp.log(-jnp.expm1(x)) for x in (log_q, log_p))
+  return jnp.exp(log_q) * (log_q - log_p) + jnp.exp(other_q) * (other_q - other_p)
 
 
 def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:

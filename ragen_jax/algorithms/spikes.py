@@ -22,12 +22,7 @@ SERIES = {
 
 @dataclasses.dataclass(frozen=True)
 class SpikeSettings:
-  """The rule. Fields are those of `config.monitor`.
-
-  Attributes:
-    spike_factor: a value is a spike if its magnitude is above this times the usual magnitude; 0 is off.
-    baseline_steps: number of last values whose median magnitude is the usual magnitude.
-  """
+  """The rule. Fields of `config.monitor`."""
 
   spike_factor: float
   baseline_steps: int

@@ -19,6 +19,7 @@ _CHOICES = {
   'agent.context': CONTEXTS,
   'agent.overlong': OVERLONG,
   'agent.schedule': SCHEDULES,
+  'algorithm.policy_loss': losses.POLICY_LOSSES,
   'algorithm.ratio_level': losses.RATIO_LEVELS,
   'algorithm.kl_kind': losses.KL_KINDS,
   'reward.credit': rewards.CREDITS,
@@ -69,10 +70,23 @@ def check_algorithm(config: ConfigDict) -> None:
     config, 'reward.method', config.reward.credit == 'trajectory' or config.reward.method == 'identity',
     "with reward.credit='turn' it may be 'identity' only",
   )  # fmt: skip
+  _check_policy_loss(config)
   _check_old_logprobs_and_replay(config)
   _check_rewards(config)
   _check_critic(config)
   _check_filter(config)
+
+
+def _check_policy_loss(config: ConfigDict) -> None:
+  """Checks the options of the policy's loss."""
+  a = config.algorithm
+  rules.above(config, 0, 'algorithm.tau_pos', 'algorithm.tau_neg', 'algorithm.dro_beta')
+  rules.check(
+    config, 'algorithm.ratio_level', a.ratio_level == 'token' or a.policy_loss == 'ppo',
+    f"with algorithm.policy_loss={a.policy_loss!r} it may be 'token' only",
+  )  # fmt: skip
+  for field in ('clip_ratio_low', 'clip_ratio_high') if a.policy_loss == 'dppo_tv' else ():
+    rules.check(config, f'algorithm.{field}', a[field] < 1, "must be below 1 with algorithm.policy_loss='dppo_tv'")
 
 
 def _check_old_logprobs_and_replay(config: ConfigDict) -> None:

@@ -5,21 +5,20 @@ The first field with a wrong value raises a UserError of one line with the field
 
 from __future__ import annotations
 
+import importlib.util
+import re
+
 import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.language_model import VISION, check_vision, weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
-from ragen_jax.compilers import topologies
 from ragen_jax.config import limits, rules
+from ragen_jax.config.agent_checks import check_prompt, check_serve
 from ragen_jax.config.algorithm_checks import check_algorithm
-from ragen_jax.config.evaluation_checks import check_eval
 from ragen_jax.config.image_checks import check_images
-from ragen_jax.config.level_checks import check_level_files, check_levels
-from ragen_jax.config.prompt_checks import check_prompt
-from ragen_jax.config.reply_checks import check_replies
-from ragen_jax.config.serve_checks import check_serve
+from ragen_jax.config.run_checks import check_eval, check_level_files, check_levels, check_replies
 from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
@@ -29,6 +28,8 @@ from ragen_jax.models.attention import IMPLEMENTATIONS
 from ragen_jax.models.attention_choice import AUTO, choose_attention
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
+from ragen_jax.planning import topologies
+from ragen_jax.runs.trackers import TRACKERS
 from ragen_jax.sampling import division
 from ragen_jax.training import batch_sizes
 from ragen_jax.utils.errors import UserError
@@ -57,7 +58,6 @@ def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True
   A model from the hub is downloaded here, so a wrong name or path is reported before the workdir is written to.
 
   Args:
-    config: the run's config.
     weights: whether the model's weights must exist; False downloads nothing.
     model: whether `config.model` names the model; False if it is a fresh one.
 
@@ -121,7 +121,12 @@ def _check_adapters(config: ConfigDict) -> None:
     config, 'export.lora', config.export.lora != 'adapter' or adapters is None or config.model.vision == 'frozen',
     "files of adapters have no vision tower; must be 'merged' with model.vision='trained'",
   )  # fmt: skip
+  rules.path(config, 'export.output')
   rules.one_of(config, 'export.dtype', ('float32', 'bfloat16', 'float16'))
+  for field in ('push', 'push_episodes'):
+    name = config.export[field]
+    allowed = not name or re.fullmatch(r'\w[\w.-]*/\w[\w.-]*', name, re.ASCII) is not None
+    rules.check(config, f'export.{field}', allowed, "must be 'USER/NAME', a repository on the hub, or empty for none")
   if not config.lora.path:
     return
   rules.check(config, 'lora.path', adapters is not None, 'needs lora.rank above 0')
@@ -156,6 +161,19 @@ def _check_ranges(config: ConfigDict) -> None:
     config, 'logging.trajectories', config.logging.trajectories <= config.logging.episodes,
     f'must be at most logging.episodes = {config.logging.episodes}',
   )  # fmt: skip
+  span = config.profile
+  rules.check(
+    config, 'profile', len(span) in (0, 2) and all(type(x) is int for x in span) and tuple(span) == tuple(sorted(span))
+    and (not span or span[0] > 0),
+    'must be two numbers of iterations, the first at least 1 and the last not before it, or () for none',
+  )  # fmt: skip
+  rules.one_of(config, 'logging.tracker', TRACKERS)
+  tracker = config.logging.tracker
+  rules.check(
+    config, 'logging.tracker', not tracker or importlib.util.find_spec(tracker) is not None,
+    f'needs a package that is not installed: pip install {tracker}',
+  )  # fmt: skip
+  rules.check(config, 'logging.project', bool(config.logging.project.strip()), 'must not be blank')
 
 
 def _check_batches(config: ConfigDict) -> None:

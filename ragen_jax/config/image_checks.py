@@ -20,8 +20,6 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
   """Checks that the model can read the images of the environments of some sections of the config.
 
   Args:
-    config: the run's config.
-    sections: names of sections with tags.
     weights: whether the checkpoint exists; otherwise a preset's processor is that of the published checkpoint.
 
   Raises:

@@ -71,7 +71,7 @@ AT_MOST: dict[str, float] = {
 
 
 def check_numbers(config: ConfigDict) -> None:
-  """Checks that every number of the config is finite, fits its type and is at most its bound in `AT_MOST`.
+  """Checks that no field is None, and that every number is finite, fits its type and is at most its bound in `AT_MOST`.
 
   The types are float32 and int32, those of the compiled programs; seeds of levels are unsigned. Options that
   environments outside JAX pass to foreign code (`envs.TAG.kwargs.NAME`) are not checked.
@@ -80,6 +80,7 @@ def check_numbers(config: ConfigDict) -> None:
     UserError: the first field with a value that is not allowed.
   """
   for field, value in _leaves(config):
+    rules.check(config, field, value is not None or field.startswith('envs.'), 'must have a value')
     for x in value if isinstance(value, tuple | list) else (value,):
       if isinstance(x, bool) or not isinstance(x, int | float):
         continue

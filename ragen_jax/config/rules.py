@@ -5,6 +5,7 @@ Each raises a UserError of one line with the field, its value and the allowed va
 
 from __future__ import annotations
 
+import os
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any
@@ -69,6 +70,17 @@ def positive_fraction(config: ConfigDict, *fields: str) -> None:
   """Each field is above 0 and at most 1."""
   for field in fields:
     check(config, field, 0 < get(config, field) <= 1, 'must be above 0 and at most 1')
+
+
+def path(config: ConfigDict, field: str, *, empty: bool = True) -> None:
+  """The field is a path of printable characters that ends in a name; `empty`: or is empty, for none."""
+  value = get(config, field)
+  check(config, field, isinstance(value, str) and bool(value or empty), 'must be a path')
+  check(config, field, value.isprintable(), 'must be a path of printable characters')
+  last = os.path.basename(value.rstrip('/'))
+  check(
+    config, field, not value or last not in ('', '.', '..'), "must be a path that ends in a name, not in '.' or '..'"
+  )
 
 
 def is_address(url: str) -> bool:

@@ -8,15 +8,16 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.world_model.formats import FORMATS
-from ragen_jax.config import rules
+from ragen_jax.config import rules, shipped
+from ragen_jax.config.command_line import load_config
 from ragen_jax.config.image_checks import check_images
-from ragen_jax.config.level_checks import check_level_files
+from ragen_jax.config.run_checks import check_level_files
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.rotary import AXES
 from ragen_jax.sft import data as sft_data
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, did_you_mean
 
 
 def check_sft(config: ConfigDict) -> None:
@@ -33,6 +34,10 @@ def check_sft(config: ConfigDict) -> None:
     'start from both later',
   )  # fmt: skip
   _check_ranges(config)
+  rules.path(config, 'sft.output', empty=False)
+  rules.path(config, 'sft.data')
+  rules.path(config, 'sft.save_data')
+  _check_skipped(config)
   _check_weights(config)
   if config.sft.data:
     rules.check(
@@ -68,6 +73,23 @@ def _check_ranges(config: ConfigDict) -> None:
   rules.check(
     config, 'sft.noise', sft.noise + sft.beginner <= 1, f'and sft.beginner={sft.beginner} add up to more than 1'
   )
+
+
+def _check_skipped(config: ConfigDict) -> None:
+  """Checks that the configs whose held-out levels are not demonstrated exist, and that their tags do."""
+  field = 'sft.skip_held_out_of'
+  names = config.sft.skip_held_out_of
+  for name in names if isinstance(names, tuple | list) else (None,):
+    known = isinstance(name, str) and name.isprintable() and shipped.find_file(name.partition(':')[0])
+    suggestion = did_you_mean(name, shipped.names()) if isinstance(name, str) else ''
+    rules.check(
+      config, field, bool(known), f'must be names of configs; {suggestion}allowed: {", ".join(shipped.names())}'
+    )
+    other = load_config(name, flag=f'{field}=')
+    try:
+      build.env_specs(other, tuple(other.eval.tags), build.group_counts(other.eval, 'eval'), field='eval.tags')
+    except UserError as e:
+      raise UserError(f'{field}={names!r}: {name} cannot be used: {e}') from e
 
 
 def _check_weights(config: ConfigDict) -> None:
@@ -119,6 +141,10 @@ def _check_demonstrations(config: ConfigDict) -> None:
     if not spec.env.has_solver:
       raise UserError(f'sft.tags: {spec.tag!r} has no solver whose play could be demonstrated')
   first, last = config.eval.first_level, config.eval.first_level + config.eval.groups
+  most = 2**32 - max(sft.levels)
+  rules.check(
+    config, 'sft.first_level', sft.first_level <= most, f'must be at most {most}, for levels up to {2**32 - 1}'
+  )
   rules.check(
     config, 'sft.first_level', sft.first_level >= last or sft.first_level + max(sft.levels) <= first,
     f'demonstrated levels overlap with the held-out levels {first}..{last - 1}',

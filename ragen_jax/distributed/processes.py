@@ -15,25 +15,34 @@ import logging
 import math
 import os
 import re
+import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ragen_jax.distributed import messages
 from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.distributed.watchdog import Watchdog
-from ragen_jax.runs.background import still_compiling
+from ragen_jax.utils import foreign
+from ragen_jax.utils.background import still_compiling
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.sizes import next_power
 
 # Seconds without a heartbeat after which JAX ends all processes, without naming one. The watchdog is faster.
 _JAX_SILENCE = 120
+
+# The longest --connect_timeout, and seconds after it until JAX would give up by itself.
+_LONGEST_CONNECT, _SPARE = 86_400, 60
+
+_log = logging.getLogger(__name__)
 
 _watchdog: Watchdog | None = None  # of this process, as JAX has one client of its key-value store
 
@@ -98,7 +107,10 @@ def shares_of(process: np.ndarray) -> dict[int, RowShare] | None:
   return shares if len({s.own for s in shares.values()}) == 1 else None
 
 
-def connect(coordinator: str | None, num_processes: int | None, process_id: int | None, patience: float) -> None:
+def connect(
+  coordinator: str | None, num_processes: int | None, process_id: int | None, patience: float,
+  connect_timeout: float = 300.0,
+) -> None:  # fmt: skip
   """Joins this process to the run. Call before any other JAX call. Only process 0 then logs below WARNING.
 
   Args:
@@ -107,12 +119,15 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
     num_processes: number of processes; None with 'auto' and without a coordinator.
     process_id: index of this process, from 0; None with 'auto' and without a coordinator.
     patience: seconds that processes wait for one that makes no progress; 0 for any time.
+    connect_timeout: seconds until all processes must be connected. Later, this process ends with one line.
 
   Raises:
-    UserError: the arguments are not consistent, or the other processes cannot be reached.
+    UserError: the arguments are not consistent, or JAX does not accept them.
   """
   if not 0 <= patience < math.inf:
     raise UserError(f'--patience={patience}: must be a number of seconds, or 0 to wait for any time')
+  if not 1 <= connect_timeout <= _LONGEST_CONNECT:
+    raise UserError(f'--connect_timeout={connect_timeout}: must be from 1 to {_LONGEST_CONNECT} seconds')
   if not coordinator:
     if num_processes is not None or process_id is not None:
       raise UserError('--num_processes and --process_id need --coordinator=HOST:PORT')
@@ -132,8 +147,10 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
     arguments = {'coordinator_address': coordinator, 'num_processes': num_processes, 'process_id': process_id}
   # The preemption service would catch SIGTERM, and this project does not query it.
   jax.config.update('jax_enable_preemption_service', False)
+  timeout = int(connect_timeout) + _SPARE
   try:
-    jax.distributed.initialize(**arguments, heartbeat_timeout_seconds=_JAX_SILENCE)
+    with _connecting(coordinator, connect_timeout):
+      jax.distributed.initialize(**arguments, initialization_timeout=timeout, heartbeat_timeout_seconds=_JAX_SILENCE)
   except (RuntimeError, ValueError) as e:
     raise UserError(f'--coordinator={coordinator}: {" ".join(str(e).split())}') from e
   sys.excepthook = _on_error
@@ -142,16 +159,74 @@ def connect(coordinator: str | None, num_processes: int | None, process_id: int 
     logging.getLogger('ragen_jax').setLevel(logging.WARNING)
 
 
+@contextlib.contextmanager
+def _connecting(coordinator: str, limit: float) -> Iterator[None]:
+  """Context manager: says what is waited for, and ends the process if the block takes longer than `limit` seconds.
+
+  At its own time limit JAX would abort the process, with stack traces and without the address.
+  """
+  done = threading.Event()
+
+  def watch() -> None:
+    deadline = time.monotonic() + limit
+    address = _address(coordinator)
+    while address is None and not done.wait(0.1) and time.monotonic() < deadline:
+      address = _address(coordinator)  # JAX detects it
+    if done.is_set():
+      return
+    _log.info('waiting until all processes are connected at %s, %g s at most', address or 'auto', limit)
+    if done.wait(deadline - time.monotonic()):
+      return
+    problem = _problem(address)
+    with contextlib.suppress(OSError):
+      os.write(2, f'error: --coordinator={coordinator}: {problem}; waited {limit:g} s (--connect_timeout)\n'.encode())
+    os._exit(1)
+
+  watcher = threading.Thread(target=watch, daemon=True, name='ragen_jax-connecting')
+  watcher.start()
+  try:
+    yield
+  finally:
+    done.set()
+    watcher.join()
+
+
+def _address(coordinator: str) -> str | None:
+  """HOST:PORT of process 0; None while JAX detects it."""
+  if coordinator != 'auto':
+    return coordinator
+  from jax._src import distributed  # JAX has no public name for the address that it has detected
+
+  return distributed.global_state.coordinator_address
+
+
+def _problem(address: str | None) -> str:
+  """The reason why the processes are not connected."""
+  if address is None:
+    return 'the address of process 0 was not detected'
+  host, _, port = address.rpartition(':')
+  try:
+    socket.create_connection((host.strip('[]'), int(port)), timeout=10).close()
+  except (OSError, ValueError) as e:  # ValueError: the name or the port cannot be one
+    return f'process 0 cannot be reached at {address} ({getattr(e, "strerror", None) or e})'
+  return f'process 0 answers at {address}, but not all processes have connected there'
+
+
 class _Store:
-  """JAX's key-value store, which has no public name; Orbax uses it in the same way."""
+  """JAX's key-value store. JAX has no public name for it, and Orbax has one."""
 
   _PREFIX = 'ragen_jax/watchdog/'
 
+  def __init__(self):
+    from orbax.checkpoint import multihost  # takes a second to import, and a run of one process has no store
+
+    self._client = multihost.get_jax_distributed_client()
+
   def set(self, key: str, text: str) -> None:
-    global_state.client.key_value_set(self._PREFIX + key, text, allow_overwrite=True)
+    self._client.key_value_set(self._PREFIX + key, text, allow_overwrite=True)
 
   def all(self) -> dict[str, str]:
-    return {key.removeprefix(self._PREFIX): text for key, text in global_state.client.key_value_dir_get(self._PREFIX)}
+    return {key.removeprefix(self._PREFIX): text for key, text in self._client.key_value_dir_get(self._PREFIX)}
 
 
 def _watch(patience: float) -> None:
@@ -174,22 +249,22 @@ def _last_words(message: str) -> str:
   return f'error: {message}; the same command resumes from the last checkpoint, if there is one\n'
 
 
-def passed(phase: str = '') -> None:
+def mark_progress(phase: str = '') -> None:
   """Says that this process passes a point that all processes pass in the same order, see `Watchdog.passed`."""
   if _watchdog is not None:
     _watchdog.passed(phase)
 
 
-def leave(status: int, together: bool = False, reason: str = '') -> None:
+def exit_process(status: int, together: bool = False, reason: str = '') -> None:
   """Ends the process with an exit status.
 
   Args:
-    status: the exit status.
     reason: the error of this process, which the others name when they end; '' if there is none.
     together: all processes of the run leave now, so this one waits for the others. Without it, the process ends at
       once, since the others may be waiting for it. It also ends at once if a program is still being compiled in the
       background: compilers cannot be stopped, and the interpreter's own end would abort the process.
   """
+  foreign.end_children()
   sys.stdout.flush()
   sys.stderr.flush()
   if jax.distributed.is_initialized():
@@ -215,10 +290,10 @@ def _on_error(kind, error, trace) -> None:
   ):
     missing = _watchdog.blame() if _watchdog is not None else ''
     sys.stderr.write(_last_words(missing or f'another process of this run has stopped or cannot be reached: {reason}'))
-    leave(1)
+    exit_process(1)
   else:
     traceback.print_exception(kind, error, trace)
-    leave(1, reason=f'{kind.__name__}: {reason}')
+    exit_process(1, reason=f'{kind.__name__}: {reason}')
 
 
 def is_first() -> bool:
@@ -230,7 +305,7 @@ def largest(numbers: Sequence[int]) -> list[int]:
   """The maximum of each number over all processes. All processes must call."""
   if jax.process_count() == 1:
     return list(numbers)
-  passed()
+  mark_progress()
   return multihost_utils.process_allgather(np.asarray(numbers, np.int32)).max(axis=0).tolist()
 
 
@@ -268,11 +343,11 @@ def gather(value: Any, types: Sequence[type] = ()) -> list[Any]:
   """
   if jax.process_count() == 1:
     return [value]
-  passed()
+  mark_progress()
   data = np.frombuffer(messages.pack(value, types), np.uint8)
   lengths = multihost_utils.process_allgather(np.asarray([len(data)], np.int64)).ravel()
   # Padded to powers of two, because every size is a program of its own.
-  padded = np.pad(data, (0, (1 << (int(lengths.max()) - 1).bit_length()) - len(data)))
+  padded = np.pad(data, (0, next_power(int(lengths.max())) - len(data)))
   parts = multihost_utils.process_allgather(padded).reshape(len(lengths), -1)
   return [messages.unpack(part[:n].tobytes(), types) for part, n in zip(parts, lengths, strict=True)]
 
@@ -308,7 +383,7 @@ def place_own_rows(tree: Any, mesh: Mesh, share: RowShare) -> Any:
 
 def own_rows(tree: Any) -> Any:
   """Copies the rows of this process to the host, from arrays whose rows are divided over the mesh. All must call."""
-  passed()
+  mark_progress()
 
   def fetch(x):
     if x.is_fully_addressable:
@@ -323,5 +398,5 @@ def all_rows(tree: Any) -> Any:
   """Copies all rows to the host of every process. All must call."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
-  passed()
+  mark_progress()
   return multihost_utils.process_allgather(tree, tiled=True)

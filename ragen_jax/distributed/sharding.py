@@ -51,7 +51,6 @@ def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
   Args:
     path: path of the weight, joined by '/'.
-    shape: shape of the weight.
     mesh: a mesh with the axes `mesh.AXES`.
 
   Raises:
@@ -168,8 +167,6 @@ def gathered(weights: Any, mesh: Mesh, dtype: Any = None, *, stacked: bool = Fal
   """Inside a program: the same weights, laid out as programs compute with them; gradients keep their layout and type.
 
   Args:
-    weights: a tree of trained weights.
-    mesh: the devices.
     dtype: type in which arrays of several axes are sent if it is smaller than theirs, which rounds them; None for their
       own. The type of the result is that of `weights`, so that its gradient adds up in it.
     stacked: each array has an axis of layers in front.
@@ -198,7 +195,6 @@ def exchanged(weights: Any, mesh: Mesh) -> Any:
   """The same weights; in the backward pass the devices add their gradients up here, and each keeps its part.
 
   Args:
-    weights: a tree of weights.
     mesh: the devices that the rows of a batch are divided over.
   """
   return jax.tree.map(_exchanged, weights, tree_shardings(weights, mesh), optimizer_shardings(weights, mesh))

@@ -84,9 +84,7 @@ class Watchdog:
     """Starts nothing, see `start`.
 
     Args:
-      store: the records.
       index: number of this process, from 0.
-      count: number of processes.
       patience: seconds that a process may be waited for; 0 for any time.
       end: ends this process with a message; called by a thread of the watchdog.
       clock: function that returns seconds since a fixed moment.

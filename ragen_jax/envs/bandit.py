@@ -188,6 +188,17 @@ class Bandit(base.Environment):
     """The names of all arms."""
     return self.names
 
+  def example_actions(self, observation: str) -> tuple[str, ...]:
+    """The two arms on offer, in the order of the observation."""
+    shown = tuple(line for line in observation.splitlines() if line in self.names)
+    return shown or self.names
+
+  def example_key(self, observation: str) -> str:
+    """The observation with its arms in alphabetical order: a pair in both orders shows each of its arms once."""
+    lines = observation.splitlines()
+    arms = iter(sorted(line for line in lines if line in self.names))
+    return '\n'.join(next(arms) if line in self.names else line for line in lines)
+
   def format_action(self, action: int) -> str:
     """The name with this id."""
     return self.names[int(action)]

@@ -158,6 +158,30 @@ class Game(abc.ABC):
     """Every word that is an action on some level; empty for free-text actions."""
     return self.action_names
 
+  def example_actions(self, observation: str) -> tuple[str, ...]:
+    """Actions for the example of an answer in a prompt; each is shown as often as the others.
+
+    Args:
+      observation: the text of the level's observation.
+
+    Returns:
+      At least one text. The default has the names of all actions; for free text it has a placeholder.
+    """
+    del observation
+    return self.action_names or ('your action',)
+
+  def example_key(self, observation: str) -> str:
+    """What chooses among `example_actions`: observations with the same key show those at the same places.
+
+    Args:
+      observation: the text of the level's observation.
+
+    Returns:
+      The observation. A game that shows the same actions in several orders returns one text for all of them, so that
+      each action is shown as often as the others.
+    """
+    return observation
+
   # -- host, batched -------------------------------------------------------------------------------------------------
 
   def check_budget(self, budget: Budget) -> None:
@@ -178,7 +202,6 @@ class Game(abc.ABC):
 
     Args:
       states: batched states with NumPy leaves [N, ...].
-      budget: the limits of an episode.
       discount: factor on the value of a success for each further action; below 1 the plans prefer short play. The
         reported `success` is always the undiscounted optimum.
 
@@ -241,7 +264,6 @@ class Environment(Game):
     """Executes one action. A state that is done absorbs it: the state does not change, and the reward is 0.
 
     Args:
-      state: the state before the action.
       action: i32 of shape `action_shape`, as `parse_action` returns it.
       key: PRNG key for the randomness of this action.
 
@@ -274,7 +296,6 @@ class Environment(Game):
     An image shows what `render` writes with symbols of the board, and nothing of the lines around the board.
 
     Args:
-      state: the state.
       tile: side of a tile in pixels. With the pixels of a visual token of the model, 28 for Qwen2.5-VL or 32 for
         Qwen3-VL, a tile is one token; the processor must not enlarge the image, see docs/vision.md.
 

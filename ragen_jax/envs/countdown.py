@@ -199,6 +199,11 @@ class Countdown(base.Environment):
     tokens = parse_expression(text)
     return None if tokens is None or len(tokens) > self.action_shape[0] else self._padded(tokens)
 
+  def example_actions(self, observation: str) -> tuple[str, ...]:
+    """Expressions of other numbers than the level's are wrong answers, so copying them is not paid."""
+    del observation
+    return '(1 + 2) * 3', '8 / 4 - 1', '5 * 3 + 2', '9 - (2 + 4)'
+
   def format_action(self, action: np.ndarray | Tokens) -> str:
     """The text of the expression, without needless parentheses; the inverse of `parse_action`.
 

@@ -338,7 +338,6 @@ class FrozenLake(base.Environment):
 
     Args:
       states: levels [N], solved from the current squares of their players.
-      budget: limits of an episode.
       discount: a success after k actions is worth discount ** k to the plans.
 
     Raises:

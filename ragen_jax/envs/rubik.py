@@ -225,7 +225,6 @@ class Rubik2x2(base.Environment):
 
     Args:
       states: batched states with NumPy leaves [N, ...].
-      budget: limits of an episode.
       discount: not used, since the plans are shortest anyway.
     """
     del discount

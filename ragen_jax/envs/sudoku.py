@@ -215,6 +215,11 @@ class Sudoku(base.Environment):
       return None
     return (row, col, digit) if max(row, col, digit) <= self.side else None
 
+  def example_actions(self, observation: str) -> tuple[str, ...]:
+    """Every digit, each in another cell of the diagonal."""
+    del observation
+    return tuple(self.format_action((i, i, i)) for i in range(1, self.side + 1))
+
   def format_action(self, action: tuple[int, int, int]) -> str:
     """(row, column, digit) as a sentence."""
     row, col, digit = map(int, action)
@@ -348,7 +353,6 @@ class Sudoku(base.Environment):
 
     Args:
       states: batched states with NumPy leaves [N, ...].
-      budget: limits of an episode.
       discount: not used, since no plan wastes an action.
     """
     del discount

@@ -23,7 +23,6 @@ def generate(key: jax.Array, side: int, empty_cells: int) -> tuple[jax.Array, ja
   """A level with exactly one solution, traced.
 
   Args:
-    key: a PRNG key.
     side: cells in a row, 4 or 9.
     empty_cells: number of cells to empty; fewer are emptied if the board would have a second solution.
 
@@ -127,7 +126,6 @@ def _search_step(s: _Search, digits: jax.Array, order: jax.Array) -> _Search:
   """One step of `remove_cells`: begins a search, fills forced cells, makes a choice, or goes back to an earlier one.
 
   Args:
-    s: the current state.
     digits: i32[S, S], the solution as bits.
     order: i32[S * S], see `remove_cells`.
   """

@@ -70,8 +70,6 @@ def play_baseline(
   Args:
     kind: 'random', 'solver' or 'endpoint'.
     levels: the levels of the environment of `context`.
-    context: writes the prompts.
-    settings: how levels are played.
     endpoint: the speaker of kind 'endpoint'.
     limits: the limits of an episode; the limits in tokens do not apply to speakers of text.
     step: iteration under which the viewer lists the records.

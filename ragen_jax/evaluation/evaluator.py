@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,13 +21,9 @@ from ragen_jax.viewer.records import Played, episode_records, first_rows
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-  """How levels are played in an evaluation.
+  """How levels are played in an evaluation. Fields of `config.eval`, and the following.
 
   Attributes:
-    first_level: seed of the first level.
-    group_size: G, number of episodes of each level.
-    temperature, top_p, top_k: see `Sampling`.
-    greedy_too: whether the levels are played a second time with greedy decoding.
     episodes: number of episodes of each environment that are recorded for the trajectory viewer.
   """
 
@@ -66,25 +61,14 @@ class Evaluation:
 
 
 class Evaluator:
-  """Plays the same levels with the same random numbers at each call.
-
-  Attributes:
-    observer: called with each rollout of sampled episodes; None if nobody observes.
-  """
+  """Plays the same levels with the same random numbers at each call, and tells the model's observer of them."""
 
   def __init__(self, settings: EvaluationSettings, player: Player, model: LanguageModel):
-    """Plays nothing; the best possible success is computed at the first call.
-
-    Args:
-      settings: how levels are played.
-      player: plays the levels.
-      model: the model that plays.
-    """
-    self._settings, self._player = settings, player
+    """Plays nothing; the best possible success is computed at the first call."""
+    self._settings, self._player, self._observer = settings, player, model.sampler.observer
     self._tokenizer, self._has_values = model.tokenizer, model.sampler.values
     self._recorded = first_rows(player.specs, settings.group_size, settings.episodes, one_a_level=True)
     self._optimal: dict[str, float] = {}
-    self.observer: Callable[[Rollout], None] | None = None
 
   def _play(self, params: Any, sampling: Sampling, step: int) -> Rollout:
     first = self._settings.first_level
@@ -114,7 +98,6 @@ class Evaluator:
     """Plays the levels.
 
     Args:
-      params: weights of the `ActorCritic`.
       step: number of iterations that led to the weights, for the records.
 
     Returns:
@@ -122,8 +105,7 @@ class Evaluator:
       numbers of both that are not finite.
     """
     sampled = self._play(params, self._settings.sampling, step)
-    if self.observer is not None:
-      self.observer(sampled)
+    self._observer.played(sampled, step)
     records, greedy = self._records(sampled, step, 'val'), []
     not_finite = [finite.describe(finite.of_rollout(sampled).values())]
     if self._settings.greedy_too:

@@ -143,10 +143,7 @@ def write_row_events(workdir: str, name: str, step: int, rows: list[EvaluationRo
   """Writes a TensorBoard run for each kind of policy below `<workdir>/tb/evaluation`, so that they share their charts.
 
   Args:
-    workdir: the run's directory.
     name: name of the evaluation; its earlier events are replaced.
-    step: the iteration.
-    rows: the rows of the evaluation.
 
   Raises:
     UserError: the disk is full or not writable.

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from ragen_jax.distributed.sharding import ROW_AXES
+from ragen_jax.models import trees
 
 # Score of a masked column.
 _MASKED = -1e30
@@ -29,14 +30,18 @@ _TILE, _PART = 128, 8
 _ROW_BLOCK = 64
 
 # The implementations of `causal`.
-IMPLEMENTATIONS = ('einsum', 'blocks', 'flash', 'splash', 'cudnn', 'pallas')
+IMPLEMENTATIONS = ('einsum', 'blocks', 'flash', 'splash', 'cudnn')
 # Those that hold scores in memory, of all columns or of blocks.
 HOLDING_SCORES = ('einsum', 'blocks')
+
+# Columns of a row whose keys, values and gradients 'flash' holds on the chip, for heads of up to 128: 3 kB each. Wider
+# rows attend as with 'splash', which knows sequences and no trees.
+MOST_FLASH_COLUMNS = 8192
 
 # The name of results that a backward pass may keep instead of attending again. Kernels without it have operations of
 # their own, whose results include the sums that their backward pass needs.
 KEPT = 'attention'
-_FORWARD_KERNELS = {'cudnn': 'dot_product_attention_fwd_wrapper', 'pallas': 'pallas_call'}
+_FORWARD_KERNELS = {'cudnn': 'dot_product_attention_fwd_wrapper'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,7 @@ class AttentionSettings:
     implementation: one of `IMPLEMENTATIONS`: 'einsum' is `attend` with all scores in memory, 'blocks' is
       `attend_causal_by_row`, and the others are the kernels of `attention_kernels`.
     mesh: the devices that rows and heads are divided over; None for one device.
-    interpret: run the kernels of 'splash' and 'pallas' as ordinary operations, on any device; for tests.
+    interpret: run the kernels of 'flash' and 'splash' as ordinary operations, on any device; for tests.
   """
 
   implementation: str
@@ -64,6 +69,12 @@ class AttentionSettings:
     """Whether the kernels are those of TPUs."""
     return self.implementation in ('flash', 'splash')
 
+  def tree_columns(self, head_dim: int) -> int:
+    """Columns of the widest rows that may be token trees, see `models.trees`; 0 for sequences only."""
+    if self.implementation == 'flash':
+      return MOST_FLASH_COLUMNS // -(-head_dim // 128)
+    return 0 if self.implementation == 'splash' else trees.ALWAYS
+
   @property
   def by_row(self) -> bool:
     """Whether rows attend one after the other to any columns. Rows that are divided over devices cannot."""
@@ -74,7 +85,7 @@ EINSUM = AttentionSettings('einsum', None)
 
 
 def causal(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, settings: AttentionSettings
+  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None, settings: AttentionSettings
 ) -> jax.Array:
   """Causal grouped-query attention of whole rows.
 
@@ -84,8 +95,8 @@ def causal(
     q: queries [B, T, N, H].
     k: keys [B, T, K, H].
     v: values [B, T, K, H].
-    segments: i32[B, T], the sequence that each column belongs to if rows are packed; a column attends to columns of
-      its own sequence only. None if each row is one sequence.
+    seen_until: i32[B, T], see `models.trees`, if rows are packed; a column attends to those before it that it sees.
+      None if each row is one sequence.
     settings: the implementation and the mesh.
 
   Returns:
@@ -93,16 +104,16 @@ def causal(
   """
   if settings.implementation == 'einsum':
     mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
-    if segments is not None:
-      mask = mask & (segments[:, None, :] == segments[:, :, None])
+    if seen_until is not None:
+      mask = mask & trees.still_seen(seen_until)
     return checkpoint_name(attend(q, k, v, mask, settings=settings), KEPT)
   attend_rows = _implementation(settings)
   if settings.mesh is None:
-    return attend_rows(q, k, v, segments)
+    return attend_rows(q, k, v, seen_until)
   rows, heads = PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES, None, 'tensor')
   return jax.shard_map(
     attend_rows, mesh=settings.mesh, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
-  )(q, k, v, segments)
+  )(q, k, v, seen_until)
 
 
 def is_kept(primitive: Any, settings: AttentionSettings, **parameters: Any) -> bool:
@@ -271,7 +282,7 @@ def _attend_by_row(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
   return jax.lax.map(one_row, (q, k, v, jnp.broadcast_to(mask, (len(q), t, k.shape[1])))).astype(q.dtype)
 
 
-def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None) -> jax.Array:
   """Causal attention, one row at a time and in blocks of queries, recomputed in the backward pass.
 
   On a CPU, the scores of a whole batch exceed the processor's cache and the scores of a block do not. A block also
@@ -281,8 +292,7 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax
     q: queries [B, T, N, H].
     k: keys [B, T, K, H].
     v: values [B, T, K, H].
-    segments: i32[B, T], the sequence that each column belongs to if rows are packed; a column attends to columns of
-      its own sequence only.
+    seen_until: i32[B, T] or None, see `causal`.
 
   Returns:
     [B, T, N, H].
@@ -290,17 +300,17 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax
 
   @jax.checkpoint
   def one_row(row):
-    q, k, v, segments = row
+    q, k, v, seen_until = row
 
     def visible(start, end):
       own = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
-      if segments is not None:
-        own &= segments[None, :end] == segments[start:end, None]
+      if seen_until is not None:
+        own &= trees.still_seen(seen_until[:end], start, end)
       return own, end
 
     return _attend_in_blocks(q, k, v, visible)
 
-  return jax.lax.map(one_row, (q, k, v, segments)).astype(q.dtype)
+  return jax.lax.map(one_row, (q, k, v, seen_until)).astype(q.dtype)
 
 
 def _attend_in_blocks(

@@ -19,15 +19,14 @@ AUTO = 'auto'
 # Platform -> its implementations, the fastest first; 'auto' takes the first that can be used.
 _BY_PLATFORM = {
   'tpu': ('flash', 'splash', 'einsum'),
-  'gpu': ('cudnn', 'pallas', 'einsum'),
+  'gpu': ('cudnn', 'einsum'),
   'cpu': ('einsum',),
 }
-_PLATFORM_OF_KERNEL = {'flash': 'tpu', 'splash': 'tpu', 'cudnn': 'gpu', 'pallas': 'gpu'}
+_PLATFORM_OF_KERNEL = {'flash': 'tpu', 'splash': 'tpu', 'cudnn': 'gpu'}
 # The names that JAX gives to GPUs.
 _GPUS = ('gpu', 'cuda', 'rocm')
-# The first NVIDIA GPUs on which cuDNN has flash attention, and Triton products in bfloat16.
+# The first NVIDIA GPUs on which cuDNN has flash attention.
 _LEAST_CAPABILITY = (8, 0)
-_LARGEST_PALLAS_HEAD = 128
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +35,11 @@ _log = logging.getLogger(__name__)
 def choose_attention(name: str, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> AttentionSettings:
   """How a model attends on the devices of a mesh. Nothing is compiled.
 
-  'auto' takes 'flash' on TPUs, cuDNN on GPUs (else Pallas, else 'einsum', with a reason in the log), 'blocks'
-  on one CPU device and 'einsum' on several.
+  'auto' takes 'flash' on TPUs, cuDNN on GPUs (else 'einsum', with a reason in the log), 'blocks' on one CPU
+  device and 'einsum' on several.
 
   Args:
     name: 'auto' or one of `attention.IMPLEMENTATIONS`.
-    cfg: shape of the model.
-    dtype: type of computations.
     mesh: the devices, which need not be those of this machine.
 
   Raises:
@@ -85,14 +82,7 @@ def _problem(name: str, platform: str, device: Any, cfg: QwenConfig, dtype: Any)
   capability = _capability(device)
   if capability < _LEAST_CAPABILITY:
     return f'needs an NVIDIA GPU of compute capability {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} or later'
-  if name == 'cudnn':
-    return _cudnn_problem(cfg, dtype)
-  if name == 'pallas':
-    if jnp.dtype(dtype).itemsize > 2:
-      return f'needs model.dtype bfloat16, not {jnp.dtype(dtype).name}'
-    if cfg.head_dim > _LARGEST_PALLAS_HEAD:
-      return f'needs heads of at most {_LARGEST_PALLAS_HEAD} numbers, not {cfg.head_dim}'
-  return ''
+  return _cudnn_problem(cfg, dtype) if name == 'cudnn' else ''
 
 
 def _capability(device: Any) -> tuple[int, ...]:

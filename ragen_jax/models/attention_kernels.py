@@ -1,4 +1,4 @@
-"""Causal attention by kernels of JAX that never hold the scores in memory: splash (TPU), cuDNN and Pallas (GPU).
+"""Causal attention by kernels of JAX that never hold the scores in memory: splash (TPU) and cuDNN (GPU).
 
 Each function takes and returns what `attention.causal` does, for the rows and heads of one device. The kernels sum in
 another order than `attention.attend`, so results differ by rounding.
@@ -12,24 +12,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.gpu import attention as pallas_attention
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from ragen_jax.models import attention_tpu
-from ragen_jax.models.attention import KEPT
+from ragen_jax.models import attention_tpu, trees
+from ragen_jax.models.attention import KEPT, MOST_FLASH_COLUMNS
 
 # Block lengths of the kernels for TPUs, multiples of the 128 lanes. Large blocks are faster: every block has a fixed
 # cost, and the backward pass reads all keys once for each block of queries.
 _SPLASH_BLOCKS = (512, 384, 256)
 _LANES = 128
-# Columns of a row whose keys, values and gradients `flash` holds on the chip, for heads of 128: 3 kB each.
-_MOST_COLUMNS = 8192
-# Block length of the forward kernel for GPUs.
-_PALLAS_BLOCK = 128
 
 
 def flash(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, *, interpret: bool = False
+  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None, *, interpret: bool = False
 ) -> jax.Array:
   """The kernels of `attention_tpu`, and `splash` for rows whose keys do not fit on the chip.
 
@@ -37,24 +32,24 @@ def flash(
     q: queries [B, T, N, H].
     k: keys [B, T, K, H].
     v: values [B, T, K, H].
-    segments: i32[B, T] or None, see `attention.causal`; the columns of a sequence are neighbours.
+    seen_until: i32[B, T] or None, see `attention.causal`.
     interpret: run the kernels as ordinary operations, on any device.
 
   Returns:
     [B, T, N, H].
   """
   b, t, _, h = q.shape
-  if t * -(-h // _LANES) > _MOST_COLUMNS:
-    return splash(q, k, v, segments, interpret=interpret)
-  segments = jnp.zeros((b, t), jnp.int32) if segments is None else segments
-  q, k, v, segments = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, segments, attention_tpu.BLOCK)
+  if t * -(-h // _LANES) > MOST_FLASH_COLUMNS:
+    return splash(q, k, v, seen_until, interpret=interpret)
+  seen_until = jnp.full((b, t), trees.ALWAYS, jnp.int32) if seen_until is None else seen_until
+  q, k, v, seen_until = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, seen_until, attention_tpu.BLOCK)
   # The layouts that the compiler gives to the products before and after anyway.
   q, k, v = jnp.transpose(q, (0, 2, 3, 1)), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-  return jnp.transpose(attention_tpu.attention(q, k, v, segments, KEPT, interpret), (0, 3, 1, 2))[:, :t]
+  return jnp.transpose(attention_tpu.attention(q, k, v, seen_until, KEPT, interpret), (0, 3, 1, 2))[:, :t]
 
 
 def splash(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, *, interpret: bool = False
+  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None, *, interpret: bool = False
 ) -> jax.Array:
   """Splash attention of JAX for TPUs, with separate backward kernels for queries and for keys and values.
 
@@ -62,7 +57,8 @@ def splash(
     q: queries [B, T, N, H].
     k: keys [B, T, K, H].
     v: values [B, T, K, H].
-    segments: i32[B, T] or None, see `attention.causal`.
+    seen_until: i32[B, T] or None, see `attention.causal`; of trees without branches (see
+      `AttentionSettings.tree_columns`).
     interpret: run the kernels as ordinary operations, on any device.
 
   Returns:
@@ -70,7 +66,8 @@ def splash(
   """
   t, n, h = q.shape[1:]
   block = splash_block(t)
-  q, k, v, segments = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, segments, block)
+  q, k, v, seen_until = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, seen_until, block)
+  segments = None if seen_until is None else jnp.cumsum(trees.begins(seen_until), axis=1)
   kernel = _splash_kernel(n, q.shape[1], block, h < _LANES, interpret)
 
   def one_row(q, k, v, segments):
@@ -107,14 +104,14 @@ def _splash_kernel(
   return jax.tree.map(np.asarray, kernel)
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None) -> jax.Array:
   """Flash attention of cuDNN. It can be traced only where there is an NVIDIA GPU.
 
   Args:
     q: queries [B, T, N, H], bfloat16 or float16.
     k: keys [B, T, K, H].
     v: values [B, T, K, H].
-    segments: i32[B, T] or None, see `attention.causal`; they become a bias [B, 1, T, T] in memory.
+    seen_until: i32[B, T] or None, see `attention.causal`; it becomes a bias [B, 1, T, T] in memory.
 
   Returns:
     [B, T, N, H].
@@ -124,37 +121,17 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None =
   """
   t = q.shape[1]
   # With a bias, the backward kernel needs an even number of columns.
-  q, k, v, segments = _padded(q, k, v, segments, 2)
-  mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+  q, k, v, seen_until = _padded(q, k, v, seen_until, 2)
+  mask = None if seen_until is None else trees.still_seen(seen_until)[:, None]
   return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation='cudnn')[:, :t]
 
 
-def pallas(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None, *, interpret: bool = False
-) -> jax.Array:
-  """Flash attention of JAX for GPUs, in Triton. It compiles without a GPU, which cuDNN's does not.
-
-  Args:
-    q: queries [B, T, N, H].
-    k: keys [B, T, K, H]; they are repeated for the queries of their group.
-    v: values [B, T, K, H].
-    segments: i32[B, T] or None, see `attention.causal`.
-    interpret: run the kernels as ordinary operations, on any device.
-
-  Returns:
-    [B, T, N, H].
-  """
-  t, n, h = q.shape[1:]
-  # In float32, so that the backward pass adds the gradients of a group's heads in float32.
-  k, v = (jnp.repeat(x.astype(jnp.float32), n // k.shape[2], axis=2).astype(x.dtype) for x in (k, v))
-  q, k, v, segments = _padded(q, k, v, segments, _PALLAS_BLOCK)
-  return pallas_attention.mha(q, k, v, segments, sm_scale=h**-0.5, causal=True, interpret=interpret)[:, :t]
-
-
 def _padded(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, multiple: int
+  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None, multiple: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
   """Adds columns on the right up to a multiple; being causal, the columns before do not attend to them."""
   more = -q.shape[1] % multiple
   q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (q, k, v))
-  return q, k, v, None if segments is None else jnp.pad(segments, ((0, 0), (0, more)))
+  if seen_until is not None:
+    seen_until = jnp.pad(seen_until, ((0, 0), (0, more)), constant_values=trees.ALWAYS)
+  return q, k, v, seen_until

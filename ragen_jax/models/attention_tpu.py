@@ -1,10 +1,11 @@
 """Causal attention for TPUs, in Pallas: a kernel for the forward pass and one for all gradients.
 
 The kernels are made for the rows of an update: some thousands of columns, several queries for each key, and several
-sequences in a row. Of a row and a key/value head, all keys and values lie on the chip. A step takes a block of queries
-of all heads of the group, and goes over the blocks of keys from the first of the block's sequences to its own: what a
-causal mask or another sequence hides is not computed. Scores are transposed, [keys, queries], so that the numbers of a
-query (its maximum, its sum) lie beside one another. The algorithm is that of FlashAttention-2 (arXiv 2307.08691).
+sequences in a row, which may share their beginnings. Of a row and a key/value head, all keys and values lie on the
+chip. A step takes a block of queries of all heads of the group, and goes over the blocks of keys from the beginning of
+the first query's tree to its own: what a causal mask or another tree hides is not computed. Scores are transposed,
+[keys, queries], so that the numbers of a query (its maximum, its sum) lie beside one another. The algorithm is that of
+FlashAttention-2 (arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ragen_jax.models import trees
+
 # Queries and keys of a block: the lanes of a TPU.
 BLOCK = 128
 # Blocks of keys at once: a power of 2. With more, operations overlap better, and the program of a kernel is longer.
@@ -32,35 +35,34 @@ _CONTRACT_ROWS = (((0,), (0,)), ((), ()))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, name: str, interpret: bool) -> jax.Array:
-  """Causal grouped-query attention within the segments of each row.
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array, name: str, interpret: bool) -> jax.Array:
+  """Causal grouped-query attention within the token trees of each row.
 
   Args:
     q: queries [B, N, H, T], already divided by sqrt(H); T is a multiple of `BLOCK`.
     k: keys [B, K, T, H].
     v: values [B, K, T, H].
-    segments: i32[B, T], the sequence of each column; the columns of a sequence are neighbours.
+    seen_until: i32[B, T], see `models.trees`.
     name: of the results that a backward pass may keep, see `jax.ad_checkpoint.checkpoint_name`.
     interpret: run the kernels as ordinary operations, on any device.
 
   Returns:
     [B, N, H, T].
   """
-  return _forward(q, k, v, segments, name, interpret)[0]
+  return _forward(q, k, v, seen_until, name, interpret)[0]
 
 
 def _dot(a: jax.Array, b: jax.Array, dimensions: Any = (((1,), (0,)), ((), ()))) -> jax.Array:
   return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _bias(segments_ref: Any, i: jax.Array, j: jax.Array, blocks: int) -> jax.Array:
+def _bias(seen_ref: Any, i: jax.Array, j: jax.Array, blocks: int) -> jax.Array:
   """f32[keys, queries] of some blocks of keys from j on and of block i: 0 where a query attends to a key."""
   keys = blocks * BLOCK
-  of_queries = segments_ref[0, :, pl.ds(i * BLOCK, BLOCK)]  # [1, queries]
-  of_keys = jnp.transpose(jnp.broadcast_to(segments_ref[0, :, pl.ds(j * BLOCK, keys)], (BLOCK, keys)))
-  key = jax.lax.broadcasted_iota(jnp.int32, (keys, BLOCK), 0) + (j - i) * BLOCK
-  query = jax.lax.broadcasted_iota(jnp.int32, (keys, BLOCK), 1)
-  return jnp.where((of_keys == of_queries) & (key <= query), 0.0, _MASKED)
+  until = jnp.transpose(jnp.broadcast_to(seen_ref[0, :, pl.ds(j * BLOCK, keys)], (BLOCK, keys)))
+  key = jax.lax.broadcasted_iota(jnp.int32, (keys, BLOCK), 0) + j * BLOCK
+  query = jax.lax.broadcasted_iota(jnp.int32, (keys, BLOCK), 1) + i * BLOCK
+  return jnp.where((key <= query) & (query < until), 0.0, _MASKED)
 
 
 def _over_keys(run: Callable[[jax.Array, int], None], first: jax.Array, end: jax.Array, blocks: int) -> None:
@@ -91,7 +93,7 @@ def _apart(ref: Any, x: jax.Array) -> None:
 
 
 def _forward_kernel(
-  first_ref, q_ref, k_ref, v_ref, segments_ref, out_ref, lse_ref, heads_ref, most_ref, total_ref, sum_ref
+  first_ref, q_ref, k_ref, v_ref, seen_ref, out_ref, lse_ref, heads_ref, most_ref, total_ref, sum_ref
 ):
   row, i = pl.program_id(0), pl.program_id(2)
   heads = q_ref.shape[1]
@@ -102,7 +104,7 @@ def _forward_kernel(
 
   def run(j, blocks):
     columns = pl.ds(j * BLOCK, blocks * BLOCK)
-    k, v, bias = k_ref[0, 0, columns], v_ref[0, 0, columns], _bias(segments_ref, i, j, blocks)
+    k, v, bias = k_ref[0, 0, columns], v_ref[0, 0, columns], _bias(seen_ref, i, j, blocks)
     scores = _dot(k, heads_ref[...]) + jnp.concatenate([bias] * heads, axis=1)  # [keys, heads * queries]
     before = most_ref[...]  # [1, heads * queries]
     most = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
@@ -118,7 +120,7 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-  first_ref, q_ref, k_ref, v_ref, segments_ref, out_ref, lse_ref, of_out_ref,
+  first_ref, q_ref, k_ref, v_ref, seen_ref, out_ref, lse_ref, of_out_ref,
   of_q_ref, of_k_ref, of_v_ref, heads_ref, of_heads_ref, sums_ref, means_ref, of_q_sum, of_k_sum, of_v_sum,
 ):  # fmt: skip
   row, i = pl.program_id(0), pl.program_id(2)
@@ -138,7 +140,7 @@ def _backward_kernel(
 
   def run(j, blocks):
     columns = pl.ds(j * BLOCK, blocks * BLOCK)
-    k, v, bias = k_ref[0, 0, columns], v_ref[0, 0, columns], _bias(segments_ref, i, j, blocks)
+    k, v, bias = k_ref[0, 0, columns], v_ref[0, 0, columns], _bias(seen_ref, i, j, blocks)
     q, of_out = heads_ref[...], of_heads_ref[...]  # [H, heads * queries]
     weights = jnp.exp(_dot(k, q) + jnp.concatenate([bias] * heads, axis=1) - sums_ref[...])  # [keys, heads * queries]
     of_scores = (weights * (_dot(v, of_out) - means_ref[...])).astype(k.dtype)
@@ -155,11 +157,10 @@ def _backward_kernel(
     of_v_ref[0, 0] = of_v_sum[...].astype(of_v_ref.dtype)
 
 
-def _first_blocks(segments: jax.Array) -> jax.Array:
+def _first_blocks(seen_until: jax.Array) -> jax.Array:
   """i32[B, T / BLOCK]: the first block of keys that a block of queries attends to."""
-  columns = jnp.arange(segments.shape[1])
-  begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-  start = jax.lax.cummax(jnp.where(begins, columns, 0), axis=1)
+  columns = jnp.arange(seen_until.shape[1])
+  start = jax.lax.cummax(jnp.where(trees.begins(seen_until), columns, 0), axis=1)
   return (start[:, ::BLOCK] // BLOCK).astype(jnp.int32)
 
 
@@ -176,7 +177,7 @@ def _specs(q: jax.Array, k: jax.Array) -> tuple[tuple[int, int, int], dict[str, 
     'queries': of_group(h),
     'sums': of_group(1),
     'keys': pl.BlockSpec((1, 1, t, h), lambda row, head, i, _: (row, head, 0, 0)),
-    'segments': pl.BlockSpec((1, 1, t), lambda row, head, i, _: (row, 0, 0)),
+    'seen': pl.BlockSpec((1, 1, t), lambda row, head, i, _: (row, 0, 0)),
   }
 
 
@@ -194,24 +195,24 @@ def _call(kernel: Any, grid: tuple[int, int, int], inputs: Any, outputs: Any, sh
   )
 
 
-def _forward(q, k, v, segments, name, interpret):
+def _forward(q, k, v, seen_until, name, interpret):
   (grid, specs), (b, n, h, t) = _specs(q, k), q.shape
   group = n // k.shape[1]
   lines = [pltpu.VMEM((1, group * BLOCK), jnp.float32)] * 2
   out, lse = _call(
     _forward_kernel, grid,
-    [specs['queries'], specs['keys'], specs['keys'], specs['segments']],
+    [specs['queries'], specs['keys'], specs['keys'], specs['seen']],
     [specs['queries'], specs['sums']],
     [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((b, n, 1, t), jnp.float32)],
     [pltpu.VMEM((h, group * BLOCK), q.dtype), *lines, pltpu.VMEM((h, group * BLOCK), jnp.float32)],
     name='attention_forward', interpret=interpret,
-  )(_first_blocks(segments), q, k, v, segments[:, None])  # fmt: skip
+  )(_first_blocks(seen_until), q, k, v, seen_until[:, None])  # fmt: skip
   out, lse = checkpoint_name(out, name), checkpoint_name(lse, name)
-  return out, (q, k, v, segments, out, lse)
+  return out, (q, k, v, seen_until, out, lse)
 
 
 def _backward(name, interpret, kept, of_out):
-  q, k, v, segments, out, lse = kept
+  q, k, v, seen_until, out, lse = kept
   (grid, specs), (_, n, h, t) = _specs(q, k), q.shape
   group = n // k.shape[1]
   heads = [pltpu.VMEM((h, group * BLOCK), q.dtype)] * 2
@@ -219,13 +220,13 @@ def _backward(name, interpret, kept, of_out):
   sums = [pltpu.VMEM((t, h), jnp.float32)] * 2
   of_q, of_k, of_v = _call(
     _backward_kernel, grid,
-    [specs['queries'], specs['keys'], specs['keys'], specs['segments'], specs['queries'], specs['sums'],
+    [specs['queries'], specs['keys'], specs['keys'], specs['seen'], specs['queries'], specs['sums'],
      specs['queries']],
     [specs['queries'], specs['keys'], specs['keys']],
     [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)],
     [*heads, *lines, pltpu.VMEM((h, group * BLOCK), jnp.float32), *sums],
     name='attention_backward', interpret=interpret,
-  )(_first_blocks(segments), q, k, v, segments[:, None], out, lse, of_out)  # fmt: skip
+  )(_first_blocks(seen_until), q, k, v, seen_until[:, None], out, lse, of_out)  # fmt: skip
   return of_q, of_k, of_v, None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
 from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.rotary import Llama3Scaling
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
 from ragen_jax.utils.errors import UserError
@@ -31,6 +32,13 @@ PRESETS = {
   'qwen3-1.7b': 'Qwen/Qwen3-1.7B',
   'qwen3-4b': 'Qwen/Qwen3-4B',
   'qwen3-8b': 'Qwen/Qwen3-8B',
+  'llama3.2-1b': 'meta-llama/Llama-3.2-1B',
+  'llama3.2-1b-instruct': 'meta-llama/Llama-3.2-1B-Instruct',
+  'llama3.2-3b': 'meta-llama/Llama-3.2-3B',
+  'llama3.2-3b-instruct': 'meta-llama/Llama-3.2-3B-Instruct',
+  'smollm2-135m': 'HuggingFaceTB/SmolLM2-135M-Instruct',
+  'smollm2-360m': 'HuggingFaceTB/SmolLM2-360M-Instruct',
+  'smollm2-1.7b': 'HuggingFaceTB/SmolLM2-1.7B-Instruct',
   'qwen2.5-vl-3b': 'Qwen/Qwen2.5-VL-3B-Instruct',
   'qwen2.5-vl-7b': 'Qwen/Qwen2.5-VL-7B-Instruct',
   'qwen3-vl-2b': 'Qwen/Qwen3-VL-2B-Instruct',
@@ -47,6 +55,18 @@ _QWEN2_7B = QwenConfig(
   head_dim=128, tie_word_embeddings=False,
 )  # fmt: skip
 _QWEN3 = QwenConfig(architecture='qwen3', num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
+_LLAMA3_2_1B = QwenConfig(
+  architecture='llama', vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32,
+  num_kv_heads=8, rope_theta=5e5, rms_norm_eps=1e-5,
+  rope_scaling=Llama3Scaling(
+    factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+  ),
+)  # fmt: skip
+_LLAMA3_2_3B = dataclasses.replace(_LLAMA3_2_1B, hidden_size=3072, num_layers=28, num_heads=24, head_dim=128)
+_SMOLLM2_135M = QwenConfig(
+  architecture='llama', vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+  num_kv_heads=3, rope_theta=1e5, rms_norm_eps=1e-5,
+)  # fmt: skip
 # Models that read images: the decoder of a text model, rotary positions on three axes, and a tower.
 _IMAGE_TOKENS = dict(
   image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653
@@ -91,6 +111,23 @@ _SHAPES = {
   'qwen3-1.7b': _QWEN3_1_7B,
   'qwen3-4b': _QWEN3_4B,
   'qwen3-8b': _QWEN3_8B,
+  'llama3.2-1b': _LLAMA3_2_1B,
+  'llama3.2-1b-instruct': _LLAMA3_2_1B,
+  'llama3.2-3b': _LLAMA3_2_3B,
+  'llama3.2-3b-instruct': _LLAMA3_2_3B,
+  'smollm2-135m': _SMOLLM2_135M,
+  'smollm2-360m': dataclasses.replace(
+    _SMOLLM2_135M, hidden_size=960, intermediate_size=2560, num_layers=32, num_heads=15, num_kv_heads=5
+  ),
+  'smollm2-1.7b': dataclasses.replace(
+    _SMOLLM2_135M,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=24,
+    num_heads=32,
+    num_kv_heads=32,
+    rope_theta=1.3e5,
+  ),
   'qwen2.5-vl-3b': _with_tower(_QWEN2_3B, _TOWER2_5),
   'qwen2.5-vl-7b': _with_tower(_QWEN2_7B, _TOWER2_5),
   'qwen3-vl-2b': _with_tower(_QWEN3_1_7B, _TOWER3),
@@ -108,8 +145,9 @@ _PROCESSORS = {
   QWEN3_VL: (65_536, 16_777_216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }  # fmt: skip
 
-# Patterns of files to download: weights, configs and tokenizers, no code.
-_DOWNLOADED = ('*.json', '*.safetensors', '*.txt')
+# Patterns of files to download: weights, configs, tokenizers and chat templates, no code; and other copies of weights.
+_DOWNLOADED = ('*.json', '*.safetensors', '*.txt', '*.jinja')
+_NOT_DOWNLOADED = ('original/*', 'onnx/*', 'runs/*')
 
 
 def names() -> tuple[str, ...]:
@@ -191,7 +229,7 @@ def _download(preset: str, repository: str) -> str:
   from huggingface_hub import snapshot_download
 
   try:
-    return snapshot_download(repository, allow_patterns=list(_DOWNLOADED))
+    return snapshot_download(repository, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_NOT_DOWNLOADED))
   except Exception as e:  # the exceptions of the transport differ between versions
     reason = ' '.join(f'{type(e).__name__}: {e}'.split())[:200]
     raise UserError(

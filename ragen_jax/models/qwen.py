@@ -1,8 +1,9 @@
-"""Qwen2, Qwen2.5 and Qwen3 (dense) decoders in Flax NNX.
+"""Qwen2, Qwen2.5, Qwen3 (dense) and Llama decoders in Flax NNX.
 
 Parameters have the names of Hugging Face checkpoints (`layers.0.self_attn.q_proj`, ...), with heads as separate axes:
 a projection's kernel is [D, N, H] instead of [D, N*H], so that heads can be divided over a mesh axis. Sources: the
-Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388) reports; the layout of the weights follows `transformers`.
+reports of Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388) and Llama 3 (arXiv 2407.21783); the layout of the weights
+follows `transformers`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
+from ragen_jax.models import trees
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_to_heads, by_heads, causal, is_kept
 from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
-from ragen_jax.models.rotary import frequency_axes, rotary
+from ragen_jax.models.rotary import Llama3Scaling, frequency_axes, rotary
 from ragen_jax.models.vision import features as image_features
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features, VisionTower
@@ -44,7 +46,7 @@ class QwenConfig:
   """The shape of a model; fields correspond to those of a Hugging Face `config.json`.
 
   Attributes:
-    architecture: 'qwen2' (q/k/v biases) or 'qwen3' (RMS norm of each head's q and k, no biases).
+    architecture: 'qwen2' (q/k/v biases), 'qwen3' (RMS norm of each head's q and k, no biases) or 'llama' (neither).
     vocab_size: V, rows of the embedding; checkpoints pad it beyond the tokenizer's size.
     hidden_size: D.
     intermediate_size: F.
@@ -53,6 +55,7 @@ class QwenConfig:
     num_kv_heads: K, divides N.
     head_dim: H, even.
     rope_theta: base of the wavelengths of the rotary embedding.
+    rope_scaling: how the wavelengths are stretched; None for no scaling.
     rms_norm_eps: epsilon added to the mean square in every norm.
     tie_word_embeddings: whether the output projection is the transposed embedding.
     rope_sections: frequencies of the rotary embedding on each axis of an image's positions; () for text models.
@@ -74,6 +77,7 @@ class QwenConfig:
   rope_sections: tuple[int, ...] = ()
   rope_interleaved: bool = False
   vision: VisionConfig | None = None
+  rope_scaling: Llama3Scaling | None = None
 
   @property
   def rope_axes(self) -> tuple[int, ...]:
@@ -152,7 +156,7 @@ class Attention(nnx.Module):
       self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
     self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
-  def __call__(self, x, positions, mask, cache, window, column, segments=None):
+  def __call__(self, x, positions, mask, cache, window, column, seen_until=None):
     if self.cfg.hidden_size < _FUSE_BELOW_WIDTH:
       q, k, v = fused_projection(x, [self.q_proj, self.k_proj, self.v_proj])
     else:
@@ -161,7 +165,8 @@ class Attention(nnx.Module):
       q, k, v = (self.sampling.without_padding(part, len(positions)) for part in (q, k, v))
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = (rotary(x, positions, self.cfg.rope_theta, self.cfg.rope_axes) for x in (q, k))
+    rope = (self.cfg.rope_theta, self.cfg.rope_axes, self.cfg.rope_scaling)
+    q, k = (rotary(x, positions, *rope) for x in (q, k))
     if window is not None:
       window = LayerCache(
         k=jax.lax.dynamic_update_slice_in_dim(window.k, k.astype(window.k.dtype), column, axis=1),
@@ -176,7 +181,7 @@ class Attention(nnx.Module):
         out = self.sampling.padded(out)
       return self.o_proj(out), window
     if mask is None:
-      return self.o_proj(causal(q, k, v, segments, self.attention)), None
+      return self.o_proj(causal(q, k, v, seen_until, self.attention)), None
     return self.o_proj(attend(q, k, v, mask, settings=self.attention)), None
 
 
@@ -211,8 +216,8 @@ class Layer(nnx.Module):
     self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
     self.mlp = MLP(cfg, param_dtype=param_dtype, rngs=rngs)
 
-  def __call__(self, x, positions, mask, cache, window, column, segments=None):
-    y, window = self.self_attn(self.input_layernorm(x), positions, mask, cache, window, column, segments)
+  def __call__(self, x, positions, mask, cache, window, column, seen_until=None):
+    y, window = self.self_attn(self.input_layernorm(x), positions, mask, cache, window, column, seen_until)
     x = x + y
     return x + self.mlp(self.post_attention_layernorm(x)), window
 
@@ -232,9 +237,7 @@ class Qwen(nnx.Module):
     """Creates the model with random weights.
 
     Args:
-      cfg: the shape.
       dtype: type of activations, and of weights in computations.
-      param_dtype: type in which weights are stored.
       attention: how columns attend, and over which devices.
       rngs: the stream `params` gives the initial weights.
     """
@@ -329,7 +332,7 @@ class Qwen(nnx.Module):
     window: tuple[LayerCache, ...] | None = None,
     column: jax.Array | int = 0,
     remat: str = 'none',
-    segments: jax.Array | None = None,
+    seen_until: jax.Array | None = None,
     deepstack: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
     """Runs the layers.
@@ -337,15 +340,15 @@ class Qwen(nnx.Module):
     Args:
       x: [B, T, D], embedded columns: `embed(tokens)`, or other embeddings in some columns.
       positions: i32[B, T], rotary positions, or i32[B, T, 3] on the axes of images; default 0..T-1 on all axes,
-        restarting with each segment.
+        or each column's depth in its tree (`seen_until`).
       mask: bool[B or 1, T, T], the columns that each column attends to. Without a window the default is causal, which
         is sufficient for rows that are padded on the right. With a window it is a `CacheMask`, and required.
       cache: one `LayerCache` of S columns per layer, which is only read; it needs a window. A `HeadsCache` needs T = 1.
       window: one `LayerCache` of C columns per layer; the T new columns are written at `column`.
       column: i32[], the first column of the window to write.
       remat: what the backward pass computes again, one of `REMAT`.
-      segments: i32[B, T], the sequence that each column belongs to if rows are packed. Without a mask and a window,
-        columns attend to their own sequence only.
+      seen_until: i32[B, T], see `models.trees`, if rows are packed. Without a mask and a window, columns attend to
+        those of their own sequence only.
       deepstack: [B, n, T, D], added to the hidden states after each of the first n layers (DeepStack, arXiv
         2406.04334): features of images in their columns, zero in others.
 
@@ -354,9 +357,8 @@ class Qwen(nnx.Module):
     """
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-      if segments is not None:
-        begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-        positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+      if seen_until is not None:
+        positions = trees.depths(seen_until)
     added = 0 if deepstack is None else deepstack.shape[1]
     layers = list(self.layers)
     scanned = self.scan_layers and window is None
@@ -368,17 +370,17 @@ class Qwen(nnx.Module):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
         again = nnx.remat(lambda m, *a: m(*a), policy=self._kept(remat))
-        x, new = again(layer, x, positions, mask, *of_layer, column, segments)
+        x, new = again(layer, x, positions, mask, *of_layer, column, seen_until)
       else:
-        x, new = layer(x, positions, mask, *of_layer, column, segments)
+        x, new = layer(x, positions, mask, *of_layer, column, seen_until)
       if i < added:
         x = x + deepstack[:, i].astype(x.dtype)
       x = self._lay_out(x)
       written.append(new)
     if scanned and added:
-      x = self._scan(layers[:added], x, positions, mask, remat, segments, jnp.moveaxis(deepstack, 1, 0))
+      x = self._scan(layers[:added], x, positions, mask, remat, seen_until, jnp.moveaxis(deepstack, 1, 0))
     if scanned and added < len(layers):
-      x = self._scan(layers[added:], x, positions, mask, remat, segments)
+      x = self._scan(layers[added:], x, positions, mask, remat, seen_until)
     x = self.norm(x)
     return (self.sampling.without_padding(x, rows) if pads else x), (None if window is None else tuple(written))
 
@@ -388,11 +390,11 @@ class Qwen(nnx.Module):
       return None
     return functools.partial(_is_costly, attention=self.attention, with_products=remat == 'elementwise')
 
-  def _scan(self, layers, x, positions, mask, remat, segments, deepstack: jax.Array | None = None) -> jax.Array:
+  def _scan(self, layers, x, positions, mask, remat, seen_until, deepstack: jax.Array | None = None) -> jax.Array:
     """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]; `deepstack` [layers, B, T, D] is added."""
 
     def run(layer, x, added):
-      x, _ = layer(x, positions, mask, None, None, 0, segments)
+      x, _ = layer(x, positions, mask, None, None, 0, seen_until)
       return self._lay_out(x if added is None else x + added.astype(x.dtype))
 
     # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.

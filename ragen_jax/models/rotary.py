@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,48 @@ import numpy as np
 AXES = 3
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float, axes: tuple[int, ...] = ()) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+  """How Llama 3.1 and later stretch the wavelengths of a model that was first trained on shorter contexts.
+
+  Attributes:
+    factor: divides the frequencies of long wavelengths.
+    low_freq_factor: wavelengths above `original_max_position_embeddings / low_freq_factor` are long.
+    high_freq_factor: wavelengths below `original_max_position_embeddings / high_freq_factor` stay; those between are
+      interpolated.
+    original_max_position_embeddings: the shorter context, in tokens.
+  """
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_position_embeddings: int
+
+
+def frequencies(half: int, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
+  """The angles of one position, f32[half], computed on the host so that every program has the same constants.
+
+  Args:
+    half: H/2.
+    theta: base of the wavelengths.
+    scaling: as in `transformers`' rope_type 'llama3'; None for none.
+  """
+  plain = theta ** (-np.arange(half) / half)
+  if scaling is not None:
+    turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)  # in the shorter context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)  # 0 for long wavelengths, 1 for short ones
+    plain = plain * (kept + (1 - kept) / scaling.factor)
+  return plain.astype(np.float32)
+
+
+def rotary(
+  x: jax.Array,
+  positions: jax.Array,
+  theta: float,
+  axes: tuple[int, ...] = (),
+  scaling: Llama3Scaling | None = None,
+) -> jax.Array:
   """Rotary embedding, halves convention.
 
   Args:
@@ -19,17 +62,16 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float, axes: tuple[int, ..
     theta: base of the wavelengths.
     axes: the axis that each of the H/2 frequencies reads its position from, see `frequency_axes`; needed for positions
       on several axes. A column with equal positions is rotated like one with a single position.
+    scaling: see `frequencies`.
 
   Returns:
     [B, T, heads, H], in the type of x.
   """
-  half = x.shape[-1] // 2
-  # Computed on the host, so that every program has the same constants.
-  frequencies = (theta ** (-np.arange(half) / half)).astype(np.float32)  # [H/2]
+  angles_of_one = frequencies(x.shape[-1] // 2, theta, scaling)  # [H/2]
   if positions.ndim == 2:
-    angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, H/2]
+    angles = positions[..., None].astype(jnp.float32) * angles_of_one  # [B, T, H/2]
   else:  # each frequency has one axis, and the products with the others are zero
-    by_axis = np.where(np.asarray(axes) == np.arange(AXES)[:, None], frequencies, np.float32(0))  # [AXES, H/2]
+    by_axis = np.where(np.asarray(axes) == np.arange(AXES)[:, None], angles_of_one, np.float32(0))  # [AXES, H/2]
     angles = sum(positions[..., i, None].astype(jnp.float32) * by_axis[i] for i in range(AXES))
   cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
   if x.shape[1] == 1:

@@ -16,6 +16,7 @@ from ragen_jax.config.checks import check_config
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.export import check_output, choose_step, restore_params, write_policy
 from ragen_jax.models.checkpoint.load import has_value_head
+from ragen_jax.modes import hub
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_export
 from ragen_jax.runs.staging import StagedWorkdir, address
@@ -32,7 +33,6 @@ def export(config: ConfigDict, workdir: str) -> str:
 
   Args:
     config: the config of the run. fields that `free_in_export` lists may differ.
-    workdir: the directory of the run.
 
   Returns:
     The directory that was written; its address if it is in a bucket.
@@ -74,6 +74,10 @@ def _export(config: ConfigDict, workdir: str | StagedWorkdir) -> str:
   _log.info('iteration %d of %s written to %s (%s)', step, workdir, shown, config.export.dtype)
   copied = ', after copying it to a disk' if is_address(shown) else ''
   _log.info('to start a run from it%s: %s', copied, _next_flags(config, shown))
+  if config.export.push:
+    _log.info('uploaded: %s', hub.push_model(config, workdir, output, step))
+  if config.export.push_episodes:
+    _log.info('uploaded: %s', hub.push_episodes(config, workdir))
   return shown if copied else output
 
 

@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 from ragen_jax import build, build_agents, build_frozen
 from ragen_jax.agent.endpoint_client import EndpointSettings, read_key
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
+from ragen_jax.config.agent_checks import check_prompt_search
 from ragen_jax.config.checks import check_config, check_eval
-from ragen_jax.config.prompt_checks import check_prompt_search
 from ragen_jax.modes.chosen_checkpoint import compare_with_run, find_step, load_weights, model_name
 from ragen_jax.prompt_search import report
 from ragen_jax.prompt_search.critic import Critic
@@ -30,9 +30,9 @@ from ragen_jax.runs.config_fields import read_by_prompt_search
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.workdir import need_disk, workdir_lock
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.serving.agent_player import run_agents
 from ragen_jax.serving.agent_server import LOOPBACK, AgentServer
-from ragen_jax.serving.keys import critic_seed
+from ragen_jax.serving.engine.keys import critic_seed
+from ragen_jax.serving.play.agent_player import run_agents
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 

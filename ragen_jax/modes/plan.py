@@ -12,15 +12,17 @@ from typing import Any, TextIO
 
 from ml_collections import ConfigDict
 
-from ragen_jax.compilers import memory, needed, programs, topologies
-from ragen_jax.compilers.abstract import prompt_columns, visual_columns
-from ragen_jax.compilers.memory import MemoryPlan
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.modes.plan_changes import ADAPTERS, fit
+from ragen_jax.modes.plan_changes import fit
 from ragen_jax.modes.plan_report import report
+from ragen_jax.planning import memory, program_list, programs, topologies
+from ragen_jax.planning.abstract import prompt_columns, visual_columns
+from ragen_jax.planning.host_fit import ADAPTERS
+from ragen_jax.planning.memory import MemoryPlan
 from ragen_jax.training.memory import USABLE
+from ragen_jax.utils.sizes import next_power
 
 _GIB = 2**30
 
@@ -35,7 +37,6 @@ def plan(config: ConfigDict, out: TextIO) -> None:
 
   Args:
     config: the config of the run; `config.plan` describes the machine.
-    out: the stream to write to.
 
   Raises:
     UserError: a field has a value that is not allowed.
@@ -71,7 +72,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     return
   kept = sum(size for name, size in better.phases['update'].items() if name != 'activations')
   # A power of two, which divides the dimensions of the models.
-  more = 1 << (math.ceil(config.plan.devices * kept / better.limit) - 1).bit_length()
+  more = next_power(math.ceil(config.plan.devices * kept / better.limit))
   if flags:
     out.write(f'Nor with {flags}: {_most(better)}.\n')
   out.write(
@@ -124,8 +125,8 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
   out.write(
     f'Update: {bins} {"bin" if config.optimizer.packing else "row"}{"s" * (bins > 1)} of '
     f'{width} tokens a device at once. Caches: {rows["rollout"]} row{"s" * (rows["rollout"] > 1)} '
-    f'(evaluation: {rows["evaluation"]}) of {found.columns} columns a device, and observations of up to '
-    f'{prompt_columns(config)} tokens{images}.\n'
+    f'(evaluation: {rows["evaluation"]}) of {found.columns} columns a device, and calls that feed '
+    f'up to {prompt_columns(config)} tokens of a prompt{images}.\n'
     'Activations are those of the programs compiled for CPU in float32, which bounds bfloat16 from above; an '
     "accelerator's compiler orders and fuses otherwise (plan.topology asks it). All else is counted exactly.\n"
   )
@@ -137,5 +138,5 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
   if found.fits and most > 0.75 * p.memory_gb:
     out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')
   run = programs.make_run(config)
-  listed = needed.programs(config, run.trainer, run.sampling.rows)
-  out.write(f'Programs: {needed.describe(listed, images=bool(seen))}.\n\n')
+  listed = program_list.programs(config, run.trainer, run.sampling.rows)
+  out.write(f'Programs: {program_list.describe(listed, images=bool(seen))}.\n\n')

@@ -8,27 +8,23 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from ragen_jax import build_agents
-from ragen_jax.compilers import memory
-from ragen_jax.compilers.memory import MemoryPlan
 from ragen_jax.config.checks import check_config
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.planning import memory
+from ragen_jax.planning.memory import MemoryPlan
 from ragen_jax.utils.errors import UserError
 
 # Upper limit for the number of accepted changes in `fit`.
 _MAX_CHANGES = 24
 # Chunks of logits to try, each after the one before was not enough.
 _LOGITS_CHUNKS = (1024, 256)
-# The fields of the `-lora` variant of a config that affect memory.
-ADAPTERS = {'lora.rank': 64, 'model.param_dtype': 'bfloat16'}
 
 
 def fit(config: ConfigDict, found: MemoryPlan, compiled: Any) -> tuple[dict[str, Any], ConfigDict, MemoryPlan]:
   """Changes one field at a time, each time for the phase with the largest total, until the run fits.
 
   Args:
-    config: the config of the run.
-    found: its plan.
     compiled: see `estimate`.
 
   Returns:
@@ -62,7 +58,6 @@ def candidates(config: ConfigDict, phase: str, rows: int) -> Iterator[dict[str, 
   """Changes of fields that reduce a phase's memory; changes that affect learning come last.
 
   Args:
-    config: the run's.
     phase: 'update', 'rollout' or 'evaluation'.
     rows: rows of the devices in the last two.
   """

@@ -158,7 +158,6 @@ class Person:
     """Shows how the level ended, and answers commands until the person leaves it.
 
     Args:
-      episode: the finished episode.
       best: the best success probability on the level; NaN if unknown.
     """
     ending = self._ending(episode, best)

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.context_manager import ContextSettings
 from ragen_jax.agent.language_model import LanguageModel, make_encoders, make_sampler, param_state
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.algorithms.spikes import SpikeSettings
@@ -34,6 +35,7 @@ from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.staging import StagedWorkdir
+from ragen_jax.runs.trackers import TrackerSettings, open_tracker
 from ragen_jax.runs.workdir import open_workdir, record_config
 from ragen_jax.sft import conversations, tiny_tokenizer, tiny_vision
 from ragen_jax.sft.data import (
@@ -50,8 +52,9 @@ from ragen_jax.sft.data import (
 from ragen_jax.sft.demonstrations import DemonstrationStyle
 from ragen_jax.sft.log import SftLog
 from ragen_jax.sft.packing import SftBatch, batches
+from ragen_jax.sft.step_watch import GRAD_NORM, StepWatch, WatchSettings, diverged
 from ragen_jax.sft.trainer import SftSettings, SftTrainer
-from ragen_jax.sft.watch import GRAD_NORM, StepWatch, WatchSettings, diverged
+from ragen_jax.training.batches import PackingSettings
 from ragen_jax.training.images import make_sight
 from ragen_jax.training.run_log import RunLog
 from ragen_jax.utils.errors import UserError
@@ -99,9 +102,8 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
 def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> LanguageModel:
   """A new tokenizer, saved to `directory`, and a model with fresh weights."""
   sft, sees = config.sft, bool(config.sft.tower)
-  pieces = dict.fromkeys(
-    piece for form in forms(config) for piece in prompt_pieces(specs, form=form, action_sep=config.agent.action_sep)
-  )
+  settings = [build.fill(ContextSettings, config.agent, format=form) for form in forms(config)]
+  pieces = dict.fromkeys(piece for s in settings for piece in prompt_pieces(specs, s))
   tiny_tokenizer.save(tiny_tokenizer.build(pieces, images=sees), directory)
   tokenizer, mesh = ChatTokenizer(directory, images=sees), make_mesh(**config.mesh)
   tower = tiny_vision.tower_config(sft.tower, sft.shape[0], tokenizer.added) if sees else None
@@ -171,11 +173,24 @@ def _held_out(config: ConfigDict, evaluator: Evaluator) -> frozenset[bytes]:
   return evaluator.held_out().union(*(build.held_out_levels(other) for other in others))
 
 
+def _as_update(config: ConfigDict) -> ConfigDict:
+  """The config of a run whose update is as large as a step of this warm start."""
+  own = config.copy_and_resolve_references()
+  own.optimizer.update({'packing': config.sft.packing, 'mini_batch_size': config.sft.batch_size, 'micro_batch_size': 0})
+  own.train.tags = config.sft.tags
+  return own
+
+
+def packing(config: ConfigDict, policy: LanguageModel) -> PackingSettings | None:
+  """The bins of packed conversations, as large as memory allows; None if each conversation has a row."""
+  return build.batching_settings(_as_update(config), policy).packing if config.sft.packing else None
+
+
 def make_trainer(config: ConfigDict, policy: LanguageModel) -> SftTrainer:
   """The trainer of a warm start, with fresh optimiser state."""
   o = config.optimizer
   settings = build.fill(SftSettings, config.sft, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
-  scoring = build.scoring_settings(config, policy, temperature=1.0)
+  scoring = build.scoring_settings(_as_update(config), policy, temperature=1.0)
   return SftTrainer(settings, scoring, policy.model, policy.mesh)
 
 
@@ -190,7 +205,7 @@ def _learn(
       f'sft.batch_size={sft.batch_size}: must be at most the number of training conversations, {len(shown)}'
     )
   cut = functools.partial(
-    batches, batch_size=sft.batch_size, length_step=config.length_step, packing=sft.packing,
+    batches, batch_size=sft.batch_size, length_step=config.length_step, packing=packing(config, policy),
     mesh=policy.mesh if policy.mesh.size > 1 else None,
   )  # fmt: skip
   beginnings = first_turns(data) if sft.short_steps else data
@@ -199,9 +214,11 @@ def _learn(
     done, told = _restore(trainer, checkpointer, data, workdir, sft.steps)
     start_step = done + 1 if done else 0
     kept = EpisodeWriter(workdir, start_step=start_step)
+    settings = build.fill(TrackerSettings, config.logging)
     with (
       Interrupt('step or evaluation') as interrupt,
-      MetricWriter(workdir, start_step=start_step) as writer,
+      open_tracker(settings, workdir, config.to_dict(), start_step, enabled=True) as tracker,
+      MetricWriter(workdir, start_step=start_step, tracker=tracker) as writer,
       Progress(sft.steps, start=done, noun='step') as progress,
     ):
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)

@@ -111,8 +111,6 @@ def draw_panels(panels: Sequence[Panel], curves: Sequence[Curve], width: float) 
   """A figure of one or several panels with one legend below.
 
   Args:
-    panels: the metrics to draw.
-    curves: the runs to draw.
     width: width of the figure, in inches.
 
   Returns:

@@ -84,7 +84,6 @@ def read_run(workdir: str | os.PathLike[str], metrics: Sequence[str]) -> Run:
 
   Args:
     workdir: the run's directory; the run may be in progress.
-    metrics: names of the metrics to read.
 
   Raises:
     UserError: the directory contains neither metrics nor evaluations, or one of its files is damaged.

@@ -26,7 +26,6 @@ class Critic:
     """Asks nothing.
 
     Args:
-      speaker: the server.
       at_a_time: its requests in flight at a time.
     """
     self._speaker, self.at_a_time = speaker, at_a_time

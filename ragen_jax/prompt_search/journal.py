@@ -24,7 +24,6 @@ class Journal:
     """Opens or creates the file.
 
     Args:
-      path: the file.
       head: what all results depend on, by name; JSON values.
 
     Raises:

@@ -14,11 +14,11 @@ from ragen_jax.agent.segments import written
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.prompt_search.tasks import Task
 from ragen_jax.prompt_search.wording import Failure
-from ragen_jax.serving import keys
-from ragen_jax.serving.agent_player import AgentPlayer, AgentSettings
 from ragen_jax.serving.agent_server import AgentServer
-from ragen_jax.serving.episodes import FinishedAttempt, TaskAttempts, build_rollout
-from ragen_jax.serving.records import NewRollout, RolloutRecord, metadata_with_prompt
+from ragen_jax.serving.engine import keys
+from ragen_jax.serving.play.agent_player import AgentPlayer, AgentSettings
+from ragen_jax.serving.play.episodes import FinishedAttempt, TaskAttempts, build_rollout
+from ragen_jax.serving.rollouts.records import NewRollout, RolloutRecord, metadata_with_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,7 @@ class PromptPlayer(AgentPlayer):
 
     Args:
       settings: how tasks are played; `settings.episodes.group_size` is the number of attempts at each task.
-      server: serves the policy.
       specs: where the tasks come from; whether this process plays them follows from their runners.
-      tokenizer: gives the text of ids.
       seed: of the draws, with the number of the task and of the attempt; all prompts have the same draws.
       failed_score: the score of an attempt that failed or got no reward.
     """
@@ -86,7 +84,7 @@ class PromptPlayer(AgentPlayer):
         metadata=metadata_with_prompt({'tag': task.tag}, prompt),
         key=keys.task_key(self._seed, task.number, member),
       )  # fmt: skip
-      records.append(self._server.lifecycle.create(new))
+      records.append(self.server.lifecycle.create(new))
     return records
 
   def _read(self, task: Task, records: Sequence[RolloutRecord]) -> list[Attempt]:

@@ -24,7 +24,6 @@ def write_results(directory: str | os.PathLike[str], now: Round, rejected: dict[
   """Writes the tables and the best prompt.
 
   Args:
-    directory: of the files.
     now: the last round.
     rejected: reason -> number of batches without a new prompt, in all rounds.
     final: the comparison at the end; None before.

@@ -43,17 +43,7 @@ REASONS = (
 
 @dataclasses.dataclass(frozen=True)
 class SearchSettings:
-  """The size of a search, as in `config.prompt`.
-
-  Attributes:
-    rounds: number of rounds.
-    beam: prompts that survive a round.
-    branches: new prompts of each prompt of the beam and round.
-    tasks: training tasks of a critique.
-    final: tasks of the final comparison.
-    max_chars: longest prompt, in characters.
-    shown_chars: characters of failed attempts in a request to the critic.
-  """
+  """The size of a search. Fields of `config.prompt`."""
 
   rounds: int
   beam: int
@@ -183,15 +173,7 @@ class Search:
   def __init__(
     self, settings: SearchSettings, journal: Journal, player: PromptPlayer, critic: Critic, tasks: TaskRanges
   ):
-    """Plays and asks nothing.
-
-    Args:
-      settings: the size of the search.
-      journal: what was obtained before.
-      player: plays tasks with prompts.
-      critic: writes critiques and prompts.
-      tasks: the tasks.
-    """
+    """Plays and asks nothing."""
     self._settings, self._journal, self._player = settings, journal, player
     self._critic, self._tasks = critic, tasks
 
@@ -199,7 +181,6 @@ class Search:
     """Searches.
 
     Args:
-      prompt: the first prompt.
       on_round: called before the first round and after each.
 
     Returns:

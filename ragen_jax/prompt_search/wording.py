@@ -63,7 +63,6 @@ def critique_request(prompt: str, failures: Sequence[Failure], shown_chars: int)
   """Asks why a prompt has failed.
 
   Args:
-    prompt: the prompt.
     failures: at least one attempt; those with the lowest scores are shown.
     shown_chars: most characters of the attempts.
   """
@@ -79,8 +78,6 @@ def edit_request(prompt: str, critique: str, max_chars: int, shown_chars: int) -
   """Asks for a new prompt.
 
   Args:
-    prompt: the present prompt.
-    critique: what is wrong with it.
     max_chars: longest prompt, in characters.
     shown_chars: most characters of the critique.
   """

@@ -56,7 +56,6 @@ class Checkpointer:
     """Opens the checkpoints of `workdir`; the directory need not exist yet.
 
     Args:
-      workdir: the run's directory.
       keep: number of newest checkpoints to keep, at least 1.
       save_best: name of a metric, such as 'eval/success'. The checkpoint with the highest value (the newest of equal
         ones) is kept in addition. None: no best checkpoint is kept.

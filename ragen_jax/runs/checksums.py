@@ -51,9 +51,6 @@ def replace_text(path: pathlib.Path | Any, text: str) -> None:
 def find_damage(directory: pathlib.Path | Any) -> str | None:
   """Compares all files below `directory` with their checksums.
 
-  Args:
-    directory: a checkpoint.
-
   Returns:
     None if all files are unchanged, or if there are no checksums (see `exist`). Otherwise a phrase that names the first
     file that differs, such as "state/d/0f3a differs from its checksum".

@@ -14,7 +14,6 @@ def use_compilation_cache(directory: str, workdir: str | os.PathLike[str]) -> No
 
   Args:
     directory: directory of the programs, or an address in a bucket; 'auto' is `<workdir>/xla_cache`, '' keeps none.
-    workdir: the run's directory.
   """
   if not directory:
     return

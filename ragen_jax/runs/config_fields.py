@@ -41,8 +41,8 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'model': ('dtype', 'param_dtype'),
     'envs': _ALL,
     'agent': (
-      'format', 'force_prefix', 'action_sep', 'max_response_tokens', 'context', 'context_turns', 'overlong',
-      'max_context', 'format_penalty',
+      'format', 'force_prefix', 'action_sep', 'request', 'max_response_tokens', 'context', 'context_turns',
+      'overlong', 'max_context', 'format_penalty',
     ),
     'optimizer': (
       'actor_lr', 'critic_lr', 'critic_warmup', 'warmup_steps', 'final_lr_fraction', 'b1', 'b2', 'weight_decay',
@@ -56,9 +56,9 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'algorithm': (
       'adv_estimator', 'mask_loss', 'mask_advantages', 'gamma', 'lam', 'high_level_gamma', 'high_level_lam',
       'bootstrap_truncated', 'length_weight', 'step_gamma', 'step_weight', 'step_std', 'whiten_advantages',
-      'ratio_level', 'clip_ratio_low', 'clip_ratio_high', 'clip_ratio_c', 'value_clip', 'value_coef', 'entropy_coef',
-      'kl_loss_coef', 'kl_reward_coef', 'kl_kind', 'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap',
-      'ppo_epochs',
+      'policy_loss', 'ratio_level', 'clip_ratio_low', 'clip_ratio_high', 'clip_ratio_c', 'tau_pos', 'tau_neg',
+      'dro_beta', 'value_clip', 'value_coef', 'entropy_coef', 'kl_loss_coef', 'kl_reward_coef', 'kl_kind',
+      'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap', 'ppo_epochs',
     ),
     'reward': ('credit', 'grouping', 'method', 'format_reward', 'state_reward', 'state_floor', 'state_place'),
     'filter': (
@@ -108,10 +108,10 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'serve': ('slots',),
   },
   'logging': {
-    '': ('compilation_cache', 'compile_ahead'),
+    '': ('compilation_cache', 'compile_ahead', 'profile'),
     'checkpoint': ('every', 'keep'),
     'serve': ('host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'grace', 'keep', 'max_concurrency'),
-    'logging': ('episodes', 'episodes_every', 'trajectories'),
+    'logging': ('episodes', 'episodes_every', 'trajectories', 'tracker', 'project'),
     'monitor': ('information_every', 'gradients_every', 'max_bad_iterations', 'spike_factor'),
     'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),
   },
@@ -127,7 +127,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'step', 'baselines', 'endpoint', 'endpoint_model', 'endpoint_timeout', 'endpoint_workers', 'endpoint_tries',
       'endpoint_max_tokens',
     ),
-    'export': ('output', 'step', 'lora', 'dtype'),
+    'export': ('output', 'step', 'lora', 'dtype', 'push', 'push_episodes', 'private'),
     'plan': (
       'topology', 'devices', 'memory_gb', 'prompt_tokens', 'observation_tokens', 'reply_tokens', 'longest_reply',
       'turns',
@@ -142,6 +142,8 @@ REPLACED = {'agent.think': "it is agent.format now, 'free_think' for True and 'n
 BEFORE = {
   'model.vision': 'frozen', 'envs.*.tile': 0, 'envs.*.observation': 'text', 'reward.format_reward': 0.0,
   'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
+  'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,
+  'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip
 
 # Roles of fields that do not change a run's curves.

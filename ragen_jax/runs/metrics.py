@@ -17,7 +17,7 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tensorboardX import summary
@@ -28,6 +28,9 @@ from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 from ragen_jax.runs.config_fields import flatten
 from ragen_jax.utils.errors import DiskError, UserError
 from ragen_jax.utils.files import encode_png, replace_file
+
+if TYPE_CHECKING:
+  from ragen_jax.runs.trackers import Tracker
 
 HISTOGRAM_BINS = 64  # of equal width, from the smallest to the largest value
 
@@ -53,7 +56,13 @@ class MetricWriter:
   before it saves the checkpoint of step k loses no metrics of earlier steps, even if it is killed.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str], start_step: int = 0, enabled: bool = True):
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    start_step: int = 0,
+    enabled: bool = True,
+    tracker: Tracker | None = None,
+  ):
     """Opens the logs of `workdir` and drops their entries of `start_step` and later steps.
 
     Args:
@@ -61,11 +70,13 @@ class MetricWriter:
       start_step: the first step to be written. Lines of metrics.jsonl from this step on and a half-written last line
         are removed. An event makes TensorBoard ignore old events from this step on.
       enabled: False makes every method do nothing (processes other than the first).
+      tracker: gets the scalars of each step that is over; it is closed after this writer.
 
     Raises:
       UserError: the directory is not writable, or metrics.jsonl is damaged before its last line.
     """
     self._file: BinaryIO | None = None
+    self._tracker = tracker
     if not enabled:
       return
     workdir = pathlib.Path(workdir)
@@ -105,6 +116,7 @@ class MetricWriter:
     row = {name: _scalar(name, value) for name, value in values.items()}
     if step != self._step:
       self._write_line()
+      self._track()
       self._offset, self._step, self._row, self._written = self._file.tell(), step, {}, ''
     self._row.update(row)
     self._changed = True
@@ -147,6 +159,11 @@ class MetricWriter:
       )
       self._add(step, Summary(value=[Summary.Value(tag=name, image=picture)]))
 
+  def page(self, path: str | None) -> None:
+    """Gives the page of episodes to the tracker, if there are both."""
+    if self._tracker is not None and path is not None:
+      self._tracker.file(path)
+
   def hparams(self, config: Mapping[str, Any], metrics: Sequence[str]) -> None:
     """Writes the run's row of TensorBoard's HParams table, at the start of the run.
 
@@ -174,6 +191,7 @@ class MetricWriter:
     if self._file is None:
       return
     self.flush()
+    self._track()
     with self._disk_errors():
       self._events.close()
       self._file.close()
@@ -188,6 +206,10 @@ class MetricWriter:
   def _add(self, step: int | None, value: Summary) -> None:
     with self._disk_errors():
       self._events.write_event(Event(wall_time=time.time(), step=step, summary=value))
+
+  def _track(self) -> None:
+    if self._tracker is not None and self._row:
+      self._tracker.scalars(self._step, self._row)
 
   def _write_line(self) -> None:
     """Writes the line of the current step, replacing the line of an earlier flush."""
@@ -218,8 +240,6 @@ def write_events(directory: str | os.PathLike[str], name: str, step: int, values
 
   Args:
     directory: one of TensorBoard's runs; it is created if it does not exist.
-    name: the end of the file's name.
-    step: the iteration.
     values: name -> number.
 
   Raises:

@@ -42,7 +42,6 @@ class Progress:
       stream: output stream; None means standard error.
       enabled: False shows nothing (processes other than the first).
       clock: function that returns seconds since a fixed moment.
-      noun: name of an iteration.
     """
     self._noun, self._total, self._done = noun, total, start
     self._stream = sys.stderr if stream is None else stream

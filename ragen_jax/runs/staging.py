@@ -240,7 +240,6 @@ def staged(store: Store, *, write: bool, first: bool) -> Iterator[StagedWorkdir]
   """Context manager: a local copy of a workdir in a bucket. Changes are copied to the bucket at the end.
 
   Args:
-    store: the store of the workdir.
     write: whether to take the lock of the workdir and to copy changes every `PUSH_SECONDS` seconds, as a run does.
     first: whether this is the first process of the run. The others copy nothing; only Orbax reads and writes for them.
 

@@ -38,7 +38,6 @@ class StoreLock:
     """Does not acquire the lock yet.
 
     Args:
-      store: the store of the workdir.
       renewal: seconds between two renewals.
       silence: seconds without a renewal after which the lock is taken over.
       sleep: waits between two looks at the lock of another process.

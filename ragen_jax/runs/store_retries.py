@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from ragen_jax.runs.stores import StoreError
+from ragen_jax.utils.retry import pause_s
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +28,12 @@ def until_reached(operation: Callable[[], None], store: str) -> None:
   Raises:
     StoreError: the last one, or one that lasts (see `StoreError.lasting`).
   """
-  begun, pause = None, _FIRST_PAUSE
+  begun, failed = None, 0
   while True:
     try:
       operation()
     except StoreError as e:
-      now = time.monotonic()
+      now, failed = time.monotonic(), failed + 1
       if begun is None and not e.lasting:
         begun = now
         _log.warning('%s: %s; trying again for %g minutes', store, e, REPEAT_SECONDS / 60)
@@ -43,5 +44,4 @@ def until_reached(operation: Callable[[], None], store: str) -> None:
       if begun is not None:
         _log.warning('%s is reached again after %.0f s', store, time.monotonic() - begun)
       return
-    time.sleep(min(pause, left))
-    pause = min(2 * pause, _LONGEST_PAUSE)
+    time.sleep(min(pause_s(failed, _FIRST_PAUSE, _LONGEST_PAUSE), left))

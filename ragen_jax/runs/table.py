@@ -11,8 +11,6 @@ def table(rows: Sequence[Sequence[Any]], title: str, header: Sequence[str] | Non
 
   Args:
     rows: cells of any type; floats are shown with three decimals. Columns of numbers are aligned to the right.
-    title: the first line.
-    header: names of the columns.
 
   Returns:
     The text, without a newline at its end.

@@ -38,7 +38,8 @@ class Timer:
     self._entered(phase)
     start = time.perf_counter()
     try:
-      yield
+      with jax.profiler.TraceAnnotation(phase):  # for profiles
+        yield
     finally:
       self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 

@@ -10,17 +10,24 @@ import jax
 import numpy as np
 
 from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.utils import host_memory
 
 # Share of the free memory that the rows may take; the rest is for temporary arrays and fragmentation.
 _USABLE = 0.8
-# Columns of a first prompt.
+# The most columns of a call that feeds prompts, see `shapes.Shapes.widths`.
 _PROMPT = 512
 
 
 def free_bytes(devices: Iterable[jax.Device]) -> int | None:
-  """The smallest free memory of some devices of this process, in bytes; None if a device does not report its memory."""
-  found = []
+  """The smallest free memory of some devices of this process, in bytes; None if a device does not report its memory.
+
+  CPUs share what the host has left.
+  """
+  found, devices = [], list(devices)
   for device in devices:
+    if device.platform == 'cpu':
+      found.append(host_memory.available() // len(devices))
+      continue
     stats = device.memory_stats() or {}
     if 'bytes_limit' not in stats or 'bytes_in_use' not in stats:
       return None
@@ -40,14 +47,12 @@ def bytes_per_row(
 
   The cache has 2 L S K H numbers; one layer of it is held twice while it is resized. Sampling holds the logits of the
   row three times in float32, as they are and to draw, and up to three quarters of the cache twice: where some of the
-  rows have no episode, the program copies the others. A first prompt, assumed to have up to 512 columns, holds the
-  MLP's three arrays of F numbers a column. Each device holds the features of the images that are fed to the rows of all
-  shards.
+  rows have no episode, the program copies the others. A call that feeds prompts, assumed to have up to 512 columns (as
+  all without images do), holds the MLP's three arrays of F numbers a column. Each device holds the features of the
+  images that are fed to the rows of all shards.
 
   Args:
-    cfg: the policy's shape.
     columns: S.
-    dtype: type of the cache.
     tensor: size of the mesh axis that heads and vocabulary are divided over.
     image_tokens: the most tokens of the images that are fed to a row at once.
     shards: parts into which rows are divided.

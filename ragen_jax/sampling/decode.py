@@ -51,19 +51,16 @@ def extend(
   count: jax.Array,
   begins: jax.Array,
   *,
-  all_begin: bool = False,
   images: ImageColumns | None = None,
 ) -> Added:
   """Runs the model over up to O new tokens of each row.
 
   Args:
     graphdef: structure of the `ActorCritic`.
-    params: its weights.
     state: the sampler's state; rows with tokens to append have O free columns.
     tokens: i32[B, O], padded on the right.
     count: i32[B], number of tokens of each row; 0 leaves the row unchanged.
     begins: bool[B], rows that are emptied first.
-    all_begin: every row with tokens begins, so the cache is not read.
     images: what the columns read of images, with rotary positions relative to `state.rotary`; the row's next text
       column follows after the largest. None for text, whose positions are 0..O-1.
 
@@ -85,8 +82,8 @@ def extend(
   hidden, window = model(
     embedded,
     positions,
-    mask=CacheMask(kept=None if all_begin else _kept(state), new=causal),
-    cache=None if all_begin else state.cache,
+    mask=CacheMask(kept=_kept(state), new=causal),
+    cache=state.cache,
     window=model.init_cache(rows, width),
     deepstack=deepstack,
   )
@@ -98,7 +95,9 @@ def extend(
     rotary=rotary,
     hidden=jnp.where((count > 0)[:, None], last, state.hidden),
   )
-  return Added(after, window, count)
+  # The cache is written after it was read: without a dependence, compilers copy it first, all rows of it.
+  written = count + jnp.minimum(jnp.isnan(last[:, 0]).astype(jnp.int32), 0)
+  return Added(after, window, written)
 
 
 def _kept(state: SamplerState) -> jax.Array:
@@ -161,14 +160,12 @@ def decode(
 
   Args:
     graphdef: structure of the `ActorCritic`.
-    params: its weights.
     state: the sampler's state; rows with a budget have C free columns.
     keys: PRNG keys [B], one per row and episode.
     budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
     temperature: f32[], used with a `Sampling` unless `sampling.temperature` is 0.
     enough: i32[], complete replies of a shard with which the loop ends; more than its rows for all.
     columns: C.
-    stop_ids: tokens that end a reply.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
     banned: other ids that are never drawn.
     sampling: of a `Sampling`, `top_p`, `top_k` and whether `temperature` is 0 are compiled in; of a `RowSampling`,

@@ -29,9 +29,6 @@ def choose(asked: int, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> int:
 
   Args:
     asked: `config.agent.decode_shards`; 0 takes the fastest by an estimate, 1 on chips without known numbers.
-    cfg: the policy's shape.
-    dtype: of computations.
-    mesh: of the training.
 
   Raises:
     UserError: `asked` does not divide the rows' shards, the MLP or the vocabulary.

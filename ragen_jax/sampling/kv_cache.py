@@ -161,7 +161,6 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
   every number but NaN and infinity: a row that may hold such numbers is mended by a copy to itself without columns.
 
   Args:
-    state: the state before.
     copies: i32[b, 3], for each copy the row that is read, the row that is replaced, which each at most one copy may
       be, and the most columns that it keeps. Dropped columns must be text. The hidden state is that of the row that is
       read, so it is right only if no column is dropped; it is 0 if no column is kept.
@@ -182,6 +181,20 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
     hidden=jnp.where(count[:, None] > 0, part.hidden, 0),
   )
   return put_rows(state, target, part)
+
+
+def share_columns(layer: LayerCache, source: jax.Array, columns: int) -> LayerCache:
+  """Gives rows of one layer the first columns of other rows.
+
+  Args:
+    layer: [B, S, K, H].
+    source: i32[B], for each row the row whose columns it gets; itself to stay as it is.
+    columns: that are copied; later ones stay.
+
+  Returns:
+    [B, S, K, H].
+  """
+  return jax.tree.map(lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:, :columns][source], 0, axis=1), layer)
 
 
 def resize(layer: LayerCache, size: int) -> LayerCache:

@@ -1,5 +1,5 @@
-"""The sampler: `extend` appends observations, `decode` samples replies, `resize` adds columns to the cache, `copy_rows`
-copies rows.
+"""The sampler: `extend` appends observations, `decode` samples replies, `resize` adds columns to the cache, and
+`share_rows` and `copy_rows` copy rows.
 
 The programs are in `decode.py` and `kv_cache.py`. This module compiles them, divides rows and heads over the mesh, and
 counts how often each is traced.
@@ -8,7 +8,6 @@ counts how often each is traced.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ from ragen_jax.sampling.decode import Reply, decode, extend
 from ragen_jax.sampling.draw import RowSampling, Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.observer import Observer
 
 # Rows of a device with which the compiler of TPUs computes products of matrices. With fewer it computes products of
 # vectors, which take half as long again.
@@ -51,9 +51,10 @@ class Sampler:
     share: the rows that belong to this process.
     values: whether values are recorded.
     decode_shards: neighbouring devices that divide the MLP and the vocabulary among them.
-    observer: called before `extend`, `decode` and `resize` run, with the name of the program, its shape as
-      `sampling.shapes.Shapes.programs` has it, and the weights (None for `resize`); not for programs that those do not
-      list, which take images or the `RowSampling` of a server. None if nobody observes.
+    observer: told of `extend`, `decode` and `resize`; not of those that `Shapes.programs` does not list, which take
+      images or the `RowSampling` of a server.
+    policy, mesh, state_specs: what the programs are compiled for.
+    programs: the compiled functions by name, as in `traces`.
   """
 
   def __init__(
@@ -66,18 +67,19 @@ class Sampler:
     values: bool = True,
     mesh: Mesh | None = None,
     decode_shards: int = 1,
+    observer: Observer | None = None,
   ):
     """Takes the structure of a model; weights are arguments of every call.
 
     Args:
       model: the policy; only its structure is used.
-      stop_ids: tokens that end a reply.
       vocab_limit: see `decode`; default the whole vocabulary.
       banned: see `decode`; default none.
       values: record values, if the critic reads the policy's trunk.
       mesh: the devices that rows and heads are divided over; default one device.
       decode_shards: neighbouring devices that divide the MLP and the vocabulary among them, see
         `sharding.sampling_spec`; above 1, it needs a mesh.
+      observer: default one that nobody listens to.
 
     Raises:
       UserError: `mesh.tensor` does not divide the key/value heads; see also `processes.row_share`.
@@ -100,70 +102,74 @@ class Sampler:
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
     self.banned = banned
     self.values = values and model.critic is None
-    self.observer: Callable[[str, tuple[Any, ...], Any], None] | None = None
-    self.traces = {'resize': 0, 'copy': 0, 'extend': 0, 'decode': 0}
-    self._policy = model.policy
-    self._state_specs = kv_cache.state_specs(self.cfg.num_layers)
-    self._mesh = mesh
+    self.observer = observer or Observer()
+    self.traces = {'resize': 0, 'copy': 0, 'share': 0, 'extend': 0, 'decode': 0}
+    self.policy = model.policy
+    self.state_specs = kv_cache.state_specs(self.cfg.num_layers)
+    self.mesh = mesh
     self.share = processes.row_share(mesh)
     self._init = jax.jit(self._init_rows, static_argnames=('rows', 'size'))
     self._casts: dict[tuple[bool, tuple[int, ...]], Any] = {}
-    self._resize = jax.jit(self._counted('resize', self._resize_layer), static_argnames='size')
-    self._copy = jax.jit(self._counted('copy', functools.partial(self._by_shard, kv_cache.copy_rows)), donate_argnums=0)
-    self._extend = jax.jit(
-      self._counted('extend', self._extend_rows), static_argnames='all_begin', donate_argnames='state'
-    )
-    self._decode = jax.jit(
-      self._counted('decode', self._decode_rows),
-      static_argnames=('columns', 'sampling', 'alternatives'),
-      donate_argnames='state',
-    )
+    self._take = jax.jit(self._take_rest)
+    self.programs = {
+      'resize': self._compiled('resize', self._resize_layer, static_argnames='size'),
+      'copy': self._compiled('copy', functools.partial(self._by_shard, kv_cache.copy_rows), donate_argnums=0),
+      'share': self._compiled('share', self._share_layer, static_argnames='columns', donate_argnames='layer'),
+      'extend': self._compiled('extend', self._extend_rows, donate_argnames='state'),
+      'decode': self._compiled(
+        'decode', self._decode_rows, static_argnames=('columns', 'sampling', 'alternatives'), donate_argnames='state'
+      ),
+    }
 
-  def _tell(self, kind: str, params: Any, shape: tuple[Any, ...]) -> None:
-    if self.observer is not None:
-      self.observer(kind, shape, params)
-
-  def _counted(self, name, fn):
+  def _compiled(self, name, fn, **options):
     @functools.wraps(fn)
     def traced(*args, **kwargs):
       self.traces[name] += 1
       return fn(*args, **kwargs)
 
-    return traced
+    return jax.jit(traced, **options)
 
   def _layout(self, tree: Any, specs: Any) -> Any:
     """Constrains the layout of a tree inside a program; without a mesh it is returned unchanged."""
-    if self._mesh is None:
+    if self.mesh is None:
       return tree
-    shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
+    shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
     return jax.lax.with_sharding_constraint(tree, shardings)
 
   def _init_rows(self, rows: int, size: int) -> SamplerState:
-    return self._layout(kv_cache.init_state(self._policy, rows, size), self._state_specs)
+    return self._layout(kv_cache.init_state(self.policy, rows, size), self.state_specs)
 
-  def _by_shard(self, fn: Any, state: SamplerState, rows: jax.Array | None, *added: kv_cache.Added) -> SamplerState:
+  def _by_shard(self, fn: Any, state: Any, rows: jax.Array | None, *added: kv_cache.Added, specs: Any = None) -> Any:
     """`fn(state, rows, *added)` with the rows of each shard numbered within it, so that none changes its device."""
-    if self._mesh is None:
+    if self.mesh is None:
       return fn(state, rows, *added)
-    specs, of_rows = self._state_specs, PartitionSpec(ROW_AXES)
-    given = [kv_cache.Added(specs.replace(cache=()), specs.cache, of_rows) for _ in added]
-    return jax.shard_map(fn, mesh=self._mesh, in_specs=(specs, of_rows, *given), out_specs=specs, check_vma=False)(
+    every, of_rows = self.state_specs, PartitionSpec(ROW_AXES)
+    specs = every if specs is None else specs
+    given = [kv_cache.Added(every.replace(cache=()), every.cache, of_rows) for _ in added]
+    return jax.shard_map(fn, mesh=self.mesh, in_specs=(specs, of_rows, *given), out_specs=specs, check_vma=False)(
       state, rows, *added
     )
 
   def _resize_layer(self, layer: LayerCache, size: int) -> LayerCache:
-    return self._layout(kv_cache.resize(layer, size), self._state_specs.cache[0])
+    return self._layout(kv_cache.resize(layer, size), self.state_specs.cache[0])
 
   def _part(self, state: SamplerState, rows: jax.Array | None) -> SamplerState:
     """The rows that a program runs on."""
     return state if rows is None else self._by_shard(kv_cache.take_rows, state, rows)
 
   def _append(self, state: SamplerState, rows: jax.Array | None, added: kv_cache.Added) -> SamplerState:
-    return self._layout(self._by_shard(kv_cache.append, state, rows, added), self._state_specs)
+    return self._layout(self._by_shard(kv_cache.append, state, rows, added), self.state_specs)
 
-  def _extend_rows(self, params, state, tokens, count, begins, rows, images=None, *, all_begin):
+  def _share_layer(self, layer, source, columns):
+    share = functools.partial(kv_cache.share_columns, columns=columns)
+    return self._by_shard(share, layer, source, specs=self.state_specs.cache[0])
+
+  def _take_rest(self, state, rows):
+    return self._by_shard(kv_cache.take_rows, state, rows, specs=self.state_specs.replace(cache=()))
+
+  def _extend_rows(self, params, state, tokens, count, begins, rows, images=None):
     part = self._part(state, rows)
-    added = extend(self.graphdef, params, part, tokens, count, begins, all_begin=all_begin, images=images)
+    added = extend(self.graphdef, params, part, tokens, count, begins, images=images)
     return self._append(state, rows, added)
 
   def _decode_rows(
@@ -190,23 +196,24 @@ class Sampler:
     return self._append(state, rows, added), reply, self._layout(jnp.any(reply.open), PartitionSpec())
 
   def _place(self, x):
-    return x if self._mesh is None else processes.place_own_rows(x, self._mesh, self.share)
+    return x if self.mesh is None else processes.place_own_rows(x, self.mesh, self.share)
 
   def rows_that_fit(self, rows: int, columns: int, image_tokens: int = 0) -> int:
     """How many of `rows` rows of a shard can be sampled at a time.
 
-    Every process must call. Decided by the memory that is free now; a device that reports none, as a CPU, holds all.
+    Every process must call. Decided by the memory that is free now, on CPUs the host's; a device that reports none
+    holds all.
 
     Args:
       rows: of a shard.
       columns: of the cache.
       image_tokens: the most tokens of the images that are fed to a row at once.
     """
-    tensor = 1 if self._mesh is None else self._mesh.shape['tensor']
+    tensor = 1 if self.mesh is None else self.mesh.shape['tensor']
     row_bytes = capacity.bytes_per_row(
-      self.cfg, columns, self._policy.dtype, tensor, image_tokens=image_tokens, shards=self.share.shards
+      self.cfg, columns, self.policy.dtype, tensor, image_tokens=image_tokens, shards=self.share.shards
     )
-    free = capacity.free_bytes(jax.local_devices() if self._mesh is None else self._mesh.local_devices)
+    free = capacity.free_bytes(jax.local_devices() if self.mesh is None else self.mesh.local_devices)
     return -processes.largest([-capacity.rows_that_fit(rows, row_bytes, free)])[0]
 
   def init(self, rows: int, size: int) -> SamplerState:
@@ -227,34 +234,27 @@ class Sampler:
     """
     if gathered is None:
       gathered = self._can_gather(params)
-    wanted = self.abstract_weights(params, gathered)
-    leaves, tree = jax.tree.flatten(params)
-    changed = changed_weights(params, wanted)
+    cast, changed = self.weights_cast(params, gathered)
     if not changed:
       return params
-    found = self._cast(changed, wanted, gathered)({i: leaves[i] for i in changed})
+    found, (leaves, tree) = cast(changed), jax.tree.flatten(params)
     return jax.tree.unflatten(tree, [found.get(i, x) for i, x in enumerate(leaves)])
 
-  def _cast(self, changed: tuple[int, ...], wanted: Any, gathered: bool) -> Any:
-    """The program that makes the changed weights, by their indices."""
-    layouts = jax.tree.leaves(wanted)
+  def weights_cast(self, params: Any, gathered: bool) -> tuple[Any, dict[int, Any]]:
+    """The program of `decode_weights`, and the weights that it changes by their indices; they may be abstract."""
+    leaves, wanted = jax.tree.leaves(params), self.abstract_weights(params, gathered)
+    changed, layouts = changed_weights(params, wanted), jax.tree.leaves(wanted)
     cast = jax.jit(
       lambda own: {i: x.astype(layouts[i].dtype) for i, x in own.items()},
       out_shardings={i: layouts[i].sharding for i in changed},
     )
-    return self._casts.setdefault((gathered, changed), cast)
-
-  def lower_weights(self, params: Any, gathered: bool) -> jax.stages.Lowered | None:
-    """Lowers the program of `decode_weights`; None if there is nothing to change. Arguments may be abstract."""
-    wanted = self.abstract_weights(params, gathered)
-    changed, leaves = changed_weights(params, wanted), jax.tree.leaves(params)
-    return self._cast(changed, wanted, gathered).lower({i: leaves[i] for i in changed}) if changed else None
+    return self._casts.setdefault((gathered, changed), cast), {i: leaves[i] for i in changed}
 
   def _can_gather(self, params: Any) -> bool:
-    if self._mesh is None or self.decode_shards > 1 or self._mesh.shape['fsdp'] == 1:
+    if self.mesh is None or self.decode_shards > 1 or self.mesh.shape['fsdp'] == 1:
       return True
     needed = 2 * capacity.bytes_per_device(self.abstract_weights({'policy': params['policy']}))
-    free = capacity.free_bytes(self._mesh.local_devices)
+    free = capacity.free_bytes(self.mesh.local_devices)
     return not processes.largest([free is not None and needed > free])[0]
 
   def abstract_weights(self, params: Any, gathered: bool = True) -> Any:
@@ -269,80 +269,12 @@ class Sampler:
       if not name.startswith('policy/') or name.startswith('policy/visual/') or x.ndim < 2:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
       if self.decode_shards > 1:
-        sharding = NamedSharding(self._mesh, sampling_spec(name, x.shape, self._mesh))
+        sharding = NamedSharding(self.mesh, sampling_spec(name, x.shape, self.mesh))
       elif gathered and isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, without_axis(sharding.spec, 'fsdp'))
-      return jax.ShapeDtypeStruct(x.shape, self._policy.dtype, sharding=sharding)
+      return jax.ShapeDtypeStruct(x.shape, self.policy.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(of, params)
-
-  def abstract_state(self, rows: int, size: int) -> SamplerState:
-    """Shapes, types and layout of the state that `init` returns, for `rows` rows of all processes together."""
-    state = jax.eval_shape(lambda: kv_cache.init_state(self._policy, rows, size))
-    if self._mesh is None:
-      return state
-    return jax.tree.map(
-      lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)),
-      state,
-      self._state_specs,
-    )
-
-  def lower(
-    self,
-    params: Any,
-    state: SamplerState,
-    *,
-    width: int,
-    columns: int,
-    sampling: Sampling,
-    rows: int | None = None,
-    names: tuple[str, ...] = ('extend_first', 'extend', 'decode'),
-    images: Callable[[int], ImageColumns | None] = lambda rows: None,
-  ) -> dict[str, jax.stages.Lowered]:
-    """Lowers `extend` and `decode` for given shapes, to compile them without running; arguments may be abstract.
-
-    A call with arguments of these shapes, types and layouts then runs what was compiled.
-
-    Args:
-      params: weights.
-      state: see `abstract_state`.
-      width: columns of the observation.
-      columns: see `decode`.
-      sampling: see `decode`.
-      rows: rows of all processes that take part; default all, which is another program than a selection.
-      names: of the programs; 'extend_first' is that of first prompts (`all_begin`).
-      images: what so many fed rows read of images.
-
-    Returns:
-      The lowered programs by name.
-    """
-    every, by_rows = len(state.count), state.count.sharding
-    part = rows or every
-    key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.split(jax.random.key(0), part)))
-
-    def abstract(shape, dtype):
-      return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
-
-    selected = None if part == every else abstract((part,), jnp.int32)
-    observation = dict(
-      tokens=abstract((part, width), jnp.int32), count=abstract((part,), jnp.int32), begins=abstract((part,), bool),
-      rows=selected, images=images(part),
-    )  # fmt: skip
-    sampled = dict(
-      key_data=abstract(key_data.shape, key_data.dtype), budget=abstract((part,), jnp.int32),
-      temperature=np.float32(1), enough=np.int32(1), rows=selected, columns=columns, sampling=sampling.compiled,
-      alternatives=0,
-    )  # fmt: skip
-    found = {
-      'extend_first': lambda: self._extend.lower(params=params, state=state, **observation, all_begin=True),
-      'extend': lambda: self._extend.lower(params=params, state=state, **observation, all_begin=False),
-      'decode': lambda: self._decode.lower(params=params, state=state, **sampled),
-    }
-    return {name: found[name]() for name in names}
-
-  def lower_resize(self, state: SamplerState, *, size: int) -> jax.stages.Lowered:
-    """The program of `resize` for given shapes, which runs once for each layer; arguments may be abstract."""
-    return self._resize.lower(state.cache[0], size=size)
 
   def resize(self, state: SamplerState, size: int) -> SamplerState:
     """Adds columns to the cache.
@@ -355,10 +287,10 @@ class Sampler:
     Returns:
       The state after.
     """
-    self._tell('resize', None, (len(state.count), _columns(state), size))
+    self.observer.runs('resize', (len(state.count), _columns(state), size))
     layers = []
     for layer in state.cache:
-      layers.append(self._resize(layer, size=size))
+      layers.append(self.programs['resize'](layer, size=size))
       for x in jax.tree.leaves(layer):
         x.delete()
     return state.replace(cache=tuple(layers))
@@ -367,14 +299,28 @@ class Sampler:
     """Copies rows of this process within their shards; see `kv_cache.copy_rows`. `state` is donated.
 
     Args:
-      state: the state before.
       copies: i32[b, 3], the same number of copies in each shard of this process, with rows numbered within it. A copy
         of a row to itself that keeps all columns changes nothing.
 
     Returns:
       The state after.
     """
-    return self._copy(state, self._place(copies))
+    return self.programs['copy'](state, self._place(copies))
+
+  def share_rows(self, state: SamplerState, source: np.ndarray, columns: int) -> SamplerState:
+    """Gives rows of this process what other rows of their shards hold. The cache of `state` is donated.
+
+    Args:
+      state: B rows.
+      source: i32[B], the row whose content each row gets, numbered within its shard; itself to stay as it is.
+      columns: at least those of the rows that others get; compiled in.
+
+    Returns:
+      The state after. Layers are copied one by one, so that only one of them is held twice.
+    """
+    source, columns = self._place(source), min(columns, _columns(state))
+    cache = tuple(self.programs['share'](layer=layer, source=source, columns=columns) for layer in state.cache)
+    return self._take(state.replace(cache=()), source).replace(cache=cache)
 
   def extend(
     self,
@@ -385,37 +331,33 @@ class Sampler:
     begins: np.ndarray | None = None,
     *,
     rows: np.ndarray | None = None,
-    all_begin: bool = False,
     images: ImageColumns | None = None,
   ) -> SamplerState:
     """Appends observations to rows of this process; see `decode.extend`. `state` is donated.
 
     Args:
-      params: the weights.
       state: B rows.
       tokens: i32[b, O].
       count: i32[b].
       begins: bool[b]; default none.
       rows: i32[b], the rows that take part, each once, the same number in each shard of this process and numbered
         within it; the others are left alone. Default all B.
-      all_begin: see `decode.extend`; compiled in.
       images: see `decode.extend`; rows as in `tokens`. A run with images needs one process.
     """
     if images is not None:
-      features = images.features if self._mesh is None else copied(images.features, self._mesh)
+      features = images.features if self.mesh is None else copied(images.features, self.mesh)
       images = ImageColumns(self._place(images.index), self._place(images.positions), features)
     begins = np.zeros(len(count), bool) if begins is None else begins
     if images is None:
       rows_fed, width = self.share.parts * len(count), tokens.shape[1]
-      self._tell('extend', params, (len(state.count), rows_fed, _columns(state), width, all_begin))
-    return self._extend(
+      self.observer.runs('extend', (len(state.count), rows_fed, _columns(state), width), params)
+    return self.programs['extend'](
       params=params,
       state=state,
       tokens=self._place(tokens),
       count=self._place(count),
       begins=self._place(begins),
       rows=None if rows is None else self._place(rows),
-      all_begin=all_begin,
       images=images,
     )
 
@@ -438,7 +380,6 @@ class Sampler:
     take part; `processes.own_rows` returns those of this process.
 
     Args:
-      params: the weights.
       state: B rows.
       keys: PRNG keys [b].
       budget: i32[b].
@@ -456,9 +397,10 @@ class Sampler:
       drawn = dict(temperature=None, by_row=self._place(sampling), sampling=None)
     else:
       if not alternatives:
-        self._tell('decode', params, (len(state.count), parts * len(budget), _columns(state), sampling.compiled))
+        shape = (len(state.count), parts * len(budget), _columns(state), sampling.compiled)
+        self.observer.runs('decode', shape, params)
       drawn = dict(temperature=jnp.float32(sampling.temperature), sampling=sampling.compiled)
-    return self._decode(
+    return self.programs['decode'](
       params=params,
       state=state,
       key_data=self._place(jax.random.key_data(keys)),

@@ -1,6 +1,6 @@
 """The sizes that the sampler's programs are compiled for: a few of each, whatever the lengths of prompts and replies.
 
-`agent.sampler_speaker` chooses from them, and `compilers.lengths` counts the programs that follow.
+`schedule.py` chooses from them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 from ragen_jax.sampling.draw import Sampling
 from ragen_jax.utils.sizes import round_up
+
+# Columns of a call of `extend`: a longer prompt is fed by several, which costs little beside its tokens.
+_WIDEST = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Shapes:
 
   @property
   def fed(self) -> int:
-    """Rows of a shard that a call of `extend` feeds, unless it feeds all: a quarter."""
-    return max(self.rows // 4, 1)
+    """Rows of a shard that a call of `extend` feeds, unless it feeds one: a quarter, but at least four."""
+    return max(self.rows // 4, min(self.rows, 4))
 
   @property
   def decoded(self) -> tuple[int, ...]:
@@ -55,10 +58,14 @@ class Shapes:
     """The smallest cache with so many columns."""
     return next((size for size in self.caches if size >= columns), round_up(columns, self.step))
 
-  def calls(self, fed: int) -> tuple[int, int]:
-    """How often `extend` is called to feed `fed` rows of the shard with most, and the rows of a shard in each call."""
-    calls = -(-fed // self.fed)
-    return (calls, self.fed) if calls * self.fed < self.rows else (1, self.rows)
+  def calls(self, fed: int) -> tuple[int, ...]:
+    """Rows of a shard in each call of `extend` that feeds `fed` rows of the shard with most.
+
+    What is left of a quarter goes row by row if it is at most half of one: a call with a few hundred tokens takes
+    little longer than its tokens need.
+    """
+    full, left = divmod(fed, self.fed)
+    return (self.fed,) * full + ((1,) * left if 2 * left <= self.fed else (self.fed,))
 
   def decoded_rows(self, live: int) -> int:
     """The fewest rows of a shard that `decode` may run on if `live` of them must be among them."""
@@ -70,56 +77,66 @@ class Shapes:
 
   @property
   def widths(self) -> tuple[int, ...]:
-    """Columns that a call of `extend` feeds, in ascending order: 2^n and 3 * 2^n quarters of `step`."""
-    unit, largest = max(self.step // 4, 1), self.caches[-1]
-    quarters = sorted(m << n for m in (1, 3) for n in range(largest.bit_length()))
-    return tuple(n * unit for n in quarters if n * unit <= largest)
+    """Columns that a call of `extend` feeds, in ascending order: 3 and 2^n quarters of `step`, at most 512."""
+    most = min(max(_WIDEST, self.unit), self.caches[-1])
+    return tuple(n * self.unit for n in sorted({3, *(1 << n for n in range(10))}) if n * self.unit <= most)
+
+  @property
+  def unit(self) -> int:
+    """The least columns of a call of `extend`."""
+    return max(self.step // 4, 1)
 
   def pieces(self, tokens: int, before: int) -> tuple[int, ...]:
     """Columns of the calls that feed prompts of up to `tokens` tokens, which follow up to `before` columns.
 
-    One call, unless the largest cache has no room for its columns. Each row has room for its tokens.
+    As few columns as possible, where a further call counts as `unit` columns. Each row has room for its tokens.
     """
-    found: list[int] = []
-    while (fed := sum(found)) < max(tokens, 1):
-      wide = [width for width in self.widths[1:] if before + fed + width <= self.caches[-1]]
-      enough = (width for width in self.widths if width >= tokens - fed)
-      width = next(enough, self.widths[-1])
-      # A call of the least width has room in every row with tokens that are left.
-      found.append(min(width, max(wide, default=self.widths[0])))
-    return tuple(found)
+    # A call of the least width has room in every row with tokens that are left.
+    fitting = [width for width in self.widths if before + width <= self.caches[-1]] or [self.unit]
+    whole = next(((width,) for width in fitting if width >= tokens), ())
+    part = max((width for width in fitting if width < tokens), default=0)
+    if not part:
+      return whole
+    cut = (part, *self.pieces(tokens - part, before + part))
+    return whole if whole and sum(whole) <= sum(cut) + (len(cut) - 1) * self.unit else cut
+
+  def whole(self, tokens: int, before: int) -> int:
+    """Columns of the one call that feeds prompts with images: 2^n or 3 * 2^n quarters of `step`, if there is room."""
+    sizes = sorted(m << n for m in (1, 3) for n in range(max(tokens, 1).bit_length()))
+    width = next(n * self.unit for n in sizes if n * self.unit >= tokens)
+    return width if before + width <= self.caches[-1] else round_up(tokens, self.unit)
+
+  def shared(self, tokens: int) -> int:
+    """Columns of rows that are copied to others, of which the longest has `tokens`."""
+    return next((width for width in self.widths if width >= tokens), self.cache(tokens))
 
   def programs(
-    self, samplings: Collection[Sampling], *, room: int, whole: bool, drop_finished: bool
+    self, samplings: Collection[Sampling], *, room: int, drop_finished: bool
   ) -> list[tuple[str, tuple[Any, ...]]]:
     """The programs that rollouts of these rows may need, in the order in which most of them are needed.
 
     Args:
       samplings: how tokens are drawn, as they are compiled in.
       room: the most tokens of a prompt, and of a row with its next prompt.
-      whole: an episode is one row; otherwise each prompt begins a row.
       drop_finished: `decode` runs on parts of the rows.
 
     Returns:
       Names and shapes, with numbers of rows of all shards:
-      'extend', (rows, those that are fed, columns of the cache, columns of the prompt, whether all begin);
+      'extend', (rows, those that are fed, columns of the cache, columns of the prompt);
       'decode', (rows, those that sample, columns of the cache, sampling);
       'resize', (rows, columns of the cache before, and after).
     """
-    every, rest = self.rows * self.shards, room - self.widths[-1]  # of a prompt, after its first piece
-    longest, later = (next((w for w in self.widths if w >= tokens), self.widths[-1]) for tokens in (room, rest))
-    later = longest if whole else later if rest > 0 else 0
-    fed = sorted({self.calls(n)[1] * self.shards for n in range(1, self.rows + 1)}, reverse=True)
+    every, longest = self.rows * self.shards, next((w for w in self.widths if w >= room), self.widths[-1])
     found: list[tuple[str, tuple[Any, ...]]] = []
     for size in self.caches:
-      first, follow = ([w for w in self.widths if w <= min(size, most)] for most in (longest, later))
-      found += [('extend', (every, part, size, width, True)) for part in fed for width in first]
+      widths = [width for width in self.widths if width <= min(size, longest)]
+      parts = sorted({self.fed * self.shards, self.shards}, reverse=True)
+      found += [('extend', (every, part, size, width)) for part in parts for width in widths]
       found += [
         ('decode', (every, part * self.shards, size, sampling))
         for sampling in samplings
         for part in (self.decoded if drop_finished else (self.rows,))
       ]
-      found += [('extend', (every, part, size, width, False)) for part in fed for width in follow]
       found += [('resize', (every, size, after)) for after in self.caches if after > size]
     return found
 

@@ -1,8 +1,7 @@
-"""The server of agents as the other modules see it: its settings, and its open parts. `open_server` opens one."""
+"""The server of agents as the other modules see it: its open parts. `open_server` opens one."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import weakref
@@ -11,13 +10,11 @@ from typing import Any
 
 import jax
 
-from ragen_jax.serving.engine import Engine
-from ragen_jax.serving.engines import Engines
-from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.pool import Progress
-from ragen_jax.serving.records import Limits
-from ragen_jax.serving.service import Service, ServiceSettings
-from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.serving.engine.engine import Engine
+from ragen_jax.serving.engine.engines import Engines
+from ragen_jax.serving.http.service import Service
+from ragen_jax.serving.rollouts.lifecycle import Lifecycle
+from ragen_jax.serving.types import Progress
 from ragen_jax.utils.errors import describe_error
 
 _log = logging.getLogger(__name__)
@@ -26,39 +23,6 @@ ADMIN_KEY = 'RAGEN_ADMIN_KEY'
 # Name under which the trainer's own runners claim rollouts.
 LOCAL_WORKER = 'local'
 LOOPBACK = ('127.0.0.1', 'localhost', '::1')
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerSettings:
-  """A server; the first six fields are those of `config.serve`.
-
-  Attributes:
-    host: address to bind.
-    port: port; 0 chooses a free one.
-    max_connections: most HTTP connections.
-    max_body: largest body of a request, in bytes.
-    keep_thoughts: whether the thoughts of earlier replies stay in the conversation.
-    open_access: calls outside of attempts need no key.
-    rollout_limits: of rollouts whose creator says nothing about them.
-    creates: whether rollouts may be created over HTTP.
-    prompt: of rollouts whose creator gives none; '' for none.
-    frozen: agents with frozen weights, see `Engines`.
-    engine: the size of each engine.
-    service: how requests are answered.
-  """
-
-  host: str
-  port: int
-  max_connections: int
-  max_body: int
-  keep_thoughts: bool
-  open_access: bool
-  rollout_limits: Limits
-  creates: bool
-  prompt: str
-  frozen: tuple[tuple[str, str], ...]
-  engine: EngineSettings
-  service: ServiceSettings
 
 
 class AgentServer:
@@ -86,10 +50,6 @@ class AgentServer:
 
     Replies in flight go on. What older weights have computed is computed again, so that each log-probability is that of
     its token's version given the whole row.
-
-    Args:
-      params: see `Engine.set_weights`.
-      version: recorded for each token.
     """
     leaves = jax.tree.leaves(params)
     if self._weights is not None:
@@ -115,7 +75,7 @@ class AgentServer:
     finally:
       raised = sys.exception()
       try:
-        self.lifecycle.hold()
+        self.lifecycle.pause()
       except Exception as e:
         if raised is None:
           raise
@@ -123,7 +83,7 @@ class AgentServer:
 
   def resume(self) -> None:
     """Goes on after `pause`."""
-    self.lifecycle.go_on()
+    self.lifecycle.resume()
     self.engines.resume()
 
   def sweep(self) -> None:

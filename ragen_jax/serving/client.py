@@ -317,33 +317,71 @@ def _play(agent: Callable[[Task], Any], task: Task, queue: Queue) -> None:
       queue.finish(task, 'succeeded', '')
 
 
+class AgentCall:
+  """One call of an agent's function, async or not."""
+
+  def __init__(self, agent: Callable[[Task], Any], task: Task):
+    """Calls nothing yet."""
+    self._agent, self._task = agent, task
+    self._lock = threading.Lock()
+    self._stop: Callable[[], Any] | None = None  # of an async function that has begun
+    self._error: Exception | None = None
+
+  def cancel(self, error: Exception) -> bool:
+    """Cancels an async function, so that `run` raises the error; another thread calls this.
+
+    Returns False for another function, which Python cannot stop.
+    """
+    with self._lock:
+      self._error = self._error or error
+      if self._stop is None:
+        return False
+      with contextlib.suppress(RuntimeError):  # its event loop has closed
+        self._stop()
+      return True
+
+  def run(self) -> Any:
+    """The function's value, or what it raises."""
+    value = self._agent(self._task)
+    return asyncio.run(self._await(value)) if inspect.isawaitable(value) else value
+
+  async def _await(self, value: Any) -> Any:
+    loop, job = asyncio.get_running_loop(), asyncio.ensure_future(value)
+    with self._lock:
+      self._stop = lambda: loop.call_soon_threadsafe(job.cancel)
+      if self._error:
+        job.cancel()
+    try:
+      result = await job
+    except asyncio.CancelledError:
+      if self._error is None:
+        raise
+    if self._error is not None:
+      raise self._error
+    return result
+
+
 def _call(agent: Callable[[Task], Any], task: Task, queue: Queue) -> Any:
-  """The value of an agent's function, async or not, with heartbeats while it runs."""
-  if not inspect.iscoroutinefunction(agent):
-    with heartbeat(task):
-      return agent(task)
+  """The value of an agent's function, with heartbeats and a time limit while it runs."""
+  call, done = AgentCall(agent, task), threading.Event()
 
-  async def play() -> Any:
-    loop, job = asyncio.get_running_loop(), asyncio.ensure_future(agent(task))
+  def limit() -> None:
+    left = task.timeout_s
+    while not done.wait(min(left, threading.TIMEOUT_MAX)):
+      more = queue.time_left(task)
+      if more is not None and more <= 0:
+        call.cancel(_TookTooLong())
+        return
+      left = max(more or 0.0, _LEAST_S)
 
-    def cancel() -> None:
-      with contextlib.suppress(RuntimeError):  # the loop has closed, so the agent has ended
-        loop.call_soon_threadsafe(job.cancel)
-
-    with heartbeat(task, cancel) as over:
-      try:
-        left = task.timeout_s
-        while not (await asyncio.wait([job], timeout=left))[0]:
-          left = await asyncio.to_thread(queue.time_left, task)
-          if left is not None and left <= 0:
-            job.cancel()
-            raise _TookTooLong
-          left = max(left or 0.0, _LEAST_S)
-        return job.result()
-      except asyncio.CancelledError as e:
-        raise (Over(410, 'the attempt is over') if over.is_set() else RuntimeError('the agent was cancelled')) from e
-
-  return asyncio.run(play())
+  threading.Thread(target=limit, daemon=True, name='ragen-time-limit').start()
+  try:
+    with heartbeat(task, lambda: call.cancel(Over(410, 'the attempt is over'))):
+      return call.run()
+  except asyncio.CancelledError as e:
+    raise RuntimeError('the agent was cancelled') from e
+  finally:
+    done.set()
 
 
 # -- requests

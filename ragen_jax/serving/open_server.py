@@ -13,15 +13,15 @@ from typing import Any
 
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.sampling.sampler import Sampler
-from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, LOOPBACK, AgentServer, ServerSettings
-from ragen_jax.serving.app import App, AppSettings
-from ragen_jax.serving.chat_format import QwenFormat
-from ragen_jax.serving.engine import Engine
-from ragen_jax.serving.engines import Engines, FrozenWeights
-from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.server import HttpServer
-from ragen_jax.serving.service import Service
-from ragen_jax.serving.store import Store
+from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, LOOPBACK, AgentServer
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.engine.engine import Engine
+from ragen_jax.serving.engine.engines import Engines, FrozenWeights
+from ragen_jax.serving.http.app import App
+from ragen_jax.serving.http.server import HttpServer
+from ragen_jax.serving.http.service import ServerSettings, Service
+from ragen_jax.serving.rollouts.lifecycle import Lifecycle
+from ragen_jax.serving.rollouts.store import Store
 from ragen_jax.utils.errors import UserError
 
 
@@ -51,9 +51,6 @@ def open_server(
   """Opens the store in a directory, and serves a model until the block ends.
 
   Args:
-    settings: see `ServerSettings`.
-    model: the model.
-    params: its weights.
     version: number of updates that led to the weights.
     directory: of the store, agents.sqlite; it is created.
     frozen: the weights that `settings.frozen` names.
@@ -77,15 +74,8 @@ def open_server(
     others = {name: engine(own.sampler, own.params, own.version) for name, own in frozen.items()}
     engines = Engines(policy, others, settings.frozen)
     chat_format = QwenFormat(model.tokenizer, keep_thoughts=settings.keep_thoughts)
-    service = Service(settings.service, engines, lifecycle, model.tokenizer, chat_format)
-    app = App(
-      AppSettings(
-        admin_key, settings.open_access, settings.max_body, settings.rollout_limits, settings.creates,
-        settings.prompt,
-      ),
-      service, engines.stats,
-      model.tokenizer.token_bytes,
-    )  # fmt: skip
+    service = Service(settings, engines, lifecycle, model.tokenizer, chat_format)
+    app = App(service, admin_key, engines.stats)
     http = stack.enter_context(
       HttpServer(app.asgi, app.stop, settings.host, settings.port, settings.max_connections, settings.max_body)
     )

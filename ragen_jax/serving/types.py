@@ -1,4 +1,4 @@
-"""Types that the parts of the endpoint share: sampling parameters, generated replies, calls and attempts."""
+"""Types that the rooms of serving share: sampling parameters, replies, calls, attempts, counts."""
 
 from __future__ import annotations
 
@@ -170,3 +170,32 @@ class AttemptState(enum.StrEnum):
   TIMEOUT = 'timeout'
   UNRESPONSIVE = 'unresponsive'
   CANCELLED = 'cancelled'
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """Counts of a pool.
+
+  Attributes:
+    running: attempts that run now.
+    succeeded: attempts that succeeded.
+    failed: attempts that failed.
+    timed_out: attempts that took too long.
+    cancelled: attempts that were cancelled, or released when the pool stopped.
+    abandoned: threads of agents that were told to stop and still run.
+    error: the last error of the queue, one line; '' if its last answer was good.
+    oldest: name of the thread that was abandoned first; '' if none is left.
+    full: whether no attempt runs and none can begin before an abandoned thread ends.
+    fault: why no task is claimed any more though the pool was not stopped, one line; '' if tasks are claimed.
+  """
+
+  running: int
+  succeeded: int
+  failed: int
+  timed_out: int
+  cancelled: int
+  abandoned: int
+  error: str
+  oldest: str
+  full: bool
+  fault: str

@@ -132,7 +132,6 @@ def tokenize(
 
   Args:
     conversations: the result of `read`.
-    tokenizer: the tokenizer with the chat format.
     reply_prefix: the forced beginning of a reply; may be ''.
     max_context: maximum tokens of a row.
     source: the field and its file, for errors.
@@ -186,9 +185,10 @@ def _encode(
     if message.role != 'assistant':
       between.append((message.role, message.content))
       continue
-    prefix = reply_prefix if message.content.startswith(reply_prefix) else ''
+    content = tokenizer.format.strip(message.role, message.content)
+    prefix = reply_prefix if content.startswith(reply_prefix) else ''
     before = tokenizer.encode(tokenizer.before_reply(between, prefix, first=not ids))
-    reply = (*tokenizer.encode(message.content[len(prefix) :]), tokenizer.stop_ids[0])
+    reply = (*tokenizer.encode(content[len(prefix) :]), tokenizer.stop_ids[0])
     ids += (*before, *reply)
     trained += [False] * len(before) + [message.trained] * len(reply)
     between = []

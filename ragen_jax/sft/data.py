@@ -24,7 +24,7 @@ from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.sft import conversations
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import at_columns, sampled_columns
-from ragen_jax.training.images import ImageInputs, Sight
+from ragen_jax.training.images import ImageInputs, ImageInputsMaker
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -129,9 +129,6 @@ def collect_demonstrations(
   """Collects demonstrations of the exact solvers, by lesson.
 
   Args:
-    lessons: what is demonstrated.
-    style: the quality of the demonstrator's play.
-    settings: their number and seed.
     held_out: levels that are replaced with others.
     processor: of the model that reads images; None for a model that reads text only.
 
@@ -171,7 +168,6 @@ def from_file(
   Args:
     path: path of the file, for messages.
     found: the conversations of the file, from `conversations.read`.
-    tokenizer: the tokenizer with the chat format.
     reply_prefix: the forced beginning of a reply; may be ''.
     max_context: maximum tokens of a conversation.
 
@@ -189,7 +185,7 @@ def from_file(
   return Rollout(trajectory, [], none, none.sum(axis=1), int(trajectory.loss_mask.sum()), tokenizer.pad_id)
 
 
-def join(parts: list[Rollout], sight: Sight | None, params: Any) -> SftExamples:
+def join(parts: list[Rollout], sight: ImageInputsMaker | None, params: Any) -> SftExamples:
   """Joins the rows of all parts; each part belongs to one environment.
 
   Args:
@@ -233,9 +229,7 @@ def split(data: SftExamples, fraction: float, seed: int) -> tuple[np.ndarray, np
   """Divides conversations by level into training and validation conversations.
 
   Args:
-    data: the conversations.
     fraction: share of the levels for validation.
-    seed: seed of the random choice.
 
   Returns:
     Rows for training, i64[n], and rows for validation, i64[N - n], both ascending.
@@ -253,7 +247,6 @@ def step_rows(rows: np.ndarray, batch_size: int, seed: int, first_step: int = 0)
   Args:
     rows: i64[n], rows to draw from.
     batch_size: conversations of a step, at most n.
-    seed: seed of the draws.
     first_step: the first step to return; the draws of the steps before it are skipped.
   """
   rng, step = np.random.default_rng(seed), 0

@@ -19,17 +19,7 @@ from ragen_jax.envs.base import Budget, Solution
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationStyle:
-  """The quality of the demonstrator's play.
-
-  Attributes:
-    discount: factor on the value of a success for each further action; below 1 the expert takes the shortest way.
-    noise: probability that the actions of a turn are random; their number is that of the expert's plan.
-    hurry: probability that a turn is planned as if it were the last, with more actions than a careful player would
-      take.
-    beginner: probability that a turn follows the plan of a beginner, see `Game.naive_view`.
-    timid: probability that only the first action of a turn is played.
-    actions_per_turn: the demonstrator's limit of actions in a turn; 0 is the environment's limit.
-  """
+  """The quality of the demonstrator's play. Fields of `config.sft`."""
 
   discount: float
   noise: float
@@ -68,7 +58,6 @@ def _texts(pool: JaxPool, plans: dict[int, list[Any]]) -> dict[int, dict[str, st
   if chance decides.
 
   Args:
-    pool: the environment's rows.
     plans: row -> the actions of its turn.
   """
   env, rows = pool.spec.env, list(plans)
@@ -97,7 +86,6 @@ class Demonstrator:
 
     Args:
       rng: generator of the noise, used in the order of turns, environments and rows.
-      style: the quality of the play.
     """
     self._rng = rng
     self._style = style
@@ -133,9 +121,7 @@ class Demonstrator:
     """The turns of the running rows.
 
     Args:
-      pool: the environment's rows.
       solutions: the solutions of the expert and of the beginner.
-      turn: index of the turn.
       left: i32[rows], actions that each episode still has.
       running: the rows whose turns are planned, ascending.
     """

@@ -13,7 +13,7 @@ from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer
 from ragen_jax.sft.packing import SftBatch
-from ragen_jax.sft.watch import GRAD_NORM, Watched
+from ragen_jax.sft.step_watch import GRAD_NORM, Watched
 
 # Number of steps between two lines of metrics.
 _LOG_EVERY = 10
@@ -34,10 +34,7 @@ class SftLog:
     """Writes nothing.
 
     Args:
-      writer: the run's metric writer.
-      progress: the run's progress line.
       schedule: the learning rate of each step, from 0.
-      last_step: number of the last step.
       value_loss: whether there is a value loss to show.
     """
     self.timer = Timer()
@@ -76,7 +73,6 @@ class SftLog:
       step: number of the step, from 1.
       parts: f32[2], loss and value loss.
       grad_norm: f32[], of the gradient before it is clipped.
-      batches: the micro-batches of the step.
       tokens: number of tokens of its conversations.
     """
     self._tokens += tokens
@@ -87,7 +83,7 @@ class SftLog:
       GRAD_NORM: float(grad_norm),
       'sft/lr': float(self._schedule(step - 1)),
       'sft/skipped_steps': self._skipped,
-      'sft/padding': 1 - tokens / sum(batch.tokens.size for batch in batches),
+      'sft/columns_per_token': sum(batch.tokens.size for batch in batches) / tokens,
       'perf/throughput': self._tokens / self.timer.pop()['timing_s/step'],
     }
     self._writer.scalars(step, self._named(parts) | metrics | self._spikes)

@@ -93,10 +93,7 @@ def make_model(
     shape: model width, layers, query heads, key/value heads, head width, MLP width.
     num_tokens: size of the tokenizer; the embedding is padded to a multiple of 8.
     tower: the shape of the vision tower; None for a model that reads text only.
-    dtype: dtype of computations.
-    seed: seed of the weights.
     attention: `config.model.attention`.
-    mesh: the devices.
   """
   width, layers, heads, kv_heads, head_dim, mlp = shape
   cfg = QwenConfig(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
-from ragen_jax.sft import watch
+from ragen_jax.sft import step_watch
 from ragen_jax.sft.packing import SftBatch
 from ragen_jax.training import bad_steps
 from ragen_jax.training.learner import Learner, Loss
@@ -26,12 +26,9 @@ from ragen_jax.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class SftSettings:
-  """The optimiser and the loss.
+  """The optimiser and the loss. Fields of `config.sft`, and the following.
 
   Attributes:
-    steps: optimiser steps of the whole training.
-    learning_rate: peak learning rate, reached after a twentieth of the steps; a cosine then falls to a tenth of it.
-    value_coef: weight of the value loss.
     b1, b2, weight_decay: parameters of AdamW.
     grad_clip: maximum global norm of the gradient.
   """
@@ -57,18 +54,12 @@ def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
 
   The weights of the tokens sum to 1 over a step, so the losses and gradients of its micro-batches are added.
 
-  Args:
-    scoring: how tokens are scored.
-    value_coef: weight of the value loss.
-
   Returns:
     A loss function of (module, `SftBatch`) for a `Learner`, with the sums 'loss' and 'value_loss'.
   """
 
   def loss(module: ActorCritic, batch: SftBatch) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
-    logprobs, _, values = score_tokens(
-      module, batch.tokens, batch.columns, scoring, batch.segments, images=batch.images
-    )
+    logprobs, _, values = score_tokens(module, batch, scoring)
     nll = -jnp.sum(logprobs * batch.weights)
     vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
     return nll + value_coef * vf_loss, ({'loss': nll, 'value_loss': vf_loss}, {})
@@ -91,8 +82,6 @@ class SftTrainer:
     """Compiles nothing before the first call.
 
     Args:
-      settings: the optimiser and the loss.
-      scoring: how tokens are scored.
       model: the initial model; the first step donates its trained weights.
       mesh: the devices over which rows and weights are divided.
     """
@@ -117,20 +106,20 @@ class SftTrainer:
     """Takes one optimiser step.
 
     Returns:
-      f32[2], loss and value loss before the step, and the metrics of `Learner.step` with `watch.GRAD_NORM`, the global
-      norm of the gradient before it is clipped.
+      f32[2], loss and value loss before the step, and the metrics of `Learner.step` with `step_watch.GRAD_NORM`, the
+      global norm of the gradient before it is clipped.
     """
     self.state, found = self.learner.step(self.state, batches)
     self.state = self.state.replace(iteration=self.state.iteration + 1)
     norm = found['actor/grad_norm']  # of all gradients, unless there is a separate critic
     if 'critic' in self.state.trained:
       norm = jnp.hypot(norm, found['critic/grad_norm'])
-    return _parts(found), found | {watch.GRAD_NORM: norm}
+    return _parts(found), found | {step_watch.GRAD_NORM: norm}
 
   def watched(self, found: dict[str, Any]) -> dict[str, float]:
     """The metrics of a step, on the host, that are watched for spikes."""
-    own = {watch.LOSS: float(found['loss']), watch.GRAD_NORM: float(found[watch.GRAD_NORM])}
-    return own | ({watch.VALUE_LOSS: float(found['value_loss'])} if self._value_loss else {})
+    own = {step_watch.LOSS: float(found['loss']), step_watch.GRAD_NORM: float(found[step_watch.GRAD_NORM])}
+    return own | ({step_watch.VALUE_LOSS: float(found['value_loss'])} if self._value_loss else {})
 
   def describe_skipped(self, found: dict[str, Any]) -> str:
     """Text about a skipped step from its metrics on the host; '' for a step that was taken."""

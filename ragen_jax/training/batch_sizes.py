@@ -24,6 +24,8 @@ REMAT_OF = {False: 'none', 'elementwise': 'elementwise', 'attention': 'attention
 _KEPT = {'elementwise': 'products', 'attention': 'attention'}
 # More columns than any device can take.
 ANY_COLUMNS = 2**31
+# A CPU is as fast with these as with more columns at once, and with logits of these as of more positions.
+HOST_COLUMNS, HOST_LOGITS = 8192, 256
 # A number of a product takes 2 D operations to compute again, and about 12 bytes of traffic to keep in the stack of all
 # layers. In narrower models, accelerators compute it again in less time.
 _KEEP_FROM_WIDTH = 1536
@@ -31,17 +33,16 @@ _KEEP_FROM_WIDTH = 1536
 
 @dataclasses.dataclass(frozen=True)
 class SizeSettings:
-  """What the sizes depend on. Fields are those of `config.optimizer`, except for the last five.
+  """What the sizes depend on. Fields of `config.optimizer`, and the following.
 
   Attributes:
-    mini_batch_size: episodes of an optimiser step.
-    micro_batch_size: rows that go through the model at once; 0 chooses as many as fit into memory.
-    packing: pack rows into bins.
     max_context: the most columns of a row.
     length_step: widths of rows that are not packed are multiples of this.
     whole_rows: any column may be a scored token, not only the sampled ones.
     shards: parts into which rows are divided.
     remat: what may be computed again, see `remat_settings`.
+    most_columns: columns of a device that go through the model at once, where their number is chosen from the memory.
+    most_shared: see `PackingSettings`.
   """
 
   mini_batch_size: int
@@ -52,6 +53,8 @@ class SizeSettings:
   whole_rows: bool
   shards: int
   remat: bool | str
+  most_columns: int
+  most_shared: int
 
   @property
   def economical(self) -> str:
@@ -74,7 +77,6 @@ def remat_settings(
   Args:
     name: `config.model.remat`: a key of `REMAT_OF`, or 'auto' for the fastest that fits.
     width: D of the policy.
-    memory: of the update.
     limit: bytes that a device may hold.
   """
   if name != AUTO:
@@ -110,9 +112,22 @@ def batching(
     rows = -(-s.mini_batch_size // s.shards)  # more columns than these are not needed
     columns = micro * s.width // s.shards
     if not s.micro_batch_size:
-      columns = min(memory().columns(limit(), s.economical), rows * s.width)
-    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards, _REPLY_STEP)
+      columns = min(memory().columns(limit(), s.economical), rows * s.width, s.most_columns)
+    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards, _REPLY_STEP, s.most_shared)
   return BatchingSettings(micro_batch_size=micro, length_step=s.length_step, whole_rows=s.whole_rows, packing=packing)
+
+
+def _columns(settings: SizeSettings, chosen: BatchingSettings) -> int:
+  """The most columns that go through the model at once on a device."""
+  if chosen.packing is not None:
+    return chosen.packing.columns
+  return chosen.micro_batch_size * settings.width // settings.shards
+
+
+def needed(settings: SizeSettings, chosen: BatchingSettings, remat: RematSettings, memory: UpdateMemory) -> int:
+  """Bytes of the update on a device, with as many columns as go through the model at once."""
+  columns = _columns(settings, chosen)
+  return memory.total(columns, remat.choose(columns))
 
 
 def describe(
@@ -120,14 +135,13 @@ def describe(
 ) -> str:
   """What goes through the model at once, what is computed again, and why, in one line."""
   s = settings
-  columns = chosen.micro_batch_size * s.width // s.shards
+  columns = _columns(s, chosen)
   text = f'{chosen.micro_batch_size} rows of up to {s.width} columns at once'
   if chosen.packing is not None:
-    columns = chosen.packing.columns
     text = f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device'
   if remat.columns < columns:
     text += f', up to {remat.columns} of them without computing {_KEPT[remat.remat]} again'
-  total = memory.total(columns, remat.choose(columns))
+  total = needed(s, chosen, remat, memory)
   need = f'about {total / _GIB:.1f} GiB a device'
   if s.micro_batch_size:
     return f'update: {text}, as optimizer.micro_batch_size={s.micro_batch_size} says ({need})'

@@ -27,16 +27,22 @@ class TokenRows:
 
   Attributes:
     tokens: i32[B, T].
-    columns: i32[B, R], the columns of the tokens that are scored, ascending; 1 where there is none.
+    columns: i32[B, R], the columns of the tokens that are scored, ascending in each row; 1 where there is none.
     mask: bool[B, R], True where there is a token.
-    segments: i32[B, T], the row that each column belongs to if rows are packed, -1 for none; None if they are not.
+    seen_until: i32[B, T], which columns see which if rows are packed, see `models.trees`; None if they are not, as are
+      the following two.
+    before: i32[B, R], the column before each scored token in its row, whose state emits it; 0 where there is none.
+      Without packing it is the one to the left.
+    sequence: i32[B, R], the number of each scored token's row among those of its bin; -1 where there is none.
     images: what the columns read of images; None for rows of text.
   """
 
   tokens: np.ndarray
   columns: np.ndarray
   mask: np.ndarray
-  segments: np.ndarray | None = struct.field(default=None, kw_only=True)
+  seen_until: np.ndarray | None = struct.field(default=None, kw_only=True)
+  before: np.ndarray | None = struct.field(default=None, kw_only=True)
+  sequence: np.ndarray | None = struct.field(default=None, kw_only=True)
   images: ImageInputs | None = struct.field(default=None, kw_only=True)
 
 
@@ -90,6 +96,7 @@ class PackingSettings:
     columns: the most columns that go through the model at once on one device; at least one bin does.
     shards: parts into which the bins of a micro-batch are divided.
     reply_step: the number of scored tokens of a rollout's rows is rounded up to 1, 2, 4, ... times this.
+    most_shared: columns of the widest bins in which rows share their beginnings; 0 for none.
   """
 
   step: int
@@ -97,6 +104,7 @@ class PackingSettings:
   columns: int
   shards: int
   reply_step: int
+  most_shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +130,7 @@ class BatchingSettings:
 
 
 # Values in rows and columns that do not exist, where not 0.
-FILL = {'columns': 1, 'turn': -1, 'index': -1}
+FILL = {'columns': 1, 'turn': -1, 'index': -1, 'sequence': -1}
 # Arrays with a number for each column, not for each scored token.
 OF_COLUMNS = ('tokens', 'index', 'positions')
 
@@ -206,7 +214,6 @@ def mini_batches(
   Args:
     kept: i32[K], rows to learn from.
     episode: i32[B], the episode of each row; an episode's rows stay together.
-    rng: shuffles the episodes.
     size: episodes of a mini-batch, unless `parts` is given.
     parts: number of mini-batches, of almost equal size; None for mini-batches of `size` episodes.
 
@@ -261,7 +268,7 @@ def micro_batches(
     mesh: places the rows of each micro-batch on it; None leaves them on the host.
     room: images, by size, for which the table of each micro-batch has room at least, see `ImageInputs.sizes`. Batches
       with about equally many images then have tables of one size, and need one program. Not read if the batch's
-      `Gallery` has a `room`.
+      `RolloutImages` has a `room`.
   """
   parts = (plan.cut(batch) for plan in plans)
   if batch.images is not None:
@@ -276,7 +283,7 @@ def _with_images(parts: list[_Rows], mesh: Mesh | None, room: Mapping[tuple[int,
   sizes = [part.images.sizes() for part in parts]
   size = {key: max(room.get(key, 0), *(own[key] for own in sizes)) for key in (sizes[0] if sizes else ())}
   for part in parts:
-    images = part.images.with_source(size, mesh, packed=part.segments is not None)
+    images = part.images.with_source(size, mesh, packed=part.seen_until is not None)
     part = part.replace(images=None)
     yield (part if mesh is None else place_rows(part, mesh)).replace(images=images)
 
@@ -299,24 +306,27 @@ def abstract_mini_batch(
     reference: `ref_logprobs` exist.
     importance: `importance` exists.
     sharding: the layout of the rows.
-    packed: `segments` exists; a row is a bin.
+    packed: `seen_until`, `before` and `sequence` exist; a row is a bin.
     images: what the columns read of images.
   """
   types = {
     'tokens': np.int32,
-    'segments': np.int32,
+    'seen_until': np.int32,
+    'before': np.int32,
+    'sequence': np.int32,
     'columns': np.int32,
     'turn': np.int32,
     'mask': bool,
     'trained': bool,
     'valued': bool,
   }
-  optional = {'ref_logprobs': reference, 'importance': importance, 'segments': packed, 'images': False}
+  optional = {'ref_logprobs': reference, 'importance': importance, 'images': False}
+  optional |= dict.fromkeys(('seen_until', 'before', 'sequence'), packed)
 
   def leaf(name):
     if not optional.get(name, True):
       return None
-    shape = (rows, width if name in ('tokens', 'segments') else replies)
+    shape = (rows, width if name in ('tokens', 'seen_until') else replies)
     return jax.ShapeDtypeStruct(shape, types.get(name, np.float32), sharding=sharding)
 
   return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)} | {'images': images})

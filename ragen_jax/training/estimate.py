@@ -21,24 +21,19 @@ from ragen_jax.training.batches import (
   at_columns,
   sampled_columns,
 )
-from ragen_jax.training.images import ImageInputs, Sight
+from ragen_jax.training.images import ImageInputs, ImageInputsMaker
 from ragen_jax.training.objective import shared_episodes
 from ragen_jax.training.packing import plan_batches, plan_rows
 from ragen_jax.training.rollout_metrics import mean, mean_max_min
 from ragen_jax.training.scoring import Scorer
 from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils.sizes import next_power
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-  """The conversion of environment rewards to the estimators' rewards. Fields are those of `config.reward`.
-
-  Attributes:
-    credit: placement of rewards, one of `rewards.CREDITS`.
-    grouping: sets of episodes within which scores are normalised, one of `rewards.GROUPINGS`.
-    method: normalisation of scores, one of `rewards.METHODS`.
-  """
+  """The conversion of environment rewards to the estimators' rewards. Fields of `config.reward`."""
 
   credit: str
   grouping: str
@@ -47,16 +42,9 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateSettings:
-  """The estimation. Fields are those of `config.algorithm`, except for the last six.
+  """The estimation. Fields of `config.algorithm`, and the following.
 
   Attributes:
-    mask_loss: the policy loss is on sampled tokens only.
-    mask_advantages: advantages run through sampled tokens only.
-    bootstrap_truncated: episodes cut off by a limit are worth the critic's value after their last token.
-    kl_reward_coef: weight of the KL to the reference in the reward of each token; 0 is off.
-    kl_kind: estimator of this KL.
-    old_logprobs: source of the old log-probs and values, 'sampler' or 'trainer'.
-    tis_cap: cap of the truncated importance weights; 0 is off.
     advantages: the estimator of advantages.
     reward: see `RewardSettings`.
     batching: sizes of micro-batches.
@@ -142,12 +130,10 @@ def _importance_metrics(importance: np.ndarray, present: np.ndarray, older: np.n
 class TargetEstimator:
   """Makes the `TrainBatch` of a selection."""
 
-  def __init__(self, settings: EstimateSettings, scorer: Scorer, sight: Sight | None = None):
+  def __init__(self, settings: EstimateSettings, scorer: Scorer, sight: ImageInputsMaker | None = None):
     """Nothing is compiled before the first call.
 
     Args:
-      settings: see `EstimateSettings`.
-      scorer: scores tokens under the current weights.
       sight: of a model that reads images.
     """
     self._settings = settings
@@ -202,7 +188,7 @@ class TargetEstimator:
       trained, through = (x & ~np.isin(t.tokens, s.banned) for x in (trained, through))
     columns, mask = sampled_columns(trained | through)
     # Few widths, because small programs are compiled for each.
-    width = s.batching.reply_step << (-(-mask.shape[1] // s.batching.reply_step) - 1).bit_length()
+    width = next_power(mask.shape[1], s.batching.reply_step)
     columns = np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=1)
     mask = np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) & keep[:, None]
     turn = np.where(mask, at_columns(t.turn, columns, mask), -1).astype(np.int32)

@@ -1,7 +1,7 @@
 """What the programs of the update read of images: from the images of a rollout and the columns that show them.
 
-A trajectory says which image each column shows. `Sight.inputs` makes of it, on the host, `ImageInputs`: rotary
-positions, and for each column a row of a table that has all tokens of all images, one image after the other.
+A trajectory says which image each column shows. `ImageInputsMaker.inputs` makes of it, on the host, `ImageInputs`:
+rotary positions, and for each column a row of a table that has all tokens of all images, one image after the other.
 `batches.micro_batches` cuts or packs them like tokens, and gives each micro-batch a table of its own images:
 
 - of features, if the tower is frozen. They are computed once, by the `Encoder` that the sampler uses, too;
@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ragen_jax.agent.image_room import ImageRoom
+from ragen_jax.agent.image_table_sizes import ImageTableSizes
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.distributed.sharding import copied, place_rows, row_sharding, row_shards
@@ -33,7 +33,7 @@ from ragen_jax.models.vision.positions import feature_columns, rope_positions
 from ragen_jax.models.vision.processor import ProcessorConfig, patches_of, token_count
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.sizes import round_up
+from ragen_jax.utils.sizes import next_power, round_up
 
 # The trunks, each with a tower of its own.
 POLICY, CRITIC = 'policy', 'critic'
@@ -84,7 +84,7 @@ class Pixels:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Gallery:
+class RolloutImages:
   """The images of a rollout on the host.
 
   Attributes:
@@ -99,7 +99,7 @@ class Gallery:
   first: np.ndarray
   features: Mapping[str, Sequence[Features]]
   processor: ProcessorConfig
-  room: ImageRoom | None
+  room: ImageTableSizes | None
 
 
 @struct.dataclass
@@ -116,7 +116,7 @@ class ImageInputs:
   index: jax.Array
   positions: jax.Array
   source: FrozenFeatures | Pixels | None = None
-  gallery: Gallery | None = struct.field(default=None, pytree_node=False)
+  gallery: RolloutImages | None = struct.field(default=None, pytree_node=False)
 
   def columns(self, trunk: Qwen, name: str, *, remat: bool) -> ImageColumns:
     """What the columns of a trunk read, inside a program.
@@ -201,7 +201,7 @@ class ImageInputs:
 
 def _step_up(count: int) -> int:
   """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: two sizes an octave."""
-  size = 1 << (max(count, 1) - 1).bit_length()
+  size = next_power(count)
   return size * 3 // 4 if size >= 4 and count <= size * 3 // 4 else size
 
 
@@ -209,7 +209,7 @@ def _grid(size: tuple[int, int], processor: ProcessorConfig) -> tuple[int, int]:
   return size[0] // processor.patch_size, size[1] // processor.patch_size
 
 
-class Sight:
+class ImageInputsMaker:
   """Makes the inputs of the update from the images of rollouts."""
 
   def __init__(
@@ -217,7 +217,7 @@ class Sight:
     vision: VisionConfig,
     processor: ProcessorConfig,
     encoders: Mapping[str, Encoder],
-    room: ImageRoom | None,
+    room: ImageTableSizes | None,
     *,
     trained: bool,
   ):
@@ -225,9 +225,8 @@ class Sight:
 
     Args:
       vision: the shape of the towers.
-      processor: how images become patches.
       encoders: see `LanguageModel`.
-      room: see `Gallery`.
+      room: see `RolloutImages`.
       trained: whether the towers are trained.
     """
     self._vision = vision
@@ -241,7 +240,6 @@ class Sight:
 
     Args:
       params: the weights; those of frozen towers are read.
-      trajectory: of a rollout.
       images: of the rollout, u8[H, W, 3] each.
 
     Raises:
@@ -269,7 +267,9 @@ class Sight:
     features = {}
     if not self._trained:
       features = {name: encoder(params[name]['visual'], images) for name, encoder in self._encoders.items()}
-    return ImageInputs(index, positions, gallery=Gallery(tuple(images), first, features, self._processor, self._room))
+    return ImageInputs(
+      index, positions, gallery=RolloutImages(tuple(images), first, features, self._processor, self._room)
+    )
 
   def _shown(self, row: int, tokens: np.ndarray, shown: np.ndarray) -> list[int]:
     """The images of a row, in order."""
@@ -286,7 +286,7 @@ class Sight:
 def abstract_inputs(
   model: LanguageModel,
   processor: ProcessorConfig,
-  room: ImageRoom,
+  room: ImageTableSizes,
   rows: int,
   width: int,
   *,
@@ -297,11 +297,9 @@ def abstract_inputs(
 
   Args:
     model: concrete or abstract.
-    processor: of the model.
-    room: of the run.
     rows: of the micro-batch, or bins.
     width: T.
-    packed: see `ImageRoom.images`; the table is the largest.
+    packed: see `ImageTableSizes.images`; the table is the largest.
     shared: whether a separate critic reads the policy's table.
   """
   mesh, vision = model.mesh, model.model.policy.cfg.vision
@@ -321,9 +319,11 @@ def abstract_inputs(
   return ImageInputs(index, positions, Pixels(groups, processor))
 
 
-def make_sight(model: LanguageModel, room: ImageRoom | None) -> Sight | None:
-  """The sight of a model; None for one that reads text only. `Gallery` describes `room`."""
+def make_sight(model: LanguageModel, room: ImageTableSizes | None) -> ImageInputsMaker | None:
+  """The sight of a model; None for one that reads text only. `RolloutImages` describes `room`."""
   cfg = model.model.policy.cfg
   if cfg.vision is None:
     return None
-  return Sight(cfg.vision, model.processor, model.encoders, room, trained=not is_frozen(model.model.policy.visual))
+  return ImageInputsMaker(
+    cfg.vision, model.processor, model.encoders, room, trained=not is_frozen(model.model.policy.visual)
+  )

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings
 from ragen_jax.models import lora
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training import bad_steps
-from ragen_jax.training.optimizer_step import OptimizerStep, StepProgram
+from ragen_jax.training.optimizer_step import OptimizerStep
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils.observer import Observer
 
 # loss(module, micro_batch) -> (loss f32[], (sums, maxima)): metrics that are added, or of which the largest is taken,
 # over the micro-batches of a step. The loss itself is a sum over micro-batches too.
@@ -27,15 +28,18 @@ class Learner:
   """The compiled programs of an optimiser step.
 
   With LoRA, gradients and optimiser state exist for the trained weights only. On a mesh, they and the trained weights
-  are divided over `data` (`sharding.trained_spec`): each device updates its part, and gradient programs gather.
+  are divided over `data` (`sharding.trained_spec`): each device updates its part, and gradient programs gather. All
+  programs lay out what they return like this; with another layout, the next program would be compiled anew.
+
+    trained weights, metrics         `_as_weights`
+    gradients, optimiser's state     `_as_moments`; outside programs `abstract`
 
   Attributes:
     optimizer: see `make_optimizer`.
     mesh: the devices; None for one.
     traces: how often a gradient program has been traced: once for each pair of widths.
-    observer: called before a program of `step` runs: with 'gradient' and the rows, columns and scored tokens of the
-      micro-batch, or with 'apply' and (); for the critic alone, 'gradient_critic' and 'apply_critic'. None if nobody
-      observes.
+    programs: the compiled functions of gradients: 'gradient', and for the critic alone 'gradient_critic'.
+    steps: the optimiser steps that follow them.
   """
 
   def __init__(
@@ -46,46 +50,45 @@ class Learner:
     mesh: Mesh | None = None,
     *,
     critic_loss: Loss | None = None,
+    observer: Observer | None = None,
   ):
     """Nothing is compiled before the first call.
 
     Args:
-      graphdef: of the `ActorCritic`.
-      optimizer: of the trained weights.
-      loss: of a micro-batch.
       mesh: the devices; None for one.
-      critic_loss: the loss of steps that train the critic alone.
+      observer: told of the programs of `step`, 'apply' and 'apply_critic' among them; None for a loss of other batches
+        than `MiniBatch`.
     """
     self.mesh = mesh
     self.optimizer = optimizer
     self.traces = 0
-    self.observer: Callable[[str, tuple[int, ...]], None] | None = None
+    self._observer = observer
 
     def accumulate(loss):
       def program(trained, frozen, gradients, batch):
         self.traces += 1
         gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen).gathered(), batch), has_aux=True)
         new, (sums, maxima) = gradient(trained)
-        # Always the same layouts: the optimiser step takes both, and another layout would compile it anew.
-        gradients = jax.tree.map(jnp.add, gradients, self._divided(new))
+        gradients = jax.tree.map(jnp.add, gradients, self._as_moments(new))
         found = self._as_weights((sums, maxima))
-        return self._divided(gradients), found, bad_steps.not_finite(found)
+        return self._as_moments(gradients), found, bad_steps.not_finite(found)
 
       return jax.jit(program, donate_argnums=2)
 
     def stats(trained, frozen, batch):
       return loss(lora.merge(graphdef, trained, frozen).gathered(), batch)[1]
 
-    self._accumulate, self._apply = accumulate(loss), OptimizerStep(optimizer, mesh)
-    self._accumulate_critic = critic_loss and accumulate(critic_loss)
-    self._apply_critic = OptimizerStep(optimizer, mesh, critic_only=True)
+    self.programs = {'gradient': accumulate(loss), 'gradient_critic': critic_loss and accumulate(critic_loss)}
+    self.steps = {
+      'gradient': OptimizerStep(optimizer, mesh), 'gradient_critic': OptimizerStep(optimizer, mesh, critic_only=True)
+    }  # fmt: skip
     self._stats = jax.jit(stats)
 
   def _as_weights(self, tree: Any) -> Any:
-    """Inside a program: lays a tree out as the weights are; another layout would compile the programs anew."""
+    """Inside a program: lays a tree out as the weights are."""
     return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, trained_shardings(tree, self.mesh))
 
-  def _divided(self, tree: Any) -> Any:
+  def _as_moments(self, tree: Any) -> Any:
     """Inside a program: lays a tree out as gradients and optimiser state are."""
     return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, optimizer_shardings(tree, self.mesh))
 
@@ -96,11 +99,8 @@ class Learner:
     shardings = optimizer_shardings(jax.eval_shape(self.optimizer.init, trained), self.mesh)
     return jax.jit(self.optimizer.init, out_shardings=shardings)(trained)
 
-  def abstract(self, trained: Any) -> tuple[Any, Any]:
-    """The gradients and the optimiser's state of (abstract) trained weights, as shapes, types and layouts."""
-    return self._laid_out(trained), self._laid_out(jax.eval_shape(self.optimizer.init, trained))
-
-  def _laid_out(self, tree: Any) -> Any:
+  def abstract(self, tree: Any) -> Any:
+    """Gradients or the optimiser's state, perhaps abstract, as shapes, types and layouts."""
     leaves, structure = jax.tree.flatten(tree)
     if self.mesh is None:
       shardings = [getattr(x, 'sharding', None) for x in leaves]
@@ -128,16 +128,15 @@ class Learner:
     self, state: TrainState, micro_batches: Iterable[Any], *, critic_only: bool
   ) -> tuple[Any, dict[str, jax.Array], list[jax.Array]]:
     """The result of `gradients`, and for each micro-batch bool[], whether one of its metrics is not finite."""
-    accumulate = self._accumulate_critic if critic_only else self._accumulate
+    name = gradient_of(critic_only)
     # Laid out as they will be, so that the first micro-batch runs the others' program.
-    zeros = self._laid_out(state.trained)
+    zeros = self.abstract(state.trained)
     gradients, found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), zeros), {}
     bad = []
     for batch in micro_batches:
-      if self.observer is not None:
-        name = 'gradient_critic' if critic_only else 'gradient'
-        self.observer(name, (*batch.tokens.shape, batch.columns.shape[1]))
-      gradients, stats, flag = accumulate(state.trained, state.frozen, gradients, batch)
+      if self._observer is not None:
+        self._observer.runs(name, (*batch.tokens.shape, batch.columns.shape[1]))
+      gradients, stats, flag = self.programs[name](state.trained, state.frozen, gradients, batch)
       found = _combine(found, stats)
       bad.append(flag)
     return gradients, found, bad
@@ -162,10 +161,10 @@ class Learner:
       entries of `bad_steps`, which say what was not finite.
     """
     gradients, found, bad = self._gradients(state, micro_batches, critic_only=critic_only)
-    apply = self._apply_critic if critic_only else self._apply
+    apply = self.steps[gradient_of(critic_only)]
     scale = None if state.lr_scale is None else np.float32(state.lr_scale)
-    if self.observer is not None:
-      self.observer('apply_critic' if critic_only else 'apply', ())
+    if self._observer is not None:
+      self._observer.runs('apply_critic' if critic_only else 'apply', ())
     trained, opt_state, more = apply(state.trained, state.opt_state, gradients, found, scale)
     return state.replace(trained=trained, opt_state=opt_state), found | more | {bad_steps.MICRO_BATCHES: bad}
 
@@ -176,24 +175,10 @@ class Learner:
       found = _combine(found, self._stats(state.trained, state.frozen, batch))
     return found
 
-  def lower(self, state: TrainState, batch: Any, *, critic_only: bool = False) -> jax.stages.Lowered:
-    """The program of gradients for these shapes, to be compiled without being run; arguments may be abstract.
 
-    A call with arguments of these shapes, types and layouts then runs what was compiled.
-    """
-    return self._traced(state, batch, critic_only).lower()
-
-  def step_programs(self, state: TrainState, batch: Any, *, critic_only: bool = False) -> list[StepProgram]:
-    """The programs of the optimiser step after gradients of such micro-batches, as above."""
-    sums, maxima = self._traced(state, batch, critic_only).out_info[1]
-    layout = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-    found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), sums | maxima)
-    apply, scale = self._apply_critic if critic_only else self._apply, None if state.lr_scale is None else np.float32(1)
-    return apply.programs(state.trained, state.opt_state, self._laid_out(state.trained), found, scale)
-
-  def _traced(self, state: TrainState, batch: Any, critic_only: bool) -> Any:
-    program = self._accumulate_critic if critic_only else self._accumulate
-    return program.trace(state.trained, state.frozen, self._laid_out(state.trained), batch)
+def gradient_of(critic_only: bool) -> str:
+  """The name of a program of gradients."""
+  return 'gradient_critic' if critic_only else 'gradient'
 
 
 def _combine(found: dict[str, Any], stats: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from ragen_jax.agent.language_model import LanguageModel, param_state
@@ -19,10 +19,17 @@ from ragen_jax.distributed.sharding import optimizer_shardings, trained_sharding
 from ragen_jax.models import lora
 from ragen_jax.models.attention import HOLDING_SCORES
 from ragen_jax.models.layers import is_frozen
-from ragen_jax.models.qwen import REMAT, Qwen
+from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
+from ragen_jax.utils import host_memory
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
+# On CPUs, bytes that compilers and the libraries of matrix products take during a run.
+WORKSPACE = 5 * 2**28
+# On CPUs, what may be filled is a multiple of this, so that runs of one machine mostly choose the same.
+_STEP = 2**29
+# The arrays of logits that a CPU holds at once: its compiler fuses less.
+_HOST_LOGITS = 5
 # `attention.attend` holds no more scores than this on a device.
 _MOST_SCORES = 2**28
 # More columns than any device can take.
@@ -30,11 +37,26 @@ _MOST_COLUMNS = 2**24
 
 
 def device_memory() -> int:
-  """Bytes of the smallest device of all processes; on CPU the host's memory divided by its devices."""
+  """Bytes of the smallest device of all processes.
+
+  On CPUs, what the arrays of this process hold and what the host has left, but for `WORKSPACE`, divided by the devices.
+  What else the process holds is not left, so it counts.
+  """
   limits = [(device.memory_stats() or {}).get('bytes_limit') for device in jax.local_devices()]
   if None in limits:
-    limits = [os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // jax.local_device_count()]
+    limits = [max(host_memory.available() + _held() - WORKSPACE, 0) // _STEP * _STEP // jax.local_device_count()]
   return min(processes.gather(int(min(limits))))
+
+
+def _held() -> int:
+  """Bytes of the arrays of this process, on all its devices."""
+  found = {}
+  for x in jax.live_arrays():
+    devices = len(x.sharding.addressable_devices)
+    # Some arrays are views of others.
+    buffer = x.unsafe_buffer_pointer() if devices == 1 else id(x)
+    found[buffer] = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * devices
+  return sum(found.values())
 
 
 def usable() -> float:
@@ -72,6 +94,7 @@ class UpdateMemory:
     layers_column: the same for each column, scores apart.
     scores_column: attention's scores, for each column.
     most_scores: attention's scores at most.
+    head_columns: the most columns that count for the product with the vocabulary.
   """
 
   kept: int
@@ -82,12 +105,14 @@ class UpdateMemory:
   layers_column: int
   scores_column: int
   most_scores: int
+  head_columns: int = _MOST_COLUMNS
 
   def activations(self, columns: int, remat: str) -> int:
     """What the gradient program needs in addition to its arguments and results; `remat` is one of `qwen.REMAT`."""
     saved, saved_column = self.saved[remat]
     scores = min(columns * self.scores_column, self.most_scores)
-    most = max(self.head + columns * self.head_column, self.layers + columns * self.layers_column + scores)
+    head = self.head + min(columns, self.head_columns) * self.head_column
+    most = max(head, self.layers + columns * self.layers_column + scores)
     return saved + columns * saved_column + most
 
   def total(self, columns: int, remat: str) -> int:
@@ -136,6 +161,16 @@ def update_memory(
                     3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`;
                     kernels of attention hold none
 
+  With adapters, 'elementwise' keeps L (2 D + (N + 2 K) H + 2 F + 7 r) a for each column more, of rank r, and w is
+  larger by twice that of a layer. Where rows attend one after the other, which is on one CPU, the program holds
+
+    with logits     V D a: the head as computed with, if that is another type
+                    5 V 4 for each position, up to `logits_chunk`
+                    P a: the gradients of the layers' weights, if layers are scanned, which are set to 0 before
+    in the layers   V D 4 twice: the sums of the gradient of the embedding, which logits do not hold; or V D a of frozen
+                    weights as above
+                    T^2 N 4 / 2: the scores of a row
+
   With images, a trunk also holds what `_tower` counts for each column.
 
   Weights are divided over `fsdp` and `tensor`, and those that are trained, with gradients and moments, over `data` as
@@ -159,27 +194,19 @@ def update_memory(
   kept += 3 * _bytes(trained, mesh, shardings=optimizer_shardings)  # gradients and two moments
   if reference:
     kept += _bytes(trained['policy'], mesh, shardings=trained_shardings)
-  always = layers = widest = scores = 0
+  always = layers = widest = scores = one_row = stacked = 0
   saved = {remat: (0, 0) for remat in REMAT}
   for name, trunk in (('policy', model.model.policy), ('critic', model.model.critic)):
     if trunk is None:
       continue
     c, size = trunk.cfg, np.dtype(dtype or trunk.dtype).itemsize
-    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
-    costly = size * (2 * c.hidden_size + (heads + (c.num_heads * c.head_dim) + 2 * c.intermediate_size) // tensor)
+    of_trunk, layer = _of_column(c, size, tensor, _rank(params[name]))
     casts = _bytes(params[name]['layers'], mesh, size)
-    attended = size * c.num_heads * c.head_dim // tensor
-    of_trunk = {
-      'none': (casts, layer), 'elementwise': (0, costly), 'attention': (0, size * c.hidden_size + attended),
-      'layers': (0, size * c.hidden_size),
-    }  # fmt: skip
-    for remat, (once, column) in of_trunk.items():
-      saved[remat] = (
-        saved[remat][0] + (casts if trunk.scan_layers or copies else once), saved[remat][1] + c.num_layers * column
-      )  # fmt: skip
+    for remat, column in of_trunk.items():
+      once = casts if trunk.scan_layers or copies or remat == 'none' else 0
+      saved[remat] = saved[remat][0] + once, saved[remat][1] + c.num_layers * column
     if trunk.scan_layers and 'layers' in trained[name]:
-      layers += _bytes(trained[name]['layers'], mesh, size, optimizer_shardings)
+      stacked += _bytes(trained[name]['layers'], mesh, size, optimizer_shardings)
       if platform == 'tpu':
         layers += _bytes(trained[name]['layers'], mesh, size + 4, optimizer_shardings)
     if mesh.shape['fsdp'] > 1:
@@ -199,11 +226,24 @@ def update_memory(
         layers += _bytes(trained[name]['visual'], mesh, size)
     # The trunks run one after the other.
     widest = max(widest, layer)
-    if holds_scores:
+    if trunk.attention.by_row:
+      one_row = max(one_row, 2 * width**2 * c.num_heads // tensor)
+    elif holds_scores:
       scores = max(scores, 3 * 4 * width * c.num_heads // tensor)
+  layers += stacked
   c, size = model.model.policy.cfg, np.dtype(dtype or model.model.policy.dtype).itemsize
   embedding = c.vocab_size * c.hidden_size // tensor
   logits = 4 * c.vocab_size // tensor
+  if model.model.policy.attention.by_row:
+    head_type = params['policy']['embed_tokens' if c.tie_word_embeddings else 'lm_head']
+    if 'embed_tokens' in trained['policy']:
+      layers += 4 * embedding
+    cast = 0 if all(x.dtype.itemsize == size for x in jax.tree.leaves(head_type)) else size * embedding
+    return UpdateMemory(
+      kept, saved=saved, head=always + cast + stacked, head_column=_HOST_LOGITS * logits,
+      head_columns=logits_chunk or _MOST_COLUMNS, layers=always + cast + layers + one_row, layers_column=widest,
+      scores_column=scores, most_scores=3 * 4 * _MOST_SCORES,
+    )  # fmt: skip
   head = size * embedding
   if copies and c.tie_word_embeddings and 'embed_tokens' in trained['policy']:
     head -= size * embedding // mesh.shape['fsdp']  # it is the embedding that was gathered
@@ -213,15 +253,33 @@ def update_memory(
     if copies and logits_chunk and platform == 'tpu':  # it is exchanged before it is cast
       head -= 4 * (embedding - embedding // mesh.shape['data']) // mesh.shape['fsdp']
   return UpdateMemory(
-    kept,
-    saved=saved,
-    head=always + head + logits_chunk * (logits + size * c.vocab_size // tensor),
-    head_column=0 if logits_chunk else 4 * logits,
-    layers=always + layers,
-    layers_column=widest,
-    scores_column=scores,
+    kept, saved=saved, head=always + head + logits_chunk * (logits + size * c.vocab_size // tensor),
+    head_column=0 if logits_chunk else 4 * logits, layers=always + layers, layers_column=widest, scores_column=scores,
     most_scores=3 * 4 * _MOST_SCORES,
-  )
+  )  # fmt: skip
+
+
+def _of_column(c: QwenConfig, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
+  """Bytes for each column of a layer.
+
+  Args:
+    c: shape of the model.
+    size: bytes of a number in computations.
+    tensor: parts that heads and MLP are divided into.
+    rank: of adapters; 0 for none.
+
+  Returns:
+    What the layer keeps for the backward pass, by `remat`, and what the layer that is differentiated holds.
+  """
+  heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+  layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
+  costly = size * (2 * c.hidden_size + (heads + c.num_heads * c.head_dim + 2 * c.intermediate_size) // tensor)
+  if rank:
+    adapted = size * (2 * c.hidden_size + (heads + 2 * c.intermediate_size) // tensor + 7 * rank)
+    layer, costly = layer + 2 * adapted, costly + adapted
+  attended = size * c.num_heads * c.head_dim // tensor
+  inputs = size * c.hidden_size
+  return {'none': layer, 'elementwise': costly, 'attention': inputs + attended, 'layers': inputs}, layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +323,12 @@ def _tower(trunk: Qwen, images: SeenColumns, size: int) -> _Tower:
   inputs = math.ceil(always + patches * c.depth * c.hidden_size * size) if trunk.visual.scan_blocks else everything
   saved = dict.fromkeys(REMAT, inputs) | {'none': everything}
   return _Tower(saved, math.ceil(patches * block), math.ceil(patches * 3 * 4 * images.patches * c.num_heads))
+
+
+def _rank(params: Any) -> int:
+  """The rank of a trunk's adapters; 0 for none."""
+  adapters = [x for path, x in nnx.to_flat_state(params['layers']) if path[-1] == 'lora_b']
+  return adapters[0].shape[0] if adapters else 0
 
 
 def _bytes(tree: Any, mesh: Mesh | None, size: int = 0, shardings: Callable[[Any, Mesh], Any] = tree_shardings) -> int:

@@ -30,14 +30,9 @@ SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_
 
 @dataclasses.dataclass(frozen=True)
 class MonitorSettings:
-  """The responses to a collapse. Fields are those of `config.monitor`, except for the last three.
+  """The responses to a collapse. Fields of `config.monitor`, and the following.
 
   Attributes:
-    ema_decay: decay of the moving averages that are logged as `<metric>_ema`.
-    echo_trap: the response to an Echo-Trap warning, one of `ECHO_TRAP_ACTIONS`.
-    max_rollbacks: maximum number of rollbacks; the next warning stops the run.
-    max_bad_iterations: number of consecutive iterations with numbers that are not finite after which the run ends or is
-      rolled back.
     early_stop: thresholds of the rules that stop a run.
     echo_trap_rules: thresholds of the warning.
     spikes: the rule for spikes of the loss and of the gradient norm.
@@ -90,7 +85,6 @@ class Monitor:
     """Updates the monitor with an iteration that played a rollout. Not called for iterations that reuse a rollout.
 
     Args:
-      metrics: the iteration's metrics by name.
       empty: whether the filter kept no group of the fresh rollout.
 
     Returns:
@@ -123,9 +117,6 @@ class Monitor:
 
   def after_update(self, metrics: dict[str, float]) -> tuple[dict[str, float], list[Spike]]:
     """Looks for spikes; called after every iteration whose numbers are finite.
-
-    Args:
-      metrics: the iteration's metrics by name.
 
     Returns:
       `monitor/<name>_spike`, and the spikes that begin in this iteration.

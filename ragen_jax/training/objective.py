@@ -1,4 +1,4 @@
-"""The loss of a mini-batch: clipped surrogate, entropy bonus, KL term and value loss.
+"""The loss of a mini-batch: policy loss, entropy bonus, KL term and value loss.
 
 The weights of the tokens are computed from the whole mini-batch (`with_loss_weights`) before it is cut into
 micro-batches, so the losses and gradients of the micro-batches add up to those of the mini-batch.
@@ -25,27 +25,24 @@ Stats = tuple[dict[str, jax.Array], dict[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-  """The loss. Fields are those of `config.algorithm`, except for `scoring` and `pg_coef`.
+  """The loss. Fields of `config.algorithm`, and the following.
 
   Attributes:
     scoring: how tokens are scored.
-    ratio_level: what a probability ratio spans, one of `losses.RATIO_LEVELS`.
-    clip_ratio_low: how far below 1 the ratio may fall before its gradient is cut.
-    clip_ratio_high: how far above 1 the ratio may rise.
     clip_ratio_c: bound of the dual clip; None is off.
-    pg_coef: weight of the clipped surrogate: 1, or 0 to compute another part of the loss alone.
-    kl_loss_coef: weight of the KL to the reference.
-    kl_kind: estimator of the KL, one of `losses.KL_KINDS`.
+    pg_coef: weight of the policy's loss: 1, or 0 to compute another part of the loss alone.
     value_clip: how far a value may move before its gradient is cut; None is off.
-    value_coef: weight of the value loss; 0 runs no backward pass for a critic.
-    entropy_coef: weight of the entropy bonus.
   """
 
   scoring: ScoringSettings
+  policy_loss: str
   ratio_level: str
   clip_ratio_low: float
   clip_ratio_high: float
   clip_ratio_c: float | None
+  tau_pos: float
+  tau_neg: float
+  dro_beta: float
   pg_coef: float
   kl_loss_coef: float
   kl_kind: str
@@ -56,12 +53,7 @@ class LossSettings:
 
 @dataclasses.dataclass(frozen=True)
 class WeightSettings:
-  """How the losses of tokens become one number.
-
-  Attributes:
-    loss_agg_mode: one of `losses.AGGREGATIONS`.
-    loss_norm_length: tokens that 'seq-mean-token-sum-norm' divides by.
-  """
+  """How the losses of tokens become one number. Fields of `config.algorithm`."""
 
   loss_agg_mode: str
   loss_norm_length: int
@@ -78,30 +70,29 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
   """The weighted sum of the token losses of a micro-batch.
 
   Args:
-    module: policy and critic.
     batch: one micro-batch, with weights made for its whole mini-batch.
-    settings: see `LossSettings`.
 
   Returns:
     (loss f32[], (sums, maxima)). `sums` are weighted as the loss is: over the micro-batches of a mini-batch they add up
     to the mini-batch's numbers, see `token_means`.
   """
   s = settings
-  logprobs, entropies, values = score_tokens(
-    module, batch.tokens, batch.columns, s.scoring, batch.segments, images=batch.images
-  )
-  packed = batch.segments is not None
+  logprobs, entropies, values = score_tokens(module, batch, s.scoring)
   policy, stats = losses.policy_loss(
     logprobs,
     batch.old_logprobs,
     batch.advantages,
     batch.trained,
+    policy_loss=s.policy_loss,
     clip_ratio_low=s.clip_ratio_low,
     clip_ratio_high=s.clip_ratio_high,
     clip_ratio_c=s.clip_ratio_c,
     ratio_level=s.ratio_level,
+    tau_pos=s.tau_pos,
+    tau_neg=s.tau_neg,
+    dro_beta=s.dro_beta,
     turn=batch.turn,
-    sequence=jnp.take_along_axis(batch.segments, batch.columns, axis=1) if packed else None,
+    sequence=batch.sequence,
     importance_weights=batch.importance,
   )
   vf_loss, value_sums = _value_loss(values, batch, s)
@@ -131,9 +122,7 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
 
 def critic_loss(module: ActorCritic, batch: MiniBatch, settings: LossSettings) -> tuple[jax.Array, Stats]:
   """The value loss alone, whose gradient does not reach the policy; arguments as for `policy_and_value_loss`."""
-  values = value_tokens(
-    module, batch.tokens, batch.columns, settings.scoring, batch.segments, freeze_policy=True, images=batch.images
-  )
+  values = value_tokens(module, batch, settings.scoring, freeze_policy=True)
   vf_loss, sums = _value_loss(values, batch, settings)
   return settings.value_coef * vf_loss, (sums, {})
 
@@ -183,7 +172,6 @@ def with_loss_weights(
     batch: of B rows.
     rows: i32[M], the mini-batch.
     episode: i32[B], the episode of each row; a sequence of `losses.token_weights` is an episode.
-    settings: see `WeightSettings`.
     multiple: M is padded to a multiple of this, so that few programs are compiled.
   """
   n = len(rows)

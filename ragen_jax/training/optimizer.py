@@ -12,18 +12,10 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-  """The optimiser of a run.
+  """The optimiser of a run. Fields of `config.optimizer`, and the following.
 
   Attributes:
-    actor_lr: learning rate of the policy.
-    critic_lr: learning rate of the value head, and of the trunk of a separate critic.
-    warmup_steps: optimiser steps over which both learning rates rise from 0.
     decay_steps: optimiser steps after which `final_lr_fraction` of the learning rates is left.
-    final_lr_fraction: 1 keeps them constant.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
-    weight_decay: of matrices; norms and biases are not decayed.
-    grad_clip: largest global norm: of all gradients together, or of the policy's and of a separate critic's each.
     critic_steps: first optimiser steps, which train the critic alone; the policy's decay begins after them.
     separate_critic: the critic has a trunk of its own.
   """

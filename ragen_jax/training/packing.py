@@ -3,9 +3,10 @@
     rows of 3, 5, 2 and 4 columns in bins of 7      1 1 1 1 1 2 2
                                                     3 3 3 3 0 0 0
 
-The rows of a bin do not see each other, and the positions of each begin at 0, so packing changes numbers by rounding
-only. The number and the width of bins come from a list that is known before the run (`bin_shapes`). An iteration uses
-the shape in which its mini-batches take the least time, in one call of the program or in several.
+What rows of a bin share at their beginning stands in it once (`forests`). A token sees the tokens of its own row only,
+and its position is that in its row, so packing changes numbers by rounding only. The number and the width of bins come
+from a list that is known before the run (`bin_shapes`). An iteration uses the shape in which its mini-batches take the
+least time, in one call of the program or in several.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ragen_jax.training.batches import (
   TokenRows,
   plan_micro_batches,
 )
+from ragen_jax.training.forests import Forest, forest
 from ragen_jax.training.images import ImageInputs
 from ragen_jax.utils.sizes import round_up
 
@@ -79,7 +81,6 @@ def bin_shapes(settings: PackingSettings, longest: int = 0) -> list[tuple[int, i
   """The shapes of all programs that packed rows may need, ascending.
 
   Args:
-    settings: see `PackingSettings`.
     longest: columns of the longest row, if it is longer than `settings.width`.
 
   Returns:
@@ -108,50 +109,71 @@ class PackedBatch:
     length: i32[B], columns of each row of the batch.
     width: T, columns of a bin.
     replies: R, scored tokens of a bin.
+    shared: for each row of a bin, how many of its first columns it shares with the row before it in the bin, which
+      begin in the same way; None if no row shares any.
   """
 
   bins: tuple[np.ndarray, ...]
   length: np.ndarray
   width: int
   replies: int
+  shared: tuple[np.ndarray, ...] | None = None
 
   @property
   def members(self) -> np.ndarray:
     """i32[n], the rows of all bins."""
     return np.concatenate(self.bins)
 
-  def _places(self, mask: np.ndarray) -> Iterator[tuple[int, int, int, int, slice, slice]]:
-    """(bin, number in the bin, row, scored tokens, their place among the bin's, columns) of each row."""
+  def _rows(self) -> Iterator[tuple[int, int, int, np.ndarray, int]]:
+    """(bin, number in the bin, row, the columns i32[n] of its tokens, how many of them the row before has too)."""
+    for at, members in enumerate(self.bins):
+      path, end = np.zeros(0, np.int32), 0
+      for number, row in enumerate(members.tolist()):
+        n, shared = int(self.length[row]), 0 if self.shared is None else int(self.shared[at][number])
+        path = np.concatenate([path[:shared], np.arange(end, end + n - shared, dtype=np.int32)])
+        end += n - shared
+        yield at, number, row, path, shared
+
+  def _replies(self, mask: np.ndarray) -> Iterator[tuple[int, int, int, slice]]:
+    """(bin, row, scored tokens, their place among those of the bin) of each row."""
     scored = mask.sum(axis=1)
     for at, members in enumerate(self.bins):
-      column = reply = 0
-      for number, row in enumerate(members.tolist()):
-        n, r = int(self.length[row]), int(scored[row])
-        yield at, number, row, r, slice(reply, reply + r), slice(column, column + n)
-        column, reply = column + n, reply + r
+      reply = 0
+      for row in members.tolist():
+        r = int(scored[row])
+        yield at, row, r, slice(reply, reply + r)
+        reply += r
 
   def cut(self, batch: _Rows) -> _Rows:
     """The bins of a batch of single rows; turns of different rows get different numbers."""
     shape = (len(self.bins), self.replies)
-    segments = np.full((len(self.bins), self.width), -1, np.int32)
-    tokens = np.zeros(segments.shape, batch.tokens.dtype)
+    # A column of padding is seen by itself.
+    seen_until = np.tile(np.arange(1, self.width + 1, dtype=np.int32), (len(self.bins), 1))
+    tokens = np.zeros(seen_until.shape, batch.tokens.dtype)
     found = jax.tree_util.tree_map_with_path(
       lambda path, x: np.full(shape, FILL.get(path[-1].name, 0), x.dtype), batch.replace(tokens=None, images=None)
     )
-    images = self._cut_images(batch)
+    before, sequence = np.zeros(shape, np.int32), np.full(shape, FILL['sequence'], np.int32)
     of_tokens = [
       (f.name, getattr(found, f.name), getattr(batch, f.name))
       for f in dataclasses.fields(batch)
-      if getattr(found, f.name) is not None
+      if f.name != 'columns' and getattr(found, f.name) is not None
     ]
     turns = int(batch.turn.max(initial=0)) + 1 if hasattr(batch, 'turn') else 0
-    for at, number, row, r, replies, columns in self._places(batch.mask):
-      tokens[at, columns] = batch.tokens[row, : columns.stop - columns.start]
-      segments[at, columns] = number
+    for (at, number, row, path, shared), (_, _, r, replies) in zip(
+      self._rows(), self._replies(batch.mask), strict=True
+    ):
+      tokens[at, path[shared:]] = batch.tokens[row, shared : len(path)]
+      if shared < len(path):  # all columns of the row see its last one come
+        seen_until[at, path] = path[-1] + 1
+      columns = batch.columns[row, :r]
+      found.columns[at, replies], before[at, replies] = path[columns], path[columns - 1]
+      sequence[at, replies] = number
       for name, into, x in of_tokens:
-        offset = {'columns': columns.start, 'turn': number * turns}.get(name, 0)
-        into[at, replies] = x[row, :r] + offset if offset else x[row, :r]
-    return found.replace(tokens=tokens, segments=segments, images=images)
+        into[at, replies] = x[row, :r] + (number * turns if name == 'turn' else 0)
+    return found.replace(
+      tokens=tokens, seen_until=seen_until, before=before, sequence=sequence, images=self._cut_images(batch)
+    )
 
   def _cut_images(self, batch: TokenRows) -> ImageInputs | None:
     """What the columns of the bins read of images."""
@@ -160,20 +182,24 @@ class PackedBatch:
 
     def cut(path, x):
       into = np.full((len(self.bins), self.width, *x.shape[2:]), FILL.get(path[-1].name, 0), x.dtype)
-      for at, _, row, _, _, columns in self._places(batch.mask):
-        into[at, columns] = x[row, : columns.stop - columns.start]
+      for at, _, row, path, _ in self._rows():
+        into[at, path] = x[row, : len(path)]
       return into
 
     return jax.tree_util.tree_map_with_path(cut, batch.images)
 
   def put(self, into: np.ndarray, x: np.ndarray, mask: np.ndarray) -> None:
     """Writes numbers of the scored tokens of the bins, x [bins, R], to those of single rows, `into` [B, R]."""
-    for at, _, row, r, replies, _ in self._places(mask):
+    for at, row, r, replies in self._replies(mask):
       into[row, :r] = x[at, replies]
 
 
 def pack_batches(
-  groups: Sequence[np.ndarray], length: np.ndarray, scored: np.ndarray, settings: PackingSettings
+  groups: Sequence[np.ndarray],
+  length: np.ndarray,
+  scored: np.ndarray,
+  settings: PackingSettings,
+  tokens: np.ndarray | None = None,
 ) -> list[list[PackedBatch]]:
   """Packs each group of rows into micro-batches, all of one shape.
 
@@ -181,38 +207,62 @@ def pack_batches(
     groups: rows of each mini-batch.
     length: i32[B], columns of each row.
     scored: i32[B], scored tokens of each row.
-    settings: see `PackingSettings`.
+    tokens: i32[B, T], of rows that may share their beginnings; None if they may not.
 
   Returns:
     The micro-batches of each group.
   """
   longest = max((int(length[rows].max()) for rows in groups if len(rows)), default=1)
   scores = max((int(scored[rows].max()) for rows in groups if len(rows)), default=0)
-  columns = max((int(length[rows].sum()) for rows in groups), default=0)
-  tokens = max((int(scored[rows].sum()) for rows in groups), default=0)
+  sizes = [np.stack([length[rows], scored[rows]], axis=1) for rows in groups]
+  fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores]
+  alone = [Forest(np.arange(len(rows)), np.zeros(len(rows), np.int64)) for rows in groups]
+  sharing = alone if tokens is None else [forest(tokens[rows], length[rows]) for rows in groups]
+
+  def forests(width: int) -> list[Forest]:
+    return sharing if width <= settings.most_shared else alone
 
   def least(shape: tuple[int, int, int]) -> float:
     """The cost of as many calls as the sums need."""
     bins, width, replies = shape
+    columns = max((f.columns(own) for f, own in zip(forests(width), sizes, strict=True)), default=0)
+    tokens = max((int(own[:, 1].sum()) for own in sizes), default=0)
     return _cost(shape, max(-(-columns // (bins * width)), -(-tokens // (bins * replies)), 1), settings.shards)
 
-  fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores]
-  packed: dict[tuple[int, int], list[list[list[int]]]] = {}
+  packed: dict[tuple[int, int], list[list[np.ndarray]]] = {}
   best, lowest = fitting[-1], math.inf
   for shape in sorted(fitting, key=lambda s: (least(s), s)):
     if least(shape) >= lowest:
       break
     of_bin = shape[1:]
     if of_bin not in packed:
-      packed[of_bin] = [pack(np.stack([length[rows], scored[rows]], axis=1), of_bin) for rows in groups]
+      packed[of_bin] = [_bins(f, own, of_bin) for f, own in zip(forests(of_bin[0]), sizes, strict=True)]
     cost = _cost(shape, max(max(-(-len(own) // shape[0]) for own in packed[of_bin]), 1), settings.shards)
     if cost < lowest:
       best, lowest = shape, cost
   bins, width, replies = best
+
+  def batch(rows: np.ndarray, trees: Forest, call: list[np.ndarray]) -> PackedBatch:
+    shared = None if forests(width) is alone else tuple(map(trees.shared, call))
+    return PackedBatch(tuple(rows[own] for own in call), length, width, replies, shared)
+
   return [
-    _calls([rows[own] for own in members], bins, length, width, replies) if members else []
-    for rows, members in zip(groups, packed[width, replies], strict=True)
+    [batch(rows, trees, call) for call in _calls(members, bins)] if members else []
+    for rows, members, trees in zip(groups, packed[width, replies], forests(width), strict=True)
   ]
+
+
+def _bins(trees: Forest, sizes: np.ndarray, capacity: tuple[int, int]) -> list[np.ndarray]:
+  """The rows of each bin, in the forest's order: trees and parts of trees, by first-fit decreasing.
+
+  Args:
+    trees: of the rows.
+    sizes: i32[n, 2], columns and scored tokens of each row.
+    capacity: of a bin.
+  """
+  parts = trees.parts(sizes, capacity)
+  bins = pack(np.asarray([part.size for part in parts]).reshape(len(parts), 2), capacity)
+  return [trees.in_order(np.concatenate([parts[i].rows for i in own])) for own in bins]
 
 
 def _cost(shape: tuple[int, int, int], calls: int, shards: int) -> float:
@@ -221,20 +271,23 @@ def _cost(shape: tuple[int, int, int], calls: int, shards: int) -> float:
   return calls * (bins // shards * (width * (1 + width / _WIDE) + _SCORED * replies) + _CALL)
 
 
-def _calls(members: list[np.ndarray], bins: int, length: np.ndarray, width: int, replies: int) -> list[PackedBatch]:
-  """Micro-batches of `bins` bins; those that are left are empty. Bins are ordered so that every call has its share."""
+def _calls(members: list[np.ndarray], bins: int) -> list[list[np.ndarray]]:
+  """The bins of each call of `bins` bins; those that are left are empty. Every call has its share of the full ones."""
   calls = max(-(-len(members) // bins), 1)
-  empty = np.zeros(0, np.int32)
-  members = members + [empty] * (calls * bins - len(members))
-  return [PackedBatch(tuple(members[i::calls]), length, width, replies) for i in range(calls)]
+  members = members + [np.zeros(0, np.int32)] * (calls * bins - len(members))
+  return [members[i::calls] for i in range(calls)]
 
 
 def plan_batches(
-  groups: Sequence[np.ndarray], length: np.ndarray, scored: np.ndarray, settings: BatchingSettings
+  groups: Sequence[np.ndarray],
+  length: np.ndarray,
+  scored: np.ndarray,
+  settings: BatchingSettings,
+  tokens: np.ndarray | None = None,
 ) -> list[list[MicroBatch | PackedBatch]]:
   """The micro-batches of each of some groups of rows: packed, or sorted by length and cut; arguments as above."""
   if settings.packing is not None:
-    return pack_batches(groups, length, scored, settings.packing)
+    return pack_batches(groups, length, scored, settings.packing, tokens)
   return [
     plan_micro_batches(rows, length, scored, size=settings.micro_batch_size, length_step=settings.length_step)
     for rows in groups
@@ -246,4 +299,15 @@ def plan_rows(
 ) -> list[list[MicroBatch | PackedBatch]]:
   """The micro-batches of each of some groups of rows of a trajectory, see `plan_batches`."""
   scored = trajectory.length if settings.whole_rows else trajectory.loss_mask.sum(axis=1)
-  return plan_batches(groups, trajectory.length, scored, settings)
+  return plan_batches(groups, trajectory.length, scored, settings, tokens_to_share(trajectory))
+
+
+def tokens_to_share(trajectory: Trajectory) -> np.ndarray | None:
+  """The tokens i32[B, T] of rows that may share their beginnings; None for rows with images, which may not."""
+  return trajectory.tokens if trajectory.image is None else None
+
+
+def shared_tokens(plans: Sequence[PackedBatch]) -> float:
+  """The share of the rows' tokens that the model does not compute, because another row of the bin has them too."""
+  saved = sum(int(own.sum()) for plan in plans for own in plan.shared or ())
+  return saved / max(sum(int(plan.length[plan.members].sum()) for plan in plans), 1)

@@ -29,14 +29,9 @@ _END = '</think>'
 
 @dataclasses.dataclass(frozen=True)
 class ProbeSettings:
-  """The settings of the probes. Fields are those of `config.monitor`, except for the last.
+  """The settings of the probes. Fields of `config.monitor`, and the following.
 
   Attributes:
-    information_every: iterations between two measurements of mutual information; 0 is off.
-    information_samples: number of thoughts that are scored under one another's prompts.
-    gradients_every: iterations between two measurements of gradient norms; 0 is off.
-    gradient_buckets: number of buckets of groups.
-    bucket_mode: assignment of groups to buckets, see `diagnostics.reward_std_buckets`.
     think: whether replies have thoughts (`config.agent.format`).
   """
 
@@ -73,7 +68,6 @@ class Probes:
     """Nothing is compiled before the first probe that is due.
 
     Args:
-      settings: see `ProbeSettings`.
       trainer: the trainer whose batches, scorer and tokenizer are used.
     """
     self._settings = settings
@@ -95,9 +89,6 @@ class Probes:
 
     Args:
       state: read only.
-      rollout: the fresh rollout.
-      selection: the selection of the rollout.
-      batch: the batch of the selection.
 
     Returns:
       `grad_norm/bucket_<i>/...` (`gradient_norms`), and `collapse_first_turn_sample/...` and
@@ -146,7 +137,6 @@ class Probes:
     Args:
       state: read only.
       rollout: the rollout from which `information_samples` thoughts of different episodes are drawn.
-      rng: generator of the draws.
       first_only: draw thoughts of first turns only, and score them after first prompts; otherwise draw from all turns,
         and score each thought after the conversation before it.
 
@@ -204,7 +194,6 @@ class Probes:
     """f64[N, M]: the log-prob in nats of each of N thoughts, i32[length], after each of M prompts.
 
     Args:
-      params: the weights.
       prompts: M prompts.
       thoughts: N thoughts.
       images: what the prompts' `image` counts.

@@ -18,12 +18,9 @@ from ragen_jax.viewer.records import Played, episode_records, first_rows, on_tim
 
 @dataclasses.dataclass(frozen=True)
 class RecordSettings:
-  """The episodes that are kept, and their recorded numbers.
+  """The episodes that are kept, and their recorded numbers. Fields of `config.logging`, and the following.
 
   Attributes:
-    episodes: number of kept episodes of each environment (`config.logging`).
-    episodes_every: episodes of the first iteration and of every `episodes_every`-th iteration are kept; 0 keeps none
-      (`config.logging`).
     prompts_trained: whether the loss covers all tokens, instead of sampled tokens only.
     records_values: whether the sampler records values.
     needs_critic: whether the estimator reads values.
@@ -40,13 +37,7 @@ class Recorder:
   """Selects episodes of training rollouts and makes their records, token by token."""
 
   def __init__(self, settings: RecordSettings, player: Player, tokenizer: ChatTokenizer):
-    """Stores the arguments.
-
-    Args:
-      settings: see `RecordSettings`.
-      player: plays the rollouts.
-      tokenizer: gives the text of each token.
-    """
+    """Stores the arguments."""
     self._settings = settings
     self._player = player
     self._tokenizer = tokenizer
@@ -65,9 +56,7 @@ class Recorder:
     """The kept episodes of an iteration and their records.
 
     Args:
-      rollout: the fresh rollout of the iteration.
       selection: the rows that the update learnt from.
-      batch: the batch of the selection.
       iteration: index of the iteration, from 0.
 
     Returns:

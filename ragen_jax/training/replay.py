@@ -21,12 +21,7 @@ _IMAGE = 'image_'
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySettings:
-  """The settings of the buffer. Fields are those of `config.replay`.
-
-  Attributes:
-    groups: number of prompt groups that are drawn in addition to the fresh groups; 0 is off.
-    max_age: maximum age of a rollout, in iterations, at which its groups can be drawn.
-  """
+  """The settings of the buffer. Fields of `config.replay`."""
 
   groups: int
   max_age: int
@@ -54,7 +49,6 @@ class ReplayBuffer:
       rollout: the iteration's fresh rollout, of B rows.
       rows: i32[b], the selected rows.
       scale: f32[B], factors of the rows' advantages.
-      iteration: index of the iteration.
     """
     if len(rows):
       self._entries.append(_Entry(iteration, take_rows(rollout, rows), scale[rows]))
@@ -65,7 +59,6 @@ class ReplayBuffer:
     Args:
       groups: number of groups; fewer are drawn if the buffer holds fewer.
       rng: generator of the draws, without replacement.
-      iteration: index of the current iteration.
 
     Returns:
       (rows, f32[b] factors of their advantages) for each rollout that a drawn group comes from, oldest first.

@@ -15,7 +15,6 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
   """The metrics of a fresh rollout, including the episodes that a filter drops.
 
   Args:
-    rollout: the rollout with its episodes.
     group_size: G.
   """
   t, scores = rollout.trajectory, rollout.scores

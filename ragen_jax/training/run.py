@@ -17,22 +17,27 @@ from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
-from ragen_jax.runs.config_fields import free_in_training
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import Counts, MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer, memory
-from ragen_jax.runs.workdir import check_recorded
+from ragen_jax.runs.trackers import TrackerSettings, open_tracker
 from ragen_jax.training.batches import TrainBatch
+from ragen_jax.training.learnable import invalid_replies
 from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.replay import ReplayBuffer
+from ragen_jax.training.restore import restore
 from ragen_jax.training.run_lines import CONSEQUENCES, diverged, greeting
 from ragen_jax.training.run_log import BEST, Evaluation, LogSettings, RunLog, success_by_tag
+from ragen_jax.training.selection import Selection
 from ragen_jax.training.state import TrainState
 from ragen_jax.utils.errors import Diverged, UserError
 from ragen_jax.viewer.store import EpisodeWriter
 
 _log = logging.getLogger(__name__)
+
+# evaluate(params, iteration), such as an `Evaluator`.
+Evaluate = Callable[[Any, int], Evaluation]
 
 # Metric: number of iterations of the run so far in which a number was not finite.
 BAD_ITERATIONS = 'train/bad_iterations'
@@ -51,6 +56,7 @@ class RunSettings:
     keep: number of newest checkpoints to keep, in addition to the best (`config.checkpoint`).
     rollback_lr: factor of the learning rates at a rollback (`config.monitor`).
     log: settings of the log of episodes and evaluations.
+    tracker: settings of the tracker beside TensorBoard.
     hparams: the run's row of TensorBoard's table: config fields by name, nested.
     compared: metrics that the table shows.
     config: the whole config, nested; checkpoints contain it, and one of another config is refused.
@@ -63,9 +69,31 @@ class RunSettings:
   keep: int
   rollback_lr: float
   log: LogSettings
+  tracker: TrackerSettings
   hparams: Mapping[str, Any]
   compared: tuple[str, ...]
   config: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+  """What an iteration played and learnt.
+
+  Attributes:
+    rollout: the rollout.
+    selection: the rows to learn from.
+    batch: the batch of the selection.
+    fresh: whether the iteration played the rollout.
+    metrics: its metrics.
+    try_weights: finds numbers that are not finite under the new weights.
+  """
+
+  rollout: Rollout
+  selection: Selection
+  batch: TrainBatch
+  fresh: bool
+  metrics: Mapping[str, float | Counts | NotFinite]
+  try_weights: Callable[[], Mapping[str, NotFinite]]
 
 
 @contextlib.contextmanager
@@ -76,8 +104,6 @@ def open_run(
   """Opens the checkpoints and logs of a run, and restores its last checkpoint.
 
   Args:
-    settings: see `RunSettings`.
-    workdir: the run's directory.
     model: description of the model, for the first line.
     state: the initial state; its arrays are deleted if there is a checkpoint.
     replay: an empty buffer, filled from the checkpoint.
@@ -100,57 +126,13 @@ def open_run(
     episodes = EpisodeWriter(workdir, start_step=start_step, enabled=first)
     with (
       interrupt,
-      MetricWriter(workdir, start_step=start_step, enabled=first) as writer,
+      open_tracker(settings.tracker, workdir, dict(settings.hparams), start_step, enabled=first) as tracker,
+      MetricWriter(workdir, start_step=start_step, enabled=first, tracker=tracker) as writer,
       Progress(settings.num_iterations, start=done, enabled=first) as progress,
     ):
       writer.hparams(settings.hparams, list(settings.compared))
       log = RunLog(settings.log, writer, episodes, progress)
       yield Run(settings, checkpointer, log, interrupt, replay, monitor, stopped, unevaluated), state
-
-
-def restore(
-  checkpointer: Checkpointer, workdir: str, config: Mapping[str, Any], state: TrainState, replay: ReplayBuffer,
-  monitor: Monitor,
-) -> tuple[TrainState, str, Verdict | None]:  # fmt: skip
-  """Restores the last checkpoint that is not damaged, if there is one.
-
-  Args:
-    checkpointer: the checkpointer of `workdir`.
-    workdir: the run's directory, for errors.
-    config: the whole config, nested.
-    state: the initial state; its arrays are deleted if there is a checkpoint.
-    replay: filled from the checkpoint.
-    monitor: restored from the checkpoint.
-
-  Returns:
-    The state; the reason why the run was stopped, '' if it was not stopped; and the verdict of the iteration if its
-    evaluation was cut off, None if it was not.
-  """
-  with processes.same_errors():
-    if processes.is_first():
-      checkpointer.set_damaged_aside()
-  checkpointer.reload()
-  steps = processes.gather(checkpointer.latest_step())
-  if len(set(steps)) > 1:
-    raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
-  if checkpointer.latest_step() is None:
-    return state, '', None
-  recorded = checkpointer.meta()
-  described = recorded.get('replay')
-  if described is None:
-    raise UserError(f'--workdir={workdir}: its checkpoints belong to a warm start; choose another --workdir')
-  if 'config' in recorded:  # checkpoints of earlier versions have none
-    where = f'checkpoint of step {checkpointer.latest_step()} in {checkpointer.directory}'
-    check_recorded(where, recorded['config'], config, *free_in_training(config))
-  like = state.saved()
-  arrays, meta = checkpointer.restore(like | {'replay': replay.empty_state(described)})
-  # Otherwise the devices would hold the initial arrays in addition to the restored arrays.
-  jax.tree.map(lambda x: x.delete(), like)
-  replay.load_state(arrays['replay'], described)
-  monitor.load_state_dict(meta['monitor'])
-  state = state.with_saved(arrays, iteration=meta['iteration'], lr_scale=meta['monitor']['lr_scale'])
-  verdict = meta.get('unevaluated')
-  return state, meta['stopped'], Verdict(**verdict) if verdict else None
 
 
 def _ends_all(error: Stopped | UserError) -> bool:
@@ -199,12 +181,30 @@ class Run:
     self._monitor = monitor
     self._stopped = stopped
     self._try_weights: Callable[[], Mapping[str, NotFinite]] | None = None  # of the state that the run goes on from
+    self._discarded = True  # whether the last rollout is of weights that are no more, or of a bad iteration
     self.unevaluated = unevaluated
-    self.timer = Timer(processes.passed)
+    self.timer = Timer(processes.mark_progress)
+
+  def catch_up(self, state: TrainState, evaluator: Evaluate) -> TrainState:
+    """Makes the evaluation before training, or one that was cut off; returns the state to continue from."""
+    if state.iteration == 0:
+      _log.info('evaluating before training; most of the first minute is compilation')
+      with self.timer('testing'):
+        evaluation = evaluator(state.params, 0)
+      self.log_first_evaluation(evaluation)
+    if self.unevaluated is not None:
+      with self.timer('testing'):
+        evaluation = evaluator(state.params, state.iteration)
+      state = self.finish_evaluation(state, evaluation)
+    return state
 
   def goes_on(self, state: TrainState) -> bool:
     """Whether there is another iteration."""
     return state.iteration < self._settings.num_iterations and not self._stopped
+
+  def needs_rollout(self, state: TrainState) -> bool:
+    """Whether the next iteration plays; with `train.online_k` above 1, several learn from one rollout."""
+    return self._discarded or state.iteration % self._settings.online_k == 0
 
   @contextlib.contextmanager
   def saved_if_stopped(self, state: TrainState) -> Iterator[None]:
@@ -245,10 +245,6 @@ class Run:
   def finish_evaluation(self, state: TrainState, evaluation: Evaluation) -> TrainState:
     """Finishes the iteration whose evaluation was cut off, see `unevaluated`, as `finish_iteration` would have.
 
-    Args:
-      state: the restored state.
-      evaluation: its evaluation.
-
     Returns:
       The state to continue from.
 
@@ -261,11 +257,20 @@ class Run:
     def log_times(done: TrainState) -> None:
       self._log.metrics.scalars(done.iteration, self.timer.pop())
 
-    return self._finish(state, evaluation, verdict, dict, log_times)[0]
+    return self._finish(state, evaluation, verdict, dict, log_times)
 
   def evaluation_due(self, state: TrainState, verdict: Verdict) -> bool:
     """Whether the weights are evaluated after this iteration: on schedule, or because the run ends."""
     return self._due(state, self._settings.eval_every) or verdict.action == 'stop'
+
+  def evaluate_if_due(
+    self, state: TrainState, iteration: Iteration, verdict: Verdict, evaluator: Evaluate
+  ) -> Evaluation | None:
+    """Evaluates the weights if this is due after the iteration."""
+    if not self.evaluation_due(state, verdict):
+      return None
+    with self.timer('testing'), self.saved_if_evaluation_stopped(state, verdict, iteration.try_weights):
+      return evaluator(state.params, state.iteration)
 
   def log_first_evaluation(self, evaluation: Evaluation) -> None:
     """Writes the evaluation before training.
@@ -276,6 +281,8 @@ class Run:
     """
     self._log.evaluation(0, evaluation)
     self._log.metrics.scalars(0, self.timer.pop())
+    for line in invalid_replies(evaluation.episodes):
+      _log.warning('before training, %s', line)
     if evaluation.not_finite:
       self._log.metrics.flush()
       raise Diverged(
@@ -285,28 +292,14 @@ class Run:
     if interrupted := self._interrupted():
       raise Stopped(interrupted)  # there is nothing to save yet
 
-  def log_iteration(
-    self,
-    state: TrainState,
-    metrics: Mapping[str, float | Counts | NotFinite],
-    batch: TrainBatch,
-    *,
-    fresh: bool,
-    empty: bool,
-  ) -> Verdict:
-    """Writes the metrics and histograms of an iteration.
-
-    Args:
-      state: the state after the update.
-      metrics: the metrics of the iteration.
-      batch: the batch of the iteration.
-      fresh: whether the iteration played a rollout.
-      empty: whether the filter kept no group of the rollout.
+  def log_iteration(self, state: TrainState, iteration: Iteration) -> Verdict:
+    """Writes the metrics and histograms of an iteration; `state` is the state after the update.
 
     Returns:
       'bad' if a number of the iteration is not finite, otherwise the monitor's verdict; 'go_on' for iterations that
       reuse a rollout.
     """
+    metrics, batch = iteration.metrics, iteration.batch
     scalars = finite.scalars({name: x for name, x in metrics.items() if not isinstance(x, Counts)})
     watched, verdict = {}, Verdict()
     if found := finite.findings(metrics):
@@ -315,8 +308,8 @@ class Run:
       watched, spikes = self._monitor.after_update(scalars)
       for spike in spikes:
         self._log.progress.write(spike.line(f'iteration {state.iteration}'))
-      if fresh:
-        more, verdict = self._monitor.after_iteration(scalars, empty=empty)
+      if iteration.fresh:
+        more, verdict = self._monitor.after_iteration(scalars, empty=not iteration.selection.groups)
         watched |= more
     self._log.metrics.scalars(state.iteration, scalars | watched)
     histograms = {name: x for name, x in metrics.items() if isinstance(x, Counts)}
@@ -328,32 +321,28 @@ class Run:
     self._log.training_episodes(state.iteration, episodes, records)
 
   def finish_iteration(
-    self,
-    state: TrainState,
-    rollout: Rollout,
-    evaluation: Evaluation | None,
-    verdict: Verdict,
-    try_weights: Callable[[], Mapping[str, NotFinite]],
-  ) -> tuple[TrainState, bool]:
+    self, state: TrainState, iteration: Iteration, evaluation: Evaluation | None, verdict: Verdict
+  ) -> TrainState:
     """Writes the evaluation, rolls back or records the end of the run, saves, and writes the times of an iteration.
 
     An iteration with a number that is not finite is not saved, so checkpoints contain only finite numbers.
 
     Args:
       state: the state after the update.
-      rollout: the rollout of the iteration.
+      iteration: its iteration; the new weights are tried before a save.
       evaluation: the evaluation of this state; None if it was not due.
       verdict: the result of `log_iteration`.
-      try_weights: finds numbers that are not finite under the state's weights; called before a save.
 
     Returns:
-      The state to continue from, and whether it was rolled back, so that a fresh rollout is needed.
+      The state to continue from.
 
     Raises:
       Stopped: a signal was received.
       Diverged: numbers were not finite in too many consecutive iterations, or in the last iteration.
     """
-    return self._finish(state, evaluation, verdict, try_weights, lambda done: self._log_times(done, rollout))
+    return self._finish(
+      state, evaluation, verdict, iteration.try_weights, lambda done: self._log_times(done, iteration.rollout)
+    )
 
   def _finish(
     self,
@@ -362,9 +351,10 @@ class Run:
     verdict: Verdict,
     try_weights: Callable[[], Mapping[str, NotFinite]],
     log_times: Callable[[TrainState], None],
-  ) -> tuple[TrainState, bool]:
+  ) -> TrainState:
     """See `finish_iteration`; `log_times` writes the times of the iteration of a state."""
     step, scores, rolled_back = state.iteration, {}, False
+    self._discarded = verdict.action == 'bad'
     if evaluation is not None:
       scores[BEST] = self._log.evaluation(step, evaluation)
       tags = self._settings.log.eval_tags
@@ -387,6 +377,7 @@ class Run:
     best = self._checkpointer.intact_best_step() if verdict.action == 'rollback' and not last else None
     if best is not None:
       state, scores, rolled_back = self._roll_back(state, best, verdict), {}, True
+      self._discarded = True
     elif verdict.action != 'go_on':
       consequence = CONSEQUENCES['bad' if not_finite else verdict.action]
       self._log.progress.write(f'iteration {step}: {verdict.reason}; {consequence}')
@@ -404,7 +395,7 @@ class Run:
       raise Diverged(self._farewell(step, not_finite))
     if interrupted:
       raise Stopped(interrupted)
-    return state, rolled_back
+    return state
 
   def _farewell(self, step: int, not_finite: str) -> str:
     """The message of a run that ends after bad iterations."""
@@ -446,7 +437,6 @@ class Run:
     """Saves a checkpoint; of one that is there already, the arrays stay.
 
     Args:
-      state: what is saved.
       scores: metrics that choose the best checkpoint.
       unevaluated: the verdict of the iteration if its evaluation was cut off.
     """

@@ -15,10 +15,6 @@ def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: 
   """The first line of a run.
 
   Args:
-    workdir: the run's directory.
-    model: description of the model.
-    done: number of finished iterations.
-    num_iterations: number of iterations of the whole run.
     stopped: the reason why the run was stopped, '' if it was not stopped.
     unevaluated: whether the evaluation after the last iteration was cut off.
   """

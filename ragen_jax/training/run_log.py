@@ -29,10 +29,9 @@ class Evaluation(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-  """The settings of the log of episodes and evaluations.
+  """The settings of the log of episodes and evaluations. Fields of `config.logging`, and the following.
 
   Attributes:
-    trajectories: number of episodes of each tag that TensorBoard receives as text and pictures (`config.logging`).
     train_tags: tags of the training environments.
     eval_tags: tags of the evaluation environments.
     eval_group_size: number of episodes of a held-out level.
@@ -73,7 +72,7 @@ class RunLog:
     self._show(step, 'val', evaluation.episodes[:: self._settings.eval_group_size], tags)
     self.episodes.write('eval', step, evaluation.records)
     if self.episodes.enabled:
-      write_page(self.episodes.workdir)
+      self.metrics.page(write_page(self.episodes.workdir))
     self.progress.write(f'held-out success after {step}: {success_line(evaluation.metrics, tags)}')
     return success
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ from ragen_jax.models import vocabulary
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.batches import MicroBatch, TokenRows, micro_batches
-from ragen_jax.training.images import CRITIC, POLICY, ImageInputs
+from ragen_jax.training.images import CRITIC, POLICY
 from ragen_jax.training.logits import SUMS, logprobs_and_entropies
 from ragen_jax.training.packing import PackedBatch
+from ragen_jax.utils.observer import Observer
 
 # The logit of a token that has no probability.
 _IMPOSSIBLE = -1e30
@@ -49,15 +50,13 @@ class RematSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ScoringSettings:
-  """How tokens are scored.
+  """How tokens are scored. Fields of `config.model`, and the following.
 
   Attributes:
     temperature: divides the logits, as when the tokens were drawn.
     vocab_limit: ids from here on are padding of the embedding, which the sampler never draws; they get no probability.
       0 is no limit.
     banned: other ids that the sampler never draws.
-    logits_chunk: token positions whose logits over the vocabulary a device holds at once; 0 holds those of all.
-    remat: see `RematSettings`.
   """
 
   temperature: float
@@ -67,89 +66,57 @@ class ScoringSettings:
   remat: RematSettings
 
 
-def _states_before(
-  trunk: Qwen,
-  tokens: jax.Array,
-  columns: jax.Array,
-  remat: RematSettings,
-  segments: jax.Array | None,
-  images: ImageInputs | None,
-  name: str,
-) -> jax.Array:
-  """[B, R, D]: the hidden states that emit the tokens at `columns`, each that of the column before.
+def _states_before(trunk: Qwen, rows: TokenRows, remat: RematSettings, name: str) -> jax.Array:
+  """[B, R, D]: the hidden states that emit the scored tokens, each that of the column before.
 
   Args:
     trunk: of the policy or of a separate critic.
-    tokens, columns, segments, images: see `score_tokens`.
-    remat: see `RematSettings`.
+    rows: see `score_tokens`.
     name: `images.POLICY` or `images.CRITIC`, whose tower the trunk reads images with.
   """
-  chosen = remat.choose(tokens.size // _row_shards(trunk))
+  images = rows.images
+  chosen = remat.choose(rows.tokens.size // _row_shards(trunk))
   seen = None if images is None else images.columns(trunk, name, remat=chosen != 'none')
-  x, deepstack = trunk.embed_columns(tokens, seen)
+  x, deepstack = trunk.embed_columns(rows.tokens, seen)
   positions = None if images is None else images.positions
-  hidden, _ = trunk(x, positions, remat=chosen, segments=segments, deepstack=deepstack)
-  return jnp.take_along_axis(hidden, (columns - 1)[:, :, None], axis=1)
+  hidden, _ = trunk(x, positions, remat=chosen, seen_until=rows.seen_until, deepstack=deepstack)
+  before = rows.columns - 1 if rows.before is None else rows.before
+  return jnp.take_along_axis(hidden, before[:, :, None], axis=1)
 
 
 def value_tokens(
-  module: ActorCritic,
-  tokens: jax.Array,
-  columns: jax.Array,
-  settings: ScoringSettings,
-  segments: jax.Array | None = None,
-  *,
-  freeze_policy: bool = False,
-  images: ImageInputs | None = None,
+  module: ActorCritic, rows: TokenRows, settings: ScoringSettings, *, freeze_policy: bool = False
 ) -> jax.Array:
   """The critic's values of the states that sampled tokens were drawn from; no logits are computed.
 
   Args:
-    module: policy and critic.
-    tokens: i32[B, T].
-    columns: i32[B, R], columns of the sampled tokens, at least 1.
+    rows: see `score_tokens`.
     settings: reads `remat`.
-    segments: i32[B, T], for rows that hold several sequences, see `Qwen`.
     freeze_policy: stop the gradient before the policy's trunk; a separate critic is trained as usual.
-    images: what the columns read of images; None for text.
 
   Returns:
     f32[B, R].
   """
   trunk, name = (module.policy, POLICY) if module.critic is None else (module.critic, CRITIC)
-  hidden = _states_before(trunk, tokens, columns, settings.remat, segments, images, name)
+  hidden = _states_before(trunk, rows, settings.remat, name)
   return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
 
 
 def score_tokens(
-  module: ActorCritic,
-  tokens: jax.Array,
-  columns: jax.Array,
-  settings: ScoringSettings,
-  segments: jax.Array | None = None,
-  *,
-  images: ImageInputs | None = None,
+  module: ActorCritic, rows: TokenRows, settings: ScoringSettings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log-probs, entropies and values of sampled tokens, from one forward pass of each trunk.
 
   Args:
-    module: policy and critic.
-    tokens: i32[B, T].
-    columns: i32[B, R], columns of the sampled tokens, at least 1.
-    settings: see `ScoringSettings`.
-    segments: i32[B, T], for rows that hold several sequences, see `Qwen`.
-    images: what the columns read of images, and their rotary positions; None for text, whose positions are 0, 1, ...,
-      beginning again with each segment.
+    rows: i32[B, T] tokens, and what is scored of them. The rotary positions of text are those in a token's row, 0, 1,
+      ...; of images, `rows.images` has them.
 
   Returns:
     (logprobs, entropies, values), each f32[B, R].
   """
-  hidden = _states_before(module.policy, tokens, columns, settings.remat, segments, images, POLICY)
-  if module.critic is None:
-    values = module.value_head(hidden)
-  else:
-    values = value_tokens(module, tokens, columns, settings, segments, images=images)
-  targets = jnp.take_along_axis(tokens, columns, axis=1)  # [B, R]
+  hidden = _states_before(module.policy, rows, settings.remat, POLICY)
+  values = module.value_head(hidden) if module.critic is None else value_tokens(module, rows, settings)
+  targets = jnp.take_along_axis(rows.tokens, rows.columns, axis=1)  # [B, R]
   b, r, _ = hidden.shape
   shards = _row_shards(module.policy)
   width = max(settings.logits_chunk // -(-b // shards), 1)
@@ -202,44 +169,45 @@ def _row_shards(trunk: Qwen) -> int:
   return 1 if trunk.activation_sharding is None else row_shards(trunk.activation_sharding.mesh)
 
 
+def token_rows(rows: TokenRows) -> TokenRows:
+  """What programs that score read of a batch."""
+  return TokenRows(**{f.name: getattr(rows, f.name) for f in dataclasses.fields(TokenRows)})
+
+
 class Scorer:
   """The compiled programs that score the rows of a batch without gradients.
 
   Attributes:
     traces: how often each program has been traced: once for each pair of widths.
-    observer: called before a program runs, with its name in `traces`, and the rows, columns and scored tokens of the
-      micro-batch; None if nobody observes.
+    programs: the compiled functions by name.
   """
 
-  def __init__(self, graphdef: Any, settings: ScoringSettings, mesh: Mesh | None = None):
+  def __init__(
+    self, graphdef: Any, settings: ScoringSettings, mesh: Mesh | None = None, observer: Observer | None = None
+  ):
     """Nothing is compiled before the first call.
 
     Args:
-      graphdef: of the `ActorCritic`.
-      settings: see `ScoringSettings`.
       mesh: rows are divided over it; None for one device.
+      observer: told of the programs; default nobody listens.
     """
-    self._mesh = mesh
+    self._mesh, self._observer = mesh, observer or Observer()
     self.traces = {'score': 0, 'logprobs': 0, 'values': 0}
-    self.observer: Callable[[str, tuple[int, ...]], None] | None = None
 
-    def score(params, tokens, columns, segments, images):
+    def score(params, rows):
       self.traces['score'] += 1
-      module = nnx.merge(graphdef, params).gathered()
-      logprobs, _, values = score_tokens(module, tokens, columns, settings, segments, images=images)
+      logprobs, _, values = score_tokens(nnx.merge(graphdef, params).gathered(), rows, settings)
       return logprobs, values
 
-    def logprobs(params, tokens, columns, segments, images):
+    def logprobs(params, rows):
       self.traces['logprobs'] += 1
-      module = nnx.merge(graphdef, params).gathered()
-      return (score_tokens(module, tokens, columns, settings, segments, images=images)[0],)
+      return (score_tokens(nnx.merge(graphdef, params).gathered(), rows, settings)[0],)
 
-    def values(params, tokens, columns, segments, images):
+    def values(params, rows):
       self.traces['values'] += 1
-      module = nnx.merge(graphdef, params).gathered()
-      return (value_tokens(module, tokens, columns, settings, segments, images=images),)
+      return (value_tokens(nnx.merge(graphdef, params).gathered(), rows, settings),)
 
-    self._programs = {f.__name__: jax.jit(f) for f in (score, logprobs, values)}
+    self.programs = {f.__name__: jax.jit(f) for f in (score, logprobs, values)}
 
   def score(self, params: Any, rows: TokenRows, plans: Plans) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and values of all sampled tokens under `params`, each f32[B, R], 0 off the mask."""
@@ -256,18 +224,13 @@ class Scorer:
     """Values of the states that sampled tokens were drawn from, f32[B, R]; no log-probs are computed."""
     return self._run('values', 1, params, rows, plans)[0]
 
-  def lower(self, params: Any, rows: TokenRows, name: str = 'score') -> jax.stages.Lowered:
-    """A program for these shapes, to be compiled without being run; arguments may be abstract."""
-    return self._programs[name].lower(params, rows.tokens, rows.columns, rows.segments, rows.images)
-
   def _run(self, name, count, params, rows, plans) -> list[np.ndarray]:
     """The `count` arrays f32[B, R] that a program gives, 0 off the mask."""
-    rows = TokenRows(rows.tokens, rows.columns, rows.mask, images=rows.images)
+    rows = token_rows(rows)
     found = [np.zeros(rows.mask.shape, np.float32) for _ in range(count)]
     for plan, part in zip(plans, micro_batches(rows, plans, self._mesh), strict=True):
-      if self.observer is not None:
-        self.observer(name, (*part.tokens.shape, part.columns.shape[1]))
-      scores = processes.all_rows(self._programs[name](params, part.tokens, part.columns, part.segments, part.images))
+      self._observer.runs(name, (*part.tokens.shape, part.columns.shape[1]))
+      scores = processes.all_rows(self.programs[name](params, part))
       for into, x in zip(found, scores, strict=True):
         plan.put(into, x, rows.mask)
     return [np.where(rows.mask, x, 0) for x in found]

@@ -15,17 +15,9 @@ from ragen_jax.algorithms import filters
 
 @dataclasses.dataclass(frozen=True)
 class FilterSettings:
-  """The filter of prompt groups. Fields are those of `config.filter`, except for the last two.
+  """The filter of prompt groups. Fields of `config.filter`, and the following.
 
   Attributes:
-    metric: the metric that ranks groups, one of `filters.METRICS`.
-    strategy: the rule that selects groups, one of `filters.STRATEGIES`.
-    value: the share or number of groups in the strategy.
-    type: whether groups with the 'largest' or the 'smallest' metric are kept.
-    include_zero: whether groups with metric 0 may be kept.
-    top_p_mode: the terms of the sum in 'top_p', one of `filters.TOP_P_MODES`.
-    loss_scaling: the dependence of advantages on the kept share, one of `filters.LOSS_SCALINGS`.
-    soft: whether a group's advantages are scaled by its reward deviation, instead of dropping groups.
     needs_groups: whether the estimator compares the members of a group; groups of one member are then dropped.
     groups: number of prompt groups of an iteration.
   """

@@ -14,8 +14,9 @@ from flax import nnx
 
 from ragen_jax.agent import finite
 from ragen_jax.agent.env_manager import first_training_level
+from ragen_jax.agent.episode import Episode
 from ragen_jax.agent.finite import NotFinite
-from ragen_jax.agent.image_room import image_room
+from ragen_jax.agent.image_table_sizes import image_room
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.agent.player import Player
 from ragen_jax.agent.rollout import Rollout, concatenate
@@ -25,7 +26,7 @@ from ragen_jax.distributed.sharding import place
 from ragen_jax.models import lora
 from ragen_jax.runs.metrics import Counts
 from ragen_jax.sampling.sampler import Sampling
-from ragen_jax.training import bad_steps, objective, selection
+from ragen_jax.training import bad_steps, learnable, objective, selection
 from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches
 from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
 from ragen_jax.training.images import make_sight
@@ -33,7 +34,7 @@ from ragen_jax.training.learner import Learner
 from ragen_jax.training.objective import LossSettings, WeightSettings, with_loss_weights
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
 from ragen_jax.training.optimizer_step import SKIPPED
-from ragen_jax.training.packing import PackedBatch, plan_rows
+from ragen_jax.training.packing import PackedBatch, plan_rows, shared_tokens
 from ragen_jax.training.records import Recorder, RecordSettings
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from ragen_jax.training.rollout_metrics import policy_lag, rollout_metrics
@@ -46,13 +47,9 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSettings:
-  """The rollouts of a run. Fields are those of `config.train`, except for the last two.
+  """The rollouts of a run. Fields of `config.train`, and the following.
 
   Attributes:
-    groups: number of prompt groups of a rollout, each with one level.
-    group_size: G, number of episodes of a group.
-    online_k: number of iterations that learn from one rollout.
-    first_level: seed of the first level of runs with seed 0.
     sampling: how tokens are drawn.
     max_rollouts: maximum number of rollouts of an iteration (`config.filter`).
   """
@@ -67,10 +64,9 @@ class RolloutSettings:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-  """The optimiser steps of an iteration.
+  """The optimiser steps of an iteration. Fields of `config.algorithm`, and the following.
 
   Attributes:
-    ppo_epochs: number of passes over the batch (`config.algorithm`).
     mini_batch_size: number of episodes of an optimiser step (`config.optimizer`).
     critic_warmup: number of initial iterations that train only the critic (`config.optimizer`).
     fixed_steps: whether a filter leaves the number of steps unchanged (`config.filter`).
@@ -122,30 +118,26 @@ class Trainer:
   """
 
   def __init__(self, settings: TrainerSettings, model: LanguageModel, player: Player):
-    """Combines the parts; nothing is compiled before the first iteration.
-
-    Args:
-      settings: the settings of all parts.
-      model: the initial model.
-      player: plays the training episodes.
-    """
+    """Combines the parts; nothing is compiled before the first iteration."""
     self.settings = settings
     self.model = model
     self.player = player
-    graphdef = nnx.split(model.model)[0]
-    self.scorer = Scorer(graphdef, settings.loss.scoring, model.mesh)
+    self._observer, graphdef = model.sampler.observer, nnx.split(model.model)[0]
+    self.scorer = Scorer(graphdef, settings.loss.scoring, model.mesh, self._observer)
     self.learner = Learner(
       graphdef,
       make_optimizer(settings.optimizer),
       functools.partial(objective.policy_and_value_loss, settings=settings.loss),
       model.mesh,
       critic_loss=functools.partial(objective.critic_loss, settings=settings.loss),
+      observer=self._observer,
     )
     self.sight = make_sight(model, image_room(player.specs, model.processor))
     self.estimator = TargetEstimator(settings.estimate, self.scorer, self.sight)
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, player, model.tokenizer)
+    self._warned = False
 
   @property
   def rows(self) -> int:
@@ -175,6 +167,10 @@ class Trainer:
     metrics |= update_metrics | rollout_metrics(rollout, self.settings.rollout.group_size)
     return state, finite.scalars({name: x for name, x in metrics.items() if not isinstance(x, Counts)})
 
+  def rollout_metrics(self, rollout: Rollout) -> dict[str, float]:
+    """The metrics of a rollout, and those of the player at present."""
+    return rollout_metrics(rollout, self.settings.rollout.group_size) | self.player.metrics
+
   def collect(self, state: TrainState) -> tuple[Rollout, Selection]:
     """Plays fresh episodes and selects the rows to learn from.
 
@@ -201,13 +197,24 @@ class Trainer:
       selected = self.select(rollout)
     selected = selection.draw_groups(selected, s.rollout.groups, np.random.default_rng((s.seed, iteration, 2)))
     selected.metrics['rollout/rollouts'] = len(played)
+    self._warn(rollout.episodes)
     if s.replay.groups:
       rows, scale = np.flatnonzero(selected.keep), selected.scale
       drawn = self.replay.draw(s.replay.groups, np.random.default_rng((s.seed, iteration, 1)), iteration)
       drawn = [] if finite.findings(selected.metrics) else drawn
       selected = selection.with_replayed(selected, drawn, multiple=max(self.rows // 4, 1))
       self.replay.add(rollout, rows, scale, iteration)
+    self._observer.played(rollout, iteration + 1)
     return rollout, selected
+
+  def _warn(self, episodes: list[Episode]) -> None:
+    """Says when a rollout has little to learn from; once, until a later rollout is better."""
+    scores = learnable.equal_scores(episodes, in_groups=self.settings.filter.needs_groups)
+    found = [*learnable.invalid_replies(episodes), *([scores] if scores else [])]
+    if found and not self._warned:
+      for line in found:
+        _log.warning(line)
+    self._warned = bool(found)
 
   def rollout(self, state: TrainState, attempt: int = 0) -> Rollout:
     """Plays a fresh level for each group.
@@ -249,8 +256,6 @@ class Trainer:
 
     Args:
       state: its `trained` and `opt_state` are donated.
-      batch: the batch of the selection.
-      selected: the rows to learn from.
 
     Returns:
       The state of the next iteration, and metrics, `policy_lag` among them; 'actor/ratio' is a histogram, of the
@@ -259,14 +264,18 @@ class Trainer:
     """
     found, steps, taken = not_finite(batch), [], []
     critic_only = state.iteration < self.settings.update.critic_warmup
-    for rows, plans in [] if found else self._plans(selected, state.iteration):
+    planned = [] if found else self._plans(selected, state.iteration)
+    for rows, plans in planned:
       parts = self.micro_batches(batch, selected, rows, plans)
-      processes.passed()  # a process that waits for the devices in this step is ahead of one that hangs before it
+      # A process that waits for the devices in this step is ahead of one that hangs before it.
+      processes.mark_progress()
       state, sums = self.learner.step(state, parts, critic_only=critic_only)
       steps.append(objective.token_means(sums))
       taken.append([plan.members for plan in plans])
-    processes.passed()
+    processes.mark_progress()
     metrics = self._update_metrics(jax.device_get(steps), state, taken) | policy_lag(selected, state.iteration)
+    if planned and self.settings.estimate.batching.packing is not None:
+      metrics['perf/shared_tokens'] = shared_tokens([plan for _, plans in planned for plan in plans])
     return state.replace(iteration=state.iteration + 1), metrics | found
 
   def try_weights(self, state: TrainState, batch: TrainBatch, selected: Selection) -> dict[str, NotFinite]:
@@ -277,8 +286,6 @@ class Trainer:
 
     Args:
       state: the state after `update`; read only.
-      batch: the batch of the update.
-      selected: the rows of the batch.
     """
     iteration = state.iteration - 1
     found = self._plans(selected, iteration)
@@ -287,7 +294,7 @@ class Trainer:
     rows, plans = found[0]
     *_, micro_batch = self.micro_batches(batch, selected, rows, plans[-1:])
     critic_only = iteration < self.settings.update.critic_warmup
-    processes.passed()
+    processes.mark_progress()
     _, sums = self.learner.gradients(state, [micro_batch], critic_only=critic_only)
     names = bad_steps.names_of_not_finite(jax.device_get(sums))
     return {'not_finite/new_weights': NotFinite(1, f'{names} under the new weights')} if names else {}
@@ -323,8 +330,6 @@ class Trainer:
     """The micro-batches of a mini-batch, placed on the mesh.
 
     Args:
-      batch: of the selection.
-      selected: the rows to learn from.
       rows: i32[M], the mini-batch.
       plans: of the mini-batch, or some of them; None to cut or pack it by itself.
     """

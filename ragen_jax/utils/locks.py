@@ -21,7 +21,6 @@ def file_lock(path: str | os.PathLike[str], what: str, remedy: str) -> Iterator[
   The operating system releases the lock when the process ends, even if it is killed.
 
   Args:
-    path: the file of the lock.
     what: what the lock protects, for errors; such as 'workdir /tmp/a'.
     remedy: the end of the error's line where another process holds the lock.
 
@@ -42,3 +41,32 @@ def file_lock(path: str | os.PathLike[str], what: str, remedy: str) -> Iterator[
     except OSError as e:  # some network file systems have no locks
       _log.warning('%s is not locked: %s', what, e.strerror or e)
     yield
+
+
+@contextlib.contextmanager
+def owned(directory: str) -> Iterator[None]:
+  """Context manager: marks a directory, under any name, as that of a process that lives; see `has_owner`."""
+  file = os.open(directory, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):  # a disk without locks
+      fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(file)
+
+
+def has_owner(directory: str) -> bool | None:
+  """Whether a process that lives writes a directory; None if the disk cannot tell. One that is missing has no owner."""
+  try:
+    file = os.open(directory, os.O_RDONLY)
+  except FileNotFoundError:
+    return False
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  except OSError:
+    return None
+  finally:
+    os.close(file)
+  return False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ragen_jax.utils.errors import one_line, printable
+from ragen_jax.utils.foreign import end_if_copy
 
 # After this many consecutive time-outs, the remaining calls are not made.
 _GIVE_UP_AFTER = 3
@@ -79,10 +80,8 @@ def run_calls(
   abandoned.
 
   Args:
-    functions: functions without arguments.
     what: name of the operation in the faults, one word.
     workers: number of threads. With 0 the calls run in the caller's thread, one after another, without a time limit.
-    timeout_s: time limit of one call, in seconds.
     owner: an object that stands for the code that is called, such as its environment; abandoned threads are counted for
       each owner, so that one environment that hangs does not stop others.
     always: whether the calls are made even while 64 abandoned threads are running.
@@ -158,16 +157,16 @@ def run_calls(
 def attempt(function: Callable[[], Any], what: str) -> tuple[Any, Fault | None]:
   """Calls a function: (result, None), or (None, fault) if it raised.
 
-  Args:
-    function: a function without arguments.
-    what: name of the operation in the fault.
-
   Raises:
     KeyboardInterrupt: in the main thread only, where it comes from the user.
   """
+  pid = os.getpid()
   try:
-    return function(), None
+    result = function()
+    end_if_copy(pid)
+    return result, None
   except BaseException as e:  # foreign code may raise any exception, which becomes a fault
+    end_if_copy(pid)
     if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
       raise
     frame = traceback.extract_tb(e.__traceback__)[-1]

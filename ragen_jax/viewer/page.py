@@ -26,7 +26,6 @@ def write_page(workdir: str | os.PathLike[str], max_bytes: int | None = MAX_BYTE
   """Writes or replaces `<workdir>/trajectories.html`.
 
   Args:
-    workdir: the run's directory.
     max_bytes: about the size of the page. If the episodes of a run need more, the page has those of some steps (see
       `choose_steps`) and tells how many; the files of other steps are not read. None: all episodes.
 

@@ -76,9 +76,6 @@ def episode_records(
   """Makes records of some episodes of a speaker with tokens; JSON values except for the pictures.
 
   Args:
-    played: the rollout and its place in the run.
-    rows: indices of the episodes.
-    reply_prefix: the forced prefix of each reply.
     advantages: f32[B, T], on the trajectory's columns; None in evaluations.
     learnt: bool[B], the rows that the update learnt from; None in evaluations.
     prompts_trained: whether the loss covers all tokens, instead of sampled tokens only.
@@ -130,7 +127,6 @@ def text_records(played: Played, rows: Collection[int], *, whole: bool) -> list[
   """Records of some episodes of a speaker without tokens, see `episode_records`.
 
   Args:
-    played: the rollout and its place in the run.
     rows: indices of the episodes, which were pictured.
     whole: each prompt continues the one before (full context), so that only the last message is new.
   """

@@ -48,7 +48,6 @@ class EpisodeWriter:
     """Removes the files of `start_step` and later steps, whose episodes will be played again.
 
     Args:
-      workdir: the run's directory.
       start_step: the first step that will be written.
       enabled: False makes every method do nothing.
 
@@ -72,7 +71,6 @@ class EpisodeWriter:
 
     Args:
       kind: 'train' or 'eval'.
-      step: the iteration.
       records: the records of the episodes, see `viewer.schema`.
 
     Raises:
@@ -149,7 +147,6 @@ def read_episodes(workdir: str | os.PathLike[str], steps: Collection[int] | None
   """The files of a run in the order of steps. Files that cannot be read are skipped with a warning.
 
   Args:
-    workdir: the run's directory.
     steps: the steps whose files are read; None reads all.
   """
   for step, path in episode_paths(workdir):

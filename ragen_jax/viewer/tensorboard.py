@@ -36,7 +36,6 @@ def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
   """The boards of an episode side by side: the images that the policy saw, or else pictures of the boards.
 
   Args:
-    episode: the episode with the pictures of its turns.
     gap: white columns between two pictures.
 
   Returns:

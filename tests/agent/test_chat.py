@@ -22,7 +22,6 @@ def tiny():
 
 def test_the_chat_format_is_the_tokenizer_s_own_template(qwen_tokenizer_dir, tiny):
   transformers = pytest.importorskip('transformers')
-  pytest.importorskip('jinja2', reason='chat templates are rendered with jinja2')
   for directory, tokenizer in (
     (qwen_tokenizer_dir, ChatTokenizer(qwen_tokenizer_dir)),
     (presets.resolve('tiny', ''), tiny),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.chat_template import CHATML, ChatFormat
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Turn
 from ragen_jax.agent.world_model.descriptions import claim_rules
@@ -170,6 +171,20 @@ def test_the_request_for_descriptions_is_in_each_prompt_once_and_only_where_boar
       assert text.endswith(f'<|im_start|>assistant\n{opening_tags(form)}')
 
 
+@pytest.mark.parametrize('mode', ['full', 'limited_multi_turn', 'single_turn'])
+def test_a_message_begins_with_the_rules_and_ends_with_the_present_turn(tiny, specs, mode):
+  context = _context(tiny, specs, context=mode, context_turns=2)
+  past = [_turn('a', 9), _turn('b', 8)]
+  for turns in ([], past):
+    whole = context.messages(0, turns, 'present', 7)
+    first, last = next(m['content'] for m in whole if m['role'] == 'user'), whole[-1]['content']
+    assert first.startswith(specs[0].env.rules())
+    present = last.index(f'Turn {len(turns) + 1}:')
+    assert last.index('present') > present and last.rindex('Turn ') == present
+    if turns and mode == 'single_turn':
+      assert first.index('Actions: ') < first.index('What you did before:') < present
+
+
 def test_environments_without_scenes_have_no_rules_for_descriptions(tiny):
   (bandit,) = build.env_specs(small_config(), ('Bandit',), (1,))
   prompts = [tiny.decode(_context(tiny, [bandit], format=f).first_prompt(0, 'x', 1).ids) for f in FORMATS]
@@ -194,6 +209,7 @@ def test_parse_never_fails_and_only_returns_actions_that_exist(text):
   @dataclasses.dataclass
   class NoTokenizer:
     stop_ids: tuple[int, ...] = (0,)
+    format: ChatFormat = CHATML
 
   context = ContextManager(NoTokenizer(), [spec], context_settings())
   for candidate in (text, '<think>' + text, f'<think></think><answer>{text}</answer>'):

@@ -53,6 +53,13 @@ def test_the_same_seed_gives_the_same_episode_and_another_seed_another(manager):
   assert play(7) != play(8)
 
 
+@pytest.mark.parametrize('first', [2**31 - 3, 2**31, 2**32 - 6])
+def test_levels_beyond_the_signed_integers_are_levels_as_others(manager, first):
+  assert len(manager.levels_from(first)) == 6
+  manager.reset(first)
+  assert manager.level_seeds.tolist() == [first + g for g in range(6) for _ in range(4)]
+
+
 def test_a_batch_equals_its_environments_stepped_by_hand(manager):
   manager.reset(900)
   rng = np.random.default_rng(0)

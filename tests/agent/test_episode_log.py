@@ -262,3 +262,12 @@ def test_scenes_are_those_before_and_after_all_actions_of_a_turn_in_a_mixed_batc
         assert text is None or rows[scene.player[0]][scene.player[1]] in 'PS'
     moved = [turn.scenes[0].player != turn.scenes[1].player for turn in e.turns]
     assert moved == [bool(turn.effective) for turn in e.turns] and any(moved)
+
+
+def test_actions_behind_the_end_of_an_episode_are_not_recorded(tiny):
+  proxy = make_proxy(tiny, ('FrozenLake',), 8, 1)
+  wanted = ['Right', 'Down', 'Right', 'Down', 'Right']
+  script = [f'<think></think><answer>{" || ".join(wanted)}</answer>'] * 5
+  last = [episode.turns[-1] for episode in proxy.rollout(ScriptedText(script), 70).episodes]
+  assert all(turn.actions == wanted[: len(turn.rewards)] for turn in last)
+  assert min(len(turn.actions) for turn in last) < len(wanted)

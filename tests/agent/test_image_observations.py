@@ -19,8 +19,7 @@ from ragen_jax.envs.outside.images import ImageForm
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.envs.sudoku import Sudoku
-from ragen_jax.models.vision.processor import ProcessorConfig
-from ragen_jax.models.vision.resize import resize
+from ragen_jax.models.vision.processor import ProcessorConfig, resize
 from ragen_jax.utils.errors import UserError
 
 # Limits as those of the hub: Qwen2.5-VL's processor takes small images, Qwen3-VL's enlarges them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build
+from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import make_sampler
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.models import presets
 from ragen_jax.sampling.draw import PLAIN, Sampling
+from ragen_jax.sampling.feeding import Stage
 from ragen_jax.sampling.shapes import Shapes
-from ragen_jax.training.batches import sampled_columns
+from ragen_jax.training.batches import TokenRows, sampled_columns
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning
 from tests.support.configs import small_config
@@ -32,6 +35,7 @@ class Recorder:
     self.sampled = {r: [] for r in range(rows)}
     self.turn_ends = {r: [] for r in range(rows)}
     self.batch_sizes = []
+    self.copied = set()
     self._sampler = sampler
     self._fed = self._slots = None
 
@@ -48,6 +52,15 @@ class Recorder:
         self.timelines[int(row)] += ids[:n].tolist()
         self.sampled[int(row)] += [False] * int(n)
     return self._sampler.extend(params, state, tokens, count, begins, **options)
+
+  def share_rows(self, state, source, columns):
+    slots = self._slots.tolist()  # of one shard
+    for at, of in enumerate(source.tolist()):
+      if of != at:
+        self.timelines[slots[at]] = list(self.timelines[slots[of]])
+        self.sampled[slots[at]] = list(self.sampled[slots[of]])
+        self.copied.add(slots[at])
+    return self._sampler.share_rows(state, source, columns)
 
   def decode(self, *args, **kwargs):
     state, reply, goes_on = self._sampler.decode(*args, **kwargs)
@@ -151,8 +164,7 @@ def test_sampler_s_logprobs_and_values_equal_a_full_forward_pass_on_the_timeline
   columns, mask = sampled_columns(t.loss_mask)
   logprobs, entropies, values = score_tokens(
     nnx.merge(nnx.split(policy.model)[0], params),
-    t.tokens,
-    columns,
+    TokenRows(t.tokens, columns, columns > 0),
     learning.scoring(vocab_limit=policy.tokenizer.size),
   )
   for recorded, recomputed in ((t.logprobs, logprobs), (t.values, values), (t.entropies, entropies)):
@@ -248,28 +260,43 @@ def test_draws_of_different_turns_are_independent():
 
 
 class SizedSampler(ScriptedSampler):
-  """Notes the columns of the cache and the rows that sample, turn by turn."""
+  """Notes the columns of the cache, the columns that each turn needs, and the rows that sample."""
 
   def __init__(self, tokenizer, replies):
     super().__init__(tokenizer, replies)
-    self.sizes, self.decoded, self._size = [], [], 0
+    self.sizes, self.needed, self.decoded, self._size, self._most = [], [], [], 0, 0
 
   def init(self, rows, size):
-    self._size = size
+    self._size, self._count = size, np.zeros(rows, int)
     return super().init(rows, size)
 
   def resize(self, state, size):
     self._size = size
     return super().resize(state, size)
 
-  def decode(self, *arguments, **options):
-    state, reply, goes_on = super().decode(*arguments, **options)
+  def decode(self, params, state, keys, budget, *, columns, rows, **options):
+    at = state if rows is None else rows
+    state, reply, goes_on = super().decode(params, state, keys, budget, columns=columns, rows=rows, **options)
+    self.needed.append(max(self._most, self._count[at[budget > 0]].max() + columns))
+    self.sizes.append(self._size)
+    self._count[at] += np.asarray(reply.count)
+    self._most = 0
     self.decoded.append(len(reply.count))
     return state, reply, goes_on
 
-  def extend(self, *arguments, **options):
-    self.sizes.append(self._size)
-    return super().extend(*arguments, **options)
+  def extend(self, params, state, tokens, count, begins, *, rows, **options):
+    at = state if rows is None else rows
+    self._count[at[begins]] = 0
+    fed = count > 0
+    self._most = max(self._most, self._count[at[fed]].max() + tokens.shape[1])
+    assert self._most <= self._size
+    self._count[at] += count
+    return super().extend(params, state, tokens, count, begins, rows=rows, **options)
+
+  def share_rows(self, state, source, columns):
+    assert self._count[source[source != state]].max() <= columns <= self._size
+    self._count = self._count[source]
+    return super().share_rows(state, source, columns)
 
 
 def _say(count):
@@ -294,26 +321,20 @@ def test_rows_that_are_over_leave_a_scripted_batch_too(tiny):
   assert [e.status for e in dropped.episodes] == [e.status for e in kept.episodes]
   assert {e.status for e in dropped.episodes} == {Status.OUT_OF_ACTIONS, Status.OUT_OF_TURNS}
   for small, large in zip(fed, whole, strict=True):
-    for turn in (small, large):  # rows that are over are fed nothing
-      assert (turn.count[turn.rows < 0] == 0).all() and len(turn.count) == (16 if len(turn.rows) == 16 else 4)
+    for call in (small, large):  # rows that are over are fed nothing
+      assert (call.count[call.rows < 0] == 0).all() and len(call.count) in (1, 4)
     taking_part = [
       dict(zip(t.rows[t.count > 0], map(tuple, t.tokens[t.count > 0]), strict=True)) for t in (small, large)
     ]
     assert taking_part[0] == taking_part[1]
 
 
-def test_sizes_are_multiples_of_the_step_and_have_room_for_the_turn(tiny):
-  rollout, fed, sampler = _scripted(tiny, drop_finished=True)
-  t, caches = rollout.trajectory, Shapes(16, 1, 1024, 64, 64).caches
+def test_sizes_are_few_and_have_room_for_the_turn(tiny):
+  _, fed, sampler = _scripted(tiny, drop_finished=True)
+  shapes = Shapes(16, 1, 1024, 64, 64)
   assert len(set(sampler.sizes)) > 1 and sampler.sizes == sorted(sampler.sizes)
-  for number, (turn, size) in enumerate(zip(fed, sampler.sizes, strict=True)):
-    assert turn.tokens.shape[1] % 16 == 0
-    assert turn.count.max() <= turn.tokens.shape[1] < 1.5 * turn.count.max() + 16
-    before = ((t.turn >= 0) & (t.turn < number)).sum(axis=1)  # columns of the timeline
-    fed = turn.count > 0
-    own = before[turn.rows[fed]]
-    needed = max(own.max() + turn.tokens.shape[1], (own + turn.count[fed]).max() + 64)
-    assert needed <= size == next(x for x in caches if x >= needed)
+  assert sampler.sizes == [shapes.cache(n) for n in np.maximum.accumulate(sampler.needed)]
+  assert {call.tokens.shape[1] for call in fed} <= set(shapes.widths)
 
 
 def test_a_reply_without_the_stop_token_is_not_closed(tiny):
@@ -333,6 +354,33 @@ def _pieces_config(**fields):
     agent__max_response_tokens=8, agent__decode_chunk=4, train__tags=('FrozenLake', 'SimpleSokoban'), train__groups=2,
     train__group_size=2, envs__FrozenLake__max_turns=2, envs__SimpleSokoban__max_turns=2, **fields,
   )  # fmt: skip
+
+
+@pytest.mark.parametrize('kind', ['common', 'begin', 'follow'])
+def test_only_the_first_piece_of_a_prompt_begins_a_row(kind):
+  calls = []
+
+  def extend(params, state, tokens, count, begins, rows, images):
+    calls.append((tokens.tolist(), count.tolist(), begins.tolist()))
+
+  speaker = types.SimpleNamespace(
+    _observer=None, _params=None, _state=None, _sampler=types.SimpleNamespace(extend=extend),
+  )  # fmt: skip
+  log = types.SimpleNamespace(
+    context=types.SimpleNamespace(tokenizer=types.SimpleNamespace(pad_id=0)),
+    envs=types.SimpleNamespace(has_images=False),
+  )
+  stage = Stage(kind, (2,), slice(0, None), (4, 4, 2), before=0, columns=16, shared=0)
+  prompts = {5: Prompt(tuple(range(1, 11)), kind != 'follow'), 7: Prompt((1, 2), kind != 'follow')}
+  call = types.SimpleNamespace(stage=stage, episodes=np.asarray([5, -1, 7]), rows=None)
+  SamplerSpeaker._extend(speaker, log, prompts, call)
+  first = stage.empties
+  assert first == (kind != 'follow')
+  assert calls == [
+    ([[1, 2, 3, 4], [0] * 4, [1, 2, 0, 0]], [4, 0, 2], [first, False, first]),
+    ([[5, 6, 7, 8], [0] * 4, [0] * 4], [4, 0, 0], [False] * 3),
+    ([[9, 10], [0] * 2, [0] * 2], [2, 0, 0], [False] * 3),
+  ]
 
 
 @pytest.mark.slow

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import itertools
 import json
 import pathlib
+import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import scipy.stats
 
-from configs import sft_tiny
+from configs import default, sft_tiny
 from ragen_jax import build
 from ragen_jax.agent import templates
-from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.episode import Turn
+from ragen_jax.agent.segments import ImageSegment
 from ragen_jax.agent.templates import describe_task, format_reward, prompt_pieces
 from ragen_jax.agent.world_model.formats import FORMATS, innermost_tags, opening_tags, read_answer, read_sections
 from ragen_jax.envs.base import Budget
@@ -28,6 +37,15 @@ def test_the_prompt_tells_the_environment_s_real_configuration(specs):
   for told in ('6 by 6', 'A player', 'D goal', 'Left, Down, Right, Up', '3', '7', '2', '##'):
     assert told in task
   assert 'slippery' not in task and 'slippery' in describe_task(specs[0], '||')
+
+
+def test_the_task_begins_with_the_rules_and_ends_with_the_limits():
+  spec = EnvSpec('x', FrozenLake(size=4), Budget(5, 10, 5), 40, 1)
+  env, task = spec.env, describe_task(spec, '||')
+  parts = [env.rules(), 'Symbols: ', 'Actions: ', 'The episode has at most 5 turns and 10 actions.']
+  places = [task.find(part) for part in parts]
+  assert places[0] == 0 and places == sorted(places) and -1 not in places
+  assert task.endswith('separated by ||.')
 
 
 def test_rewards_are_told_without_noise():
@@ -49,7 +67,7 @@ def test_the_built_in_tokenizer_is_made_of_the_pieces_of_the_prompts(tiny):
   """Else its model would pay tens of tokens for stretches that it was trained to read as one."""
   config = sft_tiny.get_config()
   specs = build.env_specs(config, tuple(config.sft.tags), (1,) * len(config.sft.tags))
-  pieces = prompt_pieces(specs, form=config.agent.format, action_sep=config.agent.action_sep)
+  pieces = prompt_pieces(specs, build.fill(ContextSettings, config.agent))
   built = json.loads(tiny_tokenizer.build(pieces, images=False).to_str())
   shipped = json.loads(pathlib.Path(presets.resolve('tiny', ''), 'tokenizer.json').read_text(encoding='utf-8'))
   assert built['added_tokens'] == shipped['added_tokens'] and built['model'] == shipped['model']
@@ -66,21 +84,106 @@ def test_a_reply_that_is_written_is_read_back(form):
   assert read_answer(reply.removesuffix('</answer>'), form) is None
 
 
-def test_prompts_of_replies_with_and_without_thought_are_those_of_the_built_in_model():
-  frames = [templates.turn_frame(1, 7, form=form, max_words=25)[1] for form in ('free_think', 'no_think')]
-  assert frames == [
-    '\nActions left: 7\nAnswer as <think>your thoughts</think><answer>your actions</answer> and nothing else, in at '
-    'most 25 words.',
-    '\nActions left: 7\nAnswer as <answer>your actions</answer> and nothing else, in at most 25 words.',
-  ]
+def test_the_request_is_filled_with_the_form_the_words_and_an_example(specs):
+  settings = context_settings(request='{{As}} {form} in {max_words}, say {example}', action_sep='##', format='no_think')
+  before, behind = templates.turn_frame(dataclasses.replace(specs[0], max_words=57), 1, 7, 'P', settings)
+  told = re.fullmatch(r'\nActions left: 7\n\{As\} (.*) in 57, say (.*)', behind)
+  assert before == 'Turn 2:\nState:\n' and told[1] == '<answer>your actions</answer>'
+  example = ContextManager(None, specs, settings).parse(0, told[2])
+  assert example.valid and len(example.names) == 2
+
+
+@pytest.mark.parametrize(
+  'tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Countdown', 'Game2048', 'Rubik2x2', 'Sudoku']
+)
+def test_examples_are_valid_replies_and_show_each_action_as_often_as_the_others(tag):
+  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
+  context = ContextManager(None, [spec], context_settings(request='{example}'))
+  keys = jax.vmap(jax.random.key)(jnp.arange(400, dtype=jnp.uint32))
+  boards = dict.fromkeys(spec.env.render(jax.device_get(jax.vmap(spec.env.reset)(keys))))
+  shown, firsts = collections.Counter(), collections.Counter()
+  for turn, board in itertools.product(range(3), boards):
+    _, behind = templates.turn_frame(spec, turn, 0, board, context.settings)
+    example = context.parse(0, behind.removeprefix('\nActions left: 0\n'))
+    assert example.valid and len(example.names) == min(2, spec.budget.max_actions_per_turn)
+    assert behind.count('||') == len(example.names) - 1  # none that the budget would cut
+    assert behind == templates.turn_frame(spec, turn, 9, board, context.settings)[1].replace('left: 9', 'left: 0')
+    shown.update(example.names)
+    firsts.update(example.names[:1])
+  if tag == 'Bandit':  # two boards in one turn; the others show no order
+    assert set(shown) == {'Phoenix', 'Dragon'}
+    return
+  for counts in (shown, firsts):
+    assert len(counts) == len(spec.env.example_actions(''))
+    assert scipy.stats.chisquare([*counts.values()]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Game2048'])
+def test_a_request_lists_all_actions_and_each_is_the_first_as_often_as_the_others(tag):
+  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
+  settings = context_settings(request='{actions}; {example}')
+  keys = jax.vmap(jax.random.key)(jnp.arange(400, dtype=jnp.uint32))
+  boards = dict.fromkeys(spec.env.render(jax.device_get(jax.vmap(spec.env.reset)(keys))))
+  firsts, pairs = collections.Counter(), collections.Counter()
+  for turn, board in itertools.product(range(3), boards):
+    _, behind = templates.turn_frame(spec, turn, 0, board, settings)
+    listed, _, example = behind.removeprefix('\nActions left: 0\n').partition('; ')
+    names = listed.split(' or ' if tag == 'Bandit' else ' || ')
+    assert sorted(names) == sorted(spec.env.example_actions(board))
+    firsts[names[0]] += 1
+    pairs[names[0], ContextManager(None, [spec], settings).parse(0, example).names[0]] += 1
+  if tag == 'Bandit':  # two boards in one turn
+    assert set(firsts) <= {'Phoenix', 'Dragon'}
+    return
+  for counts, expected in ((firsts, len(names)), (pairs, len(names) ** 2)):  # the list tells nothing of the example
+    assert len(counts) == expected
+    assert scipy.stats.chisquare([*counts.values()]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize('tag', ['Countdown', 'Sudoku'])
+def test_a_request_refers_to_the_rules_where_actions_are_free_text(tag):
+  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
+  _, behind = templates.turn_frame(spec, 0, 3, 'a board', context_settings(request='Only {actions}.'))
+  assert behind == '\nActions left: 3\nOnly those that the rules describe.'
+
+
+def test_a_bandit_s_example_and_list_show_arms_on_offer():
+  (spec,) = build.env_specs(default.get_config(), ('BanditPairs',), (1,))
+  for pair in spec.env.arms:
+    board = '\n'.join(['Arms on offer:', *pair, 'Think'])
+    assert set(spec.env.example_actions(board)) == set(pair)
+    _, behind = templates.turn_frame(spec, 0, 1, board, context_settings(request='{actions}'))
+    assert {*behind.removeprefix('\nActions left: 1\n').split(' or ')} == set(pair)
+
+
+@pytest.mark.parametrize('tag', [tag for tag in default.get_config().envs if tag.startswith('Bandit')])
+def test_the_two_orders_of_a_bandit_s_pair_show_each_of_its_arms_once(tag):
+  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
+  keys = jax.vmap(jax.random.key)(jnp.arange(400, dtype=jnp.uint32))
+  boards = set(spec.env.render(jax.device_get(jax.vmap(spec.env.reset)(keys))))
+  assert len(boards) == 2 * len(spec.env.arms)
+  for part in range(2):  # the example, and the first of the list
+    shown = [
+      (tuple(sorted(board.splitlines()[1:3])), templates.shown_actions(spec, 0, board)[part][0]) for board in boards
+    ]
+    assert collections.Counter(shown) == {(tuple(sorted(pair)), arm): 1 for pair in spec.env.arms for arm in pair}
+
+
+def test_the_example_of_a_board_shown_as_an_image_depends_on_the_image(specs):
+  """Else an environment of images would show one example for ever."""
+  boards = [ImageSegment(np.full((4, 4, 3), shade, np.uint8), 1) for shade in range(40)]
+  frames = {
+    templates.turn_frame(specs[0], 0, 10, (board,), context_settings(request='{example}'))[1] for board in boards
+  }
+  assert len(frames) > 8
 
 
 def test_a_tokenizer_for_descriptions_reads_each_of_their_parts_as_one_token(specs):
-  pieces = prompt_pieces(specs, form='world_modeling', action_sep='||')
+  pieces = prompt_pieces(specs, context_settings(format='world_modeling'))
   claim = 'the hole is in the same row and to the left'
   for text in ('<observation>', '</prediction>', 'the box is above and to the right', claim, f'; {claim}'):
     assert text in pieces
-  assert not any('hole is' in piece for piece in prompt_pieces(specs, form='free_think', action_sep='||'))
+  assert not any('hole is' in piece for piece in prompt_pieces(specs, context_settings()))
 
 
 def test_special_tokens_are_taken_out_of_plain_text():

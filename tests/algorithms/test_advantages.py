@@ -94,6 +94,26 @@ def test_each_name_is_its_function(batch, name):
 
 
 @pytest.mark.parametrize('name', NAMES)
+def test_an_estimator_needs_groups_if_it_compares_the_members_of_a_group(name):
+  """Then the reward of one episode changes the advantages of its group's others, and of no other group."""
+  mask = np.ones((6, 3), bool)
+  given = {
+    'rewards': np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32),
+    'loss_mask': mask,
+    'turn': np.zeros((6, 3), np.int32),
+    'group': np.array([0, 0, 0, 1, 1, 1]),
+    'values': np.zeros((6, 3), np.float32),
+    'anchors': np.repeat([[0], [1]], 3, axis=0),
+  }
+  other = given | {'rewards': given['rewards'] + np.where(np.arange(6)[:, None] == 0, np.float32(0.5), 0)}
+  first, second = (compute(name, x, whiten_advantages=False).advantages for x in (given, other))
+  changed = (np.abs(first - second) > 1e-4).any(axis=1)
+  assert changed[0]
+  compares = changed[1:3].all() and not changed[3:].any()
+  assert module.ESTIMATORS[name].needs_groups == compares
+
+
+@pytest.mark.parametrize('name', NAMES)
 def test_padding_has_no_influence(batch, name):
   """More padding rows and columns, with the ids of real groups, and poison on them, change nothing."""
   b = batch(2)

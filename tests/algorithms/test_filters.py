@@ -60,6 +60,13 @@ def test_equal_rewards_have_a_deviation_of_exactly_zero():
   assert std[0] == 0.0
 
 
+def test_rewards_that_differ_by_rounding_have_a_deviation_of_exactly_zero():
+  scores = np.array([0.3, 0.1 + 0.2, 1.0, 1.0 + 1e-3])
+  assert scores[0] != scores[1]
+  _, std = module.group_scores('reward_std', np.array([0, 0, 1, 1]), np.ones(4, bool), scores=scores)
+  assert std[0] == 0.0 < std[1]
+
+
 # --- the choice of groups ---------------------------------------------------------------------------------------------
 
 SCORES = [0.3, 0.0, 5.0, 0.2, 0.0, 0.3]

@@ -183,6 +183,11 @@ def test_gigpo_by_hand():
   got = gigpo(rewards, np.zeros(2, np.int32), mask, turn, anchors, **options)
   # returns from the steps on: [[.5, 1], [0, 0]]; the mean over the three at state 4 is .5; state 9 has no peer
   np.testing.assert_allclose(got, [[0.5 + 0.0, 0.5 + 0.5], [-0.5 - 0.5, -0.5 + 0.0]], atol=1e-6)
+  # Tokens of no turn, or of one without an anchor, have the part of their episode only.
+  wide, more = np.ones((2, 4), bool), np.pad(turn, ((0, 0), (1, 1)), constant_values=((0, 0), (-1, 2)))
+  sampled, rewards = (np.pad(x, ((0, 0), (1, 1))) for x in (mask, rewards))
+  wider = gigpo(rewards, np.zeros(2, np.int32), wide, more, anchors, loss_mask=sampled, **options)
+  np.testing.assert_allclose(wider, np.concatenate([[[0.5], [-0.5]], got, [[0.5], [-0.5]]], axis=1), atol=1e-6)
 
 
 def test_statistics_of_as_many_steps_as_long_games_make():

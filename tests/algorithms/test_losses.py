@@ -182,9 +182,8 @@ def test_policy_loss_and_gradient(batch, level, dual):
   def ours(logprobs, old, advantages, mask, turn):
     def loss(logprobs):
       per_token, stats = module.policy_loss(
-        logprobs, old, advantages, mask, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=dual,
-        ratio_level=level, turn=turn,
-      )  # fmt: skip
+        logprobs, old, advantages, mask, turn=turn, **SURROGATE | {'clip_ratio_c': dual, 'ratio_level': level}
+      )
       return module.aggregate(per_token, module.token_weights(mask, mode)), (per_token, stats)
 
     return jax.value_and_grad(loss, has_aux=True)(logprobs)
@@ -268,6 +267,74 @@ def test_policy_loss_by_hand(ratio, advantage, value, gradient, clipped, lower):
   assert (got[2]['clipfrac'], got[2]['clipfrac_lower']) == (clipped, lower)
 
 
+def numpy_other_loss(kind, logp, logq, advantage, low, high, tau_pos, tau_neg, beta):
+  """One token's loss, or None if it has none: each in the notation of its paper. `weight` is CISPO's constant."""
+  p, q = np.exp(logp), np.exp(logq)
+  if kind == 'cispo':
+    return lambda x: -advantage * min(max(p / q, 1 - low), 1 + high) * x
+  if kind == 'sapo':
+    tau = tau_pos if advantage > 0 else tau_neg
+    return lambda x: -advantage * 4 / tau / (1 + np.exp(-tau * (np.exp(x) / q - 1)))
+  if kind == 'dro':
+    return lambda x: -advantage * x + beta / 2 * (x - logq) ** 2
+  divergence = abs(q - p) if kind == 'dppo_tv' else q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+  away = divergence > high if p > q and advantage > 0 else divergence > low if p < q and advantage < 0 else False
+  return lambda x: 0.0 if away else -advantage * np.exp(x) / q
+
+
+@pytest.mark.parametrize('kind', [kind for kind in module.POLICY_LOSSES if kind != 'ppo'])
+def test_other_losses_and_gradients(batch, kind):
+  """Values and gradients of every token, with options away from the defaults and every case of each equation."""
+  low, high = {'cispo': (0.6, 0.4), 'dppo_tv': (0.1, 0.2), 'dppo_kl': (0.04, 0.09)}.get(kind, (0.2, 0.28))
+  options = {'tau_pos': 1.7, 'tau_neg': 2.6, 'dro_beta': 0.35}
+
+  @jax.jit
+  def ours(logprobs, old, advantages, mask):
+    def loss(x):
+      per_token, stats = module.policy_loss(
+        x, old, advantages, mask,
+        **SURROGATE | options | {'policy_loss': kind, 'clip_ratio_low': low, 'clip_ratio_high': high},
+      )  # fmt: skip
+      return per_token.sum(), (per_token, stats)
+
+    return jax.grad(loss, has_aux=True)(logprobs)
+
+  cases = np.zeros((2, 2), int)  # by the sign of the advantage, and whether the gradient is cut or bounded
+  for seed in range(6):
+    b = batch(seed)
+    mask = b.loss_mask
+    moved = np.minimum(b.logprobs + b.rng.normal(size=mask.shape) * 0.7, -1e-3).astype(np.float32)
+    gradient, (value, stats) = ours(np.where(mask, moved, np.nan), b.logprobs, b.values, mask)
+    assert not np.asarray(gradient)[~mask].any() and not np.asarray(value)[~mask].any()
+    for at in zip(*np.nonzero(mask), strict=True):
+      x, q, advantage = (float(y[at]) for y in (moved, b.logprobs, b.values))
+      f = numpy_other_loss(kind, x, q, advantage, low, high, 1.7, 2.6, 0.35)
+      slope = (f(x + STEP) - f(x - STEP)) / (2 * STEP)
+      np.testing.assert_allclose(value[at], f(x), rtol=1e-4, atol=1e-5)
+      np.testing.assert_allclose(gradient[at], slope, rtol=1e-3, atol=1e-5)
+      np.testing.assert_allclose(stats['approx_kl'][at], q - x, atol=1e-6)
+      ratio = np.exp(x - q)
+      cut = slope == 0 if kind.startswith('dppo') else kind == 'cispo' and not 1 - low <= ratio <= 1 + high
+      assert stats['clipfrac'][at] == cut
+      cases[int(advantage > 0), int(cut)] += 1
+    assert not np.asarray(stats['clipfrac_lower']).any()
+  assert (cases[:, 0] > 5).all() and ((cases[:, 1] > 5).all() or kind in ('sapo', 'dro'))
+
+
+@pytest.mark.parametrize('kind', module.POLICY_LOSSES)
+def test_losses_are_policy_gradients_at_the_old_policy_and_finite_at_certainty(kind):
+  """Where the policy is the old one, every loss has the gradient -A; tokens of probability 1 or 0 give no NaN."""
+  old = jnp.array([[-0.7, -3.0, 0.0, -1e-9]])
+  advantages = jnp.array([[1.5, -2.0, 0.5, -1.0]])
+  options = SURROGATE | {'policy_loss': kind, 'tau_pos': 3.0, 'tau_neg': 0.5}
+
+  def loss(x):
+    return module.policy_loss(x, old, advantages, jnp.ones((1, 4), bool), **options)[0].sum()
+
+  np.testing.assert_allclose(jax.grad(loss)(old), -advantages, rtol=1e-5)
+  assert np.isfinite(jax.grad(loss)(old.at[0, 2:].set(-60.0))).all()
+
+
 def test_log_ratio_is_clamped():
   value, gradient, stats = one_token(25.0, -1.0, dual=None)
   np.testing.assert_allclose([value, stats['ratio']], np.exp(20.0), rtol=1e-5)
@@ -303,6 +370,10 @@ def test_policy_errors(batch):
     module.policy_loss(*arrays, **SURROGATE | {'ratio_level': 'row'})
   with pytest.raises(ValueError, match='turn'):
     module.policy_loss(*arrays, **SURROGATE | {'ratio_level': 'turn'})
+  with pytest.raises(ValueError, match="policy_loss is 'a2c'; it may be one of ppo, cispo, dppo_tv, dppo_kl"):
+    module.policy_loss(*arrays, **SURROGATE | {'policy_loss': 'a2c'})
+  with pytest.raises(ValueError, match=r"ratio_level is 'turn'; algorithm\.policy_loss='sapo' needs 'token'"):
+    module.policy_loss(*arrays, turn=b.turn, **SURROGATE | {'policy_loss': 'sapo', 'ratio_level': 'turn'})
   with pytest.raises(ValueError, match='clip_ratio_c is 1'):
     module.policy_loss(*arrays, **SURROGATE | {'clip_ratio_c': 1.0})
 

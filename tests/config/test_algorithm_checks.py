@@ -22,6 +22,7 @@ _check = functools.partial(check_config, weights=False)
     ('algorithm.old_logprobs', 'sampler, trainer'),
     ('agent.context', 'full, limited_multi_turn, single_turn'),
     ('agent.overlong', 'end, drop_oldest'),
+    ('algorithm.policy_loss', 'ppo, cispo, dppo_tv, dppo_kl, sapo, dro'),
     ('algorithm.ratio_level', 'token, sequence, turn'),
     ('algorithm.kl_kind', 'k1, abs, k2, k3'),
     ('reward.credit', 'trajectory, turn'),
@@ -102,6 +103,19 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
       {'algorithm.adv_estimator': 'turn_wise_gae', 'algorithm.kl_reward_coef': 0.1},
       r"^algorithm\.kl_reward_coef=0\.1: algorithm\.adv_estimator='turn_wise_gae' reads rewards at the ends of turns",
     ),
+    # The policy's loss.
+    (
+      {'algorithm.policy_loss': 'cispo', 'algorithm.ratio_level': 'sequence'},
+      r"^algorithm\.ratio_level='sequence': with algorithm\.policy_loss='cispo' it may be 'token' only$",
+    ),
+    (
+      {'algorithm.policy_loss': 'dppo_tv', 'algorithm.clip_ratio_high': 1.0},
+      r"^algorithm\.clip_ratio_high=1\.0: must be below 1 with algorithm\.policy_loss='dppo_tv'$",
+    ),
+    *(
+      ({f'algorithm.{name}': 0.0}, rf'^algorithm\.{name}=0\.0: must be above 0')
+      for name in ('tau_pos', 'tau_neg', 'dro_beta')
+    ),
     # A critic, and one that learns.
     (
       {'algorithm.adv_estimator': 'grpo', 'algorithm.bootstrap_truncated': True},
@@ -158,6 +172,8 @@ _TRAINER = {'algorithm.old_logprobs': 'trainer'}
       'train.groups': 16,
     },
     {'algorithm.ratio_level': 'sequence'},
+    {'algorithm.policy_loss': 'dppo_kl', 'algorithm.clip_ratio_high': 1.0},
+    {'algorithm.policy_loss': 'cispo', 'algorithm.clip_ratio_low': 1.0},
     {'algorithm.ratio_level': 'turn', 'agent.context': 'single_turn', 'agent.overlong': 'drop_oldest'},
     {'algorithm.adv_estimator': 'grpo', 'algorithm.kl_reward_coef': 0.1},
     {'model.separate_critic': True, 'algorithm.bootstrap_truncated': True, 'optimizer.critic_warmup': 2},

@@ -18,7 +18,7 @@ from ragen_jax.config import command_line
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import leaves
 from tests.support.paths import ROOT
-from tests.support.processes import run_main, run_python
+from tests.support.processes import run_main, run_mains, run_python
 
 
 def _from_command_line(monkeypatch, *fields):
@@ -50,38 +50,58 @@ def test_an_environment_is_changed_by_flags(monkeypatch):
   assert bandit.env.names == ('Clerk', 'Diver')
 
 
-@pytest.mark.parametrize(
-  ('arguments', 'message'),
-  [
-    ([], '--config=FILE is missing'),
-    (['--config=configs/none.py'], 'there is no such file'),
-    (['--config=configs/sft_tiny.py:big'], 'has no variants'),
-    (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gama=0.9'], "did you mean 'gamma'"),
-    (['--config=configs/frozenlake_ppo.py', '--config.agent.think=False'], '.think: it is agent.format now, '),
-    (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gamma=much'], 'gamma=much: must be a number'),
-    (['--config=configs/frozenlake_ppo.py', '--wordkir=x'], 'wordkir'),
-    (['--config=configs/frozenlake_ppo.py', 'algorithm.gamma=0.9'], 'unknown argument'),
-    (['--config=configs/frozenlake_ppo.py', '--config.model.path=tests'], 'no config.json'),
-    (['--config=configs/frozenlake_ppo.py', '--config.optimizer.mini_batch_size=100'], 'must divide'),
-    (['--config=configs/frozenlake_ppo.py', '--num_processes=2'], 'need --coordinator=HOST:PORT'),
-    (
-      ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
-      'must be the index of this process, from 0',
-    ),
-    (
-      ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost', '--num_processes=2', '--process_id=1'],
-      'as HOST:PORT',
-    ),
-    (['--config=configs/frozenlake_ppo.py', '--coordinator=auto', '--process_id=1'], 'must not be given'),
-  ],
-)
-def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(tmp_path, arguments, message):
-  workdir = tmp_path / 'run'
-  result = run_main(*arguments, f'--workdir={workdir}')
+_REFUSED = [
+  ([], '--config=FILE is missing'),
+  (['--config=configs/none.py'], 'there is no such file'),
+  (['--config=configs/sft_tiny.py:big'], 'has no variants'),
+  (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gama=0.9'], "did you mean 'gamma'"),
+  (['--config=configs/frozenlake_ppo.py', '--config.agent.think=False'], '.think: it is agent.format now, '),
+  (['--config=configs/frozenlake_ppo.py', '--config.algorithm.gamma=much'], 'gamma=much: must be a number'),
+  (['--config=configs/frozenlake_ppo.py', '--wordkir=x'], 'wordkir'),
+  (['--config=configs/frozenlake_ppo.py', 'algorithm.gamma=0.9'], 'unknown argument'),
+  (['--config=configs/frozenlake_ppo.py', '--config.model.path=tests'], 'no config.json'),
+  (['--config=configs/frozenlake_ppo.py', '--config.optimizer.mini_batch_size=100'], 'must divide'),
+  (['--config=configs/frozenlake_ppo.py', '--num_processes=2'], 'need --coordinator=HOST:PORT'),
+  (
+    ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
+    'must be the index of this process, from 0',
+  ),
+  (
+    ['--config=configs/frozenlake_ppo.py', '--coordinator=localhost', '--num_processes=2', '--process_id=1'],
+    'as HOST:PORT',
+  ),
+  (['--config=configs/frozenlake_ppo.py', '--coordinator=auto', '--process_id=1'], 'must not be given'),
+  (
+    ['--config=frozenlake_ppo', '--coordinator=a:1', '--connect_timeout=0'],
+    'connect_timeout=0.0: must be from 1 to 864',
+  ),
+  (['--config=frozenlake_ppo', '--mode=plan', '--coordinator=auto'], 'error: --coordinator has no effect with --mode='),
+  (['--config=frozenlake_ppo', '--mode=play'], 'error: --workdir has no effect with --mode=play'),
+  (['--config=frozenlake_ppo', '--level=a.txt'], 'error: --level has no effect with --mode=train'),
+]
+
+
+@pytest.fixture(scope='module')
+def outcomes(tmp_path_factory):
+  """What the program does with each of the arguments above, and the workdirs that none of them may make."""
+  workdirs = [tmp_path_factory.getbasetemp() / f'refused_{i}' for i in range(len(_REFUSED))]
+  commands = [[*arguments, f'--workdir={w}'] for (arguments, _), w in zip(_REFUSED, workdirs, strict=True)]
+  return list(zip(run_mains(*commands), workdirs, strict=True))
+
+
+@pytest.mark.parametrize('case', range(len(_REFUSED)), ids=[message for _, message in _REFUSED])
+def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(outcomes, case):
+  result, workdir = outcomes[case]
   lines = [line for line in result.stderr.splitlines() if line.strip()]
-  assert result.returncode != 0
-  assert len(lines) == 1 and lines[0].startswith('error: ') and message in lines[0], result.stderr
+  assert result.returncode == 2
+  assert len(lines) == 1 and lines[0].startswith('error: ') and _REFUSED[case][1] in lines[0], result.stderr
   assert not workdir.exists()
+
+
+def test_main_itself_fails_in_one_line(tmp_path):
+  result = run_main('--config=configs/frozenlake_ppo.py', '--config.model.path=tests', f'--workdir={tmp_path}/run')
+  assert result.returncode == 2 and re.fullmatch(r'error: .*no config\.json.*\n', result.stderr), result.stderr
+  assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize(
@@ -166,13 +186,6 @@ def test_a_shipped_config_is_given_by_its_name(arguments, monkeypatch):
   assert (holder.value.model.preset, holder.value.seed) == ('qwen3-4b', 3)
   assert holder.value.train.tags == ('Sudoku',)
   assert command_line.workdirs(values) == ['runs/sudoku_ppo-qwen3-4b']
-
-
-def test_a_mode_that_takes_no_workdir_or_one_process_says_so(tmp_path):
-  for mode, flag in (('play', f'--workdir={tmp_path}'), ('plan', '--coordinator=auto')):
-    result = run_main(f'--mode={mode}', '--config=frozenlake_ppo', flag)
-    assert result.returncode == 2
-    assert result.stderr == f'error: {flag.split("=")[0]} has no effect with --mode={mode}\n'
 
 
 def test_the_module_is_the_same_program(tmp_path):

@@ -12,8 +12,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import command_line, limits
+from ragen_jax.config.agent_checks import check_prompt_search
 from ragen_jax.config.checks import check_config, check_eval, check_plan, check_sft
-from ragen_jax.config.prompt_checks import check_prompt_search
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import assert_refused, leaves, small_config
 
@@ -37,9 +37,9 @@ _MAY_BE_NEGATIVE = {
 }
 # Fields with free text, such as paths, names and addresses. All other texts are words of a list.
 _FREE_TEXT = {
-  'agent.action_sep', 'compilation_cache', 'eval.endpoint_model', 'export.output', 'export.step', 'prompt.critic_model',
-  'prompt.file', 'prompt.text', 'serve.host', 'serve.model', 'serve.success_reward', 'serve.trained', 'sft.data',
-  'sft.output', 'sft.save_data', 'prompt.critic_key', 'envs.*.tasks',
+  'agent.action_sep', 'agent.request', 'compilation_cache', 'eval.endpoint_model', 'export.output', 'export.step',
+  'prompt.critic_key', 'prompt.critic_model', 'prompt.file', 'prompt.text', 'serve.host', 'serve.model',
+  'serve.success_reward', 'serve.trained', 'sft.data', 'sft.output', 'sft.save_data', 'envs.*.tasks',
 }  # fmt: skip
 _FREE_TEXT_OF_ENVS = ('tasks', 'runner', 'symbols')
 _CONFIG = {False: 'configs/frozenlake_ppo.py', True: 'configs/agents_ppo.py'}

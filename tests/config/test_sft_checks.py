@@ -69,6 +69,27 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
       {'sft.forms': ('no_think', 'free_think', 'world_modeling'), 'sft.levels': (65,), 'sft.batch_size': 60},
       r'^sft\.batch_size=60: must be at most the number of training demonstrations, 59$',
     ),
+    # Paths.
+    ({'sft.output': ''}, r"^sft\.output='': must be a path$"),
+    ({'sft.output': 'a\nb'}, r"^sft\.output='a\\nb': must be a path of printable characters$"),
+    ({'sft.output': 'a\0b'}, r"^sft\.output='a\\x00b': must be a path of printable"),
+    ({'sft.output': '\x1b[2J'}, r"^sft\.output='\\x1b\[2J': must be a path of printable"),
+    ({'sft.output': '../..'}, r"^sft\.output='\.\./\.\.': must be a path that ends in a name, not in '\.' or '\.\.'$"),
+    ({'sft.output': 'a/./'}, r"^sft\.output='a/\./': must be a path that ends in a name"),
+    ({'sft.data': 'a\nb'}, r"^sft\.data='a\\nb': must be a path of printable"),
+    ({'sft.save_data': 'a\0b'}, r"^sft\.save_data='a\\x00b': must be a path of printable"),
+    # Configs whose levels are not demonstrated.
+    (
+      {'sft.skip_held_out_of': (1, 2)},
+      r'^sft\.skip_held_out_of=\(1, 2\): must be names of configs; allowed: .*frozenlake',
+    ),
+    ({'sft.skip_held_out_of': None}, r'^sft\.skip_held_out_of=None: must be names of configs; allowed: '),
+    ({'sft.skip_held_out_of': (None,)}, r'^sft\.skip_held_out_of=\(None,\): must be names of configs; allowed: '),
+    ({'sft.skip_held_out_of': ('a\nb',)}, r"^sft\.skip_held_out_of=\('a\\nb',\): must be names of configs; "),
+    (
+      {'sft.skip_held_out_of': ('frozenlake_pp',)},
+      r"^sft\.skip_held_out_of=\('frozenlake_pp',\): must be names of configs; did you mean 'frozenlake_ppo'\? allowed",
+    ),
     # Conversations in place of demonstrations.
     ({'sft.data': 'x', 'sft.value_coef': 0.1}, r'^sft\.value_coef=0\.1: conversations of sft\.data have no values'),
     (
@@ -88,6 +109,10 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
     (
       {'eval.first_level': _LAST - 1},
       r'^sft\.first_level=1000000000: demonstrated levels overlap with the held-out levels 1000004095\.\.1000004110$',
+    ),
+    (
+      {'sft.first_level': 2**32 - 4095},
+      r'^sft\.first_level=4294963201: must be at most 4294963200, for levels up to 4294967295$',
     ),
     ({'sft.first_level': 138}, r'^sft\.first_level=138: demonstrated levels overlap with .* levels 123\.\.138$'),
     ({'sft.levels': (64,)}, r'^sft\.batch_size=64: must be at most the number of training demonstrations, 60$'),
@@ -128,6 +153,8 @@ def test_probabilities_and_the_discount_are_fractions(name):
     {'lora.rank': 4, 'export.lora': 'adapter'},
     {'eval.first_level': _LAST},
     {'sft.first_level': 139},
+    {'sft.first_level': 2**32 - 4096},
+    {'sft.output': '../a', 'sft.data': '', 'sft.skip_held_out_of': ('vagen_frozenlake', 'frozenlake_ppo:qwen2.5-0.5b')},
     {'sft.levels': (20,), 'sft.group_size': 3, 'sft.batch_size': 57},
     {'sft.tags': ('FrozenLake', 'Bandit'), 'sft.levels': (64, 8)},
     {'sft.data': 'x', 'sft.levels': (1,), 'eval.first_level': 1_000_000_000},  # levels have no effect
@@ -160,3 +187,14 @@ def test_half_a_batch_must_divide_over_the_row_shards(monkeypatch):
 def test_several_processes_are_refused(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   assert_refused(check_sft, small_config(), r'^--mode=sft runs in one process, there are 2$')
+
+
+def test_the_environments_of_a_config_whose_levels_are_skipped_must_exist(tmp_path):
+  path = tmp_path / 'mine.py'
+  path.write_text('from configs import default\n\n\ndef get_config():\n  config = default.get_config()\n')
+  with path.open('a') as file:
+    file.write("  config.eval.tags = ('Nowhere',)\n  return config\n")
+  config = small_config({'sft.skip_held_out_of': (str(path),)})
+  assert_refused(
+    check_sft, config, r"^sft\.skip_held_out_of=.*mine\.py cannot be used: eval\.tags: 'Nowhere' is not defined"
+  )

@@ -79,7 +79,7 @@ def test_options_of_environments_are_those_of_their_classes():
 
 def test_tags_are_ragens():
   """Against a second listing, from RAGEN's paper and its first version's configs."""
-  config = default.get_config('qwen2.5-0.5b')
+  config = default.get_config('qwen2.5-1.5b')
   assert {env.max_words for env in default.get_config().envs.values()} == {25}  # the built-in model replies in fewer
   tags = tuple(config.envs)
   envs = {spec.tag: spec for spec in build.env_specs(config, tags, (1,) * len(tags))}
@@ -114,6 +114,15 @@ def test_tags_are_ragens():
     assert env.arms == ((low, high),) and envs[tag].budget == base.Budget(1, 1, 1)
     assert (env.low_reward, env.high_reward, env.high_probability) == (0.1, 1.0, 0.25)
   assert (len(envs['BanditPairs'].env.arms), len(envs['BanditPairsTest'].env.arms)) == (12, 8)
+
+
+@pytest.mark.parametrize(
+  ('model', 'words'), [('', 25), ('qwen2.5-0.5b', 10), ('qwen2.5-0.5b-lora', 10), ('qwen2.5-3b', 100)]
+)
+def test_small_models_are_asked_for_short_replies_and_pretrained_ones_see_actions_and_an_example(model, words):
+  config = default.get_config(model)
+  assert config.envs.FrozenLake.max_words == words
+  assert ('{actions}' in config.agent.request) == ('{example}' in config.agent.request) == bool(model)
 
 
 def test_the_large_sudoku_can_be_filled():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 import pickle
-import struct
 
 import numpy as np
 import pytest
@@ -56,7 +54,7 @@ def test_nan_is_a_number_too():
   [
     np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 3), np.float32), np.asarray([np.nan, -0.0, np.inf]),
     np.asarray(True), np.arange(12, dtype=np.uint8).reshape(3, 4).T, np.asarray(['left', 'up']), np.float32(1) / 3,
-    np.int64(-1), np.bool_(True),
+    np.int64(-1), np.bool_(True), np.arange(3, dtype='>i4'),
   ],
 )  # fmt: skip
 def test_arrays_keep_every_bit_and_may_be_changed(array):
@@ -91,11 +89,5 @@ def test_a_message_that_is_a_pickle_runs_no_code():
     def __reduce__(self):
       return exec, ('raise SystemExit',)
 
-  with pytest.raises((ValueError, struct.error)):
+  with pytest.raises(ValueError):
     unpack(pickle.dumps(Bomb()))
-
-
-def test_the_text_of_a_message_is_json():
-  data = pack({'a': [1, 2.5]})
-  (length,) = struct.unpack_from('<Q', data)
-  assert json.loads(data[8 : 8 + length]) == ['d', ['a', ['l', 1, 2.5]]] and len(data) == 8 + length

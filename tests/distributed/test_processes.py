@@ -12,7 +12,7 @@ import pytest
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import RowShare, shares_of
-from ragen_jax.runs.background import Background
+from ragen_jax.utils.background import Background
 from ragen_jax.utils.errors import DiskError, Diverged, StoreAway, UserError
 
 
@@ -120,10 +120,10 @@ def test_a_process_ends_at_once_while_a_program_is_compiled(monkeypatch):
   monkeypatch.setattr(processes.os, '_exit', end)
   try:
     with pytest.raises(RuntimeError, match='ended with 143'):
-      processes.leave(143)
+      processes.exit_process(143)
   finally:
     go_on.set()
     background.close()
   with pytest.raises(SystemExit) as left:
-    processes.leave(143)
+    processes.exit_process(143)
   assert left.value.code == 143

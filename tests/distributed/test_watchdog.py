@@ -118,10 +118,11 @@ def test_the_first_process_is_named_if_its_store_cannot_be_reached():
   assert sorted(words) == [1, 2] and words[1].startswith('process 0 of 3 (')
 
 
-def test_one_that_was_stopped_and_goes_on_does_not_accuse_the_others():
+@pytest.mark.parametrize('stopped', [1.2 * SILENCE, 10 * SILENCE])
+def test_one_that_was_stopped_and_goes_on_does_not_accuse_the_others(stopped):
   run = Run(count=2)
   run.pass_time(STEP)
-  run.clock.now += 10 * SILENCE
+  run.clock.now += stopped
   assert run.dogs[1].judge() == ''
   assert run.pass_time(5 * STEP) == {}
 

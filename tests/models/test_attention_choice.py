@@ -82,8 +82,8 @@ def test_gpus_have_cudnn_where_it_supports_the_model(platform, cudnn, caplog):
 @pytest.mark.parametrize(
   ('capability', 'cfg', 'dtype', 'implementation', 'said'),
   [
-    ('9.0', CFG, jnp.float32, 'einsum', ['cudnn cannot be used: Q must be bf16, got float32; pallas cannot be used']),
-    ('9.0', WIDE, jnp.bfloat16, 'einsum', ['head dim must be <= 128, but got 160; ', 'at most 128 numbers, not 160']),
+    ('9.0', CFG, jnp.float32, 'einsum', ['cudnn cannot be used: Q must be bf16, got float32']),
+    ('9.0', WIDE, jnp.bfloat16, 'einsum', ['head dim must be <= 128, but got 160']),
     ('7.5', CFG, jnp.bfloat16, 'einsum', ['compute capability 8.0 or later']),
     ('gfx90a', CFG, jnp.bfloat16, 'einsum', ['needs an NVIDIA GPU']),
   ],
@@ -99,12 +99,12 @@ def test_a_gpu_that_cannot_use_a_kernel_says_why_once(cudnn, caplog, capability,
   assert all(text in message for text in said)
 
 
-def test_without_cudnn_a_gpu_has_the_kernels_of_pallas(caplog):
+def test_without_cudnn_a_gpu_holds_the_scores(caplog):
   """JAX looks for cuDNN when attention is traced, and there is none on a CPU."""
   if jax.default_backend() != 'cpu':
     pytest.skip('there is an accelerator')
   caplog.set_level(logging.INFO)
-  assert choose_attention('auto', CFG, jnp.bfloat16, mesh_of('cuda', 8, '9.0')).implementation == 'pallas'
+  assert choose_attention('auto', CFG, jnp.bfloat16, mesh_of('cuda', 8, '9.0')).implementation == 'einsum'
   assert 'cudnn cannot be used: cuDNN is not detected)' in caplog.records[0].getMessage()
 
 
@@ -114,11 +114,11 @@ def test_without_cudnn_a_gpu_has_the_kernels_of_pallas(caplog):
     ('splash', mesh_of('cpu'), "'splash': runs on TPUs, and the devices are CPUs; allowed here: auto, einsum, blocks"),
     ('cudnn', mesh_of('cpu'), "'cudnn': runs on GPUs, and the devices are CPUs; allowed here: auto, einsum, blocks"),
     (
-      'pallas',
+      'cudnn',
       mesh_of('tpu'),
       'runs on GPUs, and the devices are TPUs; allowed here: auto, einsum, blocks, flash, splash',
     ),
-    ('splash', mesh_of('gpu', 1, '9.0'), 'are GPUs; allowed here: auto, einsum, blocks, cudnn, pallas'),
+    ('splash', mesh_of('gpu', 1, '9.0'), 'are GPUs; allowed here: auto, einsum, blocks, cudnn'),
     ('cudnn', mesh_of('gpu', 1, '7.5'), "'cudnn': needs an NVIDIA GPU of compute capability 8.0 or later; allowed"),
   ],
 )

@@ -1,6 +1,6 @@
 """Attention by kernels of JAX against attention with all scores in memory: outputs and gradients.
 
-The kernels for TPUs and GPUs run in interpret mode. Compilers of the accelerators are asked where they are installed.
+The kernels for TPUs run in interpret mode. Compilers of the accelerators are asked where they are installed.
 """
 
 from __future__ import annotations
@@ -21,36 +21,41 @@ from ragen_jax.models import attention_kernels
 from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
 from tests.support.paths import ROOT
 from tests.support.processes import environment
+from tests.support.trees import random_tree, seen_until_of
 
 # Rows, columns, query heads, key/value heads, head width, and the lengths of the sequences of each row if it is packed;
-# what is left of a row is padding.
+# what is left of a row is a sequence too. Or 'trees'.
 SHAPES = {
   # The heads of Qwen2.5-0.5B; a packed row, one without padding and one that is padding. Pads 200 to 256 columns.
   'packed': (3, 200, 14, 2, 64, ((90, 1, 79), (150, 50), ())),
   # Groups of 4 and wide heads; two blocks of 384 columns for TPUs, and the second sequence lies in both.
   'packed over blocks': (1, 540, 4, 1, 128, ((300, 200),)),
   'one sequence a row': (2, 130, 7, 1, 64, None),
+  # Trees that begin and end within blocks, and over several.
+  'trees': (3, 400, 6, 2, 64, 'trees'),
 }
-KERNELS = ('flash', 'splash', 'pallas')
+KERNELS = ('flash', 'splash')
 
 
 def make(name: str, dtype=np.float32):
-  """q, k, v, the weights of the output in the loss, and the segments or None."""
+  """q, k, v, the weights of the output in the loss, and `seen_until` or None."""
   b, t, n, k, h, lengths = SHAPES[name]
   rng = np.random.default_rng(0)
   arrays = [jnp.asarray(rng.normal(size=(b, t, heads, h)), dtype) for heads in (n, k, k, n)]
   if lengths is None:
     return (*arrays, None)
-  rows = [np.repeat((*range(len(x)), -1), (*x, t - sum(x))) for x in lengths]
-  return (*arrays, jnp.asarray(np.stack(rows), jnp.int32))
+  if lengths == 'trees':
+    return (*arrays, jnp.asarray(np.stack([random_tree(rng, t)[1] for _ in range(b)])))
+  rows = [np.repeat(range(len(x) + 1), (*x, t - sum(x))) for x in lengths]
+  return (*arrays, jnp.asarray(seen_until_of(np.stack(rows))))
 
 
-def outputs_and_gradients(settings, q, k, v, weights, segments):
+def outputs_and_gradients(settings, q, k, v, weights, seen_until):
   """The output, and the gradients of its weighted sum."""
 
   @jax.jit
   def both(q, k, v):
-    out, pull = jax.vjp(lambda *x: causal(*x, segments, settings), q, k, v)
+    out, pull = jax.vjp(lambda *x: causal(*x, seen_until, settings), q, k, v)
     return out, *pull(weights)
 
   return [np.asarray(x, np.float32) for x in both(q, k, v)]
@@ -62,18 +67,20 @@ def expected(name):
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('kernel', KERNELS)
+@pytest.mark.parametrize('kernel', ('blocks', *KERNELS))
 def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
+  if shape == 'trees' and not AttentionSettings(kernel, None).tree_columns(64):
+    assert kernel == 'splash'
+    return
   found = outputs_and_gradients(AttentionSettings(kernel, None, interpret=True), *make(shape))
   for x, want, name in zip(found, expected(shape), ('out', 'q', 'k', 'v'), strict=True):
     # Sums of up to 540 products in float32, in another order.
     np.testing.assert_allclose(x, want, rtol=0, atol=2e-6 * np.abs(want).max(), err_msg=name)
 
 
-# The kernel of Pallas rounds the gradients of keys and values for every query head, before those of a group are added.
 @pytest.mark.parametrize(
   ('kernel', 'ratio'),
-  [('flash', 1.2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (('splash', 1.2), ('pallas', 1.5)))],
+  [('flash', 1.2), pytest.param('splash', 1.2, marks=pytest.mark.slow)],
 )
 def test_kernels_in_bfloat16_are_about_as_near_as_attention_in_bfloat16(kernel, ratio):
   want = expected('packed')
@@ -92,19 +99,16 @@ def test_the_block_of_splash_attention_pads_least(columns, block):
   assert attention_kernels.splash_block(columns) == block
 
 
-@pytest.mark.parametrize(
-  ('kernel', 'platform', 'call'),
-  [('flash', 'tpu', 'tpu_custom_call'), ('splash', 'tpu', 'tpu_custom_call'), ('pallas', 'cuda', 'triton')],
-)
-def test_kernels_are_lowered_for_their_accelerator(kernel, platform, call):
-  q, k, v, _, segments = make('packed', jnp.bfloat16)
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_kernels_are_lowered_for_tpus(kernel):
+  q, k, v, _, seen_until = make('packed', jnp.bfloat16)
   settings = AttentionSettings(kernel, None)
   gradient = jax.jit(
-    jax.grad(lambda *x: jnp.sum(causal(*x, segments, settings).astype(jnp.float32)), argnums=(0, 1, 2))
+    jax.grad(lambda *x: jnp.sum(causal(*x, seen_until, settings).astype(jnp.float32)), argnums=(0, 1, 2))
   )
-  text = gradient.trace(q, k, v).lower(lowering_platforms=(platform,)).as_text()
+  text = gradient.trace(q, k, v).lower(lowering_platforms=('tpu',)).as_text()
   # Forward, and backward; splash attention has two kernels for that.
-  assert text.count(call) >= 2
+  assert text.count('tpu_custom_call') >= 2
 
 
 def worker(*arguments: str, **variables: str):
@@ -123,7 +127,7 @@ def test_eight_devices_attend_as_one_does():
   """Each device attends with its rows and heads, and needs nothing of the others."""
   found = worker('mesh', **environment(devices=8))
   assert found.pop('model') < 1e-5
-  assert found.keys() == {'einsum', 'blocks', 'flash', 'splash', 'pallas'}
+  assert found.keys() == {'einsum', 'blocks', 'flash', 'splash'}
   for implementation, result in found.items():
     assert result['difference'] < 2e-6, implementation
     assert result['parts'] == [8, 8, 8, 8], implementation

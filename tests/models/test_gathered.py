@@ -34,89 +34,97 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler
 
-dtype, layers, vocabulary, same = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == 'same'
-cfg = QwenConfig(
-  vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2,
-  head_dim=16, rope_theta=1e4,
-)
-# 4 x 96 tokens: more than the small vocabulary has, fewer than the large one.
-tokens = np.random.default_rng(0).integers(0, vocabulary, (4, 96)).astype(np.int32)
-weights = np.random.default_rng(1).normal(size=(96, 64)).astype(np.float32)
-if same:
-  tokens[:], weights[:] = 7, weights[0]
+def differences(dtype, layers, vocabulary, same):
+  cfg = QwenConfig(
+    vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2,
+    head_dim=16, rope_theta=1e4,
+  )
+  # 4 x 96 tokens: more than the small vocabulary has, fewer than the large one.
+  tokens = np.random.default_rng(0).integers(0, vocabulary, (4, 96)).astype(np.int32)
+  weights = np.random.default_rng(1).normal(size=(96, 64)).astype(np.float32)
+  if same:
+    tokens[:], weights[:] = 7, weights[0]
 
-def gradient(mesh):
-  dtypes = dict(dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
-  model = ActorCritic(Qwen(cfg, **dtypes), Qwen(cfg, **dtypes))
-  rows = tokens
-  if mesh is not None:
-    model.policy.activation_sharding = model.critic.activation_sharding = row_sharding(mesh)
-    rows = place_rows(tokens, mesh)
-  graphdef, params = nnx.split(model)
-  if mesh is not None:
-    params = jax.device_put(params, lora.shardings(params, mesh))
+  def gradient(mesh):
+    dtypes = dict(dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    model = ActorCritic(Qwen(cfg, **dtypes), Qwen(cfg, **dtypes))
+    rows = tokens
+    if mesh is not None:
+      model.policy.activation_sharding = model.critic.activation_sharding = row_sharding(mesh)
+      rows = place_rows(tokens, mesh)
+    graphdef, params = nnx.split(model)
+    if mesh is not None:
+      params = jax.device_put(params, lora.shardings(params, mesh))
 
-  @jax.jit
-  @jax.grad
-  def run(params):
-    model, total = nnx.merge(graphdef, params).gathered(), 0
-    for trunk in (model.policy, model.critic):
-      hidden, _ = trunk(trunk.embed(rows), remat='layers')
-      total += jnp.mean(jnp.sin(trunk.logits(hidden))) + jnp.sum(hidden.astype(jnp.float32) * weights) / 64
-    return total + jnp.mean(model.value_head(hidden))
+    @jax.jit
+    @jax.grad
+    def run(params):
+      model, total = nnx.merge(graphdef, params).gathered(), 0
+      for trunk in (model.policy, model.critic):
+        hidden, _ = trunk(trunk.embed(rows), remat='layers')
+        total += jnp.mean(jnp.sin(trunk.logits(hidden))) + jnp.sum(hidden.astype(jnp.float32) * weights) / 64
+      return total + jnp.mean(model.value_head(hidden))
 
-  found = run(params)
-  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(found))
-  if mesh is not None and mesh.shape['data'] == 4:
-    loops, _, entry = run.lower(params).compile().as_text().partition('ENTRY ')
-    worst['gathers'] = [part.count(' all-gather(') for part in (loops, entry)]
-    sampler = Sampler(model, stop_ids=(1,), mesh=mesh)
-    for (path, x), own in zip(nnx.to_flat_state(sampler.abstract_weights(params)), jax.tree.leaves(params)):
-      if path[0] == 'critic':
-        assert x.get_value().sharding == own.sharding, path
-      else:
-        assert x.get_value().sharding.is_fully_replicated, path
-  return params, found
+    found = run(params)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(found))
+    if mesh is not None and mesh.shape['data'] == 4:
+      loops, _, entry = run.lower(params).compile().as_text().partition('ENTRY ')
+      worst['gathers'] = [part.count(' all-gather(') for part in (loops, entry)]
+      sampler = Sampler(model, stop_ids=(1,), mesh=mesh)
+      for (path, x), own in zip(nnx.to_flat_state(sampler.abstract_weights(params)), jax.tree.leaves(params)):
+        if path[0] == 'critic':
+          assert x.get_value().sharding == own.sharding, path
+        else:
+          assert x.get_value().sharding.is_fully_replicated, path
+    return params, found
 
-worst = {'held': 0}
-_, want = gradient(None)
-for shape in ((4, 1, 1), (2, 2, 1), (2, 1, 2)):
-  params, found = gradient(make_mesh(*shape))
-  parts = {}
-  for (path, x), y in zip(nnx.to_flat_state(found), jax.tree.leaves(want), strict=True):
-    error, size = parts.get('/'.join(path[:2]), (0, 0))
-    x, y = np.asarray(x[...], np.float64), np.asarray(y, np.float64)
-    parts['/'.join(path[:2])] = error + np.sum((x - y) ** 2), size + np.sum(y**2)
-  for name, (error, size) in parts.items():
-    worst[name] = max(worst.get(name, 0), float(np.sqrt(error / size)))
-  held = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards if s.device.id == 0)
-  worst['held'] = max(worst['held'], held / sum(x.nbytes for x in jax.tree.leaves(params)))
-print(json.dumps(worst))
+  worst = {'held': 0}
+  _, want = gradient(None)
+  for shape in ((4, 1, 1), (2, 2, 1), (2, 1, 2)):
+    params, found = gradient(make_mesh(*shape))
+    parts = {}
+    for (path, x), y in zip(nnx.to_flat_state(found), jax.tree.leaves(want), strict=True):
+      error, size = parts.get('/'.join(path[:2]), (0, 0))
+      x, y = np.asarray(x[...], np.float64), np.asarray(y, np.float64)
+      parts['/'.join(path[:2])] = error + np.sum((x - y) ** 2), size + np.sum(y**2)
+    for name, (error, size) in parts.items():
+      worst[name] = max(worst.get(name, 0), float(np.sqrt(error / size)))
+    held = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards if s.device.id == 0)
+    worst['held'] = max(worst['held'], held / sum(x.nbytes for x in jax.tree.leaves(params)))
+  return worst
+
+print(json.dumps([differences(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
-def _differences(dtype, layers, vocabulary, tokens):
-  """The largest relative difference of the gradient of each weight from that of one device, on meshes of four."""
-  done = run_python(_GRADIENTS, dtype, str(layers), str(vocabulary), tokens, devices=4)
+# Layers by themselves or as a loop; fewer or more tokens than embeddings; the type of activations; only one token.
+_CASES = {
+  'layers': ('float32', 2, 2048, False),
+  'loop': ('float32', 8, 96, False),
+  'one token': ('bfloat16', 2, 2048, True),
+}
+
+
+@pytest.fixture(scope='module')
+def differences():
+  """By case, the largest relative difference of the gradient of each weight from that of one device, on meshes of 4."""
+  done = run_python(_GRADIENTS, json.dumps(list(_CASES.values())), devices=4)
   assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout.splitlines()[-1])
+  return dict(zip(_CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-@pytest.mark.parametrize(
-  ('layers', 'vocabulary', 'tokens'),
-  [(2, 2048, 'random'), (8, 96, 'random')],  # layers by themselves or as a loop; fewer or more tokens than embeddings
-)
-def test_gradients_of_divided_weights_are_those_of_one_device(layers, vocabulary, tokens):
-  found = _differences('float32', layers, vocabulary, tokens)
+@pytest.mark.parametrize('case', ['layers', 'loop'])
+def test_gradients_of_divided_weights_are_those_of_one_device(differences, case):
+  found = dict(differences[case])
   assert found.pop('held') < 0.4  # a quarter, and small arrays
   # The embedding of each trunk, and five matrices of each layer, or of all layers that a loop runs over.
-  assert found.pop('gathers') == ([0, 2 + 2 * 5] if layers == 8 else [0, 2 + 2 * layers * 5])
+  assert found.pop('gathers') == ([0, 2 + 2 * 5] if case == 'loop' else [0, 2 + 2 * 2 * 5])
   assert len(found) == 8 and max(found.values()) < 1e-5, found
 
 
-def test_the_gradient_of_an_embedding_adds_up_in_float32():
+def test_the_gradient_of_an_embedding_adds_up_in_float32(differences):
   # One token in 384 columns: in bfloat16, a sum of so many would lose the last ones.
-  found = _differences('bfloat16', 2, 2048, 'same')
+  found = differences['one token']
   assert max(found['policy/embed_tokens'], found['critic/embed_tokens']) < 1e-2, found
 
 
@@ -136,8 +144,8 @@ for preset in ('tiny', 'tiny-vl'):
   trainer = build.make_trainer(config, build.load_policy(config))
   state, learner, mesh = trainer.init(), trainer.learner, trainer.model.mesh
   stats = {'x': jax.device_put(np.float32(0), NamedSharding(mesh, PartitionSpec()))}
-  gradients, _ = learner.abstract(state.trained)
-  (program,) = learner._apply.programs(state.trained, state.opt_state, gradients, stats, np.float32(1))
+  gradients = learner.abstract(state.trained)
+  (program,) = learner.steps['gradient'].programs(state.trained, state.opt_state, gradients, stats, np.float32(1))
   towers = [('/'.join(map(str, k)), x[...].shape) for k, x in nnx.to_flat_state(state.trained) if 'visual' in k]
   divided = sum(optimizer_spec(*tower, mesh) != weight_spec(*tower, mesh) for tower in towers)
   print(program.lower().compile().as_text().count(' all-gather('), divided)

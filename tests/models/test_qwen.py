@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,11 +16,14 @@ from ragen_jax.models.attention import EINSUM, AttentionSettings
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.qwen import CacheMask, Qwen, QwenConfig
+from ragen_jax.models.rotary import Llama3Scaling
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler
+from ragen_jax.training.batches import TokenRows
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning
+from tests.support.trees import seen_until_of
 
 BLOCKS = AttentionSettings('blocks', None)
 SPLASH = AttentionSettings('splash', None, interpret=True)
@@ -48,6 +52,14 @@ CASES = {
     'rope_theta': 300.0,
     'rms_norm_eps': 1e-2,
   },
+  'llama-untied': {'architecture': 'llama', 'num_layers': 1, 'tie_word_embeddings': False, 'rms_norm_eps': 1e-5},
+  # Its wavelengths are 6, 29, 135 and more columns: the first stays, the second is interpolated, the others stretch.
+  'llama3-tied-wide-heads': {
+    'architecture': 'llama',
+    'head_dim': 12,
+    'rope_theta': 1e4,
+    'rope_scaling': Llama3Scaling(8.0, 1.0, 4.0, 64),
+  },
 }
 
 
@@ -72,7 +84,12 @@ def reference(directory: str, case: str):
 
   torch.set_num_threads(1)  # so small a model only waits for its threads
   cfg = config_of(**CASES[case])
-  config_class = {'qwen2': transformers.Qwen2Config, 'qwen3': transformers.Qwen3Config}[cfg.architecture]
+  config_class = {
+    'qwen2': transformers.Qwen2Config, 'qwen3': transformers.Qwen3Config, 'llama': transformers.LlamaConfig
+  }[cfg.architecture]  # fmt: skip
+  scaling = {'rope_type': 'default'}
+  if cfg.rope_scaling is not None:
+    scaling = {'rope_type': 'llama3', **dataclasses.asdict(cfg.rope_scaling)}
   config = config_class(
     vocab_size=cfg.vocab_size,
     hidden_size=cfg.hidden_size,
@@ -81,7 +98,7 @@ def reference(directory: str, case: str):
     num_attention_heads=cfg.num_heads,
     num_key_value_heads=cfg.num_kv_heads,
     head_dim=cfg.head_dim,
-    rope_parameters={'rope_type': 'default', 'rope_theta': cfg.rope_theta},
+    rope_parameters={'rope_theta': cfg.rope_theta, **scaling},
     rms_norm_eps=cfg.rms_norm_eps,
     tie_word_embeddings=cfg.tie_word_embeddings,
     pad_token_id=0,
@@ -160,7 +177,8 @@ def test_gradients_are_those_of_transformers(pair):
   @nnx.jit
   @nnx.grad
   def gradient(model):
-    log_probs, _, _ = score_tokens(ActorCritic(model), jnp.asarray(tokens), jnp.asarray(columns), learning.scoring())
+    rows = TokenRows(jnp.asarray(tokens), jnp.asarray(columns), jnp.asarray(columns > 0))
+    log_probs, _, _ = score_tokens(ActorCritic(model), rows, learning.scoring())
     return -jnp.sum(log_probs * weight[:, 1:]) / valid[:, 1:].sum()
 
   ours_by_path = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient(ours))}
@@ -314,7 +332,10 @@ def gradient_of_scores(architecture: str, *, scan: bool, remat: str, packed: boo
       b.set_value(0.2 * jax.random.normal(jax.random.key(b.size), b.shape))
   model.scan_layers = scan
   tokens = jnp.asarray(ragged((33, 21), seed=7)[0])
-  segments = jnp.asarray([[0] * 14 + [1] * 19, [0] * 5 + [1] * 9 + [2] * 7 + [-1] * 12]) if packed else None
+  # Sequences of 14 and 19 columns, then a tree whose branches begin at its columns 3 and 5, one more, and padding.
+  seen_until = seen_until_of([[0] * 14 + [1] * 19, [0] * 5 + [1] * 9 + [2] * 7 + [3] * 12])
+  seen_until[1, :5] = [14, 14, 14, 5, 5]
+  seen_until = jnp.asarray(seen_until) if packed else None
   graphdef, params = nnx.split(model)
   trained, frozen = (
     nnx.split_state(params, lambda path, _: 'lora' in path[-1], ...) if adapters else (params, nnx.State({}))
@@ -324,7 +345,7 @@ def gradient_of_scores(architecture: str, *, scan: bool, remat: str, packed: boo
   def run(trained):
     def loss(trained):
       model = lora.merge(graphdef, trained, frozen)
-      hidden, _ = model(model.embed(tokens), remat=remat, segments=segments)
+      hidden, _ = model(model.embed(tokens), remat=remat, seen_until=seen_until)
       return jnp.mean(jnp.square(jax.nn.log_softmax(model.logits(hidden)))[:, :5])
 
     return jax.value_and_grad(loss)(trained)
@@ -392,9 +413,11 @@ def test_padding_on_the_right_changes_nothing_before_it():
   assert np.abs(logits[:, 12:] - others[:, 12:]).max() > 0.1
 
 
-def test_bfloat16_model_gives_float32_logits_near_those_of_float32():
+@pytest.mark.parametrize('architecture', ['qwen2', 'llama'])
+def test_bfloat16_model_gives_float32_logits_near_those_of_float32(architecture):
   tokens = jnp.asarray(ragged((20, 20, 20), seed=10)[0])
-  expected, logits = full_logits(fresh(), tokens), full_logits(fresh(dtype=jnp.bfloat16), tokens)
+  expected = full_logits(fresh(architecture), tokens)
+  logits = full_logits(fresh(architecture, dtype=jnp.bfloat16), tokens)
   assert logits.dtype == jnp.float32
   # 8 bits of mantissa through two layers.
   assert float(jnp.sqrt(jnp.mean(jnp.square(logits - expected)))) < 0.03 * float(jnp.std(expected))
@@ -407,13 +430,13 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
   # 70 columns, so that a sequence crosses from one block of queries to the next.
   tokens, _ = ragged((30, 29, 11), seed=10)
   row = np.concatenate([x[:n] for x, n in zip(tokens, (30, 29, 11), strict=True)])
-  segments = jnp.asarray(np.repeat((0, 1, -1), (30, 29, 11))[None])
+  seen_until = jnp.asarray(seen_until_of(np.repeat((0, 1, 2), (30, 29, 11))[None]))
 
   @nnx.jit
-  def hidden(model, tokens, segments=None):
-    return model(model.embed(tokens), segments=segments)[0]
+  def hidden(model, tokens, seen_until=None):
+    return model(model.embed(tokens), seen_until=seen_until)[0]
 
-  packed = hidden(model, jnp.asarray(row[None]), segments)[0]
+  packed = hidden(model, jnp.asarray(row[None]), seen_until)[0]
   start = 0
   for x, n in zip(tokens, (30, 29, 11), strict=True):
     alone = hidden(model, jnp.asarray(x[None, :30]))[0, :n]

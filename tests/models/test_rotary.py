@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +37,43 @@ def test_each_frequency_reads_the_position_of_its_axis():
   for i, axis in enumerate(axes):
     alone = rotary.rotary(x, positions[..., axis], 1e4)
     np.testing.assert_array_equal(found[..., [i, 8 + i]], alone[..., [i, 8 + i]])
+
+
+def test_llama_3_stretches_long_wavelengths_only(transformers):
+  import torch
+
+  for factor, low, high, context, theta, half in (
+    (8, 1, 4, 8192, 5e5, 64),
+    (32, 1, 4, 8192, 5e5, 32),
+    (3, 1, 9, 64, 1e3, 8),
+  ):
+    scaling = rotary.Llama3Scaling(factor, low, high, context)
+    config = transformers.LlamaConfig(
+      hidden_size=2 * half, num_attention_heads=1, max_position_embeddings=factor * context,
+      rope_parameters={'rope_type': 'llama3', 'rope_theta': theta, **dataclasses.asdict(scaling)},
+    )  # fmt: skip
+    expected = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS['llama3'](config, torch.device('cpu'))[0].numpy()
+    found, plain = rotary.frequencies(half, theta, scaling), rotary.frequencies(half, theta)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(plain[-1] / found[-1], factor, rtol=1e-6)
+    assert found[0] == plain[0] and ((found < plain) & (found > plain / factor * 1.01)).any()
+
+
+def test_llama_3_s_scaling_is_that_of_its_reference_code():
+  factor, low, high, context, theta, half = 8.0, 1.0, 4.0, 64, 1e4, 16
+  expected = []
+  for i in range(half):
+    frequency = theta ** -(i / half)
+    wavelength = 2 * math.pi / frequency
+    if wavelength > context / low:
+      expected.append(frequency / factor)
+    elif wavelength < context / high:
+      expected.append(frequency)
+    else:
+      smooth = (context / wavelength - low) / (high - low)
+      expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+  found = rotary.frequencies(half, theta, rotary.Llama3Scaling(factor, low, high, context))
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])

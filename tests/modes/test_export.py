@@ -167,6 +167,19 @@ def test_what_cannot_be_exported_is_told_in_one_line(full_run, fields, message):
   assert sorted(pathlib.Path(workdir).rglob('*')) == before
 
 
+def test_what_the_config_names_is_uploaded_after_the_export(tmp_path, full_run, monkeypatch):
+  workdir, config, _ = full_run
+  told = []
+  monkeypatch.setattr(export.hub, 'push_model', lambda *x: told.append(x[1:]) or 'address')
+  monkeypatch.setattr(export.hub, 'push_episodes', lambda *x: told.append(x[1:]) or 'address')
+  output = str(tmp_path / 'out')
+  for fields in ({}, {'push': 'me/games'}, {'push_episodes': 'me/played'}):
+    changed = config.copy_and_resolve_references()
+    changed.export.update({'output': output, 'step': 'best'} | fields)
+    export.export(changed, str(workdir))
+  assert told == [(str(workdir), output, 1), (str(workdir),)]
+
+
 def test_a_workdir_without_a_run_is_refused(tmp_path):
   with pytest.raises(UserError, match=r'holds no run: .*config\.json cannot be read \(No such file'):
     export.export(small_config(), str(tmp_path))

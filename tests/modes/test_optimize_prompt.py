@@ -12,8 +12,9 @@ import pytest
 from ragen_jax.modes.optimize_prompt import _critic as _make_critic
 from ragen_jax.modes.optimize_prompt import optimize_prompt
 from ragen_jax.runs.metrics import read_metrics
-from ragen_jax.serving import keys
-from ragen_jax.serving.store import Store
+from ragen_jax.serving.engine import keys
+from ragen_jax.serving.rollouts.store import Store
+from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.utils.errors import UserError
 from tests.support.chat_server import good, server
 from tests.support.configs import small_config
@@ -60,7 +61,7 @@ def _config(url, **fields):
 
 def _played(workdir):
   with Store(workdir / 'prompt_search' / 'agents.sqlite') as store:
-    return [(r.rollout_id, r.attempts) for r in store.recent(2**60, 1000)]
+    return [(r.rollout_id, r.attempts) for r in store.ask(Tables.recent, 2**60, 1000)]
 
 
 @pytest.fixture(scope='module')

@@ -12,8 +12,9 @@ import sys
 
 import pytest
 
-from ragen_jax.compilers import memory
 from ragen_jax.modes import plan, plan_changes
+from ragen_jax.planning import memory
+from ragen_jax.planning.host_fit import ADAPTERS
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
@@ -65,7 +66,7 @@ def test_adapters_are_advised_where_nothing_else_would_do(monkeypatch, rank):
 
 def test_programs_with_adapters_are_others():
   config, keys = small_config(), set()
-  for fields in ({}, {'lora.rank': 64}, plan_changes.ADAPTERS):
+  for fields in ({}, {'lora.rank': 64}, ADAPTERS):
     config.update_from_flattened_dict(fields)
     keys |= {memory.shaped_by(config, phase, 16) for phase in ('update', 'rollout', 'evaluation')}
   assert len(keys) == 3 * 2  # as many rows in evaluation as in the rollout

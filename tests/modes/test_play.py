@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import io
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -23,7 +19,7 @@ from ragen_jax.models import presets
 from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
-from tests.support.paths import ROOT
+from tests.support.processes import run_main
 from tests.support.speakers import limits, scripted_tokens
 
 TAGS = ('FrozenLake', 'SimpleSokoban', 'Bandit')
@@ -361,12 +357,7 @@ def test_a_level_that_cannot_be_played_is_named_in_one_line(tmp_path, tags, cont
   assert '\n' not in str(error.value)
 
 
-def test_the_flag_is_for_play_alone(tmp_path):
+def test_the_flag_names_a_level(tmp_path):
   (tmp_path / 'mine.txt').write_text(LEVEL)
-  command = [sys.executable, 'main.py', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}']
-  environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
-  run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-  played = run([*command, '--mode=play'], input='quit\n')
+  played = run_main('--mode=play', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}', input='quit\n')
   assert played.returncode == 0 and LEVEL in played.stdout, played.stderr
-  refused = run([*command, '--mode=plan'])
-  assert refused.returncode == 2 and refused.stderr.strip().endswith('--level has no effect with --mode=plan')

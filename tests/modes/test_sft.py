@@ -28,7 +28,7 @@ from ragen_jax.modes import sft
 from ragen_jax.runs.interrupt import Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
-from ragen_jax.training.batches import at_columns, sampled_columns
+from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
 from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.utils.errors import Diverged, UserError
@@ -71,7 +71,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   scoring = learning.scoring()
   columns, mask = sampled_columns(trajectory.loss_mask)
   best = at_columns(trajectory.values, columns, mask)[mask]
-  _, _, values = score_tokens(policy.model, trajectory.tokens, columns, scoring)
+  _, _, values = score_tokens(policy.model, TokenRows(trajectory.tokens, columns, mask), scoring)
   assert best.std() > 0.1  # the goal is beside the player, where two of three slips may reach it, or out of reach
   assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.7
   assert abs(np.asarray(values)[mask].mean() - best.mean()) < 0.1
@@ -116,7 +116,7 @@ def test_metrics_are_written_and_explained(whole):
   assert [line['step'] for line in lines] == [10, 20]
   page = (ROOT / 'docs' / 'metrics.md').read_text()
   names = {name for line in lines for name in line if name.startswith('sft/')}
-  assert names == {'sft/loss', 'sft/grad_norm', 'sft/lr', 'sft/padding', 'sft/skipped_steps', 'sft/val_loss'}
+  assert names == {'sft/loss', 'sft/grad_norm', 'sft/lr', 'sft/columns_per_token', 'sft/skipped_steps', 'sft/val_loss'}
   for name in names | {'sft/value_loss', 'sft/val_value_loss'}:
     assert f'`{name}`' in page
   assert lines[1]['sft/val_loss'] < lines[0]['sft/val_loss']

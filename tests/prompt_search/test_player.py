@@ -12,12 +12,13 @@ from ragen_jax.envs import AgentTasks
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.prompt_search.player import PromptPlayer
-from ragen_jax.serving.agent_player import AgentSettings
-from ragen_jax.serving.episodes import EpisodeSettings
-from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.pool import LocalQueue, Pool
-from ragen_jax.serving.runners import FunctionRunner
-from ragen_jax.serving.store import Store
+from ragen_jax.serving.play.agent_player import AgentSettings
+from ragen_jax.serving.play.episodes import EpisodeSettings
+from ragen_jax.serving.play.pool import LocalQueue, RunnerPool
+from ragen_jax.serving.play.runners import FunctionRunner
+from ragen_jax.serving.rollouts.lifecycle import Lifecycle
+from ragen_jax.serving.rollouts.store import Store
+from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.utils.errors import UserError
 from tests.support.endpoint_store import limits, make_call
 from tests.support.prompt_search import ranges
@@ -30,8 +31,7 @@ _SETTINGS = AgentSettings('val', limits(max_attempts=1), _EPISODES, 5, 1.0, ahea
 
 
 @pytest.fixture
-def lifecycle(tmp_path, monkeypatch):
-  monkeypatch.setattr('ragen_jax.serving.pool._CLAIM_S', 0.05)
+def lifecycle(tmp_path):
   with Store(tmp_path / 'store.sqlite') as store:
     yield Lifecycle(store, time.time)
 
@@ -45,7 +45,7 @@ def _player(lifecycle, seed=3):
 
 def _play(lifecycle, trials, agent, **options):
   queue = LocalQueue(lifecycle, 'pool', 'http://127.0.0.1:1')
-  with Pool(queue, FunctionRunner(agent, 60.0), 3, 60.0, stop_s=60.0):
+  with RunnerPool(queue, FunctionRunner(agent, 60.0), 3, 60.0, stop_s=60.0, claim_s=0.05):
     return _player(lifecycle, **options).try_prompts(trials)
 
 
@@ -105,7 +105,7 @@ def test_all_prompts_have_the_same_draws(lifecycle, agent):
   tasks = ranges().for_scores()[:2]
   _play(lifecycle, [('a', tasks), ('b', tasks)], agent)
   keys = {}
-  for record in lifecycle.store.recent(2**60, 100):
+  for record in lifecycle.store.ask(Tables.recent, 2**60, 100):
     place = (record.input['seed'], record.input['member'])
     keys.setdefault(place, set()).add(record.key)
   assert len(keys) == 4 and all(len(own) == 1 for own in keys.values())

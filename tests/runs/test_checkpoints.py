@@ -182,6 +182,19 @@ def test_keeps_the_last_and_the_best(tmp_path):
   assert meta == {'step': 5} and state['x'].tolist() == [5, 5]
 
 
+@pytest.mark.parametrize('order', [(float('nan'), 0.1, 0.2), (0.1, 0.2, float('nan')), (0.2, float('nan'), 0.1)])
+def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path, order):
+  with Checkpointer(tmp_path, keep=3, save_best='eval/success') as checkpointer:
+    for step, success in enumerate(order, start=1):
+      checkpointer.save(step, {'x': jnp.ones(2)}, metrics={'eval/success': success})
+    assert checkpointer.best_step() == order.index(0.2) + 1
+  with Checkpointer(tmp_path, keep=3, save_best='eval/success') as checkpointer:
+    assert checkpointer.best_step() == order.index(0.2) + 1
+  with Checkpointer(tmp_path / 'alone', keep=3, save_best='eval/success') as checkpointer:
+    checkpointer.save(1, {'x': jnp.ones(2)}, metrics={'eval/success': float('nan')})
+    assert checkpointer.best_step() is None
+
+
 def test_without_a_metric_only_the_last_stay(tmp_path):
   with Checkpointer(tmp_path, keep=1) as checkpointer:
     for step in (1, 2, 3):
@@ -557,7 +570,7 @@ with Checkpointer(sys.argv[1], keep=3, save_best='eval/success') as checkpointer
     print('best', checkpointer.intact_best_step(), 'of', checkpointer.steps(), flush=True)
   except UserError as e:
     print(e, flush=True)
-processes.leave(0, together=True)
+processes.exit_process(0, together=True)
 """
 
 
@@ -616,3 +629,19 @@ def test_an_amended_checkpoint_has_other_metrics_and_valid_checksums(tmp_path):
     checkpointer.reload()
   with Checkpointer(tmp_path, keep=1) as checkpointer, pytest.raises(UserError, match='cannot be read'):
     checkpointer.verify(1)
+
+
+def test_a_checkpoint_whose_amendment_is_cut_off_is_valid(tmp_path, monkeypatch):
+  with Checkpointer(tmp_path, keep=1, save_best='eval/success') as checkpointer:
+    checkpointer.save(1, {'x': jnp.ones(2)}, {'late': True})
+
+    def full(_):
+      raise OSError(errno.ENOSPC, 'No space left on device')
+
+    with monkeypatch.context() as patch, pytest.raises(DiskError, match='was not changed'):
+      patch.setattr(checksums, 'write', full)  # the metadata are new already, and their checksums are not written
+      checkpointer.amend({'late': False}, {'eval/success': 0.5})
+  with Checkpointer(tmp_path, keep=1, save_best='eval/success') as checkpointer:
+    checkpointer.set_damaged_aside()
+    assert checkpointer.latest_step() == 1 and checkpointer.meta() == {'late': False}
+    assert checkpointer.restore({'x': jnp.zeros(2)})[0]['x'].tolist() == [1, 1]

@@ -103,6 +103,15 @@ def test_the_lock_of_a_killed_process_of_this_machine_is_taken_over_at_once(stor
     _lock(store, sleep=never).acquire()
 
 
+def test_the_lock_of_a_living_process_of_this_machine_is_waited_for(store):
+  store.write(KEY, _lock(store)._content())
+  waits = []
+  lock = _lock(store, renewal=10.0, silence=40.0, sleep=waits.append)
+  lock.acquire()
+  assert sum(waits) == 40.0
+  lock.release()
+
+
 def test_the_loser_of_a_lock_stops_and_leaves_it(store):
   lock = _lock(store)
   lock.acquire()

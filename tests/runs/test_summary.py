@@ -38,3 +38,19 @@ def test_success_before_and_after_and_the_times(tmp_path, capsys):
     'Episodes, turn by turn, for a browser: a.html',
     f'tensorboard --logdir {tmp_path}/tb',
   ]
+
+
+def test_a_run_whose_metrics_were_deleted_has_no_table_of_success(tmp_path, capsys, caplog):
+  (tmp_path / 'metrics.jsonl').write_text('')
+  assert summarize(str(tmp_path), ('A',), levels=8, group_size=4) == {}
+  out = capsys.readouterr().out
+  assert 'Success' not in out and 'all          0.0 s' in out and f'TensorBoard files: {tmp_path}' in out
+  (warning,) = caplog.messages
+  assert warning.startswith(f'{tmp_path}/metrics.jsonl has no evaluation, so it was deleted') and '\n' not in warning
+
+
+def test_a_run_whose_first_metrics_were_deleted_does_not_show_a_later_evaluation_as_the_first(tmp_path, capsys):
+  last = {'step': 4, 'val-env/success': 0.4, 'val-env/A/success': 0.4, 'val-env/A/optimal': 0.5}
+  (tmp_path / 'metrics.jsonl').write_text(json.dumps({'step': 3}) + '\n' + json.dumps(last) + '\n')
+  assert summarize(str(tmp_path), ('A',), levels=8, group_size=4) == last
+  assert 'A, sampled  -       0.400    0.500          80%' in capsys.readouterr().out

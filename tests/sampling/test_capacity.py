@@ -11,6 +11,7 @@ import pytest
 
 from ragen_jax.sampling import capacity
 from ragen_jax.sampling.kv_cache import init_state
+from ragen_jax.utils import host_memory
 from tests.support.models import random_model
 
 
@@ -43,6 +44,8 @@ def test_a_row_s_bytes_count_the_features_of_the_images_of_all_shards():
 class Device:
   """A device that reports its memory, or nothing."""
 
+  platform = 'gpu'
+
   def __init__(self, stats):
     self.memory_stats = lambda: stats
 
@@ -51,7 +54,12 @@ def test_the_fullest_device_decides():
   free = capacity.free_bytes
   assert free([Device({'bytes_limit': 100, 'bytes_in_use': 10}), Device({'bytes_limit': 90, 'bytes_in_use': 40})]) == 50
   assert free([Device({'bytes_limit': 100, 'bytes_in_use': 10}), Device(None)]) is None
-  assert free(jax.local_devices()) is None or jax.default_backend() != 'cpu'
+
+
+def test_cpu_devices_share_what_the_host_has_left(monkeypatch):
+  monkeypatch.setattr(host_memory, 'available', lambda: 600)
+  assert capacity.free_bytes(jax.devices('cpu')[:1]) == 600
+  assert capacity.free_bytes(jax.devices('cpu')[:1] * 3) == 200
 
 
 @pytest.mark.parametrize(

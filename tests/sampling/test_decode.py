@@ -34,7 +34,7 @@ def run(model):
   """(extend, decode) of the model, compiled."""
   graphdef, params = nnx.split(model)
 
-  @functools.partial(jax.jit, static_argnames='all_begin')
+  @jax.jit
   def extend(state, tokens, count, begins=None, **options):
     begins = jnp.zeros(len(count), bool) if begins is None else begins
     return append(state, None, programs.extend(graphdef, params, state, tokens, count, begins, **options))
@@ -166,7 +166,7 @@ def columns_of(state):
 
 
 def test_rows_that_begin_forget_what_they_held(model, run):
-  """In one program with rows that go on, and in the program for batches in which all rows begin."""
+  """In one program with rows that go on."""
   extend, _ = run
   tokens, count = tokens_and_counts()
   others, _ = tokens_and_counts(seed=1)
@@ -179,7 +179,7 @@ def test_rows_that_begin_forget_what_they_held(model, run):
     expected = np.where(begins, getattr(fresh, name), getattr(continued, name))
     np.testing.assert_array_equal(getattr(mixed, name), expected, err_msg=name)
   np.testing.assert_allclose(mixed.hidden, np.where(begins[:, None], fresh.hidden, continued.hidden), atol=1e-6)
-  all_begin = extend(used, tokens, count, jnp.ones(3, bool), all_begin=True)
+  all_begin = extend(used, tokens, count, jnp.ones(3, bool))
   assert all_begin.count.tolist() == fresh.count.tolist()
   np.testing.assert_allclose(all_begin.hidden, fresh.hidden, atol=1e-6)
   for got, want in zip(columns_of(all_begin), columns_of(fresh), strict=True):

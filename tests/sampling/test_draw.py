@@ -16,6 +16,7 @@ from ragen_jax.sampling.draw import (
   draw_row_tokens,
   draw_tokens,
   filter_logits,
+  filter_rows,
   inverse_cdf,
 )
 
@@ -64,6 +65,18 @@ def test_top_k_and_top_p_keep_the_right_tokens():
   assert kept(3, 0.5) == [False, True, False, True]  # of what k leaves, 0.4 / 0.9 < 0.5
   assert kept(2, 0.5) == [False, True, False, False]  # and 0.4 / 0.7 > 0.5
   assert kept(9, 1.0) == [True] * 4
+
+
+@pytest.mark.parametrize('kept', [1, 2, 3])
+def test_top_p_keeps_no_token_beyond_those_that_reach_it_exactly(kept):
+  logits = jnp.asarray([[1.5, 0.25, -0.5, -1.0, -3.0]])
+  probs = jax.nn.softmax(logits)
+  before = jnp.cumsum(probs, axis=-1) - probs
+  top_p = float(before[0, kept])  # what `kept` tokens add up to, as the filters compute it
+  expected = [True] * kept + [False] * (5 - kept)
+  assert (filter_logits(logits, 0, top_p) > -jnp.inf)[0].tolist() == expected
+  by_row = filter_rows(logits, jnp.zeros((1,), jnp.int32), jnp.asarray([top_p]))
+  assert (by_row > -jnp.inf)[0].tolist() == expected
 
 
 def test_a_row_s_draw_depends_on_its_key_and_position_only():

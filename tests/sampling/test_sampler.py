@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.planning.lowering import abstract_rows, lower_sampler
 from ragen_jax.sampling.draw import GREEDY, PLAIN, RowSampling, Sampling
 from ragen_jax.sampling.sampler import Sampler
 from tests.support.models import random_model
@@ -189,6 +191,44 @@ def test_a_copied_row_goes_on_as_the_row_that_it_was_copied_from(model):
   np.testing.assert_allclose(again.logprobs[2], reply.logprobs[0], atol=1e-5)
 
 
+def test_rows_that_share_a_prompt_go_on_as_if_each_had_read_it(model):
+  """Rows 1 and 3 get the prompt of row 0, row 4 that of row 2; row 5 stays at its own, longer one."""
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(8, VOCAB, size=(6, 12)).astype(np.int32)
+  count, source = np.asarray([6, 6, 4, 6, 4, 12], np.int32), np.asarray([0, 0, 2, 0, 2, 5], np.int32)
+  old = sampler.extend(params, sampler.init(6, 32), rng.integers(8, VOCAB, size=(6, 8)).astype(np.int32), np.full(6, 8))
+  every, own = np.ones(6, bool), np.isin(np.arange(6), source)
+  keep = jax.tree.map(lambda x: x.copy(), old)
+  expected = sampler.extend(params, old, tokens[source], count, every)
+  state = sampler.extend(params, keep, tokens, count * own, every & own)
+  state = sampler.share_rows(state, source, 8)
+  for name in ('count', 'draw_position', 'rotary'):
+    np.testing.assert_array_equal(getattr(state, name), getattr(expected, name), err_msg=name)
+  keys, replies = jax.random.split(jax.random.key(1), 6), []
+  for x in (state, expected):
+    x = sampler.extend(params, x, tokens[:, :3], np.full(6, 3))
+    replies.append(sampler.decode(params, x, keys, np.full(6, 8), columns=8, sampling=PLAIN)[1])
+  np.testing.assert_array_equal(replies[0].tokens, replies[1].tokens)
+  np.testing.assert_allclose(replies[0].logprobs, replies[1].logprobs, atol=1e-5)
+  assert sampler.traces['share'] == 1, 'one program for all layers'
+
+
+def test_programs_that_write_the_cache_do_not_copy_it(model):
+  """Those that also read it do so before; otherwise the compiler copies all rows of it first."""
+  sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
+  rows, size = 16, 64
+  state = abstract_rows(sampler, rows, size)
+  lowered = lower_sampler(sampler, params, state, width=8, columns=8, sampling=PLAIN, rows=4)
+  source = jax.ShapeDtypeStruct((rows,), np.int32)
+  lowered['share'] = sampler.programs['share'].lower(layer=state.cache[0], source=source, columns=16)
+  whole = ','.join(map(str, state.cache[0].k.shape))
+  for name, program in lowered.items():
+    text = program.compile().as_text()
+    assert f'f32[{whole}]' in text, name
+    assert not re.search(rf'= f32\[{whole}\]\S* copy\(', text), name
+
+
 def test_padding_of_the_embedding_is_never_drawn(model):
   sampler, params = Sampler(model, stop_ids=(STOP,), vocab_limit=12), nnx.split(model)[1]
   state = sampler.init(64, 32)
@@ -305,11 +345,11 @@ def test_each_program_is_traced_once_per_shape(model):
   run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
   run(np.random.default_rng(1), sampling=PLAIN)
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
-  assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(2), sampling=Sampling(0.5, 1.0, 0))  # temperatures above 0 share a program
-  assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 2}
+  assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(3), sampling=GREEDY)
-  assert sampler.traces == {'resize': 1, 'copy': 0, 'extend': 2, 'decode': 4}
+  assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 4}
 
 
 def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, monkeypatch):
@@ -326,7 +366,7 @@ def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, mon
     )
     state = jax.eval_shape(lambda s=sampler: s.init(2, 32))
     products = str(
-      jax.make_jaxpr(lambda p, s, w=sampler: w._decode(
+      jax.make_jaxpr(lambda p, s, w=sampler: w.programs['decode'](
         params=p, state=s, key_data=jnp.zeros((2, 2), jnp.uint32), budget=jnp.ones(2, jnp.int32), temperature=1.0,
         enough=1, rows=None, columns=2, sampling=PLAIN,
       ))(params, state)

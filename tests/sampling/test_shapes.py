@@ -37,28 +37,66 @@ def test_decode_runs_on_all_rows_or_on_a_part(rows, shards, parts):
     assert 1 <= shapes.enough(n) <= min(n, shapes.fed)
 
 
-@pytest.mark.parametrize('rows', [1, 2, 5, 16])
-def test_every_row_is_fed_in_calls_of_a_quarter_or_in_one(rows):
+@pytest.mark.parametrize(('rows', 'part'), [(1, 1), (2, 2), (4, 4), (5, 4), (8, 4), (16, 4), (32, 8), (128, 32)])
+def test_every_row_is_fed_in_calls_of_a_quarter_or_of_one_row(rows, part):
   shapes = Shapes(rows, 8, 3600, 32, 128)
+  assert shapes.fed == part
   for fed in range(1, rows + 1):
-    calls, part = shapes.calls(fed)
-    assert fed <= calls * part and part in (rows, shapes.fed)
-    assert (calls == 1 and part == rows) or (calls - 1) * part < fed
-  assert shapes.calls(rows) == (1, rows)
+    calls = shapes.calls(fed)
+    assert sum(calls) >= fed and set(calls) <= {part, 1}
+    assert sum(calls) == fed or (calls[-1] == part and sum(calls) - fed < part / 2)
+  programs = shapes.programs([], room=3600, drop_finished=False)
+  listed = {n for name, (_, n, *_) in programs if name == 'extend'}
+  assert listed == {8 * n for fed in range(1, rows + 1) for n in shapes.calls(fed)}
 
 
-def test_widths_are_two_an_octave():
-  assert PAPER.widths == (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
-  for tokens in range(1, 3073, 7):
-    (width,) = PAPER.pieces(tokens, 0)
-    assert tokens <= width < 1.5 * tokens + 32
-  assert Shapes(rows=4, shards=1, max_context=40, chunk=4, step=2).widths[:3] == (1, 2, 3)  # a quarter is a column
+def test_few_rows_are_fed_one_by_one_and_more_of_them_together():
+  shapes = Shapes(32, 8, 3600, 32, 128)
+  assert [shapes.calls(n) for n in (1, 4, 5, 8, 12, 13)] == [(1,), (1,) * 4, (8,), (8,), (8, 1, 1, 1, 1), (8, 8)]
 
 
-def test_prompts_that_the_widths_do_not_hold_take_several_calls():
-  assert PAPER.pieces(3200, 0) == (3072, 128)
-  assert PAPER.pieces(300, 3328) == (384,) and PAPER.pieces(300, 3329) == (256, 64)
+def test_widths_are_few():
+  assert PAPER.widths == (32, 64, 96, 128, 256, 512)
+  assert Shapes(rows=4, shards=1, max_context=512, chunk=32, step=64).widths == (16, 32, 48, 64, 128, 256, 512)
+  assert Shapes(rows=4, shards=1, max_context=40, chunk=4, step=2).widths == (1, 2, 3, 4, 8, 16, 32)
+  assert Shapes(rows=4, shards=1, max_context=9000, chunk=4, step=4096).widths == (1024,)
+
+
+def test_prompts_that_no_width_holds_closely_take_several_calls():
+  assert [PAPER.pieces(n, 0) for n in (1, 32, 69, 96, 97)] == [(32,), (32,), (96,), (96,), (128,)]
+  assert PAPER.pieces(150, 0) == (128, 32) and PAPER.pieces(192, 0) == (128, 64) and PAPER.pieces(193, 0) == (256,)
+  assert PAPER.pieces(1200, 0) == (512, 512, 128, 64)
+  assert PAPER.pieces(300, 3392) == (256, 64) and PAPER.pieces(300, 3457) == (128, 96, 32, 32, 32)
   assert PAPER.pieces(0, 0) == PAPER.pieces(1, 0) == (32,)
+
+
+@pytest.mark.parametrize('tokens', range(1, 1400, 13))
+def test_pieces_are_the_cheapest(tokens):
+  """Beside a table of the least cost of so many units, of which a call costs one more."""
+  units = [width // 32 for width in PAPER.widths]
+  least = [0]
+  for n in range(1, -(-tokens // 32) + 1):
+    least.append(min(width + 1 + least[max(n - width, 0)] for width in units))
+  found = PAPER.pieces(tokens, 0)
+  assert sum(found) >= tokens and sum(width // 32 + 1 for width in found) == least[-1]
+
+
+def test_prompts_with_images_are_fed_whole():
+  assert [PAPER.whole(n, 0) for n in (0, 1, 33, 100, 150, 200, 600, 3073)] == [
+    32,
+    32,
+    64,
+    128,
+    192,
+    256,
+    768,
+    4096 - 992,
+  ]
+  assert PAPER.whole(600, 3712 - 768) == 768 and PAPER.whole(600, 3712 - 767) == 608
+
+
+def test_rows_are_copied_in_the_columns_of_a_width_or_of_a_cache():
+  assert [PAPER.shared(n) for n in (1, 33, 129, 512, 513, 1025)] == [32, 64, 256, 512, 1024, 1920]
 
 
 def test_no_row_needs_more_columns_than_the_largest_cache_has():

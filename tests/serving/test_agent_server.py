@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from ragen_jax.serving.agent_server import AgentServer
-from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.store import Store
+from ragen_jax.serving.rollouts.lifecycle import Lifecycle
+from ragen_jax.serving.rollouts.store import Store
+from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState
 from ragen_jax.utils.errors import UserError
 from tests.support.endpoint_store import Clock, new_rollout
 
 
 def test_a_sweep_ends_every_attempt_that_is_late(tmp_path, monkeypatch):
-  monkeypatch.setattr('ragen_jax.serving.lifecycle._SWEEP', 2)
+  monkeypatch.setattr('ragen_jax.serving.rollouts.lifecycle._SWEEP', 2)
   clock = Clock()
   with Store(tmp_path / 'store') as store:
     lifecycle = Lifecycle(store, clock)
@@ -25,10 +26,12 @@ def test_a_sweep_ends_every_attempt_that_is_late(tmp_path, monkeypatch):
     attempts = [lifecycle.claim('w').attempt.attempt_id for _ in range(5)]
     server = AgentServer(None, lifecycle, None, 'http://127.0.0.1:1', 'key')
     server.sweep()
-    assert len(store.running()) == 5
+    assert len(store.ask(Tables.running)) == 5
     clock.now += 11
     server.sweep()
-    assert {store.attempt(a).state for a in attempts} == {AttemptState.TIMEOUT} and not store.running()
+    assert {store.ask(Tables.attempt, a).state for a in attempts} == {AttemptState.TIMEOUT} and not store.ask(
+      Tables.running
+    )
 
 
 def test_equal_weights_are_not_set_twice():
@@ -50,7 +53,7 @@ def test_a_pause_holds_after_the_engines_and_keeps_the_exception_that_it_follows
     raise UserError('the disk is full')
 
   engines = types.SimpleNamespace(pause=lambda drain: did.append('pause'))
-  server = AgentServer(engines, types.SimpleNamespace(hold=hold), None, 'http://127.0.0.1:1', 'key')
+  server = AgentServer(engines, types.SimpleNamespace(pause=hold), None, 'http://127.0.0.1:1', 'key')
   with pytest.raises(UserError, match='the disk is full'):
     server.pause(drain=False)
   assert did == ['pause', 'hold'] and not caplog.records
@@ -78,5 +81,5 @@ def test_a_pause_stops_the_time_of_attempts(tmp_path):
     assert lifecycle.heartbeat(attempt_id) == 10.0
     clock.now += 11
     server.sweep()
-    assert store.attempt(attempt_id).state == AttemptState.TIMEOUT
+    assert store.ask(Tables.attempt, attempt_id).state == AttemptState.TIMEOUT
   assert did == [True, 'resume', False, 'resume']

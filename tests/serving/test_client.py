@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import signal
 import sys
 import threading
 
@@ -93,7 +94,7 @@ def test_the_client_needs_the_standard_library_only():
 def test_a_task_is_read_from_the_environment(monkeypatch):
   for name in ('RAGEN_BASE_URL', 'RAGEN_KEY', 'RAGEN_TASK'):
     monkeypatch.delenv(name, raising=False)
-  with pytest.raises(RuntimeError, match=r'^RAGEN_BASE_URL, RAGEN_KEY, RAGEN_TASK not set: '):
+  with pytest.raises(RuntimeError, match=r'^RAGEN_BASE_URL, RAGEN_KEY, RAGEN_TASK not set'):
     client.task()
   monkeypatch.setenv('RAGEN_BASE_URL', 'http://host:1/')
   monkeypatch.setenv('RAGEN_KEY', 'secret')
@@ -336,12 +337,21 @@ def test_a_worker_stops_when_it_is_told_or_refused(server):
     _work(server, lambda task: None, 1)
 
 
-def test_a_worker_that_is_interrupted_says_so(server):
+@pytest.mark.parametrize('is_async', [True, False])
+def test_a_worker_that_is_interrupted_says_so(server, is_async):
   _claims(server, {})
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored from the start, too
 
   def agent(task):
     raise KeyboardInterrupt
 
-  with pytest.raises(KeyboardInterrupt):
-    _work(server, agent, 1)
+  async def interrupted(task):
+    signal.raise_signal(signal.SIGINT)
+    await asyncio.sleep(_LONG)
+
+  try:
+    with pytest.raises(KeyboardInterrupt):
+      _work(server, interrupted if is_async else agent, 1)
+  finally:
+    signal.signal(signal.SIGINT, before)
   assert server.bodies('/attempts/a.1/finish') == [{'state': 'failed', 'error': 'the worker was interrupted'}]

@@ -17,7 +17,8 @@ from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER
 from ragen_jax.serving.open_server import open_server, read_admin_key
-from ragen_jax.serving.pool import task_of
+from ragen_jax.serving.rollouts.records import task_of
+from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState, Finish, RolloutState
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
@@ -80,7 +81,7 @@ def test_one_seed_gives_one_reply_however_it_is_asked_for(server, policy):
   logprobs = [[x.logprob for x in a.choices[0].logprobs.content] for a in (whole, other)]
   np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-4)
   assert chat(client_of(task), seed=12, extra_body={'return_token_ids': True}).choices[0].token_ids != ids
-  stored = server.lifecycle.store.calls(task.attempt_id)
+  stored = server.lifecycle.store.ask(Tables.calls, task.attempt_id)
   assert [list(c.generated.ids) for c in stored[:3]] == [ids] * 3
   assert policy.tokenizer.decode(stored[0].context).endswith('<|im_start|>assistant\n')
 
@@ -90,7 +91,7 @@ def test_three_replies_differ_and_share_their_prompt(server):
   before = server.engine.stats()
   answer = chat(client_of(task), n=3)
   after = server.engine.stats()
-  stored = server.lifecycle.store.calls(task.attempt_id)
+  stored = server.lifecycle.store.ask(Tables.calls, task.attempt_id)
   assert len({c.generated.ids for c in stored}) == 3 == len(answer.choices)
   prompt = answer.usage.prompt_tokens
   assert after.fed_tokens - before.fed_tokens < 2 * prompt < after.prompt_tokens - before.prompt_tokens
@@ -102,7 +103,7 @@ def test_a_conversation_feeds_only_what_is_new(server):
   first = chat(client, max_tokens=6)
   said = [*ASK, {'role': 'assistant', 'content': first.choices[0].message.content}, {'role': 'user', 'content': 'And?'}]
   second = chat(client, messages=said, max_tokens=6)
-  calls = server.lifecycle.store.calls(task.attempt_id)
+  calls = server.lifecycle.store.ask(Tables.calls, task.attempt_id)
   assert [c.row for c in calls] == [0, 0]
   expected = first.usage.prompt_tokens + first.usage.completion_tokens - 1
   assert second.usage.prompt_tokens_details.cached_tokens >= expected - 1
@@ -118,7 +119,7 @@ def test_requests_are_held_during_an_update_and_get_the_new_weights(server, poli
   server.engine.resume()
   thread.join(PATIENCE)
   assert found[0].policy_version == 5
-  assert set(server.lifecycle.store.calls(task.attempt_id)[0].generated.versions.tolist()) == {5}
+  assert set(server.lifecycle.store.ask(Tables.calls, task.attempt_id)[0].generated.versions.tolist()) == {5}
 
 
 def test_a_client_that_goes_away_frees_its_place(server):
@@ -134,10 +135,10 @@ def test_a_client_that_goes_away_frees_its_place(server):
     until(lambda: server.engine.stats().queued)
     connection.close()
     until(lambda: not server.engine.stats().queued)
-    until(lambda: server.lifecycle.store.calls(task.attempt_id))
+    until(lambda: server.lifecycle.store.ask(Tables.calls, task.attempt_id))
   finally:
     server.engine.resume()
-  (stored,) = server.lifecycle.store.calls(task.attempt_id)
+  (stored,) = server.lifecycle.store.ask(Tables.calls, task.attempt_id)
   assert stored.generated.finish == Finish.ABORTED and stored.generated.ids == ()
 
 
@@ -168,11 +169,11 @@ def test_after_a_restart_local_attempts_are_played_again_and_others_go_on(policy
     first = chat(client_of(remote), max_tokens=5)
   with open_server(settings, policy, params, 0, str(tmp_path)) as server:
     store = server.lifecycle.store
-    assert store.rollout(local.rollout_id).state == RolloutState.QUEUED
+    assert store.ask(Tables.rollout, local.rollout_id).state == RolloutState.QUEUED
     client = OpenAI(base_url=f'{server.url}/v1', api_key=remote.api_key, max_retries=0)
     text = first.choices[0].message.content
     chat(client, messages=[*ASK, {'role': 'assistant', 'content': text}, {'role': 'user', 'content': 'a'}])
-    assert [c.row for c in store.calls(remote.attempt_id)] == [0, 0]
+    assert [c.row for c in store.ask(Tables.calls, remote.attempt_id)] == [0, 0]
 
 
 @pytest.mark.parametrize('key', ['short', 'has a space in its middle', 'not ASCII: é, but long'])

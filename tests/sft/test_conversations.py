@@ -62,7 +62,6 @@ def test_the_tokens_are_those_of_the_chat_template_and_the_loss_is_on_replies_an
   tmp_path, tiny, which, request
 ):
   transformers = pytest.importorskip('transformers')
-  pytest.importorskip('jinja2', reason='chat templates are rendered with jinja2')
   directory = presets.resolve('tiny', '') if which == 'tiny' else request.getfixturevalue('qwen_tokenizer_dir')
   tokenizer = tiny if which == 'tiny' else ChatTokenizer(directory)
   messages = [

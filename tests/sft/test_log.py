@@ -13,7 +13,7 @@ from ragen_jax.runs.metrics import MetricWriter, read_metrics
 from ragen_jax.runs.progress import Progress
 from ragen_jax.sft.log import SftLog
 from ragen_jax.sft.packing import batches
-from ragen_jax.sft.watch import Watched
+from ragen_jax.sft.step_watch import Watched
 from tests.support.examples import made_up_examples
 
 _LAST = 23
@@ -32,7 +32,7 @@ def _log(writer, stream=None, *, value_loss=True):
 def _play(log, *, found=None):
   """All steps: step i has a loss of i, a value loss of 2 i, and micro-batches of 400 columns in all."""
   data = made_up_examples()
-  cut = list(batches(data, np.asarray([0, 1, 2, 3]), batch_size=4, length_step=100, packing=False, mesh=None))
+  cut = list(batches(data, np.asarray([0, 1, 2, 3]), batch_size=4, length_step=100, packing=None, mesh=None))
   assert len(cut) > 1 and sum(batch.tokens.size for batch in cut) == 400
   tokens = int(data.length[:4].sum())
   log.timer.pop = lambda: {'timing_s/step': 2.0}
@@ -56,7 +56,7 @@ def test_every_tenth_step_and_the_last_are_written(writer, tmp_path):
     step = line['step']
     assert (line['sft/loss'], line['sft/value_loss'], line['sft/grad_norm']) == (step, 2 * step, 3 * step)
     assert line['sft/lr'] == 0.5 / step  # steps count from 1, and the schedule from 0
-    assert line['sft/padding'] == pytest.approx(1 - tokens / 400)
+    assert line['sft/columns_per_token'] == pytest.approx(400 / tokens)
     assert line['perf/throughput'] == pytest.approx(steps * tokens / 2.0)  # of all steps since the last line
 
 

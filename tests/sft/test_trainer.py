@@ -14,11 +14,14 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.modes import sft
 from ragen_jax.sft import tiny_tokenizer, tiny_vision
 from ragen_jax.sft.packing import batches
+from ragen_jax.sft.step_watch import GRAD_NORM, LOSS, VALUE_LOSS
 from ragen_jax.sft.trainer import SftSettings, make_schedule
-from ragen_jax.sft.watch import GRAD_NORM, LOSS, VALUE_LOSS
+from ragen_jax.training.batches import PackingSettings
 from tests.support.configs import small_config
 from tests.support.examples import IMAGE, examples_with_images, made_up_examples
 from tests.support.models import random_model
+
+_BINS = PackingSettings(step=16, width=128, columns=256, shards=1, reply_step=16, most_shared=128)
 
 
 def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
@@ -29,7 +32,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   policy = LanguageModel('', model, tokenizer, None, jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
   trainer = sft.make_trainer(config, policy)
   found, used = [], []
-  for packing in (False, True):
+  for packing in (None, _BINS):
     cut = list(batches(data, rows, batch_size=7, length_step=16, packing=packing, mesh=None))
     used.append(sum(b.tokens.size for b in cut))
     assert sum(int((b.weights > 0).sum()) for b in cut) == int(data.sampled[rows].sum())
@@ -50,7 +53,7 @@ def test_the_gradient_norm_of_a_step_is_that_which_is_clipped(separate):
   policy = LanguageModel('', model, ChatTokenizer(presets.resolve('tiny', '')), None, make_mesh(1, 1, 1))
   trainer = sft.make_trainer(config, policy)
   assert ('critic' in trainer.state.trained) == separate
-  cut = list(batches(data, np.arange(8), batch_size=8, length_step=16, packing=False, mesh=None))
+  cut = list(batches(data, np.arange(8), batch_size=8, length_step=16, packing=None, mesh=None))
   gradients, (loss, value_loss) = trainer.gradients(cut)
   expected = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(jax.device_get(gradients))))
   found = jax.device_get(trainer.step(cut)[1])
@@ -81,7 +84,7 @@ def test_the_tower_of_a_fresh_model_learns_the_same_from_packed_rows():
   policy = LanguageModel('', model, ChatTokenizer(presets.resolve('tiny', '')), None, mesh)
   trainer = sft.make_trainer(config, policy)
   cut = [
-    list(batches(data, rows, batch_size=8, length_step=16, packing=packing, mesh=None)) for packing in (False, True)
+    list(batches(data, rows, batch_size=8, length_step=16, packing=packing, mesh=None)) for packing in (None, _BINS)
   ]
   assert sum(b.tokens.size for b in cut[1]) < sum(b.tokens.size for b in cut[0])
   (one_each, parts), (packed, packed_parts) = (trainer.gradients(batches) for batches in cut)

@@ -25,6 +25,7 @@ from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.distributed.sharding import ROW_AXES, row_sharding, row_shards, tree_shardings
 from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
 from ragen_jax.models.qwen import Qwen, QwenConfig
+from tests.support.trees import seen_until_of
 
 _COLLECTIVE = re.compile(r' (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(')
 
@@ -32,8 +33,8 @@ _COLLECTIVE = re.compile(r' (all-gather|all-reduce|reduce-scatter|all-to-all|col
 def program(settings, heads):
   """Compiles to the output and the gradients of its sum of squares; heads and rows are divided."""
 
-  def both(q, k, v, segments):
-    attend = jax.checkpoint(lambda *x: causal(*x, segments, settings))
+  def both(q, k, v, seen_until):
+    attend = jax.checkpoint(lambda *x: causal(*x, seen_until, settings))
     out, pull = jax.vjp(attend, q, k, v)
     return out, *pull(2 * out)
 
@@ -69,13 +70,13 @@ def on_mesh():
   heads = NamedSharding(mesh, PartitionSpec(ROW_AXES, None, 'tensor'))
   rng = np.random.default_rng(0)
   q, k, v = (rng.normal(size=(4, 140, n, 64)).astype(np.float32) for n in (8, 2, 2))
-  segments = np.sort(rng.integers(0, 3, (4, 140)), axis=1).astype(np.int32)
-  want = [np.asarray(x) for x in program(EINSUM, None)(q, k, v, segments)]
+  seen_until = seen_until_of(np.sort(rng.integers(0, 3, (4, 140)), axis=1))
+  want = [np.asarray(x) for x in program(EINSUM, None)(q, k, v, seen_until)]
   found = {}
-  for name in ('einsum', 'blocks', 'pallas', 'splash', 'flash'):
+  for name in ('einsum', 'blocks', 'splash', 'flash'):
     settings = AttentionSettings(name, mesh, interpret=True)
     run = program(settings, heads)
-    placed = [*jax.device_put((q, k, v), heads), jax.device_put(segments, row_sharding(mesh))]
+    placed = [*jax.device_put((q, k, v), heads), jax.device_put(seen_until, row_sharding(mesh))]
     outs = run(*placed)
     differences = [np.abs(np.asarray(x) - y).max() / np.abs(y).max() for x, y in zip(outs, want, strict=True)]
     found[name] = {
@@ -99,9 +100,9 @@ def on_tpu(kernel, columns, heads, mesh):
   def abstract(count):
     return jax.ShapeDtypeStruct((rows, int(columns), count, h), jnp.bfloat16, sharding=by_heads)
 
-  segments = jax.ShapeDtypeStruct((rows, int(columns)), jnp.int32, sharding=row_sharding(mesh))
+  seen_until = jax.ShapeDtypeStruct((rows, int(columns)), jnp.int32, sharding=row_sharding(mesh))
   settings = AttentionSettings(kernel, mesh if mesh.size > 1 else None)
-  compiled = program(settings, by_heads).lower(abstract(n), abstract(k), abstract(k), segments).compile()
+  compiled = program(settings, by_heads).lower(abstract(n), abstract(k), abstract(k), seen_until).compile()
   text = compiled.as_text()
   return {
     'temp': compiled.memory_analysis().temp_size_in_bytes,

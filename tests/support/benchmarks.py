@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/, which is no package, as modules."""
+"""The scripts of benchmarks/ and tools/, which are no packages, as modules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.support.paths import ROOT
 
 
 @contextlib.contextmanager
-def benchmark(name: str) -> Iterator[ModuleType]:
-  """benchmarks/NAME.py as a module; it can be imported by its name meanwhile."""
-  spec = importlib.util.spec_from_file_location(name, ROOT / 'benchmarks' / f'{name}.py')
+def benchmark(name: str, folder: str = 'benchmarks') -> Iterator[ModuleType]:
+  """FOLDER/NAME.py as a module; it can be imported by its name meanwhile."""
+  spec = importlib.util.spec_from_file_location(name, ROOT / folder / f'{name}.py')
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module  # dataclasses look their module up
   try:

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from ragen_jax.serving.sessions import Plan, Session
+from ragen_jax.serving.conversation.sessions import Plan, Session
 from ragen_jax.serving.types import Finish, Generated, SamplingParams, StoredCall
 
 # A character of a prompt is its code point; a sampled one may also be the code point + SAMPLED, so that a reply that is

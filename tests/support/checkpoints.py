@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.rotary import Llama3Scaling
 
 SMALL = QwenConfig(
   vocab_size=70,
@@ -27,6 +28,8 @@ SMALL = QwenConfig(
 
 
 SMALL3 = QwenConfig(**(vars(SMALL) | {'architecture': 'qwen3', 'tie_word_embeddings': False}))
+
+LLAMA = QwenConfig(**vars(SMALL) | {'architecture': 'llama', 'rope_scaling': Llama3Scaling(8.0, 1.0, 4.0, 64)})
 
 
 def random_params(cfg: QwenConfig, param_dtype='float32', seed: int = 0) -> nnx.State:

@@ -20,7 +20,7 @@ def compiled() -> Iterator[list[str]]:
       if name := re.match(r'Compiling jit\((.*?)\)', record.getMessage()):
         found.append(name[1])
 
-  logger, handler = logging.getLogger('jax._src.interpreters.pxla'), Handler()
+  logger, handler = logging.getLogger('jax'), Handler()
   logger.addHandler(handler)
   try:
     with jax.log_compiles():

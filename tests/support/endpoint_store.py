@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragen_jax.serving.records import Limits, NewRollout
+from ragen_jax.serving.rollouts.records import AttemptLimits, NewRollout
 from ragen_jax.serving.types import AttemptState, Finish, Generated, SamplingParams, StoredCall
 
 RETRY = (AttemptState.FAILED, AttemptState.TIMEOUT, AttemptState.UNRESPONSIVE)
@@ -21,7 +21,7 @@ class Clock:
 
 
 def limits(timeout_s=60.0, heartbeat_s=10.0, max_attempts=1, retry_on=RETRY):
-  return Limits(timeout_s, heartbeat_s, max_attempts, retry_on)
+  return AttemptLimits(timeout_s, heartbeat_s, max_attempts, retry_on)
 
 
 def new_rollout(rollout_id='', task=None, group='', mode='train', metadata=None, key=(1, 2), **limit):

@@ -11,7 +11,10 @@ from ragen_jax.training.estimate import EstimateSettings
 # Of `filters.select_groups`: everything is kept.
 FILTER = {'strategy': 'top_p', 'value': 1.0, 'kind': 'largest', 'include_zero': True, 'top_p_mode': 'linear'}
 # Of `losses.policy_loss`.
-SURROGATE = {'clip_ratio_low': 0.2, 'clip_ratio_high': 0.28, 'clip_ratio_c': 3.0, 'ratio_level': 'token'}
+SURROGATE = {
+  'policy_loss': 'ppo', 'clip_ratio_low': 0.2, 'clip_ratio_high': 0.28, 'clip_ratio_c': 3.0, 'ratio_level': 'token',
+  'tau_pos': 1.0, 'tau_neg': 1.05, 'dro_beta': 0.05,
+}  # fmt: skip
 # Of `rewards.shape_rewards`: the plain score on the last token.
 REWARD = {'credit': 'trajectory', 'grouping': 'state', 'method': 'identity'}
 

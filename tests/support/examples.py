@@ -7,7 +7,7 @@ import numpy as np
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.sft.data import SftExamples
 from ragen_jax.training.batches import sampled_columns
-from ragen_jax.training.images import Gallery, ImageInputs
+from ragen_jax.training.images import ImageInputs, RolloutImages
 
 
 def made_up_examples(lengths=(100, 37, 60, 22, 51, 90, 12, 33)):
@@ -52,7 +52,7 @@ def examples_with_images(count: int, seed: int = 0) -> SftExamples:
   columns, present = sampled_columns(mask)
   positions = np.broadcast_to(np.arange(width, dtype=np.int32)[:, None], (count, width, 3)).copy()
   processor = ProcessorConfig(8, 1, 1, 64, 65536, (0.5,) * 3, (0.5,) * 3)
-  gallery = Gallery(pixels, np.arange(len(pixels) + 1), {}, processor, room=None)
+  gallery = RolloutImages(pixels, np.arange(len(pixels) + 1), {}, processor, room=None)
   return SftExamples(
     tokens=tokens,
     length=(12 * turns).astype(np.int32),

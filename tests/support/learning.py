@@ -25,11 +25,13 @@ from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
 from ragen_jax.training.scoring import RematSettings, ScoringSettings
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils.observer import Observer
 from tests.support.configs import small_config
 
 _SCORING = {'temperature': 1.0, 'vocab_limit': 0, 'banned': (), 'logits_chunk': 0, 'remat': 'none'}
 _LOSS = {
-  'ratio_level': 'token', 'clip_ratio_low': 0.2, 'clip_ratio_high': 0.28, 'clip_ratio_c': 3.0, 'pg_coef': 1.0,
+  'policy_loss': 'ppo', 'ratio_level': 'token', 'clip_ratio_low': 0.2, 'clip_ratio_high': 0.28, 'clip_ratio_c': 3.0,
+  'tau_pos': 1.0, 'tau_neg': 1.05, 'dro_beta': 0.05, 'pg_coef': 1.0,
   'kl_loss_coef': 0.0, 'kl_kind': 'k3', 'value_clip': 0.5, 'value_coef': 0.5, 'entropy_coef': 0.001,
 }  # fmt: skip
 _OPTIMIZER = {
@@ -61,8 +63,9 @@ def optimizer(**fields: Any) -> optax.GradientTransformation:
 
 
 def learner(
-  model: ActorCritic, update: optax.GradientTransformation | None = None, mesh: Mesh | None = None, **fields: Any
-) -> Learner:
+  model: ActorCritic, update: optax.GradientTransformation | None = None, mesh: Mesh | None = None,
+  observer: Observer | None = None, **fields: Any,
+) -> Learner:  # fmt: skip
   """A learner of PPO's loss; `fields` as for `loss`."""
   settings = loss(**fields)
   return Learner(
@@ -71,6 +74,7 @@ def learner(
     functools.partial(objective.policy_and_value_loss, settings=settings),
     mesh,
     critic_loss=functools.partial(objective.critic_loss, settings=settings),
+    observer=observer,
   )
 
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ragen_jax import build
-from ragen_jax.compilers import abstract, memory
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, tree_shardings
 from ragen_jax.models import attention as attention_lib
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.planning import abstract, memory
+from ragen_jax.planning.lowering import abstract_rows, lower_gradient, lower_sampler, lower_score, step_programs
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import abstract_mini_batch
@@ -58,17 +59,17 @@ def update(made, mesh=None, replies=REPLIES, score=False, **loss):
     params = abstract.laid_out(params, tree_shardings(params, mesh))
   micro = batch(replies, sharding)
   state = TrainState(params, nnx.State({}), jax.eval_shape(learner.optimizer.init, params))
-  found = {'accumulate': abstract.temporary_bytes(learner.lower(state, micro))}
+  found = {'accumulate': abstract.temporary_bytes(lower_gradient(learner, state, micro))}
   if score:
     scorer = Scorer(graphdef, learning.loss(**loss).scoring, mesh)
-    found['score'] = abstract.temporary_bytes(scorer.lower(params, micro))
+    found['score'] = abstract.temporary_bytes(lower_score(scorer, params, micro))
   return found
 
 
 def rollout(made):
   sampler = Sampler(made, stop_ids=(1,), mesh=make_mesh(8, 1, 1))
-  lowered = sampler.lower(
-    nnx.split(made)[1], sampler.abstract_state(ROWS, WIDTH), width=WIDTH // 2, columns=8, sampling=PLAIN
+  lowered = lower_sampler(
+    sampler, nnx.split(made)[1], abstract_rows(sampler, ROWS, WIDTH), width=WIDTH // 2, columns=8, sampling=PLAIN
   )
   return {name: abstract.temporary_bytes(x) for name, x in lowered.items()}
 
@@ -110,8 +111,8 @@ def real():
   rows = policy.sampler.init(config.train.groups * config.train.group_size, abstract.cache_columns(config))
   _, shape = abstract.micro_batches(config, trainer, trainer.settings.estimate.batching)
   batch = abstract.abstract_batch(config, trainer, shape)
-  step = (program.lower() for program in trainer.learner.step_programs(state, batch))
-  lowered = [trainer.learner.lower(state, batch), *step]
+  step = (program.lower() for program in step_programs(trainer.learner, state, batch))
+  lowered = [lower_gradient(trainer.learner, state, batch), *step]
   found = memory.estimate(config, {memory.shaped_by(config, 'rollout', 16): 0})
   return {
     'planned': found.phases['update'] | {'cache': found.phases['rollout']['key/value cache']},

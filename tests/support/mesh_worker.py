@@ -65,13 +65,13 @@ def play_and_update(model: str, shape: str, workdir: str, restored: str = '') ->
   one, *_ = [x for x in jax.tree.leaves(state.opt_state) if x.shape == embedding.shape]
   # A step with a NaN keeps all, in the same program.
   bad = batch.replace(advantages=np.where(batch.mask, np.nan, 0).astype(np.float32))
-  rows, programs = np.flatnonzero(selection.keep)[:8], trainer.learner._apply.compiled
+  rows, programs = np.flatnonzero(selection.keep)[:8], trainer.learner.steps['gradient'].compiled
   state, sums = trainer.learner.step(state, trainer.micro_batches(bad, selection, rows))
   kept = processes.all_rows(jax.tree.leaves(state.params))
   same = all(np.array_equal(x, y) for x, y in zip(weights, kept, strict=True))
   skipped = int(jax.device_get(sums[SKIPPED])) == 1
   return {
-    'bad_step': np.asarray([skipped, same, trainer.learner._apply.compiled == programs]),
+    'bad_step': np.asarray([skipped, same, trainer.learner.steps['gradient'].compiled == programs]),
     'tokens': rollout.trajectory.tokens,
     'logprobs': rollout.trajectory.logprobs,
     'advantages': batch.advantages,

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.context_manager import ContextSettings
 from ragen_jax.agent.language_model import LanguageModel, make_sampler
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.distributed.mesh import make_mesh
@@ -40,7 +41,7 @@ def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageMo
   specs = build.env_specs(config, tags, (1,) * len(tags))
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
-  pieces = prompt_pieces(specs, form=config.agent.format, action_sep=config.agent.action_sep)
+  pieces = prompt_pieces(specs, build.fill(ContextSettings, config.agent))
   tiny_tokenizer.save(tiny_tokenizer.build(pieces, images=False), str(files))
   model = random_model(ChatTokenizer(files).size, seed=seed)
   directory = directory / 'model'

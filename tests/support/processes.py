@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.support.paths import ROOT
@@ -67,3 +68,46 @@ def run_python(code: str, *arguments: str, devices: int | None = None, **options
   """Runs Python code that may import the package and the tests; otherwise as `run_main`."""
   options = {'cwd': ROOT, 'env': environment(devices), 'capture_output': True, 'text': True, 'check': False} | options
   return subprocess.run([sys.executable, '-c', code, *arguments], **options)
+
+
+# Imports the program once. Each list of arguments then runs in a copy of the process, which no other one changes.
+_MANY = """
+import json, os, sys, tempfile, traceback, warnings
+import ragen_jax.train
+from ragen_jax.__main__ import run
+
+warnings.filterwarnings('ignore', message='os.fork')
+found = []
+for arguments in json.loads(sys.argv[1]):
+  with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    process = os.fork()
+    if not process:
+      os.dup2(out.fileno(), 1)
+      os.dup2(err.fileno(), 2)
+      sys.argv, status = ['main.py', *arguments], 0
+      try:
+        run()
+      except SystemExit as e:
+        status = e.code
+      except BaseException:
+        traceback.print_exc()
+        status = 1
+      sys.stdout.flush(), sys.stderr.flush()
+      os._exit(status)  # at once: the interpreter takes a second to end
+    _, status = os.waitpid(process, 0)
+    out.seek(0), err.seek(0)
+    found.append((os.waitstatus_to_exitcode(status), out.read().decode(), err.read().decode()))
+print(json.dumps(found))
+"""
+
+
+def run_mains(*commands: Sequence[str]) -> list[subprocess.CompletedProcess]:
+  """Runs the program once for each list of arguments, in the repository's root, without starting Python for each.
+
+  For commands that end before JAX looks for devices.
+  """
+  done = run_python(_MANY, json.dumps(commands), check=True)
+  return [
+    subprocess.CompletedProcess(list(command), *result)
+    for command, result in zip(commands, json.loads(done.stdout), strict=True)
+  ]

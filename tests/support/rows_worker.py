@@ -17,7 +17,7 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import RowSampling
 from ragen_jax.sampling.sampler import Sampler
-from ragen_jax.serving.device_rows import DeviceRows, Feed
+from ragen_jax.serving.engine.device_rows import DeviceRows, Feed
 
 _SHAPE = QwenConfig(
   vocab_size=1024, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8

@@ -15,19 +15,19 @@ import openai
 from openai import OpenAI
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.serving.app import App, AppSettings
-from ragen_jax.serving.chat_format import QwenFormat
 from ragen_jax.serving.client import Task
-from ragen_jax.serving.engine import QueueFull
-from ragen_jax.serving.engines import Engines
-from ragen_jax.serving.lifecycle import Lifecycle
-from ragen_jax.serving.pool import task_of
-from ragen_jax.serving.records import Limits as RolloutLimits
-from ragen_jax.serving.reply_reader import BadCalls
-from ragen_jax.serving.server import HttpServer
-from ragen_jax.serving.service import Service, ServiceSettings
-from ragen_jax.serving.settings import EngineStats
-from ragen_jax.serving.store import Store
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.conversation.reply_reader import BadCalls
+from ragen_jax.serving.engine.engines import Engines
+from ragen_jax.serving.engine.settings import EngineStats
+from ragen_jax.serving.errors import QueueFull
+from ragen_jax.serving.http.app import SILENCE_S, App
+from ragen_jax.serving.http.server import HttpServer
+from ragen_jax.serving.http.service import ServerSettings, Service
+from ragen_jax.serving.rollouts.lifecycle import Lifecycle
+from ragen_jax.serving.rollouts.records import AttemptLimits, task_of
+from ragen_jax.serving.rollouts.store import Store
+from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import Finish, Generated, GenerateRequest, Piece, SamplingParams, StoredCall
 from tests.support.endpoint_store import new_rollout
 from tests.support.serving import PATIENCE
@@ -161,14 +161,17 @@ class ScriptedEngine:
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=200, stop=(), top_logprobs=0)
 
 
-def service_settings(**changes) -> ServiceSettings:
+def server_settings(**changes) -> ServerSettings:
   """Settings in which no time limit is reached by itself."""
   given = dict(
+    host='127.0.0.1', port=0, max_connections=64, max_body=1 << 20, keep_thoughts=True, open_access=True, creates=True,
+    prompt='', frozen=(), engine=None,
+    rollout_limits=AttemptLimits(timeout_s=600.0, heartbeat_s=0.0, max_attempts=1, retry_on=()),
     model='policy', limits=limits(context=4000, vocabulary=1000), training=SAMPLING,
     evaluation=dataclasses.replace(SAMPLING, temperature=0.5), trained='.*', bad_calls=BadCalls.CONTENT, max_calls=50,
     grace_s=PATIENCE,
   )  # fmt: skip
-  return ServiceSettings(**given | changes)
+  return ServerSettings(**given | changes)
 
 
 class Server:
@@ -193,7 +196,7 @@ class Server:
 
   def calls(self, task: Task) -> list[StoredCall]:
     """The stored calls of an attempt."""
-    return self.store.calls(task.attempt_id)
+    return self.store.ask(Tables.calls, task.attempt_id)
 
   def rows(self, task: Task) -> dict[int, tuple[int, ...]]:
     """The ids of each row of an attempt, without aborted replies."""
@@ -211,9 +214,7 @@ def serve(
   *,
   frozen: Mapping[str, ScriptedEngine] = types.MappingProxyType({}),
   agents: Sequence[tuple[str, str]] = (),
-  open_access: bool = True,
-  max_body: int = 1 << 20,
-  prompt: str = '',
+  silence_s: float = SILENCE_S,
   **changes,
 ) -> Iterator[Server]:
   """A server with a store in a directory; the same directory again is the same server after a restart."""
@@ -221,10 +222,8 @@ def serve(
     lifecycle = Lifecycle(store, time.time)
     chat_format = QwenFormat(engine.tokenizer, keep_thoughts=True)
     engines = Engines(engine, frozen, agents)
-    service = Service(service_settings(**changes), engines, lifecycle, engine.tokenizer, chat_format)
-    limits_of_rollouts = RolloutLimits(timeout_s=600.0, heartbeat_s=0.0, max_attempts=1, retry_on=())
-    settings = AppSettings(ADMIN, open_access, max_body, limits_of_rollouts, creates=True, prompt=prompt)
-    app = App(settings, service, engines.stats, engine.tokenizer.token_bytes)
+    service = Service(server_settings(**changes), engines, lifecycle, engine.tokenizer, chat_format)
+    app = App(service, ADMIN, engines.stats, silence_s)
     with HttpServer(app.asgi, app.stop, '127.0.0.1', 0, 64) as http:
       yield Server(engine, service, lifecycle, http.url)
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.context_manager import ContextManager, ParsedReply
+from ragen_jax.agent.context_manager import ContextManager, ContextSettings, ParsedReply
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.agent.world_model.formats import read_sections
@@ -59,9 +59,8 @@ def checkpoint(config: ConfigDict, directory: pathlib.Path, family: str, *, seed
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
   pieces = prompt_pieces(
-    [dataclasses.replace(s, tile=None) for s in specs] + specs, form=config.agent.format,
-    action_sep=config.agent.action_sep,
-  )  # fmt: skip
+    [dataclasses.replace(s, tile=None) for s in specs] + specs, build.fill(ContextSettings, config.agent)
+  )
   tokenizer = tiny_tokenizer.build(pieces, images=False)
   tokenizer.add_special_tokens(list(VISION_TOKENS))
   tiny_tokenizer.save(tokenizer, str(files))

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from ragen_jax.sampling.sampler import Sampler
-from ragen_jax.serving.engine import Engine
-from ragen_jax.serving.settings import EngineSettings
+from ragen_jax.serving.engine.engine import Engine
+from ragen_jax.serving.engine.settings import EngineSettings
 from ragen_jax.serving.types import Generated, GenerateRequest, SamplingParams
 from tests.support.models import random_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from configs import default
 from ragen_jax import build
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
@@ -16,6 +17,7 @@ from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.distributed.processes import RowShare
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.sampler import Reply
+from ragen_jax.utils.observer import Observer
 from tests.support.configs import small_config
 
 # Of the right form and not; too many actions; unknown ones. Without the forced '<think>'.
@@ -48,8 +50,9 @@ def limits(**changes) -> Limits:
 def context_settings(**changes) -> ContextSettings:
   """The settings of the default config, with changes."""
   fields = dict(
-    format='free_think', force_prefix=True, action_sep='||', context='full', context_turns=5, overlong='end'
-  )
+    format='free_think', force_prefix=True, action_sep='||', request=default.get_config().agent.request,
+    context='full', context_turns=5, overlong='end',
+  )  # fmt: skip
   return ContextSettings(**fields | changes)
 
 
@@ -76,6 +79,7 @@ class ScriptedSampler:
   def __init__(self, tokenizer: ChatTokenizer, replies: list[list[str]]):
     self.share = RowShare()
     self.stop_ids = tokenizer.stop_ids
+    self.observer = Observer()
     self._replies = [[(*tokenizer.encode(r), tokenizer.stop_ids[0]) for r in row] for row in replies]
     self._turn = 0
 
@@ -94,8 +98,12 @@ class ScriptedSampler:
     del size
     return state
 
-  def extend(self, params, state, tokens, count, begins, *, rows, all_begin, images):
-    del params, tokens, count, begins, rows, all_begin, images
+  def extend(self, params, state, tokens, count, begins, *, rows, images):
+    del params, tokens, count, begins, rows, images
+    return state
+
+  def share_rows(self, state, source, columns):
+    del source, columns
     return state
 
   def decode(self, params, state, keys, budget, *, columns, sampling, rows, enough):

@@ -32,7 +32,7 @@ def main() -> None:
   watchdog.SILENCE = float(silence)
   processes.connect(address, int(count), int(index), float(patience))
   for i in range(ROUNDS):
-    processes.passed('gen')
+    processes.mark_progress('gen')
     if i == _FAILS:
       slow_step(mode)
     processes.largest([i])
@@ -46,4 +46,4 @@ if __name__ == '__main__':
     main()
   except UserError as e:
     sys.stderr.write(f'error: {e}\n')
-    processes.leave(e.status, reason=str(e))
+    processes.exit_process(e.status, reason=str(e))

@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import random
 
 import numpy as np
-import tokenizers
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.serving.chat_format import QwenFormat
-from ragen_jax.serving.reply_reader import BadCalls, ReplyReader
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.conversation.reply_reader import BadCalls, ReplyReader
 from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
-from ragen_jax.serving.wire.results import Head
-from ragen_jax.serving.wire.spec import Limits
+from ragen_jax.serving.wire.results import AnswerContext, Head
+from ragen_jax.serving.wire.spec import CallSpec, RequestLimits
+from tests.support.chat_templates import CALL_TAGS, QWEN3, QWEN3_TAGS, QWEN25, Kind, write_tokenizer
+from tests.support.chat_templates import CHATML_TOKENS as SPECIALS
 
-SPECIALS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
-CALL_TAGS = ('<tool_call>', '</tool_call>')
-QWEN3_TAGS = (*CALL_TAGS, '<tool_response>', '</tool_response>', '<think>', '</think>')
+__all__ = ['CALL_TAGS', 'QWEN3_TAGS', 'SPECIALS']
+
 TOOL = {'type': 'function', 'function': {'name': 'look', 'parameters': {'type': 'object', 'properties': {}}}}
 DEFAULTS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=64, stop=(), top_logprobs=0)
 
 
 def tokenizer(directory: pathlib.Path, tags: tuple[str, ...]) -> ChatTokenizer:
-  """A tokenizer with a token for each byte, the special tokens of ChatML, and one token for each tag."""
-  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-  backend.normalizer = tokenizers.normalizers.NFC()
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in SPECIALS])
-  backend.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in tags])
-  directory.mkdir(exist_ok=True)
-  backend.save(str(directory / 'tokenizer.json'))
-  config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|im_end|>', 'pad_token': '<|endoftext|>'}
-  (directory / 'tokenizer_config.json').write_text(json.dumps(config))
-  return ChatTokenizer(directory)
+  """A tokenizer with a token for each byte and tag, and the template of the model family that has such tags."""
+  template = QWEN3 if '<think>' in tags else QWEN25 if tags else None
+  return ChatTokenizer(write_tokenizer(directory, Kind(template, SPECIALS, tags, eos='<|im_end|>')))
 
 
-def limits(**changes) -> Limits:
+def limits(**changes) -> RequestLimits:
   """Limits of a small server."""
-  return Limits(**dict(vocabulary=300, context=1000, replies=8, messages=50, tools=8, lenient=True) | changes)
+  return RequestLimits(**dict(vocabulary=300, context=1000, replies=8, messages=50, tools=8, lenient=True) | changes)
 
 
 def head(prefix: str) -> Head:
   """What the parts of an answer repeat."""
   return Head(id=f'{prefix}_1', created=1_700_000_000, model='policy')
+
+
+def context(tok: ChatTokenizer, fmt: QwenFormat | None, spec: CallSpec, prefix: str) -> AnswerContext:
+  """What the answer of a request is written with; without a format no reply is read."""
+  options = dict(parse_calls=spec.parse_calls, parallel=spec.parallel_tool_calls)
+  return AnswerContext(spec, head(prefix), DEFAULTS, lambda _: reader(fmt, **options), tok.decode, tok.token_bytes)
 
 
 def generated(tok: ChatTokenizer, text: str, **changes) -> Generated:

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from ragen_jax.training.batches import (
   MiniBatch,
@@ -54,6 +55,19 @@ def test_mini_batches_keep_episodes_whole():
   assert mini_batches(kept[:0], episode, np.random.default_rng(0), size=4, parts=6) == []
 
 
+@pytest.mark.parametrize('parts', [None, 5])
+def test_the_generator_chooses_the_order_of_mini_batches(parts):
+  episode, kept = np.arange(40), np.arange(40)
+
+  def order(seed):
+    found = mini_batches(kept, episode, np.random.default_rng(seed), size=8, parts=parts)
+    return tuple(np.concatenate(found).tolist())
+
+  orders = [order(seed) for seed in (0, 1, 2)]
+  assert len({*orders, tuple(range(40))}) == 4  # none is that of the rollout
+  assert order(1) == orders[1]
+
+
 def test_a_micro_batch_has_its_rows_and_empty_ones():
   loss_mask = np.zeros((5, 12), bool)
   loss_mask[:, 2:5] = True
@@ -67,7 +81,7 @@ def test_a_micro_batch_has_its_rows_and_empty_ones():
   for empty in (part.trained[3], part.mask[3], part.weights[3], part.weights[:, 3:]):
     assert not empty.any()
   assert (part.columns[3] == 1).all() and (part.turn[3] == -1).all()
-  for name in [f.name for f in dataclasses.fields(MiniBatch) if f.name not in ('importance', 'segments', 'images')]:
+  for name in [f.name for f in dataclasses.fields(MiniBatch) if getattr(batch, f.name) is not None]:
     assert getattr(part, name).dtype == getattr(batch, name).dtype, name
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.agent.image_room import ImageRoom, Shown
+from ragen_jax.agent.image_table_sizes import ImageCounts, ImageTableSizes
 from ragen_jax.agent.segments import ImageSegment, ImageSpan
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.models.vision.positions import rope_positions
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.training.batches import BatchingSettings, PackingSettings, TokenRows, micro_batches, sampled_columns
-from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, Pixels, Sight
+from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, ImageInputsMaker, Pixels
 from ragen_jax.training.packing import plan_rows
 from tests.models.vision.test_encoder import _PROCESSOR as PROCESSOR
 from tests.models.vision.test_encoder import _TOWER as TOWER
@@ -21,7 +24,7 @@ _PAD = TOWER.image_token_id
 # Height and width in tokens.
 _SIZES = ((1, 2), (2, 2), (1, 2), (2, 2), (1, 1))
 _IMAGES = [np.full((8 * h, 8 * w, 3), 10 * i, np.uint8) for i, (h, w) in enumerate(_SIZES)]
-_ROOM = ImageRoom(tuple(Shown((8 * h, 8 * w), 1, h * w, 3) for h, w in dict.fromkeys(_SIZES)))
+_ROOM = ImageTableSizes(tuple(ImageCounts((8 * h, 8 * w), 1, h * w, 3) for h, w in dict.fromkeys(_SIZES)))
 # The images that each row shows; the third row shows none, and the last one a single image twice.
 _ROWS = ((0, 1), (4,), (), (2, 3, 0), (1, 1))
 
@@ -55,9 +58,9 @@ def _tokens_of(image: np.ndarray) -> np.ndarray:
   return np.stack([np.full(count, image[0, 0, 0] // 10), np.arange(count)], axis=1)
 
 
-def _batches(trained: bool, packed: bool, room: ImageRoom | None = None):
+def _batches(trained: bool, packed: bool, room: ImageTableSizes | None = None):
   t, images = _played()
-  sight = Sight(TOWER, PROCESSOR, {POLICY: _encoder}, room, trained=trained)
+  sight = ImageInputsMaker(TOWER, PROCESSOR, {POLICY: _encoder}, room, trained=trained)
   found = sight.inputs({POLICY: {'visual': 'the weights'}}, t, images)
   columns, mask = sampled_columns(t.loss_mask)
   packing = PackingSettings(step=8, width=48, columns=96, shards=1, reply_step=1) if packed else None
@@ -94,17 +97,18 @@ def test_every_column_reads_its_token_of_its_image_and_has_its_position(trained,
         needed = int(part.images.index.max()) + 1
         assert len(table) == room.tokens(needed, *part.tokens.shape, packed=packed)
     sizes.add((size, part.tokens.shape))
-    segments = part.segments if packed else np.where(part.tokens > 0, 0, -1)
     for row in range(len(part.tokens)):
-      for number in range(segments[row].max() + 1):
-        own = segments[row] == number
+      filled = int((part.tokens[row] > 0).sum())
+      ends = sorted({*part.seen_until[row, :filled].tolist()}) if packed else [filled] if filled else []
+      for start, end in itertools.pairwise([0, *ends]):
+        own = slice(start, end)
         reads, positions = expected.pop(part.tokens[row, own].astype(np.int32).tobytes())
         index = part.images.index[row, own]
         np.testing.assert_array_equal(index >= 0, reads[:, 0] >= 0)
         np.testing.assert_array_equal(table[index[index >= 0]], reads[index >= 0])
         np.testing.assert_array_equal(part.images.positions[row, own], positions)
         found += 1
-      assert (part.images.index[row, segments[row] < 0] == -1).all()
+      assert (part.images.index[row, filled:] == -1).all()
   shapes = {shape for _, shape in sizes}  # of the rows
   assert found == len(_ROWS) and not expected
   if room is None:
@@ -123,15 +127,32 @@ def test_the_table_of_a_micro_batch_has_its_own_images_only():
     assert found == set().union(*own) - {0}
 
 
+def test_a_tower_sees_the_images_of_each_size_with_their_grid():
+  sizes = [(3, 8, 24), (2, 16, 8)]  # images, height, width
+  seen = []
+
+  def see(patches, grid, *, remat):
+    assert remat
+    seen.append((patches.shape, grid))
+    return Features(jnp.full((len(patches), 1, 5), len(seen)), None)
+
+  pixels = Pixels(tuple(jnp.zeros((*size, 3), jnp.uint8) for size in sizes), PROCESSOR)
+  found = pixels.features(types.SimpleNamespace(activation_sharding=None, see=see), POLICY, remat=True)
+  np.testing.assert_array_equal(found.embeddings[:, 0], [1, 1, 1, 2, 2])
+  side = PROCESSOR.patch_size
+  assert [grid for _, grid in seen] == [(h // side, w // side) for _, h, w in sizes]
+  assert [shape[:2] for shape, _ in seen] == [(n, h * w // side**2) for n, h, w in sizes]
+
+
 def test_rows_of_text_have_no_inputs():
   t, images = _played()
-  sight = Sight(TOWER, PROCESSOR, {POLICY: _encoder}, None, trained=False)
+  sight = ImageInputsMaker(TOWER, PROCESSOR, {POLICY: _encoder}, None, trained=False)
   assert sight.inputs({}, t.replace(image=None), images) is None
 
 
 def test_more_columns_of_text_show_nothing():
   t, images = _played()
-  found = Sight(TOWER, PROCESSOR, {}, None, trained=True).inputs({}, t, images)
+  found = ImageInputsMaker(TOWER, PROCESSOR, {}, None, trained=True).inputs({}, t, images)
   wide = found.widened(2)
   assert wide.index.shape[1] == wide.positions.shape[1] == found.index.shape[1] + 2
   assert (wide.index[:, -2:] == -1).all() and wide.gallery is found.gallery

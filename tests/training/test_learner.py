@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from ragen_jax.training.learner import Learner
 from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils.observer import Observer
 from tests.support import learning
 from tests.support.models import random_model
 
@@ -60,7 +63,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
   graphdef, params = nnx.split(model)
 
   def numpy_loss(params):
-    scores = score_tokens(nnx.merge(graphdef, params), batch.tokens, batch.columns, settings)
+    scores = score_tokens(nnx.merge(graphdef, params), batch, settings)
     logprobs, entropies, values = (np.asarray(x, np.float64) for x in scores)
     total = 0.0
     n = batch.mask.sum()
@@ -146,16 +149,15 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimiser_as_they_are_to_t
 
 
 @pytest.mark.parametrize('critic_only', [False, True])
-def test_the_observer_is_told_of_each_program_before_it_runs(monkeypatch, critic_only):
+def test_the_observer_is_told_of_each_program_before_it_runs(critic_only):
   """The programs themselves are replaced by ones that note that they run."""
-  learner, batch = _learner(random_model(30)), _batch(0)[0]
+  observer, batch = Observer(), _batch(0)[0]
+  learner = _learner(random_model(30), observer=observer)
   suffix, told = '_critic' if critic_only else '', []
-  monkeypatch.setattr(
-    learner, f'_accumulate{suffix}', lambda *given: told.append('gradients') or (given[2], ({}, {}), False)
-  )
-  monkeypatch.setattr(learner, f'_apply{suffix}', lambda *given: told.append('weights') or (None, None, {}))
-  learner.observer = lambda *program: told.append(program)
-  learner.step(TrainState(trained={}, frozen={}, opt_state={}), [batch], critic_only=critic_only)
+  learner.programs[f'gradient{suffix}'] = lambda *given: told.append('gradients') or (given[2], ({}, {}), False)
+  learner.steps[f'gradient{suffix}'] = lambda *given: told.append('weights') or (None, None, {})
+  with observer.told_to(types.SimpleNamespace(runs=lambda name, shape, weights: told.append((name, shape)))):
+    learner.step(TrainState(trained={}, frozen={}, opt_state={}), [batch], critic_only=critic_only)
   shape = (*batch.tokens.shape, batch.columns.shape[1])
   assert told == [(f'gradient{suffix}', shape), 'gradients', (f'apply{suffix}', ()), 'weights']
 

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from ragen_jax import build
-from ragen_jax.agent.image_room import ImageRoom, Shown
+from ragen_jax import api, build
+from ragen_jax.agent.image_table_sizes import ImageCounts, ImageTableSizes
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import lora, presets
@@ -22,6 +22,8 @@ from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig
+from ragen_jax.planning import host_fit
+from ragen_jax.planning.lowering import lower_gradient
 from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
 from ragen_jax.training.batches import abstract_mini_batch
@@ -29,6 +31,7 @@ from ragen_jax.training.images import ImageInputs, abstract_inputs
 from ragen_jax.training.memory import UpdateMemory
 from ragen_jax.training.scoring import RematSettings
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils import host_memory
 from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.seeing import seeing_config, seeing_policy
@@ -66,7 +69,7 @@ def _compiled(
   trained, frozen = lora.partition(nnx.split(model.model)[1])
   batch = abstract_mini_batch(rows, width, replies, reference=False, importance=False, packed=True, images=images)
   state = TrainState(trained, frozen, jax.eval_shape(learner.optimizer.init, trained))
-  compiled = learner.lower(state, batch).compile(compiler_options=_OPTIONS)
+  compiled = lower_gradient(learner, state, batch).compile(compiler_options=_OPTIONS)
   return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -95,7 +98,7 @@ def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(mod
 _PROCESSOR = ProcessorConfig(
   patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=4096, mean=(0.5,) * 3, std=(0.5,) * 3
 )
-_ROOM = ImageRoom((Shown((32, 32), 1, 16, 5),))
+_ROOM = ImageTableSizes((ImageCounts((32, 32), 1, 16, 5),))
 _TOWER = {
   'hidden_size': 64, 'intermediate_size': 256, 'num_heads': 4, 'out_hidden_size': 64, 'patch_size': 4,
   'temporal_patch_size': 2, 'merge_size': 2, 'window_size': 0, 'full_blocks': (), 'num_positions': 16,
@@ -261,7 +264,7 @@ def test_what_is_computed_again_is_the_fastest_that_fits():
 
 _SIZES = SizeSettings(
   mini_batch_size=24, micro_batch_size=0, packing=False, max_context=700, length_step=128, whole_rows=False, shards=2,
-  remat='auto',
+  remat='auto', most_columns=2**31, most_shared=2**30,
 )  # fmt: skip
 _NOTHING = dict.fromkeys(REMAT, (0, 0))
 _MEMORY = UpdateMemory(
@@ -319,9 +322,104 @@ def test_the_memory_of_this_machine_is_that_of_its_smallest_device(monkeypatch):
     def memory_stats(self):
       return self.limit and {'bytes_limit': self.limit}
 
-  assert 2**28 < memory.device_memory() < 2**44  # of this host
+  assert 2**28 < memory.device_memory() < 2**44  # of this host, but for a busy one
   monkeypatch.setattr(jax, 'local_devices', lambda: [Device(5000), Device(3000)])
   assert memory.device_memory() == 3000 and memory.usable() == 2700
+
+
+def test_a_cpu_may_fill_what_is_left_and_what_its_arrays_hold_but_for_workspace(monkeypatch):
+  monkeypatch.setattr(host_memory, 'available', lambda: 10 * 2**30)
+  arrays = [jax.device_put(np.zeros(2**18, np.float32)) for _ in range(2)]
+  monkeypatch.setattr(jax, 'live_arrays', lambda: [*arrays, *(x.addressable_shards[0].data for x in arrays)])
+  assert memory.device_memory() == 8.5 * 2**30  # 10 GiB + 2 MiB - 1.25 GiB, in steps of half a GiB
+  assert memory.usable() == 0.9 * memory.device_memory()
+  arrays += [jax.device_put(np.zeros(2**24, np.float32)) for _ in range(4)]
+  assert memory.device_memory() == 9 * 2**30
+  monkeypatch.setattr(host_memory, 'available', lambda: 41 * 2**28)
+  assert memory.device_memory() == 9 * 2**30  # views of the arrays do not count
+  monkeypatch.setattr(host_memory, 'available', lambda: 2**28)
+  assert memory.device_memory() == 0
+
+
+# With the options of a run, but machine code that is made fast.
+_FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+
+
+@pytest.mark.parametrize(
+  ('model', 'rows', 'remat', 'chunk'),
+  [
+    ({}, 4, 'layers', 64),
+    pytest.param({}, 4, 'layers', 640, marks=pytest.mark.slow),
+    pytest.param({}, 16, 'attention', 64, marks=pytest.mark.slow),
+    pytest.param({}, 8, 'elementwise', 64, marks=pytest.mark.slow),
+    ({'adapters': True}, 8, 'elementwise', 64),
+    pytest.param({'adapters': True}, 4, 'attention', 640, marks=pytest.mark.slow),
+  ],
+)
+def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat, chunk):
+  made = _model(**model, hidden_size=256, intermediate_size=1024, vocab_size=16384, num_layers=12)
+  made.model.policy.attention = blocks = AttentionSettings('blocks', None)
+  for layer in made.model.policy.layers:
+    layer.self_attn.attention = blocks
+  learner = learning.learner(made.model, remat=remat, logits_chunk=chunk)
+  trained, frozen = lora.partition(nnx.split(made.model)[1])
+  batch = abstract_mini_batch(rows, 256, 160, reference=False, importance=False, packed=True, images=None)
+  state = TrainState(trained, frozen, jax.eval_shape(learner.optimizer.init, trained))
+  needed = lower_gradient(learner, state, batch).compile(compiler_options=_FAST).memory_analysis().temp_size_in_bytes
+  found = memory.update_memory(
+    made, logits_chunk=chunk, width=256, reference=False, platform='cpu', images=None
+  )  # fmt: skip
+  assert found.total(rows * 256, remat) == pytest.approx(found.kept + needed, rel=0.15)
+
+
+# GiB that the compiler for CPUs needs for the gradient program of 0.5B in addition to its arguments and results (jax
+# 0.10, 2026-11-25).
+@pytest.mark.parametrize(
+  ('adapters', 'rows', 'width', 'remat', 'chunk', 'needed'),
+  [
+    (False, 4, 2048, 'layers', 2048, 9.27),
+    (False, 4, 2048, 'attention', 256, 5.64),
+    (False, 2, 896, 'attention', 256, 4.25),
+    (False, 1, 3712, 'layers', 256, 4.31),
+    (False, 8, 3712, 'layers', 256, 10.95),
+    (False, 1, 2048, 'elementwise', 512, 6.68),
+    (True, 4, 2048, 'attention', 2048, 9.32),
+    (True, 2, 896, 'attention', 256, 3.05),
+    (True, 1, 2048, 'layers', 256, 2.95),
+    (True, 1, 2048, 'elementwise', 256, 7.51),
+  ],
+)
+def test_the_program_of_half_a_billion_weights_on_one_cpu(adapters, rows, width, remat, chunk, needed):
+  made = _half_a_billion(adapters)
+  found = memory.update_memory(
+    made, logits_chunk=chunk, width=width, reference=False, platform='cpu', images=None
+  )  # fmt: skip
+  assert 0.95 * needed <= found.activations(rows * width, remat) / 2**30 <= 1.15 * needed
+
+
+@functools.cache
+def _half_a_billion(adapters):
+  config = api.load_config('bandit_ppo:qwen2.5-0.5b' + '-lora' * adapters)
+  return host_fit.as_it_runs(config)
+
+
+def test_on_one_cpu_fewer_logits_are_made_at_once(policy):
+  def chunk(config, model=policy):
+    return build.scoring_settings(config, model, temperature=1.0).logits_chunk
+
+  assert [chunk(small_config(model__logits_chunk=n)) for n in (0, 64, 256, 2048)] == [0, 64, 256, 256]
+  estimates = [build.update_memory(small_config(model__logits_chunk=n), policy) for n in (64, 256, 2048)]
+  assert estimates[0] != estimates[1] == estimates[2]
+  planned = dataclasses.replace(policy, model=_model(num_layers=1).model)  # attends as accelerators' plans do
+  assert chunk(small_config(model__logits_chunk=2048), planned) == 2048
+
+
+def test_on_one_cpu_no_more_columns_are_chosen_than_make_it_faster(policy):
+  config = small_config(optimizer__packing=True, optimizer__micro_batch_size=0, optimizer__mini_batch_size=16)
+  assert build.size_settings(config, policy).most_columns == batch_sizes.HOST_COLUMNS == 8192
+  assert build.batching_settings(config, policy, lambda: 2**50).packing.columns == 8192 < 16 * 2048
+  planned = dataclasses.replace(policy, model=_model(num_layers=1).model)
+  assert build.batching_settings(config, planned, lambda: 2**50).packing.columns == 16 * 2048
 
 
 def test_a_run_without_a_number_takes_what_fits(policy, monkeypatch):

@@ -89,6 +89,20 @@ def test_averages_are_logged_and_a_checkpoint_keeps_everything():
   assert 'train/FrozenLake/success_ema' in own and 'response_length/mean_ema' not in own
 
 
+def test_each_rollback_counts_also_after_a_restart():
+  config = small_config(monitor__echo_trap='rollback', monitor__max_rollbacks=2)
+  monitor = build.make_monitor(config)
+  for count in (1, 2):
+    assert _collapse(monitor)[1].action == 'rollback'
+    monitor.rolled_back()
+    resumed = build.make_monitor(config)
+    resumed.load_state_dict(monitor.state_dict())
+    assert monitor.rollbacks == resumed.rollbacks == count
+    monitor = resumed
+  verdict = _collapse(monitor)[1]
+  assert verdict.action == 'stop' and verdict.reason.endswith('after 2 rollbacks')
+
+
 def test_spikes_are_told_once_and_forgotten_after_a_rollback():
   monitor = build.make_monitor(small_config(monitor__baseline_steps=3, monitor__spike_factor=4.0))
 

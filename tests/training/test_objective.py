@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.algorithms import losses
 from ragen_jax.algorithms.diagnostics import RATIO_EDGES
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
@@ -25,6 +26,7 @@ from ragen_jax.training.objective import (
   token_means,
   with_loss_weights,
 )
+from ragen_jax.training.scoring import score_tokens
 from tests.support import learning, plain
 
 _VOCAB, _LIMIT, _THETA, _NORM_LENGTH = 13, 11, 100.0, 9
@@ -164,6 +166,33 @@ def test_loss_metrics_and_gradient_are_those_of_the_plain_form(level, kind, mode
   for name, x in expected.items():
     np.testing.assert_allclose(metrics[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
   _assert_gradient(gradients, lambda w: plain_loss(w)[0], weights)
+
+
+@pytest.mark.parametrize('kind', losses.POLICY_LOSSES)
+def test_the_options_of_every_policy_loss_reach_it(kind):
+  """No two options have the same value, so that an exchange changes the number."""
+  options = {
+    'policy_loss': kind, 'clip_ratio_low': 0.11, 'clip_ratio_high': 0.07, 'clip_ratio_c': 1.5, 'ratio_level': 'token',
+    'tau_pos': 1.4, 'tau_neg': 2.3, 'dro_beta': 0.6,
+  }  # fmt: skip
+  model, settings = _model(), learning.loss(temperature=0.7, vocab_limit=_LIMIT, **options)
+  (whole,) = _parts(_batch(), np.arange(7), size=6)
+
+  @nnx.jit
+  def both(model, batch):
+    logprobs, _, _ = score_tokens(model, batch, settings.scoring)
+    arrays = (logprobs, batch.old_logprobs, batch.advantages, batch.trained)
+    expected = [
+      losses.aggregate(
+        losses.policy_loss(*arrays, importance_weights=batch.importance, **options | changed)[0], batch.weights
+      )
+      for changed in ({}, {'policy_loss': 'ppo' if kind != 'ppo' else 'cispo'})
+    ]
+    return policy_and_value_loss(model, batch, settings)[1][0]['actor/pg_loss'], expected
+
+  got, (expected, other) = both(model, whole)
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
+  assert abs(expected - other) > 1e-3
 
 
 def test_the_loss_itself_is_the_plain_one_and_its_parts_add_up():

@@ -20,14 +20,14 @@ from ragen_jax.training.batches import (
   micro_batches,
 )
 from ragen_jax.training.objective import WeightSettings, token_means, with_loss_weights
-from ragen_jax.training.packing import bin_shapes, pack, pack_batches, plan_batches
+from ragen_jax.training.packing import bin_shapes, pack, pack_batches, plan_batches, shared_tokens
 from ragen_jax.training.scoring import Scorer
 from tests.support import learning
 from tests.support.models import random_model
 
 _VOCAB, _LIMIT = 30, 27
 # Bins of 24 or more columns; of 40, two go through the model at once.
-_BINS = PackingSettings(step=8, width=40, columns=80, shards=1, reply_step=8)
+_BINS = PackingSettings(step=8, width=40, columns=80, shards=1, reply_step=8, most_shared=40)
 
 
 def test_packing_finds_few_bins_and_loses_nothing():
@@ -113,8 +113,15 @@ def test_rows_of_one_length_fill_nine_tenths_of_one_call():
   assert len(plans) == 1 and length.sum() >= 0.8 * len(plans[0].bins) * plans[0].width
 
 
+# How the rows of a mini-batch go through the model: as they are, in bins, and in bins with their beginnings shared.
+_KINDS = ('alone', 'rows', 'trees')
+
+
 def _batch() -> tuple[TrainBatch, np.ndarray]:
-  """Nine rows of up to 24 columns and three turns, and their lengths; every number differs from its default."""
+  """Nine rows of up to 24 columns and three turns, and their lengths; every number differs from its default.
+
+  Rows 0, 2, 6 and 8 begin equally, and so do 1 and 5; row 4 is the beginning of row 7.
+  """
   rng = np.random.default_rng(3)
   length = np.asarray([24, 9, 12, 17, 4, 7, 20, 11, 16])
   loss_mask = np.zeros((9, 24), bool)
@@ -131,15 +138,21 @@ def _batch() -> tuple[TrainBatch, np.ndarray]:
     turn=np.where(mask, batch.columns // 9, -1).astype(np.int32), trained=some(0.7), valued=some(0.5),
     importance=np.where(mask, rng.uniform(0.4, 2.0, size=mask.shape), 0).astype(np.float32),
   )  # fmt: skip
-  return batch, length
+  tokens = batch.tokens.copy()
+  for row, of, columns in ((2, 0, 7), (6, 0, 13), (8, 6, 16), (5, 1, 3), (4, 7, 4)):
+    tokens[row, :columns] = tokens[of, :columns]
+  return batch.replace(tokens=tokens), length
 
 
 _ROWS = np.asarray([4, 0, 2, 1, 6, 8, 5, 7], np.int32)  # row 3 is of another mini-batch
 
 
-def _plans(batch, length, *, packed: bool):
-  if packed:
-    return pack_batches([_ROWS], length, batch.mask.sum(axis=1), _BINS)[0]
+def _plans(batch, length, kind: str):
+  if kind != 'alone':
+    tokens = batch.tokens if kind == 'trees' else None
+    plans = pack_batches([_ROWS], length, batch.mask.sum(axis=1), _BINS, tokens)[0]
+    assert (shared_tokens(plans) > 0.2) == (kind == 'trees')
+    return plans
   settings = BatchingSettings(micro_batch_size=3, length_step=24, whole_rows=False, packing=None)
   return plan_batches([_ROWS], length, batch.mask.sum(axis=1), settings)[0]
 
@@ -150,44 +163,50 @@ def _tokens(parts):
   for part in parts:
     for b, r in zip(*np.nonzero(part.mask), strict=True):
       column = part.columns[b, r]
-      first = 0 if part.segments is None else int(np.argmax(part.segments[b] == part.segments[b, column]))
+      path = np.arange(column + 1)
+      if part.seen_until is not None:
+        path = path[part.seen_until[b, path] > column]
+        assert part.before[b, r] == path[-2]
       names = ('trained', 'valued', 'old_logprobs', 'advantages', 'returns', 'ref_logprobs', 'importance', 'weights')
       numbers = [float(getattr(part, name)[b, r]) for name in names]
-      found.append((*part.tokens[b, first : column + 1].tolist(), int(column - first), *numbers))
+      found.append((*part.tokens[b, path].tolist(), len(path) - 1, *numbers))
   return sorted(found, key=lambda x: x[-5:])
 
 
-def test_bins_hold_each_token_once_with_all_that_stands_before_it():
+def test_bins_have_each_token_with_all_that_stands_before_it():
   batch, length = _batch()
   batch = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
-  alone, packed = (_tokens(micro_batches(batch, _plans(batch, length, packed=x))) for x in (False, True))
-  assert len(packed) == batch.mask[_ROWS].sum() and packed == alone
+  alone, rows, trees = (_tokens(micro_batches(batch, _plans(batch, length, kind))) for kind in _KINDS)
+  assert len(alone) == batch.mask[_ROWS].sum() and alone == rows == trees
 
 
-def test_turns_and_rows_of_a_bin_have_numbers_of_their_own():
+@pytest.mark.parametrize('kind', _KINDS[1:])
+def test_turns_and_rows_of_a_bin_have_numbers_of_their_own(kind):
   batch, length = _batch()
-  for plan in _plans(batch, length, packed=True):
-    part = plan.cut(batch.replace(segments=None))
+  for plan in _plans(batch, length, kind):
+    part = plan.cut(batch)
     for b, members in enumerate(plan.bins):
       scored = part.mask[b]
-      segment = np.take_along_axis(part.segments, part.columns, axis=1)[b][scored]
+      segment = part.sequence[b][scored]
       own = [[(row, turn) for turn in batch.turn[row][batch.mask[row]]] for row in members.tolist()]
       pairs = [pair for row in own for pair in row]
       assert [pair[0] for pair in pairs] == [members[s] for s in segment]
       numbers = dict(zip(part.turn[b][scored].tolist(), pairs, strict=True))
       assert sorted(set(pairs)) == sorted(numbers.values()) and len(numbers) == len(set(pairs))
     assert (part.turn[~part.mask] == -1).all() and (part.columns[~part.mask] == 1).all()
+    assert (part.sequence[~part.mask] == -1).all() and not part.before[~part.mask].any()
 
 
 def test_packed_batches_are_those_that_programs_are_compiled_for():
   batch, length = _batch()
   batch = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
-  plans = _plans(batch, length, packed=True)
-  assert len({(len(p.bins), p.width, p.replies) for p in plans}) == 1 and len(plans) > 1
-  plan = plans[-1]
-  abstract = abstract_mini_batch(len(plan.bins), plan.width, plan.replies, reference=True, importance=True, packed=True)
-  for part in micro_batches(batch, plans):
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), part) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+  for kind, more in (('rows', True), ('trees', False)):
+    plans = _plans(batch, length, kind)
+    assert len({(len(p.bins), p.width, p.replies) for p in plans}) == 1 and (len(plans) > 1) == more
+    sizes = len(plans[-1].bins), plans[-1].width, plans[-1].replies
+    abstract = abstract_mini_batch(*sizes, reference=True, importance=True, packed=True)
+    for part in micro_batches(batch, plans):
+      assert jax.tree.map(lambda x: (x.shape, x.dtype), part) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
 
 
 def test_all_mini_batches_of_an_iteration_have_one_shape():
@@ -235,7 +254,7 @@ def test_packing_changes_neither_loss_nor_gradient(level):
   model = _model(separate)
   batch, length = _batch()
   scores = Scorer(nnx.split(model)[0], learning.scoring(temperature=0.7, vocab_limit=_LIMIT))
-  alone = _plans(batch, length, packed=False)
+  alone = _plans(batch, length, 'alone')
   logprobs, values = scores.score(nnx.split(model)[1], batch, alone)
   rng = np.random.default_rng(4)
   noise = rng.normal(size=(4, *batch.mask.shape)).astype(np.float32)
@@ -254,40 +273,38 @@ def test_packing_changes_neither_loss_nor_gradient(level):
   traces = []
   for mode in AGGREGATIONS:
     mini = with_loss_weights(batch, _ROWS, episode, WeightSettings(mode, 9), multiple=1)
-    found = [
-      learner.gradients(state, micro_batches(mini, _plans(batch, length, packed=packed))) for packed in (False, True)
-    ]
-    (gradient, metrics), (packed_gradient, packed_metrics) = (
-      (jax.device_get(g), token_means(jax.device_get(sums))) for g, sums in found
-    )
+    found = [learner.gradients(state, micro_batches(mini, _plans(batch, length, kind))) for kind in _KINDS]
+    (gradient, metrics), *packed = [(jax.device_get(g), token_means(jax.device_get(sums))) for g, sums in found]
     assert 0.05 < metrics['actor/pg_clipfrac'] < 0.95
-    assert metrics.keys() == packed_metrics.keys()
-    for name, x in metrics.items():
-      np.testing.assert_allclose(packed_metrics[name], x, rtol=1e-4, atol=1e-5, err_msg=f'{mode}: {name}')
-    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(packed_gradient), strict=True):
-      assert np.linalg.norm(a - b) <= 2e-5 * max(np.linalg.norm(a), 1e-3), mode
+    for kind, (packed_gradient, packed_metrics) in zip(_KINDS[1:], packed, strict=True):
+      assert metrics.keys() == packed_metrics.keys()
+      for name, x in metrics.items():
+        np.testing.assert_allclose(packed_metrics[name], x, rtol=1e-4, atol=1e-5, err_msg=f'{kind}, {mode}: {name}')
+      for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(packed_gradient), strict=True):
+        assert np.linalg.norm(a - b) <= 2e-5 * max(np.linalg.norm(a), 1e-3), (kind, mode)
     traces.append(learner.traces)
   assert len(set(traces)) == 1  # one program serves all
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.parametrize('separate', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_packing_changes_no_scores_and_no_gradient_of_the_critic_alone(separate):
   model = _model(separate)
   graphdef, params = nnx.split(model)
   batch, length = _batch()
   scorer = Scorer(graphdef, learning.scoring(temperature=0.7, vocab_limit=_LIMIT))
-  plans = [_plans(batch, length, packed=packed) for packed in (False, True)]
-  alone, packed = ((*scorer.score(params, batch, x), scorer.values(params, batch, x)) for x in plans)
-  for a, b in zip(alone, packed, strict=True):
-    np.testing.assert_allclose(b, a, atol=2e-5)
-    assert not b[3].any() and b[0][batch.mask[0]].all()
+  plans = [_plans(batch, length, kind) for kind in _KINDS]
+  alone, *packed = ((*scorer.score(params, batch, x), scorer.values(params, batch, x)) for x in plans)
+  for found in packed:
+    for a, b in zip(alone, found, strict=True):
+      np.testing.assert_allclose(b, a, atol=2e-5)
+      assert not b[3].any() and b[0][batch.mask[0]].all()
   learner = learning.learner(model, temperature=0.7, vocab_limit=_LIMIT, value_clip=0.4, value_coef=0.8)
   state = learning.state_of(learner, params)
   mini = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
-  a, b = (learner.gradients(state, micro_batches(mini, x), critic_only=True)[0] for x in plans)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    np.testing.assert_allclose(y, x, atol=1e-5 * max(1.0, float(np.abs(x).max())))
+  a, *others = (learner.gradients(state, micro_batches(mini, x), critic_only=True)[0] for x in plans)
+  for b in others:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+      np.testing.assert_allclose(y, x, atol=1e-5 * max(1.0, float(np.abs(x).max())))
 
 
 @pytest.mark.slow  # a minute

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,13 @@ from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluation
+from ragen_jax.runs import trackers
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
-from ragen_jax.training.run import open_run
+from ragen_jax.training.run import Iteration, open_run
 from ragen_jax.training.run_lines import diverged, greeting
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
@@ -65,10 +67,21 @@ def _open(workdir, state=None, replay=None, **fields):
     yield run, state
 
 
+class _Batch:
+  advantages, trained = np.zeros((1, 1), np.float32), np.zeros((1, 1), bool)
+
+
+def _iteration(metrics=None, fresh=True, groups=1, found=None):
+  selection = types.SimpleNamespace(groups=groups)
+  return Iteration(_rollout(), selection, _Batch(), fresh, metrics or {}, lambda: found or {})
+
+
 def _finish(run, state, evaluation=None, verdict=None, found=None):
   with run.timer('step'):
     pass
-  return run.finish_iteration(state, _rollout(), evaluation, verdict or Verdict(), lambda: found or {})
+  """The state to continue from, and whether it is an earlier one."""
+  after = run.finish_iteration(state, _iteration(found=found), evaluation, verdict or Verdict())
+  return after, after is not state
 
 
 def _steps(workdir):
@@ -89,6 +102,18 @@ def test_a_run_saves_on_schedule_and_goes_on_from_the_last_checkpoint(tmp_path):
     np.testing.assert_array_equal(state.opt_state['mu'], [20, 20])
   assert all(x.is_deleted() for x in jax.tree.leaves(fresh.saved()))  # they would lie beside the restored ones
   assert [line['step'] for line in read_metrics(tmp_path)] == [1, 2]  # and the third iteration is forgotten
+
+
+def test_the_tracker_of_a_run_is_the_one_of_the_config_and_gets_the_metrics_of_each_iteration(tmp_path, monkeypatch):
+  told = []
+  target = types.SimpleNamespace(id='i', scalars=lambda *x: told.append(x), close=lambda: told.append('closed'))
+  monkeypatch.setitem(trackers._OPEN, 'mlflow', lambda *x: told.append(x) or target)
+  with _open(tmp_path, logging__tracker='mlflow', logging__project='games') as (run, _):
+    for i in range(1, 3):
+      _finish(run, _state(i, iteration=i))
+  (project, workdir, name, config), *rows, end = told
+  assert (project, workdir, name, config['logging.project'], end) == ('games', tmp_path, '', 'games', 'closed')
+  assert [{'step': step} | row for step, row in rows] == read_metrics(tmp_path)
 
 
 def test_evaluations_are_due_on_schedule_at_the_end_and_when_the_run_stops(tmp_path):
@@ -119,6 +144,16 @@ def test_a_rollback_gives_the_best_checkpoint_smaller_steps_and_an_empty_buffer(
   assert 'iteration 5: sick; back to 2, learning rate x 0.5' in told
   with _open(tmp_path) as (_, state):
     assert state.lr_scale == 0.5 and state.iteration == 6
+
+
+def test_rollbacks_make_the_steps_smaller_each_time(tmp_path):
+  with _open(tmp_path, monitor__rollback_lr=0.5, checkpoint__every=1) as (run, _):
+    state, _ = _finish(run, _state(1, iteration=1), _evaluation(0.5))
+    for i, scale in ((2, 0.5), (3, 0.25), (4, 0.125)):
+      state, rolled_back = _finish(run, state.replace(iteration=i), verdict=Verdict('rollback', 'sick'))
+      assert rolled_back and state.lr_scale == scale
+  with _open(tmp_path, monitor__rollback_lr=0.5, checkpoint__every=1) as (_, resumed):
+    assert resumed.lr_scale == 0.125
 
 
 def test_a_rollback_goes_to_the_same_checkpoint_whether_the_run_was_interrupted_or_not(tmp_path):
@@ -244,15 +279,12 @@ def test_bad_iterations_lead_back_to_the_best_checkpoint_if_the_echo_trap_does(t
 
 
 def test_a_bad_iteration_is_no_iteration_without_groups_and_its_numbers_enter_no_average(tmp_path):
-  class Batch:
-    advantages, trained = np.zeros((1, 1), np.float32), np.zeros((1, 1), bool)
-
   numbers = {
     'rollout/in_group_reward_std': 0.5, 'rollout/repeated_replies': 0.0, 'train/FrozenLake/success': 0.5,
     'critic/score/mean': 0.5, 'not_finite/sampled_logprobs': NotFinite(3, '3 of 9 sampled log-probs (row 2)'),
   }  # fmt: skip
   with _open(tmp_path, monitor__empty_patience=1) as (run, _):
-    verdict = run.log_iteration(_state(iteration=1), numbers, Batch(), fresh=True, empty=True)
+    verdict = run.log_iteration(_state(iteration=1), _iteration(numbers, groups=0))
     assert verdict == _BAD
     _finish(run, _state(iteration=2), None, verdict)
   (first, _) = read_metrics(tmp_path)
@@ -262,15 +294,12 @@ def test_a_bad_iteration_is_no_iteration_without_groups_and_its_numbers_enter_no
 def test_spikes_are_written_in_one_line_and_as_metrics(tmp_path, capsys):
   """Also in iterations that reuse a rollout; and not in bad ones, whose numbers enter no median."""
 
-  class Batch:
-    advantages, trained = np.zeros((1, 1), np.float32), np.zeros((1, 1), bool)
-
   with _open(tmp_path, monitor__baseline_steps=3, num_iterations=9) as (run, _):
     for i, norm in enumerate((1.0, 1.0, 2.0, 1e9, 30.0, 40.0), start=1):
       found = {'actor/grad_norm': norm}
       if i == 4:
         found['train/skipped_steps'] = NotFinite(1, 'the loss')
-      verdict = run.log_iteration(_state(iteration=i), found, Batch(), fresh=False, empty=False)
+      verdict = run.log_iteration(_state(iteration=i), _iteration(found, fresh=False))
       _finish(run, _state(iteration=i), None, verdict)
   told = [line for line in capsys.readouterr().err.splitlines() if 'times its usual' in line]
   assert told == ['iteration 5: actor/grad_norm is 30, 30.0 times its usual 1 (monitor.spike_factor)']
@@ -462,18 +491,18 @@ def test_the_first_line_says_where_a_run_stands():
 
 def _sick(monkeypatch, when):
   """Makes the metrics of a real run look like a collapse from iteration `when` on."""
-  healthy = train.rollout_metrics
+  healthy = Trainer.rollout_metrics
   seen = []
 
-  def rollout_metrics(rollout, group_size):
-    metrics = healthy(rollout, group_size)
+  def rollout_metrics(self, rollout):
+    metrics = healthy(self, rollout)
     seen.append(1)
     sick = {'rollout/in_group_reward_std': 0.0, 'rollout/repeated_replies': 1.0}
     return metrics | (
       sick if len(seen) > when else {'rollout/in_group_reward_std': 0.5, 'rollout/repeated_replies': 0.0}
     )
 
-  monkeypatch.setattr(train, 'rollout_metrics', rollout_metrics)
+  monkeypatch.setattr(Trainer, 'rollout_metrics', rollout_metrics)
 
 
 def test_a_bad_rollout_is_not_used_again(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import types
 
 import numpy as np
 import pytest
@@ -31,10 +32,11 @@ def _episode(tag, number, *, drawn=True):
   return Episode(tag, 0, number, [turn], status=Status.SUCCESS, final_picture=picture)
 
 
-def _log(tmp_path, *, enabled=True, trajectories=2):
+def _log(tmp_path, *, enabled=True, trajectories=2, tracker=None):
   settings = LogSettings(trajectories=trajectories, train_tags=('A',), eval_tags=('A', 'B'), eval_group_size=2)
   stream = io.StringIO()
-  log = RunLog(settings, MetricWriter(tmp_path), EpisodeWriter(tmp_path, enabled=enabled), Progress(9, stream=stream))
+  writer = MetricWriter(tmp_path, tracker=tracker)
+  log = RunLog(settings, writer, EpisodeWriter(tmp_path, enabled=enabled), Progress(9, stream=stream))
   return log, stream
 
 
@@ -63,7 +65,8 @@ def test_the_success_of_an_evaluation_is_the_mean_over_tags():
 
 
 def test_an_evaluation_is_written_everywhere(tmp_path):
-  log, stream = _log(tmp_path)
+  files = []
+  log, stream = _log(tmp_path, tracker=types.SimpleNamespace(file=files.append, scalars=None))
   episodes = [_episode('A', i) for i in range(6)] + [_episode('B', 10 + i, drawn=i > 1) for i in range(4)]
   records = [episode_record(step=3, tag=tag) for tag in ('A', 'B')]
   assert log.evaluation(3, Evaluation(_METRICS, episodes, records)) == 0.75
@@ -72,7 +75,7 @@ def test_an_evaluation_is_written_everywhere(tmp_path):
   assert line == {'step': 3, BEST: 0.75} | _METRICS
   (file,) = read_episodes(tmp_path)
   assert (file.path.name, len(file.records())) == ('eval-00000003.jsonl.gz', 2)
-  assert (tmp_path / PAGE).is_file()
+  assert (tmp_path / PAGE).is_file() and files == [str(tmp_path / PAGE)]
   assert f'held-out success after 3: {success_line(_METRICS, ("A", "B"))}' in stream.getvalue()
   # One episode a level of the first two levels of each tag; boards where they were drawn.
   texts, pictures = _tensorboard(tmp_path)

@@ -11,6 +11,7 @@ from flax import nnx
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.tower import Features
+from ragen_jax.training.batches import TokenRows
 from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, ImageInputs
 from ragen_jax.training.scoring import Scorer, score_tokens, value_tokens
 from tests.support import learning
@@ -60,8 +61,8 @@ def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_token
     module = nnx.merge(graphdef, params)
     images = _as_images(module, batch.tokens) if given else None
     tokens = batch.tokens
-    scores = score_tokens(module, tokens, batch.columns, settings, images=images)
-    values = value_tokens(module, tokens, batch.columns, settings, images=images)
+    scores = score_tokens(module, batch.replace(tokens=tokens, images=images), settings)
+    values = value_tokens(module, batch.replace(tokens=tokens, images=images), settings)
     return sum(jnp.sum(w * x) for w, x in zip(weights, scores, strict=True)) + jnp.sum(values**2), (scores, values)
 
   program = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
@@ -75,9 +76,9 @@ def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_token
 def test_other_features_give_other_scores():
   """Columns that are no tokens: what stands in a column before a token changes it, and what comes behind does not."""
   model, batch, settings = random_model(_VOCAB), _batch(), learning.scoring()
-  plain = score_tokens(model, batch.tokens, batch.columns, settings)[0]
+  plain = score_tokens(model, batch, settings)[0]
   images = _as_images(model, batch.tokens, lambda x: x.at[:, 5].add(1.0))
-  changed = score_tokens(model, batch.tokens, batch.columns, settings, images=images)[0]
+  changed = score_tokens(model, batch.replace(images=images), settings)[0]
   differs = np.asarray(plain != changed) & batch.mask
   before = batch.columns <= 5
   assert differs[~before & batch.mask].all() and not differs[before].any()
@@ -99,6 +100,19 @@ def test_values_are_those_of_the_critic_run_by_itself():
   assert not values[~batch.mask].any()
 
 
+@pytest.mark.parametrize(('chunk', 'calls'), [(0, []), (12, [4]), (13, [4]), (16, [3]), (47, [2]), (48, [])])
+def test_a_chunk_has_as_many_columns_as_its_positions_allow(chunk, calls):
+  """Two rows of 24 columns; where one chunk holds them all, there is no loop."""
+  module = random_model(_VOCAB)
+  tokens = jnp.zeros((2, 25), jnp.int32)
+  columns = jnp.broadcast_to(jnp.arange(1, 25), (2, 24))
+  settings = learning.scoring(logits_chunk=chunk)
+  program = jax.make_jaxpr(lambda tokens: score_tokens(module, TokenRows(tokens, columns, columns > 0), settings))(
+    tokens
+  )
+  assert [e.params['length'] for e in program.eqns if e.primitive.name == 'scan'] == calls
+
+
 @pytest.mark.slow
 def test_the_sum_over_chunks_in_bfloat16_hardly_adds_to_the_error_of_the_head_s_gradient():
   """The gradient of the output projection adds up over chunks in the type of activations; see `_score_in_chunks`."""
@@ -117,7 +131,9 @@ def test_the_sum_over_chunks_in_bfloat16_hardly_adds_to_the_error_of_the_head_s_
     settings = learning.scoring(temperature=1.0, logits_chunk=chunk)
 
     def total(params):
-      return jnp.sum(score_tokens(nnx.merge(graphdef, params), tokens, columns, settings)[0] * weights)
+      return jnp.sum(
+        score_tokens(nnx.merge(graphdef, params), TokenRows(tokens, columns, columns > 0), settings)[0] * weights
+      )
 
     found = jax.jit(jax.grad(total))(params)
     return np.asarray(found['policy']['embed_tokens'][...])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ragen_jax.agent.episode import Status
-from ragen_jax.training.selection import draw_groups, has_replies, with_replayed
+from ragen_jax.agent.finite import NotFinite
+from ragen_jax.training.selection import draw_groups, has_replies, with_replayed, without_groups
 from tests.support import learning
 
 
@@ -55,6 +56,16 @@ def test_soft_reweighting_drops_nothing_and_weighs_by_deviation(policy, played):
   plain, _ = trainer.estimate(state, dataclasses.replace(selection, scale=np.ones_like(selection.scale)))
   scaled, _ = trainer.estimate(state, selection)
   np.testing.assert_allclose(scaled.advantages, plain.advantages * selection.scale[:, None], rtol=1e-5)
+
+
+def test_nothing_is_learnt_from_a_rollout_with_numbers_that_are_not_finite(policy, played):
+  trainer, _ = learning.make_trainer(policy, filter__soft=True, filter__strategy='top_k', filter__value=0.5)
+  selection = trainer.select(played[0])
+  found = {'sampled_logprobs': NotFinite(1, 'one')}
+  none = without_groups(selection, found)
+  assert not none.keep.any() and none.keep.shape == selection.keep.shape and none.groups == 0
+  assert (none.scale == 1).all() and (selection.scale != 1).any()
+  assert none.rollout is selection.rollout and none.metrics == {**selection.metrics, **found}
 
 
 def test_no_more_groups_are_drawn_than_are_wanted(policy, played):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ def test_a_process_passes_a_point_before_it_waits_for_each_step_and_for_the_end(
   selection = trainer.select(played[0])
   batch, _ = trainer.estimate(state, selection)
   events, step, get = [], trainer.learner.step, jax.device_get
-  monkeypatch.setattr(processes, 'passed', lambda phase='': events.append('point'))
+  monkeypatch.setattr(processes, 'mark_progress', lambda phase='': events.append('point'))
   monkeypatch.setattr(trainer.learner, 'step', lambda *a, **k: (events.append('step'), step(*a, **k))[1])
   monkeypatch.setattr(jax, 'device_get', lambda x: (events.append('wait'), get(x))[1])
   state, metrics = trainer.update(state, batch, selection)
@@ -119,6 +120,22 @@ def _poisoned(tree, part):
     return x.at[(0,) * x.ndim].set(np.nan) if part in jax.tree_util.keystr(path) else x
 
   return jax.tree_util.tree_map_with_path(poison, tree)
+
+
+def test_each_epoch_iteration_and_seed_has_its_own_order_of_mini_batches(policy, played):
+  orders = set()
+  for seed in (0, 1):
+    trainer, _ = learning.make_trainer(policy, seed=seed, algorithm__ppo_epochs=2, optimizer__mini_batch_size=16)
+    selection = trainer.select(played[0])
+    for iteration in (0, 1):
+      steps = [rows.tolist() for rows, _ in trainer._plans(selection, iteration)]
+      half = len(steps) // 2
+      rows = [sorted(itertools.chain(*part)) for part in (steps[:half], steps[half:])]
+      assert half > 1 and rows[0] == rows[1]
+      orders |= {str(steps[:half]), str(steps[half:])}
+      again = [rows.tolist() for rows, _ in trainer._plans(selection, iteration)]
+      assert again == steps  # a resumed run takes the same steps
+  assert len(orders) == 8
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ import pytest
 
 from docs.examples.lake import Lake
 from ragen_jax.serving.client import Task
-from ragen_jax.serving.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
-from ragen_jax.serving.runners import ProgramRunner
+from ragen_jax.serving.play.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
+from ragen_jax.serving.play.runners import ProgramRunner, RunWatch
+from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState
-from ragen_jax.serving.watch import Watch
 from tests.support.paths import ROOT
 from tests.support.scripted import SAMPLING, ScriptedEngine, Server, serve
 from tests.support.wire import CALL_TAGS, limits, tokenizer
@@ -68,7 +68,7 @@ def play(server: Server, argv, seed: int = SEED, cwd: str | None = None) -> Task
   task = server.attempt(task={'seed': seed, 'member': 0}, timeout_s=200.0)
   kept = {name: os.environ[name] for name in ('PATH', 'HOME') if name in os.environ}
   environment = kept | {'PYTHONPATH': str(ROOT), 'LANGSMITH_TRACING': 'false'}
-  outcome = ProgramRunner(argv, cwd, environment, 10.0).run(task, Watch(200.0))
+  outcome = ProgramRunner(argv, cwd, environment, 10.0).run(task, RunWatch(200.0))
   assert outcome.state == AttemptState.SUCCEEDED, outcome.error
   server.lifecycle.finish(task.attempt_id, outcome.state, '')
   return task
@@ -76,7 +76,7 @@ def play(server: Server, argv, seed: int = SEED, cwd: str | None = None) -> Task
 
 def check_rows(server: Server, task: Task, tok, *, causes):
   """Every sampled token is trained once, in the rows that the engine was fed."""
-  calls, rewards = server.calls(task), server.store.rewards(task.attempt_id)
+  calls, rewards = server.calls(task), server.store.ask(Tables.rewards, task.attempt_id)
   assert [call.new_row_cause for call in calls] == causes
   settings = EpisodeSettings(
     group_size=1, incomplete='drop', off_policy='error', temperature=SAMPLING.temperature, top_p=SAMPLING.top_p,

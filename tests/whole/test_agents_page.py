@@ -1,4 +1,4 @@
-"""docs/agents.md and docs/metrics.md agree with the endpoint: tables, and programs that run as printed."""
+"""The pages of agent programs and docs/metrics.md agree with the endpoint: tables, and programs that run as printed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from collections.abc import Iterator
 import pytest
 
 from ragen_jax.config import checks, command_line
-from ragen_jax.serving import prometheus
-from ragen_jax.serving.agent_player import make_runner
-from ragen_jax.serving.async_player import METRICS
+from ragen_jax.serving import errors
 from ragen_jax.serving.client import Task
-from ragen_jax.serving.env_program import PENALTY, REWARD, SUCCESS
-from ragen_jax.serving.episodes import EpisodeSettings, build_rollout
-from ragen_jax.serving.runners import load_function
-from ragen_jax.serving.sessions import NEW_ROW_CAUSES
-from ragen_jax.serving.settings import EngineStats
+from ragen_jax.serving.conversation.sessions import NEW_ROW_CAUSES
+from ragen_jax.serving.engine.settings import EngineStats
+from ragen_jax.serving.http import prometheus
+from ragen_jax.serving.play.agent_player import make_runner
+from ragen_jax.serving.play.async_player import METRICS
+from ragen_jax.serving.play.env_program import PENALTY, REWARD, SUCCESS
+from ragen_jax.serving.play.episodes import EpisodeSettings, build_rollout
+from ragen_jax.serving.play.runners import RunWatch, load_function
 from ragen_jax.serving.types import AttemptState
-from ragen_jax.serving.watch import Watch
-from ragen_jax.serving.wire import errors
 from ragen_jax.serving.wire.fields import CHAT, COMPLETIONS, RESPONSES, Treatment
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / 'docs' / 'agents.md').read_text(encoding='utf-8')
+PAGES = ('agents', 'agent_training', 'agent_server', 'prompt_optimisation')
+PAGE = '\n'.join((ROOT / 'docs' / f'{name}.md').read_text(encoding='utf-8') for name in PAGES)
 
 
 def _section(heading: str, page: str = PAGE) -> str:
@@ -71,11 +71,10 @@ def test_the_table_of_causes_is_that_of_the_code():
 
 def test_the_table_of_endpoints_is_that_of_the_application():
   pytest.importorskip('starlette')
-  from ragen_jax.serving.app import App, AppSettings
-  from ragen_jax.serving.records import Limits
+  from ragen_jax.serving.http.app import App
 
-  service = types.SimpleNamespace(lifecycle=None, forget=None)
-  app = App(AppSettings('key', False, 1, Limits(1.0, 0.0, 1, ()), True, ''), service, lambda: None, lambda _: b'').asgi
+  service = types.SimpleNamespace(lifecycle=None, forget=None, settings=None)
+  app = App(service, 'key', lambda: None).asgi
   routes = {(m, re.sub(r'\{(\w+)(?::path)?\}', r'<\1>', r.path)) for r in app.routes for m in r.methods - {'HEAD'}}
   endpoints = _tables(_section('## The wire'))[0]
   assert len({(method, path) for method, path, _, _ in endpoints}) == len(endpoints)
@@ -213,7 +212,7 @@ def test_the_program_of_the_page_plays(programs, monkeypatch):
   monkeypatch.setenv('PYTHONPATH', str(ROOT))
   command = re.search(r"runner = '(python my_program\.py)'", PAGE).group(1)
   with _stub() as (url, got):
-    outcome = make_runner('runner', command, ()).run(_task(url), Watch(120.0))
+    outcome = make_runner('runner', command, ()).run(_task(url), RunWatch(120.0))
   assert (outcome.state, outcome.error) == (AttemptState.SUCCEEDED, '')
   (_, _, reward) = got[1]
   assert [path for path, _, _ in got] == ['/attempts/r.1/v1/chat/completions', '/attempts/r.1/rewards']

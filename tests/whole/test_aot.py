@@ -11,10 +11,10 @@ import sys
 import pytest
 
 from benchmarks import aot, aot_tables
-from ragen_jax.compilers import programs, topologies
-from ragen_jax.compilers.cost import Cost
-from ragen_jax.compilers.estimate import Measured
-from ragen_jax.compilers.work import Work
+from ragen_jax.planning import programs, topologies
+from ragen_jax.planning.cost import Cost
+from ragen_jax.planning.estimate import Measured
+from ragen_jax.planning.kernel_times import Work
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
@@ -52,7 +52,7 @@ def test_every_program_of_a_real_shape_compiles_for_a_tpu(tmp_path):
 @needs_libtpu
 def test_one_program_compiles_for_a_tpu_and_cycles_are_read():
   script = """
-from ragen_jax.compilers import cost, topologies
+from ragen_jax.planning import cost, topologies
 topology = topologies.parse('v5e:2x4')
 topologies.prepare(topology)
 import jax, jax.numpy as jnp, numpy as np

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 @pytest.fixture(scope='module')
 def crashes():
-  with benchmark('crashes') as module:
+  with benchmark('crashes', 'tools') as module:
     yield module
 
 
@@ -69,7 +69,7 @@ def test_numbers_that_differ_or_are_missing_are_named(crashes):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(('processes', 'kills'), [(1, 4), (2, 2)])
 def test_runs_that_are_ended_and_started_again_have_the_numbers_of_one_that_was_not(tmp_path, processes, kills):
-  command = [sys.executable, 'benchmarks/crashes.py', f'--processes={processes}', f'--kills={kills}']
+  command = [sys.executable, 'tools/crashes.py', f'--processes={processes}', f'--kills={kills}']
   # Without the tests' own flags and cache: the runs have a cache of their own, and take seconds if XLA optimises.
   environment = {name: x for name, x in os.environ.items() if not name.startswith(('XLA_', 'JAX_'))}
   done = subprocess.run(

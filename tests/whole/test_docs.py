@@ -17,7 +17,6 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import default, frozenlake_ppo
-from docs import make_configuration
 from ragen_jax import build, train
 from ragen_jax.agent import finite, pools
 from ragen_jax.agent.chat import ChatTokenizer
@@ -29,13 +28,15 @@ from ragen_jax.distributed.watchdog import Record, Watchdog
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.runs.workdir import record_config, workdir_lock
-from ragen_jax.serving.pool import ABANDONED_PER_PLACE, Progress
-from ragen_jax.serving.stall import Stall
+from ragen_jax.serving.play.pool import ABANDONED_PER_PLACE, RunnerStall
+from ragen_jax.serving.types import Progress
 from ragen_jax.training import run_lines
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import Fault
+from tests.support.chat_templates import CHATML_TOKENS, Kind, write_tokenizer
 from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
+from tools import make_configuration
 
 ROOT = ROOT
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').glob('*.md'))]
@@ -109,7 +110,7 @@ def test_the_design_page_has_the_layers_of_the_import_contract():
 
 def test_the_configuration_reference_is_fresh():
   fresh = make_configuration.render()
-  assert _text(ROOT / 'docs' / 'configuration.md') == fresh, 'run: python docs/make_configuration.py'
+  assert _text(ROOT / 'docs' / 'configuration.md') == fresh, 'run: python tools/make_configuration.py'
   # Every field once, and the environments' by the tags that others are derived from.
   for field, _ in leaves(CONFIG):
     if not field.startswith('envs.'):
@@ -285,7 +286,7 @@ def _row_shards(monkeypatch) -> str:
 
 
 def _different_checkpoints() -> str:
-  source = (ROOT / 'ragen_jax' / 'training' / 'run.py').read_text(encoding='utf-8')
+  source = (ROOT / 'ragen_jax' / 'training' / 'restore.py').read_text(encoding='utf-8')
   message = re.search(r"f'(--workdir=\{workdir\}: the processes see different checkpoints.*)'", source).group(1)
   return 'error: ' + message.format(workdir='runs/two', steps=[10, None])
 
@@ -303,7 +304,7 @@ def _on_a_cpu() -> str:
 
 
 def _lost_partner(monkeypatch, capsys) -> str:
-  monkeypatch.setattr(processes, 'leave', lambda status: None)
+  monkeypatch.setattr(processes, 'exit_process', lambda status: None)
   processes._on_error(ValueError, ValueError('Gloo all-reduce failed'), None)
   return capsys.readouterr().err.strip()
 
@@ -339,7 +340,7 @@ def _a_hanging_agent() -> str:
     oldest='ragen_jax-agent-ahead-0-3-0-1.1', full=True, fault='',
   )  # fmt: skip
   times = iter((0.0, 0.0, 600.0, 600.0))
-  stall = Stall(lambda: held, list, "envs.Agent.runner='my_agent.py:play'", 600.0, lambda: next(times))
+  stall = RunnerStall(lambda: held, list, "envs.Agent.runner='my_agent.py:play'", 600.0, lambda: next(times))
   stall.check()
   return _error(stall.check)
 
@@ -375,12 +376,19 @@ def _not_finite() -> list[str]:
   ]
 
 
+def _without_a_system_message(tmp_path) -> str:
+  template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+  write_tokenizer(tmp_path / 'gemma', Kind(template, CHATML_TOKENS))
+  return _error(ChatTokenizer, tmp_path / 'gemma')
+
+
 def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, capsys):
   page = _text(ROOT / 'docs' / 'troubleshooting.md')
   workdir = _begun_run(tmp_path, monkeypatch)
   told = [
     _too_long_a_prompt(),
     _without_a_hub(monkeypatch),
+    _without_a_system_message(tmp_path),
     _go_on(workdir, seed=1),
     _go_on(workdir, num_iterations=80),
     _go_on_beside_another(workdir),
@@ -410,6 +418,6 @@ def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, cap
   assert unsaid == [], told
   assert len(quoted) == len(told)
   for text in ('evaluating before training; most of the first minute is compilation',):
-    assert text in page and text in (ROOT / 'ragen_jax' / 'train.py').read_text(encoding='utf-8')
+    assert text in page and text in (ROOT / 'ragen_jax' / 'training' / 'run.py').read_text(encoding='utf-8')
   interrupted = 'interrupted; the same command resumes from the last checkpoint, if there is one'
   assert interrupted in page and interrupted in (ROOT / 'ragen_jax' / '__main__.py').read_text(encoding='utf-8')

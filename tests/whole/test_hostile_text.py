@@ -32,15 +32,22 @@ from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.prompt_search.wording import excerpt, placeholders, quote, read_prompt
-from ragen_jax.serving.chat_format import Family, QwenFormat
-from ragen_jax.serving.matching import ReplyIndex
-from ragen_jax.serving.messages import Message, Role, TemplateOptions, Tool, ToolCall, canonical, from_canonical
-from ragen_jax.serving.reply_reader import BadCalls, read_call
-from ragen_jax.serving.text import ReplyText
-from ragen_jax.serving.wire import chat as chat_wire
-from ragen_jax.serving.wire import completions, responses
+from ragen_jax.serving.conversation.chat_format import Family, QwenFormat
+from ragen_jax.serving.conversation.matching import ReplyIndex
+from ragen_jax.serving.conversation.messages import (
+  Message,
+  Role,
+  TemplateOptions,
+  Tool,
+  ToolCall,
+  canonical,
+  from_canonical,
+)
+from ragen_jax.serving.conversation.reply_reader import BadCalls, read_call
+from ragen_jax.serving.engine.text import ReplyText
+from ragen_jax.serving.errors import ApiError
+from ragen_jax.serving.wire.answers import ENDPOINTS
 from ragen_jax.serving.wire.body import read_json
-from ragen_jax.serving.wire.errors import ApiError
 from ragen_jax.sft import conversations
 from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.records import token_pieces
@@ -329,9 +336,9 @@ def requests(world, text):
     except ApiError as e:
       assert (e.status, '\n' in e.message) == (400, False)
       continue
-    for wire in (chat_wire, completions, responses):
+    for endpoint in ENDPOINTS.values():
       try:
-        spec = wire.parse(sent, limits())
+        spec = endpoint.parse(sent, limits())
       except ApiError as e:
         assert e.status == 400 and '\n' not in e.message and len(e.message) < 1000
         json.dumps(e.body(), ensure_ascii=False).encode()
@@ -365,7 +372,7 @@ def files(world, text):
         continue
       start, end = tok.added['<|im_start|>'], tok.added['<|im_end|>']
       marks = [i for i in trajectory.tokens[0, : trajectory.length[0]].tolist() if i in (start, end)]
-      assert marks == [start, end]
+      assert marks == [start, end] * (2 if tok.format.no_system else 1)  # with the default system message
   tok = world.tokenizers['tiny']
   assert tok.messages(text) == re.findall(r'<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>', text, re.DOTALL)
 

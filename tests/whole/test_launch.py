@@ -55,6 +55,34 @@ def _start_pair(workdir, log, address, *flags, own=((), ())):
   return [start_main(*flags, *own[i], f'--process_id={i}', env=variables, stdout=log, stderr=log) for i in range(2)]
 
 
+@pytest.mark.timeout(300)
+def test_processes_that_cannot_connect_say_what_they_wait_for_and_give_up_in_one_line(tmp_path, address):
+  # A name that does not resolve, detected by JAX or given; a port at which nobody listens; no second process.
+  slurm = {'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '2', 'SLURM_PROCID': '1', 'SLURM_LOCALID': '0'}
+  slurm |= {'SLURM_STEP_NODELIST': 'nowhere.invalid', 'JAX_COORDINATOR_PORT': '2222'}
+  cases = [
+    ('auto', None, 'nowhere.invalid:2222', 'process 0 cannot be reached at nowhere.invalid:2222 ('),
+    ('nowhere.invalid:8476', 0, 'nowhere.invalid:8476', 'process 0 cannot be reached at nowhere.invalid:8476 ('),
+    ('127.0.0.1:9', 1, '127.0.0.1:9', 'process 0 cannot be reached at 127.0.0.1:9 (Connection refused'),
+    (address, 0, address, f'process 0 answers at {address}, but not all processes have connected there'),
+  ]
+  workers = []
+  for coordinator_, index, _, _ in cases:
+    flags = ['--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path / "run"}', '--connect_timeout=2']
+    own = [] if index is None else ['--num_processes=2', f'--process_id={index}']
+    variables = environment(devices=1, **(slurm if index is None else {}))
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    workers.append(start_main(*flags, f'--coordinator={coordinator_}', *own, env=variables, **pipes))
+  for worker, (coordinator_, _, shown, problem) in zip(workers, cases, strict=True):
+    out, err = worker.communicate(timeout=200)
+    waits, error = err.splitlines()
+    assert worker.returncode == 1 and not out
+    assert waits == f'waiting until all processes are connected at {shown}, 2 s at most'
+    assert error.startswith(f'error: --coordinator={coordinator_}: {problem}')
+    assert error.endswith('; waited 2 s (--connect_timeout)')
+  assert not (tmp_path / 'run').exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # most of it is compilation, and machines are busy
 @pytest.mark.skipif(shutil.which('bash') is None, reason='launch/local.sh is a bash script')

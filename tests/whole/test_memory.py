@@ -18,12 +18,13 @@ from flax import nnx
 from ragen_jax import build, train
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.algorithms import losses
-from ragen_jax.compilers import abstract, memory
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.planning import abstract, memory
+from ragen_jax.planning.lowering import lower_gradient, lower_sampler, step_programs
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.sampling.sampler import Sampler
-from ragen_jax.training.batches import MiniBatch
+from ragen_jax.training.batches import MiniBatch, TokenRows
 from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.trainer import Trainer
 from tests.support import learning, memory_worker
@@ -120,8 +121,8 @@ def test_the_plan_is_what_one_device_really_holds():
   assert found['rollout']["optimiser's state"] == live['o']
   assert found['rollout']['key/value cache'] == sum(x.nbytes for x in jax.tree.leaves(cache))
   assert 'reference weights' not in found['update'] and state.reference is None
-  lowered = policy.sampler.lower(
-    params, policy.sampler.init(8, abstract.cache_columns(config)), width=64, columns=32, sampling=PLAIN
+  lowered = lower_sampler(
+    policy.sampler, params, policy.sampler.init(8, abstract.cache_columns(config)), width=64, columns=32, sampling=PLAIN
   )
   real = max(abstract.temporary_bytes(x) for x in lowered.values())
   assert found['rollout']['activations'] == pytest.approx(real, rel=0.1)
@@ -181,7 +182,7 @@ def _random_batch(rows=8, width=24, replies=12):
       'tokens': rng.integers(0, 40, size=(rows, width)).astype(np.int32), 'columns': columns.astype(np.int32),
       'mask': mask, 'trained': mask, 'valued': mask, 'turn': np.zeros((rows, replies), np.int32),
       'importance': np.ones((rows, replies), np.float32), 'old_logprobs': f32['old_logprobs'] - 4,
-      'segments': None, 'images': None,
+      'seen_until': None, 'before': None, 'sequence': None, 'images': None,
     }
   )  # fmt: skip
 
@@ -197,8 +198,8 @@ def test_the_update_reuses_what_it_is_given():
   state = learning.state_of(learner, nnx.split(made)[1])
   donated = (state.trained, state.opt_state)
   sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in donated]
-  (apply,) = learner.step_programs(state, batch)
-  lowered = {'accumulate': learner.lower(state, batch), apply.name: apply.lower()}
+  (apply,) = step_programs(learner, state, batch)
+  lowered = {'accumulate': lower_gradient(learner, state, batch), apply.name: apply.lower()}
   aliased = {name: x.compile().memory_analysis().alias_size_in_bytes for name, x in lowered.items()}
   assert aliased['accumulate'] == sizes[0]  # the gradients
   assert aliased['apply'] == sum(sizes)
@@ -214,7 +215,7 @@ def test_the_sampler_reuses_its_cache():
   sampler, params = Sampler(made, stop_ids=(7,)), nnx.split(made)[1]
   state = sampler.init(4, 32)
   cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
-  lowered = sampler.lower(params, state, width=8, columns=6, sampling=PLAIN)
+  lowered = lower_sampler(sampler, params, state, width=8, columns=6, sampling=PLAIN)
   assert all(x.compile().memory_analysis().alias_size_in_bytes > cache for x in lowered.values())
   with warnings.catch_warnings():
     warnings.simplefilter('error')
@@ -260,11 +261,11 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
   cfg = dataclasses.replace(random_model(40).policy.cfg, hidden_size=512, intermediate_size=768)
   made = nnx.eval_shape(lambda: ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
   graphdef, params = nnx.split(made)
-  tokens, columns = jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 4), jnp.int32)
+  rows = TokenRows(jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 4), jnp.int32), jnp.ones((2, 4), bool))
 
   def kept(remat):
     def forward(params):
-      return score_tokens(nnx.merge(graphdef, params), tokens, columns, learning.scoring(remat=remat))[0]
+      return score_tokens(nnx.merge(graphdef, params), rows, learning.scoring(remat=remat))[0]
 
     residuals = jax.eval_shape(lambda p: jax.vjp(forward, p)[1], params)
     shapes = [x.shape for x in jax.tree.leaves(residuals) if x.dtype == jnp.bfloat16]

@@ -1,4 +1,4 @@
-"""benchmarks/same_numbers.py: its commands can run, and a difference is found and named."""
+"""tools/same_numbers.py: its commands can run, and a difference is found and named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.benchmarks import benchmark
 
 @pytest.fixture(scope='module')
 def same_numbers():
-  with benchmark('same_numbers') as module:
+  with benchmark('same_numbers', 'tools') as module:
     yield module
 
 

@@ -9,9 +9,9 @@ import pathlib
 import openai
 import pytest
 
-from ragen_jax.serving.agent_player import make_runner
+from ragen_jax.serving.play.agent_player import make_runner
+from ragen_jax.serving.play.runners import RunWatch
 from ragen_jax.serving.types import AttemptState
-from ragen_jax.serving.watch import Watch
 from tests.support.paths import ROOT
 from tests.support.scripted import ADMIN, ScriptedEngine, chat, serve
 from tests.support.wire import CALL_TAGS, tokenizer
@@ -143,7 +143,7 @@ def test_a_command_gets_no_secret_of_the_run(tmp_path, monkeypatch):
 
   fields = {'rollout_id': 'r', 'attempt_id': 'r.1', 'number': 1, 'mode': 'train', 'group': '', 'input': None,
             'timeout_s': 60.0, 'heartbeat_s': 0.0, 'prompt': ''}  # fmt: skip
-  outcome = runner.run(Task(**fields, server_url='http://127.0.0.1:1', api_key='rk-own'), Watch(120.0))
+  outcome = runner.run(Task(**fields, server_url='http://127.0.0.1:1', api_key='rk-own'), RunWatch(120.0))
   assert outcome.state is AttemptState.SUCCEEDED, outcome.error
   environment = pathlib.Path(out).read_text()
   assert 'hidden' not in environment and 'OTHER=shown' in environment and 'OPENAI_API_KEY=rk-own' in environment

@@ -14,6 +14,7 @@ from flax import nnx
 import ragen_jax
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import param_state
+from ragen_jax.serving.rollouts.tables import Tables
 from tests.support.paths import ROOT
 
 pytest.importorskip('starlette')
@@ -70,7 +71,7 @@ def play(config, policy, directory) -> tuple[list[Iteration], object]:
   found = []
   with build_agents.open_players(config, policy, str(directory)) as players:
     player = players['train']
-    server = player._server
+    server = player.server
     (engine,) = server.engines.frozen.values()
     trainer = build.make_trainer(config, policy, frozenset(), player)
     state = trainer.init()
@@ -81,9 +82,9 @@ def play(config, policy, directory) -> tuple[list[Iteration], object]:
       batch, _ = trainer.estimate(state, selection)
       state, _ = trainer.update(state, batch, selection)
       store = server.lifecycle.store
-      records = [r for r in store.completed(0, 1000) if r.metadata['iteration'] == i]
+      records = [r for r in store.ask(Tables.completed, 0, 1000) if r.metadata['iteration'] == i]
       records.sort(key=lambda r: r.rollout_id)
-      calls = [store.calls(r.attempt_id) for r in records]
+      calls = [store.ask(Tables.calls, r.attempt_id) for r in records]
       weights = digest(engine._scheduler.rows._weights)
       found.append(Iteration(rollout, params, batch, calls, weights, engine.stats().cached_tokens))
     stats = server.engines.stats()

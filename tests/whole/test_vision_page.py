@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from configs import default
-from docs import make_tiles
 from ragen_jax.agent.world_model.descriptions import read_claims
 from ragen_jax.agent.world_model.formats import FORMATS, read_sections
 from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
+from tools import make_tiles
 
 PAGE = (ROOT / 'docs' / 'vision.md').read_text(encoding='utf-8')
 
@@ -25,7 +25,7 @@ PAGE = (ROOT / 'docs' / 'vision.md').read_text(encoding='utf-8')
 def test_the_contact_sheet_is_fresh_and_shows_every_tile():
   sheet = make_tiles.sheet()
   shown = np.asarray(Image.open(io.BytesIO(make_tiles.SHEET.read_bytes())))
-  np.testing.assert_array_equal(shown, sheet, err_msg='run: python docs/make_tiles.py')
+  np.testing.assert_array_equal(shown, sheet, err_msg='run: python tools/make_tiles.py')
   codes = {}
   for env, state in (board for row in make_tiles.boards() for board in row):
     codes.setdefault(env, set()).update(np.unique(env.cells(state)).tolist())

@@ -111,11 +111,7 @@ def possible_claims(kinds: Sequence[str]) -> list[str]:
 
 
 def claim_rules(kinds: Sequence[str]) -> str:
-  """The request for descriptions in a prompt.
-
-  Args:
-    kinds: the kinds of the game.
-  """
+  """The request for descriptions in a prompt."""
   return (
     f'To describe a board, write one sentence for each {" and each ".join(kinds)}, separated by semicolons: '
     f'"the {kinds[0]} is V and H". V is {_or(VERTICAL)}; H is {_or(HORIZONTAL)}; both are seen from the player. '

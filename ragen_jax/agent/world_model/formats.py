@@ -29,6 +29,13 @@ _CONTENTS = {
   'prediction': 'the board after your actions',
   'answer': 'your actions',
 }
+# Texts of an example: short, and true of every board.
+_EXAMPLES = {
+  'think': 'I look at the state and choose the next step.',
+  'observation': 'what stands where, seen from me',
+  'reasoning': 'I look at the state and choose the next step.',
+  'prediction': 'what will stand where',
+}
 _TAG = re.compile(rf'<(/?)({"|".join(_CONTENTS)})>')
 _THOUGHT_END = re.compile(r'</think>\s*<answer>')
 
@@ -71,7 +78,6 @@ def read_sections(reply: str, form: str) -> Sections:
   """Reads a reply, with its forced prefix and without its stop token.
 
   Args:
-    reply: any text.
     form: a key of `FORMATS`.
   """
   names = innermost_tags(form)
@@ -102,7 +108,6 @@ def read_answer(reply: str, form: str) -> str | None:
   Without sections, the reply must begin in its form. With sections, the first answer behind the thought counts.
 
   Args:
-    reply: any text.
     form: a key of `FORMATS`.
   """
   if FORMATS[form]:
@@ -130,5 +135,10 @@ def write_reply(form: str, texts: Mapping[str, str]) -> str:
 
 
 def describe_form(form: str) -> str:
-  """The request for a form in a prompt, without a full stop; `claim_rules` is that for the descriptions in it."""
-  return f'Answer as {write_reply(form, _CONTENTS)} and nothing else'
+  """A form with descriptions in place of its texts: '<think>your thoughts</think><answer>your actions</answer>'."""
+  return write_reply(form, _CONTENTS)
+
+
+def example_of(form: str, answer: str) -> str:
+  """A whole reply of a form with short texts and an answer."""
+  return write_reply(form, _EXAMPLES | {'answer': answer})

@@ -30,15 +30,7 @@ WEIGHTS = {'box': 0.5, 'target': 0.5, 'goal': 0.7, 'hole': 0.3}
 
 @dataclasses.dataclass(frozen=True)
 class ReplyRewardSettings:
-  """The rewards of replies, besides those of their actions. Fields are those of `config.reward`.
-
-  Attributes:
-    format_reward: reward of a reply of its form with valid actions.
-    state_reward: reward of a described section with the score 1.
-    state_floor: score of a section that is worth nothing, from 0 to below 1, see `above_floor`.
-    state_place: where the reward of a section is paid, one of `PLACES`: on the last token of the turn, or on the token
-      that completes the section's closing tag.
-  """
+  """The rewards of replies, besides those of their actions. Fields of `config.reward`."""
 
   format_reward: float
   state_reward: float
@@ -75,11 +67,9 @@ def score_turn(
   """The rewards of a reply: its observation is compared with the state before it, its prediction with the state after.
 
   Args:
-    sections: the reply.
     actions_valid: whether the reply has at least one action and all its actions exist.
     before: the state that the reply answers; None for a game without scenes.
     after: the state after all actions of the turn; None for a game without scenes.
-    settings: the sizes of the rewards.
   """
   if not (sections.correct and actions_valid):
     return NO_REWARD

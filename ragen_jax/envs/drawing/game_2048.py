@@ -23,7 +23,6 @@ def tiles(tile: int, goal_exponent: int) -> np.ndarray:
 
   Args:
     tile: side of a tile, in pixels.
-    goal_exponent: exponent of the goal.
   """
   images = []
   for exponent in range(goal_exponent + 1):

@@ -44,7 +44,6 @@ class Session(abc.ABC):
     """Starts new episodes.
 
     Args:
-      rows: the rows to reset.
       seeds: the seed of each row's level. Rows with equal seeds must begin with equal observations.
       members: the number of each row in its group, to seed randomness that the members do not share.
 

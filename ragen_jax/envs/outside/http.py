@@ -49,6 +49,7 @@ from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
 from ragen_jax.envs.outside.timed_http import make_opener
 from ragen_jax.utils.errors import short
+from ragen_jax.utils.retry import pause_s
 from ragen_jax.utils.threads import Fault, run_calls
 
 _LONGEST_WAIT_S = 30.0
@@ -155,7 +156,6 @@ class HttpSession(Session):
 
     Args:
       env: address, limits and options.
-      rows: number of rows.
     """
     self._env = env
     self._client, self._count = uuid.uuid4().hex, 0
@@ -262,7 +262,7 @@ class HttpSession(Session):
 
   def _wait_s(self, tried: int) -> float:
     """Seconds to wait after this many tries, at least 1."""
-    return min(self._env.backoff_s * 2 ** min(tried - 1, 64), _LONGEST_WAIT_S)
+    return pause_s(tried, self._env.backoff_s, _LONGEST_WAIT_S)
 
   def _receive(self, request: urllib.request.Request) -> bytes:
     """The body of the answer to one request.

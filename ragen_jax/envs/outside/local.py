@@ -39,7 +39,6 @@ class LocalSession(Session):
 
     Args:
       make: function that makes an object.
-      rows: number of rows.
       workers: number of threads, see `run_calls`.
       step_timeout_s: time limit of a step, a reset or a close, in seconds.
       owner: the environment, see `run_calls`.
@@ -116,7 +115,6 @@ def close_all(games: Sequence[Any], *, workers: int, timeout_s: float, owner: An
   Args:
     games: the objects; None for a row without an object.
     workers: number of threads, see `run_calls`.
-    timeout_s: time limit of one call, in seconds.
     owner: the environment, see `run_calls`.
   """
   games = [game for game in games if game is not None]

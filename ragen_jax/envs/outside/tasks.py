@@ -60,12 +60,7 @@ class AgentTasks(TextEnvironment):
     return found
 
   def task(self, seed: int, member: int) -> Any:
-    """The task of an episode, a JSON value.
-
-    Args:
-      seed: number of the level.
-      member: number of the episode in its group.
-    """
+    """The task of an episode, a JSON value."""
     lines = self._lines
     return lines[seed % len(lines)] if lines else {'seed': seed, 'member': member}
 

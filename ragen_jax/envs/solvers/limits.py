@@ -19,7 +19,6 @@ def check_left(
     budget: the budget that the levels were solved for.
     turns_left: integers, [count] or one for all levels.
     actions_left: integers, like `turns_left`.
-    count: number of levels.
 
   Raises:
     ValueError: more turns or actions remain than the budget has.

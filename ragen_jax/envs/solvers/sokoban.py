@@ -121,7 +121,6 @@ class RoomDistances:
     """Searches.
 
     Args:
-      table: the positions of the board.
       floor: bool[G, n], the cells without a wall.
       targets: i32[G, K], target cells.
     """

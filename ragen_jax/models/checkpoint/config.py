@@ -4,8 +4,8 @@ A checkpoint is a directory with `config.json`, `model.safetensors` (or shards a
 if this project wrote it, `value_head.safetensors`. A critic with its own trunk is a checkpoint in the subdirectory
 `critic` of the policy's checkpoint; it has no output projection, and the value head is stored in that subdirectory.
 Only JSON and safetensors files are read, so code in a checkpoint never runs. The layouts are those of
-`Qwen2ForCausalLM`, `Qwen3ForCausalLM` and, for models that read images, of `Qwen2_5_VLForConditionalGeneration` and
-`Qwen3VLForConditionalGeneration` in `transformers`.
+`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `LlamaForCausalLM` and, for models that read images, of
+`Qwen2_5_VLForConditionalGeneration` and `Qwen3VLForConditionalGeneration` in `transformers`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.models.checkpoint import vision_config
+from ragen_jax.models.checkpoint import rope_config, vision_config
 from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
@@ -37,6 +37,7 @@ DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
 _ARCHITECTURES = {
   'Qwen2ForCausalLM': 'qwen2',
   'Qwen3ForCausalLM': 'qwen3',
+  'LlamaForCausalLM': 'llama',
   'Qwen2_5_VLForConditionalGeneration': 'qwen2_5_vl',
   'Qwen3VLForConditionalGeneration': 'qwen3_vl',
 }
@@ -105,7 +106,8 @@ def read_config(directory: str) -> QwenConfig:
 
   Raises:
     UserError: the file is missing or not JSON, or requires a feature that is not supported: another architecture,
-      scaled rotary embeddings, sliding windows, an attention bias in Qwen3, quantised weights, another activation.
+      rotary embeddings that are scaled in another way than Llama 3's, sliding windows, biases in Qwen3 or Llama,
+      quantised weights, another activation.
   """
   where = os.path.join(directory, CONFIG_FILE)
   raw = read_json(where)
@@ -140,6 +142,7 @@ def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfi
   if _has_sliding_window(raw, num_layers):
     field = 'layer_types' if raw.get('layer_types') else 'use_sliding_window'
     raise unsupported(raw, field, 'every layer must attend to the whole context', where)
+  theta, scaling = rope_config.read(raw, architecture, where)
   return QwenConfig(
     architecture=architecture,
     vocab_size=integer(raw, 'vocab_size', where),
@@ -149,7 +152,8 @@ def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfi
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
-    rope_theta=_rope_theta(raw, where),
+    rope_theta=theta,
+    rope_scaling=scaling,
     rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
     tie_word_embeddings=bool(raw.get('tie_word_embeddings', False)),
   )
@@ -170,7 +174,7 @@ def _family(raw: dict[str, Any], where: str) -> str:
 
 
 def _check_features(raw: dict[str, Any], architecture: str, where: str) -> None:
-  """Raises UserError for a field that requires something other than a plain Qwen2 or Qwen3 model."""
+  """Raises UserError for a field that requires something other than a plain Qwen2, Qwen3 or Llama model."""
   if raw.get('hidden_act', 'silu') != 'silu':
     raise unsupported(raw, 'hidden_act', "only 'silu' is", where)
   if raw.get('quantization_config'):
@@ -178,6 +182,10 @@ def _check_features(raw: dict[str, Any], architecture: str, where: str) -> None:
   # Qwen2 ignores this field: it always has biases, and loading checks that they are in the weights.
   if architecture == 'qwen3' and raw.get('attention_bias', False):
     raise unsupported(raw, 'attention_bias', 'Qwen3 models have no bias', where)
+  if architecture == 'llama':
+    for field in ('attention_bias', 'mlp_bias'):
+      if raw.get(field):
+        raise unsupported(raw, field, 'Llama models must have no bias (false)', where)
 
 
 def _has_sliding_window(raw: dict[str, Any], num_layers: int) -> bool:
@@ -188,22 +196,6 @@ def _has_sliding_window(raw: dict[str, Any], num_layers: int) -> bool:
   return window is not None and raw.get('max_window_layers', 28) < num_layers
 
 
-def _rope_theta(raw: dict[str, Any], where: str) -> float:
-  """The base of the wavelengths, from `rope_theta` or, in files of transformers 5, from `rope_parameters`."""
-  field = 'rope_scaling' if raw.get('rope_scaling') else 'rope_parameters'
-  rope = raw.get(field) or {}
-  kind = rope.get('rope_type', rope.get('type', 'default'))
-  # Older files of models that read images have another name for unscaled rotary embeddings of several axes.
-  if kind != 'default' and not (kind == 'mrope' and 'mrope_section' in rope):
-    raise UserError(f"{where}: {field}.rope_type={kind!r} is not supported; only 'default' (unscaled) is")
-  if any(isinstance(value, dict) for value in rope.values()):
-    raise UserError(f'{where}: {field}={rope!r} differs from layer to layer, which is not supported')
-  theta = rope.get('rope_theta')
-  if theta is None:
-    theta = raw.get('rope_theta')
-  return 10000.0 if theta is None else float(theta)
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
@@ -211,8 +203,6 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   """The content of `config.json`, with field names that transformers 4 and 5 both read.
 
   Args:
-    cfg: the shape of the model.
-    dtype: type of the stored weights.
     tokenizer_dir: source of the special tokens' ids and of the fields that an export carries over; None for neither.
 
   Raises:
@@ -231,7 +221,6 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
     'head_dim': cfg.head_dim,
     'hidden_act': 'silu',
     'max_position_embeddings': 32768,
-    'rope_theta': cfg.rope_theta,
     'rms_norm_eps': cfg.rms_norm_eps,
     'tie_word_embeddings': cfg.tie_word_embeddings,
     'use_sliding_window': False,
@@ -242,6 +231,10 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   }
   if cfg.architecture == 'qwen3':
     config['attention_bias'] = False
+  if cfg.architecture == 'llama':
+    del config['use_sliding_window']
+    config |= {'attention_bias': False, 'mlp_bias': False}
+  config |= rope_config.write(cfg)
   raw = {}
   if tokenizer_dir is not None:
     config |= _token_ids(tokenizer_dir)
@@ -250,8 +243,9 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
     described = (raw.get('text_config') or {}) | raw
     config |= {field: described[field] for field in _CARRIED_FIELDS if described.get(field) is not None}
     for field in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
-      if isinstance(config.get(field), int) and config[field] >= cfg.vocab_size:
-        raise UserError(f'{tokenizer_dir}: {field}={config[field]} is outside of vocab_size={cfg.vocab_size}')
+      found = config.get(field)
+      if any(isinstance(i, int) and i >= cfg.vocab_size for i in (found if isinstance(found, list) else [found])):
+        raise UserError(f'{tokenizer_dir}: {field}={found} is outside of vocab_size={cfg.vocab_size}')
   return config if cfg.vision is None else vision_config.write(config, cfg, raw)
 
 

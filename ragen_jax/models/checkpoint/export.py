@@ -45,7 +45,6 @@ def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step
   """The step of the checkpoint that 'latest', 'best' or a number selects.
 
   Args:
-    checkpointer: the checkpoints of a run.
     step: 'latest', 'best' or a step in digits.
     field: the config field that `step` comes from, for the error.
     others: what else the field may be, for the error.
@@ -75,12 +74,6 @@ def restore_params(checkpointer: Checkpointer, model: ActorCritic, mesh: Mesh, s
   Frozen weights (with LoRA, and of vision towers) are those of `model`. Its trained weights are deleted first, because
   both copies together may not fit into memory.
 
-  Args:
-    checkpointer: the checkpoints of a run.
-    model: the policy and critic of the run.
-    mesh: the devices for the weights.
-    step: the checkpoint.
-
   Returns:
     All weights, trained and frozen.
   """
@@ -103,8 +96,6 @@ def write_policy(output: str, model: ActorCritic, settings: ExportSettings, *, w
 
   Args:
     output: the directory; see `save_model`.
-    model: the policy and critic.
-    settings: form and type of the weights.
     with_value_head: also write the value head, and the critic's trunk if it has its own.
   """
   head = model.value_head if with_value_head else None

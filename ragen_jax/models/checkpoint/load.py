@@ -47,9 +47,7 @@ def load_model(
   """Loads the model of a checkpoint. No weights are initialised on the way.
 
   Args:
-    directory: a Hugging Face checkpoint.
     dtype: type of activations, and of weights in computations.
-    param_dtype: type in which weights are stored.
     attention: see `Qwen`.
     sharding_fn: see `load_params`.
     trunk_only: skip an output projection that is not tied to the embedding; the model has the shape `trunk_config`.
@@ -79,8 +77,6 @@ def load_params(
 
   Args:
     directory: a Hugging Face checkpoint in float32, bfloat16 or float16, in one file or in shards.
-    cfg: the shape of the model.
-    param_dtype: type of the loaded weights.
     sharding_fn: sharding of a parameter by its path, e.g. ('layers', 0, 'self_attn', 'q_proj', 'kernel') -> a
       `NamedSharding` of [D, N, H]. Without it, or if it returns None, weights go to the default device.
     ignore_head: with tied embeddings, do not compare a stored output projection with the embedding.

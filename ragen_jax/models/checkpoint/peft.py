@@ -112,11 +112,9 @@ def save(
 
   Args:
     directory: the target; created if missing. If it is not empty it must be a checkpoint, which is replaced.
-    model: the model with its adapters.
     config: rank, alpha and targets of the adapters.
     dtype: float32, bfloat16 or float16, the type of the stored adapters.
     base: the base model that `adapter_config.json` names: a directory, or a repository on the hub.
-    tokenizer_dir: source of tokenizer files.
     value_head: stored beside the adapters, in float32.
 
   Raises:

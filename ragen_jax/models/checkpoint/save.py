@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -38,6 +37,7 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.stores import is_address
 from ragen_jax.utils.errors import DiskError, UserError, one_line
+from ragen_jax.utils.locks import has_owner, owned
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -81,7 +81,6 @@ def save_model(
     directory: the target; created if missing. If it is not empty it must be a checkpoint, which is replaced.
     model: a `Qwen`, or the state or pure dict of one without adapters. The adapters of a `Qwen` are merged into the
       stored weights, one tensor at a time.
-    cfg: the shape of the model.
     dtype: float32, bfloat16 or float16, the type of the stored weights.
     tokenizer_dir: source of the files of tokenizer and image processor, token ids and context length; usually the
       checkpoint that training started from. Without it, these files in `directory` are kept.
@@ -284,7 +283,7 @@ def _replacing(directory: str) -> Iterator[str]:
   new = os.path.join(os.path.dirname(target), f'.{os.path.basename(target)}.{uuid.uuid4().hex[:8]}')
   old = f'{new}.old'
   os.mkdir(new)
-  with _owned(new):
+  with owned(new):
     try:
       yield new
       if os.path.isdir(target):
@@ -329,43 +328,14 @@ def _recover(directory: str) -> None:
     found = sorted(os.path.join(parent, entry) for entry in os.listdir(parent) if left.fullmatch(entry))
     olds = [path for path in found if path.endswith('.old')]
     if not os.path.lexists(target):
-      if len(olds) == 1 and not _has_owner(olds[0].removesuffix('.old')):
+      if len(olds) == 1 and not has_owner(olds[0].removesuffix('.old')):
         os.rename(olds[0], target)
         _log.warning('%s: replacing it was interrupted; the checkpoint from before is back', directory)
-    elif olds and _has_owner(target) is False:
+    elif olds and has_owner(target) is False:
       for old in olds:
         _keep_other_files(old, target)
     for path in found:
-      if path not in olds and _has_owner(path) is False:
+      if path not in olds and has_owner(path) is False:
         shutil.rmtree(path)
   except OSError as e:
     raise DiskError(f'{directory}: what an interrupted export left cannot be cleaned up: {e.strerror or e}') from e
-
-
-@contextlib.contextmanager
-def _owned(directory: str) -> Iterator[None]:
-  """Context manager: marks a directory, under any name, as that of a process that lives; see `_has_owner`."""
-  file = os.open(directory, os.O_RDONLY)
-  try:
-    with contextlib.suppress(OSError):  # a disk without locks
-      fcntl.flock(file, fcntl.LOCK_EX)
-    yield
-  finally:
-    os.close(file)
-
-
-def _has_owner(directory: str) -> bool | None:
-  """Whether a process that lives writes a directory; None if the disk cannot tell. One that is missing has no owner."""
-  try:
-    file = os.open(directory, os.O_RDONLY)
-  except FileNotFoundError:
-    return False
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return True
-  except OSError:
-    return None
-  finally:
-    os.close(file)
-  return False

@@ -112,7 +112,6 @@ def write(config: dict[str, Any], cfg: QwenConfig, source: dict[str, Any]) -> di
 
   Args:
     config: the fields of a text model of the same decoder.
-    cfg: the shape of the model.
     source: the file that the model comes from; {} for none.
   """
   v = cfg.vision

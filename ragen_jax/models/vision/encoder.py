@@ -49,7 +49,6 @@ class Encoder:
 
     Args:
       model: has a tower; its structure is used. If the tower is frozen, features are kept from call to call.
-      processor: how images become patches.
       mesh: the devices that divide the images; None for one device.
     """
     self.processor = processor

@@ -17,7 +17,6 @@ def image_starts(tokens: np.ndarray, grids: Sequence[tuple[int, int]], cfg: Visi
   Args:
     tokens: i32[T], one row, without padding.
     grids: rows and columns of patches of each image of the row, in order.
-    cfg: the shape of the tower.
 
   Raises:
     UserError: the placeholders are not those of the images.
@@ -54,7 +53,6 @@ def rope_positions(
   Args:
     tokens: i32[T], without padding; images are complete.
     grids: rows and columns of patches of each image in `tokens`, in order.
-    cfg: the shape of the tower.
     start: position of the first column: 0, or the position that the row's part before returned.
 
   Returns:
@@ -85,7 +83,6 @@ def feature_columns(
   Args:
     tokens: i32[T], without padding.
     grids: rows and columns of patches of each image of the row, in order.
-    cfg: the shape of the tower.
     first: the row of the table with the first token of each image; an image's tokens follow one another.
 
   Returns:

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
 from ragen_jax.models.vision.config import CHANNELS, VisionConfig
-from ragen_jax.models.vision.resize import resize
 from ragen_jax.utils.errors import UserError
 
 PROCESSOR_FILE = 'preprocessor_config.json'
@@ -166,6 +166,11 @@ def preprocess(image: np.ndarray, cfg: ProcessorConfig) -> tuple[np.ndarray, tup
   image = resize(image, *smart_resize(*image.shape[:2], cfg))
   values = _normalized(cfg)[np.arange(CHANNELS), image]  # f32[H, W, 3]
   return _patchify(values, cfg), (image.shape[0] // cfg.patch_size, image.shape[1] // cfg.patch_size)
+
+
+def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+  """A bicubic resize of u8[H, W, 3] to u8[height, width, 3]; versions of Pillow before 13 differ by a few levels."""
+  return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def patches_of(images: jax.Array, cfg: ProcessorConfig) -> jax.Array:

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible wire format: request JSON to `CallSpec`, replies to JSON objects and server-sent events."""
+"""Wire: request JSON of the OpenAI-compatible endpoints to `CallSpec`, replies to JSON objects and events."""

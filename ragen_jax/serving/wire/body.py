@@ -1,12 +1,12 @@
-"""Request bodies: bytes to a JSON object, and typed reads of its fields."""
+"""Wire: request bodies, bytes to a JSON object, and typed reads of its fields."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ragen_jax.serving.messages import encodable, parse_json
-from ragen_jax.serving.wire.errors import bad_request, too_large, wrong_value
+from ragen_jax.serving.conversation.messages import encodable, parse_json
+from ragen_jax.serving.errors import bad_request, too_large, wrong_value
 from ragen_jax.serving.wire.fields import Field, Treatment
 
 _DEEPEST = 100
@@ -16,7 +16,6 @@ def read_json(raw: bytes, limit: int) -> dict[str, Any]:
   """The JSON object in a request's body, with every lone surrogate replaced by U+FFFD.
 
   Args:
-    raw: the body.
     limit: its maximum length, in bytes.
 
   Raises:

@@ -1,43 +1,44 @@
-"""POST /v1/completions: requests, answers and streams."""
+"""Wire: POST /v1/completions, requests, answers and streams."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ragen_jax.serving.messages import TemplateOptions
-from ragen_jax.serving.types import Finish, Generated, Piece
-from ragen_jax.serving.wire import sse
+from ragen_jax.serving.errors import bad_request, wrong_value
+from ragen_jax.serving.types import Piece
 from ragen_jax.serving.wire.body import Body
-from ragen_jax.serving.wire.errors import ApiError, bad_request, wrong_value
-from ragen_jax.serving.wire.fields import COMPLETIONS
-from ragen_jax.serving.wire.results import Choice, Head, Rest, finite, usage, versions, whole
+from ragen_jax.serving.wire.results import (
+  AnswerContext,
+  Choice,
+  ChunkStream,
+  finish_reason,
+  finite,
+  usage,
+  versions,
+  whole,
+)
 from ragen_jax.serving.wire.spec import (
   MOST_ALTERNATIVES,
   CallSpec,
   Kind,
-  Limits,
-  read_model,
+  RequestLimits,
+  read_common,
   read_n,
   read_sampling,
-  read_seed,
   read_stop,
 )
 
 
-def parse(body: dict[str, Any], limits: Limits) -> CallSpec:
+def read(body: Body, limits: RequestLimits) -> CallSpec:
   """Reads a request.
 
   Raises:
     ApiError: a field is wrong, or asks for what the server does not do.
   """
-  return read(Body(body, COMPLETIONS), limits)
-
-
-def read(body: Body, limits: Limits) -> CallSpec:
-  """`parse` for fields that are already checked against the table."""
-  model, agent = read_model(body)
+  common = read_common(body)
   prompts = _prompts(body.value('prompt'), limits)
   logprobs = body.integer('logprobs', 0, MOST_ALTERNATIVES)
   echo = body.boolean('echo', False)
@@ -46,32 +47,18 @@ def read(body: Body, limits: Limits) -> CallSpec:
   options = body.mapping('stream_options')
   return CallSpec(
     kind=Kind.COMPLETIONS,
-    model=model,
-    agent=agent,
-    messages=(),
+    **common,
     prompts=prompts,
-    tools=(),
-    parse_calls=False,
-    parallel_tool_calls=True,
-    template=TemplateOptions(enable_thinking=True, add_generation_prompt=False, reply_prefix=''),
     sampling=read_sampling(body, body.integer('max_tokens', 1, limits.context), read_stop(body)),
     n=read_n(body, limits, len(prompts)),
-    seed=read_seed(body),
-    stream=body.boolean('stream', False),
     include_usage=options.get('include_usage') is True,
     logprobs=logprobs is not None,
     top_logprobs=logprobs or 0,
-    return_token_ids=body.boolean('return_token_ids', False),
     echo=echo,
-    previous_response_id='',
-    user=body.string('user'),
-    metadata=body.mapping('metadata'),
-    warnings=(),
-    echoed={},
   )
 
 
-def _prompts(value: Any, limits: Limits) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(value: Any, limits: RequestLimits) -> tuple[str | tuple[int, ...], ...]:
   if isinstance(value, str) and value:
     return (value,)
   if not isinstance(value, list) or not value:
@@ -83,7 +70,7 @@ def _prompts(value: Any, limits: Limits) -> tuple[str | tuple[int, ...], ...]:
   return tuple(_prompt(item, f'prompt[{i}]', limits) for i, item in enumerate(value))
 
 
-def _prompt(value: Any, at: str, limits: Limits) -> str | tuple[int, ...]:
+def _prompt(value: Any, at: str, limits: RequestLimits) -> str | tuple[int, ...]:
   if isinstance(value, list) and value:
     return _ids(value, at, limits)
   if not isinstance(value, str) or not value:
@@ -91,7 +78,7 @@ def _prompt(value: Any, at: str, limits: Limits) -> str | tuple[int, ...]:
   return value
 
 
-def _ids(value: list[Any], at: str, limits: Limits) -> tuple[int, ...]:
+def _ids(value: list[Any], at: str, limits: RequestLimits) -> tuple[int, ...]:
   for i, id_ in enumerate(value):
     if type(id_) is not int or not 0 <= id_ < limits.vocabulary:
       raise wrong_value(f'{at}[{i}]', id_, f'an id from 0 to {limits.vocabulary - 1}')
@@ -101,28 +88,27 @@ def _ids(value: list[Any], at: str, limits: Limits) -> tuple[int, ...]:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def answer(
-  spec: CallSpec, head: Head, choices: Sequence[Choice], token_bytes: Callable[[int], bytes]
-) -> dict[str, Any]:
-  """The JSON answer; the arguments are those of `chat.answer`."""
+def answer(context: AnswerContext, choices: Sequence[Choice]) -> dict[str, Any]:
+  """The JSON answer with replies none of which was aborted."""
+  head = context.head
   return {
     'id': head.id,
     'object': 'text_completion',
     'created': head.created,
     'model': head.model,
-    'choices': [_choice(spec, choice, token_bytes) for choice in choices],
+    'choices': [_choice(context, choice) for choice in choices],
     'usage': usage(choices),
     **versions(choices),
   }
 
 
-def _choice(spec: CallSpec, choice: Choice, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
-  generated = choice.generated
+def _choice(context: AnswerContext, choice: Choice) -> dict[str, Any]:
+  spec, generated = context.spec, choice.generated
   fields = {
     'index': choice.index,
     'text': (choice.prompt_text if spec.echo else '') + generated.text,
-    'logprobs': _logprobs(whole(generated), spec.top_logprobs, token_bytes, 0) if spec.logprobs else None,
-    'finish_reason': _finish_reason(generated),
+    'logprobs': _logprobs(whole(generated), spec.top_logprobs, context.token_bytes, 0) if spec.logprobs else None,
+    'finish_reason': finish_reason(generated),
     'stop_reason': generated.stop_text or None,
   }
   if spec.return_token_ids:
@@ -147,33 +133,24 @@ def _logprobs(piece: Piece, top_logprobs: int, token_bytes: Callable[[int], byte
   }
 
 
-def _finish_reason(generated: Generated) -> str:
-  if generated.finish is Finish.ABORTED:
-    raise ValueError('an aborted reply has no answer')
-  return str(generated.finish)
+class CompletionStream(ChunkStream):
+  """See `ChunkStream`."""
 
+  kind = 'text_completion'
 
-class CompletionStream:
-  """The events of a streamed answer. The pieces of several replies may come in any order."""
+  def __init__(self, context: AnswerContext):
+    """Nothing is sent yet."""
+    super().__init__(context)
+    self._offsets: Counter[int] = Counter()  # characters of the tokens so far
 
-  def __init__(self, spec: CallSpec, head: Head, replies: int, token_bytes: Callable[[int], bytes]):
-    """Begins a stream.
-
-    Args:
-      spec: the request.
-      head: its id, time and model.
-      replies: number of replies, over all prompts.
-      token_bytes: the bytes of a token.
-    """
-    self._spec, self._head, self._token_bytes = spec, head, token_bytes
-    self._rests = [Rest() for _ in range(replies)]
-    self._offsets = [0] * replies  # characters of the tokens so far
-
-  def start(self, index: int, prompt: Sequence[int], prompt_text: str) -> list[bytes]:
-    """The first event of a reply, if the request asks for something of its prompt."""
-    ids = {'prompt_token_ids': list(prompt)} if self._spec.return_token_ids else {}
-    text = prompt_text if self._spec.echo else ''
-    return [self._chunk(index, text, ids)] if ids or text else []
+  def start(self, prompts: Sequence[tuple[int, ...]]) -> list[bytes]:
+    """The first event of each reply, if the request asks for something of its prompt."""
+    events = []
+    for i, prompt in enumerate(prompts):
+      ids = {'prompt_token_ids': list(prompt)} if self._spec.return_token_ids else {}
+      text = self._context.decode(prompt) if self._spec.echo else ''
+      events += [self._chunk(i, text, ids)] if ids or text else []
+    return events
 
   def piece(self, index: int, piece: Piece) -> list[bytes]:
     """The events of new tokens of a reply."""
@@ -181,28 +158,16 @@ class CompletionStream:
     known = self._known(index, piece)
     return [self._chunk(index, piece.text, known)] if piece.text or known else []
 
-  def finish(self, index: int, generated: Generated) -> list[bytes]:
-    """The last event of a complete reply, with what the pieces left out."""
-    rest = self._rests[index].of(generated)
-    stop = {'finish_reason': _finish_reason(generated), 'stop_reason': generated.stop_text or None}
-    found = versions([Choice(index, (), generated, None, '')])
-    return [self._chunk(index, rest.text, self._known(index, rest) | stop, **found)]
-
-  def end(self, choices: Sequence[Choice]) -> list[bytes]:
-    """The end of the stream, after all replies: the usage if it was asked for, and the mark of the end."""
-    counted = [sse.event(self._frame([], usage=usage(choices)))] if self._spec.include_usage else []
-    return [*counted, sse.DONE]
-
-  @staticmethod
-  def error(error: ApiError) -> list[bytes]:
-    """The end of a stream that failed."""
-    return [sse.event(error.body())]
+  def _finish(self, choice: Choice) -> list[bytes]:
+    rest = self._rests[choice.index].of(choice.generated)
+    stop = {'finish_reason': finish_reason(choice.generated), 'stop_reason': choice.generated.stop_text or None}
+    return [self._chunk(choice.index, rest.text, self._known(choice.index, rest) | stop, **versions([choice]))]
 
   def _known(self, index: int, piece: Piece) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if self._spec.logprobs and piece.ids:
       offset = self._offsets[index]
-      known['logprobs'] = _logprobs(piece, self._spec.top_logprobs, self._token_bytes, offset)
+      known['logprobs'] = _logprobs(piece, self._spec.top_logprobs, self._context.token_bytes, offset)
       last = known['logprobs']
       self._offsets[index] = last['text_offset'][-1] + len(last['tokens'][-1])
     if self._spec.return_token_ids and piece.ids:
@@ -211,9 +176,4 @@ class CompletionStream:
 
   def _chunk(self, index: int, text: str, choice: dict[str, Any], **more: Any) -> bytes:
     fields = {'index': index, 'text': text, 'logprobs': None, 'finish_reason': None, **choice}
-    return sse.event(self._frame([fields], **more))
-
-  def _frame(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    head = self._head
-    frame = {'id': head.id, 'object': 'text_completion', 'created': head.created, 'model': head.model}
-    return {**frame, 'choices': choices, **more}
+    return self._frame([fields], **more)

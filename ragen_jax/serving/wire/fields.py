@@ -1,4 +1,4 @@
-"""What the server does with each field of a request: the one table that parsers, documentation and tests read."""
+"""Wire: what the server does with each field of a request, the table of parsers, documentation and tests."""
 
 from __future__ import annotations
 

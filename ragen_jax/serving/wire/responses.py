@@ -1,43 +1,36 @@
-"""POST /v1/responses: requests, answers and streams, as far as the OpenAI Agents SDK uses them."""
+"""Wire: POST /v1/responses, requests, answers and streams, as far as the OpenAI Agents SDK uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ragen_jax.serving.messages import Message, Role, from_responses, tools_from_responses
-from ragen_jax.serving.reply_reader import CallDone, ContentDelta, Event, ReplyReader, ThoughtDelta
-from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
+from ragen_jax.serving.conversation.messages import Message, Role, from_responses, tools_from_responses
+from ragen_jax.serving.conversation.reply_reader import CallDone, ContentDelta, Event, ThoughtDelta
+from ragen_jax.serving.errors import ApiError, wrong_value
+from ragen_jax.serving.types import Finish, Piece
 from ragen_jax.serving.wire import sse
 from ragen_jax.serving.wire.body import Body
-from ragen_jax.serving.wire.errors import ApiError, wrong_value
-from ragen_jax.serving.wire.fields import RESPONSES
-from ragen_jax.serving.wire.results import Choice, Head, Rest, versions
+from ragen_jax.serving.wire.results import AnswerContext, Choice, Rest, finish_reason, versions
 from ragen_jax.serving.wire.spec import (
   CallSpec,
   Kind,
-  Limits,
-  read_model,
+  RequestLimits,
+  read_common,
   read_sampling,
-  read_seed,
   read_template,
   read_text_format,
   read_tool_choice,
 )
 
 
-def parse(body: dict[str, Any], limits: Limits) -> CallSpec:
+def read(body: Body, limits: RequestLimits) -> CallSpec:
   """Reads a request.
 
   Raises:
     ApiError: a field is wrong, or asks for what the server does not do.
   """
-  return read(Body(body, RESPONSES), limits)
-
-
-def read(body: Body, limits: Limits) -> CallSpec:
-  """`parse` for fields that are already checked against the table."""
-  model, agent = read_model(body)
+  common = read_common(body)
   value = body.value('input')
   if isinstance(value, list) and len(value) > limits.messages:
     raise wrong_value('input', f'{len(value)} items', f'at most {limits.messages} items')
@@ -51,29 +44,18 @@ def read(body: Body, limits: Limits) -> CallSpec:
   text_format = read_text_format(body.mapping('text').get('format'), 'text.format', limits)
   parallel = body.boolean('parallel_tool_calls', True)
   max_tokens = body.integer('max_output_tokens', 1, limits.context)
-  metadata, previous = body.mapping('metadata'), body.string('previous_response_id')
+  previous = body.string('previous_response_id')
   return CallSpec(
     kind=Kind.RESPONSES,
-    model=model,
-    agent=agent,
+    **common,
     messages=messages,
-    prompts=(),
     tools=tools,
     parse_calls=parse_calls and bool(tools),
     parallel_tool_calls=parallel,
     template=read_template(body, add_generation_prompt=True, reply_prefix=''),
     sampling=read_sampling(body, max_tokens, stop=()),
-    n=1,
-    seed=read_seed(body),
-    stream=body.boolean('stream', False),
     include_usage=True,
-    logprobs=False,
-    top_logprobs=0,
-    return_token_ids=body.boolean('return_token_ids', False),
-    echo=False,
     previous_response_id=previous,
-    user=body.string('user'),
-    metadata=metadata,
     warnings=warnings + text_format,
     echoed={
       'instructions': instructions or None,
@@ -82,7 +64,7 @@ def read(body: Body, limits: Limits) -> CallSpec:
       'parallel_tool_calls': parallel,
       'max_output_tokens': max_tokens,
       'previous_response_id': previous or None,
-      'metadata': metadata,
+      'metadata': common['metadata'],
       'text': body.value('text') or {'format': {'type': 'text'}},
     },
   )
@@ -91,26 +73,10 @@ def read(body: Body, limits: Limits) -> CallSpec:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def answer(
-  spec: CallSpec,
-  head: Head,
-  params: SamplingParams,
-  reader: ReplyReader,
-  prompt: Sequence[int],
-  generated: Generated,
-) -> dict[str, Any]:
-  """The JSON answer: the object that ends a stream of the same reply.
-
-  Args:
-    spec: the request.
-    head: its id, time and model.
-    params: how the reply was sampled.
-    reader: a new reader.
-    prompt: ids of the prompt.
-    generated: the reply of the engine, which was not aborted.
-  """
-  stream = ResponseStream(spec, head, params, reader)
-  stream.finish(prompt, generated)
+def answer(context: AnswerContext, choices: Sequence[Choice]) -> dict[str, Any]:
+  """The JSON answer with the only reply, which was not aborted: the object that ends a stream of it."""
+  stream = ResponseStream(context)
+  stream.end(choices)
   return stream.response
 
 
@@ -121,15 +87,10 @@ class ResponseStream:
     response: the answer, as far as it is known.
   """
 
-  def __init__(
-    self,
-    spec: CallSpec,
-    head: Head,
-    params: SamplingParams,
-    reader: ReplyReader,
-  ):
-    """Begins a stream; see `answer` for the arguments."""
-    self._spec, self._head, self._reader = spec, head, reader
+  def __init__(self, context: AnswerContext):
+    """Nothing is sent yet."""
+    spec, head, params = context.spec, context.head, context.params
+    self._spec, self._head, self._reader = spec, head, context.new_reader(0)
     self._rest = Rest()
     self._number = 0  # of the next event
     self._text: list[str] = []  # of the open item
@@ -151,32 +112,34 @@ class ResponseStream:
       **spec.echoed,
     }
 
-  def start(self) -> list[bytes]:
+  def start(self, prompts: Sequence[tuple[int, ...]]) -> list[bytes]:
     """The first events."""
+    del prompts
     events = [self._event(f'response.{kind}', response=self.response) for kind in ('created', 'in_progress')]
     return list(map(sse.named_event, events))
 
-  def piece(self, piece: Piece) -> list[bytes]:
+  def piece(self, index: int, piece: Piece) -> list[bytes]:
     """The events of new tokens; there are none while their text is held back."""
+    del index
     self._rest.add(piece)
     return self._encode(self._reader.feed(piece.ids, piece.text))
 
-  def finish(self, prompt: Sequence[int], generated: Generated) -> list[bytes]:
+  def end(self, choices: Sequence[Choice]) -> list[bytes]:
     """The last events of the complete reply, with what the pieces left out."""
-    if generated.finish is Finish.ABORTED:
-      raise ValueError('an aborted reply has no answer')
+    (choice,) = choices
+    generated, incomplete = choice.generated, finish_reason(choice.generated) == Finish.LENGTH
     rest = self._rest.of(generated)
     encoded = self._encode(self._reader.feed(rest.ids, rest.text) + self._reader.finish())
     if not self.response['output'] and self._open is None:
       encoded += map(sse.named_event, self._begin_text('message'))  # clients expect an item
-    status = 'incomplete' if generated.finish is Finish.LENGTH else 'completed'
+    status = 'incomplete' if incomplete else 'completed'
     encoded += map(sse.named_event, self._close(status))
-    choice = Choice(0, tuple(prompt), generated, self._reader.reply(), '')
-    self.response |= {'status': status, 'usage': _usage(choice), **versions([choice])}
-    if status == 'incomplete':
+    thought = self._reader.reply().thought_tokens
+    self.response |= {'status': status, 'usage': _usage(choice, thought), **versions([choice])}
+    if incomplete:
       self.response['incomplete_details'] = {'reason': 'max_output_tokens'}
     if self._spec.return_token_ids:
-      self.response |= {'prompt_token_ids': list(prompt), 'token_ids': list(generated.ids)}
+      self.response |= {'prompt_token_ids': list(choice.prompt), 'token_ids': list(generated.ids)}
     return [*encoded, sse.named_event(self._event(f'response.{status}', response=self.response))]
 
   def error(self, error: ApiError) -> list[bytes]:
@@ -280,12 +243,12 @@ class ResponseStream:
     return events
 
 
-def _usage(choice: Choice) -> dict[str, Any]:
+def _usage(choice: Choice, thought_tokens: int) -> dict[str, Any]:
   prompt, sampled, cached = len(choice.prompt), len(choice.generated.ids), choice.generated.cached_tokens
   return {
     'input_tokens': prompt,
     'input_tokens_details': {'cached_tokens': cached, 'cache_write_tokens': prompt - cached},
     'output_tokens': sampled,
-    'output_tokens_details': {'reasoning_tokens': choice.reply.thought_tokens},
+    'output_tokens_details': {'reasoning_tokens': thought_tokens},
     'total_tokens': prompt + sampled,
   }

@@ -1,13 +1,17 @@
-"""Parts of answers that several endpoints share: rests, log-probabilities and usage."""
+"""Wire: parts of answers that several endpoints share: rests, log-probabilities and usage."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from ragen_jax.serving.reply_reader import Reply
-from ragen_jax.serving.types import Generated, Piece
+from ragen_jax.serving.conversation.reply_reader import ParsedReply, ReplyReader
+from ragen_jax.serving.errors import ApiError
+from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
+from ragen_jax.serving.wire import sse
+from ragen_jax.serving.wire.spec import CallSpec
 
 # Clients read JSON, which has no infinity; OpenAI's interface writes this number for a token that cannot be drawn.
 _LOWEST_LOGPROB = -9999.0
@@ -43,8 +47,29 @@ class Choice:
   index: int
   prompt: tuple[int, ...]
   generated: Generated
-  reply: Reply | None
+  reply: ParsedReply | None
   prompt_text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerContext:
+  """What an answer is written with.
+
+  Attributes:
+    spec: the request.
+    head: its id, time and model.
+    params: how the replies are sampled.
+    new_reader: makes a new reader of a reply, by its index.
+    decode: the text of ids.
+    token_bytes: the bytes of a token, which may be a part of a character.
+  """
+
+  spec: CallSpec
+  head: Head
+  params: SamplingParams
+  new_reader: Callable[[int], ReplyReader]
+  decode: Callable[[Sequence[int]], str]
+  token_bytes: Callable[[int], bytes]
 
 
 class Rest:
@@ -77,8 +102,6 @@ def token_logprobs(piece: Piece, top_logprobs: int, token_bytes: Callable[[int],
   """The log-probabilities of a piece as chat completions and responses write them.
 
   Args:
-    piece: the tokens.
-    top_logprobs: number of alternatives.
     token_bytes: the bytes of a token, which may be a part of a character.
   """
 
@@ -119,3 +142,40 @@ def versions(choices: Sequence[Choice]) -> dict[str, Any]:
   if not found:
     return {}
   return {'policy_version': max(found), 'policy_versions': {'min': min(found), 'max': max(found)}}
+
+
+def finish_reason(generated: Generated) -> str:
+  """Why a reply ended, as clients are told."""
+  if generated.finish is Finish.ABORTED:
+    raise ValueError('an aborted reply has no answer')
+  return str(generated.finish)
+
+
+class ChunkStream:
+  """The events of a streamed answer of chat completions or completions. Pieces of several replies come in any order."""
+
+  kind: ClassVar[str]  # the `object` of a chunk
+
+  def __init__(self, context: AnswerContext):
+    """Nothing is sent yet."""
+    self._context, self._spec = context, context.spec
+    self._rests: defaultdict[int, Rest] = defaultdict(Rest)
+
+  def end(self, choices: Sequence[Choice]) -> list[bytes]:
+    """The last events of the replies, the usage if it was asked for, and the mark of the end."""
+    last = [event for choice in choices for event in self._finish(choice)]
+    counted = [self._frame([], usage=usage(choices))] if self._spec.include_usage else []
+    return [*last, *counted, sse.DONE]
+
+  def error(self, error: ApiError) -> list[bytes]:
+    """The end of a stream that failed. Without it, clients would take what they have for a whole reply."""
+    return [sse.event(error.body())]
+
+  def _finish(self, choice: Choice) -> list[bytes]:
+    """The last events of a complete reply, with what the pieces left out."""
+    raise NotImplementedError
+
+  def _frame(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    head = self._context.head
+    frame = {'id': head.id, 'object': self.kind, 'created': head.created, 'model': head.model}
+    return sse.event({**frame, 'choices': choices, **more})

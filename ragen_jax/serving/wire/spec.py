@@ -1,4 +1,4 @@
-"""A validated request, whichever endpoint it came to."""
+"""Wire: a validated request, whichever endpoint it came to."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from ragen_jax.serving.messages import Message, TemplateOptions, Tool
+from ragen_jax.serving.conversation.messages import Message, TemplateOptions, Tool
+from ragen_jax.serving.errors import bad_request, wrong_value
 from ragen_jax.serving.types import SamplingParams
 from ragen_jax.serving.wire.body import Body
-from ragen_jax.serving.wire.errors import bad_request, wrong_value
 
 # What clients of OpenAI's interface may ask for.
 MOST_STOPS = 4
@@ -20,6 +20,7 @@ HIGHEST_TEMPERATURE = 2.0
 LOWEST_TEMPERATURE = 1e-3
 _SEEDS = (-(2**63), 2**63 - 1)
 _LONGEST_STOP = 256
+_NO_TEMPLATE = TemplateOptions(enable_thinking=True, add_generation_prompt=False, reply_prefix='')
 
 
 class Kind(enum.StrEnum):
@@ -31,7 +32,7 @@ class Kind(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
   """What a request may ask for.
 
   Attributes:
@@ -76,24 +77,24 @@ class CallSpec:
     kind: the endpoint.
     model: name of the policy.
     agent: name of the agent that calls, from a model 'name:agent'; '' for none.
+    seed: replaces the key of the draws; None for none.
+    stream: the answer is a stream of events.
+    return_token_ids: the answer has the ids of prompt and replies.
+    user: an identifier of the client's; '' for none.
+    metadata: values of the client's.
+    sampling: how tokens are drawn.
     messages: the conversation of chat and responses, without a message that is the beginning of the reply.
     prompts: the prompts of completions, texts or ids.
     tools: the functions that the policy may call.
     parse_calls: whether tool calls in the reply are told from its content.
     parallel_tool_calls: whether the answer has more than the first call.
     template: how the prompt opens the reply.
-    sampling: how tokens are drawn.
     n: number of replies to each prompt.
-    seed: replaces the key of the draws; None for none.
-    stream: the answer is a stream of events.
     include_usage: the stream ends with the usage.
     logprobs: the answer has log-probabilities.
     top_logprobs: number of likeliest alternatives in the answer, for each token.
-    return_token_ids: the answer has the ids of prompt and replies.
     echo: the text of completions begins with the prompt.
     previous_response_id: the call that a request to responses continues; '' for none.
-    user: an identifier of the client's; '' for none.
-    metadata: values of the client's.
     warnings: what the client asked for and does not get, for a header.
     echoed: fields of a request to responses that its answer repeats.
   """
@@ -101,26 +102,26 @@ class CallSpec:
   kind: Kind
   model: str
   agent: str
-  messages: tuple[Message, ...]
-  prompts: tuple[str | tuple[int, ...], ...]
-  tools: tuple[Tool, ...]
-  parse_calls: bool
-  parallel_tool_calls: bool
-  template: TemplateOptions
-  sampling: AskedSampling
-  n: int
   seed: int | None
   stream: bool
-  include_usage: bool
-  logprobs: bool
-  top_logprobs: int
   return_token_ids: bool
-  echo: bool
-  previous_response_id: str
   user: str
   metadata: dict[str, Any]
-  warnings: tuple[str, ...]
-  echoed: Mapping[str, Any]
+  sampling: AskedSampling
+  messages: tuple[Message, ...] = ()
+  prompts: tuple[str | tuple[int, ...], ...] = ()
+  tools: tuple[Tool, ...] = ()
+  parse_calls: bool = False
+  parallel_tool_calls: bool = True
+  template: TemplateOptions = _NO_TEMPLATE
+  n: int = 1
+  include_usage: bool = False
+  logprobs: bool = False
+  top_logprobs: int = 0
+  echo: bool = False
+  previous_response_id: str = ''
+  warnings: tuple[str, ...] = ()
+  echoed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def sampling_params(self, defaults: SamplingParams, *, fixed: bool) -> tuple[SamplingParams, tuple[str, ...]]:
     """The parameters of the engine.
@@ -145,13 +146,21 @@ class CallSpec:
 # -- fields that several endpoints share -------------------------------------------------------------------------------
 
 
-def read_model(body: Body) -> tuple[str, str]:
-  """The name of the policy and of the agent."""
+def read_common(body: Body) -> dict[str, Any]:
+  """The fields of `CallSpec` that all endpoints have, by their names."""
   model = body.string('model')
   if not model:
     raise bad_request('model', 'model is missing: must be the name of a model of /v1/models')
   name, _, agent = model.partition(':')
-  return name, agent
+  return {
+    'model': name,
+    'agent': agent,
+    'seed': body.integer('seed', *_SEEDS),
+    'stream': body.boolean('stream', False),
+    'return_token_ids': body.boolean('return_token_ids', False),
+    'user': body.string('user'),
+    'metadata': body.mapping('metadata'),
+  }
 
 
 def read_sampling(body: Body, max_tokens: int | None, stop: tuple[str, ...]) -> AskedSampling:
@@ -178,17 +187,12 @@ def read_stop(body: Body) -> tuple[str, ...]:
   return tuple(dict.fromkeys(texts))
 
 
-def read_n(body: Body, limits: Limits, prompts: int) -> int:
+def read_n(body: Body, limits: RequestLimits, prompts: int) -> int:
   """The number of replies to each of the prompts."""
   n = body.integer('n', 1, limits.replies) or 1
   if n * prompts > limits.replies:
     raise bad_request('n', f'n={n} for {prompts} prompts: must ask for at most {limits.replies} replies')
   return n
-
-
-def read_seed(body: Body) -> int | None:
-  """The seed of the draws."""
-  return body.integer('seed', *_SEEDS)
 
 
 def read_template(body: Body, *, add_generation_prompt: bool, reply_prefix: str) -> TemplateOptions:
@@ -199,7 +203,7 @@ def read_template(body: Body, *, add_generation_prompt: bool, reply_prefix: str)
   return TemplateOptions(thinking is not False, add_generation_prompt, reply_prefix)
 
 
-def read_tool_choice(body: Body, limits: Limits) -> tuple[bool, tuple[str, ...]]:
+def read_tool_choice(body: Body, limits: RequestLimits) -> tuple[bool, tuple[str, ...]]:
   """Whether tool calls are told from content, and warnings."""
   choice = body.value('tool_choice')
   if choice is None or choice in ('auto', 'none'):
@@ -209,7 +213,7 @@ def read_tool_choice(body: Body, limits: Limits) -> tuple[bool, tuple[str, ...]]
   return True, _unconstrained('tool_choice', choice, 'none or auto', limits)
 
 
-def read_text_format(value: Any, name: str, limits: Limits) -> tuple[str, ...]:
+def read_text_format(value: Any, name: str, limits: RequestLimits) -> tuple[str, ...]:
   """Warnings about the form that a reply should have."""
   if value is None:
     return ()
@@ -221,7 +225,7 @@ def read_text_format(value: Any, name: str, limits: Limits) -> tuple[str, ...]:
   return _unconstrained(name, kind, 'of the type text', limits)
 
 
-def _unconstrained(name: str, value: Any, allowed: str, limits: Limits) -> tuple[str, ...]:
+def _unconstrained(name: str, value: Any, allowed: str, limits: RequestLimits) -> tuple[str, ...]:
   if not limits.lenient:
     raise wrong_value(name, value, f'{allowed}; the server has no constrained decoding')
   return (f'{name} is not enforced',)
@@ -231,7 +235,6 @@ def header_warnings(spec: CallSpec, changed: tuple[str, ...]) -> dict[str, str]:
   """Headers that tell what a request does not get.
 
   Args:
-    spec: the request.
     changed: names of sampling parameters that are not as asked for, from `sampling_params`.
   """
   headers = {'x-ragen-warning': '; '.join(spec.warnings)} if spec.warnings else {}

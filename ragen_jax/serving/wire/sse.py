@@ -1,4 +1,4 @@
-"""Server-sent events, as bytes."""
+"""Wire: server-sent events, as bytes."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from ragen_jax.agent.world_model.formats import (
   Sections,
   describe_form,
   described_sections,
+  example_of,
   has_thought,
   innermost_tags,
   opening_tags,
@@ -93,10 +94,11 @@ def test_long_texts_are_read_in_one_pass(form, piece):
 
 @each
 def test_requests_show_the_form(form):
-  example = describe_form(form).removeprefix('Answer as ').removesuffix(' and nothing else')
-  assert read_sections(example, form).correct
-  assert example.startswith(opening_tags(form)) and has_thought(form) == example.startswith('<think>')
-  assert described_sections(form) == tuple(x for x in ('observation', 'prediction') if f'<{x}>' in example)
+  for shown in (describe_form(form), example_of(form, 'Up || Down')):
+    assert read_sections(shown, form).correct
+    assert shown.startswith(opening_tags(form)) and has_thought(form) == shown.startswith('<think>')
+    assert described_sections(form) == tuple(x for x in ('observation', 'prediction') if f'<{x}>' in shown)
+  assert read_answer(example_of(form, 'Up || Down'), form) == 'Up || Down'
 
 
 @each

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 
 import pytest
 
 from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
-from tests.support.checkpoints import SMALL, edit_config
+from tests.support.checkpoints import LLAMA, SMALL, edit_config, random_params
 
 
 def write_hub_config(directory, **fields) -> str:
@@ -79,7 +81,7 @@ def test_rope_theta_is_found_where_any_version_puts_it(checkpoint, remove, chang
 @pytest.mark.parametrize(
   ('changes', 'words'),
   [
-    ({'architectures': ['LlamaForCausalLM']}, ['architectures', 'LlamaForCausalLM', 'Qwen2ForCausalLM']),
+    ({'architectures': ['MistralForCausalLM']}, ['architectures', 'MistralForCausalLM', 'LlamaForCausalLM']),
     ({'architectures': ['Qwen2MoeForCausalLM']}, ['Qwen2MoeForCausalLM']),
     ({'architectures': None, 'model_type': 'gpt2'}, ['architectures=None']),
     ({'model_type': 'qwen3'}, ['model_type', 'qwen3', 'qwen2']),
@@ -107,6 +109,51 @@ def test_configs_that_these_models_cannot_follow_are_refused_by_name(checkpoint,
     read_config(checkpoint)
   message = str(error.value)
   assert '\n' not in message and checkpoint in message
+  for word in words:
+    assert word in message
+
+
+_LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+           'original_max_position_embeddings': 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('remove', 'changes', 'theta'),
+  [
+    ((), {'rope_theta': 123.0, 'rope_scaling': _LLAMA3}, 123.0),
+    (('rope_theta', 'rope_scaling'), {'rope_parameters': {'rope_theta': 321.0, **_LLAMA3}}, 321.0),
+  ],
+)
+def test_llama_3_s_scaling_is_found_where_any_version_puts_it(tmp_path, remove, changes, theta):
+  directory = str(tmp_path / 'llama')
+  save_model(directory, random_params(LLAMA), LLAMA, 'float32')
+  edit_config(directory, remove=remove, **changes)
+  assert read_config(directory) == dataclasses.replace(LLAMA, rope_theta=theta)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    ({'attention_bias': True}, ['attention_bias=True', 'must have no bias']),
+    ({'mlp_bias': True}, ['mlp_bias=True', 'must have no bias']),
+    ({'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, ['rope_scaling', "'yarn'", "'default'", "'llama3'"]),
+    ({'rope_scaling': {'type': 'linear', 'factor': 2.0}}, ['rope_scaling', "'linear'", "'llama3'"]),
+    ({'rope_scaling': _LLAMA3 | {'factor': None}}, ['rope_scaling.factor=None', 'positive']),
+    ({'rope_scaling': _LLAMA3 | {'low_freq_factor': True}}, ['low_freq_factor=True', 'positive']),
+    ({'rope_scaling': _LLAMA3 | {'original_max_position_embeddings': -64}}, ['original_max_position_embeddings=-64']),
+    ({'rope_scaling': _LLAMA3 | {'high_freq_factor': 1.0}}, ['high_freq_factor=1.0', 'low_freq_factor=1.0']),
+    ({'partial_rotary_factor': 0.5}, ['partial_rotary_factor=0.5', '1.0']),
+    ({'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2'}, ["rope_scaling.rope_type='llama3'", "'default'"]),
+  ],
+)
+def test_llama_configs_that_cannot_be_followed_are_refused_by_name(tmp_path, changes, words):
+  directory = str(tmp_path / 'llama')
+  save_model(directory, random_params(LLAMA), LLAMA, 'float32')
+  edit_config(directory, **changes)
+  with pytest.raises(UserError) as error:
+    read_config(directory)
+  message = str(error.value)
+  assert '\n' not in message and directory in message
   for word in words:
     assert word in message
 

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 from ragen_jax.models.checkpoint.names import abstract_model, list_names, weights
-from tests.support.checkpoints import SMALL, SMALL3
+from tests.support.checkpoints import LLAMA, SMALL, SMALL3
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3, LLAMA], ids=['qwen2', 'qwen3', 'llama'])
 def test_every_parameter_has_one_tensor_of_its_size(cfg):
   plan = weights(cfg)
   shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(abstract_model(cfg)))}
@@ -20,7 +20,7 @@ def test_every_parameter_has_one_tensor_of_its_size(cfg):
   assert all(w.size == np.prod(w.hf_shape) for w in plan)
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3, LLAMA], ids=['qwen2', 'qwen3', 'llama'])
 def test_conversions_are_inverses_and_a_kernel_is_the_transposed_matrix_of_a_linear_layer(cfg):
   rng = np.random.default_rng(0)
   x = rng.normal(size=cfg.hidden_size)

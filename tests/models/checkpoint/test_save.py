@@ -8,8 +8,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import unittest.mock
 
 import jax
@@ -27,11 +25,11 @@ from ragen_jax.models.checkpoint.save import as_stored, check_target, new_checkp
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
-from tests.support.checkpoints import SMALL, SMALL3, assert_identical, contents, edit_config, flat, random_params
-from tests.support.paths import ROOT
+from tests.support.checkpoints import LLAMA, SMALL, SMALL3, assert_identical, contents, edit_config, flat, random_params
+from tests.support.processes import run_python
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3, LLAMA], ids=['qwen2', 'qwen3', 'llama'])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 @pytest.mark.parametrize('max_shard_bytes', [1 << 30, 3000], ids=['single', 'sharded'])
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, cfg, dtype, max_shard_bytes):
@@ -56,7 +54,7 @@ def test_a_loaded_model_has_its_dtypes_and_a_pure_dict_can_be_saved(tmp_path):
   assert contents(tmp_path / 'again') == contents(tmp_path / 'out')
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3, LLAMA], ids=['qwen2', 'qwen3', 'llama'])
 def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, tokenizer_dir, cfg, transformers):
   import torch
 
@@ -68,7 +66,7 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, tokeni
       assert tensors.metadata() == {'format': 'pt'}
   theirs, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
   assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), report
-  assert type(theirs).__name__ == {'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}[cfg.architecture]
+  assert type(theirs).__name__ == f'{cfg.architecture.capitalize()}ForCausalLM'
   assert theirs.dtype == torch.float32
   assert (theirs.config.eos_token_id, theirs.config.pad_token_id) == (61, 60)
   assert theirs.generation_config.eos_token_id == 61
@@ -178,9 +176,12 @@ def test_an_export_that_fails_leaves_the_previous_one(tmp_path, monkeypatch, fai
   assert os.listdir(tmp_path) == ['out'], 'something was left behind'
 
 
+# Each export runs in a copy of the process that has imported the package.
 _KILLED = """
-import os, shutil, signal, sys
+import json, os, signal, sys, warnings
 from ragen_jax.models.checkpoint import save
+from tests.support.checkpoints import SMALL3, random_params
+warnings.filterwarnings('ignore', message='os.fork')
 def after(module, name, times):
   original, calls = getattr(module, name), []
   def called(*arguments, **others):
@@ -190,40 +191,56 @@ def after(module, name, times):
       os.kill(os.getpid(), signal.SIGKILL)
     return result
   setattr(module, name, called)
-moment = sys.argv[2]
-after(*{'while writing': (save, 'save_file', 1), 'between the renames': (os, 'rename', 1),
-        'before other files are moved': (os, 'rename', 2), 'while other files are moved': (os, 'rename', 3)}[moment])
-from tests.support.checkpoints import SMALL3, random_params
-save.save_model(sys.argv[1], random_params(SMALL3, seed=1), SMALL3, 'float32', max_shard_bytes=3000)
+moments = {'while writing': (save, 'save_file', 1), 'between the renames': (os, 'rename', 1),
+           'before other files are moved': (os, 'rename', 2), 'while other files are moved': (os, 'rename', 3)}
+statuses = {}
+for moment, out in json.loads(sys.argv[1]).items():
+  process = os.fork()
+  if not process:
+    after(*moments[moment])
+    save.save_model(out, random_params(SMALL3, seed=1), SMALL3, 'float32', max_shard_bytes=3000)
+    os._exit(0)
+  statuses[moment] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+print(json.dumps(statuses))
 """
 
 
-@pytest.mark.parametrize(
-  ('moment', 'there'),
-  [
-    ('while writing', 'old'),
-    ('between the renames', 'old'),
-    ('before other files are moved', 'new'),
-    ('while other files are moved', 'new'),
-  ],
-)
-def test_what_a_killed_export_leaves_is_cleaned_up(tmp_path, moment, there, caplog):
-  out = tmp_path / 'out'
-  save_model(str(out), random_params(SMALL), SMALL, 'float32', max_shard_bytes=3000)
-  mine = {'README.md': 'mine', 'notes.txt': 'mine, too', 'tokenizer.json': '{"mine": 1}'}
-  for name, text in mine.items():
-    (out / name).write_text(text)
-  before = contents(out)
-  killed = subprocess.run([sys.executable, '-c', _KILLED, str(out), moment], cwd=ROOT)
-  assert killed.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 2
+_MINE = {'README.md': 'mine', 'notes.txt': 'mine, too', 'tokenizer.json': '{"mine": 1}'}
+_MOMENTS = {
+  'while writing': 'old',
+  'between the renames': 'old',
+  'before other files are moved': 'new',
+  'while other files are moved': 'new',
+}
+
+
+@pytest.fixture(scope='module')
+def killed_exports(tmp_path_factory):
+  """Moment -> the directory of an export that was killed then, and what it contained before."""
+  found = {}
+  for moment in _MOMENTS:
+    out = tmp_path_factory.mktemp('killed') / 'out'
+    save_model(str(out), random_params(SMALL), SMALL, 'float32', max_shard_bytes=3000)
+    for name, text in _MINE.items():
+      (out / name).write_text(text)
+    found[moment] = out, contents(out)
+  done = run_python(_KILLED, json.dumps({moment: str(out) for moment, (out, _) in found.items()}), check=True)
+  assert json.loads(done.stdout) == dict.fromkeys(_MOMENTS, -signal.SIGKILL)
+  return found
+
+
+@pytest.mark.parametrize(('moment', 'there'), _MOMENTS.items())
+def test_what_a_killed_export_leaves_is_cleaned_up(killed_exports, moment, there, caplog):
+  out, before = killed_exports[moment]
+  assert len(os.listdir(out.parent)) == 2
   assert out.exists() == (moment != 'between the renames')
   check_target(str(out))
-  assert os.listdir(tmp_path) == ['out']
+  assert os.listdir(out.parent) == ['out']
   if there == 'old':
     assert contents(out) == before
   else:
     assert_identical(load_params(str(out), SMALL3, jnp.float32), random_params(SMALL3, seed=1))
-  assert {name: (out / name).read_text() for name in mine} == mine
+  assert {name: (out / name).read_text() for name in _MINE} == _MINE
   told = [record.getMessage() for record in caplog.records]
   assert told == [f'{out}: replacing it was interrupted; the checkpoint from before is back'] * (
     moment == 'between the renames'

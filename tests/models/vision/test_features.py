@@ -25,6 +25,7 @@ from ragen_jax.models.vision.positions import feature_columns, image_starts, rop
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler
+from ragen_jax.training.batches import TokenRows
 from ragen_jax.training.images import POLICY, FrozenFeatures, ImageInputs
 from ragen_jax.training.scoring import score_tokens
 from tests.support import learning, vision
@@ -219,7 +220,7 @@ def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_who
       )
   assert next_position[0] != next_position[1]
   # Tables of features have two sizes.
-  assert sampler.traces == {'resize': 0, 'copy': 0, 'extend': 2, 'decode': 1}
+  assert sampler.traces == {'resize': 0, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 1}
 
   patches, first = in_groups(written)
   seen = features.table([tower(model, jnp.asarray(x), grid) for grid, x in patches.items()])
@@ -255,7 +256,7 @@ def loss_and_gradient(pair):
     model = nnx.merge(graphdef, params)
     seen = features.table([model.policy.see(jnp.asarray(row.patches[0])[None], WIDE, remat=True)])
     images = ImageInputs(jnp.asarray(first)[None], jnp.asarray(positions)[None], FrozenFeatures({POLICY: seen}))
-    log_probs, _, _ = score_tokens(model, tokens, columns, learning.scoring(), images=images)
+    log_probs, _, _ = score_tokens(model, TokenRows(tokens, columns, columns > 0, images=images), learning.scoring())
     return -jnp.sum(log_probs[0] * weight)
 
   return loss, jax.jit(jax.value_and_grad(loss)), params, row, weight

@@ -63,6 +63,17 @@ def _tower(cfg: VisionConfig, dtype=jnp.float32) -> VisionTower:
   return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), params))
 
 
+@pytest.mark.parametrize('full', [(), (1,), (0, 1, 2)])
+def test_blocks_attend_within_windows_but_for_those_that_attend_to_the_whole_image(full):
+  tower = _tower(dataclasses.replace(_SMALL, full_blocks=full))
+  patches = np.random.default_rng(1).normal(size=(1, 64, _SMALL.patch_values)).astype(np.float32)
+  other = patches.copy()
+  other[:, :4] += 1  # the first of 4 x 4 tokens; windows have 2 x 2
+  see = nnx.jit(lambda tower, x: tower(x, (8, 8)).embeddings)
+  changed = np.any(np.abs(see(tower, patches) - see(tower, other)) > 1e-6, axis=-1)[0]
+  assert np.flatnonzero(changed).tolist() == (list(range(16)) if full else [0, 1, 4, 5])
+
+
 @pytest.mark.slow
 def test_blocks_in_a_loop_and_computed_again_give_the_same_features_and_gradients():
   patches = np.random.default_rng(1).normal(size=(1, 48, _SMALL.patch_values)).astype(np.float32)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.wire.body import Body, read_json
-from ragen_jax.serving.wire.errors import ApiError
 from ragen_jax.serving.wire.fields import Field, Treatment
 
 FIELDS = (

@@ -7,14 +7,17 @@ import json
 import numpy as np
 import pytest
 
-from ragen_jax.serving.chat_format import QwenFormat
-from ragen_jax.serving.messages import Message, Role
+from ragen_jax.serving import errors
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.conversation.messages import Message, Role
+from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.types import Finish
-from ragen_jax.serving.wire import chat, errors, sse
-from ragen_jax.serving.wire.errors import ApiError
+from ragen_jax.serving.wire import chat, sse
+from ragen_jax.serving.wire.answers import ENDPOINTS
 from ragen_jax.serving.wire.results import Choice
+from ragen_jax.serving.wire.spec import Kind
 from tests.support.chat_server import server
-from tests.support.wire import QWEN3_TAGS, TOOL, generated, head, limits, pieces, reader, tokenizer
+from tests.support.wire import QWEN3_TAGS, TOOL, context, generated, limits, pieces, reader, tokenizer
 
 USER = {'role': 'user', 'content': 'hi'}
 CALLS = (
@@ -34,7 +37,7 @@ def fmt(tok):
 
 
 def _parse(**changes):
-  return chat.parse({'model': 'policy', 'messages': [USER]} | changes, limits())
+  return ENDPOINTS[Kind.CHAT].parse({'model': 'policy', 'messages': [USER]} | changes, limits())
 
 
 class Replies:
@@ -44,7 +47,7 @@ class Replies:
     self.tok, self.fmt, self.replies, self.seed = tok, fmt, replies, seed
     self.prompt = tok.encode('prompt')
 
-  def _choices(self, spec):
+  def choices(self, spec):
     for k, reply in enumerate(self.replies):
       one = reader(self.fmt, parse_calls=spec.parse_calls, parallel=spec.parallel_tool_calls)
       one.feed(reply.ids, reply.text)
@@ -52,24 +55,21 @@ class Replies:
       yield Choice(k, self.prompt, reply, one.reply(), '')
 
   def answer(self, body):
-    spec = chat.parse(body, limits())
-    choices = list(self._choices(spec))
+    spec = ENDPOINTS[Kind.CHAT].parse(body, limits())
+    choices = list(self.choices(spec))
     if not spec.stream:
-      made = chat.answer(spec, head('chatcmpl'), choices, self.tok.token_bytes)
+      made = chat.answer(context(self.tok, self.fmt, spec, 'chatcmpl'), choices)
       return 200, {'content-type': 'application/json'}, sse.PADDING + sse.encode_json(made)
     return 200, {'content-type': sse.CONTENT_TYPE}, b''.join(self.events(spec, choices))
 
   def events(self, spec, choices):
-    readers = [reader(self.fmt, parse_calls=spec.parse_calls, parallel=spec.parallel_tool_calls) for _ in self.replies]
-    stream = chat.ChatStream(spec, head('chatcmpl'), readers, self.tok.token_bytes)
-    events = stream.start(self.prompt)
+    stream = chat.ChatStream(context(self.tok, self.fmt, spec, 'chatcmpl'))
+    events = stream.start([self.prompt] * len(self.replies))
     left = [pieces(self.tok, reply, self.seed + k) for k, reply in enumerate(self.replies)]
     while any(left):  # the replies grow in turn
       for k, parts in enumerate(left):
         events += stream.piece(k, parts.pop(0)) if parts else []
         events.append(sse.KEEP_ALIVE)
-    for k, reply in enumerate(self.replies):
-      events += stream.finish(k, reply)
     return events + stream.end(choices)
 
 
@@ -148,9 +148,9 @@ def test_aborted_replies_have_no_answer(tok, fmt):
   aborted = generated(tok, 'ab', finish=Finish.ABORTED)
   with pytest.raises(ValueError):
     Replies(tok, fmt, aborted).answer({'model': 'policy', 'messages': [USER]})
-  stream = chat.ChatStream(_parse(), head('chatcmpl'), [reader(fmt)], tok.token_bytes)
+  stream = chat.ChatStream(context(tok, fmt, _parse(), 'chatcmpl'))
   with pytest.raises(ValueError):
-    stream.finish(0, aborted)
+    stream.end([Choice(0, (), aborted, None, '')])
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -162,9 +162,9 @@ def test_streams_say_what_whole_answers_say(tok, fmt, seed):
   replies = Replies(tok, fmt, *all_replies, seed=seed)
   body = {'model': 'policy', 'messages': [USER], 'tools': [TOOL], 'logprobs': True, 'top_logprobs': 1}
   body |= {'return_token_ids': True, 'stream_options': {'include_usage': True}}
-  spec = chat.parse({**body, 'stream': True}, limits())
+  spec = ENDPOINTS[Kind.CHAT].parse({**body, 'stream': True}, limits())
   whole = json.loads(replies.answer(body)[2])
-  chunks = _data(replies.events(spec, list(replies._choices(spec))))
+  chunks = _data(replies.events(spec, list(replies.choices(spec))))
   assert len({(c['id'], c['object'], c['created'], c['model']) for c in chunks}) == 1
   assert chunks[-1]['choices'] == [] and chunks[-1]['usage'] == whole['usage']
   assert not any('usage' in c for c in chunks[:-1])
@@ -189,9 +189,9 @@ def test_streams_say_what_whole_answers_say(tok, fmt, seed):
 def test_tokens_are_told_once(tok, fmt):
   """Where they end a thought and several calls at a time, too."""
   spec = _parse(stream=True, tools=[TOOL], logprobs=True, return_token_ids=True)
-  stream = chat.ChatStream(spec, head('chatcmpl'), [reader(fmt)], tok.token_bytes)
+  stream = chat.ChatStream(context(tok, fmt, spec, 'chatcmpl'))
   reply = generated(tok, CALLS)
-  chunks = [c['choices'][0] for c in _data(stream.finish(0, reply) + stream.end([])[-1:])]
+  chunks = [c['choices'][0] for c in _data(stream.end([Choice(0, (), reply, None, '')]))]
   assert len(chunks) == 5  # thought, content, two calls, end
   assert [i for c in chunks for i in c.get('token_ids', [])] == list(reply.ids)
   assert sum(len(c['logprobs']['content']) for c in chunks if c['logprobs']) == len(reply.ids)
@@ -255,8 +255,8 @@ def test_openai_reads_streams(tok, fmt, seed):
 
 def test_openai_raises_where_a_stream_breaks(tok, fmt):
   openai = pytest.importorskip('openai', reason='answers are read with the openai package')
-  stream = chat.ChatStream(_parse(), head('chatcmpl'), [reader(fmt)], tok.token_bytes)
-  raw = b''.join(stream.start(()) + stream.error(errors.internal('it broke', retry=False)))
+  stream = chat.ChatStream(context(tok, fmt, _parse(), 'chatcmpl'))
+  raw = b''.join(stream.start([()]) + stream.error(errors.internal('it broke', retry=False)))
   with server([(200, {'content-type': sse.CONTENT_TYPE}, raw)]) as (url, _):
     events = _client(url).chat.completions.create(model='policy', messages=[USER], stream=True)
     assert next(events).choices[0].delta.role == 'assistant'
@@ -295,8 +295,8 @@ def test_openai_repeats_what_may_succeed_later():
 
 
 def test_versions_come_with_the_last_chunk_of_a_reply(tok, fmt):
-  reply = generated(tok, 'ab', versions=np.array([1, 2, 2], np.int32))
+  replies = Replies(tok, fmt, generated(tok, 'ab', versions=np.array([1, 2, 2], np.int32)))
   spec = _parse(stream=True)
-  chunks = _data(Replies(tok, fmt, reply).events(spec, []))
+  chunks = _data(replies.events(spec, list(replies.choices(spec))))
   assert chunks[-1]['policy_versions'] == {'min': 1, 'max': 2}
   assert chunks[-1]['choices'][0]['finish_reason'] == 'stop'

@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+from ragen_jax.serving import errors
+from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.types import Finish
-from ragen_jax.serving.wire import completions, errors, sse
-from ragen_jax.serving.wire.errors import ApiError
+from ragen_jax.serving.wire import completions, sse
+from ragen_jax.serving.wire.answers import ENDPOINTS
 from ragen_jax.serving.wire.results import Choice
+from ragen_jax.serving.wire.spec import Kind
 from tests.support.chat_server import server
-from tests.support.wire import generated, head, limits, pieces, tokenizer
+from tests.support.wire import context, generated, limits, pieces, tokenizer
 
 FULL = {'model': 'policy', 'prompt': 'hi', 'logprobs': 2, 'return_token_ids': True}
 
@@ -22,7 +25,7 @@ def tok(tmp_path_factory):
 
 
 def _parse(**changes):
-  return completions.parse({'model': 'policy', 'prompt': 'hi'} | changes, limits())
+  return ENDPOINTS[Kind.COMPLETIONS].parse({'model': 'policy', 'prompt': 'hi'} | changes, limits())
 
 
 def _choices(tok, replies):
@@ -31,21 +34,20 @@ def _choices(tok, replies):
 
 def _events(tok, spec, replies, seed=0):
   choices = _choices(tok, replies)
-  stream = completions.CompletionStream(spec, head('cmpl'), len(choices), tok.token_bytes)
-  events = [e for c in choices for e in stream.start(c.index, c.prompt, c.prompt_text)]
+  stream = completions.CompletionStream(context(tok, None, spec, 'cmpl'))
+  events = stream.start([choice.prompt for choice in choices])
   for choice in choices:
     for piece in pieces(tok, choice.generated, seed):
       events += stream.piece(choice.index, piece)
-    events += stream.finish(choice.index, choice.generated)
   return events + stream.end(choices)
 
 
 def _answer(tok, replies):
   def answer(body):
-    spec = completions.parse(body, limits())
+    spec = ENDPOINTS[Kind.COMPLETIONS].parse(body, limits())
     if spec.stream:
       return 200, {'content-type': sse.CONTENT_TYPE}, b''.join(_events(tok, spec, replies))
-    made = completions.answer(spec, head('cmpl'), _choices(tok, replies), tok.token_bytes)
+    made = completions.answer(context(tok, None, spec, 'cmpl'), _choices(tok, replies))
     return 200, {'content-type': 'application/json'}, sse.encode_json(made)
 
   return answer
@@ -121,7 +123,7 @@ def test_streams_say_what_whole_answers_say(tok, seed):
   replies = [generated(tok, 'hé 🙂'), generated(tok, '', finish=Finish.LENGTH), generated(tok, 'a', stop_text='b')]
   body = FULL | {'prompt': ['a', 'b', 'c'], 'stream_options': {'include_usage': True}, 'stream': True}
   whole = json.loads(_answer(tok, replies)(body | {'stream': False})[2])
-  raw = b''.join(_events(tok, completions.parse(body, limits()), replies, seed)).decode().split('\n\n')
+  raw = b''.join(_events(tok, ENDPOINTS[Kind.COMPLETIONS].parse(body, limits()), replies, seed)).decode().split('\n\n')
   assert raw[-2:] == ['data: [DONE]', '']
   chunks = [json.loads(part.removeprefix('data: ')) for part in raw[:-2]]
   assert chunks[-1]['usage'] == whole['usage'] and not chunks[-1]['choices']
@@ -159,6 +161,6 @@ def test_aborted_replies_have_no_answer(tok):
 
 
 def test_a_broken_stream_ends_with_its_error(tok):
-  stream = completions.CompletionStream(_parse(stream=True), head('cmpl'), 1, tok.token_bytes)
+  stream = completions.CompletionStream(context(tok, None, _parse(stream=True), 'cmpl'))
   (raw,) = stream.error(errors.internal('it broke', retry=False))
   assert json.loads(raw.removeprefix(b'data: '))['error']['message'] == 'it broke'

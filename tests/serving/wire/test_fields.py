@@ -6,9 +6,9 @@ import typing
 
 import pytest
 
+from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.wire import chat, completions, fields, responses
 from ragen_jax.serving.wire.body import Body
-from ragen_jax.serving.wire.errors import ApiError
 from ragen_jax.serving.wire.fields import Treatment
 from tests.support.wire import TOOL, limits
 

@@ -6,13 +6,17 @@ import json
 
 import pytest
 
-from ragen_jax.serving.chat_format import QwenFormat
-from ragen_jax.serving.messages import Message, Role
+from ragen_jax.serving import errors
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.conversation.messages import Message, Role
+from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.types import Finish
-from ragen_jax.serving.wire import errors, responses, sse
-from ragen_jax.serving.wire.errors import ApiError
+from ragen_jax.serving.wire import responses, sse
+from ragen_jax.serving.wire.answers import ENDPOINTS
+from ragen_jax.serving.wire.results import Choice
+from ragen_jax.serving.wire.spec import Kind
 from tests.support.chat_server import server
-from tests.support.wire import DEFAULTS, QWEN3_TAGS, generated, head, limits, pieces, reader, tokenizer
+from tests.support.wire import QWEN3_TAGS, context, generated, limits, pieces, tokenizer
 
 TOOL = {'type': 'function', 'name': 'look', 'parameters': {'type': 'object', 'properties': {}}, 'strict': True}
 CALLS = (
@@ -32,30 +36,28 @@ def fmt(tok):
 
 
 def _parse(**changes):
-  return responses.parse({'model': 'policy', 'input': 'hi'} | changes, limits())
+  return ENDPOINTS[Kind.RESPONSES].parse({'model': 'policy', 'input': 'hi'} | changes, limits())
 
 
 def _stream(tok, fmt, spec):
-  one = reader(fmt, parse_calls=spec.parse_calls, parallel=spec.parallel_tool_calls)
-  return responses.ResponseStream(spec, head('resp'), DEFAULTS, one)
+  return responses.ResponseStream(context(tok, fmt, spec, 'resp'))
 
 
 def _events(tok, fmt, spec, reply, seed):
   stream = _stream(tok, fmt, spec)
-  events = stream.start()
+  events = stream.start([(1, 2, 3)])
   for piece in pieces(tok, reply, seed):
-    events += stream.piece(piece)
-  return events + stream.finish((1, 2, 3), reply)
+    events += stream.piece(0, piece)
+  return events + stream.end([Choice(0, (1, 2, 3), reply, None, '')])
 
 
 def _answer(tok, fmt, reply, seed=0):
   def answer(body):
-    spec = responses.parse(body, limits())
+    spec = ENDPOINTS[Kind.RESPONSES].parse(body, limits())
     if spec.stream:
       raw = sse.KEEP_ALIVE.join(_events(tok, fmt, spec, reply, seed))
       return 200, {'content-type': sse.CONTENT_TYPE}, raw
-    one = reader(fmt, parse_calls=spec.parse_calls, parallel=spec.parallel_tool_calls)
-    made = responses.answer(spec, head('resp'), DEFAULTS, one, (1, 2, 3), reply)
+    made = responses.answer(context(tok, fmt, spec, 'resp'), [Choice(0, (1, 2, 3), reply, None, '')])
     return 200, {'content-type': 'application/json'}, sse.encode_json(made)
 
   return answer
@@ -117,7 +119,7 @@ def test_a_stream_adds_up_to_the_answer(tok, fmt, text, finish, seed):
   reply = generated(tok, text, finish=finish)
   body = {'model': 'policy', 'input': 'hi', 'tools': [TOOL], 'return_token_ids': True}
   whole = json.loads(_answer(tok, fmt, reply)(body)[2])
-  events = _data(_events(tok, fmt, responses.parse(body | {'stream': True}, limits()), reply, seed))
+  events = _data(_events(tok, fmt, ENDPOINTS[Kind.RESPONSES].parse(body | {'stream': True}, limits()), reply, seed))
   assert [e['sequence_number'] for e in events] == list(range(len(events)))
   assert [e['type'] for e in events[:2]] == ['response.created', 'response.in_progress']
   status = 'completed' if finish is Finish.STOP else 'incomplete'
@@ -183,7 +185,7 @@ def test_openai_reads_answers(tok, fmt):
   type(made).model_validate(made.model_dump())
   assert made.output_text == 'Look 🙂.'
   assert made.usage.output_tokens_details.reasoning_tokens == 6
-  user, assistant, result = responses.parse(asked[1][2], limits()).messages
+  user, assistant, result = ENDPOINTS[Kind.RESPONSES].parse(asked[1][2], limits()).messages
   assert (user.text, assistant.text, result.call_id) == ('hi', 'Look 🙂.', 'call_0')
   assert [call.arguments for call in assistant.tool_calls] == ['{"x":1}', '{"x": 2}']
 
@@ -205,7 +207,7 @@ def test_openai_reads_streams(tok, fmt, text):
 def test_openai_raises_where_a_stream_breaks(tok, fmt):
   openai = pytest.importorskip('openai', reason='answers are read with the openai package')
   stream = _stream(tok, fmt, _parse(stream=True))
-  raw = b''.join(stream.start() + stream.error(errors.internal('it broke', retry=False)))
+  raw = b''.join(stream.start([]) + stream.error(errors.internal('it broke', retry=False)))
   with server([(200, {'content-type': sse.CONTENT_TYPE}, raw)]) as (url, _):
     seen = []
     with pytest.raises(openai.APIError, match='it broke'):

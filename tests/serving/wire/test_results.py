@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ragen_jax.serving.reply_reader import Reply
+from ragen_jax.serving.conversation.reply_reader import ParsedReply
 from ragen_jax.serving.types import Piece
 from ragen_jax.serving.wire.results import Choice, Rest, token_logprobs, usage, versions, whole
 from tests.support.wire import generated, pieces, tokenizer
@@ -19,7 +19,7 @@ def tok(tmp_path_factory):
 
 
 def _choice(tok, index, prompt, text, **changes):
-  return Choice(index, prompt, generated(tok, text, **changes), Reply(text, '', (), (), 1), '')
+  return Choice(index, prompt, generated(tok, text, **changes), ParsedReply(text, '', (), (), 1), '')
 
 
 def test_tokens_have_their_bytes_and_alternatives(tok):

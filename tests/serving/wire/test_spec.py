@@ -6,15 +6,17 @@ import dataclasses
 
 import pytest
 
+from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.types import SamplingParams
-from ragen_jax.serving.wire import chat
-from ragen_jax.serving.wire.errors import ApiError
-from ragen_jax.serving.wire.spec import header_warnings
+from ragen_jax.serving.wire.answers import ENDPOINTS
+from ragen_jax.serving.wire.spec import Kind, header_warnings
 from tests.support.wire import DEFAULTS, TOOL, limits
 
 
 def _parse(changes, **of_limits):
-  return chat.parse({'model': 'policy', 'messages': [{'role': 'user', 'content': 'hi'}]} | changes, limits(**of_limits))
+  return ENDPOINTS[Kind.CHAT].parse(
+    {'model': 'policy', 'messages': [{'role': 'user', 'content': 'hi'}]} | changes, limits(**of_limits)
+  )
 
 
 def test_what_is_not_asked_for_is_the_server_s():

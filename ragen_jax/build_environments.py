@@ -1,0 +1,110 @@
+"""Makes the environments of a run from the tags of its config."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from ragen_jax import envs as registry
+from ragen_jax.envs.base import Budget
+from ragen_jax.envs.drawing.tiles import MAX_TILE, MIN_TILE
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.utils import foreign
+from ragen_jax.utils.errors import UserError, did_you_mean
+
+# Types of environments that call no foreign code in this process when they are made.
+_OWN_CODE = frozenset(registry.TYPES) - {'python', 'gymnasium'}
+_BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
+
+
+def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags') -> list[EnvSpec]:
+  """The environments behind tags.
+
+  Args:
+    config: the run's config; reads `envs`.
+    tags: names in `config.envs`.
+    groups: number of prompt groups of each tag.
+    field: the config's field with the tags, for errors.
+
+  Raises:
+    UserError: a tag or an option is not known, or has a value that is not allowed.
+  """
+  specs = []
+  for tag, count in zip(tags, groups, strict=True):
+    if tag not in config.envs:
+      several = f"""several are written as --config.{field}="('A','B')"; """ if ',' in str(tag) else ''
+      hint = several or did_you_mean(str(tag), config.envs)
+      raise UserError(f'{field}: {tag!r} is not defined in envs; {hint}allowed: {", ".join(config.envs)}')
+    options = dict(config.envs[tag])
+    shown, tile = options.get('observation'), _tile(tag, options)
+    env_type = options.pop('type', None)
+    if not isinstance(env_type, str):
+      raise UserError(f'envs.{tag}.type={env_type!r}: must name an environment, such as {", ".join(registry.TYPES)}')
+    # Missing fields are None.
+    numbers = {name: options.pop(name, None) for name in (*_BUDGET_FIELDS, 'max_words')}
+    for name, value in numbers.items():
+      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f'envs.{tag}.{name}={value!r}: must be a whole number of at least 1')
+    max_words = numbers.pop('max_words')
+    budget = Budget(**numbers)
+    try:
+      with contextlib.nullcontext() if env_type in _OWN_CODE else foreign.calling(f'envs.{tag}'):
+        env = registry.make(env_type, options)
+      env.check_budget(budget)
+    except ValueError as e:
+      raise UserError(f'envs.{tag}: {e}') from e
+    if shown in ('image', 'text') and (env.is_outside or env.image_grid is None):
+      told = 'draws no images' if shown == 'image' else 'has no such option, since it draws no images'
+      raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
+    specs.append(EnvSpec(tag, env, budget, max_words, count, tile))
+  return specs
+
+
+def _tile(tag: str, options: dict[str, Any]) -> int | None:
+  """Takes `tile`, and `observation` if it is 'image' or 'text', out of an environment's options: see `EnvSpec.tile`."""
+  shown = options.get('observation')
+  tile = options.pop('tile', 0)
+  if shown in ('image', 'text'):
+    del options['observation']
+  if not isinstance(tile, int) or isinstance(tile, bool) or (tile and not MIN_TILE <= tile <= MAX_TILE):
+    raise UserError(f'envs.{tag}.tile={tile!r}: must be 0 or a whole number of pixels from {MIN_TILE} to {MAX_TILE}')
+  if tile and shown != 'image':
+    raise UserError(f"envs.{tag}.tile={tile}: needs envs.{tag}.observation='image'")
+  return tile if shown == 'image' else None
+
+
+def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
+  """The number of prompt groups of each tag: `tag_groups`, or equal shares of `groups` if `tag_groups` is empty.
+
+  Args:
+    section: `config.train` or `config.eval`.
+    name: name of the section, for errors.
+
+  Returns:
+    One number for each tag, in the order of `section.tags`; they add up to `section.groups`.
+
+  Raises:
+    UserError: there is no tag, a tag is named twice, or the numbers do not fit the tags and the groups.
+  """
+  tags, counts, total = tuple(section.tags), tuple(section.tag_groups), section.groups
+  if not tags:
+    raise UserError(f'{name}.tags=(): name at least one environment')
+  if len(set(tags)) != len(tags):
+    raise UserError(f'{name}.tags={tags}: a tag may be named once')
+  if not counts:
+    if total < 1 or total % len(tags):
+      raise UserError(
+        f'{name}.groups={total}: must be a positive multiple of the number of tags, {len(tags)}, '
+        f'or be divided by {name}.tag_groups'
+      )
+    return (total // len(tags),) * len(tags)
+  if len(counts) != len(tags) or not all(isinstance(count, int) and count > 0 for count in counts):
+    raise UserError(f'{name}.tag_groups={counts}: must be one positive number for each of {name}.tags={tags}, or empty')
+  if sum(counts) != total:
+    raise UserError(
+      f'{name}.tag_groups={counts}: must add up to {name}.groups={total}, not {sum(counts)}; '
+      f'--config.{name}.tag_groups="()" divides them equally'
+    )
+  return counts

@@ -1,0 +1,169 @@
+"""Checks of the sections `serve` and `prompt`, and of tags that agent programs play."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+from ml_collections import ConfigDict
+
+from ragen_jax import build, build_agents, build_frozen
+from ragen_jax.config import rules
+from ragen_jax.envs import AgentTasks
+from ragen_jax.prompt_search.wording import LEAST_SHOWN
+from ragen_jax.serving.conversation.reply_reader import BadCalls
+from ragen_jax.serving.play.env_program import ENVIRONMENT
+from ragen_jax.serving.play.episodes import INCOMPLETE
+from ragen_jax.utils.errors import UserError
+
+_MODEL = re.compile(r'[A-Za-z0-9_./-]{1,100}')
+# Clients choose another endpoint for models of these names.
+_TAKEN = re.compile(r'gpt|codex|o[0-9]', re.IGNORECASE)
+_NAME = re.compile(r'[\w-]*')
+
+
+def check_serve(config: ConfigDict) -> None:
+  """Checks the section `serve`, and that agents play all tags or none.
+
+  Raises:
+    UserError: a field has a value that is not allowed; the first such field is named.
+  """
+  s = config.serve
+  rules.check(config, 'serve.host', bool(s.host) and s.host.strip() == s.host, "must be an address such as '127.0.0.1'")
+  rules.check(config, 'serve.port', 0 <= s.port < 65536, 'must be from 0, any free port, to 65535')
+  right = _MODEL.fullmatch(s.model) is not None and not _TAKEN.match(s.model)
+  rules.check(
+    config, 'serve.model', right, "must be letters, digits and _./-, and must not begin like a name of OpenAI's models"
+  )
+  rules.at_least(
+    config, 1, 'serve.slots', 'serve.max_queue', 'serve.max_connections', 'serve.max_body', 'serve.max_concurrency',
+    'serve.max_attempts',
+  )  # fmt: skip
+  rules.at_least(config, 0, 'serve.grace', 'serve.heartbeat', 'serve.max_staleness')
+  rules.above(config, 0, 'serve.timeout', 'serve.keep')
+  try:
+    re.compile(s.trained)
+  except re.error as e:
+    raise UserError(f'serve.trained={s.trained!r}: must be a regular expression ({e})') from e
+  _check_frozen(config)
+  rules.one_of(config, 'serve.incomplete', INCOMPLETE)
+  rules.one_of(config, 'serve.bad_calls', tuple(map(str, BadCalls)))
+  agents = build_agents.plays_agents(config)
+  _check_staleness(config, agents)
+  if not agents:
+    return
+  processes = jax.process_count()
+  rules.check(
+    config, 'train.tags', processes == 1, f'agent programs play in runs of one process, and there are {processes}'
+  )
+  rules.check(
+    config, 'eval.greedy_too', not config.eval.greedy_too or config.eval.temperature > 0,
+    'must be False if eval.temperature is 0',
+  )  # fmt: skip
+  rules.check(config, 'filter.max_rollouts', config.filter.max_rollouts == 1, 'must be 1 if agent programs play')
+  for tag in (*config.train.tags, *config.eval.tags):
+    _check_environment(config, tag)
+
+
+def _check_staleness(config: ConfigDict, agents: bool) -> None:
+  """Checks that tokens sampled ahead are corrected for their age, and that nothing else keeps old rollouts."""
+  ahead = config.serve.max_staleness > 0
+  for ok, allowed in (
+    (agents, "must be 0 unless agent programs play (envs.TAG.type='agent')"),
+    (config.algorithm.tis_cap > 0, "above 0 needs algorithm.tis_cap above 0, with algorithm.old_logprobs='trainer'"),
+    (config.train.online_k == 1, f'must be 0 with train.online_k={config.train.online_k}'),
+    (config.replay.groups == 0, f'must be 0 with replay.groups={config.replay.groups}'),
+    (config.monitor.echo_trap != 'rollback', "must be 0 with monitor.echo_trap='rollback'"),
+  ):
+    rules.check(config, 'serve.max_staleness', ok or not ahead, allowed)
+
+
+def _check_environment(config: ConfigDict, tag: str) -> None:
+  """Checks the environment that a built-in runner plays, if the tag has one."""
+  runner, field = config.envs[tag].runner, f'envs.{tag}.runner'
+  if not runner.startswith(ENVIRONMENT):
+    return
+  name = runner.removeprefix(ENVIRONMENT)
+  others = [other for other, options in config.envs.items() if options.get('type') != AgentTasks.name]
+  rules.check(config, field, name in others, f'{ENVIRONMENT}TAG names an environment of envs: {", ".join(others)}')
+  build.env_specs(config, (name,), (1,), field=field)
+  rules.check(config, f'envs.{tag}.tasks', not config.envs[tag].tasks, f"must be '' with {field}={runner!r}")
+  turns, enough = config.envs[name].max_turns, config.envs[tag].max_turns >= config.envs[name].max_turns
+  rules.check(config, f'envs.{tag}.max_turns', enough, f'must be at least envs.{name}.max_turns={turns}')
+  trained = re.fullmatch(config.serve.trained, '') is not None
+  rules.check(config, 'serve.trained', trained, f"must match '', the name of the agent of {field}={runner!r}")
+
+
+def _check_frozen(config: ConfigDict) -> None:
+  """Checks that the frozen models can be found, and that no agent whose name is spelled out is frozen and trained."""
+  build_frozen.frozen_models(config)
+  trained = config.serve.trained
+  for agents, _ in build_frozen.frozen_agents(config):
+    both = [name for name in _names(agents) if re.fullmatch(trained, name)]
+    both += [name for name in _names(trained) if re.fullmatch(agents, name)]
+    if both:
+      raise UserError(
+        f'serve.trained={trained!r}: must not match the frozen agent {both[0]!r} (serve.frozen={config.serve.frozen!r})'
+      )
+
+
+def _names(expression: str) -> list[str]:
+  """The names that are alternatives of an expression without other operators than |."""
+  parts = expression.split('|')
+  return parts if all(_NAME.fullmatch(part) for part in parts) else []
+
+
+def check_prompt(config: ConfigDict) -> None:
+  """Checks that there is at most one prompt, and that agent programs play which read it if there is one.
+
+  Raises:
+    UserError: a field has a value that is not allowed; the first such field is named.
+  """
+  prompt, field = build_agents.initial_prompt(config), 'prompt.file' if config.prompt.file else 'prompt.text'
+  # Arguments that are no UTF-8 reach Python as surrogates.
+  right = not any('\ud800' <= character <= '\udfff' for character in prompt)
+  rules.check(config, field, right, 'is not Unicode text')
+  if prompt and not build_agents.plays_agents(config):
+    rules.check(config, field, False, "is for agent programs; must be empty unless train.tags are of the type 'agent'")
+  for tag in (*config.train.tags, *config.eval.tags) if prompt else ():
+    runner = config.envs[tag].runner
+    rules.check(
+      config, field, not runner.startswith(ENVIRONMENT),
+      f'is not read by envs.{tag}.runner={runner!r}, whose prompts are those of the environment; must be empty',
+    )  # fmt: skip
+
+
+def check_prompt_search(config: ConfigDict) -> None:
+  """Checks a search, after `check_config`.
+
+  Raises:
+    UserError: a field has a value that is not allowed; the first such field is named.
+  """
+  p = config.prompt
+  if not build_agents.plays_agents(config):
+    raise UserError(f"train.tags={config.train.tags}: must be of the type 'agent' with --mode=optimize_prompt")
+  rules.check(config, 'eval.step', config.eval.step != 'none', 'must name a model: latest, best, a number or base')
+  rules.at_least(
+    config, 1, 'prompt.rounds', 'prompt.beam', 'prompt.branches', 'prompt.tasks', 'prompt.attempts', 'prompt.held_out',
+    'prompt.final', 'prompt.max_chars', 'prompt.critic_workers', 'prompt.critic_tries',
+  )  # fmt: skip
+  rules.at_least(config, LEAST_SHOWN, 'prompt.shown_chars')
+  rules.at_least(config, 0, 'prompt.critic_temperature', 'prompt.critic_max_tokens')
+  rules.check(config, 'prompt.critic_timeout', 0 < p.critic_timeout < math.inf, 'must be above 0, in seconds')
+  rules.check(
+    config, 'prompt.critic', not p.critic or rules.is_address(p.critic),
+    "must be an address such as 'http://localhost:8001/v1', or empty for the policy itself",
+  )  # fmt: skip
+  rules.check(
+    config, 'prompt.critic_model', bool(p.critic_model) == bool(p.critic),
+    f'must name a model of prompt.critic={p.critic!r}, and must be empty without an address',
+  )  # fmt: skip
+  rules.check(config, 'prompt.critic_key', p.critic_key.isidentifier(), 'must be the name of an environment variable')
+  prompt = build_agents.initial_prompt(config)
+  rules.check(config, 'prompt.text', bool(prompt), 'must be the first prompt, unless prompt.file has it')
+  rules.check(
+    config, 'prompt.max_chars', len(prompt) <= p.max_chars, f'the first prompt has {len(prompt)} characters already'
+  )
+  tasks = build_agents.prompt_tasks(config)
+  tasks.check(p.rounds * p.beam * p.branches * p.tasks, p.final)

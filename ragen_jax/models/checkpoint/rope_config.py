@@ -1,0 +1,71 @@
+"""The part of `config.json` that describes the rotary embedding, where any version of `transformers` puts it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.rotary import Llama3Scaling
+from ragen_jax.utils.errors import UserError
+
+_LLAMA3 = 'llama3'
+
+
+def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Llama3Scaling | None]:
+  """The base of the wavelengths and their scaling, from `rope_theta`, `rope_scaling` or `rope_parameters`.
+
+  Args:
+    raw: the fields of the decoder.
+    architecture: see `QwenConfig`; only Llama models can be scaled.
+    where: the file, for errors.
+
+  Raises:
+    UserError: the rotary embedding is of another type, or differs from layer to layer.
+  """
+  field = 'rope_scaling' if raw.get('rope_scaling') else 'rope_parameters'
+  rope = raw.get(field) or {}
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  scaled = architecture == 'llama' and kind == _LLAMA3
+  # Older files of models that read images have another name for unscaled rotary embeddings of several axes.
+  if kind != 'default' and not scaled and not (kind == 'mrope' and 'mrope_section' in rope):
+    allowed = (
+      "only 'default' (unscaled) and 'llama3' are" if architecture == 'llama' else "only 'default' (unscaled) is"
+    )
+    raise UserError(f'{where}: {field}.rope_type={kind!r} is not supported; {allowed}')
+  if any(isinstance(value, dict) for value in rope.values()):
+    raise UserError(f'{where}: {field}={rope!r} differs from layer to layer, which is not supported')
+  for owner, value in ((f'{field}.', rope.get('partial_rotary_factor')), ('', raw.get('partial_rotary_factor'))):
+    if value not in (None, 1):
+      raise UserError(f'{where}: {owner}partial_rotary_factor={value!r} is not supported; only 1.0 is')
+  theta = rope.get('rope_theta')
+  if theta is None:
+    theta = raw.get('rope_theta')
+  return 10000.0 if theta is None else float(theta), _scaling(rope, f'{where}: {field}') if scaled else None
+
+
+def _scaling(rope: dict[str, Any], where: str) -> Llama3Scaling:
+  """The numbers of Llama 3's scaling."""
+  found = {}
+  for field in dataclasses.fields(Llama3Scaling):
+    value = rope.get(field.name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+      raise UserError(f'{where}.{field.name}={value!r} must be a positive number')
+    found[field.name] = value
+  scaling = Llama3Scaling(**found)
+  if scaling.high_freq_factor <= scaling.low_freq_factor:
+    raise UserError(
+      f'{where}.high_freq_factor={scaling.high_freq_factor!r} must be larger than '
+      f'low_freq_factor={scaling.low_freq_factor!r}'
+    )
+  return scaling
+
+
+def write(cfg: QwenConfig) -> dict[str, Any]:
+  """The fields of a model's rotary embedding of one axis."""
+  if cfg.rope_scaling is None:
+    return {'rope_theta': cfg.rope_theta}
+  return {
+    'rope_theta': cfg.rope_theta,
+    'rope_scaling': {'rope_type': _LLAMA3, **dataclasses.asdict(cfg.rope_scaling)},
+  }

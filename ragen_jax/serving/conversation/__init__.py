@@ -1,0 +1,1 @@
+"""Conversation: messages to token ids, replies to messages, calls to rows."""

@@ -1,0 +1,339 @@
+"""Conversation: a model's chat format with tools and thoughts, messages to token ids.
+
+Text of a client never becomes a special token, so no message can end its turn or call a tool. What stands around
+messages is that of the model's chat template (`agent.chat_template`). Tools and their calls are written as by Qwen2.5
+and Qwen3, with tokens if the tokenizer has them, otherwise as text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Sequence
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.chat_template import Around, Thoughts
+from ragen_jax.serving.conversation.messages import (
+  Message,
+  Role,
+  TemplateOptions,
+  Tool,
+  ToolCall,
+  canonical,
+  dump_json,
+  parse_json,
+)
+from ragen_jax.serving.conversation.reply_reader import CALL, END_CALL, END_THOUGHT, THOUGHT, BadCalls, ReplyReader
+from ragen_jax.serving.errors import bad_request
+from ragen_jax.utils.errors import UserError
+
+_RESULT, _END_RESULT = '<tool_response>', '</tool_response>'
+_TOOLS_HEAD = (
+  '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n'
+  'You are provided with function signatures within <tools></tools> XML tags:\n<tools>'
+)
+_TOOLS_TAIL = (
+  '\n</tools>\n\nFor each function call, return a json object with function name and arguments within '
+  f'{CALL}{END_CALL} XML tags:\n{CALL}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{END_CALL}'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fixed:
+  """Text of the format."""
+
+  text: str
+
+
+# A part of a prompt: text of any origin, text of the format, or the id of a token of the format.
+_Item = str | _Fixed | int
+
+
+class Family(enum.StrEnum):
+  """What a model tells apart by tokens."""
+
+  QWEN3 = 'qwen3'  # thoughts, and mostly tool calls
+  QWEN25 = 'qwen2.5'  # tool calls
+  PLAIN = 'plain'  # neither
+
+
+class QwenFormat:
+  """Writes conversations as token ids, and makes the readers of replies.
+
+  Attributes:
+    family: found from the tokenizer and its template.
+    stop_id: the token that ends a message.
+  """
+
+  def __init__(self, tokenizer: ChatTokenizer, *, keep_thoughts: bool):
+    """Finds the family.
+
+    Args:
+      keep_thoughts: whether the thoughts of all replies stay in the conversation. Otherwise thoughts are left out where
+        the model's template does so, in Qwen3's before the last message of the user.
+
+    Raises:
+      UserError: the tokenizer has a special token of one character, which text cannot avoid.
+    """
+    self._tokenizer, self._keep_thoughts, self._form = tokenizer, keep_thoughts, tokenizer.format
+    added = tokenizer.added
+    self.stop_id = tokenizer.stop_ids[0]
+    calls = (CALL, END_CALL) if CALL in added and END_CALL in added else ()
+    thinks = self._form.thoughts is not Thoughts.KEPT and THOUGHT in added and END_THOUGHT in added
+    marks = (*calls, *((THOUGHT, END_THOUGHT) if thinks else ()))
+    self.family = Family.QWEN3 if thinks else Family.QWEN25 if calls else Family.PLAIN
+    forbidden = tuple(added) if marks else tuple(text for text in tokenizer.specials if text in added)
+    short = [text for text in forbidden if len(text) < 2]
+    if short:
+      raise UserError(f'the tokenizer has the special token {short[0]!r} of one character; text could become it')
+    self._marks = {text: added[text] for text in marks}
+    self._forbidden_ids = frozenset(added[text] for text in forbidden)
+    self._forbidden = re.compile('|'.join(map(re.escape, forbidden)))
+    self._spelled = re.compile('|'.join(map(re.escape, tokenizer.marks))) if tokenizer.marks else None
+    self._tokens = re.compile(f'({"|".join(map(re.escape, sorted(forbidden, key=len, reverse=True)))})')
+    opening = [item for item in self._fixed(self._form.assistant.before) if isinstance(item, int)]
+    self._turn_ids = frozenset((*opening, self.stop_id))
+    of_format = [*marks, *(text for text in (_RESULT, _END_RESULT) if marks and text in added)]
+    self._of_format = {text: added[text] for text in of_format}
+
+  # -- prompts ---------------------------------------------------------------------------------------------------------
+
+  def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions) -> tuple[int, ...]:
+    """The ids of a whole prompt, up to the opening of the reply."""
+    has_system = bool(messages) and messages[0].role is Role.SYSTEM
+    system = messages[0].text if has_system else None
+    items = self._system(system, tools) + self._messages(messages[has_system:]) + self._opening(options)
+    return self._encode(items)
+
+  def following(
+    self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions, *, closed: bool
+  ) -> tuple[int, ...] | None:
+    """The ids between a reply and the next reply.
+
+    Args:
+      messages: the messages after the reply.
+      tools: the tools of the call, which the system message lists already.
+      closed: the reply ended with `stop_id`; otherwise it is added.
+
+    Returns:
+      The ids; None if the template leaves out thoughts of replies before these messages.
+    """
+    del tools
+    if not self._keep_thoughts and self._drops_thoughts_before(messages):
+      return None
+    end = self._fixed(self._form.separator if closed else self._form.assistant.after)
+    return self._encode(end + self._messages(messages) + self._opening(options))
+
+  def encode_untrusted(self, text: str) -> tuple[int, ...]:
+    """The ids of a text, none of which is a special token; with tool tokens, none is an added token at all.
+
+    A spelling of such a token is cut after its first character, and the parts are encoded one by one.
+    """
+    return self._without_tokens(self._without_marks(text))
+
+  def _without_marks(self, text: str) -> str:
+    """The text with a space in each mark of the format that has no token."""
+    if self._spelled is None:
+      return text
+    return self._spelled.sub(lambda found: f'{found[0][:1]} {found[0][1:]}', text)
+
+  def _without_tokens(self, text: str) -> tuple[int, ...]:
+    cuts = [match.start() + 1 for match in self._forbidden.finditer(text)]
+    ids = self._join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
+    if self._forbidden_ids.isdisjoint(ids):
+      return ids
+    return self._join(text)  # spellings that overlap, or that Unicode normalisation made: character by character
+
+  def _join(self, parts) -> tuple[int, ...]:
+    return tuple(i for part in parts if part for i in self._tokenizer.encode_once(part))
+
+  def _encode(self, items: Sequence[_Item]) -> tuple[int, ...]:
+    """Ids of items; adjacent texts are encoded as one text, as the template does."""
+    ids: list[int] = []
+    texts: list[str] = []
+    for item in (*items, None):
+      if isinstance(item, str | _Fixed):
+        texts.append(item.text if isinstance(item, _Fixed) else self._without_marks(item))
+        continue
+      ids += self._without_tokens(''.join(texts))
+      texts.clear()
+      if item is not None:
+        ids.append(item)
+    return tuple(ids)
+
+  def _token(self, text: str) -> _Item:
+    """A tag of the format: its token if there is one."""
+    return self._of_format.get(text, text)
+
+  def _trusted(self, text: str) -> list[_Item]:
+    """A text of the template, with its tags as tokens."""
+    if not self._of_format:
+      return [text]
+    parts = re.split(f'({"|".join(map(re.escape, self._of_format))})', text)
+    return [self._token(part) for part in parts]
+
+  def _fixed(self, text: str) -> list[_Item]:
+    """A text of the format, with its tokens."""
+    added, parts = self._tokenizer.added, self._tokens.split(text)
+    return [added[part] if i % 2 else _Fixed(part) for i, part in enumerate(parts) if part]
+
+  def _turn(self, around: Around, *items: _Item) -> list[_Item]:
+    return [*self._fixed(around.before), *items, *self._fixed(around.after)]
+
+  def _system(self, text: str | None, tools: Sequence[Tool]) -> list[_Item]:
+    """The beginning of a conversation, with its system message if there is one."""
+    if not tools and text is None:
+      return self._fixed(self._form.no_system)
+    text = self._form.default_system if text is None else self._form.strip(Role.SYSTEM, text)
+    if not tools:
+      return self._turn(self._form.system, text)
+    head = '' if text is None else f'{text}\n\n'
+    schemas = ''.join(f'\n{tool.schema}' for tool in tools)
+    return self._turn(self._form.system, f'{head}{_TOOLS_HEAD}{schemas}', *self._trusted(_TOOLS_TAIL))
+
+  def _later_system(self, text: str) -> list[_Item]:
+    if self._form.later_system is None:
+      raise bad_request('messages', "messages: the model's chat format has a system message at the beginning only")
+    return self._turn(self._form.later_system, self._form.strip(Role.SYSTEM, text))
+
+  def _drops_thoughts_before(self, messages: Sequence[Message]) -> bool:
+    """Whether the template writes a reply without its thought as soon as these messages follow."""
+    if self._form.thoughts is Thoughts.PAST:
+      return any(map(_is_query, messages))
+    return self._form.thoughts is not Thoughts.KEPT
+
+  def _messages(self, messages: Sequence[Message]) -> list[_Item]:
+    queries = [i for i, message in enumerate(messages) if _is_query(message)]
+    # Without a query, the template shows no thought.
+    last_query = queries[-1] if queries else len(messages) - 1
+    items: list[_Item] = []
+    for i, message in enumerate(messages):
+      if message.role is Role.ASSISTANT:
+        items += self._assistant(message, recent=i > last_query, last=i == len(messages) - 1)
+      elif message.role is Role.TOOL:
+        opens = i == 0 or messages[i - 1].role is not Role.TOOL
+        closes = i == len(messages) - 1 or messages[i + 1].role is not Role.TOOL
+        items += self._fixed(self._form.user.before) if opens else ['\n']
+        items += [self._token(_RESULT), f'\n{message.text}\n', self._token(_END_RESULT)]
+        items += self._fixed(self._form.user.after) if closes else []
+      elif message.role is Role.SYSTEM:
+        items += self._later_system(message.text)
+      else:
+        items += self._turn(self._form.user, self._form.strip(Role.USER, message.text))
+    return items
+
+  def _assistant(self, message: Message, *, recent: bool, last: bool) -> list[_Item]:
+    """An assistant's turn. `recent`: no query follows it; `last`: nothing follows it."""
+    thought, text = self._split_thought(message)
+    past = self._form.thoughts is Thoughts.PAST
+    shown = bool(thought) if self._keep_thoughts else past and recent and (last or bool(thought))
+    items: list[_Item] = []
+    if shown and self.family is Family.QWEN3:
+      items += [*self._thought(thought), text.lstrip('\n')]
+    else:
+      items.append(text)
+    for k, call in enumerate(message.tool_calls):
+      items += ['\n'] if text or k else []
+      items += [self._token(CALL), f'\n{_write_call(call)}\n', self._token(END_CALL)]
+    return self._turn(self._form.assistant, *items)
+
+  def _split_thought(self, message: Message) -> tuple[str, str]:
+    """The thought and the text of an assistant, as far as the family tells them apart."""
+    text = self._form.strip(Role.ASSISTANT, message.text)
+    if self.family is not Family.QWEN3:
+      return '', text if self._keep_thoughts else self._form.content(Role.ASSISTANT, text)
+    if message.reasoning or END_THOUGHT not in message.text:
+      return message.reasoning.strip('\n'), text
+    if self._form.thoughts is not Thoughts.PAST and not self._keep_thoughts:
+      return '', self._form.content(Role.ASSISTANT, text)
+    before, _, _ = message.text.partition(END_THOUGHT)
+    return before.rpartition(THOUGHT)[2].strip('\n'), message.text.rpartition(END_THOUGHT)[2].lstrip('\n')
+
+  def _thought(self, text: str) -> list[_Item]:
+    return [self._token(THOUGHT), f'\n{text}\n', self._token(END_THOUGHT), '\n\n']
+
+  def _opening(self, options: TemplateOptions) -> list[_Item]:
+    """The opening of a reply. A forced beginning may open a thought, and close it, by the tags of the format."""
+    if not options.add_generation_prompt:
+      return []
+    if not options.enable_thinking and self._form.quiet is None:
+      raise bad_request(
+        'chat_template_kwargs', "enable_thinking=false: the model's chat format cannot say so in a reply"
+      )
+    items, prefix = self._fixed(self._form.assistant.before), options.reply_prefix
+    if self._form.forced or prefix.startswith(THOUGHT):
+      prefix = self._form.reply_prefix(prefix)
+    else:
+      items += [] if options.enable_thinking else self._fixed(self._form.quiet)
+    if self.family is not Family.QWEN3 or not prefix.startswith(THOUGHT):
+      return [*items, prefix]
+    thought, end, text = prefix.removeprefix(THOUGHT).partition(END_THOUGHT)
+    return [*items, self._token(THOUGHT), thought, *([self._token(END_THOUGHT), text] if end else [])]
+
+  # -- conversations and replies ---------------------------------------------------------------------------------------
+
+  def canonical(self, messages: Sequence[Message]) -> tuple[str, ...]:
+    """A text for each message, equal for messages that say the same."""
+    return tuple(map(canonical, messages))
+
+  def options_key(self, tools: Sequence[Tool], options: TemplateOptions) -> str:
+    """A text that is equal for calls whose earlier messages are written in the same way.
+
+    Options change the opening of the reply only, so it depends on the tools.
+    """
+    del options
+    return '\n'.join(tool.schema for tool in tools)
+
+  def in_thought(self, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends within a thought, so that the reply begins in it."""
+    if self.family is not Family.QWEN3:
+      return False
+    opens, ends = self._marks[THOUGHT], {self._marks[END_THOUGHT], *self._turn_ids}
+    found = next((i for i in reversed(prompt) if i == opens or i in ends), None)
+    return found == opens
+
+  def reader(
+    self,
+    prompt: Sequence[int],
+    *,
+    parse_calls: bool,
+    bad_calls: BadCalls,
+    parallel: bool,
+    call_id: Callable[[int], str],
+  ) -> ReplyReader:
+    """A reader of the reply to a prompt.
+
+    Args:
+      prompt: ids of the prompt.
+      parse_calls: whether tool calls are looked for; otherwise they are content.
+      bad_calls: what becomes of a call that cannot be read.
+      parallel: whether calls after the first are kept.
+      call_id: the id of a call, by its number in the reply; unique in a session, because clients send it back.
+    """
+    tags = [CALL, END_CALL] if parse_calls else []
+    tags += [THOUGHT, END_THOUGHT] if self.family is Family.QWEN3 else []
+    return ReplyReader(
+      tags,
+      {id_: text for text, id_ in self._marks.items() if text in tags},
+      self._tokenizer.decode,
+      in_thought=self.in_thought(prompt),
+      bad_calls=bad_calls,
+      parallel=parallel,
+      call_id=call_id,
+    )
+
+
+def _is_query(message: Message) -> bool:
+  """Whether a message asks something, so that thoughts before it are over; a tool's result does not."""
+  text = message.text
+  return message.role is Role.USER and not (text.startswith(_RESULT) and text.endswith(_END_RESULT))
+
+
+def _write_call(call: ToolCall) -> str:
+  """A call as the templates write it. Arguments that are no JSON stay as they are."""
+  try:
+    arguments = dump_json(parse_json(call.arguments or '{}'))
+  except (ValueError, RecursionError):
+    arguments = call.arguments
+  return f'{{"name": {dump_json(call.name)}, "arguments": {arguments}}}'

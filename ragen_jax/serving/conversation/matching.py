@@ -1,0 +1,145 @@
+"""Conversation: finds the earlier reply that a conversation continues, by the meaning of its messages.
+
+Each message has a canonical text. A conversation is a chain of digests, one for each message, of the message and all
+messages before it. A sampled reply is found under the digest of the conversation that it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.conversation.messages import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+  """The messages of a prompt, as they are matched.
+
+  Attributes:
+    texts: the canonical text of each message; () for a prompt of ids.
+    tool_ids: the ids of the tool calls of each message.
+    options: `QwenFormat.options_key` of the call.
+  """
+
+  texts: tuple[str, ...]
+  tool_ids: tuple[tuple[str, ...], ...]
+  options: str
+
+  @classmethod
+  def of(cls, chat_format: QwenFormat, messages: Sequence[Message], tools: Sequence[Any], options: Any) -> Conversation:
+    """The conversation of a call's messages."""
+    tool_ids = tuple(tuple(call.id for call in message.tool_calls) for message in messages)
+    return cls(chat_format.canonical(messages), tool_ids, chat_format.options_key(tools, options))
+
+
+# The conversation of a prompt that is given in ids.
+NO_MESSAGES = Conversation((), (), '')
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledReply:
+  """A sampled reply that later calls can continue.
+
+  Attributes:
+    call_id: the call.
+    row: the row that it was sampled in.
+    end: number of the row's ids up to the reply's end.
+    request: number of the request.
+    choice: number of the choice in the request.
+    closed: whether it ended with the stop token.
+    thinks: whether it, or a reply that it continues, has a thought.
+    conversation: the messages of its prompt.
+    texts: canonical texts of the messages as which the client may send the reply back; the first is what it got.
+    tool_ids: the ids of its tool calls.
+  """
+
+  call_id: str
+  row: int
+  end: int
+  request: int
+  choice: int
+  closed: bool
+  thinks: bool
+  conversation: Conversation
+  texts: tuple[str, ...]
+  tool_ids: tuple[str, ...]
+
+
+class ReplyIndex:
+  """The sampled replies of a session, by the conversations that they end."""
+
+  def __init__(self):
+    """An index without replies."""
+    self._replies: dict[bytes, list[SampledReply]] = {}
+    self._first: dict[bytes, bytes] = {}  # link of a reply in any of its texts -> link in its first text
+    self._links: set[bytes] = set()  # of all messages of prompts, and of replies
+    self._prompts: set[bytes] = set()  # links of the last messages of prompts
+    self._texts: set[str] = set()  # of replies
+
+  def chain(self, texts: Iterable[str]) -> list[bytes]:
+    """A digest for each message, of the message and all messages before it. The texts of one reply are told as one."""
+    chain, link = [], b''
+    for text in texts:
+      link = _digest(link + text.encode())
+      link = self._first.get(link, link)
+      chain.append(link)
+    return chain
+
+  def add(self, reply: SampledReply) -> None:
+    """Adds a reply to a conversation of at least one message."""
+    chain = self.chain(reply.conversation.texts)
+    links = [_digest(chain[-1] + text.encode()) for text in reply.texts]
+    first = next((self._first[link] for link in links if link in self._first), links[0])
+    for link in links:
+      self._first.setdefault(link, first)
+    self._replies.setdefault(first, []).append(reply)
+    self._links.update(chain, [first])
+    self._prompts.add(chain[-1])
+    self._texts.update(reply.texts)
+
+  def parent(self, conversation: Conversation, previous: str) -> tuple[SampledReply | None, int]:
+    """The sampled reply that ends the longest beginning of a conversation.
+
+    The reply was sampled with the same tools and options. Of several such replies, the one whose tool calls have the
+    ids of the conversation's is preferred, then `previous`, then the latest.
+
+    Args:
+      previous: id of the call that the client says it continues, or ''.
+
+    Returns:
+      The reply and the number of messages up to it; (None, 0) if there is none.
+    """
+    chain = self.chain(conversation.texts)
+
+    def preference(reply: SampledReply) -> tuple:
+      own = (*reply.conversation.tool_ids, reply.tool_ids)
+      agreeing = [a == b for a, b in zip(own, conversation.tool_ids, strict=False)]
+      return agreeing[-1], sum(agreeing), reply.call_id == previous, reply.request, -reply.choice
+
+    for count in range(len(chain), 0, -1):
+      replies = self._replies.get(chain[count - 1], ())
+      alike = [r for r in replies if r.conversation.options == conversation.options]
+      if alike:
+        return max(alike, key=preference), count
+    return None, 0
+
+  def sampled_otherwise(self, conversation: Conversation, count: int) -> bool:
+    """Whether a reply behind the first `count` messages was sampled here, with other tools or options."""
+    return any(link in self._replies for link in self.chain(conversation.texts)[count:])
+
+  def edited(self, conversation: Conversation, count: int) -> bool:
+    """Whether behind the first `count` messages there is a reply from elsewhere in the session, or something else where
+    a reply was sampled."""
+    if any(text in self._texts for text in conversation.texts[count:]):
+      return True
+    chain = self.chain(conversation.texts)
+    known = next((i for i, link in enumerate(chain) if link not in self._links), len(chain))
+    return 0 < known < len(chain) and chain[known - 1] in self._prompts
+
+
+def _digest(content: bytes) -> bytes:
+  return hashlib.blake2b(content, digest_size=16).digest()

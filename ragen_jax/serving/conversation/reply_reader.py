@@ -1,0 +1,399 @@
+"""Conversation: replies as they are sampled, thought, content and tool calls.
+
+    <think> thought </think> content <tool_call> {"name": …, "arguments": {…}} </tool_call>
+
+A tag counts where the policy sampled its token; a spelling of the tag in other tokens is text. In a model without such
+a token, the spelling is the tag. Text that may begin a tag is held back until that is decided, so the parts of a
+streamed reply are those of the whole reply. The time is linear in the length of the reply.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from ragen_jax.serving.conversation.messages import JSON, Message, Role, ToolCall, encodable, parse_json
+
+CALL, END_CALL = '<tool_call>', '</tool_call>'
+THOUGHT, END_THOUGHT = '<think>', '</think>'
+
+_SPACE = re.compile(r'[ \t\n\r]*')
+
+
+class BadCalls(enum.StrEnum):
+  """What becomes of a call that cannot be read."""
+
+  CONTENT = 'content'  # its text is content
+  ARGUMENTS = 'arguments'  # a call whose arguments are the raw text, if its name can be read; otherwise content
+
+
+class Problem(enum.StrEnum):
+  """Why a call cannot be read."""
+
+  UNCLOSED_BLOCK = 'unclosed_block'  # the reply ends within it
+  INVALID_JSON = 'invalid_json'  # it is no JSON object, or its arguments are none
+  MISSING_NAME = 'missing_name'  # it names no function
+
+
+@dataclasses.dataclass(frozen=True)
+class ContentDelta:
+  """The content goes on."""
+
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ThoughtDelta:
+  """The thought goes on."""
+
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CallDone:
+  """A tool call is complete."""
+
+  call: ToolCall
+
+
+Event = ContentDelta | ThoughtDelta | CallDone
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedReply:
+  """A reply that was read.
+
+  Attributes:
+    content: the text outside of thoughts and calls.
+    thought: the text of the thought.
+    calls: the tool calls.
+    problems: why calls could not be read.
+    thought_tokens: number of sampled tokens of the thought.
+  """
+
+  content: str
+  thought: str
+  calls: tuple[ToolCall, ...]
+  problems: tuple[Problem, ...]
+  thought_tokens: int
+
+  def messages(self, prefix: str) -> tuple[Message, ...]:
+    """The messages that a client may send back for the reply; the first is the one that it got.
+
+    Some clients put a forced beginning, or the thought, before the content.
+
+    Args:
+      prefix: the forced beginning of the reply.
+    """
+    texts = [self.content, prefix + self.content]
+    if self.thought:
+      spellings = (f'{THOUGHT}\n{self.thought}\n{END_THOUGHT}\n\n', f'{THOUGHT}{self.thought}{END_THOUGHT}')
+      texts += [spelling + self.content for spelling in spellings]
+    return tuple(Message(Role.ASSISTANT, t, self.calls, reasoning=self.thought) for t in dict.fromkeys(texts))
+
+
+class _State(enum.Enum):
+  THOUGHT = enum.auto()
+  CONTENT = enum.auto()
+  CALL = enum.auto()
+
+
+class ReplyReader:
+  """Reads one reply, piece by piece."""
+
+  def __init__(
+    self,
+    tags: Sequence[str],
+    ids: Mapping[int, str],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    in_thought: bool,
+    bad_calls: BadCalls,
+    parallel: bool,
+    call_id: Callable[[int], str],
+  ):
+    """Begins a reply.
+
+    Args:
+      tags: the tags to look for.
+      ids: the tags that have tokens, by id. Unless all of `tags` are among them, tags are found by their spelling.
+      decode: the text of ids.
+      in_thought: the reply begins within a thought.
+      bad_calls: what becomes of a call that cannot be read.
+      parallel: whether calls after the first are kept.
+      call_id: the id of a call, by its number.
+    """
+    self._tags: _TagsByText | _TagsById = _TagsById(ids, decode) if ids and len(ids) == len(tags) else _TagsByText(tags)
+    self._bad_calls, self._parallel, self._call_id = bad_calls, parallel, call_id
+    self._calls_are_read = CALL in tags
+    self._state = _State.THOUGHT if in_thought else _State.CONTENT
+    self._begun = False  # the present thought or content has text
+    self._held: list[str] = []  # white space that a tag may follow
+    self._block: list[str] = []  # the text of the present call
+    self._after_thought = False
+    self._content: list[str] = []
+    self._thought: list[str] = []
+    self._calls: list[ToolCall] = []
+    self._problems: list[Problem] = []
+    self._in_thought, self._thinks = in_thought, False  # whether the reply begins in a thought, or opens one
+    self._ids = ids
+    self._sampled: list[int] = []
+
+  def feed(self, ids: Sequence[int], text: str) -> list[Event]:
+    """The events of newly sampled ids and of the text that became known with them."""
+    self._sampled += ids
+    return _merge(event for text, tag in self._tags.feed(ids, text) for event in self._advance(text, tag))
+
+  def finish(self) -> list[Event]:
+    """The events of the end of the reply."""
+    events = [event for text, tag in self._tags.finish() for event in self._advance(text, tag)]
+    if self._state is _State.CALL:
+      events += self._end_call(closed=False)
+    if self._state is _State.CONTENT and (self._begun or not self._calls):
+      events += self._release()
+    self._held.clear()
+    return _merge(events)
+
+  def reply(self) -> ParsedReply:
+    """The reply, as far as it was read."""
+    content, thought = ''.join(self._content), ''.join(self._thought)
+    return ParsedReply(content, thought, tuple(self._calls), tuple(self._problems), self._thought_tokens())
+
+  def _thought_tokens(self) -> int:
+    """Number of ids of the thought, its tags included."""
+    tags = [self._ids.get(i, '') for i in self._sampled]
+    opened = self._thinks and THOUGHT in tags  # a spelled tag has no token, so its thought is not counted
+    start = 0 if self._in_thought else tags.index(THOUGHT) if opened else len(tags)
+    end = tags.index(END_THOUGHT, start) + 1 if END_THOUGHT in tags[start:] else len(tags)
+    return end - start
+
+  def _advance(self, text: str, tag: str) -> Iterator[Event]:
+    """Events of a text and of the tag after it; the tag is '' where the text goes on."""
+    if self._state is _State.CALL:
+      if tag != END_CALL:
+        self._block.append(text + tag)
+        return
+      self._block.append(text)
+      yield from self._end_call(closed=True)
+    elif self._state is _State.THOUGHT:
+      ends = tag == END_THOUGHT
+      yield from self._add(text if ends else text + tag)
+      if ends:
+        self._state, self._begun, self._after_thought = _State.CONTENT, False, True
+        self._held.clear()
+    elif tag == THOUGHT and not (self._begun or self._calls or self._after_thought or text.strip()):
+      self._state, self._thinks = _State.THOUGHT, True
+      self._held.clear()
+    elif tag == CALL:
+      yield from self._add(text)
+      self._state = _State.CALL
+    else:
+      yield from self._add(text + tag)
+
+  def _add(self, text: str) -> Iterator[Event]:
+    """Adds text to the thought or the content; the white space at its end, and at the beginning of all, is held."""
+    if not text:
+      return
+    if not self._begun and not text.strip():
+      self._held.append(text)
+      return
+    if not self._begun:
+      text = ''.join(self._held) + text
+      self._held.clear()
+      if self._state is _State.THOUGHT or self._after_thought:
+        text = text.lstrip('\n')
+      elif self._calls:
+        text = text.removeprefix('\n')
+      self._begun = True
+    holds = self._state is _State.THOUGHT or self._calls_are_read
+    end = len(text.rstrip('\n')) if holds else len(text)
+    if end:
+      yield from self._release()
+      yield self._emit(text[:end])
+    if end < len(text):
+      self._held.append(text[end:])
+
+  def _release(self) -> Iterator[Event]:
+    """Emits the white space that is held: no tag follows it."""
+    text = ''.join(self._held)
+    self._held.clear()
+    text = text.lstrip('\n') if self._after_thought and not self._begun else text
+    if text:
+      yield self._emit(text)
+
+  def _emit(self, text: str) -> Event:
+    if self._state is _State.THOUGHT:
+      self._thought.append(text)
+      return ThoughtDelta(text)
+    self._content.append(text)
+    return ContentDelta(text)
+
+  def _end_call(self, *, closed: bool) -> list[Event]:
+    """The events of a call whose text is complete."""
+    text = ''.join(self._block)
+    self._block.clear()
+    self._state = _State.CONTENT
+    name, arguments, problem = read_call(text)
+    problem = problem if closed else Problem.UNCLOSED_BLOCK
+    if problem is not None:
+      self._problems.append(problem)
+      if not name or self._bad_calls is BadCalls.CONTENT:
+        return list(self._add(f'{CALL}{text}{END_CALL if closed else ""}'))
+    # One newline belongs to the form of a call; white space alone is no content.
+    held = ''.join(self._held).removesuffix('\n') if self._begun else ''
+    self._held = [held] if held else []
+    events = list(self._release())
+    self._begun = False
+    if self._parallel or not self._calls:
+      self._calls.append(ToolCall(self._call_id(len(self._calls)), name, arguments))
+      events.append(CallDone(self._calls[-1]))
+    return events
+
+
+def _merge(events: Iterable[Event]) -> list[Event]:
+  """Joins neighbours of content and of thought."""
+  merged: list[Event] = []
+  for kind, run in itertools.groupby(events, type):
+    found = list(run)
+    merged += found if kind is CallDone else [kind(''.join(event.text for event in found))]
+  return merged
+
+
+def read_call(text: str) -> tuple[str, str, Problem | None]:
+  """Reads a tool call, {"name": …, "arguments": {…}}.
+
+  Returns:
+    The name, the arguments as they are written, and the problem. With a problem, the name is '' if it cannot be read,
+    and the arguments are the raw text from where they cannot be read.
+  """
+  name, arguments = '', '{}'
+  at = _skip(text, 0)
+  if text[at : at + 1] != '{':
+    return '', text, Problem.INVALID_JSON
+  at = _skip(text, at + 1)
+  more = text[at : at + 1] != '}'
+  while more:
+    try:
+      key, at = _value(text, at)
+      at = _skip(text, at)
+      if not isinstance(key, str) or text[at : at + 1] != ':':
+        return name, arguments, Problem.INVALID_JSON
+      start = _skip(text, at + 1)
+    except ValueError:
+      return name, arguments, Problem.INVALID_JSON
+    try:
+      value, at = _value(text, start)
+    except ValueError:
+      rest = text[start:].strip()
+      return name, rest.removesuffix('}').rstrip() if key == 'arguments' else arguments, Problem.INVALID_JSON
+    if key == 'name' and isinstance(value, str):
+      name = encodable(value)
+    elif key == 'arguments':
+      arguments = encodable(value) if isinstance(value, str) else '{}' if value is None else text[start:at]
+    at = _skip(text, at)
+    more = text[at : at + 1] == ','
+    at = _skip(text, at + 1) if more else at
+  if text[at : at + 1] != '}' or _skip(text, at + 1) != len(text):
+    return name, arguments, Problem.INVALID_JSON
+  if not name:
+    return '', text, Problem.MISSING_NAME
+  return name, arguments, None if _is_object(arguments) else Problem.INVALID_JSON
+
+
+def _skip(text: str, at: int) -> int:
+  """The next position that is no white space."""
+  return _SPACE.match(text, at).end()
+
+
+def _value(text: str, at: int) -> tuple[object, int]:
+  """A JSON value and the position after it.
+
+  Raises:
+    ValueError: there is none.
+  """
+  try:
+    return JSON.raw_decode(text, at)
+  except RecursionError as e:
+    raise ValueError('nested too deeply') from e
+
+
+def _is_object(text: str) -> bool:
+  try:
+    return isinstance(parse_json(text), dict)
+  except ValueError:
+    return False
+
+
+class _TagsByText:
+  """Cuts a growing text at tags by their spelling."""
+
+  def __init__(self, tags: Sequence[str]):
+    self._found = re.compile('|'.join(map(re.escape, tags))) if tags else None
+    # A beginning of a tag at the end of the text, longest first.
+    starts = sorted({re.escape(tag[:n]) for tag in tags for n in range(1, len(tag))}, key=len, reverse=True)
+    self._start = re.compile(rf'(?:{"|".join(starts)})\Z')
+    self._longest = max(map(len, tags), default=1) - 1
+    self._held = ''
+
+  def feed(self, ids: Sequence[int], text: str) -> Iterator[tuple[str, str]]:
+    """Pairs of a text and the tag after it, '' for none."""
+    del ids
+    if self._found is None:
+      yield text, ''
+      return
+    text, at = self._held + text, 0
+    for match in self._found.finditer(text):
+      yield text[at : match.start()], match.group()
+      at = match.end()
+    begun = self._start.search(text, max(at, len(text) - self._longest))
+    end = begun.start() if begun else len(text)
+    self._held = text[end:]
+    yield text[at:end], ''
+
+  def finish(self) -> Iterator[tuple[str, str]]:
+    """The text that was held back."""
+    yield self._held, ''
+
+
+class _TagsById:
+  """Cuts a growing text at tags by their ids.
+
+  The text can lag behind the ids, and can end before them if a stop text ended the reply.
+  """
+
+  def __init__(self, ids: Mapping[int, str], decode: Callable[[Sequence[int]], str]):
+    self._ids, self._decode = ids, decode
+    self._since: list[int] = []  # ids since the last tag
+    self._end = 0  # position in the text after the last tag
+    self._tags: collections.deque[tuple[int, str]] = collections.deque()  # position and spelling of tags to come
+    self._at = 0  # position of `_held` in the text
+    self._held = ''
+
+  def feed(self, ids: Sequence[int], text: str) -> Iterator[tuple[str, str]]:
+    """Pairs of a text and the tag after it, '' for none."""
+    for i in ids:
+      if i in self._ids:
+        start = self._end + len(self._decode(self._since)) if self._since else self._end
+        self._tags.append((start, self._ids[i]))
+        self._end = start + len(self._ids[i])
+        self._since.clear()
+      else:
+        self._since.append(i)
+    text, at = self._held + text, 0
+    while self._tags and self._tags[0][0] + len(self._tags[0][1]) <= self._at + len(text):
+      position, tag = self._tags.popleft()
+      start = position - self._at
+      if start >= at and text.startswith(tag, start):
+        yield text[at:start], tag
+        at = start + len(tag)
+    end = max(at, min(len(text), self._tags[0][0] - self._at)) if self._tags else len(text)
+    self._held, self._at = text[end:], self._at + end
+    yield text[at:end], ''
+
+  def finish(self) -> Iterator[tuple[str, str]]:
+    """The text that was held back: a stop text cut a tag."""
+    yield self._held, ''

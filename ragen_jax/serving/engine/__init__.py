@@ -1,0 +1,1 @@
+"""Engine: continuous batching, ids and a key to sampled ids with their numbers."""

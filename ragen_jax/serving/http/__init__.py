@@ -1,0 +1,1 @@
+"""HTTP: a request from its route and key to its stored answer."""

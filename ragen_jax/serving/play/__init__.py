@@ -1,0 +1,1 @@
+"""Play: programs play tasks, and what they did becomes a `Rollout`."""

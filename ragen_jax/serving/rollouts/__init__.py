@@ -1,0 +1,1 @@
+"""Rollouts: what is queued, runs and has ended, in SQLite."""

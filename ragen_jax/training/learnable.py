@@ -1,0 +1,60 @@
+"""Says whether a rollout has something to learn from: replies that can be read, and scores that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragen_jax.agent.episode import Episode, Status
+from ragen_jax.algorithms.filters import ZERO
+from ragen_jax.utils.errors import short
+
+# Below this share of valid first replies, most episodes are played by chance.
+_VALID = 0.5
+_TRY_REPLIES = (
+  "try another wording (agent.request), agent.format='no_think', more agent.max_response_tokens, a lower "
+  'temperature, or a warm start (docs/real_models.md)'
+)
+_TRY_SCORES = (
+  'try easier or harder levels, more episodes of a group (train.group_size), a higher train.temperature, or a warm '
+  'start (docs/real_models.md)'
+)
+
+
+def invalid_replies(episodes: Sequence[Episode]) -> list[str]:
+  """A warning for each environment in which most first replies are not valid.
+
+  Returns:
+    One line each, which quotes a reply and says what to try.
+  """
+  warnings = []
+  for tag in dict.fromkeys(e.tag for e in episodes):
+    first = [e.turns[0] for e in episodes if e.tag == tag and e.turns and e.turns[0].answered]
+    invalid = [turn for turn in first if not turn.valid]
+    if first and len(invalid) > (1 - _VALID) * len(first):
+      warnings.append(
+        f'{tag}: {len(invalid)} of {len(first)} first replies are not valid, such as {short(invalid[0].reply)}; '
+        f'{_TRY_REPLIES}'
+      )
+  return warnings
+
+
+def equal_scores(episodes: Sequence[Episode], *, in_groups: bool) -> str:
+  """A warning if the scores of a rollout teach nothing.
+
+  Args:
+    in_groups: whether the estimator compares the episodes of a group only; otherwise it compares all.
+
+  Returns:
+    One line that says what to try; '' if scores differ.
+  """
+  played = [e for e in episodes if e.turns and e.status != Status.ENV_ERROR]
+  if len(played) < 2:
+    return ''
+  scores, groups = np.asarray([e.score for e in played]), np.asarray([e.group for e in played])
+  if np.ptp(scores) <= ZERO:
+    return f'nothing to learn from: all {len(played)} episodes have the score {scores[0]:.6g}; {_TRY_SCORES}'
+  if in_groups and all(np.ptp(scores[groups == g]) <= ZERO for g in np.unique(groups)):
+    return f'nothing to learn from: in each of the {len(np.unique(groups))} groups all scores are equal; {_TRY_SCORES}'
+  return ''

@@ -1,0 +1,62 @@
+"""The state of a run from its last checkpoint that is not damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ragen_jax.distributed import processes
+from ragen_jax.runs.checkpoints import Checkpointer
+from ragen_jax.runs.config_fields import free_in_training
+from ragen_jax.runs.workdir import check_recorded
+from ragen_jax.training.monitor import Monitor, Verdict
+from ragen_jax.training.replay import ReplayBuffer
+from ragen_jax.training.state import TrainState
+from ragen_jax.utils.errors import UserError
+
+
+def restore(
+  checkpointer: Checkpointer, workdir: str, config: Mapping[str, Any], state: TrainState, replay: ReplayBuffer,
+  monitor: Monitor,
+) -> tuple[TrainState, str, Verdict | None]:  # fmt: skip
+  """Restores the last checkpoint that is not damaged, if there is one.
+
+  Args:
+    checkpointer: the checkpointer of `workdir`.
+    workdir: the run's directory, for errors.
+    config: the whole config, nested.
+    state: the initial state; its arrays are deleted if there is a checkpoint.
+    replay: filled from the checkpoint.
+    monitor: restored from the checkpoint.
+
+  Returns:
+    The state; the reason why the run was stopped, '' if it was not stopped; and the verdict of the iteration if its
+    evaluation was cut off, None if it was not.
+  """
+  with processes.same_errors():
+    if processes.is_first():
+      checkpointer.set_damaged_aside()
+  checkpointer.reload()
+  steps = processes.gather(checkpointer.latest_step())
+  if len(set(steps)) > 1:
+    raise UserError(f'--workdir={workdir}: the processes see different checkpoints, {steps}; they must share a disk')
+  if checkpointer.latest_step() is None:
+    return state, '', None
+  recorded = checkpointer.meta()
+  described = recorded.get('replay')
+  if described is None:
+    raise UserError(f'--workdir={workdir}: its checkpoints belong to a warm start; choose another --workdir')
+  if 'config' in recorded:  # checkpoints of earlier versions have none
+    where = f'checkpoint of step {checkpointer.latest_step()} in {checkpointer.directory}'
+    check_recorded(where, recorded['config'], config, *free_in_training(config))
+  like = state.saved()
+  arrays, meta = checkpointer.restore(like | {'replay': replay.empty_state(described)})
+  # Otherwise the devices would hold the initial arrays in addition to the restored arrays.
+  jax.tree.map(lambda x: x.delete(), like)
+  replay.load_state(arrays['replay'], described)
+  monitor.load_state_dict(meta['monitor'])
+  state = state.with_saved(arrays, iteration=meta['iteration'], lr_scale=meta['monitor']['lr_scale'])
+  verdict = meta.get('unevaluated')
+  return state, meta['stopped'], Verdict(**verdict) if verdict else None

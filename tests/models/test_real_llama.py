@@ -1,0 +1,91 @@
+"""A published Llama model, SmolLM2, against `transformers`: scores, three turns of replies, and an export."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.models.checkpoint.load import load_model
+from ragen_jax.models.checkpoint.save import save_model
+from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.sampling.draw import GREEDY, Sampling
+from ragen_jax.sampling.sampler import Sampler
+
+pytestmark = pytest.mark.slow
+
+NAME = 'smollm2-135m-instruct'
+TURNS = ('Name three rivers of Europe.', 'Which of them is the longest?', 'Thank you. Say goodbye in French.')
+NEW = 24
+
+
+@pytest.fixture(scope='module')
+def models(real_model, transformers):
+  """The model of `transformers`, ours, the tokenizer and the directory."""
+  import torch
+
+  directory = str(real_model(NAME))
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+  ours = load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
+  return theirs, ours, ChatTokenizer(directory), directory
+
+
+def conversation(model, tokenizer, sampling) -> tuple[list[int], np.ndarray, np.ndarray]:
+  """A row of three turns through one cache: ids, where they were sampled, and their log-probs."""
+  policy = ActorCritic(model)
+  sampler, params = Sampler(policy, stop_ids=tokenizer.stop_ids), nnx.split(policy)[1]
+  state = sampler.init(1, 400)
+  row, sampled, log_probs, closed = [], [], [], False
+  for turn, text in enumerate(TURNS):
+    opening = tokenizer.following(text, '', closed=closed) if turn else tokenizer.opening('Be brief.', text, '')
+    prompt = tokenizer.encode_segments(opening).ids
+    state = sampler.extend(params, state, np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32))
+    state, reply, _ = sampler.decode(
+      params, state, jax.random.split(jax.random.key(turn), 1), np.asarray([NEW]), columns=NEW, sampling=sampling
+    )
+    ids = np.asarray(reply.tokens)[0, : int(reply.count[0])].tolist()
+    row += [*prompt, *ids]
+    sampled += [False] * len(prompt) + [True] * len(ids)
+    log_probs += [0.0] * len(prompt) + np.asarray(reply.logprobs)[0, : len(ids)].tolist()
+    closed = ids[-1] == tokenizer.stop_ids[0]
+  return row, np.asarray(sampled), np.asarray(log_probs)
+
+
+def their_logits(model, row) -> np.ndarray:
+  import torch
+
+  with torch.no_grad():
+    return model(torch.tensor([row])).logits[0].numpy()
+
+
+def test_logits_are_those_of_transformers(models):
+  theirs, ours, tokenizer, _ = models
+  ids = tokenizer.encode('The capital of France is Paris, and the capital of Italy is Rome. ' * 8)
+  found = nnx.jit(lambda m, t: m.logits(m(m.embed(t))[0]))(ours, jnp.asarray([ids]))[0]
+  expected = their_logits(theirs, list(ids))
+  assert np.std(expected) > 1
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)  # of logits up to 40, through 30 layers
+  assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+def test_sampled_replies_of_three_turns_have_the_log_probs_of_transformers(models):
+  theirs, ours, tokenizer, _ = models
+  row, sampled, log_probs = conversation(ours, tokenizer, Sampling(temperature=1.0, top_p=1.0, top_k=0))
+  logits = their_logits(theirs, row).astype(np.float64)
+  expected = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(len(row) - 1), row[1:]]
+  np.testing.assert_allclose(log_probs[1:][sampled[1:]], expected[sampled[1:]], rtol=0, atol=1e-3)
+  assert sampled.sum() > 20
+
+
+def test_an_export_goes_on_greedily_for_three_turns_as_we_do(models, transformers, tmp_path):
+  _, ours, tokenizer, directory = models
+  row, sampled, _ = conversation(ours, tokenizer, GREEDY)
+  save_model(str(tmp_path / 'out'), ours, ours.cfg, 'float32', tokenizer_dir=directory)
+  again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / 'out')).eval()
+  assert type(again).__name__ == 'LlamaForCausalLM'
+  # The sampled tokens are the likeliest, each behind all before it.
+  assert (their_logits(again, row).argmax(-1)[:-1] == row[1:])[sampled[1:]].all()
+  assert transformers.AutoTokenizer.from_pretrained(str(tmp_path / 'out')).chat_template

@@ -1,0 +1,291 @@
+"""The time and the collectives of compiled programs, by hand and beside XLA's own count of operations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ragen_jax.planning import hlo, kernel_times, topologies
+from ragen_jax.planning.kernel_times import Work
+
+TPU = topologies.CHIPS['v5e']
+GPU = topologies.CHIPS['h100']
+
+_ENTRY = """\
+{computations}
+ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {{
+  %x = bf16[1024,1024]{{1,0}} parameter(0)
+{lines}
+}}
+"""
+
+
+def _of(lines, computations='', chip=TPU, devices=8, loop_trips=1):
+  text = _ENTRY.format(lines='\n'.join(f'  {line}' for line in lines), computations=computations)
+  return kernel_times.work_of(hlo.parse(text), chip, devices, loop_trips)
+
+
+_SIZE = 2 * 1024 * 1024  # bytes of x
+
+
+def test_cycles_are_the_compilers_own_and_none_where_it_has_no_estimate():
+  kernel = '%f = bf16[1024,1024]{1,0} fusion(%x), kind=kLoop, calls=%none, backend_config={"estimated_cycles":"3000"}'
+  assert _of([kernel]).seconds == pytest.approx(3000 / 1.5e9)
+  unknown = _of([kernel.replace('"3000"', f'"{2**62}"')])
+  assert unknown.seconds == pytest.approx(2 * _SIZE / (0.9 * 819e9)) and unknown.kernels == 1
+
+
+@pytest.mark.parametrize(
+  ('groups', 'size'),
+  [
+    ('{{0,1,2,3},{4,5,6,7}}', 4),
+    ('[4,2]<=[8]', 2),
+    ("mesh['a'=8,'b'=1] {'a'}", 8),
+    ("mesh['a'=4,'b'=2] {'b'}", 2),
+    ("mesh['a'=4,'b'=2] {'a','b'}", 8),
+  ],
+)
+@pytest.mark.parametrize(
+  ('kind', 'sent'),
+  [
+    ('all-gather', lambda n: _SIZE * (n - 1) / n),
+    ('all-reduce', lambda n: 2 * _SIZE * (n - 1) / n),
+    ('reduce-scatter', lambda n: _SIZE * (n - 1)),
+    ('all-to-all', lambda n: _SIZE * (n - 1) / n),
+    ('collective-permute', lambda n: _SIZE),
+  ],
+)
+def test_bytes_of_collectives_by_kind_and_group(groups, size, kind, sent):
+  found = _of([f'%c = bf16[1024,1024]{{1,0}} {kind}(%x), channel_id=1, replica_groups={groups}'])
+  assert found.collectives == {kind: _SIZE} and found.sent == pytest.approx(sent(size)) and found.seconds == 0
+  waits = (1 + (kind == 'all-reduce')) * TPU.exchange_seconds(size)  # a sum for all is exchanged twice
+  assert found.waits == pytest.approx(waits)
+  assert found.link_seconds(TPU) == pytest.approx(found.sent / TPU.link_bandwidth + waits)
+
+
+def test_of_a_started_collective_the_results_count_once():
+  found = _of(
+    [
+      '%s = (bf16[128,1024]{1,0}, bf16[1024,1024]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3,4,5,6,7}}',
+      '%d = bf16[1024,1024]{1,0} all-gather-done(%s)',
+      '%r = bf16[1024,1024]{1,0} all-reduce-start(%d), replica_groups={{0,1,2,3,4,5,6,7}}',
+      '%e = bf16[1024,1024]{1,0} all-reduce-done(%r)',
+    ]
+  )
+  assert found.collectives == {'all-gather': _SIZE, 'all-reduce': _SIZE}
+
+
+def test_a_fused_reduction_that_keeps_its_part_sends_half():
+  inner = """\
+%sum (p: bf16[1024,1024]) -> bf16[1024,1024] {
+  %p = bf16[1024,1024]{1,0} parameter(0)
+  ROOT %r = bf16[1024,1024]{1,0} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}
+}
+"""
+  fusion = '%NAME = bf16[128,1024]{1,0} fusion(%x), kind=kCustom, calls=%sum'
+  whole, part = (_of([fusion.replace('NAME', name)], inner) for name in ('fusion.1', 'all-reduce-scatter.1'))
+  assert whole.collectives == {'all-reduce': _SIZE} and part.collectives == {'reduce-scatter': _SIZE}
+  assert part.sent == whole.sent / 2 == _SIZE * 7 / 8
+  assert part.waits == pytest.approx(whole.waits / 2) and part.waits == pytest.approx(TPU.exchange_seconds(8))
+  # Or only the computation has the name.
+  named = _of(
+    [fusion.replace('NAME', 'fusion.2').replace('%sum', '%all-reduce-scatter.3')],
+    inner.replace('%sum ', '%all-reduce-scatter.3 '),
+  )
+  assert named == part
+
+
+def test_a_collective_that_other_work_hides_counts_where_it_starts():
+  gather = '%g = bf16[1024,1024]{1,0} all-gather(%p), replica_groups={{0,1}}'
+  inner = ''.join(
+    f"""\
+%{name} (p: bf16[512,1024]) -> bf16[1024,1024] {{
+  %p = bf16[512,1024]{{1,0}} parameter(0)
+  {gather}
+  ROOT %r = bf16[1024,1024]{{1,0}} {root}
+}}
+
+"""
+    for name, root in (
+      ('start', 'custom-call(%g), custom_call_target="AsyncCollectiveStart"'),
+      ('async_collective_fusion.1', 'add(%g, %g)'),
+      ('async_collective_fusion.2', 'add(%g, %g)'),
+      ('done', 'custom-call(%g), custom_call_target="AsyncCollectiveDone"'),
+      ('plain', 'add(%g, %g)'),
+    )
+  )
+
+  def collectives(*names):
+    lines = [f'%f{i} = bf16[1024,1024]{{1,0}} fusion(%x), kind=kCustom, calls=%{x}' for i, x in enumerate(names)]
+    return _of(lines, inner).collectives
+
+  one = {'all-gather': _SIZE}
+  assert collectives('start', 'async_collective_fusion.1', 'async_collective_fusion.2', 'done') == one
+  assert collectives('plain') == one and not collectives('async_collective_fusion.1') and not collectives('done')
+
+
+_LOOP = """\
+%inner_condition (c: s32[]) -> pred[] {
+  %i = s32[] parameter(0)
+  %n = s32[] constant(5)
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}
+
+%inner (b: s32[]) -> s32[] {
+  %i = s32[] parameter(0)
+  %y = bf16[1024,1024]{1,0} custom-call(), backend_config={"estimated_cycles":"10"}
+  ROOT %g = bf16[1024,1024]{1,0} all-gather(%y), replica_groups={{0,1}}
+}
+
+%condition (c: s32[]) -> pred[] {
+  %i = s32[] parameter(0)
+  ROOT %l = pred[] custom-call(%i), backend_config={"estimated_cycles":"1"}
+}
+
+%body (b: s32[]) -> s32[] {
+  %i = s32[] parameter(0)
+  ROOT %w = s32[] while(%i), condition=%inner_condition, body=%inner
+}
+"""
+
+
+def test_loops_count_as_often_as_they_run_and_unknown_ones_as_often_as_said():
+  loop = '%w = s32[] while(%x), condition=%condition, body=%body'
+  found = _of([loop], _LOOP, loop_trips=300)
+  assert found.seconds == pytest.approx(300 * (5 * 10 + 1) / 1.5e9)
+  assert found.collectives == {'all-gather': 300 * 5 * _SIZE}
+  (body,) = found.loops
+  assert body.seconds == pytest.approx(51 / 1.5e9) and body.collectives == {'all-gather': 5 * _SIZE}
+  assert not _of(['%w = s32[] while(%x), condition=%inner_condition, body=%inner'], _LOOP).loops
+
+
+def test_of_a_branch_the_longer_side_counts():
+  sides = """\
+%short (p: s32[]) -> s32[] {
+  ROOT %a = s32[] custom-call(), backend_config={"estimated_cycles":"10"}
+}
+
+%long (p: s32[]) -> s32[] {
+  ROOT %a = s32[] custom-call(), backend_config={"estimated_cycles":"70"}
+}
+"""
+  found = _of(['%c = s32[] conditional(%x, %x), branch_computations={%short, %long}'], sides)
+  assert found.seconds == pytest.approx(70 / 1.5e9)
+
+
+def test_what_is_updated_in_place_is_not_moved_whole():
+  inner = """\
+%write (a: bf16[1024,1024], b: bf16[1,1024], i: s32[]) -> bf16[1024,1024] {
+  %a = bf16[1024,1024]{1,0} parameter(0)
+  %b = bf16[1,1024]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %u = bf16[1024,1024]{1,0} dynamic-update-slice(%a, %b, %i, %i)
+}
+"""
+  lines = ['%row = bf16[1,1024]{1,0} custom-call()', '%i = s32[] constant(0)']
+  fusion = '%f = bf16[1024,1024]{1,0} fusion(%x, %row, %i), kind=kLoop, calls=%write'
+  chip = dataclasses.replace(GPU, platform='tpu')  # without the least time of a kernel
+  with_it, without = _of([*lines, fusion], inner, chip), _of(lines, inner, chip)
+  moved = (with_it.seconds - without.seconds) * 0.9 * chip.hbm_bandwidth
+  assert moved == pytest.approx(2 * 2 * 1024, abs=8)
+
+
+def test_of_what_is_cut_only_the_part_is_read():
+  inner = """\
+%cut (a: bf16[1024,1024], i: s32[]) -> f32[1,1024] {
+  %a = bf16[1024,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %s = bf16[1,1024]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,1024}
+  ROOT %c = f32[1,1024]{1,0} convert(%s)
+}
+"""
+  lines = ['%i = s32[] constant(0)', '%f = f32[1,1024]{1,0} fusion(%x, %i), kind=kLoop, calls=%cut']
+  chip = dataclasses.replace(GPU, platform='tpu')
+  assert _of(lines, inner, chip).seconds * 0.9 * chip.hbm_bandwidth == pytest.approx((2 + 4) * 1024, abs=8)
+
+
+def test_a_product_takes_the_peak_and_a_gpus_kernel_a_least_time():
+  dot = '%d = bf16[1024,1024]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}'
+  fast = dataclasses.replace(GPU, hbm_bandwidth=1e18, platform='tpu')
+  assert _of([dot], chip=fast).seconds == pytest.approx(2 * 1024**3 / (0.8 * 989e12))
+  assert _of(['%n = bf16[8]{0} negate(%x)'], chip=dataclasses.replace(GPU, hbm_bandwidth=1e18)).seconds == 2e-6
+
+
+@pytest.mark.parametrize('width', [64, 128])
+@pytest.mark.parametrize('columns_last', [False, True])
+@pytest.mark.parametrize(('kind', 'products'), [('forward', 2), ('keys and values', 4), ('queries', 3)])
+def test_attention_kernels_count_by_their_shapes(width, columns_last, kind, products):
+  """Forward: scores and output. Backward: scores and gradients of probabilities, and of what is returned."""
+  size = f'{width},2048' if columns_last else f'2048,{width}'
+  of_queries, of_keys, layout = f'bf16[4,14,{size}]', f'bf16[4,2,{size}]', '{3,2,1,0}'
+  block = 'f32[4,512,64]{2,1,0}'  # which a kernel keeps to itself
+  out = {'forward': f'{of_queries}{layout}', 'queries': f'({block}, {of_queries}{layout})'}
+  out['keys and values'] = f'({block}, {of_keys}{layout}, {of_keys}{layout})'
+  more = ', %q, %s' if kind != 'forward' else ''
+  found = _of([
+    f'%q = {of_queries}{layout} constant(0)', f'%k = {of_keys}{layout} constant(0)',
+    '%s = f32[4,14,1,2048]{3,2,1,0} constant(0)',
+    f'%o = {out[kind]} custom-call(%q, %k, %k{more}), custom_call_target="tpu_custom_call"',
+  ])  # fmt: skip
+  operations = 2 * products * (4 * 14 * 2048) * 2048 * width / 2
+  assert found.seconds == pytest.approx(operations / (0.5 * width / 128 * 197e12))
+
+
+@pytest.mark.parametrize(('kernel', 'products', 'share'), [('forward', 2, 0.64), ('backward', 5, 0.85)])
+@pytest.mark.parametrize(('chip', 'part'), [('v5e', 0.5), ('v6e', 0.25)])
+def test_kernels_of_this_project_reach_more_and_narrow_heads_fill_a_part_of_the_units(
+  kernel, products, share, chip, part
+):
+  of_queries, of_keys, sums = 'bf16[4,14,64,2048]{3,2,1,0}', 'bf16[4,2,2048,64]{3,2,1,0}', 'f32[4,14,1,2048]{3,2,1,0}'
+  out, more = {
+    'forward': (f'({of_queries}, {sums})', ''), 'backward': (f'({of_queries}, {of_keys}, {of_keys})', ', %q, %s, %q')
+  }[kernel]  # fmt: skip
+  found = _of([
+    f'%q = {of_queries} constant(0)', f'%k = {of_keys} constant(0)', f'%s = {sums} constant(0)',
+    f'%attention_{kernel}.1 = {out} custom-call(%q, %k, %k{more}), custom_call_target="tpu_custom_call"',
+  ], chip=topologies.CHIPS[chip])  # fmt: skip
+  operations = 2 * products * (4 * 14 * 2048) * 2048 * 64 / 2
+  assert found.seconds == pytest.approx(operations / (share * part * topologies.CHIPS[chip].flops))
+
+
+@pytest.mark.parametrize('heads', [28, 192])
+@pytest.mark.parametrize('kernel', ['forward', 'preprocess', 'backward'])
+def test_attention_kernels_of_gpus_have_the_heads_behind_the_columns(kernel, heads):
+  """The arrays of JAX's Pallas kernels; the sums that the backward pass begins with are no product."""
+  queries, sums = f'bf16[4,1408,{heads},128]{{3,2,1,0}}', f'f32[4,{heads},1408]{{2,1,0}}'
+  out, operands, products = {
+    'forward': (f'({queries}, {sums})', '%q, %q, %q, %t', 2), 'preprocess': (sums, '%q, %q', 0),
+    'backward': (f'({queries}, {queries}, {queries})', '%q, %q, %q, %t, %q, %q, %s, %s', 5),
+  }[kernel]  # fmt: skip
+  found = _of([
+    f'%q = {queries} constant(0)', f'%s = {sums} constant(0)', '%t = s32[4,1408]{1,0} constant(0)',
+    f'%o = {out} custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton"',
+  ], chip=GPU)  # fmt: skip
+  operations = 2 * products * (4 * heads * 1408) * 1408 * 128 / 2
+  read = (4 * heads * 1408) * (2 * 2 * 128 + 4) / (0.9 * GPU.hbm_bandwidth)
+  assert found.seconds == pytest.approx(operations / (0.5 * GPU.flops) if products else read)
+
+
+def test_operations_are_those_that_xla_counts():
+  """Several products, one of them inside of a scan, beside `cost_analysis` of one run of each loop body."""
+
+  def f(x, w):
+    y = jnp.einsum('bij,bjk->bik', x, x)
+    y = jax.lax.scan(lambda c, _: (c @ w, None), y, length=3)[0]
+    return jnp.einsum('bij,kj->bik', y, w)
+
+  x, w = jnp.ones((4, 96, 96)), jnp.ones((96, 96))
+  compiled = jax.jit(f).lower(x, w).compile()
+  program = hlo.parse(compiled.as_text())
+  reader = kernel_times._Reader(program, GPU, 1, 1)
+  found = sum(reader._operations(y, c) for c in program.computations.values() for y in c.values() if y.opcode == 'dot')
+  assert found == 3 * 4 * 2 * 96**3
+  assert found == pytest.approx(compiled.cost_analysis()['flops'], rel=0.02)
+
+
+def test_work_goes_through_json():
+  found = Work(1.0, 2, {'all-gather': 3}, 4.0, 0.5, (Work(5.0, 6, {'all-reduce': 7}, 8.0, 0.25),))
+  assert Work.from_dict(dataclasses.asdict(found)) == found and Work.from_dict(None) is None

@@ -1,0 +1,86 @@
+"""Which rows share their beginnings, against a set of all beginnings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragen_jax.training.batches import PackingSettings
+from ragen_jax.training.forests import forest
+from ragen_jax.training.packing import PackedBatch, pack_batches, shared_tokens
+
+
+def _rows(rng: np.random.Generator, n: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+  """Random rows of few tokens, most of which go on where another row is left, and their lengths."""
+  tokens = rng.integers(0, 3, size=(n, columns)).astype(np.int32)
+  length = rng.integers(1, columns + 1, size=n)
+  for row in range(1, n):
+    if rng.random() < 0.8:
+      common = rng.integers(0, columns + 1)
+      tokens[row, :common] = tokens[rng.integers(0, row), :common]
+  return tokens, length
+
+
+def _beginnings(tokens: np.ndarray, length: np.ndarray) -> int:
+  """Columns of the trees of some rows: different beginnings of at least one token."""
+  return len({tuple(row[: i + 1].tolist()) for row, n in zip(tokens, length, strict=True) for i in range(n)})
+
+
+def test_the_example_of_the_module():
+  words = ['abcd', 'fg', 'abef', 'abe']
+  tokens = np.asarray([[*map(ord, word.ljust(4))] for word in words])
+  length = np.asarray([4, 2, 4, 3])
+  found = forest(tokens, length)
+  assert [words[i] for i in found.order] == ['abcd', 'abe', 'abef', 'fg'] and found.common.tolist() == [0, 2, 3, 0]
+  sizes = np.stack([length, length], axis=1)
+  assert found.columns(sizes) == 8
+  assert [(part.rows.tolist(), part.size) for part in found.parts(sizes, (8, 13))] == [
+    ([0, 3, 2], (6, 11)),
+    ([1], (2, 2)),
+  ]
+  # Where the tree does not fit, its rows are divided; each part has all columns of its first row.
+  assert [(part.rows.tolist(), part.size) for part in found.parts(sizes, (5, 9))] == [
+    ([0, 3], (5, 7)), ([2], (4, 4)), ([1], (2, 2)),
+  ]  # fmt: skip
+  assert [part.rows.tolist() for part in found.parts(sizes, (8, 7))] == [[0, 3], [2], [1]]
+  assert found.in_order(np.asarray([1, 2, 0])).tolist() == [0, 2, 1]
+  assert found.shared(np.asarray([0, 2, 1])).tolist() == [0, 2, 0]
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_bins_hold_each_beginning_once_and_fit(seed):
+  rng = np.random.default_rng(seed)
+  tokens, length = _rows(rng, 24, 30)
+  scored = np.minimum(rng.integers(0, 8, 24), np.maximum(length - 1, 0))
+  settings = PackingSettings(8, 64, 256, int(rng.integers(1, 3)), 8, most_shared=64 if seed % 4 else 48)
+  groups = [rng.permutation(24)[:20], np.arange(4)]
+  packed = pack_batches(groups, length, scored, settings, tokens)
+  for rows, own in zip(groups, packed, strict=True):
+    assert sorted(np.concatenate([plan.members for plan in own]).tolist()) == sorted(rows.tolist())
+    for plan in own:
+      assert (plan.shared is not None) == (plan.width <= settings.most_shared)
+      for at, members in enumerate(plan.bins):
+        shared = np.zeros(len(members), int) if plan.shared is None else plan.shared[at]
+        used = int((length[members] - shared).sum())
+        assert used <= plan.width and scored[members].sum() <= plan.replies
+        if plan.shared is not None:
+          assert used == _beginnings(tokens[members], length[members])
+
+
+def test_what_nothing_shares_is_packed_as_rows_are():
+  rng = np.random.default_rng(0)
+  length = rng.integers(5, 41, size=40)
+  tokens = rng.integers(0, 10**6, size=(40, 40)).astype(np.int32)
+  settings = PackingSettings(8, 40, 400, 2, 8, most_shared=40)
+  with_tokens, without = (pack_batches([np.arange(40)], length, length // 2, settings, x)[0] for x in (tokens, None))
+  assert [(len(plan.bins), plan.width, plan.replies) for plan in with_tokens] == [
+    (len(plan.bins), plan.width, plan.replies) for plan in without
+  ]
+  assert shared_tokens(with_tokens) == shared_tokens(without) == 0.0
+
+
+def test_the_share_of_tokens_counts_members_only():
+  plan = PackedBatch(
+    (np.asarray([0, 1]), np.asarray([], int)), np.asarray([8, 6, 100]), 16, 8, (np.asarray([0, 4]), np.asarray([], int))
+  )
+  assert shared_tokens([plan]) == pytest.approx(4 / 14)

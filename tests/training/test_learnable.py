@@ -1,0 +1,92 @@
+"""Warnings of rollouts that have nothing to learn from."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from configs import frozenlake_ppo
+from ragen_jax import build
+from ragen_jax.agent.episode import Episode, Status, Turn
+from ragen_jax.training.learnable import equal_scores, invalid_replies
+
+
+def episode(valid=True, score=0.0, *, group=0, tag='Bandit', status=Status.FAILURE, answered=True, later=True):
+  """An episode of two turns, of which the first is valid or not."""
+  turns = [
+    Turn('board', f'reply {group}\nof two lines', ['Left'], (score,), 0.0, v, 1, answered=answered)
+    for v in (valid, later)
+  ]
+  return Episode(tag, group, 0, turns, status=status)
+
+
+@pytest.mark.parametrize(('valid', 'warned'), [(5, False), (4, True), (0, True), (9, False)])
+def test_more_than_half_of_the_first_replies_must_be_valid(valid, warned):
+  lines = invalid_replies([episode(i < valid) for i in range(9)])
+  assert len(lines) == warned
+  if warned:
+    assert lines[0].startswith(f'Bandit: {9 - valid} of 9 first replies are not valid, such as ')
+    assert 'agent.request' in lines[0] and '\n' not in lines[0]
+
+
+def test_half_of_the_first_replies_is_enough():
+  assert not invalid_replies([episode(i < 4) for i in range(8)])
+
+
+def test_later_replies_and_lost_ones_do_not_count():
+  assert not invalid_replies([episode(True, later=False)] * 3)
+  assert not invalid_replies([episode(False, answered=False)] * 3 + [episode(True)])
+  assert not invalid_replies([Episode('Bandit', 0, 0, [])])
+
+
+def test_each_environment_is_judged_by_itself():
+  lines = invalid_replies([episode(True)] * 9 + [episode(False, tag='FrozenLake')] * 3)
+  assert [line.split(':')[0] for line in lines] == ['FrozenLake']
+
+
+def test_scores_that_are_all_equal_teach_nothing():
+  assert equal_scores([episode(score=-0.1)] * 4, in_groups=False) == equal_scores(
+    [episode(score=-0.1)] * 4, in_groups=True
+  )
+  line = equal_scores([episode(score=-0.1)] * 4, in_groups=False)
+  assert line.startswith('nothing to learn from: all 4 episodes have the score -0.2; try ')
+  assert 'train.group_size' in line and '\n' not in line
+  assert not equal_scores([episode(score=1.0), episode(score=0.9)], in_groups=False)
+
+
+def test_equal_scores_within_groups_matter_only_if_groups_are_compared():
+  episodes = [episode(score=float(group), group=group) for group in (0, 0, 1, 1)]
+  assert not equal_scores(episodes, in_groups=False)
+  assert equal_scores(episodes, in_groups=True).startswith('nothing to learn from: in each of the 2 groups all scores')
+  assert not equal_scores([*episodes, episode(score=3.0, group=1)], in_groups=True)
+
+
+def test_failed_environments_and_single_episodes_are_no_evidence():
+  assert not equal_scores([episode()], in_groups=False)
+  assert not equal_scores(
+    [episode(), episode(status=Status.ENV_ERROR), episode(status=Status.ENV_ERROR)], in_groups=False
+  )
+  assert not equal_scores([episode(score=1.0, status=Status.ENV_ERROR), episode()], in_groups=False)
+
+
+def test_a_run_says_once_that_it_has_nothing_to_learn_from(caplog):
+  config = frozenlake_ppo.get_config()
+  config.agent.request = 'Say {form} in {max_words} words.'  # unknown to the built-in model
+  config.train.groups, config.train.group_size, config.envs.FrozenLake.max_turns = 4, 2, 1
+  config.optimizer.mini_batch_size = 8
+  policy = build.load_policy(config)
+  trainer = build.make_trainer(config, policy)
+  state = trainer.init()
+  with caplog.at_level(logging.WARNING):
+    for _ in range(2):
+      trainer._warn([episode(False, -0.1, group=g, tag='FrozenLake') for g in (0, 0, 1, 1)])
+  said = [r.getMessage() for r in caplog.records]
+  assert len(said) == 2 and '4 of 4 first replies' in said[0] and said[1].startswith('nothing to learn from')
+  caplog.clear()
+  trainer._warn([episode(True, float(i)) for i in range(4)])
+  trainer._warn([episode(True, 1.0) for _ in range(4)])
+  assert [r.getMessage().split(':')[0] for r in caplog.records if r.levelno == logging.WARNING] == [
+    'nothing to learn from'
+  ]
+  del state
