@@ -336,7 +336,7 @@ def value_loss(
     clip: maximum change of a value; None switches clipping off.
 
   Returns:
-    The loss f32[B, T], and statistics: `clipfrac` f32[B, T], 1 where the clipped error is larger.
+    The loss f32[B, T], and statistics: `clipfrac` f32[B, T], 1 where a clipped value has the larger error.
 
   Source: the critic of OpenAI's PPO implementation, as RAGEN uses it.
   """
@@ -346,9 +346,12 @@ def value_loss(
   if clip is None:
     return jnp.where(mask, 0.5 * plain, 0.0), {'clipfrac': jnp.zeros_like(plain)}
   old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
-  clipped = (old_values + jnp.clip(values - old_values, -clip, clip) - returns) ** 2
+  change = values - old_values
+  clipped = (old_values + jnp.clip(change, -clip, clip) - returns) ** 2
   loss = jnp.where(mask, 0.5 * jnp.maximum(plain, clipped), 0.0)
-  return loss, {'clipfrac': jax.lax.stop_gradient(jnp.where(mask, clipped > plain, False).astype(jnp.float32))}
+  # Within the bounds, the two errors differ by rounding only.
+  larger = mask & (jnp.abs(change) > clip) & (clipped > plain)
+  return loss, {'clipfrac': jax.lax.stop_gradient(larger.astype(jnp.float32))}
 
 
 def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:

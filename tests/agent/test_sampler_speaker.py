@@ -406,7 +406,10 @@ def test_prompts_in_several_pieces_are_those_fed_in_one_call(tmp_path, monkeypat
   assert first.min() > widest and len({-(-n // widest) for n in first.tolist()}) > 1
   assert max(x.tokens.shape[1] for x in pieces) == widest < max(x.tokens.shape[1] for x in once)
   assert max(int(x.count.max()) for x in once[1:]) > widest  # a later prompt
-  assert len(pieces) == sum(-(-int(x.count.max()) // widest) for x in once)
+  # The calls for one stage, here first prompts or later ones, have the pieces of its longest prompt.
+  calls = {later: [int(x.count.max()) for x in once if (len(x.count) > 1) == later] for later in (False, True)}
+  assert [len(x) for x in calls.values()] == [2, 1]
+  assert len(pieces) == sum(len(x) * -(-max(x) // widest) for x in calls.values())
   for name in ('tokens', 'loss_mask', 'turn', 'length', 'status'):
     np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name), err_msg=name)
   for name in ('logprobs', 'values', 'entropies'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -121,9 +122,12 @@ def test_the_plan_is_what_one_device_really_holds():
   assert found['rollout']["optimiser's state"] == live['o']
   assert found['rollout']['key/value cache'] == sum(x.nbytes for x in jax.tree.leaves(cache))
   assert 'reference weights' not in found['update'] and state.reference is None
-  lowered = lower_sampler(
-    policy.sampler, params, policy.sampler.init(8, abstract.cache_columns(config)), width=64, columns=32, sampling=PLAIN
-  )
+  lower = functools.partial(
+    lower_sampler, policy.sampler, params, policy.sampler.init(8, abstract.cache_columns(config)),
+    width=64, columns=32, sampling=PLAIN,
+  )  # fmt: skip
+  # All rows sample, and a call feeds a part of them.
+  lowered = lower(names=('decode',)) | lower(names=('extend',), rows=abstract.sampler_shapes(config, 8, 1).fed)
   real = max(abstract.temporary_bytes(x) for x in lowered.values())
   assert found['rollout']['activations'] == pytest.approx(real, rel=0.1)
 
