@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -199,11 +200,7 @@ def _learn(
 ) -> None:
   """Takes the remaining steps, evaluates, saves, and writes the model; also if no step remains."""
   sft = config.sft
-  shown, withheld = split(data, sft.val_fraction, config.seed)
-  if sft.batch_size > len(shown):
-    raise UserError(
-      f'sft.batch_size={sft.batch_size}: must be at most the number of training conversations, {len(shown)}'
-    )
+  shown, withheld = _split(config, data)
   cut = functools.partial(
     batches, batch_size=sft.batch_size, length_step=config.length_step, packing=packing(config, policy),
     mesh=policy.mesh if policy.mesh.size > 1 else None,
@@ -271,6 +268,16 @@ def _learn(
       # After the last checkpoint, so that the same command writes an output that failed without training again.
       _write(config, policy, trainer)
   _log.info('checkpoint: %s; metrics and TensorBoard files: %s', os.path.abspath(sft.output), workdir)
+
+
+def _split(config: ConfigDict, data: SftExamples) -> tuple[np.ndarray, np.ndarray]:
+  """Conversations to train on, and those held out; see `split`."""
+  shown, withheld = split(data, config.sft.val_fraction, config.seed)
+  if config.sft.batch_size > len(shown):
+    raise UserError(
+      f'sft.batch_size={config.sft.batch_size}: must be at most the number of training conversations, {len(shown)}'
+    )
+  return shown, withheld
 
 
 def _bad_numbers(watch: StepWatch, trainer: SftTrainer, micro_batches: list[SftBatch]) -> str:
