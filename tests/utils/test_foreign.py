@@ -98,6 +98,9 @@ def test_a_run_whose_environment_leaves_children_fails_at_its_end(tmp_path):
   path.write_text("""
 from ml_collections import ConfigDict
 
+from tests.support.configs import small_config
+
+
 def get_config():
   config = small_config(num_iterations=1, train__groups=1, eval__groups=2, train__group_size=2, eval__greedy_too=False)
   config.optimizer.mini_batch_size = config.optimizer.micro_batch_size = 2
