@@ -37,9 +37,9 @@ _MAY_BE_NEGATIVE = {
 }
 # Fields with free text, such as paths, names and addresses. All other texts are words of a list.
 _FREE_TEXT = {
-  'agent.action_sep', 'agent.request', 'compilation_cache', 'eval.endpoint_model', 'export.output', 'export.step', 'logging.project',
-  'prompt.critic_key', 'prompt.critic_model', 'prompt.file', 'prompt.text', 'serve.host', 'serve.model',
-  'serve.success_reward', 'serve.trained', 'sft.data', 'sft.output', 'sft.save_data', 'envs.*.tasks',
+  'agent.action_sep', 'agent.request', 'compilation_cache', 'eval.endpoint_model', 'export.output', 'export.step',
+  'logging.project', 'prompt.critic_key', 'prompt.critic_model', 'prompt.file', 'prompt.text', 'serve.host',
+  'serve.model', 'serve.success_reward', 'serve.trained', 'sft.data', 'sft.output', 'sft.save_data', 'envs.*.tasks',
 }  # fmt: skip
 _FREE_TEXT_OF_ENVS = ('tasks', 'runner', 'symbols')
 _CONFIG = {False: 'configs/frozenlake_ppo.py', True: 'configs/agents_ppo.py'}
