@@ -1,294 +1,298 @@
-"""Tests and times one accelerator: equal numbers, learning, and the speed of an iteration at a real model's shape.
+"""Tests and times one accelerator: equal numbers, kernels, XLA flags, one iteration of a real model's shape, learning.
 
-  python benchmarks/accelerator.py                          all parts, on the default device, at Qwen2.5-0.5B's shape
-  python benchmarks/accelerator.py --parts=decode,iteration some parts
-  python benchmarks/accelerator.py --quick                  all parts at a tiny shape, to runs/quick; also on a CPU
+  python benchmarks/accelerator.py                        all parts, in at most 25 minutes, at Qwen2.5-0.5B's shape
+  python benchmarks/accelerator.py --parts=decode         some parts
+  python benchmarks/accelerator.py --budget=60            in at most an hour
+  python benchmarks/accelerator.py --quick                all parts at a tiny shape, to runs/quick; also on a CPU
 
 Weights are random, because no measurement depends on them, and nothing is downloaded. The tokenizer is the built-in
-model's; the vocabulary is padded to the shape's. The numbers of a part are added to the JSON when the part ends:
+model's; the vocabulary is padded to the shape's.
 
-  parity     logits and greedy tokens against `transformers` in float32 on the same weights (needs PyTorch)
-  main_job   configs/frozenlake_ppo.py in a process of its own: success before and after, seconds an iteration
-  decode     tokens a second of the sampler, and of `transformers` on the same device in the same run (needs PyTorch)
-  iteration  rollout, log-probs and update of configs/frozenlake_ppo.py with the variant's settings: seconds of each,
-             and the floating-point operations of the update
+  parity     float32 logits, log-probs and gradients of one program on the device and on the CPU, and of `transformers`
+             (needs PyTorch); rounding must explain the differences. The same in bfloat16, for information
+  attention  seconds and temporary memory of a gradient with each `model.attention` that the device has, for whole and
+             for packed rows, and the distance of the gradient from that of 'einsum'
+  decode     tokens a second of the sampler for each combination of XLA flags (command buffers, latency-hiding
+             scheduler, Triton's matrix products) and with each kernel for the attention to the cache; and of
+             `transformers` on the same device (needs PyTorch)
+  iteration  what `--mode=plan` predicts for configs/frozenlake_ppo.py with the settings of 0.5B, and the second of two
+             iterations: seconds, MFU of the update, peak memory. `beside_plan` has both
+  main_job   configs/frozenlake_ppo.py with the built-in model by main.py: success before and after, seconds of an
+             iteration
 
-Times of `decode` are medians after the compilation; `iteration` times the second of two. `roofline` is the shortest
-possible time divided by the measured time. The shortest possible time of decoding is the bytes of weights and cache
-that it reads over --bandwidth, that of the update its operations over --flops. The defaults are 90 % and 80 % of the
-peaks of an H200.
+XLA reads its flags once, so each job is a process with a time limit. What a job has recorded is in the JSON when it
+ends, even if it was cut. Jobs run in the order of `jobs`. A job for which too little of the budget is left is recorded
+as left out. A combination of flags or a kernel that fails is a result; any other failure makes the exit status 1.
+
+`share_of_bandwidth` is the bytes of weights and cache that decoding must read, over the bandwidth and the measured
+time; `update_mfu` is 6 operations for each weight and token, over the peak and the measured time. The peaks are those
+of ragen_jax/distributed/chips.py, or --flops and --bandwidth; null if unknown.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-# The device's memory is shared with the main job's process and with PyTorch.
-os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+from benchmarks.accelerator_decode import flag_sets  # noqa: E402
+from ragen_jax.utils.files import replace_file  # noqa: E402
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from flax import nnx  # noqa: E402
-
-from benchmarks.learning_curves import hardware  # noqa: E402
-from configs import frozenlake_ppo  # noqa: E402
-from ragen_jax import build  # noqa: E402
-from ragen_jax.agent.language_model import param_state  # noqa: E402
-from ragen_jax.models import presets  # noqa: E402
-from ragen_jax.models.checkpoint.load import load_model  # noqa: E402
-from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
-from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
-from ragen_jax.models.value_head import ActorCritic  # noqa: E402
-from ragen_jax.runs.metrics import read_metrics  # noqa: E402
-from ragen_jax.sampling.draw import GREEDY, PLAIN, Sampling  # noqa: E402
-from ragen_jax.sampling.sampler import Sampler  # noqa: E402
-
-SHAPE = QwenConfig(
-  vocab_size=151_936,
-  hidden_size=896,
-  intermediate_size=4864,
-  num_layers=24,
-  num_heads=14,
-  num_kv_heads=2,
-  head_dim=64,
-  rope_theta=1e6,
-  tie_word_embeddings=True,
-)
-# Rows, prompt tokens and new tokens of `decode`.
-DECODE = (128, 512, 256)
-QUICK_SHAPE = dataclasses.replace(
-  SHAPE, vocab_size=1024, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, head_dim=16
-)
-QUICK_DECODE = (4, 32, 8)
-REPEATS = 3
+PARTS = ('parity', 'attention', 'decode', 'iteration', 'main_job')
 
 
-def has_torch() -> bool:
-  return importlib.util.find_spec('torch') is not None
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """One process.
+
+  Attributes:
+    part: one of `PARTS`, or 'hardware'.
+    name: of its results in the part; '' if they are the part's.
+    worker: of `accelerator_parts.WORKERS`.
+    least: seconds without which it is not started, a guess.
+    limit: seconds after which it is ended.
+    flags: for XLA.
+    on_cpu: it sees no accelerator.
+    may_fail: its failure is a result.
+  """
+
+  part: str
+  name: str
+  worker: str
+  least: float
+  limit: float
+  flags: tuple[str, ...] = ()
+  on_cpu: bool = False
+  may_fail: bool = False
+
+  @property
+  def title(self) -> str:
+    return f'{self.part}, {self.name}' if self.name else self.part
 
 
-def measured(run) -> float:
-  """Median seconds of a function that waits for its result, without its first call, which compiles."""
-  run()
-  times = []
-  for _ in range(REPEATS):
-    start = time.perf_counter()
-    run()
-    times.append(time.perf_counter() - start)
-  return statistics.median(times)
+SETUP = Job('hardware', '', 'setup', 0, 240)
 
 
-def make_checkpoint(shape: QwenConfig, directory: str) -> None:
-  """Random weights with the built-in tokenizer."""
-  model = Qwen(shape, rngs=nnx.Rngs(0))
-  save_model(directory, model, shape, 'bfloat16', tokenizer_dir=presets.resolve('tiny', ''))
+def jobs(parts: tuple[str, ...], quick: bool) -> list[Job]:
+  """The jobs of some parts, those of most value first; quick has two sets of flags."""
+  flags = flag_sets()[: 2 if quick else None]
+  combinations = [Job('decode', x.name, 'decode', 60, 240, x.flags, may_fail=bool(x.flags)) for x in flags]
+  alone = [x for x in combinations if len(x.flags) == 1]
+  order = [
+    Job('parity', '', 'parity', 30, 240),
+    Job('attention', '', 'attention', 60, 300),
+    *[x for x in combinations if not x.flags],
+    Job('iteration', 'plan', 'plan_memory', 60, 240, on_cpu=True),
+    Job('iteration', 'compiler', 'plan_compiler', 60, 240, on_cpu=True, may_fail=True),
+    Job('iteration', 'run', 'iteration', 120, 600),
+    *alone,
+    Job('main_job', '', 'main_job', 90, 300),
+    Job('decode', 'transformers', 'transformers', 60, 180, may_fail=True),
+    *[x for x in combinations if len(x.flags) > 1],
+  ]
+  return [job for job in order if job.part in parts]
 
 
-def parity(shape: QwenConfig, checkpoint: str) -> dict:
-  """Differences from `transformers` for a model of this shape with two layers, both in float32."""
-  if not has_torch():
-    return {'skipped': 'PyTorch is not installed'}
-  import torch
-  from transformers import AutoModelForCausalLM
-
-  small = dataclasses.replace(shape, num_layers=min(shape.num_layers, 2))
-  with tempfile.TemporaryDirectory() as directory:
-    model = Qwen(small, rngs=nnx.Rngs(1))
-    save_model(directory, model, small, 'float32', tokenizer_dir=checkpoint)
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-  tokens = np.random.default_rng(0).integers(0, small.vocab_size, (4, 64))
-  with torch.no_grad(), jax.default_matmul_precision('highest'):
-    expected = theirs(torch.as_tensor(tokens)).logits.numpy()
-    hidden, _ = model(model.embed(jnp.asarray(tokens)))
-    logits = np.asarray(model.logits(hidden))
-    greedy = theirs.generate(
-      torch.as_tensor(tokens), attention_mask=torch.ones_like(torch.as_tensor(tokens)), max_new_tokens=16,
-      do_sample=False, eos_token_id=None, pad_token_id=0,
-    ).numpy()[:, 64:]  # fmt: skip
-    _, reply = decode_once(*sampler_of(model), tokens.astype(np.int32), 16, GREEDY)
-  return {
-    'largest_logit_difference': float(np.abs(logits - expected).max()),
-    'largest_logit': float(np.abs(expected).max()),
-    'equal_greedy_tokens': float((np.asarray(reply.tokens) == greedy).mean()),
-  }
+def environment(job: Job, base: Mapping[str, str]) -> dict[str, str]:
+  """The variables of a job's process."""
+  found = dict(base)
+  found['XLA_FLAGS'] = ' '.join([base.get('XLA_FLAGS', ''), *job.flags]).strip()
+  # PyTorch, and the process that a job starts, have to get memory too.
+  found.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+  if job.on_cpu:
+    found['JAX_PLATFORMS'] = 'cpu'
+  elif base.get('JAX_PLATFORMS') and 'cpu' not in base['JAX_PLATFORMS'].split(','):
+    found['JAX_PLATFORMS'] = base['JAX_PLATFORMS'] + ',cpu'  # for the comparison with the CPU
+  return found
 
 
-def sampler_of(model: Qwen) -> tuple[Sampler, nnx.State]:
-  """A sampler without stop tokens, and its weights."""
-  policy = ActorCritic(model)
-  return Sampler(policy, stop_ids=(model.cfg.vocab_size,)), param_state(policy)
-
-
-def decode_once(sampler: Sampler, params: nnx.State, tokens: np.ndarray, new: int, sampling: Sampling):
-  """Reads the prompts and draws `new` tokens for each; returns (seconds of decoding, reply)."""
-  rows, width = tokens.shape
-  state = sampler.init(rows, width + new)
-  state = sampler.extend(params, state, tokens, np.full(rows, width, np.int32))
-  jax.block_until_ready(state)
-  keys, budget = jax.random.split(jax.random.key(0), rows), np.full(rows, new)
-  start = time.perf_counter()
-  _, reply, _ = sampler.decode(params, state, keys, budget, columns=new, sampling=sampling)
-  jax.block_until_ready(reply)
-  return time.perf_counter() - start, reply
-
-
-def decode(shape: QwenConfig, checkpoint: str, sizes: tuple[int, int, int], bandwidth: float) -> dict:
-  """Tokens a second at temperature 1, without the time for the prompts."""
-  rows, width, new = sizes
-  tokens = np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(np.int32)
-  dtype = jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
-  sampler, params = sampler_of(load_model(checkpoint, dtype=dtype, param_dtype=dtype))
-  decode_once(sampler, params, tokens, new, PLAIN)
-  ours = statistics.median(decode_once(sampler, params, tokens, new, PLAIN)[0] for _ in range(REPEATS))
-  weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  cache = 2 * shape.num_layers * rows * (width + new / 2) * shape.num_kv_heads * shape.head_dim * dtype.dtype.itemsize
-  told = {
-    'rows': rows,
-    'prompt_tokens': width,
-    'new_tokens': new,
-    'tokens_per_s': rows * new / ours,
-    'roofline': (weights + cache) * new / bandwidth / ours,
-  }
-  del sampler, params
-  if not has_torch():
-    return told | {'transformers': 'PyTorch is not installed'}
-  import torch
-  from transformers import AutoModelForCausalLM
-
-  device = 'cuda' if torch.cuda.is_available() else 'cpu'
-  model = AutoModelForCausalLM.from_pretrained(
-    checkpoint, dtype=torch.bfloat16 if device == 'cuda' else torch.float32
-  ).to(device)
-  ids = torch.as_tensor(tokens, dtype=torch.long, device=device)
-
-  def generate(count: int) -> None:
-    with torch.no_grad():
-      model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=True,
-        pad_token_id=0,
-      )  # fmt: skip
-    if device == 'cuda':
-      torch.cuda.synchronize()
-
-  # The time for the prompts is subtracted.
-  theirs = max(measured(lambda: generate(new)) - measured(lambda: generate(1)), 1e-9)
-  return told | {'transformers_device': device, 'transformers_tokens_per_s': rows * (new - 1) / theirs,
-                 'ratio': (rows * new / ours) / (rows * (new - 1) / theirs)}  # fmt: skip
-
-
-def main_job(iterations: int) -> dict:
-  """A run of configs/frozenlake_ppo.py by `main.py`, in a process of its own."""
-  with tempfile.TemporaryDirectory() as workdir:
-    command = [sys.executable, 'main.py', '--config=configs/frozenlake_ppo.py', f'--workdir={workdir}']
-    command += [f'--config.num_iterations={iterations}']
+def run(job: Job, settings: dict[str, Any], limit: float) -> dict[str, Any]:
+  """What a job recorded, with an 'error' if it failed or was ended."""
+  with tempfile.TemporaryDirectory() as folder:
+    out, log = pathlib.Path(folder) / 'result.json', pathlib.Path(folder) / 'log'
+    command = [sys.executable, '-m', 'benchmarks.accelerator_parts', job.worker, str(out), json.dumps(settings)]
     start = time.monotonic()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    wall, lines = time.monotonic() - start, read_metrics(workdir)
-  tested = [line for line in lines if 'val-env/success' in line]
-  steps = [line['timing_s/step'] for line in lines if 'timing_s/step' in line]
-  return {
-    'iterations': iterations,
-    'wall_s': wall,
-    'median_iteration_s': statistics.median(steps),
-    'sampled': [tested[0]['val-env/FrozenLake/success'], tested[-1]['val-env/FrozenLake/success']],
-    'greedy': [tested[0]['val-greedy/FrozenLake/success'], tested[-1]['val-greedy/FrozenLake/success']],
-    'optimal': tested[-1]['val-env/FrozenLake/optimal'],
-    'largest_logprob_gap': max(line.get('rollout/logprob_gap_max', 0.0) for line in lines),
-  }
+    with log.open('wb') as stream:
+      process = subprocess.Popen(command, cwd=ROOT, env=environment(job, os.environ), stdout=stream,
+                                 stderr=stream, start_new_session=True)  # fmt: skip
+      try:
+        status = process.wait(limit)
+        problem = f'exit status {status}' if status else ''
+      except subprocess.TimeoutExpired:
+        problem = f'ended after {limit:.0f} s'
+      finally:
+        end(process)
+    found = json.loads(out.read_text()) if out.is_file() else {}
+    if problem and 'error' not in found:
+      lines = [line for line in log.read_text(errors='replace').splitlines() if line.strip()]
+      found['error'] = problem + (f': {lines[-1].strip()[:400]}' if lines else '')
+  return found | {'job_s': time.monotonic() - start, 'xla_flags': list(job.flags)}
 
 
-def iteration(checkpoint: str, quick: bool, flops: float) -> dict:
-  """Two iterations in this process; the second is timed."""
-  config = frozenlake_ppo.get_config('' if quick else 'qwen2.5-0.5b')
-  config.model.path = checkpoint
-  if quick:
-    config.train.groups, config.train.group_size = 4, 4
-    config.optimizer.mini_batch_size, config.optimizer.micro_batch_size = 8, 8
-    config.agent.max_response_tokens, config.envs.FrozenLake.max_turns = 8, 2
-  policy = build.load_policy(config)
-  trainer = build.make_trainer(config, policy)
-  state = trainer.init()
-  size = sum(x.size for x in jax.tree.leaves(state.params))
-  for _ in range(2):
-    clock = [time.perf_counter()]
-    rollout, selection = trainer.collect(state)
-    clock.append(time.perf_counter())
-    batch, metrics = trainer.estimate(state, selection)
-    clock.append(time.perf_counter())
-    state, more = trainer.update(state, batch, selection)
-    jax.block_until_ready(state.trained)
-    clock.append(time.perf_counter())
-  seconds = np.diff(clock)
-  tokens = int(rollout.trajectory.length.sum()) * config.algorithm.ppo_epochs
-  # Operations for each weight and token: 2 forward, 4 backward, and 2 for another forward pass with remat of whole
-  # layers. Attention is not counted.
-  operations = (8 if trainer.settings.loss.scoring.remat.remat == 'layers' else 6) * size * tokens
-  stats = jax.devices()[0].memory_stats() or {}
-  return {
-    'parameters': size,
-    'episodes': len(rollout.episodes),
-    'timeline_tokens': tokens,
-    'sampled_tokens': rollout.tokens_sampled,
-    'rollout_s': seconds[0],
-    'advantages_s': seconds[1],
-    'update_s': seconds[2],
-    'sampled_tokens_per_s': rollout.tokens_sampled / seconds[0],
-    'update_tokens_per_s': tokens / seconds[2],
-    'roofline': operations / flops / seconds[2],
-    'peak_memory_gib': stats.get('peak_bytes_in_use', 0) / 2**30,
-    'logprob_gap_max': more.get('rollout/logprob_gap_max'),
-    'entropy': more['actor/entropy'],
-    'grad_norm': more['actor/grad_norm'],
-    'finite': bool(np.all(np.isfinite([x for x in (metrics | more).values() if isinstance(x, float)]))),
-  }
+def end(process: subprocess.Popen) -> None:
+  """Ends a process and those that it has started."""
+  with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+    os.killpg(process.pid, signal.SIGKILL)
+  process.wait()
+
+
+def run_all(
+  wanted: list[Job],
+  record: dict[str, Any],
+  settings: dict[str, Any],
+  seconds: float,
+  write: Callable[[], None],
+  execute: Callable[[Job, dict[str, Any], float], dict[str, Any]] = run,
+  clock: Callable[[], float] = time.monotonic,
+) -> list[str]:
+  """Runs jobs within a number of seconds, and adds what each records to `record`.
+
+  Args:
+    write: is called after each job.
+
+  Returns:
+    What failed and is not a result, a line for each.
+  """
+  start, failures = clock(), []
+  for job in wanted:
+    left = seconds - (clock() - start)
+    if left < job.least:
+      found = {'left_out': f'needs {job.least:.0f} s of the budget, and {max(left, 0):.0f} s are left'}
+    else:
+      found = execute(job, settings, min(job.limit, left))
+      problem = problem_of(found)
+      if problem and not job.may_fail:
+        failures.append(f'{job.title}: {problem}')
+    if job.name:
+      record.setdefault(job.part, {})[job.name] = found
+    else:
+      record[job.part] = found
+    if job.worker == 'iteration':
+      record['iteration']['beside_plan'] = beside_plan(record['iteration'])
+    print(f'{job.title}: {json.dumps(found)}', flush=True)
+    write()
+  return failures
+
+
+def problem_of(found: Mapping[str, Any]) -> str:
+  """Why a result is a failure; '' if it is none."""
+  if 'error' in found:
+    return found['error']
+  if found.get('over_limits'):
+    return f'differences above the limits: {", ".join(found["over_limits"])}'
+  usual = found.get('einsum', {})  # runs everywhere: of `decode`, or in `attention` of each kind of rows
+  for result in (usual, *(x for x in usual.values() if isinstance(x, dict))):
+    if 'error' in result:
+      return f'einsum: {result["error"]}'
+  return '' if found.get('timed', {}).get('finite', True) else 'numbers of the iteration are not finite'
+
+
+def beside_plan(part: Mapping[str, Any]) -> dict[str, Any]:
+  """Predicted and measured numbers of an iteration; None for those that are missing.
+
+  The measured peak of the update is that since the process began, so it is the rollout's if that needs more.
+  """
+  timed, compiler = part['run'].get('timed', {}), part.get('compiler', {})
+  peaks, seconds = timed.get('peak_memory_gib_until', {}), compiler.get('seconds', {})
+  parts = {'rollout': ('extend', 'decode', 'arrange'), 'advantages': ('scoring',), 'update': ('gradients', 'optimiser')}
+  told: dict[str, Any] = {'memory_gib': {}, 'seconds': {}}
+  for phase in ('rollout', 'update'):
+    told['memory_gib'][phase] = {
+      'plan': part.get('plan', {}).get('memory_gib', {}).get(phase),
+      'compiler': compiler.get('memory_gib', {}).get(phase),
+      'measured_peak': peaks.get(phase) or None,
+    }
+  for phase, names in parts.items():
+    told['seconds'][phase] = {
+      'compiler': sum(seconds[name] for name in names) if seconds else None,
+      'measured': timed.get('seconds', {}).get(phase),
+    }
+  told['sampled_tokens'] = {'compiler': compiler.get('sampled_tokens'), 'measured': timed.get('sampled_tokens')}
+  return told
+
+
+def commit() -> str:
+  """Of the checkout, with '+' if files differ from it; '' outside of one."""
+  try:
+    head, changed = (
+      subprocess.run(['git', *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+      for words in (['rev-parse', 'HEAD'], ['status', '--porcelain', '--untracked-files=no'])
+    )
+  except (OSError, subprocess.CalledProcessError):
+    return ''
+  return head + ('+' if changed else '')
+
+
+def kept_parts(out: pathlib.Path, record: Mapping[str, Any], wanted: tuple[str, ...]) -> dict[str, Any]:
+  """The parts of an earlier file that are not wanted again, if it has the same machine, day, commit, seed and sizes."""
+  earlier = json.loads(out.read_text()) if out.is_file() else {}
+
+  def identity(of):
+    machine = of.get('hardware', {})
+    return (
+      *(machine.get(name) for name in ('cpu', 'device', 'jax', 'python', 'date')),
+      *(of.get(name) for name in ('commit', 'seed', 'quick', 'xla_flags', 'flops', 'bandwidth')),
+    )
+
+  if identity(earlier) != identity(record):
+    return {}
+  return {part: earlier[part] for part in PARTS if part in earlier and part not in wanted}
 
 
 def main() -> None:
-  parts = ('parity', 'main_job', 'decode', 'iteration')
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--parts', default=','.join(parts), help='parts to run, separated by commas')
-  parser.add_argument('--quick', action='store_true', help='a tiny shape')
-  parser.add_argument('--bandwidth', type=float, default=4.3e12, help="the device's bytes a second")
-  parser.add_argument('--flops', type=float, default=790e12, help="the device's bfloat16 operations a second")
+  parser.add_argument('--parts', default=','.join(PARTS), help='parts to run, separated by commas')
+  parser.add_argument('--budget', type=float, default=25, help='minutes for everything')
+  parser.add_argument('--quick', action='store_true', help='a tiny shape, and two sets of flags')
+  parser.add_argument('--seed', type=int, default=0, help='of weights, tokens and runs')
+  parser.add_argument('--flops', type=float, default=0, help="the device's bfloat16 operations a second")
+  parser.add_argument('--bandwidth', type=float, default=0, help="the device's bytes a second")
   parser.add_argument('--out', type=pathlib.Path, help='the JSON file; by default in benchmarks/results')
   arguments = parser.parse_args()
-  wanted = arguments.parts.split(',')
-  unknown = sorted(set(wanted) - set(parts))
+  # The job that runs is ended too.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+  start, parts = time.monotonic(), tuple(arguments.parts.split(','))
+  unknown = sorted(set(parts) - set(PARTS))
   if unknown:
-    sys.exit(f'error: --parts={unknown[0]}: allowed: {", ".join(parts)}')
-  shape, sizes = (QUICK_SHAPE, QUICK_DECODE) if arguments.quick else (SHAPE, DECODE)
+    sys.exit(f'error: --parts={unknown[0]}: allowed: {", ".join(PARTS)}')
   out = arguments.out or ROOT / ('runs/quick' if arguments.quick else 'benchmarks/results') / 'accelerator.json'
-  record = {'hardware': hardware(), 'command': ' '.join(sys.argv), 'bandwidth': arguments.bandwidth}
-  record |= {'flops': arguments.flops, 'shape': dataclasses.asdict(shape)}
-  with tempfile.TemporaryDirectory() as directory:
-    checkpoint = os.path.join(directory, 'checkpoint')
-    make_checkpoint(shape, checkpoint)
-    runs = {
-      'parity': lambda: parity(shape, checkpoint),
-      'main_job': lambda: main_job(2 if arguments.quick else 40),
-      'decode': lambda: decode(shape, checkpoint, sizes, arguments.bandwidth),
-      'iteration': lambda: iteration(checkpoint, arguments.quick, arguments.flops),
-    }
-    for part in wanted:
-      record[part] = runs[part]()
-      print(f'{part}: {json.dumps(record[part], default=float)}', flush=True)
-      out.parent.mkdir(parents=True, exist_ok=True)
-      out.write_text(json.dumps(record, indent=1, default=float) + '\n')
+  out.parent.mkdir(parents=True, exist_ok=True)
+  record: dict[str, Any] = {'command': ' '.join(sys.argv), 'commit': commit(), 'seed': arguments.seed,
+                            'quick': arguments.quick, 'budget_minutes': arguments.budget,
+                            'flops': arguments.flops,
+                            'bandwidth': arguments.bandwidth, 'xla_flags': os.environ.get('XLA_FLAGS', '')}  # fmt: skip
+
+  def write() -> None:
+    replace_file(out, json.dumps(record, indent=1) + '\n')
+
+  with tempfile.TemporaryDirectory() as folder:
+    settings = {'quick': arguments.quick, 'checkpoint': f'{folder}/checkpoint', 'seed': arguments.seed,
+                'flops': arguments.flops, 'bandwidth': arguments.bandwidth}  # fmt: skip
+    failures = run_all([SETUP], record, settings, 60 * arguments.budget, lambda: None)
+    if failures:
+      sys.exit(f'error: {failures[0]}')
+    record |= kept_parts(out, record, parts)
+    settings['device'] = record['hardware']['device']
+    left = 60 * arguments.budget - (time.monotonic() - start)
+    failures = run_all(jobs(parts, arguments.quick), record, settings, left, write)
+  record['failures'], record['wall_s'] = failures, time.monotonic() - start
+  write()
   print(f'written to {out}')
+  if failures:
+    sys.exit('\n'.join(['error: failed:', *failures]))
 
 
 if __name__ == '__main__':

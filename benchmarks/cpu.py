@@ -45,7 +45,8 @@ from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 from benchmarks import tunix_side  # noqa: E402
-from benchmarks.accelerator import SHAPE, has_torch, sampler_of  # noqa: E402
+from benchmarks.accelerator_decode import sampler_of  # noqa: E402
+from benchmarks.accelerator_work import SHAPE, has_torch  # noqa: E402
 from benchmarks.learning_curves import hardware  # noqa: E402
 from ragen_jax.distributed.mesh import AXES  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
