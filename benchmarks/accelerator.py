@@ -21,8 +21,8 @@ model's; the vocabulary is padded to the shape's.
              iteration
 
 XLA reads its flags once, so each job is a process with a time limit. What a job has recorded is in the JSON when it
-ends, even if it was cut. Jobs run in the order of `jobs`. A job for which too little of the budget is left is recorded
-as left out. A combination of flags or a kernel that fails is a result; any other failure makes the exit status 1.
+ends, even if it was cut. Jobs run in the order of `jobs`. What the budget leaves no time for is recorded as left out.
+A combination of flags or a kernel that fails is a result; any other failure makes the exit status 1.
 
 `share_of_bandwidth` is the bytes of weights and cache that decoding must read, over the bandwidth and the measured
 time; `update_mfu` is 6 operations for each weight and token, over the peak and the measured time. The peaks are those
@@ -52,6 +52,8 @@ from benchmarks.accelerator_decode import flag_sets  # noqa: E402
 from ragen_jax.utils.files import replace_file  # noqa: E402
 
 PARTS = ('parity', 'attention', 'decode', 'iteration', 'main_job')
+# How the error of a job begins that took too long.
+ENDED = 'ended after'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,7 @@ def run(job: Job, settings: dict[str, Any], limit: float) -> dict[str, Any]:
         status = process.wait(limit)
         problem = f'exit status {status}' if status else ''
       except subprocess.TimeoutExpired:
-        problem = f'ended after {limit:.0f} s'
+        problem = f'{ENDED} {limit:.0f} s'
       finally:
         end(process)
     found = json.loads(out.read_text()) if out.is_file() else {}
@@ -172,7 +174,10 @@ def run_all(
     if left < job.least:
       found = {'left_out': f'needs {job.least:.0f} s of the budget, and {max(left, 0):.0f} s are left'}
     else:
-      found = execute(job, settings, min(job.limit, left))
+      limit = min(job.limit, left)
+      found = execute(job, settings, limit)
+      if limit < job.limit and found.get('error', '').startswith(ENDED):
+        found['left_out'] = f'the rest, as the budget {found.pop("error")}'
       problem = problem_of(found)
       if problem and not job.may_fail:
         failures.append(f'{job.title}: {problem}')

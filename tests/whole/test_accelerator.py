@@ -104,6 +104,14 @@ def test_results_are_written_after_each_job_and_what_does_not_fit_is_left_out_wi
   assert failures == []
 
 
+def test_what_the_budget_cuts_is_no_failure_and_what_its_own_limit_ends_is_one():
+  ended = {'first': 1, 'error': 'ended after 9 s: x'}
+  machine = _Machine({'parity': (50, dict(ended)), 'main_job': (50, dict(ended))})
+  record, _, failures = machine.run([_job('parity'), _job('main_job')], 60)
+  assert failures == ['parity: ended after 9 s: x'] and record['parity'] == ended
+  assert record['main_job'] == {'first': 1, 'left_out': 'the rest, as the budget ended after 9 s: x'}
+
+
 def test_a_combination_that_fails_is_a_result_and_a_part_that_fails_is_a_failure():
   machine = _Machine({
     'decode, x': (1, {'error': 'no such flag'}),
