@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -90,7 +91,9 @@ def attend_with(kernel: str, *, interpret: bool = False) -> Callable[..., jax.Ar
     interpret: run 'pallas' as ordinary operations, on any device.
   """
   original = attention._attend
-  read = {'xla': _xla, 'cudnn': _cudnn, 'pallas': lambda *args: _pallas(*args, interpret)}[kernel]
+  read = functools.partial(_pallas, interpret=interpret)
+  if kernel != 'pallas':
+    read = functools.partial(_library, implementation=kernel)
 
   def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Any) -> jax.Array:
     if kept is None or q.shape[1] != 1:
@@ -116,22 +119,14 @@ def attend_with(kernel: str, *, interpret: bool = False) -> Callable[..., jax.Ar
 # that share a head of the cache are G columns of one head, so that it is read once.
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _library(
+  q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, implementation: str
+) -> tuple[jax.Array, jax.Array]:
+  # The denominators have the type of the queries, so that bfloat16 rounds them.
   out, total = jax.nn.dot_product_attention(
-    jnp.swapaxes(q, 1, 2), k, v, key_value_seq_lengths=length, implementation='xla', return_residual=True
+    jnp.swapaxes(q, 1, 2), k, v, key_value_seq_lengths=length, implementation=implementation, return_residual=True
   )
   return jnp.swapaxes(out, 1, 2), jnp.swapaxes(total, 1, 2).astype(jnp.float32)
-
-
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-  # `jax.nn.dot_product_attention` rounds the denominators to bfloat16; the function below it does not.
-  from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
-
-  out, total = dot_product_attention(
-    jnp.swapaxes(q, 1, 2), k, v, None, None, jnp.full_like(length, q.shape[2]), length, scale=q.shape[-1] ** -0.5,
-    mask_type=MaskType.PADDING, return_residual=True,
-  )  # fmt: skip
-  return jnp.swapaxes(out, 1, 2), total.astype(jnp.float32)
 
 
 def _pallas(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpret: bool):

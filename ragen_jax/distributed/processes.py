@@ -192,18 +192,21 @@ def _connecting(coordinator: str, limit: float) -> Iterator[None]:
 
 
 def _address(coordinator: str) -> str | None:
-  """HOST:PORT of process 0; None while JAX detects it."""
+  """HOST:PORT of process 0; None while JAX detects it, and if this JAX does not tell."""
   if coordinator != 'auto':
     return coordinator
-  from jax._src import distributed  # JAX has no public name for the address that it has detected
+  # JAX has no public name for the address that it has detected; without it, only the message says less.
+  with contextlib.suppress(ImportError, AttributeError):
+    from jax._src import distributed
 
-  return distributed.global_state.coordinator_address
+    return distributed.global_state.coordinator_address
+  return None
 
 
 def _problem(address: str | None) -> str:
   """The reason why the processes are not connected."""
   if address is None:
-    return 'the address of process 0 was not detected'
+    return 'the address of process 0 is not known'
   host, _, port = address.rpartition(':')
   try:
     socket.create_connection((host.strip('[]'), int(port)), timeout=10).close()
