@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import attention_kernels
+from ragen_jax.models.attention import IMPLEMENTATIONS, AttentionSettings
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
@@ -132,3 +133,10 @@ def test_the_devices_of_this_machine():
   settings = choose_attention('auto', CFG, jnp.float32, make_mesh(-1, 1, 1))
   if jax.default_backend() == 'cpu' and jax.device_count() == 1:
     assert settings.implementation == 'blocks'
+
+
+def test_rows_may_be_trees_as_far_as_a_kernel_for_trees_attends_to_them():
+  """Wider rows go to 'splash', which would let a token see the other branches of its tree."""
+  widest = {name: AttentionSettings(name, None).tree_columns for name in IMPLEMENTATIONS}
+  assert [widest['flash'](head_dim) for head_dim in (64, 128, 160, 256, 384)] == [8192, 8192, 4096, 4096, 2730]
+  assert widest['splash'](64) == 0 and min(widest[name](256) for name in ('einsum', 'blocks', 'cudnn')) > 2**20

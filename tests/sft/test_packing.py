@@ -38,7 +38,7 @@ def test_conversations_share_their_beginnings():
   data = made_up_examples()
   data = dataclasses.replace(data, tokens=data.tokens.copy())
   one, two = np.argsort(data.length)[-2:]
-  n = int(data.columns[[one, two], 0].min())
+  n = 80  # both together fit into a bin only so
   data.tokens[one, :n] = data.tokens[two, :n]
   used = {}
   for most in (0, 128):
@@ -49,6 +49,14 @@ def test_conversations_share_their_beginnings():
     )
     used[most] = int((seen > 1).sum())
   assert used[0] - used[128] == pytest.approx(n, abs=2)
+
+
+def test_conversations_with_images_share_nothing():
+  """Placeholders of different images are equal tokens."""
+  data = examples_with_images(8)
+  data = dataclasses.replace(data, tokens=np.broadcast_to(data.tokens[:1], data.tokens.shape).copy())
+  for batch in batches(data, np.arange(8), batch_size=8, length_step=16, packing=_BINS, mesh=None):
+    assert (batch.images.index >= 0).sum() == (data.images.index >= 0).sum()
 
 
 def test_tables_have_room_for_the_images_of_nearly_all_steps():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ragen_jax.training.batches import PackingSettings
+from ragen_jax.training.batches import PackingSettings, TokenRows, sampled_columns
 from ragen_jax.training.forests import forest
 from ragen_jax.training.packing import PackedBatch, pack_batches, shared_tokens
 
@@ -65,6 +65,33 @@ def test_bins_hold_each_beginning_once_and_fit(seed):
         assert used <= plan.width and scored[members].sum() <= plan.replies
         if plan.shared is not None:
           assert used == _beginnings(tokens[members], length[members])
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_a_scored_token_sees_the_tokens_of_its_row(seed):
+  """Rows of no token and of equal tokens, rows that begin others, and rows with one token of their own."""
+  rng = np.random.default_rng(seed)
+  tokens, length = _rows(rng, 30, 20)
+  for row, (of, more) in enumerate(zip(rng.integers(12, 30, 12), (-1, 0, 1) * 4, strict=True)):
+    n = min(int(length[of]), 19)
+    tokens[row, :n], length[row] = tokens[of, :n], max(n + more, 0)
+  length[12] = 0
+  loss_mask = (rng.random(tokens.shape) < 0.4) | (np.arange(20) == length[:, None] - 1)
+  loss_mask &= (np.arange(20) < length[:, None]) & (np.arange(20) > 0)
+  columns, mask = sampled_columns(loss_mask)
+  settings = PackingSettings(8, 64, 256, 1, 8, most_shared=64)
+  (plans,) = pack_batches([rng.permutation(30)], length, mask.sum(axis=1), settings, tokens)
+  found, expected = [], []
+  for plan in plans:
+    part = plan.cut(TokenRows(tokens, columns, mask))
+    for at, r in zip(*np.nonzero(part.mask), strict=True):
+      path = np.arange(part.columns[at, r] + 1)
+      path = path[part.seen_until[at, path] > part.columns[at, r]]
+      assert part.before[at, r] == path[-2]
+      found.append((int(plan.bins[at][part.sequence[at, r]]), *part.tokens[at, path].tolist()))
+  for row, column in zip(*np.nonzero(loss_mask), strict=True):
+    expected.append((int(row), *tokens[row, : column + 1].tolist()))
+  assert sorted(found) == sorted(expected)
 
 
 def test_what_nothing_shares_is_packed_as_rows_are():

@@ -63,7 +63,7 @@ def _batches(trained: bool, packed: bool, room: ImageTableSizes | None = None):
   sight = ImageInputsMaker(TOWER, PROCESSOR, {POLICY: _encoder}, room, trained=trained)
   found = sight.inputs({POLICY: {'visual': 'the weights'}}, t, images)
   columns, mask = sampled_columns(t.loss_mask)
-  packing = PackingSettings(step=8, width=48, columns=96, shards=1, reply_step=1) if packed else None
+  packing = PackingSettings(8, 48, 96, shards=1, reply_step=1, most_shared=48) if packed else None
   settings = BatchingSettings(micro_batch_size=2, length_step=8, whole_rows=False, packing=packing)
   (plans,) = plan_rows([np.arange(len(_ROWS))], t, settings)
   rows = TokenRows(t.tokens, columns, mask, images=found)
