@@ -174,16 +174,20 @@ def open_tracker(
 
 def without_secrets(text: str) -> str:
   """The text without the user parts of addresses, and without the values of environment variables that hold keys."""
-  for name, value in os.environ.items():
-    if len(value) >= 8 and re.search('KEY|TOKEN|SECRET|PASSWORD', name.upper()):
-      text = text.replace(value, '***')
-  return re.sub(r'://[^/@\s]+@', '://***@', text)
+  secrets = {
+    x for name, x in os.environ.items() if len(x) >= 8 and re.search('KEY|TOKEN|SECRET|PASSWORD', name.upper())
+  }
+  for value in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+    text = text.replace(value, '***')
+  return re.sub(r'://[^/\s]+@', '://***@', text)
 
 
 def _cleaned(x: Any) -> Any:
   """A value of the config whose texts are `without_secrets`."""
   if isinstance(x, str):
     return without_secrets(x)
+  if isinstance(x, dict):
+    return {name: _cleaned(y) for name, y in x.items()}
   return [_cleaned(y) for y in x] if isinstance(x, list | tuple) else x
 
 

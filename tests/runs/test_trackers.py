@@ -24,7 +24,8 @@ from tests.support.paths import ROOT
 
 _KEY = 'k3y-' * 10  # as long as a real one
 _CONFIG = {
-  'seed': 3, 'eval': {'endpoint': 'https://me:hidden@host/v1', 'tags': ('A', 'x://me@y')}, 'name': f'a {_KEY} b'
+  'seed': 3, 'eval': {'endpoint': 'https://me:hidden@host/v1', 'tags': ('A', 'x://me@y')}, 'name': f'a {_KEY} b',
+  'options': [{'urls': ['x://me@y']}],
 }  # fmt: skip
 
 
@@ -85,7 +86,8 @@ def test_every_step_is_sent_once_and_a_resumed_run_continues_it(tmp_path, monkey
     'tracker': 'wandb', 'project': 'p', 'id': 'run0', 'step': 3
   }  # fmt: skip
   assert runs['run0']['config'] == {
-    'seed': 3, 'eval.endpoint': 'https://***@host/v1', 'eval.tags': ['A', 'x://***@y'], 'name': 'a *** b'
+    'seed': 3, 'eval.endpoint': 'https://***@host/v1', 'eval.tags': ['A', 'x://***@y'], 'name': 'a *** b',
+    'options': [{'urls': ['x://***@y']}],
   }  # fmt: skip
   # A checkpoint of step 1: steps 2 and 3 are played again, and only 3 and what follows are sent.
   _write(tmp_path, range(2, 6), start=2)
@@ -168,6 +170,17 @@ def test_secrets_are_replaced(monkeypatch):
   monkeypatch.setenv('HF_TOKEN', _KEY)
   monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')  # too short for a secret
   assert without_secrets(f'true {_KEY} s3://id:word@bucket/a@b') == 'true *** s3://***@bucket/a@b'
+  # Everything before the last @ of an address is its user part.
+  assert without_secrets('https://me:p@ss@host/v1') == 'https://***@host/v1'
+  assert without_secrets('x://a@b y://c@d') == 'x://***@b y://***@d'
+
+
+def test_a_secret_that_begins_another_leaves_nothing_of_it(monkeypatch):
+  for name in ('A_KEY', 'B_TOKEN', 'C_SECRET', 'D_PASSWORD'):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv('A_KEY', _KEY)
+  monkeypatch.setenv('B_PASSWORD', f'{_KEY}tail')
+  assert without_secrets(f'a {_KEY}tail {_KEY}') == 'a *** ***'
 
 
 # --- the packages -----------------------------------------------------------------------------------------------------
