@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,9 +53,14 @@ def equal_scores(episodes: Sequence[Episode], *, in_groups: bool) -> str:
   played = [e for e in episodes if e.turns and e.status != Status.ENV_ERROR]
   if len(played) < 2:
     return ''
-  scores, groups = np.asarray([e.score for e in played]), np.asarray([e.group for e in played])
+  scores, groups = np.asarray([_trained_score(e) for e in played]), np.asarray([e.group for e in played])
   if np.ptp(scores) <= ZERO:
     return f'nothing to learn from: all {len(played)} episodes have the score {scores[0]:.6g}; {_TRY_SCORES}'
   if in_groups and all(np.ptp(scores[groups == g]) <= ZERO for g in np.unique(groups)):
     return f'nothing to learn from: in each of the {len(np.unique(groups))} groups all scores are equal; {_TRY_SCORES}'
   return ''
+
+
+def _trained_score(episode: Episode) -> float:
+  """The score with the rewards of replies, which estimators compare, see `Rollout.trained_scores`."""
+  return episode.score + math.fsum(t.reply_reward.format_reward + t.reply_reward.state_reward for t in episode.turns)

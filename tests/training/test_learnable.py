@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from configs import frozenlake_ppo
 from ragen_jax import build
 from ragen_jax.agent.episode import Episode, Status, Turn
+from ragen_jax.agent.world_model.state_reward import NO_REWARD
 from ragen_jax.training.learnable import equal_scores, invalid_replies
 
 
@@ -60,6 +62,16 @@ def test_equal_scores_within_groups_matter_only_if_groups_are_compared():
   assert not equal_scores(episodes, in_groups=False)
   assert equal_scores(episodes, in_groups=True).startswith('nothing to learn from: in each of the 2 groups all scores')
   assert not equal_scores([*episodes, episode(score=3.0, group=1)], in_groups=True)
+
+
+@pytest.mark.parametrize('reward', [{'format_reward': 0.5}, {'rewards': {'observation': 0.5}}])
+def test_rewards_of_replies_teach_something(reward):
+  """Estimators compare scores with the rewards of replies, which the score of an episode does not have."""
+  one, other = episode(), episode()
+  other.turns[1].reply_reward = dataclasses.replace(NO_REWARD, **reward)
+  assert one.score == other.score
+  assert not equal_scores([one, other], in_groups=False) and not equal_scores([one, other], in_groups=True)
+  assert equal_scores([other, other], in_groups=True)
 
 
 def test_failed_environments_and_single_episodes_are_no_evidence():
