@@ -32,7 +32,8 @@ _SPACE = ' \n'
 # Templates that tell the date get this one every day, the one that Llama 3.2's has without a clock: a run that goes on
 # tomorrow must see the prompts of today. `transformers` passes no function to a template, so it is a macro.
 _DATE = {'%d': '26', '%b': 'Jul', '%B': 'July', '%m': '07', '%Y': '2024', '%y': '24', '%A': 'Friday', '%a': 'Fri',
-         '%H': '00', '%M': '00', '%S': '00'}  # fmt: skip
+         '%H': '00', '%M': '00', '%S': '00', '%-d': '26', '%e': '26', '%-m': '7', '%F': '2024-07-26', '%T': '00:00:00',
+         '%I': '12', '%p': 'AM'}  # fmt: skip
 _CLOCK = 'strftime_now'
 _STOPPED_CLOCK = (
   f'{{% macro {_CLOCK}(format) %}}{{{{ format'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import pathlib
 
@@ -114,6 +115,14 @@ def test_facts_of_the_templates(made):
   assert formats['qwen3'].quiet == '<think>\n\n</think>\n\n' and formats['qwen2.5'].quiet == ''
   assert all(formats[name].later_system is None for name in ('r1', 'r1-forced', 'r1-plain'))
   assert formats['qwen3'] == dataclasses.replace(CHATML, quiet=formats['qwen3'].quiet, thoughts=Thoughts.PAST)
+
+
+def test_the_date_of_a_template_is_written_as_asked(tmp_path):
+  """What a clock that stands still at one time would write, in every way that templates ask for."""
+  asked = '%d %b %Y; %B %-d, %y; %A %a; %Y-%m-%d; %F %T; %-m/%e; %H:%M:%S; %I %p'
+  template = KINDS['llama3'].template.replace('%d %b %Y', asked)
+  tok = ChatTokenizer(write_tokenizer(tmp_path, dataclasses.replace(KINDS['llama3'], template=template)))
+  assert f'Today Date: {datetime.datetime(2024, 7, 26).strftime(asked)}\n' in tok.format.no_system
 
 
 # -- text of a game ----------------------------------------------------------------------------------------------------
