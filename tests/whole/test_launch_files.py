@@ -1,4 +1,11 @@
-"""The files of launch/: each starts processes that main.py understands, as far as can be seen without a cluster."""
+"""The files of launch/: each starts processes that main.py understands, as far as can be seen without a cluster.
+
+The interpreter that has SkyPilot is named by RAGEN_SKYPILOT_PYTHON, because SkyPilot's packages are no business of the
+trainer's environment:
+
+  python -m venv sky && sky/bin/pip install skypilot==0.14.1
+  RAGEN_SKYPILOT_PYTHON=sky/bin/python python -m pytest -m slow tests/whole/test_launch_files.py
+"""
 
 from __future__ import annotations
 
@@ -195,6 +202,119 @@ def test_the_task_of_skypilot_runs_on_each_of_its_machines(shape):
   assert [choice['accelerators'] for choice in resources['any_of']] == list(devices)
   for choice in resources['any_of']:
     assert _understood(words[3:], shape, devices[choice['accelerators']])['workdir'] == ['s3://bucket/run']
+
+
+# Loads each text as `sky launch` and `sky jobs launch` do before they ask a server, and prints what SkyPilot makes of
+# it, or its error. It reaches no network, where SkyPilot would look for clouds and prices.
+_SKYPILOT = """
+import json, sys
+asked = []
+
+
+def refuse(event, arguments):
+  if event in ('socket.connect', 'socket.getaddrinfo', 'socket.gethostbyname', 'socket.sendto'):
+    asked.append(event)
+    raise OSError('no network')
+
+
+sys.addaudithook(refuse)
+from sky import backends
+from sky.jobs.recovery_strategy import StrategyExecutor
+from sky.utils import dag_utils
+
+
+def load(text, envs):
+  with open('task.yaml', 'w') as file:
+    file.write(text)
+  dag = dag_utils.load_chain_dag_from_yaml('task.yaml', env_overrides=envs)
+  dag_utils.fill_default_config_in_dag_for_job_launch(dag)
+  (task,) = dag.tasks
+  resources = [x.to_yaml_config() for x in task.resources]
+  executor = StrategyExecutor.make(
+    cluster_name=None, backend=backends.CloudVmRayBackend(), task=task, job_id=1, task_id=0, pool=None,
+    starting=set(), starting_lock=None, starting_signal=None,
+  )
+  return {
+    'name': task.name, 'num_nodes': task.num_nodes, 'workdir': task.workdir, 'setup': task.setup, 'run': task.run,
+    'envs': task.envs, 'resources': resources,
+    'restarted': [status for status in range(1, 256) if executor.should_restart_on_failure([status])],
+  }
+
+
+results = []
+for text, envs in json.loads(sys.argv[1]):
+  try:
+    results.append(load(text, envs))
+  except Exception as error:
+    results.append(f'{type(error).__name__}: {error}')
+print(json.dumps({'results': results, 'asked': asked}))
+"""
+
+
+def _skypilot(directory, *tasks):
+  """What SkyPilot makes of tasks, each a text and the values of `--env`."""
+  if not os.environ.get('RAGEN_SKYPILOT_PYTHON'):
+    pytest.skip('RAGEN_SKYPILOT_PYTHON names no interpreter with SkyPilot')
+  python = os.path.abspath(os.environ['RAGEN_SKYPILOT_PYTHON'])
+  if subprocess.run([python, '-c', 'import sky'], env={'HOME': str(directory)}, capture_output=True).returncode:
+    pytest.skip(f'{python} has no SkyPilot')
+  variables = {
+    'PATH': os.environ.get('PATH', ''), 'HOME': str(directory), 'SKYPILOT_DISABLE_USAGE_COLLECTION': '1',
+  }  # fmt: skip
+  done = subprocess.run(
+    [python, '-c', _SKYPILOT, json.dumps(tasks)],
+    cwd=directory, env=variables, capture_output=True, text=True, check=False, timeout=200,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-2000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert found['asked'] == []
+  return found['results']
+
+
+@pytest.mark.slow
+def test_skypilot_reads_the_task_as_the_file_says_it(tmp_path):
+  yaml = pytest.importorskip('yaml', reason='needs PyYAML, which comes with transformers')
+  text = SKYPILOT.read_text()
+  task = yaml.safe_load(text)
+  (found,) = _skypilot(tmp_path, (text, [('WORKDIR', 's3://bucket/run')]))
+  assert isinstance(found, dict), found
+  for field in ('name', 'workdir', 'setup', 'run'):
+    assert found[field] == task[field], field
+  assert found['num_nodes'] == task.get('num_nodes', 1)
+  assert found['envs'] == task['envs'] | {'WORKDIR': 's3://bucket/run'}
+
+  seen = {next(iter(x['accelerators'])): x for x in found['resources']}
+  assert seen.keys() == {'H100', 'tpu-v5litepod-8'}
+  for choice in task['resources']['any_of']:
+    name, _, count = choice['accelerators'].partition(':')
+    expected = choice | {'accelerators': {name: int(count or 1)}, 'use_spot': True}
+    recovery = seen[name].pop('job_recovery')
+    assert seen[name] == expected
+    # A misspelt field of this one is kept as it is, and not refused, before a server sees it.
+    assert recovery.items() >= task['resources']['job_recovery'].items()
+  # SkyPilot's own decision, for every exit status that a run can end with.
+  assert found['restarted'] == sorted(task['resources']['job_recovery']['recover_on_exit_codes'])
+
+
+# A part of the file, what is written in its place, and a word of SkyPilot's refusal.
+WRONG = (
+  ('use_spot:', 'use_spots:', 'use_spots'), ('run: |', 'runs: |', 'runs'), ('accelerators:', 'accelerator:', 'did you'),
+  ('runtime_version:', 'runtime_versions:', 'runtime_versions'), ('H100:1', 'H100:one', 'H100:one'),
+  ('infra: gcp', 'infra: gpc', 'infra'), ('[75, 130, 143]', '[75, 130, 1430]', 'recover_on_exit_codes'),
+  ('workdir: .', 'num_nodes: two', 'num_nodes'), ('workdir: .', 'run: ls', 'Duplicate key'),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_skypilot_refuses_a_task_with_a_wrong_field_and_one_without_a_workdir(tmp_path):
+  text = SKYPILOT.read_text()
+  assert all(part in text for part, _, _ in WRONG)
+  given = [('WORKDIR', 's3://bucket/run')]
+  tasks = [(text.replace(part, other, 1), given) for part, other, _ in WRONG]
+  *refusals, without = _skypilot(tmp_path, *tasks, (text, []))
+  for (_, other, word), refusal in zip(WRONG, refusals, strict=True):
+    assert isinstance(refusal, str) and word in refusal, (other, refusal)
+  assert isinstance(without, str) and "'WORKDIR' is None" in without
 
 
 # 4 nodes of 8 GPUs, and a slice of 16 chips.
