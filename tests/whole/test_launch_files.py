@@ -26,6 +26,7 @@ from tests.support.processes import environment
 SCRIPTS = ('launch/local.sh', 'launch/slurm.sbatch', 'launch/tpu_vm.sh', '.ci/run')
 SKYPILOT = ROOT / 'launch' / 'skypilot.yaml'
 JOBSET = ROOT / 'launch' / 'kubernetes' / 'jobset.yaml'
+DOCKERFILE = ROOT / 'launch' / 'kubernetes' / 'Dockerfile'
 
 pytestmark = pytest.mark.skipif(shutil.which('bash') is None, reason='the files of launch/ are bash scripts')
 
@@ -202,6 +203,32 @@ def test_the_task_of_skypilot_runs_on_each_of_its_machines(shape):
   assert [choice['accelerators'] for choice in resources['any_of']] == list(devices)
   for choice in resources['any_of']:
     assert _understood(words[3:], shape, devices[choice['accelerators']])['workdir'] == ['s3://bucket/run']
+
+
+def _copied():
+  """What the Dockerfile copies, as pairs of a path of the repository and a folder of the image."""
+  lines = re.findall(r'^COPY (.+) (\S+)$', DOCKERFILE.read_text(), re.MULTILINE)
+  return [(source, target) for sources, target in lines for source in sources.split()]
+
+
+@pytest.mark.slow
+def test_the_image_holds_what_the_jobset_starts(tmp_path):
+  yaml = pytest.importorskip('yaml', reason='needs PyYAML, which comes with transformers')
+  pod = yaml.safe_load(JOBSET.read_text())['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+  text = DOCKERFILE.read_text()
+  assert f'\nWORKDIR {pod["containers"][0]["workingDir"]}\n' in text
+  assert f'--tag={pod["containers"][0]["image"]} ' in text
+  installed = re.findall(r'-r (\S+)', text)
+  assert 'requirements.txt' in installed and {(name, './') for name in installed} <= set(_copied())
+  for source, target in _copied():
+    if (ROOT / source).is_dir():
+      shutil.copytree(ROOT / source, tmp_path / target, ignore=shutil.ignore_patterns('__pycache__'))
+    else:
+      shutil.copy(ROOT / source, tmp_path / target)
+  command = [sys.executable, 'main.py', '--mode=plan', '--config=configs/frozenlake_ppo.py']
+  variables = environment(1, PYTHONPATH='')
+  done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr[-2000:]
 
 
 # Loads each text as `sky launch` and `sky jobs launch` do before they ask a server, and prints what SkyPilot makes of
