@@ -19,13 +19,15 @@ from tests.support.paths import ROOT
 
 _DAEMONS = ('munged', 'slurmctld', 'slurmd')
 _CLIENTS = ('sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
+# Slurm waits `cred_expire` seconds before it starts a job again. A start that is forced earlier can be refused: a node
+# takes a credential of the same second as the end of the first run for a revoked one, and the job ends.
 _CONFIG = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket
+AuthInfo=socket={directory}/munge.socket,cred_expire=60
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
