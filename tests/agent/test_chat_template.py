@@ -339,7 +339,13 @@ def test_tokens_that_reach_over_the_ends_of_pieces_are_refused(tmp_path):
 def test_thoughts_are_written_as_the_template_does(made):
   for name in ('qwen3', 'r1', 'r1-plain', 'llama3', 'qwen2.5'):
     ours, theirs = ChatTokenizer(made[name]), reference(made[name])
-    messages = [('user', 'a'), ('assistant', '<think>\nhm\n</think>\n\nA'), ('user', 'b')]
-    assert write(ours.format, messages, opens=True) == theirs.apply_chat_template(
-      [{'role': r, 'content': c} for r, c in messages], tokenize=False, add_generation_prompt=True
-    )
+    for reply in (
+      '<think>\nhm\n</think>\n\nA',
+      '<think>\nhm\n</think>\n\n  A',
+      '<think>x</think>A<think>y</think>\nB',
+      'x</think>\nA',
+    ):
+      messages = [('user', 'a'), ('assistant', reply), ('user', 'b')]
+      assert write(ours.format, messages, opens=True) == theirs.apply_chat_template(
+        [{'role': r, 'content': c} for r, c in messages], tokenize=False, add_generation_prompt=True
+      )

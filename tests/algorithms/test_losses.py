@@ -230,6 +230,20 @@ def test_each_token_keeps_its_own_advantage_under_a_shared_ratio(batch, level):
     np.testing.assert_allclose(gradient[row, column], -b.values[row, column] * ratio[row, column], rtol=1e-5)
 
 
+@pytest.mark.parametrize('level', ['sequence', 'turn'])
+def test_ratios_of_neighbouring_spans_of_a_packed_row(level):
+  """Spans of one token or more, from the first column on, with tokens off the mask at their ends and within."""
+  rng = np.random.default_rng(0)
+  spans = np.cumsum(rng.random((40, 24)) < 0.4, axis=1).astype(np.int32)
+  mask = rng.random(spans.shape) < 0.8
+  moved = np.where(mask, rng.normal(size=mask.shape), np.nan).astype(np.float32)
+  options = SURROGATE | {'ratio_level': level, 'turn': spans if level == 'turn' else 0 * spans, 'sequence': spans}
+  ratio = jax.jit(lambda x: module.policy_loss(x, 0 * x, x, mask, **options)[1]['ratio'])(moved)
+  for row, column in zip(*np.nonzero(mask), strict=True):
+    span = mask[row] & (spans[row] == spans[row, column])
+    np.testing.assert_allclose(ratio[row, column], np.exp(moved[row, span].mean()), rtol=1e-4)
+
+
 @functools.partial(jax.jit, static_argnames='dual')
 def one_token(logprob, advantage, dual=DUAL):
   """Loss, gradient with respect to the log-prob, and stats of a single token that had log-prob 0."""

@@ -166,8 +166,9 @@ def test_fields(monkeypatch):
   assert_refused(check_config, small_config({'logging.tracker': 'mlflow'}), message)
 
 
-def test_secrets_are_replaced(monkeypatch):
-  monkeypatch.setenv('HF_TOKEN', _KEY)
+@pytest.mark.parametrize('name', ['HF_TOKEN', 'a_key', 'MY_SECRETS', 'MLFLOW_TRACKING_PASSWORD'])
+def test_secrets_are_replaced(monkeypatch, name):
+  monkeypatch.setenv(name, _KEY)
   monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')  # too short for a secret
   assert without_secrets(f'true {_KEY} s3://id:word@bucket/a@b') == 'true *** s3://***@bucket/a@b'
   # Everything before the last @ of an address is its user part.

@@ -142,3 +142,11 @@ def test_a_new_state_is_empty():
   chex.assert_type((state.count, state.draw_position, state.rotary), jnp.int32)
   assert not state.count.any() and len(state.cache) == model.cfg.num_layers
   assert all(x.shape[:2] == (3, 16) for x in jax.tree.leaves(state.cache))
+
+
+def test_rows_get_exactly_the_first_columns_of_others(state):
+  (layer,) = state.cache
+  found = kv_cache.share_columns(layer, jnp.asarray([2, 1, 2]), 3)
+  expected = np.asarray([[20, 21, 22, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25, 26]])
+  for x, sign in ((found.k, 1), (found.v, -1)):
+    np.testing.assert_array_equal(x, np.broadcast_to(sign * expected[:, :, None, None], (3, 7, 2, 4)))

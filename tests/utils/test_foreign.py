@@ -43,6 +43,19 @@ def test_an_environment_that_ends_the_process_is_named_and_the_status_is_not_0(w
   assert error.startswith('error: envs.Lethal: ended the process of the run by os._exit(0) (deadly.py:')
 
 
+@pytest.mark.parametrize(('status', 'seen'), [(256, 1), (512 + 3, 3), (7, 7)])
+def test_an_end_by_foreign_code_never_looks_like_success(status, seen):
+  """The system keeps the last eight bits of a status."""
+  code = f"""
+import os
+from ragen_jax.utils import foreign
+with foreign.calling('a'):
+  os._exit({status})
+"""
+  done = run_python(code, timeout=60)
+  assert done.returncode == seen and f'error: a: ended the process of the run by os._exit({status}) (' in done.stderr
+
+
 def test_a_crash_names_the_environment_in_the_stack_traces():
   done = run_python(_PLAY, '1', 'crash', timeout=100)
   assert done.returncode == -signal.SIGSEGV and not done.stdout
