@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ragen_jax.sampling.feeding import Beginning, Wanted, columns, common_tokens, stages
+from ragen_jax.sampling.schedule import Schedule
 from ragen_jax.sampling.shapes import Shapes
 
 SHAPES = Shapes(rows=32, shards=2, max_context=3600, chunk=32, step=128)
@@ -93,3 +94,13 @@ def test_processes_agree_on_the_largest_numbers_and_on_the_shortest_beginning():
 
   assert one.agreed(largest) == Wanted(32, 300, 4, 200, 120, True, 3, 70, 500)
   assert one.agreed(list) == one
+
+
+def test_replies_that_go_on_have_room_behind_the_longest_of_their_rows():
+  """Columns that the cache lacks would be dropped without a word."""
+  schedule = Schedule(SHAPES, 2, lockstep=True, drop_finished=True)
+  length = np.zeros(64, int)
+  length[[3, 8, 40, 41]] = 100, 700, 300, 900
+  assert schedule.go_on([3, 8, 40], length) == (min(n for n in SHAPES.decoded if n >= 2), 700 + 32)
+  assert schedule.go_on([3], length)[1] == 100 + 32
+  assert schedule.go_on([], length)[1] == 32
