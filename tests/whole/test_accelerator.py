@@ -237,7 +237,12 @@ def test_kernels_for_the_cache_lower_for_a_gpu(kernel):
 
   k, kept_k = (heads(x, shape.num_kv_heads) for x in (new, prompt + new))
   args = (heads(1, shape.num_heads), k, k, mask(1, new), (kept_k, kept_k, mask(rows, prompt + new)))
-  text = jax.jit(attend).trace(*args).lower(lowering_platforms=('cuda',)).as_text()
+  try:
+    text = jax.jit(attend).trace(*args).lower(lowering_platforms=('cuda',)).as_text()
+  except RuntimeError as e:
+    if 'No supported GPU devices' not in str(e):
+      raise
+    pytest.skip('this JAX lowers kernels of Pallas only where there is a GPU')
   assert {'xla': 'dot_general', 'pallas': 'triton'}[kernel] in text
 
 
