@@ -19,21 +19,14 @@ from ragen_jax.distributed.processes import RowShare
 
 
 class AgentProxy:
-  """Plays episodes with any speaker.
-
-  Attributes:
-    envs: the environments.
-    context: writes the prompts and reads the replies.
-    limits: the limits of an episode.
-  """
+  """Plays episodes with any speaker."""
 
   def __init__(self, envs: EnvStateManager, context: ContextManager, limits: Limits, *, share: RowShare | None = None):
     """Combines the parts; nothing runs before `rollout`.
 
     Args:
-      envs: the environments, or this process's share of them.
-      share: the rows that this process plays; `rollout` joins them with the rows of the other processes. None if this
-        process plays all rows.
+      share: the rows that this process plays, whose environments are `envs`; `rollout` joins them with the rows of the
+        other processes. None if this process plays all rows.
     """
     self.envs = envs
     self.context = context
@@ -57,9 +50,6 @@ class AgentProxy:
       policy_version: number of updates that led to the speaker's weights; recorded in the trajectory.
       pictured: rows of the whole batch whose boards are drawn, for the viewer.
 
-    Returns:
-      The `Rollout`.
-
     Raises:
       UserError: the speaker writes tokens, and a first prompt does not fit into the context.
     """
@@ -79,13 +69,10 @@ class AgentProxy:
     return concatenate(processes.gather_shares(rollout, self._share, SENT_TYPES), renumber=False)
 
   def check_first_prompts(self, first_seed: int) -> None:
-    """Checks that the first prompt of each environment fits, before anything large is compiled.
+    """Raises UserError if an environment's first prompt does not fit, before anything large is compiled.
 
     Warns if the form of replies describes the board, and complete replies are longer than a reply may be. Skips batches
     with external environments: a reset there may have side effects.
-
-    Raises:
-      UserError: a first prompt does not fit.
     """
     if self.envs.has_outside:
       return

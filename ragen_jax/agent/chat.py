@@ -67,11 +67,7 @@ class ChatTokenizer:
   """
 
   def __init__(self, directory: str | Path, *, images: bool = False):
-    """Reads the tokenizer in a model directory.
-
-    Args:
-      directory: a directory with tokenizer.json.
-      images: whether the model in the directory reads images.
+    """Reads the tokenizer in a model directory; `images` tells whether the model reads images.
 
     Raises:
       UserError: the directory has no tokenizer, its chat format cannot be followed (see `find_format`), or it lacks,
@@ -132,11 +128,7 @@ class ChatTokenizer:
     return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
   def encode_segments(self, segments: Segments) -> Encoded:
-    """Encodes segments as ids, with the columns of their images.
-
-    Raises:
-      UserError: there is an image, and the model reads no images.
-    """
+    """Encodes segments as ids, with the columns of their images; UserError for images if the model reads none."""
     ids: tuple[int, ...] = ()
     images = []
     for segment in segments:
@@ -194,12 +186,10 @@ class ChatTokenizer:
     return join('' if closed else self.format.end, self.format.separator, self._user(user, reply_prefix))
 
   def before_reply(self, messages: list[tuple[str, str]], reply_prefix: str, *, first: bool) -> str:
-    """The text before a reply of any conversation.
+    """The text before a reply of any conversation, with the forced part `reply_prefix` of the reply, all of it.
 
-    Args:
-      messages: (role, text) of the messages between the previous reply, which is closed, and this reply. A system
-        message is the first of the conversation.
-      reply_prefix: the part of the reply that is forced, all of it.
+    `messages` are (role, text) between the previous reply, which is closed, and this reply. A system message is the
+    first of the conversation.
     """
     system = [text for role, text in messages if role == SYSTEM]
     written = self.format.beginning(system[0] if system else None) if first else self.format.separator

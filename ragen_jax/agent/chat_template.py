@@ -103,11 +103,9 @@ class ChatFormat:
     return self.system.before + self.content(SYSTEM, system) + self.system.after
 
   def reply_prefix(self, tags: str) -> str:
-    """The text at the beginning of a reply that is not sampled.
+    """The text at the beginning of a reply that is not sampled: what the template forces, then the forced `tags`.
 
-    Args:
-      tags: the part of the reply that is forced beside what the template forces. If it begins with the same tag, the
-        tag stands once, as the template writes it.
+    If `tags` begin with the template's tag, the tag stands once, as the template writes it.
     """
     if tags.startswith(self.forced):
       return tags
@@ -161,11 +159,9 @@ def _named_messages(text: str, before: str, after: str, end: str) -> list[tuple[
 
 
 def write(form: ChatFormat, messages: Sequence[tuple[str, str]], *, opens: bool) -> str:
-  """A conversation as the template writes it.
+  """A conversation of (role, content) as the template writes it, and with `opens` the opening of a reply.
 
-  Args:
-    messages: (role, content); a system message is the first, and a reply is not the last.
-    opens: whether the opening of a reply follows.
+  A system message is the first, and a reply is not the last.
   """
   first = [text for role, text in messages[:1] if role == SYSTEM]
   written = form.beginning(first[0] if first else None)

@@ -33,7 +33,7 @@ NO_REPLY = '(no reply)'
 
 @dataclasses.dataclass(frozen=True)
 class ContextSettings:
-  """The form of replies, and the part of an episode that the policy sees. Fields of `config.agent`."""
+  """Fields of `config.agent`."""
 
   format: str
   force_prefix: bool
@@ -50,9 +50,7 @@ class ParsedReply:
 
   Attributes:
     actions: parsed actions that exist, at most `max_actions_per_turn`.
-    names: their names.
     known: whether the reply names at least one action, and all actions that it names exist.
-    sections: the reply by its tags, see `read_sections`.
   """
 
   actions: tuple[Any, ...]
@@ -71,7 +69,6 @@ class Prompt:
   """The tokens to feed before a reply.
 
   Attributes:
-    ids: i32 ids.
     fresh: whether the tokens begin a new row, instead of continuing the current row.
     images: the images among the tokens; columns count from the first id.
   """
@@ -85,17 +82,11 @@ class ContextManager:
   """Writes the prompts of a rollout and reads its replies.
 
   Attributes:
-    tokenizer: the tokenizer with the chat format.
-    settings: the form of replies and the context policy.
     reply_prefix: the part of every reply that is forced, by the settings or by the chat template.
   """
 
   def __init__(self, tokenizer: ChatTokenizer | None, specs: list[EnvSpec], settings: ContextSettings):
-    """Prepares the fixed parts of the prompts.
-
-    Args:
-      tokenizer: the tokenizer with the chat format; None if only `messages` and replies in text are needed.
-    """
+    """Prepares the fixed parts of the prompts. Without a tokenizer only `messages` and replies in text can be used."""
     self.tokenizer = tokenizer
     self.settings = settings
     form, tags = CHATML if tokenizer is None else tokenizer.format, opening_tags(settings.format)
@@ -116,8 +107,7 @@ class ContextManager:
   def next_prompt(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Encoded:
     """The continuation of the whole conversation from the last reply (or from the start) up to the next reply.
 
-    Args:
-      past: the episode's turns so far; only their number and the last turn are read.
+    Of the `past` turns only their number and the last one are read.
     """
     if not past:
       return self.first_prompt(env, observation, actions_left)
@@ -128,14 +118,11 @@ class ContextManager:
   def prompt(
     self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int, *, used: int, room: int
   ) -> Prompt | None:
-    """The tokens to feed before the next reply, according to the context policy.
+    """The tokens to feed before the next reply, according to the context policy; None if they do not fit.
 
     Args:
       used: columns of the row so far.
       room: maximum number of columns before the reply.
-
-    Returns:
-      The prompt; None if it does not fit.
     """
     settings = self.settings
     if not past:
@@ -160,11 +147,7 @@ class ContextManager:
       shown -= 1
 
   def check_first_prompt(self, env: int, observation: Observation, actions_left: int, limits: Limits) -> None:
-    """Checks that the first prompt of an environment and a reply to it fit into the context.
-
-    Raises:
-      UserError: they do not fit under any context policy.
-    """
+    """Raises UserError if an environment's first prompt and a reply do not fit under any context policy."""
     first = self.first_prompt(env, observation, actions_left)
     length, seen = len(first.ids), sum(span.stop - span.start for span in first.images)
     if length > limits.room:
@@ -180,17 +163,10 @@ class ContextManager:
   # -- prompts in messages ---------------------------------------------------------------------------------------------
 
   def messages(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Chat:
-    """The content of `prompt` as messages, for a policy with its own chat format.
+    """The content of `prompt` as messages, for a policy with its own chat format. The ids of the turns are not read.
 
-    Args:
-      past: the episode's turns so far; their ids are not read.
-
-    Returns:
-      Messages with `role` and `content`; the last message is the user's. There is no length limit and no forced reply
-      prefix.
-
-    Raises:
-      ValueError: an observation contains an image.
+    The messages have `role` and `content`; the last one is the user's. There is no length limit and no forced reply
+    prefix. Raises ValueError if an observation contains an image.
     """
     settings = self.settings
     shown = len(past) if settings.context == 'full' else min(settings.context_turns - 1, len(past))
@@ -240,7 +216,6 @@ class ContextManager:
   # -- parts of prompts ------------------------------------------------------------------------------------------------
 
   def _turn(self, env: int, turn: int, observation: Observation, actions_left: int) -> Segments:
-    """A turn's part of the user message: number, state, actions left, form and length of the reply."""
     before, behind = templates.turn_frame(self._specs[env], turn, actions_left, observation, self.settings)
     return join(before, map_text(templates.plain, observation), behind)
 
@@ -253,7 +228,6 @@ class ContextManager:
     return join(templates.reward_line(reward), self._turn(env, turn, observation, actions_left))
 
   def _open(self, user: Segments) -> Encoded:
-    """The tokens of a conversation with one message of the user."""
     return self.tokenizer.encode_segments(self.tokenizer.opening(templates.SYSTEM, user, self.reply_prefix))
 
   def _exchanges(

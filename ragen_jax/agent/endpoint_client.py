@@ -33,7 +33,7 @@ _DEADLINE = 'ragen_jax_deadline'  # key of a request's extensions
 
 @dataclasses.dataclass(frozen=True)
 class EndpointSettings:
-  """The endpoint. Fields of `config.eval`."""
+  """Fields of `config.eval`."""
 
   endpoint: str
   endpoint_model: str
@@ -64,11 +64,7 @@ class RequestError(Exception):
 
 
 def read_key(variable: str) -> str:
-  """The API key in an environment variable; '' without one.
-
-  Raises:
-    UserError: the key cannot be sent.
-  """
+  """The API key in an environment variable, '' without one; UserError if the key cannot be sent."""
   key = os.environ.get(variable, '').strip()
   if not (key.isascii() and key.isprintable()) or ' ' in key:
     raise UserError(f'the environment variable {variable} has characters that no key has')
@@ -124,11 +120,7 @@ class EndpointClient:
     )
 
   def request(self, chat: Chat) -> TextReply:
-    """The reply to a conversation.
-
-    Raises:
-      RequestError: the request gave no reply.
-    """
+    """The reply to a conversation; RequestError if there is none."""
     openai = self._openai
     try:
       return read_reply(self._receive(chat))
@@ -152,22 +144,17 @@ class EndpointClient:
       raise RequestError(self._reason(type(e).__name__, e), retry=True) from e
 
   def _receive(self, chat: Chat) -> bytes:
-    """The body of the answer."""
     completions = self._client.chat.completions.with_streaming_response
     with completions.create(messages=chat, extra_headers=self._headers, **self._body) as response:
       return response.read()
 
   def _begin(self, request: Any) -> None:
-    """Called before a request."""
     request.extensions[_DEADLINE] = time.monotonic() + self._timeout_s
 
   def _limit(self, response: Any) -> None:
     """Called before the body of an answer is read, also that of an error: limits its size and the time of the whole.
 
-    The HTTP library only limits the time of each part of an answer.
-
-    Raises:
-      ValueError: the body is compressed.
+    The HTTP library only limits the time of each part of an answer. Raises ValueError if the body is compressed.
     """
     encoding = response.headers.get('content-encoding', 'identity')
     if encoding.strip().lower() != 'identity':
@@ -213,13 +200,7 @@ def _is_here(url: str) -> bool:
 
 
 def read_reply(answer: bytes) -> TextReply:
-  """The reply in an answer.
-
-  If the server separates the thought from the text, the thought is put back in front of the text.
-
-  Raises:
-    ValueError: the answer has no reply.
-  """
+  """The reply in an answer; ValueError if it has none. A separate thought is put back in front of the text."""
   try:
     whole = json.loads(answer)
     message = whole['choices'][0]['message']

@@ -37,7 +37,6 @@ class EndpointSpeaker:
   """Requests the replies of a turn, several at the same time. One object can speak in many rollouts.
 
   Attributes:
-    writes_tokens: False, see `Speaker`.
     lost: reason -> number of lost replies.
     asked: number of requested replies.
   """
@@ -53,8 +52,7 @@ class EndpointSpeaker:
     Args:
       backoff_s: seconds before the second try, doubled for each further try up to 30, times a random factor.
       key: the API key, '' for none; None reads it from the environment variable OPENAI_API_KEY.
-      seed: seed of the draws, for servers that accept one; None sends none.
-      field: the config's field with the address, for errors.
+      seed, field: see `EndpointClient`.
 
     Raises:
       UserError: the openai package is missing, or the key cannot be sent.
@@ -69,11 +67,7 @@ class EndpointSpeaker:
     self.asked = 0
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `Speaker`.
-
-    Raises:
-      UserError: the server cannot be reached, or rejects the very first request.
-    """
+    """See `Speaker`; errors are those of `replies`."""
     rows = log.live
     if not rows:
       return None
@@ -113,7 +107,6 @@ class EndpointSpeaker:
       _log.warning('%d of the %d replies of %s were lost: %s', self.lost.total(), self.asked, url, reasons)
 
   def _first_reply(self, chat: Chat) -> TextReply | RequestError:
-    """The first reply, or the error that shows that no request can succeed."""
     try:
       return self._reply(chat)
     except RequestError as e:
@@ -126,11 +119,7 @@ class EndpointSpeaker:
       return self._lose(str(e))
 
   def _reply(self, chat: Chat) -> TextReply:
-    """One reply, with retries, or the substitute for a lost reply.
-
-    Raises:
-      RequestError: further tries cannot succeed.
-    """
+    """One reply, with retries, or the substitute for a lost reply; RequestError if further tries cannot succeed."""
     tries, reason = self._settings.endpoint_tries, ''
     for i in range(tries):
       with self._lock:
@@ -172,7 +161,6 @@ class EndpointSpeaker:
       _log.info('%s: %s; the request is repeated; later repetitions are not logged', url, reason)
 
   def _lose(self, reason: str) -> TextReply:
-    """Counts a lost reply."""
     model, url = self._settings.endpoint_model, self._settings.endpoint
     with self._lock:
       self.asked += 1

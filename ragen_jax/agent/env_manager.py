@@ -31,10 +31,7 @@ _STRIDE = 2_654_435_761
 def first_training_level(first_level: int, seed: int, *, rollout: int = 0, groups: int = 0) -> int:
   """The seed of the level of the first group of a training rollout; group g plays the level with this seed plus g.
 
-  Args:
-    first_level: `train.first_level`.
-    rollout: number of earlier rollouts.
-    groups: P, number of levels in a rollout.
+  `rollout` is the number of earlier rollouts, `groups` the number of levels in each.
   """
   return first_level + seed * LEVELS_PER_SEED + rollout * groups
 
@@ -88,17 +85,13 @@ class EnvStateManager:
     held_out: frozenset[bytes] = frozenset(),
     processor: ProcessorConfig | None = None,
   ):
-    """Builds the batch; nothing runs before `reset`.
+    """Builds the batch; nothing runs before `reset`. Raises UserError if the model cannot read an environment's images.
 
     Args:
-      group_size: G.
       share: index of this share, from 0.
       shares: number of shares; it divides the number of groups.
       held_out: levels, in the form of `levels`, that `reset` replaces with others.
       processor: of the model that reads images; without it, all observations are text.
-
-    Raises:
-      UserError: the model cannot read the images of an environment.
     """
     self._held_out = held_out
     self._warned_few_levels: set[str] = set()
@@ -122,8 +115,7 @@ class EnvStateManager:
   def fresh_copy(self) -> EnvStateManager:
     """A batch of the same environments that shares the compiled programs, for another thread.
 
-    Raises:
-      RuntimeError: an environment outside JAX plays here already; its session cannot be shared.
+    Raises RuntimeError if an environment outside JAX plays here already; its session cannot be shared.
     """
     if self.has_outside and hasattr(self, 'level_seeds'):
       raise RuntimeError('fresh_copy: this batch was reset, and its sessions are open')
@@ -138,7 +130,6 @@ class EnvStateManager:
 
   @property
   def groups(self) -> int:
-    """Number of groups in this share."""
     return self.rows // self.group_size
 
   @property
@@ -155,14 +146,11 @@ class EnvStateManager:
     return self.pools[int(self.row_env[row])]
 
   def reset(self, first_seed: int, *, first_member: int = 0) -> list[Observation]:
-    """Starts fresh episodes: group g's level is made from seed `first_seed + g`.
+    """Starts fresh episodes and returns the first observation of each row. Group g's level has the seed first_seed + g.
 
     Args:
-      first_seed: seed of the first level, in 0 .. 2**32 - groups.
+      first_seed: in 0 .. 2**32 - groups.
       first_member: number of the first episode of each group; members of equal numbers have equal randomness.
-
-    Returns:
-      The first observations, one for each row.
 
     Raises:
       UserError: programs play an environment over HTTP.
@@ -182,12 +170,10 @@ class EnvStateManager:
     return self.render()
 
   def _redraw(self, pool: Pool, seeds: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Replaces held-out levels with levels from other seeds. Another seed can give the same board again.
+    """Replaces held-out levels with levels from other seeds, and returns the seeds i64[rows] of all levels.
 
-    A group keeps its original level if all attempts give held-out levels, because some games have very few levels.
-
-    Returns:
-      i64[rows], the new seeds of the levels.
+    Another seed can give the same board again. A group keeps its original level if all attempts give held-out levels,
+    because some games have very few levels.
     """
     drawn = seeds
     for attempt in range(_REDRAWS + 1):
@@ -253,8 +239,7 @@ class EnvStateManager:
   def optimal(self) -> np.ndarray:
     """f32[B], the best success probability on each row's level of the last `reset`; NaN if unknown.
 
-    It is unknown if the environment has no solver, or if the solver does not support this size or budget. The second
-    case logs a warning, once for each environment.
+    It is unknown without a solver, or if the solver does not support this size or budget, which is logged once.
     """
     best = np.full((self.rows,), np.nan, np.float32)
     for i, pool in self.pools.items():

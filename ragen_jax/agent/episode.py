@@ -100,7 +100,7 @@ class TextReply:
 
 @dataclasses.dataclass
 class Turn:
-  """One turn of an episode, as prompts, statistics and the viewer need it.
+  """One turn of an episode, as prompts, statistics and the viewer need it; the other fields are those of `TextReply`.
 
   Attributes:
     observation: of the environment at the start of the turn: text, or segments if it contains images.
@@ -113,10 +113,7 @@ class Turn:
     picture: u8[H, W, 3], the board at the start of the turn; None in rows that are not pictured, or if the environment
       draws no pictures.
     tokens: number of tokens of the reply, including its stop token; 0 if the reply was lost.
-    answered: False if the reply was lost on a network.
     actions_left: actions that the episode had before the turn.
-    ids: the sampled ids of the reply, see `TextReply`.
-    closed: whether the reply ended with the chat format's stop token.
     chat: the conversation up to the reply; only in pictured rows of speakers without tokens.
     sections: innermost tag -> its text; empty if the reply is not of its form.
     scenes: the states before and after the turn, if the reply should describe one of them.
@@ -159,10 +156,7 @@ class Episode:
   Attributes:
     tag: the environment's tag in the config.
     group: group id, as in the trajectory.
-    level_seed: the seed of the level.
-    turns: the turns, in order.
     final_observation: of the environment after the last action.
-    status: how the episode ended.
     outside: whether the environment is outside JAX.
     error: the fault, if the environment failed.
     final_picture: u8[H, W, 3], the board after the last action; None as in `Turn.picture`.

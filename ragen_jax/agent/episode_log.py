@@ -20,9 +20,6 @@ class EpisodeLog:
   """One episode for each row. `AgentProxy.rollout` writes to it. A speaker reads it, and ends episodes with `leave`.
 
   Attributes:
-    envs: the environments.
-    context: writes the prompts.
-    limits: the limits of an episode.
     timeline: the token rows, which speakers with tokens write.
     observations: the current observations, one for each row.
     actions_left: i32[B], actions that each episode still has.
@@ -81,15 +78,11 @@ class EpisodeLog:
     return max(len(episode.turns) for episode in self.episodes)
 
   def past(self, row: int) -> list[Turn]:
-    """The turns of a row so far."""
     return self.episodes[row].turns
 
   def prompts(self, room: int, rows: Collection[int]) -> dict[int, Prompt]:
-    """The token prompts of some live rows. An episode ends if its prompt does not fit.
-
-    Args:
-      room: maximum number of columns of a row before its reply.
-      rows: live rows that wait for a reply.
+    """The token prompts of live rows that wait for a reply. An episode ends if its prompt needs more than `room`
+    columns.
 
     Raises:
       UserError: a first prompt does not fit. For an environment outside JAX only the episode ends, because its prompts
@@ -109,11 +102,7 @@ class EpisodeLog:
     return prompts
 
   def check_first_prompt(self, row: int) -> None:
-    """Checks that the first prompt of a row fits, unless its environment is outside JAX.
-
-    Raises:
-      UserError: it does not.
-    """
+    """Raises UserError if the first prompt of a row does not fit, unless its environment is outside JAX."""
     env = int(self.envs.row_env[row])
     if not self.envs.pools[env].outside:
       self.context.check_first_prompt(env, self.observations[row], int(self.actions_left[row]), self.limits)
@@ -128,12 +117,7 @@ class EpisodeLog:
     self.status[row] = status
 
   def record(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply], result: StepResult) -> None:
-    """Records and rewards a turn of the rows that replied, and ends episodes that are over.
-
-    Args:
-      replies: row -> reply.
-      parsed: row -> parsed reply.
-    """
+    """Records and rewards a turn of the rows that replied (row -> reply), and ends episodes that are over."""
     envs, before, left = self.envs, self.observations, self.actions_left
     chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}
     self.observations, self.actions_left, faults = envs.render(), envs.actions_left(), envs.faults
@@ -185,13 +169,9 @@ class EpisodeLog:
       self.timeline.add_reply_reward(row, value, len(ids) - end)
 
   def end(self, policy_version: int = 0) -> Rollout:
-    """Ends the rollout.
+    """Ends the rollout. `policy_version` is the number of updates that led to the sampling weights.
 
-    Args:
-      policy_version: number of updates that led to the sampling weights.
-
-    Raises:
-      RuntimeError: an episode is not over.
+    Raises RuntimeError if an episode is not over.
     """
     envs, faults = self.envs, self.envs.faults
     if self.live:

@@ -28,12 +28,9 @@ class NotFinite:
 
 
 def find(name: str, words: str, x: np.ndarray | None, mask: np.ndarray) -> dict[str, NotFinite]:
-  """{'not_finite/<name>': finding} for the numbers under a mask; {} if all of them are finite.
+  """{'not_finite/<name>': finding} for the numbers [B, ...] under a mask of their shape; {} if all of them are finite.
 
-  Args:
-    words: name of the quantity in a message.
-    x: [B, ...] on the host; None for an array that does not exist.
-    mask: bool of the same shape, the numbers to check.
+  `words` name the quantity in a message; `x` is None for an array that does not exist.
   """
   if x is None:
     return {}
@@ -71,7 +68,6 @@ def of_rollout(rollout: Rollout) -> dict[str, NotFinite]:
 
 
 def findings(metrics: Mapping[str, Any]) -> list[NotFinite]:
-  """The findings in metrics."""
   return [x for x in metrics.values() if isinstance(x, NotFinite)]
 
 

@@ -19,14 +19,9 @@ def shows_images(spec: EnvSpec) -> bool:
 
 
 def tile_of(spec: EnvSpec, processor: ProcessorConfig) -> int:
-  """Pixels of a side of the tiles of a board; an image of such tiles is not resized.
+  """Pixels of a side of the tiles of a board that is shown as an image; an image of such tiles is not resized.
 
-  Args:
-    spec: the environment, whose board is shown as an image. With `tile` 0, a tile is the smallest whole number of
-      visual tokens.
-
-  Raises:
-    UserError: the processor would resize the image.
+  With `spec.tile` 0, a tile is the smallest whole number of visual tokens. UserError if the processor would resize it.
   """
   rows, columns = spec.env.image_grid
   sizes = [spec.tile] if spec.tile else [*range(processor.factor, MAX_TILE + 1, processor.factor)] or [MAX_TILE]
@@ -44,11 +39,7 @@ def tile_of(spec: EnvSpec, processor: ProcessorConfig) -> int:
 
 
 def observed_images(spec: EnvSpec, processor: ProcessorConfig) -> tuple[int, tuple[int, int]]:
-  """Number of images of an observation, and their (height, width) in pixels as the tower reads them.
-
-  Args:
-    spec: an environment that shows images.
-  """
+  """Number of images of an observation, and their (height, width) in pixels as the tower reads them."""
   if spec.tile is not None:
     rows, columns = spec.env.image_grid
     tile = tile_of(spec, processor)
@@ -82,11 +73,9 @@ def check_images(spec: EnvSpec, processor: ProcessorConfig) -> None:
 
 
 def with_images(text: str, images: Sequence[np.ndarray], processor: ProcessorConfig) -> Segments:
-  """A text whose marks are replaced by images.
+  """A text whose marks are replaced by images u8[H, W, 3], which are resized to the size that the tower reads.
 
-  Args:
-    text: has as many marks `IMAGE_MARK` as there are images; further ones stay text.
-    images: u8[H, W, 3] each; they are resized to the size that the tower reads.
+  The text has as many marks `IMAGE_MARK` as there are images; further ones stay text.
   """
   pieces = text.split(IMAGE_MARK, len(images))
   segments = join(pieces[0])

@@ -43,8 +43,8 @@ class ImageTableSizes:
   Rows that are not packed have one size of tables, with room for all images that they can show. Packed rows have three:
   with room for a quarter, for half and for all of the images that their columns could hold.
 
-  Attributes:
-    shown: of each environment with images.
+  `shown` has an entry for each environment with images. Methods take a number of rows, or of `packed` bins with several
+  rows each, and their width in columns.
   """
 
   shown: tuple[ImageCounts, ...]
@@ -52,19 +52,12 @@ class ImageTableSizes:
   def images(
     self, needed: Mapping[tuple[int, int], int], rows: int, width: int, *, packed: bool
   ) -> dict[tuple[int, int], int]:
-    """Number of images of a table, by height and width.
-
-    Args:
-      needed: what the table must hold.
-      rows: number of rows that read it, or of bins.
-      width: columns of each.
-      packed: whether a bin holds several rows.
-    """
+    """Number of images of a table that holds at least the `needed` ones, by height and width."""
     most = self.most_images(rows, width, packed=packed)
     return {size: _enough(needed.get(size, 0), most.get(size, 1), packed) for size in sorted(most | needed)}
 
   def most_images(self, rows: int, width: int, *, packed: bool) -> dict[tuple[int, int], int]:
-    """Number of images of the largest table, by height and width; arguments as above.
+    """Number of images of the largest table, by height and width.
 
     How many images packed rows show depends on their lengths, which are not known before the run.
     """
@@ -74,11 +67,9 @@ class ImageTableSizes:
     return most
 
   def most_tokens(self, rows: int, width: int, *, packed: bool) -> int:
-    """Tokens of the largest table; arguments as above."""
     return max(1, *(rows * own.tokens * own.images(width, packed=packed) for own in self.shown))
 
   def tokens(self, needed: int, rows: int, width: int, *, packed: bool) -> int:
-    """Tokens of a table; arguments as for `images`."""
     return _enough(needed, self.most_tokens(rows, width, packed=packed), packed)
 
 
@@ -89,11 +80,7 @@ def _enough(needed: int, most: int, packed: bool) -> int:
 
 
 def image_room(specs: Sequence[EnvSpec], processor: ProcessorConfig | None) -> ImageTableSizes | None:
-  """The room of rows that play some environments; None if none of them shows images.
-
-  Args:
-    processor: of the model; None for one that reads text only.
-  """
+  """The room of rows that play some environments; None if none shows images, or the model has no processor for them."""
   if processor is None:
     return None
   shown = []

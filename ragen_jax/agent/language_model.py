@@ -42,9 +42,6 @@ class LanguageModel:
   Attributes:
     directory: directory of the loaded checkpoint.
     model: policy and critic.
-    tokenizer: the tokenizer of the checkpoint.
-    sampler: the sampler for the model's structure.
-    mesh: the devices that hold the weights.
     processor: how images become patches; None for models that read text only.
     encoders: the vision towers by trunk, 'policy' and 'critic'; empty for models that read text only. A critic whose
       frozen tower is that of the policy has none of its own, see `has_policys_tower`.
@@ -150,12 +147,7 @@ def check_vision(vision: str, cfg: QwenConfig) -> None:
 
 
 def has_policys_tower(vision: str, param_dtype: str, directory: str) -> bool:
-  """Whether a separate critic has the weights of the policy's tower for the whole run.
-
-  Args:
-    vision, param_dtype: see `ModelSettings`; the critic's weights are float32.
-    directory: of the checkpoint.
-  """
+  """Whether a separate critic, whose weights are float32, has the weights of the policy's tower for the whole run."""
   return vision == 'frozen' and jnp.dtype(param_dtype) == jnp.float32 and critic_directory(directory) == directory
 
 
@@ -193,17 +185,13 @@ def make_sampler(
 
 
 def param_state(model: ActorCritic) -> nnx.State:
-  """All weights of a model."""
   return nnx.split(model)[1]
 
 
 def weight_shardings(
   cfg: QwenConfig, mesh: Mesh, *, frozen: bool = False
 ) -> dict[tuple[str | int, ...], NamedSharding]:
-  """The layout of each weight of a trunk between programs, by its path.
-
-  Args:
-    frozen: the weights are not trained, as those under adapters.
+  """The layout of each weight of a trunk between programs, by its path. Weights under adapters are `frozen`.
 
   Raises:
     UserError: the mesh does not divide a weight. At this point nothing has been read or compiled.

@@ -26,8 +26,6 @@ class EpisodeMetric:
   """A metric: the sum of `numerator` over all episodes, divided by the sum of `denominator`.
 
   Attributes:
-    numerator: function of one episode.
-    denominator: function of one episode.
     is_share: whether the metric lies between 0 and 1.
     applies: whether episodes like this one have the metric.
   """
@@ -89,17 +87,10 @@ _EVALUATION_ONLY = ('no_reply', 'response_length')
 
 
 def pass_at_k(successes: np.ndarray, n: int, k: int) -> np.ndarray:
-  """Unbiased estimate of the probability that at least one of k episodes of a level succeeds, from n episodes.
+  """f64[levels], unbiased estimates of the probability that at least one of k episodes of a level succeeds.
 
-  1 - C(n - c, k) / C(n, k), equation 1 of Chen et al. 2021 (arXiv 2107.03374).
-
-  Args:
-    successes: i32[levels], c, number of successes among the n episodes of each level.
-    n: number of episodes of a level.
-    k: number of episodes, at most n.
-
-  Returns:
-    f64[levels].
+  1 - C(n - c, k) / C(n, k), equation 1 of Chen et al. 2021 (arXiv 2107.03374), with n >= k episodes of each level, of
+  which c, i32[levels], are successes.
   """
   return np.asarray([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])[successes]
 
@@ -112,9 +103,7 @@ def k_values(group_size: int) -> list[int]:
 def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   """Numerators and denominators of every metric.
 
-  Args:
-    episodes: the episodes of one environment, with contiguous groups; a group's episodes play one level.
-    group_size: G.
+  The episodes are those of one environment, with contiguous groups; a group's episodes play one level.
 
   Returns:
     Name -> (numerators, denominators), f64[levels, G] each; f64[levels, 1] for `pass@k`, which is a property of a
@@ -140,12 +129,7 @@ def is_share(name: str) -> bool:
 
 
 def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> dict[str, float]:
-  """Means over episodes, for each environment tag.
-
-  Args:
-    episodes: the episodes, with contiguous groups.
-    group_size: G.
-    prefix: 'train', 'val-env' or 'val-greedy'.
+  """Means over episodes, for each environment tag; the groups are contiguous. A ratio with the denominator 0 is 0.
 
   Returns:
     `<prefix>/<tag>/success`, `.../pass@G`, `.../score` (with penalties), `.../episodic_return` (without),
@@ -154,7 +138,6 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
     outside JAX or if an environment failed, `.../env_errors` (share of episodes whose environment failed).
     `.../format_correct` (share of replies that are of their form), if replies have one; if they describe states,
     `.../observation_score`, `.../prediction_score` and `.../state_reward` (mean over episodes).
-    A ratio with the denominator 0 is 0.
   """
   metrics = {}
   left_out = {*_EVALUATION_ONLY, *(f'pass@{k}' for k in k_values(group_size)[:-1])}

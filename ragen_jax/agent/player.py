@@ -22,8 +22,6 @@ class Player(Protocol):
 
   Attributes:
     specs: the environments, or the tasks, in the order of the rows.
-    group_size: G, number of episodes of a group.
-    max_turns: maximum number of replies of an episode.
     reply_prefix: the part of every reply that is forced.
     metrics: metrics of the last rollout that its episodes do not tell.
   """
@@ -35,11 +33,7 @@ class Player(Protocol):
   metrics: dict[str, float]
 
   def check(self, first_seed: int) -> None:
-    """Checks what can be checked before anything large is compiled.
-
-    Raises:
-      UserError: episodes cannot begin.
-    """
+    """Raises UserError if episodes cannot begin, as far as that shows before anything large is compiled."""
 
   def play(
     self,
@@ -69,16 +63,11 @@ class Player(Protocol):
 class EnvironmentPlayer:
   """The policy plays the environments of an `AgentProxy`; see `Player` for the attributes and methods.
 
-  Attributes:
-    proxy: the rollout loop.
+  All processes must call `levels` and `optimal`.
   """
 
   def __init__(self, proxy: AgentProxy, sampler: Sampler, eyes: PromptImages | None = None):
-    """Plays nothing.
-
-    Args:
-      eyes: the vision tower of the policy; needed if observations contain images.
-    """
+    """Plays nothing. `eyes` is the vision tower of the policy, which is needed if observations contain images."""
     self.proxy = proxy
     self._sampler = sampler
     self._eyes = eyes
@@ -87,7 +76,6 @@ class EnvironmentPlayer:
     self.max_turns, self.reply_prefix = proxy.limits.max_turns, proxy.context.reply_prefix
 
   def check(self, first_seed: int) -> None:
-    """See `Player`."""
     self.proxy.check_first_prompts(first_seed)
 
   def play(
@@ -100,17 +88,14 @@ class EnvironmentPlayer:
     policy_version: int = 0,
     pictured: Collection[int] = (),
   ) -> Rollout:
-    """See `Player`."""
     speaker = SamplerSpeaker(self._sampler, params, key, sampling, eyes=self._eyes)
     return self.proxy.rollout(speaker, first_seed, policy_version=policy_version, pictured=pictured)
 
   def levels(self, first_seed: int) -> frozenset[bytes]:
-    """See `Player`. All processes must call."""
     own = self.proxy.envs.levels_from(first_seed)
     return frozenset().union(*processes.gather_shares(own, self._sampler.share))
 
   def optimal(self, first_seed: int) -> dict[str, float]:
-    """See `Player`. All processes must call."""
     envs = self.proxy.envs
     envs.reset(first_seed)
     parts = processes.gather_shares((envs.optimal(), envs.row_env), self._sampler.share)

@@ -32,15 +32,10 @@ FAULT_MESSAGE = 'envs.%s, level %d: %s; the episode ends as an error. Further on
 
 
 def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None = None) -> Pool:
-  """Makes the pool for an environment in JAX or outside it.
+  """Makes the pool for an environment in JAX or outside it, whose `rows` are a multiple of `group_size`.
 
-  Args:
-    rows: number of rows, a multiple of `group_size`.
-    group_size: G.
-    processor: of the model that reads images; without it, observations are text.
-
-  Raises:
-    UserError: the model cannot read the images of the environment.
+  Without the processor of a model that reads images, observations are text. Raises UserError if the model cannot read
+  the images of the environment.
   """
   kind = OutsidePool if spec.env.is_outside else JaxPool
   return kind(spec, rows, group_size, processor)
@@ -50,16 +45,11 @@ class Pool(abc.ABC):
   """The rows of one environment, numbered from 0; group g has the rows g*G .. g*G+G-1.
 
   Attributes:
-    spec: the environment.
-    rows: number of rows.
-    group_size: G.
     processor: of the model that reads images; None if observations are text.
     outside: whether the environment is outside JAX. Its reset may have side effects, so it is called only to begin an
       episode: first prompts are not checked in advance, and levels are not compared with held-out levels.
     traces: number of compilations of a step.
     faults: row -> the fault that ended its episode since `reset`.
-    done: bool[rows], whether the game is over; also True if the environment failed.
-    success: bool[rows], whether the game is over and won.
     used: i32[rows], number of executed actions since `reset`.
   """
 
@@ -79,29 +69,23 @@ class Pool(abc.ABC):
   @property
   @abc.abstractmethod
   def done(self) -> np.ndarray:
-    """See the attributes."""
+    """bool[rows], whether the game is over; also True if the environment failed."""
 
   @property
   @abc.abstractmethod
   def success(self) -> np.ndarray:
-    """See the attributes."""
+    """bool[rows], whether the game is over and won."""
 
   @abc.abstractmethod
   def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
-    """Starts fresh episodes.
-
-    Args:
-      seeds: i64[rows], the seed of each row's level.
-      members: i64[rows], the number of each row in its group.
-    """
+    """Starts fresh episodes, from i64[rows] seeds of the levels and i64[rows] numbers of the rows in their groups."""
 
   @abc.abstractmethod
   def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
     """Executes each row's actions of a turn.
 
-    Returns:
-      The rewards of the executed actions, one tuple for each row; i32[rows], the number of executed actions;
-      i32[rows], the number of these that changed the state.
+    Returns the rewards of the executed actions, one tuple for each row; i32[rows], the number of executed actions;
+    i32[rows], the number of these that changed the state.
     """
 
   @abc.abstractmethod
@@ -129,8 +113,7 @@ class Pool(abc.ABC):
   def optimal(self) -> np.ndarray:
     """f32[rows], the best success probability on the levels of the last `reset`; NaN if unknown.
 
-    Raises:
-      ValueError: the solver does not support this size of the game or this budget.
+    Raises ValueError if the solver does not support this size of the game or this budget.
     """
     return np.full((self.rows,), np.nan, np.float32)
 
@@ -150,7 +133,6 @@ class JaxPool(Pool):
   outside = False
 
   def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
-    """Nothing is compiled before `reset`."""
     super().__init__(spec, rows, group_size, processor)
     self._draw = None
     if processor is not None and spec.tile is not None:
@@ -162,12 +144,10 @@ class JaxPool(Pool):
 
   @property
   def done(self) -> np.ndarray:
-    """See `Pool`."""
     return np.asarray(self.states.done)
 
   @property
   def success(self) -> np.ndarray:
-    """See `Pool`."""
     return np.asarray(self.states.success)
 
   def _reset_rows(self, seeds, members):
@@ -205,7 +185,6 @@ class JaxPool(Pool):
     return jax.vmap(one_row)(states, actions, count, used, luck)
 
   def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
-    """See `Pool`."""
     self._device_states, self._luck = self._reset(jnp.asarray(seeds, jnp.uint32), jnp.asarray(members, jnp.uint32))
     self.used = np.zeros((self.rows,), np.int32)
     self._seeds, self.faults = seeds, {}
@@ -229,7 +208,6 @@ class JaxPool(Pool):
     return jax.device_get(self._stepped(actions)[0])
 
   def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
-    """See `Pool`."""
     results = self._stepped(actions)
     self._device_states = results[0]
     self.states, table, executed, effective = jax.device_get(results)
@@ -253,7 +231,6 @@ class JaxPool(Pool):
     return contained
 
   def render(self) -> list[Observation]:
-    """See `Pool`."""
     env = self.spec.env
     if self._draw is None:
       return env.render(self.states)
@@ -263,24 +240,20 @@ class JaxPool(Pool):
     return [with_images(text, [image.copy()], self.processor) for text, image in pairs]
 
   def picture(self, row: int) -> np.ndarray | None:
-    """See `Pool`."""
     try:
       return self.spec.env.render_rgb(jax.tree.map(lambda x: np.asarray(x)[row], self.states))
     except NotImplementedError:  # a user's environment without pictures
       return None
 
   def scenes(self, rows: list[int]) -> list[Scene]:
-    """See `Pool`."""
     return self.spec.env.scenes(jax.tree.map(lambda x: np.asarray(x)[rows], self.states))
 
   def levels(self) -> list[bytes]:
-    """See `Pool`."""
     leaves = [np.asarray(x)[:: self.group_size] for x in jax.tree.leaves(self.fresh_states)]
     name = self.spec.env.name.encode()
     return [b'|'.join([name, *(x[i].tobytes() for x in leaves)]) for i in range(self.rows // self.group_size)]
 
   def legal_actions(self) -> list[list[str]]:
-    """See `Pool`."""
     env = self.spec.env
     return [[env.format_action(action) for action in own] for own in env.legal_actions(self.states)]
 
@@ -289,7 +262,7 @@ class JaxPool(Pool):
     return jax.tree.map(lambda x: np.asarray(x)[number :: self.group_size], states)
 
   def optimal(self) -> np.ndarray:
-    """See `Pool`. A level is solved once, for all members of its group."""
+    """A level is solved once, for all members of its group."""
     best = self.spec.env.optimal(self.members(0, self.fresh_states), self.spec.budget)
     return np.repeat(np.asarray(best, np.float32), self.group_size)
 
@@ -308,12 +281,10 @@ class OutsidePool(Pool):
 
   @property
   def done(self) -> np.ndarray:
-    """See `Pool`."""
     return self._done
 
   @property
   def success(self) -> np.ndarray:
-    """See `Pool`."""
     return self._success
 
   @functools.cached_property
@@ -321,7 +292,6 @@ class OutsidePool(Pool):
     return self.spec.env.open(self.rows)
 
   def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
-    """See `Pool`."""
     self.faults = {}
     self._done, self._success = np.zeros((self.rows,), bool), np.zeros((self.rows,), bool)
     self.used = np.zeros((self.rows,), np.int32)
@@ -343,7 +313,6 @@ class OutsidePool(Pool):
         self._warn('members', message, self.spec.tag, seeds[row])
 
   def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
-    """See `Pool`."""
     rewards: list[list[float]] = [[] for _ in range(self.rows)]
     effective = np.zeros((self.rows,), np.int32)
     form = self.spec.env.image_form
@@ -389,13 +358,11 @@ class OutsidePool(Pool):
     self._warn(fault.kind, FAULT_MESSAGE, self.spec.tag, self._seeds[row], fault, self.spec.tag)
 
   def _warn(self, kind: str, message: str, *arguments: Any) -> None:
-    """Logs the first warning of each kind."""
     if kind not in self._warned:
       self._warned.add(kind)
       _log.warning(message, *arguments)
 
   def render(self) -> list[Observation]:
-    """See `Pool`."""
     for row, seen in enumerate(self._seen):
       if row not in self._rendered or self._rendered[row][0] is not seen:
         self._rendered[row] = seen, self._segments(seen)
@@ -412,11 +379,9 @@ class OutsidePool(Pool):
     return seen.images[0] if isinstance(seen, ImageObservation) else None
 
   def legal_actions(self) -> list[list[str]]:
-    """See `Pool`."""
     return [list(self.spec.env.action_words)] * self.rows
 
   def end(self) -> None:
-    """See `Pool`."""
     fault = self._ask('end', lambda: [self._session.end()], 1)[0]
     if isinstance(fault, Fault):
       self._warn(fault.kind, 'envs.%s: %s; its episodes may not be released', self.spec.tag, fault)

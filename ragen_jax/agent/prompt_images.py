@@ -19,29 +19,21 @@ from ragen_jax.models.vision.tower import Features
 
 @dataclasses.dataclass(frozen=True)
 class PromptImages:
-  """The vision tower of a policy.
-
-  Attributes:
-    encoder: computes the features of images.
-    vision: the shape of the tower.
-    room: sizes of tables of features.
-  """
+  """The vision tower of a policy: its encoder, its shape, and the sizes of tables of features."""
 
   encoder: Encoder
   vision: VisionConfig
   room: ImageTableSizes
 
   def columns(self, prompts: Sequence[Prompt | None], seen: Mapping[bytes, Features], width: int) -> ImageColumns:
-    """What the columns of fed rows read of images, on the host.
+    """What the columns of fed rows read of images, on the host. Rows that are not fed have the prompt None.
+
+    Positions count from the next position of each row. The size of the table of features depends on the number of
+    prompts and `width` only.
 
     Args:
-      prompts: of each row; None for rows that are not fed.
       seen: the features of images, by digest.
       width: columns of each row.
-
-    Returns:
-      Positions count from the next position of each row. The size of the table of features depends on the number of
-      prompts and `width` only.
 
     Raises:
       UserError: the placeholders of a prompt are not those of its images.

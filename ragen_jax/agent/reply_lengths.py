@@ -18,13 +18,9 @@ _TAG = re.compile('<[^>]*>')
 
 
 def complete_replies(spec: EnvSpec, form: str, scenes: Iterable[Scene]) -> list[str]:
-  """A reply for each scene: true descriptions in each section, no reasoning, and one action.
+  """A reply of a form for each scene: true descriptions in each section, no reasoning, and one action.
 
   The prediction describes the state before the action, which has about as many things.
-
-  Args:
-    form: of replies, a key of `FORMATS`.
-    scenes: states.
   """
   action = spec.env.action_names[0]
   return [
@@ -38,11 +34,7 @@ def warn_if_too_long(
 ) -> None:
   """Warns, in one line for each limit, if complete replies are longer than the tokens or the words of a reply.
 
-  Args:
-    replies: see `complete_replies`.
-    count_tokens: number of sampled tokens of a reply.
-    form: of the replies.
-    max_response_tokens: maximum of them.
+  `count_tokens` tells how many tokens are sampled for a reply.
   """
   tokens = [count_tokens(reply) for reply in replies]
   words = [len(_TAG.sub(' ', reply).split()) for reply in replies]

@@ -89,11 +89,9 @@ def _with_joined_images(parts: list[Rollout]) -> tuple[list[Trajectory], tuple[n
 
 
 def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
-  """Joins rollouts; rows keep their order.
+  """Joins the shares of one rollout, or several rollouts of new levels; rows keep their order.
 
-  Args:
-    parts: shares of one rollout, or several rollouts of new levels.
-    renumber: True if each part counts its groups and episodes from 0, as separate rollouts do.
+  Use `renumber` if each part counts its groups and episodes from 0, as separate rollouts do.
   """
   if len(parts) == 1:
     return parts[0]

@@ -54,16 +54,13 @@ _taken = jax.jit(lambda keys, at: keys[at])
 
 
 def decode_columns(limits: Limits) -> int:
-  """Columns that a call of `decode` writes."""
   return min(limits.decode_chunk, limits.max_response_tokens)
 
 
 def rows_at_once(sampler: Sampler, limits: Limits, rows: int, room: ImageTableSizes | None) -> int:
-  """How many of `rows` rows of a shard are on the devices at a time. Every process must call.
+  """How many of a shard's `rows` are on the devices at a time. Every process must call.
 
-  Args:
-    rows: of a shard.
-    room: for the images of a row; None for text.
+  `room` is that of the images of a row; None for text.
   """
   if limits.rows_in_flight:
     rows = min(rows, limits.rows_in_flight // sampler.share.shards)
@@ -117,11 +114,7 @@ class SamplerSpeaker:
     self._began = np.zeros((0,), np.uint32)  # the turn that each episode's present token row began with
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `Speaker`. Prompts and replies go to the log's timeline.
-
-    Raises:
-      UserError: a first prompt does not fit into the context.
-    """
+    """See `Speaker`. Prompts and replies go to the log's timeline. Raises UserError if a first prompt does not fit."""
     first = self._schedule is None
     if first:
       self._begin(log)
@@ -152,10 +145,9 @@ class SamplerSpeaker:
     )
 
   def _check_waiting(self, log: EpisodeLog) -> None:
-    """Checks the first prompts of episodes without a slot, so that none is refused when others are played already.
+    """Raises UserError if the first prompt of an episode without a slot does not fit, before others are played.
 
-    Raises:
-      UserError: one does not fit; environments outside JAX are not checked.
+    Environments outside JAX are not checked.
     """
     for row in sorted(set(log.live).difference(self._schedule.held)):
       log.check_first_prompt(row)
@@ -187,11 +179,7 @@ class SamplerSpeaker:
   # -- prompts --------------------------------------------------------------------------------------------------------
 
   def _feed(self, log: EpisodeLog, prompts: dict[int, Prompt]) -> int | None:
-    """Feeds prompts to their rows.
-
-    Returns:
-      Rows of a shard that sample then; None if no process has an episode that goes on.
-    """
+    """Feeds prompts to their rows, and returns how many rows of a shard sample then; None if all episodes are over."""
     asked = {row: Asked(len(prompt.ids), _beginning(prompt)) for row, prompt in prompts.items()}
     common = common_tokens([prompt.ids for prompt in prompts.values() if prompt.fresh])
     feeding = self._schedule.feed(asked, log.timeline.length, common)

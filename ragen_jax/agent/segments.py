@@ -61,13 +61,7 @@ Observation = str | Segments
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpan:
-  """The columns of an image in encoded segments.
-
-  Attributes:
-    segment: the image.
-    start: the first placeholder column.
-    stop: the column after the last placeholder.
-  """
+  """The columns of an image in encoded segments, from the first placeholder to the column after the last."""
 
   segment: ImageSegment
   start: int
@@ -76,12 +70,7 @@ class ImageSpan:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-  """Segments as token ids.
-
-  Attributes:
-    ids: i32 ids, including placeholders.
-    images: the images, in order.
-  """
+  """Segments as token ids, including placeholders, with their images in order."""
 
   ids: tuple[int, ...]
   images: tuple[ImageSpan, ...] = ()
@@ -130,11 +119,7 @@ def written(observation: Observation) -> str:
 
 
 def as_text(segments: Segments) -> str:
-  """The text of segments that contain only text.
-
-  Raises:
-    ValueError: a segment is an image or a sampled reply.
-  """
+  """The text of segments that contain only text; ValueError for an image or a sampled reply."""
   for segment in segments:
     if not isinstance(segment, TextSegment):
       raise ValueError(f'a prompt with a {type(segment).__name__} cannot be written as text')

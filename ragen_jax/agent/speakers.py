@@ -32,9 +32,8 @@ class Speaker(Protocol):
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """The replies that are complete; the caller records them and calls again.
 
-    Args:
-      log: the episodes so far. `log.live` lists the rows that need a reply; `log.prompts` and `log.chat` give their
-        prompts. Call `log.leave` to end a row that cannot reply.
+    `log.live` lists the rows that need a reply; `log.prompts` and `log.chat` give their prompts. Call `log.leave` to
+    end a row that cannot reply.
 
     Returns:
       Row -> reply, for all live rows or some of them; may be empty. None if all episodes of all processes are over.
@@ -44,11 +43,7 @@ class Speaker(Protocol):
 def written_reply(
   context: ContextManager, actions: list[str], texts: Mapping[str, str] = types.MappingProxyType({})
 ) -> TextReply:
-  """A reply of the right form, with the tokens that a policy would sample for it.
-
-  Args:
-    texts: tag -> text, see `templates.format_reply`.
-  """
+  """A reply of the right form, with the tokens that a policy would sample for it; see `templates.format_reply`."""
   text, tokenizer = context.format_reply(actions, texts), context.tokenizer
   ids = (*tokenizer.encode(text), tokenizer.stop_ids[0])
   return TextReply(context.reply_prefix + text, len(ids), ids=ids)
@@ -60,7 +55,7 @@ class RandomSpeaker:
   writes_tokens = False
 
   def __init__(self, rng: np.random.Generator):
-    """Takes the random generator, which is used in the order of turns and rows."""
+    """The random generator is used in the order of turns and rows."""
     self._rng = rng
 
   @staticmethod
@@ -69,7 +64,6 @@ class RandomSpeaker:
     return all(spec.env.has_legal_actions for spec in envs.specs)
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `Speaker`."""
     rows, envs = log.live, log.envs
     if not rows:
       return None
@@ -84,19 +78,17 @@ class RandomSpeaker:
 
 
 class SolverSpeaker:
-  """The best play on each level, by the environment's exact solver."""
+  """The best play on each level, by the environment's exact solver, which runs when it is first needed."""
 
   writes_tokens = False
 
   def __init__(self):
-    """The solver runs at the first call of `plans` or `reply`."""
     self._solutions: dict[int, Solution] = {}
 
   def plans(self, log: EpisodeLog) -> list[list[str]]:
     """The best next turn of every row, as names of actions; the plans of finished rows are meaningless.
 
-    Raises:
-      ValueError: a game has no solver, or the solver does not support its size.
+    Raises ValueError if a game has no solver, or the solver does not support its size.
     """
     envs, plans = log.envs, []
     for index, pool in envs.pools.items():
@@ -114,11 +106,7 @@ class SolverSpeaker:
     return plans
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `Speaker`.
-
-    Raises:
-      ValueError: see `plans`.
-    """
+    """See `Speaker`; raises ValueError as `plans`."""
     if not log.live:
       return None
     plans = self.plans(log)

@@ -46,14 +46,10 @@ _Messages = Sequence[tuple[str, str]]
 
 
 def find_format(tokenizer: Any, where: str) -> ChatFormat:
-  """The chat format of a tokenizer; plain ChatML if it has the tokens of ChatML and no template.
+  """The chat format of a tokenizer of `transformers`; plain ChatML if it has the tokens of ChatML and no template.
 
-  Args:
-    tokenizer: a tokenizer of `transformers`.
-    where: where it comes from, for errors.
-
-  Raises:
-    UserError: there is no template and no ChatML, or no conversation of the template can go on token by token.
+  Raises UserError, which says `where` the tokenizer comes from, if there is no template and no ChatML, or no
+  conversation of the template can go on token by token.
   """
   if not tokenizer.chat_template:
     lacks = [text for text in ('<|im_start|>', '<|im_end|>') if tokenizer.backend_tokenizer.token_to_id(text) is None]
@@ -94,11 +90,7 @@ class _Probe:
       raise self.refused(f'it fails for a conversation of {roles} ({type(e).__name__}: {reason})') from e
 
   def cut(self, messages: _Messages, marks: Sequence[str], *, opens: bool) -> list[str]:
-    """The texts before, between and behind the marks.
-
-    Raises:
-      UserError: the marks are not there once each, in their order.
-    """
+    """The texts before, between and behind the marks; UserError if these are not there once each, in their order."""
     text = self.render(messages, opens=opens)
     pieces = []
     for mark in marks:
@@ -199,11 +191,7 @@ class _Probe:
 
 
 def _verify(probe: _Probe, form: ChatFormat) -> None:
-  """Compares the texts of other conversations.
-
-  Raises:
-    UserError: the template writes one in another way than the format.
-  """
+  """Raises UserError if the template writes one of other conversations in another way than the format."""
   talk = [
     (USER, 'one\n\n two {{ x }}'), (ASSISTANT, 'A  b.'), (USER, ' \n'), (ASSISTANT, '<a>\nb</a> '),
     (USER, f'{THOUGHT}hm{END_THOUGHT} é'), (ASSISTANT, f'{THOUGHT}hm{END_THOUGHT}\n\nC\n'), (USER, 'three\n'),

@@ -83,12 +83,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def describe_descriptions(spec: EnvSpec, form: str) -> str:
-  """What follows the task if replies describe boards: how descriptions are worded; else empty.
-
-  Args:
-    spec: the environment; one without scenes has no rules for descriptions.
-    form: of replies, a key of `FORMATS`.
-  """
+  """What follows the task if replies of a form describe boards, which have scenes: how to word it; else empty."""
   kinds = spec.env.scene_kinds
   return f'\n{claim_rules(kinds)}' if kinds and described_sections(form) else ''
 
@@ -96,8 +91,7 @@ def describe_descriptions(spec: EnvSpec, form: str) -> str:
 def request_fields(request: str) -> list[str]:
   """The names in braces of a request.
 
-  Raises:
-    ValueError: a brace is not closed, or a name has a conversion or a format.
+  Raises ValueError if a brace is not closed, or a name has a conversion or a format.
   """
   names = []
   for _, name, form, conversion in string.Formatter().parse(request):
@@ -108,18 +102,10 @@ def request_fields(request: str) -> list[str]:
 
 
 def shown_actions(spec: EnvSpec, turn: int, observation: Observation) -> tuple[list[str], list[str]]:
-  """The actions that a request shows: those of the example of a reply, and the list of all.
+  """The actions that a request shows: those of the example of a reply, and a list of all, empty for free text.
 
-  The turn and its observation choose them: members of a group have equal prompts, and over levels and turns each action
-  is the first of the example, and of the list, as often as the others.
-
-  Args:
-    spec: the environment.
-    turn: index of the turn, from 0.
-    observation: the observation of the turn.
-
-  Returns:
-    Names for the example; names of all actions, empty if actions are free text.
+  The turn (from 0) and its observation choose them: members of a group have equal prompts, and over levels and turns
+  each action is the first of the example, and of the list, as often as the others.
   """
   words = spec.env.example_actions(written(observation))
   parts = join(observation)
@@ -132,7 +118,6 @@ def shown_actions(spec: EnvSpec, turn: int, observation: Observation) -> tuple[l
 
 
 def _request(spec: EnvSpec, turn: int, observation: Observation, settings: ContextSettings) -> str:
-  """The request for a reply, with an example and a list that show actions of the game."""
   example, listed = shown_actions(spec, turn, observation)
   separator = f' {settings.action_sep} ' if spec.budget.max_actions_per_turn > 1 else ' or '  # as in a reply
   return plain(
@@ -148,12 +133,7 @@ def _request(spec: EnvSpec, turn: int, observation: Observation, settings: Conte
 def turn_frame(
   spec: EnvSpec, turn: int, actions_left: int, observation: Observation, settings: ContextSettings
 ) -> tuple[str, str]:
-  """The text before and after the observation of a turn.
-
-  Args:
-    turn: index of the turn, from 0.
-    observation: the observation, which decides what the example of an answer shows.
-  """
+  """The text before and after the observation of a turn (from 0); it decides what the example of an answer shows."""
   request = _request(spec, turn, observation, settings)
   return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}\n{request}'
 
@@ -164,11 +144,7 @@ def reward_line(reward: float) -> str:
 
 
 def memory_frame(turn: int, actions: Sequence[str], reward: float, action_sep: str) -> tuple[str, str]:
-  """The text before and after the observation of a past turn in a summary.
-
-  Args:
-    turn: index of the turn, from 0.
-  """
+  """The text before and after the observation of a past turn (from 0) in a summary."""
   done = plain(f' {action_sep} '.join(actions)) or 'nothing'
   return f'{_TURN}{turn + 1}: {done} in\n', f'\nbrought reward {format_reward(reward)}.'
 
@@ -185,23 +161,16 @@ def plain(text: str) -> str:
 
 
 def format_reply(texts: Mapping[str, str], actions: Sequence[str], *, form: str, action_sep: str) -> str:
-  """A reply of the right form.
-
-  Args:
-    texts: tag -> text; tags that the form does not have are ignored, and those that are missing are empty.
-    form: a key of `FORMATS`.
-  """
+  """A reply of the right form from tag -> text; tags that the form lacks are ignored, and missing ones are empty."""
   answer = {'answer': f' {action_sep} '.join(actions)}
   return write_reply(form, dict.fromkeys(innermost_tags(form), '') | dict(texts) | answer)
 
 
 def prompt_pieces(specs: list[EnvSpec], settings: ContextSettings) -> list[str]:
-  """The fixed stretches of prompts and demonstrations, each of which is one token of a new tokenizer.
+  """The fixed stretches of prompts and demonstrations, each of which is one token of a new tokenizer, in its order.
 
-  Boards, numbers, coordinates and the names of actions vary and are cut out; coordinates and names are pieces too.
-
-  Returns:
-    Distinct, non-empty texts, in the order of the tokens' ids.
+  Boards, numbers, coordinates and the names of actions vary and are cut out; coordinates and names are pieces too. The
+  texts are distinct and not empty.
   """
   form, action_sep = settings.format, settings.action_sep
   pieces = ['user\n', 'assistant\n', 'system\n' + SYSTEM, _THINK, _END_THINK, _ANSWER, _END_ANSWER]

@@ -72,20 +72,13 @@ _MIN_WIDTH = 2
 class Timeline:
   """Collects the columns of B episodes during a rollout; `trajectory` then makes a `Trajectory` of them.
 
-  Each episode writes to one open row. A context policy that shows less than the whole conversation begins a new row and
-  closes the previous row.
+  Each episode writes to one open row of at most `capacity` columns. A context policy that shows less than the whole
+  conversation begins a new row and closes the previous row.
 
-  Attributes:
-    images: the images so far, u8[H, W, 3] each, equal ones once.
+  `images` are the images so far, u8[H, W, 3] each, equal ones once.
   """
 
   def __init__(self, rows: int, capacity: int):
-    """Makes empty rows.
-
-    Args:
-      rows: B.
-      capacity: maximum number of columns of a row.
-    """
     shape = (rows, max(capacity, _MIN_WIDTH))
     self._done: list[tuple[int, dict[str, np.ndarray]]] = []  # (episode, its columns)
     self.tokens = np.zeros(shape, np.int32)
@@ -112,11 +105,7 @@ class Timeline:
       self.length[row] = 0
 
   def append_context(self, row: int, ids: tuple[int, ...], turn: int, images: Sequence[ImageSpan] = ()) -> None:
-    """Adds tokens that the policy did not sample.
-
-    Args:
-      images: the images among the tokens; columns count from the first token.
-    """
+    """Adds tokens that the policy did not sample. The columns of the images among them count from the first token."""
     start, end = self.length[row], self.length[row] + len(ids)
     for span in images:
       number = self._numbers.setdefault(span.segment.digest, len(self.images))
@@ -128,14 +117,9 @@ class Timeline:
     self.length[row] = end
 
   def append_reply(self, row: int, ids, turn: int, *, logprobs=0.0, values=0.0, entropies=0.0, versions=0) -> None:
-    """Adds a reply, whose tokens are in the loss.
+    """Adds a reply, the sampled ids i32[n], whose tokens are in the loss.
 
-    Args:
-      ids: i32[n], the sampled ids.
-      logprobs: f32[n], or one number for all tokens; the same holds for `values` and `entropies`.
-      values: see `Trajectory`.
-      entropies: see `Trajectory`.
-      versions: see `Trajectory`.
+    The other arguments are those of `Trajectory`: an array [n], or one number for all tokens.
     """
     start = self.length[row]
     self.append_context(row, ids, turn)
@@ -151,23 +135,14 @@ class Timeline:
     self.rewards[row, self.length[row] - 1] = reward
 
   def add_reply_reward(self, row: int, reward: float, before_end: int) -> None:
-    """Adds to the reward of a reply on one of its tokens.
-
-    Args:
-      row: the episode's row, whose last columns are the reply.
-      before_end: number of the reply's tokens behind the token.
-    """
+    """Adds to the reward of the last reply of a row, on the token that `before_end` of the reply's tokens follow."""
     self.reply_rewards[row, self.length[row] - 1 - before_end] += reward
 
   def trajectory(self, *, group, episode, env, status, policy_version: int | None, pad_id: int) -> Trajectory:
     """The rows so far, cut to the length of the longest row.
 
-    Args:
-      group: i32[B], the group of each episode; `episode`, `env` and `status` have the same shape.
-      episode: see `Trajectory`.
-      env: see `Trajectory`.
-      status: see `Trajectory`.
-      policy_version: the version of all sampled tokens; None if `append_reply` was told the versions.
+    The arrays i32[B] are by episode. `policy_version` is that of all sampled tokens; None if `append_reply` was told
+    the versions.
 
     Returns:
       Rows in the order of the episodes; the rows of one episode are consecutive. If there are more than B rows, empty

@@ -58,11 +58,7 @@ __all__ = [
 
 
 def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnvironment:
-  """Makes an environment.
-
-  Args:
-    env_type: a key of `TYPES`, or 'package.module:ClassName' for a class outside this package.
-    options: fields of the class; fields that are left out have their defaults.
+  """Makes an environment of a type: a key of `TYPES`, or 'package.module:ClassName' for a class outside this package.
 
   Raises:
     ValueError: the type or an option does not exist, or a value is not allowed; one line names it.
@@ -96,15 +92,10 @@ def _imported(env_type: str) -> type[Environment | TextEnvironment]:
 
 
 def load_level(env: Game, path: str | pathlib.Path) -> Any:
-  """Reads a level from a text file.
+  """Reads a level from a text file, in the form of the observations that `env.render` writes.
 
-  Args:
-    env: the environment that plays the level.
-    path: a file with one level in the form of the observations that `env.render` writes. The options of `env` (size,
-      symbols, ...) must be those of the level.
-
-  Returns:
-    The state of the level, without a batch axis, with NumPy leaves. Its episode is not over.
+  The options of `env` (size, symbols, ...) must be those of the level. The result is a state without a batch axis, with
+  NumPy leaves, whose episode is not over.
 
   Raises:
     ValueError: the file cannot be read, its text is not a level of this environment, or the level is already over; one
@@ -124,12 +115,7 @@ def load_level(env: Game, path: str | pathlib.Path) -> Any:
 
 
 def with_level(env: Environment, state: Any) -> Environment:
-  """The environment with one level: `reset` returns this state, whatever its key.
-
-  Args:
-    env: an environment in JAX.
-    state: of the level, without a batch axis, such as `load_level` returns.
-  """
+  """The environment with one level: `reset` returns this state (without a batch axis), whatever its key."""
 
   def reset(self, key):
     del self, key

@@ -142,10 +142,8 @@ class Bandit(base.Environment):
     """i32[pairs, 2], the action ids of the low and the high arm of each pair."""
     return np.array([[self.names.index(name) for name in pair] for pair in self.arms], np.int32)
 
-  # -- traced, one instance ------------------------------------------------------------------------------------------
-
   def reset(self, key: jax.Array) -> State:
-    """A level from a key, uniformly from all pairs and both orders of the names."""
+    """A pair and the order of its names, both uniform."""
     key_pair, key_order = jax.random.split(key)
     no = jnp.bool_(False)
     return State(
@@ -166,17 +164,14 @@ class Bandit(base.Environment):
     state = state.replace(done=on_offer, success=high, pulled=pulled, points=points)
     return state, base.StepOutput(reward=points, effective=on_offer)
 
-  # -- text ----------------------------------------------------------------------------------------------------------
-
   def rules(self) -> str:
-    """The game in a few sentences, without saying which arm is which."""
     return (
       'You can pull one of two arms, once. One arm has low risk and the other high risk; their names hint at which is '
       'which. Each arm pays points with its own probabilities. Pull the arm that you expect to pay more on average.'
     )
 
   def parse_action(self, text: str) -> int | None:
-    """The id of a configured arm's name, or None for other words. Letter case and blanks are ignored."""
+    """The id of a configured arm's name. Blanks within the name are ignored, too."""
     return self._id_by_key.get(_key(text))
 
   @functools.cached_property
@@ -185,7 +180,6 @@ class Bandit(base.Environment):
 
   @property
   def action_words(self) -> tuple[str, ...]:
-    """The names of all arms."""
     return self.names
 
   def example_actions(self, observation: str) -> tuple[str, ...]:
@@ -200,10 +194,7 @@ class Bandit(base.Environment):
     return '\n'.join(next(arms) if line in self.names else line for line in lines)
 
   def format_action(self, action: int) -> str:
-    """The name with this id."""
     return self.names[int(action)]
-
-  # -- host, batched ---------------------------------------------------------------------------------------------------
 
   def render(self, states: State) -> list[str]:
     """The two names in the level's order, and the question or the outcome of the pull, for states [N]."""
@@ -216,11 +207,6 @@ class Bandit(base.Environment):
     return f'{_OFFER}\n{names[HIGH if high_first else LOW]}\n{names[LOW if high_first else HIGH]}\n{result}'
 
   def from_text(self, text: str) -> State:
-    """Reads one state (no batch axis) from an observation.
-
-    Raises:
-      ValueError: the arms are not a configured pair, or the last line is neither the question nor a possible outcome.
-    """
     lines = [line.strip() for line in text.strip().splitlines()]
     if len(lines) != 4 or lines[0] != _OFFER:
       raise ValueError(
@@ -267,7 +253,6 @@ class Bandit(base.Environment):
     return [f'{high} sounds riskier than {low} and may pay more.' for low, high in pairs]
 
   def legal_actions(self, states: State) -> list[list[int]]:
-    """The two arms on offer."""
     return self._ids[np.asarray(states.pair)].tolist()
 
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> OneActionSolution:
@@ -290,12 +275,7 @@ def _is_pair(value: object) -> bool:
 
 
 def _checked_arms(arms: Pairs) -> Pairs:
-  """The pairs as tuples.
-
-  Raises:
-    ValueError: there is no pair, a pair does not have two names, a name is malformed, two names differ only in case or
-      blanks, or a pair appears in both orders.
-  """
+  """The pairs as tuples; ValueError if they are malformed, spell a name in two ways, or have a pair in both orders."""
   if not isinstance(arms, list | tuple) or not arms or not all(_is_pair(pair) for pair in arms):
     raise ValueError(f'bandit: arms={arms!r}; allowed: one or more pairs of names, (low arm, high arm)')
   arms = tuple(tuple(pair) for pair in arms)

@@ -87,15 +87,12 @@ class Solution(Protocol):
   success: np.ndarray
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[Any]]:
-    """The actions of the best next turn, from the current state of each level.
+    """For each level the best next turn: at most `max_actions_per_turn` actions, none if its episode is over.
 
     Args:
       states: batched states [N], in the order of the levels that were solved; their episodes may have begun.
       turns_left: i32[N], remaining turns, the next one included.
       actions_left: i32[N], remaining actions.
-
-    Returns:
-      For each level a list of at most `max_actions_per_turn` actions, empty if its episode is over.
 
     Raises:
       ValueError: more turns or actions remain than the budget has.
@@ -159,13 +156,9 @@ class Game(abc.ABC):
     return self.action_names
 
   def example_actions(self, observation: str) -> tuple[str, ...]:
-    """Actions for the example of an answer in a prompt; each is shown as often as the others.
+    """One or more actions for the example of an answer in a prompt with this observation; each is shown equally often.
 
-    Args:
-      observation: the text of the level's observation.
-
-    Returns:
-      At least one text. The default has the names of all actions; for free text it has a placeholder.
+    The default has the names of all actions; for free text it has a placeholder.
     """
     del observation
     return self.action_names or ('your action',)
@@ -173,12 +166,8 @@ class Game(abc.ABC):
   def example_key(self, observation: str) -> str:
     """What chooses among `example_actions`: observations with the same key show those at the same places.
 
-    Args:
-      observation: the text of the level's observation.
-
-    Returns:
-      The observation. A game that shows the same actions in several orders returns one text for all of them, so that
-      each action is shown as often as the others.
+    The default is the observation. A game that shows the same actions in several orders returns one text for all of
+    them, so that each action is shown as often as the others.
     """
     return observation
 
@@ -198,10 +187,9 @@ class Game(abc.ABC):
     return [list(range(len(self.action_names)))] * len(np.asarray(states.done))
 
   def solve(self, states: Any, budget: Budget, discount: float = 1.0) -> Solution:
-    """The exact best play on a batch of fresh levels within a budget.
+    """The exact best play on a batch of fresh levels [N] within a budget.
 
     Args:
-      states: batched states with NumPy leaves [N, ...].
       discount: factor on the value of a success for each further action; below 1 the plans prefer short play. The
         reported `success` is always the undiscounted optimum.
 
@@ -261,14 +249,9 @@ class Environment(Game):
     """Executes one action in a state that is not done; `step` handles states that are done."""
 
   def step(self, state: Any, action: jax.Array, key: jax.Array) -> tuple[Any, StepOutput]:
-    """Executes one action. A state that is done absorbs it: the state does not change, and the reward is 0.
+    """Executes one action, i32 of shape `action_shape`. Returns the state after it and its outcome.
 
-    Args:
-      action: i32 of shape `action_shape`, as `parse_action` returns it.
-      key: PRNG key for the randomness of this action.
-
-    Returns:
-      The state after the action, and its outcome.
+    A state that is done absorbs the action: the state does not change, and the reward is 0.
     """
     after, out = self._step(state, action, key)
     after = jax.tree.map(lambda new, old: jnp.where(state.done, old, new), after, state)
@@ -338,9 +321,6 @@ class Environment(Game):
   def render_rgb(self, state: Any) -> np.ndarray:
     """A picture of one state (no batch axis) for people, u8[height, width, 3]; by default a small image of `pixels`.
 
-    It depends on the state and the options alone.
-
-    Raises:
-      NotImplementedError: the environment draws no pictures.
+    It depends on the state and the options alone. Raises NotImplementedError if the environment draws no pictures.
     """
     return np.asarray(self.pixels(state, PICTURE_TILE))

@@ -112,8 +112,6 @@ class Countdown(base.Environment):
     if not is_number(reward) or not 0 <= reward < 1:
       raise ValueError(f'countdown: numbers_reward={reward!r}; allowed: numbers from 0 to below 1')
 
-  # -- traced, one instance ------------------------------------------------------------------------------------------
-
   def reset(self, key: jax.Array) -> State:
     """A level from a key: random numbers, joined in random order by random operators until one value is left.
 
@@ -178,15 +176,12 @@ class Countdown(base.Environment):
     state = state.replace(done=jnp.bool_(True), success=success, answer=action.astype(jnp.int32), points=points)
     return state, base.StepOutput(reward=points, effective=jnp.bool_(True))
 
-  # -- text ----------------------------------------------------------------------------------------------------------
-
   @property
   def action_shape(self) -> tuple[int]:
     """(T,): the tokens of 2 * max_numbers numbers and the operators between them."""
     return (4 * self.max_numbers - 1,)
 
   def rules(self) -> str:
-    """The game in a few sentences."""
     near = f', another value made of the right numbers {self.numbers_reward:g}' if self.numbers_reward else ''
     return (
       'You see some numbers and a target. Write an expression that uses every number exactly once and is equal to the '
@@ -205,14 +200,8 @@ class Countdown(base.Environment):
     return '(1 + 2) * 3', '8 / 4 - 1', '5 * 3 + 2', '9 - (2 + 4)'
 
   def format_action(self, action: np.ndarray | Tokens) -> str:
-    """The text of the expression, without needless parentheses; the inverse of `parse_action`.
-
-    Raises:
-      ValueError: the tokens are not an expression.
-    """
+    """Without needless parentheses; ValueError if the tokens are not an expression."""
     return infix(unpadded(action))
-
-  # -- host, batched ---------------------------------------------------------------------------------------------------
 
   def render(self, states: State) -> list[str]:
     """The numbers and the target; after the answer also its value and points. For states [N]."""
@@ -228,11 +217,6 @@ class Countdown(base.Environment):
     return f'{text}\nAnswer: {infix(tokens)} = {"undefined" if value is None else value}\nPoints: {points:.6g}'
 
   def from_text(self, text: str) -> State:
-    """Reads one state (no batch axis) from an observation.
-
-    Raises:
-      ValueError: `render` writes the text for no state.
-    """
     lines = [line.strip() for line in text.strip().splitlines()]
     patterns = (r'Numbers: (\d+(?:, \d+)*)', r'Target: (\d+)', r'Answer: (.*) = .*', r'Points: .*')
     if len(lines) not in (2, 4):
@@ -305,16 +289,8 @@ class Countdown(base.Environment):
     (length,) = self.action_shape
     return (*tokens, *[0] * (length - len(tokens)))
 
-  # -- solver ----------------------------------------------------------------------------------------------------------
-
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> OneActionSolution:
-    """Exhaustive search; the best action is an expression for the target, or the numbers' sum if there is none.
-
-    Args:
-      states: levels [N].
-      budget: not used: every budget allows the one action.
-      discount: not used, since there is one action.
-    """
+    """Exhaustive search; the best action is an expression for the target, or the numbers' sum if there is none."""
     del budget, discount
     levels = _levels(states)
     found = find_expressions(levels)

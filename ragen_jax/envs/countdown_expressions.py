@@ -63,11 +63,7 @@ class _Parser:
     self._tokens: list[int] = []
 
   def expression(self) -> list[int]:
-    """The tokens of all symbols.
-
-    Raises:
-      _SyntaxError: the symbols are not an expression, or its parentheses are nested too deeply.
-    """
+    """The tokens of all symbols; _SyntaxError if they are no expression, or parentheses are nested too deeply."""
     self._sum()
     if self._symbols[self._at]:
       raise _SyntaxError
@@ -130,8 +126,7 @@ def unpadded(action: np.ndarray | Tokens) -> list[int]:
 def infix(tokens: list[int]) -> str:
   """The text of an expression, with blanks around operators and no needless parentheses.
 
-  Raises:
-    ValueError: the tokens are not an expression.
+  Raises ValueError if the tokens are not an expression.
   """
   stack: list[tuple[str, int]] = []  # texts, and the precedence of their last operators
   for token in tokens:
@@ -175,14 +170,11 @@ def value_of(tokens: list[int]) -> Fraction | None:
 
 
 def evaluate(action: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The exact value of a row of tokens, traced.
-
-  Args:
-    action: i32[T].
+  """The exact value of a row of tokens i32[T], traced. Overflow wraps around, see `Countdown`.
 
   Returns:
     Numerator and denominator, i32[], not reduced; the denominator is 0 if the expression divides by zero. And bool[],
-    whether the tokens are an expression. Overflow wraps around, see `Countdown`.
+    whether the tokens are an expression.
   """
   places = (action.shape[0] + 1) // 2
 

@@ -96,8 +96,6 @@ class FrozenLake(base.Environment):
     aside = (1 - self.success_rate) / 2
     return aside, float(self.success_rate), aside
 
-  # -- traced, one instance ------------------------------------------------------------------------------------------
-
   def reset(self, key: jax.Array) -> State:
     """A level from a key: ice with probability p, start and goal anywhere, redrawn until a path over ice joins them."""
 
@@ -130,21 +128,15 @@ class FrozenLake(base.Environment):
 
   @property
   def image_grid(self) -> tuple[int, int]:
-    """The lake."""
     return self.size, self.size
 
   def cells(self, state: State) -> jax.Array:
-    """The index into `symbols` of each square."""
     return drawing.cells(state.holes, state.goal, state.player)
 
   def tiles(self, tile: int) -> np.ndarray:
-    """A tile for each of `symbols`."""
     return drawing.tiles(tile)
 
-  # -- text ----------------------------------------------------------------------------------------------------------
-
   def rules(self) -> str:
-    """The game in a few sentences, with the probabilities of slipping on slippery ice."""
     text = (
       f'You are on a frozen lake of {self.size} by {self.size} squares. Walk to the goal and avoid the holes. '
       'Reaching the goal earns 1 point and ends the game; falling into a hole ends it with 0 points. '
@@ -164,13 +156,9 @@ class FrozenLake(base.Environment):
     return text
 
   def legend(self) -> dict[str, str]:
-    """Symbol to meaning; empty if the observation has no symbols."""
     return {} if self.observation == 'coord' else dict(zip(self.symbols, _MEANINGS, strict=True))
 
-  # -- host, batched ---------------------------------------------------------------------------------------------------
-
   def render(self, states: State) -> list[str]:
-    """The observation as text, for states with leaves [N, ...]."""
     if self.observation == 'grid':
       return self._grids(states)
     coordinates = self._coordinates(states)
@@ -210,7 +198,6 @@ class FrozenLake(base.Environment):
     ]
 
   def scenes(self, states: State) -> list[Scene]:
-    """Player, goal and holes."""
     goals = np.arange(self.size**2) == np.asarray(states.goal)[:, None]
     player = np.stack(np.divmod(np.asarray(states.player), self.size), axis=1)
     return make_scenes(player, {'goal': goals.reshape(-1, self.size, self.size), 'hole': np.asarray(states.holes)})
@@ -227,16 +214,8 @@ class FrozenLake(base.Environment):
       thoughts.append(f'I am at {divmod(square, self.size)}, the goal is at {divmod(target, self.size)}; {danger}')
     return thoughts
 
-  # -- levels from text ------------------------------------------------------------------------------------------------
-
   def from_text(self, text: str) -> State:
-    """Reads one state (no batch axis) from an observation.
-
-    A grid does not show the start; the state's start is then the player's square.
-
-    Raises:
-      ValueError: `render` writes the text for no state.
-    """
+    """The state of an observation. A grid does not show the start; it is then the player's square."""
     text = '\n'.join(line.strip() for line in text.strip().splitlines())
     state = self._from_grid(text) if self.observation == 'grid' else self._from_coordinates(text)
     drawn = self.render(jax.tree.map(lambda leaf: leaf[None], state))[0]
@@ -308,13 +287,10 @@ class FrozenLake(base.Environment):
       player=np.asarray(player, np.int32),
     )
 
-  # -- solver ----------------------------------------------------------------------------------------------------------
-
   def transition_probabilities(self, states: State) -> np.ndarray:
-    """Probabilities of moving from square to square, f32[..., S, 4, S], for states with any leading axes.
+    """f32[..., S, 4, S], S = size * size; [s, a, t] is the probability that action a on square s ends on square t.
 
-    S = size * size. Entry [s, a, t] is the probability that action a on square s ends on square t. Holes and the goal
-    are never left.
+    The states may have any leading axes. Holes and the goal are never left.
     """
     return solver.transition_probabilities(self._moves, self.slip, self._live(states))
 
@@ -334,11 +310,7 @@ class FrozenLake(base.Environment):
     return dataclasses.replace(self, is_slippery=False)
 
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> solver.FrozenLakeSolution:
-    """Exact best play by dynamic programming, see envs/solvers/frozen_lake.py.
-
-    Args:
-      states: levels [N], solved from the current squares of their players.
-      discount: a success after k actions is worth discount ** k to the plans.
+    """Exact best play by dynamic programming, see envs/solvers/frozen_lake.py, from the current squares of the players.
 
     Raises:
       ValueError: the budget or the discount is out of range, or one turn has too many sequences of actions.

@@ -74,10 +74,7 @@ class Game2048(base.Environment):
       raise ValueError(f'game_2048: goal={goal!r}; allowed: powers of two from 8 to {_LARGEST_GOAL}')
     check_choice('game_2048', 'reward', self.reward, _REWARDS)
 
-  # -- traced, one instance ------------------------------------------------------------------------------------------
-
   def reset(self, key: jax.Array) -> State:
-    """Two random tiles on an empty board."""
     board = jnp.zeros((_SIZE, _SIZE), jnp.int32)
     for k in jax.random.split(key):
       board = _with_new_tile(board, k)
@@ -97,25 +94,19 @@ class Game2048(base.Environment):
 
   @property
   def image_grid(self) -> tuple[int, int]:
-    """The board."""
     return _SIZE, _SIZE
 
   def cells(self, state: State) -> jax.Array:
-    """The exponents of the tiles."""
     return jnp.asarray(state.board)
 
   def tiles(self, tile: int) -> np.ndarray:
-    """An image for each exponent up to the goal's."""
     return drawing.tiles(tile, self._goal_exponent)
 
   @property
   def _goal_exponent(self) -> int:
     return int(self.goal).bit_length() - 1
 
-  # -- text ----------------------------------------------------------------------------------------------------------
-
   def rules(self) -> str:
-    """The game in a few sentences."""
     points = 'm points' if self.reward == 'raw' else '0.1 * log2(1 + m) points'
     return (
       f'You play 2048 on a board of 4 by 4 cells; 0 is an empty cell. The game is won with a tile of {self.goal}. '
@@ -125,8 +116,6 @@ class Game2048(base.Environment):
       f'A move whose merges make tiles with the sum m earns {points}. '
       'The game is lost when no move can change the board.'
     )
-
-  # -- host, batched ---------------------------------------------------------------------------------------------------
 
   def render(self, states: State) -> list[str]:
     """Four rows of numbers, the moves that change the board, and the score, for states [N]."""
@@ -140,7 +129,6 @@ class Game2048(base.Environment):
     return texts
 
   def captions(self, states: State) -> list[str]:
-    """The legal moves and the score below the mark of the image."""
     return ['\n'.join([IMAGE_MARK, *text.splitlines()[_SIZE:]]) for text in self.render(states)]
 
   def legal_actions(self, states: State) -> list[list[int]]:
@@ -150,11 +138,6 @@ class Game2048(base.Environment):
     return [np.flatnonzero(row).tolist() for row in legal]
 
   def from_text(self, text: str) -> State:
-    """Reads one state (no batch axis) from an observation.
-
-    Raises:
-      ValueError: `render` writes the text for no state.
-    """
     lines = [' '.join(line.split()) for line in text.strip().splitlines()]
     if len(lines) != _SIZE + 2:
       raise ValueError(f'game_2048: the text has {len(lines)} lines, must be 4 rows, the legal moves and the score')
@@ -183,13 +166,9 @@ class Game2048(base.Environment):
 
 
 def _pushed(board: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The boards after each action, without the new tile.
+  """The boards i32[4, 4, 4] after each action on a board i32[4, 4], without the new tile.
 
-  Args:
-    board: i32[4, 4].
-
-  Returns:
-    i32[4, 4, 4], the boards by action, and i32[4], the sums of the tiles that their merges make.
+  And i32[4], the sums of the tiles that their merges make.
   """
   turned = jnp.stack([jnp.rot90(board, _TURNS[action]) for action in range(4)])
   a, b, c, d = jnp.moveaxis(_closed_up(turned), -1, 0)  # Each [4, 4], the first column leftmost.

@@ -38,11 +38,7 @@ _LINE = re.compile(rf'([{FACES}]): ([{COLOURS}]) ([{COLOURS}]) / ([{COLOURS}]) (
 
 @struct.dataclass
 class State(base.State):
-  """A cube.
-
-  Attributes:
-    stickers: i8[24], index into `COLOURS` of the sticker at each place.
-  """
+  """A cube: `stickers`, i8[24], are indices into `COLOURS` of the sticker at each place."""
 
   stickers: jax.Array
 
@@ -74,7 +70,6 @@ class Rubik2x2(base.Environment):
     check_flag('rubik_2x2', 'exact_distance', self.exact_distance)
 
   def check_budget(self, budget: base.Budget) -> None:
-    """Raises ValueError if no level can be solved within the budget."""
     actions = budget.most_actions
     if self.exact_distance and actions < self.scramble_depth:
       raise ValueError(
@@ -83,10 +78,7 @@ class Rubik2x2(base.Environment):
         f'max_actions_per_turn={budget.max_actions_per_turn} allow no more turns'
       )
 
-  # -- traced, one instance ------------------------------------------------------------------------------------------
-
   def reset(self, key: jax.Array) -> State:
-    """A level from a key; never solved."""
     stickers = self._at_exact_distance(key) if self.exact_distance else self._scrambled(key)
     no = jnp.bool_(False)
     return State(done=no, success=no, stickers=stickers)
@@ -120,7 +112,6 @@ class Rubik2x2(base.Environment):
     return stickers[jnp.asarray(rotation_sources())[orientation]]
 
   def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
-    """Turns a face by a quarter; the game is deterministic."""
     del key
     stickers = state.stickers[jnp.asarray(turn_sources())[action]]
     solved = is_solved(stickers)
@@ -129,21 +120,15 @@ class Rubik2x2(base.Environment):
 
   @property
   def image_grid(self) -> tuple[int, int]:
-    """The net of the cube."""
     return drawing.GRID
 
   def cells(self, state: State) -> jax.Array:
-    """The colours of the net, from 1, and 0 where no sticker is."""
     return drawing.cells(state.stickers)
 
   def tiles(self, tile: int) -> np.ndarray:
-    """The ground and a tile for each colour."""
     return drawing.tiles(tile)
 
-  # -- text ----------------------------------------------------------------------------------------------------------
-
   def rules(self) -> str:
-    """The game in a few sentences, and the form of the observations."""
     return (
       "You hold a 2 x 2 x 2 Rubik's cube with the faces U (up), D (down), L (left), R (right), F (front) and B (back). "
       'Turn faces until each face has one colour, no matter which: that earns 1 point and ends the game. '
@@ -154,28 +139,21 @@ class Rubik2x2(base.Environment):
     )
 
   def legend(self) -> dict[str, str]:
-    """Letters of the colours."""
     return dict(zip(COLOURS, _COLOUR_NAMES, strict=True))
 
   def parse_action(self, text: str) -> int | None:
-    """The turn that a text names, or None. Letter case, blanks and the kind of apostrophe are ignored."""
+    """Also ignores blanks within the text and the kind of apostrophe."""
     return super().parse_action(re.sub('[\u2019\u2032`]', "'", re.sub(r'\s', '', text)))
 
-  # -- host, batched ---------------------------------------------------------------------------------------------------
-
   def render(self, states: State) -> list[str]:
-    """One line for each face, upper row / lower row, for states with leaves [N, ...]."""
+    """One line for each face, upper row / lower row."""
     cubes = np.array(list(COLOURS))[np.asarray(states.stickers)].reshape(-1, 6, 4).tolist()
     return [
       '\n'.join(f'{face}: {a} {b} / {c} {d}' for face, (a, b, c, d) in zip(FACES, cube, strict=True)) for cube in cubes
     ]
 
   def from_text(self, text: str) -> State:
-    """Reads one state (no batch axis) from an observation.
-
-    Raises:
-      ValueError: the text does not have the form that `render` writes, or no turns lead from a solved cube to this one.
-    """
+    """Also raises ValueError if no turns lead from a solved cube to this one."""
     lines = [line.strip() for line in text.strip().splitlines()]
     if len(lines) != 6:
       raise ValueError(f'rubik_2x2: the text has {len(lines)} lines, must be 6, one a face')
@@ -214,19 +192,12 @@ class Rubik2x2(base.Environment):
       thoughts.append(thought)
     return thoughts
 
-  # -- solver ----------------------------------------------------------------------------------------------------------
-
   def distance(self, states: State, most: int = solver.DIAMETER) -> np.ndarray:
     """i8[N], the fewest quarter turns to a solved cube, in any orientation; -1 if that is more than `most`."""
     return solver.distances(np.asarray(states.stickers), most)
 
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> solver.RubikSolution:
-    """Shortest play, by a table of distances.
-
-    Args:
-      states: batched states with NumPy leaves [N, ...].
-      discount: not used, since the plans are shortest anyway.
-    """
+    """Shortest play at every discount, by a table of distances."""
     del discount
     near = self.distance(states, budget.most_actions) >= 0
     return solver.RubikSolution(np.where(states.done, states.success, near).astype(np.float32), budget)

@@ -101,11 +101,9 @@ def corner_places() -> np.ndarray:
 
 
 def read_corners(stickers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Reads the corners of cubes i8[N, 24].
+  """The corner at each place of cubes i8[N, 24], and its twist, i64[N, 8] each.
 
-  Returns:
-    The corner at each place, i64[N, 8], -1 where three stickers belong to no corner; and its twist, i64[N, 8]: the
-    index, 0 to 2, of its U or D sticker among the three.
+  A corner is -1 where three stickers belong to no corner; a twist is the index, 0 to 2, of the U or D sticker.
   """
   shown = stickers[:, corner_places()]  # [N, 8, 3]
   kind = np.full(64, -1)

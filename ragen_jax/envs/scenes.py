@@ -27,12 +27,7 @@ class Scene:
 
 
 def make_scenes(player: np.ndarray, boards: dict[str, np.ndarray]) -> list[Scene]:
-  """The scenes of N states.
-
-  Args:
-    player: i32[N, 2], rows and columns.
-    boards: kind -> bool[N, R, C], where the things of this kind are.
-  """
+  """The scenes of N states, from i32[N, 2], the player's rows and columns, and bool[N, R, C] for each kind of thing."""
   found = [{kind: [] for kind in boards} for _ in player]
   for kind, board in boards.items():
     for n, row, column in np.argwhere(board).tolist():

@@ -138,11 +138,7 @@ class Sokoban(base.Environment):
 
   @functools.cached_property
   def _file_levels(self) -> State:
-    """The levels of the file that are within the bounds, NumPy leaves [M, ...].
-
-    Raises:
-      ValueError: the file cannot be read, a level does not fit the options, or no level is within the bounds.
-    """
+    """The levels of the file within the bounds, NumPy leaves [M, ...]; ValueError if there is none, or one is wrong."""
     where = f'levels={self.levels!r}'
     try:
       states = self.from_boxoban(pathlib.Path(self.levels).read_text(encoding='utf-8'))
@@ -170,8 +166,6 @@ class Sokoban(base.Environment):
         'only that limit'
       )
 
-  # -- traced --------------------------------------------------------------------------------------------------------
-
   def reset(self, key: jax.Array) -> State:
     """A level by reverse play (`sokoban_levels.generate`), solvable and not yet solved, or a level of the file."""
     if self.levels:
@@ -192,7 +186,6 @@ class Sokoban(base.Environment):
     )
 
   def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
-    """Executes one move; the game is deterministic."""
     del key
     move = jnp.asarray(sokoban_solver.DIRECTIONS)[action]
     walls, targets, boxes = (jnp.asarray(x).reshape(-1) for x in (state.walls, state.targets, state.boxes))
@@ -220,21 +213,15 @@ class Sokoban(base.Environment):
 
   @property
   def image_grid(self) -> tuple[int, int]:
-    """The board, border included."""
     return self.dim
 
   def cells(self, state: State) -> jax.Array:
-    """The codes of cells."""
     return drawing.cells(state.walls, state.targets, state.boxes, state.player)
 
   def tiles(self, tile: int) -> np.ndarray:
-    """A tile for each of `symbols`."""
     return drawing.tiles(tile)
 
-  # -- text ----------------------------------------------------------------------------------------------------------
-
   def rules(self) -> str:
-    """The game in a few sentences."""
     one = self.num_boxes == 1
     rows, cols = self.dim
     lines = [
@@ -261,13 +248,10 @@ class Sokoban(base.Environment):
     return ' '.join(lines)
 
   def legend(self) -> dict[str, str]:
-    """Symbol to meaning; empty if the observation has no board."""
     return {} if self.observation == 'coord' else dict(zip(self.symbols, MEANINGS, strict=True))
 
-  # -- host ----------------------------------------------------------------------------------------------------------
-
   def render(self, states: State) -> list[str]:
-    """The boards as text, for states [N]. Coordinates are (row, column) from 0; kinds without a cell are left out."""
+    """Coordinates are (row, column) from 0; kinds without a cell are left out."""
     contents = _contents(states)  # [N, R, C]
     if self.observation == 'grid':
       return self._grids(contents)
@@ -306,12 +290,7 @@ class Sokoban(base.Environment):
     ]
 
   def from_text(self, text: str) -> State:
-    """Reads one fresh state (no batch axis) from a grid of `symbols`, or from a 'grid_coord' text, which contains one.
-
-    Raises:
-      ValueError: the text is not a level of this size and number of boxes (the message gives the place), or it is a
-        'coord' text, which lists no walls.
-    """
+    """The fresh state of a grid of `symbols`, or of a 'grid_coord' text; ValueError for a 'coord' text: no walls."""
     lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
     if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
       raise ValueError(
@@ -320,15 +299,12 @@ class Sokoban(base.Environment):
     return _fresh(parse_board(lines, self.dim, self.dim, self.num_boxes, self.symbols, 'level'))
 
   def from_boxoban(self, text: str) -> State:
-    """Reads all levels of a Boxoban file: each a header line `; number` and its board.
+    """Reads all levels of a Boxoban file, each a header line `; number` and its board, as states [M, ...] in their
+    order.
 
-    Args:
-      text: the file's contents. Boards of ` ` floor, `#` wall, `.` target, `$` box, `*` box on target, `@` player,
-        `+` player on target. Each has `num_boxes` boxes and at most `dim` rows and columns (Boxoban's own: 4 and
-        (10, 10)); smaller boards are filled up with wall on the right and below.
-
-    Returns:
-      Batched states with NumPy leaves [M, ...], in the order of the file.
+    A board has ` ` floor, `#` wall, `.` target, `$` box, `*` box on target, `@` player, `+` player on target. It has
+    `num_boxes` boxes and at most `dim` rows and columns (Boxoban's own: 4 and (10, 10)); smaller boards are filled up
+    with wall on the right and below.
 
     Raises:
       ValueError: there is no level, or a level does not fit; the message gives the level and the place.
@@ -337,22 +313,16 @@ class Sokoban(base.Environment):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> sokoban_solver.SokobanSolution:
-    """Exact shortest play by breadth-first search.
+    """Exact shortest play by breadth-first search, within the budget and `max_steps`.
 
     The game is deterministic, so a level can be solved within the budget or not, and at every discount below 1 the
     shortest solution is the best. Boards of more than `sokoban_solver.MAX_TABLE` positions are searched one by one.
     That search can give up, and `success` is then NaN.
-
-    Args:
-      states: batched states with NumPy leaves [N, ...].
-      budget: limits of an episode; `max_steps` is a further limit.
-      discount: not used.
     """
     del discount
     return sokoban_solver.SokobanSolution(states, budget, self.max_steps)
 
   def scenes(self, states: State) -> list[Scene]:
-    """Player, boxes and targets."""
     return make_scenes(states.player, {'box': states.boxes, 'target': states.targets})
 
   def rationale(self, states: State) -> list[str]:

@@ -14,14 +14,7 @@ BOXOBAN = ('#', ' ', '.', '*', '$', '@', '+')
 
 
 def encode_boards(walls: np.ndarray, targets: np.ndarray, boxes: np.ndarray, player: np.ndarray) -> np.ndarray:
-  """The codes of cells, i8[N, R, C].
-
-  Args:
-    walls: bool[N, R, C].
-    targets: bool[N, R, C].
-    boxes: bool[N, R, C].
-    player: i32[N, 2], row and column.
-  """
+  """The codes of cells, i8[N, R, C], from bool[N, R, C] each and the player's rows and columns, i32[N, 2]."""
   contents = np.where(targets, np.int8(TARGET), np.int8(FLOOR))
   contents[boxes] = BOX
   contents[boxes & targets] = BOX_ON_TARGET
@@ -35,18 +28,14 @@ def encode_boards(walls: np.ndarray, targets: np.ndarray, boxes: np.ndarray, pla
 def parse_board(
   lines: Sequence[str], size: tuple[int, int], dim: tuple[int, int], num_boxes: int, symbols: Sequence[str], title: str
 ) -> dict[str, np.ndarray]:
-  """Reads a board.
+  """Reads the rows of a board: `walls`, `targets`, `boxes`, bool[R, C] each, and `player`, i32[2].
 
   Args:
-    lines: the rows of the board.
     size: the rows and columns that the board must have.
     dim: rows and columns of the result, filled up with wall on the right and below.
     num_boxes: the number of boxes, and of targets, that the board must have.
     symbols: one character for each code.
     title: name of the level in errors.
-
-  Returns:
-    `walls`, `targets`, `boxes`, bool[R, C] each, and `player`, i32[2].
 
   Raises:
     ValueError: the text is not such a board; the message gives the place.
@@ -79,12 +68,7 @@ def parse_board(
 
 
 def parse_boxoban(text: str, dim: tuple[int, int], num_boxes: int) -> list[dict[str, np.ndarray]]:
-  """Reads all levels of a Boxoban file: `parse_board` of each.
-
-  Args:
-    text: for each level a header line `; number` and the rows of its board.
-    dim: the most rows and columns of a board; smaller boards are filled up with wall.
-    num_boxes: the number of boxes, and of targets, of each level.
+  """`parse_board` of each level of a Boxoban file: a header line `; number` and at most `dim` rows and columns.
 
   Raises:
     ValueError: there is no level, or a board is wrong; the message gives the level and the place.

@@ -109,16 +109,14 @@ def generate(
   min_solution: int = 0,
   max_solution: int = 0,
 ) -> Level:
-  """A level from a key, traced.
+  """A level from a key, traced; equal keys and options give equal levels on every machine.
 
   Rooms are tried until one gives a level with every box off the targets and a shortest solution within the bounds, at
   most `MAX_ATTEMPTS` times. The best level so far is kept, beginning with a fixed one, so the result is always a legal
   level that can be solved and is not solved yet.
 
   Args:
-    key: a PRNG key; with equal options it gives equal levels on every machine.
     dim: rows and columns, border included, at least 5 each.
-    num_boxes: boxes and targets.
     search_depth: the most moves of the reverse walk, so the most moves of `Level.solution`.
     min_solution: the fewest moves of the *shortest* solution, 0 for no bound. The bound is exact: all positions of the
       room are searched, which requires a board with a `position_table`.

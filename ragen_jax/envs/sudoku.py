@@ -110,7 +110,6 @@ class Sudoku(base.Environment):
     check_flag('sudoku', 'hints', self.hints)
 
   def check_budget(self, budget: base.Budget) -> None:
-    """Raises ValueError if the budget has fewer actions than a level has empty cells."""
     actions = budget.most_actions
     if actions < self.empty_cells:
       raise ValueError(
@@ -118,10 +117,7 @@ class Sudoku(base.Environment):
         f'and max_turns={budget.max_turns} of max_actions_per_turn={budget.max_actions_per_turn} allow no more'
       )
 
-  # -- traced, one instance ------------------------------------------------------------------------------------------
-
   def reset(self, key: jax.Array) -> State:
-    """A level with one solution from a key."""
     solution, given = sudoku_levels.generate(key, self.side, self.empty_cells)
     no = jnp.bool_(False)
     return State(
@@ -134,7 +130,6 @@ class Sudoku(base.Environment):
     )
 
   def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
-    """Tries one digit in one cell; the game is deterministic."""
     del key
     row, col, digit = action - 1
     rows, cols, box = jnp.arange(self.side)[:, None], jnp.arange(self.side), math.isqrt(self.side)
@@ -159,18 +154,13 @@ class Sudoku(base.Environment):
 
   @property
   def image_grid(self) -> tuple[int, int]:
-    """The board."""
     return self.side, self.side
 
   def cells(self, state: State) -> jax.Array:
-    """The code of each cell: its digit, whether it is given, and the lines around it."""
     return drawing.cells(state.board, state.given)
 
   def tiles(self, tile: int) -> np.ndarray:
-    """A tile for each code of `cells`."""
     return drawing.tiles(tile, self.side)
-
-  # -- text ----------------------------------------------------------------------------------------------------------
 
   @property
   def action_shape(self) -> tuple[int, ...]:
@@ -178,7 +168,6 @@ class Sudoku(base.Environment):
     return (3,)
 
   def rules(self) -> str:
-    """The game in a few sentences, with the reward of each kind of digit."""
     side, box = self.side, math.isqrt(self.side)
     text = (
       f'You solve a Sudoku: fill the empty cells of a board of {side} by {side} cells so that each row, each column '
@@ -197,7 +186,6 @@ class Sudoku(base.Environment):
     return text
 
   def legend(self) -> dict[str, str]:
-    """Symbol to meaning."""
     return {'.': 'empty cell', '[n]': 'given digit n', 'n': 'digit n that you placed'}
 
   def parse_action(self, text: str) -> tuple[int, int, int] | None:
@@ -221,17 +209,11 @@ class Sudoku(base.Environment):
     return tuple(self.format_action((i, i, i)) for i in range(1, self.side + 1))
 
   def format_action(self, action: tuple[int, int, int]) -> str:
-    """(row, column, digit) as a sentence."""
     row, col, digit = map(int, action)
     return f'place {digit} at row {row} col {col}'
 
-  # -- host, batched ---------------------------------------------------------------------------------------------------
-
   def render(self, states: State) -> list[str]:
-    """The boards as text, for states with leaves [N, ...].
-
-    The hints and the wrong digits that were tried in empty cells follow below the board.
-    """
+    """The boards; the hints and the wrong digits that were tried in empty cells follow below the board."""
     cells = np.array([[f'[{d}]' for d in range(self.side + 1)], [' . ', *(f' {d} ' for d in range(1, self.side + 1))]])
     given, board = np.asarray(states.given), np.asarray(states.board)
     texts = [self._board_text(rows) for rows in cells[np.where(given, 0, 1), board].tolist()]
@@ -247,7 +229,6 @@ class Sudoku(base.Environment):
     return texts
 
   def captions(self, states: State) -> list[str]:
-    """The hints and the wrong digits below the mark of the image."""
     lines = self.side + math.isqrt(self.side) - 1  # of the board
     return ['\n'.join([IMAGE_MARK, *text.splitlines()[lines:]]) for text in self.render(states)]
 
@@ -260,9 +241,8 @@ class Sudoku(base.Environment):
   def from_text(self, text: str) -> State:
     """Reads one state (no batch axis) from an observation. The solution is found by search.
 
-    Raises:
-      ValueError: the text is not a board of this side, its given digits have no solution or several, a placed digit is
-        not the solution's, a digit that it calls wrong is right, or its hints are not those of the board.
+    Raises ValueError also if the given digits have no solution or several, a placed digit is not the solution's, a
+    digit that the text calls wrong is right, or its hints are not those of the board.
     """
     lines = [line.strip() for line in text.strip().splitlines()]
     wrong_line = lines.pop() if lines and lines[-1].startswith(_WRONG) else ''
@@ -349,12 +329,7 @@ class Sudoku(base.Environment):
     ]
 
   def solve(self, states: State, budget: base.Budget, discount: float = 1.0) -> solver.SudokuSolution:
-    """Success if the budget has an action for every empty cell.
-
-    Args:
-      states: batched states with NumPy leaves [N, ...].
-      discount: not used, since no plan wastes an action.
-    """
+    """Success if the budget has an action for every empty cell; no plan wastes an action, whatever the discount."""
     del discount
     empty = (np.asarray(states.board) == 0).sum(axis=(1, 2))
     fits = empty <= budget.most_actions

@@ -20,14 +20,9 @@ _MAX_DEPTH = 24
 
 
 def generate(key: jax.Array, side: int, empty_cells: int) -> tuple[jax.Array, jax.Array]:
-  """A level with exactly one solution, traced.
+  """A level with exactly one solution, traced: the solution, i32[S, S], digits from 1, and the given cells, bool[S, S].
 
-  Args:
-    side: cells in a row, 4 or 9.
-    empty_cells: number of cells to empty; fewer are emptied if the board would have a second solution.
-
-  Returns:
-    The solution, i32[S, S], digits from 1, and the given cells, bool[S, S].
+  Of the `side` * `side` cells, fewer than `empty_cells` are emptied if the board would have a second solution.
   """
   # One draw for all random numbers of a level compiles several times faster than one draw for each use.
   bits = jax.random.bits(key, (_FULL_BOARD_BITS[side] + side**2,))
@@ -88,7 +83,7 @@ class _Search:
 
 
 def remove_cells(solution: jax.Array, order: jax.Array, empty_cells: int) -> jax.Array:
-  """Empties cells one by one, each only if the board keeps exactly one solution.
+  """Empties cells one by one, each only if the board keeps exactly one solution. Returns bool[S, S], the filled cells.
 
   With the cell empty, a second solution exists exactly if there is one with another digit in that cell, which a search
   by propagation and backtracking decides. All searches are one flat loop, so that under vmap no level waits for the
@@ -98,9 +93,6 @@ def remove_cells(solution: jax.Array, order: jax.Array, empty_cells: int) -> jax
     solution: i32[S, S], a full board.
     order: i32[S * S], the cells in the order in which they are tried.
     empty_cells: number of cells to empty; fewer are emptied if that is not possible.
-
-  Returns:
-    bool[S, S], the cells that remain filled.
   """
   side = solution.shape[0]
   zero = jnp.int32(0)
@@ -125,9 +117,7 @@ def remove_cells(solution: jax.Array, order: jax.Array, empty_cells: int) -> jax
 def _search_step(s: _Search, digits: jax.Array, order: jax.Array) -> _Search:
   """One step of `remove_cells`: begins a search, fills forced cells, makes a choice, or goes back to an earlier one.
 
-  Args:
-    digits: i32[S, S], the solution as bits.
-    order: i32[S * S], see `remove_cells`.
+  `digits` are the solution as bits, i32[S, S].
   """
   side = digits.shape[0]
   cells = jnp.arange(side * side).reshape(side, side)

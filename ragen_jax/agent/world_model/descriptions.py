@@ -36,14 +36,7 @@ _CLAIM = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-  """A claim in a text.
-
-  Attributes:
-    start, stop: its characters, from the kind on.
-    kind: of `KINDS`.
-    row: index of the relation in `VERTICAL`.
-    column: index of the relation in `HORIZONTAL`.
-  """
+  """A claim in a text: its characters, from the kind on, and its relation as indices of `VERTICAL` and `HORIZONTAL`."""
 
   start: int
   stop: int
@@ -53,12 +46,7 @@ class Claim:
 
 
 def true_relations(scene: Scene) -> dict[str, np.ndarray]:
-  """The relations of a scene.
-
-  Returns:
-    Kind -> i64[3, 3], number of things by vertical and horizontal relation, in the order of the words; for the kinds of
-    the scene.
-  """
+  """Kind -> i64[3, 3], number of things by vertical and horizontal relation, in the order of the words."""
   counts = {kind: np.zeros((3, 3), np.int64) for kind in scene.things}
   for kind, places in scene.things.items():
     if places:
@@ -94,13 +82,7 @@ def describe(scene: Scene) -> str:
 
 
 def write_claim(kind: str, row: int, column: int) -> str:
-  """A claim.
-
-  Args:
-    kind: of `KINDS`.
-    row: index of the relation in `VERTICAL`.
-    column: index of the relation in `HORIZONTAL`.
-  """
+  """A claim about a kind of thing, with indices of its relation in `VERTICAL` and `HORIZONTAL`."""
   return f'the {kind} is {VERTICAL[row]} and {HORIZONTAL[column]}'
 
 

@@ -75,11 +75,7 @@ def innermost_tags(form: str) -> tuple[str, ...]:
 
 
 def read_sections(reply: str, form: str) -> Sections:
-  """Reads a reply, with its forced prefix and without its stop token.
-
-  Args:
-    form: a key of `FORMATS`.
-  """
+  """Reads a reply of a form, a key of `FORMATS`, with its forced prefix and without its stop token."""
   names = innermost_tags(form)
   wrapped = bool(FORMATS[form])
   inner = [(slash, name) for name in names for slash in ('', '/')]
@@ -106,9 +102,6 @@ def read_answer(reply: str, form: str) -> str | None:
   """The text of a reply's answer, also if the reply is not of its form; None if no answer can be read.
 
   Without sections, the reply must begin in its form. With sections, the first answer behind the thought counts.
-
-  Args:
-    form: a key of `FORMATS`.
   """
   if FORMATS[form]:
     _, opened, rest = reply.rpartition('</think>')[2].partition('<answer>')
@@ -123,12 +116,7 @@ def read_answer(reply: str, form: str) -> str | None:
 
 
 def write_reply(form: str, texts: Mapping[str, str]) -> str:
-  """A reply of a form, the inverse of `read_sections`.
-
-  Args:
-    form: a key of `FORMATS`.
-    texts: tag -> text, for the tags of `innermost_tags`.
-  """
+  """A reply of a form with texts by tag, for the tags of `innermost_tags`; the inverse of `read_sections`."""
   written = [f'<{name}>{texts[name]}</{name}>' for name in innermost_tags(form)]
   thought = ''.join(written[:-1])
   return (f'<think>{thought}</think>' if FORMATS[form] else thought) + written[-1]

@@ -16,7 +16,6 @@ class Mark:
   """The verdict on a claim.
 
   Attributes:
-    claim: the claim.
     verdict: `RIGHT`; `HALF` if only one part is right; `WRONG`, also for a claim too many.
     truth: the true claim about the thing that a half-right claim is paired with; else empty.
   """
@@ -29,8 +28,7 @@ class Mark:
 def mark_description(text: str, scene: Scene) -> tuple[list[Mark], list[str]]:
   """Compares a text with a scene, with claims and things paired as for the score.
 
-  Returns:
-    The verdicts on the claims, in their order; true claims about the things that no claim is paired with.
+  Returns the verdicts on the claims, in their order, and true claims about the things that no claim is paired with.
   """
   claims = find_claims(text)
   verdicts: dict[int, tuple[str, str]] = {}

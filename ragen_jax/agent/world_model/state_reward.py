@@ -30,7 +30,7 @@ WEIGHTS = {'box': 0.5, 'target': 0.5, 'goal': 0.7, 'hole': 0.3}
 
 @dataclasses.dataclass(frozen=True)
 class ReplyRewardSettings:
-  """The rewards of replies, besides those of their actions. Fields of `config.reward`."""
+  """Fields of `config.reward`."""
 
   format_reward: float
   state_reward: float
@@ -43,7 +43,6 @@ class ReplyReward:
   """The rewards of a reply, besides those of its actions.
 
   Attributes:
-    format_reward: for the form of the reply.
     scores: described section -> score, 0 to 1, before the floor is subtracted; empty without the form or valid actions.
     rewards: described section -> reward.
   """
@@ -66,10 +65,8 @@ def score_turn(
 ) -> ReplyReward:
   """The rewards of a reply: its observation is compared with the state before it, its prediction with the state after.
 
-  Args:
-    actions_valid: whether the reply has at least one action and all its actions exist.
-    before: the state that the reply answers; None for a game without scenes.
-    after: the state after all actions of the turn; None for a game without scenes.
+  The states before and after all actions of the turn are None for a game without scenes. `actions_valid` tells whether
+  the reply has at least one action and all its actions exist.
   """
   if not (sections.correct and actions_valid):
     return NO_REWARD
@@ -101,12 +98,7 @@ def score_description(text: str, scene: Scene) -> float:
 
 
 def f1(claimed: np.ndarray, true: np.ndarray) -> float:
-  """The score of one kind.
-
-  Args:
-    claimed: i64[3, 3], number of claims by vertical and horizontal relation.
-    true: i64[3, 3], number of things by relation; at least one of both is not empty.
-  """
+  """The score of one kind, from i64[3, 3] numbers of claims and of things by relation, of which one is not empty."""
   # Pairs that agree in both parts come first: exchanging partners for one never lowers the credit.
   full = np.minimum(claimed, true)
   half = _most_pairs((claimed - full).reshape(9), (true - full).reshape(9))
@@ -114,14 +106,10 @@ def f1(claimed: np.ndarray, true: np.ndarray) -> float:
 
 
 def _most_pairs(claimed: np.ndarray, true: np.ndarray) -> int:
-  """The most pairs that share a row or a column of the 3 x 3 relations, each used at most as often as counted.
+  """The most pairs that share a row or a column of the 3 x 3 relations, each used at most as often as counted, i64[9].
 
   By max-flow min-cut it is the smallest cut: claims outside a set of relations, and things that share a part with the
   set.
-
-  Args:
-    claimed: i64[9].
-    true: i64[9].
   """
   chosen, reached = _cuts()
   return int((~chosen @ claimed + reached @ true).min())

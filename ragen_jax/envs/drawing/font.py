@@ -39,17 +39,10 @@ def large_digits() -> np.ndarray:
 
 
 def write_number(tile: np.ndarray, number: int, colour: tuple[int, int, int]) -> bool:
-  """Writes a number into the middle of a tile u8[t, t, 3], as large as fits, in one line or else in two.
+  """Writes a number, 0 or above, into the middle of a tile u8[t, t, 3], as large as fits, in one line or else in two.
 
   A margin stays free on the left and right, a quarter of the height, and half of it for one line of several digits.
-
-  Args:
-    tile: it is changed in place.
-    number: 0 or above.
-    colour: of the digits, RGB.
-
-  Returns:
-    Whether the number fits; if it does not, the tile is unchanged.
+  Returns whether the number fits; if it does not, the tile is unchanged.
   """
   side = len(tile)
   text = str(number)

@@ -20,13 +20,7 @@ _COAT_RGB = (226, 104, 34)
 
 
 def cells(holes: jax.Array, goal: jax.Array, player: jax.Array) -> jax.Array:
-  """The codes of squares of one state, i32[size, size]; traced.
-
-  Args:
-    holes: bool[size, size].
-    goal: i32[], the goal's square, numbered row by row.
-    player: i32[], the player's square.
-  """
+  """The codes of squares of one state, i32[size, size]; traced. `goal` and `player` are numbers of squares."""
   holes = jnp.asarray(holes)
   square = jnp.arange(holes.size).reshape(holes.shape)
   codes = jnp.where(holes, HOLE, jnp.where(square == goal, GOAL, ICE))
@@ -36,11 +30,7 @@ def cells(holes: jax.Array, goal: jax.Array, player: jax.Array) -> jax.Array:
 
 @functools.cache
 def tiles(tile: int) -> np.ndarray:
-  """u8[6, t, t, 3], the tile of each code.
-
-  Args:
-    tile: side of a tile, in pixels.
-  """
+  """u8[6, t, t, 3], the tile of each code, with sides of t = `tile` pixels."""
   images = np.zeros((6, tile, tile, 3), np.uint8)
   for code in range(6):
     canvas = Canvas(tile, _ICE_RGB)

@@ -17,12 +17,9 @@ _STOPS = np.array([[238, 228, 218], [242, 160, 90], [220, 60, 60], [110, 50, 160
 
 @functools.cache
 def tiles(tile: int, goal_exponent: int) -> np.ndarray:
-  """u8[goal_exponent + 1, t, t, 3]: entry 0 is an empty cell, entry e the tile 2**e.
+  """u8[goal_exponent + 1, t, t, 3], t = `tile` pixels: entry 0 is an empty cell, entry e the tile 2**e.
 
   Numbers that do not fit into a small tile are left out; colours still tell the tiles apart.
-
-  Args:
-    tile: side of a tile, in pixels.
   """
   images = []
   for exponent in range(goal_exponent + 1):

@@ -28,11 +28,7 @@ _COLOURS_RGB = ((250, 250, 250), (250, 218, 40), (246, 128, 26), (202, 26, 44), 
 
 
 def cells(stickers: jax.Array) -> jax.Array:
-  """The codes of the places of the net, i32[6, 8]; traced.
-
-  Args:
-    stickers: i8[24], the colour at each place of the cube.
-  """
+  """The codes of the places of the net, i32[6, 8], from i8[24], the colour at each place of the cube; traced."""
   codes = 1 + jnp.asarray(stickers, jnp.int32)
   return jnp.concatenate([codes, jnp.full((1,), GROUND, jnp.int32)])[_sources()]
 
@@ -48,11 +44,7 @@ def _sources() -> np.ndarray:
 
 @functools.cache
 def tiles(tile: int) -> np.ndarray:
-  """u8[7, t, t, 3], the ground and the six colours.
-
-  Args:
-    tile: side of a tile, in pixels.
-  """
+  """u8[7, t, t, 3], the ground and the six colours, with sides of t = `tile` pixels."""
   images = [Canvas(tile, _GROUND_RGB).image()]
   for colour in _COLOURS_RGB:
     canvas = Canvas(tile, _BODY_RGB)

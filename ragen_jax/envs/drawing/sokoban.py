@@ -30,14 +30,7 @@ _PLACED_RGB, _PLACED_FRAME_RGB = (128, 200, 112), (42, 122, 58)
 
 
 def cells(walls: jax.Array, targets: jax.Array, boxes: jax.Array, player: jax.Array) -> jax.Array:
-  """The codes of cells of one state, i32[R, C]; traced.
-
-  Args:
-    walls: bool[R, C].
-    targets: bool[R, C].
-    boxes: bool[R, C].
-    player: i32[2], row and column.
-  """
+  """The codes of cells of one state, i32[R, C], from bool[R, C] each and the player's row and column; traced."""
   walls, targets, boxes = (jnp.asarray(x) for x in (walls, targets, boxes))
   rows, columns = walls.shape
   here = (jnp.arange(rows)[:, None] == player[0]) & (jnp.arange(columns) == player[1])
@@ -49,11 +42,7 @@ def cells(walls: jax.Array, targets: jax.Array, boxes: jax.Array, player: jax.Ar
 
 @functools.cache
 def tiles(tile: int) -> np.ndarray:
-  """u8[7, t, t, 3], the tile of each code.
-
-  Args:
-    tile: side of a tile, in pixels.
-  """
+  """u8[7, t, t, 3], the tile of each code, with sides of t = `tile` pixels."""
   images = np.zeros((len(MEANINGS), tile, tile, 3), np.uint8)
   images[WALL] = _wall(tile)
   images[FLOOR] = _floor(tile).image()

@@ -25,14 +25,10 @@ def num_symbols(side: int) -> int:
 
 
 def cells(board: jax.Array, given: jax.Array) -> jax.Array:
-  """The codes of cells of one state, i32[S, S]; traced.
+  """The codes of cells of one state, i32[S, S], from i8[S, S] digits, 0 for empty cells, and bool[S, S]; traced.
 
   A code is a symbol plus `num_symbols` times the lines around the cell. Symbols: 0 for an empty cell, d for a placed
   digit, S + d for a given one. The lines follow from the cell's row and column in its box.
-
-  Args:
-    board: i8[S, S], digits, 0 for empty cells.
-    given: bool[S, S], cells that were filled at the start.
   """
   side = board.shape[0]
   place = _places(side)
@@ -49,12 +45,7 @@ def _places(side: int) -> np.ndarray:
 
 @functools.cache
 def tiles(tile: int, side: int) -> np.ndarray:
-  """u8[9 (1 + 2 S), t, t, 3], the tile of each code.
-
-  Args:
-    tile: side of a tile, in pixels.
-    side: S, cells in a row.
-  """
+  """u8[9 (1 + 2 S), t, t, 3], the tile of each code, for boards of S = `side` cells in a row and t = `tile` pixels."""
   images = np.zeros((9, num_symbols(side), tile, tile, 3), np.uint8)
   for lines in range(9):
     empty = [_cell(tile, lines, given) for given in (False, True)]

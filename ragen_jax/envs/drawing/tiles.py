@@ -27,18 +27,12 @@ _SAMPLES = 8
 
 
 def check_tile(tile: Any) -> None:
-  """Raises ValueError if a value is no side of a tile in pixels."""
   if not is_integer(tile) or not MIN_TILE <= tile <= MAX_TILE:
     raise ValueError(f'tile={tile!r}; allowed: whole numbers of pixels from {MIN_TILE} to {MAX_TILE}')
 
 
 def compose(tiles: np.ndarray, cells: jax.Array) -> jax.Array:
-  """The image of a board, u8[R t, C t, 3].
-
-  Args:
-    tiles: u8[K, t, t, 3], the tile of each code.
-    cells: i32[R, C], codes 0 to K - 1.
-  """
+  """The image of a board, u8[R t, C t, 3], from tiles u8[K, t, t, 3] and the code of each place, i32[R, C]."""
   rows, columns = cells.shape
   side = tiles.shape[1]
   return jnp.asarray(tiles)[cells].swapaxes(1, 2).reshape(rows * side, columns * side, 3)
@@ -55,12 +49,7 @@ class Canvas:
   """
 
   def __init__(self, tile: int, colour: Colour):
-    """A tile of one colour.
-
-    Args:
-      tile: its side in pixels.
-      colour: of every pixel, RGB.
-    """
+    """A tile of `tile` x `tile` pixels of one colour."""
     n = tile * _SAMPLES
     self.x = (np.arange(n)[None, :] + 0.5) / n
     self.y = (np.arange(n)[:, None] + 0.5) / n

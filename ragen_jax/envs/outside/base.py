@@ -41,11 +41,9 @@ class Session(abc.ABC):
 
   @abc.abstractmethod
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
-    """Starts new episodes.
+    """Starts new episodes. Rows with equal seeds must begin with equal observations.
 
-    Args:
-      seeds: the seed of each row's level. Rows with equal seeds must begin with equal observations.
-      members: the number of each row in its group, to seed randomness that the members do not share.
+    `members` are the numbers of the rows in their groups, to seed randomness that the members do not share.
 
     Returns:
       The first observation of each row, an input of `read_observation`: text, or with images a mapping; or a `Fault`.
@@ -55,8 +53,7 @@ class Session(abc.ABC):
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
     """Executes one action in each of the given rows.
 
-    Returns:
-      For each row an input of `read_step`: (observation, reward, done, info), or a `Fault`.
+    Returns for each row an input of `read_step`: (observation, reward, done, info), or a `Fault`.
     """
 
   def end(self) -> None:
@@ -91,7 +88,6 @@ class TextEnvironment(Game):
     return next((name for name in self.action_names if name.lower() == text.lower()), None)
 
   def format_action(self, action: str) -> str:
-    """The text of an action in an answer: the action itself."""
     return action
 
   @final
@@ -120,7 +116,6 @@ class TextEnvironment(Game):
     return bool(self.action_words)
 
   def legal_actions(self, states: Any) -> list[list[str]]:
-    """All of `action_words` for each row."""
     return [list(self.action_words)] * len(np.asarray(states.done))
 
 
@@ -149,9 +144,7 @@ class TextStep:
 def read_observation(raw: Any, form: ImageForm | None = None) -> str | ImageObservation | Fault:
   """A checked observation, see `read_text` and `read_image_observation`.
 
-  Args:
-    raw: a `Fault`, a text, or with images {'text': str, 'images': [u8[height, width, 3], ...]}.
-    form: `TextEnvironment.image_form`.
+  `raw` is a `Fault`, a text, or with images {'text': str, 'images': [u8[height, width, 3], ...]}.
   """
   observation, fault = attempt(functools.partial(_read_observation, raw, form), 'reading an observation')
   return fault or observation
@@ -182,12 +175,9 @@ def read_reward(raw: Any) -> float | Fault:
 
 
 def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:
-  """The checked result of a step.
+  """The checked result of a step: a `Fault`, or (observation, reward, done, info).
 
-  Args:
-    raw: a `Fault`, or (observation, reward, done, info). `info` is the success as a bool, or a mapping with 'success'
-      (required once the game is over) and optionally 'effective'.
-    form: `TextEnvironment.image_form`.
+  `info` is the success as a bool, or a mapping with 'success' (needed once the game is over) and perhaps 'effective'.
   """
   step, fault = attempt(functools.partial(_read_step, raw, form), 'reading a step')
   return fault or step

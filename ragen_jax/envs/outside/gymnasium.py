@@ -129,15 +129,12 @@ class GymnasiumEnvironment(TextEnvironment):
 
   @property
   def image_form(self) -> ImageForm | None:
-    """From `images` and `image_size`."""
     return self._image_form
 
   def rules(self) -> str:
-    """`task`."""
     return self.task
 
   def legend(self) -> dict[str, str]:
-    """`symbols`."""
     return self.symbols
 
   def parse_action(self, text: str) -> str | None:
@@ -161,7 +158,6 @@ class GymnasiumEnvironment(TextEnvironment):
       return None
 
   def open(self, rows: int) -> LocalSession:
-    """A session with one environment for each row."""
     make = lambda: _Game(self)  # noqa: E731
     limits = {'workers': self.workers, 'step_timeout_s': self.step_timeout_s}
     return LocalSession(make, rows, **limits, owner=self, form=self.image_form)

@@ -128,15 +128,12 @@ class HttpEnvironment(TextEnvironment):
 
   @property
   def image_form(self) -> ImageForm | None:
-    """From `images` and `image_size`."""
     return self._image_form
 
   def rules(self) -> str:
-    """`task`."""
     return self.task
 
   def legend(self) -> dict[str, str]:
-    """`symbols`."""
     return self.symbols
 
   def open(self, rows: int) -> HttpSession:
@@ -152,11 +149,6 @@ class HttpSession(Session):
   """
 
   def __init__(self, env: HttpEnvironment, rows: int):
-    """Sends no request.
-
-    Args:
-      env: address, limits and options.
-    """
     self._env = env
     self._client, self._count = uuid.uuid4().hex, 0
     self._ids: dict[int, str] = {}  # row -> id of its episode on the server
@@ -165,7 +157,6 @@ class HttpSession(Session):
     self._warned_of_end = False
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
-    """See `Session`."""
     self.end()
     episodes = []
     for row, seed, member in zip(rows, seeds, members, strict=True):
@@ -176,7 +167,6 @@ class HttpSession(Session):
     return [a if isinstance(a, Fault) else self._observation(a) for a in answers]
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """See `Session`."""
     episodes = [
       {'id': self._ids[row], 'step': self._steps[row], 'action': action}
       for row, action in zip(rows, actions, strict=True)
@@ -230,11 +220,7 @@ class HttpSession(Session):
     return [_read(what, episode['id'], answer) for episode, answer in zip(episodes, answers, strict=True)]
 
   def _post(self, what: str, body: dict[str, Any], tries: int) -> list[Any]:
-    """Sends one request, with retries, and returns the answers of its episodes.
-
-    Raises:
-      ServerError: the server refused the request, or no attempt had a usable answer.
-    """
+    """Sends one request, with retries, and returns the answers of its episodes; ServerError if no attempt succeeds."""
     url = f'{self._env.url.rstrip("/")}/{what}'
     data = json.dumps(body).encode()
     for i in range(tries):
@@ -267,9 +253,8 @@ class HttpSession(Session):
   def _receive(self, request: urllib.request.Request) -> bytes:
     """The body of the answer to one request.
 
-    Raises:
-      OSError: the whole answer takes longer than `timeout_s`, or there is no answer.
-      ServerError: the answer is too large; another try would not help.
+    Raises OSError if the whole answer takes longer than `timeout_s` or there is none, and ServerError if it is too
+    large, since another try would not help.
     """
     with self._opener.open(request, timeout=self._env.timeout_s) as response:
       parts, size = [], 0

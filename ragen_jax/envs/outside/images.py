@@ -31,13 +31,7 @@ _PNG_MODES = ('1', 'L', 'LA', 'P', 'RGB', 'RGBA')
 
 @dataclasses.dataclass(frozen=True)
 class ImageForm:
-  """What every observation of an environment contains besides its text.
-
-  Attributes:
-    count: number of images, at least 1.
-    height: of each image, in pixels.
-    width: of each image, in pixels.
-  """
+  """The number of images (at least 1) in every observation of an environment, and their size in pixels."""
 
   count: int
   height: int
@@ -68,15 +62,9 @@ class ImageObservation:
 
 
 def check_image_options(env: str, images: Any, image_size: Any) -> ImageForm | None:
-  """The form of the observations, or None for text without images.
+  """The form of the observations, or None for text without images, where `images` is 0 and `image_size` (0, 0).
 
-  Args:
-    env: name of the environment, for errors.
-    images: number of images in each observation, 0 for none.
-    image_size: (height, width) of each image in pixels; (0, 0) without images.
-
-  Raises:
-    ValueError: a value is not allowed; one line names it.
+  Raises ValueError if a value is not allowed; one line names it.
   """
   check_integer(env, 'images', images, 0, MOST_IMAGES)
   size = tuple(image_size) if isinstance(image_size, tuple | list) else ()

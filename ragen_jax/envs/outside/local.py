@@ -38,11 +38,9 @@ class LocalSession(Session):
     """Makes no object yet.
 
     Args:
-      make: function that makes an object.
       workers: number of threads, see `run_calls`.
       step_timeout_s: time limit of a step, a reset or a close, in seconds.
       owner: the environment, see `run_calls`.
-      form: `TextEnvironment.image_form`.
     """
     self._make, self._form = make, form
     self._how = {'workers': workers, 'timeout_s': step_timeout_s, 'owner': owner}
@@ -76,7 +74,6 @@ class LocalSession(Session):
     return results
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """See `Session`."""
     calls = [
       functools.partial(_play, self._games[row], action, self._form) for row, action in zip(rows, actions, strict=True)
     ]
@@ -110,13 +107,7 @@ def _play(game: Any, action: str, form: ImageForm | None) -> Any:
 
 
 def close_all(games: Sequence[Any], *, workers: int, timeout_s: float, owner: Any = None) -> None:
-  """Calls `close` of the objects that have it; failures are logged as one warning for each kind.
-
-  Args:
-    games: the objects; None for a row without an object.
-    workers: number of threads, see `run_calls`.
-    owner: the environment, see `run_calls`.
-  """
+  """Calls `close` of the objects that have it, by `run_calls`; failures are logged as one warning for each kind."""
   games = [game for game in games if game is not None]
   calls = [functools.partial(_close, game) for game in games]
   try:

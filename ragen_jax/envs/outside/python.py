@@ -106,12 +106,10 @@ class PythonEnvironment(TextEnvironment):
 
   @property
   def image_form(self) -> ImageForm | None:
-    """From `images` and `image_size`."""
     return self._image_form
 
   @property
   def action_names(self) -> tuple[str, ...]:
-    """The action names of the class; empty for free-text actions."""
     return self._action_names
 
   @property
@@ -120,15 +118,12 @@ class PythonEnvironment(TextEnvironment):
     return self._action_help or ('' if self._action_names else FREE_TEXT)
 
   def rules(self) -> str:
-    """The class's `rules`."""
     return self._rules
 
   def legend(self) -> dict[str, str]:
-    """The class's `legend`."""
     return self._legend
 
   def open(self, rows: int) -> LocalSession:
-    """A session with one object of the class for each row."""
     # Each object has its own options, because a game may change them.
     make = lambda: _PythonGame(self._class(**copy.deepcopy(self.options)))  # noqa: E731
     limits = {'workers': self.workers, 'step_timeout_s': self.step_timeout_s}

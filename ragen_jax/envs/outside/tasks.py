@@ -65,7 +65,6 @@ class AgentTasks(TextEnvironment):
     return lines[seed % len(lines)] if lines else {'seed': seed, 'member': member}
 
   def rules(self) -> str:
-    """The program writes the prompts."""
     return 'The agent program writes the prompts.'
 
   def open(self, rows: int) -> Session:

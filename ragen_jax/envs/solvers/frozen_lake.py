@@ -33,15 +33,12 @@ _HOPE_DECAY = 0.8
 
 
 def transition_probabilities(moves: np.ndarray, slip: tuple[float, float, float], live: np.ndarray) -> np.ndarray:
-  """Probabilities of moving from square to square.
+  """f32[..., S, 4, S], entry [s, a, t]: the probability that action a on square s ends on square t.
 
   Args:
     moves: i64[S, 4], see the top of this file.
     slip: probabilities that action a has the effect of action a - 1, a, a + 1 (mod 4).
     live: bool[..., S], the squares on which the game continues; other squares are never left.
-
-  Returns:
-    f32[..., S, 4, S]; entry [s, a, t] is the probability that action a on square s ends on square t.
   """
   squares, actions = np.arange(len(moves)), np.arange(4)
   chance = np.zeros((len(squares), 4, len(squares)))
@@ -81,7 +78,6 @@ class FrozenLakeSolution:
     player: i32[N], the square from which the level is solved.
     done: bool[N], levels that are over already.
     won: bool[N], those of them that are won.
-    budget: limits of an episode.
     discount: a success after k actions is worth discount ** k to the plans.
   """
 
@@ -112,20 +108,11 @@ class FrozenLakeSolution:
     return self._backward(discount=self.discount, hope=_HOPE, with_plans=True)[1]
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
-    """The best next sequence of actions of each level; see `base.Solution`.
-
-    Raises:
-      ValueError: more turns or actions remain than the budget has.
-    """
     number = self._look_up(self._plans, states, turns_left, actions_left, over=-1)
     return [numbered_sequence(k) for k in number.tolist()]
 
   def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the highest remaining probability of success, which is the value of the goal's one point.
-
-    Raises:
-      ValueError: see `plan`.
-    """
+    """f32[N], the highest remaining probability of success, which is the value of the goal's one point."""
     return self._look_up(self._chances, states, turns_left, actions_left, over=0.0)
 
   def _look_up(self, table: np.ndarray, states: Any, turns_left, actions_left, over: float) -> np.ndarray:
@@ -168,11 +155,9 @@ def _recursion(step, live, goal, leaf, *, budget: Budget, with_plans: bool):
     live: bool[n, S], squares on which the game continues.
     goal: bool[n, S], the goal's square, of value 1.
     leaf: f32[n, S], the value of a live square once turns or actions are used up.
-    budget: turns and actions.
-    with_plans: whether to return the plans.
 
   Returns:
-    Values f32[n, turns, actions, S] and numbers of the best sequences i32[n, turns, actions, S] or None; entry
+    Values f32[n, turns, actions, S] and, with plans, numbers of the best sequences i32[n, turns, actions, S]. The entry
     [t, a] is for t + 1 turns and a + 1 actions left.
   """
   n, squares = live.shape

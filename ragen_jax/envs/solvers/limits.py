@@ -12,16 +12,9 @@ from ragen_jax.envs.base import Budget
 def check_left(
   env: str, budget: Budget, turns_left: Any, actions_left: Any, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Remaining turns and actions of each level, two i64[count].
+  """Remaining turns and actions of each level, two i64[count], from integers for each level or one for all.
 
-  Args:
-    env: name of the environment, for the error.
-    budget: the budget that the levels were solved for.
-    turns_left: integers, [count] or one for all levels.
-    actions_left: integers, like `turns_left`.
-
-  Raises:
-    ValueError: more turns or actions remain than the budget has.
+  Raises ValueError if more turns or actions remain than the budget has that the levels were solved for.
   """
   turns, actions = (np.broadcast_to(np.asarray(x, np.int64), (count,)) for x in (turns_left, actions_left))
   for name, left, most in (

@@ -23,7 +23,6 @@ class OneActionSolution:
   rewards: np.ndarray
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[Any]]:
-    """The best action of each level, or nothing if its episode is over."""
     over = _is_over(states, turns_left, actions_left)
     return [[] if stop else [action] for action, stop in zip(self.actions, over.tolist(), strict=True)]
 

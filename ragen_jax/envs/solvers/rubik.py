@@ -29,13 +29,10 @@ DIAMETER = 14
 
 @functools.lru_cache(maxsize=2)
 def distance_table(depth: int) -> np.ndarray:
-  """Quarter turns to the solved cube from every position modulo rotation, by breadth-first search.
+  """i8[3674160], quarter turns to the solved cube from every position modulo rotation; -1 if more than `depth`.
 
-  Args:
-    depth: depth of the search, at most `DIAMETER`, which takes about half a second; 6 takes a hundredth of a second.
-
-  Returns:
-    i8[3674160], -1 for positions that are further away. The tables of the two latest depths are kept.
+  The breadth-first search takes about half a second for `DIAMETER`, a hundredth of a second for 6. The tables of the
+  two latest depths are kept.
   """
   corner_at = np.empty(24, np.int64)
   corner_at[corner_places()] = np.arange(8)[:, None]
@@ -77,22 +74,17 @@ def distances(stickers: np.ndarray, most: int = DIAMETER) -> np.ndarray:
 class RubikSolution:
   """Best play on N cubes: a shortest sequence of turns to a solved cube.
 
-  Attributes:
-    success: f32[N], 1 if the sequence fits into the budget, else 0.
-    budget: the budget that was solved for.
+  `success` is f32[N], 1 if the sequence fits into the budget, else 0.
   """
 
   success: np.ndarray
   budget: Budget
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
-    """The next turn's actions of a shortest solution; see `base.Solution`.
+    """The next turn's actions of a shortest solution; errors are those of `base.Solution`.
 
     If the solved cube is further away than the remaining budget, the plan goes nearer; if it is further away than the
     whole budget, the plan is one action.
-
-    Raises:
-      ValueError: more turns or actions remain than the budget has.
     """
     left = count_actions('rubik_2x2', self.budget, states.done, turns_left, actions_left)
     left = np.minimum(left, self.budget.max_actions_per_turn)
@@ -112,11 +104,7 @@ class RubikSolution:
     return plans
 
   def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], 1 if a solved cube is within the remaining budget, else 0; also 0 if the episode is over.
-
-    Raises:
-      ValueError: see `plan`.
-    """
+    """f32[N], 1 if a solved cube is within the remaining budget, else 0; also 0 if the episode is over."""
     left = count_actions('rubik_2x2', self.budget, states.done, turns_left, actions_left)
     distance = self._distances(np.asarray(states.stickers))
     return ((distance > 0) & (distance <= left)).astype(np.float32)

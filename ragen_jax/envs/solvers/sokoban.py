@@ -118,12 +118,7 @@ class RoomDistances:
   """
 
   def __init__(self, table: PositionTable, floor: np.ndarray, targets: np.ndarray):
-    """Searches.
-
-    Args:
-      floor: bool[G, n], the cells without a wall.
-      targets: i32[G, K], target cells.
-    """
+    """Searches rooms with the floor bool[G, n] and the target cells i32[G, K]."""
     self.table = table
     words = [_search_rooms(table, floor[i : i + _WORD], targets[i : i + _WORD]) for i in range(0, len(floor), _WORD)]
     bits = max(len(planes) for _, planes in words)
@@ -246,18 +241,11 @@ class _ForwardSearch:
 def search_level(
   walls: np.ndarray, targets: np.ndarray, boxes: np.ndarray, player: np.ndarray, most: int
 ) -> tuple[list[int], bool, bool]:
-  """Breadth-first search forward from one level.
-
-  Args:
-    walls: bool[R, C]; the border has to be wall.
-    targets: bool[R, C].
-    boxes: bool[R, C].
-    player: i32[2], row and column.
-    most: the most moves.
+  """Breadth-first search forward from one level, for at most `most` moves. The border has to be wall.
 
   Returns:
-    The actions, whether they solve the level, and whether the search was complete (it stops at `MAX_SEARCH`
-    positions). If there is no solution, the actions lead to a position with the most boxes on targets.
+    The actions, whether they solve the level, and whether the search was complete (it stops at `MAX_SEARCH` positions).
+    If there is no solution, the actions lead to a position with the most boxes on targets.
   """
   cols = walls.shape[1]
   moves = [int(row) * cols + int(col) for row, col in DIRECTIONS]
@@ -346,7 +334,6 @@ class SokobanSolution:
   """
 
   def __init__(self, states: Any, budget: Budget, max_steps: int):
-    """Searches the levels; see `Sokoban.solve`."""
     walls, targets = np.asarray(states.walls), np.asarray(states.targets)
     num_boxes = int(targets[0].sum()) if len(targets) else 1
     if table_size(walls.shape[1:], num_boxes) <= MAX_TABLE and len(walls):

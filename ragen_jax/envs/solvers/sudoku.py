@@ -18,14 +18,7 @@ from ragen_jax.envs.solvers.limits import count_actions
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SudokuSolution:
-  """Best play on N boards: one right digit after another, in the cells where digits are easiest to find.
-
-  Attributes:
-    success: f32[N].
-    budget: the budget that was solved for.
-    right_reward: reward of a right digit.
-    complete_reward: further reward of the last digit.
-  """
+  """Best play on N boards: one right digit after another, in the cells where digits are easiest to find."""
 
   success: np.ndarray
   budget: Budget
@@ -33,12 +26,9 @@ class SudokuSolution:
   complete_reward: float
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[tuple[int, int, int]]]:
-    """The next turn's digits, each for the cell with the fewest candidates; see `base.Solution`.
+    """The next turn's digits, each for the cell with the fewest candidates; errors are those of `base.Solution`.
 
     If the board cannot be completed any more, the plan fills as many cells as it can.
-
-    Raises:
-      ValueError: more turns or actions remain than the budget has.
     """
     left = self._count_actions(states, turns_left, actions_left)
     left = np.minimum(left, self.budget.max_actions_per_turn)
@@ -55,11 +45,7 @@ class SudokuSolution:
     return plans
 
   def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the rewards of the plans to the end of the episode.
-
-    Raises:
-      ValueError: see `plan`.
-    """
+    """f32[N], the rewards of the plans to the end of the episode."""
     left = self._count_actions(states, turns_left, actions_left)
     empty = (np.asarray(states.board) == 0).sum(axis=(1, 2))
     complete = (empty > 0) & (empty <= left)
@@ -70,14 +56,9 @@ class SudokuSolution:
 
 
 def find_candidates(board: np.ndarray, wrong: np.ndarray) -> np.ndarray:
-  """The digits that remain possible for empty cells.
+  """The digits that remain possible for empty cells, bool[N, S, S, S], from a board i8[N, S, S].
 
-  Args:
-    board: i8[N, S, S].
-    wrong: bool[N, S, S, S], digits that were tried in vain; entry [n, r, c, d - 1] is for digit d.
-
-  Returns:
-    bool[N, S, S, S]; entry [n, r, c, d - 1]: the cell is empty, sees no digit d, and d was not tried in it.
+  Entry [n, r, c, d - 1]: the cell is empty, sees no digit d, and d was not tried in it, which `wrong` states.
   """
   return unseen_digits(board) & ~wrong
 
