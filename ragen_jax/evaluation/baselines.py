@@ -26,7 +26,6 @@ class EvaluationLevels:
   """The levels of one environment in an evaluation.
 
   Attributes:
-    spec: the environment.
     first: seed of the first level.
     envs: the batch that plays the levels, for speakers of text; None if programs outside play.
     best: f32[levels], the best possible success probability on each level; None if unknown.
@@ -65,14 +64,9 @@ def play_baseline(
   limits: Limits,
   step: int,
 ) -> tuple[list[Episode], list[dict[str, Any]]]:
-  """Plays the levels of one environment with a speaker of text.
+  """Plays the levels of one environment with a speaker of text, of the kind 'random', 'solver' or 'endpoint'.
 
-  Args:
-    kind: 'random', 'solver' or 'endpoint'.
-    levels: the levels of the environment of `context`.
-    endpoint: the speaker of kind 'endpoint'.
-    limits: the limits of an episode; the limits in tokens do not apply to speakers of text.
-    step: iteration under which the viewer lists the records.
+  The limits in tokens do not apply. The viewer lists the records under the iteration `step`.
 
   Returns:
     The episodes, and records of some of them for the trajectory viewer; both empty if the speaker cannot play this

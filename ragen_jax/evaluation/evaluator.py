@@ -37,7 +37,6 @@ class EvaluationSettings:
 
   @property
   def sampling(self) -> Sampling:
-    """How tokens are drawn."""
     return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
@@ -95,10 +94,7 @@ class Evaluator:
     )
 
   def episodes(self, params: Any, step: int = 0) -> tuple[list[Episode], list[Episode], list[dict[str, Any]], str]:
-    """Plays the levels.
-
-    Args:
-      step: number of iterations that led to the weights, for the records.
+    """Plays the levels; `step` is the number of iterations that led to the weights, for the records.
 
     Returns:
       The sampled episodes, the greedy episodes (none without `greedy_too`), the records of both, and a text about

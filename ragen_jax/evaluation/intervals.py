@@ -29,18 +29,13 @@ class Interval:
 
 
 def bootstrap(numerators: np.ndarray, denominators: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """95 % intervals of sum(numerators) / sum(denominators) by a bootstrap over levels.
+  """95 % intervals of sum(numerators) / sum(denominators), f64[levels, metrics] each, by a bootstrap over levels.
 
   Levels are drawn with replacement and a fixed seed, so the same numbers give the same interval. Plain percentiles are
   too narrow for few levels. They are therefore expanded by the ratio of Student's t to the normal distribution
   ("expanded percentile" interval, Hesterberg 2015, arXiv 1411.5279).
 
-  Args:
-    numerators: f64[levels, metrics].
-    denominators: f64[levels, metrics].
-
-  Returns:
-    (low, high), f64[metrics] each; NaN for a single level or a denominator of 0.
+  Returns (low, high), f64[metrics] each; NaN for a single level or a denominator of 0.
   """
   levels, metrics = numerators.shape
   if levels < 2:
@@ -67,14 +62,12 @@ def _bound_without_successes(levels: int) -> float:
 def level_intervals(
   episodes: Sequence[Episode], group_size: int, best: np.ndarray | None = None, *, network: bool = False
 ) -> dict[str, Interval]:
-  """Metrics of one environment's episodes, under the names of `agent.metrics`.
+  """Metrics of one environment's episodes, with contiguous groups, under the names of `agent.metrics`.
 
   A share that is 0 (or 1) on every level has a bootstrap interval without width. Its other end is then the
   Clopper-Pearson bound for the share of levels on which it is not 0 (or 1).
 
   Args:
-    episodes: the episodes, with contiguous groups; a group's episodes play one level.
-    group_size: G.
     best: f32[levels], the best possible success probability on each level; None or NaN if unknown.
     network: whether the policy answers over a network, so that replies can be lost.
 

@@ -47,11 +47,9 @@ class EvaluationRow:
   """One policy on one environment.
 
   Attributes:
-    policy: name of the policy.
     kind: 'model', 'random', 'solver' or 'endpoint'.
     tag: the environment.
     sampling: how tokens are drawn, see `describe_sampling`; empty for random play and solvers.
-    levels: number of levels.
     episodes: number of episodes on all levels.
     metrics: name -> interval, see `level_intervals`.
   """
@@ -76,13 +74,9 @@ class EvaluationRow:
 def make_row(
   policy: str, kind: str, tag: str, sampling: str, episodes: list[Episode], group_size: int, best: np.ndarray | None
 ) -> EvaluationRow:
-  """A row from the episodes of one policy.
+  """A row from one policy's episodes, with contiguous groups; episodes of other environments are ignored.
 
-  Args:
-    policy, kind, tag, sampling: see `EvaluationRow`.
-    episodes: the episodes, with contiguous groups; episodes of other environments are ignored.
-    group_size: G.
-    best: f32[levels], the best possible success probability on each level; None if unknown.
+  `best` is as in `level_intervals`, the other arguments as in `EvaluationRow`.
   """
   own = [e for e in episodes if e.tag == tag]
   metrics = level_intervals(own, group_size, best, network=kind == 'endpoint')
@@ -103,13 +97,10 @@ def describe_sampling(sampling: Sampling) -> str:
 
 
 def free_name(directory: pathlib.Path, head: dict[str, Any]) -> str:
-  """A name for the files of an evaluation that no other evaluation in `directory` has.
+  """A name for the files of an evaluation that no other evaluation in the directory of JSON files has.
 
-  A repeated evaluation gets the same name, so its files are replaced.
-
-  Args:
-    directory: the directory of the JSON files.
-    head: the evaluation's JSON without its rows; it identifies the evaluation.
+  The evaluation's JSON without its rows, `head`, identifies it. A repeated evaluation gets the same name, so its files
+  are replaced.
   """
   tags = head['eval']['tags']
   kind = 'baselines' if head['eval']['step'] == 'none' else 'base'
@@ -129,11 +120,7 @@ def free_name(directory: pathlib.Path, head: dict[str, Any]) -> str:
 
 
 def write_json(path: pathlib.Path, head: dict[str, Any], rows: list[EvaluationRow]) -> dict[str, Any]:
-  """Writes the JSON of an evaluation and returns its content.
-
-  Raises:
-    UserError: the disk is full or not writable.
-  """
+  """Writes the JSON of an evaluation and returns its content; UserError if the disk is full or not writable."""
   content = head | {'rows': [row.to_json() for row in rows]}
   replace_file(path, json.dumps(content, indent=1, allow_nan=False) + '\n')
   return content
@@ -142,11 +129,7 @@ def write_json(path: pathlib.Path, head: dict[str, Any], rows: list[EvaluationRo
 def write_row_events(workdir: str, name: str, step: int, rows: list[EvaluationRow]) -> None:
   """Writes a TensorBoard run for each kind of policy below `<workdir>/tb/evaluation`, so that they share their charts.
 
-  Args:
-    name: name of the evaluation; its earlier events are replaced.
-
-  Raises:
-    UserError: the disk is full or not writable.
+  Earlier events of the evaluation `name` are replaced. Raises UserError if the disk is full or not writable.
   """
   runs: dict[str, dict[str, float]] = {}
   for row in rows:

@@ -108,14 +108,7 @@ def band(series: Sequence[tuple[np.ndarray, np.ndarray]], smooth: bool) -> Band:
 
 
 def draw_panels(panels: Sequence[Panel], curves: Sequence[Curve], width: float) -> Any:
-  """A figure of one or several panels with one legend below.
-
-  Args:
-    width: width of the figure, in inches.
-
-  Returns:
-    A matplotlib `Figure`.
-  """
+  """A matplotlib `Figure` of one or several panels with one legend below, `width` inches wide."""
   from matplotlib.figure import Figure
 
   columns = min(len(panels), 3)

@@ -44,11 +44,7 @@ class Table:
 
 
 def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """File name -> evaluation, for all evaluations of a workdir.
-
-  Raises:
-    UserError: a file is damaged or has another version.
-  """
+  """File name -> evaluation, for all evaluations of a workdir; UserError if one is damaged or has another version."""
   found = {}
   for path in sorted((workdir / 'evaluation').glob('*.json')):
     try:
@@ -98,17 +94,11 @@ def _entries(evaluation: dict[str, Any], curve: str) -> list[_Entry]:
 
 
 def tables(runs: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> dict[str, Table]:
-  """The matrices of some runs, one for each way of sampling.
+  """Name of a figure's file -> matrix of some runs, one for each way of sampling.
 
-  Runs of one curve are averaged. Evaluations of policies without training are averaged too, if several runs have them.
-  If several checkpoints of a run were evaluated, the last one is used. A row's name is its training tags, followed by
-  the curve's label if several curves have the same tags.
-
-  Args:
-    runs: (label of the run's curve, file name -> evaluation).
-
-  Returns:
-    Name of a figure's file -> matrix.
+  A run is the label of its curve, and file name -> evaluation. Runs of one curve are averaged. Evaluations of policies
+  without training are averaged too, if several runs have them. If several checkpoints of a run were evaluated, the last
+  one is used. A row's name is its training tags, followed by the curve's label if several curves have the same tags.
   """
   cells: dict[tuple, list[_Entry]] = {}  # (kind, row, trained on, sampling, tag) -> one entry a run
   for curve, files in runs:

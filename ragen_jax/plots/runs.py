@@ -29,7 +29,6 @@ class Run:
   """The data of a run for figures.
 
   Attributes:
-    workdir: the run's directory.
     config: dotted name -> value; empty if config.json is missing.
     series: metric -> (steps i64[K], values f64[K]), finite values only.
     marks: (step, kind) of events, see `find_marks`.
@@ -46,7 +45,6 @@ class Run:
 
   @property
   def name(self) -> str:
-    """The name of its directory."""
     return os.path.basename(os.path.abspath(self.workdir))
 
 
@@ -80,10 +78,7 @@ def read_runs(workdirs: Sequence[str | os.PathLike[str]], metrics: Sequence[str]
 
 
 def read_run(workdir: str | os.PathLike[str], metrics: Sequence[str]) -> Run:
-  """Reads the data of a run.
-
-  Args:
-    workdir: the run's directory; the run may be in progress.
+  """Reads the data of a run, which may be in progress.
 
   Raises:
     UserError: the directory contains neither metrics nor evaluations, or one of its files is damaged.
@@ -118,18 +113,14 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def find_marks(rows: Sequence[dict[str, float]], config: dict[str, Any]) -> list[tuple[int, str]]:
-  """Events of a run, found in its metrics.
+  """Events of a run, from the rows of metrics.jsonl and its config, dotted name -> value.
 
   A warning is marked at its first step; it ends the run if `monitor.echo_trap` is 'stop'. A rollback is recognised by
   the smaller learning rate of the next iteration.
 
-  Args:
-    rows: rows of metrics.jsonl.
-    config: dotted name -> value.
-
   Returns:
-    (step, kind) in the order of steps, with the most severe kind of each step: 'Echo-Trap warning', 'rollback' or
-    'run stopped'.
+    (step, kind) in the order of steps, with the most severe kind of each step: 'Echo-Trap warning', 'rollback' or 'run
+    stopped'.
   """
   found: dict[int, str] = {}
   warned, scale, rollbacks, before = False, None, 0, 0
@@ -201,17 +192,11 @@ def _learning_fields(run: Run) -> dict[str, Any]:
 
 
 def name_differences(configs: Sequence[dict[str, Any]]) -> list[str]:
-  """A short name for each config, made from the fields other than `seed` in which the configs differ.
+  """A short name for each config (dotted name -> value), made from the fields other than `seed` in which they differ.
 
   Up to three such fields are all named. If there are more, the name has the smallest number of fields that distinguish
   the configs; environment, model and estimator come first. A field that is missing in a config (of an older version) is
-  ignored.
-
-  Args:
-    configs: dotted name -> value.
-
-  Returns:
-    One name for each config, such as 'adv_estimator=gae, actor_lr=0.001'; empty for an empty config.
+  ignored. A name is such as 'adv_estimator=gae, actor_lr=0.001', and empty for an empty config.
   """
   known = [c for c in configs if c]
   shared = [name for name in (known or [{}])[0] if name != 'seed' and all(name in c for c in known)]

@@ -40,11 +40,7 @@ def figure_style() -> Iterator[None]:
 
 
 def save_figure(figure: Any, path: pathlib.Path) -> list[str]:
-  """Writes a figure as PATH.png and PATH.svg; returns both paths.
-
-  Raises:
-    UserError: the disk is full or not writable.
-  """
+  """Writes a figure as PATH.png and PATH.svg; returns both paths. UserError if the disk is full or not writable."""
   paths = [f'{path}.png', f'{path}.svg']
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,14 +23,11 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-
 
 
 def write_page(workdir: str | os.PathLike[str], max_bytes: int | None = MAX_BYTES) -> str | None:
-  """Writes or replaces `<workdir>/trajectories.html`.
+  """Writes or replaces `<workdir>/trajectories.html`; returns its path, or None if there are no episodes.
 
   Args:
     max_bytes: about the size of the page. If the episodes of a run need more, the page has those of some steps (see
       `choose_steps`) and tells how many; the files of other steps are not read. None: all episodes.
-
-  Returns:
-    The path of the page; None if there are no episodes.
 
   Raises:
     UserError: the disk is full or not writable.
@@ -59,17 +56,14 @@ def write_page(workdir: str | os.PathLike[str], max_bytes: int | None = MAX_BYTE
 
 
 def choose_steps(sizes: Mapping[int, int], max_bytes: int) -> list[int]:
-  """The steps of a page that cannot hold all: the newest ones, the first one, and others at even distances.
+  """The steps of a page that cannot hold all: the newest ones, the first one, and others at even distances; ascending.
 
   The newest steps take a quarter of the page. For the others, the page has every second step, or every fourth and so
   on; so most of them are also on the page of a later evaluation.
 
   Args:
     sizes: step -> bytes on the page, in the order of steps.
-    max_bytes: the sum of sizes is at most this, unless the newest step alone needs more.
-
-  Returns:
-    Steps, ascending; the newest one is always among them.
+    max_bytes: the sum of sizes is at most this, unless the newest step, which is always chosen, needs more.
   """
   steps, room = list(sizes), max_bytes / 4
   newest = steps[-1:]
@@ -98,7 +92,6 @@ def _sizes(workdir: str | os.PathLike[str]) -> dict[int, int]:
 
 
 def _page(data: dict[str, Any], details: list[str]) -> str:
-  """The template with its placeholders replaced."""
   template = importlib.resources.files('ragen_jax.viewer').joinpath('page.html').read_text(encoding='utf-8')
   script = re.search(r'<script>(.*?)</script>', template, re.DOTALL)[1]
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -29,11 +29,9 @@ class Played:
   """A rollout, and the place in a run that its records are listed under.
 
   Attributes:
-    rollout: with its episodes in words.
     tokenizer: of the rollout; for speakers without tokens it counts the tokens of prompts.
     step: number of iterations behind the weights that played.
     split: 'train', 'val' or 'val-greedy'; 'random', 'solver' or 'endpoint' for speakers without tokens.
-    group_size: G.
   """
 
   rollout: Rollout
@@ -44,16 +42,9 @@ class Played:
 
 
 def first_rows(specs: list[EnvSpec], group_size: int, count: int, *, one_a_level: bool) -> list[int]:
-  """The first rows of each environment in a batch, for the viewer.
+  """The first rows of each environment in a batch, at most `count` of each, for the viewer; ascending.
 
-  Args:
-    specs: the environments of the batch, in the order of its rows.
-    group_size: G.
-    count: maximum number of rows of each environment.
-    one_a_level: whether to take the first member of each group only, instead of whole groups.
-
-  Returns:
-    Row numbers, ascending.
+  With `one_a_level`, only the first member of each group is taken, instead of whole groups.
   """
   rows, start = [], 0
   for spec in specs:
@@ -75,16 +66,15 @@ def episode_records(
 ) -> list[EpisodeRecord]:
   """Makes records of some episodes of a speaker with tokens; JSON values except for the pictures.
 
+  The joined pieces of a reply are the sampled reply, including its stop token. A reply that is not in the loss has no
+  numbers.
+
   Args:
     advantages: f32[B, T], on the trajectory's columns; None in evaluations.
     learnt: bool[B], the rows that the update learnt from; None in evaluations.
     prompts_trained: whether the loss covers all tokens, instead of sampled tokens only.
     values: f32[B, T], the critic's values on the trajectory's columns; None without a critic. Values that the sampler
       did not record (`trajectory.values`) are valid in `learnt` rows only.
-
-  Returns:
-    A record of each episode, see `viewer.schema`. The joined pieces of a reply are the sampled reply, including its
-    stop token. A reply that is not in the loss has no numbers.
   """
   t, tokenizer, records = played.rollout.trajectory, played.tokenizer, []
   for index in rows:
@@ -124,11 +114,9 @@ def episode_records(
 
 
 def text_records(played: Played, rows: Collection[int], *, whole: bool) -> list[EpisodeRecord]:
-  """Records of some episodes of a speaker without tokens, see `episode_records`.
+  """Records of some pictured episodes of a speaker without tokens, see `episode_records`.
 
-  Args:
-    rows: indices of the episodes, which were pictured.
-    whole: each prompt continues the one before (full context), so that only the last message is new.
+  With `whole`, each prompt continues the one before (full context), so that only the last message is new.
   """
   records = []
   for row in rows:
@@ -156,7 +144,6 @@ def text_records(played: Played, rows: Collection[int], *, whole: bool) -> list[
 def _record(
   played: Played, row: int, turns: list[dict[str, Any]], training: dict[str, bool] | None = None
 ) -> EpisodeRecord:
-  """The record of an episode: its summary, what training made of it, its turns and its end."""
   episode = played.rollout.episodes[row]
   summary = _summary(episode, played.step, played.split, row % played.group_size)
   end = {'final_observation': written(episode.final_observation), 'final_picture': episode.final_picture}
@@ -220,16 +207,10 @@ def _summary(episode: Episode, step: int, split: str, member: int) -> EpisodeSum
 
 
 def on_timeline(values: np.ndarray, columns: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
-  """Scatters values of gathered columns back to their columns: the inverse of `training.batches.at_columns`.
+  """Scatters f32[B, R] back to the columns i32[B, R]: the inverse of `training.batches.at_columns`. Returns f32[B, T].
 
-  Args:
-    values: f32[B, R].
-    columns: i32[B, R], the column of each value.
-    mask: bool[B, R], False in unused entries.
-    width: T.
-
-  Returns:
-    f32[B, T], 0 elsewhere. Values [[5, 7, 0]] at columns [[2, 3, 1]] under [[1, 1, 0]] become [[0, 0, 5, 7]] for T = 4.
+  Entries without mask are not used; other columns are 0. For instance [[5, 7, 0]] at columns [[2, 3, 1]] under [[1, 1,
+  0]] becomes [[0, 0, 5, 7]] for a width T = 4.
   """
   out = np.zeros((len(values), width), np.float32)
   row, at = np.nonzero(mask)

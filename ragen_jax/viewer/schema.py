@@ -60,7 +60,7 @@ class DescriptionRecord(TypedDict):
 
 
 class TurnRecord(TypedDict):
-  """One turn.
+  """One turn. `actions`, `valid`, `effective`, `reward` and `penalty` are those of `agent.episode.Turn`.
 
   Attributes:
     prompt: the text that was added to the context before `forced`.
@@ -73,11 +73,6 @@ class TurnRecord(TypedDict):
     closed: whether the reply ended with a stop token; None if unknown.
     observation: the environment's text at the start of the turn.
     picture: the board at the start of the turn.
-    actions: names of the executed actions.
-    valid: whether the reply has the right form and all its actions exist.
-    effective: number of executed actions that changed the state.
-    reward: sum of the environment's rewards.
-    penalty: the format penalty; 0 or negative.
     reply_reward: the reward for the form of the reply and for its descriptions, which is not part of the score; absent
       if it is 0.
     images: the images that the policy saw in the observation; absent if it saw none.
@@ -108,13 +103,7 @@ class TurnRecord(TypedDict):
 
 
 class EpisodeRecord(EpisodeSummary):
-  """An episode with its turns.
-
-  Attributes:
-    turns: the turns, in order.
-    final_observation: the environment's text after the last action.
-    final_picture: the board after the last action.
-  """
+  """An episode with its turns, and the environment's text and the board after the last action."""
 
   turns: list[TurnRecord]
   final_observation: str

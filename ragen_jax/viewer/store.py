@@ -37,22 +37,12 @@ _NAME = re.compile(r'(train|eval)-(\d+)\.jsonl\.gz(\.tmp)?')
 
 
 class EpisodeWriter:
-  """Writes the episodes of a run; it is enabled in the first process only.
-
-  Attributes:
-    workdir: the run's directory.
-    enabled: whether files are written.
-  """
+  """Writes the episodes of a run; it is enabled in the first process only."""
 
   def __init__(self, workdir: str | os.PathLike[str], start_step: int = 0, enabled: bool = True):
     """Removes the files of `start_step` and later steps, whose episodes will be played again.
 
-    Args:
-      start_step: the first step that will be written.
-      enabled: False makes every method do nothing.
-
-    Raises:
-      DiskError: a file cannot be removed.
+    If it is not enabled, every method does nothing. Raises DiskError if a file cannot be removed.
     """
     self.workdir, self.enabled = workdir, enabled
     self._directory = pathlib.Path(workdir) / 'episodes'
@@ -67,14 +57,9 @@ class EpisodeWriter:
           raise DiskError(f'{path} was not removed: {e.strerror or e}') from e
 
   def write(self, kind: str, step: int, records: list[EpisodeRecord]) -> None:
-    """Writes or replaces the file of a step; without records no file is written.
+    """Writes or replaces the file of a step, of the kind 'train' or 'eval'; without records no file is written.
 
-    Args:
-      kind: 'train' or 'eval'.
-      records: the records of the episodes, see `viewer.schema`.
-
-    Raises:
-      DiskError: the disk is full or not writable.
+    Raises DiskError if the disk is full or not writable.
     """
     if not self.enabled or not records:
       return
@@ -118,7 +103,6 @@ class EpisodeFile:
   """A file of episodes.
 
   Attributes:
-    path: path of the file.
     episodes: a summary of each episode: an `EpisodeSummary` with the number of its `turns` and its first `picture`, an
       index or None.
     pictures: PNG files as base64.
@@ -144,10 +128,9 @@ def episode_paths(workdir: str | os.PathLike[str]) -> list[tuple[int, pathlib.Pa
 
 
 def read_episodes(workdir: str | os.PathLike[str], steps: Collection[int] | None = None) -> Iterator[EpisodeFile]:
-  """The files of a run in the order of steps. Files that cannot be read are skipped with a warning.
+  """The files of a run in the order of steps, of all steps or of some.
 
-  Args:
-    steps: the steps whose files are read; None reads all.
+  Files that cannot be read are skipped with a warning.
   """
   for step, path in episode_paths(workdir):
     if steps is not None and step not in steps:

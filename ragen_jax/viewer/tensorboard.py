@@ -33,13 +33,9 @@ def transcript(episode: Episode) -> str:
 
 
 def boards(episode: Episode, gap: int = 4) -> np.ndarray | None:
-  """The boards of an episode side by side: the images that the policy saw, or else pictures of the boards.
+  """u8[H, W, 3], the boards of an episode side by side, `gap` white columns apart; None if it has no pictures.
 
-  Args:
-    gap: white columns between two pictures.
-
-  Returns:
-    u8[H, W, 3]; None if the episode has no pictures.
+  They are the images that the policy saw, or else pictures of the boards.
   """
   seen = [images_of(turn.observation) or [turn.picture] for turn in episode.turns]
   seen.append(images_of(episode.final_observation) or [episode.final_picture])
@@ -57,7 +53,6 @@ def _block(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-  """Text within a line."""
   return _escape(' '.join(text.split()))
 
 
