@@ -45,8 +45,7 @@ class AgentProxy:
     """Plays one episode in each row. If processes share the rows, each plays its own, and all return the whole rollout.
 
     Args:
-      first_seed: seed of the first level, see `EnvStateManager.reset`.
-      first_member: see `EnvStateManager.reset`.
+      first_seed, first_member: see `EnvStateManager.reset`.
       policy_version: number of updates that led to the speaker's weights; recorded in the trajectory.
       pictured: rows of the whole batch whose boards are drawn, for the viewer.
 

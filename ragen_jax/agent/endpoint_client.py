@@ -75,15 +75,12 @@ class EndpointClient:
   """Requests one reply in each call; thread-safe."""
 
   def __init__(self, settings: EndpointSettings, sampling: Sampling, key: str, seed: int | None, field: str):
-    """Sends no request.
+    """Sends no request. Raises UserError if the openai package is missing.
 
     Args:
       key: the API key; '' sends none.
       seed: seed of the draws, for servers that accept one; None sends none.
       field: the config's field with the address, for errors.
-
-    Raises:
-      UserError: the openai package is missing.
     """
     self._url, self._timeout_s = settings.endpoint, settings.endpoint_timeout
     self._body: dict[str, Any] = {'model': settings.endpoint_model, 'temperature': sampling.temperature}

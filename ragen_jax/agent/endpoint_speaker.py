@@ -47,15 +47,12 @@ class EndpointSpeaker:
     self, settings: EndpointSettings, sampling: Sampling, backoff_s: float = 1.0, *, key: str | None = None,
     seed: int | None = None, field: str = 'eval.endpoint',
   ):  # fmt: skip
-    """Sends no request.
+    """Sends no request. Raises UserError if the openai package is missing, or the key cannot be sent.
 
     Args:
       backoff_s: seconds before the second try, doubled for each further try up to 30, times a random factor.
       key: the API key, '' for none; None reads it from the environment variable OPENAI_API_KEY.
       seed, field: see `EndpointClient`.
-
-    Raises:
-      UserError: the openai package is missing, or the key cannot be sent.
     """
     self._settings, self._backoff_s, self._field = settings, backoff_s, field
     self._client = EndpointClient(settings, sampling, read_key(KEY_VARIABLE) if key is None else key, seed, field)
@@ -78,8 +75,7 @@ class EndpointSpeaker:
   def replies(self, chats: list[Chat]) -> list[TextReply]:
     """The replies to conversations, in their order.
 
-    Raises:
-      UserError: the server cannot be reached, or rejects the very first request.
+    Raises UserError if the server cannot be reached, or rejects the very first request.
     """
     s = self._settings
     # Requests and waits have their own limits; this limit covers all other calls, such as a name look-up, and headers

@@ -66,7 +66,6 @@ class EnvStateManager:
   Attributes:
     specs: the environments, in the order of the rows.
     pools: index into `specs` -> the rows of this environment, for the environments in this share.
-    group_size: G.
     first_row: number of rows in the previous shares.
     rows: B = groups * G, number of rows in this share; group g has the rows g*G .. g*G+G-1 of the whole batch.
     row_env: i32[B], index into `specs`.

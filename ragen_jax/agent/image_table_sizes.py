@@ -16,13 +16,8 @@ _PARTS = (4, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class ImageCounts:
-  """The images that an episode of an environment shows.
-
-  Attributes:
-    size: (height, width) in pixels, as the tower reads them.
-    count: images of an observation.
-    tokens: of each image.
-    turns: maximum number of observations.
+  """The images that an episode of an environment shows: their (height, width) in pixels as the tower reads them, their
+  number in an observation, the tokens of each, and the maximum number of observations.
   """
 
   size: tuple[int, int]

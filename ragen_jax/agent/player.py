@@ -49,8 +49,7 @@ class Player(Protocol):
 
     Args:
       first_seed: seed of the level, or the number of the task, of the first group; the next group has the next one.
-      policy_version: number of updates that led to the weights.
-      pictured: rows whose boards are drawn, for the viewer.
+      policy_version, pictured: see `AgentProxy.rollout`.
     """
 
   def levels(self, first_seed: int) -> frozenset[bytes]:

@@ -273,7 +273,6 @@ class OutsidePool(Pool):
   outside = True
 
   def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
-    """The session is opened at the first `reset`."""
     super().__init__(spec, rows, group_size, processor)
     self._warned: set[str] = set()
     self._done, self._success = np.zeros((rows,), bool), np.zeros((rows,), bool)

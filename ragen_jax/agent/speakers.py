@@ -1,8 +1,4 @@
-"""Speakers, which give the replies of episodes: the interface, random play and the exact solver.
-
-Other speakers: the policy (`sampler_speaker`), a model on a server (`endpoint_speaker`), the demonstrator of the
-warm start (`sft.demonstrations`), a person at a terminal (`modes.play`).
-"""
+"""Speakers, which give the replies of episodes: the interface, random play and the exact solver."""
 
 from __future__ import annotations
 
@@ -114,7 +110,6 @@ class SolverSpeaker:
 
 
 def _solve(pool: JaxPool) -> Solution:
-  """The best play on the levels of the last reset, one level for each group."""
   if not pool.spec.env.has_solver:
     raise ValueError(f'{pool.spec.env.name} has no solver')
   return pool.spec.env.solve(pool.members(0, pool.fresh_states), pool.spec.budget)

@@ -1,10 +1,9 @@
 """The interface of environments.
 
 An environment is a frozen dataclass whose fields are the options of a game: sizes, probabilities, symbols. It contains
-no episode. `Game` is the interface for prompts, replies and evaluations. Its two kinds are
-
-- `Environment`, a game in pure JAX. An episode is a `State`, a struct of arrays, which `jax.vmap` batches;
-- `TextEnvironment` (envs/outside/base.py), a game outside JAX, which opens sessions that exchange text.
+no episode. `Game` is the interface for prompts, replies and evaluations. Its two kinds are `Environment`, a game in
+pure JAX, whose episode is a `State`, a struct of arrays; and `TextEnvironment` (envs/outside/base.py), a game outside
+JAX, which opens sessions that exchange text.
 
 The methods of an `Environment` are of three sorts:
 
@@ -44,12 +43,7 @@ class State:
 
 @struct.dataclass
 class StepOutput:
-  """The outcome of one action.
-
-  Attributes:
-    reward: f32[], the environment's own reward.
-    effective: bool[], whether the action changed the state; a step into a wall does not.
-  """
+  """The outcome of one action: f32[] the environment's own reward, and bool[] whether the action changed the state."""
 
   reward: jax.Array
   effective: jax.Array
@@ -57,13 +51,7 @@ class StepOutput:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-  """The limits of one episode.
-
-  Attributes:
-    max_turns: maximum turns, one reply each.
-    max_actions: maximum actions over all turns.
-    max_actions_per_turn: maximum actions of one turn.
-  """
+  """The limits of one episode: its turns, of one reply each, its actions, and the actions of one turn."""
 
   max_turns: int = 5
   max_actions: int = 10

@@ -14,12 +14,9 @@ KINDS = ('box', 'target', 'goal', 'hole')
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-  """One state.
+  """One state: the row and column of the player, and of all things by kind, row by row.
 
-  Attributes:
-    player: the player's row and column.
-    things: kind of `KINDS` -> places of the things of this kind, row by row; kinds that the game does not have are
-      left out.
+  Kinds of `KINDS` that the game does not have are left out.
   """
 
   player: Place

@@ -42,13 +42,9 @@ _STAMPS = (
 
 @struct.dataclass
 class Level:
-  """A level and one solution of it, R rows by C columns, border included.
+  """A level and one solution of it; the other fields are those of `sokoban.State`.
 
   Attributes:
-    walls: bool[R, C].
-    targets: bool[R, C].
-    boxes: bool[R, C].
-    player: i32[2], row and column.
     solution: i8[walk], action ids that solve the level; -1, before and between them, stands for no action.
   """
 

@@ -13,10 +13,7 @@ class EnvSpec:
 
   Attributes:
     tag: the environment's name in the config.
-    env: the environment, in JAX or outside.
-    budget: turns and actions of an episode.
     max_words: the reply length that the prompt requests, in words.
-    num_groups: number of prompt groups that play the environment.
     tile: pixels of a side of a tile if the board is shown as an image, 0 for what suits the model; None for a board of
       text, and for environments outside JAX.
   """

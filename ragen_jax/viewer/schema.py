@@ -22,8 +22,8 @@ class EpisodeSummary(TypedDict):
     score: sum of rewards and penalties.
     actions: number of executed actions.
     error: the fault if the environment failed, else empty.
-    learnt: whether the update learnt from the episode; only in training episodes.
-    prompts_trained: whether the loss covers all tokens, instead of sampled tokens only; only in training episodes.
+    learnt: whether the update learnt from the episode. This and the next are only in training episodes.
+    prompts_trained: whether the loss covers all tokens, instead of sampled tokens only.
   """
 
   step: int

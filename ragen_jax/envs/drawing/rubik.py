@@ -1,12 +1,4 @@
-"""Images of the 2 x 2 x 2 cube: its net, one tile for each sticker.
-
-    U U
-    U U
-L L F F R R B B
-L L F F R R B B
-    D D
-    D D
-"""
+"""Images of the 2 x 2 x 2 cube: its net as in `rubik_cube`, one tile for each sticker."""
 
 from __future__ import annotations
 

@@ -6,9 +6,6 @@ continues. `read_observation` and `read_step` check everything that a session re
 
 The time limits are those of the session, and the agent has none when it reads the results. A session that plays foreign
 objects therefore reads them within its limits, and returns plain values, which the agent reads again.
-
-Implementations: `PythonEnvironment` (python.py), `GymnasiumEnvironment` (gymnasium.py), `HttpEnvironment` (http.py).
-docs/add_environment.md has complete examples.
 """
 
 from __future__ import annotations
@@ -124,15 +121,7 @@ class TextEnvironment(Game):
 
 @dataclasses.dataclass(frozen=True)
 class TextStep:
-  """The checked outcome of one action.
-
-  Attributes:
-    observation: the text after the action, or text and images.
-    reward: a number of at most 1e15 in magnitude.
-    done: whether the game is over.
-    success: whether the game is over and won.
-    effective: whether the action changed anything; None if the environment does not say.
-  """
+  """The checked outcome of one action; `effective` is None if the environment does not say."""
 
   observation: str | ImageObservation
   reward: float

@@ -42,9 +42,7 @@ class ImageForm:
 class ImageObservation:
   """A checked observation. Two are equal if their texts and all their pixels are.
 
-  Attributes:
-    text: with one `IMAGE_MARK` for each image, in order.
-    images: u8[height, width, 3] each.
+  The text has one `IMAGE_MARK` for each image u8[height, width, 3], in order.
   """
 
   text: str

@@ -35,13 +35,7 @@ class LocalSession(Session):
     owner: Any = None,
     form: ImageForm | None = None,
   ):
-    """Makes no object yet.
-
-    Args:
-      workers: number of threads, see `run_calls`.
-      step_timeout_s: time limit of a step, a reset or a close, in seconds.
-      owner: the environment, see `run_calls`.
-    """
+    """Makes no object yet. The limits are those of `run_calls`; the time is that of a step, a reset or a close."""
     self._make, self._form = make, form
     self._how = {'workers': workers, 'timeout_s': step_timeout_s, 'owner': owner}
     self._games: list[Any] = [None] * rows

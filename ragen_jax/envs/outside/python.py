@@ -1,11 +1,4 @@
-"""A Python class as an environment.
-
-class Guess:
-  rules = 'A number from 1 to 9 is hidden. Find it.'
-
-  def reset(self, seed: int) -> str: ...
-  def step(self, action: str) -> tuple[str, float, bool, bool]: ...  # observation, reward, done, success
-"""
+"""A Python class as an environment; docs/add_environment.md has a complete example."""
 
 from __future__ import annotations
 

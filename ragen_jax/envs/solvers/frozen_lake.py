@@ -71,8 +71,7 @@ class FrozenLakeSolution:
   If the goal is out of reach within the remaining budget, every plan has the same value; `plan` then goes nearer.
 
   Attributes:
-    moves: i64[S, 4], see the top of this file.
-    slip: probabilities of slipping, see `transition_probabilities`.
+    moves, slip: see `transition_probabilities`.
     live: bool[N, S], the squares on which the game continues: neither holes nor the goal.
     goal: i32[N], the square to reach.
     player: i32[N], the square from which the level is solved.

@@ -12,10 +12,7 @@ import numpy as np
 class OneActionSolution:
   """Best play on N levels of a game that ends with its first action, which any budget allows.
 
-  Attributes:
-    success: f32[N], probability of success.
-    actions: the best action of each level.
-    rewards: f32[N], the expected reward of that action.
+  `success` and `rewards`, f32[N], are the probability and the expected reward of the best `actions`.
   """
 
   success: np.ndarray
