@@ -172,11 +172,7 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-  """Runs `main` and sets the exit status.
-
-  A `UserError` is written as one line, with its status (2, or that of `utils.errors`). SIGINT gives the status
-  130, SIGTERM 143.
-  """
+  """Runs `main` and exits: a `UserError` gives one line and its status, SIGINT the status 130, SIGTERM 143."""
   try:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by main.py
       signal.signal(signal.SIGINT, signal.default_int_handler)

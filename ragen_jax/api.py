@@ -18,15 +18,12 @@ from ragen_jax.utils.errors import UserError
 
 
 def load_config(file: str, fields: Mapping[str, Any] | None = None) -> ConfigDict:
-  """The config that `main.py --config=FILE --config.FIELD=VALUE` reads.
+  """The config that `main.py --config=FILE --config.FIELD=VALUE` reads, locked: setting any other name is an error.
 
   Args:
     file: the name of a shipped config, such as 'frozenlake_ppo', or the path of a file; the suffix ':NAME' selects
       another model.
     fields: values by dotted name, such as 'train.groups'.
-
-  Returns:
-    The locked config: its fields can be set; setting any other name is an error.
 
   Raises:
     UserError: there is no such file or field, or a value has the wrong type.

@@ -63,15 +63,9 @@ _Settings = TypeVar('_Settings')
 
 
 def fill(settings: type[_Settings], section: Mapping[str, Any], **given: Any) -> _Settings:
-  """A settings dataclass filled by name from a section of the config.
+  """A settings dataclass filled by field name from a section of the config, whose further names are ignored.
 
-  Args:
-    settings: a dataclass without defaults.
-    section: values by field name; names that the dataclass does not have are ignored.
-    **given: values that take precedence over the section's.
-
-  Raises:
-    TypeError: a field is neither in the section nor given.
+  The values `given` take precedence. Raises TypeError if a field is neither in the section nor given.
   """
   names = {f.name for f in dataclasses.fields(settings)}
   found = {name: section[name] for name in names if name in section}
@@ -114,11 +108,7 @@ def environment_player(
   group_size: int,
   held_out: frozenset[bytes] = frozenset(),
 ) -> EnvironmentPlayer:
-  """Makes the policy's player of a batch of environments.
-
-  Raises:
-    UserError: the model cannot read the images of an environment.
-  """
+  """The policy's player of environments. Raises UserError if the model cannot read the images of one of them."""
   proxy = agent_proxy(config, model.tokenizer, model.sampler, specs, group_size, held_out, model.processor)
   room = image_room(specs, model.processor)
   eyes = None if room is None else PromptImages(model.encoders['policy'], model.model.policy.cfg.vision, room)
@@ -136,11 +126,7 @@ def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
 
 
 def make_evaluator(config: ConfigDict, model: LanguageModel, player: Player | None = None) -> Evaluator:
-  """The evaluation of weights on the levels of `config.eval`; nothing is played before its first call.
-
-  Args:
-    player: plays the levels; default the policy, turn by turn.
-  """
+  """The evaluation on the levels of `config.eval`, by `player` or else the policy; it plays when it is called."""
   if player is None:
     specs = env_specs(config, tuple(config.eval.tags), group_counts(config.eval, 'eval'))
     player = environment_player(config, model, specs, config.eval.group_size)
@@ -161,11 +147,7 @@ def compute_dtype(config: ConfigDict) -> Any:
 
 
 def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
-  """The adapters of `config.lora`; None if they are off.
-
-  Raises:
-    UserError: a target is unknown.
-  """
+  """The adapters of `config.lora`; None if they are off. Raises UserError if a target is unknown."""
   try:
     targets = lora.parse_targets(config.lora.targets)
   except ValueError as e:

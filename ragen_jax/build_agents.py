@@ -43,11 +43,7 @@ _MOST_CALLS = 10_000
 
 
 def plays_agents(config: ConfigDict) -> bool:
-  """Whether programs outside play the tags of the run.
-
-  Raises:
-    UserError: they play some tags, and the policy plays others turn by turn.
-  """
+  """Whether programs outside play the run's tags. Raises UserError if they play some, and the policy others."""
   tags = dict.fromkeys((*config.train.tags, *config.eval.tags))
   agents = [tag for tag in tags if tag in config.envs and config.envs[tag].get('type') == AgentTasks.name]
   if agents and len(agents) < len(tags):
@@ -66,10 +62,9 @@ def _limits(config: ConfigDict) -> AttemptLimits:
 
 
 def initial_prompt(config: ConfigDict) -> str:
-  """The prompt of `prompt.text` or `prompt.file`, without white space at its ends; '' for none.
+  """The text of `prompt.text` or `prompt.file`, without white space at its ends; '' for none.
 
-  Raises:
-    UserError: both are given, or the file cannot be read.
+  Raises UserError if both are given, or the file cannot be read.
   """
   p = config.prompt
   if p.text and p.file:
@@ -144,11 +139,7 @@ def prompt_tasks(config: ConfigDict) -> TaskRanges:
 
 
 def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -> ServerSettings:
-  """The settings of the server of `config.serve`.
-
-  Args:
-    trains: whether a trainer, or an evaluation, creates the rollouts; otherwise clients do.
-  """
+  """The settings of `config.serve`; `trains` if a trainer or an evaluation creates the rollouts, and not clients."""
   s, a = config.serve, config.agent
   of = {
     section: build.fill(SamplingParams, config[section], max_tokens=a.max_response_tokens, stop=(), top_logprobs=0)
@@ -212,15 +203,9 @@ def open_players(
 ) -> Iterator[dict[str, AgentPlayer | None]]:
   """Serves the model to the programs that play a run's episodes, and starts the runner of its tasks.
 
-  Args:
-    workdir: directory of the run; it gets the store.
-    interrupt: ends a play while it waits for attempts; None if nothing does.
-
-  Yields:
-    The players of 'train' and 'eval'; None each if the policy plays turn by turn, as in other runs.
-
-  Raises:
-    UserError: the server cannot be opened, or the runner cannot be imported.
+  Yields the players of 'train' and 'eval'; None each if the policy plays turn by turn, as in other runs. `workdir` gets
+  the store. `interrupt` ends a play while it waits for attempts. Raises UserError if the server cannot be opened, or
+  the runner cannot be imported.
   """
   if not plays_agents(config):
     yield {'train': None, 'eval': None}
@@ -257,8 +242,7 @@ def _make_player(
 def task_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:
   """What plays the tasks of a run; None for workers that claim them.
 
-  Raises:
-    UserError: the tags have different runners, or a function cannot be imported.
+  Raises UserError if the tags have different runners, or a function cannot be imported.
   """
   wanted = {config.envs[tag].runner for tag in (*config.train.tags, *config.eval.tags)}
   if len(wanted) > 1:

@@ -20,16 +20,9 @@ _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
 
 
 def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...], field: str = 'tags') -> list[EnvSpec]:
-  """The environments behind tags.
+  """The environments behind tags, each with its number of prompt groups; `field` names the tags in errors.
 
-  Args:
-    config: the run's config; reads `envs`.
-    tags: names in `config.envs`.
-    groups: number of prompt groups of each tag.
-    field: the config's field with the tags, for errors.
-
-  Raises:
-    UserError: a tag or an option is not known, or has a value that is not allowed.
+  Raises UserError if a tag or an option is not known, or has a value that is not allowed.
   """
   specs = []
   for tag, count in zip(tags, groups, strict=True):
@@ -78,15 +71,8 @@ def _tile(tag: str, options: dict[str, Any]) -> int | None:
 def group_counts(section: ConfigDict, name: str) -> tuple[int, ...]:
   """The number of prompt groups of each tag: `tag_groups`, or equal shares of `groups` if `tag_groups` is empty.
 
-  Args:
-    section: `config.train` or `config.eval`.
-    name: name of the section, for errors.
-
-  Returns:
-    One number for each tag, in the order of `section.tags`; they add up to `section.groups`.
-
-  Raises:
-    UserError: there is no tag, a tag is named twice, or the numbers do not fit the tags and the groups.
+  The numbers have the order of `section.tags` and add up to `section.groups`; `name` is the section's, for errors.
+  Raises UserError if there is no tag, a tag is named twice, or the numbers do not fit the tags and the groups.
   """
   tags, counts, total = tuple(section.tags), tuple(section.tag_groups), section.groups
   if not tags:

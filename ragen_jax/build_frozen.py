@@ -37,25 +37,15 @@ BASE = 'base'
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModel:
-  """Where frozen weights come from.
+  """Where frozen weights come from."""
 
-  Attributes:
-    config: the config of the model: that of the run, with the fields that define the model's weights replaced.
-    workdir: directory of the run that has the checkpoint; '' for the config's model as it is.
-    step: the checkpoint: the number of an iteration, 'best' or 'latest'.
-  """
-
-  config: ConfigDict
-  workdir: str
-  step: str
+  config: ConfigDict  # of the model: that of the run, with the fields replaced that define the model's weights
+  workdir: str  # of the run that has the checkpoint; '' for the config's model as it is
+  step: str  # the checkpoint: the number of an iteration, 'best' or 'latest'
 
 
 def frozen_agents(config: ConfigDict) -> tuple[tuple[str, str], ...]:
-  """The entries of `serve.frozen`: a regular expression for agents, and the name of their model.
-
-  Raises:
-    UserError: an entry has another form.
-  """
+  """The entries (AGENTS, MODEL) of `serve.frozen`. Raises UserError if an entry has another form."""
   found = []
   for entry in config.serve.frozen:
     agents, equals, name = entry.partition('=') if isinstance(entry, str) else ('', '', '')
@@ -70,11 +60,7 @@ def frozen_agents(config: ConfigDict) -> tuple[tuple[str, str], ...]:
 
 
 def frozen_models(config: ConfigDict) -> dict[str, FrozenModel]:
-  """The models of `serve.frozen` by their names. Nothing is loaded.
-
-  Raises:
-    UserError: a name is no model.
-  """
+  """The models of `serve.frozen` by their names; nothing is loaded. Raises UserError if a name is no model."""
   return {name: _model(config, name) for _, name in frozen_agents(config)}
 
 
@@ -111,16 +97,10 @@ def _model(config: ConfigDict, name: str) -> FrozenModel:
 
 
 def load_frozen(config: ConfigDict, policy: LanguageModel) -> dict[str, FrozenWeights]:
-  """Loads the weights of `serve.frozen`, by the names of their models.
+  """Loads the weights of `serve.frozen`, by the names of their models, in the types that the sampler computes with.
 
-  They are held in the types that the sampler computes with. A model of the policy's structure is sampled with the
-  policy's programs.
-
-  Args:
-    policy: the model that is trained.
-
-  Raises:
-    UserError: a model cannot be loaded, or has another tokenizer than the policy.
+  A model of the structure of the trained `policy` is sampled with the policy's programs. Raises UserError if a model
+  cannot be loaded, or has another tokenizer than the policy.
   """
   found = {}
   for name, of in frozen_models(config).items():

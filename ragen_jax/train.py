@@ -50,14 +50,9 @@ _LARGE = 512
 
 
 def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
-  """Trains a policy, or resumes the run in `workdir`.
+  """Trains a policy, or resumes the run in `workdir`; returns the metrics of the last evaluation.
 
-  Args:
-    config: the run's config, see configs/default.py.
-    workdir: the directory of the run's checkpoints, metrics and TensorBoard files, on disk or in a bucket.
-
-  Returns:
-    The metrics of the last evaluation.
+  The workdir has the run's checkpoints, metrics and TensorBoard files, and is on disk or in a bucket.
 
   Raises:
     UserError: the config cannot be run, or the workdir belongs to another run.

@@ -24,11 +24,7 @@ _NAME = re.compile(r'[\w-]*')
 
 
 def check_serve(config: ConfigDict) -> None:
-  """Checks the section `serve`, and that agents play all tags or none.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
-  """
+  """Checks the section `serve`, and that agents play all tags or none; raises UserError for the first wrong field."""
   s = config.serve
   rules.check(config, 'serve.host', bool(s.host) and s.host.strip() == s.host, "must be an address such as '127.0.0.1'")
   rules.check(config, 'serve.port', 0 <= s.port < 65536, 'must be from 0, any free port, to 65535')
@@ -115,11 +111,7 @@ def _names(expression: str) -> list[str]:
 
 
 def check_prompt(config: ConfigDict) -> None:
-  """Checks that there is at most one prompt, and that agent programs play which read it if there is one.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
-  """
+  """Raises UserError if there are two prompts, or one and no agent programs play which read it."""
   prompt, field = build_agents.initial_prompt(config), 'prompt.file' if config.prompt.file else 'prompt.text'
   # Arguments that are no UTF-8 reach Python as surrogates.
   right = not any('\ud800' <= character <= '\udfff' for character in prompt)
@@ -135,11 +127,7 @@ def check_prompt(config: ConfigDict) -> None:
 
 
 def check_prompt_search(config: ConfigDict) -> None:
-  """Checks a search, after `check_config`.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
-  """
+  """Checks a search, after `check_config`; raises UserError for the first field that cannot be used."""
   p = config.prompt
   if not build_agents.plays_agents(config):
     raise UserError(f"train.tags={config.train.tags}: must be of the type 'agent' with --mode=optimize_prompt")

@@ -29,23 +29,17 @@ _BLOCKS, _BLOCK = 64, 1 << 14  # blocks that are compared of a large file, and t
 
 
 def check_same_config(config: ConfigDict) -> None:
-  """Compares the config and the versions of all processes; all must call, before anything else.
-
-  Raises:
-    UserError: a process has another value; the same error in all processes.
-  """
+  """Raises a UserError in all processes if their configs or versions differ; all must call, before anything else."""
   if jax.process_count() > 1:
     fields = {name: json.dumps(x) for name, x in flatten(config.to_dict()).items() if name not in _PATHS}
     _check_same({name: text for name, text in fields.items() if role_of(name) not in _FREE} | versions())
 
 
 def check_same_files(config: ConfigDict) -> None:
-  """Compares the files that the config names: models, adapters, prompts, and modules of environments. All must call.
+  """Raises the same UserError in all processes if one sees other files than the rest; all must call.
 
-  Large files are compared by their sizes and by blocks of their contents.
-
-  Raises:
-    UserError: a process sees other files; the same error in all processes.
+  They are those that the config names: models, adapters, prompts, and modules of environments. Large files are compared
+  by their sizes and by blocks of their contents.
   """
   if jax.process_count() > 1:
     with processes.same_errors():
@@ -67,8 +61,7 @@ def versions() -> dict[str, str]:
 def digests(config: ConfigDict) -> dict[str, str]:
   """Digest of the files that each field names, by dotted name; 'absent' if a path does not exist here.
 
-  Raises:
-    UserError: the model cannot be found or read.
+  Raises UserError if the model cannot be found or read.
   """
   found = {'model.preset': _digest(pathlib.Path(presets.resolve(config.model.preset, config.model.path)))}
   for name, value in flatten(config.to_dict()).items():

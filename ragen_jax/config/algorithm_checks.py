@@ -47,11 +47,7 @@ READ_AT_TURN_ENDS = ('turn_wise_gae',)
 
 
 def check_algorithm(config: ConfigDict) -> None:
-  """Checks `algorithm`, `reward`, `filter`, `replay`, `monitor`, and the fields of other sections that depend on them.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
-  """
+  """Checks `algorithm`, `reward`, `filter`, `replay`, `monitor`, and fields that depend on them; raises UserError."""
   for field, allowed in _CHOICES.items():
     rules.one_of(config, field, allowed)
   rules.at_least(config, 1, *_AT_LEAST_ONE)

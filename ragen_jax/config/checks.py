@@ -60,9 +60,6 @@ def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True
   Args:
     weights: whether the model's weights must exist; False downloads nothing.
     model: whether `config.model` names the model; False if it is a fresh one.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
   """
   rules.not_replaced(config)
   limits.check_numbers(config)

@@ -47,10 +47,8 @@ def default_workdir(config_path: str) -> str:
 def workdirs(values: flags.FlagValues) -> list[str]:
   """The directories of the flag `workdir`, or the default for the flags `config` and `mode`.
 
-  The default of a warm start differs from that of training with the same config.
-
-  Raises:
-    UserError: a workdir is empty, or several workdirs or `output` are given for a mode other than plot.
+  The default of a warm start differs from that of training with the same config. Raises UserError if a workdir is
+  empty, or several workdirs or `output` are given for a mode other than plot.
   """
   given = values.workdir
   if not given:
@@ -70,9 +68,8 @@ def workdirs(values: flags.FlagValues) -> list[str]:
 def parse(argv: list[str]) -> list[str]:
   """Parses the flags, for `app.run(flags_parser=...)`.
 
-  Raises:
-    UserError: a flag or a field of the config does not exist, a value has the wrong type, or the config cannot be
-      loaded.
+  Raises UserError if a flag or a field of the config does not exist, a value has the wrong type, or the config cannot
+  be loaded.
   """
   if any(re.fullmatch(r'--?(help|helpshort|helpfull|helpxml|h|\?)(=.*)?', a) for a in argv):
     return _show_help(argv)
@@ -180,16 +177,11 @@ def _find_value(argv: list[str], flag: str) -> str | None:
 
 
 def load_config(value: str, flag: str = '--config=') -> ConfigDict:
-  """Loads a config.
+  """Loads 'FILE' or 'FILE:VARIANT'; FILE is relative to the working directory, or the name of a shipped config.
 
-  The config flag loads the file again later. Errors are raised here, because the flag would show a traceback.
-
-  Args:
-    value: 'FILE' or 'FILE:VARIANT'; the file is relative to the working directory, or the name of a shipped config.
-    flag: text before the file's name in errors.
-
-  Raises:
-    UserError: there is no such file or shipped config, or the file has no config.
+  The config flag loads the file again later. Errors are raised here, because the flag would show a traceback. Raises
+  UserError if there is no such file or shipped config, or the file has no config; the error shows `flag` before its
+  name.
   """
   name, colon, variant = value.partition(':')
   path = shipped.find_file(name)

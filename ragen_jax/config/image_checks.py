@@ -19,12 +19,9 @@ from ragen_jax.utils.errors import UserError
 def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eval'), weights: bool) -> None:
   """Checks that the model can read the images of the environments of some sections of the config.
 
-  Args:
-    weights: whether the checkpoint exists; otherwise a preset's processor is that of the published checkpoint.
-
-  Raises:
-    UserError: the model reads text only, its processor would resize the images of a board, the images of an observation
-      do not fit into the context, or there are processes.
+  Without `weights` there is no checkpoint, and a preset's processor is that of the published one. Raises UserError if
+  the model reads text only, its processor would resize the images of a board, the images of an observation do not fit
+  into the context, or there are processes.
   """
   specs = [s for section in sections for s in _specs(config, section) if shows_images(s)]
   if not specs and config.model.vision == 'frozen':

@@ -71,13 +71,10 @@ AT_MOST: dict[str, float] = {
 
 
 def check_numbers(config: ConfigDict) -> None:
-  """Checks that no field is None, and that every number is finite, fits its type and is at most its bound in `AT_MOST`.
+  """Raises UserError for the first field that is None, not finite, out of its type's range, or above its `AT_MOST`.
 
   The types are float32 and int32, those of the compiled programs; seeds of levels are unsigned. Options that
   environments outside JAX pass to foreign code (`envs.TAG.kwargs.NAME`) are not checked.
-
-  Raises:
-    UserError: the first field with a value that is not allowed.
   """
   for field, value in _leaves(config):
     rules.check(config, field, value is not None or field.startswith('envs.'), 'must have a value')

@@ -19,12 +19,9 @@ from ragen_jax.utils.errors import UserError
 
 
 def check_levels(config: ConfigDict) -> None:
-  """Checks that training and evaluation use different seeds for their levels.
+  """Raises UserError if the levels of training and evaluation have seeds in common, or seeds that exceed 2**32.
 
   Different seeds can still give the same board; `EnvStateManager` replaces such a training level.
-
-  Raises:
-    UserError: the ranges of seeds overlap, or exceed 2**32.
   """
   rollouts = config.num_iterations * config.filter.max_rollouts
   rules.check(
@@ -49,12 +46,9 @@ def check_levels(config: ConfigDict) -> None:
 
 
 def check_level_files(config: ConfigDict, section: str) -> None:
-  """Checks that the environments of `eval` and of `section` read their levels from different files.
+  """Raises UserError if a tag of `config.eval` and a tag of `config[section]` read their levels from the same file.
 
   Levels of a file are not drawn from seeds, so different seeds do not separate them.
-
-  Raises:
-    UserError: a tag of `config.eval` and a tag of `config[section]` read the same file.
   """
   used, held_out = _level_files(config, config[section].tags), _level_files(config, config.eval.tags)
   for path in sorted(set(used) & set(held_out)):
@@ -75,11 +69,7 @@ _DESCRIBING = tuple(form for form in FORMATS if described_sections(form))
 
 
 def check_replies(config: ConfigDict) -> None:
-  """Checks `agent.format`, and the fields of `reward` for replies.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
-  """
+  """Checks `agent.format` and the fields of `reward` for replies; raises UserError for the first that is wrong."""
   rules.one_of(config, 'agent.format', tuple(FORMATS))
   _check_request(config)
   rules.one_of(config, 'reward.state_place', PLACES)
@@ -132,11 +122,7 @@ BASELINES = ('random', 'solver')
 
 
 def check_eval(config: ConfigDict) -> None:
-  """Checks the checkpoint, the baselines and the endpoint of an evaluation.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
-  """
+  """Checks checkpoint, baselines and endpoint of an evaluation; raises UserError for the first field that is wrong."""
   e = config.eval
   rules.check(config, 'eval.temperature', e.temperature < math.inf, 'must be a number')
   has_name = e.step in ('latest', 'best', 'base', 'none') or e.step.isdecimal()

@@ -21,11 +21,7 @@ from ragen_jax.utils.errors import UserError, did_you_mean
 
 
 def check_sft(config: ConfigDict) -> None:
-  """Checks a warm start, after `check_config`.
-
-  Raises:
-    UserError: a field has a value that is not allowed; the first such field is named.
-  """
+  """Checks a warm start, after `check_config`; raises UserError for the first field that cannot be used."""
   if jax.process_count() > 1:
     raise UserError(f'--mode=sft runs in one process, there are {jax.process_count()}')
   rules.check(

@@ -11,31 +11,18 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """The numbers of one chip.
+  """The numbers of one chip."""
 
-  Attributes:
-    platform: 'tpu' or 'cuda'.
-    flops: bf16 operations a second at most, products of dense matrices with float32 sums.
-    hbm_bytes: memory.
-    hbm_bandwidth: bytes a second between memory and chip.
-    link_bandwidth: bytes a second that a chip sends to the others, over all its links, one way.
-    clock: Hz of the compiler's cycles: the clock at which the matrix units have the peak `flops`.
-    matrix_width: numbers of a row of a matrix unit; narrower products fill a part of it.
-    shapes: the names of machines that follow the colon, '2x4' for TPUs and '8' for GPUs; those that are offered most.
-    kind: how `jax.Device.device_kind` begins.
-    source: where the numbers come from.
-  """
-
-  platform: str
-  flops: float
-  hbm_bytes: float
-  hbm_bandwidth: float
-  link_bandwidth: float
-  clock: float
-  matrix_width: int
-  shapes: tuple[str, ...]
-  kind: str
-  source: str
+  platform: str  # 'tpu' or 'cuda'
+  flops: float  # bf16 operations a second at most, products of dense matrices with float32 sums
+  hbm_bytes: float  # memory
+  hbm_bandwidth: float  # bytes a second between memory and chip
+  link_bandwidth: float  # bytes a second that a chip sends to the others, over all its links, one way
+  clock: float  # Hz of the compiler's cycles: the clock at which the matrix units have the peak `flops`
+  matrix_width: int  # numbers of a row of a matrix unit; narrower products fill a part of it
+  shapes: tuple[str, ...]  # names of machines that follow the colon, '2x4' for TPUs and '8' for GPUs; the most common
+  kind: str  # how `jax.Device.device_kind` begins
+  source: str  # where the numbers come from
 
   def exchange_seconds(self, group: int) -> float:
     """Seconds of a gather, or of a sum whose parts stay divided, among `group` neighbours, however few its bytes.
@@ -43,9 +30,6 @@ class Chip:
     TPUs: jax-ml.github.io/scaling-book/sharding has about 1 us a hop, and a measured 8 us for 32 kB over three hops of
     v5e, of which the bytes take 2.1 us; so 3 us belong to every exchange. GPUs: NCCL's own model for NVLink
     (src/graph/tuning.cc, ring, protocol LL).
-
-    Args:
-      group: devices that exchange.
     """
     if group <= 1:
       return 0.0

@@ -16,16 +16,10 @@ AXES = ('data', 'fsdp', 'tensor')
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
-  """A mesh over all devices.
+  """A mesh over all devices; the sizes of its axes are those of `config.mesh`, where data=-1 takes all that remain.
 
-  Args:
-    data: size of the axis that divides rows only (each part has a copy of the weights); -1 uses all remaining devices.
-    fsdp: size of the axis that divides weights, and rows too.
-    tensor: size of the axis that divides heads, the MLP and the vocabulary.
-    devices: default those of this process and of the others of its run; programs can be compiled for others.
-
-  Raises:
-    UserError: a size is not allowed, or the product is not the number of devices.
+  The devices are by default those of this process and of the others of its run; programs can be compiled for others.
+  Raises UserError if a size is not allowed, or the product is not the number of devices.
   """
   # The devices of a process are adjacent, so that its rows are a contiguous range.
   devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))

@@ -49,17 +49,11 @@ _watchdog: Watchdog | None = None  # of this process, as JAX has one client of i
 
 @dataclasses.dataclass(frozen=True)
 class RowShare:
-  """The shards of rows that a process owns.
+  """The shards of rows that a process owns."""
 
-  Attributes:
-    shards: number of parts that the mesh divides rows into.
-    first: index of the first own shard.
-    own: number of own shards.
-  """
-
-  shards: int = 1
-  first: int = 0
-  own: int = 1
+  shards: int = 1  # number of parts that the mesh divides rows into
+  first: int = 0  # index of the first own shard
+  own: int = 1  # number of own shards
 
   @property
   def parts(self) -> int:
@@ -75,8 +69,7 @@ class RowShare:
 def row_share(mesh: Mesh | None) -> RowShare:
   """The share of this process; without a mesh, all rows.
 
-  Raises:
-    UserError: the shares of processes would differ in size or would not be contiguous.
+  Raises UserError if the shares of processes would differ in size or would not be contiguous.
   """
   if mesh is None:
     return RowShare()
@@ -90,13 +83,9 @@ def row_share(mesh: Mesh | None) -> RowShare:
 
 
 def shares_of(process: np.ndarray) -> dict[int, RowShare] | None:
-  """The share of every process.
+  """Shares by process; None if they differ in size, are not contiguous, or overlap partially.
 
-  Args:
-    process: i32[shards, devices], the process of each device, by the shard of rows that the device holds.
-
-  Returns:
-    Shares by process; None if they differ in size, are not contiguous, or overlap partially.
+  `process` is i32[shards, devices], the process of each device, by the shard of rows that the device holds.
   """
   shares = {}
   for p in np.unique(process).tolist():
@@ -116,8 +105,7 @@ def connect(
   Args:
     coordinator: HOST:PORT of process 0, or 'auto' if JAX detects everything itself (TPU pods, Slurm, Open MPI); None
       for a run of one process.
-    num_processes: number of processes; None with 'auto' and without a coordinator.
-    process_id: index of this process, from 0; None with 'auto' and without a coordinator.
+    num_processes, process_id: None with 'auto' and without a coordinator.
     patience: seconds that processes wait for one that makes no progress; 0 for any time.
     connect_timeout: seconds until all processes must be connected. Later, this process ends with one line.
 
@@ -259,13 +247,11 @@ def mark_progress(phase: str = '') -> None:
 
 
 def exit_process(status: int, together: bool = False, reason: str = '') -> None:
-  """Ends the process with an exit status.
+  """Ends the process with an exit status, and with the error `reason`, which the other processes name when they end.
 
-  Args:
-    reason: the error of this process, which the others name when they end; '' if there is none.
-    together: all processes of the run leave now, so this one waits for the others. Without it, the process ends at
-      once, since the others may be waiting for it. It also ends at once if a program is still being compiled in the
-      background: compilers cannot be stopped, and the interpreter's own end would abort the process.
+  With `together`, all processes of the run leave now, so this one waits for the others. Without it, the process ends at
+  once, since the others may be waiting for it. It also ends at once if a program is still being compiled in the
+  background: compilers cannot be stopped, and the interpreter's own end would abort the process.
   """
   foreign.end_children()
   sys.stdout.flush()
@@ -338,12 +324,7 @@ def raised_by_all(error: UserError) -> bool:
 
 
 def gather(value: Any, types: Sequence[type] = ()) -> list[Any]:
-  """The values that the processes pass, in the order of processes. All must call.
-
-  Args:
-    value: see `messages.pack`.
-    types: the dataclasses and enums that may occur in it.
-  """
+  """The values that the processes pass, in the order of processes; all must call. Arguments as for `messages.pack`."""
   if jax.process_count() == 1:
     return [value]
   mark_progress()

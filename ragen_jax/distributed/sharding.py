@@ -47,14 +47,9 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 
 def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-  """The layout of one weight.
+  """The layout of one weight, whose path is joined by '/', on a mesh with the axes `mesh.AXES`.
 
-  Args:
-    path: path of the weight, joined by '/'.
-    mesh: a mesh with the axes `mesh.AXES`.
-
-  Raises:
-    UserError: a mesh axis does not divide a dimension; the message lists smaller sizes that do.
+  Raises UserError if a mesh axis does not divide a dimension; the message lists smaller sizes that do.
   """
   for pattern, axes in RULES:
     if re.search(pattern, path) and len(axes) == len(shape):
@@ -192,11 +187,7 @@ _gathered.defvjp(lambda x, whole, sent: (_gathered(x, whole, sent), None), lambd
 
 
 def exchanged(weights: Any, mesh: Mesh) -> Any:
-  """The same weights; in the backward pass the devices add their gradients up here, and each keeps its part.
-
-  Args:
-    mesh: the devices that the rows of a batch are divided over.
-  """
+  """The same weights; in the backward pass the devices of `mesh` add up their gradients, and each keeps its part."""
   return jax.tree.map(_exchanged, weights, tree_shardings(weights, mesh), optimizer_shardings(weights, mesh))
 
 
@@ -245,18 +236,13 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingLayout:
-  """How the computations of sampled tokens are laid out.
+  """How the computations of sampled tokens are laid out."""
 
-  Attributes:
-    mesh: the devices that rows are divided over; None for one.
-    shared: weights are laid out as `sampling_spec` says, so a device needs the rows of its neighbours for the MLP and
-      the logits. The mesh is a `sampling_mesh`.
-    least_rows: rows that a product with weights has on each device at least; those that are not there are zeros.
-  """
-
-  mesh: Mesh | None
+  mesh: Mesh | None  # the devices that rows are divided over; None for one
+  # Weights are laid out as `sampling_spec` says, so a device needs the rows of its neighbours for the MLP and the
+  # logits. The mesh is a `sampling_mesh`.
   shared: bool
-  least_rows: int
+  least_rows: int  # least rows of a product with weights on each device; zeros are added to fewer
 
   def gathered(self, x: jax.Array) -> jax.Array:
     """Rows [B, ...] with those of the neighbours, if they are needed."""
@@ -324,12 +310,7 @@ def copied(tree: Any, mesh: Mesh) -> Any:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-  """Puts arrays on devices. Arrays that already have the layout are not copied.
-
-  Args:
-    tree: arrays with the same content on every process.
-    shardings: a tree of shardings of the same structure.
-  """
+  """Puts arrays, the same on every process, on devices; those that already have the layout are not copied."""
   if jax.process_count() == 1:
     return jax.device_put(tree, shardings)
 

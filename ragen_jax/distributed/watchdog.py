@@ -46,23 +46,14 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """What a process says about itself.
+  """What a process says about itself."""
 
-  Attributes:
-    beat: number of the record.
-    points: number of points that its main thread has passed.
-    phase: its phase, for people.
-    place: where its main thread is: 'file.py:12, step'.
-    who: its machine and process id.
-    failed: the reason why it ends; '' while it runs.
-  """
-
-  beat: int = 0
-  points: int = 0
-  phase: str = ''
-  place: str = ''
-  who: str = ''
-  failed: str = ''
+  beat: int = 0  # number of the record
+  points: int = 0  # number of points that its main thread has passed
+  phase: str = ''  # for people
+  place: str = ''  # where its main thread is: 'file.py:12, step'
+  who: str = ''  # its machine and process id
+  failed: str = ''  # the reason why it ends; '' while it runs
 
 
 @dataclasses.dataclass
@@ -84,10 +75,8 @@ class Watchdog:
     """Starts nothing, see `start`.
 
     Args:
-      index: number of this process, from 0.
       patience: seconds that a process may be waited for; 0 for any time.
       end: ends this process with a message; called by a thread of the watchdog.
-      clock: function that returns seconds since a fixed moment.
     """
     self._store, self._index, self._count, self._patience = store, index, count, patience
     self._end, self._clock = end, clock
@@ -111,11 +100,7 @@ class Watchdog:
     self._closed.set()
 
   def passed(self, phase: str = '') -> None:
-    """Says that the main thread passes a point; all processes pass the same ones in the same order.
-
-    Args:
-      phase: the phase that begins; '' if none does.
-    """
+    """Says that the main thread passes a point, where a `phase` may begin; all processes pass the same in one order."""
     with self._lock:
       self._own = dataclasses.replace(self._own, points=self._own.points + 1, phase=phase or self._own.phase)
 

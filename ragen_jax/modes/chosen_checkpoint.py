@@ -1,4 +1,8 @@
-"""The checkpoint of --mode=eval, serve and optimize_prompt: `eval.step` in the workdir, or the config's model."""
+"""The checkpoint of --mode=eval, serve and optimize_prompt: `eval.step` in the workdir, or the config's model.
+
+Only the fields of the config that define a checkpoint's weights must be those of its run. If the user named the workdir
+(`given`), a workdir without checkpoints is an error, because its name may be misspelt.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, given: bool) -> int | None:
-  """The step of the checkpoint that `eval.step` names; None for a model without a checkpoint in the workdir.
-
-  Raises:
-    UserError: the config asks for a checkpoint that does not exist.
-  """
+  """The step that `eval.step` names; None for the config's model. Raises UserError if there is no such checkpoint."""
   if config.eval.step in ('base', 'none'):
     return None
   if checkpointer.steps():
@@ -41,11 +41,7 @@ def find_step(config: ConfigDict, workdir: str, checkpointer: Checkpointer, give
 
 
 def compare_with_run(config: ConfigDict, workdir: str, *, warm_start: bool = False) -> list[str]:
-  """The tags that the run or the warm start trains on.
-
-  Raises:
-    UserError: its checkpoints belong to another model than the config's.
-  """
+  """The tags that the run or the warm start trains on. Raises UserError if its checkpoints are of another model."""
   run, changed = changed_fields(workdir, config.to_dict())
   weights = fields_of('weights')
   others = [f'{name} was {was} and is {now}' for name, (was, now) in changed.items() if name in weights]

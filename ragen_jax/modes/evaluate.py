@@ -53,14 +53,8 @@ _log = logging.getLogger(__name__)
 def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[str, Any]:
   """Evaluates the policies that `config.eval` names, and writes the results.
 
-  Args:
-    config: see configs/default.py. Only the fields that define a checkpoint's weights must be those of its run.
-    workdir: directory of the run; for a model without a run, the directory of the results.
-    given: whether the user named the workdir. If so, a workdir without checkpoints is an error, because its name may be
-      misspelt.
-
-  Returns:
-    The content of the JSON file, and its path as 'path'.
+  `workdir` is the directory of the run or, for a model without a run, of the results. Returns the content of the JSON
+  file, and its path as 'path'. For `given` see chosen_checkpoint.py.
 
   Raises:
     UserError: the config cannot be run; there is no such checkpoint, or it belongs to another config; the endpoint

@@ -29,17 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 def export(config: ConfigDict, workdir: str) -> str:
-  """Writes the checkpoint that `config.export` selects.
+  """Writes the checkpoint that `config.export` selects, and returns the directory, or its address in a bucket.
 
-  Args:
-    config: the config of the run. fields that `free_in_export` lists may differ.
-
-  Returns:
-    The directory that was written; its address if it is in a bucket.
-
-  Raises:
-    UserError: the workdir holds no run or a run of another config, there is no such checkpoint, or the output must not
-      be overwritten.
+  The fields that `free_in_export` lists may differ from the run's. Raises UserError if the workdir holds no run or a
+  run of another config, there is no such checkpoint, or the output must not be overwritten.
   """
   if jax.process_count() > 1:
     raise UserError(f'--mode=export runs in one process, there are {jax.process_count()}')

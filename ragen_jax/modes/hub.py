@@ -29,19 +29,9 @@ _PICTURES = ('picture', 'final_picture', 'images')
 
 
 def push_model(config: ConfigDict, workdir: str | os.PathLike[str], output: str, step: int) -> str:
-  """Writes the model card into an exported directory, and uploads the directory to `config.export.push`.
+  """Writes the model card into the exported directory `output`, and uploads the directory to `config.export.push`.
 
-  Args:
-    config: the run's config.
-    workdir: the run's directory.
-    output: the exported directory.
-    step: the checkpoint that was exported.
-
-  Returns:
-    The address of the commit.
-
-  Raises:
-    UserError: the hub refuses the upload or cannot be reached.
+  Returns the address of the commit. Raises UserError if the hub refuses the upload or cannot be reached.
   """
   curves = group(read_runs([workdir], [panel.metric for panel in PANELS]))
   panels = [panel for panel in PANELS if any(panel.metric in run.series for curve in curves for run in curve.runs)]
@@ -55,13 +45,11 @@ def push_model(config: ConfigDict, workdir: str | os.PathLike[str], output: str,
 
 
 def push_episodes(config: ConfigDict, workdir: str | os.PathLike[str]) -> str:
-  """Uploads the episodes of a run as a data set to `config.export.push_episodes`; arguments as for `push_model`.
+  """Uploads the episodes of a run as a data set to `config.export.push_episodes`; returns the address of the commit.
 
   A row is an episode, a `viewer.schema.EpisodeRecord` without pictures. The splits are 'train', episodes of training
-  iterations, and 'eval', those of the evaluations.
-
-  Raises:
-    UserError: the run has no episodes, the hub refuses the upload or cannot be reached.
+  iterations, and 'eval', those of the evaluations. Raises UserError if the run has no episodes, the hub refuses the
+  upload or cannot be reached.
   """
   with tempfile.TemporaryDirectory(prefix='ragen-episodes-') as directory:
     counts = dict.fromkeys(('train', 'eval'), 0)
@@ -83,14 +71,7 @@ def push_episodes(config: ConfigDict, workdir: str | os.PathLike[str]) -> str:
 
 
 def model_card(config: ConfigDict, workdir: str | os.PathLike[str], step: int, *, figure: bool) -> str:
-  """The card of an exported model: what it was trained on, its evaluations, its curve and its config.
-
-  Args:
-    config: the run's config.
-    workdir: the run's directory.
-    step: the checkpoint.
-    figure: whether curves.png is beside the card.
-  """
+  """The card of an exported model: what it was trained on, evaluations, curve (curves.png if `figure`), config."""
   name, tags = pathlib.Path(workdir).name, ', '.join(config.train.tags)
   base = PRESETS.get(config.model.preset) if not config.model.path else None
   adapter = config.export.lora == 'adapter' and config.lora.rank > 0

@@ -44,19 +44,9 @@ FOLDER = 'prompt_search'
 def optimize_prompt(config: ConfigDict, workdir: str, *, given: bool) -> tuple[Round, Final]:
   """Searches for a prompt with which programs score more on the tasks of `eval.tags`.
 
-  The policy is the checkpoint that `eval.step` names, or the config's model if there is none.
-
-  Args:
-    config: see configs/default.py. Only the fields that define a checkpoint's weights must be those of its run.
-    workdir: directory of the run; the results are in its folder prompt_search/.
-    given: whether the user named the workdir. If so, a workdir without checkpoints is an error.
-
-  Returns:
-    The last round and the comparison at the end.
-
-  Raises:
-    UserError: the config cannot be run, there is no such checkpoint, the folder belongs to another search, the critic
-      cannot be reached, or all attempts with the first prompt fail.
+  Returns the last round and the comparison at the end. For the policy and `given` see chosen_checkpoint.py. Raises
+  UserError if the config cannot be run, there is no such checkpoint, the folder belongs to another search, the critic
+  cannot be reached, or all attempts with the first prompt fail.
   """
   if jax.process_count() > 1:
     raise UserError(f'--mode=optimize_prompt runs in one process, there are {jax.process_count()}; devices may be many')

@@ -33,13 +33,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
   """Writes what a run needs of a machine: of `plan.topology`, or else of `plan.devices` devices.
 
   For the latter, a table of the memory per device, whether it fits, and if not, changes of the config with which it
-  fits.
-
-  Args:
-    config: the config of the run; `config.plan` describes the machine.
-
-  Raises:
-    UserError: a field has a value that is not allowed.
+  fits. Raises UserError if a field has a value that is not allowed.
   """
   check_plan(config)
   if config.plan.topology:

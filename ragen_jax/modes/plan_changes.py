@@ -24,11 +24,8 @@ _LOGITS_CHUNKS = (1024, 256)
 def fit(config: ConfigDict, found: MemoryPlan, compiled: Any) -> tuple[dict[str, Any], ConfigDict, MemoryPlan]:
   """Changes one field at a time, each time for the phase with the largest total, until the run fits.
 
-  Args:
-    compiled: see `estimate`.
-
-  Returns:
-    The changed fields, the config with them, and its plan. The plan does not fit if no candidate was left.
+  Returns the changed fields, the config with them, and its plan, which does not fit if no candidate was left. For
+  `compiled` see `estimate`.
   """
   changes: dict[str, Any] = {}
   for _ in range(_MAX_CHANGES):
@@ -57,9 +54,7 @@ def fit(config: ConfigDict, found: MemoryPlan, compiled: Any) -> tuple[dict[str,
 def candidates(config: ConfigDict, phase: str, rows: int) -> Iterator[dict[str, Any]]:
   """Changes of fields that reduce a phase's memory; changes that affect learning come last.
 
-  Args:
-    phase: 'update', 'rollout' or 'evaluation'.
-    rows: rows of the devices in the last two.
+  The phase is 'update', or 'rollout' or 'evaluation' with so many rows of the devices.
   """
   o, mesh = config.optimizer, make_mesh(**config.mesh)
   if build_agents.plays_agents(config):

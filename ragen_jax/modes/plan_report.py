@@ -23,12 +23,8 @@ _GIB = 2**30
 def report(config: ConfigDict, topology: Topology, out: TextIO) -> None:
   """Compiles the run's programs for a topology and writes what they need; each program as soon as it is compiled.
 
-  Args:
-    config: the config of the run, checked.
-    topology: the machine; `topologies.prepare` has been called for it.
-
-  Raises:
-    UserError: the installed compiler does not know the topology, or the mesh does not divide the model.
+  The config is checked, and `topologies.prepare` has been called for the topology. Raises UserError if the installed
+  compiler does not know the topology, or the mesh does not divide the model.
   """
   devices = topologies.devices(topology)
   run = programs.make_run(config, devices)

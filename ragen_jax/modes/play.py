@@ -46,13 +46,12 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
   """Lets a person play training's levels, from `train.first_level` on, the tags of `train.tags` in turn.
 
   A level, its randomness and its limits (turns, actions, actions a turn) are those of a group's first member in
-  training. The typed actions become a reply without a thought. Tokens are not limited.
+  training. The typed actions become a reply without a thought. Tokens are not limited; of the model, only the tokenizer
+  is read.
 
   Args:
-    config: see configs/default.py; only the tokenizer of the model is read.
     stdin: lines with the actions of one turn, separated by `agent.action_sep`, or a command. A word that is both is an
       action, unless actions are free text. The end of the input ends the play.
-    stdout: for the boards and the answers.
     level: a text file with the level that is played each time, in place of training's (`envs.load_level`).
 
   Raises:
@@ -112,30 +111,19 @@ def _with_level_of(path: str, specs: list[EnvSpec]) -> EnvSpec:
 
 
 class Person:
-  """A person as the speaker of one level; the batch has one row.
-
-  Attributes:
-    conversation: tokens of the prompt up to the next reply; after the end, tokens of the whole episode.
-    quits: whether the person ended the game.
-  """
+  """A person as the speaker of one level; the batch has one row."""
 
   writes_tokens: ClassVar[bool] = False
 
   def __init__(self, proxy: AgentProxy, stdin: TextIO, stdout: TextIO):
-    """Shows nothing before the first turn.
-
-    Args:
-      proxy: the rollout loop with one row, which plays the level.
-      stdin: see `play`.
-      stdout: see `play`.
-    """
+    """Shows nothing before the first turn."""
     (self._spec,) = proxy.envs.specs
     self._context = proxy.context
     self._stdin, self._stdout = stdin, stdout
     self._solver = SolverSpeaker()
     self._typed = 0  # number of typed actions in the last turn
-    self.conversation: list[int] = []
-    self.quits = False
+    self.conversation: list[int] = []  # tokens of the prompt up to the next reply; after the end, of the whole episode
+    self.quits = False  # whether the person ended the game
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """See `agent.speakers.Speaker`. Shows the state and reads lines until a line has actions or leaves the level."""
@@ -155,25 +143,17 @@ class Person:
     return {0: reply}
 
   def after_the_end(self, episode: Episode, best: float) -> None:
-    """Shows how the level ended, and answers commands until the person leaves it.
-
-    Args:
-      best: the best success probability on the level; NaN if unknown.
-    """
+    """Shows the end and the best success probability (NaN if unknown), and answers commands until the person leaves."""
     ending = self._ending(episode, best)
     self._stdout.write(self._outcome(episode.turns) + ending)
     while self._ask(ending, lambda: _OVER) is not None:
       self._stdout.write(_OVER)
 
   def _ask(self, state: str, hint: Callable[[], str]) -> list[str] | None:
-    """Reads lines and answers commands until the person types actions.
+    """Reads lines and answers commands until the person types actions, and returns their words, at least one.
 
-    Args:
-      state: the answer to an empty line.
-      hint: gives the answer to the command 'hint'.
-
-    Returns:
-      The words, at least one; None if the person leaves the level. `quits` then tells whether the game is over.
+    None if the person leaves the level; `quits` then tells whether the game is over. `state` answers an empty line,
+    `hint` the command 'hint'.
     """
     env = self._spec.env
     while True:

@@ -20,17 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def plot(workdirs: Sequence[str], output: str | None = None) -> list[str]:
-  """Draws the figures of some runs, each as PNG and SVG, and logs their paths.
+  """Draws the figures of runs, which may be in progress, each as PNG and SVG; logs and returns their paths.
 
-  Args:
-    workdirs: the runs' directories; the runs may be in progress.
-    output: directory of the figures; by default `plots` in the workdir of a single run, or next to the first of many.
-
-  Returns:
-    The figures' paths.
-
-  Raises:
-    UserError: a workdir is missing, given twice, or has nothing to draw, or the figures cannot be written.
+  The directory `output` is by default `plots` in the workdir of a single run, or next to the first of many. Raises
+  UserError if a workdir is missing, given twice, or has nothing to draw, or the figures cannot be written.
   """
   check_different(workdirs)
   with contextlib.ExitStack() as stack:

@@ -23,16 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 def serve(config: ConfigDict, workdir: str, *, given: bool, stop: threading.Event) -> None:
-  """Serves the checkpoint that `eval.step` names, or the config's model if there is none.
+  """Serves the checkpoint that `eval.step` names, or the config's model if there is none, until `stop` is set.
 
-  Args:
-    config: see configs/default.py. Only the fields that define a checkpoint's weights must be those of its run.
-    workdir: directory of the run; the store of rollouts is in its folder serve/.
-    given: whether the user named the workdir. If so, a workdir without checkpoints is an error.
-    stop: set it to end.
-
-  Raises:
-    UserError: the config cannot be run, there is no such checkpoint, or the address cannot be bound.
+  The store of rollouts is in the folder serve/ of the workdir; for `given` see chosen_checkpoint.py. Raises UserError
+  if the config cannot be run, there is no such checkpoint, or the address cannot be bound.
   """
   if jax.process_count() > 1:
     raise UserError(f'--mode=serve runs in one process, there are {jax.process_count()}; devices may be many')

@@ -68,12 +68,8 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   """Trains on replies of the solvers or of `sft.data`, and writes a Hugging Face checkpoint to `config.sft.output`.
 
   With LoRA the adapters and the value head are trained, and `config.export.lora` selects the written form. An earlier
-  `sft.output` is replaced atomically, once the new one is complete.
-
-  Args:
-    config: see configs/default.py.
-    workdir: directory of checkpoints, metrics and TensorBoard files, on disk or in a bucket; an interrupted warm start
-      is resumed.
+  `sft.output` is replaced atomically, once the new one is complete. An interrupted warm start is resumed from the
+  workdir, which is on disk or in a bucket.
 
   Raises:
     UserError: the config cannot be run, the data cannot be learnt from, or the workdir belongs to another config.
@@ -293,12 +289,8 @@ def _restore(
 ) -> tuple[int, dict[str, Any] | None]:
   """Restores the trainer from the last undamaged checkpoint, if there is one.
 
-  Returns:
-    The number of steps done, and the states of the `StepWatch` and the `SftLog`; None without a checkpoint, and for
-    those of earlier versions.
-
-  Raises:
-    UserError: the checkpoint was trained on other data.
+  Returns the number of steps done, and the states of the `StepWatch` and the `SftLog`; None without a checkpoint, and
+  for those of earlier versions. Raises UserError if the checkpoint was trained on other data.
   """
   checkpointer.set_damaged_aside()
   done, told = checkpointer.latest_step() or 0, None

@@ -15,16 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 def view(workdir: str) -> str:
-  """Writes the page of all episodes of a run and logs its path.
+  """Writes the page of all episodes of a run, which may be in progress; logs and returns its path, or its address.
 
-  Args:
-    workdir: the run's directory; the run may be in progress.
-
-  Returns:
-    The page's path; its address if the workdir is in a bucket.
-
-  Raises:
-    UserError: there are no episodes in the directory, or the page cannot be written.
+  Raises UserError if there are no episodes in the directory, or the page cannot be written.
   """
   if not is_address(workdir) and not os.path.isdir(workdir):
     raise UserError(f'--workdir={workdir}: there is no such directory')

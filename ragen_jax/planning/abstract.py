@@ -47,13 +47,9 @@ _GIB = 2**30
 
 
 def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | None = None) -> LanguageModel:
-  """The policy with abstract weights.
+  """The policy with abstract weights, on the devices that `config.mesh` arranges, by default those of this process.
 
   Its tokenizer is that of the built-in model, since only the chat format affects the programs.
-
-  Args:
-    config: the run's; the weights of its model are not needed.
-    devices: that `config.mesh` arranges; default those of this process.
   """
   mesh = make_mesh(**config.mesh, devices=devices)
   shape = presets.shape(config.model.preset, config.model.path)
@@ -101,15 +97,10 @@ def laid_out(tree: Any, shardings: Any) -> Any:
 def micro_batches(
   config: ConfigDict, trainer: Trainer, batching: BatchingSettings, *, length: int = 0, sampled: int = 0, rows: int = 0
 ) -> tuple[int, tuple[int, int, int]]:
-  """The micro-batches of a mini-batch whose rows are all equally long.
+  """The number of micro-batches of a mini-batch whose rows are all equally long, and the shape of each.
 
-  Args:
-    length: tokens of a row; default the longest possible.
-    sampled: sampled tokens of a row; default the most possible.
-    rows: of the mini-batch; default an episode each.
-
-  Returns:
-    Their number, and the shape of each: rows or bins, columns, and sampled tokens of a row or a bin.
+  The shape is rows or bins, columns, and sampled tokens of a row or a bin. By default, rows have the longest possible
+  `length` and the most possible `sampled` tokens, and each episode of the mini-batch is one of its `rows`.
   """
   agent = config.agent
   length = min(length or agent.max_context, agent.max_context)
@@ -229,28 +220,19 @@ def usable_bytes(config: ConfigDict) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerPlan:
-  """What a run samples with on the planned machine.
+  """What a run samples with on the planned machine."""
 
-  Attributes:
-    params: the weights that the sampler's programs take.
-    gathered: whether they are laid out for decoding, and not over `fsdp` as the trained ones.
-    copied: bytes a device of those that are not the trained ones.
-    rows: of the devices, in 'rollout' and 'evaluation'; at most the episodes.
-  """
-
-  params: Any
-  gathered: bool
-  copied: int
-  rows: dict[str, int]
+  params: Any  # the weights that the sampler's programs take
+  gathered: bool  # whether they are laid out for decoding, and not over `fsdp` as the trained ones
+  copied: int  # bytes a device of those that are not the trained ones
+  rows: dict[str, int]  # of the devices, in 'rollout' and 'evaluation'; at most the episodes
 
 
 def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, kept: int) -> SamplerPlan:
   """What `SamplerSpeaker` would choose on a machine of the planned memory.
 
-  Args:
-    policy: abstract, with computations in the type of the planned machine.
-    state: abstract.
-    kept: bytes a device of weights, reference and optimiser's state.
+  The abstract policy computes in the type of the planned machine. `kept` are the bytes a device of weights, reference
+  and optimiser's state.
   """
   sampler, mesh, limit = policy.sampler, policy.mesh, usable_bytes(config)
   needed = 2 * bytes_per_device(sampler.abstract_weights({'policy': state.params['policy']}))

@@ -45,9 +45,6 @@ def threads(config: ConfigDict, *, platform: str, processes: int) -> int:
 
   None with several processes, or with images, whose programs have shapes of their own. Otherwise
   `config.compile_ahead`, of which -1 takes none on CPUs, because the run needs all processors.
-
-  Args:
-    platform: of its devices, 'cpu', 'gpu' or 'tpu'.
   """
   if processes > 1 or visual_columns(config):
     return 0
@@ -76,12 +73,7 @@ class CompileAhead:
     listed: Collection[Program],
     background: Background,
   ):
-    """Nothing is compiled before it is told of programs or episodes (`Observer.told_to`).
-
-    Args:
-      state: its shapes, types and layouts are read.
-      listed: the programs that the run may need; no others are compiled for updates.
-    """
+    """Waits for programs and episodes (`Observer.told_to`). For updates it compiles only the programs of `listed`."""
     self._config, self._trainer, self._background = config, trainer, background
     self._listed = set(listed)
     self._state = _abstract(state)
@@ -169,9 +161,7 @@ class CompileAhead:
 def open_ahead(config: ConfigDict, trainer: Trainer, state: TrainState, background: Background) -> Iterator[None]:
   """Logs how many programs the run may need, and compiles ahead while it is open, if there are threads.
 
-  Args:
-    state: its shapes, types and layouts are read.
-    background: has as many threads as `threads` says. At the end it is asked to stop, and the caller closes it.
+  `background` has as many threads as `threads` says. At the end it is asked to stop, and the caller closes it.
   """
   listed = program_list.programs(config, trainer, program_list.rows(config, trainer.model.sampler))
   count = background.threads

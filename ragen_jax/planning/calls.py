@@ -17,25 +17,15 @@ from ragen_jax.sampling.schedule import Asked, Feed, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """A call of a program of the sampler, with the sizes that it is compiled for.
+  """A call of a program of the sampler, with the sizes that it is compiled for."""
 
-  Attributes:
-    kind: 'extend', 'decode', or 'resize' for each layer.
-    rows: of the devices that take part.
-    size: columns of the cache; before, where they change. 0 where the cache is not read.
-    width: columns of the observation, or of the cache after.
-    first: all observations begin rows.
-    steps: tokens that `decode` samples for each row.
-    used: those of them that were needed, over all rows.
-  """
-
-  kind: str
-  rows: int
-  size: int
-  width: int = 0
-  first: bool = False
-  steps: int = 0
-  used: int = 0
+  kind: str  # 'extend', 'decode', or 'resize' for each layer
+  rows: int  # of the devices that take part
+  size: int  # columns of the cache; before, where they change; 0 where the cache is not read
+  width: int = 0  # columns of the observation, or of the cache after
+  first: bool = False  # all observations begin rows
+  steps: int = 0  # tokens that `decode` samples for each row
+  used: int = 0  # those of them that were needed, over all rows
 
   @property
   def shape(self) -> tuple[int | bool, ...]:

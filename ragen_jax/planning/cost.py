@@ -21,22 +21,17 @@ from ragen_jax.utils.errors import one_line
 class Cost:
   """What one device needs for a program, and what the compilation costs.
 
-  Attributes:
-    arguments, results, aliased, temporary: bytes; results that take the place of arguments are `aliased`.
-    compile_seconds: of the clock.
-    compile_cpu_seconds: of all cores together.
-    work: the estimate of `kernel_times.work_of`; None where the compiled program cannot be read.
-    timed: the time is the compiler's own estimate; otherwise bytes and operations are divided by what a chip reaches.
+  Sizes are in bytes; results that take the place of arguments are `aliased`.
   """
 
   arguments: int
   results: int
   aliased: int
   temporary: int
-  compile_seconds: float
-  compile_cpu_seconds: float
-  work: Work | None
-  timed: bool
+  compile_seconds: float  # of the clock
+  compile_cpu_seconds: float  # of all cores together
+  work: Work | None  # the estimate of `kernel_times.work_of`; None where the compiled program cannot be read
+  timed: bool  # the compiler estimates the time; else bytes and operations are divided by what a chip reaches
 
   @property
   def hbm(self) -> int:
@@ -51,11 +46,8 @@ class CompileFailure(Exception):
 def compile_program(lowered: jax.stages.Lowered, topology: Topology, loop_trips: int = 1) -> Cost:
   """Compiles a lowered program for the devices that its arguments are laid out on.
 
-  Args:
-    loop_trips: runs of loops that end when data says so, for the time.
-
-  Raises:
-    CompileFailure: the compiler refuses it, for instance as it does not fit into the memory.
+  For the time, loops that end when data says so run `loop_trips` times. Raises CompileFailure if the compiler refuses
+  the program, for instance as it does not fit into the memory.
   """
   start, cpu = time.perf_counter(), time.process_time()
   with tempfile.TemporaryDirectory(prefix='ragen-jax-hlo-') as dump:

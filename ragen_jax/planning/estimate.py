@@ -15,17 +15,11 @@ from ragen_jax.planning.topologies import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """A program and what the compiler says of it.
-
-  Attributes:
-    program: the program.
-    cost: None if the compiler refused it.
-    failure: why it refused it.
-  """
+  """A program and what the compiler says of it."""
 
   program: Program
-  cost: Cost | None
-  failure: str = ''
+  cost: Cost | None  # None if the compiler refused it
+  failure: str = ''  # why it refused it
 
   @property
   def memory(self) -> float:
@@ -35,15 +29,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-  """Time of a part of an iteration.
+  """Time of a part of an iteration."""
 
-  Attributes:
-    device: of the device's own work.
-    links: of collectives at least, with all links busy; none of it is hidden behind work.
-  """
-
-  device: float = 0.0
-  links: float = 0.0
+  device: float = 0.0  # of the device's own work
+  links: float = 0.0  # of collectives at least, with all links busy; none of it is hidden behind work
 
   def __add__(self, other: Seconds) -> Seconds:
     return Seconds(self.device + other.device, self.links + other.links)
@@ -55,23 +44,14 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """What a run needs. Where the compiler refused a program, what follows from it is not a number.
+  """What a run needs. Where the compiler refused a program, what follows from it is not a number."""
 
-  Attributes:
-    memory: bytes a device by phase, of the phase's largest program.
-    parts: seconds of an iteration by part.
-    evaluation: seconds of evaluations for each iteration.
-    sampled: tokens that an iteration samples.
-    iterations: of the run.
-    chips: of the machine.
-  """
-
-  memory: dict[str, float]
-  parts: dict[str, Seconds]
-  evaluation: float
-  sampled: int
-  iterations: int
-  chips: int
+  memory: dict[str, float]  # bytes a device by phase, of the phase's largest program
+  parts: dict[str, Seconds]  # of an iteration, by part
+  evaluation: float  # seconds of evaluations for each iteration
+  sampled: int  # tokens that an iteration samples
+  iterations: int  # of the run
+  chips: int  # of the machine
 
   @property
   def iteration(self) -> float:

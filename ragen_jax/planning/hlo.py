@@ -18,17 +18,11 @@ _BRANCHES = re.compile(r'\bbranch_computations=\{([^}]*)\}')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """An array of a program.
+  """An array of a program."""
 
-  Attributes:
-    dtype: such as 'bf16'.
-    shape: its dimensions.
-    on_chip: it lies in the memory of the chip's core, not in HBM.
-  """
-
-  dtype: str
+  dtype: str  # such as 'bf16'
   shape: tuple[int, ...]
-  on_chip: bool = False
+  on_chip: bool = False  # it lies in the memory of the chip's core, not in HBM
 
   @property
   def size(self) -> int:
@@ -43,25 +37,15 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a computation.
+  """One line of a computation."""
 
-  Attributes:
-    name: without the leading '%'.
-    results: the arrays that it gives; several for a tuple.
-    opcode: such as 'fusion'.
-    operands: names of its operands.
-    rest: the attributes, as they are written.
-    is_root: its result is the computation's.
-    argument: what stands in the brackets: the index of a parameter, the value of a constant.
-  """
-
-  name: str
-  results: tuple[Array, ...]
-  opcode: str
-  operands: tuple[str, ...]
-  rest: str
-  is_root: bool
-  argument: str
+  name: str  # without the leading '%'
+  results: tuple[Array, ...]  # the arrays that it gives; several for a tuple
+  opcode: str  # such as 'fusion'
+  operands: tuple[str, ...]  # names of its operands
+  rest: str  # the attributes, as they are written
+  is_root: bool  # its result is the computation's
+  argument: str  # what stands in the brackets: the index of a parameter, the value of a constant
 
   @property
   def called(self) -> tuple[str, ...]:
@@ -79,15 +63,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """The computations of a compiled program.
+  """The computations of a compiled program."""
 
-  Attributes:
-    computations: instructions by name, by computation.
-    entry: the computation that runs first.
-  """
-
-  computations: dict[str, dict[str, Instruction]]
-  entry: str
+  computations: dict[str, dict[str, Instruction]]  # instructions by name, by computation
+  entry: str  # the computation that runs first
 
   def called(self, instruction: Instruction) -> list[dict[str, Instruction]]:
     """The computations that an instruction runs and that the text has."""
@@ -111,11 +90,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-  """The program of the text that `jax.stages.Compiled.as_text` gives.
-
-  Raises:
-    ValueError: the text has no entry computation.
-  """
+  """The program of the text of `jax.stages.Compiled.as_text`. Raises ValueError if it has no entry computation."""
   computations: dict[str, dict[str, Instruction]] = {}
   entry, current = '', None
   # The metadata of a kernel stands on lines of its own.

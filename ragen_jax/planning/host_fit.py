@@ -25,10 +25,9 @@ _GIB = 2**30
 
 
 def check_host_memory(config: ConfigDict) -> None:
-  """Checks that the update fits if it runs on one CPU; accelerators report themselves what does not fit.
+  """Raises UserError if the update runs on one CPU and does not fit; accelerators report themselves what does not fit.
 
-  Raises:
-    UserError: it does not fit; the message names a change of the config with which it would.
+  The message names a change of the config with which it would fit.
   """
   if jax.default_backend() != 'cpu':
     return

@@ -36,23 +36,14 @@ _FREE = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What a device does.
+  """What a device does."""
 
-  Attributes:
-    seconds: without collectives.
-    kernels: that are started.
-    collectives: bytes of the results of collectives, by kind.
-    sent: bytes that a device sends at least for them, in a ring.
-    waits: seconds that the collectives take besides, however few their bytes.
-    loops: the loops whose number of runs the compiler does not know, and those in them, one run each.
-  """
-
-  seconds: float = 0.0
-  kernels: int = 0
-  collectives: dict[str, float] = dataclasses.field(default_factory=dict)
-  sent: float = 0.0
-  waits: float = 0.0
-  loops: tuple[Work, ...] = ()
+  seconds: float = 0.0  # without collectives
+  kernels: int = 0  # number of those that are started
+  collectives: dict[str, float] = dataclasses.field(default_factory=dict)  # bytes of results, by kind
+  sent: float = 0.0  # bytes that a device sends at least for collectives, in a ring
+  waits: float = 0.0  # seconds that the collectives take besides, however few their bytes
+  loops: tuple[Work, ...] = ()  # whose number of runs the compiler does not know, and those in them, one run each
 
   def __add__(self, other: Work) -> Work:
     return Work(
@@ -86,12 +77,7 @@ class Work:
 
 
 def work_of(program: Program, chip: Chip, devices: int, loop_trips: int = 1) -> Work:
-  """The work of a whole program on one device.
-
-  Args:
-    devices: that run the program together.
-    loop_trips: runs of loops that end when data says so.
-  """
+  """The work of a whole program on one of its devices; loops that end when data says so run `loop_trips` times."""
   return _Reader(program, chip, devices, loop_trips).of(program.entry)
 
 

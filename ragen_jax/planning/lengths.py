@@ -17,27 +17,16 @@ _COMMON = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-  """Tokens of the episodes of a run; the fields of `config.plan`, within the limits of `config.agent`.
+  """Tokens of the episodes of a run; the fields of `config.plan`, within the limits of `config.agent`."""
 
-  Attributes:
-    prompt: of the first observation.
-    observation: of each later one.
-    reply: of a reply, on average.
-    longest: of the longest reply of a turn, over all rows.
-    turns: of an episode.
-    whole: an episode is one row, and not one for each turn.
-    limit: columns of a row.
-    common: tokens with which all prompts begin that begin a row.
-  """
-
-  prompt: int
-  observation: int
-  reply: int
-  longest: int
-  turns: int
-  whole: bool
-  limit: int
-  common: int
+  prompt: int  # of the first observation
+  observation: int  # of each later one
+  reply: int  # of a reply, on average
+  longest: int  # of the longest reply of a turn, over all rows
+  turns: int  # of an episode
+  whole: bool  # an episode is one row, and not one for each turn
+  limit: int  # columns of a row
+  common: int  # tokens with which all prompts begin that begin a row
 
   @property
   def row(self) -> int:
@@ -60,11 +49,7 @@ class Lengths:
 
 
 def from_config(config: ConfigDict, max_turns: int) -> Lengths:
-  """The assumptions of `config.plan`.
-
-  Args:
-    max_turns: of its environments; `plan.turns=0` takes it.
-  """
+  """The assumptions of `config.plan`; `max_turns` is that of the environments."""
   p, agent = config.plan, config.agent
   room = agent.max_context - agent.max_response_tokens
   longest = min(p.longest_reply, agent.max_response_tokens)

@@ -48,14 +48,13 @@ def lower_sampler(
   names: tuple[str, ...] = ('extend', 'decode'),
   images: Callable[[int], ImageColumns | None] = lambda rows: None,
 ) -> dict[str, jax.stages.Lowered]:
-  """`extend` and `decode` of a sampler, by name.
+  """`extend` and `decode` of a sampler, or those of them that `names` has, by name.
 
   Args:
     state: see `abstract_rows`.
     width: columns of the observation.
     columns, sampling: see `Sampler.decode`.
     rows: rows of all processes that take part; default all, which is another program than a selection.
-    names: of the programs.
     images: what so many fed rows read of images.
   """
   every, by_rows = len(state.count), state.count.sharding

@@ -57,23 +57,14 @@ _XLA_FLAGS = (
 
 @dataclasses.dataclass
 class MemoryPlan:
-  """Predicted memory of a run, in bytes per device.
+  """Predicted memory of a run, in bytes per device."""
 
-  Attributes:
-    phases: for 'update', 'rollout' and 'evaluation', the bytes of each kind of array by name.
-    limit: bytes that a device may hold.
-    parameters: number of parameters of the model.
-    cache_rows: rows of the cache on one device, in 'rollout' and 'evaluation'; at most the episodes.
-    columns: columns of the cache.
-    micro_batch: rows or bins of a micro-batch, its columns, and the sampled tokens of each.
-  """
-
-  phases: dict[str, dict[str, int]]
-  limit: float
-  parameters: int
-  cache_rows: dict[str, int]
-  columns: int
-  micro_batch: tuple[int, int, int] = (0, 0, 0)
+  phases: dict[str, dict[str, int]]  # of 'update', 'rollout' and 'evaluation', bytes of each kind of array by name
+  limit: float  # bytes that a device may hold
+  parameters: int  # number of parameters of the model
+  cache_rows: dict[str, int]  # of one device, in 'rollout' and 'evaluation'; at most the episodes
+  columns: int  # of the cache
+  micro_batch: tuple[int, int, int] = (0, 0, 0)  # rows or bins, columns, and sampled tokens of each
 
   def total(self, phase: str) -> int:
     """Total bytes of a phase."""
@@ -107,11 +98,9 @@ def with_micro_batch_size(config: ConfigDict) -> ConfigDict:
 
 
 def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
-  """Predicts the memory of a run on a mesh over all devices of this process.
+  """Predicts the memory of a run, with micro-batches chosen, on a mesh over all devices of this process.
 
-  Args:
-    config: the config of the run, with micro-batches chosen; the weights of its model are not needed.
-    compiled: bytes of activations by the fields that determine them. Missing entries are compiled and added.
+  `compiled` has bytes of activations by the fields that determine them. Missing entries are compiled and added.
   """
   policy, as_run = (abstract_policy(config, dtype) for dtype in (jnp.float32, compute_dtype(config)))
   trainer = build.make_trainer(config, policy, limit=lambda: usable_bytes(config))
@@ -161,10 +150,7 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
 def shaped_by(config: ConfigDict, phase: str, rows: int = 0, gathered: bool = True) -> tuple:
   """What determines a phase's programs, among what `fit` and the advice to use adapters change.
 
-  Args:
-    phase: 'update', 'rollout' or 'evaluation'.
-    rows: rows of the devices in the last two.
-    gathered: whether weights are gathered in the last two.
+  `rows` of the devices, and whether weights are `gathered`, count in the phases 'rollout' and 'evaluation' only.
   """
   sizes = (*select(config.to_dict(), 'memory'), config.model.remat) if phase == 'update' else (rows, gathered)
   weights = (config.lora.rank, config.model.param_dtype)

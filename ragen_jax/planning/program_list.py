@@ -32,14 +32,11 @@ Program = tuple[str, tuple[Any, ...]]
 
 
 def programs(config: ConfigDict, trainer: Trainer, rows: Mapping[str, int]) -> list[Program]:
-  """The programs of rollouts, evaluations, scoring and updates of a run.
+  """The programs of rollouts, evaluations, scoring and updates of a run; `rows` of the devices by phase.
 
   Programs that take little time to compile are not listed: those of environments and of advantages, the copy of the
   weights for decoding, and the copies of prompts that rows share. Nor are the measurements of `config.monitor` and, if
   programs play the episodes, rollouts.
-
-  Args:
-    rows: of the devices in 'rollout' and 'evaluation'.
   """
   found = [] if build_agents.plays_agents(config) else of_sampler(config, row_shards(trainer.model.mesh), rows)
   for name in scored(config, trainer):
@@ -146,11 +143,7 @@ class LikelyCaches:
   """
 
   def __init__(self, config: ConfigDict, shards: int):
-    """Nothing has been called.
-
-    Args:
-      shards: parts into which rows are divided.
-    """
+    """Nothing has been called; rows are divided into `shards` parts."""
     self._config, self._shards = config, shards
     self._fed: dict[tuple[int, int, int], int] = {}  # rows, fed rows and width -> the cache of the first call
     self._in_parts: set[int] = set()  # rows of which parts have sampled
@@ -225,10 +218,7 @@ def _is_greedy(program: Program) -> bool:
 
 
 def factors(*, updated: bool) -> tuple[float, ...]:
-  """The factors for which programs of updates and of scoring are compiled after a rollout.
-
-  Before the first update, those within 10 % of 1.
-  """
+  """Factors for which updates and scoring are compiled after a rollout; before the first update, those near 1."""
   return FACTORS if updated else tuple(factor for factor in FACTORS if abs(factor - 1) < 0.1)
 
 
@@ -243,15 +233,14 @@ def shapes_after(
 ) -> dict[str, list[tuple[int, int, int]]]:
   """The shapes of micro-batches of a rollout like another one.
 
+  They are those of 'gradient', whose rows are divided over mini-batches, and of 'score'.
+
   Args:
     length: i32[B], columns of the rows of the other rollout.
     scored: i32[B], their scored tokens.
     played: its episodes.
     factor: the number of scored tokens is multiplied with it; the other columns stay.
     tokens: i32[B, T], of its rows, if rows may share their beginnings; None if they may not.
-
-  Returns:
-    Shapes of 'gradient', whose rows are divided over mini-batches, and of 'score'.
   """
   rng, rollout = np.random.default_rng(0), episodes(config, 'rollout')
   wanted = max(len(length) * rollout // played, 1)
@@ -273,12 +262,7 @@ def _with_replies(
 ) -> np.ndarray:
   """The tokens of chosen rows, i32[n, width]; those after a row's end, and a repeated row's replies, no other row has.
 
-  Args:
-    tokens: i32[B, T].
-    rows: i64[n], those that are chosen.
-    length: i64[n], their columns.
-    scored: i64[n], their scored tokens.
-    width: columns.
+  `rows`, i64[n], chooses rows of tokens i32[B, T]; `length` and `scored`, i64[n], are their columns and scored tokens.
   """
   number, columns = np.arange(len(rows))[:, None], np.arange(width)
   repeated = np.ones(len(rows), bool)
@@ -300,12 +284,10 @@ def _counted(found: Sequence[Program]) -> str:
 
 
 def uncounted(found: Sequence[Program], *, images: bool) -> str:
-  """What a list does not count, in words; '' if it is complete.
+  """What a list of `programs` does not count, in words; '' if it is complete.
 
-  Args:
-    found: see `programs`.
-    images: the run has images. Vision towers, the further tables of packed rows (`ImageTableSizes`), and prompts that
-      are fed at the end of the context (`SamplerSpeaker`) have other programs.
+  With images, vision towers, the further tables of packed rows (`ImageTableSizes`), and prompts that are fed at the end
+  of the context (`SamplerSpeaker`) have other programs.
   """
   counts = collections.Counter(name for name, _ in found if name not in ('extend', 'decode', 'resize'))
   parts = ['other programs with images'] if images else []

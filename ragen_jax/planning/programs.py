@@ -37,51 +37,29 @@ from ragen_jax.training.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program of a run at one shape.
+  """A program of a run at one shape."""
 
-  Attributes:
-    name: unique among the programs of a run.
-    kind: what it is compiled from; programs of one kind differ in their shapes. An optimiser step runs all programs of
-      the kind 'apply'.
-    phase: 'rollout', 'evaluation', 'scoring' or 'update': when it runs.
-    shape: the sizes that it is compiled for, in words.
-    lower: lowers it.
-    runs: how often an iteration runs it.
-    resident: bytes a device that the run holds meanwhile and that are no arguments of the program.
-    loop_trips: how often loops run that end when data says so.
-  """
-
-  name: str
-  kind: str
-  phase: str
-  shape: str
+  name: str  # unique among the programs of a run
+  kind: str  # what it is compiled from, at any shape; an optimiser step runs all programs of the kind 'apply'
+  phase: str  # 'rollout', 'evaluation', 'scoring' or 'update': when it runs
+  shape: str  # the sizes that it is compiled for, in words
   lower: Callable[[], jax.stages.Lowered]
-  runs: float
-  resident: int
-  loop_trips: int = 1
+  runs: float  # how often an iteration runs it
+  resident: int  # bytes a device that the run holds meanwhile and that are no arguments of the program
+  loop_trips: int = 1  # how often loops run that end when data says so
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-  """A run on given devices, without its weights.
-
-  Attributes:
-    config: of the run.
-    trainer: with an abstract policy.
-    state: with abstract arrays.
-    lengths: the assumed lengths of its episodes.
-    batching: the sizes of micro-batches, chosen for the planned memory.
-    sampling: the weights and rows that it samples with.
-    served: what the server of agents holds all the time, see `server_memory`.
-  """
+  """A run on given devices, without its weights."""
 
   config: ConfigDict
-  trainer: Trainer
-  state: TrainState
-  lengths: Lengths
-  batching: BatchingSettings
-  sampling: SamplerPlan
-  served: dict[str, int]
+  trainer: Trainer  # with an abstract policy
+  state: TrainState  # with abstract arrays
+  lengths: Lengths  # the assumed lengths of its episodes
+  batching: BatchingSettings  # the sizes of micro-batches, chosen for the planned memory
+  sampling: SamplerPlan  # the weights and rows that it samples with
+  served: dict[str, int]  # what the server of agents holds all the time, see `server_memory`
 
   @property
   def cfg(self) -> QwenConfig:

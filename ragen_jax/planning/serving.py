@@ -19,8 +19,7 @@ SERVER_CACHE = 'server: key/value cache'
 def server_memory(config: ConfigDict, policy: LanguageModel) -> dict[str, int]:
   """Bytes a device from the opening of the server to its end, by kind; empty if no programs play.
 
-  Args:
-    policy: abstract, with computations in the type of the planned machine.
+  The abstract policy computes in the type of the planned machine.
   """
   if not build_agents.plays_agents(config):
     return {}

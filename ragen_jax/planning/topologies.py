@@ -26,17 +26,11 @@ from ragen_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Some chips of one kind.
+  """Some chips of one kind."""
 
-  Attributes:
-    name: such as 'v5e:2x4'.
-    chip: the kind.
-    shape: chips along each axis; one number for GPUs.
-  """
-
-  name: str
+  name: str  # such as 'v5e:2x4'
   chip: Chip
-  shape: tuple[int, ...]
+  shape: tuple[int, ...]  # chips along each axis; one number for GPUs
 
   @property
   def size(self) -> int:
@@ -50,15 +44,7 @@ def names() -> str:
 
 
 def parse(name: str, field: str = 'plan.topology') -> Topology:
-  """The topology of a name such as 'v5e:2x4' or 'h100:8'.
-
-  Args:
-    name: kind and shape.
-    field: where the name comes from, for the error.
-
-  Raises:
-    UserError: the name is not allowed.
-  """
+  """The topology of a name such as 'v5e:2x4' or 'h100:8'. Raises UserError, which names the `field`, for others."""
   kind, _, shape = name.partition(':')
   if kind not in CHIPS or shape not in CHIPS[kind].shapes:
     raise UserError(f'{field}={name!r}: allowed: {names()}')
@@ -102,8 +88,7 @@ def _cuda_tools() -> pathlib.Path | None:
 def prepare(topology: Topology) -> None:
   """Sets what the compilers read when they are loaded. Call it before any other use of JAX; JAX then runs on CPU.
 
-  Raises:
-    UserError: the compiler is not installed.
+  Raises UserError if the compiler is not installed.
   """
   problem = missing(topology.chip.platform)
   if problem:
@@ -132,8 +117,7 @@ def prepare(topology: Topology) -> None:
 def devices(topology: Topology) -> list[Any]:
   """Devices to compile for, in the order of a run's: by host, then by index.
 
-  Raises:
-    UserError: this version of the compiler does not know the topology.
+  Raises UserError if this version of the compiler does not know the topology.
   """
   try:
     with quiet():

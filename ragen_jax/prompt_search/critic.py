@@ -16,26 +16,13 @@ _OF_ONE_REQUEST = (400, 413, 422)
 
 
 class Critic:
-  """Asks the critic.
-
-  Attributes:
-    at_a_time: number of requests that are in flight together.
-  """
+  """Asks the critic, with `at_a_time` requests in flight together."""
 
   def __init__(self, speaker: EndpointSpeaker, at_a_time: int):
-    """Asks nothing.
-
-    Args:
-      at_a_time: its requests in flight at a time.
-    """
     self._speaker, self.at_a_time = speaker, at_a_time
 
   def replies(self, chats: Sequence[Chat]) -> list[str | None]:
-    """The replies to conversations, in their order; None for a reply that was lost.
-
-    Raises:
-      UserError: the server cannot be reached, or refuses the key or the model.
-    """
+    """The replies in order; None for a lost one. Raises UserError if the server is away, or refuses key or model."""
     found: list[str | None] = []
     while len(found) < len(chats):
       try:

@@ -15,19 +15,12 @@ class Journal:
   """Results by key: one JSON line each, behind a line that says what they depend on.
 
   A result is on the disk when `add` returns. A line that was half written when the process ended is dropped.
-
-  Attributes:
-    path: the file.
   """
 
   def __init__(self, path: str | os.PathLike[str], head: Mapping[str, Any]):
-    """Opens or creates the file.
+    """Opens or creates the file; the JSON values of `head` are what all results depend on, by name.
 
-    Args:
-      head: what all results depend on, by name; JSON values.
-
-    Raises:
-      UserError: the file belongs to another head, is damaged, or cannot be read or written.
+    Raises UserError if the file belongs to another head, is damaged, or cannot be read or written.
     """
     self.path = pathlib.Path(path)
     self._results: dict[str, Any] = {}
@@ -49,12 +42,7 @@ class Journal:
     return self._results.get(key)
 
   def add(self, key: str, result: Any) -> None:
-    """Stores a result.
-
-    Raises:
-      ValueError: there is a result of this key.
-      UserError: the disk is full or not writable.
-    """
+    """Stores a result. Raises ValueError if its key has one, UserError if the disk is full or not writable."""
     if key in self._results:
       raise ValueError(f'{key} has a result')
     self._append([key, result])

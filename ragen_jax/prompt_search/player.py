@@ -23,19 +23,12 @@ from ragen_jax.serving.rollouts.records import NewRollout, RolloutRecord, metada
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-  """An attempt at a task with a prompt.
+  """An attempt at a task with a prompt."""
 
-  Attributes:
-    score: sum of its rewards; the score of failures for one without.
-    failed: whether the program failed, or posted no reward.
-    success: whether it succeeded, see `EpisodeSettings.success_score`.
-    shown: what a critic sees of it.
-  """
-
-  score: float
-  failed: bool
-  success: bool
-  shown: Failure
+  score: float  # sum of its rewards; the score of failures for one without
+  failed: bool  # whether the program failed, or posted no reward
+  success: bool  # see `EpisodeSettings.success_score`
+  shown: Failure  # what a critic sees of it
 
 
 class PromptPlayer(AgentPlayer):
@@ -57,14 +50,7 @@ class PromptPlayer(AgentPlayer):
     self._seed, self._failed_score = seed, failed_score
 
   def try_prompts(self, trials: Sequence[tuple[str, Sequence[Task]]]) -> list[list[list[Attempt]]]:
-    """Plays all tasks of all trials together.
-
-    Args:
-      trials: prompts, each with the tasks to play.
-
-    Returns:
-      For each trial and each of its tasks the attempts.
-    """
+    """Plays all tasks of all prompts together; for each prompt and each of its tasks the attempts."""
     queued = [[self._create(prompt, task) for task in tasks] for prompt, tasks in trials]
     created = {record.rollout_id: record for trial in queued for records in trial for record in records}
     over = self._wait(list(created.values()))

@@ -21,15 +21,10 @@ from ragen_jax.utils.files import replace_file
 
 
 def write_results(directory: str | os.PathLike[str], now: Round, rejected: dict[str, int], final: Final | None) -> None:
-  """Writes the tables and the best prompt.
+  """Writes the tables of the last round and of the final comparison (None before it), and the best prompt.
 
-  Args:
-    now: the last round.
-    rejected: reason -> number of batches without a new prompt, in all rounds.
-    final: the comparison at the end; None before.
-
-  Raises:
-    UserError: the disk is full or not writable.
+  `rejected` has the number of batches without a new prompt, in all rounds, by reason. Raises UserError if the disk is
+  full or not writable.
   """
   directory = pathlib.Path(directory)
   content = {

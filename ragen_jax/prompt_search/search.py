@@ -61,21 +61,13 @@ class SearchSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-  """Scores of a prompt on tasks.
+  """Scores of a prompt on tasks."""
 
-  Attributes:
-    tasks: mean score of the attempts at each task.
-    attempts: number of attempts.
-    successes: number of attempts that succeeded.
-    failed: number of attempts that failed or got no reward.
-    error: why the first of them failed; '' if none did.
-  """
-
-  tasks: tuple[float, ...]
+  tasks: tuple[float, ...]  # mean score of the attempts at each task
   attempts: int
   successes: int
-  failed: int
-  error: str
+  failed: int  # attempts that failed or got no reward
+  error: str  # why the first of them failed; '' if none did
 
   @classmethod
   def of(cls, attempts: Sequence[Sequence[Attempt]]) -> Score:
@@ -103,40 +95,24 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """A prompt of the search.
+  """A prompt of the search; the one with number 0 is the first."""
 
-  Attributes:
-    number: place in the order of creation; 0 is the first prompt.
-    round: the round that made it; 0 for the first prompt.
-    parent: number of the prompt that it is a new version of; None for the first prompt.
-    text: the prompt.
-    critique: of the parent, which it answers; '' for the first prompt.
-    score: on the held-out tasks.
-  """
-
-  number: int
-  round: int
-  parent: int | None
+  number: int  # place in the order of creation
+  round: int  # the round that made it; 0 for the first prompt
+  parent: int | None  # number of the prompt that it is a new version of; None for the first prompt
   text: str
-  critique: str
-  score: Score
+  critique: str  # of the parent, which it answers; '' for the first prompt
+  score: Score  # on the held-out tasks
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """What a round has led to.
+  """What a round has led to."""
 
-  Attributes:
-    number: 0 before the first.
-    prompts: all prompts so far.
-    beam: numbers of the prompts that survive, the best first.
-    rejected: reason -> number of batches without a new prompt in this round.
-  """
-
-  number: int
-  prompts: tuple[Prompt, ...]
-  beam: tuple[int, ...]
-  rejected: dict[str, int]
+  number: int  # 0 before the first
+  prompts: tuple[Prompt, ...]  # all prompts so far
+  beam: tuple[int, ...]  # numbers of the prompts that survive, the best first
+  rejected: dict[str, int]  # reason -> number of batches without a new prompt in this round
 
   @property
   def best(self) -> Prompt:
@@ -146,12 +122,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Final:
-  """The comparison at the end, on tasks that no score has used.
-
-  Attributes:
-    best: score of the chosen prompt.
-    first: score of the first prompt.
-  """
+  """The comparison of the chosen prompt with the first one at the end, on tasks that no score has used."""
 
   best: Score
   first: Score
@@ -178,16 +149,9 @@ class Search:
     self._critic, self._tasks = critic, tasks
 
   def run(self, prompt: str, on_round: Callable[[Round], None]) -> tuple[Round, Final]:
-    """Searches.
+    """Returns the last round and the final comparison; `on_round` is called before the first round and after each.
 
-    Args:
-      on_round: called before the first round and after each.
-
-    Returns:
-      The last round and the final comparison.
-
-    Raises:
-      UserError: all attempts with the first prompt fail, or the critic cannot be reached.
+    Raises UserError if all attempts with the first prompt fail, or the critic cannot be reached.
     """
     (score,) = self._scores([prompt], self._tasks.for_scores(), 'score')
     if score.failed == score.attempts:

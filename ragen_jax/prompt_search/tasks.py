@@ -12,36 +12,22 @@ from ragen_jax.utils.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A task by its place in the tasks of a tag.
+  """A task by its place in the tasks of a tag."""
 
-  Attributes:
-    tag: the environment in the config.
-    env: gives the task.
-    number: number of the task, see `AgentTasks.task`.
-  """
-
-  tag: str
-  env: AgentTasks
-  number: int
+  tag: str  # the environment in the config
+  env: AgentTasks  # gives the task
+  number: int  # see `AgentTasks.task`
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskRanges:
-  """Where the tasks come from; task i of a range is of tag i modulo the number of tags.
-
-  Attributes:
-    train: (tag, environment) of training.
-    held_out: (tag, environment) of evaluation.
-    train_first: number of the first training task.
-    held_out_first: number of the first held-out task.
-    scored: number of held-out tasks on which prompts are scored; the final ones follow.
-  """
+  """Where the tasks come from, as (tag, environment); task i of a range is of tag i modulo the number of tags."""
 
   train: tuple[tuple[str, AgentTasks], ...]
   held_out: tuple[tuple[str, AgentTasks], ...]
-  train_first: int
-  held_out_first: int
-  scored: int
+  train_first: int  # number of the first training task
+  held_out_first: int  # number of the first held-out task
+  scored: int  # number of held-out tasks on which prompts are scored; the final ones follow
 
   def for_critiques(self, start: int, count: int) -> list[Task]:
     """Training tasks from the one at `start`."""
@@ -58,12 +44,8 @@ class TaskRanges:
   def check(self, critiqued: int, final: int) -> None:
     """Checks that no task is in two ranges: a file may have fewer lines than are asked for, or equal lines.
 
-    Args:
-      critiqued: number of training tasks that critiques may see.
-      final: number of held-out tasks of the final comparison.
-
-    Raises:
-      UserError: a task is in two ranges, or twice among those of the final comparison or of the scores.
+    Critiques may see `critiqued` training tasks; the final comparison has `final` held-out ones. Raises UserError if a
+    task is in two ranges, or twice among those of the final comparison or of the scores.
     """
     seen: dict[str, str] = {}
     # Training tasks may repeat.

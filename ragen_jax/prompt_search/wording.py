@@ -44,28 +44,16 @@ Put the complete new instructions between <prompt> and </prompt>, without a mark
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-  """A failed attempt, as the critic sees it.
+  """A failed attempt, as the critic sees it."""
 
-  Attributes:
-    task: the task, as JSON.
-    score: sum of its rewards.
-    error: why it has no score; '' if it has one.
-    turns: of each call what the model read since its last reply, and its reply.
-  """
-
-  task: str
-  score: float
-  error: str
-  turns: tuple[tuple[str, str], ...]
+  task: str  # as JSON
+  score: float  # sum of its rewards
+  error: str  # why it has no score; '' if it has one
+  turns: tuple[tuple[str, str], ...]  # of each call what the model read since its last reply, and its reply
 
 
 def critique_request(prompt: str, failures: Sequence[Failure], shown_chars: int) -> Chat:
-  """Asks why a prompt has failed.
-
-  Args:
-    failures: at least one attempt; those with the lowest scores are shown.
-    shown_chars: most characters of the attempts.
-  """
+  """Asks why a prompt has failed, with at most `shown_chars` of the attempts that have the lowest scores."""
   shown = sorted(failures, key=lambda f: f.score)[: max(shown_chars // LEAST_SHOWN, 1)]
   texts = [
     f'Attempt {i} of {len(shown)}:\n{_describe(failure, shown_chars // len(shown) - 40)}'
@@ -75,12 +63,7 @@ def critique_request(prompt: str, failures: Sequence[Failure], shown_chars: int)
 
 
 def edit_request(prompt: str, critique: str, max_chars: int, shown_chars: int) -> Chat:
-  """Asks for a new prompt.
-
-  Args:
-    max_chars: longest prompt, in characters.
-    shown_chars: most characters of the critique.
-  """
+  """Asks for a new prompt of at most `max_chars` characters; at most `shown_chars` of the critique are shown."""
   rules = f'They may have at most {max_chars} characters.'
   if names := sorted(placeholders(prompt)):
     rules += f' The program replaces {", ".join(names)}: keep each of them as it is, and add no others.'

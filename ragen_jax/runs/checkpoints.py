@@ -47,21 +47,13 @@ class Checkpointer:
   All processes of a run call all methods in the same order, on one shared `workdir`. Opening a workdir writes nothing,
   so another process can evaluate a run while it trains. A save writes to a temporary directory and then renames it;
   older checkpoints are deleted after that. For workdirs in a bucket see staging.py.
-
-  Attributes:
-    directory: where Orbax writes: `<workdir>/checkpoints`.
   """
 
   def __init__(self, workdir: str | os.PathLike[str], keep: int, save_best: str | None = None):
     """Opens the checkpoints of `workdir`; the directory need not exist yet.
 
-    Args:
-      keep: number of newest checkpoints to keep, at least 1.
-      save_best: name of a metric, such as 'eval/success'. The checkpoint with the highest value (the newest of equal
-        ones) is kept in addition. None: no best checkpoint is kept.
-
-    Raises:
-      UserError: `keep` is below 1, or the directory cannot be read.
+    The `keep` newest checkpoints are kept and, if `save_best` names a metric such as 'eval/success', the one with its
+    highest value (the newest of equal ones). Raises UserError if `keep` is below 1, or the directory cannot be read.
     """
     if keep < 1:
       raise UserError(f'keep is {keep}; the number of checkpoints to keep must be 1 or more')
@@ -107,12 +99,11 @@ class Checkpointer:
     meta: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
   ) -> None:
-    """Writes the checkpoint of `step`, then deletes the checkpoints that are no longer kept.
+    """Writes the checkpoint after `step` iterations, then deletes the checkpoints that are no longer kept.
 
     If `step` is the last saved step, its checkpoint is not changed.
 
     Args:
-      step: number of iterations that led to this state.
       state: pytree of `jax.Array` and `np.ndarray`, any dtype but typed PRNG keys (save `jax.random.key_data`).
       meta: values that are not arrays, as JSON.
       metrics: name -> value at this step; `save_best` names one of them.
@@ -163,11 +154,8 @@ class Checkpointer:
   def _write(self, step: int, arguments: ocp.args.Composite) -> str | None:
     """Writes a checkpoint and its checksums where Orbax writes, and deletes older ones.
 
-    Returns:
-      What failed after the checkpoint was written; None if nothing failed.
-
-    Raises:
-      OSError, ValueError: the checkpoint was not written.
+    Returns what failed after the checkpoint was written; None if nothing failed. Raises OSError or ValueError if the
+    checkpoint was not written.
     """
     try:
       with _without_orbax_tracebacks():
@@ -185,9 +173,7 @@ class Checkpointer:
   def amend(self, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Replaces `meta` and the metrics of the last checkpoint, whose arrays stay; arguments as for `save`.
 
-    Raises:
-      DiskError, StoreAway: as for `save`.
-      UserError: the checkpoint cannot be read. It stays intact.
+    Raises DiskError and StoreAway as `save`, and UserError if the checkpoint cannot be read; it stays intact.
     """
     step = self._existing(None)
     directory, metrics = self.directory / str(step), {name: float(value) for name, value in metrics.items()}
@@ -211,17 +197,13 @@ class Checkpointer:
   def restore(
     self, state_like: PyTree, step: int | None = None, partial: bool = False
   ) -> tuple[PyTree, dict[str, Any]]:
-    """Reads a checkpoint, bit for bit.
+    """Reads a checkpoint, by default the last one, bit for bit: the state and its saved `meta`.
 
     Args:
       state_like: pytree of the saved structure. Its leaves give shape, dtype and sharding: `jax.Array` or
         `jax.ShapeDtypeStruct` (without a sharding: the first local device), or `np.ndarray` to get NumPy arrays. The
         mesh may differ from that of the save.
-      step: the checkpoint's step; None means the last.
       partial: read only the leaves of `state_like`, such as `{'params': ...}` without the optimiser's state.
-
-    Returns:
-      The state and its saved `meta`.
 
     Raises:
       UserError: the checkpoint does not exist, is damaged or cannot be read, or a leaf differs in name, shape or dtype.
@@ -262,10 +244,8 @@ class Checkpointer:
     """Moves the newest checkpoints away until one matches its checksums; logs a warning for each moved checkpoint.
 
     A resumed run calls this before `latest_step`. With several processes, the first process calls it, and the others
-    call `reload` afterwards. Checkpoints without checksums (of older versions) are accepted.
-
-    Raises:
-      UserError: no checkpoint is left, or one cannot be moved.
+    call `reload` afterwards. Checkpoints without checksums (of older versions) are accepted. Raises UserError if no
+    checkpoint is left, or one cannot be moved.
     """
     while (step := self.latest_step()) is not None:
       damage = self._find_damage(step)
@@ -286,10 +266,8 @@ class Checkpointer:
     """The best step whose checkpoint matches its checksums; None if no such checkpoint has the `save_best` metric.
 
     All processes call it, and get the same step. Damaged checkpoints are moved away, with a warning for each, as in
-    `set_damaged_aside`, and do not count as the best or the latest any more.
-
-    Raises:
-      UserError: a damaged checkpoint cannot be moved, or a bucket cannot be read. All processes raise it.
+    `set_damaged_aside`, and do not count as the best or the latest any more. All processes raise UserError if one
+    cannot be moved, or a bucket cannot be read.
     """
     self._verified.clear()  # files may have changed since the run began
     with processes.same_errors():

@@ -21,13 +21,9 @@ _THREADS = 8  # threads help, because hashlib releases the interpreter lock
 
 
 def write(directory: pathlib.Path | Any) -> None:
-  """Writes the checksums of all files below `directory`.
+  """Writes the checksums of all files below the directory of a complete checkpoint, on disk or in an object store.
 
-  Args:
-    directory: a complete checkpoint; a path of `pathlib`, or of a library for object stores with the same interface.
-
-  Raises:
-    OSError: a file cannot be read, or the disk is full.
+  Raises OSError if a file cannot be read, or the disk is full.
   """
   record = json.dumps({'algorithm': 'sha256', 'files': _digests(directory)}, indent=1)
   replace_text(directory / NAME, record)
@@ -49,11 +45,9 @@ def replace_text(path: pathlib.Path | Any, text: str) -> None:
 
 
 def find_damage(directory: pathlib.Path | Any) -> str | None:
-  """Compares all files below `directory` with their checksums.
+  """Names the first file below `directory` that differs, such as "state/d/0f3a differs from its checksum".
 
-  Returns:
-    None if all files are unchanged, or if there are no checksums (see `exist`). Otherwise a phrase that names the first
-    file that differs, such as "state/d/0f3a differs from its checksum".
+  None if all files are unchanged, or if there are no checksums (see `exist`).
   """
   if not exist(directory):
     return None

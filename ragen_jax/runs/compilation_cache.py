@@ -10,11 +10,7 @@ from ragen_jax.runs.stores import is_address
 
 
 def use_compilation_cache(directory: str, workdir: str | os.PathLike[str]) -> None:
-  """Keeps compiled programs on disk, so that later runs start faster.
-
-  Args:
-    directory: directory of the programs, or an address in a bucket; 'auto' is `<workdir>/xla_cache`, '' keeps none.
-  """
+  """Keeps compiled programs in `config.compilation_cache`, on disk or in a bucket, so that later runs start faster."""
   if not directory:
     return
   if directory == 'auto':

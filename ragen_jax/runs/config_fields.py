@@ -172,21 +172,13 @@ def role_of(field: str) -> str | None:
 
 
 def fields_of(*roles: str) -> frozenset[str]:
-  """The dotted names of the fields with one of `roles`.
-
-  Raises:
-    KeyError: there is no such role.
-  """
+  """The dotted names of the fields with one of `roles`. Raises KeyError if there is no such role."""
   wanted = {role for role in roles if ROLES[role]}
   return frozenset(name for name, role in _ROLE_OF.items() if role in wanted)
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-  """A nested config as {'train.groups': 64, ...}; an empty section remains {}.
-
-  Raises:
-    ValueError: `config` is not a dict.
-  """
+  """A nested config as {'train.groups': 64, ...}; an empty section remains {}. Raises ValueError if it is no dict."""
   if not isinstance(config, dict):
     raise ValueError(f'expected a dict, got {type(config).__name__}')
   flat = traverse_util.flatten_dict(config, keep_empty_nodes=True, sep='.')
@@ -213,13 +205,8 @@ def select(config: Mapping[str, Any], *roles: str) -> tuple[Any, ...]:
 def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[str, str]]:
   """The fields that may change when training is resumed, because earlier iterations do not depend on them.
 
-  `num_iterations` is one of them only if the learning rate does not depend on it.
-
-  Args:
-    config: the run's config, as a nested dict.
-
-  Returns:
-    Dotted names, and dotted name -> reason for a field that may not change because of another field.
+  `num_iterations` is one of them only if the learning rate does not depend on it. Returns dotted names, and dotted name
+  -> reason for a field that may not change because of another field.
   """
   free = fields_of('logging', 'other_modes', 'prompt_search', 'devices', 'kernels', 'shapes', 'warm_start')
   fraction = config['optimizer']['final_lr_fraction']

@@ -40,32 +40,23 @@ def lost_interrupts_again() -> Iterator[None]:
 
 
 class Stopped(KeyboardInterrupt):
-  """A signal stopped the run at the end of a step, or while it waited.
-
-  Attributes:
-    status: the exit status, 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM.
-  """
+  """A signal stopped the run at the end of a step, or while it waited."""
 
   def __init__(self, number: int):
     super().__init__(number)
-    self.status = 128 + number
+    self.status = 128 + number  # the exit status: 130 for Ctrl-C, 143 for SIGTERM
 
 
 class Interrupt:
   """Context in which the first SIGINT or SIGTERM only sets `requested`. A second signal of the same kind kills.
 
   Python's own handler raises at an arbitrary point, possibly in a callback that swallows the exception. Kubernetes,
-  Slurm and spot machines send SIGTERM some time before they kill a process.
-
-  Outside of the block, no signal is noticed.
-
-  Attributes:
-    requested: number of the received signal; 0 for none.
+  Slurm and spot machines send SIGTERM some time before they kill a process. Outside of the block, no signal is noticed.
   """
 
   def __init__(self, noun: str = 'iteration or evaluation'):
     self._noun = noun
-    self.requested = 0
+    self.requested = 0  # number of the received signal; 0 for none
     self._old = {}
 
   def check(self) -> None:

@@ -38,15 +38,10 @@ _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
 class Counts(NamedTuple):
-  """A histogram with counts from the caller.
+  """A histogram with counts from the caller."""
 
-  Attributes:
-    edges: f64[K], ascending; values outside are counted in the first or the last bin.
-    counts: [K - 1], number of values between adjacent edges.
-  """
-
-  edges: np.ndarray
-  counts: np.ndarray
+  edges: np.ndarray  # f64[K], ascending; values outside are counted in the first or the last bin
+  counts: np.ndarray  # [K - 1], number of values between adjacent edges
 
 
 class MetricWriter:
@@ -65,15 +60,10 @@ class MetricWriter:
   ):
     """Opens the logs of `workdir` and drops their entries of `start_step` and later steps.
 
-    Args:
-      workdir: the run's directory; it is created if it does not exist.
-      start_step: the first step to be written. Lines of metrics.jsonl from this step on and a half-written last line
-        are removed. An event makes TensorBoard ignore old events from this step on.
-      enabled: False makes every method do nothing (processes other than the first).
-      tracker: gets the scalars of each step that is over; it is closed after this writer.
-
-    Raises:
-      UserError: the directory is not writable, or metrics.jsonl is damaged before its last line.
+    Lines of metrics.jsonl from this step on and a half-written last line are removed; an event makes TensorBoard ignore
+    old events from this step on. The tracker gets the scalars of each step that is over, and is closed after this
+    writer. Without `enabled` (processes other than the first) every method does nothing. Raises UserError if the
+    directory is not writable, or metrics.jsonl is damaged before its last line.
     """
     self._file: BinaryIO | None = None
     self._tracker = tracker
@@ -101,13 +91,8 @@ class MetricWriter:
   def scalars(self, step: int, values: Mapping[str, Any]) -> None:
     """Writes scalars to TensorBoard and to the line of `step`; the line has the last value of each name.
 
-    Args:
-      step: the iteration, in ascending order.
-      values: name -> number or array of one element; NaN and infinities are kept.
-
-    Raises:
-      ValueError: a value is not a scalar, or a metric is named 'step'.
-      DiskError: the disk is full or not writable.
+    Steps ascend. Values are numbers or arrays of one element; NaN and infinities are kept. Raises ValueError if a value
+    is not a scalar or a metric is named 'step', and DiskError if the disk is full or not writable.
     """
     if self._file is None:
       return
@@ -167,9 +152,8 @@ class MetricWriter:
   def hparams(self, config: Mapping[str, Any], metrics: Sequence[str]) -> None:
     """Writes the run's row of TensorBoard's HParams table, at the start of the run.
 
-    Args:
-      config: nested dict; columns have dotted names, and values other than numbers, booleans and text become text.
-      metrics: names of scalars; the table shows the newest value of each.
+    The config is nested; columns have dotted names, and values other than numbers, booleans and text become text.
+    `metrics` names scalars; the table shows the newest value of each.
     """
     if self._file is None:
       return
@@ -238,12 +222,7 @@ class MetricWriter:
 def write_events(directory: str | os.PathLike[str], name: str, step: int, values: Mapping[str, float]) -> None:
   """Writes scalars of one step to a separate event file, which replaces an earlier file with the same `name`.
 
-  Args:
-    directory: one of TensorBoard's runs; it is created if it does not exist.
-    values: name -> number.
-
-  Raises:
-    DiskError: the disk is full or not writable.
+  The directory is one of TensorBoard's runs. Raises DiskError if the disk is full or not writable.
   """
   directory = pathlib.Path(directory)
   try:
@@ -259,14 +238,10 @@ def write_events(directory: str | os.PathLike[str], name: str, step: int, values
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
-  """Reads metrics.jsonl.
+  """Reads metrics.jsonl: one dict per step, {'step': 3, 'actor/entropy': 0.71, ...}, in the order written.
 
-  Returns:
-    One dict per step, {'step': 3, 'actor/entropy': 0.71, ...}, in the order written. The half-written last line of a
-    killed run has its earlier values, or is left out if it had none.
-
-  Raises:
-    UserError: the file does not exist, or a line before the last is damaged.
+  The half-written last line of a killed run has its earlier values, or is left out if it had none. Raises UserError if
+  the file does not exist, or a line before the last is damaged.
   """
   path = pathlib.Path(workdir) / 'metrics.jsonl'
   if not path.exists():

@@ -17,12 +17,7 @@ class Profile:
   """Traces the iterations from the first to the last of `span`; the caller says which iteration begins."""
 
   def __init__(self, span: Sequence[int], workdir: str | os.PathLike[str]):
-    """Traces nothing yet.
-
-    Args:
-      span: the first and the last iteration to trace, from 1; empty for none.
-      workdir: the run's directory.
-    """
+    """Traces nothing yet; `span` is the first and the last iteration to trace, from 1, or empty."""
     self._first, self._last = span or (0, -1)
     self._directory = os.path.join(workdir, 'tb')
     self._step: jax.profiler.StepTraceAnnotation | None = None  # of the iteration that is traced

@@ -34,15 +34,7 @@ class Progress:
     clock: Callable[[], float] = time.monotonic,
     noun: str = 'iteration',
   ):
-    """Starts the clock.
-
-    Args:
-      total: number of iterations of the run.
-      start: number of iterations that were done before a resume.
-      stream: output stream; None means standard error.
-      enabled: False shows nothing (processes other than the first).
-      clock: function that returns seconds since a fixed moment.
-    """
+    """Starts the clock; `start` iterations are done already. Nothing is shown if not `enabled`."""
     self._noun, self._total, self._done = noun, total, start
     self._stream = sys.stderr if stream is None else stream
     self._enabled, self._clock = enabled, clock
@@ -56,12 +48,9 @@ class Progress:
     self._shown = True
 
   def update(self, done: int, values: Mapping[str, float] | None = None, tokens: int = 0) -> None:
-    """Shows that `done` iterations are finished.
+    """Shows that `done` iterations are finished, including `start`, and the values in their order.
 
-    Args:
-      done: number of finished iterations, including `start`.
-      values: name -> number to show, in this order.
-      tokens: number of tokens sampled or trained on since the last update, for tok/s; 0 omits tok/s.
+    `tokens` have been sampled or trained on since the last update, for tok/s; 0 omits tok/s.
     """
     now = self._clock()
     interval = (max(done - self._done, 1), now - self._last_update, tokens)

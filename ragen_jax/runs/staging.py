@@ -47,12 +47,9 @@ _Stamp = tuple[int, int]
 
 
 class StagedWorkdir(os.PathLike):
-  """A workdir in a bucket. As a path it is the local copy, as text it is the address.
+  """A workdir in a bucket. As a path it is the local copy, as text it is the address; their last parts are equal.
 
-  Attributes:
-    store: the store of the address.
-    path: the local copy; its last part is that of the address.
-    lock: the lock that this process holds; None in a process that only reads.
+  A process that only reads has no lock.
   """
 
   def __init__(self, store: Store, path: pathlib.Path, lock: StoreLock | None):
@@ -88,10 +85,7 @@ class StagedWorkdir(os.PathLike):
     """Copies the files of the workdir, and from s3:// the small files of complete checkpoints.
 
     Event files are not copied. An empty file takes the place of each, because new event files are numbered after them.
-
-    Raises:
-      StoreError: a request failed.
-      DiskError, OSError: the local disk is full or not writable.
+    Raises StoreError if a request failed, DiskError or OSError if the local disk is full or not writable.
     """
     keys = self.store.sizes()
     files = [key for key in keys if not key.startswith((*_LOCAL_ONLY, *_NOT_READ)) and key != '.lock']
@@ -120,11 +114,7 @@ class StagedWorkdir(os.PathLike):
     self._remote |= {key: _stamp(self.path / key) for key in small}
 
   def push(self) -> None:
-    """Copies the files that have changed to the bucket, and deletes objects whose files were removed.
-
-    Raises:
-      StoreError: a request failed.
-    """
+    """Copies changed files to the bucket and deletes objects of removed ones. Raises StoreError if a request failed."""
     with self._mutex:
       found = self._files()
       changed = {key: stamp for key, stamp in found.items() if self._copied.get(key) != stamp}
@@ -147,9 +137,7 @@ class StagedWorkdir(os.PathLike):
   def before_checkpoint(self) -> None:
     """Copies the files that a run which resumes from the next checkpoint needs.
 
-    Raises:
-      UserError: another process has taken over the lock.
-      StoreError: a request failed.
+    Raises UserError if another process has taken over the lock, and StoreError if a request failed.
     """
     if self.lock is not None:
       self.lock.check()
@@ -158,10 +146,8 @@ class StagedWorkdir(os.PathLike):
   def publish_checkpoint(self, step: int) -> None:
     """Copies a checkpoint from the local copy to the bucket, and deletes those that are not in the local copy.
 
-    With gs:// it does nothing, since Orbax has written and deleted the checkpoints.
-
-    Raises:
-      StoreError: a request failed; the checkpoints in the bucket are still complete.
+    With gs:// it does nothing, since Orbax has written and deleted the checkpoints. Raises StoreError if a request
+    failed; the checkpoints in the bucket are still complete.
     """
     if self._native:
       return
@@ -191,10 +177,8 @@ class StagedWorkdir(os.PathLike):
   def set_checkpoint_aside(self, step: int) -> None:
     """Moves a checkpoint that was fetched to `damaged_checkpoints/`, in the bucket and in the local copy.
 
-    Raises:
-      UserError: another process has taken over the lock.
-      StoreError: a request failed.
-      OSError: a directory of the local copy cannot be moved.
+    Raises UserError if another process has taken over the lock, StoreError if a request failed, and OSError if a
+    directory of the local copy cannot be moved.
     """
     prefix, aside = f'{_CHECKPOINTS}{step}/', self.path / 'damaged_checkpoints' / str(step)
     keys = list(self.store.sizes(prefix))
@@ -239,12 +223,9 @@ def address(path: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> st
 def staged(store: Store, *, write: bool, first: bool) -> Iterator[StagedWorkdir]:
   """Context manager: a local copy of a workdir in a bucket. Changes are copied to the bucket at the end.
 
-  Args:
-    write: whether to take the lock of the workdir and to copy changes every `PUSH_SECONDS` seconds, as a run does.
-    first: whether this is the first process of the run. The others copy nothing; only Orbax reads and writes for them.
-
-  Raises:
-    UserError: another process holds the lock, or the bucket cannot be read or written.
+  With `write`, it takes the lock of the workdir and copies changes every `PUSH_SECONDS` seconds, as a run does.
+  Processes that are not the `first` copy nothing; only Orbax reads and writes for them. Raises UserError if another
+  process holds the lock, or the bucket cannot be read or written.
   """
   with contextlib.ExitStack() as stack:
     path = stack.enter_context(_local_directory()) / posixpath.basename(store.url)

@@ -35,13 +35,7 @@ class StoreLock:
   """
 
   def __init__(self, store: Store, *, renewal: float, silence: float, sleep: Callable[[float], None] = time.sleep):
-    """Does not acquire the lock yet.
-
-    Args:
-      renewal: seconds between two renewals.
-      silence: seconds without a renewal after which the lock is taken over.
-      sleep: waits between two looks at the lock of another process.
-    """
+    """Acquires nothing. The owner renews its lock every `renewal` seconds; others wait for `silence` seconds."""
     self._store, self._renewal, self._silence, self._sleep = store, renewal, silence, sleep
     self._record = {
       'host': socket.gethostname(),
@@ -56,9 +50,7 @@ class StoreLock:
   def acquire(self) -> None:
     """Takes the lock, and renews it in a thread from then on.
 
-    Raises:
-      UserError: another process holds and renews it.
-      StoreError: a request failed.
+    Raises UserError if another process holds and renews it, and StoreError if a request failed.
     """
     while not self._store.create(KEY, self._content()):
       found = self._wait_for_change()
@@ -89,11 +81,7 @@ class StoreLock:
     return json.dumps(self._record).encode()
 
   def _wait_for_change(self) -> dict | None:
-    """The lock of a dead owner; None if there is no lock any more.
-
-    Raises:
-      UserError: the owner is alive.
-    """
+    """The lock of a dead owner; None if there is no lock any more. Raises UserError if the owner is alive."""
     first = self._store.read(KEY)
     found, waited = _parse(first), 0.0
     if first is not None and not _ended_here(found):

@@ -19,14 +19,8 @@ def until_reached(operation: Callable[[], None], store: str) -> None:
   """Calls a function until it raises no `StoreError`, for `REPEAT_SECONDS` at most and with growing pauses.
 
   A first Ctrl-C or SIGTERM of a run does not end the pauses (see `interrupt.Interrupt`), because the checkpoint that it
-  waits for would be lost; a second one ends the process.
-
-  Args:
-    operation: a function that may be called again after an error.
-    store: the address, for the log.
-
-  Raises:
-    StoreError: the last one, or one that lasts (see `StoreError.lasting`).
+  waits for would be lost; a second one ends the process. Raises the last StoreError, or one that lasts
+  (`StoreError.lasting`).
   """
   begun, failed = None, 0
   while True:

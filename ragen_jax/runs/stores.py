@@ -47,9 +47,6 @@ class Store:
   """The objects whose names begin with one address. Keys are relative to it: 'tb/events' in s3://bucket/run.
 
   All methods raise `StoreError` if a request fails, after the repetitions of the service's own library.
-
-  Attributes:
-    url: the address, without a slash at the end.
   """
 
   def __init__(self, url: str, files: Any):
@@ -96,12 +93,7 @@ class Store:
   def upload(self, files: dict[str, pathlib.Path], *, missing_ok: bool = False) -> set[str]:
     """Writes or replaces objects by key with the contents of files, several at the same time.
 
-    Args:
-      files: key -> file.
-      missing_ok: leave out files that do not exist, instead of raising an error.
-
-    Returns:
-      The keys that were left out.
+    With `missing_ok`, files that do not exist are left out instead of raising an error; returns their keys.
     """
     left_out = set()
 
@@ -118,11 +110,7 @@ class Store:
     return left_out
 
   def download(self, files: dict[str, pathlib.Path]) -> None:
-    """Writes objects by key to files, whose directories are created.
-
-    Raises:
-      DiskError: a file cannot be written; a bucket is not at fault.
-    """
+    """Writes objects by key to files, whose directories are created. Raises DiskError if a file cannot be written."""
 
     def get(item: tuple[str, pathlib.Path]) -> None:
       key, path = item
@@ -171,9 +159,8 @@ class Store:
 def open_store(url: str) -> Store:
   """The store of an address, whose bucket exists.
 
-  Raises:
-    UserError: the address is not one of a supported service, a package is not installed, or the bucket does not exist
-      or cannot be read.
+  Raises UserError if the address is not one of a supported service, a package is not installed, or the bucket does not
+  exist or cannot be read.
   """
   scheme, _, rest = url.partition('://')
   bucket, _, folder = rest.partition('/')

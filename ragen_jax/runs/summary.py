@@ -28,14 +28,13 @@ def summarize(
 ) -> dict[str, float]:
   """Writes the tables of a run to standard output, from the metrics in `workdir`.
 
+  Returns the metrics of the last evaluation; empty if metrics.jsonl has none, because it was deleted after the run.
+
   Args:
     tags: environments of its evaluations.
     levels: number of held-out levels of an evaluation, over all tags.
     group_size: number of episodes of each level.
     page: path of the trajectory viewer's page, if there is one.
-
-  Returns:
-    The metrics of the last evaluation; empty if metrics.jsonl has none, because it was deleted after the run.
   """
   lines = read_metrics(workdir)
   evaluations = [line for line in lines if 'val-env/success' in line]

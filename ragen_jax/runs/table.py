@@ -7,13 +7,9 @@ from typing import Any
 
 
 def table(rows: Sequence[Sequence[Any]], title: str, header: Sequence[str] | None = None) -> str:
-  """A plain table: a title, a rule, and rows with aligned columns.
+  """A plain table without a newline at its end: a title, a rule, and rows with aligned columns.
 
-  Args:
-    rows: cells of any type; floats are shown with three decimals. Columns of numbers are aligned to the right.
-
-  Returns:
-    The text, without a newline at its end.
+  Cells have any type; floats are shown with three decimals. Columns of numbers are aligned to the right.
   """
   cells = [[f'{cell:.3f}' if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
   lines = [list(header), *cells] if header else cells

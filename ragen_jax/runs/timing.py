@@ -51,11 +51,10 @@ class Timer:
 
 
 def memory() -> dict[str, float]:
-  """Measures the peak memory since the process began, in GiB.
+  """The peak memory since the process began, in GiB.
 
-  Returns:
-    `perf/max_host_memory_gb` of this process; and, if the devices report it (GPUs and TPUs do),
-    `perf/max_memory_allocated_gb` of this process's fullest device.
+  `perf/max_host_memory_gb` of this process; and, if the devices report it (GPUs and TPUs do),
+  `perf/max_memory_allocated_gb` of this process's fullest device.
   """
   unit = 1 if sys.platform == 'darwin' else 1024  # macOS reports bytes, Linux KiB
   found = {'perf/max_host_memory_gb': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB}

@@ -40,23 +40,14 @@ _CLOSE_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class TrackerSettings:
-  """The tracker of a run.
-
-  Attributes:
-    tracker: one of `TRACKERS`; '' is none.
-    project: the tracker's project; in MLflow the experiment (`config.logging`).
-  """
+  """Fields of `config.logging`."""
 
   tracker: str
   project: str
 
 
 class Target(Protocol):
-  """A run of a tracker.
-
-  Attributes:
-    id: identifies the run, to continue it.
-  """
+  """A run of a tracker; its id identifies it, to continue it."""
 
   id: str
 
@@ -76,14 +67,7 @@ class Tracker:
   def __init__(
     self, settings: TrackerSettings, workdir: str | os.PathLike[str], config: dict[str, Any], start_step: int
   ):
-    """Starts the thread.
-
-    Args:
-      settings: see `TrackerSettings`; the tracker is not ''.
-      workdir: the run's directory.
-      config: the run's config, nested.
-      start_step: the first step that will be written; earlier steps that the tracker lacks are sent first.
-    """
+    """Starts the thread, and sends those steps before `start_step`, the first new one, that the tracker lacks."""
     self._settings, self._workdir = settings, pathlib.Path(workdir)
     self._config = {name: _cleaned(x) for name, x in flatten(config).items()}
     self._failed, self._earlier = False, []

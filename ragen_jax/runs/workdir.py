@@ -28,16 +28,11 @@ from ragen_jax.utils.locks import file_lock
 
 @contextlib.contextmanager
 def open_workdir(workdir: str, *, write: bool) -> Iterator[str | StagedWorkdir]:
-  """Context manager: a workdir on disk, or the local copy of a workdir in a bucket.
+  """Context manager: a workdir on disk, or the local copy of a workdir in a bucket (gs://BUCKET/FOLDER, s3://...).
 
-  All processes of a run call it; the first one takes the lock.
-
-  Args:
-    workdir: a directory, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
-    write: whether to hold the lock of the workdir, as a run does. An evaluation of the run needs no lock.
-
-  Raises:
-    UserError: another process holds the lock, or the workdir cannot be read or written.
+  All processes of a run call it; the first one takes the lock. With `write` it holds the lock, as a run does; an
+  evaluation of the run needs none. Raises UserError if another process holds the lock, or the workdir cannot be read or
+  written.
   """
   first = jax.process_index() == 0
   if is_address(workdir):
@@ -64,10 +59,8 @@ def need_disk(workdir: str, reason: str) -> None:
 def workdir_lock(workdir: str | os.PathLike[str]) -> Iterator[None]:
   """Context manager: holds `<workdir>/.lock` while a run writes to the workdir; one process of a run takes the lock.
 
-  The operating system releases the lock when the process ends, even if it is killed.
-
-  Raises:
-    UserError: another process holds the lock, or the directory is not writable.
+  It is a `file_lock`, which ends with the process. Raises UserError if another process holds the lock, or the directory
+  is not writable.
   """
   with file_lock(pathlib.Path(workdir) / '.lock', f'workdir {workdir}', 'wait for it or choose another --workdir'):
     yield
@@ -85,7 +78,6 @@ def record_config(
   checkpoint every field may change. Several processes may call this at the same time; all of them write the same text.
 
   Args:
-    workdir: the run's directory; it is created if it does not exist.
     config: nested dict of JSON values, such as `config.to_dict()`.
     free_fields: dotted names of the fields that may differ, such as {'num_iterations'}.
     reasons: dotted name of a field -> the reason why it may not differ, for the error message.
@@ -112,8 +104,7 @@ def compare_config(
 ) -> None:
   """Compares like `record_config`, but writes nothing.
 
-  Raises:
-    UserError: `workdir` has no recorded config, or a field that is not free differs.
+  Raises UserError if `workdir` has no recorded config, or a field that is not free differs.
   """
   _check_same(f'workdir {workdir}', changed_fields(workdir, config)[1], free_fields, {})
 
@@ -127,15 +118,8 @@ def check_recorded(
 ) -> None:
   """Compares like `record_config`, with a config that was recorded elsewhere than in config.json.
 
-  Args:
-    where: what `recorded` belongs to, for the error: 'checkpoint of step 4 in /tmp/run/checkpoints'.
-    recorded: nested dict of JSON values.
-    config: nested dict, as for `record_config`.
-    free_fields: see `record_config`.
-    reasons: see `record_config`.
-
-  Raises:
-    UserError: a field that is not free differs.
+  In the error, `where` says what `recorded` belongs to: 'checkpoint of step 4 in /tmp/run/checkpoints'. Raises
+  UserError if a field that is not free differs.
   """
   changed = _differences(pathlib.Path(where), json.dumps(recorded), json.dumps(config))
   _check_same(where, changed, free_fields, reasons or {})
@@ -144,14 +128,10 @@ def check_recorded(
 def changed_fields(
   workdir: str | os.PathLike[str], config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-  """Reads the recorded config of `workdir` and lists how `config` differs from it.
+  """Reads the recorded config of `workdir`, and lists the fields of `config` that differ from it.
 
-  Returns:
-    The recorded config, and dotted name -> (recorded value, value in `config`) of each field that differs. Values are
-    JSON text, or 'absent'.
-
-  Raises:
-    UserError: `workdir` has no recorded config.
+  These are dotted name -> (recorded value, value in `config`), as JSON text or 'absent'. Raises UserError if `workdir`
+  has no recorded config.
   """
   path = pathlib.Path(workdir) / 'config.json'
   try:

@@ -32,11 +32,7 @@ class Background:
   """
 
   def __init__(self, threads: int):
-    """Starts the threads.
-
-    Args:
-      threads: their number; with 0 nothing is compiled.
-    """
+    """Starts the threads; without one, nothing is compiled."""
     self._changed = threading.Condition()
     self._waiting: list[tuple[int, int, Hashable, Callable[[], object]]] = []
     self._numbers = itertools.count()  # of equally urgent programs, the first wanted comes first
@@ -61,12 +57,7 @@ class Background:
       return list(self._done)
 
   def want(self, programs: Iterable[tuple[Hashable, Callable[[], object]]], urgency: int) -> None:
-    """Asks for programs.
-
-    Args:
-      programs: the key of each, and a function that compiles it. Known keys are ignored.
-      urgency: lower numbers come first.
-    """
+    """Asks for programs: a key of each, and what compiles it. Known keys are ignored; low urgencies come first."""
     with self._changed:
       for key, compile_program in programs:
         if key not in self._known and not self._closed:
@@ -75,12 +66,9 @@ class Background:
       self._changed.notify_all()
 
   def need(self, key: Hashable) -> bool:
-    """Says that the caller is about to run a program; waits while it is being compiled here.
+    """Says that the caller is about to run a program, and returns whether for the first time.
 
-    A program that still waits is left to the caller.
-
-    Returns:
-      Whether this is the first time.
+    Waits while the program is being compiled here. A program that still waits is left to the caller.
     """
     if key in self._needed:
       return False

@@ -17,17 +17,13 @@ class UserError(Exception):
   """Wrong input, or an output that cannot be written. The message is one line with the mistake and a remedy.
 
   `main.py` shows the message without a traceback and exits with a non-zero status.
-
-  Attributes:
-    everywhere: whether all processes of the run raise it, at the same place.
-    status: the exit status.
   """
 
-  status: ClassVar[int] = 2
+  status: ClassVar[int] = 2  # the exit status
 
   def __init__(self, message: str, everywhere: bool = False):
     super().__init__(message)
-    self.everywhere = everywhere
+    self.everywhere = everywhere  # whether all processes of the run raise it, at the same place
 
 
 class DiskError(UserError):

@@ -18,15 +18,10 @@ def replace_file(
 ) -> None:
   """Writes a file in one step: readers see the old content or the new content, never a part of it.
 
-  The content is written to `<path>.tmp`, which is then renamed to `path`. A missing directory is created.
-
-  Args:
-    content: bytes, or text, which is written as UTF-8.
-    error: the first words of the error's message; by default '<path> was not written'.
-    many_writers: whether several processes may write the file at the same time; each then has its own temporary file.
-
-  Raises:
-    DiskError: the disk is full or not writable.
+  The content, text as UTF-8, is written to `<path>.tmp`, which is then renamed to `path`. A missing directory is
+  created. With `many_writers`, several processes may write the file at the same time; each has its own temporary file.
+  Raises DiskError if the disk is full or not writable; its message begins with `error`, by default '<path> was not
+  written'.
   """
   path = pathlib.Path(path)
   own = f'.{socket.gethostname()}.{os.getpid()}' if many_writers else ''

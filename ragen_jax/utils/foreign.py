@@ -28,24 +28,15 @@ _OWN = __name__.partition('.')[0]
 
 
 class _Guard:
-  """What this process knows of foreign code.
-
-  Attributes:
-    pid: the process; 0 before foreign code was called.
-    names: of the foreign code that was called so far.
-    running: names of the code that runs now.
-    children: pid -> name of the code that made this child by `os.fork`.
-    problems: what is wrong with children that have ended -> pid of the last one.
-    end, fork: the functions of `os` that are replaced.
-  """
+  """What this process knows of foreign code."""
 
   def __init__(self) -> None:
-    self.pid = 0
-    self.names: dict[str, None] = {}
-    self.running: list[str] = []
-    self.children: dict[int, str] = {}
-    self.problems: dict[str, int] = {}
-    self.end: Callable[[int], Any] = os._exit
+    self.pid = 0  # the process; 0 before foreign code was called
+    self.names: dict[str, None] = {}  # of the foreign code that was called so far
+    self.running: list[str] = []  # names of the code that runs now
+    self.children: dict[int, str] = {}  # pid -> name of the code that made this child by `os.fork`
+    self.problems: dict[str, int] = {}  # what is wrong with children that have ended -> pid of the last one
+    self.end: Callable[[int], Any] = os._exit  # as it was before it was replaced; so is `fork`
     self.fork: Callable[[], int] = os.fork
 
   def install(self) -> None:

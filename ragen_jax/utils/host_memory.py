@@ -14,11 +14,7 @@ _MMAP_THRESHOLD, _OWN_PAGES = -3, 2**22
 
 
 def available(root: str = '/') -> int:
-  """Bytes that processes of this host can take without swapping, and within the cgroup of this process.
-
-  Args:
-    root: directory that holds `proc` and `sys`; for tests.
-  """
+  """Bytes that processes of this host can take without swapping, and within the cgroup of this process."""
   place = pathlib.Path(root)
   try:
     lines = (place / 'proc/meminfo').read_text().splitlines()

@@ -15,14 +15,9 @@ from ragen_jax.utils.errors import describe_error
 
 
 def import_object(option: str, path: str) -> Any:
-  """The object at an import path 'package.module:name', or in a file 'folder/file.py:name'.
+  """The object at an import path 'package.module:name', or in a file 'folder/file.py:name'; errors name the `option`.
 
-  Args:
-    option: name of the option with the path, for errors.
-    path: the module or the file, a colon, and the name in it.
-
-  Raises:
-    ValueError: the path has another form, the module cannot be imported, or it has no such name.
+  Raises ValueError if the path has another form, the module cannot be imported, or it has no such name.
   """
   module, colon, name = path.partition(':') if isinstance(path, str) else ('', '', '')
   if not (module and colon and name):

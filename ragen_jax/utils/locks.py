@@ -18,14 +18,9 @@ _log = logging.getLogger(__name__)
 def file_lock(path: str | os.PathLike[str], what: str, remedy: str) -> Iterator[None]:
   """Context manager: holds a lock on a file, which is created if it does not exist and never removed.
 
-  The operating system releases the lock when the process ends, even if it is killed.
-
-  Args:
-    what: what the lock protects, for errors; such as 'workdir /tmp/a'.
-    remedy: the end of the error's line where another process holds the lock.
-
-  Raises:
-    UserError: another process holds the lock, or the file cannot be written.
+  The operating system releases the lock when the process ends, even if it is killed. Raises UserError if another
+  process holds it, or the file cannot be written; the error says `what` is locked, such as 'workdir /tmp/a', and the
+  `remedy`.
   """
   path = pathlib.Path(path)
   try:

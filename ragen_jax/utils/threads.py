@@ -23,17 +23,11 @@ _LONGEST_MESSAGE = 300  # characters
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """The reason why a call has no usable result. `str` gives one printable line of at most 300 characters.
+  """The reason why a call has no usable result. `str` gives one printable line of at most 300 characters."""
 
-  Attributes:
-    kind: a few words, equal for all faults of one kind, such as 'step raised KeyError'.
-    detail: the details of this fault; may be empty.
-    hung: whether the call exceeded its time limit and may still be running.
-  """
-
-  kind: str
-  detail: str = ''
-  hung: bool = False
+  kind: str  # a few words, equal for all faults of one kind, such as 'step raised KeyError'
+  detail: str = ''  # of this fault; may be empty
+  hung: bool = False  # whether the call exceeded its time limit and may still be running
 
   def __str__(self) -> str:
     line = ' '.join((f'{self.kind}: {self.detail}' if self.detail else self.kind).split())
@@ -157,8 +151,7 @@ def run_calls(
 def attempt(function: Callable[[], Any], what: str) -> tuple[Any, Fault | None]:
   """Calls a function: (result, None), or (None, fault) if it raised.
 
-  Raises:
-    KeyboardInterrupt: in the main thread only, where it comes from the user.
+  Raises KeyboardInterrupt in the main thread only, where it comes from the user.
   """
   pid = os.getpid()
   try:
