@@ -110,8 +110,7 @@ class Turn:
     penalty: the format penalty, 0 or negative.
     valid: whether the reply has the right form and all its actions exist.
     effective: number of executed actions that changed the state.
-    picture: u8[H, W, 3], the board at the start of the turn; None in rows that are not pictured, or if the environment
-      draws no pictures.
+    picture: u8[H, W, 3], the board at the start of the turn; None in rows without pictures.
     tokens: number of tokens of the reply, including its stop token; 0 if the reply was lost.
     actions_left: actions that the episode had before the turn.
     chat: the conversation up to the reply; only in pictured rows of speakers without tokens.

@@ -43,8 +43,7 @@ class EpisodeLog:
     Args:
       envs: the environments, right after a reset.
       writes_tokens: whether the speaker writes token rows.
-      pictured: rows of the whole batch whose boards are drawn. If the speaker writes no tokens, their conversations are
-        kept too.
+      pictured: rows of the whole batch whose boards are drawn. Without tokens, their conversations are kept too.
     """
     rows = envs.rows
     self.envs, self.context, self.limits = envs, context, limits
@@ -81,8 +80,7 @@ class EpisodeLog:
     return self.episodes[row].turns
 
   def prompts(self, room: int, rows: Collection[int]) -> dict[int, Prompt]:
-    """The token prompts of live rows that wait for a reply. An episode ends if its prompt needs more than `room`
-    columns.
+    """The token prompts of live rows that wait for a reply. An episode ends if its prompt exceeds `room` columns.
 
     Raises:
       UserError: a first prompt does not fit. For an environment outside JAX only the episode ends, because its prompts

@@ -141,8 +141,7 @@ class Timeline:
   def trajectory(self, *, group, episode, env, status, policy_version: int | None, pad_id: int) -> Trajectory:
     """The rows so far, cut to the length of the longest row.
 
-    The arrays i32[B] are by episode. `policy_version` is that of all sampled tokens; None if `append_reply` was told
-    the versions.
+    The arrays i32[B] are by episode. `policy_version` is that of all sampled tokens; None if `append_reply` got them.
 
     Returns:
       Rows in the order of the episodes; the rows of one episode are consecutive. If there are more than B rows, empty

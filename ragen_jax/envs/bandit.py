@@ -97,8 +97,7 @@ class Bandit(base.Environment):
   come from the key of `reset`, so the members of a group share their prompt.
 
   Actions are names: each distinct name of the configured pairs has one id, in order of first appearance (`names`). A
-  name that is not an arm of the level is an action without effect or reward, and the game continues if the budget
-  allows.
+  name that is not an arm of the level is an action without effect or reward, and the game goes on.
 
   Attributes:
     arms: pairs of names, (low arm, high arm).

@@ -49,8 +49,7 @@ class State(base.State):
 class FrozenLake(base.Environment):
   """Walk over the ice to the goal: reward 1 at the goal, 0 otherwise; a hole ends the game.
 
-  Actions: Left, Down, Right, Up are 0, 1, 2, 3, as in Gymnasium. An action is effective if it changes the player's
-  square.
+  Actions: Left, Down, Right, Up are 0, 1, 2, 3, as in Gymnasium. One is effective if it changes the square.
 
   Attributes:
     size: rows and columns of the lake, at least 2.

@@ -38,7 +38,7 @@ _LINE = re.compile(rf'([{FACES}]): ([{COLOURS}]) ([{COLOURS}]) / ([{COLOURS}]) (
 
 @struct.dataclass
 class State(base.State):
-  """A cube: `stickers`, i8[24], are indices into `COLOURS` of the sticker at each place."""
+  """A cube: `stickers`, i8[24], has the index into `COLOURS` of the sticker at each place."""
 
   stickers: jax.Array
 

@@ -299,8 +299,7 @@ class Sokoban(base.Environment):
     return _fresh(parse_board(lines, self.dim, self.dim, self.num_boxes, self.symbols, 'level'))
 
   def from_boxoban(self, text: str) -> State:
-    """Reads all levels of a Boxoban file, each a header line `; number` and its board, as states [M, ...] in their
-    order.
+    """Reads the levels of a Boxoban file, each a header line `; number` and its board, in order as states [M, ...].
 
     A board has ` ` floor, `#` wall, `.` target, `$` box, `*` box on target, `@` player, `+` player on target. It has
     `num_boxes` boxes and at most `dim` rows and columns (Boxoban's own: 4 and (10, 10)); smaller boards are filled up

@@ -69,8 +69,7 @@ def play_baseline(
   The limits in tokens do not apply. The viewer lists the records under the iteration `step`.
 
   Returns:
-    The episodes, and records of some of them for the trajectory viewer; both empty if the speaker cannot play this
-    environment.
+    The episodes, and records of some of them for the trajectory viewer; both empty if it cannot play them.
   """
   spec, speaker = levels.spec, _speaker(kind, levels, endpoint)
   if speaker is None:

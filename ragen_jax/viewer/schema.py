@@ -73,8 +73,7 @@ class TurnRecord(TypedDict):
     closed: whether the reply ended with a stop token; None if unknown.
     observation: the environment's text at the start of the turn.
     picture: the board at the start of the turn.
-    reply_reward: the reward for the form of the reply and for its descriptions, which is not part of the score; absent
-      if it is 0.
+    reply_reward: the reward for the form of the reply and for its descriptions, not a part of the score; absent if 0.
     images: the images that the policy saw in the observation; absent if it saw none.
     descriptions: the sections that describe the board, if the reply is of its form and the board is known.
   """

@@ -108,8 +108,7 @@ def f1(claimed: np.ndarray, true: np.ndarray) -> float:
 def _most_pairs(claimed: np.ndarray, true: np.ndarray) -> int:
   """The most pairs that share a row or a column of the 3 x 3 relations, each used at most as often as counted, i64[9].
 
-  By max-flow min-cut it is the smallest cut: claims outside a set of relations, and things that share a part with the
-  set.
+  By max-flow min-cut it is the smallest cut: claims outside a set of relations, and things that share a part with it.
   """
   chosen, reached = _cuts()
   return int((~chosen @ claimed + reached @ true).min())

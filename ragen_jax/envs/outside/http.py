@@ -10,11 +10,10 @@ All requests are POST with a JSON body. `episodes` is a list; the list of an ans
             anything
 
 - `id` is the client's name for the episode. A /reset of a known id starts the episode again.
-- `seed` determines the level, and `member` seeds all other randomness. Episodes with equal seeds begin with equal
-  observations.
+- `seed` determines the level, and `member` seeds all other randomness. Equal seeds give equal first observations.
 - `step` counts the actions of an episode from 0. The client repeats a request if the answer is lost. A server that has
   already executed action number `step` of an episode must then return the same answer and not execute it again.
-- With the options `images` and `image_size`, an observation is {"text": "...", "images": ["..."]}; an image is a PNG
+- With the options `images` and `image_size`, an observation is {"text": "...", "images": ["..."]}; each image is a PNG
   file as base64.
 - An answer may repeat the `id` of its episode. One with another id ends the episode as an error.
 - {"error": "..."} instead of an episode's answer ends that episode as an error. `success` may be missing until the game
