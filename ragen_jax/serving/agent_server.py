@@ -28,18 +28,11 @@ LOOPBACK = ('127.0.0.1', 'localhost', '::1')
 class AgentServer:
   """The open parts of a server.
 
-  Attributes:
-    engines: sample replies.
-    lifecycle: the rollouts.
-    service: answers the calls.
-    url: the server's address.
-    admin_key: the key of the rollout API.
-    progress: gives the counts of the runner that plays the tasks in this process, see `agent_player.run_agents`; None
-      while outside workers play.
+  `progress` gives the counts of the runner that plays the tasks in this process, see `agent_player.run_agents`; it is
+  None while outside workers play.
   """
 
   def __init__(self, engines: Engines, lifecycle: Lifecycle, service: Service, url: str, admin_key: str):
-    """Takes open parts."""
     self.engines, self.lifecycle, self.service = engines, lifecycle, service
     self.url, self.admin_key = url, admin_key
     self.progress: Callable[[], Progress] | None = None
@@ -61,14 +54,12 @@ class AgentServer:
 
   @property
   def engine(self) -> Engine:
-    """Samples the policy."""
     return self.engines.policy
 
   def pause(self, *, drain: bool) -> None:
     """Holds the calls of all agents, see `Engine.pause`. Until `resume`, the time does not count for attempts.
 
-    While an exception is handled, an error of the store is logged and not raised, so that it does not take the place of
-    the exception.
+    While an exception is handled, an error of the store is logged and not raised: it would hide the exception.
     """
     try:
       self.engines.pause(drain=drain)

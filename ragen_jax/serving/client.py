@@ -15,7 +15,7 @@ A worker on another machine claims tasks: `client.work(play, server_url, admin_k
 
 A runner sets these variables of the environment: RAGEN_BASE_URL, the server's address; RAGEN_KEY, the attempt's key;
 RAGEN_TASK, the task as JSON; and for OpenAI's libraries OPENAI_BASE_URL and OPENAI_API_KEY, which are `task.base_url`
-and `task.api_key`.
+and `task.api_key`. The argument `of` of a function is the task; None for the one in the environment.
 
 Requests are repeated while the server does not answer, for two minutes; a repeated reward counts once.
 """
@@ -49,11 +49,7 @@ _REPEATED = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class ServerError(RuntimeError):
-  """A request that the server refused, or did not answer.
-
-  Attributes:
-    status: the HTTP status; 0 if there was no answer.
-  """
+  """A request that the server refused, or did not answer; then `status`, the HTTP status, is 0."""
 
   def __init__(self, status: int, message: str):
     super().__init__(message)
@@ -66,18 +62,14 @@ class Over(ServerError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """An attempt at a task that an agent plays.
+  """An attempt at a task that an agent plays; `number` is 1 for the rollout's first attempt.
 
   Attributes:
-    rollout_id: the rollout.
-    attempt_id: the attempt.
-    number: number of the attempt; 1 for the rollout's first.
     mode: 'train' or 'val'.
-    group: the prompt group.
     input: the task, a JSON value.
-    timeout_s: longest time of the attempt, in seconds.
-    heartbeat_s: longest time between two signs of life, in seconds; 0 asks for none.
-    server_url: address of the server, such as 'http://127.0.0.1:8000'.
+    timeout_s: longest time of the attempt.
+    heartbeat_s: longest time between two signs of life; 0 asks for none.
+    server_url: such as 'http://127.0.0.1:8000'.
     api_key: the attempt's key, for calls of the policy and for rewards.
     prompt: the prompt that the program is to use: that of the run's config, or one that --mode=optimize_prompt tries;
       '' for none.
@@ -120,11 +112,7 @@ _PUBLIC = frozenset(field.name for field in dataclasses.fields(Task)) - {'server
 
 
 def task() -> Task:
-  """The task for which a runner started this program.
-
-  Raises:
-    RuntimeError: a variable of the environment is missing.
-  """
+  """The task for which a runner started this program; RuntimeError if a variable of the environment is missing."""
   names = ('RAGEN_BASE_URL', 'RAGEN_KEY', 'RAGEN_TASK')
   if missing := [name for name in names if not os.environ.get(name)]:
     raise RuntimeError(f'{", ".join(missing)} not set: this program was not started for a task')
@@ -135,7 +123,7 @@ def task() -> Task:
 def reward(
   value: float, call: str | int | None = None, agent: str = '', name: str = '', of: Task | None = None
 ) -> None:
-  """Posts a reward. Rewards of a call add up.
+  """Posts a reward, with a label for metrics (`name`). Rewards of a call add up.
 
   A reward may come after `finish`, until the trainer collects the rollouts of an iteration because all have ended.
 
@@ -144,8 +132,6 @@ def reward(
     call: the call that earned it: its id (`response.id`), its index in the attempt, or 'last'; None for the whole
       episode.
     agent: the agent that earned it, where several agents play; '' for the agent of the call, or for all.
-    name: a label for metrics.
-    of: the task; None for the one in the environment.
 
   Raises:
     Over: the attempt gets no more rewards.
@@ -158,10 +144,7 @@ def reward(
 def finish(state: str = 'succeeded', error: str = '', of: Task | None = None) -> None:
   """Ends the attempt. A runner does this itself when the program or function that it started has ended.
 
-  Args:
-    state: 'succeeded', or 'failed', after which the server may start another attempt.
-    error: what went wrong, for people.
-    of: the task; None for the one in the environment.
+  The state is 'succeeded', or 'failed', after which the server may start another attempt.
 
   Raises:
     Over: the attempt ended otherwise.
@@ -174,12 +157,7 @@ def finish(state: str = 'succeeded', error: str = '', of: Task | None = None) ->
 def heartbeat(of: Task | None = None, on_over: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
   """Context manager: sends signs of life from a thread, three in `heartbeat_s`, or one in 10 s if that is 0.
 
-  Args:
-    of: the task; None for the one in the environment.
-    on_over: called once, in the thread, if the server says that the attempt is over.
-
-  Yields:
-    An event that is set when the attempt is over.
+  Yields an event. If the server says that the attempt is over, the thread sets the event and calls `on_over`, once.
   """
   this = of or task()
   pause = this.heartbeat_s / 3 if this.heartbeat_s else 10.0
@@ -208,22 +186,12 @@ class Queue:
   """The server's queue of rollouts, as a worker on any machine sees it."""
 
   def __init__(self, server_url: str, admin_key: str, worker: str = ''):
-    """Makes the queue; connects to nothing.
-
-    Args:
-      server_url: address of the server, such as 'http://127.0.0.1:8000'.
-      admin_key: the server's admin key.
-      worker: name of the worker in the store; '' for the machine's name and the process's number.
-    """
+    """Connects to nothing. `worker` is the name in the store; '' for the machine's name and the process's number."""
     self._url, self._admin_key = server_url.rstrip('/'), admin_key
     self._worker = worker or f'{socket.gethostname()}-{os.getpid()}'
 
   def claim(self, wait_s: float) -> Task | None:
-    """The oldest rollout that waits for a worker; None if there is none within `wait_s` seconds.
-
-    Raises:
-      ServerError: the server refused the request, or does not answer.
-    """
+    """The oldest rollout that waits for a worker; None if there is none in `wait_s`. ServerError as for `reward`."""
     body = {'worker': self._worker, 'wait_s': wait_s}
     answer = _post(f'{self._url}/rollouts/claim', self._admin_key, body, _PATIENCE_S, wait_s + _ANSWER_S)
     return Task.from_json(answer, self._url, answer['api_key']) if answer else None
@@ -237,7 +205,6 @@ class Queue:
     reward(value, of=task)
 
   def finish(self, task: Task, state: str, error: str) -> None:
-    """Ends the attempt."""
     finish(state, error, of=task)
 
   def release(self, task: Task, error: str) -> None:
@@ -245,10 +212,8 @@ class Queue:
     finish('failed', error, of=task)
 
   def time_left(self, task: Task) -> float | None:
-    """Seconds that the attempt may still take, without updates in which calls wait; 0 if it is over.
-
-    None if the server does not say.
-    """
+    """Seconds that the attempt may still take, without updates in which calls wait; 0 if it is over, None if
+    unknown."""
     try:
       return float(_post_attempt(task, 'heartbeat', {}, 0.0)['left_s'])
     except ServerError as e:
@@ -266,21 +231,15 @@ def work(
   stop: threading.Event | None = None,
   max_tasks: int | None = None,
 ) -> int:
-  """Claims tasks and plays them, one after another. Start several processes to play several at a time.
+  """Claims tasks and plays them, one after another, and returns their number. Several processes play several at a time.
+
+  The number that `agent` returns is the reward of the episode; it returns None if it has posted its rewards. If it
+  raises, the attempt has failed. An async function is cancelled when the attempt is over or took too long; another
+  function is not interrupted.
 
   Args:
-    agent: a function, async or not, that plays a task. The number that it returns is the reward of the episode; it
-      returns None if it has posted its rewards. If it raises, the attempt has failed. An async function is cancelled
-      when the attempt is over or took too long; another function is not interrupted.
-    server_url: address of the server.
-    admin_key: the server's admin key.
-    worker: name of the worker; '' for the machine's name and the process's number.
-    wait_s: how long one request waits for a task, in seconds.
-    stop: set it to end the loop after the present task; None for no such event.
-    max_tasks: the loop ends after this many tasks; None for no limit.
-
-  Returns:
-    The number of tasks that were played.
+    wait_s: how long one request waits for a task.
+    stop: set it to end the loop after the present task.
 
   Raises:
     ServerError: the server refuses the key, or does not answer.
@@ -298,7 +257,6 @@ class _TookTooLong(Exception):
 
 
 def _play(agent: Callable[[Task], Any], task: Task, queue: Queue) -> None:
-  """Plays a task and reports how it ended."""
   with contextlib.suppress(Over):
     try:
       value = _call(agent, task, queue)
@@ -321,17 +279,14 @@ class AgentCall:
   """One call of an agent's function, async or not."""
 
   def __init__(self, agent: Callable[[Task], Any], task: Task):
-    """Calls nothing yet."""
     self._agent, self._task = agent, task
     self._lock = threading.Lock()
     self._stop: Callable[[], Any] | None = None  # of an async function that has begun
     self._error: Exception | None = None
 
   def cancel(self, error: Exception) -> bool:
-    """Cancels an async function, so that `run` raises the error; another thread calls this.
-
-    Returns False for another function, which Python cannot stop.
-    """
+    """Cancels an async function, so that `run` raises the error; False for another function, which Python cannot stop.
+    Another thread calls this."""
     with self._lock:
       self._error = self._error or error
       if self._stop is None:

@@ -30,13 +30,12 @@ class ApiError(Exception):
   """A request that gets no reply.
 
   Attributes:
-    status: the HTTP status.
     type: the class of the error, such as 'invalid_request_error'.
     code: the error itself, such as 'context_length_exceeded'; '' for none.
     param: the field of the request that is wrong; '' for none.
     message: one line for people.
     retry: whether the same request may succeed later; clients with the OpenAI packages do as it says.
-    retry_after_s: seconds after which a client should try again; 0 leaves it to the client.
+    retry_after_s: 0 leaves the time to the client.
   """
 
   status: int
@@ -112,11 +111,7 @@ def overloaded(message: str, retry_after_s: float) -> ApiError:
 
 
 def internal(message: str, *, retry: bool) -> ApiError:
-  """500: a fault of the server.
-
-  Args:
-    retry: another try may succeed, and nothing of this one was stored.
-  """
+  """500: a fault of the server. `retry`: another try may succeed, and nothing of this one was stored."""
   return _error(500, 'internal_error', '', message, retry=retry)
 
 
@@ -124,11 +119,7 @@ def internal(message: str, *, retry: bool) -> ApiError:
 
 
 class RequestError(Exception):
-  """A request that the store's present content does not allow. The message is one line for the client.
-
-  Attributes:
-    status: the HTTP status that fits.
-  """
+  """A request that the store's present content does not allow; the message is one line for the client."""
 
   status: ClassVar[int]
 
@@ -190,7 +181,6 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _request_error(error: RequestError) -> ApiError:
-  """An error of the store as the wire's."""
   match error.status:
     case 401:
       return unauthorized(str(error))

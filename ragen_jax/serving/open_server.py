@@ -26,11 +26,8 @@ from ragen_jax.utils.errors import UserError
 
 
 def read_admin_key(host: str) -> str:
-  """The admin key of the environment; without one, a random key that nobody has.
-
-  Raises:
-    UserError: the server can be reached from other machines, and there is no key or a short one.
-  """
+  """The admin key of the environment; without one, a random key that nobody has. UserError if other machines can reach
+  the server, and there is no key or a short one."""
   key = os.environ.get(ADMIN_KEY, '').strip()
   if key and (len(key) < 16 or not key.isascii() or not key.isprintable() or ' ' in key):
     raise UserError(f'the environment variable {ADMIN_KEY} must have at least 16 printable ASCII characters, no spaces')
@@ -48,15 +45,10 @@ def open_server(
   directory: str,
   frozen: Mapping[str, FrozenWeights] = types.MappingProxyType({}),
 ) -> Iterator[AgentServer]:
-  """Opens the store in a directory, and serves a model until the block ends.
+  """Opens the store, agents.sqlite in a directory that may be new, and serves a model until the block ends.
 
-  Args:
-    version: number of updates that led to the weights.
-    directory: of the store, agents.sqlite; it is created.
-    frozen: the weights that `settings.frozen` names.
-
-  Raises:
-    UserError: the address, the store or the device cannot be used.
+  `version` is the number of updates that led to the weights; `frozen` has the weights that `settings.frozen` names.
+  UserError if the address, the store or the device cannot be used.
   """
   admin_key = read_admin_key(settings.host)
   if settings.open_access and settings.host not in LOOPBACK:

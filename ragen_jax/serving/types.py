@@ -39,12 +39,9 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
-  """A reply that the engine is asked for.
+  """A reply that the engine is asked for: to the whole prompt, of which the engine feeds only what no slot holds yet.
 
-  Attributes:
-    prompt: ids of the whole prompt; the engine feeds only what no slot holds yet.
-    key: u32[2], data of the PRNG key of the row; see the engine's module for the draws.
-    params: how tokens are drawn.
+  `key` is u32[2], data of the PRNG key of the row; see the engine's module for the draws.
   """
 
   prompt: tuple[int, ...]
@@ -56,12 +53,8 @@ class GenerateRequest:
 class Piece:
   """A part of a reply, in the order of the parts. The ids and the texts of all parts are those of the reply.
 
-  Attributes:
-    ids: new ids, perhaps none.
-    logprobs: f32[n], as of `Generated`.
-    top: as of `Generated`.
-    text: new text that will not change. It may belong to earlier ids: a character whose bytes are incomplete and text
-      that may begin a stop string come later than their ids.
+  `logprobs` and `top` are as in `Generated`. `text` is new text that will not change. It may belong to earlier ids: a
+  character whose bytes are incomplete and text that may begin a stop string come later than their ids.
   """
 
   ids: tuple[int, ...]
@@ -81,8 +74,7 @@ class Generated:
     entropies: f32[n], entropies of the distributions before top-k and top-p, in nats.
     versions: i32[n], the policy version that sampled each token.
     top: for each token the likeliest alternatives as (id, log-probability); empty unless asked for.
-    text: the text, without the stop token and cut before a stop string.
-    finish: why it ended.
+    text: without the stop token, and cut before a stop string.
     cached_tokens: prompt tokens that were not fed again.
     stop_text: the stop string that ended the reply; '' if none did.
   """
@@ -105,14 +97,11 @@ class StoredCall:
 
   Attributes:
     call_id: the id that the client sees, such as 'chatcmpl-…'; unique in the store.
-    attempt_id: the attempt that it belongs to.
     index: order in which the attempt's calls were stored, from 0.
     row: ordinal of the token row in the attempt; calls of one row follow one another.
     agent: name of the agent that made it; '' for the default agent.
     trained: whether its tokens may be trained.
     context: ids between the row's previous reply (or its beginning) and this reply.
-    generated: the reply.
-    params: how it was sampled.
     request_digest: digest of the request's body, to recognise a client's retry.
     messages: the conversation with the reply, canonical JSON, for matching later calls and for people.
     new_row_cause: why the call began a new row; '' if it extends one or is the attempt's first.
@@ -134,15 +123,7 @@ class StoredCall:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  """A reward that was posted.
-
-  Attributes:
-    attempt_id: the attempt.
-    call_id: the call that earned it; '' for the whole episode.
-    agent: the agent that it is for; '' for all.
-    name: a label for metrics.
-    value: finite.
-  """
+  """A reward that was posted. A `call_id` of '' stands for the whole episode, an `agent` of '' for all agents."""
 
   attempt_id: str
   call_id: str
@@ -177,10 +158,6 @@ class Progress:
   """Counts of a pool.
 
   Attributes:
-    running: attempts that run now.
-    succeeded: attempts that succeeded.
-    failed: attempts that failed.
-    timed_out: attempts that took too long.
     cancelled: attempts that were cancelled, or released when the pool stopped.
     abandoned: threads of agents that were told to stop and still run.
     error: the last error of the queue, one line; '' if its last answer was good.

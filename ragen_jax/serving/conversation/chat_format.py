@@ -59,22 +59,13 @@ class Family(enum.StrEnum):
 
 
 class QwenFormat:
-  """Writes conversations as token ids, and makes the readers of replies.
-
-  Attributes:
-    family: found from the tokenizer and its template.
-    stop_id: the token that ends a message.
-  """
+  """Writes conversations as token ids, and makes the readers of replies; `stop_id` ends a message."""
 
   def __init__(self, tokenizer: ChatTokenizer, *, keep_thoughts: bool):
-    """Finds the family.
+    """Finds the family from the tokenizer and its template.
 
-    Args:
-      keep_thoughts: whether the thoughts of all replies stay in the conversation. Otherwise thoughts are left out where
-        the model's template does so, in Qwen3's before the last message of the user.
-
-    Raises:
-      UserError: the tokenizer has a special token of one character, which text cannot avoid.
+    If not `keep_thoughts`, thoughts are left out where the model's template does so, in Qwen3's before the last message
+    of the user. UserError for a special token of one character, which text cannot avoid.
     """
     self._tokenizer, self._keep_thoughts, self._form = tokenizer, keep_thoughts, tokenizer.format
     added = tokenizer.added
@@ -109,15 +100,9 @@ class QwenFormat:
   def following(
     self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions, *, closed: bool
   ) -> tuple[int, ...] | None:
-    """The ids between a reply and the next reply.
+    """The ids between a reply and the next one; None if the template leaves out thoughts of replies before `messages`.
 
-    Args:
-      messages: the messages after the reply.
-      tools: the tools of the call, which the system message lists already.
-      closed: the reply ended with `stop_id`; otherwise it is added.
-
-    Returns:
-      The ids; None if the template leaves out thoughts of replies before these messages.
+    The system message lists the tools already. A reply that is `closed` ended with `stop_id`; otherwise this is added.
     """
     del tools
     if not self._keep_thoughts and self._drops_thoughts_before(messages):
@@ -302,12 +287,10 @@ class QwenFormat:
     parallel: bool,
     call_id: Callable[[int], str],
   ) -> ReplyReader:
-    """A reader of the reply to a prompt.
+    """A reader of the reply to a prompt of ids.
 
     Args:
-      prompt: ids of the prompt.
       parse_calls: whether tool calls are looked for; otherwise they are content.
-      bad_calls: what becomes of a call that cannot be read.
       parallel: whether calls after the first are kept.
       call_id: the id of a call, by its number in the reply; unique in a session, because clients send it back.
     """

@@ -17,10 +17,10 @@ from ragen_jax.serving.conversation.messages import Message
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-  """The messages of a prompt, as they are matched.
+  """The messages of a prompt, as they are matched; a prompt of ids has none.
 
   Attributes:
-    texts: the canonical text of each message; () for a prompt of ids.
+    texts: the canonical text of each message.
     tool_ids: the ids of the tool calls of each message.
     options: `QwenFormat.options_key` of the call.
   """
@@ -31,7 +31,6 @@ class Conversation:
 
   @classmethod
   def of(cls, chat_format: QwenFormat, messages: Sequence[Message], tools: Sequence[Any], options: Any) -> Conversation:
-    """The conversation of a call's messages."""
     tool_ids = tuple(tuple(call.id for call in message.tool_calls) for message in messages)
     return cls(chat_format.canonical(messages), tool_ids, chat_format.options_key(tools, options))
 
@@ -45,16 +44,12 @@ class SampledReply:
   """A sampled reply that later calls can continue.
 
   Attributes:
-    call_id: the call.
-    row: the row that it was sampled in.
     end: number of the row's ids up to the reply's end.
-    request: number of the request.
-    choice: number of the choice in the request.
+    request, choice: numbers of the request, and of the choice in it.
     closed: whether it ended with the stop token.
     thinks: whether it, or a reply that it continues, has a thought.
     conversation: the messages of its prompt.
     texts: canonical texts of the messages as which the client may send the reply back; the first is what it got.
-    tool_ids: the ids of its tool calls.
   """
 
   call_id: str
@@ -73,7 +68,6 @@ class ReplyIndex:
   """The sampled replies of a session, by the conversations that they end."""
 
   def __init__(self):
-    """An index without replies."""
     self._replies: dict[bytes, list[SampledReply]] = {}
     self._first: dict[bytes, bytes] = {}  # link of a reply in any of its texts -> link in its first text
     self._links: set[bytes] = set()  # of all messages of prompts, and of replies
@@ -102,16 +96,11 @@ class ReplyIndex:
     self._texts.update(reply.texts)
 
   def parent(self, conversation: Conversation, previous: str) -> tuple[SampledReply | None, int]:
-    """The sampled reply that ends the longest beginning of a conversation.
+    """The sampled reply that ends the longest beginning of a conversation, and the number of messages up to it.
 
     The reply was sampled with the same tools and options. Of several such replies, the one whose tool calls have the
-    ids of the conversation's is preferred, then `previous`, then the latest.
-
-    Args:
-      previous: id of the call that the client says it continues, or ''.
-
-    Returns:
-      The reply and the number of messages up to it; (None, 0) if there is none.
+    ids of the conversation's is preferred, then that of the call `previous`, which the client says it continues ('' for
+    none), then the latest. (None, 0) if there is no such reply.
     """
     chain = self.chain(conversation.texts)
 

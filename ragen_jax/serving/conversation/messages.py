@@ -23,13 +23,8 @@ class Role(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-  """A call of a function.
-
-  Attributes:
-    id: the id that its result refers to.
-    name: name of the function.
-    arguments: JSON text as the policy sampled it or the client gave it; other text if the policy made a mistake.
-  """
+  """A call of a function. Its arguments are JSON text as the policy sampled it or the client gave it; other text if the
+  policy made a mistake."""
 
   id: str
   name: str
@@ -41,9 +36,7 @@ class Message:
   """A message of a conversation.
 
   Attributes:
-    role: who speaks.
     text: the content, '' if it is null.
-    tool_calls: calls of an assistant.
     call_id: the call whose result a tool message is; '' for others.
     reasoning: the thought of an assistant, if the client sent it apart from the content.
   """
@@ -57,12 +50,8 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-  """A function that the policy may call.
-
-  Attributes:
-    name: its name.
-    schema: JSON text for the prompt, {"type": "function", "function": {…}}, with the request's order of keys.
-  """
+  """A function that the policy may call, with its schema as the prompt has it: JSON text {"type": "function",
+  "function": {…}}, with the request's order of keys."""
 
   name: str
   schema: str
@@ -70,13 +59,8 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class TemplateOptions:
-  """How a prompt opens the reply.
-
-  Attributes:
-    enable_thinking: whether the policy may think before it answers; False opens replies with an empty thought.
-    add_generation_prompt: whether the prompt ends with the opening of a reply.
-    reply_prefix: the forced beginning of the reply.
-  """
+  """How a prompt opens the reply. Without `add_generation_prompt`, it does not; without `enable_thinking`, the reply
+  begins with an empty thought; `reply_prefix` is its forced beginning."""
 
   enable_thinking: bool
   add_generation_prompt: bool
@@ -94,11 +78,7 @@ JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def parse_json(text: str) -> Any:
-  """A JSON value.
-
-  Raises:
-    ValueError: the text is no JSON, or is nested too deeply.
-  """
+  """A JSON value; ValueError if the text is no JSON, or is nested too deeply."""
   try:
     return JSON.decode(text)
   except RecursionError as e:
@@ -143,11 +123,7 @@ def _canonical_arguments(text: str) -> str:
 
 
 def from_chat(items: Sequence[Any]) -> tuple[Message, ...]:
-  """The messages of a request to chat/completions.
-
-  Raises:
-    ApiError: there is none, or one is wrong.
-  """
+  """The messages of a request to chat/completions; ApiError if there is none, or one is wrong."""
   if not items:
     raise wrong_value('messages', [], 'at least one message')
   return tuple(_chat_message(item, f'messages[{i}]') for i, item in enumerate(items))
@@ -180,11 +156,7 @@ def _chat_call(item: Any, at: str) -> ToolCall:
 
 
 def tools_from_chat(items: Sequence[Any]) -> tuple[Tool, ...]:
-  """The tools of a request to chat/completions; `strict` is left out.
-
-  Raises:
-    ApiError: one is no function, or has no name.
-  """
+  """The tools of a request to chat/completions, without `strict`; ApiError if one is no function, or has no name."""
   return tuple(_chat_tool(item, f'tools[{i}]') for i, item in enumerate(items))
 
 
@@ -201,12 +173,9 @@ def _chat_tool(item: Any, at: str) -> Tool:
 
 
 def from_responses(value: Any) -> tuple[Message, ...]:
-  """The messages of `input` in a request to responses.
+  """The messages of `input` in a request to responses; ApiError if there is none, or one is wrong.
 
   An assistant's message and the calls after it are one message.
-
-  Raises:
-    ApiError: there is none, or one is wrong.
   """
   if isinstance(value, str):
     return (Message(Role.USER, value),)
@@ -238,11 +207,7 @@ def from_responses(value: Any) -> tuple[Message, ...]:
 
 
 def tools_from_responses(items: Sequence[Any]) -> tuple[Tool, ...]:
-  """The tools of a request to responses, in the form of chat/completions.
-
-  Raises:
-    ApiError: one is no function, or has no name.
-  """
+  """The tools of a request to responses, as in chat/completions; ApiError if one is no function, or has no name."""
   return tuple(_responses_tool(item, f'tools[{i}]') for i, item in enumerate(items))
 
 
@@ -261,11 +226,8 @@ _TEXT_PARTS = ('text', 'input_text', 'output_text')
 
 
 def read_text(content: Any, at: str) -> str:
-  """The text of a content: a string, null, or a list of text parts, which are joined.
-
-  Raises:
-    ApiError: it is something else, such as an image.
-  """
+  """The text of a content: a string, null, or a list of text parts, which are joined; ApiError for anything else, such
+  as an image."""
   if content is None:
     return ''
   if isinstance(content, str):

@@ -65,15 +65,8 @@ Event = ContentDelta | ThoughtDelta | CallDone
 
 @dataclasses.dataclass(frozen=True)
 class ParsedReply:
-  """A reply that was read.
-
-  Attributes:
-    content: the text outside of thoughts and calls.
-    thought: the text of the thought.
-    calls: the tool calls.
-    problems: why calls could not be read.
-    thought_tokens: number of sampled tokens of the thought.
-  """
+  """A reply that was read: what is outside of thoughts and calls is content; `problems` are those of calls that cannot
+  be read."""
 
   content: str
   thought: str
@@ -84,10 +77,7 @@ class ParsedReply:
   def messages(self, prefix: str) -> tuple[Message, ...]:
     """The messages that a client may send back for the reply; the first is the one that it got.
 
-    Some clients put a forced beginning, or the thought, before the content.
-
-    Args:
-      prefix: the forced beginning of the reply.
+    Some clients put the forced beginning of the reply, `prefix`, or the thought before the content.
     """
     texts = [self.content, prefix + self.content]
     if self.thought:
@@ -116,16 +106,9 @@ class ReplyReader:
     parallel: bool,
     call_id: Callable[[int], str],
   ):
-    """Begins a reply.
+    """Begins a reply, within a thought if `in_thought`; for the arguments after it, see `QwenFormat.reader`.
 
-    Args:
-      tags: the tags to look for.
-      ids: the tags that have tokens, by id. Unless all of `tags` are among them, tags are found by their spelling.
-      decode: the text of ids.
-      in_thought: the reply begins within a thought.
-      bad_calls: what becomes of a call that cannot be read.
-      parallel: whether calls after the first are kept.
-      call_id: the id of a call, by its number.
+    `ids` are the tags that have tokens, by id. Unless all of `tags` are among them, tags are found by their spelling.
     """
     self._tags: _TagsByText | _TagsById = _TagsById(ids, decode) if ids and len(ids) == len(tags) else _TagsByText(tags)
     self._bad_calls, self._parallel, self._call_id = bad_calls, parallel, call_id
@@ -264,11 +247,9 @@ def _merge(events: Iterable[Event]) -> list[Event]:
 
 
 def read_call(text: str) -> tuple[str, str, Problem | None]:
-  """Reads a tool call, {"name": …, "arguments": {…}}.
+  """Reads a tool call, {"name": …, "arguments": {…}}: its name, the arguments as they are written, and the problem.
 
-  Returns:
-    The name, the arguments as they are written, and the problem. With a problem, the name is '' if it cannot be read,
-    and the arguments are the raw text from where they cannot be read.
+  With a problem, the name is '' if it cannot be read, and the arguments are the raw text from where reading fails.
   """
   name, arguments = '', '{}'
   at = _skip(text, 0)
@@ -310,11 +291,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _value(text: str, at: int) -> tuple[object, int]:
-  """A JSON value and the position after it.
-
-  Raises:
-    ValueError: there is none.
-  """
+  """A JSON value and the position after it; ValueError if there is none."""
   try:
     return JSON.raw_decode(text, at)
   except RecursionError as e:
@@ -355,7 +332,6 @@ class _TagsByText:
     yield text[at:end], ''
 
   def finish(self) -> Iterator[tuple[str, str]]:
-    """The text that was held back."""
     yield self._held, ''
 
 
@@ -374,7 +350,6 @@ class _TagsById:
     self._held = ''
 
   def feed(self, ids: Sequence[int], text: str) -> Iterator[tuple[str, str]]:
-    """Pairs of a text and the tag after it, '' for none."""
     for i in ids:
       if i in self._ids:
         start = self._end + len(self._decode(self._since)) if self._since else self._end

@@ -53,20 +53,16 @@ class Plan:
   """A call that is about to run. Two plans are never equal.
 
   Attributes:
-    prompt: ids of the whole prompt.
     row: ordinal of the row that the call extends or begins; reserved until `commit` or `release`.
     context: the ids that the row gains before the reply.
     parent: id of the call whose reply the conversation continues; '' for none.
     cause: one of `NEW_ROW_CAUSES`; '' if the call extends a row or is the attempt's first.
-    agent: name of the agent.
     digest: digest of the request's body.
     request: number of the request in the session.
-    choice: number of the choice in the request, from 0.
-    choices: number of choices of the request.
+    choice: number of the choice in the request, from 0; the request has `choices`.
     aborted: number of aborted calls with the same prompt. A caller that draws with a key of the row folds it in, so
       that a client that stops a reply and asks again does not get the same reply.
     shared: number of messages that the prompt shares with the parent's prompt.
-    conversation: the messages of the prompt.
   """
 
   prompt: tuple[int, ...]
@@ -85,15 +81,9 @@ class Plan:
 
 
 class Session:
-  """The calls and rows of an attempt.
-
-  Attributes:
-    attempt_id: the attempt.
-    calls: the committed calls, in order.
-  """
+  """The rows of an attempt, and its committed `calls`, in order."""
 
   def __init__(self, attempt_id: str, chat_format: QwenFormat):
-    """Begins a session without calls."""
     self.attempt_id = attempt_id
     self.calls: list[StoredCall] = []
     self._format = chat_format
@@ -127,15 +117,12 @@ class Session:
     choices: int,
     previous: str,
   ) -> tuple[Plan, ...]:
-    """Plans a request with messages: finds the ids of its prompt and reserves a row for each choice.
+    """Plans a request with messages: finds the ids of its prompt and reserves a row for each choice, which gets a plan.
 
     Args:
       messages: the whole conversation, at least one message.
-      digest: digest of the request's body; '' if the request cannot be retried.
+      digest: '' if the request cannot be retried.
       previous: id of the call that the client says it continues; '' if it names none. See `ReplyIndex.parent`.
-
-    Returns:
-      A plan for each choice.
     """
     conversation = Conversation.of(self._format, messages, tools, options)
     parent, count = self._index.parent(conversation, previous)
@@ -183,19 +170,11 @@ class Session:
     params: SamplingParams,
     trained: bool,
   ) -> StoredCall:
-    """Records a call. The row of an aborted call stays as it was, and a later call may extend it.
+    """Records a call and returns it for the store. The row of an aborted call stays as it was, for later calls.
 
-    Args:
-      plan: of this session, neither committed nor released.
-      replies: the reply as messages that the client may send back, such as with and without a forced prefix; the first
-        is the one that it got. None for a prompt of ids.
-      trained: whether the tokens of the agent may be trained.
-
-    Returns:
-      The call, for the store.
-
-    Raises:
-      ValueError: the plan is not reserved.
+    `replies` are the messages as which the client may send the reply back, such as with and without a forced prefix;
+    the first is the one that it got. There are none for a prompt of ids. ValueError if the plan is not reserved: it is
+    of another session, or was committed or released.
     """
     if plan not in self._running:
       raise ValueError(f'the plan of call {call_id} is not reserved in the session of attempt {self.attempt_id}')
@@ -230,11 +209,8 @@ class Session:
     return call
 
   def conversation(self, call_id: str) -> tuple[str, ...]:
-    """The canonical texts of the messages of a call and of its reply; () for a prompt of ids.
-
-    Raises:
-      KeyError: no call with the id was committed, or it was aborted.
-    """
+    """The canonical texts of the messages of a call and of its reply; () for a prompt of ids. KeyError if no call with
+    the id was committed, or it was aborted."""
     reply = self._replies[call_id]
     return (*reply.conversation.texts, *reply.texts[:1])
 
@@ -251,12 +227,8 @@ class Session:
   def _reserve(
     self, prompt: tuple[int, ...], parent: SampledReply | None, cause: Callable[[], str], request: dict[str, Any]
   ) -> tuple[Plan, ...]:
-    """A plan for each choice of a request.
-
-    Args:
-      parent: the reply that they continue.
-      cause: gives the cause of a new row as far as it follows from the messages, or ''.
-    """
+    """A plan for each choice of a request that continues `parent`; `cause` gives the cause of a new row as far as it
+    follows from the messages, or ''."""
     packed, plans = _bytes(prompt), []
     fed = _digest(packed)
     for choice in range(request['choices']):

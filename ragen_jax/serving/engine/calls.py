@@ -24,8 +24,6 @@ class Call:
   """A call from its submission to its end.
 
   Attributes:
-    request: what is asked for.
-    prompt: i32[n], its prompt.
     budget: the most tokens of the reply, by the request and by the context.
     ids: the ids of the reply so far.
     cached: tokens of the prompt that were not fed.
@@ -42,7 +40,7 @@ class Call:
   ):
     """A call that has no slot yet; see `Engine.submit`."""
     self.request = request
-    self.prompt = np.asarray(request.prompt, np.int32)
+    self.prompt = np.asarray(request.prompt, np.int32)  # [n]
     self.budget = budget
     self.ids: list[int] = []
     self.cached = 0
@@ -54,16 +52,9 @@ class Call:
     self._on_done = on_done
 
   def take(self, reply: Reply, row: int, version: int, stop_ids: tuple[int, ...]) -> Finish | None:
-    """Takes the tokens that were sampled for a row, and tells the listener.
+    """Takes the tokens that were sampled for a row, and tells the listener. Tokens behind a stop string are dropped.
 
-    Args:
-      reply: on the host.
-      row: index of the row.
-      version: of the policy that sampled them.
-      stop_ids: tokens that end a reply.
-
-    Returns:
-      Why the reply is over; None if it goes on. Tokens behind a stop string are dropped.
+    Returns why the reply is over; None if it goes on. `reply` is on the host, and `version` that of the policy.
     """
     ids = reply.tokens[row, : reply.count[row]].tolist()
     stopped = ids[-1] in stop_ids
@@ -127,8 +118,7 @@ class Call:
 def check_request(request: GenerateRequest, *, max_context: int, vocab_limit: int) -> None:
   """Checks what would break the rows of the device; `wire.spec` and the config check the rest of a request.
 
-  Raises:
-    ValueError: a number is out of its range; one line with the name, the value and what is allowed.
+  ValueError, one line with the name, the value and what is allowed, for a number that is out of its range.
   """
   p, prompt = request.params, np.asarray(request.prompt)
   if not len(prompt):

@@ -20,13 +20,7 @@ _GROWTH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-  """Ids for a row.
-
-  Attributes:
-    row: the row.
-    ids: i32[n], at most as many as the width of the program.
-    begins: the row is emptied first.
-  """
+  """Ids for a row, i32[n], at most as many as the width of the program; the row is emptied first if `begins`."""
 
   row: int
   ids: np.ndarray
@@ -43,18 +37,16 @@ class DeviceRows:
   """
 
   def __init__(self, sampler: Sampler, params: Any, *, rows: int, columns: int, chunk: int, widths: Sequence[int]):
-    """Makes the cache.
+    """Makes the cache for weights of the `ActorCritic`, as they are trained.
 
     Args:
-      params: weights of the `ActorCritic`, as they are trained.
       columns: of a row: those that hold tokens, and those that a program writes behind them.
       chunk: columns of a call of `decode`.
       widths: columns of the programs that feed prompts. The smallest feeds all rows at once. A wider program feeds as
         many rows as make no more columns, at least one: it would need more memory, and would keep replies waiting.
 
     Raises:
-      UserError: the rows do not fit into the memory, or cannot be divided over the mesh, or there are several
-        processes.
+      UserError: the rows do not fit into the memory or cannot be divided over the mesh, or there are several processes.
     """
     share = sampler.share
     if jax.process_count() > 1:
@@ -87,11 +79,7 @@ class DeviceRows:
     return _sub_batches(min(self._own, columns // width))
 
   def check_weights(self, params: Any) -> None:
-    """Checks that weights can take the place of the present ones.
-
-    Raises:
-      ValueError: they differ in structure, shape or type.
-    """
+    """Raises ValueError if weights differ from the present ones in structure, shape or type."""
     found = _shapes(params)
     if found.keys() != self._expected.keys():
       name = sorted(found.keys() ^ self._expected.keys())[0]
@@ -103,9 +91,8 @@ class DeviceRows:
   def set_weights(self, params: Any, *, keep_cache: bool = False) -> None:
     """Replaces the weights; those before are freed first unless somebody else holds them.
 
-    Args:
-      keep_cache: the rows stay as they are. With False they are made anew, and not only overwritten by and by: what
-        weights without finite numbers have written would spoil all that is sampled later, see `kv_cache.copy_rows`.
+    Without `keep_cache`, the rows are made anew, and not only overwritten by and by: what weights without finite
+    numbers have written would spoil all that is sampled later, see `kv_cache.copy_rows`.
     """
     self._weights = None
     self._weights = _committed(self._sampler.decode_weights(params, self._gathered))
@@ -127,7 +114,6 @@ class DeviceRows:
       self._extend([f for part in by_shard for f in part[start : start + most]], width)
 
   def _extend(self, feeds: Sequence[Feed], width: int) -> None:
-    """Feeds at most as many rows of each shard as the largest sub-batch has."""
     batch = self._batch([f.row for f in feeds], self._sizes[width])
     tokens = np.zeros((batch.size, width), np.int32)
     count, begins = np.zeros((batch.size,), np.int32), np.zeros((batch.size,), bool)
@@ -165,17 +151,12 @@ class DeviceRows:
   def decode(
     self, rows: Sequence[int], keys: np.ndarray, budget: np.ndarray, sampling: RowSampling, *, alternatives: bool
   ) -> Reply:
-    """Samples a chunk for n rows.
+    """Samples a chunk for n rows, each named once; returns their tokens, on the host.
 
     Args:
-      rows: the rows, each once.
       keys: u32[n, 2], data of their PRNG keys.
       budget: i32[n], the most tokens that each row may still get.
-      sampling: how each of them is sampled.
       alternatives: record the likeliest tokens.
-
-    Returns:
-      The tokens of the n rows, on the host.
     """
     batch = self._batch(rows, self._decode_sizes[-1:] if alternatives else self._decode_sizes)
 
@@ -220,12 +201,10 @@ class DeviceRows:
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-  """The rows that a program gets.
+  """The rows that a program gets, those of all shards.
 
-  Attributes:
-    size: number of rows, those of all shards.
-    taken: i32[size], the rows of each shard, numbered within it; None for all rows.
-    at: i32[n], where the rows are that it is about.
+  `taken` is i32[size], the rows of each shard, numbered within it; None for all rows. `at` is i32[n], where the rows
+  are that it is about.
   """
 
   size: int

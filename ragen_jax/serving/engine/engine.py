@@ -44,10 +44,9 @@ class _Mode(enum.Enum):
 
 
 class Ticket:
-  """A call that was submitted."""
+  """A call that was submitted, see `Engine.submit`."""
 
   def __init__(self, call: Call, wake: Callable[[], None]):
-    """See `Engine.submit`."""
     self._call = call
     self._wake = wake
 
@@ -60,8 +59,8 @@ class Ticket:
 class Engine:
   """Continuous batching over the slots of a sampler. Use it as a context manager, or `close` it.
 
-  All methods may be called from any thread; those that wait for the engine's thread must not be called by listeners,
-  which run on it.
+  All methods may be called from any thread. Those that wait for the engine's thread must not be called by listeners,
+  which run on it; they raise EngineStopped if there is no engine any more.
   """
 
   def __init__(
@@ -110,14 +109,10 @@ class Engine:
     on_piece: Callable[[Piece], None],
     on_done: Callable[[Generated | BaseException], None],
   ) -> Ticket:
-    """Asks for a reply.
+    """Asks for a reply. `on_piece` gets its parts, then `on_done` all of it, or the exception that stopped the engine.
 
     The listeners are called by the engine's thread, perhaps before this method returns, and must return quickly: all
     replies wait for them. A listener that raises ends its reply as aborted.
-
-    Args:
-      on_piece: called with each part of the reply.
-      on_done: called once, after the last part, with the whole reply, or with the exception that stopped the engine.
 
     Raises:
       ValueError: a number is out of its range, or the prompt is too long.
@@ -139,11 +134,7 @@ class Engine:
   def pause(self, *, drain: bool) -> None:
     """Holds calls, and returns when the device is idle. Calls may still be submitted, and wait.
 
-    Args:
-      drain: let replies that have begun end first; otherwise they wait, too.
-
-    Raises:
-      EngineStopped: there is no engine any more.
+    With `drain`, replies that have begun end first; otherwise they wait, too.
     """
     self._check_caller('pause')
     with self._changed:
@@ -154,7 +145,6 @@ class Engine:
       self._check_alive()
 
   def resume(self) -> None:
-    """Goes on after `pause`."""
     with self._changed:
       self._mode, self._is_held = _Mode.RUN, False
       self._changed.notify_all()
@@ -162,27 +152,17 @@ class Engine:
   def set_weights(self, params: Any, *, version: int, keep_cache: bool) -> None:
     """Replaces the weights between two chunks, also while the engine is paused; returns when they are in place.
 
-    Args:
-      params: weights of the same structure, shapes and layout; see `Engine`.
-      version: recorded for each token that they sample.
-      keep_cache: keep the keys and values that the old weights made, for replies that have begun and for reuse. With
-        False, replies that have begun go on after all of their tokens are fed again, so that the log-probabilities of
-        later tokens are those of the new weights; nothing of the old weights is reused.
-
-    Raises:
-      ValueError: the weights differ in structure, shape or type.
-      EngineStopped: there is no engine any more.
+    With `keep_cache`, the keys and values that the old weights made are kept, for replies that have begun and for
+    reuse. Otherwise replies that have begun go on after all of their tokens are fed again, so that the
+    log-probabilities of later tokens are those of the new weights; nothing of the old weights is reused. ValueError if
+    the new weights differ in structure, shape or type.
     """
     self._scheduler.rows.check_weights(params)
     swap = functools.partial(self._scheduler.set_weights, params, version, keep_cache=keep_cache)
     self._on_thread('set_weights', swap)
 
   def compile(self) -> None:
-    """Compiles every program that serving needs, between two chunks.
-
-    Raises:
-      EngineStopped: there is no engine any more.
-    """
+    """Compiles every program that serving needs, between two chunks."""
     self._on_thread('compile', self._scheduler.rows.compile)
 
   def stats(self) -> EngineStats:

@@ -14,12 +14,11 @@ from ragen_jax.serving.engine.settings import EngineStats
 
 @dataclasses.dataclass(frozen=True)
 class FrozenWeights:
-  """Weights that stay as they are.
+  """Weights that stay as they are; `version` is the number of updates that led to them.
 
   Attributes:
     sampler: the programs of the model's structure; the policy's, if it is the same.
     params: weights of the `ActorCritic`, in the types that `Sampler.decode_weights` gives.
-    version: number of updates that led to the weights.
   """
 
   sampler: Sampler
@@ -28,26 +27,16 @@ class FrozenWeights:
 
 
 class Engines:
-  """Routes agents to engines, and pauses and resumes all of them.
+  """Routes agents to engines, that of the policy and those of frozen weights, and pauses and resumes all of them.
 
   Frozen weights are never replaced, so the caches of their engines stay valid when the policy is updated.
-
-  Attributes:
-    policy: samples the present weights.
-    frozen: samples frozen weights, by their names.
   """
 
   def __init__(self, policy: Engine, frozen: Mapping[str, Engine], agents: Sequence[tuple[str, str]]):
-    """Takes open engines.
+    """Takes open engines, those of frozen weights by the names of the weights.
 
-    Args:
-      policy: samples the present weights, for all agents that no expression matches.
-      frozen: by the names of their weights.
-      agents: regular expressions, each with the name of the weights of the agents whose whole name it matches; the
-        first that matches counts.
-
-    Raises:
-      ValueError: there is no engine of a name.
+    `agents` has regular expressions, each with the name of the weights of the agents whose whole name it matches; the
+    first that matches counts, and the policy plays for the others. ValueError if no engine has the name.
     """
     missing = {name for _, name in agents} - frozen.keys()
     if missing:
@@ -74,7 +63,6 @@ class Engines:
       engine.pause(drain=drain)
 
   def resume(self) -> None:
-    """Goes on after `pause`."""
     for engine in self._all().values():
       engine.resume()
 

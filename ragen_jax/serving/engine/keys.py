@@ -22,16 +22,9 @@ def _on_host() -> jax.Device:
 
 @functools.lru_cache(maxsize=65536)
 def row_key(key: tuple[int, int], *, attempt: int, row: int, aborted: int) -> tuple[int, int]:
-  """The key of a row's draws. The first row of the first attempt has the rollout's own key.
+  """The key of a row's draws, u32[2]; that of the first row of the first attempt is `key`, the rollout's own.
 
-  Args:
-    key: u32[2], of the rollout.
-    attempt: number of the attempt, from 1.
-    row: ordinal of the row, from 0.
-    aborted: number of aborted replies to the same prompt.
-
-  Returns:
-    u32[2].
+  Attempts count from 1, rows from 0. `aborted` is the number of aborted replies to the same prompt.
   """
   folds = [_ATTEMPT + attempt] if attempt > 1 else []
   folds += [_ROW + row] if row else []
@@ -51,11 +44,7 @@ def seed_key(seed: int, choice: int) -> tuple[int, int]:
 
 
 def task_key(seed: int, number: int, member: int) -> tuple[int, int]:
-  """The key of a rollout of a prompt search: that of a task and a member of its group, for all prompts.
-
-  Args:
-    member: number of the attempt at the task, from 0.
-  """
+  """The key of a rollout of a prompt search: that of a task and a member of its group (from 0), for all prompts."""
   return _folded(seed & 0xFFFFFFFF, number & 0xFFFFFFFF, _MEMBER + member if member else None)
 
 

@@ -24,17 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-  """The calls that have a slot.
-
-  Attributes:
-    rows: the rows of the device.
-    calls: calls by the index of their slots.
-    version: of the weights.
-    counts: see `EngineStats`.
-  """
+  """The calls that have a slot, by the index of the slot; `version` is that of the weights."""
 
   def __init__(self, sampler: Sampler, settings: EngineSettings, params: Any, version: int):
-    """See `Engine`."""
     self.rows = DeviceRows(
       sampler,
       params,
@@ -64,11 +56,9 @@ class Scheduler:
       self._end(slot, slot.length, Finish.ABORTED)
 
   def prepare(self, waiting: Sequence[Call], admitted: Callable[[Call], None]) -> None:
-    """Gives calls their slots, and feeds every slot that waits for its prompt once.
+    """Gives waiting calls slots, the first come first, and feeds every slot that waits for its prompt once.
 
-    Args:
-      waiting: calls without a slot, the first come first.
-      admitted: called with each of them that gets a slot.
+    `admitted` is called with each call that gets a slot.
     """
     done: set[int] = set()
     while True:

@@ -13,9 +13,8 @@ class EngineSettings:
 
   Attributes:
     chunk: tokens that are sampled between two looks at the calls that wait.
-    widths: columns of the programs that feed prompts, ascending. A prompt is fed in pieces of at most the largest, one
-      between two chunks. The smallest width feeds all rows at once; a wider program feeds fewer rows, so that it
-      computes about as many columns.
+    widths: columns of the programs that feed prompts, ascending, see `DeviceRows`. A prompt is fed in pieces of at most
+      the largest, one between two chunks.
   """
 
   slots: int
@@ -47,21 +46,15 @@ class EngineStats:
 
   Attributes:
     alive: whether calls are served; False after an error, and when the engine is closed.
-    slots: rows of the device.
     used: rows with a reply.
     queued: calls that wait for a row.
-    paused: whether calls are held.
-    version: of the weights.
-    prompt_tokens: tokens of the prompts that got a slot.
-    cached_tokens: those of them that were not fed.
+    prompt_tokens: tokens of the prompts that got a slot; `cached_tokens` of them were not fed.
     fed_tokens: tokens that were fed, those that were fed again for new weights included.
     fed_columns: columns that were computed for them, padding included.
     sampled_tokens: tokens of replies.
     row_steps: rows times steps of the programs that sampled them; `sampled_tokens` is the useful part.
     copies: rows that were copied or cut.
-    chunks: number of chunks.
-    finished: replies that ended by themselves.
-    aborted: replies that were cancelled.
+    finished, aborted: replies that ended by themselves, and that were cancelled.
     busy_seconds: wall-clock time in which the thread fed and sampled.
   """
 

@@ -15,7 +15,6 @@ class Slot:
   """A row of the device.
 
   Attributes:
-    index: the row.
     shard: the shard of the mesh that holds it; rows are copied within a shard only.
     row: i32[max_context], the ids of the first `length` columns.
     length: columns that are valid.
@@ -58,13 +57,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where a prompt goes.
-
-  Attributes:
-    slot: the slot that it gets.
-    source: the slot whose first columns it starts from; often the same one.
-    kept: number of these columns.
-  """
+  """A slot for a prompt, which starts from the first `kept` columns of the slot `source`, often the same one."""
 
   slot: Slot
   source: Slot
@@ -77,20 +70,11 @@ class Placement:
 
 
 class SlotTable:
-  """All slots of an engine.
-
-  Attributes:
-    slots: the slots, in the order of the device's rows.
-  """
+  """All slots of an engine, in the order of the device's rows."""
 
   def __init__(self, slots: int, shards: int, max_context: int, worth: int):
-    """All slots are free and empty.
-
-    Args:
-      shards: number of equal parts that the rows are divided into.
-      max_context: columns of a row.
-      worth: a row is copied if that saves feeding at least so many tokens.
-    """
+    """All slots are free and empty. The rows are divided into `shards` equal parts, and one is copied if that saves
+    feeding at least `worth` tokens."""
     size = slots // shards
     self.slots = [Slot(i, i // size, np.zeros((max_context,), np.int32)) for i in range(slots)]
     self._worth = worth
@@ -115,9 +99,7 @@ class SlotTable:
     overwritten, with a copy of the row that has the longest beginning in common if that is worth it. A slot that holds
     another continuation keeps it in this way.
 
-    Returns:
-      None if no slot is free, or if a row that is being fed will hold so much more of the prompt that it is better to
-      wait for it.
+    None if no slot is free, or if it is better to wait for a row that is being fed and will hold so much more of it.
     """
     free = self.free()
     if not free:

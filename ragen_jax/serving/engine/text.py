@@ -9,22 +9,14 @@ _INCOMPLETE = '\ufffd'
 
 
 class ReplyText:
-  """The text of one reply.
+  """The text of one reply; `stop` is the stop string that ended it, '' if none did.
 
   The text that `release` has returned never changes afterwards: an incomplete character at the end is held back, as is
   text that may be the beginning of a stop string.
-
-  Attributes:
-    stop: the stop string that ended the reply; '' if none did.
   """
 
   def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]):
-    """An empty reply.
-
-    Args:
-      decode: ids -> text; the text of a sequence is that of its parts, unless a cut divides a character.
-      stops: texts that end the reply, none of them empty.
-    """
+    """The text of ids is that of their parts unless a cut divides a character; no stop text is empty."""
     self.stop = ''
     self._decode = decode
     self._stops = tuple(stops)
@@ -35,11 +27,7 @@ class ReplyText:
     self._released = 0
 
   def add(self, ids: Sequence[int]) -> int:
-    """Appends ids.
-
-    Returns:
-      How many of them belong to the reply: all, or those up to the token that completed a stop string.
-    """
+    """Appends ids; returns how many belong to the reply: all, or those up to the token that completed a stop string."""
     before = max(len(self._text) - self._overlap, 0)
     found, text = self._with(ids), ''
     if self._first_stop(found, before) is None:
@@ -62,11 +50,7 @@ class ReplyText:
     return self._text
 
   def release(self, *, final: bool) -> str:
-    """The text that was not returned before and will not change.
-
-    Args:
-      final: `finish` was called, so nothing is held back.
-    """
+    """The text that was not returned before and will not change; all of it if `final`, after `finish`."""
     end = len(self._text)
     if not final:
       end -= next((n for n in range(min(self._overlap, end), 0, -1) if self._may_begin_stop(self._text[-n:])), 0)

@@ -46,11 +46,8 @@ class App:
     self, service: Service, admin_key: str, stats: Callable[[], Mapping[str, EngineStats]],
     silence_s: float = SILENCE_S,
   ):  # fmt: skip
-    """Makes the routes; `asgi` is the application.
-
-    Args:
-      silence_s: an answer that takes longer says every so many seconds that it will come.
-    """
+    """Makes the routes; `asgi` is the application. An answer that takes longer than `silence_s` says every so many
+    seconds that it will come."""
     self._settings, self._service = service.settings, service
     self._admin_key, self._stats, self._silence_s = admin_key, stats, silence_s
     self._statuses: dict[tuple[str, int], int] = {}

@@ -19,14 +19,12 @@ class OpenSession:
   """The session of an attempt, with its requests that are being answered.
 
   Attributes:
-    session: see `Session`.
     lock: of storing: calls are stored in the order of their indices.
     count: requests that are being answered.
     broken: a call could not be stored, so the session knows more than the store; it stores nothing more.
   """
 
   def __init__(self, session: Session):
-    """Nothing is being answered."""
     self.session = session
     self.lock = asyncio.Lock()
     self.count = 0
@@ -39,12 +37,10 @@ class OpenSession:
     return next((p for p in running if not p.followers), running[-1] if running else None)
 
   def add(self, digest: str, pending: Pending) -> None:
-    """A request is being answered."""
     self.count += 1
     self._running.setdefault(digest, []).append(pending)
 
   def remove(self, digest: str, pending: Pending) -> None:
-    """The request is answered."""
     self.count -= 1
     self._running[digest].remove(pending)
     if not self._running[digest]:
@@ -55,7 +51,6 @@ class OpenSessions:
   """The sessions in memory. The methods run on one event loop; disk access runs in threads."""
 
   def __init__(self, store: Store, chat_format: QwenFormat):
-    """No session is open."""
     self._store, self._format = store, chat_format
     self._open: collections.OrderedDict[str, OpenSession] = collections.OrderedDict()
 

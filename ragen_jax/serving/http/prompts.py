@@ -12,17 +12,8 @@ from ragen_jax.serving.wire.spec import CallSpec, Kind
 
 
 def plan(chat_format: QwenFormat, session: Session, spec: CallSpec, digest: str) -> list[Plan]:
-  """Plans a request of an attempt; see `Session.plan`.
-
-  Args:
-    digest: the key by which a repetition is known.
-
-  Returns:
-    A plan for each reply, prompt by prompt.
-
-  Raises:
-    ApiError: the request continues a response that the attempt does not have.
-  """
+  """A plan for each reply of a request of an attempt, prompt by prompt; see `Session.plan`. ApiError if the request
+  continues a response that the attempt does not have."""
   if spec.kind is Kind.COMPLETIONS:
     prompts = [_ids(chat_format, p) for p in spec.prompts]
     return [p for ids in prompts for p in session.plan_ids(ids, agent=spec.agent, digest=digest, choices=spec.n)]
@@ -35,11 +26,8 @@ def plan(chat_format: QwenFormat, session: Session, spec: CallSpec, digest: str)
 
 
 def outside(chat_format: QwenFormat, spec: CallSpec) -> list[tuple[int, ...]]:
-  """The ids of the prompt of each reply of a request outside of attempts.
-
-  Raises:
-    ApiError: the request continues a response; none is stored outside of attempts.
-  """
+  """The ids of the prompt of each reply of a request outside of attempts; ApiError if the request continues a response,
+  since none is stored there."""
   if spec.previous_response_id:
     raise _unknown_response(spec.previous_response_id)
   if spec.kind is Kind.COMPLETIONS:

@@ -30,11 +30,7 @@ class RolloutApi:
   """Handlers of routes: a body in, JSON out."""
 
   def __init__(self, lifecycle: Lifecycle, ended: Callable[[str], None], settings: ServerSettings):
-    """Takes the rollouts.
-
-    Args:
-      ended: called with the id of an attempt that is over.
-    """
+    """Takes the rollouts; `ended` is called with the id of an attempt that is over."""
     self._lifecycle, self._ended, self._settings, self._stopping = lifecycle, ended, settings, False
 
   def stop(self) -> None:

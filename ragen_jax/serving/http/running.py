@@ -24,12 +24,8 @@ class Pending:
   """A request that is being answered, or was. Several clients may follow it.
 
   Attributes:
-    spec: the request.
-    head: what all parts of its answer repeat.
-    params: how the replies are sampled.
     prompts: ids of the prompt of each reply.
     changed: names of sampling parameters that are not as asked for.
-    followers: number of clients that follow the request.
     last_follower: the time at which the last one left; a moment ahead before the first one comes.
     moved: set, and replaced, when a follower comes or leaves.
   """
@@ -37,7 +33,6 @@ class Pending:
   def __init__(
     self, spec: CallSpec, head: Head, params: SamplingParams, changed: tuple[str, ...], prompts: Sequence[Any]
   ):
-    """Begins without pieces."""
     self.spec, self.head, self.params, self.changed = spec, head, params, changed
     self.prompts = [tuple(p) for p in prompts]
     self._pieces: list[tuple[int, Piece]] = []
@@ -50,7 +45,6 @@ class Pending:
     self.moved = asyncio.Event()
 
   def add(self, index: int, piece: Piece) -> None:
-    """A part of a reply."""
     self._pieces.append((index, piece))
     self._wake()
 
@@ -64,7 +58,6 @@ class Pending:
 
   @property
   def over(self) -> bool:
-    """Whether `end` was called."""
     return self._choices is not None or self._error is not None
 
   def _wake(self) -> None:
@@ -72,11 +65,7 @@ class Pending:
     self._news = asyncio.Event()
 
   async def follow(self) -> AsyncIterator[tuple[int, Piece] | list[Choice]]:
-    """The pieces from the first one on, then all replies.
-
-    Raises:
-      ApiError: the request failed.
-    """
+    """The pieces from the first one on, then all replies; ApiError if the request failed."""
     self._move(1)
     try:
       at = 0
@@ -115,7 +104,6 @@ class PlannedReply:
 
   Attributes:
     plan: of the attempt's session; None outside of attempts.
-    prompt: ids of its prompt.
     prompt_text: the prompt that completions repeat; '' unless asked for.
     key: u32[2], data of the PRNG key of its row.
   """
@@ -127,14 +115,12 @@ class PlannedReply:
 
 
 class RunningRequests:
-  """Samples the replies of requests. The methods run on one event loop."""
+  """Samples the replies of requests. A request goes on for `grace_s` after its client has gone away.
+
+  The methods run on one event loop.
+  """
 
   def __init__(self, grace_s: float):
-    """No request runs.
-
-    Args:
-      grace_s: how long a request goes on after its client has gone away.
-    """
     self._grace_s = grace_s
     self._tasks: dict[asyncio.Task, Pending] = {}
 
@@ -153,12 +139,10 @@ class RunningRequests:
     finish: Callable[[list[Generated], bool], Awaitable[list[Choice]]],
     ended: Callable[[], None],
   ) -> None:
-    """Submits the replies of a request to an engine, and goes on in a task.
+    """Submits the replies of a request to an engine, and goes on in a task. `pending` gets the pieces and the outcome.
 
     Args:
-      pending: the request; it gets the pieces and the outcome.
-      replies: what is sampled.
-      finish: makes the answer of all replies, and whether the request was aborted because nobody wants it.
+      finish: makes the answer from all replies, and from whether the request was aborted because nobody wants it.
       ended: called at the end of the task, however it ends.
 
     Raises:

@@ -42,8 +42,7 @@ _NO_API_ERRORS = _NoApiErrors()
 def room_for(connections: int) -> int:
   """Raises the process's limit of open files, if it can, so that so many connections and other files fit below it.
 
-  Returns:
-    The number of connections that fit, at most an eighth and `_SPARE` more than `connections`.
+  Returns the number of connections that fit, at most an eighth and `_SPARE` more than `connections`.
   """
   wanted = connections + connections // 8 + _SPARE
   used = len(os.listdir('/dev/fd'))
@@ -85,11 +84,7 @@ class _Listener(socket.socket):
 
 
 class HttpServer:
-  """Serves an ASGI application until it is closed. Use it as a context manager.
-
-  Attributes:
-    url: its address, with the port that was chosen.
-  """
+  """Serves an ASGI application until it is closed. Use it as a context manager. `url` has the port that was chosen."""
 
   def __init__(
     self,
@@ -104,7 +99,6 @@ class HttpServer:
 
     Args:
       on_stop: called on the application's event loop when the server is about to stop; it should end open requests.
-      host: address to bind; '127.0.0.1' is this machine only.
       most_connections: further connections get the status 503; fewer if the process may not open so many files. Some
         more may be open to be told so, and those beyond are closed at once. Those that send no request in time are
         closed, see `TimedProtocol`.
@@ -163,10 +157,8 @@ class HttpServer:
     self.close()
 
   def call_soon(self, call: Callable[[], Any]) -> None:
-    """Calls something on the application's event loop, after earlier calls; for other threads.
-
-    Does nothing if the loop has closed.
-    """
+    """Calls something on the application's event loop, after earlier calls; for other threads. Does nothing if the loop
+    has closed."""
     with contextlib.suppress(RuntimeError):  # the loop has closed
       self._loop.call_soon_threadsafe(call)
 

@@ -50,12 +50,10 @@ class ServerSettings:
     prompt: of rollouts whose creator gives none; '' for none.
     rollout_limits: of rollouts whose creator says nothing about them.
     frozen: agents with frozen weights, see `Engines`.
-    engine: the size of each engine.
-    limits: what a request may ask for.
     training: sampling of attempts that are trained; `max_tokens` is the most that a request gets.
     evaluation: the same for attempts that evaluate, and the defaults of calls outside of attempts.
     max_calls: most requests of an attempt.
-    grace_s: how long a request goes on after its client has gone away.
+    grace_s: see `RunningRequests`.
   """
 
   host: str
@@ -81,12 +79,7 @@ class ServerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-  """On whose behalf a request comes.
-
-  Attributes:
-    attempt: the attempt; None for a call outside of attempts, which is not stored.
-    rollout: its rollout.
-  """
+  """The attempt and the rollout that a request comes from; None outside of attempts, where nothing is stored."""
 
   attempt: AttemptRecord | None
   rollout: RolloutRecord | None
@@ -96,20 +89,13 @@ OUTSIDE = Access(None, None)
 
 
 class Service:
-  """Answers requests. All methods but `__init__` run on the event loop.
-
-  Attributes:
-    settings: see `ServerSettings`.
-    lifecycle: the rollouts.
-    chat_format: writes prompts.
-    counts: what happened so far, by name.
-  """
+  """Answers requests. All methods but `__init__` and `use_sampling` run on the event loop. `counts` says what happened
+  so far, by name."""
 
   def __init__(
     self, settings: ServerSettings, engines: Engines, lifecycle: Lifecycle, tokenizer: ChatTokenizer,
     chat_format: QwenFormat,
   ):  # fmt: skip
-    """Answers nothing yet."""
     self.settings, self.lifecycle, self.chat_format = settings, lifecycle, chat_format
     self.counts: collections.Counter[str] = collections.Counter()
     self._engines, self._tokenizer = engines, tokenizer
@@ -127,14 +113,9 @@ class Service:
   # -- requests ------------------------------------------------------------------------------------------------------
 
   async def begin(self, access: Access, spec: CallSpec, digest: str, *, repeated: bool) -> Pending:
-    """Begins to answer a request, or joins or repeats the answer of the same request.
+    """Begins to answer a request, or joins or repeats the answer of the same one; ApiError if it cannot be answered.
 
-    Args:
-      digest: digest of its body and path, or the client's own key.
-      repeated: the client says that it repeats the request.
-
-    Raises:
-      ApiError: the request cannot be answered.
+    `digest` is the `request_digest`; with `repeated`, the client says that it repeats the request.
     """
     if self._stopping:
       raise stops()
@@ -180,7 +161,6 @@ class Service:
     return pending
 
   def _begin_in(self, access: Access, open_: OpenSession, spec: CallSpec, digest: str) -> Pending:
-    """A request of an attempt."""
     session, rollout, attempt = open_.session, access.rollout, access.attempt
     plans = prompts.plan(self.chat_format, session, spec, digest)
     try:

@@ -51,13 +51,7 @@ class TimedProtocol(H11Protocol):
   """
 
   def __init__(self, *given: Any, largest_body: int = LARGEST_BODY, **named: Any):
-    """Waits for nothing yet.
-
-    Args:
-      *given: see `H11Protocol`.
-      largest_body: the largest body that the server accepts, in bytes.
-      **named: see `H11Protocol`.
-    """
+    """See `H11Protocol`; `largest_body` is the largest body that the server accepts, in bytes."""
     super().__init__(*given, **named)
     self._largest_body = largest_body
     self._timer: asyncio.TimerHandle | None = None
@@ -66,18 +60,15 @@ class TimedProtocol(H11Protocol):
     self._taken = 0  # bytes of answers, when `_unread` was set
 
   def connection_made(self, transport: asyncio.BaseTransport) -> None:
-    """A client has connected."""
     super().connection_made(_Counted(transport))
     self._set_timer()
 
   def connection_lost(self, exc: Exception | None) -> None:
-    """The connection is closed."""
     super().connection_lost(exc)
     self._clear_timer()
     self._clear_unread()
 
   def data_received(self, data: bytes) -> None:
-    """Bytes have come."""
     self._bytes += len(data)
     super().data_received(data)
     self._set_timer()

@@ -52,13 +52,10 @@ class AgentSettings:
 
   Attributes:
     mode: 'train' or 'val'.
-    limits: time-outs and retries of a rollout.
-    episodes: how attempts become episodes.
     max_turns: most calls of an attempt.
-    keep_s: seconds for which the store keeps rollouts that were collected.
+    keep_s: how long the store keeps rollouts that were collected.
     ahead: whether training attempts go on between rollouts. Their replies in flight wait then, and do not end, when a
       rollout is complete.
-    prompt: given to the programs; '' for none.
   """
 
   mode: str
@@ -71,11 +68,9 @@ class AgentSettings:
 
 
 class AgentPlayer:
-  """Agent programs play the tasks of the specs; see `agent.player.Player` for the attributes and methods.
+  """Agent programs play the tasks of the specs, `AgentTasks` each; see `agent.player.Player` for the methods.
 
-  Attributes:
-    server: serves the policy; `server.lifecycle.store` holds the rollouts.
-    metrics: of the last rollout, see `episodes.build_rollout`.
+  `server.lifecycle.store` holds the rollouts; `metrics` are of the last one, see `episodes.build_rollout`.
   """
 
   reply_prefix = ''
@@ -84,12 +79,7 @@ class AgentPlayer:
     self, settings: AgentSettings, server: AgentServer, specs: list[EnvSpec], group_size: int,
     tokenizer: ChatTokenizer, interrupt: Interrupt | None = None,
   ):  # fmt: skip
-    """Plays nothing.
-
-    Args:
-      specs: tasks, `AgentTasks` each.
-      interrupt: ends a play while it waits for attempts; None if nothing does.
-    """
+    """Plays nothing. `interrupt` ends a play while it waits for attempts."""
     self._interrupt = interrupt or Interrupt()
     self.specs, self.group_size, self.max_turns = specs, group_size, settings.max_turns
     self._settings, self.server, self._tokenizer = settings, server, tokenizer
@@ -156,10 +146,8 @@ class AgentPlayer:
   def _collect(self, groups: Sequence[tuple[str, int, Sequence[RolloutRecord]]], sampling: Sampling) -> Rollout:
     """The rollout of groups, (tag, number of the task, its rollouts) each; sets the metrics.
 
-    If no group can be learnt from, all episodes of the rollout have `Status.ENV_ERROR`.
-
-    Raises:
-      UserError: no group can be learnt from, nor could one of an earlier rollout: the program itself is wrong.
+    If no group can be learnt from, all episodes of the rollout have `Status.ENV_ERROR`; UserError if no group of an
+    earlier rollout could, either: the program itself is wrong.
     """
     episodes = dataclasses.replace(
       self._settings.episodes, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
@@ -226,7 +214,6 @@ class AgentPlayer:
       changes.wait(seen, LOOK_S)
 
   def _stall(self) -> RunnerStall:
-    """Watches the runner during one wait."""
     spec, store = self.specs[0], self.server.lifecycle.store
     runner = f'envs.{spec.tag}.runner={spec.env.runner!r}'
     return RunnerStall(
@@ -234,7 +221,6 @@ class AgentPlayer:
     )
 
   def _report(self, over: str) -> None:
-    """Logs how many tasks are over."""
     running = len(self.server.lifecycle.store.ask(Tables.running))
     _log.info('%s tasks are over, %d are being played', over, running)
     if not running and not any(spec.env.runner for spec in self.specs):
@@ -295,13 +281,7 @@ def _mark(prompt: str) -> str:
 def run_agents(
   server: AgentServer, runner: Runner | None, *, max_concurrency: int, heartbeat_s: float
 ) -> Iterator[None]:
-  """Plays queued tasks with a runner while the block runs; sets `AgentServer.progress`.
-
-  Args:
-    runner: plays a task; None if outside workers do.
-    max_concurrency: most attempts at a time.
-    heartbeat_s: time between two signs of life, in seconds.
-  """
+  """Plays queued tasks with a runner, if there is one, while the block runs; sets `AgentServer.progress`."""
   if runner is None:
     yield
     return
@@ -320,13 +300,8 @@ def function_runner(function: Callable[[Task], Any]) -> Runner:
 def make_runner(field: str, name: str, secrets: Collection[str]) -> Runner:
   """The runner that `AgentTasks.runner` names: a function 'package.module:function', or a command.
 
-  Args:
-    field: the config field with the name, for errors.
-    name: the function or the command.
-    secrets: further environment variables that a command does not get, besides `_SECRETS`.
-
-  Raises:
-    UserError: the function cannot be imported.
+  A command gets no environment variable of `_SECRETS` and `secrets`. UserError, which names the config field `field`,
+  if the function cannot be imported.
   """
   words = shlex.split(name)
   if len(words) == 1 and ':' in name:

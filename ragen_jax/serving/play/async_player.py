@@ -30,10 +30,8 @@ METRICS = ('serving/groups_ahead', 'serving/groups_ready', 'serving/groups_stale
 class AsyncAgentPlayer(AgentPlayer):
   """Agent programs play the tasks of the specs ahead of the iterations; see `AgentPlayer`.
 
-  Attributes:
-    server: see `AgentPlayer`.
-    metrics: see `AgentPlayer`; also `METRICS`: tasks that are queued or played, and tasks that are over, when the
-      iteration has its groups; tasks that were given up since they were too old; seconds that the trainer waited.
+  The metrics include `METRICS`: tasks that are queued or played, and tasks that are over, when the iteration has its
+  groups; tasks that were given up since they were too old; seconds that the trainer waited.
   """
 
   def __init__(
@@ -46,12 +44,8 @@ class AsyncAgentPlayer(AgentPlayer):
     repeatable: int,
     interrupt: Interrupt | None = None,
   ):
-    """Goes on with the tasks of the store.
-
-    Args:
-      specs: tasks, `AgentTasks` each.
-      repeatable: so many iterations may be repeated from their checkpoints; their rollouts are not deleted.
-    """
+    """Goes on with the tasks of the store. The rollouts of the last `repeatable` iterations are not deleted: they may
+    be repeated from their checkpoints."""
     super().__init__(settings, server, specs, queue.group_size, tokenizer, interrupt)
     self._repeatable = repeatable
     self._groups = GroupQueue(server.lifecycle, queue, specs, time.time)
@@ -68,12 +62,8 @@ class AsyncAgentPlayer(AgentPlayer):
   ) -> Rollout:
     """See `Player`. An iteration that is repeated after a restart gets the groups that it had before.
 
-    Args:
-      params, sampling: see `Player`.
-      key: for the tasks that are queued now.
-      first_seed: number of the first task of this iteration; further iterations follow it.
-      policy_version: the iteration.
-      pictured: see `Player`; nothing is drawn.
+    The iteration is `policy_version`, and its first task has the number `first_seed`; further iterations follow it.
+    `key` is for the tasks that are queued now. Nothing is drawn for `pictured`.
 
     Raises:
       UserError: see `_collect`. The tasks of the groups are queued again.
@@ -104,12 +94,7 @@ class AsyncAgentPlayer(AgentPlayer):
     return rollout
 
   def _take(self, iteration: int, first_seed: int, key: jax.Array) -> tuple[list[Taken], int]:
-    """Waits until an iteration has its groups. Returns them, and how many others were too old.
-
-    Raises:
-      Stopped: a signal was received.
-      UserError: the runner plays no task any more, see `RunnerStall`.
-    """
+    """Waits until an iteration has its groups. Returns them, and how many others were too old. Raises as `_wait`."""
     queue, changes = self._groups, self.server.lifecycle.changes
     renewed, told = queue.renew_stale(iteration, key, running=True), time.monotonic()
     stall = self._stall()

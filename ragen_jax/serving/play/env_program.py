@@ -26,27 +26,20 @@ _PAUSE_S = 1.0  # before a call is repeated that the server had no room for
 
 
 class ServedSpeaker:
-  """The policy behind the endpoint speaks for one row. It gets the ids of the whole row, as the built-in rollout feeds
-  them, so its replies are those of the built-in rollout.
+  """The policy behind the endpoint speaks for one row.
 
-  Attributes:
-    calls: ids of the calls so far, one for each turn.
+  It gets the ids of the whole row, as the built-in rollout feeds them, so its replies are those of the built-in
+  rollout. `calls` are the ids of the calls so far, one for each turn.
   """
 
   writes_tokens = True
 
   def __init__(self, task: client.Task, model: str):
-    """Calls nothing."""
     self._task, self._model = task, model
     self.calls: list[str] = []
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `Speaker`.
-
-    Raises:
-      UserError: a prompt has images.
-      RuntimeError: the server refused the call.
-    """
+    """See `Speaker`; UserError if a prompt has images, RuntimeError if the server refused the call."""
     if not log.live:
       return None
     (row,) = log.live
@@ -82,21 +75,14 @@ class EnvironmentProgram:
   """Plays an episode of an environment for each task {"seed": n, "member": i}; several threads may call it."""
 
   def __init__(self, make: Callable[[str], AgentProxy], model: str):
-    """Plays nothing.
-
-    Args:
-      make: from 'train' or 'val' to a rollout loop over one row of the environment. Each loop plays one episode at a
-        time, and is used again.
-    """
+    """`make` gives, for 'train' or 'val', a rollout loop over one row of the environment. Each loop plays one episode
+    at a time, and is used again."""
     self._make, self._model = make, model
     self._free: dict[str, queue.SimpleQueue[AgentProxy]] = {mode: queue.SimpleQueue() for mode in ('train', 'val')}
 
   def __call__(self, task: client.Task) -> float:
     """Plays an episode and posts its rewards; returns 0, the reward of the episode beyond those of its turns.
-
-    Raises:
-      RuntimeError: the environment failed, or the server refused a call.
-    """
+    RuntimeError if the environment failed, or the server refused a call."""
     free = self._free[task.mode]
     try:
       proxy = free.get_nowait()

@@ -58,15 +58,7 @@ class EpisodeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class FinishedAttempt:
-  """An attempt that is over.
-
-  Attributes:
-    attempt_id: the attempt.
-    state: any but RUNNING.
-    error: why it failed; '' if it did not.
-    calls: its calls in any order, aborted ones too.
-    rewards: its rewards.
-  """
+  """An attempt that is over, and why it failed; '' if it did not. Its calls are in any order, aborted ones too."""
 
   attempt_id: str
   state: AttemptState
@@ -77,12 +69,9 @@ class FinishedAttempt:
 
 @dataclasses.dataclass(frozen=True)
 class TaskAttempts:
-  """The attempts of a task, which are compared with one another.
+  """The attempts of a task, which are compared with one another: at most G, one for each rollout of the task.
 
-  Attributes:
-    tag: the kind of the task, in metrics and in the viewer.
-    seed: number of the task, in the viewer.
-    attempts: at most G, one for each rollout of the task.
+  `tag` is the kind of the task, and `seed` its number, in metrics and in the viewer.
   """
 
   tag: str
@@ -99,7 +88,6 @@ class _Played:
     calls: the calls that were not aborted, by index.
     in_loss: whether each call's tokens are in the loss.
     rewards: the rewards of each call.
-    status: of the episode.
     error: why it has no score; '' if it has one.
     counts: for the metrics.
   """
@@ -120,7 +108,7 @@ _FAILURES = (AttemptState.FAILED, AttemptState.TIMEOUT, AttemptState.UNRESPONSIV
 def build_rollout(
   groups: Sequence[TaskAttempts], settings: EpisodeSettings, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Rollout | None, dict[str, float]]:
-  """Makes a rollout of finished attempts.
+  """Makes a rollout of finished attempts, whose groups are the tasks in their order.
 
   A call's rewards are on its last sampled token, their exact sum rounded once. A reward for the whole episode, or for
   an agent, is on the last call in the loss, or the agent's last. A reward of a call outside the loss is on the latest
@@ -129,15 +117,12 @@ def build_rollout(
   updates leave out; it never counts as one with reward 0. One that made `max_calls` calls without success has
   `Status.OUT_OF_TURNS`.
 
-  Args:
-    groups: the tasks, in the order of the rollout's groups.
-
   Returns:
     The rollout, whose groups have G episodes each; None if no group is left. And metrics: `serving/calls`,
-    `serving/calls_<aborted, merged, not_trained, off_policy>` (a merged call extended a row),
-    `serving/new_rows/<first, or one of NEW_ROW_CAUSES>`, `serving/attempts_<cancelled, without_calls, failed,
-    without_reward>`, `serving/groups_dropped`, `serving/rewards_not_trained`, and for each name of a reward
-    `serving/reward/<name>`, its mean sum over the episodes that have such a reward.
+      `serving/calls_<aborted, merged, not_trained, off_policy>` (a merged call extended a row),
+      `serving/new_rows/<first, or one of NEW_ROW_CAUSES>`, `serving/attempts_<cancelled, without_calls, failed,
+      without_reward>`, `serving/groups_dropped`, `serving/rewards_not_trained`, and for each name of a reward
+      `serving/reward/<name>`, its mean sum over the episodes that have such a reward.
 
   Raises:
     UserError: a trained agent's call was not sampled as training samples, and `off_policy` is 'error'.
@@ -224,11 +209,7 @@ def _call_counts(attempt: FinishedAttempt, calls: Sequence[StoredCall]) -> colle
 
 
 def _in_loss(call: StoredCall, settings: EpisodeSettings) -> bool:
-  """Whether the tokens of a call are in the loss.
-
-  Raises:
-    UserError: they would be, but for the sampling, and that is an error.
-  """
+  """Whether the tokens of a call are in the loss; UserError if only its sampling forbids it, and that is an error."""
   if not call.trained:
     return False
   own, wanted = ({name: getattr(x, name) for name in _SAMPLING} for x in (call.params, settings))

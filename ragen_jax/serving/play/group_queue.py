@@ -37,11 +37,9 @@ class QueueSettings:
   """How far a queue plays ahead.
 
   Attributes:
-    max_staleness: k, `config.serve.max_staleness`; at least 1.
+    max_staleness: k, at least 1.
     iterations: of the run; no task of a later one is queued.
     group_size: G, rollouts of a task.
-    limits: time-outs and retries of a rollout.
-    prompt: given to the programs; '' for none.
   """
 
   max_staleness: int
@@ -53,13 +51,7 @@ class QueueSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-  """A group that an iteration trains.
-
-  Attributes:
-    tag: of its task.
-    seed: number of its task, see `AgentTasks.task`.
-    rollouts: its G rollouts.
-  """
+  """A group that an iteration trains: the G rollouts of the task with a tag and a number, see `AgentTasks.task`."""
 
   tag: str
   seed: int
@@ -68,16 +60,13 @@ class Taken:
 
 @dataclasses.dataclass
 class _Group:
-  """An open task.
+  """An open task, of the spec with the index `spec`; `number` counts the tasks of its tag.
 
   Attributes:
-    spec: index of its tag.
-    number: of the task among those of the tag.
     trial: how often it was given up.
     seed: see `Taken`.
     queued_in: the iteration that queued it; all its tokens have this version or a later one.
-    rollouts: ids.
-    left: those that are not over.
+    left: the rollouts that are not over.
     cancelled: those that a person has cancelled.
     oldest: the oldest version of its tokens, once it is over; None if it has none.
     completed: its place in the order in which groups ended; None before it has ended.
@@ -106,9 +95,7 @@ class GroupQueue:
   def __init__(self, lifecycle: Lifecycle, settings: QueueSettings, specs: Sequence[EnvSpec], now: Callable[[], float]):
     """Goes on with the open tasks of the store; training rollouts of other kinds are closed.
 
-    Args:
-      specs: tasks, `AgentTasks` each.
-      now: the present time in seconds since 1970.
+    The specs are `AgentTasks`; `now` gives the present time in seconds since 1970.
     """
     self._lifecycle, self._store, self._now = lifecycle, lifecycle.store, now
     self._settings, self._specs = settings, list(specs)
@@ -147,14 +134,10 @@ class GroupQueue:
       del self._of[rollout_id]
 
   def fill(self, iteration: int, first_seed: int, key: jax.Array) -> None:
-    """Queues tasks until as many are open as the bound of the staleness allows.
+    """Queues tasks until as many are open as the bound of the staleness allows while `iteration` is played.
 
-    Tasks that were over before the start, with no attempt that succeeded, are queued again, unless all their rollouts
-    were cancelled.
-
-    Args:
-      iteration: the one that is played.
-      first_seed: number of its first task; all tags together have consecutive numbers.
+    Its first task has the number `first_seed`; all tags together have consecutive numbers. Tasks that were over before
+    the start, with no attempt that succeeded, are queued again, unless all their rollouts were cancelled.
     """
     k, start = self._settings.max_staleness, 0
     for group_id in self._to_renew:
@@ -216,14 +199,9 @@ class GroupQueue:
     return min(versions, default=None)
 
   def renew_stale(self, iteration: int, key: jax.Array, *, running: bool) -> int:
-    """Gives up the groups that are too old to be trained, and queues their tasks again.
+    """Gives up the groups that are too old for `iteration`, and queues their tasks again; returns their number.
 
-    Args:
-      iteration: the one that is played.
-      running: look at groups that are not over, too.
-
-    Returns:
-      Their number.
+    With `running`, groups that are not over are looked at, too.
     """
     last = iteration - self._settings.max_staleness  # the oldest version that may be trained
 
@@ -249,16 +227,10 @@ class GroupQueue:
     self._queue(spec, meta, [record.input for record in records], key, rollouts)
 
   def take(self, iteration: int, key: jax.Array) -> list[Taken]:
-    """Gives an iteration its groups, those with the oldest tokens first, and stores which ones.
+    """Gives an iteration that took none before its groups, those with the oldest tokens first, and stores which ones.
 
-    Args:
-      iteration: one that took none before.
-
-    Returns:
-      As many groups of each tag as its spec says, tag by tag; none if too few are over.
-
-    Raises:
-      UserError: all rollouts of these groups were cancelled. The tasks of such groups are queued again.
+    Returns as many groups of each tag as its spec says, tag by tag; none if too few are over. UserError if all rollouts
+    of these groups were cancelled. The tasks of such groups are queued again.
     """
     chosen: list[str] = []
     last = iteration - self._settings.max_staleness
@@ -287,10 +259,7 @@ class GroupQueue:
   def give_back(self, iteration: int, key: jax.Array) -> None:
     """Queues the tasks of the groups that an iteration took again, since nothing can be learnt from these rollouts.
 
-    The same is done with other groups that are over and have no reward.
-
-    Args:
-      iteration: one that has trained nothing.
+    The iteration has trained nothing. The same is done with other groups that are over and have no reward.
     """
     groups = self.taken(iteration)
     # If the process ends between the two transactions, the next one takes the same groups, and gives them back.

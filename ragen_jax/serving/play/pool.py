@@ -33,12 +33,6 @@ class LocalQueue:
   """The queue of a store in the same process; `client.Queue` is that of another machine."""
 
   def __init__(self, lifecycle: Lifecycle, worker: str, server_url: str):
-    """Makes the queue.
-
-    Args:
-      worker: name of the worker in the store.
-      server_url: address at which agents reach the server.
-    """
     self._lifecycle, self._worker, self._server_url = lifecycle, worker, server_url
 
   def claim(self, wait_s: float) -> Task | None:
@@ -58,12 +52,10 @@ class LocalQueue:
       self._lifecycle.heartbeat(task.attempt_id)
 
   def reward(self, task: Task, value: float) -> None:
-    """Posts the reward of the episode."""
     with _over():
       self._lifecycle.post_reward(task.attempt_id, value, call=None, agent='', name='', reward_id='')
 
   def finish(self, task: Task, state: AttemptState, error: str) -> None:
-    """Ends the attempt."""
     with _over():
       self._lifecycle.finish(task.attempt_id, state, error)
 
@@ -73,10 +65,7 @@ class LocalQueue:
       self._lifecycle.release(task.attempt_id, error)
 
   def time_left(self, task: Task) -> float | None:
-    """Seconds that the attempt may still take, without the time for which its calls were held; 0 if it is over.
-
-    None if the store cannot be used.
-    """
+    """See `client.Queue.time_left`; None if the store cannot be used."""
     try:
       return self._lifecycle.heartbeat(task.attempt_id)
     except (Gone, NotFound):
@@ -104,15 +93,13 @@ class RunnerPool:
     self, queue: LocalQueue, runner: Runner, max_concurrency: int, heartbeat_s: float, stop_s: float,
     claim_s: float = CLAIM_S, pause_s: float = 1.0,
   ):  # fmt: skip
-    """Starts the pool.
+    """Starts the pool; at least one attempt may run at a time.
 
     Args:
-      max_concurrency: most attempts that run at a time; at least 1.
-      heartbeat_s: time between two signs of life of an attempt, in seconds; an attempt that the server has ended is
-        cancelled then.
-      stop_s: how long `__exit__` waits for the attempts that it cancels, in seconds.
-      claim_s: how long one claim waits, in seconds.
-      pause_s: between a claim that failed and the next, in seconds.
+      heartbeat_s: time between two signs of life of an attempt; an attempt that the server has ended is cancelled then.
+      stop_s: how long `__exit__` waits for the attempts that it cancels.
+      claim_s: how long one claim waits.
+      pause_s: between a claim that failed and the next.
     """
     if max_concurrency < 1:
       raise UserError(f'max_concurrency={max_concurrency}; allowed: integers from 1')
@@ -139,7 +126,6 @@ class RunnerPool:
     self.stop(self._stop_s)
 
   def progress(self) -> Progress:
-    """The present counts."""
     with self._changed:
       self._forget_ended()
       counts = self._counts
@@ -161,8 +147,7 @@ class RunnerPool:
   def stop(self, timeout_s: float) -> bool:
     """Claims no more tasks, cancels and releases those that run, and waits for their ends.
 
-    Returns:
-      Whether all ended within `timeout_s` seconds, and no claim is left that may still bring a task.
+    Returns whether all ended within `timeout_s` seconds, and no claim is left that may still bring a task.
     """
     deadline = time.monotonic() + timeout_s
     self._stopping.set()
@@ -217,7 +202,6 @@ class RunnerPool:
           self._stopping.wait(self._pause_s)
 
   def _beat(self) -> None:
-    """Sends signs of life of all attempts that run."""
     while not self._stopping.wait(self._heartbeat_s):
       with self._changed:
         running = list(self._running.values())
@@ -230,7 +214,6 @@ class RunnerPool:
           self._set_error(f'no heartbeat of {task.attempt_id}: {describe_error(e)}')
 
   def _play(self, task: Task, watch: RunWatch) -> None:
-    """Plays one task and reports how it ended."""
     outcome, fault = attempt(lambda: self._runner.run(task, watch), 'runner')
     if fault:
       outcome = faulty(fault, task)
@@ -287,23 +270,14 @@ class RunnerStall:
     self, progress: Callable[[], Progress] | None, running: Callable[[], Sequence[Any]], runner: str, timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
   ):  # fmt: skip
-    """Begins to watch.
-
-    Args:
-      progress: gives the runner's counts; None if outside workers play.
-      running: gives the attempts that run, also those of outside workers.
-      runner: the runner's field and value, for errors.
-    """
+    """Begins to watch. `progress` is None if outside workers play; `running` gives the attempts of these, too; `runner`
+    is the runner's field and value, for errors."""
     self._progress, self._running, self._runner = progress, running, runner
     self._timeout_s, self._clock = timeout_s, clock
     self._since: float | None = None  # when the places were first seen to be held
 
   def check(self) -> None:
-    """Looks at the runner; called at intervals.
-
-    Raises:
-      UserError: it has stalled.
-    """
+    """Looks at the runner; called at intervals. UserError if it has stalled."""
     if self._progress is None:
       return
     now = self._progress()

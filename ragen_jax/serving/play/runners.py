@@ -56,10 +56,8 @@ class RunWatch:
   def __init__(self, timeout_s: float, time_left: Callable[[], float | None] = lambda: 0.0):
     """Starts the time of an agent.
 
-    Args:
-      timeout_s: the time that it may take, in seconds.
-      time_left: called when this time is over: seconds that it may still take, since its calls were held; 0 for none.
-        None if nothing is known; it is called again then.
+    When `timeout_s` is over, `time_left` gives the seconds that the agent may still take, since its calls were held; 0
+    for none. If it gives None, nothing is known, and it is called again.
     """
     self._deadline, self._time_left = time.monotonic() + timeout_s, time_left
     self._changed = threading.Condition()
@@ -99,7 +97,6 @@ class Outcome:
   Attributes:
     state: 'succeeded', 'failed', 'timeout' or 'cancelled'.
     reward: the reward of the episode; None if the agent gave none to its runner.
-    error: what went wrong; '' if nothing did.
     abandoned: a thread that did not stop; None if nothing was left behind.
   """
 
@@ -110,12 +107,10 @@ class Outcome:
 
   @classmethod
   def failed(cls, error: str) -> Outcome:
-    """A run that failed."""
     return cls(AttemptState.FAILED, None, error, None)
 
   @classmethod
   def stopped(cls, ending: Ending, task: Task, detail: str = '') -> Outcome:
-    """A run that was stopped because it was late or cancelled."""
     if ending == Ending.LATE:
       return cls(AttemptState.TIMEOUT, None, f'took longer than timeout_s={task.timeout_s:g}{detail}', None)
     return cls(AttemptState.CANCELLED, None, f'was cancelled{detail}', None)
@@ -133,14 +128,8 @@ class Runner(Protocol):
 
 
 def load_function(field: str, path: str) -> Callable[[Task], Any]:
-  """An agent's function by its path 'package.module:function'.
-
-  Args:
-    field: the config field with the path, for errors.
-
-  Raises:
-    UserError: the path has another form, cannot be imported, or names no function.
-  """
+  """An agent's function by its path 'package.module:function', the value of the config field `field`; UserError if the
+  path has another form, cannot be imported, or names no function."""
   try:
     return import_function(field, path)
   except ValueError as e:
@@ -152,15 +141,10 @@ class FunctionRunner:
 
   Each attempt has a thread and an event loop of its own, so an agent that blocks does not hold up the others. The
   number that the function returns is the reward of the episode; None means that it has posted its rewards. An exception
-  fails the attempt.
+  fails the attempt. The thread of a cancelled agent that does not end within `grace_s` is abandoned.
   """
 
   def __init__(self, function: Callable[[Task], Any], grace_s: float):
-    """Makes the runner.
-
-    Args:
-      grace_s: how long a cancelled agent may take to end, in seconds; then its thread is abandoned.
-    """
     self._function, self._grace_s = function, grace_s
 
   def run(self, task: Task, watch: RunWatch) -> Outcome:
@@ -209,18 +193,12 @@ class ProgramRunner:
   """Starts a program in a process group of its own; the attempt succeeds if the program ends with status 0.
 
   The environment holds what `client` describes. Every process of the group is killed when the program has ended, or is
-  cancelled or late: first SIGTERM, then SIGKILL. An error shows the end of what the program wrote.
+  cancelled or late: first SIGTERM, then, after `grace_s`, SIGKILL. An error shows the end of what the program wrote.
   """
 
   def __init__(self, argv: Sequence[str], cwd: str | None, environment: Mapping[str, str], grace_s: float):
-    """Makes the runner.
-
-    Args:
-      argv: the program and its arguments, in which {rollout_id}, {attempt_id}, {mode} and {base_url} are replaced.
-      cwd: the program's directory; None for the present one.
-      environment: variables of the program, to which those of the task are added. Leave secrets of the server out.
-      grace_s: how long the program may take to end after SIGTERM, in seconds.
-    """
+    """In the arguments of the program, {rollout_id}, {attempt_id}, {mode} and {base_url} are replaced. To
+    `environment`, the variables of the task are added; leave secrets of the server out."""
     self._argv, self._cwd, self._environment, self._grace_s = tuple(argv), cwd, dict(environment), grace_s
 
   def run(self, task: Task, watch: RunWatch) -> Outcome:
@@ -290,8 +268,7 @@ def _signal_name(number: int) -> str:
 def _shown_tail(tail: bytes, task: Task) -> str:
   """The end of a program's output, without the attempt's key.
 
-  Args:
-    tail: the last bytes, as many more as the key has than are shown: the first may be a part of a key that was cut.
+  Of `tail`, as many bytes as the key has are not shown: the first bytes may be a part of a key that was cut.
   """
   longest = _LONGEST_TAIL + len(task.api_key)
   text = _without_key(tail.decode('utf-8', 'replace'), task)
@@ -302,11 +279,9 @@ def _shown_tail(tail: bytes, task: Task) -> str:
 
 @contextlib.contextmanager
 def _tail_of(process: subprocess.Popen, longest: int) -> Iterator[bytearray]:
-  """Reads a program's output in a thread, so that the program never waits for it.
+  """Reads a program's output in a thread, so that the program never waits for it; yields its last `longest` bytes.
 
-  Yields:
-    The last `longest` bytes of the output; complete after the block, though a process that left the group may hold the
-    pipe.
+  They are complete after the block, though a process that left the group may hold the pipe.
   """
   tail, done, pipe = bytearray(), threading.Event(), process.stdout
 

@@ -7,12 +7,8 @@ from collections.abc import Callable, Sequence
 
 
 class Changes:
-  """Tells threads and event loops that a rollout was queued or is over, and which attempts have ended.
-
-  Attributes:
-    count: number of changes so far.
-    listeners: see `subscribe`.
-  """
+  """Tells threads and event loops that a rollout was queued or is over, and which attempts have ended. `count` is the
+  number of changes so far."""
 
   def __init__(self):
     self.count = 0
@@ -22,8 +18,7 @@ class Changes:
   def subscribe(self, listener: Callable[[tuple[str, ...]], None]) -> Callable[[], None]:
     """Calls `listener` after each change, in the thread of the change, until the returned function is called.
 
-    Args:
-      listener: gets the ids of the attempts that ended with the change; often none.
+    The listener gets the ids of the attempts that ended with the change; often none.
     """
     with self._changed:
       self.listeners.append(listener)

@@ -66,11 +66,7 @@ def encode_call(call: StoredCall) -> tuple[Any, ...]:
 
 
 def decode_call(row: Sequence[Any]) -> StoredCall:
-  """The call of a row of `encode_call`.
-
-  Raises:
-    Damaged: the row is not what was written.
-  """
+  """The call of a row of `encode_call`; Damaged if the row is not what was written."""
   if _checksum(row[:-1]) != row[-1]:
     raise Damaged(f'call {row[2]!r} of attempt {row[0]!r}')
   attempt_id, index, call_id, agent, finish, payload, _ = row

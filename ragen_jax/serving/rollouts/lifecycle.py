@@ -42,15 +42,12 @@ _REPORTED = frozenset({AttemptState.SUCCEEDED, AttemptState.FAILED, AttemptState
 class Lifecycle:
   """Changes the states of rollouts and attempts in a store. Several threads may use it.
 
-  All methods raise what `Store` raises.
-
-  Attributes:
-    store: the store.
-    changes: announces every rollout that was queued or is over, and every attempt that ended, when this is stored.
+  All methods raise what `Store` raises, Invalid for a value that is not allowed, and NotFound for a rollout, an attempt
+  or a call that does not exist. `changes` announces every rollout that was queued or is over, and every attempt that
+  ended, when this is stored.
   """
 
   def __init__(self, store: Store, clock: Callable[[], float]):
-    """Makes the rules of a store."""
     self.store = store
     self.changes = Changes()
     self._clock = clock
@@ -60,14 +57,9 @@ class Lifecycle:
   def create(self, new: NewRollout, default_prompt: str | None = None) -> RolloutRecord:
     """Queues a rollout. A rollout that exists is returned as it is if it was created with the same values.
 
-    `key` and `default_prompt` are not compared: those of the first call count.
-
-    Args:
-      default_prompt: added to metadata without a prompt, see `records.with_default_prompt`; None adds none.
-
-    Raises:
-      Invalid: a value is not allowed.
-      Conflict: the id belongs to a rollout with other values, or to one that was trained and deleted.
+    `key` and `default_prompt` are not compared: those of the first call count. `default_prompt` is added to metadata
+    without a prompt, see `records.with_default_prompt`. Conflict if the id belongs to a rollout with other values, or
+    to one that was trained and deleted.
     """
     check_new(new)
     rollout_id = new.rollout_id or f'r-{secrets.token_hex(8)}'
@@ -88,14 +80,8 @@ class Lifecycle:
   def replace(self, old: Sequence[str], new: Sequence[NewRollout]) -> None:
     """Queues rollouts in place of others, which are cancelled unless they are over, and closed: all of it or nothing.
 
-    Args:
-      old: rollouts that no iteration took.
-      new: the rollouts to queue, with ids and groups.
-
-    Raises:
-      Invalid: a value is not allowed.
-      NotFound: a rollout of `old` does not exist.
-      Conflict: an iteration took a rollout of `old`, or there is or was a rollout with an id of `new`.
+    Those of `new` have ids and groups. Conflict if an iteration took a rollout of `old`, or there is or was a rollout
+    with an id of `new`.
     """
     for one in new:
       check_new(one)
@@ -123,13 +109,7 @@ class Lifecycle:
       return None if record is None else self._start(tables, record, worker)
 
   def start(self, rollout_id: str, worker: str) -> Claim:
-    """Starts an attempt of a queued rollout out of turn.
-
-    Raises:
-      NotFound: there is no such rollout.
-      Conflict: the rollout runs.
-      Gone: the rollout is over.
-    """
+    """Starts an attempt of a queued rollout out of turn; Conflict if the rollout runs, Gone if it is over."""
     check_name('worker', worker)
     with self.store.write() as tables:
       record = tables.rollout(rollout_id)
@@ -139,12 +119,8 @@ class Lifecycle:
       return self._start(tables, record, worker)
 
   def cancel(self, rollout_id: str) -> RolloutRecord:
-    """Cancels a rollout with its running attempt; does nothing if it was cancelled before.
-
-    Raises:
-      NotFound: there is no such rollout.
-      Conflict: it succeeded or failed.
-    """
+    """Cancels a rollout with its running attempt; does nothing if it was cancelled before. Conflict if it succeeded or
+    failed."""
     with self.store.write() as tables:
       record = tables.rollout(rollout_id)
       if record.state == RolloutState.CANCELLED:
@@ -159,10 +135,7 @@ class Lifecycle:
   # -- attempts
 
   def authenticate(self, api_key: str, for_reward: bool) -> AttemptRecord:
-    """The attempt that a key belongs to.
-
-    Args:
-      for_reward: True also accepts the key of an attempt that succeeded, whose rewards may come late.
+    """The attempt that a key belongs to; `for_reward` also accepts one that succeeded, whose rewards may come late.
 
     Raises:
       Unauthorized: no attempt has this key.
@@ -177,14 +150,9 @@ class Lifecycle:
     raise Gone(f'attempt {attempt.attempt_id!r} is over ({attempt.state}), and so is its API key')
 
   def heartbeat(self, attempt_id: str) -> float:
-    """Records a sign of life of an attempt.
+    """Records a sign of life of an attempt; Gone if it is over.
 
-    Returns:
-      The seconds that the attempt may still take; time for which calls are held does not count.
-
-    Raises:
-      NotFound: there is no such attempt.
-      Gone: it is over.
+    Returns the seconds that the attempt may still take; time for which calls are held does not count.
     """
     with self.store.write(durable=False) as tables:
       _running(tables, attempt_id)
@@ -202,19 +170,10 @@ class Lifecycle:
       tables.end_hold(self._clock())
 
   def finish(self, attempt_id: str, state: AttemptState, error: str) -> RolloutRecord:
-    """Ends an attempt as its agent or runner reports; the same report again does nothing.
+    """Ends an attempt as its agent or runner reports; the same report again does nothing. Returns the rollout after it.
 
-    Args:
-      state: 'succeeded', 'failed' or 'timeout'. A failed attempt is retried if the rollout's limits say so.
-      error: what went wrong, for people; written in one line and cut at 2,000 characters.
-
-    Returns:
-      The rollout after the change.
-
-    Raises:
-      Invalid: another state.
-      NotFound: there is no such attempt.
-      Gone: the attempt ended in another state.
+    The state is 'succeeded', 'failed' or 'timeout'. A failed attempt is retried if the rollout's limits say so. The
+    error, for people, is written in one line and cut at 2,000 characters. Gone if the attempt ended in another state.
     """
     if state not in _REPORTED:
       raise Invalid(f"state='{state}'; allowed: {', '.join(sorted(_REPORTED))}")
@@ -228,12 +187,8 @@ class Lifecycle:
     return record
 
   def release(self, attempt_id: str, error: str) -> None:
-    """Ends an attempt whose worker stops, and queues its rollout again; it does not count as a try.
-
-    Raises:
-      NotFound: there is no such attempt.
-      Gone: it is over.
-    """
+    """Ends an attempt whose worker stops, which is no try, and queues its rollout again; Gone if the attempt is
+    over."""
     with self.store.write() as tables:
       self._end(tables, _running(tables, attempt_id), AttemptState.UNRESPONSIVE, error, lost=True)
     self.changes.notify([attempt_id])
@@ -241,11 +196,9 @@ class Lifecycle:
   def recover(self, lost_workers: Collection[str]) -> int:
     """Puts the store in order after the process that used it has ended; called once at the start.
 
-    Attempts of the workers in `lost_workers`, which ended with that process, are released. The other workers may still
-    be alive: their attempts get a heartbeat, so that the time without a server is not held against them.
-
-    Returns:
-      The number of attempts that were released.
+    Attempts of the workers in `lost_workers`, which ended with that process, are released; their number is returned.
+    The other workers may still be alive: their attempts get a heartbeat, so that the time without a server is not held
+    against them.
     """
     with self.store.write() as tables:
       released = []
@@ -260,8 +213,7 @@ class Lifecycle:
   def sweep(self) -> list[AttemptRecord]:
     """Ends the attempts that exceed their limits: those that took too long, and those that gave no sign of life.
 
-    Returns:
-      The attempts that it ended, at most 1,000, the oldest first. Call it again while it returns some.
+    Returns the attempts that it ended, at most 1,000, the oldest first. Call it again while it returns some.
     """
     with self.store.read() as tables:
       if tables.held_since() is not None or not tables.overdue(self._clock(), 1):
@@ -284,26 +236,17 @@ class Lifecycle:
   def post_reward(
     self, attempt_id: str, value: float, call: str | int | None, agent: str, name: str, reward_id: str
   ) -> Reward:
-    """Stores a reward. Rewards of a call add up.
+    """Stores a reward, and returns it with the id of its call. Rewards of a call add up.
 
     Args:
-      attempt_id: the attempt: one that runs, or one that succeeded and whose rollout is not yet taken or closed.
-      value: a finite number.
-      call: id or index of the call that earned it; 'last' for the last one (of `agent`, if it is given); None for the
-        whole episode.
-      agent: the agent that earned it; '' for the agent of the call, or for all.
-      name: a label for metrics.
-      reward_id: an id of the caller's choice; the same reward again does nothing, so that a request may be repeated.
-        '' stores a new reward.
-
-    Returns:
-      The reward as it is stored, with the id of its call.
+      call, agent, name: see `client.reward`; 'last' is the last call of `agent`, if it is given.
+      reward_id: an id of the caller's choice; the same reward again does nothing, so that a request may be repeated. ''
+        stores a new reward.
 
     Raises:
       Invalid: a value is not allowed, or the agent did not make the call.
-      NotFound: there is no such attempt or call.
       Conflict: `reward_id` is that of another reward, the call was aborted, or the attempt has 10,000 rewards.
-      Gone: the attempt did not succeed, or its rollout is taken or closed.
+      Gone: the attempt neither runs nor succeeded, or its rollout is taken or closed.
     """
     value = check_value(value)
     for field, text in (('agent', agent), ('name', name), ('id', reward_id)):

@@ -21,8 +21,8 @@ class AttemptLimits:
   """How long an attempt may take and how often a rollout is tried.
 
   Attributes:
-    timeout_s: longest time of an attempt, in seconds; positive.
-    heartbeat_s: longest time between two signs of life of an attempt, in seconds; 0 asks for none.
+    timeout_s: longest time of an attempt; positive.
+    heartbeat_s: longest time between two signs of life of an attempt; 0 asks for none.
     max_attempts: the most attempts; at least 1. An attempt that ended because the server stopped is not counted.
     retry_on: the ends of an attempt that a new attempt follows; of 'failed', 'timeout' and 'unresponsive'.
   """
@@ -42,7 +42,6 @@ class NewRollout:
     input: the task, a JSON value.
     group: the prompt group; '' for a group of its own.
     mode: 'train' or 'val'.
-    limits: time-outs and retries.
     metadata: a JSON value that is kept for the caller.
     key: u32[2], data of the PRNG key of the rollout.
   """
@@ -76,24 +75,14 @@ def prompt_of(metadata: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRecord:
-  """A rollout as it is stored.
+  """A rollout as it is stored, with the values of `NewRollout`. Times are in seconds since 1970.
 
   Attributes:
     seq: place in the order of creation, from 1.
-    rollout_id: unique in the store.
-    input: the task, a JSON value.
-    group: the prompt group.
     ordinal: place in the group in order of creation, from 0.
-    mode: 'train' or 'val'.
-    state: where it stands.
-    limits: time-outs and retries.
-    metadata: a JSON value of the caller.
-    key: u32[2], data of its PRNG key.
     attempt_id: the latest attempt, the only one whose calls may be trained; '' before the first.
     attempts: number of attempts so far.
     error: why the latest attempt failed, one line; '' if it did not.
-    created: time of creation, in seconds since 1970.
-    ended: time at which it was over; None before.
     completed: place in the order in which rollouts were over, from 1; None before.
     iteration: the training iteration that took it; None if none did.
     closed: time at which it was taken or closed, after which it gets no reward; None before.
@@ -121,17 +110,11 @@ class RolloutRecord:
 
 @dataclasses.dataclass(frozen=True)
 class AttemptRecord:
-  """An attempt as it is stored.
+  """An attempt as it is stored. Times are in seconds since 1970.
 
   Attributes:
     attempt_id: the rollout's id, '.' and the attempt's number.
-    rollout_id: its rollout.
     number: 1 for the rollout's first attempt.
-    state: where it stands.
-    worker: name of the worker that claimed it.
-    started: time of the claim, in seconds since 1970.
-    last_heartbeat: time of the last sign of life.
-    ended: time of its end; None while it runs.
     key_digest: SHA-256 of its API key, hexadecimal; the key itself is not stored.
     error: why it failed, one line; '' if it did not.
     lost: whether it ended because the server or its worker stopped; such an attempt does not count as a try.
@@ -152,13 +135,7 @@ class AttemptRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-  """A rollout that was handed to a worker.
-
-  Attributes:
-    rollout: the rollout, now running.
-    attempt: its new attempt.
-    api_key: the attempt's key, in clear; this is the only time that it can be had.
-  """
+  """A running rollout, its new attempt that a worker got, and the attempt's key in clear, which cannot be had later."""
 
   rollout: RolloutRecord
   attempt: AttemptRecord

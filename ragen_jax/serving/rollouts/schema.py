@@ -97,9 +97,7 @@ def open_writer(path: pathlib.Path) -> sqlite3.Connection:
   """Opens the file for writing; makes it and its tables if it does not exist or is empty.
 
   A commit returns when its data are on the disk, so that they survive a loss of power too (`synchronous = FULL`).
-
-  Raises:
-    UserError: the file is damaged, was written by another program or version, or cannot be written.
+  UserError if the file is damaged, was written by another program or version, or cannot be written.
   """
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,19 +29,13 @@ _P, _T = ParamSpec('_P'), TypeVar('_T')
 class Store:
   """Opens, or creates, the store at a path. Use it as a context manager or call `close`.
 
-  All methods raise UserError if the file is damaged or cannot be read or written, and `records.RequestError` as stated.
-  They block on the disk: an event loop calls them in a thread.
-
-  Attributes:
-    path: the file; `<path>.lock` is its lock, and SQLite keeps `<path>-wal` and `<path>-shm` beside it.
+  All methods raise UserError if the file is damaged or cannot be read or written, NotFound for a rollout or an attempt
+  that does not exist, and other `errors.RequestError` as stated. They block on the disk: an event loop calls them in a
+  thread. `<path>.lock` is the lock of the file, and SQLite keeps `<path>-wal` and `<path>-shm` beside it.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Opens the store.
-
-    Raises:
-      UserError: another process uses it, it is damaged, or another program or version wrote it.
-    """
+    """Opens the store; UserError if another process uses it, it is damaged, or another program or version wrote it."""
     self.path = pathlib.Path(path)
     self._open = contextlib.ExitStack()
     self._write_lock, self._read_lock = threading.Lock(), threading.Lock()
@@ -70,9 +64,8 @@ class Store:
   def write(self, durable: bool = True) -> Iterator[Tables]:
     """One transaction that may write: all of it is stored at the end of the block, or nothing if the block raises.
 
-    Args:
-      durable: False does not wait for the disk, for records whose loss does no harm. A later durable transaction
-        writes them too.
+    If not `durable`, it does not wait for the disk, for records whose loss does no harm. A later durable transaction
+    writes them too.
     """
     with self._write_lock, self._as_user_error():
       self._writer.execute(f'PRAGMA synchronous = {"FULL" if durable else "NORMAL"}')
@@ -123,16 +116,12 @@ class Store:
         return found
 
   def add_calls(self, calls: Sequence[StoredCall], request_keys: Sequence[str], now: float) -> None:
-    """Stores the calls that answer one request, all or none; counts as a sign of life of the attempt.
+    """Stores the calls of one attempt that answer one request, all or none; counts as a sign of life of the attempt.
 
-    Args:
-      calls: one call, or several of one request with n > 1; all of one attempt.
-      request_keys: keys by which `Tables.calls_of_request` finds them when a client repeats the request, such as the
-        digest of the body. A later request with the same key replaces the earlier one.
-      now: seconds since 1970.
+    `Tables.calls_of_request` finds them by `request_keys`, such as the digest of the body, when a client repeats the
+    request. A later request with the same key replaces the earlier one. `now` is in seconds since 1970, as everywhere.
 
     Raises:
-      NotFound: the attempt does not exist.
       Gone: the attempt is over. Aborted calls are stored nevertheless, since they are never trained.
       ValueError: the calls belong to different attempts, or an array has a wrong type or length.
       sqlite3.IntegrityError: the id or the index of a call is taken.
@@ -153,17 +142,12 @@ class Store:
         tables.touch(attempt.attempt_id, now)
 
   def take_batch(self, iteration: int, rollout_ids: Sequence[str], now: float) -> None:
-    """Gives rollouts to a training iteration, all or none; they take no more rewards.
+    """Gives rollouts, at least one, to a training iteration, all or none; they take no more rewards.
 
     The same call again does nothing. A trainer calls this before it trains; after a crash it asks `Tables.batch` for
     the batch of the iteration that it resumes with, and trains the same rollouts.
 
-    Args:
-      rollout_ids: rollouts of mode 'train' that succeeded or failed and that no other iteration took; at least one.
-      now: seconds since 1970.
-
     Raises:
-      NotFound: a rollout does not exist.
       Conflict: the iteration took other rollouts, or a rollout is named twice, has mode 'val', is not over, was
         cancelled, closed or taken by another iteration.
     """
@@ -197,11 +181,7 @@ class Store:
   def close_rollouts(self, rollout_ids: Sequence[str], now: float) -> None:
     """Closes rollouts that no iteration will train: they take no more rewards and `prune` may delete them.
 
-    Rollouts that are closed already stay as they are.
-
-    Raises:
-      NotFound: a rollout does not exist.
-      Conflict: a rollout is not over, or an iteration took it.
+    Rollouts that are closed already stay as they are. Conflict if a rollout is not over, or an iteration took it.
     """
     with self.write() as tables:
       for rollout_id in rollout_ids:
@@ -213,12 +193,8 @@ class Store:
           tables.close_rollout(rollout_id, None, now)
 
   def discard(self, rollout_ids: Sequence[str], now: float) -> None:
-    """Deletes rollouts that are over, with their attempts, calls and rewards; they may be created again.
-
-    Raises:
-      NotFound: a rollout does not exist.
-      Conflict: a rollout is not over, or an iteration took it.
-    """
+    """Deletes rollouts that are over, with their attempts, calls and rewards; they may be created again. Conflict as in
+    `close_rollouts`."""
     self.close_rollouts(rollout_ids, now)
     with self.write() as tables:
       for rollout_id in rollout_ids:
@@ -227,16 +203,14 @@ class Store:
   def prune(self, before_iteration: int, before: float, limit: int) -> int:
     """Deletes old rollouts with their attempts, calls and rewards; later rollouts use their space in the file.
 
-    The ids of trained rollouts are kept, so that none is created and trained again.
+    The ids of trained rollouts are kept, so that none is created and trained again. Returns the number of deleted
+    rollouts; `limit` if there may be more.
 
     Args:
       before_iteration: keep what this and later iterations took; a trainer may have to train them again until a
         checkpoint contains them.
-      before: keep what was taken or closed at this time or later, in seconds since 1970.
+      before: keep what was taken or closed at this time or later.
       limit: most rollouts to delete, so that other writers do not wait long.
-
-    Returns:
-      The number of deleted rollouts; `limit` if there may be more.
     """
     with self.write() as tables:
       return tables.delete_closed(before_iteration, before, limit)

@@ -51,20 +51,16 @@ class Tables:
     return self._sql('SELECT digest FROM rollouts WHERE rollout_id = ?', (rollout_id,)).fetchone()[0]
 
   def completed(self, after: int, limit: int) -> list[RolloutRecord]:
-    """Rollouts that are over, in the order in which they were.
+    """Rollouts that are over, in the order in which they were; at most 10,000.
 
-    Args:
-      after: cursor: the `completed` of the last rollout that the caller has seen; 0 at the beginning.
-      limit: most rollouts to return; at most 10,000 are.
+    `after` is a cursor: the `completed` of the last rollout that the caller has seen; 0 at the beginning.
     """
     return self._rollouts('completed > ? ORDER BY completed LIMIT ?', after, _bound(limit))
 
   def recent(self, before: int, limit: int) -> list[RolloutRecord]:
-    """Rollouts in any state, the latest first.
+    """Rollouts in any state, the latest first; at most 10,000.
 
-    Args:
-      before: cursor: the smallest `seq` that the caller has seen; a large number at the beginning.
-      limit: most rollouts to return; at most 10,000 are.
+    `before` is a cursor: the smallest `seq` that the caller has seen; a large number at the beginning.
     """
     return self._rollouts('seq < ? ORDER BY seq DESC LIMIT ?', before, _bound(limit))
 

@@ -35,12 +35,8 @@ class Stream(Protocol):
 class Endpoint:
   """How an endpoint reads and writes.
 
-  Attributes:
-    prefix: of the ids of answers.
-    fields: what happens to each field of a request.
-    read: reads the fields of a request.
-    answer: the whole answer as JSON.
-    stream: begins the events of an answer.
+  `fields` say what happens to each field of a request; `prefix` is that of the ids of answers; `stream` begins the
+  events of an answer.
   """
 
   prefix: str

@@ -13,13 +13,9 @@ _DEEPEST = 100
 
 
 def read_json(raw: bytes, limit: int) -> dict[str, Any]:
-  """The JSON object in a request's body, with every lone surrogate replaced by U+FFFD.
+  """The JSON object in a request's body of at most `limit` bytes, with every lone surrogate replaced by U+FFFD.
 
-  Args:
-    limit: its maximum length, in bytes.
-
-  Raises:
-    ApiError: the body is too large, is no JSON object in UTF-8, or is nested too deeply.
+  ApiError if the body is too large, is no JSON object in UTF-8, or is nested too deeply.
   """
   if len(raw) > limit:
     raise too_large(limit)
@@ -67,11 +63,7 @@ class Body:
   """
 
   def __init__(self, body: dict[str, Any], fields: Sequence[Field]):
-    """Refuses what the table refuses.
-
-    Raises:
-      ApiError: a refused field has a value with an effect.
-    """
+    """Refuses what the table refuses: ApiError if a refused field has a value with an effect."""
     self._body = body
     self._unread = {field.name for field in fields if field.treatment in (Treatment.HONOUR, Treatment.LENIENT)}
     self._names = frozenset(self._unread)

@@ -37,11 +37,7 @@ from ragen_jax.serving.wire.spec import (
 
 
 def read(body: Body, limits: RequestLimits) -> CallSpec:
-  """Reads a request.
-
-  Raises:
-    ApiError: a field is wrong, or asks for what the server does not do.
-  """
+  """Reads a request; ApiError if a field is wrong, or asks for what the server does not do."""
   common = read_common(body)
   messages = from_chat(body.items('messages', limits.messages))
   generation = body.value('add_generation_prompt')
@@ -141,7 +137,6 @@ class ChatStream(ChunkStream):
   kind = 'chat.completion.chunk'
 
   def __init__(self, context: AnswerContext):
-    """Nothing is sent yet."""
     super().__init__(context)
     self._readers: dict[int, ReplyReader] = {}
     self._calls: Counter[int] = Counter()

@@ -33,11 +33,7 @@ from ragen_jax.serving.wire.spec import (
 
 
 def read(body: Body, limits: RequestLimits) -> CallSpec:
-  """Reads a request.
-
-  Raises:
-    ApiError: a field is wrong, or asks for what the server does not do.
-  """
+  """Reads a request; ApiError if a field is wrong, or asks for what the server does not do."""
   common = read_common(body)
   prompts = _prompts(body.value('prompt'), limits)
   logprobs = body.integer('logprobs', 0, MOST_ALTERNATIVES)
@@ -139,7 +135,6 @@ class CompletionStream(ChunkStream):
   kind = 'text_completion'
 
   def __init__(self, context: AnswerContext):
-    """Nothing is sent yet."""
     super().__init__(context)
     self._offsets: Counter[int] = Counter()  # characters of the tokens so far
 
@@ -153,7 +148,6 @@ class CompletionStream(ChunkStream):
     return events
 
   def piece(self, index: int, piece: Piece) -> list[bytes]:
-    """The events of new tokens of a reply."""
     self._rests[index].add(piece)
     known = self._known(index, piece)
     return [self._chunk(index, piece.text, known)] if piece.text or known else []

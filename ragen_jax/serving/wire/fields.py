@@ -22,13 +22,9 @@ _NOTHING = (None, 0, False, '', [], {})
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-  """A field of a request.
+  """A field of a request; `note` says its effect, or why it has none.
 
-  Attributes:
-    name: its name in the request.
-    treatment: what happens to it.
-    note: its effect, or the reason why it has none.
-    neutral: further values of a refused field that have no effect.
+  `neutral` are further values of a refused field that have no effect.
   """
 
   name: str

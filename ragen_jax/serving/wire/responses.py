@@ -25,11 +25,7 @@ from ragen_jax.serving.wire.spec import (
 
 
 def read(body: Body, limits: RequestLimits) -> CallSpec:
-  """Reads a request.
-
-  Raises:
-    ApiError: a field is wrong, or asks for what the server does not do.
-  """
+  """Reads a request; ApiError if a field is wrong, or asks for what the server does not do."""
   common = read_common(body)
   value = body.value('input')
   if isinstance(value, list) and len(value) > limits.messages:
@@ -81,14 +77,9 @@ def answer(context: AnswerContext, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class ResponseStream:
-  """The events of a streamed answer.
-
-  Attributes:
-    response: the answer, as far as it is known.
-  """
+  """The events of a streamed answer; `response` is the answer, as far as it is known."""
 
   def __init__(self, context: AnswerContext):
-    """Nothing is sent yet."""
     spec, head, params = context.spec, context.head, context.params
     self._spec, self._head, self._reader = spec, head, context.new_reader(0)
     self._rest = Rest()
@@ -113,7 +104,6 @@ class ResponseStream:
     }
 
   def start(self, prompts: Sequence[tuple[int, ...]]) -> list[bytes]:
-    """The first events."""
     del prompts
     events = [self._event(f'response.{kind}', response=self.response) for kind in ('created', 'in_progress')]
     return list(map(sse.named_event, events))

@@ -19,13 +19,7 @@ _LOWEST_LOGPROB = -9999.0
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-  """What all parts of an answer repeat.
-
-  Attributes:
-    id: id of the answer, such as 'chatcmpl-…'.
-    created: seconds since 1970.
-    model: the model that the request names.
-  """
+  """What all parts of an answer repeat: an id such as 'chatcmpl-…', seconds since 1970, and the request's model."""
 
   id: str
   created: int
@@ -39,7 +33,6 @@ class Choice:
   Attributes:
     index: its number in the answer.
     prompt: ids of its prompt.
-    generated: the reply of the engine.
     reply: what was read from it; None for completions.
     prompt_text: the prompt that completions repeat; '' unless asked for.
   """
@@ -53,16 +46,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerContext:
-  """What an answer is written with.
-
-  Attributes:
-    spec: the request.
-    head: its id, time and model.
-    params: how the replies are sampled.
-    new_reader: makes a new reader of a reply, by its index.
-    decode: the text of ids.
-    token_bytes: the bytes of a token, which may be a part of a character.
-  """
+  """What an answer is written with. `new_reader` makes a new reader of a reply, by its index; `token_bytes` are the
+  bytes of a token, which may be a part of a character."""
 
   spec: CallSpec
   head: Head
@@ -99,11 +84,7 @@ def whole(generated: Generated) -> Piece:
 
 
 def token_logprobs(piece: Piece, top_logprobs: int, token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
-  """The log-probabilities of a piece as chat completions and responses write them.
-
-  Args:
-    token_bytes: the bytes of a token, which may be a part of a character.
-  """
+  """The log-probabilities of a piece as chat completions and responses write them."""
 
   def entry(id_: int, logprob: float) -> dict[str, Any]:
     raw = token_bytes(id_)
@@ -157,7 +138,6 @@ class ChunkStream:
   kind: ClassVar[str]  # the `object` of a chunk
 
   def __init__(self, context: AnswerContext):
-    """Nothing is sent yet."""
     self._context, self._spec = context, context.spec
     self._rests: defaultdict[int, Rest] = defaultdict(Rest)
 

@@ -40,7 +40,6 @@ class RequestLimits:
     context: columns of a row; no request asks for more tokens.
     replies: most replies of one request, over all its prompts.
     messages: most messages, items of an input or prompts.
-    tools: most tools.
     lenient: whether requests that need constrained decoding are sampled without it, with a warning; otherwise they are
       refused.
   """
@@ -55,12 +54,7 @@ class RequestLimits:
 
 @dataclasses.dataclass(frozen=True)
 class AskedSampling:
-  """Sampling parameters of a request; None where the server's values hold.
-
-  Attributes:
-    temperature, top_p, top_k, max_tokens: see `SamplingParams`.
-    stop: texts that end a reply.
-  """
+  """Sampling parameters of a request, see `SamplingParams`; None where the server's values hold."""
 
   temperature: float | None
   top_p: float | None
@@ -74,24 +68,14 @@ class CallSpec:
   """A request.
 
   Attributes:
-    kind: the endpoint.
-    model: name of the policy.
     agent: name of the agent that calls, from a model 'name:agent'; '' for none.
-    seed: replaces the key of the draws; None for none.
-    stream: the answer is a stream of events.
-    return_token_ids: the answer has the ids of prompt and replies.
-    user: an identifier of the client's; '' for none.
-    metadata: values of the client's.
-    sampling: how tokens are drawn.
+    seed: replaces the key of the draws.
     messages: the conversation of chat and responses, without a message that is the beginning of the reply.
     prompts: the prompts of completions, texts or ids.
-    tools: the functions that the policy may call.
     parse_calls: whether tool calls in the reply are told from its content.
     parallel_tool_calls: whether the answer has more than the first call.
-    template: how the prompt opens the reply.
     n: number of replies to each prompt.
     include_usage: the stream ends with the usage.
-    logprobs: the answer has log-probabilities.
     top_logprobs: number of likeliest alternatives in the answer, for each token.
     echo: the text of completions begins with the prompt.
     previous_response_id: the call that a request to responses continues; '' for none.
@@ -124,14 +108,11 @@ class CallSpec:
   echoed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def sampling_params(self, defaults: SamplingParams, *, fixed: bool) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The parameters of the engine.
+    """The parameters of the engine, and the names of those that differ from what was asked for.
 
     Args:
       defaults: what holds where the request says nothing; its `max_tokens` is also the most that a request gets.
       fixed: the trainer fixes temperature, top_p and top_k, because it takes the sampled distribution for the policy's.
-
-    Returns:
-      The parameters, and the names of fields in which they differ from what was asked for.
     """
     asked = {name: getattr(self.sampling, name) for name in ('temperature', 'top_p', 'top_k', 'max_tokens')}
     used = {name: getattr(defaults, name) if value is None else value for name, value in asked.items()}
@@ -232,10 +213,6 @@ def _unconstrained(name: str, value: Any, allowed: str, limits: RequestLimits) -
 
 
 def header_warnings(spec: CallSpec, changed: tuple[str, ...]) -> dict[str, str]:
-  """Headers that tell what a request does not get.
-
-  Args:
-    changed: names of sampling parameters that are not as asked for, from `sampling_params`.
-  """
+  """Headers that tell what a request does not get; `changed` is from `sampling_params`."""
   headers = {'x-ragen-warning': '; '.join(spec.warnings)} if spec.warnings else {}
   return headers | ({'x-ragen-changed': ', '.join(changed)} if changed else {})

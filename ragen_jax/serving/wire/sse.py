@@ -14,11 +14,7 @@ CONTENT_TYPE = 'text/event-stream; charset=utf-8'
 
 
 def encode_json(value: Any) -> bytes:
-  """JSON without white space.
-
-  Raises:
-    ValueError: a number is not finite.
-  """
+  """JSON without white space; ValueError if a number is not finite."""
   return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':')).encode()
 
 
