@@ -14,6 +14,7 @@ from flax import struct
 
 from ragen_jax.envs import base, sokoban_levels
 from ragen_jax.envs.drawing import sokoban as drawing
+from ragen_jax.envs.options import is_integer
 from ragen_jax.envs.scenes import Scene, make_scenes
 from ragen_jax.envs.sokoban_boards import (
   BOX,
@@ -95,10 +96,10 @@ class Sokoban(base.Environment):
     # Configs contain lists; tuples keep the environment hashable.
     object.__setattr__(self, 'dim', _as_tuple(self.dim))
     object.__setattr__(self, 'symbols', _as_tuple(self.symbols))
-    if len(self.dim) != 2 or not all(isinstance(size, int) and 5 <= size <= 32 for size in self.dim):
+    if len(self.dim) != 2 or not all(is_integer(size) and 5 <= size <= 32 for size in self.dim):
       raise ValueError(f'dim={self.dim}; allowed: (rows, columns), 5 to 32 each')
     for field in ('num_boxes', 'max_steps', 'search_depth', 'min_solution', 'max_solution'):
-      if not isinstance(getattr(self, field), int):
+      if not is_integer(getattr(self, field)):
         raise ValueError(f'{field}={getattr(self, field)!r}; allowed: an integer')
     most_boxes = min((self.dim[0] - 2) * (self.dim[1] - 2) // 4, 100)
     if not 1 <= self.num_boxes <= most_boxes:

@@ -244,6 +244,7 @@ def test_rationale_is_true():
     {'num_boxes': 0},
     {'num_boxes': 5},
     {'num_boxes': 1.5},
+    {'num_boxes': True},
     {'max_steps': 0},
     {'search_depth': 0},
     {'min_solution': -1},

@@ -8,6 +8,7 @@ import json
 import pathlib
 from typing import Any, ClassVar
 
+from ragen_jax.envs.options import check_text
 from ragen_jax.envs.outside.base import Session, TextEnvironment
 
 # Larger files are read by the agents themselves.
@@ -32,6 +33,8 @@ class AgentTasks(TextEnvironment):
   played_by_programs: ClassVar[bool] = True
 
   def __post_init__(self):
+    for field in ('tasks', 'runner'):
+      check_text('agent', field, getattr(self, field))
     self._lines  # noqa: B018, a file that cannot be read is reported at once
 
   @functools.cached_property

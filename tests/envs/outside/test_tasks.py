@@ -6,6 +6,7 @@ import pytest
 
 from ragen_jax import envs
 from ragen_jax.envs.outside.tasks import AgentTasks
+from tests.support.environments import raises_one_line
 
 
 def test_without_a_file_a_task_is_its_number():
@@ -53,3 +54,9 @@ def test_there_are_no_turns():
   assert envs.AgentTasks is AgentTasks and tasks.name == 'agent' and tasks.rules()
   with pytest.raises(TypeError, match='not played turn by turn'):
     tasks.open(4)
+
+
+@pytest.mark.parametrize(('field', 'value'), [('tasks', 7), ('tasks', ('a', 'b')), ('runner', None)])
+def test_options_are_text(field, value):
+  with raises_one_line(f'agent: {field}=.*; allowed: text'):
+    AgentTasks(**{field: value})
