@@ -1,8 +1,8 @@
 """Advantage estimators by name: from rewards on the timeline to an advantage for every sampled token.
 
-There are two families. Recursive estimators (`gae.py`) run backwards over the sampled tokens of an episode. Scalar
-estimators (`group_relative.py`) give all tokens of an episode one number, computed from its score and the scores of
-other episodes. `compute_advantages` calls the estimator of a given name.
+Recursive estimators (`gae.py`) run backwards over the sampled tokens of an episode. Scalar estimators
+(`group_relative.py`) give all tokens of an episode one number, computed from its score and the scores of other
+episodes.
 """
 
 from __future__ import annotations
@@ -69,12 +69,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-  """The choice of an estimator and its options. Fields of `config.algorithm`, and the following.
-
-  Attributes:
-    high_level_gamma, high_level_lam: discount and decay per turn, for 'turn_wise_gae' and 'bi_level_gae'. A decay of
-      None means `lam`.
-  """
+  """An estimator and its options. Fields of `config.algorithm`; a `high_level_lam` of None means `lam`."""
 
   adv_estimator: str
   gamma: float
@@ -120,10 +115,7 @@ class AdvantageInputs:
 
 
 def compute_advantages(settings: AdvantageSettings, inputs: AdvantageInputs) -> Advantages:
-  """Computes advantages with the estimator of a name.
-
-  Args:
-    settings: the estimator and its options; static under jit.
+  """Computes advantages with the estimator of a name; `settings` are static under jit.
 
   Raises:
     ValueError: the name is unknown, or an array that the estimator needs is missing.

@@ -56,15 +56,12 @@ class EarlyStop:
   def after_step(
     self, settings: EarlyStopSettings, *, reward_std: float, empty: bool = False
   ) -> tuple[EarlyStop, dict[str, float], str]:
-    """Updates the state with one iteration.
+    """Updates the state with one iteration: (state, metrics, reason).
 
-    Args:
-      reward_std: mean in-group deviation of raw rewards, before any filter.
-      empty: the filter kept no group, so there was no update; only the rule of `empty_patience` uses such a step.
-
-    Returns:
-      (state, metrics, reason): the reason is 'reward_variance_collapse', 'empty_filtered_steps', or '' to continue.
-      Metrics are `early_stopped/<reason>`, 1 if the rule ends the run, and the numbers of consecutive times.
+    `reward_std` is the mean in-group deviation of raw rewards, before any filter. If `empty`, the filter kept no group,
+    so there was no update; only the rule of `empty_patience` uses such a step. The reason is
+    'reward_variance_collapse', 'empty_filtered_steps', or '' to continue. Metrics are `early_stopped/<reason>`, 1 if
+    the rule ends the run, and the numbers of consecutive times.
     """
     if empty:
       state = self.replace(empty=self.empty + 1)
@@ -86,13 +83,9 @@ class EarlyStop:
   def after_validation(
     self, settings: EarlyStopSettings, success: Mapping[str, float]
   ) -> tuple[EarlyStop, dict[str, float], str]:
-    """Updates the state with one validation.
+    """Updates the state with the success rates in [0, 1] of the environments of a validation: (state, metrics, reason).
 
-    Args:
-      success: success rate in [0, 1] of each environment.
-
-    Returns:
-      (state, metrics, reason): the reason is 'low_validation_success' or ''.
+    The reason is 'low_validation_success' or ''.
     """
     bad = bool(success) and all(rate < _HOPELESS_SUCCESS for rate in success.values())
     state = self.replace(hopeless=self.hopeless + 1 if bad else 0)
@@ -168,17 +161,12 @@ class EchoTrap:
   def after_step(
     self, settings: EchoTrapSettings, *, reward_std: float, entropy: float, grad_norm: float, repeats: float
   ) -> tuple[EchoTrap, dict[str, float], bool]:
-    """Updates the state with one iteration.
+    """Updates the state with one iteration: (state, metrics, warning).
 
-    Args:
-      reward_std: mean in-group deviation of raw rewards, before any filter (`in_group_reward`).
-      entropy: mean entropy of the policy on sampled tokens, in nats.
-      grad_norm: the policy's global gradient norm before clipping.
-      repeats: the share of repeated replies (`repeated_replies`).
-
-    Returns:
-      (state, metrics, warning). Metrics are `echo_trap/<signal>` 0 or 1, `echo_trap/signals` their number, and
-      `echo_trap/warning`.
+    `reward_std` is the mean in-group deviation of raw rewards, before any filter (`in_group_reward`), `entropy` the
+    mean over sampled tokens in nats, `grad_norm` the policy's global norm before clipping, and `repeats` the share of
+    `repeated_replies`. Metrics are `echo_trap/<signal>` 0 or 1, `echo_trap/signals` their number, and
+    `echo_trap/warning`.
     """
     seen = {'reward_std': reward_std, 'entropy': entropy, 'repeats': repeats}
     learning = self.steps < settings.baseline_steps

@@ -1,8 +1,6 @@
-"""Metrics that show whether a run is healthy or about to collapse.
+"""Metrics that show whether a run is healthy or about to collapse; `collapse.py` has the rules that act on them.
 
-Statistics of rewards within groups, differences between sampler and trainer, moving averages, and RAGEN-2's mutual
-information between prompts and reasoning. The rules that act on them are in `collapse.py`. All functions but
-`ratio_counts` run on the host.
+All functions but `ratio_counts` run on the host.
 """
 
 from __future__ import annotations
@@ -47,15 +45,7 @@ class Ema:
 def update_emas(
   emas: Mapping[str, Ema], metrics: Mapping[str, float], decay: float
 ) -> tuple[dict[str, Ema], dict[str, float]]:
-  """Updates one moving average per metric.
-
-  Args:
-    emas: metric -> previous average; missing averages are created.
-    decay: see `Ema.update`.
-
-  Returns:
-    Metric -> new average, and '<metric>_ema' -> value.
-  """
+  """Updates one moving average per metric, or creates it; also gives '<metric>_ema' -> value."""
   emas = dict(emas) | {name: emas.get(name, Ema()).update(x, decay) for name, x in metrics.items()}
   return emas, {f'{name}_ema': emas[name].value for name in metrics}
 
@@ -68,14 +58,9 @@ RATIO_EDGES = np.exp(np.concatenate([-_LOG_EDGES[::-1], _LOG_EDGES]))  # f64[64]
 
 
 def ratio_counts(ratio: jax.Array, mask: jax.Array) -> jax.Array:
-  """Histogram of probability ratios with fixed bins, so that counts of micro-batches can be added.
+  """Histogram of probability ratios f32[B, T] in the mask; bins are fixed, so counts of micro-batches can be added.
 
-  Args:
-    ratio: f32[B, T].
-    mask: bool[B, T], the ratios to count.
-
-  Returns:
-    i32[63], counts between adjacent `RATIO_EDGES`; the outermost bins also count ratios beyond the edges.
+  The counts i32[63] are between adjacent `RATIO_EDGES`; the outermost bins also count ratios beyond the edges.
   """
   reached = jnp.sum(mask[..., None] & (ratio[..., None] >= RATIO_EDGES[1:-1].astype(np.float32)), axis=(0, 1))
   whole = jnp.sum(mask)[None]
@@ -90,16 +75,8 @@ def in_group_reward(
 ) -> dict[str, float]:
   """Means over groups of the in-group standard deviation (unbiased), maximum and mean of raw scores.
 
-  Args:
-    scores: f32[B], raw score of each row's episode.
-    group: i32[B], prompt group.
-    valid: bool[B], False for padding.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
-
-  Returns:
-    `rollout/in_group_reward_std`, `_max` and `_mean`; NaN if there is no valid row.
-
-  Source: RAGEN, arXiv 2504.20073, the first sign of collapse.
+  Arguments are those of `filters.group_scores`. `rollout/in_group_reward_std`, `_max` and `_mean` are NaN if there is
+  no valid row. Source: RAGEN, arXiv 2504.20073, the first sign of collapse.
   """
   names = ('std', 'max', 'mean')
   if not np.any(valid):
@@ -113,20 +90,13 @@ def in_group_reward(
 
 
 def reward_std_buckets(std: np.ndarray, *, mode: str, count: int) -> np.ndarray:
-  """Assigns groups to buckets by their in-group reward deviation, to compare the gradients of buckets.
+  """The bucket i32[G] of each group by its in-group reward deviation f64[G], to compare the gradients of buckets.
 
-  Args:
-    std: f64[G], in-group standard deviation of rewards.
-    mode: 'quantile' makes buckets of equal size by rank; 'fixed_rv' has the buckets [0, 1), [1, 2), ..., the last
-      one without an upper limit.
-
-  Returns:
-    i32[G], the bucket of each group; 0 has the smallest deviations.
+  Mode 'quantile' makes buckets of equal size by rank; 'fixed_rv' has the buckets [0, 1), [1, 2), ..., the last one
+  without an upper limit. Bucket 0 has the smallest deviations. Source: RAGEN-2's gradient analysis.
 
   Raises:
     ValueError: the mode is unknown.
-
-  Source: RAGEN-2's gradient analysis.
   """
   std = np.asarray(std, np.float64)
   if mode == 'quantile':
@@ -138,15 +108,10 @@ def reward_std_buckets(std: np.ndarray, *, mode: str, count: int) -> np.ndarray:
 
 
 def logprob_gap(trainer_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Difference between the log-probs of the sampler and of the trainer for the same tokens and weights.
+  """Difference between the log-probs f32[B, T] of sampler and trainer for the same tokens and weights, over the mask.
 
-  Args:
-    trainer_logprobs, sampler_logprobs: f32[B, T], in nats.
-    mask: bool[B, T], the tokens that the policy sampled.
-
-  Returns:
-    `rollout/logprob_gap_mean` and `_max` of the absolute difference, and the correlation `rollout/logprob_pearson`,
-    which is 1 if both agree up to rounding, and NaN if either is constant.
+  `rollout/logprob_gap_mean` and `_max` are those of the absolute difference in nats. The correlation
+  `rollout/logprob_pearson` is 1 if both agree up to rounding, and NaN if either is constant.
   """
   mask = np.asarray(mask, bool)
   x, y = (np.asarray(z, np.float64)[mask] for z in (trainer_logprobs, sampler_logprobs))
@@ -165,12 +130,8 @@ def logprob_gap(trainer_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask
 def repeated_replies(replies: Sequence[Hashable], group: np.ndarray) -> float:
   """The probability that two random replies to *different* prompts are equal, a sign of template replies.
 
-  Args:
-    replies: N replies, compared by equality: the text or the tuple of sampled ids of a turn, or of its reasoning.
-    group: i32[N], the prompt of each reply.
-
-  Returns:
-    A number in [0, 1]; 0 if there is only one prompt.
+  The N replies, of the prompts `group` i32[N], are compared by equality: the text or the tuple of sampled ids of a
+  turn, or of its reasoning. 0 if there is only one prompt.
   """
   _, groups = np.unique(np.asarray(group), return_inverse=True)
   distinct: dict[Hashable, int] = {}

@@ -49,23 +49,19 @@ def group_scores(
   length: np.ndarray | None = None,
   episode: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Computes the metric by which groups are ranked.
+  """Ids i32[G] of the groups that have a valid row, ascending, and the metric f64[G] by which groups are ranked.
 
   Over the episodes of a group: 'reward_std' is the standard deviation of raw scores (unbiased; 0 for one episode),
   'reward' their mean, 'reward_sum' their sum, 'entropy' the mean entropy, 'entropy_variance' the *standard deviation*
   of entropies (the name is RAGEN's), and 'length' the mean length.
 
   Args:
-    metric: one of `METRICS`.
     group: i32[B], prompt group.
     valid: bool[B], False for padding.
     scores: f32[B], raw score of each row's episode; needed by the reward metrics.
     entropy: f32[B], mean token entropy of each row's episode, in nats; needed by the entropy metrics.
     length: [B], sampled tokens of each row's episode; needed by 'length'.
     episode: i32[B], the episode of each row, which counts once; None if every row is its own episode.
-
-  Returns:
-    Ids i32[G] of the groups that have a valid row, ascending, and their metric f64[G].
 
   Raises:
     ValueError: the metric is unknown, or the array that it needs is missing.
@@ -117,7 +113,7 @@ def select_groups(
   top_p_mode: str,
   eps: float = 0.01,
 ) -> np.ndarray:
-  """Selects groups by their scores.
+  """Selects groups by their scores: f64[G] -> bool[G].
 
   'top_k'      keeps the best floor(value * G) of the G groups.
   'top_k_abs'  keeps the best int(value) groups.
@@ -128,19 +124,14 @@ def select_groups(
                'smallest'; eps is not used.
 
   Linear top-p does not depend on the scale of the rewards (except for eps), softmax does. Of groups with equal scores,
-  the first is preferred. Groups whose score is NaN or infinite are never kept.
+  the first is preferred. If any score is negative, min_p and linear top-p shift all by the smallest one. Groups whose
+  score is NaN or infinite are never kept.
 
   Args:
-    scores: f64[G]. If any is negative, min_p and linear top-p shift all scores by the smallest one.
-    strategy: one of `STRATEGIES`.
     value: fraction, count, ratio or p, depending on the strategy; not negative.
     kind: whether the 'largest' or the 'smallest' scores are the best.
     include_zero: False first drops groups with |score| <= 1e-10; 'top_k' still counts them in G.
-    top_p_mode: one of `TOP_P_MODES`.
     eps: slack of linear top-p, in units of the score.
-
-  Returns:
-    bool[G].
 
   Raises:
     ValueError: an option is unknown, or value is negative.
@@ -232,14 +223,11 @@ def uncertainty_filter(
 def loss_scale(kept_ratio: float, scaling: str) -> float:
   """A factor for the advantages after a filter, which makes an update from few groups smaller than one from all.
 
-  Args:
-    kept_ratio: share of the groups that the filter kept.
-    scaling: 'none' returns 1, 'linear' the kept ratio, 'sqrt' its square root.
+  'none' gives 1, 'linear' the share of the groups that the filter kept, 'sqrt' its square root. Source: RAGEN-2's
+  `filter_loss_scaling`.
 
   Raises:
     ValueError: the scaling is unknown.
-
-  Source: RAGEN-2's `filter_loss_scaling`.
   """
   _check('filter.loss_scaling', scaling, LOSS_SCALINGS)
   return {'none': 1.0, 'linear': float(kept_ratio), 'sqrt': float(np.sqrt(kept_ratio))}[scaling]
@@ -250,16 +238,8 @@ def soft_weights(
 ) -> np.ndarray:
   """Soft alternative to dropping groups: the standard deviation of a group divided by the largest one.
 
-  Args:
-    scores: f32[B], raw score of each row's episode.
-    group: i32[B], prompt group.
-    valid: bool[B], False for padding.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
-
-  Returns:
-    f32[B] in [0, 1], factors for the advantages of rows. 1 for all valid rows if no group varies; 0 for padding.
-
-  Source: RAGEN-2's `soft_advantage_reweight`.
+  Arguments are those of `group_scores`. The result f32[B] in [0, 1] are factors for the advantages of rows: 1 for all
+  valid rows if no group varies; 0 for padding. Source: RAGEN-2's `soft_advantage_reweight`.
   """
   valid = np.asarray(valid, bool)
   ids, std = group_scores('reward_std', group, valid, scores=scores, episode=episode)

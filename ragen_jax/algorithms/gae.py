@@ -31,21 +31,19 @@ def gae(
   episode: jax.Array | None = None,
   turn: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Generalised advantage estimation over the tokens of the mask.
+  """Generalised advantage estimation over the tokens of the mask, with discount and decay of the trace per token.
 
-  With p_1 < ... < p_n the columns of an episode in the mask: delta_i = r(p_i) + gamma V(p_{i+1}) - V(p_i) and
-  A(p_i) = delta_i + gamma lam A(p_{i+1}). Columns between them have no effect, neither by content nor by number.
+  With p_1 < ... < p_n the columns of an episode in the mask: delta_i = r(p_i) + gamma V(p_{i+1}) - V(p_i) and A(p_i) =
+  delta_i + gamma lam A(p_{i+1}). Columns between them have no effect, neither by content nor by number.
 
   Args:
     rewards: f32[B, T].
     values: f32[B, T], the critic's value of the state from which the token is sampled.
     mask: bool[B, T], M_adv; usually the sampled tokens.
-    gamma: discount per token, in [0, 1].
-    lam: decay of the trace per token, in [0, 1].
     bootstrap: f32[B], value of the state after the row's last token in the mask if the episode was truncated, 0 if it
       terminated. None means 0. For an episode with several rows, the value of the row of its last turn is used.
     episode: i32[B], the episode of each row; None if every row is its own episode.
-    turn: i32[B, T], turn index; required with `episode`, to order its tokens.
+    turn: i32[B, T], turn index, -1 outside of turns; required with `episode`, to order its tokens.
 
   Returns:
     Advantages and returns, each f32[B, T] and 0 outside the mask; returns = advantages + values. Not whitened.
@@ -85,14 +83,8 @@ def turn_wise_gae(
 ) -> tuple[jax.Array, jax.Array]:
   """GAE with one step per turn, between the last sampled tokens of turns. All tokens of a turn get its advantage.
 
-  Args:
-    rewards: f32[B, T], read at the last sampled token of each turn only.
-    values: f32[B, T], read at the last sampled token of each turn only.
-    loss_mask: bool[B, T], sampled tokens.
-    turn: i32[B, T], turn index, -1 outside of turns.
-    gamma: discount per turn.
-    lam: decay per turn.
-    bootstrap, episode: see `gae`.
+  Arguments are those of `gae`, with discount and decay per turn. Rewards and values are read at the last sampled token
+  of each turn only.
 
   Returns:
     Advantages f32[B, T] on all sampled tokens, and returns f32[B, T] on the last sampled token of each turn, the only
@@ -134,15 +126,13 @@ def bi_level_gae(
   The ends of turns follow from the turn indices, independent of rewards. V(e_{K+1}) is `bootstrap` for a truncated
   episode and 0 for one that terminated.
 
+  Arguments are those of `gae`, and the following.
+
   Args:
-    rewards: f32[B, T], rewards of sampled tokens.
-    values: f32[B, T], see `gae`.
-    mask: bool[B, T], M_adv, the tokens of pass 2.
-    turn: i32[B, T], turn index, -1 outside of turns.
+    mask: M_adv, the tokens of pass 2.
     gamma, lam: discount and decay per token, within a turn.
     high_level_gamma, high_level_lam: discount and decay per turn; high_level_lam None means `lam`.
-    bootstrap, episode: see `gae`.
-    loss_mask: bool[B, T], sampled tokens, which determine the ends of turns; None means `mask`.
+    loss_mask: sampled tokens, which determine the ends of turns; None means `mask`.
 
   Returns:
     Advantages and returns, each f32[B, T] and 0 outside the mask. Not whitened.

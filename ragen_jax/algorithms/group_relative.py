@@ -1,7 +1,14 @@
 """Advantages from comparing episodes: all tokens of an episode get one number, computed from scores.
 
 Statistics count an episode once, regardless of its number of rows, and ignore rows without a sampled token (padding).
-Sets are found by sorting ids, so ids may be any integers, and the order of rows does not matter.
+Sets are found by sorting ids, so ids may be any integers, and the order of rows does not matter. Estimators take
+
+    scores   f32[B], the score of each row's episode (`episode_scores`)
+    group    i32[B], prompt group
+    mask     bool[B, T], the tokens that get an advantage
+    episode  i32[B], the episode of each row; None if every row is its own episode
+
+and give advantages f32[B, T], 0 outside the mask.
 """
 
 from __future__ import annotations
@@ -15,17 +22,10 @@ EPSILON = 1e-6  # added to a standard deviation before it divides
 
 
 def episode_scores(rewards: jax.Array, mask: jax.Array, episode: jax.Array | None = None) -> jax.Array:
-  """The undiscounted return of each row's episode, summed over all rows of the episode, in float32.
+  """The undiscounted return f32[B] of each row's episode, summed over all rows of the episode, in float32.
 
-  `Rollout.scores` are the same sums without intermediate rounding.
-
-  Args:
-    rewards: f32[B, T], not read outside the mask.
-    mask: bool[B, T], sampled tokens.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
-
-  Returns:
-    f32[B], 0 for rows without a sampled token.
+  `Rollout.scores` are the same sums without intermediate rounding. Rewards f32[B, T] are not read outside the mask of
+  sampled tokens; rows without any have 0.
   """
   of_rows = jnp.sum(jnp.where(mask, rewards, 0.0), axis=-1)
   if episode is None:
@@ -48,16 +48,9 @@ def grpo(
   all equal gets exactly 0.
 
   Args:
-    scores: f32[B], the score of each row's episode (`episode_scores`).
-    group: i32[B], prompt group, any integers.
-    mask: bool[B, T], the tokens that get an advantage.
     scale_by_std: divide by the deviation; False is Dr. GRPO, whose loss aggregation is `seq-mean-token-sum`.
     length_weight: divide by the number of tokens of the episode relative to the mean of the batch, so that a long
       failure does not weigh more than a short one.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
-
-  Returns:
-    f32[B, T], 0 outside the mask.
 
   Source: Shao et al. 2024, arXiv 2402.03300, section 4.1.2; Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, section 3.2;
   the weight is RAGEN's option `grpo_advantage_length_weight`.
@@ -79,7 +72,7 @@ def grpo(
 def rloo(scores: jax.Array, group: jax.Array, mask: jax.Array, *, episode: jax.Array | None = None) -> jax.Array:
   """Leave-one-out: score - mean score of the *other* episodes of the group; a single episode keeps its score.
 
-  Arguments and result: see `grpo`. Source: Ahmadian et al. 2024, arXiv 2402.14740.
+  Source: Ahmadian et al. 2024, arXiv 2402.14740.
   """
   mean, _, count = group_statistics(scores, group, episode_weights(mask, episode))
   others = count / jnp.maximum(count - 1.0, 1.0)
@@ -122,19 +115,12 @@ def gigpo(
 
   Args:
     rewards: f32[B, T], not read outside the mask.
-    group: i32[B], prompt group.
-    mask: bool[B, T], the tokens that get an advantage.
     turn: i32[B, T], turn index, -1 outside of turns.
     anchors: i32[B, K], id of the observation at each turn of the row's episode, equal for equal observations, negative
       for turns that were not played. All rows of an episode have the same ids.
-    step_gamma: discount per turn.
     scale_by_std: also divide both parts by the standard deviation of their set + 1e-6 ("mean_std_norm").
-    scores: f32[B], total return of each row's episode; None means the sum of `rewards`.
+    scores: None means the sum of `rewards`.
     loss_mask: bool[B, T], sampled tokens, which determine the ends of turns; None means `mask`.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
-
-  Returns:
-    f32[B, T], 0 outside the mask.
 
   Source: Feng et al. 2025, arXiv 2505.10978, section 4.
   """

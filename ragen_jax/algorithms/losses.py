@@ -32,7 +32,7 @@ MAX_K3 = 10.0  # upper limit of the k3 estimate
 def token_weights(
   mask: jax.Array, mode: str, *, sequence: jax.Array | None = None, norm_length: float | None = None
 ) -> jax.Array:
-  """The weight of each token in the loss, computed from the whole batch of one optimiser step.
+  """The weight f32[B, T] of each token in the loss, from the whole batch of an optimiser step; 0 outside the mask.
 
   With n tokens in total, S sequences that have any, and n_s tokens in sequence s:
 
@@ -43,13 +43,9 @@ def token_weights(
 
   Args:
     mask: bool[B, T], the trained tokens of all micro-batches and devices.
-    mode: one of `AGGREGATIONS`.
     sequence: the sequence of each row, i32[B], or of each token if rows are packed, i32[B, T]; None if every row is
       its own sequence.
     norm_length: L in tokens, a constant of the run such as the length limit of replies; for 'seq-mean-token-sum-norm'.
-
-  Returns:
-    f32[B, T], 0 outside the mask; all zeros for an empty mask.
 
   Raises:
     ValueError: the mode is unknown, or L is missing or not positive.
@@ -128,17 +124,11 @@ def policy_loss(
   a sequence, divided by their number, is the gradient of its mean log-ratio.
 
   Args:
-    logprobs: f32[B, T], under the trained policy.
-    old_logprobs: f32[B, T], under the policy in the denominator of the ratio.
     advantages: f32[B, T]; no gradient flows through them.
     mask: bool[B, T], trained tokens.
-    policy_loss: one of `POLICY_LOSSES`.
-    clip_ratio_low, clip_ratio_high: limits of the ratio below and above 1 (GSPO uses about 3e-4 and 4e-4); in DPPO,
-      of the divergence.
-    clip_ratio_c: bound of PPO's dual clip, above 1; None switches it off.
+    clip_ratio_low, clip_ratio_high: limits of the ratio below and above 1; in DPPO, of the divergence.
+    clip_ratio_c: bound c of PPO's dual clip, above 1; None switches it off.
     ratio_level: one of `RATIO_LEVELS`; 'token' in losses other than 'ppo'.
-    tau_pos, tau_neg: SAPO's temperatures, above 0; larger ones let the gradient fall faster away from the old policy.
-    dro_beta: DRO's penalty of the distance to the old policy, above 0.
     turn: i32[B, T], turn index; required for 'turn'. In packed rows, neighbouring sequences have different indices.
     sequence: i32[B, T], the sequence of each token in packed rows, for 'sequence'; None if every row is one.
     importance_weights: f32[B, T], factors of the loss such as `truncated_importance_weights`; no gradient through them.
@@ -247,16 +237,10 @@ def _span_mean(x: jax.Array, mask: jax.Array, spans: jax.Array) -> jax.Array:
 def truncated_importance_weights(
   trainer_logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array, cap: float
 ) -> jax.Array:
-  """min(p_trainer / p_sampler, cap) per token, which corrects differences between sampler and trainer.
+  """min(p_trainer / p_sampler, cap) per token: f32[B, T], 0 outside the mask of sampled tokens, without gradient.
 
-  Args:
-    trainer_logprobs: f32[B, T], log-probs of the trainer under the weights that the tokens were sampled with.
-    sampler_logprobs: f32[B, T], log-probs recorded by the sampler.
-    mask: bool[B, T], sampled tokens.
-    cap: upper limit of the weights, positive.
-
-  Returns:
-    f32[B, T], 0 outside the mask, without gradient.
+  It corrects differences between sampler and trainer; the log-probs f32[B, T] of the trainer are under the weights that
+  the tokens were sampled with.
 
   Raises:
     ValueError: the cap is not positive.
@@ -272,21 +256,12 @@ def truncated_importance_weights(
 
 
 def kl_penalty(logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, kind: str) -> jax.Array:
-  """Estimates KL(policy || reference) per sampled token.
+  """Estimates KL(policy || reference) per sampled token in nats: f32[B, T], 0 outside the mask.
 
   With d = logprobs - ref_logprobs: 'k1' is d, 'abs' |d|, 'k2' d^2 / 2, and 'k3' exp(-d) + d - 1 with d clipped to +-20
   and the result to 10 (low variance, never negative).
 
   As a loss, only 'k2' has the gradient of the KL divergence in expectation; the expected gradient of 'k1' is 0.
-
-  Args:
-    logprobs: f32[B, T], under the policy, in nats.
-    ref_logprobs: f32[B, T], under the reference policy.
-    mask: bool[B, T], sampled tokens.
-    kind: one of `KL_KINDS`.
-
-  Returns:
-    f32[B, T] in nats, 0 outside the mask.
 
   Raises:
     ValueError: the kind is unknown.
@@ -328,15 +303,9 @@ def value_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Clipped squared error of the critic per token: 1/2 max((V - R)^2, (V_old + clip(V - V_old, +-clip) - R)^2).
 
-  Args:
-    values: f32[B, T], values of the trained critic.
-    returns: f32[B, T], targets; no gradient flows through them.
-    old_values: f32[B, T], values of the critic before the update.
-    mask: bool[B, T], the tokens on which the critic is trained (`Advantages.value_mask`).
-    clip: maximum change of a value; None switches clipping off.
-
-  Returns:
-    The loss f32[B, T], and statistics: `clipfrac` f32[B, T], 1 where a clipped value has the larger error.
+  Arrays are [B, T]; the mask has the tokens on which the critic is trained (`Advantages.value_mask`). `old_values` are
+  those before the update. No gradient flows through returns. `clip` None switches clipping off. The statistic
+  `clipfrac` is 1 where a clipped value has the larger error.
 
   Source: the critic of OpenAI's PPO implementation, as RAGEN uses it.
   """

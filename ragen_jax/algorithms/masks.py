@@ -19,14 +19,7 @@ from ragen_jax.algorithms import rounding
 
 
 def next_sampled(mask: jax.Array) -> jax.Array:
-  """The next column of the mask strictly after each column.
-
-  Args:
-    mask: bool[B, T].
-
-  Returns:
-    i32[B, T], T if there is no next column.
-  """
+  """The next column of the mask bool[B, T] strictly after each column: i32[B, T], T if there is none."""
   columns = mask.shape[-1]
   here = jnp.where(mask, jnp.arange(columns), columns)
   after = jax.lax.cummin(here, axis=here.ndim - 1, reverse=True)
@@ -39,16 +32,9 @@ def last_sampled(mask: jax.Array) -> jax.Array:
 
 
 def turn_ends(loss_mask: jax.Array, turn: jax.Array) -> jax.Array:
-  """The last sampled token of each turn, which holds the turn's reward.
+  """The last sampled token of each turn, which holds the turn's reward: bool[B, T].
 
-  Follows from the turn indices alone, so a turn with reward 0 has an end too.
-
-  Args:
-    loss_mask: bool[B, T], sampled tokens.
-    turn: i32[B, T], turn index, -1 outside of turns.
-
-  Returns:
-    bool[B, T].
+  Follows from the turn indices i32[B, T] alone, which are -1 outside of turns, so a turn with reward 0 has an end too.
   """
   columns = loss_mask.shape[-1]
   following = next_sampled(loss_mask)
@@ -57,16 +43,7 @@ def turn_ends(loss_mask: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def turn_sums(x: jax.Array, loss_mask: jax.Array, ends: jax.Array) -> jax.Array:
-  """The sum of x over the sampled tokens of each turn, on its last sampled token; 0 elsewhere.
-
-  Args:
-    x: f32[B, T], not read outside the mask.
-    loss_mask: bool[B, T], sampled tokens.
-    ends: bool[B, T], see `turn_ends`.
-
-  Returns:
-    f32[B, T].
-  """
+  """The sum of x f32[B, T] over the sampled tokens of each turn, on its last one (`turn_ends`); 0 elsewhere."""
   # Summed turn by turn: differences of a running sum would not be exact.
   of_turn = jnp.cumsum(ends, axis=-1, dtype=jnp.int32) - ends  # ends before each column
   masked = jnp.where(loss_mask, x, 0.0)
@@ -84,14 +61,8 @@ def selective_masks(
   because the sampler records log-probs of sampled tokens only. This runs on the host: T is not padded, so on a device
   every rollout could need a program of its own.
 
-  Args:
-    loss_mask: bool[B, T], sampled tokens.
-    length: i32[B], number of used columns of each row.
-    mask_loss: train on sampled tokens only.
-    mask_advantages: run advantage recursions over sampled tokens only.
-
-  Returns:
-    M_loss and M_adv, each bool[B, T], all False for rows without a sampled token.
+  `length` i32[B] is the number of used columns of each row. Both masks are bool[B, T], all False for rows without a
+  sampled token.
 
   Source: VAGEN, arXiv 2510.16907, selective token masking; AICO is both on without the bi-level credit.
   """
@@ -112,14 +83,9 @@ def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """(x - mean) / sqrt(variance + 1e-8), with mean and variance over the tokens of the mask in the whole batch.
+  """(x - mean) / sqrt(variance + 1e-8), with mean and unbiased variance over the mask in the whole batch: f32[B, T].
 
-  Args:
-    x: f32[B, T].
-    mask: bool[B, T].
-
-  Returns:
-    f32[B, T], 0 outside the mask, and 0 everywhere if all entries are equal up to rounding. The variance is unbiased.
+  0 outside the mask, and 0 everywhere if all entries are equal up to rounding.
   """
   least, greatest = jnp.min(x, where=mask, initial=jnp.inf), jnp.max(x, where=mask, initial=-jnp.inf)
   varies = ~rounding.is_constant(*(jnp.where(jnp.isfinite(y), y, 0.0) for y in (least, greatest)))

@@ -46,23 +46,16 @@ def normalize_scores(
   method: str,
   episode: jax.Array | None = None,
 ) -> jax.Array:
-  """Normalises the scores of episodes within sets of episodes.
+  """Normalises the scores of episodes within sets of episodes: f32[B], 0 for padding rows.
 
   'mean' subtracts the mean of the set. 'mean_std' also divides by the unbiased standard deviation + 1e-6, and returns 0
   if the deviation is below 1e-6. 'asym_clip' clips the result of 'mean_std' to [-1, 3]. All three return 0 for a set of
-  one episode.
+  one episode. `scores` and `episode` are those of `group_relative`.
 
   Args:
-    scores: f32[B], score of each row's episode.
     loss_mask: bool[B, T], sampled tokens; rows without any are padding.
     group: i32[B], prompt group. The sets of grouping 'state'.
     env: i32[B], environment index. The sets of grouping 'inductive'; 'batch' is a single set.
-    grouping: one of `GROUPINGS`.
-    method: one of `METHODS`.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
-
-  Returns:
-    f32[B], normalised scores, 0 for padding rows.
 
   Raises:
     ValueError: grouping or method is unknown.
@@ -103,14 +96,12 @@ def shape_rewards(
   episode: jax.Array | None = None,
   scores: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Assigns credit and normalises.
+  """Assigns credit and normalises; other arguments than the following are those of `normalize_scores`.
 
   Args:
-    rewards: f32[B, T], rewards of turns on sampled tokens: each on the last token of its turn, except those that
-      belong inside a turn (`reward.state_place`). Not read outside the mask.
-    loss_mask: bool[B, T], sampled tokens.
+    rewards: f32[B, T], rewards of turns on sampled tokens: each on the last token of its turn, except those that belong
+      inside a turn (`reward.state_place`). Not read outside the mask.
     turn: i32[B, T], turn index, -1 outside of turns.
-    group, env, grouping, method, episode: see `normalize_scores`.
     credit: 'trajectory' puts the normalised score of the episode on its last sampled token; 'turn' keeps each turn's
       reward in its place and requires the method 'identity'.
     scores: f32[B], score of each row's episode, not summed in float32. None means the sum of `rewards`.
@@ -143,18 +134,9 @@ def kl_in_reward(
   *,
   episode: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Subtracts coef * kl from the reward of every sampled token, and from the score of its episode.
+  """Subtracts coef * kl from the rewards f32[B, T] of sampled tokens, and from the scores f32[B] of their episodes.
 
-  Args:
-    rewards: f32[B, T].
-    scores: f32[B], score of each row's episode.
-    kl: f32[B, T], KL estimate of each token in nats (`losses.kl_penalty`). Not read outside the mask.
-    loss_mask: bool[B, T], sampled tokens.
-    coef: penalty in units of reward per nat.
-    episode: i32[B], the episode of each row; None if every row is its own episode.
-
-  Returns:
-    f32[B, T] and f32[B].
+  `kl` f32[B, T] is in nats (`losses.kl_penalty`), and not read outside the mask; `coef` is in units of reward per nat.
 
   Source: Ouyang et al. 2022, arXiv 2203.02155, eq. 2; Ziegler et al. 2019, arXiv 1909.08593.
   """

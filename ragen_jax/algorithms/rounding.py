@@ -15,15 +15,7 @@ ABSOLUTE = 2e-7  # for sums whose terms cancel; a fifth of the 1e-6 that is adde
 
 
 def is_constant(least: Any, greatest: Any) -> Any:
-  """Whether all numbers of a set are equal up to rounding.
-
-  Args:
-    least: smallest number of each set, an array of NumPy or JAX, or a float.
-    greatest: largest number of each set, same shape.
-
-  Returns:
-    bool, same shape.
-  """
+  """Whether all numbers of a set, from `least` to `greatest`, are equal up to rounding; elementwise for arrays."""
   return greatest - least <= slack(least, greatest)
 
 

@@ -30,13 +30,7 @@ class SpikeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Spike:
-  """The first value of a spike.
-
-  Attributes:
-    metric: the metric.
-    value: its value.
-    usual: the median magnitude of the values before.
-  """
+  """The first value of a spike; `usual` is the median magnitude of the values before."""
 
   metric: str
   value: float
@@ -72,16 +66,11 @@ class Spikes:
   def after_step(
     self, settings: SpikeSettings, metrics: Mapping[str, float], series: Mapping[str, str] = SERIES
   ) -> tuple[Spikes, dict[str, float], list[Spike]]:
-    """Updates the state with one iteration of training, or one step of a warm start.
+    """Updates the state with one iteration of training, or one step of a warm start: (state, metrics, spikes).
 
-    Args:
-      settings: the rule.
-      metrics: the metrics of the iteration; those of `series` that are missing keep their state.
-      series: watched metric -> its name in `monitor/<name>_spike`.
-
-    Returns:
-      (state, metrics, spikes). Metrics are `monitor/<name>_spike`, 1 or 0, for the metrics that are present. Spikes are
-      those that begin in this iteration, so a spike that lasts is reported once.
+    `series` is watched metric -> its name in `monitor/<name>_spike`; metrics that are missing keep their state. The
+    result's metrics are `monitor/<name>_spike`, 1 or 0, for those that are present. Spikes are those that begin in this
+    iteration, so a spike that lasts is reported once.
     """
     if not settings.spike_factor:
       return self, {}, []

@@ -51,7 +51,6 @@ class AttentionSettings:
   Attributes:
     implementation: one of `IMPLEMENTATIONS`: 'einsum' is `attend` with all scores in memory, 'blocks' is
       `attend_causal_by_row`, and the others are the kernels of `attention_kernels`.
-    mesh: the devices that rows and heads are divided over; None for one device.
     interpret: run the kernels of 'flash' and 'splash' as ordinary operations, on any device; for tests.
   """
 
@@ -87,20 +86,11 @@ EINSUM = AttentionSettings('einsum', None)
 def causal(
   q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None, settings: AttentionSettings
 ) -> jax.Array:
-  """Causal grouped-query attention of whole rows.
+  """Causal grouped-query attention of whole rows: queries [B, T, N, H], keys and values [B, T, K, H] -> [B, T, N, H].
 
-  On a mesh, each device attends with its own rows and heads; `einsum` leaves that to the partitioner.
-
-  Args:
-    q: queries [B, T, N, H].
-    k: keys [B, T, K, H].
-    v: values [B, T, K, H].
-    seen_until: i32[B, T], see `models.trees`, if rows are packed; a column attends to those before it that it sees.
-      None if each row is one sequence.
-    settings: the implementation and the mesh.
-
-  Returns:
-    [B, T, N, H]. Columns of padding on the right of a row have finite values.
+  On a mesh, each device attends with its own rows and heads; `einsum` leaves that to the partitioner. In packed rows, a
+  column attends to those before it that it sees by `seen_until` i32[B, T], see `models.trees`; None if each row is one
+  sequence. Columns of padding on the right of a row have finite values.
   """
   if settings.implementation == 'einsum':
     mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
@@ -149,21 +139,15 @@ def attend(
   """Grouped-query attention to the columns of a mask, such as those of a cache.
 
   With many scores, blocks of queries run one after the other and are recomputed in the backward pass, so memory holds
-  the scores of one block instead of [B, N, T, S]. 'blocks' on one device runs row by row, as
-  `attend_causal_by_row` does.
+  the scores of one block instead of [B, N, T, S]. 'blocks' on one device runs row by row, as `attend_causal_by_row`
+  does. Queries and the result are [B, T, N, H], keys and values [B, S, K, H].
 
   Args:
-    q: queries [B, T, N, H].
-    k: keys [B, S, K, H].
-    v: values [B, S, K, H].
     mask: bool[B or 1, T, S], True where a query attends to a column. A query whose mask is all False returns an average
       of v.
     kept: more columns under the same softmax, in arrays of their own; their mask is the same for all queries. A cache
       that is only read stays where it is, with no copy beside the new columns.
     settings: of the model. The kernels for TPUs take no such mask: JAX's `dot_product_attention` attends to prompts.
-
-  Returns:
-    [B, T, N, H].
   """
   b, t, n, h = q.shape
   if settings.by_row and t > 1:
@@ -236,17 +220,9 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Col
 def attend_to_heads(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, kept: Columns) -> jax.Array:
   """`attend` of one query of each row, to a cache that is laid out by heads.
 
-  A CPU reads such a cache in the order of its memory, in half of the time.
-
-  Args:
-    q: queries [B, 1, N, H].
-    k: keys [B, C, K, H] of the new columns.
-    v: their values [B, C, K, H].
-    mask: bool[B or 1, 1, C], True where a query attends to a new column.
-    kept: keys [B, K, H, S], values [B, K, S, H] and the mask bool[B, 1, S] of the cache.
-
-  Returns:
-    [B, 1, N, H].
+  A CPU reads such a cache in the order of its memory, in half of the time. Queries and the result are [B, 1, N, H]. The
+  C new columns have keys and values [B, C, K, H] and the mask bool[B or 1, 1, C]; the cache has keys [B, K, H, S],
+  values [B, K, S, H] and the mask bool[B, 1, S].
   """
   b, t, n, h = q.shape
   chex.assert_equal(t, 1)
@@ -283,19 +259,10 @@ def _attend_by_row(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
 
 
 def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None) -> jax.Array:
-  """Causal attention, one row at a time and in blocks of queries, recomputed in the backward pass.
+  """`causal` attention, one row at a time and in blocks of queries, recomputed in the backward pass.
 
   On a CPU, the scores of a whole batch exceed the processor's cache and the scores of a block do not. A block also
   skips the keys that come after it. Rows must not be sharded, since the function loops over them.
-
-  Args:
-    q: queries [B, T, N, H].
-    k: keys [B, T, K, H].
-    v: values [B, T, K, H].
-    seen_until: i32[B, T] or None, see `causal`.
-
-  Returns:
-    [B, T, N, H].
   """
 
   @jax.checkpoint
@@ -316,17 +283,10 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: j
 def _attend_in_blocks(
   q: jax.Array, k: jax.Array, v: jax.Array, visible: Callable[[int, int], tuple[jax.Array, int]]
 ) -> jax.Array:
-  """Attention of one row, in blocks of queries.
+  """Attention of one row, in blocks of queries: [T, N, H] from queries [T, N, H], keys and values [S, K, H].
 
-  Args:
-    q: queries [T, N, H].
-    k: keys [S, K, H].
-    v: values [S, K, H].
-    visible: for the queries from a first to before a last one, the mask bool[queries, S'] and S', the number of
-      columns that they may attend to.
-
-  Returns:
-    [T, N, H].
+  `visible` gives, for the queries from a first to before a last one, the mask bool[queries, S'] and S', the number of
+  columns that they may attend to.
   """
   t, n, h = q.shape
   kv = k.shape[1]

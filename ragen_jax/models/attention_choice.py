@@ -33,14 +33,10 @@ _log = logging.getLogger(__name__)
 
 @functools.lru_cache(maxsize=64)
 def choose_attention(name: str, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> AttentionSettings:
-  """How a model attends on the devices of a mesh. Nothing is compiled.
+  """How a model attends on the devices of a mesh, which need not be those of this machine. Nothing is compiled.
 
-  'auto' takes 'flash' on TPUs, cuDNN on GPUs (else 'einsum', with a reason in the log), 'blocks' on one CPU
-  device and 'einsum' on several.
-
-  Args:
-    name: 'auto' or one of `attention.IMPLEMENTATIONS`.
-    mesh: the devices, which need not be those of this machine.
+  `name` is 'auto' or one of `attention.IMPLEMENTATIONS`. 'auto' takes 'flash' on TPUs, cuDNN on GPUs (else 'einsum',
+  with a reason in the log), 'blocks' on one CPU device and 'einsum' on several.
 
   Raises:
     UserError: the named implementation cannot be used there.

@@ -1,7 +1,8 @@
 """Causal attention by kernels of JAX that never hold the scores in memory: splash (TPU) and cuDNN (GPU).
 
-Each function takes and returns what `attention.causal` does, for the rows and heads of one device. The kernels sum in
-another order than `attention.attend`, so results differ by rounding.
+Each function takes and returns what `attention.causal` does, for the rows and heads of one device. `interpret` runs the
+kernels as ordinary operations, on any device. The kernels sum in another order than `attention.attend`, so results
+differ by rounding.
 """
 
 from __future__ import annotations
@@ -26,18 +27,7 @@ _LANES = 128
 def flash(
   q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None, *, interpret: bool = False
 ) -> jax.Array:
-  """The kernels of `attention_tpu`, and `splash` for rows whose keys do not fit on the chip.
-
-  Args:
-    q: queries [B, T, N, H].
-    k: keys [B, T, K, H].
-    v: values [B, T, K, H].
-    seen_until: i32[B, T] or None, see `attention.causal`.
-    interpret: run the kernels as ordinary operations, on any device.
-
-  Returns:
-    [B, T, N, H].
-  """
+  """The kernels of `attention_tpu`, and `splash` for rows whose keys do not fit on the chip."""
   b, t, _, h = q.shape
   if t * -(-h // _LANES) > MOST_FLASH_COLUMNS:
     return splash(q, k, v, seen_until, interpret=interpret)
@@ -53,16 +43,7 @@ def splash(
 ) -> jax.Array:
   """Splash attention of JAX for TPUs, with separate backward kernels for queries and for keys and values.
 
-  Args:
-    q: queries [B, T, N, H].
-    k: keys [B, T, K, H].
-    v: values [B, T, K, H].
-    seen_until: i32[B, T] or None, see `attention.causal`; of trees without branches (see
-      `AttentionSettings.tree_columns`).
-    interpret: run the kernels as ordinary operations, on any device.
-
-  Returns:
-    [B, T, N, H].
+  The trees of `seen_until` must be without branches (see `AttentionSettings.tree_columns`).
   """
   t, n, h = q.shape[1:]
   block = splash_block(t)
@@ -107,14 +88,7 @@ def _splash_kernel(
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None) -> jax.Array:
   """Flash attention of cuDNN. It can be traced only where there is an NVIDIA GPU.
 
-  Args:
-    q: queries [B, T, N, H], bfloat16 or float16.
-    k: keys [B, T, K, H].
-    v: values [B, T, K, H].
-    seen_until: i32[B, T] or None, see `attention.causal`; it becomes a bias [B, 1, T, T] in memory.
-
-  Returns:
-    [B, T, N, H].
+  Queries, keys and values are bfloat16 or float16. `seen_until` becomes a bias [B, 1, T, T] in memory.
 
   Raises:
     RuntimeError, NotImplementedError, ValueError: there is no cuDNN, or it does not support the type or a size.

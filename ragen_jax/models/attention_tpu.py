@@ -38,16 +38,9 @@ _CONTRACT_ROWS = (((0,), (0,)), ((), ()))
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array, name: str, interpret: bool) -> jax.Array:
   """Causal grouped-query attention within the token trees of each row.
 
-  Args:
-    q: queries [B, N, H, T], already divided by sqrt(H); T is a multiple of `BLOCK`.
-    k: keys [B, K, T, H].
-    v: values [B, K, T, H].
-    seen_until: i32[B, T], see `models.trees`.
-    name: of the results that a backward pass may keep, see `jax.ad_checkpoint.checkpoint_name`.
-    interpret: run the kernels as ordinary operations, on any device.
-
-  Returns:
-    [B, N, H, T].
+  Queries, already divided by sqrt(H), and the result are [B, N, H, T], keys and values [B, K, T, H]; T is a multiple of
+  `BLOCK`. `seen_until` is i32[B, T], see `models.trees`. A backward pass may keep results of this `name`, see
+  `jax.ad_checkpoint.checkpoint_name`.
   """
   return _forward(q, k, v, seen_until, name, interpret)[0]
 

@@ -113,21 +113,16 @@ def scan_layers(
   checkpoint: Callable[[Callable], Callable] | None,
   inputs: jax.Array | None = None,
 ) -> jax.Array:
-  """`x = run(layer, x, inputs[i])` for each layer i, as one loop over their weights.
+  """`x = run(layer, x, inputs[i])` for each layer i, of one structure, as one loop over their weights; gives x.
 
   The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. A
-  norm's stay as they are: it computes in fp32.
+  norm's stay as they are: it computes in fp32. `x` has the type of the computations, too.
 
   Args:
-    layers: modules of one structure.
-    x: input of the first layer, in the type of the computations.
     run: a layer, its input and its part of `inputs` -> its output, of the same shape and type as its input.
     mesh: the devices over which the weights are gathered and their gradients exchanged; None for one device.
     checkpoint: applied to the body of the loop, to compute parts of it again in the backward pass; None keeps all.
     inputs: [layers, ...]; None gives each layer None.
-
-  Returns:
-    The output of the last layer.
   """
   parts = [nnx.split(layer) for layer in layers]
   graphdef = parts[0][0]

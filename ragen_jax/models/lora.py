@@ -34,13 +34,7 @@ _LEAVES = ('lora_a', 'lora_b')
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-  """The adapters of a model.
-
-  Attributes:
-    rank: r, columns of A and rows of B.
-    alpha: the output of an adapter is scaled by alpha / rank.
-    targets: names of the projections with adapters, in the order of `TARGETS`.
-  """
+  """The adapters of a model: their rank r and alpha, and the projections that have them, in the order of `TARGETS`."""
 
   rank: int
   alpha: int | float
@@ -53,13 +47,9 @@ class LoraConfig:
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-  """Parses the field `lora.targets`.
+  """Parses `lora.targets`: 'all-linear' (every projection, as in PEFT), or names such as 'q_proj,v_proj'.
 
-  Args:
-    text: 'all-linear' (every projection of the layers, as in PEFT), or names such as 'q_proj,v_proj'.
-
-  Returns:
-    Names in the order of `TARGETS`.
+  The result is in the order of `TARGETS`.
 
   Raises:
     ValueError: a name is unknown, or there is none.
@@ -110,16 +100,9 @@ def adapters(model: Qwen) -> dict[tuple[Any, ...], Adapter]:
 
 
 def merged(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-  """Adds an adapter to its kernel: W + A B * scale in fp32, on the host.
+  """Adds an adapter to its kernel: W + A B * scale, f32[*inputs, *outputs], on the host.
 
-  Args:
-    kernel: W [*inputs, *outputs].
-    a: A [*inputs, r].
-    b: B [r, *outputs].
-    scale: alpha / rank.
-
-  Returns:
-    f32[*inputs, *outputs].
+  W is [*inputs, *outputs], A [*inputs, r] and B [r, *outputs]; the scale is alpha / rank.
   """
   product = a.reshape(-1, a.shape[-1]).astype(np.float32) @ b.reshape(b.shape[0], -1).astype(np.float32)
   return kernel.astype(np.float32) + np.float32(scale) * product.reshape(kernel.shape)

@@ -158,9 +158,7 @@ def names() -> tuple[str, ...]:
 def shape(preset: str, path: str) -> QwenConfig:
   """The shape of a model. Needs neither its weights nor a download.
 
-  Args:
-    preset: one of `names()`; ignored if a path is given.
-    path: a directory with a config.json, or '' to use the preset.
+  `path` is a directory with a config.json, or '' for the preset, which is one of `names()` and otherwise ignored.
 
   Raises:
     UserError: the preset is unknown, or `path` has no config.json of a supported model.
@@ -191,9 +189,7 @@ def processor(preset: str, path: str) -> ProcessorConfig | None:
 def resolve(preset: str, path: str) -> str:
   """The local directory of a model's checkpoint. A model of the hub is downloaded on first use.
 
-  Args:
-    preset: one of `names()`; ignored if a path is given.
-    path: a local checkpoint directory, or '' to use the preset.
+  `path` is a local checkpoint directory, or '' for the preset, which is one of `names()` and otherwise ignored.
 
   Raises:
     UserError: the preset is unknown, `path` is no checkpoint, or the model is neither cached nor can be downloaded.

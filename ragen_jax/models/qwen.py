@@ -45,19 +45,14 @@ REMAT = ('none', 'elementwise', 'attention', 'layers')
 class QwenConfig:
   """The shape of a model; fields correspond to those of a Hugging Face `config.json`.
 
+  Of `ragen_jax`'s letters, `hidden_size` is D, `intermediate_size` F, `num_layers` L, `num_heads` N, `num_kv_heads` K,
+  which divides N, and `head_dim` H, which is even.
+
   Attributes:
     architecture: 'qwen2' (q/k/v biases), 'qwen3' (RMS norm of each head's q and k, no biases) or 'llama' (neither).
     vocab_size: V, rows of the embedding; checkpoints pad it beyond the tokenizer's size.
-    hidden_size: D.
-    intermediate_size: F.
-    num_layers: L.
-    num_heads: N.
-    num_kv_heads: K, divides N.
-    head_dim: H, even.
     rope_theta: base of the wavelengths of the rotary embedding.
     rope_scaling: how the wavelengths are stretched; None for no scaling.
-    rms_norm_eps: epsilon added to the mean square in every norm.
-    tie_word_embeddings: whether the output projection is the transposed embedding.
     rope_sections: frequencies of the rotary embedding on each axis of an image's positions; () for text models.
     rope_interleaved: whether the axes take turns among the frequencies, see `rotary.frequency_axes`.
     vision: the shape of the tower that reads images; None for text models.
@@ -95,12 +90,7 @@ class QwenConfig:
 
 @struct.dataclass
 class LayerCache:
-  """Keys and values of one layer.
-
-  Attributes:
-    k: keys [B, S, K, H], with the rotary embedding applied.
-    v: values [B, S, K, H].
-  """
+  """Keys, with the rotary embedding applied, and values of one layer, [B, S, K, H] each."""
 
   k: jax.Array
   v: jax.Array
@@ -108,11 +98,9 @@ class LayerCache:
 
 @struct.dataclass
 class HeadsCache:
-  """A `LayerCache` that many calls with one new column of each row read, laid out by heads, see `attend_to_heads`.
+  """A `LayerCache` that many calls with one new column of each row read: keys [B, K, H, S], values [B, K, S, H].
 
-  Attributes:
-    k: keys [B, K, H, S].
-    v: values [B, K, S, H].
+  See `attend_to_heads`.
   """
 
   k: jax.Array
@@ -234,13 +222,7 @@ class Qwen(nnx.Module):
     attention: AttentionSettings = EINSUM,
     rngs: nnx.Rngs,
   ):
-    """Creates the model with random weights.
-
-    Args:
-      dtype: type of activations, and of weights in computations.
-      attention: how columns attend, and over which devices.
-      rngs: the stream `params` gives the initial weights.
-    """
+    """Random weights, from the stream `params`. `dtype` is that of activations, and of weights in computations."""
     self.cfg = cfg
     self.dtype = dtype
     self.attention = attention
@@ -283,14 +265,9 @@ class Qwen(nnx.Module):
   def embed_columns(
     self, tokens: jax.Array, images: image_features.ImageColumns | None
   ) -> tuple[jax.Array, jax.Array | None]:
-    """Embedded columns of text and images.
+    """Embedded columns [B, T, D] of text and images, and the argument `deepstack` of `__call__`.
 
-    Args:
-      tokens: i32[B, T], with placeholders in the columns of images.
-      images: what the columns read of images; None for text.
-
-    Returns:
-      The embedded columns [B, T, D], and the argument `deepstack` of `__call__`.
+    `tokens` i32[B, T] have placeholders in the columns of images.
     """
     x = self.embed(tokens)
     if images is None:
@@ -301,10 +278,8 @@ class Qwen(nnx.Module):
   def see(self, patches: jax.Array, grid: tuple[int, int], *, remat: bool = False) -> Features:
     """The features of images of one size, which `vision.features.insert` puts into columns; see `VisionTower`.
 
-    Args:
-      patches: f32[I, P, values], of I images, see `vision.processor`.
-      grid: rows and columns of patches of each image; compiled in.
-      remat: whether the backward pass computes the tower's blocks again.
+    `patches` f32[I, P, values] are those of I images, see `vision.processor`. `grid`, the rows and columns of patches
+    of each image, is compiled in. With `remat`, the backward pass computes the tower's blocks again.
 
     Raises:
       UserError: the model reads text only.
@@ -335,7 +310,7 @@ class Qwen(nnx.Module):
     seen_until: jax.Array | None = None,
     deepstack: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
-    """Runs the layers.
+    """Runs the layers: hidden states [B, T, D] after the last norm, and the updated window (None if there was none).
 
     Args:
       x: [B, T, D], embedded columns: `embed(tokens)`, or other embeddings in some columns.
@@ -351,9 +326,6 @@ class Qwen(nnx.Module):
         those of their own sequence only.
       deepstack: [B, n, T, D], added to the hidden states after each of the first n layers (DeepStack, arXiv
         2406.04334): features of images in their columns, zero in others.
-
-    Returns:
-      Hidden states [B, T, D] after the last norm, and the updated window (None if there was none).
     """
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])

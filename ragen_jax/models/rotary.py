@@ -33,10 +33,7 @@ class Llama3Scaling:
 def frequencies(half: int, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
   """The angles of one position, f32[half], computed on the host so that every program has the same constants.
 
-  Args:
-    half: H/2.
-    theta: base of the wavelengths.
-    scaling: as in `transformers`' rope_type 'llama3'; None for none.
+  `half` is H/2, and `theta` the base of the wavelengths; `scaling` is as in `transformers`' rope_type 'llama3'.
   """
   plain = theta ** (-np.arange(half) / half)
   if scaling is not None:
@@ -54,18 +51,11 @@ def rotary(
   axes: tuple[int, ...] = (),
   scaling: Llama3Scaling | None = None,
 ) -> jax.Array:
-  """Rotary embedding, halves convention.
+  """Rotary embedding of queries or keys [B, T, heads, H], halves convention; the result has the type of `x`.
 
-  Args:
-    x: queries or keys [B, T, heads, H].
-    positions: i32[B, T], or i32[B, T, AXES] if columns have a position on each axis.
-    theta: base of the wavelengths.
-    axes: the axis that each of the H/2 frequencies reads its position from, see `frequency_axes`; needed for positions
-      on several axes. A column with equal positions is rotated like one with a single position.
-    scaling: see `frequencies`.
-
-  Returns:
-    [B, T, heads, H], in the type of x.
+  `positions` are i32[B, T], or i32[B, T, AXES] if columns have a position on each axis. Each of the H/2 frequencies
+  then reads its position from one of `axes`, see `frequency_axes`; a column with equal positions is rotated like one
+  with a single position. `frequencies` describes `theta` and `scaling`.
   """
   angles_of_one = frequencies(x.shape[-1] // 2, theta, scaling)  # [H/2]
   if positions.ndim == 2:
@@ -85,12 +75,8 @@ def frequency_axes(sections: tuple[int, ...], *, interleaved: bool) -> tuple[int
       sections (2, 3, 3)   blocked      0 0 1 1 1 2 2 2
       sections (4, 2, 2)   interleaved  0 1 2 0 1 2 0 0
 
-  Args:
-    sections: number of frequencies of each axis.
-    interleaved: the axes take turns until the second and the third have their frequencies; otherwise each has a block.
-
-  Returns:
-    An axis for each frequency.
+  `sections` are the numbers of frequencies of each axis. If `interleaved`, the axes take turns until the second and the
+  third have their frequencies; otherwise each has a block.
   """
   if not interleaved:
     return tuple(axis for axis, count in enumerate(sections) for _ in range(count))

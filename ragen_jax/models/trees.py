@@ -23,12 +23,9 @@ ALWAYS = 2**30
 
 
 def still_seen(seen_until: jax.Array, first: int = 0, end: int | None = None) -> jax.Array:
-  """Whether columns are seen by queries that are not before them: bool[..., queries, S].
+  """Whether columns are seen by queries that are not before them: bool[..., queries, S], from `seen_until` i32[..., S].
 
-  Args:
-    seen_until: i32[..., S].
-    first: the first column of the queries.
-    end: the column behind the last one; default S.
+  The queries are the columns from `first` to before `end`, default S.
   """
   queries = jnp.arange(first, seen_until.shape[-1] if end is None else end)
   return queries[:, None] < seen_until[..., None, :]

@@ -26,10 +26,7 @@ class ValueHead(nnx.Module):
 class ActorCritic(nnx.Module):
   """A policy and its critic. The value of column t is read from the hidden state of column t-1, which predicts token t.
 
-  Attributes:
-    policy: the model that tokens are sampled from.
-    critic: the trunk that values are read from; None if they are read from the policy's trunk.
-    value_head: the layer that reads values.
+  `critic` is the trunk that values are read from; None if they are read from the policy's trunk.
   """
 
   def __init__(self, policy: Qwen, critic: Qwen | None = None):

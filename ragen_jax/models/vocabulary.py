@@ -16,10 +16,8 @@ def masked(logits: jax.Array, limit: int, banned: tuple[int, ...], value: float)
 def allowed(size: int, limit: int, banned: tuple[int, ...]) -> jax.Array | np.ndarray | None:
   """bool[V], True for tokens with a probability; None if all have one. Sampler and update use the same.
 
-  Args:
-    size: V.
-    limit: ids from here on are padding of the embedding; 0 is no limit.
-    banned: ids without probability, such as the placeholders of images.
+  Ids from `limit` on are padding of the embedding; 0 is no limit. `banned` are others without a probability, such as
+  the placeholders of images.
   """
   limited = 0 < limit < size
   if banned:

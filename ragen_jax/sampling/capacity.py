@@ -51,11 +51,8 @@ def bytes_per_row(
   all without images do), holds the MLP's three arrays of F numbers a column. Each device holds the features of the
   images that are fed to the rows of all shards.
 
-  Args:
-    columns: S.
-    tensor: size of the mesh axis that heads and vocabulary are divided over.
-    image_tokens: the most tokens of the images that are fed to a row at once.
-    shards: parts into which rows are divided.
+  `columns` is S, and `image_tokens` the most tokens of the images that are fed to a row at once. Heads and vocabulary
+  are divided into `tensor` parts, rows into `shards`.
   """
   size = np.dtype(dtype).itemsize
   images = 0
@@ -71,12 +68,8 @@ def bytes_per_row(
 def rows_that_fit(rows: int, row_bytes: int, free: int | None) -> int:
   """The rows of a shard that are in flight together: all, or halves of them until they fit, at least 1.
 
-  Halves, so that the number, and with it the compiled programs, does not change with every byte of free memory.
-
-  Args:
-    rows: rows of the shard.
-    row_bytes: see `bytes_per_row`.
-    free: see `free_bytes`; None is no limit.
+  Halves, so that the number, and with it the compiled programs, does not change with every byte of free memory. `free`
+  None is no limit.
   """
   while free is not None and rows > 1 and rows * row_bytes > _USABLE * free:
     rows = -(-rows // 2)

@@ -1,5 +1,4 @@
-"""The two programs that run the model in a rollout: `extend` appends an observation, `decode` samples a reply, or a
-part of one."""
+"""Two programs that run the model: `extend` appends an observation, `decode` samples a reply, or a part of one."""
 
 from __future__ import annotations
 
@@ -53,19 +52,14 @@ def extend(
   *,
   images: ImageColumns | None = None,
 ) -> Added:
-  """Runs the model over up to O new tokens of each row.
+  """Runs the model over up to O new tokens of each row; the result is what `kv_cache.append` adds to the state.
 
   Args:
-    graphdef: structure of the `ActorCritic`.
-    state: the sampler's state; rows with tokens to append have O free columns.
-    tokens: i32[B, O], padded on the right.
+    tokens: i32[B, O], padded on the right; rows with tokens to append have O free columns.
     count: i32[B], number of tokens of each row; 0 leaves the row unchanged.
     begins: bool[B], rows that are emptied first.
     images: what the columns read of images, with rotary positions relative to `state.rotary`; the row's next text
       column follows after the largest. None for text, whose positions are 0..O-1.
-
-  Returns:
-    What `kv_cache.append` adds to the state.
   """
   model = nnx.merge(graphdef, params).policy
   chex.assert_shape(tokens, (*state.count.shape, None))
@@ -109,7 +103,7 @@ def _kept(state: SamplerState) -> jax.Array:
 def rotary_positions(
   rotary: jax.Array, count: jax.Array, width: int, offsets: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-  """Rotary positions of new columns, and of the next text column after them.
+  """Rotary positions i32[B, O] or [B, O, axes] of new columns, and i32[B] of the next text column after them.
 
   The only function that depends on the shape of positions. With several axes (time, height, width of an image),
   `offsets` has a last axis for them; the position after is the same on all axes, so the state keeps one number per row.
@@ -117,14 +111,9 @@ def rotary_positions(
       offsets   0 1 2 2 3     two text columns, an image of 2 columns that takes one position, a text column
       rotary    7         ->  positions 7 8 9 9 10, next 11
 
-  Args:
-    rotary: i32[B], position of the first new column.
-    count: i32[B], number of new columns of each row.
-    width: O, columns of `offsets`.
-    offsets: i32[B, O] or [B, O, axes], position of each column relative to `rotary`; default 0..O-1.
-
-  Returns:
-    Positions i32[B, O] or [B, O, axes], and i32[B], the position after the largest one of the row's new columns.
+  `rotary` i32[B] is the position of the first new column, and `count` i32[B] is how many of the O = `width` columns are
+  new. `offsets` i32[B, O] or [B, O, axes] are relative to `rotary`; default 0..O-1. The next text column follows the
+  largest position.
   """
   if offsets is None:
     return rotary[:, None] + jnp.arange(width)[None, :], rotary + count
@@ -155,17 +144,15 @@ def decode(
 ) -> tuple[Added, Reply]:
   """Samples up to C tokens for each row; the loop ends with the last row that goes on, or with `enough` complete rows.
 
-  The next call continues a reply that is still open, and draws what a single longer call would. The stop
-  token is part of the reply and goes through the model like every other token, so that the next turn attends to it.
+  The next call continues a reply that is still open, and draws what a single longer call would. The stop token is part
+  of the reply and goes through the model like every other token, so that the next turn attends to it. `columns` is C;
+  rows with a budget have so many free ones. The result is what `kv_cache.append` adds to the state, and the `Reply`.
 
   Args:
-    graphdef: structure of the `ActorCritic`.
-    state: the sampler's state; rows with a budget have C free columns.
     keys: PRNG keys [B], one per row and episode.
     budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
     temperature: f32[], used with a `Sampling` unless `sampling.temperature` is 0.
     enough: i32[], complete replies of a shard with which the loop ends; more than its rows for all.
-    columns: C.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
     banned: other ids that are never drawn.
     sampling: of a `Sampling`, `top_p`, `top_k` and whether `temperature` is 0 are compiled in; of a `RowSampling`,
@@ -173,9 +160,6 @@ def decode(
     with_values: record values. Must be off for a critic with its own trunk: values are read from the policy's trunk.
     alternatives: N, number of likeliest tokens to record for each token; more than 0 needs a `RowSampling`.
     shards: number of equal parts that the rows are divided into.
-
-  Returns:
-    What `kv_cache.append` adds to the state, and the `Reply`.
   """
   module = nnx.merge(graphdef, params)
   model, value_head = module.policy, module.value_head

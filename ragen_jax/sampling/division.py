@@ -27,8 +27,7 @@ _LEAST_GAIN = 0.1
 def choose(asked: int, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> int:
   """The number of devices.
 
-  Args:
-    asked: `config.agent.decode_shards`; 0 takes the fastest by an estimate, 1 on chips without known numbers.
+  `asked` is `config.agent.decode_shards`; 0 takes the fastest by an estimate, 1 on chips without known numbers.
 
   Raises:
     UserError: `asked` does not divide the rows' shards, the MLP or the vocabulary.

@@ -19,13 +19,7 @@ _BLOCKS = (512, 256, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How tokens are drawn.
-
-  Attributes:
-    temperature: divides the logits; 0 takes the most likely token.
-    top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
-    top_k: keep this many most likely tokens; 0 keeps all.
-  """
+  """How tokens are drawn. Fields of `config.train` or `config.eval`; a temperature of 0 takes the most likely token."""
 
   temperature: float
   top_p: float
@@ -39,13 +33,7 @@ class Sampling:
 
 @struct.dataclass
 class RowSampling:
-  """How the tokens of each row are drawn, for rows that differ. Numbers may change without a new program.
-
-  Attributes:
-    temperature: f32[B], see `Sampling`, as for the other fields.
-    top_p: f32[B].
-    top_k: i32[B].
-  """
+  """`Sampling` for rows that differ: f32[B], and i32[B] for `top_k`. Numbers may change without a new program."""
 
   temperature: jax.Array
   top_p: jax.Array
@@ -63,13 +51,9 @@ def draw_tokens(
   """Draws one token per row.
 
   A row's random number depends on its key and position only, so a reply depends neither on the other rows of the batch
-  nor on how rows are laid out over devices.
-
-  Args:
-    logits: f32[B, V], already divided by the temperature; -inf for tokens that must not be drawn.
-    keys: PRNG keys [B].
-    positions: i32[B], folded into the keys.
-    sampling: `top_p`, `top_k`, and whether `temperature` is 0.
+  nor on how rows are laid out over devices. The logits f32[B, V] are already divided by the temperature, and -inf for
+  tokens that must not be drawn. `keys` are PRNG keys [B], into which `positions` i32[B] are folded. Of `sampling`,
+  `top_p`, `top_k` and whether the temperature is 0 are read.
 
   Returns:
     tokens i32[B], their log-probabilities f32[B] under the filtered distribution, and the entropies f32[B] of the
@@ -95,17 +79,12 @@ def draw_row_tokens(
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
   """`draw_tokens` with numbers of its own for each row: a row gets the token that it gets there.
 
-  Args:
-    logits: f32[B, V], not divided by the temperature; -inf for tokens that must not be drawn.
-    keys: PRNG keys [B].
-    positions: i32[B], folded into the keys.
-    sampling: as a `Sampling` for each row.
-    alternatives: N, number of likeliest tokens to return.
+  The logits are not divided by the temperature. N `alternatives` are the likeliest tokens of the distribution that was
+  drawn from.
 
   Returns:
-    tokens, log-probabilities and entropies as of `draw_tokens`, and the likeliest tokens i32[B, N] of the distribution
-    that was drawn from with their log-probabilities f32[B, N], -inf for tokens that cannot be drawn; None without
-    alternatives.
+    tokens, log-probabilities and entropies as of `draw_tokens`, and the alternatives i32[B, N] with their
+    log-probabilities f32[B, N], -inf for tokens that cannot be drawn; None without alternatives.
   """
   greedy = sampling.temperature == 0
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
@@ -164,16 +143,11 @@ def _nucleus_threshold(ordered: jax.Array, top_p: float | jax.Array) -> jax.Arra
 
 
 def inverse_cdf(logits: jax.Array, u: jax.Array) -> jax.Array:
-  """Inverse-CDF sampling, which needs one uniform number per row instead of one per token.
+  """Inverse-CDF sampling, which needs one uniform number per row, `u` f32[B] in [0, 1), instead of one per token.
 
-  Of a large vocabulary only the logits and sums of blocks are held in memory, and no probabilities.
-
-  Args:
-    logits: f32[B, V], logarithms of the probabilities, whose sum need not be 1; at most about 0.
-    u: f32[B] in [0, 1).
-
-  Returns:
-    i32[B]; never a token of logit -inf.
+  The logits f32[B, V] are logarithms of the probabilities, whose sum need not be 1, and at most about 0. Of a large
+  vocabulary only the logits and sums of blocks are held in memory, and no probabilities. The result i32[B] never has a
+  token of logit -inf.
   """
   b, v = logits.shape
   if v > _BLOCKS[0]:  # first the block, then the token in it

@@ -1,7 +1,4 @@
-"""Which calls feed prompts: a prompt that rows of a shard share goes through the model once, and is copied.
-
-`schedule.py` asks these functions, which depend on numbers only.
-"""
+"""Which calls feed prompts: a prompt that rows of a shard share goes through the model once, and is copied."""
 
 from __future__ import annotations
 
@@ -117,11 +114,9 @@ class Stage:
 
 
 def stages(shapes: Shapes, wanted: Wanted, *, whole: bool) -> list[Stage]:
-  """The calls that feed what is wanted, in their order.
+  """The calls that feed what is wanted of all processes, in their order.
 
-  Args:
-    wanted: of all processes.
-    whole: each prompt goes through the model in one call, as those with images must.
+  With `whole`, each prompt goes through the model in one call, as those with images must.
   """
 
   def stage(kind, rows, which, tokens, before, shared):

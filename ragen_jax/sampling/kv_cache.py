@@ -95,15 +95,9 @@ def append_window(
               d . . . . .            1           z .             1              1          d z . . . .
               e f g h i j            2           . .             6              0          e f g h i j
 
-  Args:
-    layer: [B, S, K, H].
-    rows: i32[b], each at most once; None for all.
-    window: [b, C, K, H]; all C columns of a row are written, whether or not they are the row's.
-    count: i32[b], columns of each row before; at most S - C for rows with new columns.
-    is_new: bool[b], rows with new columns; the others stay as they are.
-
-  Returns:
-    [B, S, K, H].
+  The layer is [B, S, K, H], and the window [b, C, K, H], of which all columns are written, whether or not they are the
+  row's. `rows` i32[b] are each at most once, None for all. Only the rows of `is_new` bool[b] change. `count` i32[b] are
+  the columns of each row before; S must have room for C more in the rows with new columns.
   """
   on_tpu = _by_columns if rows is None else _by_slices
 
@@ -164,9 +158,6 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
     copies: i32[b, 3], for each copy the row that is read, the row that is replaced, which each at most one copy may
       be, and the most columns that it keeps. Dropped columns must be text. The hidden state is that of the row that is
       read, so it is right only if no column is dropped; it is 0 if no column is kept.
-
-  Returns:
-    The state after.
   """
   source, target, columns = copies[:, 0], copies[:, 1], copies[:, 2]
   part = take_rows(state, source)
@@ -184,15 +175,9 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
 
 
 def share_columns(layer: LayerCache, source: jax.Array, columns: int) -> LayerCache:
-  """Gives rows of one layer the first columns of other rows.
+  """Gives rows of one layer [B, S, K, H] the first `columns` columns of other rows; later columns stay.
 
-  Args:
-    layer: [B, S, K, H].
-    source: i32[B], for each row the row whose columns it gets; itself to stay as it is.
-    columns: that are copied; later ones stay.
-
-  Returns:
-    [B, S, K, H].
+  `source` i32[B] is for each row the row whose columns it gets; itself to stay as it is.
   """
   return jax.tree.map(lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:, :columns][source], 0, axis=1), layer)
 

@@ -1,9 +1,4 @@
-"""The sampler: `extend` appends observations, `decode` samples replies, `resize` adds columns to the cache, and
-`share_rows` and `copy_rows` copy rows.
-
-The programs are in `decode.py` and `kv_cache.py`. This module compiles them, divides rows and heads over the mesh, and
-counts how often each is traced.
-"""
+"""Compiles the programs of `decode.py` and `kv_cache.py`, divides rows and heads over the mesh, and counts traces."""
 
 from __future__ import annotations
 
@@ -50,11 +45,8 @@ class Sampler:
     traces: number of traces of each program, by name.
     share: the rows that belong to this process.
     values: whether values are recorded.
-    decode_shards: neighbouring devices that divide the MLP and the vocabulary among them.
     observer: told of `extend`, `decode` and `resize`; not of those that `Shapes.programs` does not list, which take
       images or the `RowSampling` of a server.
-    policy, mesh, state_specs: what the programs are compiled for.
-    programs: the compiled functions by name, as in `traces`.
   """
 
   def __init__(
@@ -71,15 +63,9 @@ class Sampler:
   ):
     """Takes the structure of a model; weights are arguments of every call.
 
-    Args:
-      model: the policy; only its structure is used.
-      vocab_limit: see `decode`; default the whole vocabulary.
-      banned: see `decode`; default none.
-      values: record values, if the critic reads the policy's trunk.
-      mesh: the devices that rows and heads are divided over; default one device.
-      decode_shards: neighbouring devices that divide the MLP and the vocabulary among them, see
-        `sharding.sampling_spec`; above 1, it needs a mesh.
-      observer: default one that nobody listens to.
+    `vocab_limit`, by default the whole vocabulary, and `banned` are those of `decode`. Values are recorded if the
+    critic reads the policy's trunk. `decode_shards` neighbouring devices divide the MLP and the vocabulary among them,
+    see `sharding.sampling_spec`; above 1, it needs a mesh.
 
     Raises:
       UserError: `mesh.tensor` does not divide the key/value heads; see also `processes.row_share`.
@@ -199,15 +185,10 @@ class Sampler:
     return x if self.mesh is None else processes.place_own_rows(x, self.mesh, self.share)
 
   def rows_that_fit(self, rows: int, columns: int, image_tokens: int = 0) -> int:
-    """How many of `rows` rows of a shard can be sampled at a time.
+    """How many of `rows` rows of a shard, with `columns` columns of the cache, can be sampled at a time.
 
     Every process must call. Decided by the memory that is free now, on CPUs the host's; a device that reports none
-    holds all.
-
-    Args:
-      rows: of a shard.
-      columns: of the cache.
-      image_tokens: the most tokens of the images that are fed to a row at once.
+    holds all. `image_tokens` is the most tokens of the images that are fed to a row at once.
     """
     tensor = 1 if self.mesh is None else self.mesh.shape['tensor']
     row_bytes = capacity.bytes_per_row(
@@ -225,12 +206,8 @@ class Sampler:
 
     The matrices of the policy are cast to the type of computations, so that no program casts them again. Weights are
     gathered over the mesh axis `data`, and matrices over `fsdp` too, so that no decoded token waits for their exchange.
-    Weights that are so already are not copied.
-
-    Args:
-      params: the weights as they are trained.
-      gathered: gather matrices over `fsdp`. By default they are gathered if they take at most half of the memory that
-        is free now. Every process must call.
+    Weights that are so already are not copied. `gathered` None gathers over `fsdp` if the matrices then take at most
+    half of the memory that is free now; every process must call.
     """
     if gathered is None:
       gathered = self._can_gather(params)
@@ -277,15 +254,9 @@ class Sampler:
     return jax.tree_util.tree_map_with_path(of, params)
 
   def resize(self, state: SamplerState, size: int) -> SamplerState:
-    """Adds columns to the cache.
+    """Adds columns to the cache, up to `size`.
 
-    Args:
-      state: the state before. Its cache is deleted layer by layer, so that the old and the new cache are never both
-        held completely.
-      size: S after.
-
-    Returns:
-      The state after.
+    The cache before is deleted layer by layer, so that the old and the new one are never both held completely.
     """
     self.observer.runs('resize', (len(state.count), _columns(state), size))
     layers = []
@@ -298,25 +269,17 @@ class Sampler:
   def copy_rows(self, state: SamplerState, copies: np.ndarray) -> SamplerState:
     """Copies rows of this process within their shards; see `kv_cache.copy_rows`. `state` is donated.
 
-    Args:
-      copies: i32[b, 3], the same number of copies in each shard of this process, with rows numbered within it. A copy
-        of a row to itself that keeps all columns changes nothing.
-
-    Returns:
-      The state after.
+    `copies` i32[b, 3] are the same number in each shard of this process, with rows numbered within it. A copy of a row
+    to itself that keeps all columns changes nothing.
     """
     return self.programs['copy'](state, self._place(copies))
 
   def share_rows(self, state: SamplerState, source: np.ndarray, columns: int) -> SamplerState:
     """Gives rows of this process what other rows of their shards hold. The cache of `state` is donated.
 
-    Args:
-      state: B rows.
-      source: i32[B], the row whose content each row gets, numbered within its shard; itself to stay as it is.
-      columns: at least those of the rows that others get; compiled in.
-
-    Returns:
-      The state after. Layers are copied one by one, so that only one of them is held twice.
+    `source` i32[B] is the row whose content each row gets, numbered within its shard; itself to stay as it is.
+    `columns` are at least those of the rows that others get; compiled in. Layers are copied one by one, so that only
+    one of them is held twice.
     """
     source, columns = self._place(source), min(columns, _columns(state))
     cache = tuple(self.programs['share'](layer=layer, source=source, columns=columns) for layer in state.cache)
@@ -333,16 +296,11 @@ class Sampler:
     rows: np.ndarray | None = None,
     images: ImageColumns | None = None,
   ) -> SamplerState:
-    """Appends observations to rows of this process; see `decode.extend`. `state` is donated.
+    """Appends observations to rows of this process; see `decode.extend`. `state`, of B rows, is donated.
 
-    Args:
-      state: B rows.
-      tokens: i32[b, O].
-      count: i32[b].
-      begins: bool[b]; default none.
-      rows: i32[b], the rows that take part, each once, the same number in each shard of this process and numbered
-        within it; the others are left alone. Default all B.
-      images: see `decode.extend`; rows as in `tokens`. A run with images needs one process.
+    `tokens` are i32[b, O], `count` i32[b], and `begins` bool[b], by default none. `rows` i32[b] are the rows that take
+    part, each once, the same number in each shard of this process and numbered within it; the others are left alone. By
+    default all B take part. A run with images needs one process.
     """
     if images is not None:
       features = images.features if self.mesh is None else copied(images.features, self.mesh)
@@ -374,20 +332,12 @@ class Sampler:
     rows: np.ndarray | None = None,
     enough: int | None = None,
   ) -> tuple[SamplerState, Reply, jax.Array]:
-    """Samples for rows of this process; see `decode.decode`. `state` is donated.
+    """Samples for rows of this process; see `decode.decode`. `state`, of B rows, is donated.
 
     All temperatures above 0 share one program, as do all `RowSampling`. The reply has the rows of all processes that
-    take part; `processes.own_rows` returns those of this process.
-
-    Args:
-      state: B rows.
-      keys: PRNG keys [b].
-      budget: i32[b].
-      columns: see `decode.decode`, as are the following ones.
-      sampling: of all rows, or numbers for each of the b rows.
-      alternatives: compiled in.
-      rows: i32[b], the rows that take part, as in `extend`. Default all B.
-      enough: complete replies of a shard with which the call ends; default all.
+    take part; `processes.own_rows` returns those of this process. `keys` are PRNG keys [b], `budget` is i32[b], and a
+    `RowSampling` has b rows; `rows` are those of `extend`. `columns` and `alternatives` are compiled in. The call ends
+    with `enough` complete replies of a shard, by default all.
 
     Returns:
       The state after, the `Reply`, and bool[], whether a reply of any process is still open.
@@ -414,7 +364,6 @@ class Sampler:
 
 
 def _columns(state: SamplerState) -> int:
-  """S, the columns of the cache."""
   return state.cache[0].k.shape[1]
 
 

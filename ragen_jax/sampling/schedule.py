@@ -17,11 +17,9 @@ from ragen_jax.sampling.shapes import Shapes
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """A prompt that an episode waits with.
+  """A prompt of so many tokens that an episode waits with.
 
-  Attributes:
-    tokens: of the prompt.
-    beginning: the same for equal prompts that begin a row; None for one that continues its row.
+  `beginning` is the same for equal prompts that begin a row; None for one that continues its row.
   """
 
   tokens: int
@@ -33,7 +31,6 @@ class Feed:
   """Calls of `extend` with the same rows: a stage's tokens, piece by piece.
 
   Attributes:
-    stage: its tokens and pieces.
     episodes: i32[b], the episode of each row that takes part; -1 if it reads nothing.
     rows: i32[b], the rows, numbered within their shards; None for all.
   """
@@ -70,13 +67,7 @@ class Feeding:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-  """A call of `decode`.
-
-  Attributes:
-    at: i64[b], positions of the rows among `Schedule.slots`, one shard after the other.
-    rows: see `Feed`.
-    enough: see `Sampler.decode`.
-  """
+  """A call of `Sampler.decode` on the rows that are `at` i64[b] in `Schedule.slots`, one shard after the other."""
 
   at: np.ndarray
   rows: np.ndarray | None
@@ -84,12 +75,7 @@ class Decode:
 
 
 class Schedule:
-  """Gives episodes rows of the device (slots).
-
-  Attributes:
-    shapes: the sizes that it chooses from.
-    slots: i32[shards of this process, rows of a shard], the episode of each slot; -1 if it is free.
-  """
+  """Gives episodes rows of the device: `slots` i32[shards of this process, rows of a shard], -1 if one is free."""
 
   def __init__(
     self,
@@ -103,12 +89,9 @@ class Schedule:
   ):
     """Gives the first episodes slots, shard by shard in turn, so that a level with long ones is spread over all.
 
-    Args:
-      shards: of this process.
-      lockstep: all replies are completed before prompts are fed again.
-      drop_finished: `decode` runs on parts of the rows.
-      whole: see `feeding.stages`.
-      largest: of each of several numbers, the largest of all processes.
+    If `lockstep`, all replies are completed before prompts are fed again. If `drop_finished`, `decode` runs on parts of
+    the rows. `whole` is that of `feeding.stages`. `largest` gives, of each of several numbers, the largest of all
+    processes.
     """
     self.shapes = shapes
     self.slots = np.arange(shapes.rows * shards, dtype=np.int32).reshape(-1, shards).T.copy()
@@ -136,10 +119,9 @@ class Schedule:
   def feed(self, asked: Mapping[int, Asked], length: np.ndarray, common: int) -> Feeding | None:
     """How prompts are fed; None if no process has an episode that goes on. Every process must call.
 
-    Args:
-      asked: by episodes that have a slot.
-      length: i32[E], columns of each episode's row; 0 if its prompt begins it.
-      common: tokens with which all prompts begin that begin a row; fewer than any of them has.
+    `asked` is by episodes that have a slot. `length` i32[E] are the columns of each episode's row, 0 if its prompt
+    begins it. `common` is the number of tokens with which all prompts begin that begin a row, fewer than any of them
+    has.
     """
     begin = Beginning.of(
       [[asked[row].beginning if row in asked else None for row in own] for own in self.slots.tolist()]
@@ -174,21 +156,14 @@ class Schedule:
     return Feeding(tuple(calls), columns(self.shapes, wanted, planned), self._decoded(wanted.live), bool(wanted.begin))
 
   def decode(self, episodes: Collection[int], decoded: int) -> Decode:
-    """A call that samples for open replies.
-
-    Args:
-      episodes: whose replies are open.
-      decoded: rows of a shard that take part, of `Feeding` or `go_on`.
-    """
+    """A call that samples for the open replies of `episodes`; `decoded` is that of `Feeding` or `go_on`."""
     at, rows = self._selection(np.isin(self.slots, list(episodes)).reshape(-1), decoded)
     return Decode(at, rows, None if self._lockstep else self.shapes.enough(decoded))
 
   def go_on(self, episodes: Collection[int], length: np.ndarray) -> tuple[int, int]:
-    """What open replies need that a call has left: rows of a shard, and columns. Every process must call.
+    """What the open replies of `episodes` still need: rows of a shard, and columns. Every process must call.
 
-    Args:
-      episodes: whose replies are still open.
-      length: i32[E], columns of each episode's row.
+    `length` i32[E] are the columns of each episode's row.
     """
     still = np.isin(self.slots, list(episodes))
     live, longest = self._largest((int(still.sum(axis=1).max()), int(length[self.slots[still]].max(initial=0))))
@@ -198,11 +173,9 @@ class Schedule:
     return self.shapes.decoded_rows(live) if self._drop_finished else self.shapes.rows
 
   def _selection(self, wanted: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Some rows of each shard: their positions i64[b], and their numbers i32[b] within the shards, None for all.
+    """`rows` rows of each shard, those of `wanted` bool[B] first.
 
-    Args:
-      wanted: bool[B], slots that come first.
-      rows: of a shard.
+    Gives their positions i64[b], and their numbers i32[b] within the shards, None for all.
     """
     if rows == self.shapes.rows:
       return np.arange(self.slots.size), None

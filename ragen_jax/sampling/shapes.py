@@ -1,7 +1,4 @@
-"""The sizes that the sampler's programs are compiled for: a few of each, whatever the lengths of prompts and replies.
-
-`schedule.py` chooses from them.
-"""
+"""The few sizes that the sampler's programs are compiled for, from which `schedule.py` chooses."""
 
 from __future__ import annotations
 
@@ -21,9 +18,6 @@ class Shapes:
   """The sizes of a rollout.
 
   Attributes:
-    rows: rows of a shard of the devices.
-    shards: number of parts that the rows are divided into.
-    max_context: most columns of a row.
     chunk: columns that a call of `decode` writes.
     step: the smallest cache; larger ones are multiples of it, and prompts of a quarter of it.
   """
@@ -115,10 +109,8 @@ class Shapes:
   ) -> list[tuple[str, tuple[Any, ...]]]:
     """The programs that rollouts of these rows may need, in the order in which most of them are needed.
 
-    Args:
-      samplings: how tokens are drawn, as they are compiled in.
-      room: the most tokens of a prompt, and of a row with its next prompt.
-      drop_finished: `decode` runs on parts of the rows.
+    `room` is the most tokens of a prompt, and of a row with its next prompt. With `drop_finished`, `decode` runs on
+    parts of the rows.
 
     Returns:
       Names and shapes, with numbers of rows of all shards:

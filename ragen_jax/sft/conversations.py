@@ -22,13 +22,7 @@ ROLES = ('system', 'user', 'assistant')
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-  """A message.
-
-  Attributes:
-    role: one of `ROLES`.
-    content: the text.
-    trained: whether the message is in the loss; only messages of the assistant can be.
-  """
+  """A message of one of `ROLES`; `trained`: whether it is in the loss, as only messages of the assistant can be."""
 
   role: str
   content: str
@@ -37,12 +31,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-  """A line of a file.
-
-  Attributes:
-    line: number of the line, from 1.
-    messages: the messages, at least one of them trained; the last message is the assistant's.
-  """
+  """Line `line` of a file, from 1. At least one of its messages is trained; the last message is the assistant's."""
 
   line: int
   messages: tuple[Message, ...]
@@ -51,9 +40,7 @@ class Conversation:
 def read(path: str, field: str = 'sft.data') -> list[Conversation]:
   """Reads the conversations of a file. Empty lines and messages after the last trained message are dropped.
 
-  Args:
-    path: path of the file, in UTF-8.
-    field: the config's field with this path, for errors.
+  `field` is the config's field with this path, for errors.
 
   Raises:
     UserError: the file cannot be read, or a line is not a conversation; the message names the line.
@@ -130,15 +117,9 @@ def tokenize(
   If a reply begins with `reply_prefix`, the prefix is part of the segment before the reply and has no loss, because the
   sampler receives it as input. Other replies are in the loss as a whole.
 
-  Args:
-    conversations: the result of `read`.
-    reply_prefix: the forced beginning of a reply; may be ''.
-    max_context: maximum tokens of a row.
-    source: the field and its file, for errors.
-
-  Returns:
-    The rows, each a separate group, with `loss_mask` on the trained replies and their stop tokens; and the number of
-    skipped conversations, which are longer than `max_context`.
+  `source` is the field and its file, for errors. The rows are each a separate group, with `loss_mask` on the trained
+  replies and their stop tokens. The result also has the number of skipped conversations, which are longer than
+  `max_context`.
 
   Raises:
     UserError: a text contains a special token of the chat format, or no conversation is short enough.
@@ -196,16 +177,10 @@ def _encode(
 
 
 def write(path: str, trajectories: list[Trajectory], tokenizer: ChatTokenizer, field: str = 'sft.save_data') -> int:
-  """Writes rows to a file in the format of `read`.
+  """Writes rows to a file in the format of `read`; gives the number of conversations written.
 
-  Args:
-    path: path of the file; its directory is created.
-    trajectories: rows with a whole conversation each; rows without a reply are skipped.
-    tokenizer: the tokenizer of the rows.
-    field: the config's field with this path, for the error.
-
-  Returns:
-    The number of conversations written.
+  The directory of the file is created. Rows have a whole conversation each; rows without a reply are skipped. `field`
+  is the config's field with this path, for the error.
 
   Raises:
     UserError: the disk is full or not writable.

@@ -91,12 +91,7 @@ class SftExamples:
 
 @dataclasses.dataclass(frozen=True)
 class DemonstrationSettings:
-  """How demonstrations are collected.
-
-  Attributes:
-    group_size: number of demonstrations of each level.
-    seed: seed of the demonstrators' random numbers.
-  """
+  """How demonstrations are collected: `config.sft.group_size`, and the seed of the demonstrators' random numbers."""
 
   group_size: int
   seed: int
@@ -104,14 +99,7 @@ class DemonstrationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-  """Levels of an environment that are demonstrated in one form of replies.
-
-  Attributes:
-    spec: the environment, with its number of levels.
-    context: a context manager of this environment only, with the form of replies.
-    limits: the limits of its episodes.
-    first_level: seed of the first level.
-  """
+  """Levels of an environment that are demonstrated in the form of replies of `context`; `first_level` is a seed."""
 
   spec: EnvSpec
   context: ContextManager
@@ -126,11 +114,7 @@ def collect_demonstrations(
   held_out: frozenset[bytes],
   processor: ProcessorConfig | None,
 ) -> list[Rollout]:
-  """Collects demonstrations of the exact solvers, by lesson.
-
-  Args:
-    held_out: levels that are replaced with others.
-    processor: of the model that reads images; None for a model that reads text only.
+  """Collects demonstrations of the exact solvers, by lesson; levels that are `held_out` are replaced with others.
 
   Raises:
     UserError: no turn of an environment fits into the context.
@@ -165,12 +149,6 @@ def from_file(
 ) -> Rollout:
   """The conversations of a file as rows. Conversations that are too long are skipped, and counted in a warning.
 
-  Args:
-    path: path of the file, for messages.
-    found: the conversations of the file, from `conversations.read`.
-    reply_prefix: the forced beginning of a reply; may be ''.
-    max_context: maximum tokens of a conversation.
-
   Raises:
     UserError: a text contains a special token, or no conversation is short enough.
   """
@@ -186,12 +164,9 @@ def from_file(
 
 
 def join(parts: list[Rollout], sight: ImageInputsMaker | None, params: Any) -> SftExamples:
-  """Joins the rows of all parts; each part belongs to one environment.
+  """Joins the rows of all parts, which have whole conversations; each part belongs to one environment.
 
-  Args:
-    parts: rows with whole conversations.
-    sight: of the model; None if it reads text only.
-    params: the model's weights; those of frozen towers are read.
+  Of `params`, the weights of frozen towers are read.
   """
   joined = concatenate(parts, renumber=True)
   whole = joined.trajectory
@@ -226,13 +201,9 @@ def validation_levels(levels: int, fraction: float) -> int:
 
 
 def split(data: SftExamples, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-  """Divides conversations by level into training and validation conversations.
+  """Divides conversations by level into rows for training, i64[n], and for validation, i64[N - n], both ascending.
 
-  Args:
-    fraction: share of the levels for validation.
-
-  Returns:
-    Rows for training, i64[n], and rows for validation, i64[N - n], both ascending.
+  `fraction` is the share of the levels for validation.
   """
   levels = np.unique(data.level)
   rng = np.random.default_rng((seed, 1))
@@ -242,12 +213,9 @@ def split(data: SftExamples, fraction: float, seed: int) -> tuple[np.ndarray, np
 
 
 def step_rows(rows: np.ndarray, batch_size: int, seed: int, first_step: int = 0) -> Iterator[np.ndarray]:
-  """The rows of each step, i64[batch_size], drawn without replacement within a step; an endless iterator.
+  """The rows of each step, i64[batch_size] of `rows`, drawn without replacement within a step; an endless iterator.
 
-  Args:
-    rows: i64[n], rows to draw from.
-    batch_size: conversations of a step, at most n.
-    first_step: the first step to return; the draws of the steps before it are skipped.
+  It begins with `first_step`; the draws of the steps before it are skipped.
   """
   rng, step = np.random.default_rng(seed), 0
   while True:

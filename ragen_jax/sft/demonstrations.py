@@ -31,13 +31,7 @@ class DemonstrationStyle:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """A demonstrated turn.
-
-  Attributes:
-    actions: the actions.
-    texts: tag -> text, for the sections of all forms of replies.
-    value: the expected return of the best play.
-  """
+  """A demonstrated turn: actions, texts by tag for the sections of all forms of replies, and the best play's value."""
 
   actions: list[Any]
   texts: dict[str, str]
@@ -54,11 +48,8 @@ def _own_budget(budget: Budget, style: DemonstrationStyle) -> Budget:
 def _texts(pool: JaxPool, plans: dict[int, list[Any]]) -> dict[int, dict[str, str]]:
   """What the replies with these plans say in each section: the thought, and true descriptions of the board.
 
-  The description of the board after the turn is that of the state that the actions really lead to, so it is true even
-  if chance decides.
-
-  Args:
-    plans: row -> the actions of its turn.
+  `plans` are the actions of the turn by row. The description of the board after the turn is that of the state that the
+  actions really lead to, so it is true even if chance decides.
   """
   env, rows = pool.spec.env, list(plans)
   thoughts = env.rationale(pool.states)
@@ -82,11 +73,7 @@ class Demonstrator:
   writes_tokens: ClassVar[bool] = True
 
   def __init__(self, rng: np.random.Generator, style: DemonstrationStyle):
-    """The solvers run in the first turn.
-
-    Args:
-      rng: generator of the noise, used in the order of turns, environments and rows.
-    """
+    """The solvers run in the first turn. `rng` gives the noise, in the order of turns, environments and rows."""
     self._rng = rng
     self._style = style
     self._solutions: dict[int, tuple[Solution, Solution]] = {}  # environment -> (the expert's, the beginner's)
@@ -118,12 +105,9 @@ class Demonstrator:
   def _plans(
     self, pool: JaxPool, solutions: tuple[Solution, Solution], turn: int, left: np.ndarray, running: list[int]
   ) -> dict[int, _Plan]:
-    """The turns of the running rows.
+    """The turns of the running rows, which are ascending, from the solutions of the expert and of the beginner.
 
-    Args:
-      solutions: the solutions of the expert and of the beginner.
-      left: i32[rows], actions that each episode still has.
-      running: the rows whose turns are planned, ascending.
+    `left` i32[rows] are the actions that each episode still has.
     """
     style, rng = self._style, self._rng
     expert, beginner = solutions

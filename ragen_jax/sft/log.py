@@ -22,21 +22,14 @@ _LOG_EVERY = 10
 class SftLog:
   """Writes the losses, the gradient norm, the padding and the speed of every tenth step and of the last one.
 
-  The lines also have the number of skipped steps, and whether there were spikes, since the line before.
-
-  Attributes:
-    timer: measures a step as the phase 'step'.
+  The lines also have the number of skipped steps, and whether there were spikes, since the line before. `timer`
+  measures a step as the phase 'step'.
   """
 
   def __init__(
     self, writer: MetricWriter, progress: Progress, schedule: optax.Schedule, last_step: int, *, value_loss: bool
   ):
-    """Writes nothing.
-
-    Args:
-      schedule: the learning rate of each step, from 0.
-      value_loss: whether there is a value loss to show.
-    """
+    """Writes nothing. `schedule` is the learning rate of each step, from 0."""
     self.timer = Timer()
     self._writer, self._progress, self._schedule, self._last_step = writer, progress, schedule, last_step
     self._names = ('loss', 'value_loss') if value_loss else ('loss',)
@@ -67,13 +60,9 @@ class SftLog:
     self._spikes |= {name: max(x, self._spikes.get(name, 0.0)) for name, x in found.metrics.items()}
 
   def step(self, step: int, parts: jax.Array, grad_norm: jax.Array, batches: list[SftBatch], tokens: int) -> None:
-    """Logs a step that is due, and counts the tokens of the others.
+    """Logs a step that is due, numbered from 1, and counts the `tokens` of the others' conversations.
 
-    Args:
-      step: number of the step, from 1.
-      parts: f32[2], loss and value loss.
-      grad_norm: f32[], of the gradient before it is clipped.
-      tokens: number of tokens of its conversations.
+    `parts` f32[2] are loss and value loss, and `grad_norm` f32[] is that of the gradient before it is clipped.
     """
     self._tokens += tokens
     if not self.due(step):

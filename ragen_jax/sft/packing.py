@@ -39,13 +39,9 @@ def batches(
   packing: PackingSettings | None,
   mesh: Mesh | None,
 ) -> Iterator[SftBatch]:
-  """The micro-batches of a step.
+  """The micro-batches of a step with the conversations `rows` i64[n], placed on the mesh if there is one.
 
-  Args:
-    rows: i64[n], the conversations of the step.
-    length_step: widths are multiples of this.
-    packing: bins of packed conversations; if None, the row shards of the mesh divide `batch_size // 2`.
-    mesh: the devices that rows are divided over; None leaves them on the host.
+  Widths are multiples of `length_step`. Without packing, the row shards of the mesh divide `batch_size // 2`.
   """
   mask, length = data.mask[rows], data.length[rows]
   weights = (mask / np.float32(mask.sum())).astype(np.float32)

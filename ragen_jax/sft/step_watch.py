@@ -21,11 +21,7 @@ _SERIES = {LOSS: 'loss', VALUE_LOSS: 'value_loss', GRAD_NORM: 'grad_norm'}
 
 @dataclasses.dataclass(frozen=True)
 class WatchSettings:
-  """When a warm start ends, and what it says. Fields of `config.monitor`, and the following.
-
-  Attributes:
-    spikes: the rule for spikes.
-  """
+  """When a warm start ends, and what it says. Fields of `config.monitor`, and the rule for spikes."""
 
   max_bad_iterations: int
   spikes: SpikeSettings
@@ -62,11 +58,10 @@ class StepWatch:
     describe_skipped: Callable[[dict[str, Any]], str],
     watched: Callable[[dict[str, Any]], Mapping[str, float]],
   ):
-    """The state before the first step.
+    """The state before the first step. Both functions take a step's metrics on the host.
 
-    Args:
-      describe_skipped: from a step's metrics on the host, text about what was not finite; '' for a step that was taken.
-      watched: from a step's metrics on the host, those of `LOSS`, `VALUE_LOSS` and `GRAD_NORM` that exist.
+    `describe_skipped` gives text about what was not finite, '' for a step that was taken; `watched` gives those of
+    `LOSS`, `VALUE_LOSS` and `GRAD_NORM` that exist.
     """
     self.skipped_in_a_row = 0
     self.reason = ''
@@ -115,12 +110,7 @@ class StepWatch:
 
 
 def diverged(step: int, reason: str, good: int | None) -> Diverged:
-  """The error of a warm start whose numbers are not finite.
-
-  Args:
-    reason: text about the numbers that are not finite.
-    good: step of the newest checkpoint; None if there is none.
-  """
+  """The error of a warm start whose numbers are not finite; `good` is the step of the newest checkpoint, if any."""
   left = f'the newest checkpoint is that of step {good}' if good is not None else 'there is no checkpoint'
   return Diverged(
     f'step {step}: {reason}; {left}, sft.output was not written; start again with a smaller sft.learning_rate or '

@@ -37,12 +37,8 @@ _CHAT_TEMPLATE = (
 def build(pieces: Iterable[str], *, images: bool) -> Tokenizer:
   """A tokenizer with one token for each piece. If several pieces match, the longest is used.
 
-  Args:
-    pieces: texts without special tokens of the chat format, in the order of their ids.
-    images: whether there are special tokens for images.
-
-  Returns:
-    The tokenizer. Its ids are in the order special tokens, bytes, pieces.
+  The pieces have no special tokens of the chat format. Ids are in the order special tokens, those for images if
+  `images`, bytes, pieces.
   """
   specials = [PAD, START, END, *(tiny_vision.SPECIALS if images else ())]
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -85,15 +81,10 @@ def make_model(
   seed: int,
   mesh: Mesh,
 ) -> ActorCritic:
-  """A policy with fresh weights and a value head, divided over the devices.
+  """A policy with fresh weights and a value head, divided over the devices: a Qwen2, or a Qwen3-VL if it has a tower.
 
-  It is a Qwen2, or a Qwen3-VL if it has a tower.
-
-  Args:
-    shape: model width, layers, query heads, key/value heads, head width, MLP width.
-    num_tokens: size of the tokenizer; the embedding is padded to a multiple of 8.
-    tower: the shape of the vision tower; None for a model that reads text only.
-    attention: `config.model.attention`.
+  `shape` is model width, layers, query heads, key/value heads, head width, MLP width. The embedding of `num_tokens` is
+  padded to a multiple of 8. `attention` is `config.model.attention`.
   """
   width, layers, heads, kv_heads, head_dim, mlp = shape
   cfg = QwenConfig(

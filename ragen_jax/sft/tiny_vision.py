@@ -29,12 +29,9 @@ SPECIALS = (START, END, IMAGE, VIDEO)
 
 
 def tower_config(shape: Sequence[int], out_width: int, ids: Mapping[str, int]) -> VisionConfig:
-  """The shape of a fresh tower.
+  """The shape of a fresh tower for a decoder of `out_width`; `ids` are those of `SPECIALS`.
 
-  Args:
-    shape: width, blocks, heads, MLP width.
-    out_width: width of the decoder.
-    ids: the id of each of `SPECIALS`.
+  `shape` is width, blocks, heads, MLP width.
   """
   width, depth, heads, mlp = shape
   return VisionConfig(

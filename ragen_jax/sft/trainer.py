@@ -26,12 +26,7 @@ from ragen_jax.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class SftSettings:
-  """The optimiser and the loss. Fields of `config.sft`, and the following.
-
-  Attributes:
-    b1, b2, weight_decay: parameters of AdamW.
-    grad_clip: maximum global norm of the gradient.
-  """
+  """The optimiser and the loss. Fields of `config.sft`, and of `config.optimizer` for AdamW and the clipping."""
 
   steps: int
   learning_rate: float
@@ -50,12 +45,9 @@ def make_schedule(settings: SftSettings) -> optax.Schedule:
 
 
 def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
-  """The loss of a micro-batch: the negative log-likelihood of the trained tokens, and the value loss.
+  """A loss of (module, `SftBatch`) for a `Learner`: the negative log-likelihood of trained tokens, and the value loss.
 
   The weights of the tokens sum to 1 over a step, so the losses and gradients of its micro-batches are added.
-
-  Returns:
-    A loss function of (module, `SftBatch`) for a `Learner`, with the sums 'loss' and 'value_loss'.
   """
 
   def loss(module: ActorCritic, batch: SftBatch) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
@@ -70,21 +62,11 @@ def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
 class SftTrainer:
   """Trains a model on batches of replies; with LoRA, only adapters and the value head.
 
-  Batches are on the devices of its mesh already.
-
-  Attributes:
-    state: weights and optimiser state; a step donates its arrays.
-    learner: takes the optimiser steps.
-    schedule: the learning rate of each step.
+  Batches are on the devices of its mesh already. A step donates the arrays of `state`.
   """
 
   def __init__(self, settings: SftSettings, scoring: ScoringSettings, model: ActorCritic, mesh: Mesh):
-    """Compiles nothing before the first call.
-
-    Args:
-      model: the initial model; the first step donates its trained weights.
-      mesh: the devices over which rows and weights are divided.
-    """
+    """Compiles nothing before the first call; the first step donates the trained weights of `model`."""
     self.schedule = make_schedule(settings)
     adamw = optax.adamw(
       self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=weight_decay_mask
@@ -103,11 +85,9 @@ class SftTrainer:
     return gradients, _parts(found)
 
   def step(self, batches: list[SftBatch]) -> tuple[jax.Array, dict[str, Any]]:
-    """Takes one optimiser step.
+    """Takes one optimiser step: f32[2], loss and value loss before the step, and metrics.
 
-    Returns:
-      f32[2], loss and value loss before the step, and the metrics of `Learner.step` with `step_watch.GRAD_NORM`, the
-      global norm of the gradient before it is clipped.
+    They are those of `Learner.step`, with `step_watch.GRAD_NORM`, the global norm of the gradient before it is clipped.
     """
     self.state, found = self.learner.step(self.state, batches)
     self.state = self.state.replace(iteration=self.state.iteration + 1)

@@ -79,12 +79,8 @@ def describe(
   The cause goes before its consequences: the losses with the rows of their micro-batches, the gradients of the weights,
   the optimiser's state, and the new weights. Only the first of the last three is named.
 
-  Args:
-    stats: the metrics of the step, on the host.
-    bad: the entries of `ENTRIES`, on the host; those that are missing are not described.
-    trained: the trained weights; only its structure is read.
-    opt_state: the optimiser's state; only its structure is read.
-    rows: the rows of each micro-batch; () to count the micro-batches instead.
+  `stats` and `bad`, some of `ENTRIES`, are on the host. Of `trained` and `opt_state` only the structure is read.
+  Without `rows`, which are those of each micro-batch, the micro-batches are counted instead.
   """
   parts = [names_of_not_finite(stats)]
   flags = np.asarray(bad.get(MICRO_BATCHES, ()), bool)

@@ -33,16 +33,13 @@ _KEEP_FROM_WIDTH = 1536
 
 @dataclasses.dataclass(frozen=True)
 class SizeSettings:
-  """What the sizes depend on. Fields of `config.optimizer`, and the following.
+  """What the sizes depend on. Fields of `config.optimizer`, `config.model` and `PackingSettings`, and the following.
 
   Attributes:
-    max_context: the most columns of a row.
     length_step: widths of rows that are not packed are multiples of this.
     whole_rows: any column may be a scored token, not only the sampled ones.
     shards: parts into which rows are divided.
-    remat: what may be computed again, see `remat_settings`.
     most_columns: columns of a device that go through the model at once, where their number is chosen from the memory.
-    most_shared: see `PackingSettings`.
   """
 
   mini_batch_size: int
@@ -72,12 +69,10 @@ class SizeSettings:
 def remat_settings(
   name: bool | str, width: int, memory: Callable[[], UpdateMemory], limit: Callable[[], float]
 ) -> RematSettings:
-  """What the backward pass computes again; `memory` and `limit` are asked only where they decide.
+  """What the backward pass computes again.
 
-  Args:
-    name: `config.model.remat`: a key of `REMAT_OF`, or 'auto' for the fastest that fits.
-    width: D of the policy.
-    limit: bytes that a device may hold.
+  `name` is `config.model.remat`: a key of `REMAT_OF`, or 'auto' for the fastest that fits. `width` is D of the policy.
+  `memory` and `limit`, the bytes that a device may hold, are asked only where they decide.
   """
   if name != AUTO:
     return RematSettings(REMAT_OF[name], ANY_COLUMNS)
@@ -88,10 +83,8 @@ def remat_settings(
 def micro_batch_size(settings: SizeSettings, memory: UpdateMemory, limit: float) -> int:
   """Rows of the greatest length that go through the model at once: the largest even division of a mini-batch that fits.
 
-  Args:
-    settings: see `SizeSettings`; a `micro_batch_size` above 0 is returned as it is.
-    memory: of the update, for rows of `settings.width`.
-    limit: bytes that a device may hold.
+  A `micro_batch_size` above 0 is returned as it is. `memory` is for rows of `settings.width`, `limit` in bytes of a
+  device.
   """
   s = settings
   if s.micro_batch_size:

@@ -48,7 +48,7 @@ class TokenRows:
 
 @struct.dataclass
 class TrainBatch(TokenRows):
-  """The tokens of a rollout with all that the loss needs but their weights.
+  """The tokens of a rollout with all that the loss needs but their weights; f32[B, R] unless noted.
 
   Attributes:
     turn: i32[B, R], index of the token's turn, -1 where there is no token.
@@ -56,7 +56,6 @@ class TrainBatch(TokenRows):
     valued: bool[B, R], tokens in the value loss.
     old_logprobs: f32[B, R], log-probs that probability ratios are taken to.
     old_values: f32[B, R], the critic's values when the batch was made.
-    advantages: f32[B, R].
     returns: f32[B, R], targets of the critic.
     ref_logprobs: f32[B, R], log-probs under the reference; None if no KL term is on.
     importance: f32[B, R], truncated importance weights, factors of the policy loss; None if they are off.
@@ -139,13 +138,7 @@ _Rows = TypeVar('_Rows', bound=TokenRows)
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-  """The rows and the width of a micro-batch.
-
-  Attributes:
-    rows: i32[micro_batch_size], indices of rows, -1 where there is none.
-    width: T.
-    replies: R.
-  """
+  """The rows i32[micro_batch_size] of a micro-batch, -1 where there is none, its T (`width`) and its R (`replies`)."""
 
   rows: np.ndarray
   width: int
@@ -171,28 +164,18 @@ class MicroBatch:
     return jax.tree_util.tree_map_with_path(cut, batch)
 
   def put(self, into: np.ndarray, x: np.ndarray, mask: np.ndarray) -> None:
-    """Writes numbers of the micro-batch's scored tokens, x [micro_batch_size, R], to those of all rows.
-
-    Args:
-      into: [B, R of the batch].
-      x: the numbers.
-      mask: bool[B, R of the batch], the scored tokens.
-    """
+    """Writes `x` [micro_batch_size, R], of scored tokens, to `into`, which is [B, R of the batch] as `mask` is."""
     present, width = self.rows >= 0, min(self.replies, mask.shape[1])
     into[self.rows[present], :width] = x[present, :width]
 
 
 def sampled_columns(loss_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The columns of each row's sampled tokens.
+  """The columns i32[B, R] of each row's sampled tokens, and a mask bool[B, R].
 
       loss_mask  0 0 1 1 0 1   ->  columns  2 3 5    mask  1 1 1
                  0 1 0 0 0 0                1 1 1          1 0 0
 
-  Args:
-    loss_mask: bool[B, T]; column 0 is never sampled.
-
-  Returns:
-    columns i32[B, R] and mask bool[B, R], where R is the largest number of sampled tokens of a row, at least 1.
+  R is the largest number of sampled tokens of a row, at least 1. Column 0 of `loss_mask` bool[B, T] is never sampled.
   """
   counts = loss_mask.sum(axis=1)
   mask = np.arange(max(int(counts.max(initial=0)), 1))[None, :] < counts[:, None]
@@ -209,16 +192,10 @@ def at_columns(x: np.ndarray, columns: np.ndarray, mask: np.ndarray) -> np.ndarr
 def mini_batches(
   kept: np.ndarray, episode: np.ndarray, rng: np.random.Generator, *, size: int, parts: int | None
 ) -> list[np.ndarray]:
-  """Divides the kept episodes in random order over optimiser steps.
+  """Divides the kept rows i32[K] over optimiser steps: whole episodes, in random order.
 
-  Args:
-    kept: i32[K], rows to learn from.
-    episode: i32[B], the episode of each row; an episode's rows stay together.
-    size: episodes of a mini-batch, unless `parts` is given.
-    parts: number of mini-batches, of almost equal size; None for mini-batches of `size` episodes.
-
-  Returns:
-    Row indices i32[M] of each mini-batch; none is empty.
+  `episode` i32[B] is the episode of each row. Mini-batches have `size` episodes, unless `parts` says how many of almost
+  equal size there are. The result has the row indices i32[M] of each mini-batch; none is empty.
   """
   episodes = np.unique(episode[kept])
   order = rng.permutation(episodes)
@@ -233,17 +210,10 @@ def mini_batches(
 def plan_micro_batches(
   rows: np.ndarray, length: np.ndarray, sampled: np.ndarray, *, size: int, length_step: int
 ) -> list[MicroBatch]:
-  """Cuts a mini-batch into micro-batches of rows of similar length.
+  """Cuts a mini-batch into micro-batches of `size` rows of similar length, longest last; every row is in exactly one.
 
-  Args:
-    rows: i32[M], the mini-batch.
-    length: i32[B], used columns of each row of the rollout.
-    sampled: i32[B], scored tokens of each row.
-    size: rows of a micro-batch.
-    length_step: T is rounded up to a multiple of this, R to a multiple of half of it.
-
-  Returns:
-    The micro-batches, longest last. Every row is in exactly one.
+  `rows` i32[M] is the mini-batch. `length` i32[B] has the used columns of each row of the rollout, `sampled` i32[B] its
+  scored tokens. T is rounded up to a multiple of `length_step`, R to a multiple of half of it.
   """
   rows = rows[np.argsort(length[rows], kind='stable')]
   half = max(length_step // 2, 1)
@@ -260,11 +230,9 @@ def plan_micro_batches(
 def micro_batches(
   batch: _Rows, plans: Sequence[Any], mesh: Mesh | None = None, room: Mapping[tuple[int, int], int] | None = None
 ) -> Iterator[_Rows]:
-  """The micro-batches of a batch, one after the other.
+  """The micro-batches of a batch on the host, one after the other; `plans` says which rows go together.
 
   Args:
-    batch: on the host.
-    plans: which rows go together: `MicroBatch`, or `PackedBatch` of `training/packing.py`.
     mesh: places the rows of each micro-batch on it; None leaves them on the host.
     room: images, by size, for which the table of each micro-batch has room at least, see `ImageInputs.sizes`. Batches
       with about equally many images then have tables of one size, and need one program. Not read if the batch's
@@ -301,13 +269,8 @@ def abstract_mini_batch(
 ) -> MiniBatch:
   """The shapes and types of a micro-batch of `rows` rows, T = `width` and R = `replies`, to compile programs for.
 
-  Args:
-    rows, width, replies: the sizes.
-    reference: `ref_logprobs` exist.
-    importance: `importance` exists.
-    sharding: the layout of the rows.
-    packed: `seen_until`, `before` and `sequence` exist; a row is a bin.
-    images: what the columns read of images.
+  `reference` and `importance` say whether `ref_logprobs` and `importance` exist. If `packed`, a row is a bin, and
+  `seen_until`, `before` and `sequence` exist.
   """
   types = {
     'tokens': np.int32,

@@ -45,9 +45,6 @@ class EstimateSettings:
   """The estimation. Fields of `config.algorithm`, and the following.
 
   Attributes:
-    advantages: the estimator of advantages.
-    reward: see `RewardSettings`.
-    batching: sizes of micro-batches.
     needs_critic: whether the estimator reads values.
     records_values: whether the sampler records values.
     banned: ids that are never sampled and never scored.
@@ -131,25 +128,13 @@ class TargetEstimator:
   """Makes the `TrainBatch` of a selection."""
 
   def __init__(self, settings: EstimateSettings, scorer: Scorer, sight: ImageInputsMaker | None = None):
-    """Nothing is compiled before the first call.
-
-    Args:
-      sight: of a model that reads images.
-    """
+    """Nothing is compiled before the first call; `sight` is that of a model that reads images."""
     self._settings = settings
     self._scorer = scorer
     self._sight = sight
 
   def __call__(self, state: TrainState, selection: Selection) -> tuple[TrainBatch, dict[str, float | NotFinite]]:
-    """Advantages and returns of the kept rows.
-
-    Args:
-      state: read only.
-      selection: the rows of a rollout to learn from.
-
-    Returns:
-      The batch, with one row for each row of `selection.rollout`, and metrics, including those of the selection.
-    """
+    """The batch, with one row for each row of `selection.rollout`, and metrics, including those of the selection."""
     tokens = self._tokens(selection, self._images(state.params, selection.rollout))
     scores, metrics = self._scores(state, selection, tokens)
     reward, kl_metrics = self._rewards(selection, tokens, scores)
@@ -176,7 +161,6 @@ class TargetEstimator:
     return batch, metrics
 
   def _images(self, params: Any, rollout: Rollout) -> ImageInputs | None:
-    """What the rows of a rollout read of images."""
     return None if self._sight is None else self._sight.inputs(params, rollout.trajectory, rollout.images)
 
   def _tokens(self, selection: Selection, images: ImageInputs | None) -> _Tokens:
@@ -219,7 +203,6 @@ class TargetEstimator:
     return _Scores(logprobs, values, reference, importance), metrics
 
   def _rewards(self, selection: Selection, tokens: _Tokens, scores: _Scores) -> tuple[_Rewards, dict[str, float]]:
-    """The rewards that the estimator reads, and metrics."""
     s, t, rows, sampled = self._settings, selection.rollout.trajectory, tokens.rows, tokens.sampled
     episode = shared_episodes(t.episode)
     of_tokens, of_episodes = _shape_rewards(

@@ -25,12 +25,7 @@ _WORTH = 1 / 8
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Some rows that go into one bin.
-
-  Attributes:
-    rows: their numbers.
-    size: columns, and scored tokens.
-  """
+  """The numbers of some rows that go into one bin; `size` are the columns and scored tokens that they take."""
 
   rows: np.ndarray
   size: tuple[int, int]
@@ -61,9 +56,7 @@ class Forest:
   def parts(self, sizes: np.ndarray, capacity: tuple[int, int]) -> list[Part]:
     """The trees, of which those that do not fit into a bin are cut between rows.
 
-    Args:
-      sizes: i32[n, 2], columns and scored tokens of each row; each fits.
-      capacity: columns and scored tokens of a bin.
+    `sizes` i32[n, 2] and `capacity` are columns and scored tokens, of each row and of a bin; each row fits.
     """
     parts: list[tuple[list[int], np.ndarray]] = []
     for row, shared in zip(self.order.tolist(), self._worth(sizes).tolist(), strict=True):
@@ -93,12 +86,7 @@ class Forest:
 
 
 def forest(tokens: np.ndarray, length: np.ndarray) -> Forest:
-  """The forest of some rows.
-
-  Args:
-    tokens: i32[n, T].
-    length: i32[n], columns of each row.
-  """
+  """The forest of the rows `tokens` i32[n, T], of which the first `length` i32[n] columns count."""
   rows: Sequence[bytes] = [x[:n].astype('>u4').tobytes() for x, n in zip(tokens, length.tolist(), strict=True)]
   order = sorted(range(len(rows)), key=rows.__getitem__)
   common = [0] * min(len(order), 1)

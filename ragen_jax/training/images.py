@@ -56,12 +56,7 @@ class FrozenFeatures:
 
 @struct.dataclass
 class Pixels:
-  """Images that the program looks at.
-
-  Attributes:
-    groups: images of one size each, u8[I, H, W, 3].
-    processor: how they become patches.
-  """
+  """Images that the program looks at; each of `groups` has those of one size, u8[I, H, W, 3]."""
 
   groups: tuple[jax.Array, ...]
   processor: ProcessorConfig = struct.field(pytree_node=False)
@@ -91,7 +86,6 @@ class RolloutImages:
     pixels: u8[H, W, 3] each.
     first: i64[n + 1], row of the table with the first token of each image; the last number is that of all tokens.
     features: of each image by trunk, see `FrozenFeatures`; empty if towers are trained.
-    processor: how images become patches.
     room: sizes of tables, by the shape of the rows that read them; None for sizes that follow from the images.
   """
 
@@ -119,13 +113,7 @@ class ImageInputs:
   gallery: RolloutImages | None = struct.field(default=None, pytree_node=False)
 
   def columns(self, trunk: Qwen, name: str, *, remat: bool) -> ImageColumns:
-    """What the columns of a trunk read, inside a program.
-
-    Args:
-      trunk: of the policy or the critic.
-      name: `POLICY` or `CRITIC`.
-      remat: whether the backward pass runs the tower again.
-    """
+    """What the columns of a trunk (`POLICY`, `CRITIC`) read; with `remat`, the backward pass runs the tower again."""
     return ImageColumns(self.index, self.positions, self.source.features(trunk, name, remat=remat))
 
   def widened(self, columns: int) -> ImageInputs:
@@ -146,7 +134,6 @@ class ImageInputs:
     return {size: shapes.count(size) for size in sorted({image.shape[:2] for image in gallery.pixels})}
 
   def _table(self, sizes: Mapping[tuple[int, int], int], packed: bool) -> dict[tuple[int, int], int]:
-    """The size of the table, see `with_source`."""
     room, shape = self.gallery.room, self.index.shape
     if room is None:
       return {key: table_rows(n) if key == _TOKENS else _step_up(n) for key, n in sizes.items()}
@@ -155,13 +142,10 @@ class ImageInputs:
     return room.images(self.sizes(), *shape, packed=packed)
 
   def with_source(self, sizes: Mapping[tuple[int, int], int], mesh: Mesh | None, *, packed: bool) -> ImageInputs:
-    """These rows with a table of their own images, as the programs take them.
+    """These rows with a table of their own images, as the programs take them; `packed`: they are bins of several rows.
 
-    Args:
-      sizes: what the table has room for, at least, see `sizes`, if the gallery has no `room`. Numbers are rounded up,
-        so that there are few programs.
-      mesh: rows are divided over it, and tables copied; None leaves all on the host.
-      packed: whether these are bins of several rows.
+    If the gallery has no `room`, the table has room for `sizes` at least; numbers are rounded up, so that there are few
+    programs. Rows are divided over `mesh`, and tables copied; None leaves all on the host.
     """
     used, gallery, sizes = self._used(), self.gallery, self._table(sizes, packed)
     if gallery.features:
@@ -221,14 +205,7 @@ class ImageInputsMaker:
     *,
     trained: bool,
   ):
-    """Nothing runs before the first call.
-
-    Args:
-      vision: the shape of the towers.
-      encoders: see `LanguageModel`.
-      room: see `RolloutImages`.
-      trained: whether the towers are trained.
-    """
+    """Nothing runs before the first call. `trained`: whether the towers are; `room` is that of `RolloutImages`."""
     self._vision = vision
     self._processor = processor
     self._encoders = encoders
@@ -236,11 +213,9 @@ class ImageInputsMaker:
     self._trained = trained
 
   def inputs(self, params: Any, trajectory: Trajectory, images: Sequence[np.ndarray]) -> ImageInputs | None:
-    """What the rows of a trajectory read of images, on the host; None if none of them shows any.
+    """What the rows of a trajectory read of `images`, u8[H, W, 3] each, on the host; None if none of them shows any.
 
-    Args:
-      params: the weights; those of frozen towers are read.
-      images: of the rollout, u8[H, W, 3] each.
+    Of `params`, the weights of frozen towers are read.
 
     Raises:
       UserError: the placeholders of a row are not those of its images.
@@ -293,14 +268,9 @@ def abstract_inputs(
   packed: bool,
   shared: bool,
 ) -> ImageInputs:
-  """The shapes and types of `ImageInputs` for a micro-batch, to compile programs for.
+  """The shapes and types of `ImageInputs` for a micro-batch of `rows` rows or bins and T = `width`, to compile for.
 
-  Args:
-    model: concrete or abstract.
-    rows: of the micro-batch, or bins.
-    width: T.
-    packed: see `ImageTableSizes.images`; the table is the largest.
-    shared: whether a separate critic reads the policy's table.
+  The table is the largest, see `ImageTableSizes.images`. `shared`: whether a separate critic reads the policy's table.
   """
   mesh, vision = model.mesh, model.model.policy.cfg.vision
   divided = row_sharding(mesh)
@@ -320,7 +290,7 @@ def abstract_inputs(
 
 
 def make_sight(model: LanguageModel, room: ImageTableSizes | None) -> ImageInputsMaker | None:
-  """The sight of a model; None for one that reads text only. `RolloutImages` describes `room`."""
+  """The sight of a model; None for one that reads text only. `room` is that of `RolloutImages`."""
   cfg = model.model.policy.cfg
   if cfg.vision is None:
     return None

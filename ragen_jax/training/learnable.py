@@ -24,11 +24,7 @@ _TRY_SCORES = (
 
 
 def invalid_replies(episodes: Sequence[Episode]) -> list[str]:
-  """A warning for each environment in which most first replies are not valid.
-
-  Returns:
-    One line each, which quotes a reply and says what to try.
-  """
+  """A warning for each environment in which most first replies are not valid; it quotes one and says what to try."""
   warnings = []
   for tag in dict.fromkeys(e.tag for e in episodes):
     first = [e.turns[0] for e in episodes if e.tag == tag and e.turns and e.turns[0].answered]
@@ -42,13 +38,9 @@ def invalid_replies(episodes: Sequence[Episode]) -> list[str]:
 
 
 def equal_scores(episodes: Sequence[Episode], *, in_groups: bool) -> str:
-  """A warning if the scores of a rollout teach nothing.
+  """A warning that says what to try if the scores of a rollout teach nothing; '' if they differ.
 
-  Args:
-    in_groups: whether the estimator compares the episodes of a group only; otherwise it compares all.
-
-  Returns:
-    One line that says what to try; '' if scores differ.
+  `in_groups`: whether the estimator compares the episodes of a group only; otherwise it compares all.
   """
   played = [e for e in episodes if e.turns and e.status != Status.ENV_ERROR]
   if len(played) < 2:

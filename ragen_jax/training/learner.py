@@ -35,8 +35,6 @@ class Learner:
     gradients, optimiser's state     `_as_moments`; outside programs `abstract`
 
   Attributes:
-    optimizer: see `make_optimizer`.
-    mesh: the devices; None for one.
     traces: how often a gradient program has been traced: once for each pair of widths.
     programs: the compiled functions of gradients: 'gradient', and for the critic alone 'gradient_critic'.
     steps: the optimiser steps that follow them.
@@ -54,10 +52,7 @@ class Learner:
   ):
     """Nothing is compiled before the first call.
 
-    Args:
-      mesh: the devices; None for one.
-      observer: told of the programs of `step`, 'apply' and 'apply_critic' among them; None for a loss of other batches
-        than `MiniBatch`.
+    `observer` is told of the programs of `step`; None for a loss of other batches than `MiniBatch`.
     """
     self.mesh = mesh
     self.optimizer = optimizer
@@ -112,16 +107,7 @@ class Learner:
   def gradients(
     self, state: TrainState, micro_batches: Iterable[Any], *, critic_only: bool = False
   ) -> tuple[Any, dict[str, jax.Array]]:
-    """The gradients of the loss over all micro-batches.
-
-    Args:
-      state: read only.
-      micro_batches: what the loss takes, one after the other.
-      critic_only: take `critic_loss`.
-
-    Returns:
-      Gradients of `state.trained`, and the loss's metrics over all micro-batches.
-    """
+    """The gradients of the loss, or of `critic_loss`, over all micro-batches for `state.trained`, and its metrics."""
     return self._gradients(state, micro_batches, critic_only=critic_only)[:2]
 
   def _gradients(
@@ -144,16 +130,13 @@ class Learner:
   def step(
     self, state: TrainState, micro_batches: Iterable[Any], *, critic_only: bool = False
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimiser step over a mini-batch.
+    """One optimiser step over the micro-batches of a mini-batch.
 
     The step is skipped, and weights and optimiser state stay as they are to the last bit, if the loss's metrics, the
     gradient, the new optimiser state or the new weights are not finite.
 
-    Args:
-      state: its `trained` and `opt_state` are donated; `lr_scale` multiplies the update.
-      micro_batches: what the loss takes, one after the other.
-      critic_only: leave the policy and its part of the optimiser's state as they are; with a shared trunk the value
-        head alone is trained.
+    The state's `trained` and `opt_state` are donated; its `lr_scale` multiplies the update. With `critic_only`, the
+    policy and its part of the optimiser's state stay as they are; with a shared trunk the value head alone is trained.
 
     Returns:
       The state with new weights and optimiser state (its counters are the caller's), and metrics as device arrays: the

@@ -21,14 +21,9 @@ SUMS = 'sums of logits'
 
 @jax.custom_vjp
 def logprobs_and_entropies(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Log-probs of tokens, and entropies in nats.
+  """Log-probs of tokens `targets` i32[...], and entropies in nats, each f32[...], from logits f32[..., V].
 
-  Args:
-    logits: f32[..., V]; tokens without probability have a large negative number, not -inf.
-    targets: i32[...], the tokens.
-
-  Returns:
-    (logprobs, entropies), each f32[...].
+  Tokens without probability have a large negative logit, not -inf.
   """
   return _forward(logits, targets)[0]
 

@@ -178,14 +178,9 @@ def update_memory(
   gradient of the head is whole on each device. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers
   hold at the same time, which a test compares with a compiler's.
 
-  Args:
-    model: concrete or abstract; its mesh divides weights and columns.
-    logits_chunk: token positions whose logits a device holds at once; 0 holds those of all.
-    width: T, columns of a row or of a bin.
-    reference: the first weights of the policy are kept for KL terms.
-    platform: of the devices, as `jax.Device.platform` has it.
-    images: what the columns read; None for text.
-    dtype: of computations; None for that of the model.
+  `model` is concrete or abstract; its mesh divides weights and columns. `width` is T of a row or of a bin, `platform`
+  that of `jax.Device`, and `dtype` that of computations, None for the model's. With `reference`, the first weights of
+  the policy are kept for KL terms.
   """
   mesh, params = model.mesh, param_state(model.model)
   trained, frozen = lora.partition(params)
@@ -260,16 +255,10 @@ def update_memory(
 
 
 def _of_column(c: QwenConfig, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
-  """Bytes for each column of a layer.
+  """Bytes for each column of a layer: kept for the backward pass, by `remat`, and held while it is differentiated.
 
-  Args:
-    c: shape of the model.
-    size: bytes of a number in computations.
-    tensor: parts that heads and MLP are divided into.
-    rank: of adapters; 0 for none.
-
-  Returns:
-    What the layer keeps for the backward pass, by `remat`, and what the layer that is differentiated holds.
+  `size` is the bytes of a number in computations, `tensor` the parts that heads and MLP are divided into, and `rank`
+  that of adapters, 0 for none.
   """
   heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
   layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)

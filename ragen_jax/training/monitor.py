@@ -1,7 +1,6 @@
 """Watches a run for signs of a collapse, and gives a verdict after each iteration and each evaluation.
 
-The rules are those of `algorithms/collapse.py`. The monitor keeps their state between iterations, and checkpoints
-contain it.
+Checkpoints contain the state of the rules, which are those of `algorithms/collapse.py`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_
 
 @dataclasses.dataclass(frozen=True)
 class MonitorSettings:
-  """The responses to a collapse. Fields of `config.monitor`, and the following.
-
-  Attributes:
-    early_stop: thresholds of the rules that stop a run.
-    echo_trap_rules: thresholds of the warning.
-    spikes: the rule for spikes of the loss and of the gradient norm.
-  """
+  """The responses to a collapse. Fields of `config.monitor`, and the thresholds of the rules."""
 
   ema_decay: float
   echo_trap: str
@@ -49,11 +42,9 @@ class MonitorSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """The action of a run after an iteration.
+  """The action of a run after an iteration, and the reason in a few words.
 
-  Attributes:
-    action: 'go_on', 'warn', 'stop', 'rollback', or 'bad' for an iteration with numbers that are not finite.
-    reason: the reason in a few words; '' for 'go_on'.
+  The action is 'go_on', 'warn', 'stop', 'rollback', or 'bad' for an iteration with numbers that are not finite.
   """
 
   action: str = 'go_on'
@@ -63,15 +54,10 @@ class Verdict:
 class Monitor:
   """Moving averages, early stopping, the Echo-Trap warning and reports of spikes.
 
-  Attributes:
-    rollbacks: number of rollbacks so far.
-    bad_iterations: number of consecutive bad iterations. Checkpoints do not contain it, because none is saved after a
-      bad iteration.
-    all_bad_iterations: number of bad iterations of the run.
+  `bad_iterations` counts consecutive bad iterations. Checkpoints do not contain it, because none is saved after one.
   """
 
   def __init__(self, settings: MonitorSettings):
-    """The state before the first iteration."""
     self._settings = settings
     self._emas: dict[str, Ema] = {}
     self._early_stop = EarlyStop()
@@ -84,12 +70,8 @@ class Monitor:
   def after_iteration(self, metrics: dict[str, float], *, empty: bool) -> tuple[dict[str, float], Verdict]:
     """Updates the monitor with an iteration that played a rollout. Not called for iterations that reuse a rollout.
 
-    Args:
-      empty: whether the filter kept no group of the fresh rollout.
-
-    Returns:
-      The monitor's own metrics, and the verdict. A warning is given when the rule becomes true; while it stays true,
-      the warning is not repeated.
+    `empty`: whether the filter kept no group of the fresh rollout. The result is the monitor's own metrics, and the
+    verdict. A warning is given when the rule becomes true; while it stays true, the warning is not repeated.
     """
     curves = _CURVES + tuple(name for name in metrics if name.startswith('train/') and name.endswith('/success'))
     self._emas, own = update_emas(self._emas, {n: metrics[n] for n in curves if n in metrics}, self._settings.ema_decay)
@@ -116,11 +98,7 @@ class Monitor:
     return own, self._respond(f'the Echo Trap shows in {signals}')
 
   def after_update(self, metrics: dict[str, float]) -> tuple[dict[str, float], list[Spike]]:
-    """Looks for spikes; called after every iteration whose numbers are finite.
-
-    Returns:
-      `monitor/<name>_spike`, and the spikes that begin in this iteration.
-    """
+    """`monitor/<name>_spike`, and the spikes that begin in this iteration; called if all its numbers are finite."""
     self._spikes, own, begun = self._spikes.after_step(self._settings.spikes, metrics)
     return own, begun
 
@@ -138,11 +116,8 @@ class Monitor:
   def after_numbers(self, not_finite: str) -> str:
     """Counts consecutive iterations with numbers that are not finite; called after every iteration.
 
-    Args:
-      not_finite: text about the numbers that are not finite; '' if all are finite.
-
-    Returns:
-      'go_on', 'bad', or after `max_bad_iterations` consecutive bad iterations 'rollback' or 'stop'.
+    `not_finite` is text about these numbers; '' if all are finite. The answer is 'go_on', 'bad', or after
+    `max_bad_iterations` consecutive bad iterations 'rollback' or 'stop'.
     """
     self.bad_iterations = self.bad_iterations + 1 if not_finite else 0
     self.all_bad_iterations += bool(not_finite)

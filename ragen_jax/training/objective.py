@@ -25,13 +25,9 @@ Stats = tuple[dict[str, jax.Array], dict[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-  """The loss. Fields of `config.algorithm`, and the following.
+  """The loss. Fields of `config.algorithm`, of which `clip_ratio_c` and `value_clip` are None if they are off.
 
-  Attributes:
-    scoring: how tokens are scored.
-    clip_ratio_c: bound of the dual clip; None is off.
-    pg_coef: weight of the policy's loss: 1, or 0 to compute another part of the loss alone.
-    value_clip: how far a value may move before its gradient is cut; None is off.
+  `pg_coef` is the weight of the policy's loss: 1, or 0 to compute another part of the loss alone.
   """
 
   scoring: ScoringSettings
@@ -67,14 +63,10 @@ _TOKEN_MEANS = (
 
 
 def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossSettings) -> tuple[jax.Array, Stats]:
-  """The weighted sum of the token losses of a micro-batch.
+  """The weighted sum f32[] of the token losses of a micro-batch, and (sums, maxima) of metrics.
 
-  Args:
-    batch: one micro-batch, with weights made for its whole mini-batch.
-
-  Returns:
-    (loss f32[], (sums, maxima)). `sums` are weighted as the loss is: over the micro-batches of a mini-batch they add up
-    to the mini-batch's numbers, see `token_means`.
+  The weights of the batch are made for its whole mini-batch. `sums` are weighted as the loss is: over the micro-batches
+  of a mini-batch they add up to the mini-batch's numbers, see `token_means`.
   """
   s = settings
   logprobs, entropies, values = score_tokens(module, batch, s.scoring)
@@ -147,10 +139,7 @@ def token_means(sums: dict[str, Any]) -> dict[str, Any]:
 
 
 def loss_parts(settings: LossSettings) -> dict[str, LossSettings]:
-  """The parts of the policy's loss, each by itself: 'task' (the surrogate), 'entropy', 'kl'.
-
-  Parts whose coefficient is 0 are left out.
-  """
+  """The parts of the policy's loss that are on, each by itself: 'task' (the surrogate), 'entropy', 'kl'."""
   off = dataclasses.replace(settings, pg_coef=0.0, entropy_coef=0.0, kl_loss_coef=0.0, value_coef=0.0)
   parts = {
     'task': dataclasses.replace(off, pg_coef=1.0),
@@ -166,13 +155,10 @@ _token_weights = jax.jit(losses.token_weights, static_argnames=('mode', 'norm_le
 def with_loss_weights(
   batch: TrainBatch, rows: np.ndarray, episode: np.ndarray, settings: WeightSettings, *, multiple: int
 ) -> MiniBatch:
-  """The batch with the loss weights of one mini-batch; 0 for all other rows.
+  """The batch with the loss weights of one mini-batch, `rows` i32[M]; 0 for all other rows.
 
-  Args:
-    batch: of B rows.
-    rows: i32[M], the mini-batch.
-    episode: i32[B], the episode of each row; a sequence of `losses.token_weights` is an episode.
-    multiple: M is padded to a multiple of this, so that few programs are compiled.
+  `episode` i32[B] is the episode of each row; a sequence of `losses.token_weights` is an episode. M is padded to a
+  multiple of `multiple`, so that few programs are compiled.
   """
   n = len(rows)
   more = -n % multiple

@@ -17,7 +17,6 @@ class OptimizerSettings:
   Attributes:
     decay_steps: optimiser steps after which `final_lr_fraction` of the learning rates is left.
     critic_steps: first optimiser steps, which train the critic alone; the policy's decay begins after them.
-    separate_critic: the critic has a trunk of its own.
   """
 
   actor_lr: float
@@ -49,11 +48,7 @@ def clip_by_norm(max_norm: float, of: str) -> optax.GradientTransformationExtraA
   """Clips gradients by a global norm that the caller has computed; `update` may be given only some of the gradients.
 
   Like `optax.clip_by_global_norm`, but `update` takes `norms`: the global norms of all gradients ('all'), and of those
-  of the 'policy' and of the 'critic'.
-
-  Args:
-    max_norm: the largest norm after clipping.
-    of: which norm is used, a key of `norms`.
+  of the 'policy' and of the 'critic'. `of` is the one that is used.
   """
 
   def update(gradients, state, params=None, *, norms, **_):
@@ -65,10 +60,7 @@ def clip_by_norm(max_norm: float, of: str) -> optax.GradientTransformationExtraA
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformationExtraArgs:
-  """AdamW, with the gradient clipped by its global norm and the critic's own learning rate.
-
-  `update` takes `norms`, see `clip_by_norm`.
-  """
+  """AdamW with the critic's own learning rate; `update` takes `norms`, which clip the gradient, see `clip_by_norm`."""
   s = settings
 
   def schedule(lr, steps):

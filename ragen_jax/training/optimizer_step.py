@@ -48,8 +48,7 @@ class _Trees:
   Attributes:
     weights: structure of all weights.
     state: structure of the whole state of the optimiser.
-    own_weights: positions of the part's weights among all leaves of the weights.
-    own_state: the same for the optimiser's state.
+    own_weights, own_state: positions of the part's leaves among all leaves of weights and state.
     shared: positions of the leaves of the state that belong to no weight, such as counters; () if `own_state` has them.
   """
 
@@ -79,8 +78,7 @@ class _Part:
 
   Attributes:
     trees: the trees of the first part with the same arrays, for which programs are compiled.
-    own_weights: positions of its leaves among those of the weights.
-    own_state: positions of its leaves among those of the optimiser's state.
+    own_weights, own_state: positions of its leaves among those of weights and state.
     trains_critic: whether some of its weights are the critic's.
   """
 
@@ -95,11 +93,9 @@ class _Parts:
   """All parts of a model; the last is what is in no layer, with all leaves of the state that belong to no weight.
 
   Attributes:
-    parts: see `_Part`.
     shared: positions of the leaves of the state that belong to no weight.
     floats: positions of the leaves of the optimiser's state that are floats, in the order of `parts`.
     critic: for each weight, whether it is the critic's.
-    separate_critic: the critic has a trunk of its own.
   """
 
   parts: tuple[_Part, ...]
@@ -118,7 +114,6 @@ class StepProgram:
     weights: what it works on, in words.
     times: how often a step runs it.
     arrays: those of its arguments that are weights, gradients or optimiser state.
-    lower: returns the lowered program.
   """
 
   name: str
@@ -138,10 +133,8 @@ class OptimizerStep:
   def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh | None, *, critic_only: bool = False):
     """Nothing is compiled before the first call.
 
-    Args:
-      optimizer: updates each weight on its own; of other weights it knows only `norms` (see `clip_by_norm`).
-      mesh: the devices; None for one.
-      critic_only: change nothing but the critic's weights and their state.
+    `optimizer` updates each weight on its own; of other weights it knows only `norms` (see `clip_by_norm`). With
+    `critic_only`, nothing but the critic's weights and their state changes.
     """
     self._optimizer, self._mesh, self._critic_only = optimizer, mesh, critic_only
     self._known: dict[Any, _Parts | None] = {}
@@ -155,17 +148,10 @@ class OptimizerStep:
   def __call__(
     self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: np.float32 | None
   ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Takes a step.
+    """Takes a step; `trained` and `opt_state` are donated, and `lr_scale`, unless it is None, multiplies the update.
 
-    Args:
-      trained: the weights; they are donated.
-      opt_state: the optimiser's state; it is donated.
-      found: metrics of the loss; the step is skipped if any of them is not finite.
-      lr_scale: the update is multiplied by it, unless it is None.
-
-    Returns:
-      New weights and state, and metrics: 'critic/grad_norm', without `critic_only` also 'actor/grad_norm', `SKIPPED`,
-      and the entries of `bad_steps` for gradients, state and weights.
+    `found` are metrics of the loss. The result is new weights and state, and metrics: 'critic/grad_norm', without
+    `critic_only` also 'actor/grad_norm', `SKIPPED`, and the entries of `bad_steps` for gradients, state and weights.
     """
     parts = self._parts(trained, opt_state)
     if parts is None:
@@ -282,7 +268,6 @@ class OptimizerStep:
     return self._divided(*new)
 
   def _apply(self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: Any) -> Any:
-    """A step in one program."""
     leaves = jax.tree_util.tree_leaves_with_path(trained)
     critic = tuple(is_critic_weight(path) for path, _ in leaves)
     squares = bad_steps.sums_of_squares(jax.tree.leaves(gradients))

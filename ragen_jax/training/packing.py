@@ -55,12 +55,8 @@ def pack(sizes: np.ndarray, capacity: int | Sequence[int]) -> list[list[int]]:
 
       sizes 3 5 2 4, capacity 7  ->  [[1, 2], [3, 0]]
 
-  Args:
-    sizes: i32[n], or i32[n, kinds] for items with several sizes, sorted by the first; none is above the capacity.
-    capacity: of a bin, for each kind of size.
-
-  Returns:
-    Indices into `sizes`, by bin.
+  `sizes` are i32[n], or i32[n, kinds] for items with several sizes, which are sorted by the first; none is above the
+  capacity. The result has indices into `sizes`, by bin.
   """
   sizes = np.asarray(sizes)
   sizes = sizes.reshape(len(sizes), sizes.shape[1] if sizes.ndim > 1 else 1)
@@ -78,13 +74,10 @@ def pack(sizes: np.ndarray, capacity: int | Sequence[int]) -> list[list[int]]:
 
 
 def bin_shapes(settings: PackingSettings, longest: int = 0) -> list[tuple[int, int, int]]:
-  """The shapes of all programs that packed rows may need, ascending.
+  """(bins, width, replies) of all programs that packed rows may need, ascending.
 
-  Args:
-    longest: columns of the longest row, if it is longer than `settings.width`.
-
-  Returns:
-    (bins, width, replies): bins of a call on all devices, columns of a bin, scored tokens of a bin.
+  They are the bins of a call on all devices, and the columns and scored tokens of a bin. `longest` is the columns of
+  the longest row, if it is longer than `settings.width`.
   """
   widest = max(settings.width, round_up(longest, settings.step))
   widths = [widest]
@@ -201,16 +194,10 @@ def pack_batches(
   settings: PackingSettings,
   tokens: np.ndarray | None = None,
 ) -> list[list[PackedBatch]]:
-  """Packs each group of rows into micro-batches, all of one shape.
+  """Packs each group of rows, those of a mini-batch, into micro-batches, all of one shape.
 
-  Args:
-    groups: rows of each mini-batch.
-    length: i32[B], columns of each row.
-    scored: i32[B], scored tokens of each row.
-    tokens: i32[B, T], of rows that may share their beginnings; None if they may not.
-
-  Returns:
-    The micro-batches of each group.
+  `length` and `scored` i32[B] are the columns and scored tokens of each row. `tokens` i32[B, T] are those of rows that
+  may share their beginnings; None if they may not.
   """
   longest = max((int(length[rows].max()) for rows in groups if len(rows)), default=1)
   scores = max((int(scored[rows].max()) for rows in groups if len(rows)), default=0)
@@ -253,13 +240,7 @@ def pack_batches(
 
 
 def _bins(trees: Forest, sizes: np.ndarray, capacity: tuple[int, int]) -> list[np.ndarray]:
-  """The rows of each bin, in the forest's order: trees and parts of trees, by first-fit decreasing.
-
-  Args:
-    trees: of the rows.
-    sizes: i32[n, 2], columns and scored tokens of each row.
-    capacity: of a bin.
-  """
+  """The rows of each bin, in the forest's order: parts of trees, by first-fit decreasing; see `Forest.parts`."""
   parts = trees.parts(sizes, capacity)
   bins = pack(np.asarray([part.size for part in parts]).reshape(len(parts), 2), capacity)
   return [trees.in_order(np.concatenate([parts[i].rows for i in own])) for own in bins]

@@ -29,11 +29,7 @@ _END = '</think>'
 
 @dataclasses.dataclass(frozen=True)
 class ProbeSettings:
-  """The settings of the probes. Fields of `config.monitor`, and the following.
-
-  Attributes:
-    think: whether replies have thoughts (`config.agent.format`).
-  """
+  """Fields of `config.monitor`, and `think`: whether replies have thoughts (`config.agent.format`)."""
 
   information_every: int
   information_samples: int
@@ -45,12 +41,7 @@ class ProbeSettings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
-  """The columns of a row before a thought.
-
-  Attributes:
-    tokens: i32[n].
-    image: i32[n], as in `Trajectory`; None without images.
-  """
+  """The columns of a row before a thought: tokens i32[n], and images i32[n] as in `Trajectory`, None without images."""
 
   tokens: np.ndarray
   image: np.ndarray | None
@@ -65,11 +56,7 @@ class Probes:
   """The probes of a run."""
 
   def __init__(self, settings: ProbeSettings, trainer: Trainer):
-    """Nothing is compiled before the first probe that is due.
-
-    Args:
-      trainer: the trainer whose batches, scorer and tokenizer are used.
-    """
+    """Nothing is compiled before the first probe that is due."""
     self._settings = settings
     self._trainer = trainer
     graphdef = nnx.split(trainer.model.model)[0]
@@ -87,13 +74,9 @@ class Probes:
   def __call__(self, state: TrainState, rollout: Rollout, selection: Selection, batch: TrainBatch) -> dict[str, float]:
     """The metrics of the probes that are due in this iteration; called before its update.
 
-    Args:
-      state: read only.
-
-    Returns:
-      `grad_norm/bucket_<i>/...` (`gradient_norms`), and `collapse_first_turn_sample/...` and
-      `collapse_trajectory_sample/...` (`thought_information`); {} if none is due, or if the rollout's numbers are not
-      finite.
+    They are `grad_norm/bucket_<i>/...` (`gradient_norms`), and `collapse_first_turn_sample/...` and
+    `collapse_trajectory_sample/...` (`thought_information`); {} if none is due, or if the rollout's numbers are not
+    finite.
     """
     s, metrics = self._settings, {}
     if finite.findings(selection.metrics):
@@ -110,9 +93,8 @@ class Probes:
   def gradient_norms(self, state: TrainState, selection: Selection, batch: TrainBatch) -> dict[str, float]:
     """Gradient norms of the parts of the loss, by bucket of the groups' reward deviation (RAGEN-2).
 
-    Returns:
-      For each bucket with rows: 'grad_norm/bucket_<i>/task', '/entropy' and '/kl' (see `objective.loss_parts`), the
-      mean deviation '/reward_std', and the number of '/rows'.
+    Each bucket with rows has 'grad_norm/bucket_<i>/task', '/entropy' and '/kl' (see `objective.loss_parts`), the mean
+    deviation '/reward_std', and the number of '/rows'.
     """
     s, rollout = self._settings, selection.rollout
     t = rollout.trajectory
@@ -134,15 +116,10 @@ class Probes:
   ) -> dict[str, float]:
     """Measures the dependence of thoughts on their prompts (RAGEN-2's cross scores), in one batched pass.
 
-    Args:
-      state: read only.
-      rollout: the rollout from which `information_samples` thoughts of different episodes are drawn.
-      first_only: draw thoughts of first turns only, and score them after first prompts; otherwise draw from all turns,
-        and score each thought after the conversation before it.
-
-    Returns:
-      `valid_thinking_rate`, the share of drawn replies that close their thought, and the metrics of
-      `diagnostics.mutual_information` for these thoughts.
+    `information_samples` thoughts of different episodes are drawn: with `first_only` of first turns, and scored after
+    first prompts; otherwise of all turns, and each scored after the conversation before it. The metrics are
+    `valid_thinking_rate`, the share of drawn replies that close their thought, and those of
+    `diagnostics.mutual_information`.
     """
     t = rollout.trajectory
     drawn = self.draw_thoughts(rollout, rng, first_only=first_only)
@@ -165,11 +142,9 @@ class Probes:
   def draw_thoughts(
     self, rollout: Rollout, rng: np.random.Generator, *, first_only: bool
   ) -> list[tuple[int, np.ndarray]]:
-    """Draws thoughts of different episodes; arguments as for `thought_information`.
+    """Draws (row, columns i32[n]) of thoughts of different episodes, see `thought_information`.
 
-    Returns:
-      (row, columns i32[n]) of up to `information_samples` replies: the columns up to the end of the thought, empty if
-      the reply does not close its thought.
+    The columns are those of a reply up to the end of the thought; none if the reply does not close its thought.
     """
     t = rollout.trajectory
     rows = rng.permutation(np.flatnonzero(t.loss_mask.any(axis=1)))
@@ -191,13 +166,7 @@ class Probes:
   def cross_scores(
     self, params: Any, prompts: list[Prompt], thoughts: list[np.ndarray], images: Sequence[np.ndarray] = ()
   ) -> np.ndarray:
-    """f64[N, M]: the log-prob in nats of each of N thoughts, i32[length], after each of M prompts.
-
-    Args:
-      prompts: M prompts.
-      thoughts: N thoughts.
-      images: what the prompts' `image` counts.
-    """
+    """f64[N, M]: the log-prob in nats of each of N thoughts, i32[length], after each of M prompts with these images."""
     rows, length, image = _cross_rows(prompts, thoughts)
     if image is not None:
       rows = rows.replace(images=self._trainer.sight.of_rows(params, rows.tokens, length, image, images))

@@ -18,12 +18,9 @@ from ragen_jax.viewer.records import Played, episode_records, first_rows, on_tim
 
 @dataclasses.dataclass(frozen=True)
 class RecordSettings:
-  """The episodes that are kept, and their recorded numbers. Fields of `config.logging`, and the following.
+  """The episodes that are kept, and their recorded numbers. Fields of `config.logging` and `EstimateSettings`.
 
-  Attributes:
-    prompts_trained: whether the loss covers all tokens, instead of sampled tokens only.
-    records_values: whether the sampler records values.
-    needs_critic: whether the estimator reads values.
+  `prompts_trained`: whether the loss covers all tokens, instead of sampled tokens only.
   """
 
   episodes: int
@@ -37,7 +34,6 @@ class Recorder:
   """Selects episodes of training rollouts and makes their records, token by token."""
 
   def __init__(self, settings: RecordSettings, player: Player, tokenizer: ChatTokenizer):
-    """Stores the arguments."""
     self._settings = settings
     self._player = player
     self._tokenizer = tokenizer
@@ -53,15 +49,7 @@ class Recorder:
   def records(
     self, rollout: Rollout, selection: Selection, batch: TrainBatch, iteration: int
   ) -> tuple[list[Episode], list[dict[str, Any]]]:
-    """The kept episodes of an iteration and their records.
-
-    Args:
-      selection: the rows that the update learnt from.
-      iteration: index of the iteration, from 0.
-
-    Returns:
-      The episodes, and their records from `viewer.records.episode_records`.
-    """
+    """The kept episodes of an iteration, counted from 0, and their records from `viewer.records.episode_records`."""
     s = self._settings
     rows = [row for row in self.rows(iteration) if row < len(rollout.episodes)]
     t, fresh = rollout.trajectory, selection.fresh

@@ -21,7 +21,7 @@ _IMAGE = 'image_'
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySettings:
-  """The settings of the buffer. Fields of `config.replay`."""
+  """Fields of `config.replay`."""
 
   groups: int
   max_age: int
@@ -38,30 +38,19 @@ class ReplayBuffer:
   """The rollouts of the last iterations."""
 
   def __init__(self, settings: ReplaySettings):
-    """An empty buffer."""
     self._max_age = settings.max_age
     self._entries: list[_Entry] = []
 
   def add(self, rollout: Rollout, rows: np.ndarray, scale: np.ndarray, iteration: int) -> None:
-    """Stores the selected rows of an iteration.
-
-    Args:
-      rollout: the iteration's fresh rollout, of B rows.
-      rows: i32[b], the selected rows.
-      scale: f32[B], factors of the rows' advantages.
-    """
+    """Stores the `rows` i32[b] that an iteration selects of B fresh ones; `scale` f32[B] are factors of advantages."""
     if len(rows):
       self._entries.append(_Entry(iteration, take_rows(rollout, rows), scale[rows]))
 
   def draw(self, groups: int, rng: np.random.Generator, iteration: int) -> list[tuple[Rollout, np.ndarray]]:
-    """Draws prompt groups at random, and drops the rollouts that are too old.
+    """Drops the rollouts that are too old, and draws prompt groups at random, without replacement.
 
-    Args:
-      groups: number of groups; fewer are drawn if the buffer holds fewer.
-      rng: generator of the draws, without replacement.
-
-    Returns:
-      (rows, f32[b] factors of their advantages) for each rollout that a drawn group comes from, oldest first.
+    The result has (rows, f32[b] factors of their advantages) for each rollout that a drawn group comes from, oldest
+    first. Fewer groups are drawn if the buffer holds fewer.
     """
     self._entries = [e for e in self._entries if iteration - e.iteration <= self._max_age]
     every = [(i, g) for i, e in enumerate(self._entries) for g in np.unique(e.rollout.trajectory.group).tolist()]

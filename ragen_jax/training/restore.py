@@ -21,15 +21,9 @@ def restore(
   checkpointer: Checkpointer, workdir: str, config: Mapping[str, Any], state: TrainState, replay: ReplayBuffer,
   monitor: Monitor,
 ) -> tuple[TrainState, str, Verdict | None]:  # fmt: skip
-  """Restores the last checkpoint that is not damaged, if there is one.
+  """Restores the last checkpoint that is not damaged, if there is one; it fills `replay` and `monitor`, too.
 
-  Args:
-    checkpointer: the checkpointer of `workdir`.
-    workdir: the run's directory, for errors.
-    config: the whole config, nested.
-    state: the initial state; its arrays are deleted if there is a checkpoint.
-    replay: filled from the checkpoint.
-    monitor: restored from the checkpoint.
+  `config` is the whole config, nested. The arrays of the initial `state` are deleted if there is a checkpoint.
 
   Returns:
     The state; the reason why the run was stopped, '' if it was not stopped; and the verdict of the iteration if its

@@ -12,11 +12,7 @@ from ragen_jax.training.selection import Selection, has_replies
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> dict[str, float]:
-  """The metrics of a fresh rollout, including the episodes that a filter drops.
-
-  Args:
-    group_size: G.
-  """
+  """The metrics of a fresh rollout, including the episodes that a filter drops."""
   t, scores = rollout.trajectory, rollout.scores
   valid = has_replies(t)
   by_episode = np.bincount(t.episode, t.loss_mask.sum(axis=1), minlength=len(rollout.episodes))
@@ -52,13 +48,7 @@ def policy_lag(selection: Selection, iteration: int) -> dict[str, float]:
   """How old the policies are that sampled the rows to learn from: 0 for rows of the iteration's own weights.
 
   Rows of a replay buffer, and of a rollout that several iterations use (`train.online_k`), come from older weights.
-
-  Args:
-    selection: the kept rows of its rollout are learnt from.
-    iteration: the updates behind the weights that learn from them.
-
-  Returns:
-    `rollout/policy_lag_mean` and `rollout/policy_lag_max` in iterations; {} if no row is kept.
+  `iteration` is the number of updates behind the weights that learn from them. {} if no row is kept.
   """
   lag = iteration - selection.rollout.trajectory.policy_version[selection.keep]
   if not lag.size:

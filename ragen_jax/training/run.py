@@ -45,18 +45,9 @@ BAD_ITERATIONS = 'train/bad_iterations'
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-  """The schedule of a run.
+  """The schedule of a run. Fields of `config` and its `train`, `eval`, `checkpoint` and `monitor`, and the following.
 
   Attributes:
-    num_iterations: number of iterations of the whole run.
-    online_k: number of iterations that learn from one rollout (`config.train`).
-    eval_every: iterations between two evaluations, in addition to the one after the last iteration; 0 for no others.
-    checkpoint_every: iterations between two checkpoints, in addition to the one after the last iteration; 0 for no
-      others.
-    keep: number of newest checkpoints to keep, in addition to the best (`config.checkpoint`).
-    rollback_lr: factor of the learning rates at a rollback (`config.monitor`).
-    log: settings of the log of episodes and evaluations.
-    tracker: settings of the tracker beside TensorBoard.
     hparams: the run's row of TensorBoard's table: config fields by name, nested.
     compared: metrics that the table shows.
     config: the whole config, nested; checkpoints contain it, and one of another config is refused.
@@ -77,15 +68,9 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-  """What an iteration played and learnt.
+  """What an iteration played and learnt; `fresh`: whether it played the rollout.
 
-  Attributes:
-    rollout: the rollout.
-    selection: the rows to learn from.
-    batch: the batch of the selection.
-    fresh: whether the iteration played the rollout.
-    metrics: its metrics.
-    try_weights: finds numbers that are not finite under the new weights.
+  `try_weights` finds numbers that are not finite under the new weights.
   """
 
   rollout: Rollout
@@ -101,17 +86,10 @@ def open_run(
   settings: RunSettings, workdir: str, model: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor,
   interrupt: Interrupt,
 ) -> Iterator[tuple[Run, TrainState]]:  # fmt: skip
-  """Opens the checkpoints and logs of a run, and restores its last checkpoint.
+  """Opens the checkpoints and logs of a run, and restores its last checkpoint; yields the state to continue from, too.
 
-  Args:
-    model: description of the model, for the first line.
-    state: the initial state; its arrays are deleted if there is a checkpoint.
-    replay: an empty buffer, filled from the checkpoint.
-    monitor: a new monitor, restored from the checkpoint.
-    interrupt: notices signals while the run is open.
-
-  Yields:
-    The run, and the state to continue from.
+  The checkpoint fills `replay` and `monitor`; if there is one, the arrays of the initial `state` are deleted. `model`
+  describes the model in the first line. `interrupt` notices signals while the run is open.
 
   Raises:
     UserError: the checkpoints belong to a warm start, to another config or to another model, or the processes see
@@ -245,9 +223,6 @@ class Run:
   def finish_evaluation(self, state: TrainState, evaluation: Evaluation) -> TrainState:
     """Finishes the iteration whose evaluation was cut off, see `unevaluated`, as `finish_iteration` would have.
 
-    Returns:
-      The state to continue from.
-
     Raises:
       Stopped: a signal was received.
       Diverged: the policy's numbers are not finite in the evaluation.
@@ -295,9 +270,8 @@ class Run:
   def log_iteration(self, state: TrainState, iteration: Iteration) -> Verdict:
     """Writes the metrics and histograms of an iteration; `state` is the state after the update.
 
-    Returns:
-      'bad' if a number of the iteration is not finite, otherwise the monitor's verdict; 'go_on' for iterations that
-      reuse a rollout.
+    The verdict is 'bad' if a number of the iteration is not finite, otherwise the monitor's; 'go_on' for iterations
+    that reuse a rollout.
     """
     metrics, batch = iteration.metrics, iteration.batch
     scalars = finite.scalars({name: x for name, x in metrics.items() if not isinstance(x, Counts)})
@@ -325,16 +299,9 @@ class Run:
   ) -> TrainState:
     """Writes the evaluation, rolls back or records the end of the run, saves, and writes the times of an iteration.
 
-    An iteration with a number that is not finite is not saved, so checkpoints contain only finite numbers.
-
-    Args:
-      state: the state after the update.
-      iteration: its iteration; the new weights are tried before a save.
-      evaluation: the evaluation of this state; None if it was not due.
-      verdict: the result of `log_iteration`.
-
-    Returns:
-      The state to continue from.
+    An iteration with a number that is not finite is not saved, and new weights are tried before a save, so checkpoints
+    contain only finite numbers. `state` is the state after the update, `verdict` the result of `log_iteration`. The
+    returned state is that to continue from.
 
     Raises:
       Stopped: a signal was received.
@@ -434,11 +401,9 @@ class Run:
       _log.warning('no checkpoint of iteration %d: %s', state.iteration, e)
 
   def _save(self, state: TrainState, scores: dict[str, float], unevaluated: Verdict | None = None) -> None:
-    """Saves a checkpoint; of one that is there already, the arrays stay.
+    """Saves a checkpoint, of which the metrics `scores` choose the best; of one that is there already, the arrays stay.
 
-    Args:
-      scores: metrics that choose the best checkpoint.
-      unevaluated: the verdict of the iteration if its evaluation was cut off.
+    `unevaluated` is the verdict of the iteration if its evaluation was cut off.
     """
     with self.timer('save_checkpoint'):
       self._log.metrics.flush()

@@ -12,12 +12,7 @@ CONSEQUENCES = {
 
 
 def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: str, *, unevaluated: bool) -> str:
-  """The first line of a run.
-
-  Args:
-    stopped: the reason why the run was stopped, '' if it was not stopped.
-    unevaluated: whether the evaluation after the last iteration was cut off.
-  """
+  """The first line of a run; `stopped` is why it was stopped, '' if not; `unevaluated`: its evaluation was cut off."""
   if stopped:
     return f'{workdir} was stopped after iteration {done}: {stopped}'
   if unevaluated:
@@ -29,14 +24,7 @@ def greeting(workdir: str, model: str, done: int, num_iterations: int, stopped: 
 
 
 def diverged(first: int, last: int, not_finite: str, good: int | None) -> str:
-  """The message of a run whose numbers are not finite.
-
-  Args:
-    first: the first of the consecutive bad iterations.
-    last: the current iteration.
-    not_finite: text about its numbers that are not finite.
-    good: step of the newest checkpoint; None if there is none.
-  """
+  """The message of a run that is not finite since iteration `first`; `good` is the step of the newest checkpoint."""
   since = f'iteration {last}' if first == last else f'iterations {first} to {last}'
   left = 'there is no checkpoint' if good is None else f'start another run from checkpoint {good}'
   return (

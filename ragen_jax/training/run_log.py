@@ -29,13 +29,7 @@ class Evaluation(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-  """The settings of the log of episodes and evaluations. Fields of `config.logging`, and the following.
-
-  Attributes:
-    train_tags: tags of the training environments.
-    eval_tags: tags of the evaluation environments.
-    eval_group_size: number of episodes of a held-out level.
-  """
+  """Fields of `config.logging`, tags of environments, and `eval_group_size`: the episodes of a held-out level."""
 
   trajectories: int
   train_tags: tuple[str, ...]
@@ -44,16 +38,9 @@ class LogSettings:
 
 
 class RunLog:
-  """Writes episodes and evaluations to the files of a run.
-
-  Attributes:
-    metrics: scalars, histograms, texts and pictures.
-    episodes: records for the trajectory viewer.
-    progress: lines on the terminal.
-  """
+  """Writes episodes and evaluations to the files of a run."""
 
   def __init__(self, settings: LogSettings, metrics: MetricWriter, episodes: EpisodeWriter, progress: Progress):
-    """Takes open writers."""
     self._settings = settings
     self.metrics = metrics
     self.episodes = episodes

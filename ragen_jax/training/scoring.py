@@ -35,16 +35,13 @@ Plans = Sequence[MicroBatch | PackedBatch]
 class RematSettings:
   """What the backward pass computes again, by the columns that go through the model at once on one device.
 
-  Attributes:
-    remat: one of `qwen.REMAT`.
-    columns: the most columns for it; with more, 'layers'.
+  Up to `columns` it is `remat`, one of `qwen.REMAT`; with more, 'layers'.
   """
 
   remat: str
   columns: int
 
   def choose(self, columns: int) -> str:
-    """One of `qwen.REMAT`."""
     return self.remat if columns <= self.columns else 'layers'
 
 
@@ -67,13 +64,7 @@ class ScoringSettings:
 
 
 def _states_before(trunk: Qwen, rows: TokenRows, remat: RematSettings, name: str) -> jax.Array:
-  """[B, R, D]: the hidden states that emit the scored tokens, each that of the column before.
-
-  Args:
-    trunk: of the policy or of a separate critic.
-    rows: see `score_tokens`.
-    name: `images.POLICY` or `images.CRITIC`, whose tower the trunk reads images with.
-  """
+  """[B, R, D]: the hidden states that emit the scored tokens, each that of the column before; `name` as in `images`."""
   images = rows.images
   chosen = remat.choose(rows.tokens.size // _row_shards(trunk))
   seen = None if images is None else images.columns(trunk, name, remat=chosen != 'none')
@@ -87,15 +78,9 @@ def _states_before(trunk: Qwen, rows: TokenRows, remat: RematSettings, name: str
 def value_tokens(
   module: ActorCritic, rows: TokenRows, settings: ScoringSettings, *, freeze_policy: bool = False
 ) -> jax.Array:
-  """The critic's values of the states that sampled tokens were drawn from; no logits are computed.
+  """The critic's values f32[B, R] of the states that sampled tokens were drawn from; no logits are computed.
 
-  Args:
-    rows: see `score_tokens`.
-    settings: reads `remat`.
-    freeze_policy: stop the gradient before the policy's trunk; a separate critic is trained as usual.
-
-  Returns:
-    f32[B, R].
+  `freeze_policy` stops the gradient before the policy's trunk; a separate critic is trained as usual.
   """
   trunk, name = (module.policy, POLICY) if module.critic is None else (module.critic, CRITIC)
   hidden = _states_before(trunk, rows, settings.remat, name)
@@ -105,14 +90,9 @@ def value_tokens(
 def score_tokens(
   module: ActorCritic, rows: TokenRows, settings: ScoringSettings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Log-probs, entropies and values of sampled tokens, from one forward pass of each trunk.
+  """Log-probs, entropies and values of sampled tokens, each f32[B, R], from one forward pass of each trunk.
 
-  Args:
-    rows: i32[B, T] tokens, and what is scored of them. The rotary positions of text are those in a token's row, 0, 1,
-      ...; of images, `rows.images` has them.
-
-  Returns:
-    (logprobs, entropies, values), each f32[B, R].
+  The rotary positions of text are those in a token's row, 0, 1, ...; of images, `rows.images` has them.
   """
   hidden = _states_before(module.policy, rows, settings.remat, POLICY)
   values = module.value_head(hidden) if module.critic is None else value_tokens(module, rows, settings)
@@ -175,22 +155,12 @@ def token_rows(rows: TokenRows) -> TokenRows:
 
 
 class Scorer:
-  """The compiled programs that score the rows of a batch without gradients.
-
-  Attributes:
-    traces: how often each program has been traced: once for each pair of widths.
-    programs: the compiled functions by name.
-  """
+  """The compiled programs that score the rows of a batch without gradients, traced once for each pair of widths."""
 
   def __init__(
     self, graphdef: Any, settings: ScoringSettings, mesh: Mesh | None = None, observer: Observer | None = None
   ):
-    """Nothing is compiled before the first call.
-
-    Args:
-      mesh: rows are divided over it; None for one device.
-      observer: told of the programs; default nobody listens.
-    """
+    """Nothing is compiled before the first call."""
     self._mesh, self._observer = mesh, observer or Observer()
     self.traces = {'score': 0, 'logprobs': 0, 'values': 0}
 

@@ -15,11 +15,9 @@ from ragen_jax.algorithms import filters
 
 @dataclasses.dataclass(frozen=True)
 class FilterSettings:
-  """The filter of prompt groups. Fields of `config.filter`, and the following.
+  """The filter of prompt groups. Fields of `config.filter`, and the number of groups of an iteration.
 
-  Attributes:
-    needs_groups: whether the estimator compares the members of a group; groups of one member are then dropped.
-    groups: number of prompt groups of an iteration.
+  `needs_groups`: whether the estimator compares the members of a group; groups of one member are then dropped.
   """
 
   metric: str
@@ -105,12 +103,9 @@ def draw_groups(selection: Selection, count: int, rng: np.random.Generator) -> S
 
 
 def with_replayed(selection: Selection, drawn: list[tuple[Rollout, np.ndarray]], *, multiple: int) -> Selection:
-  """Appends replayed rows to the selection, and empty rows up to a multiple of `multiple` rows.
+  """Appends replayed rows to the selection, all of them kept (`ReplayBuffer.draw`), and empty rows.
 
-  Args:
-    selection: the selection of a fresh rollout.
-    drawn: rollouts and the factors of their rows, see `ReplayBuffer.draw`; all their rows are kept.
-    multiple: the number of rows is a multiple of this, so that few programs are compiled.
+  The number of rows becomes a multiple of `multiple`, so that few programs are compiled.
   """
   if not drawn:
     return dataclasses.replace(selection, metrics=selection.metrics | {'rollout/replayed_groups': 0})

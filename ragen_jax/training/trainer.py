@@ -47,12 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSettings:
-  """The rollouts of a run. Fields of `config.train`, and the following.
-
-  Attributes:
-    sampling: how tokens are drawn.
-    max_rollouts: maximum number of rollouts of an iteration (`config.filter`).
-  """
+  """The rollouts of a run. Fields of `config.train` and, for `max_rollouts`, of `config.filter`."""
 
   groups: int
   group_size: int
@@ -64,14 +59,7 @@ class RolloutSettings:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-  """The optimiser steps of an iteration. Fields of `config.algorithm`, and the following.
-
-  Attributes:
-    mini_batch_size: number of episodes of an optimiser step (`config.optimizer`).
-    critic_warmup: number of initial iterations that train only the critic (`config.optimizer`).
-    fixed_steps: whether a filter leaves the number of steps unchanged (`config.filter`).
-    weights: settings of the weights of tokens in the loss.
-  """
+  """The optimiser steps of an iteration. Fields of `config.algorithm`, `config.optimizer` and `config.filter`."""
 
   ppo_epochs: int
   mini_batch_size: int
@@ -84,10 +72,8 @@ class UpdateSettings:
 class TrainerSettings:
   """The settings of a trainer's parts.
 
-  Attributes:
-    seed: seed of token draws and of the order of mini-batches.
-    reference: whether to keep the initial weights as the reference of KL terms.
-    rollout, filter, replay, estimate, loss, update, optimizer, records: see their classes.
+  `seed` is that of token draws and of the order of mini-batches. With `reference`, the initial weights are kept as the
+  reference of KL terms.
   """
 
   seed: int
@@ -105,16 +91,7 @@ class TrainerSettings:
 class Trainer:
   """The steps of an iteration; `build.make_trainer` makes one from a config.
 
-  Attributes:
-    settings: see `TrainerSettings`.
-    model: the language model that is trained.
-    player: plays episodes.
-    scorer: scores tokens.
-    learner: takes optimiser steps.
-    sight: makes what programs read of images; None for a model that reads text only.
-    estimator: makes advantages.
-    replay: the rollouts of earlier iterations.
-    recorder: keeps episodes for the viewer.
+  `sight` makes what programs read of images; it is None for a model that reads text only.
   """
 
   def __init__(self, settings: TrainerSettings, model: LanguageModel, player: Player):
@@ -153,14 +130,7 @@ class Trainer:
     return TrainState(trained, frozen, self.learner.init(trained), reference)
 
   def iterate(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
-    """Runs a whole iteration with a new rollout, without the evaluations and checkpoints of `train.py`.
-
-    Args:
-      state: donated, see `update`.
-
-    Returns:
-      The next state, and the metrics of rollout and update.
-    """
+    """Runs a whole iteration with a new rollout, without `train.py`'s evaluations and checkpoints; donates `state`."""
     rollout, selected = self.collect(state)
     batch, metrics = self.estimate(state, selected)
     state, update_metrics = self.update(state, batch, selected)
@@ -177,12 +147,6 @@ class Trainer:
     If the filter keeps fewer than `train.groups` groups, more rollouts are played until this number is reached, at most
     `filter.max_rollouts`. With a replay buffer, groups of earlier iterations are added. If a number of the rollout is
     not finite, nothing is kept or added, and the selection's metrics contain a `NotFinite`.
-
-    Args:
-      state: read only.
-
-    Returns:
-      The fresh rollout, and the selection.
     """
     s, iteration = self.settings, state.iteration
     played = [self.rollout(state)]
@@ -217,12 +181,7 @@ class Trainer:
     self._warned = bool(found)
 
   def rollout(self, state: TrainState, attempt: int = 0) -> Rollout:
-    """Plays a fresh level for each group.
-
-    Args:
-      state: read only.
-      attempt: number of earlier rollouts of the iteration; each rollout plays other levels.
-    """
+    """Plays a fresh level for each group; `attempt`, the number of the iteration's earlier rollouts, gives others."""
     s, iteration = self.settings.rollout, state.iteration
     number = iteration * s.max_rollouts + attempt
     key = jax.random.fold_in(jax.random.key(self.settings.seed), iteration)
@@ -252,10 +211,7 @@ class Trainer:
     """Takes the optimiser steps of an iteration; none if no row is kept, or if a number of the batch is not finite.
 
     In the first `optimizer.critic_warmup` iterations, the steps train only the critic. A step whose loss, gradient or
-    update is not finite is skipped (`Learner.step`).
-
-    Args:
-      state: its `trained` and `opt_state` are donated.
+    update is not finite is skipped (`Learner.step`). The state's `trained` and `opt_state` are donated.
 
     Returns:
       The state of the next iteration, and metrics, `policy_lag` among them; 'actor/ratio' is a histogram, of the
@@ -281,11 +237,8 @@ class Trainer:
   def try_weights(self, state: TrainState, batch: TrainBatch, selected: Selection) -> dict[str, NotFinite]:
     """Finds numbers that are not finite in the loss of new weights, on one micro-batch of the last update.
 
-    The weights themselves can be finite and useless. This runs the gradient program of the update, so it compiles
-    nothing.
-
-    Args:
-      state: the state after `update`; read only.
+    The weights themselves can be finite and useless. `state` is the one after `update`. This runs the gradient program
+    of the update, so it compiles nothing.
     """
     iteration = state.iteration - 1
     found = self._plans(selected, iteration)
@@ -327,11 +280,9 @@ class Trainer:
   def micro_batches(
     self, batch: TrainBatch, selected: Selection, rows: np.ndarray, plans: Plans | None = None
   ) -> Iterator[MiniBatch]:
-    """The micro-batches of a mini-batch, placed on the mesh.
+    """The micro-batches of the mini-batch `rows` i32[M], placed on the mesh.
 
-    Args:
-      rows: i32[M], the mini-batch.
-      plans: of the mini-batch, or some of them; None to cut or pack it by itself.
+    `plans` are those of the mini-batch, or some of them; None to cut or pack it by itself.
     """
     t, batching = selected.rollout.trajectory, self.settings.estimate.batching
     mini_batch: MiniBatch = with_loss_weights(
@@ -346,10 +297,7 @@ class Trainer:
   ) -> dict[str, float | Counts | NotFinite]:
     """Means over the steps that were not skipped, or over all if all were skipped.
 
-    Args:
-      steps: the metrics of each step, on the host.
-      state: the state of the iteration.
-      taken: the rows of each micro-batch of each step.
+    `steps` has the metrics of each step, on the host, and `taken` the rows of each micro-batch of each step.
     """
     whole, first = len(steps), steps[:1]
     flags = [bool(step.pop(SKIPPED)) for step in steps]

@@ -124,7 +124,6 @@ def read_config(directory: str) -> QwenConfig:
 
 
 def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfig:
-  """The shape of the decoder."""
   _check_features(raw, architecture, where)
   num_heads, num_layers = integer(raw, 'num_attention_heads', where), integer(raw, 'num_hidden_layers', where)
   hidden_size = integer(raw, 'hidden_size', where)
@@ -202,8 +201,7 @@ def _has_sliding_window(raw: dict[str, Any], num_layers: int) -> bool:
 def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> dict[str, Any]:
   """The content of `config.json`, with field names that transformers 4 and 5 both read.
 
-  Args:
-    tokenizer_dir: source of the special tokens' ids and of the fields that an export carries over; None for neither.
+  Ids of special tokens, and the fields that an export carries over, come from `tokenizer_dir`; None for neither.
 
   Raises:
     UserError: a special token's id is outside of the vocabulary.

@@ -24,11 +24,9 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ExportSettings:
-  """How a policy is written.
+  """How a policy is written. Fields of `config.export`, and the following.
 
   Attributes:
-    lora: 'merged' writes a complete model with the adapters added to its weights, 'adapter' the adapters only.
-    dtype: type of the stored weights.
     adapters: the adapters of the policy; None without LoRA.
     base: the base model that an adapter directory refers to: a directory, or a repository on the hub.
     tokenizer_dir: source of tokenizer files.
@@ -42,12 +40,9 @@ class ExportSettings:
 
 
 def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step', others: tuple[str, ...] = ()) -> int:
-  """The step of the checkpoint that 'latest', 'best' or a number selects.
+  """The step of the checkpoint that 'latest', 'best' or a number in digits selects.
 
-  Args:
-    step: 'latest', 'best' or a step in digits.
-    field: the config field that `step` comes from, for the error.
-    others: what else the field may be, for the error.
+  For the error, `field` is the config field that `step` comes from, and `others` is what else it may be.
 
   Raises:
     UserError: there is no such checkpoint.
@@ -69,13 +64,10 @@ def choose_step(checkpointer: Checkpointer, step: str, field: str = 'export.step
 
 
 def restore_params(checkpointer: Checkpointer, model: ActorCritic, mesh: Mesh, step: int) -> nnx.State:
-  """Restores the weights of a checkpoint onto a mesh.
+  """Restores the weights of a checkpoint onto a mesh: all weights, trained and frozen.
 
   Frozen weights (with LoRA, and of vision towers) are those of `model`. Its trained weights are deleted first, because
   both copies together may not fit into memory.
-
-  Returns:
-    All weights, trained and frozen.
   """
   params = nnx.split(model)[1]
   params = place(params, lora.shardings(params, mesh))
@@ -92,11 +84,9 @@ def check_output(output: str, field: str, source: str) -> None:
 
 
 def write_policy(output: str, model: ActorCritic, settings: ExportSettings, *, with_value_head: bool) -> None:
-  """Writes a policy: a complete model with its adapters merged, or the adapters only.
+  """Writes a policy as `save_model` does: a complete model with its adapters merged, or the adapters only.
 
-  Args:
-    output: the directory; see `save_model`.
-    with_value_head: also write the value head, and the critic's trunk if it has its own.
+  `with_value_head` also writes the value head, and the critic's trunk if it has its own.
   """
   head = model.value_head if with_value_head else None
   critic = model.critic if with_value_head else None

@@ -46,14 +46,9 @@ def load_model(
 ) -> Qwen:
   """Loads the model of a checkpoint. No weights are initialised on the way.
 
-  Args:
-    dtype: type of activations, and of weights in computations.
-    attention: see `Qwen`.
-    sharding_fn: see `load_params`.
-    trunk_only: skip an output projection that is not tied to the embedding; the model has the shape `trunk_config`.
-
-  Raises:
-    UserError: see `read_config` and `load_params`.
+  `dtype` is that of activations, and of weights in computations. `trunk_only` skips an output projection that is not
+  tied to the embedding; the model then has the shape `trunk_config`. Errors are those of `read_config` and
+  `load_params`.
   """
   cfg = read_config(directory)
   trunk_only = trunk_only and not cfg.tie_word_embeddings
@@ -70,7 +65,7 @@ def load_params(
   *,
   ignore_head: bool = False,
 ) -> nnx.State:
-  """Loads the weights of a `Qwen`, tensor by tensor, onto their devices.
+  """Loads the weights of a `Qwen`, as its `nnx.state` has them, tensor by tensor, onto their devices.
 
   Host memory holds one tensor in its stored type and one device's part of it in our layout and type. In a run of
   several processes, each process reads every tensor and keeps the parts of its own devices.
@@ -80,9 +75,6 @@ def load_params(
     sharding_fn: sharding of a parameter by its path, e.g. ('layers', 0, 'self_attn', 'q_proj', 'kernel') -> a
       `NamedSharding` of [D, N, H]. Without it, or if it returns None, weights go to the default device.
     ignore_head: with tied embeddings, do not compare a stored output projection with the embedding.
-
-  Returns:
-    The weights, with the structure of `nnx.state(Qwen)`.
 
   Raises:
     UserError: a file cannot be read, or tensors are missing, unexpected, or of an unexpected shape or type. All
@@ -222,10 +214,7 @@ def has_value_head(directory: str) -> bool:
 
 
 def load_value_head(directory: str, head: ValueHead) -> bool:
-  """Fills `head` from the `value_head.safetensors` of a checkpoint, if there is one; its sharding is kept.
-
-  Returns:
-    Whether there was one.
+  """Fills `head` from the `value_head.safetensors` of a checkpoint; its sharding is kept. False if there is none.
 
   Raises:
     UserError: the names or shapes in the file are not those of `head`.

@@ -94,14 +94,7 @@ _MAX_LISTED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """One parameter and its tensor in a checkpoint.
-
-  Attributes:
-    path: path of the parameter in `nnx.state(Qwen)`.
-    shape: shape of the parameter.
-    name: name of the tensor.
-    hf_shape: shape of the tensor.
-  """
+  """Path and shape of a parameter in `nnx.state(Qwen)`, and name and shape of its tensor in a checkpoint."""
 
   path: tuple[str | int, ...]
   shape: tuple[int, ...]

@@ -108,14 +108,9 @@ def save(
 ) -> None:
   """Writes the adapters of a model as a directory that `peft.PeftModel.from_pretrained` opens. Single process only.
 
-  The files are written to a new directory that then takes the target's place, as in `save_model`.
-
-  Args:
-    directory: the target; created if missing. If it is not empty it must be a checkpoint, which is replaced.
-    config: rank, alpha and targets of the adapters.
-    dtype: float32, bfloat16 or float16, the type of the stored adapters.
-    base: the base model that `adapter_config.json` names: a directory, or a repository on the hub.
-    value_head: stored beside the adapters, in float32.
+  The files are written to a new directory that then takes the target's place, as in `save_model`, which describes
+  `directory` and `dtype`. `base` is the base model that `adapter_config.json` names: a directory, or a repository on
+  the hub. The value head is stored beside the adapters, in float32.
 
   Raises:
     UserError: `directory` holds something other than a checkpoint, or a weight is not finite in this type.

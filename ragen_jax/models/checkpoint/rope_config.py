@@ -15,10 +15,7 @@ _LLAMA3 = 'llama3'
 def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Llama3Scaling | None]:
   """The base of the wavelengths and their scaling, from `rope_theta`, `rope_scaling` or `rope_parameters`.
 
-  Args:
-    raw: the fields of the decoder.
-    architecture: see `QwenConfig`; only Llama models can be scaled.
-    where: the file, for errors.
+  `raw` are the fields of the decoder. Only Llama models can be scaled.
 
   Raises:
     UserError: the rotary embedding is of another type, or differs from layer to layer.
@@ -45,7 +42,6 @@ def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Lla
 
 
 def _scaling(rope: dict[str, Any], where: str) -> Llama3Scaling:
-  """The numbers of Llama 3's scaling."""
   found = {}
   for field in dataclasses.fields(Llama3Scaling):
     value = rope.get(field.name)

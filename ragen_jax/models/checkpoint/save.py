@@ -241,9 +241,7 @@ def check_target(directory: str) -> None:
 def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
   """Context manager: a new directory that replaces `directory` when the block ends without an exception.
 
-  Args:
-    directory: the target, see `save_model`.
-    tokenizer_dir: source of tokenizer files; None: those of the target.
+  Tokenizer files come from `tokenizer_dir`; None keeps those of the target.
 
   Raises:
     UserError: `directory` holds something other than a checkpoint, or the disk is full or not writable.

@@ -35,12 +35,7 @@ _IDS = {'image_token_id': 151655, 'video_token_id': 151656, 'vision_start_token_
 def read(raw: dict[str, Any], text: dict[str, Any], trunk: QwenConfig, family: str, where: str) -> dict[str, Any]:
   """The fields of a `QwenConfig` that text models do not have.
 
-  Args:
-    raw: the whole file.
-    text: its part that describes the decoder.
-    trunk: the shape of the decoder.
-    family: one of `TRUNKS`.
-    where: the file, for errors.
+  `raw` is the whole file, `text` its part that describes the decoder, and `family` one of `TRUNKS`.
 
   Raises:
     UserError: there is no vision tower, or it does not fit the decoder or requires a feature that is not supported.
@@ -110,9 +105,7 @@ def _blocks(vision: dict[str, Any], field: str, where: str) -> tuple[int, ...]:
 def write(config: dict[str, Any], cfg: QwenConfig, source: dict[str, Any]) -> dict[str, Any]:
   """The `config.json` of a model that reads images, in the layout of the published files of its family.
 
-  Args:
-    config: the fields of a text model of the same decoder.
-    source: the file that the model comes from; {} for none.
+  `config` are the fields of a text model of the same decoder, `source` the file that the model comes from, {} for none.
   """
   v = cfg.vision
   vision = {

@@ -20,9 +20,6 @@ class VisionConfig:
 
   Attributes:
     family: one of `FAMILIES`.
-    depth: number of blocks.
-    hidden_size: width of the blocks.
-    intermediate_size: width of the blocks' MLP.
     num_heads: attention heads, whose width is divisible by 4.
     out_hidden_size: width of the features, that of the decoder.
     patch_size: pixels of a side of a patch.
@@ -34,8 +31,6 @@ class VisionConfig:
     deepstack_blocks: blocks after which features are taken for the first layers of the decoder (DeepStack).
     image_token_id: id of the placeholder, one for each token of an image.
     video_token_id: id of the placeholder of videos, which are not supported.
-    vision_start_token_id: id before the first placeholder of an image.
-    vision_end_token_id: id after the last one.
   """
 
   family: str

@@ -35,22 +35,10 @@ def digest(image: np.ndarray) -> bytes:
 
 
 class Encoder:
-  """The vision tower of a model as a program of its own.
-
-  Attributes:
-    processor: how images become patches.
-    traces: number of compilations.
-    encoded: number of images that went through the tower.
-    empty: features of no token.
-  """
+  """The vision tower of a model as a program of its own; `encoded` counts the images that went through it."""
 
   def __init__(self, model: Qwen, processor: ProcessorConfig, mesh: Mesh | None = None):
-    """Compiles nothing.
-
-    Args:
-      model: has a tower; its structure is used. If the tower is frozen, features are kept from call to call.
-      mesh: the devices that divide the images; None for one device.
-    """
+    """Compiles nothing. If the tower is frozen, features are kept from call to call."""
     self.processor = processor
     self.traces = 0
     self.encoded = 0
@@ -73,9 +61,7 @@ class Encoder:
   def __call__(self, weights: Any, images: Sequence[np.ndarray]) -> list[Features]:
     """The features of images, on the host: embeddings [tokens, D], and with DeepStack [n, tokens, D].
 
-    Args:
-      weights: of the tower. Those of a frozen tower are always the same.
-      images: u8[H, W, 3] each, of sizes that need no resizing.
+    The images are u8[H, W, 3] each, of sizes that need no resizing. The weights of a frozen tower are always the same.
 
     Raises:
       UserError: the processor would resize an image.

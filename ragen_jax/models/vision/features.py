@@ -35,9 +35,8 @@ class ImageColumns:
 def table(parts: Sequence[Features]) -> Features:
   """The tokens of all images one after the other: embeddings [M, D] and, with DeepStack, [n, M, D].
 
-  Args:
-    parts: results of `VisionTower`, each for I images of one size; image i of a part begins behind the tokens of the
-      parts before and those of i images of its own.
+  Each part is a result of `VisionTower` for I images of one size; its image i begins behind the tokens of the parts
+  before and those of i images of its own.
   """
   width = parts[0].embeddings.shape[-1]
   embeddings = jnp.concatenate([part.embeddings.reshape(-1, width) for part in parts])
@@ -53,12 +52,10 @@ def table_rows(tokens: int) -> int:
 
 
 def stacked(parts: Sequence[Features], rows: int, like: Features) -> Features:
-  """A `table` of `rows` rows on the host, from the features of single images.
+  """A `table` of `rows` rows on the host, from the features of single images; the rest is zero.
 
-  Args:
-    parts: embeddings [tokens, D] and, with DeepStack, [n, tokens, D] of each image.
-    rows: M, at least the tokens of all images; the rest is zero.
-    like: the features of any image, whose type and width the table has.
+  The parts are embeddings [tokens, D] and, with DeepStack, [n, tokens, D] of each image. The table has the type and the
+  width of `like`, the features of any image.
   """
 
   def fill(axis, own, x):
@@ -84,16 +81,10 @@ def abstract_features(cfg: VisionConfig, rows: int, dtype: Any, sharding: Any) -
 
 
 def insert(x: jax.Array, features: Features, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-  """Puts features of images into columns.
+  """Puts features of images into columns: what `ImageColumns` describes, into embedded tokens [B, T, D].
 
-  Args:
-    x: [B, T, D], embedded tokens.
-    features: a `table`.
-    index: i32[B, T], the row of the table that each column reads, see `positions.feature_columns`; -1 in text columns.
-
-  Returns:
-    The embedded columns [B, T, D], and what `Qwen` adds after its first layers, [B, n, T, D], zero in text columns;
-    None without DeepStack.
+  The result is the embedded columns [B, T, D], and what `Qwen` adds after its first layers, [B, n, T, D], zero in text
+  columns; None without DeepStack.
   """
   is_image, rows = (index >= 0)[..., None], jnp.maximum(index, 0)
   x = jnp.where(is_image, features.embeddings[rows].astype(x.dtype), x)

@@ -57,13 +57,7 @@ class Windows:
 
 @functools.lru_cache(maxsize=64)
 def windows(grid: tuple[int, int], merge: int, side: int) -> Windows:
-  """Divides an image into windows of `side` × `side` tokens; those at the right and lower edge are smaller.
-
-  Args:
-    grid: rows and columns of patches.
-    merge: patches of a side of a token.
-    side: tokens of a side of a window.
-  """
+  """Divides an image into windows of `side` × `side` tokens; those at the right and lower edge are smaller."""
   rows, columns = grid[0] // merge, grid[1] // merge
   tokens = np.arange(rows * columns).reshape(rows, columns)
   parts = [tokens[i : i + side, j : j + side].ravel() for i in range(0, rows, side) for j in range(0, columns, side)]
@@ -80,13 +74,7 @@ def windows(grid: tuple[int, int], merge: int, side: int) -> Windows:
 def interpolation(grid: tuple[int, int], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
   """How each patch reads a learned table of `side` × `side` positions: bilinear, with the corners aligned.
 
-  Args:
-    grid: rows and columns of patches.
-    merge: patches of a side of a token.
-    side: rows and columns of the table.
-
-  Returns:
-    i32[P, 4], the rows of the flat table, and f32[P, 4], their weights.
+  The result is i32[P, 4], the rows of the flat table, and f32[P, 4], their weights.
   """
   taps, weights = [], []
   for axis, size in enumerate(grid):

@@ -12,11 +12,7 @@ from ragen_jax.utils.errors import UserError
 
 
 def image_starts(tokens: np.ndarray, grids: Sequence[tuple[int, int]], cfg: VisionConfig) -> list[int]:
-  """The column of the first placeholder of each image.
-
-  Args:
-    tokens: i32[T], one row, without padding.
-    grids: rows and columns of patches of each image of the row, in order.
+  """The column of the first placeholder of each image of a row i32[T] without padding; the grids are in order.
 
   Raises:
     UserError: the placeholders are not those of the images.
@@ -40,7 +36,7 @@ def image_starts(tokens: np.ndarray, grids: Sequence[tuple[int, int]], cfg: Visi
 def rope_positions(
   tokens: np.ndarray, grids: Sequence[tuple[int, int]], cfg: VisionConfig, start: int = 0
 ) -> tuple[np.ndarray, int]:
-  """The rotary positions of a row, or of its next part.
+  """The rotary positions i32[T, 3] of a row, or of its next part, and the position of the next column.
 
   A text column has the same position on all axes. An image has one position in time; its rows and columns count from
   it. The column after an image has the position after the largest one, so an image takes as many positions as its
@@ -50,13 +46,8 @@ def rope_positions(
                                              height  0  1 1 1 2 2 2  4
                                              width   0  1 2 3 1 2 3  4
 
-  Args:
-    tokens: i32[T], without padding; images are complete.
-    grids: rows and columns of patches of each image in `tokens`, in order.
-    start: position of the first column: 0, or the position that the row's part before returned.
-
-  Returns:
-    i32[T, 3], and the position of the next column.
+  `tokens` i32[T] have no padding, and images are complete; the grids are in their order. `start` is the position of the
+  first column: 0, or the one that the row's part before returned.
 
   Raises:
     UserError: the placeholders are not those of the images.
@@ -78,15 +69,9 @@ def rope_positions(
 def feature_columns(
   tokens: np.ndarray, grids: Sequence[tuple[int, int]], cfg: VisionConfig, first: Sequence[int]
 ) -> np.ndarray:
-  """Which row of a table of features each column of a row reads.
+  """Which row of a table of features each column of a row i32[T] without padding reads; -1 in text columns.
 
-  Args:
-    tokens: i32[T], without padding.
-    grids: rows and columns of patches of each image of the row, in order.
-    first: the row of the table with the first token of each image; an image's tokens follow one another.
-
-  Returns:
-    i32[T], -1 in text columns.
+  `first` has the row of the table with the first token of each image; an image's tokens follow one another.
 
   Raises:
     UserError: the placeholders are not those of the images.

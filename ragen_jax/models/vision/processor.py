@@ -33,12 +33,9 @@ _STEPS = {'do_resize': True, 'do_rescale': True, 'do_normalize': True, 'do_conve
 
 @dataclasses.dataclass(frozen=True)
 class ProcessorConfig:
-  """How images become patches.
+  """How images become patches; the sizes are those of `VisionConfig`.
 
   Attributes:
-    patch_size: pixels of a side of a patch.
-    temporal_patch_size: times that a still image is repeated in a patch.
-    merge_size: patches of a side of a token.
     min_pixels: the least number of pixels of an image; smaller ones are enlarged.
     max_pixels: the most pixels of an image; larger ones are reduced.
     mean: of each channel, subtracted from values in 0..1.
@@ -148,14 +145,7 @@ def token_count(grid: tuple[int, int], merge: int) -> int:
 
 
 def preprocess(image: np.ndarray, cfg: ProcessorConfig) -> tuple[np.ndarray, tuple[int, int]]:
-  """The patches of an image of any size, on the host.
-
-  Args:
-    image: u8[H, W, 3].
-    cfg: how.
-
-  Returns:
-    f32[P, values], and the grid (rows, columns) of patches.
+  """The patches f32[P, values] of an image of any size, on the host, and their grid (rows, columns).
 
   Raises:
     UserError: the image is not u8[H, W, 3], or is too long for its width; see `smart_resize`.

@@ -156,15 +156,10 @@ class VisionTower(nnx.Module):
     self.deepstack_mergers = nnx.List([Merger(cfg, norm_after_joining=True, **make()) for _ in cfg.deepstack_blocks])
 
   def __call__(self, patches: jax.Array, grid: tuple[int, int], *, remat: bool = False) -> Features:
-    """The features of I images of one size.
+    """The features of I images of one size: embeddings [I, tokens, D], and with DeepStack [I, n, tokens, D].
 
-    Args:
-      patches: f32[I, P, values].
-      grid: rows and columns of patches, P in all.
-      remat: compute each block again in the backward pass, which then keeps the input of each block only.
-
-    Returns:
-      Embeddings [I, tokens, D], and with DeepStack [I, n, tokens, D].
+    `patches` are f32[I, P, values], and `grid` their rows and columns. `remat` computes each block again in the
+    backward pass, which then keeps the input of each block only.
 
     Raises:
       ValueError: the patches are not those of the grid.
