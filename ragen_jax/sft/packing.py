@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from ragen_jax.sft.data import SftExamples
-from ragen_jax.training.batches import MicroBatch, PackingSettings, TokenRows, micro_batches, plan_micro_batches
+from ragen_jax.training.batches import PackingSettings, TokenRows, micro_batches, plan_micro_batches
 from ragen_jax.training.packing import pack_batches
 
 
@@ -56,7 +56,7 @@ def batches(
   )
   if packing is None:
     together = max(batch_size // 2, 1)
-    plans = _padded(length, mask.sum(axis=1), together, length_step)
+    plans = plan_micro_batches(np.arange(len(rows)), length, mask.sum(axis=1), size=together, length_step=length_step)
   else:
     tokens = step.tokens if data.images is None else None
     (plans,) = pack_batches([np.arange(len(rows))], length, mask.sum(axis=1), packing, tokens)
@@ -70,8 +70,3 @@ def _room_for_images(data: SftExamples, together: float) -> dict[tuple[int, int]
     size: math.ceil(together * counts.mean() + 3 * math.sqrt(together * np.square(counts).mean()))
     for size, counts in data.image_counts.items()
   }
-
-
-def _padded(length: np.ndarray, sampled: np.ndarray, size: int, length_step: int) -> list[MicroBatch]:
-  """Micro-batches of `size` rows with one conversation each, as wide as their longest conversation."""
-  return plan_micro_batches(np.arange(len(length)), length, sampled, size=size, length_step=length_step)

@@ -311,10 +311,9 @@ class OptimizerStep:
     norms: Any,
     lr_scale: Any,
   ) -> Any:
-    own_weights, own_state = weights, state
-    trained, opt_state = trees.of_weights(own_weights), trees.of_state(own_state, shared)
-    weights, state = self._next(trained, opt_state, trees.of_weights(gradients), norms, lr_scale)
-    return self._copied(tuple(bad_steps.bad_arrays(x) for x in (trees.state_leaves(state), weights)))
+    trained, opt_state = trees.of_weights(weights), trees.of_state(state, shared)
+    new, new_state = self._next(trained, opt_state, trees.of_weights(gradients), norms, lr_scale)
+    return self._copied(tuple(bad_steps.bad_arrays(x) for x in (trees.state_leaves(new_state), new)))
 
   def _apply_verdict(self, parts: _Parts, checked: Sequence[Any], norms: Any, bad: Any, finite: Any) -> Any:
     state, weights = (jnp.concatenate(flags) for flags in zip(*checked, strict=True))
