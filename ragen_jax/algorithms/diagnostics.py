@@ -104,7 +104,7 @@ def reward_std_buckets(std: np.ndarray, *, mode: str, count: int) -> np.ndarray:
     return (rank * count // max(len(std), 1)).astype(np.int32)
   if mode == 'fixed_rv':
     return np.minimum(np.floor(std), count - 1).astype(np.int32)
-  raise ValueError(f'diagnostics.bucket_mode is {mode!r}; it may be one of quantile, fixed_rv')
+  raise ValueError(f'monitor.bucket_mode is {mode!r}; it may be one of quantile, fixed_rv')
 
 
 def logprob_gap(trainer_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
