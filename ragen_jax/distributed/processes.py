@@ -28,10 +28,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from ragen_jax.distributed import messages
 from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.distributed.watchdog import Watchdog
-from ragen_jax.utils import foreign
+from ragen_jax.utils import foreign, messages
 from ragen_jax.utils.background import still_compiling
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.sizes import next_power

@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 
-from ragen_jax.distributed.messages import pack, unpack
+from ragen_jax.utils.messages import pack, unpack
 
 
 class Colour(enum.IntEnum):
