@@ -162,6 +162,11 @@ def attempt(function: Callable[[], Any], what: str) -> tuple[Any, Fault | None]:
     end_if_copy(pid)
     if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
       raise
-    frame = traceback.extract_tb(e.__traceback__)[-1]
-    where = f'{os.path.basename(frame.filename)}:{frame.lineno}'
-    return None, Fault(f'{what} raised {type(e).__name__}', f'{one_line(e, str)} ({where})')
+    return None, raised(e, what)
+
+
+def raised(error: BaseException, what: str) -> Fault:
+  """The fault of a call that raised an exception, with the line that raised it."""
+  frame = traceback.extract_tb(error.__traceback__)[-1]
+  where = f'{os.path.basename(frame.filename)}:{frame.lineno}'
+  return Fault(f'{what} raised {type(error).__name__}', f'{one_line(error, str)} ({where})')
