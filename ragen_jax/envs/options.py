@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.workers import MOST_WORKERS
+
+LEAST_MEMORY_MIB = 64  # a process of Python with NumPy needs less
 
 
 def is_integer(value: Any) -> bool:
@@ -59,6 +62,24 @@ def check_workers(env: str, workers: Any, step_timeout_s: Any) -> None:
   """Raises ValueError if the number of threads or the time limit of `utils.threads.run_calls` is out of range."""
   check_whole_number(env, 'workers', workers, 0)
   check_seconds(env, 'step_timeout_s', step_timeout_s)
+
+
+def check_processes(env: str, processes: Any, memory_mib: Any, workers: Any) -> None:
+  """Raises ValueError if the number of processes or their limit of memory is out of range.
+
+  Args:
+    workers: the number of threads, which a process that plays its rows one after another does not have.
+  """
+  check_integer(env, 'processes', processes, 0, MOST_WORKERS)
+  if not is_integer(memory_mib) or (memory_mib and not LEAST_MEMORY_MIB <= memory_mib < 1 << 30):
+    allowed = f'0 for no limit, or MiB of a process, from {LEAST_MEMORY_MIB}'
+    raise ValueError(f'{env}: memory_mib={memory_mib!r}; allowed: {allowed}')
+  if memory_mib and not processes:
+    raise ValueError(f'{env}: memory_mib={memory_mib} with processes=0; allowed: 0, or a limit with processes from 1')
+  if processes and workers != 1:
+    raise ValueError(
+      f'{env}: workers={workers} with processes={processes}; allowed: 1, as each process plays by itself'
+    )
 
 
 def check_text(env: str, option: str, value: Any, *, blank: bool = True) -> str:

@@ -6,7 +6,7 @@ What msgpack has no value for is a list whose first item is a tag:
   ["l" | "t" | "s" | "f", items...]   list, tuple, set, frozenset     ["d", [key, value]...]   dict
   ["o", type, fields...]              dataclass                       ["e", type, value]       member of an enum
   ["i", digits]                       number above 64 bits            ["u", bytes]             text that is not Unicode
-  ["a" | "n", dtype, shape, bytes]    array, scalar of NumPy          ["x", text]              `Foreign`
+  ["a" | "n", dtype, shape, bytes]    array, scalar of NumPy          ["x", type, text]        `Foreign`
 
 Worker processes, which should start at once, load this module. So it imports NumPy only where a message has an array.
 """
@@ -31,7 +31,10 @@ _NUMBERS, _TEXTS = 'biufc', 'US'  # NumPy's kinds of dtypes
 
 
 class Foreign:
-  """Stands for a value that cannot travel. Its `repr` is that of the value, in one line of at most 300 characters."""
+  """Stands for a value that cannot travel.
+
+  Its `repr` is that of the value, in one line of at most 300 characters, and its class has the name of the value's.
+  """
 
   def __init__(self, text: str):
     self._text = text
@@ -96,7 +99,7 @@ def _tree(value: Any, types: Mapping[type, int], describe: bool) -> Any:
   for plain, tag in _SEQUENCES.items():
     if isinstance(value, plain):
       return [tag, *(_tree(x, types, describe) for x in plain.__iter__(value))]
-  return ['x', _tree(short(value), types, describe)]
+  return ['x', *(_tree(text, types, describe) for text in (kind.__name__, short(value)))]
 
 
 def _array(value: Any, describe: bool) -> list[Any] | None:
@@ -133,7 +136,8 @@ def _value(tree: Any, types: Sequence[type]) -> Any:
   if tag == 'i':
     return int(rest[0], 16)
   if tag == 'x':
-    return Foreign(str(_value(rest[0], types)))
+    name, text = (_value(x, types) for x in rest)
+    return type(name, (Foreign,), {})(str(text))
   if tag in ('a', 'n'):
     return _array_of(*rest, is_array=tag == 'a')
   kind = types[rest[0]]

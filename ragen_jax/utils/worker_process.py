@@ -41,9 +41,8 @@ def main(link: int, lifeline: int) -> None:
   """
   end_with_parent(lifeline)
   faulthandler.enable()
-  with contextlib.suppress(OSError):  # where memory is full, the system should end this process, not the run
-    with open('/proc/self/oom_score_adj', 'w') as file:
-      file.write('1000')
+  with contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:
+    file.write('1000')  # where memory is full, the system should end this process, not the run
   os.set_inheritable(link, False)
   link = socket.socket(fileno=link)
   served: list[Any] = []

@@ -11,8 +11,8 @@ from ragen_jax.agent.rollout import SENT_TYPES, Rollout, concatenate, pad_rows, 
 from ragen_jax.agent.segments import ImageSegment, ImageSpan, TextSegment
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.agent.world_model.state_reward import ReplyReward
-from ragen_jax.utils.messages import pack, unpack
 from ragen_jax.envs.scenes import Scene
+from ragen_jax.utils.messages import pack, unpack
 
 PAD = 99
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,14 +10,15 @@ from ragen_jax.envs.options import (
   check_action_names,
   check_legend,
   check_mapping,
+  check_processes,
   check_text,
   check_workers,
 )
-from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
+from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.envs.outside.games import PythonGames
 from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
-from ragen_jax.utils.errors import describe_error, one_line
-from ragen_jax.utils.imports import import_object
+from ragen_jax.envs.outside.processes import GameProcesses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +45,8 @@ class PythonEnvironment(TextEnvironment):
     action_help                         optional: how an action is written.
     legend                              optional: symbol to meaning.
 
-  The constructor makes one object to read these four.
+  The constructor makes one object to read these four. With `processes`, all code of the class runs in worker processes;
+  also its module is not loaded in this one.
 
   Attributes:
     class_path: 'package.module:ClassName'.
@@ -54,6 +54,9 @@ class PythonEnvironment(TextEnvironment):
     workers: number of threads; 0 plays in the caller's thread, without a time limit. More than 1 helps if steps wait
       for a network or a process. Only one thread at a time then uses an object, but not always the same thread.
     step_timeout_s: time limit of a step, a reset or a close, in seconds.
+    processes: number of processes that the objects of the rows are spread over; 0 plays in threads of this process. For
+      code that breaks in threads, holds the interpreter's lock, hangs, crashes, or takes much memory.
+    memory_mib: limit of the memory that each process may write to; 0 for no limit.
     images: number of images in each observation, see envs/outside/images.py; 0 for text alone.
     image_size: (height, width) of every image, in pixels.
   """
@@ -64,38 +67,42 @@ class PythonEnvironment(TextEnvironment):
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   workers: int = 1
   step_timeout_s: float = 60.0
+  processes: int = 0
+  memory_mib: int = 0
   images: int = 0
   image_size: tuple[int, int] = (0, 0)
 
   def __post_init__(self):
     object.__setattr__(self, 'options', check_mapping('python', 'options', self.options))
     check_workers('python', self.workers, self.step_timeout_s)
+    check_processes('python', self.processes, self.memory_mib, self.workers)
     object.__setattr__(self, '_image_form', check_image_options('python', self.images, self.image_size))
-    cls = import_object('python: class_path', self.class_path)
-    for method in ('reset', 'step'):
-      if not inspect.isclass(cls) or not callable(getattr(cls, method, None)):
-        raise ValueError(
-          f'python: class_path={self.class_path!r} has no {method}; allowed: classes with reset and step'
-        )
-    try:
-      game = cls(**copy.deepcopy(self.options))
-    except (Exception, SystemExit) as e:
-      raise ValueError(
-        f'python: options={one_line(self.options)}: {self.class_path} does not take them ({describe_error(e)})'
-      ) from e
+    settings = {'class_path': self.class_path, 'options': self.options}
+    if self.processes:
+      games = GameProcesses(
+        'python',
+        settings,
+        count=self.processes,
+        memory_mib=self.memory_mib,
+        step_timeout_s=self.step_timeout_s,
+        name=self.class_path,
+      )
+      about = games.describe(f'python: class_path={self.class_path!r}')
+      games.end_probe()
+    else:
+      limits = {'workers': self.workers, 'timeout_s': self.step_timeout_s}
+      games = PythonGames(**settings, close=lambda game: close_all([game], **limits))
+      about = games.describe()
     where = f'python: {self.class_path}'
-    try:
-      texts = {
-        '_rules': check_text(where, 'rules', _attribute(where, game, 'rules', ''), blank=False),
-        '_legend': check_legend(where, 'legend', _attribute(where, game, 'legend', {})),
-        '_action_names': check_action_names(where, _attribute(where, game, 'action_names', ())),
-        '_action_help': check_text(where, 'action_help', _attribute(where, game, 'action_help', '')),
-      }
-    finally:
-      close_all([game], workers=self.workers, timeout_s=self.step_timeout_s)
+    texts = {
+      '_rules': check_text(where, 'rules', about['rules'], blank=False),
+      '_legend': check_legend(where, 'legend', about['legend']),
+      '_action_names': check_action_names(where, about['action_names']),
+      '_action_help': check_text(where, 'action_help', about['action_help']),
+      '_games': games,
+    }
     for field, value in texts.items():
       object.__setattr__(self, field, value)
-    object.__setattr__(self, '_class', cls)
 
   @property
   def image_form(self) -> ImageForm | None:
@@ -116,32 +123,8 @@ class PythonEnvironment(TextEnvironment):
   def legend(self) -> dict[str, str]:
     return self._legend
 
-  def open(self, rows: int) -> LocalSession:
-    # Each object has its own options, because a game may change them.
-    make = lambda: _PythonGame(self._class(**copy.deepcopy(self.options)))  # noqa: E731
+  def open(self, rows: int) -> Session:
+    if self.processes:
+      return self._games.open(rows)
     limits = {'workers': self.workers, 'step_timeout_s': self.step_timeout_s}
-    return LocalSession(make, rows, **limits, owner=self, form=self.image_form)
-
-
-class _PythonGame:
-  """An object of the user's class with a method `reset(seed, member)`, even if the class's `reset` takes no member."""
-
-  def __init__(self, game: Any):
-    self._game = game
-    self.step = game.step
-    self.close = getattr(game, 'close', lambda: None)
-    self._takes_member = 'member' in inspect.signature(game.reset).parameters
-
-  def reset(self, seed: int, member: int) -> Any:
-    return self._game.reset(seed, member=member) if self._takes_member else self._game.reset(seed)
-
-
-def _attribute(where: str, game: Any, field: str, default: Any) -> Any:
-  """The value of an attribute, or of a method without arguments; raises ValueError if reading it fails."""
-  try:
-    value = getattr(game, field, default)
-    return value() if callable(value) else value
-  except (Exception, SystemExit) as e:
-    raise ValueError(
-      f'{where}: {field} cannot be read ({describe_error(e)}); allowed: an attribute, or a method without arguments'
-    ) from e
+    return LocalSession(self._games.make, rows, **limits, owner=self, form=self.image_form)

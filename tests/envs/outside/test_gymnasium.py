@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ragen_jax import envs as registry
-from ragen_jax.envs.outside import gymnasium as gymnasium_environment
 from ragen_jax.envs.outside.base import TextStep, read_step
+from ragen_jax.envs.outside.games import GymnasiumGames
 from tests.support.environments import raises_one_line
 
 TAXI = {'id': 'Taxi-v4', 'task': 'Drive.', 'action_names': ('Down', 'Up', 'Right', 'Left', 'Pick', 'Drop')}
@@ -139,16 +139,17 @@ def test_a_parser_reads_actions_of_any_space_and_success_is_judged(caplog):
 
 
 def test_without_a_word_from_gymnasium_a_win_is_an_end_with_a_reward():
-  game = gymnasium_environment._Game(registry.make('gymnasium', TAXI))
+  names = {name: '' for name in ('parse', 'render', 'success')}
+  game = GymnasiumGames(id='Taxi-v4', kwargs={}, action_names=TAXI['action_names'], images=0, **names).make()
   cases = [((0, 20, True, False, {}), True), ((0, -1, True, False, {}), False), ((0, 1.0, False, True, {}), False)]
   for arguments, expected in cases:
-    assert game._is_won(*arguments) is expected
-  assert game._is_won(0, 20, True, False, {'success': False}) is False
+    assert game.is_won(*arguments) is expected
+  assert game.is_won(0, 20, True, False, {'success': False}) is False
   for yes in (True, 1, 1.0, np.bool_(True), np.float32(1), np.array([True])):
-    assert game._is_won(0, 0, True, False, {'is_success': yes}) is True
+    assert game.is_won(0, 0, True, False, {'is_success': yes}) is True
   for lie in ('False', 'no', None, 0.5, [True], np.array([True, True])):
     with pytest.raises(TypeError, match=r"info\['success'\] is .*, must be a bool"):
-      game._is_won(0, 0, True, False, {'success': lie})
+      game.is_won(0, 0, True, False, {'success': lie})
   game.close()
 
 
