@@ -92,7 +92,7 @@ def _tree(value: Any, types: Mapping[type, int], describe: bool) -> Any:
   if array is not None:
     return array
   for plain, read in _READERS.items():
-    if isinstance(value, plain) and not isinstance(value, enum.Enum):
+    if isinstance(value, plain) and (describe or not isinstance(value, enum.Enum)):
       return _tree(read(value), types, describe)
   if not describe:
     raise TypeError(f'a message between processes cannot hold a {kind.__name__}')

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import types
 
 from ragen_jax import envs as registry
 from ragen_jax.envs.outside.base import TextEnvironment, TextStep, read_observation, read_step
+from tests.support.light_games import Climb
 
 # The import path of these games, in front of a class.
 GAMES = __name__
-
-
-class Climb:
-  """Up and Down on a ladder; the top wins, the ground loses. The member's luck is how far Up goes."""
-
-  action_names = ('Up', 'Down')
-  legend = types.MappingProxyType({'#': 'you'})
-
-  def __init__(self, rungs: int = 5):
-    self.rungs = rungs
-
-  def rules(self):
-    return f'A ladder of {self.rungs} rungs.'
-
-  def reset(self, seed, member):
-    self.rung, self.luck = 1 + seed % (self.rungs - 2), 1 + member % 2
-    return self.told()
-
-  def told(self):
-    return f'rung {self.rung} of {self.rungs}'
-
-  def step(self, action):
-    self.rung += self.luck if action == 'Up' else -1
-    done = not 0 < self.rung < self.rungs
-    return self.told(), 0.25 * self.rung, done, {'success': self.rung >= self.rungs} if done else {}
 
 
 class Echo:
