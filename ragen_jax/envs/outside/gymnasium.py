@@ -19,7 +19,7 @@ from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.games import GymnasiumGames
 from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
-from ragen_jax.envs.outside.processes import GameProcesses
+from ragen_jax.envs.outside.processes import game_processes
 
 _log = logging.getLogger(__name__)
 
@@ -106,17 +106,9 @@ class GymnasiumEnvironment(TextEnvironment):
     fields = ('id', 'kwargs', 'action_names', 'images', 'parse', 'render', 'success')
     settings = {field: getattr(self, field) for field in fields}
     if self.processes:
-      games = GameProcesses(
-        'gymnasium',
-        settings,
-        count=self.processes,
-        memory_mib=self.memory_mib,
-        step_timeout_s=self.step_timeout_s,
-        name=self.id,
-      )
+      limits = {'memory_mib': self.memory_mib, 'step_timeout_s': self.step_timeout_s}
+      games = game_processes('gymnasium', settings, count=self.processes, **limits)
       about = games.describe(f'gymnasium: id={self.id!r}')
-      if not self.parse:
-        games.end_probe()
     else:
       limits = {'workers': self.workers, 'timeout_s': self.step_timeout_s}
       games = GymnasiumGames(**settings, close=lambda game: close_all([game], **limits))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 from ragen_jax.envs.outside import games
 from ragen_jax.envs.outside.base import Session
 from ragen_jax.utils.errors import one_line
-from ragen_jax.utils.messages import pack
+from ragen_jax.utils.messages import pack, unpack
 from ragen_jax.utils.threads import Fault
 from ragen_jax.utils.workers import Worker, Workers
 
@@ -20,40 +23,85 @@ INFO_KEYS = ('success', 'effective', 'metrics')
 _GIVE_UP_AFTER = 3  # resets in a row that end the process
 _FACTORY = f'{games.__file__}:Rows'
 
+# What this process has started, as long as an environment or a session holds it.
+_running: weakref.WeakValueDictionary[bytes, GameProcesses] = weakref.WeakValueDictionary()
+
+
+def game_processes(
+  kind: str, settings: Mapping[str, Any], *, count: int, memory_mib: int, step_timeout_s: float
+) -> GameProcesses:
+  """The processes of environments with these options, which training and evaluation share; they start when needed.
+
+  Args:
+    kind, settings: see `games.Rows`.
+    count: number of processes.
+    memory_mib: limit of the memory of a process; 0 for no limit.
+    step_timeout_s: time limit of a step or a reset, in seconds.
+
+  Raises:
+    ValueError: a setting cannot be sent to another process; one line names it.
+  """
+  for field, value in settings.items():
+    try:
+      pack(value)
+    except TypeError as e:
+      raise ValueError(
+        f'{kind}: {field}={one_line(value)} with processes={count}; allowed: numbers, texts and collections of these '
+        f'({one_line(e, str)})'
+      ) from e
+  places = [entry for entry in sys.path if isinstance(entry, str)]  # a path of import means another module elsewhere
+  key = pack([kind, dict(settings), count, memory_mib, step_timeout_s, places])
+  if (found := _running.get(key)) is None:
+    found = _running[key] = GameProcesses(kind, settings, count, memory_mib, step_timeout_s)
+  return found
+
+
+@functools.lru_cache(maxsize=256)
+def _describe(kind: str, settings: bytes, memory_mib: int, step_timeout_s: float, places: tuple[str, ...]) -> bytes:
+  """What the games' `describe` returns, packed. A run makes its environments several times, and asks once.
+
+  Args:
+    settings: packed.
+    places: where modules are found, which changes the answer.
+
+  Raises:
+    ValueError: no object can be made, or it says nothing that can be read; one line says why.
+    _Failed: the process did not answer.
+  """
+  del places
+  args = kind, unpack(settings), INFO_KEYS
+  with contextlib.closing(Worker(_FACTORY, args, memory_mib=memory_mib, name=f'{kind}: description')) as worker:
+    result, fault = worker.call('describe', timeout_s=step_timeout_s)
+  if fault is not None:
+    raise _Failed(str(fault))
+  about, problem = result
+  if problem:
+    raise ValueError(problem)
+  return pack(about, describe=True)
+
+
+class _Failed(Exception):
+  pass
+
 
 class GameProcesses:
-  """The worker processes of one environment, which all of its sessions share."""
+  """The worker processes of environments with equal options, which all of their sessions share.
 
-  def __init__(
-    self, kind: str, settings: Mapping[str, Any], *, count: int, memory_mib: int, step_timeout_s: float, name: str
-  ):
-    """Starts nothing yet.
+  Attributes:
+    workers: the processes that rows play in.
+    step_timeout_s: time limit of a step or a reset, in seconds.
+  """
 
-    Args:
-      kind, settings: see `games.Rows`.
-      count: number of processes.
-      memory_mib: limit of the memory of a process; 0 for no limit.
-      step_timeout_s: time limit of a step or a reset, in seconds.
-      name: for the log and for lists of processes.
-
-    Raises:
-      ValueError: a setting cannot be sent to another process; one line names it.
-    """
-    for field, value in settings.items():
-      try:
-        pack(value)
-      except TypeError as e:
-        raise ValueError(
-          f'{kind}: {field}={one_line(value)} with processes={count}; allowed: numbers, texts and collections of these '
-          f'({one_line(e, str)})'
-        ) from e
+  def __init__(self, kind: str, settings: Mapping[str, Any], count: int, memory_mib: int, step_timeout_s: float):
+    """See `game_processes`."""
+    self._described = kind, pack(dict(settings)), memory_mib
     self.step_timeout_s = step_timeout_s
-    args = kind, dict(settings), INFO_KEYS
+    args, name = (kind, dict(settings), INFO_KEYS), str(settings.get('class_path') or settings.get('id'))
     self.workers = Workers(_FACTORY, args, count=count, memory_mib=memory_mib, name=name)
     self._sessions = itertools.count()
     self._ended: list[int] = []  # sessions; added to by finalizers, which may run at any place
-    # Describes the games and reads actions. Its end, if it hangs, must not concern rows.
-    self._probe = Worker(_FACTORY, args, memory_mib=memory_mib, name=name)
+    # Reads actions; its end, if it hangs, must not concern rows. Without a parser it is not started.
+    self._parser = Worker(_FACTORY, args, memory_mib=memory_mib, name=f'{name} parser')
 
   def describe(self, where: str) -> dict[str, Any]:
     """What the games' `describe` returns, from a process of its own.
@@ -64,21 +112,15 @@ class GameProcesses:
     Raises:
       ValueError: no object can be made, or it says nothing that can be read; one line says why.
     """
-    result, fault = self._probe.call('describe', timeout_s=self.step_timeout_s)
-    if fault is not None:
-      raise ValueError(f'{where} cannot be used in a process ({fault})')
-    about, problem = result
-    if problem:
-      raise ValueError(problem)
-    return about
-
-  def end_probe(self) -> None:
-    """Ends the process that described the games, where no actions will be read."""
-    self._probe.close()
+    places = tuple(entry for entry in sys.path if isinstance(entry, str))
+    try:
+      return unpack(_describe(*self._described, self.step_timeout_s, places))
+    except _Failed as e:
+      raise ValueError(f'{where} cannot be used in a process ({e})') from e
 
   def is_action(self, text: str) -> tuple[bool, str]:
     """Whether a text names an action, and what is wrong with the parser, or ''."""
-    result, fault = self._probe.call('is_action', text, timeout_s=self.step_timeout_s)
+    result, fault = self._parser.call('is_action', text, timeout_s=self.step_timeout_s)
     return (False, str(fault)) if fault is not None else result
 
   def open(self, rows: int) -> ProcessSession:

@@ -18,7 +18,7 @@ from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.games import PythonGames
 from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
-from ragen_jax.envs.outside.processes import GameProcesses
+from ragen_jax.envs.outside.processes import game_processes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,16 +79,9 @@ class PythonEnvironment(TextEnvironment):
     object.__setattr__(self, '_image_form', check_image_options('python', self.images, self.image_size))
     settings = {'class_path': self.class_path, 'options': self.options}
     if self.processes:
-      games = GameProcesses(
-        'python',
-        settings,
-        count=self.processes,
-        memory_mib=self.memory_mib,
-        step_timeout_s=self.step_timeout_s,
-        name=self.class_path,
-      )
+      limits = {'memory_mib': self.memory_mib, 'step_timeout_s': self.step_timeout_s}
+      games = game_processes('python', settings, count=self.processes, **limits)
       about = games.describe(f'python: class_path={self.class_path!r}')
-      games.end_probe()
     else:
       limits = {'workers': self.workers, 'timeout_s': self.step_timeout_s}
       games = PythonGames(**settings, close=lambda game: close_all([game], **limits))

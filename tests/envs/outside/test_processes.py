@@ -10,7 +10,7 @@ import pytest
 
 from ragen_jax import envs as registry
 from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
-from ragen_jax.envs.outside.processes import GameProcesses
+from ragen_jax.envs.outside.processes import game_processes
 from ragen_jax.utils.threads import Fault
 from tests.support.environments import raises_one_line
 from tests.support.light_games import LIGHT, lines, results
@@ -194,20 +194,20 @@ def test_no_code_of_the_class_runs_in_this_process(tmp_path, monkeypatch):
 
 def test_sessions_share_the_processes_and_leave_nothing_in_them(tmp_path):
   path = tmp_path / 'notes'
-  env = make('Wild', options={'notes': str(path)})
-  first, second = env.open(4), env.open(4)
+  env, alike = (make('Wild', options={'notes': str(path)}) for _ in range(2))  # as training and evaluation make them
+  first, second = env.open(4), alike.open(4)
   rows = range(4)
   first.reset(rows, [1] * 4, [0] * 4)
   assert second.reset(rows, [2] * 4, [0] * 4) == ['level 2'] * 4
   assert [x[0] for x in first.step(rows, ['a'] * 4)] == ['level 1, episode 1, a'] * 4
   notes = lines(path)
-  assert len({line.split(' ')[-1] for line in notes}) == 1 + 2  # one described the game
+  assert len({line.split(' ')[-1] for line in notes}) == 1 + 2  # one described the game, once
   del first
   gc.collect()
   second.reset(rows, [3] * 4, [0] * 4)
   assert [x[0] for x in second.step(rows, ['a'] * 4)] == ['level 3, episode 2, a'] * 4
   assert sum(line.startswith('closed') for line in lines(path)) == 1 + 4
-  del second, env
+  del second, env, alike
   gc.collect()
   assert sum(line.startswith('closed') for line in lines(path)) == 1 + 8
 
@@ -287,7 +287,7 @@ def test_a_parser_in_a_process_that_raises_says_no_and_is_reported_once(caplog):
 def test_a_parser_that_hangs_says_no_and_costs_no_row():
   names = {'id': f'{PUSH}:LightPush-v0', 'parse': f'{PUSH}:parse', 'render': '', 'success': ''}
   settings = {'kwargs': {}, 'action_names': (), 'images': 0, **names}
-  games = GameProcesses('gymnasium', settings, count=1, memory_mib=0, step_timeout_s=LONG, name='push')
+  games = game_processes('gymnasium', settings, count=1, memory_mib=0, step_timeout_s=LONG)
   assert games.describe('id')['count'] is None
   session = games.open(1)
   session.reset([0], [3], [0])
