@@ -73,7 +73,11 @@ class Worker:
       memory_mib: limit of the memory that the process may write to (on Linux); 0 for no limit.
       name: for the log and for lists of processes.
       start_timeout_s: time limit of the start, with the call of the factory.
+
+    Raises:
+      TypeError: an argument is not plain.
     """
+    pack(tuple(args))
     self.last_end, self.failed_starts = '', 0
     self._factory, self._args, self._memory_mib = factory, tuple(args), memory_mib
     self._start_timeout_s = start_timeout_s
@@ -101,9 +105,14 @@ class Worker:
     Raises:
       TypeError: an argument is not plain.
     """
-    with self._held.lock:
-      fault = self._start()
-      return (None, fault) if fault else self._ask(method, method, args, timeout_s)
+    held = self._held
+    with held.lock:
+      try:
+        fault = self._start()
+        return (None, fault) if fault else self._ask(method, method, args, timeout_s)
+      finally:
+        if held.closed and held.link is not None:  # it was closed while its process started
+          self._end(because='the worker was closed')
 
   def close(self) -> None:
     """Calls the object's `close`, if it has one, and ends the process. Later calls give faults."""

@@ -124,6 +124,8 @@ def test_an_argument_that_is_not_plain_is_refused(thing, value):
     call(thing, 'echo', value)
   with pytest.raises(TypeError, match='cannot hold a'):
     Workers(THING, count=1).map('echo', [(1,), (value,)], timeout_s=LONG)
+  with pytest.raises(TypeError, match='cannot hold a'):
+    Worker(THING, (value,))
   assert call(thing, 'echo', 1) == (1, None)
 
 
