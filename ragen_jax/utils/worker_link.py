@@ -32,6 +32,10 @@ class Ended(Exception):
   """The process ended, or ended the connection, before it answered."""
 
 
+class Garbled(Exception):
+  """The process sent what is no message."""
+
+
 class Link:
   """A running process.
 
@@ -94,7 +98,8 @@ class Link:
 
     Raises:
       TimeoutError: it is not complete after `timeout_s` seconds.
-      Ended: the process ended, or sent what is no answer.
+      Ended: the process ended.
+      Garbled: it sent something else.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -178,7 +183,7 @@ class Link:
       return None
     (size,) = LENGTH.unpack_from(self._in)
     if size > LARGEST_MESSAGE or len(self._in) > LENGTH.size + size:
-      raise Ended
+      raise Garbled(f'a message of {size} bytes, of which {len(self._in) - LENGTH.size} have arrived')
     return bytes(memoryview(self._in)[LENGTH.size :]) if len(self._in) == LENGTH.size + size else None
 
   def _read_output(self) -> None:

@@ -17,10 +17,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ragen_jax.utils.errors import describe_error
+from ragen_jax.utils.errors import describe_error, one_line, short
 from ragen_jax.utils.messages import pack, unpack
 from ragen_jax.utils.threads import Fault, run_calls
-from ragen_jax.utils.worker_link import Ended, Link
+from ragen_jax.utils.worker_link import Ended, Garbled, Link
 from ragen_jax.utils.worker_process import TYPES
 
 MOST_WORKERS = 256
@@ -146,21 +146,19 @@ class Worker:
     message, number = pack((link.requests, target, args), TYPES), link.requests
     try:
       link.send(message)
-      answer = link.receive(timeout_s)
+      result, fault, full = _outcome(link.receive(timeout_s), number)
     except TimeoutError:
       self._end(because=f'{what} took longer than {timeout_s:g} s')
       return None, Fault(self.last_end, 'its process was ended')
     except Ended:
       how = self._end(dying=True)
       return None, self._death(what, how)
+    except Garbled as e:
+      self._end(because=f'{what} sent what is no answer')
+      return None, Fault(self.last_end, one_line(e, str))
     except BaseException:  # such as Ctrl-C; the next call must not get this call's answer
       self._end(because=f'{what} was interrupted')
       raise
-    try:
-      result, fault, full = _outcome(answer, number)
-    except Exception as e:  # noqa: BLE001, whatever a process sends must not end the run
-      self._end(because=f'{what} sent what is no answer')
-      return None, Fault(self.last_end, describe_error(e))
     if full:
       fault = self._death(what, fault.detail, full=True)
       self._end(because=fault.kind)
@@ -185,14 +183,17 @@ class Worker:
 
 
 def _outcome(answer: bytes, number: int) -> tuple[Any, Fault | None, bool]:
-  """(result, fault, whether memory ran out) of the request with a number; an Exception if it is no answer to it."""
-  answered, result, fault, full = unpack(answer, TYPES)
+  """(result, fault, whether memory ran out) of the request with a number; raises Garbled if it is no answer to it."""
+  try:
+    answered, result, fault, full = unpack(answer, TYPES)
+  except Exception as e:  # whatever a process sends must not end the run
+    raise Garbled(describe_error(e)) from e
   if answered != number:
-    raise ValueError(f'it answers request {answered}, not {number}')
+    raise Garbled(f'it answers request {short(answered)}, not {number}')
   if fault is None:
     return result, None, False
   if type(fault) is not Fault or not type(fault.kind) is type(fault.detail) is str:
-    raise ValueError('its fault is none')
+    raise Garbled('its fault is none')
   return None, Fault(fault.kind, fault.detail), bool(full)
 
 

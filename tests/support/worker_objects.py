@@ -120,13 +120,16 @@ class Thing:
     return os.fork() == 0
 
   def meddle(self, data):
-    """Writes to the sockets that it finds open."""
+    """Writes to the sockets that it finds open, and answers nothing; for `data` that begins with '+', it answers."""
+    answers, data = data[:1] == b'+', data.removeprefix(b'+')
     for fd in range(3, 64):
       try:
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
           socket.socket(fileno=os.dup(fd)).sendall(data)
       except OSError:
         continue
+    if not answers:
+      time.sleep(600)
     return 'honest'
 
   def cut(self):
