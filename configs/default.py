@@ -643,6 +643,7 @@ def get_config(model: str = '') -> ConfigDict:
       _limit_words(config, 10)  # asked for more, they often do not end their thought (docs/real_models.md)
   if adapters:
     _lora(config)
+  environments.follow(config.envs)
   return config
 
 

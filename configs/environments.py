@@ -7,6 +7,9 @@ from ml_collections import ConfigDict
 
 from ragen_jax.envs import bandit
 
+# Tag with the held-out part of a data set -> the tag whose fields it follows: one flag sets the file of both.
+HELD_OUT = {'DatasetTest': 'Dataset', 'MetamathQATest': 'MetamathQA', 'GSM8KTest': 'GSM8K'}
+
 
 def by_tag() -> ConfigDict:
   """Tag -> its class, budget and options."""
@@ -204,6 +207,87 @@ def by_tag() -> ConfigDict:
       'max_words': 100,
     }
   )
+  # Questions of your own with known answers, see docs/datasets.md.
+  envs.Dataset = ConfigDict(
+    {
+      'type': 'dataset',
+      # Files of questions, separated by commas: .jsonl, .json or .parquet; one of `path`, `generator` and `hub` is set.
+      'path': '',
+      # 'reasoning_gym:NAME' generates the questions.
+      'generator': '',
+      # Options of the generator; `size` is the number of questions (5000), `seed` makes others (0).
+      'generator_options': {},
+      # A data set's name on the Hugging Face Hub, or a local folder of one.
+      'hub': '',
+      # Arguments of datasets.load_dataset: name, split, revision, data_dir, data_files, cache_dir.
+      'hub_options': {},
+      # Names of the fields of a row; '' for none. Rows with equal `group` are on one side of the split; without `group`
+      # that holds for equal questions.
+      'fields': {'question': 'question', 'answer': 'answer', 'choices': '', 'solution': '', 'group': ''},
+      # Regular expression with one group that finds the gold in the text of the field `answer`; '' for the whole field.
+      'answer_pattern': '',
+      # Which part of the questions is played: 'all', 'train' or 'test'.
+      'split': 'train',
+      # Share of the groups that make the test part.
+      'test_share': 0.1,
+      # Maximum number of questions, the first ones of the source; 0 for all.
+      'limit': 0,
+      # Longer questions are left out, and their number is logged; 0 for no limit.
+      'max_question_chars': 2000,
+      # Rows that cannot be read: 'refuse' the source, or 'drop' them and log their number.
+      'bad_rows': 'refuse',
+      # Order of the questions: 'shuffled' (the same on every machine) or 'fixed'.
+      'order': 'shuffled',
+      # What decides answers: 'exact', 'number', 'choice', 'f1', 'math', 'reasoning_gym', or a function of yours,
+      # 'package.module:function' or 'file.py:function', from gold and answer to a score.
+      'verifier': 'exact',
+      # Options of the verifier, such as {'threshold': 0.3} of 'f1'; keyword arguments of a function.
+      'verifier_options': {},
+      # Answers that an episode may give; max_turns and max_actions must allow as many.
+      'attempts': 1,
+      # The k-th attempt pays decay**(k-1) of its score.
+      'decay': 0.5,
+      # Whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
+      'show_verdict': False,
+      # The rules in the prompt; '' for a sentence that fits the options.
+      'instruction': '',
+      # Seconds that a function or a package may take to decide one answer.
+      'timeout_s': 10.0,
+      # Answers that a function (in threads) or a package (in processes) decides at a time.
+      'workers': 2,
+      'max_turns': 1,
+      'max_actions': 1,
+      'max_actions_per_turn': 1,
+      'max_words': 100,
+    }
+  )
+  # The held-out part of the same questions.
+  envs.DatasetTest = _like(envs.Dataset, split='test')
+  # RAGEN's MetaMathQA: 395,000 problems made from those of GSM8K and MATH. Paraphrases of a problem are one group. Up to
+  # five replies give the one answer, if their form is wrong.
+  envs.MetamathQA = _like(
+    envs.Dataset,
+    hub='meta-math/MetaMathQA',
+    fields={'question': 'query', 'answer': 'response', 'choices': '', 'solution': '', 'group': 'original_question'},
+    answer_pattern=r'(?s).*The answer is: (.*)$',
+    bad_rows='drop',
+    verifier='math',
+    max_turns=5,
+  )
+  # The held-out part of its problems.
+  envs.MetamathQATest = _like(envs.MetamathQA, split='test')
+  # Word problems of grade school, whose answers are whole numbers.
+  envs.GSM8K = _like(
+    envs.Dataset,
+    hub='openai/gsm8k',
+    hub_options={'name': 'main', 'split': 'train'},
+    answer_pattern=r'(?s).*#### (.*)$',
+    split='all',
+    verifier='number',
+    max_turns=5,
+  )
+  # The problems that its authors hold out.
+  envs.GSM8KTest = _like(envs.GSM8K, hub_options={'name': 'main', 'split': 'test'})
   return envs
 
 
@@ -212,3 +296,17 @@ def _like(env: ConfigDict, **changes) -> ConfigDict:
   env = env.copy_and_resolve_references()
   env.update(changes)
   return env
+
+
+def follow(envs: ConfigDict) -> None:
+  """Lets the fields of each held-out tag that equal those of its training tag follow them when they change."""
+  for tag, other in HELD_OUT.items():
+    _follow(envs[tag], envs[other])
+
+
+def _follow(env: ConfigDict, other: ConfigDict) -> None:
+  for name, value in other.items():
+    if isinstance(value, ConfigDict) and value:
+      _follow(env[name], value)
+    elif env[name] == value:
+      env[name] = value if isinstance(value, ConfigDict) else other.get_oneway_ref(name)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.base import Budget, Environment, Game
 from ragen_jax.envs.countdown import Countdown
+from ragen_jax.envs.dataset.environment import DatasetEnvironment
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
 from ragen_jax.envs.outside.base import Session, TextEnvironment
@@ -40,6 +41,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'gymnasium': GymnasiumEnvironment,
   'http': HttpEnvironment,
   'agent': AgentTasks,
+  'dataset': DatasetEnvironment,
 }
 
 __all__ = [

@@ -1,0 +1,307 @@
+"""The environment of type 'dataset': an episode is a question, and its actions are answers that a verifier decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ragen_jax.envs.base import Budget
+from ragen_jax.envs.dataset import selection, sources
+from ragen_jax.envs.dataset.items import FIELDS, Item, ItemSettings, load_items
+from ragen_jax.envs.dataset.verifiers import Verdict, Verifier, check_verifier
+from ragen_jax.envs.options import (
+  check_choice,
+  check_flag,
+  check_mapping,
+  check_seconds,
+  check_text,
+  check_whole_number,
+  is_number,
+)
+from ragen_jax.envs.outside.base import Session, TextEnvironment
+from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.threads import Fault
+
+SPLITS = ('all', 'train', 'test')
+ORDERS = ('shuffled', 'fixed')
+BAD_ROWS = ('refuse', 'drop')
+_MOST_WORKERS = 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DatasetEnvironment(TextEnvironment):
+  """Questions with known answers. docs/datasets.md describes the options for users.
+
+  Making it checks its options and reads no data. The items are read by `check`, or when they are first needed.
+
+  Attributes:
+    path: files of rows, as a tuple or separated by commas: .jsonl, .json, .parquet.
+    generator: instead of `path`, 'reasoning_gym:NAME'.
+    generator_options: options of the generator; `size` is its number of items.
+    hub: instead of `path`, a data set's name on the Hugging Face Hub, or a local folder of one.
+    hub_options: arguments of `datasets.load_dataset`, see `sources.HUB_OPTIONS`.
+    fields: names of the row's fields for `question`, `answer`, `choices`, `solution` and `group`; '' for none.
+    answer_pattern: regular expression with one group, which is the gold in the text of the answer's field; '' for the
+      whole field.
+    split: 'all' items, or the 'train' or 'test' part of them.
+    test_share: share of the groups in the test part.
+    limit: maximum number of items; 0 for all.
+    max_question_chars: longer questions are left out; 0 for no limit.
+    bad_rows: 'refuse' a source with a row that cannot be read, or 'drop' such rows and log their number.
+    order: 'shuffled' by a fixed permutation, or 'fixed'.
+    verifier: a name of `VERIFIERS`, or 'package.module:function'.
+    verifier_options: options of the verifier.
+    attempts: answers that an episode may give.
+    decay: the k-th attempt pays decay**(k-1) of its score.
+    show_verdict: whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
+    instruction: the rules in the prompt; '' for a sentence that fits the options.
+    timeout_s: seconds that foreign code may take to decide one answer.
+    workers: answers that foreign code decides at a time.
+  """
+
+  name: ClassVar[str] = 'dataset'
+  system: ClassVar[str] = 'You answer questions.'
+  state_label: ClassVar[str] = 'Question'
+  counts_turns: ClassVar[bool] = False
+  whole_answer: ClassVar[bool] = True
+
+  path: str | tuple[str, ...] = ''
+  generator: str = ''
+  generator_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  hub: str = ''
+  hub_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  answer_pattern: str = ''
+  split: str = 'all'
+  test_share: float = 0.1
+  limit: int = 0
+  max_question_chars: int = 0
+  bad_rows: str = 'refuse'
+  order: str = 'shuffled'
+  verifier: str = 'exact'
+  verifier_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  attempts: int = 1
+  decay: float = 0.5
+  show_verdict: bool = False
+  instruction: str = ''
+  timeout_s: float = 10.0
+  workers: int = 2
+
+  def __post_init__(self):
+    for option in ('generator_options', 'hub_options', 'verifier_options'):
+      object.__setattr__(self, option, _check_json(option, getattr(self, option)))
+    object.__setattr__(self, 'fields', _check_fields(self.fields))
+    object.__setattr__(self, 'path', _check_paths(self.path))
+    _check_source(self)
+    _check_pattern(self.answer_pattern)
+    check_choice('dataset', 'split', self.split, SPLITS)
+    check_choice('dataset', 'order', self.order, ORDERS)
+    check_choice('dataset', 'bad_rows', self.bad_rows, BAD_ROWS)
+    for option, least in (('limit', 0), ('max_question_chars', 0), ('attempts', 1), ('workers', 1)):
+      check_whole_number('dataset', option, getattr(self, option), least)
+    if self.workers > _MOST_WORKERS:
+      raise ValueError(f'dataset: workers={self.workers}; allowed: at most {_MOST_WORKERS}')
+    if not is_number(self.test_share) or not 0 < self.test_share < 1:
+      raise ValueError(f'dataset: test_share={one_line(self.test_share)}; allowed: numbers between 0 and 1')
+    if not is_number(self.decay) or not 0 <= self.decay <= 1:
+      raise ValueError(f'dataset: decay={one_line(self.decay)}; allowed: numbers from 0 to 1')
+    check_flag('dataset', 'show_verdict', self.show_verdict)
+    check_text('dataset', 'instruction', self.instruction)
+    check_seconds('dataset', 'timeout_s', self.timeout_s)
+    check_verifier(self.verifier)
+    if (self.verifier == 'reasoning_gym') > self.generator.startswith('reasoning_gym:'):
+      raise ValueError("dataset: verifier='reasoning_gym'; allowed: with generator='reasoning_gym:NAME'")
+    self._verifier  # noqa: B018, its options are checked at once
+
+  # -- what needs no data ----------------------------------------------------------------------------------------------
+
+  @functools.cached_property
+  def _verifier(self) -> Verifier:
+    return self._settings(()).make_verifier()
+
+  def _settings(self, stamps: tuple[tuple[int, int], ...]) -> ItemSettings:
+    """The options that decide what the items are."""
+    names = [field.name for field in dataclasses.fields(ItemSettings)]
+    values = {name: getattr(self, name) for name in names if hasattr(self, name)}
+    values |= {name: json.dumps(value, sort_keys=True) for name, value in values.items() if isinstance(value, dict)}
+    return ItemSettings(**values, paths=self.path, stamps=stamps)
+
+  def rules(self) -> str:
+    """`instruction`, or a sentence that fits the options."""
+    if self.instruction:
+      return self.instruction
+    text = 'Choose the right answer.' if self.fields['choices'] else 'Answer the question.'
+    return text + (f' If an answer is wrong, you may try again, {self.attempts} times in all.' * (self.attempts > 1))
+
+  @property
+  def action_help(self) -> str:
+    """How an answer is written."""
+    return self._verifier.answer_help
+
+  def check_budget(self, budget: Budget) -> None:
+    """Raises ValueError if the budget ends an episode before its last attempt."""
+    most = min(budget.max_actions, budget.max_turns)
+    if self.attempts > most:
+      raise ValueError(f'attempts={self.attempts}; allowed: at most {most}, the smaller of max_turns and max_actions')
+
+  # -- what needs the data ---------------------------------------------------------------------------------------------
+
+  @functools.cached_property
+  def items(self) -> tuple[Item, ...]:
+    """The items, in the order of the source; ValueError, with one line, if it cannot be read."""
+    if not (self.path or self.generator or self.hub):
+      raise ValueError("dataset: path=''; allowed: a file of questions, --config.envs.TAG.path=mine.jsonl")
+    stamps = [sources.check_file(path) for path in self.path]
+    return load_items(self._settings(tuple((s.st_size, s.st_mtime_ns) for s in stamps)))
+
+  def item(self, seed: int) -> Item:
+    """The item that a seed selects."""
+    return self.items[selection.select(seed, len(self.items), self.order)]
+
+  def level_id(self, seed: int) -> str:
+    """The digest of the item's group, or of its question: equal for equal questions in any tag."""
+    return self.item(seed).id
+
+  def check(self) -> None:
+    """Reads the items; raises ValueError, with one line, if that fails or the verifier lacks a package or a program."""
+    self._verifier.check()
+    self.items  # noqa: B018
+
+  @property
+  def has_expert(self) -> bool:
+    """Whether reference answers are known."""
+    return self._verifier.has_reference or bool(self.fields['solution'])
+
+  def expert(self, seeds: Sequence[int], members: Sequence[int]) -> list[list[str]]:
+    """The reference answer of each episode, as its one action; none for an item without."""
+    del members
+    answers = [self._verifier.reference(self.item(seed)) for seed in seeds]
+    return [[answer] if answer.strip() else [] for answer in answers]
+
+  def open(self, rows: int) -> DatasetSession:
+    """A session; the items are read at its first reset if they were not before."""
+    return DatasetSession(self, self._verifier, rows)
+
+
+@dataclasses.dataclass
+class _Row:
+  """An episode: its item, the graded answers, the best reward so far, and the metrics reported so far."""
+
+  item: Item
+  tried: int = 0
+  paid: float = 0.0
+  reported: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class DatasetSession(Session):
+  """Rows that answer questions.
+
+  An episode is over when an answer is right or its attempts are used. The rewards of an episode add up to its best
+  score times decay**(k-1), so an answer that is partly right cannot be paid twice. Metrics of the verifier add up to
+  those of the last answer.
+  """
+
+  def __init__(self, env: DatasetEnvironment, verifier: Verifier, rows: int):
+    self._env, self._verifier = env, verifier
+    self._rows: list[_Row | None] = [None] * rows
+
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
+    """See `Session`: the questions."""
+    for row, seed in zip(rows, seeds, strict=True):
+      self._rows[row] = _Row(self._env.item(seed))
+    return [self._rows[row].item.text for row in rows]
+
+  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
+    """See `Session`: decides one answer of each row."""
+    verdicts = self._verifier.score(list(actions), [self._rows[row].item for row in rows])
+    return [
+      verdict if isinstance(verdict, Fault) else self._answer(self._rows[row], verdict)
+      for row, verdict in zip(rows, verdicts, strict=True)
+    ]
+
+  def _answer(self, row: _Row, verdict: Verdict) -> tuple[str, float, bool, dict[str, Any]]:
+    worth = self._env.decay**row.tried * verdict.score
+    reward, row.paid = max(worth - row.paid, 0.0), max(worth, row.paid)
+    row.tried += 1
+    right, left = verdict.score == 1, self._env.attempts - row.tried
+    metrics = {name: verdict.metrics.get(name, 0.0) for name in {*row.reported, *verdict.metrics}}
+    change = {name: value - row.reported.get(name, 0.0) for name, value in metrics.items()}
+    row.reported = metrics
+    info = {'success': right, 'effective': True, 'metrics': {'attempts': 1.0, **change}}
+    return self._observation(verdict, right, left), reward, right or left == 0, info
+
+  def _observation(self, verdict: Verdict, right: bool, left: int) -> str:
+    if right:
+      return 'The answer is right.'
+    word = f' ({verdict.verdict})' if self._env.show_verdict and verdict.verdict not in ('', 'wrong') else ''
+    text = f'The answer is wrong{word}.'
+    return f'{text} Find out why, and give another one; {left} left.' if left > 0 else text
+
+
+# -- checks of the options ---------------------------------------------------------------------------------------------
+
+
+def _check_json(option: str, value: Any) -> dict[str, Any]:
+  """A section of options that JSON can say, with lists for tuples."""
+  value = check_mapping('dataset', option, value)
+  try:
+    return json.loads(json.dumps(value, allow_nan=False))
+  except (TypeError, ValueError) as e:
+    raise ValueError(f'dataset: {option}={one_line(value)}; allowed: what JSON can say ({one_line(e, str)})') from e
+
+
+def _check_fields(value: Any) -> dict[str, str]:
+  """The fields with all their names; those that are left out have the name of the field itself, or none."""
+  value = check_mapping('dataset', 'fields', value)
+  unknown = sorted(set(value) - set(FIELDS))
+  if unknown:
+    raise ValueError(f'dataset: fields.{unknown[0]}={one_line(value[unknown[0]])}; allowed: {", ".join(FIELDS)}')
+  fields = {'question': 'question', 'answer': 'answer'} | dict.fromkeys(FIELDS[2:], '') | value
+  for name, field in fields.items():
+    if not isinstance(field, str) or not (field or name in FIELDS[2:]):
+      raise ValueError(f'dataset: fields.{name}={one_line(field)}; allowed: the name of a field of the rows')
+  return fields
+
+
+def _check_paths(value: Any) -> tuple[str, ...]:
+  paths = value.split(',') if isinstance(value, str) else value
+  if not isinstance(paths, tuple | list) or not all(isinstance(x, str) for x in paths):
+    raise ValueError(f'dataset: path={one_line(value)}; allowed: a file, or several separated by commas')
+  paths = tuple(x.strip() for x in paths if x.strip())
+  if len(set(paths)) < len(paths):
+    raise ValueError(f'dataset: path={one_line(value)}; allowed: files that differ')
+  return paths
+
+
+def _check_source(env: DatasetEnvironment) -> None:
+  """Raises ValueError if more than one source is named, or an option belongs to a source that is not."""
+  check_text('dataset', 'generator', env.generator)
+  check_text('dataset', 'hub', env.hub)
+  named = [x for x in ('path', 'generator', 'hub') if getattr(env, x)]
+  if len(named) > 1:
+    values = ', '.join(f'{x}={getattr(env, x)!r}' for x in named)
+    raise ValueError(f"dataset: {values}; allowed: one of them, the others ''")
+  if env.generator and not re.fullmatch(r'reasoning_gym:\w+', env.generator):
+    raise ValueError(f"dataset: generator={one_line(env.generator)}; allowed: 'reasoning_gym:NAME'")
+  for option, source in (('generator_options', 'generator'), ('hub_options', 'hub')):
+    given = getattr(env, option)
+    if given and not getattr(env, source) and not env.path:
+      raise ValueError(f'dataset: {option}={one_line(given)}; allowed: none without {source}')
+  unknown = sorted(set(env.hub_options) - set(sources.HUB_OPTIONS))
+  if unknown:
+    value = one_line(env.hub_options[unknown[0]])
+    raise ValueError(f'dataset: hub_options.{unknown[0]}={value}; allowed: {", ".join(sources.HUB_OPTIONS)}')
+
+
+def _check_pattern(value: Any) -> None:
+  check_text('dataset', 'answer_pattern', value)
+  try:
+    groups = re.compile(value).groups if value else 1
+  except re.error as e:
+    raise ValueError(f'dataset: answer_pattern={value!r}; allowed: a regular expression ({e})') from e
+  if groups != 1:
+    raise ValueError(f'dataset: answer_pattern={value!r} has {groups} groups; allowed: one, which is the gold')

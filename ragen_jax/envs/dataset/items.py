@@ -1,0 +1,280 @@
+"""Items: the rows of a source as questions with golds, checked while they are read.
+
+`load_items` reads a source once for each set of options; environments of the same options share the items.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ragen_jax.envs.dataset import selection, sources
+from ragen_jax.envs.dataset.verifiers import Verifier, VerifierSettings, make_verifier
+from ragen_jax.utils.errors import did_you_mean, one_line, short
+
+_log = logging.getLogger(__name__)
+
+FIELDS = ('question', 'answer', 'choices', 'solution', 'group')
+MOST_CHOICES = 26
+_LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZ'
+# Golds of which only the verifier's own package can say whether it reads them: so many are read at load.
+_CHECKED_GOLDS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+  """A question and what its answer is compared with.
+
+  Attributes:
+    question: the text of the question.
+    gold: what the verifier's `read_gold` returned.
+    choices: the texts of the choices A, B, ...; empty for none.
+    solution: a worked answer; '' for none.
+    id: digest of the group, or of the question; equal for items that may not be on both sides of a split.
+    extra: the other fields of the row, if the verifier needs them.
+  """
+
+  question: str
+  gold: Any
+  choices: tuple[str, ...] = ()
+  solution: str = ''
+  id: str = ''
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def text(self) -> str:
+    """The question as the policy sees it, with its choices."""
+    return '\n'.join([self.question, *(f'{_LETTERS[i]}. {choice}' for i, choice in enumerate(self.choices))])
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemSettings:
+  """Fields of `config.envs.TAG` that decide what the items are. Mappings are JSON, so that settings can be compared.
+
+  Attributes:
+    paths: the files of `path`.
+    stamps: (size, time of change) of each file, which tell whether it was changed since it was read.
+    verifier_settings: what `make_verifier` takes besides the name, as (timeout_s, workers).
+  """
+
+  paths: tuple[str, ...]
+  stamps: tuple[tuple[int, int], ...]
+  generator: str
+  generator_options: str
+  hub: str
+  hub_options: str
+  fields: str
+  answer_pattern: str
+  split: str
+  test_share: float
+  limit: int
+  max_question_chars: int
+  bad_rows: str
+  verifier: str
+  verifier_options: str
+  timeout_s: float
+  workers: int
+
+  @property
+  def source(self) -> str:
+    """The option that names the source, and its value."""
+    if self.paths:
+      return f'path={", ".join(self.paths)!r}'
+    return f'generator={self.generator!r}' if self.generator else f'hub={self.hub!r}'
+
+  def make_verifier(self) -> Verifier:
+    """A verifier of these options; ValueError if one is not allowed."""
+    options, generator_options = json.loads(self.verifier_options), json.loads(self.generator_options)
+    settings = VerifierSettings(options, self.timeout_s, self.workers, self.generator, generator_options)
+    return make_verifier(self.verifier, settings)
+
+
+@functools.lru_cache(maxsize=4)  # the tags of a run, whose environments are made for its checks and for its play
+def load_items(settings: ItemSettings) -> tuple[Item, ...]:
+  """The items of a source: of its split, that are short enough, up to the limit; in the order of the rows.
+
+  Raises:
+    ValueError: no item remains, or a row is wrong; one line names the source, the place, the field, and what is
+      allowed.
+  """
+  began = time.monotonic()
+  verifier = settings.make_verifier()
+  try:
+    verifier.check()
+    reader = _Reader(settings, verifier)
+    items = list(reader.read(_rows(settings)))
+    items = tuple(reader.checked(items))
+  finally:
+    verifier.close()
+  if not items:
+    raise ValueError(f'dataset: {settings.source}: {reader.describe_nothing()}')
+  reader.report(len(items), time.monotonic() - began)
+  return items
+
+
+def _rows(settings: ItemSettings) -> Iterator[sources.Row]:
+  if settings.paths:
+    return sources.read_files(settings.paths)
+  if settings.generator:
+    from ragen_jax.envs.dataset.generators import generate  # needs an optional package
+
+    return generate(settings.generator, json.loads(settings.generator_options))
+  return sources.read_hub(settings.hub, json.loads(settings.hub_options))
+
+
+class _Reader:
+  """Reads rows as items, and counts what it leaves out."""
+
+  def __init__(self, settings: ItemSettings, verifier: Verifier):
+    self._settings, self._verifier = settings, verifier
+    self._fields = {name: field for name, field in json.loads(settings.fields).items() if field}
+    self._pattern = re.compile(settings.answer_pattern) if settings.answer_pattern else None
+    self._golds: dict[str, int] = {}  # digest of a question -> hash of its gold
+    self._places: list[str] = []  # of the first items, for errors about their golds
+    self.rows = self.long = self.unread = self.contradicting = 0
+    self._first_unread = ''
+
+  def read(self, rows: Iterable[sources.Row]) -> Iterator[Item]:
+    settings = self._settings
+    kept = 0
+    for place, row in rows:
+      self.rows += 1
+      try:
+        item = self._item(place, row)
+      except ValueError as e:
+        if settings.bad_rows == 'refuse':
+          raise
+        self.unread += 1
+        self._first_unread = self._first_unread or one_line(e, str)
+        continue
+      if settings.max_question_chars and len(item.text) > settings.max_question_chars:
+        self.long += 1
+        continue
+      if settings.split != 'all' and selection.is_held_out(item.id, settings.test_share) != (settings.split == 'test'):
+        continue
+      self._note(item)
+      if len(self._places) < _CHECKED_GOLDS:
+        self._places.append(place)
+      kept += 1
+      yield item
+      if kept == settings.limit:
+        return
+
+  def _item(self, place: str, row: Mapping[str, Any]) -> Item:
+    question = self._field(place, row, 'question')
+    if not isinstance(question, str) or not question.strip():
+      raise ValueError(f'{place}: {self._fields["question"]}={short(question)}; allowed: text that is not blank')
+    raw = self._field(place, row, 'answer')
+    solution = self._field(place, row, 'solution') if 'solution' in self._fields else ''
+    if not isinstance(solution, str | None):
+      raise ValueError(f'{place}: {self._fields["solution"]}={short(solution)}; allowed: text')
+    choices, labels = self._choices(place, row) if 'choices' in self._fields else ((), ())
+    group = str(self._field(place, row, 'group')) if 'group' in self._fields else question
+    field = self._fields['answer']
+    if raw is None:
+      raise ValueError(f'{place}: {field}=None; allowed: an answer')
+    raw = self._matched(place, raw)
+    try:
+      gold = self._verifier.read_gold(raw, {**row, 'choices': choices, 'choice_labels': labels} if choices else row)
+    except ValueError as e:
+      raise ValueError(f'{place}: {field}={short(raw)} is no gold for verifier={self._settings.verifier!r}; {e}') from e
+    used = set(self._fields.values())
+    extra = {name: value for name, value in row.items() if name not in used} if self._verifier.needs_extra else _NOTHING
+    return Item(question.strip(), gold, choices, solution or '', selection.digest(group), extra)
+
+  def _field(self, place: str, row: Mapping[str, Any], name: str) -> Any:
+    field = self._fields[name]
+    if field not in row:
+      hint = did_you_mean(field, map(str, row))
+      there = ', '.join(one_line(x, str) for x in list(row)[:50]) or 'none'
+      raise ValueError(f'{place} has no field {field!r} (fields.{name}); {hint}its fields are {there}')
+    return row[field]
+
+  def _matched(self, place: str, raw: Any) -> Any:
+    if self._pattern is None:
+      return raw
+    match = self._pattern.search(raw) if isinstance(raw, str) else None
+    if match is None or match[1] is None:
+      raise ValueError(
+        f'{place}: {self._fields["answer"]}={short(raw)} does not match '
+        f'answer_pattern={self._settings.answer_pattern!r}'
+      )
+    return match[1]
+
+  def _choices(self, place: str, row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Texts and labels of the choices: of a list, of {'text': [...], 'label': [...]}, or of label -> text."""
+    raw = self._field(place, row, 'choices')
+    if isinstance(raw, Mapping) and isinstance(raw.get('text'), list):
+      texts, labels = raw['text'], raw.get('label')
+    elif isinstance(raw, Mapping):
+      texts, labels = list(raw.values()), list(raw)
+    else:
+      texts, labels = raw, None
+    if not isinstance(texts, list | tuple) or not 2 <= len(texts) <= MOST_CHOICES:
+      texts = []
+    labels = list(_LETTERS[: len(texts)]) if labels is None else labels
+    texts = [str(x) if isinstance(x, int | float) else x for x in texts]
+    good = texts and all(isinstance(x, str) and x.strip() for x in texts) and isinstance(labels, list)
+    if not good or len({str(x) for x in labels}) != len(texts):
+      raise ValueError(
+        f'{place}: {self._fields["choices"]}={short(raw)}; allowed: a list of 2 to {MOST_CHOICES} texts, texts by '
+        "label, or {'text': [...], 'label': [...]}"
+      )
+    return tuple(x.strip() for x in texts), tuple(str(x) for x in labels)
+
+  def _note(self, item: Item) -> None:
+    """Counts questions that come again with another gold."""
+    gold = hash(repr(item.gold))
+    self.contradicting += self._golds.setdefault(selection.digest(item.text), gold) != gold
+
+  def checked(self, items: list[Item]) -> list[Item]:
+    """The items whose golds the verifier's package reads, as far as the first ones are tried.
+
+    Raises:
+      ValueError: it cannot read one, and such rows are refused.
+    """
+    reasons = self._verifier.check_golds([item.gold for item in items[:_CHECKED_GOLDS]])
+    for i, reason in reasons.items():
+      gold = f'{self._places[i]}: {self._fields["answer"]}={short(self._verifier.reference(items[i]))}'
+      message = f'{gold} is no gold for verifier={self._settings.verifier!r}; {reason}'
+      if self._settings.bad_rows == 'refuse':
+        raise ValueError(message)
+      self.unread += 1
+      self._first_unread = self._first_unread or message
+    return [item for i, item in enumerate(items) if i not in reasons]
+
+  def describe_nothing(self) -> str:
+    """Why there is no item."""
+    if not self.rows:
+      return 'has no rows; allowed: at least one question with its answer'
+    if self.unread == self.rows:
+      return f'none of {self.rows:,} rows can be read; the first: {self._first_unread}'
+    if self.long + self.unread == self.rows:
+      return f'all questions have more than max_question_chars={self._settings.max_question_chars} characters'
+    share = f'split={self._settings.split!r} with test_share={self._settings.test_share:g}'
+    return f'{share} has none of the {self.rows - self.long - self.unread:,} items'
+
+  def report(self, count: int, seconds: float) -> None:
+    """Logs what was read and left out."""
+    settings = self._settings
+    part = '' if settings.split == 'all' else f' of split {settings.split!r}'
+    _log.info('dataset: %s: %d items%s of %d rows, in %.1f s', settings.source, count, part, self.rows, seconds)
+    if self.long:
+      most = settings.max_question_chars
+      message = 'dataset: %s: %d questions with more than max_question_chars=%d characters are left out'
+      _log.warning(message, settings.source, self.long, most)
+    if self.unread:
+      message = 'dataset: %s: %d rows that cannot be read are left out; the first: %s'
+      _log.warning(message, settings.source, self.unread, self._first_unread)
+    if self.contradicting:
+      message = 'dataset: %s: %d questions stand there before with another answer; at most one can be right'
+      _log.warning(message, settings.source, self.contradicting)
+
+
+_NOTHING: Mapping[str, Any] = {}

@@ -1,0 +1,148 @@
+"""The verifier 'math': numbers exactly, other expressions by the package math-verify in worker processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.numbers_in_text import Number as ReadNumber
+from ragen_jax.envs.dataset.numbers_in_text import boxed, is_equal, number_of, read_number
+from ragen_jax.envs.dataset.text_verifiers import UNREADABLE, squeezed
+from ragen_jax.envs.dataset.verifiers import INSTALL, RIGHT, WRONG, Verdict, Verifier, VerifierSettings, read_options
+from ragen_jax.utils import math_checker
+from ragen_jax.utils.errors import one_line, short
+from ragen_jax.utils.threads import Fault
+
+_MEMORY_MIB = 2048  # of one process; sympy needs about 150
+_LONGEST = 2000  # characters of an answer that is parsed
+
+
+def _expression_of(text: str) -> str | None:
+  """The one expression of a text, in a box or between dollars, or the whole text; None if there is not just one."""
+  if len(text) > 4 * _LONGEST:
+    return None
+  boxes = boxed(text)
+  if len(boxes) > 1:
+    return None
+  expression = math_checker.expression_of(boxes[0] if boxes else text)
+  return None if expression is None or len(expression) > _LONGEST else expression
+
+
+class Processes(Protocol):
+  """What this verifier uses of `utils.workers.Workers`."""
+
+  def map(self, method: str, arguments: Sequence[tuple], *, timeout_s: float) -> list[tuple[Any, Fault | None]]:
+    """The results of a method, in order."""
+
+  def close(self) -> None:
+    """Ends the processes."""
+
+
+class Math(Verifier):
+  """Decides in three steps.
+
+  1. A gold that is one number is compared exactly, as the verifier 'number' does. math-verify would take the last of
+     several numbers, and would accept '3 + 15' for 18, which a policy learns to copy from the question.
+  2. Equal texts, without letter case and white space, are right.
+  3. Other expressions are equal if math-verify says so. An answer with several expressions between dollars is refused.
+
+  The time limit holds for each answer of step 3. An answer over it is a fault.
+  """
+
+  answer_help = 'Your answer is a number or an expression, in LaTeX where it needs it, and nothing else.'
+  has_reference: ClassVar[bool] = True
+  needs_extra: ClassVar[bool] = False
+
+  def __init__(self, settings: VerifierSettings, processes: Processes | None = None):
+    """Starts nothing.
+
+    Args:
+      processes: in place of `Workers` with `math_checker.MathChecker`.
+    """
+    read_options(settings, {})
+    self._given, self._timeout_s, self._count = processes, settings.timeout_s, settings.workers
+
+  @functools.cached_property
+  def _processes(self) -> Processes:
+    if self._given is not None:
+      return self._given
+    from ragen_jax.utils.workers import Workers
+
+    factory = f'{math_checker.__name__}:{math_checker.make_checker.__name__}'
+    return Workers(factory, (), count=self._count, memory_mib=_MEMORY_MIB, name=math_checker.PACKAGE)
+
+  def check(self) -> None:
+    """Raises ValueError if math-verify is missing."""
+    if self._given is None and not math_checker.is_installed():
+      raise ValueError(f"dataset: verifier='math' needs the package math-verify, which is missing: {INSTALL}")
+
+  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> tuple[ReadNumber | None, str]:
+    """The number, if the gold is one, and the text without a box and dollars."""
+    del row
+    value = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
+    number = number_of(value)
+    if number is not None:
+      return number, str(value).strip()
+    expression = _expression_of(value) if isinstance(value, str) else None
+    if expression is None:
+      raise ValueError(f'allowed: one number, or text with one expression of at most {_LONGEST} characters')
+    return None, expression
+
+  def check_golds(self, golds: Sequence[Any]) -> dict[int, str]:
+    """Those in which math-verify finds no expression."""
+    wanted = [i for i, (number, _) in enumerate(golds) if number is None]
+    if not wanted:
+      return {}
+    results = self._processes.map('can_read', [(golds[i][1],) for i in wanted], timeout_s=self._timeout_s)
+    reasons = {}
+    for i, (is_read, fault) in zip(wanted, results, strict=True):
+      if fault is not None or not is_read:
+        reasons[i] = str(fault) if fault is not None else 'allowed: one number, or one expression of LaTeX'
+    return reasons
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """See `Verifier`."""
+    found: list[Verdict | Fault | None] = [None] * len(answers)
+    asked: dict[int, tuple[str, str]] = {}
+    for i, (answer, item) in enumerate(zip(answers, items, strict=True)):
+      found[i] = self._without_process(answer, item)
+      if found[i] is None:
+        expression = _expression_of(answer)
+        if expression is None:
+          found[i] = UNREADABLE
+        else:
+          asked[i] = item.gold[1], expression
+    if asked:
+      try:
+        results = self._processes.map('is_equal', list(asked.values()), timeout_s=self._timeout_s)
+      except Exception as e:  # noqa: BLE001, the processes cannot be started
+        results = [(None, Fault(f'verifier raised {type(e).__name__}', one_line(e, str)))] * len(asked)
+      for i, (equal, fault) in zip(asked, results, strict=True):
+        found[i] = fault or self._verdict(equal, asked[i][0])
+    return found
+
+  def _without_process(self, answer: str, item: Item) -> Verdict | None:
+    """The verdict of the first two steps; None if they do not decide."""
+    number, text = item.gold
+    if number is not None:
+      given = read_number(answer)
+      if given is None:
+        return UNREADABLE
+      return RIGHT if is_equal(given, number) else WRONG
+    return RIGHT if squeezed(answer) == squeezed(text) else None
+
+  def _verdict(self, equal: Any, gold: str) -> Verdict | Fault:
+    if equal is None:
+      return Fault('verifier cannot read the gold', short(gold))
+    return RIGHT if equal is True else WRONG
+
+  def reference(self, item: Item) -> str:
+    """The gold as it is written."""
+    return item.gold[1]
+
+  def close(self) -> None:
+    """Ends the processes."""
+    if '_processes' in vars(self):
+      self._processes.close()

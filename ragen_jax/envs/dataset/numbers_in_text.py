@@ -1,0 +1,160 @@
+"""Reads the number in a text that contains exactly one, exactly.
+
+A text with two numbers, with arithmetic around its number or with a word that changes it ('minus', 'million', 'not')
+has no number here: a verifier that guesses pays for answers such as '17 18'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+_LONGEST = 1000  # characters
+_BOX = re.compile(r'\\f?boxed\s*\{')
+# LaTeX for spaces and sizes, which means nothing.
+_SPACE = re.compile(r'\\[!,;: ]|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])|~')
+_WORDS_OF_LATEX = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')
+_DEGREES = re.compile(r'\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])')
+_DELIMITERS = re.compile(r'\\[()\[\]]')
+_PART = r'\s*([+-]?\d[\d,]*(?:\.\d+)?)\s*'
+_FRACTION = re.compile(rf'\\[dtc]?frac\s*(?:\{{{_PART}\}}|(\d))\s*(?:\{{{_PART}\}}|(\d))')
+# Other signs for minus, and forms of /, % and $.
+_PLAIN = str.maketrans(dict.fromkeys('\u2212\u2013\ufe63\uff0d', '-') | {'\u2044': '/', '\uff05': '%', '\uff04': '$'})
+
+_CURRENCY = '$€£¥₹'
+_WHOLE = r'(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)'
+_DECIMAL = rf'(?:{_WHOLE}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?!\d))?'
+_NUMBER = re.compile(
+  rf'(?:(?P<sign>[+-])(?P<space>[ \t]*))?(?:[{_CURRENCY}]\s*(?P<inner>-)?)?'
+  rf'(?:(?P<whole>{_WHOLE})\s+(?=\d+\s*/))?(?P<top>{_DECIMAL})(?:\s*/\s*(?P<bottom>{_DECIMAL}))?(?:\s*(?P<percent>%))?',
+  re.ASCII,
+)
+# Letters directly after a number that are a unit, or make it an ordinal. Others make it a term, as in 2x.
+_UNITS = re.compile('st|nd|rd|th|[kcmn]m|[mk]g|ml|mph|kmh|ft|lbs?|oz|min|hrs?|[ap]m|usd|eur', re.IGNORECASE)
+# A single letter after a number and a space is a unit, or a variable.
+_SHORT_UNITS = frozenset('mgshlLCFNJWVKA')
+# Words that change a number, compute with it, or deny it.
+_CHANGING = re.compile(
+  r'(?<![^\W\d_])(minus|negative|plus|times|over|divided|dozen|hal(f|ves)|thirds?|quarters?|squared|cubed|root|sqrt|'
+  r'hundred|thousand|million|billion|trillion|pi|log|ln|exp|sin|cos|tan|factorial|infinity|mod|not|no|isn|never|or|'
+  r'two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|'
+  r'nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)(?![^\W\d_])',
+  re.IGNORECASE,
+)
+_HARMLESS = set(' \t\n.,:;=?\'"\u2018\u2019\u201c\u201d()[]{}#°-/' + _CURRENCY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+  """A number as it is written.
+
+  Attributes:
+    value: without the sign for percent: 50 for '50%'.
+    percent: whether a sign for percent follows.
+  """
+
+  value: Fraction
+  percent: bool = False
+
+
+def read_number(text: str) -> Number | None:
+  """The number in a text; None if there is none, if there are several, or if something changes its value.
+
+  Read are signs, thousands commas, decimals, exponents, fractions ('3/4', '1 1/2', LaTeX), a currency, a sign for
+  percent, a unit, and words around the number. If the text has one LaTeX box, only its content is read.
+  """
+  if len(text) > _LONGEST:
+    return None
+  text = _clean(text)
+  if text is None or any(c.isnumeric() and not c.isascii() for c in text):
+    return None
+  found = list(_NUMBER.finditer(text))
+  if len(found) != 1 or not _stands_alone(text, found[0]):
+    return None
+  return _value(found[0])
+
+
+def boxed(text: str) -> list[str]:
+  """The contents of the LaTeX boxes of a text, in order; a box that is not closed has none."""
+  contents = []
+  for match in _BOX.finditer(text):
+    depth, start = 1, match.end()
+    for i in range(start, len(text)):
+      depth += {'{': 1, '}': -1}.get(text[i], 0)
+      if not depth:
+        contents.append(text[start:i])
+        break
+  return contents
+
+
+def _clean(text: str) -> str | None:
+  """The text without LaTeX and Markdown; None if LaTeX remains whose meaning is not known here."""
+  boxes = boxed(text)
+  if len(boxes) > 1:
+    return None
+  text = (boxes[0] if boxes else text).translate(_PLAIN)
+  text = _SPACE.sub('', text.replace('{,}', ',').replace('\\$', '$').replace('\\%', '%'))
+  text = _DEGREES.sub('°', _DELIMITERS.sub(' ', _WORDS_OF_LATEX.sub(r' \1 ', text)))
+  text = _FRACTION.sub(lambda m: f' {m[1] or m[2]}/{m[3] or m[4]} ', text)
+  text = re.sub(r'\s*\bper\s?cent\b', '%', text, flags=re.IGNORECASE)
+  text = re.sub(r'\*\*|__|`', ' ', text)
+  return None if '\\' in text else text
+
+
+def _stands_alone(text: str, match: re.Match[str]) -> bool:
+  """Whether nothing around the number computes with it, denies it, or makes it a part of a name."""
+  before, after = text[: match.start()], text[match.end() :]
+  if _CHANGING.search(f'{before} {after}'):
+    return False
+  # A sign that stands between things is an operation: 'x - 3', 'x-3'.
+  if match['sign'] and re.search(r'[\w)\]}]$', before.rstrip() if match['space'] else before):
+    return False
+  last_word = re.search(r'[^\W\d_]+\s*$', before.rstrip('( '))
+  if re.search(r'[\w.]$', before) or re.search(r'\w\($', before) or (last_word and len(last_word[0].strip()) == 1):
+    return False  # 'x2', 'f(3)', 'x 3'
+  attached = re.match(r'[^\W\d_]+', after)
+  if attached and not _UNITS.fullmatch(attached[0]):
+    return False
+  unit = re.match(r'\s+([^\W\d_])(?![^\W_])', after)
+  if (unit and unit[1] not in _SHORT_UNITS) or re.match(r'\(|\s*/', after):
+    return False
+  if re.match(r'\s*-\s*(?![A-Za-z])', after) or re.search(r'(?<![A-Za-z])-\s*$', before):
+    return False
+  return all(c in _HARMLESS or c.isalpha() for c in before + after)
+
+
+def _value(match: re.Match[str]) -> Number | None:
+  """The value of the parts of a number; None for a denominator of 0."""
+  whole, top, bottom = (Fraction((match[part] or '0').replace(',', '')) for part in ('whole', 'top', 'bottom'))
+  if match['bottom']:
+    if not bottom:
+      return None
+    top /= bottom
+  negative = (match['sign'] == '-') != (match['inner'] == '-')
+  return Number(-(whole + top) if negative else whole + top, bool(match['percent']))
+
+
+def number_of(value: Any) -> Number | None:
+  """The number of a gold: a number of JSON, or a text that contains exactly one."""
+  if isinstance(value, str):
+    return read_number(value)
+  if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    return None
+  return Number(Fraction(repr(value)))
+
+
+def is_equal(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
+  """Whether two numbers are equal.
+
+  If just one of them has a sign for percent, 50% equals both 50, where the question asks for percent, and 0.5.
+
+  Args:
+    tolerance: largest difference, as a share of the gold's magnitude.
+  """
+  pairs = [(answer.value, gold.value)]
+  if answer.percent != gold.percent:
+    pairs.append((answer.value / (100 if answer.percent else 1), gold.value / (100 if gold.percent else 1)))
+  return any(abs(a - g) <= Fraction(tolerance) * abs(g) for a, g in pairs)

@@ -1,0 +1,283 @@
+"""Verifiers that compare texts in this process: exact, number, choice and f1."""
+
+from __future__ import annotations
+
+import collections
+import re
+import string
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.numbers_in_text import Number as ReadNumber
+from ragen_jax.envs.dataset.numbers_in_text import boxed, is_equal, number_of, read_number
+from ragen_jax.envs.dataset.verifiers import (
+  RIGHT,
+  WRONG,
+  Verdict,
+  Verifier,
+  VerifierSettings,
+  batch,
+  check_fraction,
+  read_options,
+)
+from ragen_jax.utils.threads import Fault
+
+# The answer has not the form that the verifier reads. Its metric is the share of such answers.
+UNREADABLE = Verdict(0.0, {'unreadable': 1.0}, 'unreadable')
+
+
+def read_texts(raw: Any) -> tuple[str, ...]:
+  """The accepted texts of a gold: a text, a number, a bool, or a list of these; ValueError for anything else."""
+  values = raw if isinstance(raw, list | tuple) else [raw]
+  texts = tuple(x if isinstance(x, str) else str(x) for x in values if isinstance(x, str | bool | int | float))
+  if len(texts) != len(values) or not values or not all(text.strip() for text in texts):
+    raise ValueError('allowed: text that is not blank, or a list of texts')
+  return texts
+
+
+def squeezed(text: str) -> str:
+  """The text in lower case and without white space, RAGEN's rule for equal answers, after Unicode's form NFC.
+
+  Not NFKC, which makes x² equal to x2.
+  """
+  return ''.join(unicodedata.normalize('NFC', text).lower().split())
+
+
+class Exact(Verifier):
+  """The answer equals the gold, or one of several, in lower case and without white space."""
+
+  answer_help = 'Your answer is compared with the right one letter by letter.'
+  has_reference: ClassVar[bool] = True
+  needs_extra: ClassVar[bool] = False
+
+  def __init__(self, settings: VerifierSettings):
+    read_options(settings, {})
+
+  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The accepted texts."""
+    del row
+    return read_texts(raw)
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """See `Verifier`."""
+    return batch(answers, items, lambda a, item: RIGHT if squeezed(a) in map(squeezed, item.gold) else WRONG)
+
+  def reference(self, item: Item) -> str:
+    """The first accepted text."""
+    return item.gold[0]
+
+
+class Number(Verifier):
+  """The answer contains exactly one number, which equals the gold.
+
+  Option `tolerance`: the largest difference that counts as equal, as a share of the gold; 0 compares exactly.
+  """
+
+  answer_help = 'Your answer is one number.'
+  has_reference: ClassVar[bool] = True
+  needs_extra: ClassVar[bool] = False
+
+  def __init__(self, settings: VerifierSettings):
+    self._tolerance = check_fraction('tolerance', read_options(settings, {'tolerance': 0.0})['tolerance'])
+
+  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> tuple[ReadNumber, str]:
+    """The number, and its text."""
+    del row
+    number = number_of(raw)
+    if number is None:
+      raise ValueError('allowed: a number, or text with exactly one number')
+    return number, (raw.strip() if isinstance(raw, str) else str(raw))
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """See `Verifier`."""
+
+    def decide(answer: str, item: Item) -> Verdict:
+      number = read_number(answer)
+      if number is None:
+        return UNREADABLE
+      return RIGHT if is_equal(number, item.gold[0], self._tolerance) else WRONG
+
+    return batch(answers, items, decide)
+
+  def reference(self, item: Item) -> str:
+    """The gold as it is written."""
+    return item.gold[1]
+
+
+# -- multiple choice ---------------------------------------------------------------------------------------------------
+
+_LONGEST = 4000  # characters of an answer to a question with choices
+_LEAD = r'(?:(?:the|my)\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*'
+_LETTER = re.compile(rf'(?:{_LEAD})?[(\[]?([a-z])[)\].:]*', re.IGNORECASE)
+_LETTER_AND_TEXT = re.compile(rf'(?:{_LEAD})?[(\[]?([A-Z])(?:[)\]]|[.:)\],]|\s+-)\s*(.+)', re.DOTALL)
+_NAMED = re.compile(r"(?<![^\W_])([A-Z])(?![^\W_]|['\u2019][a-z])")
+_DENIAL = re.compile(r"\b(?:not|never|neither|isn['\u2019]t|no)\b", re.IGNORECASE)
+
+
+def letter(index: int) -> str:
+  """The letter of a choice."""
+  return string.ascii_uppercase[index]
+
+
+def _folded(text: str) -> str:
+  """A choice or an answer without letter case, extra blanks, Markdown and a full stop at its end."""
+  text = re.sub(r'\*\*|__|`', '', unicodedata.normalize('NFC', text))
+  return ' '.join(text.casefold().split()).strip('"\'').rstrip('. ')
+
+
+def read_choice(answer: str, choices: Sequence[str]) -> int | None:
+  """The index of the choice that an answer names; None if it names none or several.
+
+  A letter is read first: alone, with the text of its choice, or as the only capital that stands alone in a sentence
+  ('The answer is C'); the words 'A' and 'I' of a sentence are no letters. Otherwise the answer is the text of a choice,
+  or a sentence that contains the text of just one. A sentence that denies names none.
+  """
+  if len(answer) > _LONGEST:
+    return None
+  boxes = boxed(answer)
+  text = re.sub(r'\*\*|__|`', '', boxes[0] if len(boxes) == 1 else answer).strip()
+  texts = [_folded(choice) for choice in choices]
+  match = _LETTER.fullmatch(text)
+  if match and ord(match[1].upper()) - ord('A') < len(choices):
+    return ord(match[1].upper()) - ord('A')
+  same = [i for i, choice in enumerate(texts) if choice == _folded(text)]
+  if same:
+    return same[0] if len(same) == 1 else None
+  if _DENIAL.search(text):
+    return None
+  match = _LETTER_AND_TEXT.fullmatch(text)
+  if match and ord(match[1]) - ord('A') < len(choices):
+    index, rest = ord(match[1]) - ord('A'), match[2]
+  else:
+    named = {ord(m[1]) - ord('A') for m in _NAMED.finditer(text) if not _is_word(text, m)}
+    named = {i for i in named if i < len(choices)}
+    if len(named) > 1:
+      return None
+    index, rest = (next(iter(named)) if named else None), text
+  mentioned = _mentioned(_folded(re.sub(_LEAD, '', rest, flags=re.IGNORECASE)), texts)
+  if index is None:
+    return mentioned.pop() if len(mentioned) == 1 else None
+  others = {ord(m[1]) - ord('A') for m in _NAMED.finditer(rest) if not _is_word(rest, m)} - {index}
+  if any(i < len(choices) for i in others) and texts[index] != _folded(rest):
+    return None
+  return index if not mentioned or index in mentioned else None
+
+
+def _is_word(text: str, match: re.Match[str]) -> bool:
+  """Whether a capital is the article or the pronoun of a sentence."""
+  return match[1] in 'AI' and bool(re.match(r'\s+[^\W\d_A-Z]', text[match.end() :]))
+
+
+def _mentioned(text: str, choices: Sequence[str]) -> set[int]:
+  """The choices whose texts stand in a text as whole words, without those that are a part of a longer one."""
+  found = {i for i, choice in enumerate(choices) if choice and re.search(rf'(?<!\w){re.escape(choice)}(?!\w)', text)}
+  return {i for i in found if not any(i != j and choices[i] in choices[j] for j in found)}
+
+
+class Choice(Verifier):
+  """The answer names the right one of the item's choices, by its letter or its text."""
+
+  answer_help = 'Your answer is the letter of a choice.'
+  has_reference: ClassVar[bool] = True
+  needs_extra: ClassVar[bool] = False
+
+  def __init__(self, settings: VerifierSettings):
+    read_options(settings, {})
+
+  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> int:
+    """The index of the right choice: from an index, counted from 0, a letter, a label, or the text of a choice."""
+    choices, labels = row.get('choices'), row.get('choice_labels')
+    if not choices:
+      raise ValueError('verifier choice needs choices; fields.choices must name the field that has them')
+    letters = [letter(i) for i in range(len(choices))]
+    if isinstance(raw, int) and not isinstance(raw, bool):
+      found = {i for i, names in enumerate(zip(labels, choices, strict=True)) if str(raw) in names}
+      if not found and 0 <= raw < len(choices):
+        return raw
+      if found in ({raw}, set()) or (found and not 0 <= raw < len(choices) and len(found) == 1):
+        return found.pop()
+    if isinstance(raw, str):
+      found = {names.index(raw.strip()) for names in (labels, letters) if raw.strip() in names}
+      found |= {i for i, choice in enumerate(choices) if _folded(choice) == _folded(raw)}
+      if not found and re.fullmatch(r'[a-z]', raw.strip()):
+        found = {letters.index(x) for x in [raw.strip().upper()] if x in letters}
+      if len(found) == 1:
+        return found.pop()
+      if found:
+        raise ValueError(f'names several choices, {", ".join(letter(i) for i in sorted(found))}; allowed: a letter')
+    raise ValueError(f'allowed: a letter from A to {letters[-1]}, an index from 0, or the text of a choice')
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """See `Verifier`."""
+
+    def decide(answer: str, item: Item) -> Verdict:
+      index = read_choice(answer, item.choices)
+      if index is None:
+        return UNREADABLE
+      return RIGHT if index == item.gold else WRONG
+
+    return batch(answers, items, decide)
+
+  def reference(self, item: Item) -> str:
+    """The letter."""
+    return letter(item.gold)
+
+
+# -- overlap of words --------------------------------------------------------------------------------------------------
+
+_NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
+_CLOSED = {'yes', 'no', 'noanswer'}  # answers that are right or wrong, and never partly right
+
+
+def squad_words(text: str) -> list[str]:
+  """The words of an answer as the evaluation of SQuAD normalises them: lower case, no punctuation, no a, an, the."""
+  return re.sub(r'\b(a|an|the)\b', ' ', text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def f1_score(answer: str, gold: str) -> float:
+  """The F1 of two answers as HotpotQA's evaluation defines it: yes, no and noanswer must be equal."""
+  words, right = squad_words(answer), squad_words(gold)
+  if ' '.join(words) != ' '.join(right) and _CLOSED & {' '.join(words), ' '.join(right)}:
+    return 0.0
+  common = (collections.Counter(words) & collections.Counter(right)).total()
+  # 2PR / (P + R), where P = common / len(words) and R = common / len(right)
+  return 2 * common / (len(words) + len(right)) if common else 0.0
+
+
+class F1(Verifier):
+  """The overlap of words with the gold, or with the nearest of several; below the option `threshold` it counts as 0.
+
+  Only an answer with all words of the gold and no others is right; other scores are rewards of wrong answers.
+  """
+
+  answer_help = 'Your answer is a name, a date, a number or a few words.'
+  has_reference: ClassVar[bool] = True
+  needs_extra: ClassVar[bool] = False
+
+  def __init__(self, settings: VerifierSettings):
+    self._threshold = check_fraction('threshold', read_options(settings, {'threshold': 0.3})['threshold'])
+
+  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The accepted texts."""
+    del row
+    texts = read_texts(raw)
+    if not all(map(squad_words, texts)):
+      raise ValueError('allowed: text with a word besides a, an, the')
+    return texts
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """See `Verifier`."""
+
+    def decide(answer: str, item: Item) -> Verdict:
+      f1 = max(f1_score(answer, gold) for gold in item.gold)
+      same = any(squad_words(answer) == squad_words(gold) for gold in item.gold)
+      metrics = {'f1': f1, 'exact_match': float(same)}
+      return Verdict(f1 if f1 >= self._threshold else 0.0, metrics, 'right' if f1 == 1 else 'wrong')
+
+    return batch(answers, items, decide)
+
+  def reference(self, item: Item) -> str:
+    """The first accepted text."""
+    return item.gold[0]
