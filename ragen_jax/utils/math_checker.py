@@ -24,13 +24,13 @@ def expression_of(answer: str) -> str | None:
   """The one expression that stands between dollars, or other delimiters of LaTeX; the whole text without such.
 
   Returns:
-    None if there are several: which of them is the answer is not for a verifier to choose.
+    None if there are several, because a verifier may not choose the answer among them; or if there is none.
   """
   found = [next(filter(None, match.groups())) for match in _WRITTEN.finditer(answer)]
   if len(found) > 1:
     return None
   text = (found[0] if found else answer).strip().removesuffix('.').strip()
-  return text or None
+  return None if not text or re.search(r'(?<!\\)\$', text) else text
 
 
 def make_checker() -> MathChecker:

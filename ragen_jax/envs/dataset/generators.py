@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.numbers_in_text import read_number
 from ragen_jax.envs.dataset.sources import Row
 from ragen_jax.envs.dataset.verifiers import INSTALL, Verdict, Verifier, VerifierSettings, check_fraction, read_options
 from ragen_jax.envs.options import check_flag, is_number
@@ -73,11 +75,15 @@ class ReasoningGym(Verifier):
   The package gives 0.01 for a wrong answer, and a part for an answer with other words around the right one. Here an
   answer counts if its score reaches the option `threshold`, and is worth 0 otherwise. With `partial` the package's
   score is the reward. The metric `package_score` is the package's score in either case.
+
+  Some generators take the first number of an answer and lose its sign. Where the right answer is a number, an answer
+  therefore counts only if it contains exactly one number, of the same sign.
   """
 
   answer_help = 'Your answer has exactly the form that the question asks for.'
   has_reference: ClassVar[bool] = True
   needs_extra: ClassVar[bool] = False
+  needs_answer: ClassVar[bool] = False  # a puzzle with many right answers may name none
 
   def __init__(self, settings: VerifierSettings):
     options = read_options(settings, {'threshold': 1.0, 'partial': False})
@@ -108,6 +114,8 @@ class ReasoningGym(Verifier):
     raw = self._generator.score_answer(answer=answer, entry=entry)
     if not is_number(raw) or not 0 <= raw <= 1:
       return Fault('verifier returned no score from 0 to 1', short(raw))
+    if not _is_one_number_where_due(answer, entry.get('answer')):
+      return Verdict(0.0, {'package_score': float(raw)}, 'unreadable')
     right = raw >= self._threshold
     score = 1.0 if right else float(raw) if self._partial else 0.0
     return Verdict(score, {'package_score': float(raw)}, 'right' if right else 'wrong')
@@ -116,3 +124,13 @@ class ReasoningGym(Verifier):
     """The generator's answer; '' where it has none because there are many."""
     answer = item.gold.get('answer')
     return answer if isinstance(answer, str) else ''
+
+
+def _is_one_number_where_due(answer: str, right: Any) -> bool:
+  """Whether an answer is a number of the right one's sign, if the right one is nothing but a number."""
+  if not isinstance(right, str) or not re.fullmatch(r'\s*[+-]?\d[\d,]*(\.\d+)?\s*', right, re.ASCII):
+    return True
+  expected, given = read_number(right), read_number(answer)
+  if expected is None:
+    return True
+  return given is not None and (given.value < 0) == (expected.value < 0)

@@ -177,7 +177,7 @@ class _Reader:
     choices, labels = self._choices(place, row) if 'choices' in self._fields else ((), ())
     group = str(self._field(place, row, 'group')) if 'group' in self._fields else question
     field = self._fields['answer']
-    if raw is None:
+    if raw is None and self._verifier.needs_answer:
       raise ValueError(f'{place}: {field}=None; allowed: an answer')
     raw = self._matched(place, raw)
     try:

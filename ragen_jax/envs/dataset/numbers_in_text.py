@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 _LONGEST = 1000  # characters
-_BOX = re.compile(r'\\f?boxed\s*\{')
+_BOX = re.compile(r'\\f?box(?:ed)?\s*\{')
 # LaTeX for spaces and sizes, which means nothing.
 _SPACE = re.compile(r'\\[!,;: ]|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])|~')
 _WORDS_OF_LATEX = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')

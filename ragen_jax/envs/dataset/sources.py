@@ -22,7 +22,7 @@ LARGEST_FILE = 16 << 30
 LARGEST_ROW = 64 << 20
 # A JSON object of columns is read whole.
 LARGEST_COLUMNS = 1 << 30
-_CHUNK = 1 << 20
+CHUNK = 1 << 20  # characters of a JSON file that are read at once
 # Arguments of `datasets.load_dataset` that options may set; the others choose rows, or run code.
 HUB_OPTIONS = ('name', 'split', 'revision', 'data_dir', 'data_files', 'cache_dir')
 
@@ -81,12 +81,14 @@ def _read_lines(path: str, where: str) -> Iterator[Row]:
         raise ValueError(f'{place} is longer than {LARGEST_ROW:,} bytes')
       if number == 1:
         line = line.removeprefix(codecs.BOM_UTF8)
-      if not line.strip():
+      line = line.rstrip()
+      if not line:
         continue
       try:
         row = json.loads(line)
       except (ValueError, RecursionError) as e:
-        raise ValueError(f'{place} is no JSON ({one_line(e, str)}); its text begins {_begin(line)}') from e
+        reason = f'{e.msg}, column {e.colno}' if isinstance(e, json.JSONDecodeError) else one_line(e, str)
+        raise ValueError(f'{place} is no JSON ({reason}); its text begins {_begin(line)}') from e
       yield _object(row, place)
 
 
@@ -123,11 +125,11 @@ def _read_json(path: str, where: str) -> Iterator[Row]:
 
 def _read_array(file: Any, where: str) -> Iterator[Row]:
   """The elements of an array whose bracket has been read, parsed one by one."""
-  decoder, text, at, number, size = json.JSONDecoder(), '', 0, 0, _CHUNK
+  decoder, text, at, number, size = json.JSONDecoder(), '', 0, 0, CHUNK
 
   def more() -> bool:
     nonlocal text, at, size
-    size = max(_CHUNK, len(text) - at)  # twice as much at each try, so that a long element is not parsed too often
+    size = max(CHUNK, len(text) - at)  # twice as much at each try, so that a long element is not parsed too often
     part = file.read(size)
     text, at = text[at:] + part, 0
     if len(text) - len(part) > LARGEST_ROW:

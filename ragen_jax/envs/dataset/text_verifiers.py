@@ -113,6 +113,8 @@ _LEAD = r'(?:(?:the|my)\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option
 _LETTER = re.compile(rf'(?:{_LEAD})?[(\[]?([a-z])[)\].:]*', re.IGNORECASE)
 _LETTER_AND_TEXT = re.compile(rf'(?:{_LEAD})?[(\[]?([A-Z])(?:[)\]]|[.:)\],]|\s+-)\s*(.+)', re.DOTALL)
 _NAMED = re.compile(r"(?<![^\W_])([A-Z])(?![^\W_]|['\u2019][a-z])")
+# After the article or the pronoun follows a word in lower case, after a letter for instance 'is'.
+_AFTER_A_WORD = re.compile(r'\s+(?!(?:and|or|is|are|as|because|but)\b)[^\W\d_A-Z]')
 _DENIAL = re.compile(r"\b(?:not|never|neither|isn['\u2019]t|no)\b", re.IGNORECASE)
 
 
@@ -160,14 +162,13 @@ def read_choice(answer: str, choices: Sequence[str]) -> int | None:
   if index is None:
     return mentioned.pop() if len(mentioned) == 1 else None
   others = {ord(m[1]) - ord('A') for m in _NAMED.finditer(rest) if not _is_word(rest, m)} - {index}
-  if any(i < len(choices) for i in others) and texts[index] != _folded(rest):
-    return None
-  return index if not mentioned or index in mentioned else None
+  names_others = mentioned - {index} or any(i < len(choices) for i in others)
+  return index if not names_others or texts[index] == _folded(rest) else None
 
 
 def _is_word(text: str, match: re.Match[str]) -> bool:
   """Whether a capital is the article or the pronoun of a sentence."""
-  return match[1] in 'AI' and bool(re.match(r'\s+[^\W\d_A-Z]', text[match.end() :]))
+  return match[1] in 'AI' and bool(_AFTER_A_WORD.match(text, match.end()))
 
 
 def _mentioned(text: str, choices: Sequence[str]) -> set[int]:
@@ -192,21 +193,20 @@ class Choice(Verifier):
     if not choices:
       raise ValueError('verifier choice needs choices; fields.choices must name the field that has them')
     letters = [letter(i) for i in range(len(choices))]
-    if isinstance(raw, int) and not isinstance(raw, bool):
-      found = {i for i, names in enumerate(zip(labels, choices, strict=True)) if str(raw) in names}
-      if not found and 0 <= raw < len(choices):
-        return raw
-      if found in ({raw}, set()) or (found and not 0 <= raw < len(choices) and len(found) == 1):
-        return found.pop()
+    text = str(raw).strip() if isinstance(raw, str | int) and not isinstance(raw, bool) else ''
+    found = {labels.index(text)} if text in labels else set()
     if isinstance(raw, str):
-      found = {names.index(raw.strip()) for names in (labels, letters) if raw.strip() in names}
-      found |= {i for i, choice in enumerate(choices) if _folded(choice) == _folded(raw)}
-      if not found and re.fullmatch(r'[a-z]', raw.strip()):
-        found = {letters.index(x) for x in [raw.strip().upper()] if x in letters}
-      if len(found) == 1:
-        return found.pop()
-      if found:
-        raise ValueError(f'names several choices, {", ".join(letter(i) for i in sorted(found))}; allowed: a letter')
+      found |= {letters.index(text)} if text in letters else set()
+    elif not found and text and 0 <= raw < len(choices):
+      found.add(raw)
+    if text and not (isinstance(raw, int) and text in labels):
+      found |= {i for i, choice in enumerate(choices) if _folded(choice) == _folded(text)}
+    if not found and text.upper() in letters:
+      found.add(letters.index(text.upper()))
+    if len(found) == 1:
+      return found.pop()
+    if found:
+      raise ValueError(f'names several choices, {", ".join(letter(i) for i in sorted(found))}; allowed: a letter')
     raise ValueError(f'allowed: a letter from A to {letters[-1]}, an index from 0, or the text of a choice')
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:

@@ -83,18 +83,21 @@ class Verifier(abc.ABC):
     answer_help: one line for the prompt: how an answer is written.
     has_reference: whether `reference` knows a right answer of every item.
     needs_extra: whether items keep the fields of their row that nothing else reads.
+    needs_answer: whether a row without an answer is wrong; False if the verifier knows right answers otherwise.
   """
 
   answer_help: str = 'Your answer is free text.'
   has_reference: ClassVar[bool] = False
   needs_extra: ClassVar[bool] = True
+  needs_answer: ClassVar[bool] = True
 
   @abc.abstractmethod
   def read_gold(self, raw: Any, row: Mapping[str, Any]) -> Any:
     """The gold of a row, in the form that `score` compares with.
 
     Args:
-      raw: the value of the field `fields.answer`, or what `answer_pattern` found in it; never None.
+      raw: the value of the field `fields.answer`, or what `answer_pattern` found in it; None only if `needs_answer` is
+        False.
       row: all fields of the row. If it has choices, 'choices' is a tuple of their texts, and 'choice_labels' of their
         labels.
 

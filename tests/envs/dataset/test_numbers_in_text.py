@@ -1,0 +1,114 @@
+"""Numbers in answers: real forms, what is refused, and numbers that are written and read again."""
+
+from __future__ import annotations
+
+import string
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen_jax.envs.dataset.numbers_in_text import Number, boxed, is_equal, number_of, read_number
+
+
+@pytest.mark.parametrize(
+  ('text', 'value'),
+  [
+    ('18', 18), ('18.0', 18), (' 18. ', 18), ('$18', 18), ('18 dollars', 18), ('The answer is 18.', 18),
+    ('x = 18', 18), ('**18**', 18), ('#### 18', 18), ('"18"', 18), ('(18)', 18), ('18 km/h', 18), ('18km', 18),
+    ('18€', 18), ('18 m', 18), ('3rd', 3), ('5-year', 5), ('1,234', 1234), ('1,234,567.89', Fraction(123456789, 100)),
+    ('-5', -5), ('\u22125', -5), ('- 5', -5), ('+5', 5), ('-$5', -5), ('$-5', -5), ('x=-3', -3), ('.5', Fraction(1, 2)),
+    ('1e3', 1000), ('1.5E-2', Fraction(3, 200)), ('3/4', Fraction(3, 4)), ('-3 / 4', Fraction(-3, 4)),
+    ('1 1/2', Fraction(3, 2)), ('-1 1/2', Fraction(-3, 2)), (r'\frac{1}{2}', Fraction(1, 2)),
+    (r'-\dfrac{1}{2}', Fraction(-1, 2)), (r'3\frac{1}{2}', Fraction(7, 2)), (r'\frac12', Fraction(1, 2)),
+    (r'\frac{-1}{2}', Fraction(-1, 2)), (r'$\frac{3}{4}$', Fraction(3, 4)), (r'\boxed{18}', 18),
+    (r'Since 17 + 1 = 18, we have $\boxed{18}$.', 18), (r'18^\circ', 18), (r'18^{\circ}', 18),
+    (r'18\text{ apples}', 18), ('1{,}234', 1234), (r'1,\!000', 1000), (r'\(7\)', 7), (r'\$7', 7), ('7 A', 7),
+  ],
+)  # fmt: skip
+def test_one_number_is_read(text, value):
+  assert read_number(text) == Number(Fraction(value))
+
+
+@pytest.mark.parametrize('text', ['50%', '50 %', r'50\%', '50 percent', '50 per cent', '50\uff05', 'It is 50%.'])
+def test_a_sign_for_percent_is_read(text):
+  assert read_number(text) == Number(Fraction(50), True)
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    '', 'abc', 'seventeen', '17 18', '17, 18', '17 or eighteen', 'not 18', 'It isn\u2019t 18', '3 + 15 = 18', '3+15',
+    '3*4', '2x', '2 x', 'x2', 'x 3', 'x -3', 'x - 3', 'x-3', '2^3', r'3\pi', '3π', r'\sqrt{3}', '3!', '|3|', 'f(3)',
+    '2(x)', '18/x', '1/0', '1/2/3', '12,34', '12,34,567', '1,2345', '1 234', '3:30', '2024-05-06', '18k', '2 million',
+    'minus 5', 'negative 5', '3 squared', 'half of 3', '<18', '≥ 18', '±3', '~ 3 \\approx 4', 'x²', '²', '½', '1½',
+    '٣', '3 ٣', '--5', '- -5', '18 -', 'COVID-19', '1.2.3', '1e9999', '0x12', r'\boxed{1} \boxed{2}', '2_3', '5 i',
+    '1' * 1001, ' ' * 1000 + '1', r'\frac{1}{0}', '10 3/4 5', 'log 3',
+  ],
+)  # fmt: skip
+def test_anything_else_is_no_number(text):
+  assert read_number(text) is None
+
+
+numbers = st.fractions(max_denominator=999).filter(lambda x: abs(x) < 10**12)
+
+
+@given(numbers, st.sampled_from(['{}', '${}', 'The answer is {}.', r'\boxed{{{}}}', '**{}**', 'x = {}', '{} apples']))
+def test_a_written_fraction_is_read_again(value, frame):
+  assert read_number(frame.format(value)) == Number(value)
+
+
+@given(st.integers(-(10**15), 10**15), st.integers(0, 6))
+def test_decimals_and_thousands_commas_are_read_again(number, places):
+  value = Fraction(number, 10**places)
+  sign, (whole, rest) = '-' * (value < 0), divmod(abs(number), 10**places)
+  assert read_number(f'{sign}{whole:,}.{rest:0{places}d}' if places else f'{number:,}') == Number(value)
+
+
+@given(numbers, numbers, st.sampled_from([' ', ', ', ' and ', ' = ', '\n', ' + ', ';']))
+def test_two_numbers_are_never_one(a, b, between):
+  if a.denominator == 1 and between in ' \n' and b.denominator - 1 > 0 and b > 0:
+    return  # '1 1/2' is one
+  assert read_number(f'{a}{between}{b}') is None
+
+
+@given(st.text(alphabet=string.printable + 'π½²−√∞', max_size=40))
+def test_any_text_is_read_without_an_exception_and_holds_the_digits_of_its_number(text):
+  number = read_number(text)
+  if number is not None:
+    assert any(c in string.digits for c in text)
+
+
+@pytest.mark.parametrize(
+  ('value', 'expected'),
+  [(18, 18), (0.1, Fraction(1, 10)), (-1e300, -(10**300)), ('1/3', Fraction(1, 3)), (True, None), (None, None),
+   ([1], None), (float('nan'), None), (float('inf'), None), ('a', None)],
+)  # fmt: skip
+def test_a_gold_is_a_number_of_json_or_text_with_one(value, expected):
+  assert number_of(value) == (None if expected is None else Number(Fraction(expected)))
+
+
+@pytest.mark.parametrize(
+  ('answer', 'gold', 'equal'),
+  [
+    ('50%', '50', True), ('50%', '0.5', True), ('0.5', '50%', True), ('50', '50%', True), ('50%', '50%', True),
+    ('0.5%', '0.5%', True), ('50%', '0.5%', False), ('0.5%', '50%', False), ('50%', '5000', False),
+    ('5000%', '50', True), ('1/3', '0.333', False), ('-5', '5', False), ('1.5', '15', False),
+  ],
+)  # fmt: skip
+def test_equal_numbers(answer, gold, equal):
+  assert is_equal(read_number(answer), read_number(gold)) == equal
+
+
+def test_a_tolerance_is_a_share_of_the_gold():
+  for answer, gold, tolerance, equal in [
+    ('99', '100', 0.01, True), ('98.9', '100', 0.01, False), ('-99', '-100', 0.01, True), ('99', '-100', 0.01, False),
+    ('0.001', '0', 0.5, False), ('0', '0', 0.5, True), ('100', '99', 0.01, False),
+  ]:  # fmt: skip
+    assert is_equal(read_number(answer), read_number(gold), tolerance) == equal, (answer, gold)
+
+
+def test_contents_of_boxes():
+  assert boxed(r'\boxed{\frac{1}{2}} and \boxed{3}') == [r'\frac{1}{2}', '3']
+  assert boxed(r'\fbox{\boxed{a} b}') == [r'\boxed{a} b', 'a'] and boxed(r'\boxed{1') == [] and boxed('none') == []

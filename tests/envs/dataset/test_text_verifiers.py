@@ -1,0 +1,201 @@
+"""The verifiers exact, number, choice and f1, against tables of answers and a second implementation of F1."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.text_verifiers import f1_score, read_choice, squad_words
+from tests.support.datasets import judge, verifier
+from tests.support.environments import raises_one_line
+
+
+def scores(name, pairs, options=None, choices=()):
+  return [verdict.score for verdict in judge(name, pairs, options, choices)]
+
+
+def test_exact_is_ragens_rule():
+  right = [('18', ' 18 '), ('New York', 'newyork'), ('(2,3)', '(2, 3)'), ('caf\u00e9', 'cafe\u0301'), (18, '18')]
+  right += [(['a', 'b'], 'B'), (0.5, '0.5'), (True, 'true')]
+  wrong = [('18', '18.0'), ('1000', '1,000'), ('18', '18.'), ('1/2', '0.5'), ('x\u00b2', 'x2'), (['a', 'b'], 'ab')]
+  assert scores('exact', right) == [1.0] * len(right)
+  assert scores('exact', wrong) == [0.0] * len(wrong)
+  verdicts = judge('exact', [('a', 'a'), ('a', 'b')])
+  assert [v.verdict for v in verdicts] == ['right', 'wrong']
+
+
+def test_number_refuses_what_ragens_numeric_rule_accepts():
+  """RAGEN's compares the first number without its sign; so '17 18' is 17, -3 is 3 and 1,234 is 1."""
+  right = [('18', '18.0'), ('1,234', '1234'), (18, '$18'), ('-3', 'The result is -3.'), ('0.5', r'\frac{1}{2}')]
+  wrong = [('17', '17 18'), ('18', '17 18'), ('3', '-3'), ('1', '1,234'), ('15', '1.5'), ('18', '3 + 15')]
+  assert scores('number', right) == [1.0] * len(right)
+  assert scores('number', wrong) == [0.0] * len(wrong)
+  verdicts = judge('number', [('18', '17 18'), ('18', '17')])
+  assert [(v.verdict, v.metrics) for v in verdicts] == [('unreadable', {'unreadable': 1.0}), ('wrong', {})]
+
+
+def test_the_tolerance_of_number():
+  pairs = [('100', '101'), ('100', '102')]
+  assert scores('number', pairs, {'tolerance': 0.01}) == [1.0, 0.0] and scores('number', pairs) == [0.0, 0.0]
+
+
+CITIES = ('Rome', 'New York', 'Paris', 'York')
+
+
+@pytest.mark.parametrize(
+  ('answer', 'index'),
+  [
+    ('C', 2), ('c', 2), ('(C)', 2), ('C.', 2), ('[c]', 2), ('C)', 2), ('**C**', 2), (r'\boxed{C}', 2),
+    ('The answer is C', 2), ('The answer is C.', 2), ('the correct answer is: (C)', 2), ('Answer: C', 2),
+    ('option c', 2), ('I think it is C', 2), ('A good answer is C', 2), ('C. Paris', 2), ('(C) Paris', 2),
+    ('C: paris.', 2), ('C - Paris', 2), ('C, Paris', 2), ('The answer is C, Paris.', 2), ('Paris', 2), ('"paris."', 2),
+    ('It is Paris', 2), ('A', 0), ('a', 0), ('The answer is A', 0), ('New York', 1), ('york', 3),
+    ('It is New York.', 1),     ('D', 3), ('A city named Paris', 2),
+    ('', None), ('E', None), ('C or D', None), ('A and C', None), ('C. Rome', None), ('The answer is C, Rome.', None),
+    ('not C', None), ('It is not Paris', None), ('Paris or Rome', None), ('Paris and York', None), ('London', None),
+    ('None of them', None), ('C, because D is wrong', None), ('C' * 4001, None), ("It isn't C", None),
+    ('A is right', 0), ('C. Paris or Rome', None), ('CD', None), ('Parisian', None),
+  ],
+)  # fmt: skip
+def test_a_choice_is_read(answer, index):
+  assert read_choice(answer, CITIES) == index
+
+
+def test_a_choice_of_numbers_and_of_letters():
+  assert read_choice('C. 12', ('5', '7', '12')) == 2 and read_choice('C. 5', ('5', '7', '12')) is None
+  assert read_choice('7', ('5', '7', '12')) == 1 and read_choice('17', ('5', '7', '12')) is None
+  assert read_choice('B', ('B', 'A')) == 1, 'a letter is a letter'
+  assert read_choice('Same', ('same', 'Same ', 'x')) is None, 'two choices of one text'
+
+
+@given(st.integers(0, 3), st.sampled_from(['{}', '({})', '{}.', 'The answer is {}.', '**{}**', 'Final answer: {}']))
+def test_letter_and_text_of_a_choice_are_read_in_every_frame(index, frame):
+  assert read_choice(frame.format('ABCD'[index]), CITIES) == index
+  assert read_choice(frame.format(CITIES[index]), CITIES) == index
+
+
+@pytest.mark.parametrize(
+  ('gold', 'index'), [('C', 2), ('c', 2), (2, 2), ('Paris', 2), ('paris', 2), (0, 0), ('York', 3), (' B ', 1)]
+)
+def test_golds_of_choices(gold, index):
+  choice = verifier('choice')
+  read = choice.read_gold(gold, {'choices': CITIES, 'choice_labels': tuple('ABCD')})
+  assert read == index
+  item = Item('?', read, CITIES)
+  assert choice.score([choice.reference(item)], [item])[0].score == 1
+
+
+def test_golds_of_labelled_choices():
+  row = {'choices': ('x', 'y', 'z'), 'choice_labels': ('1', '2', '3')}
+  assert [verifier('choice').read_gold(gold, row) for gold in ('1', '3', 1, 'y', 'C')] == [0, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+  ('gold', 'row', 'message'),
+  [
+    ('C', {}, 'fields.choices must name the field'),
+    ('E', {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'a letter from A to D, an index from 0, or the text'),
+    (4, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
+    (-1, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
+    (True, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
+    ('A', {'choices': ('B', 'A'), 'choice_labels': ('A', 'B')}, 'names several choices, A, B'),
+    (1, {'choices': ('1', '2', '3'), 'choice_labels': tuple('ABC')}, 'names several choices, A, B'),
+  ],
+)
+def test_golds_that_name_no_choice_are_refused(gold, row, message):
+  with raises_one_line(message):
+    verifier('choice').read_gold(gold, row)
+
+
+def _f1(answer, gold):
+  """As HotpotQA's evaluation counts, by taking the words away one by one."""
+
+  def words(text):
+    text = ''.join(c for c in text.lower() if c not in '!"#$%&\'()*+,-./:;<=>?@[\\]^_`{|}~')
+    return [w for w in re.split(r'\s+', re.sub(r'\b(a|an|the)\b', ' ', text)) if w]
+
+  a, g = words(answer), words(gold)
+  if (a in (['yes'], ['no'], ['noanswer']) or g in (['yes'], ['no'], ['noanswer'])) and a != g:
+    return 0.0
+  rest, common = list(g), 0
+  for word in a:
+    if word in rest:
+      rest.remove(word)
+      common += 1
+  if not common:
+    return 0.0
+  precision, recall = common / len(a), common / len(g)
+  return 2 * precision * recall / (precision + recall)
+
+
+words = st.lists(st.sampled_from(['the', 'a', 'Paris', 'paris.', 'yes', 'no', 'of', 'city', '"city"', '-']), max_size=6)
+
+
+@given(words.map(' '.join), words.map(' '.join))
+def test_f1_against_a_second_implementation(answer, gold):
+  assert f1_score(answer, gold) == pytest.approx(_f1(answer, gold))
+  if squad_words(gold):
+    assert f1_score(gold, gold) == 1.0
+
+
+def test_f1_counts_from_its_threshold_and_only_all_words_are_right():
+  pairs = [
+    ('the Eiffel Tower', 'Eiffel tower!'), ('Niels Bohr', 'Bohr'), ('Niels Bohr', 'the man Bohr of great fame'),
+    ('yes', 'yes it is'), (['Rome', 'Niels Bohr'], 'niels bohr'), ('Niels Bohr', ''), ('Niels Bohr', 'Bohr, Niels'),
+  ]  # fmt: skip
+  verdicts = judge('f1', pairs)
+  assert [v.score for v in verdicts] == pytest.approx([1.0, 2 / 3, 0.0, 0.0, 1.0, 0.0, 1.0])
+  assert [v.metrics['f1'] for v in verdicts] == pytest.approx([1.0, 2 / 3, 2 / 7, 0.0, 1.0, 0.0, 1.0])
+  assert [v.metrics['exact_match'] for v in verdicts] == [1, 0, 0, 0, 1, 0, 0]
+  assert [v.verdict for v in verdicts] == ['right', 'wrong', 'wrong', 'wrong', 'right', 'wrong', 'right']
+  assert scores('f1', pairs[1:3], {'threshold': 0.0}) == pytest.approx([2 / 3, 2 / 7])
+  assert scores('f1', pairs[:2], {'threshold': 1.0}) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+  ('name', 'gold', 'message'),
+  [
+    ('exact', ' ', 'text that is not blank'),
+    ('exact', [], 'text that is not blank'),
+    ('exact', ['a', None], 'text that is not blank'),
+    ('exact', {'a': 1}, 'text that is not blank'),
+    ('number', 'eighteen', 'a number, or text with exactly one number'),
+    ('number', '17 18', 'exactly one number'),
+    ('number', ['18'], 'exactly one number'),
+    ('f1', 'The', 'a word besides a, an, the'),
+    ('f1', ['Rome', '...'], 'a word besides'),
+    ('f1', None, 'text that is not blank'),
+  ],
+)
+def test_golds_that_cannot_be_read_are_refused(name, gold, message):
+  with raises_one_line(message):
+    verifier(name).read_gold(gold, {})
+
+
+@pytest.mark.parametrize(
+  ('name', 'options', 'message'),
+  [
+    ('exact', {'case': True}, r'verifier_options\.case=True; allowed: none'),
+    ('choice', {'x': 1}, r'verifier_options\.x=1; allowed: none'),
+    ('number', {'tolerance': -0.1}, r'verifier_options\.tolerance=-0\.1; allowed: numbers from 0 to 1'),
+    ('number', {'tolerance': True}, r'tolerance=True; allowed: numbers'),
+    ('f1', {'threshold': 'high'}, r"threshold='high'; allowed: numbers from 0 to 1"),
+    ('f1', {'treshold': 0.5}, r'treshold=0\.5; allowed: threshold'),
+  ],
+)
+def test_options_that_a_verifier_does_not_have_are_refused(name, options, message):
+  with raises_one_line(message):
+    verifier(name, options)
+
+
+@pytest.mark.parametrize(
+  ('name', 'gold'), [('exact', ['b', 'a']), ('number', '1,234'), ('number', 7), ('f1', ['x y', 'z'])]
+)
+def test_the_reference_answer_is_right(name, gold):
+  judging = verifier(name)
+  item = Item('?', judging.read_gold(gold, {}))
+  assert judging.has_reference and judging.score([judging.reference(item)], [item])[0].score == 1
