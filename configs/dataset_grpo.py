@@ -2,8 +2,8 @@
 
 python main.py --config=configs/dataset_grpo.py:qwen2.5-0.5b-instruct --config.envs.Dataset.path=mine.jsonl
 
-A tenth of the questions is held out for the evaluation. The verifier compares texts; other verifiers, fields and sources
-are options of envs.Dataset, which docs/datasets.md describes:
+A tenth of the questions is held out for the evaluation. The verifier compares texts; other verifiers, fields and
+sources are options of envs.Dataset, which docs/datasets.md describes:
 
 --config.envs.Dataset.verifier=number --config.envs.Dataset.fields.question=problem
 

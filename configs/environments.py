@@ -249,6 +249,10 @@ def by_tag() -> ConfigDict:
       'decay': 0.5,
       # Whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
       'show_verdict': False,
+      # What a policy may call before it answers: 'search', or functions of yours; () for none.
+      'tools': (),
+      # Options of the tools, by their names.
+      'tool_options': {},
       # The rules in the prompt; '' for a sentence that fits the options.
       'instruction': '',
       # Seconds that a function or a package may take to decide one answer.
@@ -263,8 +267,8 @@ def by_tag() -> ConfigDict:
   )
   # The held-out part of the same questions.
   envs.DatasetTest = _like(envs.Dataset, split='test')
-  # RAGEN's MetaMathQA: 395,000 problems made from those of GSM8K and MATH. Paraphrases of a problem are one group. Up to
-  # five replies give the one answer, if their form is wrong.
+  # RAGEN's MetaMathQA: 395,000 problems made from those of GSM8K and MATH. Paraphrases of a problem are one group. A
+  # reply of the wrong form may be repeated, but the first answer counts.
   envs.MetamathQA = _like(
     envs.Dataset,
     hub='meta-math/MetaMathQA',

@@ -18,7 +18,9 @@ STARTED_BY_USERS = {'tensorboard'}
 # Requirements that another requirement imports only where it is asked to: transformers renders chat templates with it.
 IMPORTED_BY_OTHERS = {'jinja2'}
 # Packages that are imported where a feature needs them, and come with another requirement or are installed by the user.
-OPTIONAL = {'gymnasium', 'huggingface_hub', 'mlflow', 'trackio', 'wandb'}
+OPTIONAL = {
+  'datasets', 'gymnasium', 'huggingface_hub', 'math_verify', 'mlflow', 'pyarrow', 'reasoning_gym', 'trackio', 'wandb',
+}  # fmt: skip
 
 
 def _requirements(file):
@@ -95,10 +97,10 @@ def test_the_lock_meets_the_requirements_and_names_the_licences():
 
 
 def test_the_lock_is_made_from_all_that_users_install():
-  """Users of an accelerator or a tracker install it on top, and only contributors install what the tests need."""
+  """Users of an accelerator, a tracker or data sets install them on top, and only contributors install what the tests need."""
   tool = _lock_page()
   files = {path.name for path in ROOT.glob('requirements*.txt')}
-  assert sorted(tool.RANGES) == sorted(files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'trackers')})
+  assert sorted(tool.RANGES) == sorted(files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'data', 'trackers')})
   (command,) = re.findall('^#   uv pip compile (.*)$', tool.LOCK.read_text(), flags=re.MULTILINE)
   assert [word for word in command.split() if word.endswith('.txt')] == list(tool.RANGES)
 

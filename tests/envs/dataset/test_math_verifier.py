@@ -128,9 +128,8 @@ def test_golds_are_read_by_the_package_at_load(tmp_path, monkeypatch, caplog):
   assert [item.question for item in env.items] == ['a?']
   assert '1 rows that cannot be read are left out' in caplog.text
   factory = 'ragen_jax.utils.math_checker:make_checker'
-  assert (
-    made == [(factory, (), 2, 'math_verify')] * 2 and import_object('factory', factory) is math_checker.make_checker
-  )
+  assert made == [(factory, (), 2, 'math_verify')] * 2
+  assert import_object('factory', factory) is math_checker.make_checker
 
 
 def test_a_missing_package_is_named_before_data_are_read(monkeypatch):
