@@ -48,7 +48,9 @@ def test_the_default_of_a_field_stands_in_the_config_only():
   fields = {name.split('.')[1] for name, _ in leaves(default.get_config()) if name.startswith(sections)}
   fields |= {'temperature', 'top_p', 'top_k', 'group_size', 'online_k', 'max_age'}
   found, seen = [], 0
-  for path in sorted((ROOT / 'ragen_jax').rglob('*.py')):
+  # Options of environments have defaults, and one of them may have the name of a field.
+  files = [path for path in (ROOT / 'ragen_jax').rglob('*.py') if ROOT / 'ragen_jax' / 'envs' not in path.parents]
+  for path in sorted(files):
     for node in ast.walk(ast.parse(path.read_text())):
       for name, value in _defaults(node):
         name = name.arg if isinstance(name, ast.arg) else ast.unparse(name)
@@ -134,12 +136,35 @@ def test_the_large_sudoku_can_be_filled():
 @pytest.mark.parametrize('name', shipped.names())
 def test_the_shipped_configs_can_run(name):
   config = importlib.import_module(f'configs.{name}').get_config()
+  if name == 'dataset_grpo':  # a user's file
+    config.envs.Dataset.path = str(ROOT / 'docs' / 'examples' / 'questions.jsonl')
   check_config(config, weights=config.model.preset in presets.BUILT_IN)
   words = name.split('_')
   if name.endswith(('_ppo', '_grpo')):
     assert config.algorithm.adv_estimator == {'ppo': 'gae', 'grpo': 'grpo'}[words[-1]]
     tag = {'frozenlake': 'FrozenLake', 'sokoban': 'SimpleSokoban', 'bandit': 'Bandit'}.get(words[0])
     assert tag is None or (config.train.tags == (tag,) and tag in config.eval.tags)
+
+
+def test_held_out_tags_follow_their_training_tags():
+  config = default.get_config('qwen2.5-0.5b')
+  config.envs.Dataset.path, config.envs.Dataset.fields.question = 'mine.jsonl', 'problem'
+  config.envs.Dataset.max_words, config.envs.Dataset.split = 77, 'all'
+  test = config.envs.DatasetTest
+  assert (test.path, test.fields.question, test.max_words, test.split) == ('mine.jsonl', 'problem', 77, 'test')
+  test.path = 'other.jsonl'
+  assert (config.envs.Dataset.path, test.path) == ('mine.jsonl', 'other.jsonl')
+  config.envs.GSM8K.hub_options.revision = 'main'
+  config.envs.GSM8K.hub_options.name = 'socratic'
+  assert (config.envs.GSM8KTest.hub_options.name, config.envs.GSM8KTest.hub_options.split) == ('socratic', 'test')
+  assert config.envs.MetamathQATest.fields.group == 'original_question'
+
+
+def test_tags_of_data_sets_have_ragens_budgets():
+  config = default.get_config('qwen2.5-3b')
+  for tag in ('MetamathQA', 'MetamathQATest', 'GSM8K', 'GSM8KTest'):
+    (spec,) = build.env_specs(config, (tag,), (1,))
+    assert (spec.budget, spec.max_words, spec.env.attempts) == (base.Budget(5, 1, 1), 100, 1)
 
 
 def test_three_games_have_ppo_and_grpo():

@@ -97,7 +97,7 @@ def test_the_lock_meets_the_requirements_and_names_the_licences():
 
 
 def test_the_lock_is_made_from_all_that_users_install():
-  """Users of an accelerator, a tracker or data sets install them on top, and only contributors install what the tests need."""
+  """Users of an accelerator, a tracker or data sets add these, and only contributors install what the tests need."""
   tool = _lock_page()
   files = {path.name for path in ROOT.glob('requirements*.txt')}
   assert sorted(tool.RANGES) == sorted(files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'data', 'trackers')})

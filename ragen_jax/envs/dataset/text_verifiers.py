@@ -22,6 +22,7 @@ from ragen_jax.envs.dataset.verifiers import (
   check_fraction,
   read_options,
 )
+from ragen_jax.envs.options import check_choice
 from ragen_jax.utils.threads import Fault
 
 # The answer has not the form that the verifier reads. Its metric is the share of such answers.
@@ -178,35 +179,40 @@ def _mentioned(text: str, choices: Sequence[str]) -> set[int]:
 
 
 class Choice(Verifier):
-  """The answer names the right one of the item's choices, by its letter or its text."""
+  """The answer names the right one of the item's choices, by its letter or its text.
+
+  Option `gold` tells how the data name the right choice: by 'letter' (or the data's own label), 'index' from 0, or
+  'text'. With 'any' a gold that names different choices in different ways is refused.
+  """
 
   answer_help = 'Your answer is the letter of a choice.'
   has_reference: ClassVar[bool] = True
   needs_extra: ClassVar[bool] = False
 
   def __init__(self, settings: VerifierSettings):
-    read_options(settings, {})
+    self._gold = read_options(settings, {'gold': 'any'})['gold']
+    check_choice('dataset', 'verifier_options.gold', self._gold, ('any', 'letter', 'index', 'text'))
 
   def read_gold(self, raw: Any, row: Mapping[str, Any]) -> int:
-    """The index of the right choice: from an index, counted from 0, a letter, a label, or the text of a choice."""
+    """The index of the right choice."""
     choices, labels = row.get('choices'), row.get('choice_labels')
     if not choices:
       raise ValueError('verifier choice needs choices; fields.choices must name the field that has them')
-    letters = [letter(i) for i in range(len(choices))]
     text = str(raw).strip() if isinstance(raw, str | int) and not isinstance(raw, bool) else ''
-    found = {labels.index(text)} if text in labels else set()
-    if isinstance(raw, str):
-      found |= {letters.index(text)} if text in letters else set()
-    elif not found and text and 0 <= raw < len(choices):
-      found.add(raw)
-    if text and not (isinstance(raw, int) and text in labels):
-      found |= {i for i, choice in enumerate(choices) if _folded(choice) == _folded(text)}
-    if not found and text.upper() in letters:
-      found.add(letters.index(text.upper()))
+    letters = [letter(i) for i in range(len(choices))]
+    ways = {
+      'letter': {names.index(x) for names in (labels, letters) for x in {text, text.upper()} if x in names},
+      'index': {int(text)} if re.fullmatch(r'[0-9]{1,2}', text) and int(text) < len(choices) else set(),
+      'text': {i for i, choice in enumerate(choices) if text and _folded(choice) == _folded(text)},
+    }
+    if not isinstance(raw, int) and self._gold == 'any':
+      ways['index'] = set()  # digits of a text are a text
+    found = set.union(*ways.values()) if self._gold == 'any' else ways[self._gold]
     if len(found) == 1:
       return found.pop()
     if found:
-      raise ValueError(f'names several choices, {", ".join(letter(i) for i in sorted(found))}; allowed: a letter')
+      named = ', '.join(letter(i) for i in sorted(found))
+      raise ValueError(f'names several choices, {named}; allowed: one, or verifier_options.gold letter, index or text')
     raise ValueError(f'allowed: a letter from A to {letters[-1]}, an index from 0, or the text of a choice')
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:

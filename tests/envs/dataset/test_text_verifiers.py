@@ -91,7 +91,15 @@ def test_golds_of_choices(gold, index):
 
 def test_golds_of_labelled_choices():
   row = {'choices': ('x', 'y', 'z'), 'choice_labels': ('1', '2', '3')}
-  assert [verifier('choice').read_gold(gold, row) for gold in ('1', '3', 1, 'y', 'C')] == [0, 2, 0, 1, 2]
+  assert [verifier('choice').read_gold(gold, row) for gold in ('1', '3', 3, 'y', 'C')] == [0, 2, 2, 1, 2]
+  numbers = {'choices': ('8', '2', '24'), 'choice_labels': tuple('ABC')}
+  for way, indices in (('index', [2, 2]), ('text', [1, 1])):
+    reading = verifier('choice', {'gold': way})
+    assert [reading.read_gold(gold, numbers) for gold in (2, '2')] == indices
+  assert verifier('choice').read_gold('2', numbers) == 1 and verifier('choice').read_gold(24, numbers) == 2
+  assert (
+    verifier('choice', {'gold': 'letter'}).read_gold('B', {'choices': ('B', 'A'), 'choice_labels': ('A', 'B')}) == 1
+  )
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,8 @@ def test_golds_of_labelled_choices():
     ('E', {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'a letter from A to D, an index from 0, or the text'),
     (4, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
     (-1, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
+    (2, {'choices': ('8', '2', '24'), 'choice_labels': tuple('ABC')}, 'several choices, B, C; allowed: one, or ver'),
+    (1, {'choices': 'xyz', 'choice_labels': ('1', '2', '3')}, 'names several choices, A, B'),
     (True, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
     ('A', {'choices': ('B', 'A'), 'choice_labels': ('A', 'B')}, 'names several choices, A, B'),
     (1, {'choices': ('1', '2', '3'), 'choice_labels': tuple('ABC')}, 'names several choices, A, B'),
@@ -180,7 +190,8 @@ def test_golds_that_cannot_be_read_are_refused(name, gold, message):
   ('name', 'options', 'message'),
   [
     ('exact', {'case': True}, r'verifier_options\.case=True; allowed: none'),
-    ('choice', {'x': 1}, r'verifier_options\.x=1; allowed: none'),
+    ('choice', {'x': 1}, r'verifier_options\.x=1; allowed: gold'),
+    ('choice', {'gold': 'number'}, r"verifier_options\.gold='number'; allowed: any, letter, index, text"),
     ('number', {'tolerance': -0.1}, r'verifier_options\.tolerance=-0\.1; allowed: numbers from 0 to 1'),
     ('number', {'tolerance': True}, r'tolerance=True; allowed: numbers'),
     ('f1', {'threshold': 'high'}, r"threshold='high'; allowed: numbers from 0 to 1"),
