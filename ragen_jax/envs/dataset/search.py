@@ -1,0 +1,371 @@
+"""The tool 'search': passages that match a query, from a corpus in this process or from a server.
+
+Servers speak one of two protocols, both `POST /retrieve`:
+
+    'ragen'      {"query": "...", "top_k": 3}
+                 {"results": [{"content": "...", "score": 0.8}, ...]}
+    'search_r1'  {"queries": ["...", ...], "topk": 3, "return_scores": true}
+                 {"result": [[{"document": {"contents": "..."}, "score": 0.8}, ...], ...]}
+
+A retrieval that fails is a `Fault`. That nothing matches a query is a result, which the policy reads.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import http.client
+import json
+import pathlib
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from ragen_jax.envs.dataset.bm25 import Bm25Index, as_passage, read_corpus
+from ragen_jax.envs.dataset.tools import Tool, WrongArguments, cut
+from ragen_jax.envs.options import check_choice, check_integer, check_seconds, check_whole_number, is_number
+from ragen_jax.envs.outside.timed_http import make_opener
+from ragen_jax.utils.errors import describe_error, one_line, short
+from ragen_jax.utils.retry import pause_s
+from ragen_jax.utils.threads import Fault, run_calls
+
+MOST_PASSAGES = 50
+LONGEST_QUERY = 1000  # characters
+
+_BM25, _MOCK = 'bm25:', 'mock'
+_ALLOWED = f"'{_BM25}PATH.jsonl', 'http://host:port' or https, {_MOCK!r}"
+_PROTOCOLS = ('ragen', 'search_r1')
+_LARGEST_CORPUS = 4 << 30  # bytes; an index of it takes several times as much memory
+_LARGEST_ANSWER_MIB = 64
+_CHUNK = 1 << 16
+_LONGEST_WAIT_S = 30.0
+_RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
+_MOST_FAILURES = 3  # requests of a batch
+# FAISS fills up a list of too few hits with the id -1 and the lowest or highest float32 as a score. Servers that take
+# the id for an index return the last passage of the corpus.
+_NO_SCORE = 1e30
+_EXTRA = 'pip install -r requirements-data.txt'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchTool(Tool):
+  """Passages that match a query.
+
+  Attributes:
+    retriever: 'bm25:PATH.jsonl', which ranks the passages of a corpus by BM25 in this process; 'http://host:port', the
+      address in front of /retrieve; or 'mock', which makes up passages, for rehearsals.
+    protocol: of the server, 'ragen' or 'search_r1'.
+    top_k: number of passages of a result.
+    max_passage_chars: maximum number of characters of a passage; longer ones are cut, with a mark. `max_chars` limits
+      all passages together.
+    retries: maximum number of repetitions of a request without an answer or with a temporary error status.
+    backoff_s: seconds before the second try, doubled before each further try, at most 30.
+    batch_size: number of queries in one request; the protocol 'ragen' has one.
+    workers: number of simultaneous requests.
+  """
+
+  name: ClassVar[str] = 'search'
+  schema: ClassVar[Mapping[str, Any]] = {
+    'type': 'object',
+    'properties': {'query': {'type': 'string'}},
+    'required': ['query'],
+    'additionalProperties': False,
+  }
+
+  timeout_s: float = 30.0
+  retriever: str = ''
+  protocol: str = 'ragen'
+  top_k: int = 3
+  max_passage_chars: int = 800
+  retries: int = 3
+  backoff_s: float = 0.5
+  batch_size: int = 64
+  workers: int = 8
+
+  def __post_init__(self):
+    super().__post_init__()
+    where, retriever = self.where, self.retriever
+    check_choice(where, 'protocol', self.protocol, _PROTOCOLS)
+    check_integer(where, 'top_k', self.top_k, 1, MOST_PASSAGES)
+    check_whole_number(where, 'max_passage_chars', self.max_passage_chars, 20)
+    check_whole_number(where, 'retries', self.retries, 0)
+    check_seconds(where, 'backoff_s', self.backoff_s)
+    for field in ('batch_size', 'workers'):
+      check_whole_number(where, field, getattr(self, field), 1)
+    if isinstance(retriever, str) and retriever.startswith(_BM25) and len(retriever) > len(_BM25):
+      chosen = Bm25Retriever(where, retriever.removeprefix(_BM25), self.timeout_s)
+    elif isinstance(retriever, str) and retriever.startswith(('http://', 'https://')):
+      if '@' in retriever.split('/')[2]:
+        raise ValueError(
+          f'{where}: retriever has a user name or a password, which configs and logs would show; allowed: none'
+        )
+      chosen = HttpRetriever(self)
+    elif retriever == _MOCK:
+      chosen = MockRetriever()
+    else:
+      raise ValueError(f'{where}: retriever={one_line(retriever)}; allowed: {_ALLOWED}')
+    object.__setattr__(self, '_chosen', chosen)
+
+  @property
+  def help(self) -> str:
+    """One line for the rules."""
+    return (
+      'shows the passage that fits a query best'
+      if self.top_k == 1
+      else (f'shows the {self.top_k} passages that fit a query best')
+    )
+
+  def read(self, argument: str) -> dict[str, Any]:
+    """See `Tool`."""
+    arguments = super().read(' '.join(argument.split()))
+    if len(arguments['query']) > LONGEST_QUERY:
+      raise WrongArguments(f'The query is longer than {LONGEST_QUERY} characters.')
+    return arguments
+
+  def call(self, batch: Sequence[Mapping[str, Any]]) -> list[str | WrongArguments | Fault]:
+    """See `Tool`. Equal queries are searched once."""
+    queries = list(dict.fromkeys(arguments['query'] for arguments in batch))
+    found = dict(zip(queries, self._chosen.search(queries, self.top_k), strict=True))
+    return [self._written(query, found[query]) for query in (arguments['query'] for arguments in batch)]
+
+  def _written(self, query: str, passages: list[str] | Fault) -> str | Fault:
+    """The text of a result."""
+    if isinstance(passages, Fault):
+      return passages
+    if not passages:
+      return f'No passage matches "{query}".'
+    shown = [f'[{i}] {cut(passage, self.max_passage_chars)}' for i, passage in enumerate(passages, 1)]
+    return '\n'.join([f'Passages for "{query}":', *shown])
+
+  def check(self) -> None:
+    """See `Tool`: reads the corpus and makes its index, or sends the server a query."""
+    self._chosen.check()
+
+
+class Retriever(abc.ABC):
+  """What finds passages."""
+
+  @abc.abstractmethod
+  def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
+    """For each query at most `top_k` passages, the best first, each with its title in the first line."""
+
+  def check(self) -> None:
+    """Raises ValueError with one line if a file, a package or a server is missing."""
+    return
+
+
+class MockRetriever(Retriever):
+  """Makes up passages that contain the query, for rehearsals without a corpus."""
+
+  def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
+    """See `Retriever`."""
+    return [[f'Made-up passage {i}\nThis text stands for a passage about {q}.' for i in range(top_k)] for q in queries]
+
+
+# -- BM25 in this process ----------------------------------------------------------------------------------------------
+
+
+class Bm25Retriever(Retriever):
+  """Ranks the passages of a file by BM25. The file is read and indexed once in a process, for all environments."""
+
+  def __init__(self, where: str, path: str, timeout_s: float):
+    """Reads nothing yet.
+
+    Args:
+      where: section of the config, for errors.
+      path: file of the corpus.
+      timeout_s: time limit of a query, in seconds.
+    """
+    self._where, self._path, self._timeout_s = where, path, timeout_s
+
+  @functools.cached_property
+  def _index(self) -> Bm25Index:
+    path = pathlib.Path(self._path)
+    option = f"{self._where}: retriever='{_BM25}{self._path}'"
+    try:
+      stat = path.stat()
+      return _read_index(path.resolve(), stat.st_size, stat.st_mtime_ns)
+    except OSError as e:
+      raise ValueError(f'{option}: cannot be read ({e.strerror}); docs/search.md explains how to make a corpus') from e
+    except UnicodeDecodeError as e:
+      raise ValueError(f'{option}: is not UTF-8') from e
+    except ImportError as e:
+      raise ValueError(f'{option}: needs a package that is not installed: {_EXTRA}') from e
+    except ValueError as e:
+      raise ValueError(f'{option}: {e}') from e
+
+  def check(self) -> None:
+    """See `Retriever`."""
+    self._index  # noqa: B018, it is made here
+
+  def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
+    """See `Retriever`. Passages with equal scores are in the order of the file."""
+    index = self._index  # making it has no time limit
+    calls = [functools.partial(index.search, query, top_k) for query in queries]
+    results = run_calls(calls, what='search', workers=1, timeout_s=self._timeout_s, owner=self)
+    return [result if fault is None else fault for result, fault in results]
+
+
+@functools.lru_cache(maxsize=8)
+def _read_index(path: pathlib.Path, size: int, modified_ns: int) -> Bm25Index:
+  """The index of a corpus; a file that has changed is read again."""
+  del modified_ns
+  if size > _LARGEST_CORPUS:
+    raise ValueError(f'is larger than {_LARGEST_CORPUS >> 30} GiB; a server can search larger corpora')
+  return Bm25Index(read_corpus(path))
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
+class _RequestFailed(Exception):
+  """A request has no usable answer after all tries."""
+
+
+class _ServerAway(_RequestFailed):
+  """There was no whole answer: other requests would wait in vain, too."""
+
+
+class HttpRetriever(Retriever):
+  """Asks a server. Several requests of a batch are sent at a time.
+
+  After a request without an answer, the remaining requests of the batch are not sent, and neither are they after three
+  requests with errors. So a server that is away costs one series of tries.
+  """
+
+  def __init__(self, options: SearchTool):
+    """Sends no request.
+
+    Args:
+      options: address, protocol and limits.
+    """
+    self._options = options
+    self._url = options.retriever.rstrip('/').removesuffix('/retrieve') + '/retrieve'
+    self._is_batched = options.protocol == 'search_r1'
+    self._opener = make_opener()
+
+  def check(self) -> None:
+    """See `Retriever`: sends one query."""
+    (result,) = self.search(['health check'], 1)
+    if isinstance(result, Fault):
+      o = self._options
+      raise ValueError(
+        f'{o.where}: retriever={o.retriever!r}: {result}; allowed: the address of a server with protocol={o.protocol!r}'
+      )
+
+  def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
+    """See `Retriever`."""
+    o, failures = self._options, []
+    size = o.batch_size if self._is_batched else 1
+
+    def send(part: Sequence[str]) -> list[list[str] | Fault]:
+      away = [e for e in failures if isinstance(e, _ServerAway)]
+      if not away and len(failures) < _MOST_FAILURES:
+        try:
+          return self._ask(part, top_k)
+        except _RequestFailed as e:
+          failures.append(e)
+          return [Fault('search got no answer', str(e))] * len(part)
+      return [Fault('search got no answer', str((away or failures)[0]))] * len(part)
+
+    parts = [queries[i : i + size] for i in range(0, len(queries), size)]
+    # Tries and waits have their own limits; this limit covers all other calls, such as the look-up of the host.
+    limit = (o.retries + 2) * o.timeout_s + sum(map(self._wait_s, range(1, o.retries + 1)))
+    calls = [functools.partial(send, part) for part in parts]
+    results = run_calls(calls, what='search', workers=o.workers, timeout_s=limit, owner=self)
+    found: list[list[str] | Fault] = []
+    for part, (result, fault) in zip(parts, results, strict=True):
+      found += result if fault is None else [fault] * len(part)
+    return found
+
+  def _ask(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
+    """The passages for the queries of one request; raises _RequestFailed."""
+    if self._is_batched:
+      body: dict[str, Any] = {'queries': list(queries), 'topk': top_k, 'return_scores': True}
+    else:
+      body = {'query': queries[0], 'top_k': top_k}
+    lists = self._post(body, lambda answer: self._lists(answer, len(queries)))
+    return [_read_hits(hits, top_k) for hits in lists]
+
+  def _lists(self, answer: Any, count: int) -> list[Any]:
+    """The list of hits of each query; raises ValueError if the answer is not of the protocol."""
+    field = 'result' if self._is_batched else 'results'
+    if not isinstance(answer, dict) or not isinstance(answer.get(field), list):
+      raise ValueError(f'the answer has no list {field!r}: {short(answer)}')
+    lists = answer[field] if self._is_batched else [answer[field]]
+    if len(lists) != count:
+      raise ValueError(f'{count} queries were sent, {len(lists)} results came back')
+    return lists
+
+  def _post(self, body: Mapping[str, Any], read: Callable[[Any], list[Any]]) -> list[Any]:
+    """Sends one request, with retries, and returns what `read` makes of its answer.
+
+    Args:
+      read: raises ValueError if the answer is not of the protocol, which another try may change.
+
+    Raises:
+      _RequestFailed: no try had a usable answer.
+    """
+    o, tries = self._options, self._options.retries + 1
+    failed: type[_RequestFailed] = _RequestFailed
+    for i in range(tries):
+      if i:
+        time.sleep(self._wait_s(i))
+      try:
+        headers = {'Content-Type': 'application/json'}
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers, method='POST')
+        return read(json.loads(self._receive(request)))
+      except urllib.error.HTTPError as e:
+        failed, reason = _RequestFailed, f'status {e.code} {e.reason}'
+        e.close()
+        if e.code not in _RETRY_STATUS:
+          raise _RequestFailed(f'{self._url}: {reason}') from e
+      except TimeoutError:
+        failed, reason = _ServerAway, f'no whole answer in {o.timeout_s:g} s'
+      except (OSError, http.client.HTTPException) as e:
+        failed, reason = _ServerAway, describe_error(e)
+      except (ValueError, RecursionError) as e:
+        failed, reason = _RequestFailed, describe_error(e)
+    raise failed(f'{self._url}: {reason}, {tries} tries')
+
+  def _wait_s(self, tried: int) -> float:
+    """Seconds to wait after this many tries, at least 1."""
+    return pause_s(tried, self._options.backoff_s, _LONGEST_WAIT_S)
+
+  def _receive(self, request: urllib.request.Request) -> bytes:
+    """The body of the answer to one request.
+
+    Raises:
+      OSError: the whole answer takes longer than `timeout_s`, or there is no answer.
+      _RequestFailed: the answer is too large; another try would not help.
+    """
+    with self._opener.open(request, timeout=self._options.timeout_s) as response:
+      parts, size = [], 0
+      while part := response.read1(_CHUNK):
+        parts.append(part)
+        size += len(part)
+        if size > _LARGEST_ANSWER_MIB << 20:
+          raise _RequestFailed(f'{self._url}: the answer is larger than {_LARGEST_ANSWER_MIB} MiB')
+      return b''.join(parts)
+
+
+def _read_hits(hits: Any, top_k: int) -> list[str] | Fault:
+  """The passages of the answer to one query, in either protocol; a fault if anything in it is not as it must be."""
+  if not isinstance(hits, list):
+    return Fault('search answered no list of passages', short(hits))
+  passages = []
+  for hit in hits:
+    document = hit.get('document', hit) if isinstance(hit, dict) else None
+    contents = document.get('contents', document.get('content')) if isinstance(document, dict) else None
+    if not isinstance(contents, str):
+      return Fault('search answered a passage without text', short(hit))
+    score = hit.get('score', 0.0)
+    if not is_number(score) or score != score:
+      return Fault('search answered a score that is no number', short(score))
+    title = document.get('title', '')
+    if abs(score) < _NO_SCORE and document.get('id') not in (-1, '-1') and contents.strip():
+      passages.append(as_passage(contents, title if isinstance(title, str) else ''))
+  return passages[:top_k]

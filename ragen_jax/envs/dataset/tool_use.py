@@ -1,0 +1,278 @@
+"""The calls in answers of a policy: their reading, their budgets, and what the policy is told.
+
+The whole answer is one call, written as `name[argument]`:
+
+    search[who wrote the first program]     calls the tool 'search' with a query
+    book[{"city": "Turin", "nights": 2}]    calls a tool with several arguments, as JSON
+    finish[Ada Lovelace]                    gives the answer of the episode
+
+A mistake of the policy (no call, a tool that does not exist, wrong arguments, a budget that is spent) is told to it,
+and nothing is called. `make_toolbox` makes the tools from a config, `Toolbox` describes them, and `ToolUse` calls them
+for the rows of a session.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ragen_jax.envs.dataset.search import SearchTool
+from ragen_jax.envs.dataset.tools import FunctionTool, Tool, WrongArguments, cut
+from ragen_jax.envs.options import check_flag, check_mapping
+from ragen_jax.utils.errors import did_you_mean, one_line, short
+from ragen_jax.utils.threads import Fault, attempt
+
+FINISH = 'finish'
+_FINISH_USAGE = f'{FINISH}[answer]'
+
+_BUILT_IN: dict[str, type[Tool]] = {'search': SearchTool}
+_NAME = r'[A-Za-z_]\w*'
+_CALL = re.compile(rf'({_NAME})\s*\[(.*)\]', re.DOTALL)
+_NEXT_CALL = re.compile(rf'[^\w\[\]]*({_NAME})\s*\[')
+
+
+# -- calls in answers --------------------------------------------------------------------------------------------------
+
+
+def write_call(name: str, argument: str) -> str:
+  """The answer that calls a tool, or with `FINISH` gives the answer; the inverse of `read_call`."""
+  return f'{name}[{argument}]'
+
+
+def read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
+  """The call that an answer consists of.
+
+  The argument reaches to the last bracket, so that it may contain brackets of any kind. Only if its first bracket that
+  closes nothing is followed by another call of one of `names`, the answer is several calls.
+
+  Args:
+    text: the whole answer.
+    names: of the tools, in lower case.
+
+  Returns:
+    (name, argument), the name in lower case, whether or not there is such a tool, and the argument without blanks
+    around it; None if the text is no call.
+
+  Raises:
+    WrongArguments: the answer is several calls.
+  """
+  match = _CALL.fullmatch(text.strip())
+  if match is None:
+    return None
+  name, argument = match[1].lower(), match[2]
+  depth = 0
+  for bracket in re.finditer(r'[\[\]]', argument):
+    depth += 1 if bracket[0] == '[' else -1
+    if depth < 0:
+      following = _NEXT_CALL.match(argument, bracket.end())
+      if following is not None and following[1].lower() in names:
+        raise WrongArguments('An answer is one call, and these are several.')
+      break
+  return name, argument.strip()
+
+
+# -- the tools of an environment ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Final:
+  """An answer gives the answer to the question: `answer`, which a verifier scores.
+
+  Attributes:
+    metrics: as in `Told`.
+  """
+
+  answer: str
+  metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+  """What the policy reads after an answer that was not final.
+
+  Attributes:
+    text: the result of a call, or what is wrong with the answer and what is allowed.
+    valid: whether a tool was called and took the arguments.
+    metrics: `invalid_calls`, and `NAME_calls` for each tool; the same names for every answer, 1 where one applies.
+  """
+
+  text: str
+  valid: bool
+  metrics: Mapping[str, float]
+
+
+class Toolbox:
+  """The tools of an environment.
+
+  Attributes:
+    tools: name -> tool.
+    free_text_is_answer: whether an answer that is no call of a tool is the final answer, as in RAGEN. Otherwise it is
+      a mistake that is told to the policy.
+  """
+
+  def __init__(self, tools: Sequence[Tool], *, free_text_is_answer: bool = False):
+    """Raises ValueError if two tools have the same name, or one has the name 'finish'."""
+    self.tools = {tool.name: tool for tool in tools}
+    self.free_text_is_answer = free_text_is_answer
+    count = collections.Counter([FINISH, *(tool.name for tool in tools)])
+    name, times = count.most_common(1)[0]
+    if times > 1:
+      raise ValueError(
+        f'tools: two have the name {name!r}; allowed: tools with different names, none of them {FINISH!r}'
+      )
+
+  def rules(self, finish_help: str = 'gives your answer and ends the episode') -> str:
+    """The lines of the prompt about the tools: what each does, how it is called, and how often."""
+    lines = ['An answer is one call, written as follows:']
+    for tool in self.tools.values():
+      often = 'once' if tool.budget == 1 else f'at most {tool.budget} times'
+      lines.append(f'{tool.usage} {tool.help.rstrip(".")}' + (f'; {often} in an episode.' if tool.budget else '.'))
+    lines.append(f'{_FINISH_USAGE} {finish_help}.')
+    if self.free_text_is_answer:
+      lines.append('Any other text is taken for your answer.')
+    return '\n'.join(lines)
+
+  def check(self) -> None:
+    """Raises ValueError with one line if a tool lacks a file, a package or a server."""
+    for tool in self.tools.values():
+      tool.check()
+
+  def open(self, rows: int) -> ToolUse:
+    """The use of the tools by the rows of a session."""
+    return ToolUse(self, rows)
+
+
+class ToolUse:
+  """Calls the tools for the rows of a session, and counts the calls of each episode."""
+
+  def __init__(self, toolbox: Toolbox, rows: int):
+    self._toolbox = toolbox
+    self._used: list[collections.Counter[str]] = [collections.Counter() for _ in range(rows)]
+
+  def reset(self, rows: Sequence[int]) -> None:
+    """Begins new episodes: their budgets are whole again."""
+    for row in rows:
+      self._used[row].clear()
+
+  def step(self, rows: Sequence[int], answers: Sequence[str]) -> list[Final | Told | Fault]:
+    """Executes one answer in each of the given rows. All calls of a tool are one batch.
+
+    Returns:
+      For each row, in order: the final answer, what the policy is told, or why the episode ends as an error.
+    """
+    outcomes: list[Any] = []
+    waiting: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in self._toolbox.tools}
+    for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+      outcome = self._read(row, answer)
+      outcomes.append(outcome)
+      if isinstance(outcome, tuple):
+        name, arguments = outcome
+        waiting[name][i] = arguments
+        self._used[row][name] += 1
+    for name, calls in waiting.items():
+      if calls:
+        results = _call(self._toolbox.tools[name], list(calls.values()))
+        for i, result in zip(calls, results, strict=True):
+          outcomes[i] = self._told(rows[i], name, result)
+    return outcomes
+
+  def _read(self, row: int, answer: str) -> Final | Told | tuple[str, dict[str, Any]]:
+    """The answer as a tool's name and arguments; what it is instead, if nothing is to be called."""
+    box = self._toolbox
+    usages = [tool.usage for tool in box.tools.values() if self._left(row, tool) != 0]
+    allowed = f'Allowed: {", ".join([*usages, _FINISH_USAGE])}.'
+    try:
+      call = read_call(answer, (*box.tools, FINISH))
+      name, argument = call or ('', '')
+      if name == FINISH:
+        if not argument:
+          raise WrongArguments('The answer is empty.')
+        return Final(argument, self._metrics())
+      if name not in box.tools:
+        if box.free_text_is_answer and answer.strip():
+          return Final(answer.strip(), self._metrics())
+        raise WrongArguments((f'There is no tool {name!r}. ' if call else 'This is no call of a tool. ') + allowed)
+      tool = box.tools[name]
+      arguments = tool.read(argument)
+      if self._left(row, tool) == 0:
+        raise WrongArguments(f'No call of {name} is left. {allowed}')
+      return name, arguments
+    except WrongArguments as e:
+      return Told(str(e), False, self._metrics('invalid_calls'))
+
+  def _left(self, row: int, tool: Tool) -> int | None:
+    """The calls of a tool that are left in the row's episode; None without a limit."""
+    return tool.budget - self._used[row][tool.name] if tool.budget else None
+
+  def _told(self, row: int, name: str, result: Any) -> Told | Fault:
+    """What the policy is told after a call."""
+    if isinstance(result, Fault):
+      return result
+    tool, valid = self._toolbox.tools[name], not isinstance(result, WrongArguments)
+    text = cut(str(result), tool.max_chars)
+    left = self._left(row, tool)
+    text += '' if left is None else f'\nCalls of {name} left: {left}.'
+    return Told(text, valid, self._metrics(f'{name}_calls', *(() if valid else ('invalid_calls',))))
+
+  def _metrics(self, *counted: str) -> dict[str, float]:
+    names = ('invalid_calls', *(f'{name}_calls' for name in self._toolbox.tools))
+    return {name: float(name in counted) for name in names}
+
+
+def _call(tool: Tool, batch: list[dict[str, Any]]) -> list[Any]:
+  """The results of a batch of calls; faults for all of them if the tool raises."""
+  results, fault = attempt(functools.partial(tool.call, batch), tool.name)
+  return [fault] * len(batch) if fault is not None else results
+
+
+def make_toolbox(names: Any, options: Any) -> Toolbox | None:
+  """The tools of an environment.
+
+  Args:
+    names: `tools` of the config: built-in tools ('search'), and functions 'package.module:function' or
+      'file.py:function'.
+    options: `tool_options` of the config: name of a tool -> its options; 'finish' has `free_text_is_answer`.
+
+  Returns:
+    None if no tool is named.
+
+  Raises:
+    ValueError: a tool or an option does not exist, or has a value that is not allowed; one line names it.
+  """
+  options = check_mapping('dataset', 'tool_options', options)
+  if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+    raise ValueError(f'tools={one_line(names)}; allowed: a tuple of {", ".join(_BUILT_IN)} and functions')
+  free = check_mapping('tool_options', FINISH, options.pop(FINISH, {}))
+  flag = free.pop('free_text_is_answer', False)
+  check_flag(f'tool_options.{FINISH}', 'free_text_is_answer', flag)
+  if free:
+    raise ValueError(f'tool_options.{FINISH}: {next(iter(free))} is no option; allowed: free_text_is_answer')
+  tools = [_make_tool(name, options) for name in names]
+  # Options of built-in tools may stay in a config that does not use them.
+  known = [*dict.fromkeys([*_BUILT_IN, *(tool.name for tool in tools)]), FINISH]
+  unknown = [name for name in options if name not in known]
+  if unknown:
+    hint = did_you_mean(unknown[0], known)
+    raise ValueError(f'tool_options.{unknown[0]}: there is no such tool; {hint}allowed: {", ".join(known)}')
+  return Toolbox(tools, free_text_is_answer=bool(flag)) if tools else None
+
+
+def _make_tool(name: str, options: Mapping[str, Any]) -> Tool:
+  """One tool of the config."""
+  if ':' in name:
+    cls, fixed, short_name = FunctionTool, {'function': name}, name.rpartition(':')[2].rpartition('.')[2]
+  elif name in _BUILT_IN:
+    cls, fixed, short_name = _BUILT_IN[name], {}, name
+  else:
+    hint = did_you_mean(name, _BUILT_IN)
+    raise ValueError(f"tools: {short(name)}; {hint}allowed: {', '.join(_BUILT_IN)}, 'package.module:function'")
+  own = check_mapping('tool_options', short_name, options.get(short_name, {}))
+  allowed = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]
+  unknown = [option for option in own if option not in allowed]
+  if unknown:
+    raise ValueError(f'tool_options.{short_name}: {unknown[0]} is no option; allowed: {", ".join(allowed)}')
+  return cls(**fixed, **own)
