@@ -126,7 +126,7 @@ class Tool(abc.ABC):
       if field not in values and self._needs(field):
         raise WrongArguments(f'The argument "{field}" is missing; write {self.usage}.')
       if field in values and not _has_type(values[field], kind):
-        raise WrongArguments(f'"{field}" must be {_describe(kind)}.')
+        raise WrongArguments(f'"{field}" must be: {_describe(kind)}.')
     return values
 
 
