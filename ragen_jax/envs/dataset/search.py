@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import http.client
 import json
+import logging
 import pathlib
 import time
 import urllib.error
@@ -31,6 +32,8 @@ from ragen_jax.envs.outside.timed_http import make_opener
 from ragen_jax.utils.errors import describe_error, one_line, short
 from ragen_jax.utils.retry import pause_s
 from ragen_jax.utils.threads import Fault, run_calls
+
+_log = logging.getLogger(__name__)
 
 MOST_PASSAGES = 50
 LONGEST_QUERY = 1000  # characters
@@ -215,7 +218,9 @@ def _read_index(path: pathlib.Path, size: int, modified_ns: int) -> Bm25Index:
   del modified_ns
   if size > _LARGEST_CORPUS:
     raise ValueError(f'is larger than {_LARGEST_CORPUS >> 30} GiB; a server can search larger corpora')
-  return Bm25Index(read_corpus(path))
+  passages = read_corpus(path)
+  _log.info('search: making an index of the %d passages of %s', len(passages), path)
+  return Bm25Index(passages)
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------

@@ -76,11 +76,12 @@ def test_a_word_counts_once_in_a_query():
 
 
 @needs_bm25s
-def test_the_package_logs_nothing(caplog):
+def test_the_package_logs_and_shows_nothing(caplog, capfd):
   with caplog.at_level(logging.DEBUG):
     Bm25Index(['a cat']).search('', 1)
     Bm25Index(['a cat']).search('cat', 1)
   assert not [record for record in caplog.records if record.name.startswith('bm25s')]
+  assert capfd.readouterr() == ('', '')  # no bars of progress
 
 
 def test_words_have_no_case_and_one_form():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
@@ -47,6 +47,7 @@ PIECES = st.lists(
 ).map(''.join)
 
 
+@settings(deadline=None, max_examples=100)
 @given(st.sampled_from(NAMES), PIECES)
 @example('search', '] search[')
 @example('search', '[a] search[b]')
@@ -75,6 +76,7 @@ def test_a_call_of_another_name_is_read_with_its_name():
   assert read_call('Lookup[a]', NAMES) == ('lookup', 'a')
 
 
+@settings(deadline=None, max_examples=100)
 @given(texts())
 def test_no_text_breaks_the_reader(text):
   use = box('shout').open(1)

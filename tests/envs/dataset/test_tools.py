@@ -6,7 +6,7 @@ import json
 import types
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.envs.dataset.tools import CUT_MARK, FunctionTool, WrongArguments, cut
@@ -137,6 +137,7 @@ FIELDS = ('city', 'nights', 'price', 'breakfast', 'room', 'x')
 ARGUMENTS = {field: st.sampled_from([*VALUES, 'small', 'large', [], ['small'], {}, {'small': 1}]) for field in FIELDS}
 
 
+@settings(deadline=None, max_examples=100)
 @given(st.fixed_dictionaries({}, optional=ARGUMENTS))
 def test_what_is_read_fits_the_annotations_and_what_is_not_read_does_not(arguments):
   """Against the annotations of the function, by hand."""
@@ -201,6 +202,7 @@ def test_several_workers_call_a_function_at_a_time(monkeypatch):
   assert len(set(user_tools.CALLED)) == 2
 
 
+@settings(deadline=None, max_examples=100)
 @given(st.text(max_size=60), st.integers(len(CUT_MARK), 40))
 def test_a_text_is_cut_with_a_mark_if_it_is_too_long(text, most):
   result = cut(text, most)
