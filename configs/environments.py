@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from ragen_jax.envs import bandit
 
 # Tag with the held-out part of a data set -> the tag whose fields it follows: one flag sets the file of both.
-HELD_OUT = {'DatasetTest': 'Dataset', 'MetamathQATest': 'MetamathQA', 'GSM8KTest': 'GSM8K'}
+HELD_OUT = {'DatasetTest': 'Dataset', 'MetamathQATest': 'MetamathQA', 'GSM8KTest': 'GSM8K', 'SearchQATest': 'SearchQA'}
 
 
 def by_tag() -> ConfigDict:
@@ -247,12 +247,31 @@ def by_tag() -> ConfigDict:
       'attempts': 1,
       # The k-th attempt pays decay**(k-1) of its score.
       'decay': 0.5,
+      # What the policy can call before it answers: 'search', and functions of yours, 'package.module:function' or
+      # 'file.py:function', whose options are in docs/search.md; () for none.
+      'tools': (),
+      # Options of the tools by name, those of 'search' are used with this tool only.
+      'tool_options': {
+        'search': {
+          # 'bm25:PATH.jsonl' ranks the passages of a file; or 'http://host:port', a server; or 'mock'.
+          'retriever': '',
+          # What the server speaks: 'ragen' or 'search_r1'.
+          'protocol': 'ragen',
+          # Passages of a result, 1 to 50.
+          'top_k': 3,
+          # Maximum characters of a passage, and of a whole result.
+          'max_passage_chars': 800,
+          'max_chars': 4000,
+          # Maximum calls of an episode; 0 for no limit.
+          'budget': 0,
+          # Seconds of a request.
+          'timeout_s': 30.0,
+        },
+        # Whether text that is no call is the answer, as in RAGEN.
+        'finish': {'free_text_is_answer': False},
+      },
       # Whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
       'show_verdict': False,
-      # What a policy may call before it answers: 'search', or functions of yours; () for none.
-      'tools': (),
-      # Options of the tools, by their names.
-      'tool_options': {},
       # The rules in the prompt; '' for a sentence that fits the options.
       'instruction': '',
       # Seconds that a function or a package may take to decide one answer.
@@ -292,6 +311,24 @@ def by_tag() -> ConfigDict:
   )
   # The problems that its authors hold out.
   envs.GSM8KTest = _like(envs.GSM8K, hub_options={'name': 'main', 'split': 'test'})
+  # RAGEN's SearchQA: questions of HotpotQA, whose answers are looked up with a retrieval server. See docs/search.md for
+  # a corpus in place of the server.
+  envs.SearchQA = _like(
+    envs.Dataset,
+    hub='hotpotqa/hotpot_qa',
+    hub_options={'name': 'distractor', 'split': 'train'},
+    split='all',
+    verifier='f1',
+    tools=('search',),
+    tool_options={'search': {'retriever': 'http://127.0.0.1:8000', 'top_k': 5}},
+    max_turns=5,
+    max_actions=10,
+    max_words=300,
+  )
+  # The validation questions of HotpotQA.
+  envs.SearchQATest = _like(envs.SearchQA, hub_options={'name': 'distractor', 'split': 'validation'})
+  # SearchQA without a server: its passages are made up, so that answers cannot be found. For rehearsals.
+  envs.SearchQAMock = _like(envs.SearchQA, tool_options={'search': {'retriever': 'mock'}})
   return envs
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.dataset import selection, sources
 from ragen_jax.envs.dataset.items import FIELDS, Item, ItemSettings, load_items
+from ragen_jax.envs.dataset.tool_use import FINISH, Final, Told, Toolbox, make_toolbox, write_call
 from ragen_jax.envs.dataset.verifiers import Verdict, Verifier, check_verifier
 from ragen_jax.envs.options import (
   check_choice,
@@ -57,10 +58,9 @@ class DatasetEnvironment(TextEnvironment):
     verifier_options: options of the verifier.
     attempts: answers that an episode may give.
     decay: the k-th attempt pays decay**(k-1) of its score.
-    show_verdict: whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
-    tools: what a policy may call before it answers: 'search', or functions 'package.module:function'; () for none. An
-      answer is then one call, and `finish[answer]` is the one that is decided.
+    tools: what the policy can call before it answers, see `make_toolbox`; without tools, its answer is the action.
     tool_options: name of a tool -> its options.
+    show_verdict: whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
     instruction: the rules in the prompt; '' for a sentence that fits the options.
     timeout_s: seconds that foreign code may take to decide one answer.
     workers: answers that foreign code decides at a time.
@@ -68,7 +68,6 @@ class DatasetEnvironment(TextEnvironment):
 
   name: ClassVar[str] = 'dataset'
   system: ClassVar[str] = 'You answer questions.'
-  state_label: ClassVar[str] = 'Question'
   counts_turns: ClassVar[bool] = False
   whole_answer: ClassVar[bool] = True
 
@@ -89,9 +88,9 @@ class DatasetEnvironment(TextEnvironment):
   verifier_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   attempts: int = 1
   decay: float = 0.5
-  show_verdict: bool = False
   tools: tuple[str, ...] = ()
   tool_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  show_verdict: bool = False
   instruction: str = ''
   timeout_s: float = 10.0
   workers: int = 2
@@ -120,21 +119,19 @@ class DatasetEnvironment(TextEnvironment):
     check_verifier(self.verifier)
     if (self.verifier == 'reasoning_gym') > self.generator.startswith('reasoning_gym:'):
       raise ValueError("dataset: verifier='reasoning_gym'; allowed: with generator='reasoning_gym:NAME'")
-    self._verifier, self._toolbox  # noqa: B018, their options are checked at once
+    self._verifier  # noqa: B018, its options are checked at once
+    object.__setattr__(self, '_toolbox', make_toolbox(self.tools, self.tool_options))
+
+  @property
+  def state_label(self) -> str:
+    """What stands above an observation; with tools, only the first observation is the question."""
+    return 'Question' if self._toolbox is None else 'Observation'
 
   # -- what needs no data ----------------------------------------------------------------------------------------------
 
   @functools.cached_property
   def _verifier(self) -> Verifier:
     return self._settings(()).make_verifier()
-
-  @functools.cached_property
-  def _toolbox(self) -> Any | None:
-    if not self.tools:
-      return None
-    from ragen_jax.envs.dataset.tool_use import make_toolbox  # tools may need optional packages
-
-    return make_toolbox(self.tools, self.tool_options)
 
   def _settings(self, stamps: tuple[tuple[int, int], ...]) -> ItemSettings:
     """The options that decide what the items are."""
@@ -144,11 +141,15 @@ class DatasetEnvironment(TextEnvironment):
     return ItemSettings(**values, paths=self.path, stamps=stamps)
 
   def rules(self) -> str:
-    """`instruction`, or a sentence that fits the options; and how tools are called."""
-    text = self.instruction or ('Choose the right answer.' if self.fields['choices'] else 'Answer the question.')
-    if self.attempts > 1 and not self.instruction:
-      text += f' If your answer is wrong, you may try again, {self.attempts} times in all.'
-    return text if self._toolbox is None else f'{text}\n{self._toolbox.rules()}'
+    """`instruction`, or a sentence that fits the options; then the lines about the tools."""
+    text = self.instruction
+    if not text:
+      text = 'Choose the right answer.' if self.fields['choices'] else 'Answer the question.'
+      text += f' If an answer is wrong, you may try again, {self.attempts} times in all.' * (self.attempts > 1)
+    if self._toolbox is None:
+      return text
+    ends = '' if self.attempts > 1 else ' and ends the episode'
+    return f'{text}\n{self._toolbox.rules(f"gives your answer{ends}")}'
 
   @property
   def action_help(self) -> str:
@@ -182,9 +183,9 @@ class DatasetEnvironment(TextEnvironment):
   def check(self) -> None:
     """Reads the items; raises ValueError, with one line, if that fails or the verifier lacks a package or a program."""
     self._verifier.check()
+    self.items  # noqa: B018
     if self._toolbox is not None:
       self._toolbox.check()
-    self.items  # noqa: B018
 
   @property
   def has_expert(self) -> bool:
@@ -195,13 +196,12 @@ class DatasetEnvironment(TextEnvironment):
     """The reference answer of each episode, as its one action; none for an item without."""
     del members
     answers = [self._verifier.reference(self.item(seed)) for seed in seeds]
-    if self._toolbox is not None:
-      answers = [f'finish[{answer}]' * bool(answer) for answer in answers]
-    return [[answer] if answer.strip() else [] for answer in answers]
+    written = answers if self._toolbox is None else [write_call(FINISH, answer) for answer in answers]
+    return [[text] if answer.strip() else [] for answer, text in zip(answers, written, strict=True)]
 
   def open(self, rows: int) -> DatasetSession:
     """A session; the items are read at its first reset if they were not before."""
-    return DatasetSession(self, self._verifier, rows, self._toolbox)
+    return DatasetSession(self, self._verifier, self._toolbox, rows)
 
 
 @dataclasses.dataclass
@@ -222,47 +222,46 @@ class DatasetSession(Session):
   those of the last answer.
   """
 
-  def __init__(self, env: DatasetEnvironment, verifier: Verifier, rows: int, toolbox: Any | None):
-    """Reads no data.
-
-    Args:
-      toolbox: a `tool_use.Toolbox`; None if every action is an answer.
-    """
+  def __init__(self, env: DatasetEnvironment, verifier: Verifier, toolbox: Toolbox | None, rows: int):
     self._env, self._verifier = env, verifier
     self._tools = None if toolbox is None else toolbox.open(rows)
     self._rows: list[_Row | None] = [None] * rows
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """See `Session`: the questions."""
-    for row, seed in zip(rows, seeds, strict=True):
-      self._rows[row] = _Row(self._env.item(seed))
     if self._tools is not None:
       self._tools.reset(rows)
-    return [self._rows[row].item.text for row in rows]
+    for row, seed in zip(rows, seeds, strict=True):
+      self._rows[row] = _Row(self._env.item(seed))
+    label = '' if self._tools is None else 'Question: '
+    return [label + self._rows[row].item.text for row in rows]
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """See `Session`: decides one answer of each row, or makes its call of a tool."""
+    """See `Session`: calls the tools, and decides the answers of rows that give one."""
     if self._tools is None:
-      return self._decide(rows, actions, [{}] * len(rows))
-    outcomes = self._tools.step(rows, actions)
-    final = [i for i, outcome in enumerate(outcomes) if hasattr(outcome, 'answer')]
-    decided = self._decide(
-      [rows[i] for i in final], [outcomes[i].answer for i in final], [outcomes[i].metrics for i in final]
-    )
-    results = dict(zip(final, decided, strict=True))
-    return [results[i] if i in results else _told(outcome) for i, outcome in enumerate(outcomes)]
+      return self._grade(rows, actions)
+    results: list[Any] = self._tools.step(rows, actions)
+    final = [i for i, outcome in enumerate(results) if isinstance(outcome, Final)]
+    graded = self._grade([rows[i] for i in final], [results[i].answer for i in final])
+    for i, grade in zip(final, graded, strict=True):
+      if not isinstance(grade, Fault):
+        grade[3]['metrics'].update(results[i].metrics)
+      results[i] = grade
+    for i, outcome in enumerate(results):
+      if isinstance(outcome, Told):
+        info = {'success': False, 'effective': outcome.valid, 'metrics': outcome.metrics}
+        results[i] = outcome.text, 0.0, False, info
+    return results
 
-  def _decide(self, rows: Sequence[int], answers: Sequence[str], counts: Sequence[Mapping[str, float]]) -> list[Any]:
-    """The results of answers; `counts` are further metrics of each."""
+  def _grade(self, rows: Sequence[int], answers: Sequence[str]) -> list[Any]:
+    """The outcome of one answer of each row."""
     verdicts = self._verifier.score(list(answers), [self._rows[row].item for row in rows])
     return [
-      verdict if isinstance(verdict, Fault) else self._answer(self._rows[row], verdict, own)
-      for row, verdict, own in zip(rows, verdicts, counts, strict=True)
+      verdict if isinstance(verdict, Fault) else self._answer(self._rows[row], verdict)
+      for row, verdict in zip(rows, verdicts, strict=True)
     ]
 
-  def _answer(
-    self, row: _Row, verdict: Verdict, counts: Mapping[str, float]
-  ) -> tuple[str, float, bool, dict[str, Any]]:
+  def _answer(self, row: _Row, verdict: Verdict) -> tuple[str, float, bool, dict[str, Any]]:
     worth = self._env.decay**row.tried * verdict.score
     reward, row.paid = max(worth - row.paid, 0.0), max(worth, row.paid)
     row.tried += 1
@@ -270,7 +269,7 @@ class DatasetSession(Session):
     metrics = {name: verdict.metrics.get(name, 0.0) for name in {*row.reported, *verdict.metrics}}
     change = {name: value - row.reported.get(name, 0.0) for name, value in metrics.items()}
     row.reported = metrics
-    info = {'success': right, 'effective': True, 'metrics': {'attempts': 1.0, **change, **counts}}
+    info = {'success': right, 'effective': True, 'metrics': {'attempts': 1.0, **change}}
     return self._observation(verdict, right, left), reward, right or left == 0, info
 
   def _observation(self, verdict: Verdict, right: bool, left: int) -> str:
@@ -279,14 +278,6 @@ class DatasetSession(Session):
     word = f' ({verdict.verdict})' if self._env.show_verdict and verdict.verdict not in ('', 'wrong') else ''
     text = f'The answer is wrong{word}.'
     return f'{text} Find out why, and give another one; {left} left.' if left > 0 else text
-
-
-def _told(outcome: Any) -> Any:
-  """The result of an action that was not final: what the policy is told, or a fault."""
-  if isinstance(outcome, Fault):
-    return outcome
-  info = {'success': False, 'effective': outcome.valid, 'metrics': dict(outcome.metrics)}
-  return outcome.text, 0.0, False, info
 
 
 # -- checks of the options ---------------------------------------------------------------------------------------------

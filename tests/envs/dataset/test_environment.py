@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import types
 
 import pytest
 from ml_collections import ConfigDict
@@ -216,66 +214,3 @@ def test_sections_of_a_config_are_options(path):
   env = registry.make('dataset', {'path': path, 'fields': fields, 'verifier_options': ConfigDict({})})
   assert env.items[0].gold == ('add: 1',) and type(env.fields) is dict
   assert len({env, dataclasses.replace(env)}) == 2, 'environments are compared by identity'
-
-
-# -- tools -------------------------------------------------------------------------------------------------------------
-
-
-class Toolbox:
-  """A stand-in for the tools: `look[x]` tells x, `finish[x]` answers x, `fail[x]` fails."""
-
-  def __init__(self, names, options):
-    self.names, self.options, self.began, self.checked = names, options, [], False
-
-  def rules(self):
-    return 'Call look or finish.'
-
-  def check(self):
-    if self.options.get('look', {}).get('gone'):
-      raise ValueError('tool_options.look: gone')
-
-  def open(self, rows):
-    del rows
-    return self
-
-  def reset(self, rows):
-    self.began.append(list(rows))
-
-  def step(self, rows, actions):
-    found = []
-    for _, action in zip(rows, actions, strict=True):
-      name, _, argument = action.removesuffix(']').partition('[')
-      if name == 'finish':
-        found.append(types.SimpleNamespace(answer=argument, metrics={'look_calls': 0.0}))
-      elif name == 'look':
-        found.append(types.SimpleNamespace(text=f'{argument}!', valid=True, metrics={'look_calls': 1.0}))
-      else:
-        found.append(Fault('look raised KeyError'))
-    return found
-
-
-@pytest.fixture
-def with_tools(monkeypatch, path):
-  module = types.SimpleNamespace(make_toolbox=Toolbox)
-  monkeypatch.setitem(sys.modules, 'ragen_jax.envs.dataset.tool_use', module)
-  return lambda **options: make(path=path, verifier='number', order='fixed', tools=('look',), **options)
-
-
-def test_with_tools_an_action_is_a_call_and_finish_is_the_answer(with_tools):
-  env = with_tools(tool_options={'look': {'x': 1}})
-  assert env.rules() == 'Answer the question.\nCall look or finish.'
-  session = env.open(4)
-  session.reset(range(4), range(4), [0] * 4)
-  right, told, fault, wrong = session.step(range(4), ['finish[1]', 'look[2]', 'fail[3]', 'finish[9]'])
-  assert read_step(right) == TextStep('The answer is right.', 1.0, True, True, True)
-  assert read_step(told) == TextStep('2!', 0.0, False, False, True)
-  assert fault == Fault('look raised KeyError') and read_step(wrong).done and wrong[1] == 0.0
-  assert right[3]['metrics'] == {'attempts': 1.0, 'look_calls': 0.0} and told[3]['metrics'] == {'look_calls': 1.0}
-  assert session.step([1], ['finish[2]'])[0][1] == 1.0, 'a call costs no attempt'
-  assert env.expert([0], [0]) == [['finish[1]']]
-
-
-def test_tools_are_checked_with_the_data(with_tools):
-  with_tools().check()
-  with raises_one_line('tool_options.look: gone'):
-    with_tools(tool_options={'look': {'gone': True}}).check()
