@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 
+from hypothesis import HealthCheck, settings
+
 from ragen_jax import envs as registry
 from ragen_jax.envs.dataset.environment import DatasetEnvironment
 from ragen_jax.envs.dataset.items import Item
@@ -12,6 +14,8 @@ from ragen_jax.envs.dataset.verifiers import Verifier, VerifierSettings, make_ve
 
 FUNCTIONS = __name__
 never = threading.Event()
+# Property tests whose result does not depend on the speed of the machine.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def write_lines(path, rows) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ragen_jax.envs.dataset.items import load_items
 from ragen_jax.envs.dataset.selection import digest
-from tests.support.datasets import FUNCTIONS, make, write_lines
+from tests.support.datasets import FUNCTIONS, make, untimed, write_lines
 from tests.support.environments import raises_one_line
 
 
@@ -138,7 +138,7 @@ def test_the_limit_takes_the_first_items_and_reads_no_further(tmp_path):
 rows = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), min_size=12, max_size=60)
 
 
-@settings(max_examples=25)
+@settings(untimed, max_examples=25)
 @given(rows, st.floats(0.2, 0.8))
 def test_the_parts_of_a_split_share_no_group_and_have_all_items(tmp_path_factory, rows, share):
   path = write_lines(

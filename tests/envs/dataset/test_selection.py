@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_jax.envs.dataset.selection import digest, is_held_out, permuted, select
+from tests.support.datasets import untimed
 
 PERMUTED = [2, 9, 6, 1, 8, 7, 4, 3, 0, 5]
 PERMUTED_OF_A_MILLION = [361658, 233161, 423657]
 
 
+@untimed
 @given(st.integers(1, 700), st.integers(0, 2**63))
 def test_a_permutation_has_every_index_once(size, key):
   assert sorted(permuted(i, size, key) for i in range(size)) == list(range(size))
@@ -36,6 +38,7 @@ def test_an_index_outside_is_refused(index):
     permuted(index, 3)
 
 
+@untimed
 @given(st.integers(0, 2**32), st.integers(1, 50), st.sampled_from(['shuffled', 'fixed']))
 def test_consecutive_seeds_select_every_item_once(first, size, order):
   assert sorted(select(first + i, size, order) for i in range(size)) == list(range(size))
@@ -52,6 +55,7 @@ def test_a_digest_forgets_case_blanks_and_forms_only():
   assert digest('\ud800') != digest('\ud801')
 
 
+@untimed
 @given(st.lists(st.text(max_size=8), unique=True), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
 def test_a_larger_share_keeps_what_a_smaller_one_holds_out(texts, a, b):
   small, large = sorted([a, b])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_jax.envs.dataset import sources
-from tests.support.datasets import make, write_lines
+from tests.support.datasets import make, untimed, write_lines
 from tests.support.environments import raises_one_line
 
 ROWS = [{'question': f'{i} + 1? "[ä,]"', 'answer': i + 1, 'more': [{'x': None}]} for i in range(5)]
@@ -47,6 +47,7 @@ values = (
 rows = st.lists(st.dictionaries(texts, values, max_size=3), max_size=5)
 
 
+@untimed
 @given(rows, st.sampled_from([None, 0, 2]), st.booleans(), st.integers(1, 9))
 def test_an_array_is_read_in_parts_of_any_size(tmp_path_factory, rows, indent, ascii, part):
   file = tmp_path_factory.mktemp('parts') / 'a.json'

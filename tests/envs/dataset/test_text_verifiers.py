@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ragen_jax.envs.dataset.items import Item
 from ragen_jax.envs.dataset.text_verifiers import f1_score, read_choice, squad_words
-from tests.support.datasets import judge, verifier
+from tests.support.datasets import judge, untimed, verifier
 from tests.support.environments import raises_one_line
 
 
@@ -72,6 +72,7 @@ def test_a_choice_of_numbers_and_of_letters():
   assert read_choice('Same', ('same', 'Same ', 'x')) is None, 'two choices of one text'
 
 
+@untimed
 @given(st.integers(0, 3), st.sampled_from(['{}', '({})', '{}.', 'The answer is {}.', '**{}**', 'Final answer: {}']))
 def test_letter_and_text_of_a_choice_are_read_in_every_frame(index, frame):
   assert read_choice(frame.format('ABCD'[index]), CITIES) == index
@@ -145,6 +146,7 @@ def _f1(answer, gold):
 words = st.lists(st.sampled_from(['the', 'a', 'Paris', 'paris.', 'yes', 'no', 'of', 'city', '"city"', '-']), max_size=6)
 
 
+@untimed
 @given(words.map(' '.join), words.map(' '.join))
 def test_f1_against_a_second_implementation(answer, gold):
   assert f1_score(answer, gold) == pytest.approx(_f1(answer, gold))
