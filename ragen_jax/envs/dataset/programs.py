@@ -1,0 +1,301 @@
+"""The verifier 'code': runs the program in an answer on the tests of its item, in a sandbox.
+
+What is expected never enters the sandbox of the program. It prints or returns something, and this process compares; or,
+where tests are assertions, these run in a second sandbox, and calls and results travel through this process as plain
+values. A program can therefore only pass by giving the right results. docs/programs.md describes limits and verdicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
+from typing import TYPE_CHECKING, Any
+
+from ragen_jax.envs.dataset import inside
+from ragen_jax.envs.dataset.confined import Confined, Limits, SandboxError
+from ragen_jax.envs.dataset.program_tests import (
+  Assertions,
+  Calls,
+  InputOutput,
+  ProgramTests,
+  read_tests,
+  same_output,
+  same_value,
+)
+from ragen_jax.envs.dataset.sandbox import Sandbox
+from ragen_jax.envs.dataset.verifiers import Verdict, Verifier, VerifierSettings, read_options
+from ragen_jax.envs.options import check_choice, check_integer, check_seconds, check_text, is_number
+from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.threads import Fault, attempt
+
+if TYPE_CHECKING:
+  from ragen_jax.envs.dataset.items import Item
+
+# How a program can fail. The first that happens is the verdict of the program.
+FAILURES = ('wrong', 'timeout', 'memory', 'output', 'crash', 'forged', 'no_verdict', 'no_program')
+# After these the remaining tests are not run: each would take as long.
+_COSTLY = ('timeout', 'memory', 'output')
+_PYTHON = ('', 'python', 'python3', 'py', 'py3')
+_FENCE = re.compile(r'\s*(`{3,}|~{3,})\s*([^\s`]*)[^`]*')
+_OPTIONS: Mapping[str, Any] = {
+  # A test counts if it passes: 'all' pays 1 for a program that passes all, 'share' the share of passed tests.
+  'score': 'all',
+  # Tests of an item that are run: those with the longest inputs.
+  'max_tests': 15,
+  # Largest relative or absolute difference of numbers; 0 for equal values.
+  'tolerance': 0.0,
+  # Processor time and time of a test, in seconds.
+  'cpu_s': 6,
+  'wall_s': 15.0,
+  # Memory of each process, and what it may write in files, in MiB.
+  'memory_mib': 1024,
+  'disk_mib': 32,
+  # Processes and threads of a program.
+  'processes': 8,
+  # Bytes that a test may print; more if more is expected.
+  'output_bytes': 4 << 20,
+  # The interpreter; '' for that of the run.
+  'python': '',
+  # Folders of packages that programs may import, made by `pip install --target`.
+  'packages': (),
+}
+
+
+def find_program(answer: str) -> str:
+  """The program in an answer: its last fenced block in Python or without a language, or the whole text; '' for none.
+
+  A block that is not closed ends with the answer. Blocks in other languages are skipped if there is any in Python.
+  """
+  blocks: list[tuple[str, list[str]]] = []
+  fence = ''
+  for line in answer.splitlines():
+    match = _FENCE.fullmatch(line)
+    if fence and match and match[1].startswith(fence) and not match[2]:
+      fence = ''
+    elif fence:
+      blocks[-1][1].append(line)
+    elif match:
+      fence = match[1]
+      blocks.append((match[2].lower(), []))
+  chosen = [lines for language, lines in blocks if language in _PYTHON] or [lines for _, lines in blocks]
+  program = '\n'.join(chosen[-1]) if chosen else answer
+  return f'{program}\n' if program.strip() else ''
+
+
+@dataclasses.dataclass
+class _Tally:
+  """The tests of a program: their number, those that passed, and the first failure."""
+
+  total: int
+  passed: int = 0
+  failure: str = ''
+
+  def add(self, verdict: str) -> None:
+    """Counts a test."""
+    self.passed += verdict == 'right'
+    if verdict != 'right':
+      self.failure = self.failure or verdict
+
+
+class ProgramVerifier(Verifier):
+  """The answer is a Python program, or a text with one in a fenced block."""
+
+  answer_help = 'Your answer is a Python program, alone or in a fenced block.'
+  needs_extra = False
+
+  def __init__(self, settings: VerifierSettings):
+    """Reads the options; nothing is run.
+
+    Raises:
+      ValueError: an option is not allowed.
+    """
+    options = read_options(settings, _OPTIONS)
+    where = 'dataset: verifier_options'
+    check_choice(where, 'score', options['score'], ('all', 'share'))
+    for name, low, high in _RANGES:
+      check_integer(where, name, options[name], low, high)
+    check_seconds(where, 'wall_s', options['wall_s'])
+    if not is_number(options['tolerance']) or not 0 <= options['tolerance'] < 1:
+      raise ValueError(f'{where}: tolerance={one_line(options["tolerance"])}; allowed: numbers from 0 to below 1')
+    check_text(where, 'python', options['python'])
+    if isinstance(options['packages'], str) or not all(isinstance(p, str) for p in options['packages']):
+      raise ValueError(f'{where}: packages={one_line(options["packages"])}; allowed: a tuple of folders')
+    self._options = options
+    self._program_s = settings.timeout_s
+    self._jobs = settings.workers or len(os.sched_getaffinity(0))
+    names = ('memory_mib', 'cpu_s', 'wall_s', 'processes', 'disk_mib', 'output_bytes')
+    self._limits = Limits(file_mib=options['disk_mib'], **{name: options[name] for name in names})
+
+  @functools.cached_property
+  def _sandbox(self) -> Sandbox:
+    return Sandbox(self._options['python'], self._options['packages'])
+
+  def check(self) -> None:
+    """Raises ValueError if programs cannot be confined here."""
+    self._sandbox.check()
+
+  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> ProgramTests:
+    """See `read_tests`."""
+    return read_tests(raw, row, self._options['max_tests'])
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """See `Verifier`. A few programs run at a time."""
+
+    def grade(answer: str, item: Item) -> Verdict | Fault:
+      verdict, fault = attempt(functools.partial(self._grade, find_program(answer), item.gold), 'grading')
+      return fault or verdict
+
+    with futures.ThreadPoolExecutor(self._jobs, thread_name_prefix='ragen_jax-grading') as pool:
+      return list(pool.map(grade, answers, items))
+
+  def _grade(self, program: str, tests: ProgramTests) -> Verdict | Fault:
+    if isinstance(tests, Assertions):
+      tally, play = _Tally(len(tests.statements)), self._play_assertions
+    else:
+      tally, play = _Tally(len(tests.cases)), self._play_calls if isinstance(tests, Calls) else self._play_texts
+    try:
+      # Text that is not Unicode is a syntax error for Python, as it should be.
+      code = program.encode('utf-8', 'surrogatepass')
+      for verdict in play(code, tests) if program else ['no_program']:
+        tally.add(verdict)
+        if verdict in _COSTLY:
+          break
+    except (SandboxError, OSError) as e:
+      return Fault('a program could not be run', one_line(e, str))
+    share = tally.passed / tally.total
+    score = share if self._options['score'] == 'share' else float(share == 1)
+    # A program of which nothing is known has no right to be right.
+    failure = tally.failure or ('' if share == 1 else 'no_verdict')
+    metrics = {'tests_passed': share, **{f'program_{name}': float(failure == name) for name in FAILURES}}
+    return Verdict(score, metrics, failure or 'right')
+
+  # -- the three kinds of tests: the verdict of one after another ------------------------------------------------------
+
+  def _play_texts(self, program: bytes, tests: InputOutput) -> Iterator[str]:
+    """Each test runs in a sandbox of its own."""
+    end = time.monotonic() + self._program_s
+    for given, expected in tests.cases:
+      limits = self._limits_until(end, len(expected))
+      if limits is None:
+        yield 'timeout'
+        return
+      stdin = given.encode('utf-8', 'surrogatepass')
+      outcome = self._sandbox.run({'program.py': program}, ['/program/program.py'], stdin, limits)
+      if outcome.verdict != 'ok':
+        yield outcome.verdict
+      else:
+        printed = outcome.stdout.decode('utf-8', 'replace')
+        yield 'right' if same_output(printed, expected, self._options['tolerance']) else 'wrong'
+
+  def _play_calls(self, program: bytes, tests: Calls) -> Iterator[str]:
+    """One process of the program answers all calls."""
+    with self._serve(
+      program, tests.preamble, sum(len(json.dumps(e)) for _, e in tests.cases), len(tests.cases)
+    ) as player:
+      for arguments, expected in tests.cases:
+        reply = self._ask(player, tests.function, inside.encode(list(arguments)), {'dict': []})
+        if isinstance(reply, str):
+          yield reply
+          return
+        right = 'value' in reply and any(same_value(reply['value'], e, self._options['tolerance']) for e in expected)
+        yield 'right' if right else _verdict_of(reply)
+
+  def _play_assertions(self, program: bytes, tests: Assertions) -> Iterator[str]:
+    """The assertions run in a sandbox of their own, and ask for the calls."""
+    task = json.dumps(dataclasses.asdict(tests)).encode()
+    files = {'inside.py': _INSIDE, 'assertions.json': task}
+    limits = self._limits_for_all(0, len(tests.statements))
+    with (
+      self._sandbox.start(files, ['/program/inside.py', 'judge'], limits) as judge,
+      self._serve(program, tests.preamble, 0, len(tests.statements)) as player,
+    ):
+      failure = ''  # of the last call
+      for _ in tests.statements:
+        while True:
+          message = _read(judge.read_line(self._limits.wall_s))
+          if message is None:
+            # The code of the data set ended, as the results of the program made it or by itself.
+            verdict = judge.finish().verdict
+            yield verdict if verdict in _COSTLY else 'no_verdict'
+            return
+          if 'name' not in message:
+            break
+          reply = self._ask(player, message['name'], message['args'], message['kwargs'])
+          if isinstance(reply, str):
+            yield reply
+            return
+          failure = _verdict_of(reply)
+          judge.send(json.dumps(reply).encode() + b'\n')
+        yield 'right' if message.get('passed') is True else failure or 'wrong'
+        failure = ''
+
+  # -- talking with the program ----------------------------------------------------------------------------------------
+
+  def _serve(self, program: bytes, preamble: str, expected: int, tests: int) -> Confined:
+    files = {'inside.py': _INSIDE, 'preamble.py': preamble.encode(), 'program.py': program}
+    return self._sandbox.start(files, ['/program/inside.py', 'serve'], self._limits_for_all(expected, tests))
+
+  def _ask(self, player: Confined, name: str, arguments: Any, keywords: Any) -> dict[str, Any] | str:
+    """The reply to a call; or the verdict if there is none."""
+    number = secrets.token_hex(16)
+    request = {'id': number, 'name': name, 'args': arguments, 'kwargs': keywords}
+    player.send(json.dumps(request).encode() + b'\n')
+    line = player.read_line(self._limits.wall_s)
+    if line is None:
+      verdict = player.finish().verdict
+      return 'crash' if verdict == 'ok' else verdict
+    reply = _read(line)
+    # A line that does not name the call was written by the program itself.
+    if reply is None or reply.get('id') != number or not {'value', 'raised', 'unreadable'} & reply.keys():
+      return 'forged'
+    return reply
+
+  def _limits_until(self, end: float, expected: int) -> Limits | None:
+    """The limits of a test; None if the program has used all of its time."""
+    left = end - time.monotonic()
+    if left <= 0:
+      return None
+    wall_s, output = min(self._limits.wall_s, left), max(self._limits.output_bytes, 2 * expected + (1 << 16))
+    return dataclasses.replace(self._limits, wall_s=wall_s, output_bytes=output)
+
+  def _limits_for_all(self, expected: int, tests: int) -> Limits:
+    """The limits of a process that stays for all tests."""
+    output = max(self._limits.output_bytes, 2 * expected + (1 << 16))
+    cpu_s = self._limits.cpu_s * tests
+    return dataclasses.replace(self._limits, wall_s=self._program_s, cpu_s=cpu_s, output_bytes=output)
+
+
+# The options that are whole numbers, with their ranges.
+_RANGES = (
+  ('max_tests', 1, 10**6),
+  ('cpu_s', 1, 3600),
+  ('memory_mib', 64, 1 << 20),
+  ('disk_mib', 1, 1 << 16),
+  ('processes', 1, 1024),
+  ('output_bytes', 1024, 1 << 30),
+)
+_INSIDE = pathlib.Path(inside.__file__).read_bytes()
+
+
+def _read(line: bytes | None) -> dict[str, Any] | None:
+  """A line as a mapping; None if there is none, or if it is something else."""
+  try:
+    message = json.loads(line) if line is not None else None
+  except (ValueError, RecursionError):
+    return None
+  return message if isinstance(message, dict) else None
+
+
+def _verdict_of(reply: Mapping[str, Any]) -> str:
+  """Why a test fails, of which the program's reply is known."""
+  if 'raised' in reply:
+    return 'memory' if reply['raised'] == 'MemoryError' else 'crash'
+  return 'wrong'
