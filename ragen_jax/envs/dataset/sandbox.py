@@ -85,7 +85,10 @@ class Sandbox:
       'OMP_NUM_THREADS': '1',
     }
     self._as_user = os.geteuid() == 0 and _maps_users()
-    self._staged = [s for s in self._binds if not _is_public(s)] if self._as_user else []
+    unreadable = [s for s in self._binds if self._as_user and not os.stat(s).st_mode & 0o004]
+    if unreadable:
+      raise ValueError(f'{unreadable[0]!r}, which programs need, cannot be read by every user; chmod o+rx')
+    self._staged = [s for s in self._binds if not _is_reachable(s)] if self._as_user else []
     self._stage = next((s for s in _STAGES if os.path.isdir(s) and not any(_is_in(b, s) for b in self._binds)), '')
     if self._as_user:
       self._setpriv = _program('setpriv', 'apt-get install util-linux')
@@ -272,10 +275,9 @@ def _maps_users() -> bool:
   return False
 
 
-def _is_public(path: str) -> bool:
-  """Whether every user can reach a file or folder, and read it."""
-  folders = [*pathlib.Path(path).parents]
-  return all(f.stat().st_mode & 0o001 for f in folders) and bool(os.stat(path).st_mode & 0o004)
+def _is_reachable(path: str) -> bool:
+  """Whether every user may enter the folders above a file or folder."""
+  return all(folder.stat().st_mode & 0o001 for folder in pathlib.Path(path).parents)
 
 
 def _is_in(path: str, folder: str) -> bool:
