@@ -45,26 +45,18 @@ FAILURES = ('wrong', 'timeout', 'memory', 'output', 'crash', 'forged', 'no_verdi
 _COSTLY = ('timeout', 'memory', 'output')
 _PYTHON = ('', 'python', 'python3', 'py', 'py3')
 _FENCE = re.compile(r'\s*(`{3,}|~{3,})\s*([^\s`]*)[^`]*')
+# docs/programs.md describes them.
 _OPTIONS: Mapping[str, Any] = {
-  # A test counts if it passes: 'all' pays 1 for a program that passes all, 'share' the share of passed tests.
   'score': 'all',
-  # Tests of an item that are run: those with the longest inputs.
   'max_tests': 15,
-  # Largest relative or absolute difference of numbers; 0 for equal values.
   'tolerance': 0.0,
-  # Processor time and time of a test, in seconds.
   'cpu_s': 6,
   'wall_s': 15.0,
-  # Memory of each process, and what it may write in files, in MiB.
   'memory_mib': 1024,
   'disk_mib': 32,
-  # Processes and threads of a program.
   'processes': 8,
-  # Bytes that a test may print; more if more is expected.
-  'output_bytes': 4 << 20,
-  # The interpreter; '' for that of the run.
+  'output_mib': 4,
   'python': '',
-  # Folders of packages that programs may import, made by `pip install --target`.
   'packages': (),
 }
 
@@ -131,8 +123,9 @@ class ProgramVerifier(Verifier):
     self._options = options
     self._program_s = settings.timeout_s
     self._jobs = settings.workers or len(os.sched_getaffinity(0))
-    names = ('memory_mib', 'cpu_s', 'wall_s', 'processes', 'disk_mib', 'output_bytes')
-    self._limits = Limits(file_mib=options['disk_mib'], **{name: options[name] for name in names})
+    names = ('memory_mib', 'cpu_s', 'wall_s', 'processes', 'disk_mib')
+    given = {name: options[name] for name in names}
+    self._limits = Limits(**given, file_mib=options['disk_mib'], output_bytes=options['output_mib'] << 20)
 
   @functools.cached_property
   def _sandbox(self) -> Sandbox:
@@ -280,7 +273,7 @@ _RANGES = (
   ('memory_mib', 64, 1 << 20),
   ('disk_mib', 1, 1 << 16),
   ('processes', 1, 1024),
-  ('output_bytes', 1024, 1 << 30),
+  ('output_mib', 1, 1024),
 )
 _INSIDE = pathlib.Path(inside.__file__).read_bytes()
 

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from ragen_jax.envs.dataset.confined import Confined, Limits, Outcome, SandboxError, memory_file
+from ragen_jax.envs.dataset.system_calls import call_filter
 from ragen_jax.utils.errors import one_line
 
 # A range that systemd's table of users leaves free.
@@ -139,9 +140,11 @@ class Sandbox:
   def _open(self, files: Mapping[str, bytes], argv: Sequence[str], stdin: int, limits: Limits) -> Confined:
     with contextlib.ExitStack() as stack:
       contents = {name: stack.enter_context(memory_file(data)) for name, data in files.items()}
+      rules = stack.enter_context(memory_file(call_filter()))
       reader, writer = os.pipe()
       try:
-        options = stack.enter_context(memory_file('\0'.join(self._options(contents, writer, limits)).encode() + b'\0'))
+        words = self._options(contents, writer, rules, limits)
+        options = stack.enter_context(memory_file('\0'.join(words).encode() + b'\0'))
         command = [*self._prefix(), self._bwrap, '--args', str(options), '--', *self._limited(limits)]
         process = subprocess.Popen(
           [*command, self._python, *argv],
@@ -149,7 +152,7 @@ class Sandbox:
           stdout=subprocess.PIPE,
           stderr=subprocess.PIPE,
           bufsize=0,
-          pass_fds=[*contents.values(), options, writer],
+          pass_fds=[*contents.values(), rules, options, writer],
           cwd='/',
           env={},  # programs can read the environment of bwrap, which holds nothing then
           start_new_session=True,  # a Ctrl-C in the terminal must not look like a crash
@@ -172,10 +175,12 @@ class Sandbox:
     mount = [self._unshare, '--mount', '--propagation', 'private', '/bin/sh', '-ec', _MOUNT, 'sh', self._stage]
     return [*mount, *self._staged, '--', *become]
 
-  def _options(self, contents: Mapping[str, int], status: int, limits: Limits) -> Iterator[str]:
+  def _options(self, contents: Mapping[str, int], status: int, rules: int, limits: Limits) -> Iterator[str]:
     """The options of bwrap. They are passed in a file: a program sees the command lines of its sandbox."""
     yield from ('--unshare-all', '--unshare-user', '--disable-userns', '--assert-userns-disabled')
     yield from ('--die-with-parent', '--new-session', '--clearenv', '--json-status-fd', str(status))
+    if call_filter():
+      yield from ('--seccomp', str(rules))
     yield from ('--uid', '1000', '--gid', '1000', '--hostname', 'sandbox')
     for name, value in self._environment.items():
       yield from ('--setenv', name, value)

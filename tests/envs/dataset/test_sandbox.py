@@ -14,6 +14,7 @@ import pytest
 
 from ragen_jax.envs.dataset.confined import Limits, Outcome, SandboxError
 from ragen_jax.envs.dataset.sandbox import Sandbox
+from ragen_jax.envs.dataset.system_calls import call_filter
 from tests.support.paths import ROOT
 
 LIMITS = Limits(memory_mib=256, cpu_s=5, wall_s=30.0, processes=6, file_mib=2, disk_mib=4, output_bytes=1 << 20)
@@ -220,6 +221,21 @@ print(os.getuid(), [words[1] for words in status if words[0] in ('CapEff:', 'Cap
   assert lines[:3] == ['-1'] * 3
   assert lines[3] == '-1 -1 -1'
   assert lines[4] == "1000 ['0000000000000000', '0000000000000000', '1']"
+
+
+@pytest.mark.skipif(not call_filter(), reason='needs a machine whose system calls are known')
+def test_memory_that_no_limit_counts_is_refused(sandbox):
+  program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
+print(libc.ptrace(0, 0, None, None), ctypes.get_errno())
+try:
+  print(os.memfd_create('x'))
+except OSError as e:
+  print(e.errno)
+"""
+  assert printed(run(sandbox, program)).split('\n') == ['-1 1', '-1 1', '1']  # EPERM
 
 
 def test_nothing_of_the_host_is_inherited(sandbox):
