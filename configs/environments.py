@@ -210,7 +210,7 @@ def by_tag() -> ConfigDict:
         # Processor seconds of a test.
         'cpu_s': 6,
         # Seconds of a test.
-        'wall_s': 15.0,
+        'wall_s': 30.0,
         # MiB of memory of each process of a program.
         'memory_mib': 1024,
         # MiB that a program may write in files.
@@ -224,10 +224,10 @@ def by_tag() -> ConfigDict:
         # Folders of packages that programs may import, made by `pip install --target`.
         'packages': (),
       },
-      # Seconds that a program may take for all tests.
-      'timeout_s': 60.0,
-      # Programs that are tested at a time.
-      'workers': 32,
+      # Seconds that all tests of a program may take; the episode ends as an error then.
+      'timeout_s': 300.0,
+      # Programs that are tested at a time; at most the number of cores.
+      'workers': 8,
       'max_turns': 1,
       'max_actions': 1,
       'max_actions_per_turn': 1,

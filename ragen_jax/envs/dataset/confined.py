@@ -39,7 +39,7 @@ class Limits:
 
   memory_mib: int = 1024
   cpu_s: int = 6
-  wall_s: float = 15.0
+  wall_s: float = 30.0
   processes: int = 8
   file_mib: int = 16
   disk_mib: int = 32

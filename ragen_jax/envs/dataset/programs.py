@@ -51,7 +51,7 @@ _OPTIONS: Mapping[str, Any] = {
   'max_tests': 15,
   'tolerance': 0.0,
   'cpu_s': 6,
-  'wall_s': 15.0,
+  'wall_s': 30.0,
   'memory_mib': 1024,
   'disk_mib': 32,
   'processes': 8,
@@ -161,6 +161,8 @@ class ProgramVerifier(Verifier):
         tally.add(verdict)
         if verdict in _COSTLY:
           break
+    except _OutOfTime:
+      return Fault(f'the tests of a program took longer than {self._program_s:g} s')
     except (SandboxError, OSError) as e:
       return Fault('a program could not be run', one_line(e, str))
     share = tally.passed / tally.total
@@ -176,10 +178,8 @@ class ProgramVerifier(Verifier):
     """Each test runs in a sandbox of its own."""
     end = time.monotonic() + self._program_s
     for given, expected in tests.cases:
-      limits = self._limits_until(end, len(expected))
-      if limits is None:
-        yield 'timeout'
-        return
+      _check_time(end)
+      limits = self._limits_for(len(expected))
       stdin = given.encode('utf-8', 'surrogatepass')
       outcome = self._sandbox.run({'program.py': program}, ['/program/program.py'], stdin, limits)
       if outcome.verdict != 'ok':
@@ -190,10 +190,11 @@ class ProgramVerifier(Verifier):
 
   def _play_calls(self, program: bytes, tests: Calls) -> Iterator[str]:
     """One process of the program answers all calls."""
-    with self._serve(
-      program, tests.preamble, sum(len(json.dumps(e)) for _, e in tests.cases), len(tests.cases)
-    ) as player:
+    end = time.monotonic() + self._program_s
+    expected_bytes = sum(len(json.dumps(expected)) for _, expected in tests.cases)
+    with self._serve(program, tests.preamble, self._limits_for(expected_bytes, len(tests.cases))) as player:
       for arguments, expected in tests.cases:
+        _check_time(end)
         reply = self._ask(player, tests.function, inside.encode(list(arguments)), {'dict': []})
         if isinstance(reply, str):
           yield reply
@@ -203,16 +204,17 @@ class ProgramVerifier(Verifier):
 
   def _play_assertions(self, program: bytes, tests: Assertions) -> Iterator[str]:
     """The assertions run in a sandbox of their own, and ask for the calls."""
-    task = json.dumps(dataclasses.asdict(tests)).encode()
-    files = {'inside.py': _INSIDE, 'assertions.json': task}
-    limits = self._limits_for_all(0, len(tests.statements))
+    end = time.monotonic() + self._program_s
+    files = {'inside.py': _INSIDE, 'assertions.json': json.dumps(dataclasses.asdict(tests)).encode()}
+    limits = self._limits_for(0, len(tests.statements))
     with (
       self._sandbox.start(files, ['/program/inside.py', 'judge'], limits) as judge,
-      self._serve(program, tests.preamble, 0, len(tests.statements)) as player,
+      self._serve(program, tests.preamble, limits) as player,
     ):
       failure = ''  # of the last call
       for _ in tests.statements:
         while True:
+          _check_time(end)
           message = _read(judge.read_line(self._limits.wall_s))
           if message is None:
             # The code of the data set ended, as the results of the program made it or by itself.
@@ -232,9 +234,9 @@ class ProgramVerifier(Verifier):
 
   # -- talking with the program ----------------------------------------------------------------------------------------
 
-  def _serve(self, program: bytes, preamble: str, expected: int, tests: int) -> Confined:
+  def _serve(self, program: bytes, preamble: str, limits: Limits) -> Confined:
     files = {'inside.py': _INSIDE, 'preamble.py': preamble.encode(), 'program.py': program}
-    return self._sandbox.start(files, ['/program/inside.py', 'serve'], self._limits_for_all(expected, tests))
+    return self._sandbox.start(files, ['/program/inside.py', 'serve'], limits)
 
   def _ask(self, player: Confined, name: str, arguments: Any, keywords: Any) -> dict[str, Any] | str:
     """The reply to a call; or the verdict if there is none."""
@@ -251,19 +253,26 @@ class ProgramVerifier(Verifier):
       return 'forged'
     return reply
 
-  def _limits_until(self, end: float, expected: int) -> Limits | None:
-    """The limits of a test; None if the program has used all of its time."""
-    left = end - time.monotonic()
-    if left <= 0:
-      return None
-    wall_s, output = min(self._limits.wall_s, left), max(self._limits.output_bytes, 2 * expected + (1 << 16))
-    return dataclasses.replace(self._limits, wall_s=wall_s, output_bytes=output)
+  def _limits_for(self, expected: int, tests: int = 0) -> Limits:
+    """The limits of a process: of one test, or of `tests` tests, whose times are limited one by one.
 
-  def _limits_for_all(self, expected: int, tests: int) -> Limits:
-    """The limits of a process that stays for all tests."""
-    output = max(self._limits.output_bytes, 2 * expected + (1 << 16))
-    cpu_s = self._limits.cpu_s * tests
-    return dataclasses.replace(self._limits, wall_s=self._program_s, cpu_s=cpu_s, output_bytes=output)
+    Args:
+      expected: bytes of what is expected.
+    """
+    limits = self._limits
+    limits = dataclasses.replace(limits, output_bytes=max(limits.output_bytes, 2 * expected + (1 << 16)))
+    if not tests:
+      return limits
+    return dataclasses.replace(limits, cpu_s=limits.cpu_s * tests, wall_s=self._program_s + limits.wall_s)
+
+
+class _OutOfTime(Exception):
+  """The tests of a program take too long together, although none exceeds its limits."""
+
+
+def _check_time(end: float) -> None:
+  if time.monotonic() > end:
+    raise _OutOfTime
 
 
 # The options that are whole numbers, with their ranges.
