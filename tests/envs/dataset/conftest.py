@@ -12,5 +12,7 @@ def sandbox() -> Sandbox:
     found = Sandbox()
     found.check()
   except ValueError as e:
+    if 'does not confine' in str(e):  # it runs and is no sandbox
+      raise
     pytest.skip(f'needs bubblewrap: {e}')
   return found

@@ -197,6 +197,12 @@ def tell(x):
     ('import builtins\nbuiltins.isinstance = lambda *a: True\ndef double(x): return 7', DOUBLE, 'crash'),
     (f'{FLOOD}\nwrite()\ndef double(x): return 6', DOUBLE, 'forged'),
     (f'{FLOOD}\ndef double(x): write()', DOUBLE, 'forged'),
+    # The right result, but not of this call.
+    (
+      'import os\nfor fd in range(30):\n  try: os.write(fd, b\'{"id": "0", "value": 6}\\n\')\n  except OSError: pass',
+      DOUBLE,
+      'forged',
+    ),
     (f'{FLOOD}\nimport os\nwrite()\nos._exit(0)', DOUBLE, 'forged'),
     (SEARCH, TELL, 'wrong'),
     # Assertions.

@@ -1,5 +1,6 @@
 """Programs that try to leave the sandbox, or to use more than they may. Each of them is bounded by itself, too."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -305,13 +306,15 @@ os.kill(os.getpid(), 9)
 
 
 def any_process_with(argument: str) -> bool:
-  for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):
-    try:
-      if argument.encode() in path.read_bytes().split(b'\0'):
-        return True
-    except OSError:
-      continue
-  return False
+  return any(argument.encode() in text.split(b'\0') for text in of_processes('cmdline'))
+
+
+def of_processes(file: str) -> list[bytes]:
+  texts = []
+  for path in pathlib.Path('/proc').glob(f'[0-9]*/{file}'):
+    with contextlib.suppress(OSError):  # the process has ended
+      texts.append(path.read_bytes())
+  return [text for text in texts if text]
 
 
 # -- talking -----------------------------------------------------------------------------------------------------------
@@ -342,6 +345,14 @@ def test_a_line_that_does_not_come_is_none(sandbox):
   with start(sandbox, 'while True: print("x" * 1000, end="")') as running:
     assert running.read_line(20) is None
     assert running.finish().verdict == 'output'
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_a_program(sandbox):
+  with start(sandbox, 'import time\nprint(1, flush=True)\ntime.sleep(60)') as running:
+    assert running.read_line(20) == b'1'
+    stats = [text.rpartition(b') ')[2].split() for text in of_processes('stat')]
+    groups = [int(group) for _, parent, group, *_ in stats if int(parent) == os.getpid()]
+    assert groups and os.getpgid(0) not in groups
 
 
 def test_a_program_ends_with_its_context(sandbox):
