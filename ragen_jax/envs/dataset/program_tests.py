@@ -207,12 +207,12 @@ def _assertions(function: str, preamble: str, setup: str, statements: Sequence[s
 def same_output(printed: str, expected: str, tolerance: float) -> bool:
   """Whether a program printed what is expected.
 
-  Blank space around lines and around the whole is ignored. Lines are equal as text, or as numbers word by word.
+  Blank lines around the whole and the width of blank space are ignored. Words are equal as text, or as numbers.
 
   Args:
     tolerance: largest relative or absolute difference of two numbers; 0 for equal values, such as 1.50 and 1.5.
   """
-  ours, theirs = ([line.strip() for line in text.strip().split('\n')] for text in (printed, expected))
+  ours, theirs = (text.strip().split('\n') for text in (printed, expected))
   return len(ours) == len(theirs) and all(
     a == b or _same_numbers(a.split(), b.split(), tolerance) for a, b in zip(ours, theirs, strict=True)
   )

@@ -180,6 +180,7 @@ def tell(x):
     ('import os\nprint("right\\n3")\nos._exit(0)', SUM, 'wrong'),
     # Functions.
     ('def double(x): return None', DOUBLE, 'wrong'),
+    ('def double(x): return 1 if x == 3 else 1 / 0', DOUBLE, 'wrong'),  # the first failure
     ('x = 1', DOUBLE, 'crash'),
     ('def double(x: return', DOUBLE, 'crash'),
     ('import sys\nsys.exit(0)', DOUBLE, 'crash'),
