@@ -191,49 +191,6 @@ def by_tag() -> ConfigDict:
   )
   # Sudoku on the usual board of 9 x 9 cells; its prompt and ten turns need a long agent.max_context.
   envs.Sudoku9x9 = _like(envs.Sudoku, side=9, empty_cells=40, max_turns=10, max_actions=50)
-  # Problems that a program solves, tested in a sandbox, see docs/programs.md.
-  envs.DeepCoder = ConfigDict(
-    {
-      'type': 'dataset',
-      # Files of problems: .jsonl, .json or .parquet.
-      'path': '',
-      # Fields of a problem.
-      'fields': {'question': 'problem', 'answer': 'tests'},
-      'verifier': 'code',
-      'verifier_options': {
-        # What is paid: 'all' for 1 if all tests pass, otherwise 0; 'share' for the share of passed tests.
-        'score': 'all',
-        # Tests of a problem that are run: those with the longest inputs.
-        'max_tests': 15,
-        # Largest relative or absolute difference of numbers; 0 for equal values.
-        'tolerance': 0.0,
-        # Processor seconds of a test.
-        'cpu_s': 6,
-        # Seconds of a test.
-        'wall_s': 30.0,
-        # MiB of memory of each process of a program.
-        'memory_mib': 1024,
-        # MiB that a program may write in files.
-        'disk_mib': 32,
-        # Processes and threads of a program.
-        'processes': 8,
-        # MiB that a test may print; more if more is expected.
-        'output_mib': 4,
-        # The interpreter of programs; '' for the one that runs this.
-        'python': '',
-        # Folders of packages that programs may import, made by `pip install --target`.
-        'packages': (),
-      },
-      # Seconds that all tests of a program may take; the episode ends as an error then.
-      'timeout_s': 300.0,
-      # Programs that are tested at a time; at most the number of cores.
-      'workers': 8,
-      'max_turns': 1,
-      'max_actions': 1,
-      'max_actions_per_turn': 1,
-      'max_words': 8000,
-    }
-  )
   # Tasks that programs outside play over HTTP, see docs/agents.md.
   envs.Agent = ConfigDict(
     {
@@ -354,6 +311,43 @@ def by_tag() -> ConfigDict:
   )
   # The problems that its authors hold out.
   envs.GSM8KTest = _like(envs.GSM8K, hub_options={'name': 'main', 'split': 'test'})
+  # RAGEN's DeepCoder: problems that a program solves, tested in a sandbox, see docs/programs.md.
+  envs.DeepCoder = _like(
+    envs.Dataset,
+    fields={'question': 'problem', 'answer': 'tests', 'choices': '', 'solution': '', 'group': ''},
+    split='all',
+    max_question_chars=0,
+    verifier='code',
+    verifier_options={
+      # What is paid: 'all' for 1 if all tests pass, otherwise 0; 'share' for the share of passed tests.
+      'score': 'all',
+      # Tests of a problem that are run: those with the longest inputs.
+      'max_tests': 15,
+      # Largest relative or absolute difference of numbers; 0 for equal values.
+      'tolerance': 0.0,
+      # Processor seconds of a test.
+      'cpu_s': 6,
+      # Seconds of a test.
+      'wall_s': 30.0,
+      # MiB of memory of each process of a program.
+      'memory_mib': 1024,
+      # MiB that a program may write in files.
+      'disk_mib': 32,
+      # Processes and threads of a program.
+      'processes': 8,
+      # MiB that a test may print; more if more is expected.
+      'output_mib': 4,
+      # The interpreter of programs; '' for the one that runs this.
+      'python': '',
+      # Folders of packages that programs may import, made by `pip install --target`.
+      'packages': (),
+    },
+    # Seconds that all tests of a program may take; the episode ends as an error then.
+    timeout_s=300.0,
+    # Programs that are tested at a time; at most the number of cores.
+    workers=8,
+    max_words=8000,
+  )
   # RAGEN's SearchQA: questions of HotpotQA, whose answers are looked up with a retrieval server. See docs/search.md for
   # a corpus in place of the server.
   envs.SearchQA = _like(

@@ -34,6 +34,7 @@ VERIFIERS: Mapping[str, str] = {
   'f1': 'ragen_jax.envs.dataset.text_verifiers:F1',
   'math': 'ragen_jax.envs.dataset.math_verifier:Math',
   'reasoning_gym': 'ragen_jax.envs.dataset.generators:ReasoningGym',
+  'code': 'ragen_jax.envs.dataset.programs:ProgramVerifier',
 }
 INSTALL = 'pip install -r requirements-data.txt'
 _METRIC = re.compile(r'[a-z][a-z0-9_]{0,63}')
