@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from ragen_jax.utils.errors import UserError
 
 CONTEXTS = ('full', 'limited_multi_turn', 'single_turn')
 OVERLONG = ('end', 'drop_oldest')
+_BLANK_LINES = re.compile(r'\A(?:[^\S\n]*\n)+')
 # Takes the place of a lost reply, because a chat format requires a reply between two messages of the user.
 NO_REPLY = '(no reply)'
 
@@ -102,7 +104,8 @@ class ContextManager:
 
   def first_prompt(self, env: int, observation: Observation, actions_left: int) -> Encoded:
     """The conversation up to the first reply."""
-    return self._open(self._task_and_turn(env, 0, observation, actions_left))
+    user = self._task_and_turn(env, 0, observation, actions_left)
+    return self.tokenizer.encode_segments(self._opening(env, user))
 
   def next_prompt(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Encoded:
     """The continuation of the whole conversation from the last reply (or from the start) up to the next reply.
@@ -170,7 +173,7 @@ class ContextManager:
     """
     settings = self.settings
     shown = len(past) if settings.context == 'full' else min(settings.context_turns - 1, len(past))
-    chat = [{'role': 'system', 'content': templates.SYSTEM}]
+    chat = [{'role': 'system', 'content': templates.system_of(self._specs[env])}]
     if settings.context == 'single_turn':
       return [
         *chat,
@@ -200,17 +203,26 @@ class ContextManager:
     cut = [ids[:-1] if ids and ids[-1] in stops else ids for ids in replies]
     return [self.reply_prefix + text for text in self.tokenizer.decode_batch(cut)]
 
+  def pieces(self, env: int, answer: str) -> list[str]:
+    """The texts of an answer that should each name an action; none is blank.
+
+    A whole answer loses blank lines around it and white space behind it. Its first line keeps its indentation, which
+    later lines may continue, unless it is the only one.
+    """
+    if not self._specs[env].env.whole_answer:
+      return [p.strip() for p in answer.split(self.settings.action_sep) if p.strip()]
+    whole = _BLANK_LINES.sub('', answer).rstrip()
+    return [whole if '\n' in whole else whole.strip()] if whole else []
+
   def parse(self, env: int, text: str) -> ParsedReply:
     """Parses a reply. It has the actions of its answer even if it is not of its form, see `read_answer`."""
     sections, answer = read_sections(text, self.settings.format), read_answer(text, self.settings.format)
     if answer is None:
       return ParsedReply((), (), False, sections)
     spec = self._specs[env]
-    limit = spec.budget.max_actions_per_turn
-    pieces = [p.strip() for p in answer.split(self.settings.action_sep)]
-    parsed = [spec.env.read_action(p) for p in pieces if p]
+    parsed = [spec.env.read_action(piece) for piece in self.pieces(env, answer)]
     known = [x for x in parsed if x is not None]
-    actions, names = (tuple(x) for x in zip(*known[:limit], strict=True)) if known else ((), ())
+    actions, names = (tuple(x) for x in zip(*known[: spec.actions_a_turn], strict=True)) if known else ((), ())
     return ParsedReply(actions, names, bool(known) and len(known) == len(parsed), sections)
 
   # -- parts of prompts ------------------------------------------------------------------------------------------------
@@ -227,8 +239,8 @@ class ContextManager:
   ) -> Segments:
     return join(templates.reward_line(reward), self._turn(env, turn, observation, actions_left))
 
-  def _open(self, user: Segments) -> Encoded:
-    return self.tokenizer.encode_segments(self.tokenizer.opening(templates.SYSTEM, user, self.reply_prefix))
+  def _opening(self, env: int, user: Segments) -> Segments:
+    return self.tokenizer.opening(templates.system_of(self._specs[env]), user, self.reply_prefix)
 
   def _exchanges(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
@@ -246,7 +258,7 @@ class ContextManager:
   ) -> Encoded:
     """The conversation of the last `shown` turns and the current turn, with replies as they were sampled."""
     exchanges = self._exchanges(env, past, shown, observation, actions_left)
-    segments = self.tokenizer.opening(templates.SYSTEM, exchanges[0][0], self.reply_prefix)
+    segments = self._opening(env, exchanges[0][0])
     for (_, before), (user, _) in itertools.pairwise(exchanges):
       segments += (TokenSegment(before.ids),)
       segments += self.tokenizer.following(user, self.reply_prefix, closed=before.closed)
@@ -255,7 +267,8 @@ class ContextManager:
   def _summary(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
   ) -> Encoded:
-    return self._open(self._summary_text(env, past, shown, observation, actions_left))
+    user = self._summary_text(env, past, shown, observation, actions_left)
+    return self.tokenizer.encode_segments(self._opening(env, user))
 
   def _summary_text(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
@@ -264,7 +277,7 @@ class ContextManager:
     first = len(past) - shown
     memory: Segments = ()
     for i, turn in enumerate(past[first:], start=first):
-      before, behind = templates.memory_frame(i, turn.actions, turn.reward, self.settings.action_sep)
+      before, behind = templates.memory_frame(self._specs[env], i, turn.actions, turn.reward, self.settings.action_sep)
       lead = '\n' if memory else templates.PARAGRAPH + templates.MEMORY
       memory = join(memory, lead, before, map_text(templates.plain, turn.observation), behind)
     present = self._turn(env, len(past), observation, actions_left)

@@ -66,7 +66,7 @@ class RandomSpeaker:
     legal = [names for pool in envs.pools.values() for names in pool.legal_actions()]
     replies = {}
     for row in rows:
-      most = envs.pool_of(row).spec.budget.max_actions_per_turn
+      most = envs.pool_of(row).spec.actions_a_turn
       count = int(self._rng.integers(1, most, endpoint=True))
       chosen = self._rng.integers(len(legal[row]), size=count) if legal[row] else []
       replies[row] = written_reply(log.context, [legal[row][i] for i in chosen])

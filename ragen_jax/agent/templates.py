@@ -37,6 +37,8 @@ SYSTEM = 'You act in a small world, one turn at a time, and try to reach its goa
 _TURN = 'Turn '
 _STATE = ':\nState:\n'
 _ACTIONS_LEFT = '\nActions left: '
+# What an answer holds if it is one action.
+_WHOLE_ANSWER = 'your answer'
 # What a request may name in braces.
 REQUEST_FIELDS = ('form', 'example', 'actions', 'max_words')
 # Most actions in the answer of an example.
@@ -68,13 +70,21 @@ def describe_task(spec: EnvSpec, action_sep: str) -> str:
     lines.append('Actions: ' + ', '.join(env.action_names) + '.')
   if env.action_help:
     lines.append(env.action_help)
-  limits = f'The episode has at most {_count(budget.max_turns, "turn")} and {_count(budget.max_actions, "action")}. '
-  if budget.max_actions_per_turn == 1:
-    limits += 'Give one action in each turn.'
-  else:
-    limits += f'Give at most {budget.max_actions_per_turn} actions in one turn, separated by {action_sep}.'
-  lines.append(limits)
+  limits = []
+  if env.counts_turns:
+    turns, actions = _count(budget.max_turns, 'turn'), _count(budget.max_actions, 'action')
+    limits.append(f'The episode has at most {turns} and {actions}.')
+  if spec.actions_a_turn > 1:
+    limits.append(f'Give at most {spec.actions_a_turn} actions in one turn, separated by {action_sep}.')
+  elif not env.whole_answer:
+    limits.append('Give one action in each turn.')
+  lines += [' '.join(limits)] if limits else []
   return plain('\n'.join(lines))
+
+
+def system_of(spec: EnvSpec) -> str:
+  """The system message of an environment's prompts."""
+  return plain(spec.env.system) or SYSTEM
 
 
 def _count(number: int, noun: str) -> str:
@@ -111,7 +121,7 @@ def shown_actions(spec: EnvSpec, turn: int, observation: Observation) -> tuple[l
   parts = join(observation)
   shown = [s.digest.hex() if isinstance(s, ImageSegment) else spec.env.example_key(s.text) for s in parts]
   number = zlib.crc32('|'.join([str(turn), *shown]).encode())
-  count = min(spec.budget.max_actions_per_turn, _EXAMPLE_ACTIONS)
+  count = min(spec.actions_a_turn, _EXAMPLE_ACTIONS)
   *chosen, first = (number // len(words) ** k % len(words) for k in range(count + 1))
   listed = [*words[first:], *words[:first]] if spec.env.action_words else []
   return [words[k] for k in chosen], listed
@@ -119,10 +129,11 @@ def shown_actions(spec: EnvSpec, turn: int, observation: Observation) -> tuple[l
 
 def _request(spec: EnvSpec, turn: int, observation: Observation, settings: ContextSettings) -> str:
   example, listed = shown_actions(spec, turn, observation)
-  separator = f' {settings.action_sep} ' if spec.budget.max_actions_per_turn > 1 else ' or '  # as in a reply
+  separator = f' {settings.action_sep} ' if spec.actions_a_turn > 1 else ' or '  # as in a reply
+  form = describe_form(settings.format, *([_WHOLE_ANSWER] if spec.env.whole_answer else []))
   return plain(
     settings.request.format(
-      form=describe_form(settings.format),
+      form=form,
       example=example_of(settings.format, f' {settings.action_sep} '.join(example)),
       actions=separator.join(listed) or _ACTIONS_OF_RULES,
       max_words=spec.max_words,
@@ -134,8 +145,11 @@ def turn_frame(
   spec: EnvSpec, turn: int, actions_left: int, observation: Observation, settings: ContextSettings
 ) -> tuple[str, str]:
   """The text before and after the observation of a turn (from 0); it decides what the example of an answer shows."""
-  request = _request(spec, turn, observation, settings)
-  return f'{_TURN}{turn + 1}{_STATE}', f'{_ACTIONS_LEFT}{actions_left}\n{request}'
+  env, request = spec.env, _request(spec, turn, observation, settings)
+  label = plain(f'{env.state_label}:\n') if env.state_label else ''
+  if not env.counts_turns:
+    return label, f'\n{request}'
+  return f'{_TURN}{turn + 1}:\n{label}', f'{_ACTIONS_LEFT}{actions_left}\n{request}'
 
 
 def reward_line(reward: float) -> str:
@@ -143,10 +157,11 @@ def reward_line(reward: float) -> str:
   return f'{_REWARD}{format_reward(reward)}{PARAGRAPH}'
 
 
-def memory_frame(turn: int, actions: Sequence[str], reward: float, action_sep: str) -> tuple[str, str]:
+def memory_frame(spec: EnvSpec, turn: int, actions: Sequence[str], reward: float, action_sep: str) -> tuple[str, str]:
   """The text before and after the observation of a past turn (from 0) in a summary."""
   done = plain(f' {action_sep} '.join(actions)) or 'nothing'
-  return f'{_TURN}{turn + 1}: {done} in\n', f'\nbrought reward {format_reward(reward)}.'
+  number = f'{_TURN}{turn + 1}: ' if spec.env.counts_turns else ''
+  return f'{number}{done} in\n', f'\nbrought reward {format_reward(reward)}.'
 
 
 def format_reward(reward: float) -> str:

@@ -97,7 +97,7 @@ class Solution(Protocol):
 class Game(abc.ABC):
   """The interface of environments, in JAX or outside it, for prompts, replies and evaluations.
 
-  Class attributes:
+  Class attributes, which may be properties:
     name: prefix of the environment's metrics, in snake case.
     action_names: the words that are actions, in the order of the action ids 0, 1, ...; empty for free-text actions.
     action_help: for free-text actions, one line about the form of an action; otherwise empty.
@@ -105,6 +105,10 @@ class Game(abc.ABC):
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
     scene_kinds: the kinds of things in its `scenes`; empty for a game without scenes.
+    whole_answer: whether the whole text of an answer is one action; otherwise actions are separated in it.
+    system: the system message of its prompts; '' for the usual sentence.
+    state_label: the word above an observation in prompts; '' for none.
+    counts_turns: whether prompts tell the limits of turns and actions, the number of a turn, and the actions left.
   """
 
   name: ClassVar[str]
@@ -114,6 +118,10 @@ class Game(abc.ABC):
   is_outside: ClassVar[bool] = False
   played_by_programs: ClassVar[bool] = False
   scene_kinds: ClassVar[tuple[str, ...]] = ()
+  whole_answer: ClassVar[bool] = False
+  system: ClassVar[str] = ''
+  state_label: ClassVar[str] = 'State'
+  counts_turns: ClassVar[bool] = True
 
   # -- text about the game -------------------------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class Game(abc.ABC):
     The default has the names of all actions; for free text it has a placeholder.
     """
     del observation
-    return self.action_names or ('your action',)
+    return self.action_names or ('your answer' if self.whole_answer else 'your action',)
 
   def example_key(self, observation: str) -> str:
     """What chooses among `example_actions`: observations with the same key show those at the same places.

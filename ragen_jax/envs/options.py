@@ -89,6 +89,17 @@ def check_text(env: str, option: str, value: Any, *, blank: bool = True) -> str:
   return value
 
 
+def check_wording(env: str, system: Any, state_label: Any, counts_turns: Any, whole_answer: Any) -> dict[str, Any]:
+  """These attributes of a `Game` by name; ValueError if one is not text, or neither True nor False."""
+  check_text(env, 'system', system)
+  check_text(env, 'state_label', state_label)
+  check_flag(env, 'counts_turns', counts_turns)
+  check_flag(env, 'whole_answer', whole_answer)
+  return {
+    'system': system, 'state_label': state_label, 'counts_turns': bool(counts_turns), 'whole_answer': bool(whole_answer)
+  }  # fmt: skip
+
+
 def check_mapping(env: str, option: str, value: Any) -> dict[str, Any]:
   """A dict with string keys, from a mapping or a section of a config at any depth; ValueError for anything else."""
   value = _as_dicts(value)

@@ -24,3 +24,8 @@ class EnvSpec:
   max_words: int
   num_groups: int
   tile: int | None = None
+
+  @property
+  def actions_a_turn(self) -> int:
+    """Maximum number of actions in one reply."""
+    return 1 if self.env.whole_answer else self.budget.max_actions_per_turn

@@ -164,7 +164,7 @@ class Person:
         self._stdout.write('\n')
         self.quits = True
         return None
-      names = [piece.strip() for piece in line.split(self._context.settings.action_sep) if piece.strip()]
+      names = self._context.pieces(0, line)
       unknown = [name for name in names if env.parse_action(name) is None]
       command = line.strip().lower()
       # A word that is both is an action, but a command if actions are free text.
@@ -223,7 +223,8 @@ class Person:
     """The words that can be typed, in one line."""
     env, sep = self._spec.env, self._context.settings.action_sep
     actions = env.action_help or f'allowed: {", ".join(env.action_words)}'
-    return f'{actions.removesuffix(".")}, separated by {sep}; or {", ".join(_COMMANDS)}'
+    separated = f', separated by {sep}' if self._spec.actions_a_turn > 1 else ''
+    return f'{actions.removesuffix(".")}{separated}; or {", ".join(_COMMANDS)}'
 
   def help(self) -> str:
     """The task of the prompt, and the commands."""

@@ -1,7 +1,7 @@
 """The prompts of all shipped tags are, to the byte, those that the built-in models and published runs have seen.
 
-The numbers are digests of the prompts of an earlier version. A change of a prompt is a new version of the tags: it needs
-new built-in models, so do not replace a digest to make a test pass.
+The numbers are digests of the prompts of an earlier version. A change of a prompt needs new built-in models, so do not
+replace a digest to make a test pass.
 """
 
 from __future__ import annotations

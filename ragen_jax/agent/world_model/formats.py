@@ -122,9 +122,9 @@ def write_reply(form: str, texts: Mapping[str, str]) -> str:
   return (f'<think>{thought}</think>' if FORMATS[form] else thought) + written[-1]
 
 
-def describe_form(form: str) -> str:
+def describe_form(form: str, answer: str = _CONTENTS['answer']) -> str:
   """A form with descriptions in place of its texts: '<think>your thoughts</think><answer>your actions</answer>'."""
-  return write_reply(form, _CONTENTS)
+  return write_reply(form, _CONTENTS | {'answer': answer})
 
 
 def example_of(form: str, answer: str) -> str:

@@ -78,11 +78,14 @@ class TextEnvironment(Game):
     """Opens a session with `rows` rows. Only one thread at a time uses it."""
 
   def parse_action(self, text: str) -> str | None:
-    """The name of the action, or None. Without `action_names` every non-blank text is an action."""
-    text = text.strip()
+    """The name of the action, or None. Without `action_names` every non-blank text is an action.
+
+    A whole answer keeps the white space at its ends, such as the indentation of its first line.
+    """
+    word = text.strip()
     if not self.action_names:
-      return text or None
-    return next((name for name in self.action_names if name.lower() == text.lower()), None)
+      return (text if self.whole_answer else word) if word else None
+    return next((name for name in self.action_names if name.lower() == word.lower()), None)
 
   def format_action(self, action: str) -> str:
     return action

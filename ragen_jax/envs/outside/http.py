@@ -43,6 +43,7 @@ from ragen_jax.envs.options import (
   check_seconds,
   check_text,
   check_whole_number,
+  check_wording,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
@@ -73,6 +74,7 @@ class HttpEnvironment(TextEnvironment):
     action_names: the words that are actions; without them every text is an action.
     action_help: one line about the form of an action.
     symbols: symbol to meaning, for the prompt, if the text is a board.
+    whole_answer, system, state_label, counts_turns: what an action is, and the wording of prompts; see `Game`.
     options: options for the server, sent with each /reset.
     timeout_s: time limit of one request, from the connection to the end of the answer, in seconds.
     retries: maximum number of repetitions of a request without an answer or with a temporary error status.
@@ -90,6 +92,10 @@ class HttpEnvironment(TextEnvironment):
   action_names: tuple[str, ...] = ()
   action_help: str = ''
   symbols: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  whole_answer: bool = False
+  system: str = ''
+  state_label: str = 'State'
+  counts_turns: bool = True
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   timeout_s: float = 30.0
   retries: int = 3
@@ -106,6 +112,7 @@ class HttpEnvironment(TextEnvironment):
       raise ValueError('http: url has a user name or a password, which configs and logs would show; allowed: none')
     check_text('http', 'task', self.task, blank=False)
     check_text('http', 'action_help', self.action_help)
+    check_wording('http', self.system, self.state_label, self.counts_turns, self.whole_answer)
     for field in ('timeout_s', 'backoff_s'):
       check_seconds('http', field, getattr(self, field))
     for field, least in (('retries', 0), ('batch_size', 1), ('workers', 1)):

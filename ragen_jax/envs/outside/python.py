@@ -12,6 +12,7 @@ from ragen_jax.envs.options import (
   check_mapping,
   check_processes,
   check_text,
+  check_wording,
   check_workers,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
@@ -19,6 +20,8 @@ from ragen_jax.envs.outside.games import PythonGames
 from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
 from ragen_jax.envs.outside.processes import game_processes
+
+_WORDING = ('system', 'state_label', 'counts_turns', 'whole_answer')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +47,8 @@ class PythonEnvironment(TextEnvironment):
     action_names                        optional: the words that are actions; without them every text is an action.
     action_help                         optional: how an action is written.
     legend                              optional: symbol to meaning.
+    whole_answer                        optional: whether the whole text of an answer is one action.
+    system, state_label, counts_turns   optional: the wording of the prompts, see `Game`.
 
   The constructor makes one object to read these four. With `processes`, all code of the class runs in worker processes;
   also its module is not loaded in this one.
@@ -109,6 +114,22 @@ class PythonEnvironment(TextEnvironment):
   def action_help(self) -> str:
     """The class's `action_help`; a default line if the class has neither that nor `action_names`."""
     return self._action_help or ('' if self._action_names else FREE_TEXT)
+
+  @property
+  def whole_answer(self) -> bool:
+    return self._wording['whole_answer']
+
+  @property
+  def system(self) -> str:
+    return self._wording['system']
+
+  @property
+  def state_label(self) -> str:
+    return self._wording['state_label']
+
+  @property
+  def counts_turns(self) -> bool:
+    return self._wording['counts_turns']
 
   def rules(self) -> str:
     return self._rules
