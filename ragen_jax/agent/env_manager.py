@@ -163,25 +163,30 @@ class EnvStateManager:
     members = first_member + np.arange(self.rows) % self.group_size
     for i, pool in self.pools.items():
       own = self._slices[i]
-      pool.reset(self.level_seeds[own], members[own])
-      if self._held_out and not pool.outside:
+      if self._held_out:
         self.level_seeds[own] = self._redraw(pool, self.level_seeds[own], members[own])
+      if pool.outside or not self._held_out:
+        pool.reset(self.level_seeds[own], members[own])
     return self.render()
 
   def _redraw(self, pool: Pool, seeds: np.ndarray, members: np.ndarray) -> np.ndarray:
     """Replaces held-out levels with levels from other seeds, and returns the seeds i64[rows] of all levels.
 
+    An environment in JAX is then reset to these levels.
+
     Another seed can give the same board again. A group keeps its original level if all attempts give held-out levels,
     because some games have very few levels.
     """
     drawn = seeds
-    for attempt in range(_REDRAWS + 1):
-      known = np.repeat([level in self._held_out for level in pool.levels()], self.group_size)
-      if not known.any():
-        return drawn
-      last = attempt == _REDRAWS
-      drawn = np.where(known, seeds if last else (seeds + (attempt + 1) * _STRIDE) % 2**32, drawn)
-      pool.reset(drawn, members)
+    known = self._is_held_out(pool, drawn, members)
+    for attempt in range(1, _REDRAWS + 1):
+      if known.any():
+        drawn = np.where(known, (seeds + attempt * _STRIDE) % 2**32, drawn)
+        known = self._is_held_out(pool, drawn, members)
+    if not known.any():
+      return drawn
+    drawn = np.where(known, seeds, drawn)
+    pool.find_levels(drawn, members)
     if pool.spec.tag not in self._warned_few_levels:
       self._warned_few_levels.add(pool.spec.tag)
       share = known.mean()
@@ -190,17 +195,25 @@ class EnvStateManager:
       )
     return drawn
 
+  def _is_held_out(self, pool: Pool, seeds: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """bool[rows], whether the levels of these seeds are held-out levels."""
+    levels = pool.find_levels(seeds, members)
+    return np.repeat([level in self._held_out for level in levels], self.group_size)
+
   def levels_from(self, first_seed: int) -> set[bytes]:
-    """Resets the environments in JAX from `first_seed`, without replacing held-out levels, and returns their levels."""
+    """The levels that `reset` begins with if it replaces none. Environments in JAX are reset to them, others are not.
+
+    They are the boards in JAX, and the items outside it that have an id.
+    """
     seeds, members = first_seed + self.row_group.astype(np.int64), np.arange(self.rows) % self.group_size
+    found = set()
     for i, pool in self.pools.items():
-      if not pool.outside:
-        pool.reset(seeds[self._slices[i]], members[self._slices[i]])
-    return self.levels()
+      found.update(pool.find_levels(seeds[self._slices[i]], members[self._slices[i]]))
+    return found - {None}
 
   def levels(self) -> set[bytes]:
-    """The levels of the environments in JAX, after the last `reset`."""
-    return {level for pool in self.pools.values() for level in pool.levels()}
+    """The levels after the last `reset`, see `levels_from`."""
+    return {level for pool in self.pools.values() for level in pool.levels()} - {None}
 
   def step(self, actions: list[list[Any]]) -> StepResult:
     """Executes a turn's parsed actions; rows without actions have an empty list."""

@@ -24,7 +24,7 @@ from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils import foreign
-from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.errors import one_line, short
 from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Pool(abc.ABC):
   Attributes:
     processor: of the model that reads images; None if observations are text.
     outside: whether the environment is outside JAX. Its reset may have side effects, so it is called only to begin an
-      episode: first prompts are not checked in advance, and levels are not compared with held-out levels.
+      episode: first prompts are not checked in advance.
     traces: number of compilations of a step.
     faults: row -> the fault that ended its episode since `reset`.
     used: i32[rows], number of executed actions since `reset`.
@@ -102,9 +102,14 @@ class Pool(abc.ABC):
     del rows
     raise NotImplementedError(f'{self.spec.env.name} has no scenes')
 
-  def levels(self) -> list[bytes]:
-    """The initial level of each group as bytes, equal for equal boards of any seed or tag; empty outside JAX."""
-    return []
+  @abc.abstractmethod
+  def levels(self) -> list[bytes | None]:
+    """The initial level of each group, equal for equal boards or items of any seed or tag; None if unknown."""
+
+  def find_levels(self, seeds: np.ndarray, members: np.ndarray) -> list[bytes | None]:
+    """The `levels` that `reset` would begin with. An environment in JAX is reset to them, one outside JAX is not."""
+    self.reset(seeds, members)
+    return self.levels()
 
   @abc.abstractmethod
   def legal_actions(self) -> list[list[str]]:
@@ -248,7 +253,7 @@ class JaxPool(Pool):
   def scenes(self, rows: list[int]) -> list[Scene]:
     return self.spec.env.scenes(jax.tree.map(lambda x: np.asarray(x)[rows], self.states))
 
-  def levels(self) -> list[bytes]:
+  def levels(self) -> list[bytes | None]:
     leaves = [np.asarray(x)[:: self.group_size] for x in jax.tree.leaves(self.fresh_states)]
     name = self.spec.env.name.encode()
     return [b'|'.join([name, *(x[i].tobytes() for x in leaves)]) for i in range(self.rows // self.group_size)]
@@ -372,6 +377,20 @@ class OutsidePool(Pool):
       return seen
     return seen.text if self.processor is None else with_images(seen.text, seen.images, self.processor)
 
+  def levels(self) -> list[bytes | None]:
+    return self._levels_of(self._seeds)
+
+  def find_levels(self, seeds: np.ndarray, members: np.ndarray) -> list[bytes | None]:
+    del members
+    return self._levels_of(seeds)
+
+  def _levels_of(self, seeds: np.ndarray) -> list[bytes | None]:
+    firsts = seeds[:: self.group_size].tolist()
+    found = self._ask('level_id', lambda: [_as_level(self.spec.env.level_id(seed)) for seed in firsts], len(firsts))
+    for fault in (x for x in found if isinstance(x, Fault)):
+      self._warn(fault.kind, 'envs.%s: %s; held-out items are not recognised', self.spec.tag, fault)
+    return [None if isinstance(x, Fault) else x for x in found]
+
   def picture(self, row: int) -> np.ndarray | None:
     """The first image of the observation; None for text alone."""
     seen = self._seen[row]
@@ -384,3 +403,12 @@ class OutsidePool(Pool):
     fault = self._ask('end', lambda: [self._session.end()], 1)[0]
     if isinstance(fault, Fault):
       self._warn(fault.kind, 'envs.%s: %s; its episodes may not be released', self.spec.tag, fault)
+
+
+def _as_level(item: Any) -> bytes | None:
+  """The id of an item as a level, which differs from all levels in JAX."""
+  if item is None:
+    return None
+  if not isinstance(item, str):
+    raise TypeError(f'{short(item)} is not text')
+  return b'item|' + str.encode(item, 'utf-8', 'replace')

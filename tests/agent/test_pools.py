@@ -342,7 +342,7 @@ def test_the_kind_of_an_environment_decides_what_can_be_asked_of_it():
     pool.reset(np.asarray([4, 4, 6, 6]), np.asarray([0, 1, 0, 1]))
   assert inside.legal_actions() == [['Left', 'Down', 'Right', 'Up']] * 4
   assert out.legal_actions() == [list(Tally.action_names)] * 4
-  assert len(set(inside.levels())) == 2 and out.levels() == []
+  assert len(set(inside.levels())) == 2 and out.levels() == [None, None]
   assert inside.picture(0).shape == (64, 64, 3) and out.picture(0) is None
 
 

@@ -61,8 +61,8 @@ class Session(abc.ABC):
 class TextEnvironment(Game):
   """A game outside JAX, whose actions are strings.
 
-  Subclasses are frozen dataclasses whose fields are the options of the game, compared by identity. Their levels are not
-  visible: there is no solver, and no level can be read from text.
+  Subclasses are frozen dataclasses whose fields are the options of the game, compared by identity. The states of their
+  levels are not visible: there is no solver, and no level can be read from text.
   """
 
   has_solver: ClassVar[bool] = False
@@ -76,6 +76,15 @@ class TextEnvironment(Game):
   @abc.abstractmethod
   def open(self, rows: int) -> Session:
     """Opens a session with `rows` rows. Only one thread at a time uses it."""
+
+  def level_id(self, seed: int) -> str | None:
+    """Which item the level of a seed is, equal for equal items of any environment; None if unknown.
+
+    Training plays no items of the evaluation (`EnvStateManager`). The method has no effect but its result: no episode
+    begins.
+    """
+    del seed
+    return None
 
   def parse_action(self, text: str) -> str | None:
     """The name of the action, or None. Without `action_names` every non-blank text is an action.

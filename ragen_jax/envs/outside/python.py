@@ -40,6 +40,8 @@ class PythonEnvironment(TextEnvironment):
                                         is effective if the observation changed.
                                         With `images` observations are mappings {'text': str, 'images': [arrays]}.
     close()                             optional; called when the object is no longer needed.
+    level_id(seed) -> str               optional: which item the level of a seed is, see `TextEnvironment.level_id`. An
+                                        object that plays no episode is asked.
 
   Attributes of the class or of its objects, which may also be methods without arguments:
 
